@@ -1,0 +1,44 @@
+"""Multi-head attention for PyTorch that is fast, exact, and open to inspection.
+
+The public names resolve on first use, so that ``import headscope`` costs next to nothing over ``import torch``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Attended": "functional",
+    "MultiHeadAttention": "module",
+    "Trace": "tracing",
+    "attend": "functional",
+    "attention": "functional",
+    "load_example": "examples",
+    "trace": "tracing",
+}
+
+__all__ = ["Attended", "MultiHeadAttention", "Trace", "attend", "attention", "load_example", "masks", "trace"]
+
+if TYPE_CHECKING:
+    from headscope import masks
+    from headscope.examples import load_example
+    from headscope.functional import Attended, attend, attention
+    from headscope.module import MultiHeadAttention
+    from headscope.tracing import Trace, trace
+
+
+def __getattr__(name: str) -> Any:
+    if name == "masks":
+        return import_module("headscope.masks")
+    if name not in _HOME:
+        raise AttributeError(f"module 'headscope' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(import_module(f"headscope.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

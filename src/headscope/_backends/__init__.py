@@ -1,0 +1,44 @@
+"""Backends: each says what it refuses, and attends.
+
+What a backend is given is canonical: q [B, H, Q, D], k [B, Hkv, K, D], v [B, Hkv, K, Dv], a bias that broadcasts to
+[B, H, Q, K] with four axes, sinks [H]. It returns ``out`` [B, H, Q, Dv] in q's dtype and, if the call asks for it,
+``lse`` [B, H, Q] in float32 (float64 for float64).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from headscope._call import Call
+from headscope.masks import Plan
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call, in canonical form."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    sinks: Tensor | None
+
+
+class Backend(Protocol):
+    """One way to attend."""
+
+    @property
+    def name(self) -> str: ...
+
+    def refuses(self, call: Call) -> list[str]:
+        """Why this backend cannot take the call; empty if it can."""
+        ...
+
+    def attend(self, call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]: ...
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which logits, softmax and lse are computed: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

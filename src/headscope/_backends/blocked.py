@@ -1,0 +1,261 @@
+"""Blocked torch: every option on any device, memory linear in the length, the portable form of everything.
+
+A block is a run of query rows of some heads against every key those rows may see, so each softmax is a plain one.
+The number of rows is what fits into ``BLOCK`` logits: it falls as the keys grow, and depends on nothing but shapes.
+The backward pass computes the weights again from q, k and lse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from headscope._backends import Inputs, accumulate_dtype
+from headscope._call import Call
+from headscope.masks import Plan
+
+name = "blocked"
+
+BLOCK = 1 << 19  # logits in one block: 2 MiB of float32, about one core's second-level cache
+
+
+def refuses(call: Call) -> list[str]:
+    """Nothing is refused."""
+    return []
+
+
+def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """out and lse, block by block."""
+    seed = int(torch.randint(2**31, ()).item()) if call.dropout else 0
+    out, lse = _Attend.apply(call, plan, seed, *inputs)  # pyright: ignore[reportGeneralTypeIssues, reportUnknownVariableType]
+    return out, lse
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of the weights: batch entries, key/value heads, queries, keys."""
+
+    b: slice
+    h: slice
+    i: slice
+    j: slice
+    number: int
+
+    def heads(self, group: int) -> slice:
+        """The query heads."""
+        return slice(self.h.start * group, self.h.stop * group)
+
+
+def blocks(call: Call, plan: Plan | None) -> Iterator[Block]:
+    """Cut a call into blocks of at most ``BLOCK`` logits (but at least one row); what nobody may see is left out."""
+    rows = max(1, min(call.queries, BLOCK // max(1, call.group * call.keys)))
+    fit = max(1, BLOCK // max(1, call.group * call.keys * rows))  # key/value heads at a time
+    head_step = min(call.kv_heads, fit)
+    batch_step = max(1, fit // call.kv_heads)
+    number = 0
+    for i in range(0, call.queries, rows):
+        i_slice = slice(i, min(i + rows, call.queries))
+        j_slice = _visible_keys(call, plan, i_slice)
+        for b in range(0, call.batch, batch_step):
+            for h in range(0, call.kv_heads, head_step):
+                b_slice = slice(b, min(b + batch_step, call.batch))
+                yield Block(b_slice, slice(h, min(h + head_step, call.kv_heads)), i_slice, j_slice, number)
+                number += 1
+
+
+def _visible_keys(call: Call, plan: Plan | None, i: slice) -> slice:
+    if plan is None or plan.bounds is None:
+        return slice(0, call.keys)
+    bounds = plan.bounds if len(plan.bounds) == 1 else plan.bounds[i]
+    stop = int(bounds[:, 1].max())
+    return slice(min(int(bounds[:, 0].min()), stop), stop)
+
+
+def tile_logits(call: Call, plan: Plan | None, block: Block, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """The final logits of a block, [b, h, g * i, j], and tanh(s / softcap) where there is a softcap."""
+    dtype = accumulate_dtype(call.dtype)
+    q = _grouped(call, block, inputs.q).to(dtype) * call.scale
+    k = inputs.k[block.b, block.h, block.j].to(dtype)
+    s = q @ k.transpose(-2, -1)  # [b, h, g * i, j]
+    tanh = None
+    if call.softcap is not None:
+        tanh = torch.tanh(s / call.softcap)
+        s = call.softcap * tanh
+    if inputs.bias is not None:
+        bias = _bias_tile(call, block, inputs.bias)
+        s = _per_head(call, block, s).add(bias).masked_fill(bias == -torch.inf, -torch.inf).view_as(s)
+    if plan is not None and not plan.everything:
+        seen = plan.tile(block.b, block.heads(call.group), block.i, block.j).to(s.device)
+        if seen.shape[1] > 1:
+            seen = seen.unflatten(1, (-1, call.group))  # [b, h, g, i, j]
+        else:
+            seen = seen[:, :, None]
+        s = _per_head(call, block, s).masked_fill(~seen, -torch.inf).view_as(s)
+    return s, tanh
+
+
+def _grouped(call: Call, block: Block, tensor: Tensor) -> Tensor:
+    """The query rows of a block, those of one key/value head together: [B, H, Q, D] -> [b, h, g * i, D]."""
+    rows = tensor[block.b, block.heads(call.group), block.i]
+    return rows.unflatten(1, (-1, call.group)).flatten(2, 3)  # [b, h, g * i, D]
+
+
+def _per_head(call: Call, block: Block, tile: Tensor) -> Tensor:
+    """[b, h, g * i, j] -> [b, h, g, i, j]"""
+    return tile.unflatten(2, (call.group, -1))
+
+
+def _bias_tile(call: Call, block: Block, bias: Tensor) -> Tensor:
+    """The bias of a block, broadcastable to [b, h, g, i, j]."""
+    at = (block.b, block.heads(call.group), block.i, block.j)
+    tile = bias[tuple(slice(None) if size == 1 else here for size, here in zip(bias.shape, at, strict=True))]
+    tile = tile.to(accumulate_dtype(call.dtype))
+    return tile[:, :, None] if tile.shape[1] == 1 else tile.unflatten(1, (-1, call.group))  # [b, h, g, i, j]
+
+
+def _sink_rows(call: Call, block: Block, sinks: Tensor) -> Tensor:
+    """The sink logit of each row of a block, [h, g * i, 1]."""
+    rows = sinks[block.heads(call.group)].to(accumulate_dtype(call.dtype)).view(-1, call.group, 1)  # [h, g, 1]
+    return rows.expand(-1, -1, block.i.stop - block.i.start).flatten(1)[..., None]  # [h, g * i, 1]
+
+
+def _keep(call: Call, block: Block, seed: int, like: Tensor) -> Tensor:
+    """What dropout keeps of a block, already divided by its probability; the same in both passes."""
+    generator = torch.Generator(like.device).manual_seed(seed + block.number)
+    kept = torch.rand(like.shape, generator=generator, device=like.device) >= call.dropout
+    return kept.to(like.dtype).mul_(1 / (1 - call.dropout))
+
+
+class _Attend(torch.autograd.Function):
+    """The forward pass in blocks, and its gradient, which computes the weights again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, plan: Plan | None, seed: int,
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        inputs = Inputs(q, k, v, bias, sinks)
+        rows = (call.batch, call.heads, call.queries)
+        out = q.new_zeros((*rows, call.v_head_dim))
+        lse = q.new_full(rows, -torch.inf, dtype=accumulate_dtype(call.dtype))
+        for block in blocks(call, plan):
+            tile_out, tile_lse = _forward(call, plan, block, inputs, seed)
+            at = (block.b, block.heads(call.group), block.i)
+            out[at] = _per_head(call, block, tile_out).flatten(1, 2).to(out.dtype)  # [b, H, i, Dv]
+            lse[at] = _per_head(call, block, tile_lse)[..., 0].flatten(1, 2)  # [b, H, i]
+        ctx.call, ctx.plan, ctx.seed = call, plan, seed
+        ctx.save_for_backward(q, k, v, bias, sinks, out, lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        call, plan = ctx.call, ctx.plan
+        *tensors, out, lse = ctx.saved_tensors
+        inputs = Inputs(*tensors)
+        dtype = accumulate_dtype(call.dtype)
+        wanted = (True, True, True, *ctx.needs_input_grad[6:])  # a bias may be as large as the matrix
+        sums = Inputs(*(torch.zeros_like(x, dtype=dtype) if x is not None and want else None
+                        for x, want in zip(inputs, wanted, strict=True)))  # pyright: ignore[reportArgumentType]  # fmt: skip
+        grad_out, grad_lse = (torch.zeros_like(x) if g is None else g for g, x in zip(grads, (out, lse), strict=True))
+        for block in blocks(call, plan):
+            _backward(_Backward(call, plan, block, inputs, out, lse, grad_out, grad_lse, ctx.seed), sums)
+        return None, None, None, *(None if s is None else s.to(x.dtype) for s, x in zip(sums, inputs, strict=True))
+
+
+def _forward(call: Call, plan: Plan | None, block: Block, inputs: Inputs, seed: int) -> tuple[Tensor, Tensor]:
+    """out [b, h, g * i, Dv] and lse [b, h, g * i, 1] of one block, in the accumulating dtype."""
+    if block.j.start == block.j.stop:
+        return _nothing_seen(call, block, inputs)
+    s, _ = tile_logits(call, plan, block, inputs)
+    top = s.amax(-1, keepdim=True)
+    sink = None
+    if inputs.sinks is not None:
+        sink = _sink_rows(call, block, inputs.sinks)
+        top = torch.maximum(top, sink)
+    if call.may_be_empty:
+        top = top.masked_fill(top == -torch.inf, 0)
+    p = s.sub_(top).exp_()
+    total = p.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + (sink - top).exp()
+    if call.dropout:
+        p = p * _keep(call, block, seed, p)
+    out = p @ inputs.v[block.b, block.h, block.j].to(p.dtype)
+    divisor = total.masked_fill(total == 0, 1) if call.may_be_empty else total
+    return out / divisor, top + total.log()
+
+
+def _nothing_seen(call: Call, block: Block, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    shape = (block.b.stop - block.b.start, block.h.stop - block.h.start, call.group * (block.i.stop - block.i.start))
+    dtype = accumulate_dtype(call.dtype)
+    lse = inputs.q.new_full((*shape, 1), -torch.inf, dtype=dtype)
+    if inputs.sinks is not None:
+        lse = _sink_rows(call, block, inputs.sinks).expand_as(lse)
+    return inputs.q.new_zeros((*shape, call.v_head_dim), dtype=dtype), lse
+
+
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """What the gradient of one block is made from."""
+
+    call: Call
+    plan: Plan | None
+    block: Block
+    inputs: Inputs
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor
+    seed: int
+
+
+def _backward(a: _Backward, sums: Inputs) -> None:
+    """Add one block's gradients to the sums: ds = p (dp - Σ out·dout + dlse), and on through cap, scale and products."""
+    call, block, inputs = a.call, a.block, a.inputs
+    dtype = accumulate_dtype(call.dtype)
+    lse, grad_lse = (_grouped(call, block, x[..., None]).to(dtype) for x in (a.lse, a.grad_lse))  # [b, h, g * i, 1]
+    grad_out = _grouped(call, block, a.grad_out).to(dtype)
+    delta = (grad_out * _grouped(call, block, a.out).to(dtype)).sum(-1, keepdim=True)
+    if call.may_be_empty:
+        lse = lse.masked_fill(lse == -torch.inf, 0)  # its logits are all -inf: p = 0
+    if inputs.sinks is not None and sums.sinks is not None:
+        p_sink = (_sink_rows(call, block, inputs.sinks) - lse).exp()
+        per_row = _per_head(call, block, p_sink * (grad_lse - delta))  # [b, h, g, i, 1]
+        sums.sinks[block.heads(call.group)] += per_row.sum((0, 3, 4)).flatten()
+    if block.j.start == block.j.stop:
+        return
+    s, tanh = tile_logits(call, a.plan, block, inputs)
+    hidden = s == -torch.inf
+    p = s.sub_(lse).exp_()
+    v = inputs.v[block.b, block.h, block.j].to(dtype)
+    grad_p = grad_out @ v.transpose(-2, -1)  # [b, h, g * i, j]
+    dropped = p
+    if call.dropout:
+        keep = _keep(call, block, a.seed, p)
+        dropped, grad_p = p * keep, grad_p * keep
+    sums.v[block.b, block.h, block.j] += dropped.transpose(-2, -1) @ grad_out
+    grad_s = (p * (grad_p - delta + grad_lse)).masked_fill_(hidden, 0)
+    if sums.bias is not None:
+        _add_bias_gradient(call, block, _per_head(call, block, grad_s), sums.bias)
+    if tanh is not None:
+        grad_s = grad_s * (1 - tanh * tanh)
+    grad_s = grad_s * call.scale
+    q, k = _grouped(call, block, inputs.q).to(dtype), inputs.k[block.b, block.h, block.j].to(dtype)
+    sums.k[block.b, block.h, block.j] += grad_s.transpose(-2, -1) @ q
+    grad_q = _per_head(call, block, grad_s @ k).flatten(1, 2)  # [b, H, i, D]
+    sums.q[block.b, block.heads(call.group), block.i] += grad_q
+
+
+def _add_bias_gradient(call: Call, block: Block, grad_s: Tensor, total: Tensor) -> None:
+    """Sum a block's [b, h, g, i, j] over the axes along which the bias repeats."""
+    grad = grad_s.flatten(1, 2)  # [b, H, i, j]
+    axes = [axis for axis in range(4) if total.shape[axis] == 1]
+    grad = grad.sum(axes, keepdim=True) if axes else grad
+    at = (block.b, block.heads(call.group), block.i, block.j)
+    total[tuple(slice(None) if n == 1 else here for n, here in zip(total.shape, at, strict=True))] += grad

@@ -1,0 +1,57 @@
+"""The definition: every option, nothing clever. It fills the Q x K matrix; float64 goes through in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headscope._backends import Inputs, accumulate_dtype
+from headscope._call import Call
+from headscope.masks import Plan
+
+name = "reference"
+
+
+def refuses(call: Call) -> list[str]:
+    """Nothing is refused."""
+    return []
+
+
+def logits(call: Call, plan: Plan | None, inputs: Inputs) -> Tensor:
+    """The final logits s [B, H, Q, K]: scaled, capped, biased; -inf where a key may not be seen."""
+    dtype = accumulate_dtype(call.dtype)
+    q, k = inputs.q.to(dtype), inputs.k.to(dtype)
+    k = k.repeat_interleave(call.group, dim=1)  # [B, H, K, D]: each key head serves a group of query heads
+    s = call.scale * (q @ k.transpose(-2, -1))  # [B, H, Q, K]
+    if call.softcap is not None:
+        s = call.softcap * torch.tanh(s / call.softcap)
+    if inputs.bias is not None:
+        s = s + inputs.bias.to(dtype)
+        s = s.masked_fill(inputs.bias == -torch.inf, -torch.inf)
+    if plan is not None:
+        batch, heads, queries, keys = s.shape
+        seen = plan.tile(slice(0, batch), slice(0, heads), slice(0, queries), slice(0, keys))  # [B, H, Q, K]
+        s = s.masked_fill(~seen.to(s.device), -torch.inf)
+    return s
+
+
+def weights(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The attention weights p [B, H, Q, K] and lse [B, H, Q]. Rows sum to one, or to less where there are sinks."""
+    s = logits(call, plan, inputs)
+    terms = s
+    if inputs.sinks is not None:
+        sink = inputs.sinks.to(s.dtype)[:, None, None].expand(*s.shape[:-1], 1)  # [B, H, Q, 1]
+        terms = torch.cat([s, sink], dim=-1)
+    nothing = (terms == -torch.inf).all(dim=-1, keepdim=True)  # rows that may see nothing
+    lse = terms.masked_fill(nothing, 0).logsumexp(dim=-1, keepdim=True)
+    p = torch.exp(s - lse).masked_fill(nothing, 0)
+    return p, lse.masked_fill(nothing, -torch.inf).squeeze(-1)
+
+
+def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """out = p v, with p as defined above."""
+    p, lse = weights(call, plan, inputs)
+    if call.dropout > 0:
+        p = torch.nn.functional.dropout(p, call.dropout)
+    v = inputs.v.to(p.dtype).repeat_interleave(call.group, dim=1)  # [B, H, K, Dv]
+    return (p @ v).to(call.dtype), lse

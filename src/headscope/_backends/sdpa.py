@@ -1,0 +1,82 @@
+"""torch's fused kernels, through ``scaled_dot_product_attention``, where they need no Q x K matrix of their own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from headscope._backends import Inputs
+from headscope._call import Call
+from headscope.masks import Dense, Plan
+
+name = "sdpa"
+
+
+def refuses(call: Call) -> list[str]:
+    """What torch's fused kernels cannot do, or do only by filling the matrix."""
+    reasons: list[str] = []
+    if call.lse:
+        reasons.append("lse: scaled_dot_product_attention does not return it")
+    if call.softcap is not None:
+        reasons.append("softcap: not an option of scaled_dot_product_attention")
+    if call.sinks:
+        reasons.append("sinks: not an option of scaled_dot_product_attention")
+    if call.dropout and call.device == "cpu":
+        reasons.append("dropout: torch has no fused kernel for it on a CPU")
+    if call.v_head_dim != call.head_dim:
+        reasons.append(f"Dv: torch has no fused kernel for Dv {call.v_head_dim} beside D {call.head_dim}")
+    if call.rest == "other" or (call.rest == "dense" and call.spans != "all"):
+        reasons.append("mask: this combination would have to be filled in as a Q x K matrix")
+    elif call.spans == "rows":
+        reasons.append("mask: a band other than the square causal one would have to be filled in as a Q x K matrix")
+    if call.bias is not None:
+        reasons += _refuses_bias(call)
+    if call.keys == 0 or call.queries == 0 or call.batch == 0:
+        reasons.append("an axis of size 0")
+    return reasons
+
+
+def _refuses_bias(call: Call) -> list[str]:
+    reasons: list[str] = []
+    if call.bias_grad:
+        reasons.append("bias: torch's fused kernels have no gradient for it")
+    if call.bias_dtype != call.dtype:
+        reasons.append(f"bias: dtype {call.bias_dtype} beside {call.dtype}")
+    if call.spans != "all" or call.rest != "none":
+        reasons.append("bias: together with a mask it would have to be filled in as a Q x K matrix")
+    return reasons
+
+
+def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """One call of ``scaled_dot_product_attention``."""
+    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in inputs[:3])
+    gqa = call.group > 1
+    if gqa and call.device != "cpu" and (call.dtype == torch.float32 or _matrix(call, plan, inputs) is not None):
+        # on an accelerator only the half-precision kernel without a mask knows grouped heads
+        k, v, gqa = k.repeat_interleave(call.group, 1), v.repeat_interleave(call.group, 1), False
+    out = scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=_matrix(call, plan, inputs),
+        dropout_p=call.dropout,
+        is_causal=call.spans == "causal",
+        scale=call.scale,
+        enable_gqa=gqa,
+    )
+    return out, None
+
+
+def _matrix(call: Call, plan: Plan | None, inputs: Inputs) -> Tensor | None:
+    """What to pass as ``attn_mask``: never larger than what the caller gave."""
+    if inputs.bias is not None:
+        return inputs.bias
+    if plan is None:
+        return None
+    if isinstance(plan.rest, Dense):
+        return plan.rest.tensor[(None,) * (4 - plan.rest.tensor.ndim)]
+    if call.spans == "keys":
+        every = slice(0, None)
+        return plan.tile(every, every, every, slice(0, call.keys))  # [B or 1, 1, 1, K]
+    return None

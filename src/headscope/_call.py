@@ -1,0 +1,320 @@
+"""Call: a frozen, validated description of one attention. Every check of shapes, dtypes and options is in this file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+AXES = ("B", "H", "Q", "K")
+
+Spans = Literal["all", "causal", "keys", "rows"]
+Rest = Literal["none", "dense", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One attention, without its tensors.
+
+    Attributes:
+        lead: the leading axes of the result, before [H, Q, Dv]; their product is B.
+        spans: how much of the matrix may be seen: all; j <= i of a square one; the same keys for each query of a batch
+            entry; or other spans.
+        rest: whether a boolean tensor ("dense"), or another rule, says more than the spans.
+        bias: the shape of the bias with four axes, or None.
+        lse: whether the row log-sum-exp is asked for.
+        grad: whether a gradient may be asked for, of q, k, v or sinks.
+        bias_grad: likewise, of the bias.
+    """
+
+    lead: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    device: str
+    spans: Spans
+    rest: Rest
+    may_be_empty: bool
+    bias: tuple[int, ...] | None
+    bias_dtype: torch.dtype | None
+    bias_grad: bool
+    scale: float
+    softcap: float | None
+    sinks: bool
+    dropout: float
+    lse: bool
+    grad: bool
+
+    @property
+    def batch(self) -> int:
+        return math.prod(self.lead)
+
+    @property
+    def group(self) -> int:
+        """Query heads for each key/value head."""
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a caller may say beside q, k, v; as it came, unchecked."""
+
+    mask: Mask | None
+    scale: float | None
+    softcap: float | None
+    dropout: float
+    lse: bool
+
+
+def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, options: Options) -> Call:
+    """Check everything that can be wrong with one attention, and describe it.
+
+    Raises:
+        TypeError: an argument is not of the right kind or dtype.
+        ValueError: a size or an option does not fit; the message names argument, axis, letter, got and wanted.
+    """
+    lead = _sizes(q, k, v)
+    heads, queries, head_dim = q.shape[-3:]
+    kv_heads, keys, v_head_dim = max(k.shape[-3], v.shape[-3]), k.shape[-2], v.shape[-1]
+    sizes = (math.prod(lead), heads, queries, keys)
+    if bias is not None:
+        _bias(bias, lead, (heads, queries, keys), q)
+    if sinks is not None:
+        _sinks(sinks, heads, q)
+    if options.mask is not None:
+        check_mask(options.mask, sizes, q.device)
+    plan = options.mask.plan(*sizes) if options.mask is not None else None
+    grad = torch.is_grad_enabled()
+    return Call(
+        lead=lead,
+        heads=heads,
+        kv_heads=kv_heads,
+        queries=queries,
+        keys=keys,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        dtype=q.dtype,
+        device=q.device.type,
+        spans=_spans(plan),
+        rest=_rest(plan),
+        may_be_empty=keys == 0 or (plan is not None and plan.may_be_empty) or bias is not None,
+        bias=None if bias is None else tuple(fold(bias, lead).shape),
+        bias_dtype=None if bias is None else bias.dtype,
+        bias_grad=grad and bias is not None and bias.requires_grad,
+        scale=_scale(options.scale, head_dim),
+        softcap=_softcap(options.softcap),
+        sinks=sinks is not None,
+        dropout=_dropout(options.dropout),
+        lse=options.lse,
+        grad=grad and (q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)),
+    )  # fmt: skip
+
+
+def shapes(**tensors: Tensor) -> str:
+    """``q [2, 8, 16, 128], k [2, 8, 16, 64]``: how every message about sizes ends."""
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+
+
+def kind(value: object) -> str:
+    """What a value is, in a few words: a dtype for a tensor, else the name of its type."""
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
+            raise TypeError(f"{name}: got {kind(tensor)}, wanted a torch.Tensor")
+    all_shapes = shapes(q=q, k=k, v=v)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dtype not in FLOATS:
+            raise TypeError(f"{name}: dtype is {kind(tensor)}, wanted float32, bfloat16, float16 or float64")
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name}: dtype is {kind(tensor)}, q has {kind(q)}; convert one of them")
+        if tensor.device != q.device:
+            raise ValueError(f"{name}: is on {tensor.device}, q is on {q.device}")
+        if tensor.ndim < 3:
+            raise ValueError(f"{name}: has {tensor.ndim} axes, wanted at least 3 ([..., H, length, D]); {all_shapes}")
+        if tensor.shape[-1] == 0:
+            raise ValueError(f"{name}: axis {tensor.ndim - 1} (D) is 0, wanted at least 1; {all_shapes}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k: axis {k.ndim - 1} (D) is {k.shape[-1]}, q has {q.shape[-1]}; {all_shapes}")
+    if v.shape[-2] != k.shape[-2]:
+        raise ValueError(f"v: axis {v.ndim - 2} (K) is {v.shape[-2]}, k has {k.shape[-2]}; {all_shapes}")
+    heads, kv_heads = q.shape[-3], k.shape[-3]
+    if v.shape[-3] != kv_heads and 1 not in (v.shape[-3], kv_heads):
+        raise ValueError(f"v: axis {v.ndim - 3} (Hkv) is {v.shape[-3]}, k has {kv_heads}; {all_shapes}")
+    kv_heads = max(kv_heads, v.shape[-3])
+    if kv_heads == 0 or heads % kv_heads:
+        wanted = f"a divisor of q's {heads} heads"
+        raise ValueError(f"k: axis {k.ndim - 3} (Hkv) is {kv_heads}, wanted {wanted}; {all_shapes}")
+    try:
+        return tuple(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3]))
+    except RuntimeError as error:
+        raise ValueError(f"q, k, v: the leading axes (B) do not broadcast; {all_shapes}") from error
+
+
+def _bias(bias: Tensor, lead: tuple[int, ...], last: tuple[int, int, int], q: Tensor) -> None:
+    if not isinstance(bias, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"bias: got {kind(bias)}, wanted a torch.Tensor")
+    if bias.dtype not in FLOATS:
+        hint = "; a boolean tensor is a mask: pass it as mask=" if bias.dtype == torch.bool else ""
+        raise TypeError(f"bias: dtype is {kind(bias)}, wanted a floating one{hint}")
+    if bias.device != q.device:
+        raise ValueError(f"bias: is on {bias.device}, q is on {q.device}")
+    _broadcasts("bias", bias, lead, last)
+
+
+def _broadcasts(name: str, tensor: Tensor, lead: tuple[int, ...], last: tuple[int, int, int]) -> None:
+    """Whether a tensor broadcasts to the weights, [*lead, H, Q, K]."""
+    wanted = (*(lead or (1,)), *last)
+    letters = ("B",) * (len(wanted) - 3) + AXES[1:]
+    if tensor.ndim > len(wanted):
+        names = ", ".join(letters)
+        raise ValueError(f"{name}: has {tensor.ndim} axes, wanted at most {len(wanted)} ([{names}]); {shapes(**{name: tensor})}")
+    for axis in range(-1, -tensor.ndim - 1, -1):
+        got = tensor.shape[axis]
+        if got not in (1, wanted[axis]):
+            where = f"axis {tensor.ndim + axis} ({letters[axis]})"
+            raise ValueError(
+                f"{name}: {where} is {got}, wanted {wanted[axis]} or 1; {shapes(**{name: tensor})}, "
+                f"the weights are {list(wanted)}"
+            )
+
+
+def _sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
+    if not isinstance(sinks, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"sinks: got {kind(sinks)}, wanted a torch.Tensor")
+    if sinks.dtype not in FLOATS:
+        raise TypeError(f"sinks: dtype is {kind(sinks)}, wanted a floating one")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks: is on {sinks.device}, q is on {q.device}")
+    if sinks.shape != (heads,):
+        raise ValueError(f"sinks: wanted one logit a head, [H] = [{heads}]; {shapes(sinks=sinks, q=q)}")
+
+
+def as_mask(mask: object) -> Mask | None:
+    """A mask as given to a public function: a ``Mask``, a boolean tensor (taken as ``Dense``), or None.
+
+    Raises:
+        TypeError: anything else; a float tensor is pointed to ``bias``.
+    """
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask: got {kind(mask)}, wanted a mask of headscope.masks, a boolean tensor or None")
+    if mask.dtype == torch.bool:
+        return Dense(mask)
+    if mask.dtype.is_floating_point:
+        raise TypeError(f"mask: dtype is {kind(mask)}, wanted bool (True = may be seen); numbers to add are a bias: pass bias=")
+    raise TypeError(f"mask: dtype is {kind(mask)}, wanted bool (True = may be seen); convert it with .bool()")
+
+
+def fold(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """A tensor that broadcasts to [*lead, H, Q, K] as one that broadcasts to [B, H, Q, K]."""
+    if tensor.ndim <= 3 or len(lead) <= 1:
+        return tensor
+    return tensor.expand(*lead, *tensor.shape[-3:]).reshape(-1, *tensor.shape[-3:])  # [B, H, Q, K]
+
+
+def check_mask(mask: Mask, sizes: tuple[int, int, int, int], device: torch.device) -> None:
+    """Whether every part of a mask fits the sizes [B, H, Q, K] and lies where q is."""
+    batch, heads, queries, keys = sizes
+    for leaf in mask.leaves():
+        for tensor in leaf.tensors():
+            if tensor.device != device:
+                raise ValueError(f"mask: a tensor of {type(leaf).__name__} is on {tensor.device}, q is on {device}")
+        match leaf:
+            case Band():
+                _check_band(leaf, batch)
+            case Prefix():
+                if not isinstance(leaf.n, int) or leaf.n < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+                    raise ValueError(f"mask: Prefix(n) wants a whole number from 0, got {leaf.n!r}")
+            case KeyLengths():
+                _check_ids("KeyLengths.lengths", leaf.lengths, {"B": batch})
+            case Documents():
+                _check_ids("Documents.q_ids", leaf.q_ids, {"B": batch, "Q": queries})
+                _check_ids("Documents.k_ids", leaf.k_ids, {"B": batch, "K": keys})
+            case Dense():
+                if leaf.tensor.dtype != torch.bool:
+                    raise TypeError(f"mask: Dense holds {kind(leaf.tensor)}, wanted bool (True = may be seen)")
+                _broadcasts("mask", leaf.tensor, (batch,), (heads, queries, keys))
+            case _:
+                pass
+
+
+def _check_band(band: Band, batch: int) -> None:
+    for name, reach in (("left", band.left), ("right", band.right)):
+        if reach is not None and not isinstance(reach, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"mask: Band({name}=...) wants a whole number or None, got {kind(reach)}")
+    offset = band.offset
+    if isinstance(offset, Tensor):
+        if offset.ndim:  # a single number serves the whole batch
+            _check_ids("Band.offset", offset, {"B": batch})
+    elif isinstance(offset, tuple) and len(offset) != batch:
+        raise ValueError(f"mask: Band.offset has {len(offset)} numbers, wanted {batch}, one for each batch entry (B)")
+
+
+def _check_ids(name: str, ids: Tensor, wanted: dict[str, int]) -> None:
+    if ids.dtype.is_floating_point or ids.dtype == torch.bool:
+        raise TypeError(f"mask: {name} is {kind(ids)}, wanted integers")
+    letters, size = ", ".join(wanted), list(wanted.values())
+    if ids.ndim != len(wanted):
+        raise ValueError(f"mask: {name} is {list(ids.shape)}, wanted [{letters}] = {size}")
+    for axis, (letter, number) in enumerate(wanted.items()):
+        allowed = (1, number) if letter == "B" and len(wanted) == 2 else (number,)
+        if ids.shape[axis] not in allowed:
+            raise ValueError(
+                f"mask: {name} axis {axis} ({letter}) is {ids.shape[axis]}, wanted {number}; it is {list(ids.shape)}"
+            )
+
+
+def _spans(plan: Plan | None) -> Spans:
+    if plan is None or plan.everything:
+        return "all"
+    if plan.is_causal:
+        return "causal"
+    return "keys" if plan.spans.shape[1] == 1 and plan.bounds is not None else "rows"
+
+
+def _rest(plan: Plan | None) -> Rest:
+    if plan is None or plan.rest is None:
+        return "none"
+    return "dense" if isinstance(plan.rest, Dense) else "other"
+
+
+def _scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"scale: got {kind(scale)}, wanted a number")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: got {scale}, wanted a finite number")
+    return float(scale)
+
+
+def _softcap(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"softcap: got {kind(softcap)}, wanted a number")
+    if not (math.isfinite(softcap) and softcap > 0):
+        raise ValueError(f"softcap: got {softcap}, wanted a finite number above 0, or None")
+    return float(softcap)
+
+
+def _dropout(dropout: float) -> float:
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"dropout: got {kind(dropout)}, wanted a number")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout: got {dropout}, wanted a probability in [0, 1)")
+    return float(dropout)

@@ -1,0 +1,75 @@
+"""NaN and infinity in q, k, v reach exactly the rows that may see them.
+
+Every backend multiplies whole blocks, and 0 x NaN is NaN: a NaN in a hidden key would leak into rows that may not see
+it. So where something is hidden and something is not finite, the backend runs on inputs in which the non-finite
+entries are zero, and the rows that may see one are spoilt afterwards. Finite inputs never come here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headscope._backends import Backend, Inputs, accumulate_dtype
+from headscope._call import Call
+from headscope.masks import Plan
+
+ROWS = 1 << 19  # elements of one block of visibility
+
+
+def suspicious(call: Call, inputs: Inputs, out: Tensor) -> bool:
+    """Whether NaN or infinity may have reached rows, or gradients, that must not see it. Looks at sums alone."""
+    hides = call.spans != "all" or call.rest != "none" or call.bias is not None
+    if not hides or call.device != "cpu" or torch.compiler.is_compiling():
+        return False
+    total = out.detach().sum(dtype=torch.float64 if call.dtype == torch.float64 else torch.float32)
+    if call.grad:
+        total = total + inputs.k.detach().sum() + inputs.v.detach().sum()
+    return not bool(torch.isfinite(total))
+
+
+def attend(
+    backend: Backend, call: Call, plan: Plan | None, inputs: Inputs, done: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """What ``done`` should have been: the same where all of q, k, v is finite."""
+    bad_q, bad_k, bad_v = (~torch.isfinite(x.detach()) for x in inputs[:3])
+    if not (bad_q.any() or bad_k.any() or bad_v.any()):
+        return done
+    clean = Inputs(
+        inputs.q.masked_fill(bad_q, 0),
+        inputs.k.masked_fill(bad_k, 0),
+        inputs.v.masked_fill(bad_v, 0),
+        inputs.bias,
+        inputs.sinks,
+    )
+    out, lse = backend.attend(call, plan, clean)
+    v = inputs.v.detach()
+    signs = torch.cat([~bad_k.any(-1, keepdim=True), bad_k.any(-1, keepdim=True), v.isnan(), v == torch.inf, v == -torch.inf], -1)
+    seen = _seen_by_rows(call, plan, inputs.bias, signs)  # [B, H, Q, 2 + 3 Dv]
+    sees_good, sees_bad, values = seen[..., 0], seen[..., 1], seen[..., 2:].unflatten(-1, (3, -1))
+    spoilt = sees_bad | (bad_q.any(-1) & (sees_good | sees_bad))  # [B, H, Q]
+    nan, plus, minus = values.unbind(-2)  # [B, H, Q, Dv]
+    addend = torch.zeros_like(nan, dtype=out.dtype)
+    addend = addend.masked_fill(plus, torch.inf).masked_fill(minus, -torch.inf)
+    addend = addend.masked_fill(nan | (plus & minus) | spoilt[..., None], torch.nan)
+    if lse is not None:
+        lse = lse + torch.zeros_like(lse).masked_fill(spoilt, torch.nan)
+    return out + addend, lse
+
+
+def _seen_by_rows(call: Call, plan: Plan | None, bias: Tensor | None, signs: Tensor) -> Tensor:
+    """For each row and each column of ``signs`` [B, Hkv, K, C]: may the row see a key with that sign? [B, H, Q, C]"""
+    dtype = accumulate_dtype(call.dtype)
+    columns = signs.repeat_interleave(call.group, 1).to(dtype)  # [B, H, K, C]
+    step = max(1, ROWS // max(1, call.batch * call.heads * call.keys))
+    found: list[Tensor] = []
+    for start in range(0, call.queries, step):
+        i = slice(start, min(start + step, call.queries))
+        every = (slice(0, call.batch), slice(0, call.heads), i, slice(0, call.keys))
+        seen = torch.ones(call.batch, call.heads, i.stop - i.start, call.keys, dtype=torch.bool)
+        if plan is not None:
+            seen = seen & plan.tile(*every)
+        if bias is not None:
+            seen = seen & (bias[:, :, slice(None) if bias.shape[2] == 1 else i] != -torch.inf)
+        found.append(seen.to(dtype) @ columns > 0)
+    return torch.cat(found, 2)

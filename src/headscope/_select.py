@@ -1,0 +1,39 @@
+"""select(call, name) -> backend: the first in the table that refuses nothing, or the one that was named."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from headscope._backends import Backend, blocked, reference, sdpa
+from headscope._call import Call
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (sdpa, blocked, reference)}
+
+# Fastest first, by device type; what is not named here takes the order of "default".
+ORDER: dict[str, tuple[str, ...]] = {"default": ("sdpa", "blocked", "reference")}
+
+
+def order(call: Call) -> tuple[str, ...]:
+    """The names of the backends in the order in which they are asked."""
+    return ORDER.get(call.device, ORDER["default"])
+
+
+@lru_cache(maxsize=4096)
+def select(call: Call, name: str | None = None) -> Backend:
+    """The backend that will run a call.
+
+    Args:
+        call: what is to be computed.
+        name: a backend's name, or None for the first of the table that refuses nothing.
+
+    Raises:
+        ValueError: there is no backend of that name, or it refuses the call; the message lists its reasons.
+    """
+    if name is None:
+        return next(BACKENDS[each] for each in order(call) if not BACKENDS[each].refuses(call))
+    if name not in BACKENDS:
+        raise ValueError(f"backend: got {name!r}, wanted one of {', '.join(BACKENDS)}, or None to choose")
+    reasons = BACKENDS[name].refuses(call)
+    if reasons:
+        raise ValueError(f"backend: {name} refuses this call: {'; '.join(reasons)}")
+    return BACKENDS[name]

@@ -1,0 +1,211 @@
+"""attention, attend: softmax(q kᵀ · scale) v, with every option, by the fastest backend that can."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headscope import _nonfinite
+from headscope._backends import Backend, Inputs
+from headscope._call import Call, Options, as_mask, describe, fold
+from headscope._select import select
+from headscope.masks import Dense, Mask, Plan
+
+__all__ = ["Attended", "attend", "attention"]
+
+
+class Attended(NamedTuple):
+    """What ``attend`` returns.
+
+    Attributes:
+        out: [B, H, Q, Dv], in q's dtype.
+        lse: [B, H, Q], float32 (float64 for float64): log Σ exp of the logits each row may see, its sink included;
+            -inf for a row that may see nothing.
+        stats: head statistics, if they were asked for.
+    """
+
+    out: Tensor
+    lse: Tensor
+    stats: None = None
+
+
+class Prepared(NamedTuple):
+    """All that can be known of a call without looking at its tensors."""
+
+    call: Call
+    plan: Plan | None
+    backend: Backend
+    canonical: bool
+    """q, k, v already have four axes and equal batch sizes."""
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    backend: str | None = None,
+) -> Tensor:
+    """Scaled dot-product attention: each query's average of the values, weighted by softmax over the keys it may see.
+
+    s[i, j] = scale · q_i·k_j, capped, plus bias[i, j];  p = softmax of s over what may be seen;  out_i = Σ_j p[i, j] v_j.
+
+    Shapes: q [B, H, Q, D], k [B, Hkv, K, D], v [B, Hkv, K, Dv] -> [B, H, Q, Dv]. Leading axes broadcast; three axes are
+    [H, Q, D]. Where Hkv < H, query head h uses key/value head h // (H / Hkv).
+
+    Args:
+        q: queries; float32, bfloat16, float16 or float64. Query i stands at position i + (K - Q).
+        k: keys, dtype and device as q.
+        v: values, dtype and device as q.
+        mask: what may be seen, a mask of ``headscope.masks`` or a boolean tensor that broadcasts to [B, H, Q, K], True =
+            attend (``nn.MultiheadAttention`` means the opposite).
+        bias: added to the logits after scale and cap; a floating tensor that broadcasts to [B, H, Q, K]; -inf = not visible.
+        scale: factor of the dot products; by default D ** -0.5.
+        softcap: c > 0 replaces each scaled logit s by c · tanh(s / c).
+        sinks: one logit a head, [H], that takes part in the softmax and has no value: rows then sum to less than one.
+        dropout: probability in [0, 1) with which a weight is dropped, whenever it is above 0; seeded from torch's generator.
+        backend: "sdpa", "blocked" or "reference"; by default the fastest that takes the call.
+
+    A row that may see nothing gives 0, with zero gradients. NaN and infinity reach exactly the rows that may see them.
+    Softmax is computed in float32 or better. The second derivative exists for the reference backend only.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: a size or option that does not fit, or a named backend that refuses the call.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; softcap: Gemma 2 (2024), section 2; sinks: gpt-oss
+    (2025); grouped heads: Ainslie et al. 2023.
+    """
+    return _run(q, k, v, mask, bias, sinks, (scale, softcap, dropout, False), backend)[0]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    backend: str | None = None,
+) -> Attended:
+    """``attention`` that also returns the log-sum-exp of each row's logits; both are differentiable.
+
+    Shapes: as ``attention``; lse is [B, H, Q]. From q, k and lse any weight can be had again: p = exp(s - lse).
+    """
+    out, lse = _run(q, k, v, mask, bias, sinks, (scale, softcap, dropout, True), backend)
+    assert lse is not None  # every backend that takes a call with lse returns it
+    return Attended(out, lse)
+
+
+def weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The attention weights themselves, by definition: a [B, H, Q, K] tensor, so its memory is quadratic.
+
+    Arguments as ``attention``. float32 or better, whatever the dtype of q.
+    """
+    from headscope._backends import reference
+
+    v = k[..., :1]
+    prepared = prepare(q, k, v, mask, bias, sinks, (scale, softcap, 0.0, True), "reference")
+    p, _ = reference.weights(prepared.call, prepared.plan, canonical(prepared, q, k, v, bias, sinks))
+    return p.reshape(*prepared.call.lead, *p.shape[1:])  # [*lead, H, Q, K]
+
+
+_Numbers = tuple[float | None, float | None, float, bool]  # scale, softcap, dropout, lse
+_kept: dict[Any, Prepared] = {}
+_KEPT = 1024
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    numbers: _Numbers, backend: str | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    prepared = prepare(q, k, v, mask, bias, sinks, numbers, backend)
+    call, plan = prepared.call, prepared.plan
+    inputs = canonical(prepared, q, k, v, bias, sinks)
+    out, lse = prepared.backend.attend(call, plan, inputs)
+    if _nonfinite.suspicious(call, inputs, out):
+        out, lse = _nonfinite.attend(prepared.backend, call, plan, inputs, (out, lse))
+    if len(call.lead) != 1:
+        out = out.reshape(*call.lead, *out.shape[1:])  # [*lead, H, Q, Dv]
+        lse = None if lse is None else lse.reshape(*call.lead, *lse.shape[1:])  # [*lead, H, Q]
+    return out, lse
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    numbers: _Numbers, backend: str | None,
+) -> Prepared:  # fmt: skip
+    """Check a call, plan its mask and choose its backend; a call seen before costs one look into a table."""
+    if torch.compiler.is_compiling() or (mask is not None and (not isinstance(mask, Mask) or mask.tensors())):
+        return _prepare(q, k, v, mask, bias, sinks, numbers, backend)
+    try:
+        key = (
+            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, mask, numbers, backend,
+            torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad),
+            bias is not None and (bias.shape, bias.dtype, bias.device, bias.requires_grad),
+            sinks is not None and (sinks.shape, sinks.dtype, sinks.device, sinks.requires_grad),
+        )  # fmt: skip
+        found = _kept.get(key)
+    except (AttributeError, TypeError):  # not tensors, or not hashable: the checks will say what is wrong
+        return _prepare(q, k, v, mask, bias, sinks, numbers, backend)
+    if found is None:
+        found = _prepare(q, k, v, mask, bias, sinks, numbers, backend)
+        if len(_kept) >= _KEPT:
+            _kept.clear()
+        _kept[key] = found
+    return found
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    numbers: _Numbers, backend: str | None,
+) -> Prepared:  # fmt: skip
+    scale, softcap, dropout, lse = numbers
+    known = as_mask(mask)
+    call = describe(q, k, v, bias, sinks, Options(known, scale, softcap, dropout, lse))
+    plan = None if known is None else known.plan(call.batch, call.heads, call.queries, call.keys)
+    same = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]
+    return Prepared(call, plan, select(call, backend), same)
+
+
+def canonical(
+    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None
+) -> Inputs:
+    """The tensors as the backends take them: four axes, one batch size, one number of key/value heads."""
+    call = prepared.call
+    if bias is not None:
+        bias = fold(bias, call.lead)[(None,) * (4 - min(4, bias.ndim))]
+    if prepared.canonical:
+        return Inputs(q, k, v, bias, sinks)
+    return Inputs(
+        _four_axes(q, call.lead, call.heads),
+        _four_axes(k, call.lead, call.kv_heads),
+        _four_axes(v, call.lead, call.kv_heads),
+        bias,
+        sinks,
+    )
+
+
+def _four_axes(tensor: Tensor, lead: tuple[int, ...], heads: int) -> Tensor:
+    return tensor.expand(*lead, heads, *tensor.shape[-2:]).reshape(-1, heads, *tensor.shape[-2:])  # [B, H, length, D]

@@ -1,0 +1,442 @@
+"""Masks as values: say what may be seen, combine with ``&`` and ``|``.
+
+A mask answers one question, ``allows(b, h, i, j)``: may query ``i`` of head ``h`` in batch entry ``b`` see key ``j``?
+True means *attend*, as in ``scaled_dot_product_attention``; the masks of ``nn.MultiheadAttention`` mean the opposite.
+
+``plan`` brings any combination to one normal form, so that the backends never meet the classes below.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["Band", "Dense", "Documents", "KeyLengths", "Mask", "Plan", "Prefix", "causal", "window"]
+
+Index: TypeAlias = "int | Tensor"
+Sizes: TypeAlias = "tuple[int, int, int, int]"
+
+
+class Mask(ABC):
+    """What may be seen. Masks without tensors compare and hash by value, those with tensors by identity."""
+
+    @abstractmethod
+    def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        """Whether query ``i`` may see key ``j``; the indices are tensors (or numbers) that broadcast."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors this mask reads, in a fixed order."""
+        return ()
+
+    def at(self, queries: int, keys: int) -> Mask:
+        """The same mask with every position that depends on the sizes made explicit."""
+        return self
+
+    def leaves(self) -> Iterator[Mask]:
+        """The primitives this mask is made of."""
+        yield self
+
+    def tile(self, b: slice, h: slice, i: slice, j: slice, device: torch.device) -> Tensor:
+        """``allows`` over a block of the matrix, broadcastable to [b, h, i, j]."""
+        return self.allows(
+            torch.arange(b.start, b.stop, device=device)[:, None, None, None],
+            torch.arange(h.start, h.stop, device=device)[:, None, None],
+            torch.arange(i.start, i.stop, device=device)[:, None],
+            torch.arange(j.start, j.stop, device=device),
+        )
+
+    def dense(self, batch: int, heads: int, queries: int, keys: int, device: torch.device | str = "cpu") -> Tensor:
+        """The whole matrix, boolean, [B, H, Q, K] (a view where it repeats)."""
+        seen = self.at(queries, keys).tile(
+            slice(0, batch), slice(0, heads), slice(0, queries), slice(0, keys), torch.device(device)
+        )
+        return seen.expand(batch, heads, queries, keys)
+
+    def plan(self, batch: int, heads: int, queries: int, keys: int) -> Plan:
+        """The normal form of this mask for the given sizes; kept, so that asking twice costs one look."""
+        sizes = (batch, heads, queries, keys)
+        if torch.compiler.is_compiling():
+            return _plan(self, sizes)
+        held = self.tensors()
+        if not held:
+            return _plan_by_value(self, sizes)
+        if any(tensor.is_inference() for tensor in held):  # these keep no version: a change could not be seen
+            return _plan(self, sizes)
+        versions = tuple(tensor._version for tensor in held)
+        kept: dict[Sizes, tuple[tuple[int, ...], Plan]] = self.__dict__.setdefault("_plans", {})
+        if sizes not in kept or kept[sizes][0] != versions:
+            kept[sizes] = (versions, _plan(self, sizes))
+        return kept[sizes][1]
+
+    def __and__(self, other: Mask) -> Mask:
+        return And(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __bool__(self) -> bool:
+        raise TypeError("a mask has no truth value: combine masks with & and |, not with `and` and `or`")
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_plans"}
+
+
+@dataclass(frozen=True)
+class Band(Mask):
+    """Keys within reach of the query's position, both ends included.
+
+    Query i stands at position ``i + offset`` and may see keys from ``position - left`` to ``position + right``.
+
+    Args:
+        left: how many positions back, ``None`` = all.
+        right: how many positions ahead, ``None`` = all.
+        offset: the position of query 0: one number, or one for each batch entry (a sequence or a tensor [B]). By default
+            K - Q: the queries are the last Q positions (bottom-right). ``is_causal`` of torch is top-left: ``offset=0``.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    offset: int | tuple[int, ...] | Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.offset, Sequence):
+            object.__setattr__(self, "offset", tuple(self.offset))
+
+    def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        offset = self.offset
+        if isinstance(offset, tuple):
+            offset = torch.tensor(offset, device=b.device if isinstance(b, Tensor) else None)
+        # without an offset and without sizes (see `at`) the queries start where the keys do
+        gap = j - (i + (offset[b] if isinstance(offset, Tensor) else (offset or 0)))
+        seen = torch.ones_like(gap, dtype=torch.bool) if isinstance(gap, Tensor) else torch.tensor(True)
+        if self.left is not None:
+            seen = seen & (gap >= -self.left)
+        if self.right is not None:
+            seen = seen & (gap <= self.right)
+        return seen
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.offset,) if isinstance(self.offset, Tensor) else ()
+
+    def at(self, queries: int, keys: int) -> Mask:
+        return Band(self.left, self.right, keys - queries) if self.offset is None else self
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Band) or isinstance(self.offset, Tensor):
+            return self is other
+        return not isinstance(other.offset, Tensor) and self._value() == other._value()
+
+    def __hash__(self) -> int:
+        return id(self) if isinstance(self.offset, Tensor) else hash(self._value())
+
+    def _value(self) -> tuple[object, ...]:
+        return (self.left, self.right, self.offset)
+
+
+@dataclass(frozen=True)
+class Prefix(Mask):
+    """The first ``n`` keys: ``j < n``."""
+
+    n: int
+
+    def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        return torch.as_tensor(j < self.n)
+
+
+@dataclass(frozen=True, eq=False)
+class KeyLengths(Mask):
+    """Keys before each batch entry's length, ``j < lengths[b]``; it does not move the diagonal.
+
+    Args:
+        lengths: integers [B]; keys from there on are padding and are never read.
+    """
+
+    lengths: Tensor
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", torch.as_tensor(self.lengths))
+
+    def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        return j < self.lengths[b]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.lengths,)
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Mask):
+    """Keys of the query's own document: ``q_ids[b, i] == k_ids[b, j]``.
+
+    Args:
+        q_ids: integers [B, Q], the document of each query.
+        k_ids: integers [B, K], the document of each key; by default those of the queries.
+    """
+
+    q_ids: Tensor
+    k_ids: Tensor = field(default=None)  # pyright: ignore[reportAssignmentType]  # filled in __post_init__
+
+    def __post_init__(self) -> None:
+        q_ids = torch.as_tensor(self.q_ids)
+        k_ids = torch.as_tensor(self.k_ids) if self.k_ids is not None else q_ids  # pyright: ignore[reportUnnecessaryComparison]
+        object.__setattr__(self, "q_ids", q_ids)
+        object.__setattr__(self, "k_ids", k_ids)
+
+    def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        b_q, b_k = (b if len(ids) > 1 else 0 for ids in (self.q_ids, self.k_ids))  # one row serves every batch entry
+        return self.q_ids[b_q, i] == self.k_ids[b_k, j]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.q_ids, self.k_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Mask):
+    """A boolean tensor that broadcasts to [B, H, Q, K], True = may be seen.
+
+    ``nn.MultiheadAttention`` writes True for what may *not* be seen: pass ``Dense(~attn_mask)``.
+    """
+
+    tensor: Tensor
+
+    def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        full = self._four_axes()
+        return full[tuple(0 if size == 1 else index for size, index in zip(full.shape, (b, h, i, j), strict=True))]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    def tile(self, b: slice, h: slice, i: slice, j: slice, device: torch.device) -> Tensor:
+        full = self._four_axes()
+        return full[tuple(slice(None) if n == 1 else at for n, at in zip(full.shape, (b, h, i, j), strict=True))]
+
+    def _four_axes(self) -> Tensor:
+        return self.tensor[(None,) * (4 - self.tensor.ndim)]
+
+
+@dataclass(frozen=True)
+class _Pair(Mask):
+    """Two masks, combined."""
+
+    first: Mask
+    second: Mask
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.first.tensors() + self.second.tensors()
+
+    def leaves(self) -> Iterator[Mask]:
+        yield from self.first.leaves()
+        yield from self.second.leaves()
+
+    def at(self, queries: int, keys: int) -> Mask:
+        return type(self)(self.first.at(queries, keys), self.second.at(queries, keys))
+
+
+@dataclass(frozen=True)
+class And(_Pair):
+    """What both masks allow; written ``first & second``."""
+
+    def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        return self.first.allows(b, h, i, j) & self.second.allows(b, h, i, j)
+
+    def tile(self, b: slice, h: slice, i: slice, j: slice, device: torch.device) -> Tensor:
+        return self.first.tile(b, h, i, j, device) & self.second.tile(b, h, i, j, device)
+
+
+@dataclass(frozen=True)
+class Or(_Pair):
+    """What either mask allows; written ``first | second``."""
+
+    def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        return self.first.allows(b, h, i, j) | self.second.allows(b, h, i, j)
+
+    def tile(self, b: slice, h: slice, i: slice, j: slice, device: torch.device) -> Tensor:
+        return self.first.tile(b, h, i, j, device) | self.second.tile(b, h, i, j, device)
+
+
+def causal() -> Band:
+    """Each query sees its own position and everything before it. Bottom-right: the queries are the last Q positions."""
+    return Band(None, 0)
+
+
+def window(n: int) -> Band:
+    """The last ``n`` keys, the query's own included: a sliding window (with ``causal`` already in it)."""
+    if n < 1:
+        raise ValueError(f"n: window({n}) would see nothing; wanted at least 1 (the query's own key)")
+    return Band(n - 1, 0)
+
+
+# ---------------------------------------------------------------- the normal form
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a mask comes to, whatever it was made of: ``j`` in one of the spans of (b, i), and the rest allows it.
+
+    Attributes:
+        spans: integers [B or 1, Q or 1, n, 2] with n = 1 or 2: half-open key intervals, ascending and disjoint; an
+            empty one is (K, K).
+        rest: what the spans cannot say, or None. ``rest.allows`` is asked only inside the spans.
+        bounds: for each query the first and the last key + 1 over batch and spans, as numbers on the host, [Q or 1][2];
+            None where reading them would wait for a device or has no values (meta, compilation).
+        everything: every query may see every key.
+        is_causal: exactly ``j <= i``, with as many queries as keys.
+        may_be_empty: some row may see nothing.
+    """
+
+    spans: Tensor
+    rest: Mask | None
+    bounds: Tensor | None
+    everything: bool
+    is_causal: bool
+    may_be_empty: bool
+
+    @property
+    def by_key(self) -> bool:
+        """What may be seen is the same for every query of a batch entry."""
+        return self.spans.shape[1] == 1 and self.rest is None
+
+    def tile(self, b: slice, h: slice, i: slice, j: slice) -> Tensor:
+        """What may be seen in a block, boolean, broadcastable to [b, h, i, j]."""
+        spans = self.spans[_within(b, self.spans.shape[0]), _within(i, self.spans.shape[1])]  # [b, i, n, 2]
+        spans = spans[:, None, :, :, :, None]  # [b, 1, i, n, 2, 1]
+        keys = torch.arange(j.start, j.stop, device=spans.device)
+        inside = (keys >= spans[..., 0, :]) & (keys < spans[..., 1, :])  # [b, 1, i, n, j]
+        seen = inside[..., 0, :] if inside.shape[-2] == 1 else inside[..., 0, :] | inside[..., 1, :]
+        return seen if self.rest is None else seen & self.rest.tile(b, h, i, j, spans.device)
+
+
+def _within(block: slice, size: int) -> slice:
+    return slice(None) if size == 1 else block
+
+
+@lru_cache(maxsize=64)
+def _plan_by_value(mask: Mask, sizes: Sizes) -> Plan:
+    return _plan(mask, sizes)
+
+
+def _plan(mask: Mask, sizes: Sizes) -> Plan:
+    _, _, queries, keys = sizes
+    mask = mask.at(queries, keys)
+    tensors = mask.tensors()
+    device = tensors[0].device if tensors else torch.device("cpu")
+    spans, rest = _spans(mask, sizes, device)
+    readable = device.type == "cpu" and spans.numel() > 0 and not torch.compiler.is_compiling()
+    if not readable:
+        square = isinstance(mask, Band) and (mask.left, mask.right, mask.offset) == (None, 0, 0) and queries == keys
+        return Plan(spans, rest, None, everything=False, is_causal=square, may_be_empty=True)
+    low, high = spans[..., 0], spans[..., 1]
+    first, last = low.amin(-1).amin(0), torch.where(high > low, high, 0).amax(-1).amax(0)
+    return Plan(
+        spans,
+        rest,
+        torch.stack([first, last], -1),
+        everything=rest is None and bool(((low == 0) & (high == keys)).any(-1).all()),
+        is_causal=_is_causal(spans, rest, queries, keys),
+        may_be_empty=rest is not None or bool((high <= low).all(-1).any()),
+    )
+
+
+def _is_causal(spans: Tensor, rest: Mask | None, queries: int, keys: int) -> bool:
+    if rest is not None or queries != keys or spans.shape[:3] != (1, queries, 1):
+        return False
+    return bool((spans[0, :, 0, 0] == 0).all()) and torch.equal(spans[0, :, 0, 1], torch.arange(1, keys + 1))
+
+
+def _spans(mask: Mask, sizes: Sizes, device: torch.device) -> tuple[Tensor, Mask | None]:
+    """The spans of a mask and what they leave unsaid. Which branch is taken depends on sizes, never on a device's values."""
+    keys = sizes[3]
+    match mask:
+        case Band():
+            return _band(mask, sizes, device), None
+        case Prefix():
+            return _span(torch.zeros(1, 1, device=device), torch.full((1, 1), mask.n, device=device), keys), None
+        case KeyLengths():
+            lengths = mask.lengths[:, None]
+            return _span(torch.zeros_like(lengths), lengths, keys), None
+        case Documents():
+            return _documents(mask, keys)
+        case And():
+            return _both(mask, sizes, device)
+        case Or():
+            return _either(mask, sizes, device)
+        case _:
+            return _span(torch.zeros(1, 1, device=device), torch.full((1, 1), keys, device=device), keys), mask
+
+
+def _span(low: Tensor, high: Tensor, keys: int) -> Tensor:
+    """[b, q] ends -> [b, q, 1, 2], cut to the keys there are, an empty one moved to (K, K)."""
+    low, high = low.long().clamp(0, keys), high.long().clamp(0, keys)
+    low, high = torch.broadcast_tensors(low, high)
+    return torch.stack([torch.where(high > low, low, keys), torch.where(high > low, high, keys)], -1)[:, :, None]
+
+
+def _band(mask: Band, sizes: Sizes, device: torch.device) -> Tensor:
+    _, _, queries, keys = sizes
+    offset = torch.as_tensor(mask.offset if mask.offset is not None else 0, device=device).reshape(-1, 1)  # [B or 1, 1]
+    position = torch.arange(queries, device=device) + offset  # [B or 1, Q]
+    low = position - mask.left if mask.left is not None else torch.zeros_like(position)
+    high = position + mask.right + 1 if mask.right is not None else torch.full_like(position, keys)
+    return _span(low, high, keys)
+
+
+def _documents(mask: Documents, keys: int) -> tuple[Tensor, Mask | None]:
+    """From the first to the last key of the query's document; other documents may lie between."""
+    q_ids, k_ids = mask.q_ids.contiguous(), mask.k_ids
+    if keys == 0:
+        return _span(torch.zeros_like(q_ids), torch.zeros_like(q_ids), keys), None
+    ids, order = k_ids.sort(dim=-1, stable=True)
+    start = torch.searchsorted(ids, q_ids)
+    stop = torch.searchsorted(ids, q_ids, right=True)
+    first = order.gather(-1, start.clamp(max=keys - 1))
+    last = order.gather(-1, (stop - 1).clamp(min=0))
+    found = stop > start
+    spans = _span(torch.where(found, first, 0), torch.where(found, last + 1, 0), keys)
+    unbroken = not torch.compiler.is_compiling() and ids.device.type == "cpu"
+    unbroken = unbroken and bool(((last + 1 - first == stop - start) | ~found).all())
+    return spans, None if unbroken else mask
+
+
+def _both(mask: And, sizes: Sizes, device: torch.device) -> tuple[Tensor, Mask | None]:
+    (a, rest_a), (b, rest_b) = _spans(mask.first, sizes, device), _spans(mask.second, sizes, device)
+    if a.shape[2] == b.shape[2] == 2:  # could come to three spans
+        b, rest_b = _hull(b, sizes[3]), mask.second
+    if a.shape[2] < b.shape[2]:
+        a, b = b, a
+    cut = [_span(torch.maximum(a[:, :, n, 0], b[:, :, 0, 0]), torch.minimum(a[:, :, n, 1], b[:, :, 0, 1]), sizes[3])
+           for n in range(a.shape[2])]  # fmt: skip
+    rest = rest_b if rest_a is None else rest_a if rest_b is None else And(rest_a, rest_b)
+    return (cut[0] if len(cut) == 1 else _ascending(cut[0], cut[1], sizes[3])), rest
+
+
+def _either(mask: Or, sizes: Sizes, device: torch.device) -> tuple[Tensor, Mask | None]:
+    (a, rest_a), (b, rest_b) = _spans(mask.first, sizes, device), _spans(mask.second, sizes, device)
+    keys = sizes[3]
+    exact = rest_a is None and rest_b is None and a.shape[2] == b.shape[2] == 1
+    pair = _ascending(_hull(a, keys), _hull(b, keys), keys)
+    return (pair, None) if exact else (_hull(pair, keys), mask)
+
+
+def _hull(spans: Tensor, keys: int) -> Tensor:
+    """The one span from the first to the last key of all."""
+    if spans.shape[2] == 1:
+        return spans
+    low, high = spans[..., 0], spans[..., 1]
+    return _span(low.amin(-1), torch.where(high > low, high, 0).amax(-1), keys)
+
+
+def _ascending(a: Tensor, b: Tensor, keys: int) -> Tensor:
+    """Two spans [b, q, 1, 2] as one ascending, disjoint pair [b, q, 2, 2]; where they touch, the first takes all."""
+    a, b = torch.broadcast_tensors(a[:, :, 0], b[:, :, 0])
+    swap = b[..., :1] < a[..., :1]
+    first, second = torch.where(swap, b, a), torch.where(swap, a, b)  # empty ones, at (K, K), come last
+    touch = second[..., 0] <= first[..., 1]
+    end = torch.where(touch, torch.maximum(first[..., 1], second[..., 1]), first[..., 1])
+    one = _span(first[..., 0], end, keys)
+    two = torch.where(touch[..., None], keys, second)[:, :, None]
+    return torch.cat([one, two], 2)
