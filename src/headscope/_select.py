@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from headscope._backends import Backend, blocked, reference, sdpa
 from headscope._call import Call
 
@@ -18,7 +16,6 @@ def order(call: Call) -> tuple[str, ...]:
     return ORDER.get(call.device, ORDER["default"])
 
 
-@lru_cache(maxsize=4096)
 def select(call: Call, name: str | None = None) -> Backend:
     """The backend that will run a call.
 
