@@ -116,8 +116,8 @@ def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor
         sinks=sinks is not None,
         dropout=_dropout(options.dropout),
         lse=options.lse,
-        grad=grad and (q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)),
-    )  # fmt: skip
+        grad=grad and any(x is not None and x.requires_grad for x in (q, k, v, sinks)),
+    )
 
 
 def shapes(**tensors: Tensor) -> str:
@@ -180,7 +180,8 @@ def _broadcasts(name: str, tensor: Tensor, lead: tuple[int, ...], last: tuple[in
     letters = ("B",) * (len(wanted) - 3) + AXES[1:]
     if tensor.ndim > len(wanted):
         names = ", ".join(letters)
-        raise ValueError(f"{name}: has {tensor.ndim} axes, wanted at most {len(wanted)} ([{names}]); {shapes(**{name: tensor})}")
+        wanted_axes = f"at most {len(wanted)} ([{names}])"
+        raise ValueError(f"{name}: has {tensor.ndim} axes, wanted {wanted_axes}; {shapes(**{name: tensor})}")
     for axis in range(-1, -tensor.ndim - 1, -1):
         got = tensor.shape[axis]
         if got not in (1, wanted[axis]):
@@ -214,9 +215,8 @@ def as_mask(mask: object) -> Mask | None:
         raise TypeError(f"mask: got {kind(mask)}, wanted a mask of headscope.masks, a boolean tensor or None")
     if mask.dtype == torch.bool:
         return Dense(mask)
-    if mask.dtype.is_floating_point:
-        raise TypeError(f"mask: dtype is {kind(mask)}, wanted bool (True = may be seen); numbers to add are a bias: pass bias=")
-    raise TypeError(f"mask: dtype is {kind(mask)}, wanted bool (True = may be seen); convert it with .bool()")
+    hint = "numbers to add are a bias: pass bias=" if mask.dtype.is_floating_point else "convert it with .bool()"
+    raise TypeError(f"mask: dtype is {kind(mask)}, wanted bool (True = may be seen); {hint}")
 
 
 def fold(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:

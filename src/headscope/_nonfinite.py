@@ -44,7 +44,8 @@ def attend(
     )
     out, lse = backend.attend(call, plan, clean)
     v = inputs.v.detach()
-    signs = torch.cat([~bad_k.any(-1, keepdim=True), bad_k.any(-1, keepdim=True), v.isnan(), v == torch.inf, v == -torch.inf], -1)
+    bad_key = bad_k.any(-1, keepdim=True)
+    signs = torch.cat([~bad_key, bad_key, v.isnan(), v == torch.inf, v == -torch.inf], -1)
     seen = _seen_by_rows(call, plan, inputs.bias, signs)  # [B, H, Q, 2 + 3 Dv]
     sees_good, sees_bad, values = seen[..., 0], seen[..., 1], seen[..., 2:].unflatten(-1, (3, -1))
     spoilt = sees_bad | (bad_q.any(-1) & (sees_good | sees_bad))  # [B, H, Q]

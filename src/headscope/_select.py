@@ -5,7 +5,8 @@ from __future__ import annotations
 from headscope._backends import Backend, blocked, reference, sdpa
 from headscope._call import Call
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (sdpa, blocked, reference)}
+_ALL: tuple[Backend, ...] = (sdpa, blocked, reference)
+BACKENDS = {backend.name: backend for backend in _ALL}
 
 # Fastest first, by device type; what is not named here takes the order of "default".
 ORDER: dict[str, tuple[str, ...]] = {"default": ("sdpa", "blocked", "reference")}

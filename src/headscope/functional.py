@@ -11,7 +11,7 @@ from headscope import _nonfinite
 from headscope._backends import Backend, Inputs
 from headscope._call import Call, Options, as_mask, describe, fold
 from headscope._select import select
-from headscope.masks import Dense, Mask, Plan
+from headscope.masks import Mask, Plan
 
 __all__ = ["Attended", "attend", "attention"]
 
@@ -56,7 +56,7 @@ def attention(
 ) -> Tensor:
     """Scaled dot-product attention: each query's average of the values, weighted by softmax over the keys it may see.
 
-    s[i, j] = scale · q_i·k_j, capped, plus bias[i, j];  p = softmax of s over what may be seen;  out_i = Σ_j p[i, j] v_j.
+    s[i, j] = scale · q_i·k_j, capped, plus bias[i, j]; p = softmax of s over what may be seen; out_i = Σ_j p[i, j] v_j.
 
     Shapes: q [B, H, Q, D], k [B, Hkv, K, D], v [B, Hkv, K, Dv] -> [B, H, Q, Dv]. Leading axes broadcast; three axes are
     [H, Q, D]. Where Hkv < H, query head h uses key/value head h // (H / Hkv).
@@ -65,13 +65,14 @@ def attention(
         q: queries; float32, bfloat16, float16 or float64. Query i stands at position i + (K - Q).
         k: keys, dtype and device as q.
         v: values, dtype and device as q.
-        mask: what may be seen, a mask of ``headscope.masks`` or a boolean tensor that broadcasts to [B, H, Q, K], True =
-            attend (``nn.MultiheadAttention`` means the opposite).
-        bias: added to the logits after scale and cap; a floating tensor that broadcasts to [B, H, Q, K]; -inf = not visible.
+        mask: what may be seen: a mask of ``headscope.masks``, or a boolean tensor that broadcasts to [B, H, Q, K], True
+            = attend (``nn.MultiheadAttention`` means the opposite).
+        bias: added to the logits after scale and cap; a floating tensor that broadcasts to [B, H, Q, K]; -inf = hidden.
         scale: factor of the dot products; by default D ** -0.5.
         softcap: c > 0 replaces each scaled logit s by c · tanh(s / c).
         sinks: one logit a head, [H], that takes part in the softmax and has no value: rows then sum to less than one.
-        dropout: probability in [0, 1) with which a weight is dropped, whenever it is above 0; seeded from torch's generator.
+        dropout: probability in [0, 1) with which a weight is dropped, whenever it is above 0; seeded from torch's
+            generator.
         backend: "sdpa", "blocked" or "reference"; by default the fastest that takes the call.
 
     A row that may see nothing gives 0, with zero gradients. NaN and infinity reach exactly the rows that may see them.
@@ -81,8 +82,8 @@ def attention(
         TypeError: an argument of the wrong kind or dtype.
         ValueError: a size or option that does not fit, or a named backend that refuses the call.
 
-    Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; softcap: Gemma 2 (2024), section 2; sinks: gpt-oss
-    (2025); grouped heads: Ainslie et al. 2023.
+    Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; softcap: Gemma 2 (2024), section 2; sinks:
+    gpt-oss (2025); grouped heads: Ainslie et al. 2023.
     """
     return _run(q, k, v, mask, bias, sinks, (scale, softcap, dropout, False), backend)[0]
 
@@ -189,9 +190,7 @@ def _prepare(
     return Prepared(call, plan, select(call, backend), same)
 
 
-def canonical(
-    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None
-) -> Inputs:
+def canonical(prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> Inputs:
     """The tensors as the backends take them: four axes, one batch size, one number of key/value heads."""
     call = prepared.call
     if bias is not None:

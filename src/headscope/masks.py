@@ -69,16 +69,16 @@ class Mask(ABC):
         if any(tensor.is_inference() for tensor in held):  # these keep no version: a change could not be seen
             return _plan(self, sizes)
         versions = tuple(tensor._version for tensor in held)
-        kept: dict[Sizes, tuple[tuple[int, ...], Plan]] = self.__dict__.setdefault("_plans", {})
+        kept: dict[Sizes, tuple[tuple[int, ...], Plan]] = vars(self).setdefault("_plans", {})
         if sizes not in kept or kept[sizes][0] != versions:
             kept[sizes] = (versions, _plan(self, sizes))
         return kept[sizes][1]
 
     def __and__(self, other: Mask) -> Mask:
-        return And(self, other) if isinstance(other, Mask) else NotImplemented
+        return And(self, other) if isinstance(other, Mask) else NotImplemented  # pyright: ignore[reportUnnecessaryIsInstance]
 
     def __or__(self, other: Mask) -> Mask:
-        return Or(self, other) if isinstance(other, Mask) else NotImplemented
+        return Or(self, other) if isinstance(other, Mask) else NotImplemented  # pyright: ignore[reportUnnecessaryIsInstance]
 
     def __bool__(self) -> bool:
         raise TypeError("a mask has no truth value: combine masks with & and |, not with `and` and `or`")
@@ -96,8 +96,9 @@ class Band(Mask):
     Args:
         left: how many positions back, ``None`` = all.
         right: how many positions ahead, ``None`` = all.
-        offset: the position of query 0: one number, or one for each batch entry (a sequence or a tensor [B]). By default
-            K - Q: the queries are the last Q positions (bottom-right). ``is_causal`` of torch is top-left: ``offset=0``.
+        offset: the position of query 0: one number, or one for each batch entry (a sequence or a tensor [B]). By
+            default K - Q: the queries are the last Q positions (bottom-right). torch's ``is_causal`` is top-left:
+            ``offset=0``.
     """
 
     left: int | None = None
@@ -349,7 +350,7 @@ def _is_causal(spans: Tensor, rest: Mask | None, queries: int, keys: int) -> boo
 
 
 def _spans(mask: Mask, sizes: Sizes, device: torch.device) -> tuple[Tensor, Mask | None]:
-    """The spans of a mask and what they leave unsaid. Which branch is taken depends on sizes, never on a device's values."""
+    """The spans of a mask and what they leave unsaid. The branch taken depends on sizes, not on a device's values."""
     keys = sizes[3]
     match mask:
         case Band():

@@ -26,25 +26,27 @@ class MultiHeadAttention(nn.Module):
     Args:
         embed_dim: width E of the input and the output, at least 1.
         num_heads: number of query heads H.
-        kv_heads: number of key/value heads, a divisor of ``num_heads``; by default ``num_heads``. Fewer make grouped-query
-            attention, one makes multi-query attention.
+        kv_heads: number of key/value heads, a divisor of ``num_heads``; by default ``num_heads``. Fewer make
+            grouped-query attention, one makes multi-query attention.
         head_dim: width D of each query and key head; by default embed_dim / num_heads, which must then be whole.
         v_head_dim: width Dv of each value head; by default ``head_dim``.
         kdim: width of what the keys are projected from; by default ``embed_dim``.
         vdim: width of what the values are projected from; by default ``kdim`` if that is given, else ``embed_dim``.
-        bias: whether the projections to q, k and v have a bias: True, False, or the names of those that do, as ("q", "v").
+        bias: whether the projections to q, k and v have a bias: True, False, or the names of those that do, as
+            ("q", "v").
         out_bias: whether the output projection has one; by default, whether any of the others has.
-        scale: factor of the dot products; by default head_dim ** -0.5. ``embed_dim ** -0.5`` is seen in some tutorials: it
-            is smaller by sqrt(num_heads), which flattens the weights.
+        scale: factor of the dot products; by default head_dim ** -0.5. ``embed_dim ** -0.5`` is seen in some tutorials:
+            it is smaller by sqrt(num_heads), which flattens the weights.
         softcap: c > 0 bounds the logits to (-c, c) by c · tanh(s / c).
         sinks: learn one logit a head that takes part in the softmax and has no value.
         dropout: probability with which a weight is dropped in training, in [0, 1).
         device: where the parameters are made, "meta" included.
         dtype: of the parameters.
 
-    Parameters: where q, k and v are all projected from one input and their biases are alike, one packed ``qkv_proj``; else
-    ``q_proj``, ``k_proj``, ``v_proj``; always ``out_proj``. ``load_state_dict`` takes either form. Rows of a projection are
-    ordered by head. Weights start as ``xavier_uniform_`` of each projection by itself, biases and sinks as zero.
+    Parameters: where q, k and v may all be projected from one input and their biases are alike, one packed
+    ``qkv_proj``; else ``q_proj``, ``k_proj``, ``v_proj``; always ``out_proj``. ``load_state_dict`` takes either form.
+    Rows of a projection are ordered by head. Weights start as ``xavier_uniform_`` of each projection by itself, biases
+    and sinks as zero.
 
     Raises:
         ValueError: a size that is not positive or does not divide; the message says which.
@@ -149,14 +151,14 @@ class MultiHeadAttention(nn.Module):
             mask: what may be seen, a mask of ``headscope.masks`` or a boolean tensor that broadcasts to [B, H, Q, K];
                 True = attend, the opposite of ``nn.MultiheadAttention``.
             bias: added to the logits, broadcasts to [B, H, Q, K].
-            need_weights: also return the weights of every head, [B, H, Q, K], without dropout: memory is then quadratic.
-                The output stays the same to the bit.
+            need_weights: also return the weights of every head, [B, H, Q, K], without dropout: memory is then
+                quadratic. The output stays the same to the bit.
 
         Returns:
             out [B, Q, embed_dim], or (out, weights).
 
         Raises:
-            TypeError, ValueError: an input, mask or bias that does not fit; the message names argument, axis, got, wanted.
+            TypeError, ValueError: an input, mask or bias that does not fit; it names argument, axis, got and wanted.
         """
         q, k, v = self.project(x, context)
         dropout = self.dropout if self.training else 0.0
@@ -169,7 +171,9 @@ class MultiHeadAttention(nn.Module):
         scale, softcap = self.scale, self.softcap
         return out, functional.weights(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=self.sinks)
 
-    def project(self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The heads' queries [B, H, Q, D], keys [B, Hkv, K, D] and values [B, Hkv, K, Dv]."""
         k_from, v_from = context if isinstance(context, tuple) else (x, x) if context is None else (context, context)
         self._check_inputs(x, k_from, v_from)
@@ -223,7 +227,7 @@ class MultiHeadAttention(nn.Module):
 
 
 def split_heads(x: Tensor, heads: int, head_dim: int) -> Tensor:
-    """[B, length, heads * head_dim] -> [B, heads, length, head_dim]: cut the width first, then move the heads forward."""
+    """[B, length, heads * head_dim] -> [B, heads, length, head_dim]: cut the width, then move the heads forward."""
     return x.unflatten(-1, (heads, head_dim)).transpose(-3, -2)  # [B, heads, length, head_dim]
 
 
@@ -243,8 +247,8 @@ def _check_sizes(**sizes: int) -> None:
 def _check_heads(embed_dim: int, num_heads: int, kv_heads: int, head_dim: int | None) -> None:
     if head_dim is None and embed_dim % num_heads:
         raise ValueError(
-            f"num_heads: embed_dim {embed_dim} is not divisible by num_heads {num_heads}, so that d_k = d_model / h is not a "
-            f"whole number; choose a divisor of {embed_dim}, or give head_dim"
+            f"num_heads: embed_dim {embed_dim} is not divisible by num_heads {num_heads}, so that d_k = d_model / h is "
+            f"not a whole number; choose a divisor of {embed_dim}, or give head_dim"
         )
     if num_heads % kv_heads:
         raise ValueError(f"kv_heads: got {kv_heads}, wanted a divisor of num_heads {num_heads}")

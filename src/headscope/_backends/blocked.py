@@ -91,10 +91,7 @@ def tile_logits(call: Call, plan: Plan | None, block: Block, inputs: Inputs) -> 
         s = _per_head(call, block, s).add(bias).masked_fill(bias == -torch.inf, -torch.inf).view_as(s)
     if plan is not None and not plan.everything:
         seen = plan.tile(block.b, block.heads(call.group), block.i, block.j).to(s.device)
-        if seen.shape[1] > 1:
-            seen = seen.unflatten(1, (-1, call.group))  # [b, h, g, i, j]
-        else:
-            seen = seen[:, :, None]
+        seen = seen.unflatten(1, (-1, call.group)) if seen.shape[1] > 1 else seen[:, :, None]  # [b, h, g, i, j]
         s = _per_head(call, block, s).masked_fill(~seen, -torch.inf).view_as(s)
     return s, tanh
 
@@ -154,18 +151,29 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         call, plan = ctx.call, ctx.plan
         *tensors, out, lse = ctx.saved_tensors
         inputs = Inputs(*tensors)
-        dtype = accumulate_dtype(call.dtype)
         wanted = (True, True, True, *ctx.needs_input_grad[6:])  # a bias may be as large as the matrix
-        sums = Inputs(*(torch.zeros_like(x, dtype=dtype) if x is not None and want else None
-                        for x, want in zip(inputs, wanted, strict=True)))  # pyright: ignore[reportArgumentType]  # fmt: skip
-        grad_out, grad_lse = (torch.zeros_like(x) if g is None else g for g, x in zip(grads, (out, lse), strict=True))
+        sums = _zeros(inputs, wanted, accumulate_dtype(call.dtype))
+        grad_out, grad_lse = grads  # zeros where nothing came back
         for block in blocks(call, plan):
             _backward(_Backward(call, plan, block, inputs, out, lse, grad_out, grad_lse, ctx.seed), sums)
-        return None, None, None, *(None if s is None else s.to(x.dtype) for s, x in zip(sums, inputs, strict=True))
+        return None, None, None, *(_like(total, tensor) for total, tensor in zip(sums, inputs, strict=True))
+
+
+def _zeros(inputs: Inputs, wanted: tuple[bool, ...], dtype: torch.dtype) -> Inputs:
+    """A sum for each gradient that is wanted."""
+    made = (
+        torch.zeros_like(x, dtype=dtype) if x is not None and want else None
+        for x, want in zip(inputs, wanted, strict=True)
+    )
+    return Inputs(*made)  # pyright: ignore[reportArgumentType]  # q, k, v are always wanted
+
+
+def _like(total: Tensor | None, tensor: Tensor | None) -> Tensor | None:
+    return None if total is None or tensor is None else total.to(tensor.dtype)
 
 
 def _forward(call: Call, plan: Plan | None, block: Block, inputs: Inputs, seed: int) -> tuple[Tensor, Tensor]:
@@ -216,7 +224,7 @@ class _Backward:
 
 
 def _backward(a: _Backward, sums: Inputs) -> None:
-    """Add one block's gradients to the sums: ds = p (dp - Σ out·dout + dlse), and on through cap, scale and products."""
+    """Add one block's gradients to the sums: ds = p (dp - Σ out·dout + dlse), then through cap, scale and products."""
     call, block, inputs = a.call, a.block, a.inputs
     dtype = accumulate_dtype(call.dtype)
     lse, grad_lse = (_grouped(call, block, x[..., None]).to(dtype) for x in (a.lse, a.grad_lse))  # [b, h, g * i, 1]

@@ -1,0 +1,39 @@
+"""The module beside torch's and the plain one: python benchmarks/module.py [--seconds 1.5] [--out FILE.json]
+
+Writes JSON, and the same as one Markdown table beside it; both of the last full run are committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from headscope import _bench
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    """Run every shape, mode and dtype; progress on stderr."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=1.5, help="for each row of the table")
+    parser.add_argument("--out", type=Path, default=HERE / "module.json")
+    asked = parser.parse_args()
+    timings: list[_bench.Timing] = []
+    for timing in _bench.run(asked.seconds):
+        timings.append(timing)
+        print(_bench.markdown([timing]).splitlines()[-1], file=sys.stderr, flush=True)
+    _bench.save(timings, asked.out)
+    table = _bench.markdown(timings)
+    machine = ", ".join(f"{name} {value}" for name, value in _bench.machine().items())
+    command = "python benchmarks/module.py"
+    asked.out.with_suffix(".md").write_text(
+        f"# The module, interleaved with its peers\n\nMade by `{command}` on {machine}. Each × is a ratio of medians: "
+        f"how many times as fast as that peer ours is.\n\n{table}\n"
+    )
+    print(table)
+
+
+if __name__ == "__main__":
+    main()
