@@ -223,7 +223,14 @@ def fold(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
     """A tensor that broadcasts to [*lead, H, Q, K] as one that broadcasts to [B, H, Q, K]."""
     if tensor.ndim <= 3 or len(lead) <= 1:
         return tensor
-    return tensor.expand(*lead, *tensor.shape[-3:]).reshape(-1, *tensor.shape[-3:])  # [B, H, Q, K]
+    return tensor.expand(*lead, *tensor.shape[-3:]).reshape(math.prod(lead), *tensor.shape[-3:])  # [B, H, Q, K]
+
+
+def fold_mask(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A boolean tensor that broadcasts to [*lead, H, Q, K] as one that broadcasts to [B, H, Q, K]."""
+    lead = _sizes(q, k, v)
+    _broadcasts("mask", mask, lead, (q.shape[-3], q.shape[-2], k.shape[-2]))
+    return fold(mask, lead)
 
 
 def check_mask(mask: Mask, sizes: tuple[int, int, int, int], device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from headscope import _nonfinite
 from headscope._backends import Backend, Inputs
-from headscope._call import Call, Options, as_mask, describe, fold
+from headscope._call import Call, Options, as_mask, describe, fold, fold_mask
 from headscope._select import select
 from headscope.masks import Mask, Plan
 
@@ -183,6 +184,8 @@ def _prepare(
     numbers: _Numbers, backend: str | None,
 ) -> Prepared:  # fmt: skip
     scale, softcap, dropout, lse = numbers
+    if isinstance(mask, Tensor) and isinstance(q, Tensor) and q.ndim > 4:  # broadcast as in SDPA, then [B, H, Q, K]
+        mask = fold_mask(mask, q, k, v)
     known = as_mask(mask)
     call = describe(q, k, v, bias, sinks, Options(known, scale, softcap, dropout, lse))
     plan = None if known is None else known.plan(call.batch, call.heads, call.queries, call.keys)
@@ -207,4 +210,5 @@ def canonical(prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, bias: Tensor 
 
 
 def _four_axes(tensor: Tensor, lead: tuple[int, ...], heads: int) -> Tensor:
-    return tensor.expand(*lead, heads, *tensor.shape[-2:]).reshape(-1, heads, *tensor.shape[-2:])  # [B, H, length, D]
+    last = (heads, *tensor.shape[-2:])
+    return tensor.expand(*lead, *last).reshape(math.prod(lead), *last)  # [B, H, length, D]

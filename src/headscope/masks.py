@@ -113,8 +113,10 @@ class Band(Mask):
         offset = self.offset
         if isinstance(offset, tuple):
             offset = torch.tensor(offset, device=b.device if isinstance(b, Tensor) else None)
+        if isinstance(offset, Tensor) and offset.ndim:
+            offset = offset[b]
         # without an offset and without sizes (see `at`) the queries start where the keys do
-        gap = j - (i + (offset[b] if isinstance(offset, Tensor) else (offset or 0)))
+        gap = j - (i + (0 if offset is None else offset))
         seen = torch.ones_like(gap, dtype=torch.bool) if isinstance(gap, Tensor) else torch.tensor(True)
         if self.left is not None:
             seen = seen & (gap >= -self.left)
@@ -346,7 +348,7 @@ def _plan(mask: Mask, sizes: Sizes) -> Plan:
 def _is_causal(spans: Tensor, rest: Mask | None, queries: int, keys: int) -> bool:
     if rest is not None or queries != keys or spans.shape[:3] != (1, queries, 1):
         return False
-    return bool((spans[0, :, 0, 0] == 0).all()) and torch.equal(spans[0, :, 0, 1], torch.arange(1, keys + 1))
+    return bool((spans[0, :, 0, 0] == 0).all()) and torch.equal(spans[0, :, 0, 1], torch.arange(1, keys + 1, device=spans.device))
 
 
 def _spans(mask: Mask, sizes: Sizes, device: torch.device) -> tuple[Tensor, Mask | None]:
@@ -388,7 +390,8 @@ def _band(mask: Band, sizes: Sizes, device: torch.device) -> Tensor:
 
 def _documents(mask: Documents, keys: int) -> tuple[Tensor, Mask | None]:
     """From the first to the last key of the query's document; other documents may lie between."""
-    q_ids, k_ids = mask.q_ids.contiguous(), mask.k_ids
+    rows = len(mask.k_ids) if len(mask.q_ids) == 1 else len(mask.q_ids)  # one row serves every batch entry
+    q_ids, k_ids = (ids.long().expand(rows, -1).contiguous() for ids in (mask.q_ids, mask.k_ids))
     if keys == 0:
         return _span(torch.zeros_like(q_ids), torch.zeros_like(q_ids), keys), None
     ids, order = k_ids.sort(dim=-1, stable=True)

@@ -1,0 +1,77 @@
+"""The front door of the command line: Ctrl-C, closed pipes, and one line for every mistake.
+
+The verbs are in ``_commands``, one file each. Nothing here or there imports torch before a verb runs, so that ``--help``
+never waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+__all__ = ["main"]
+
+INTERRUPTED = 128 + signal.SIGINT
+PIPE_CLOSED = 128 + 13  # what a shell reports for a program that SIGPIPE ended
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        arguments: what follows the program's name; by default those of the process.
+
+    Returns:
+        0; 2 after a user's mistake, which is told in one line on stderr; 141 if whoever read the output closed the pipe.
+        Ctrl-C ends the process with 130, after one line on stderr.
+    """
+    signal.signal(signal.SIGINT, _interrupted)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # an encoding that lacks a character costs that character, not the answer
+            stream.reconfigure(errors="replace")
+    try:
+        code = _run(arguments)
+        if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]  # it is None where it was closed
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # what is left in the buffer must not be tried again when the interpreter ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return PIPE_CLOSED
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    import click
+
+    from headscope._commands import verbs
+    from headscope._commands.screen import one_line
+
+    try:
+        code = verbs.main(arguments, prog_name="headscope", standalone_mode=False)
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        name = context.command_path if context is not None else "headscope"
+        print(f"{name}: {one_line(error.format_message())}", file=sys.stderr)
+        return 2
+    return code if isinstance(code, int) else 0
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    """End at once. An exception could be swallowed on its way, in a callback or while torch is being imported.
+
+    Files are written where this cannot strike (``screen.uninterrupted``), so nothing is left behind.
+    """
+    cursor = b"\r\x1b[K\x1b[?25h" if _on_terminal(2) else b""
+    os.write(2, cursor + b"headscope: interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _on_terminal(descriptor: int) -> bool:
+    return os.isatty(descriptor) and os.environ.get("TERM") != "dumb"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
