@@ -27,7 +27,7 @@ class Call:
         spans: how much of the matrix may be seen: all; j <= i of a square one; the same keys for each query of a batch
             entry; or other spans.
         rest: whether a boolean tensor ("dense"), or another rule, says more than the spans.
-        bias: the shape of the bias with four axes, or None.
+        bias: the shape of the bias, or None.
         lse: whether the row log-sum-exp is asked for.
         grad: whether a gradient may be asked for, of q, k, v or sinks.
         bias_grad: likewise, of the bias.
@@ -108,7 +108,7 @@ def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor
         spans=_spans(plan),
         rest=_rest(plan),
         may_be_empty=keys == 0 or (plan is not None and plan.may_be_empty) or bias is not None,
-        bias=None if bias is None else tuple(fold(bias, lead).shape),
+        bias=None if bias is None else tuple(bias.shape),
         bias_dtype=None if bias is None else bias.dtype,
         bias_grad=grad and bias is not None and bias.requires_grad,
         scale=_scale(options.scale, head_dim),
@@ -265,9 +265,12 @@ def _check_band(band: Band, batch: int) -> None:
             raise TypeError(f"mask: Band({name}=...) wants a whole number or None, got {kind(reach)}")
     offset = band.offset
     if isinstance(offset, Tensor):
-        if offset.ndim:  # a single number serves the whole batch
-            _check_ids("Band.offset", offset, {"B": batch})
-    elif isinstance(offset, tuple) and len(offset) != batch:
+        _check_ids("Band.offset", offset, {"B": batch} if offset.ndim else {})  # a single number serves the whole batch
+        return
+    each = offset if isinstance(offset, tuple) else () if offset is None else (offset,)
+    if not all(isinstance(number, int) for number in each):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"mask: Band(offset=...) wants a whole number, or one for each batch entry, got {offset!r}")
+    if isinstance(offset, tuple) and len(offset) != batch:
         raise ValueError(f"mask: Band.offset has {len(offset)} numbers, wanted {batch}, one for each batch entry (B)")
 
 
@@ -286,7 +289,7 @@ def _check_ids(name: str, ids: Tensor, wanted: dict[str, int]) -> None:
 
 
 def _spans(plan: Plan | None) -> Spans:
-    if plan is None or plan.everything:
+    if plan is None or plan.full:
         return "all"
     if plan.is_causal:
         return "causal"

@@ -1,11 +1,14 @@
 """NaN and infinity in q, k, v reach exactly the rows that may see them.
 
 Every backend multiplies whole blocks, and 0 x NaN is NaN: a NaN in a hidden key would leak into rows that may not see
-it. So where something is hidden and something is not finite, the backend runs on inputs in which the non-finite
+it. And torch's fused kernel for a CPU takes a row whose logits are all NaN for one that may see nothing, if there are
+fewer keys than fit into a vector. So where something is not finite, the backend runs on inputs in which the non-finite
 entries are zero, and the rows that may see one are spoilt afterwards. Finite inputs never come here.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -17,24 +20,22 @@ from headscope.masks import Plan
 ROWS = 1 << 19  # elements of one block of visibility
 
 
-def suspicious(call: Call, inputs: Inputs, out: Tensor) -> bool:
-    """Whether NaN or infinity may have reached rows, or gradients, that must not see it. Looks at sums alone."""
-    hides = call.spans != "all" or call.rest != "none" or call.bias is not None
-    if not hides or call.device != "cpu" or torch.compiler.is_compiling():
+def suspicious(call: Call, inputs: Inputs) -> bool:
+    """Whether q, k or v may hold NaN or infinity. Looks at sums alone: one that overflows is suspicious too."""
+    if call.device != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    total = out.detach().sum(dtype=torch.float64 if call.dtype == torch.float64 else torch.float32)
-    if call.grad:
-        total = total + inputs.k.detach().sum() + inputs.v.detach().sum()
-    return not bool(torch.isfinite(total))
+    dtype = accumulate_dtype(call.dtype)
+    total = inputs.q.detach().sum(dtype=dtype) + inputs.k.detach().sum(dtype=dtype)
+    if call.spans != "all" or call.rest != "none" or call.bias is not None:  # else each row sees all of v anyway
+        total = total + inputs.v.detach().sum(dtype=dtype)
+    return type(total) is Tensor and not math.isfinite(total.item())  # a subclass may have no values
 
 
-def attend(
-    backend: Backend, call: Call, plan: Plan | None, inputs: Inputs, done: tuple[Tensor, Tensor | None]
-) -> tuple[Tensor, Tensor | None]:
-    """What ``done`` should have been: the same where all of q, k, v is finite."""
+def attend(backend: Backend, call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """``backend.attend`` for inputs that may hold NaN or infinity."""
     bad_q, bad_k, bad_v = (~torch.isfinite(x.detach()) for x in inputs[:3])
     if not (bad_q.any() or bad_k.any() or bad_v.any()):
-        return done
+        return backend.attend(call, plan, inputs)
     clean = Inputs(
         inputs.q.masked_fill(bad_q, 0),
         inputs.k.masked_fill(bad_k, 0),
@@ -63,11 +64,12 @@ def _seen_by_rows(call: Call, plan: Plan | None, bias: Tensor | None, signs: Ten
     dtype = accumulate_dtype(call.dtype)
     columns = signs.repeat_interleave(call.group, 1).to(dtype)  # [B, H, K, C]
     step = max(1, ROWS // max(1, call.batch * call.heads * call.keys))
-    found: list[Tensor] = []
+    found = [columns.new_empty((call.batch, call.heads, 0, columns.shape[-1]), dtype=torch.bool)]
     for start in range(0, call.queries, step):
         i = slice(start, min(start + step, call.queries))
         every = (slice(0, call.batch), slice(0, call.heads), i, slice(0, call.keys))
-        seen = torch.ones(call.batch, call.heads, i.stop - i.start, call.keys, dtype=torch.bool)
+        rows = (call.batch, call.heads, i.stop - i.start, call.keys)
+        seen = torch.ones(rows, dtype=torch.bool, device=signs.device)
         if plan is not None:
             seen = seen & plan.tile(*every)
         if bias is not None:

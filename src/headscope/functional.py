@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headscope import _nonfinite
-from headscope._backends import Backend, Inputs
+from headscope._backends import Backend, Inputs, full_precision
 from headscope._call import Call, Options, as_mask, describe, fold, fold_mask
 from headscope._select import select
 from headscope.masks import Mask, Plan
@@ -129,7 +129,8 @@ def weights(
 
     v = k[..., :1]
     prepared = prepare(q, k, v, mask, bias, sinks, (scale, softcap, 0.0, True), "reference")
-    p, _ = reference.weights(prepared.call, prepared.plan, canonical(prepared, q, k, v, bias, sinks))
+    with full_precision(prepared.call):
+        p, _ = reference.weights(prepared.call, prepared.plan, canonical(prepared, q, k, v, bias, sinks))
     return p.reshape(*prepared.call.lead, *p.shape[1:])  # [*lead, H, Q, K]
 
 
@@ -145,9 +146,11 @@ def _run(
     prepared = prepare(q, k, v, mask, bias, sinks, numbers, backend)
     call, plan = prepared.call, prepared.plan
     inputs = canonical(prepared, q, k, v, bias, sinks)
-    out, lse = prepared.backend.attend(call, plan, inputs)
-    if _nonfinite.suspicious(call, inputs, out):
-        out, lse = _nonfinite.attend(prepared.backend, call, plan, inputs, (out, lse))
+    with full_precision(call):
+        if _nonfinite.suspicious(call, inputs):
+            out, lse = _nonfinite.attend(prepared.backend, call, plan, inputs)
+        else:
+            out, lse = prepared.backend.attend(call, plan, inputs)
     if len(call.lead) != 1:
         out = out.reshape(*call.lead, *out.shape[1:])  # [*lead, H, Q, Dv]
         lse = None if lse is None else lse.reshape(*call.lead, *lse.shape[1:])  # [*lead, H, Q]
@@ -163,7 +166,8 @@ def prepare(
         return _prepare(q, k, v, mask, bias, sinks, numbers, backend)
     try:
         key = (
-            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, mask, numbers, backend,
+            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, mask, backend,
+            numbers, *map(type, numbers),  # True is 1, but no number to say
             torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad),
             bias is not None and (bias.shape, bias.dtype, bias.device, bias.requires_grad),
             sinks is not None and (sinks.shape, sinks.dtype, sinks.device, sinks.requires_grad),
@@ -184,7 +188,7 @@ def _prepare(
     numbers: _Numbers, backend: str | None,
 ) -> Prepared:  # fmt: skip
     scale, softcap, dropout, lse = numbers
-    if isinstance(mask, Tensor) and isinstance(q, Tensor) and q.ndim > 4:  # broadcast as in SDPA, then [B, H, Q, K]
+    if isinstance(mask, Tensor) and any(isinstance(x, Tensor) and x.ndim > 4 for x in (q, k, v)):
         mask = fold_mask(mask, q, k, v)
     known = as_mask(mask)
     call = describe(q, k, v, bias, sinks, Options(known, scale, softcap, dropout, lse))

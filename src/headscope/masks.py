@@ -22,6 +22,9 @@ __all__ = ["Band", "Dense", "Documents", "KeyLengths", "Mask", "Plan", "Prefix",
 Index: TypeAlias = "int | Tensor"
 Sizes: TypeAlias = "tuple[int, int, int, int]"
 
+FAR = 1 << 48  # positions; no sequence is longer
+PLANS = 64  # plans kept with a mask that holds tensors
+
 
 class Mask(ABC):
     """What may be seen. Masks without tensors compare and hash by value, those with tensors by identity."""
@@ -71,6 +74,8 @@ class Mask(ABC):
         versions = tuple(tensor._version for tensor in held)
         kept: dict[Sizes, tuple[tuple[int, ...], Plan]] = vars(self).setdefault("_plans", {})
         if sizes not in kept or kept[sizes][0] != versions:
+            if len(kept) >= PLANS:  # as many sizes come by only when a length grows with every call
+                kept.clear()
             kept[sizes] = (versions, _plan(self, sizes))
         return kept[sizes][1]
 
@@ -119,9 +124,9 @@ class Band(Mask):
         gap = j - (i + (0 if offset is None else offset))
         seen = torch.ones_like(gap, dtype=torch.bool) if isinstance(gap, Tensor) else torch.tensor(True)
         if self.left is not None:
-            seen = seen & (gap >= -self.left)
+            seen = seen & (gap >= -_reach(self.left))
         if self.right is not None:
-            seen = seen & (gap <= self.right)
+            seen = seen & (gap <= _reach(self.right))
         return seen
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -191,7 +196,7 @@ class Documents(Mask):
         object.__setattr__(self, "k_ids", k_ids)
 
     def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
-        b_q, b_k = (b if len(ids) > 1 else 0 for ids in (self.q_ids, self.k_ids))  # one row serves every batch entry
+        b_q, b_k = (0 if len(ids) == 1 else b for ids in (self.q_ids, self.k_ids))  # one row serves every batch entry
         return self.q_ids[b_q, i] == self.k_ids[b_k, j]
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -287,6 +292,7 @@ class Plan:
         rest: what the spans cannot say, or None. ``rest.allows`` is asked only inside the spans.
         bounds: for each query the first and the last key + 1 over batch and spans, as numbers on the host, [Q or 1][2];
             None where reading them would wait for a device or has no values (meta, compilation).
+        full: the spans leave out no key of any query.
         everything: every query may see every key.
         is_causal: exactly ``j <= i``, with as many queries as keys.
         may_be_empty: some row may see nothing.
@@ -295,6 +301,7 @@ class Plan:
     spans: Tensor
     rest: Mask | None
     bounds: Tensor | None
+    full: bool
     everything: bool
     is_causal: bool
     may_be_empty: bool
@@ -332,14 +339,17 @@ def _plan(mask: Mask, sizes: Sizes) -> Plan:
     readable = device.type == "cpu" and spans.numel() > 0 and not torch.compiler.is_compiling()
     if not readable:
         square = isinstance(mask, Band) and (mask.left, mask.right, mask.offset) == (None, 0, 0) and queries == keys
-        return Plan(spans, rest, None, everything=False, is_causal=square, may_be_empty=True)
+        full = isinstance(mask, Dense)
+        return Plan(spans, rest, None, full=full, everything=False, is_causal=square, may_be_empty=True)
     low, high = spans[..., 0], spans[..., 1]
     first, last = low.amin(-1).amin(0), torch.where(high > low, high, 0).amax(-1).amax(0)
+    full = bool(((low == 0) & (high == keys)).any(-1).all())
     return Plan(
         spans,
         rest,
         torch.stack([first, last], -1),
-        everything=rest is None and bool(((low == 0) & (high == keys)).any(-1).all()),
+        full=full,
+        everything=full and rest is None,
         is_causal=_is_causal(spans, rest, queries, keys),
         may_be_empty=rest is not None or bool((high <= low).all(-1).any()),
     )
@@ -348,7 +358,8 @@ def _plan(mask: Mask, sizes: Sizes) -> Plan:
 def _is_causal(spans: Tensor, rest: Mask | None, queries: int, keys: int) -> bool:
     if rest is not None or queries != keys or spans.shape[:3] != (1, queries, 1):
         return False
-    return bool((spans[0, :, 0, 0] == 0).all()) and torch.equal(spans[0, :, 0, 1], torch.arange(1, keys + 1, device=spans.device))
+    low, high = spans[0, :, 0].unbind(-1)
+    return bool((low == 0).all()) and torch.equal(high, torch.arange(1, keys + 1, device=spans.device))
 
 
 def _spans(mask: Mask, sizes: Sizes, device: torch.device) -> tuple[Tensor, Mask | None]:
@@ -383,9 +394,14 @@ def _band(mask: Band, sizes: Sizes, device: torch.device) -> Tensor:
     _, _, queries, keys = sizes
     offset = torch.as_tensor(mask.offset if mask.offset is not None else 0, device=device).reshape(-1, 1)  # [B or 1, 1]
     position = torch.arange(queries, device=device) + offset  # [B or 1, Q]
-    low = position - mask.left if mask.left is not None else torch.zeros_like(position)
-    high = position + mask.right + 1 if mask.right is not None else torch.full_like(position, keys)
+    low = position - _reach(mask.left) if mask.left is not None else torch.zeros_like(position)
+    high = position + _reach(mask.right) + 1 if mask.right is not None else torch.full_like(position, keys)
     return _span(low, high, keys)
+
+
+def _reach(n: int) -> int:
+    """A reach as wide as anybody needs, so that ``sys.maxsize`` for "unbounded" does not overflow."""
+    return max(-FAR, min(n, FAR))
 
 
 def _documents(mask: Documents, keys: int) -> tuple[Tensor, Mask | None]:

@@ -7,6 +7,7 @@ What a backend is given is canonical: q [B, H, Q, D], k [B, Hkv, K, D], v [B, Hk
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,3 +43,10 @@ class Backend(Protocol):
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which logits, softmax and lse are computed: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def full_precision(call: Call) -> AbstractContextManager[object]:
+    """No autocast: it would round logits and weights to half precision behind the dtypes asked for."""
+    if call.device == "meta" or not torch.is_autocast_enabled(call.device):
+        return nullcontext()
+    return torch.autocast(call.device, enabled=False)

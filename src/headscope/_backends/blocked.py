@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headscope._backends import Inputs, accumulate_dtype
+from headscope._backends import Inputs, accumulate_dtype, full_precision
 from headscope._call import Call
 from headscope.masks import Plan
 
@@ -31,7 +31,7 @@ def refuses(call: Call) -> list[str]:
 
 def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     """out and lse, block by block."""
-    seed = int(torch.randint(2**31, ()).item()) if call.dropout else 0
+    seed = int(torch.randint(2**31, (), device="cpu").item()) if call.dropout else 0
     out, lse = _Attend.apply(call, plan, seed, *inputs)  # pyright: ignore[reportGeneralTypeIssues, reportUnknownVariableType]
     return out, lse
 
@@ -158,8 +158,9 @@ class _Attend(torch.autograd.Function):
         wanted = (True, True, True, *ctx.needs_input_grad[6:])  # a bias may be as large as the matrix
         sums = _zeros(inputs, wanted, accumulate_dtype(call.dtype))
         grad_out, grad_lse = grads  # zeros where nothing came back
-        for block in blocks(call, plan):
-            _backward(_Backward(call, plan, block, inputs, out, lse, grad_out, grad_lse, ctx.seed), sums)
+        with full_precision(call):
+            for block in blocks(call, plan):
+                _backward(_Backward(call, plan, block, inputs, out, lse, grad_out, grad_lse, ctx.seed), sums)
         return None, None, None, *(_like(total, tensor) for total, tensor in zip(sums, inputs, strict=True))
 
 

@@ -43,9 +43,10 @@ def weights(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tens
         sink = inputs.sinks.to(s.dtype)[:, None, None].expand(*s.shape[:-1], 1)  # [B, H, Q, 1]
         terms = torch.cat([s, sink], dim=-1)
     nothing = (terms == -torch.inf).all(dim=-1, keepdim=True)  # rows that may see nothing
-    lse = terms.masked_fill(nothing, 0).logsumexp(dim=-1, keepdim=True)
-    p = torch.exp(s - lse).masked_fill(nothing, 0)
-    return p, lse.masked_fill(nothing, -torch.inf).squeeze(-1)
+    terms = terms.masked_fill(nothing, 0)
+    p = torch.softmax(terms, dim=-1)[..., : call.keys]  # exp(s - lse), with fewer roundings
+    lse = terms.logsumexp(dim=-1, keepdim=True)
+    return p.masked_fill(nothing, 0), lse.masked_fill(nothing, -torch.inf).squeeze(-1)
 
 
 def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
