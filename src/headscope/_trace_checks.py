@@ -1,4 +1,4 @@
-"""What the rows of a trace are checked with: a sample of rows, comparison in float64, how many pairs a mask lets through."""
+"""What a trace is checked with: a sample of rows, comparison in float64, a count of what a mask lets through."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from headscope._backends import accumulate_dtype
 from headscope.masks import Band, Mask, Plan, Prefix
 
-MATRIX = 1 << 22  # weights looked at in one trace; where there are more, a sample of the rows stands for them
-PRODUCTS = 1 << 28  # multiplications spent on one check in float64: about a tenth of a second
+MATRIX = 1 << 21  # weights looked at in one trace; where there are more, a sample of the rows stands for them
+PRODUCTS = 1 << 27  # multiplications spent on one check in float64: some tens of milliseconds
 COUNTED = 1 << 28  # pairs of a mask that are counted one by one
 
 
@@ -74,7 +74,7 @@ def exact(tensor: Tensor) -> Tensor:
 def rounding(dtype: torch.dtype, terms: int) -> float:
     """What a sum of ``terms`` products may be off by, as a factor of the sum of their magnitudes.
 
-    The result is rounded to ``dtype`` a few times; the sum is kept in float32 or better and errors in it grow as √terms.
+    The result is rounded to ``dtype`` a few times; the sum is kept in float32 or better, and its error grows as √terms.
     """
     kept = accumulate_dtype(dtype)
     unit = torch.finfo(kept).eps
@@ -85,7 +85,8 @@ def rounding(dtype: torch.dtype, terms: int) -> float:
 
 def close(claim: str, got: Tensor, wanted: Tensor, allowed: Tensor, suffix: str = "") -> Check:
     """Whether ``got`` equals ``wanted`` (float64) to within ``allowed``, element by element; NaN equals NaN."""
-    allowed = allowed + torch.finfo(got.dtype).tiny * torch.finfo(got.dtype).eps
+    kind = torch.finfo(got.dtype)
+    allowed = allowed + 4 * kind.tiny * kind.eps + torch.finfo(accumulate_dtype(got.dtype)).tiny  # underflow
     got = exact(got)
     same = (got == wanted) | (got.isnan() & wanted.isnan())
     error = (got - wanted).abs().masked_fill(same, 0).nan_to_num(torch.inf, torch.inf)
@@ -94,8 +95,12 @@ def close(claim: str, got: Tensor, wanted: Tensor, allowed: Tensor, suffix: str 
         return Check(claim, f"there is nothing to compare{suffix}", True)
     at = int((error / allowed).argmax())
     worst, limit = float(error.flatten()[at]), float(allowed.flatten()[at])
-    found = f"off by {worst:.1e} at most, rounding allows {limit:.1e}{suffix}"
+    found = f"error {_short(worst)}, allowed {_short(limit)}{suffix}"
     return Check(claim, found, bool((error <= allowed).all()))
+
+
+def _short(error: float) -> str:
+    return f"{error:.0e}" if error else "0"
 
 
 def equal(claim: str, got: Tensor, wanted: Tensor) -> Check:
@@ -109,7 +114,7 @@ def equal(claim: str, got: Tensor, wanted: Tensor) -> Check:
 def finite(x: Tensor) -> Check:
     """Whether every value is finite."""
     bad = int((~torch.isfinite(x)).sum())
-    found = "yes" if not bad else f"{bad:,} of {x.numel():,} are NaN or infinite, and reach every row that sees them"
+    found = f"{bad:,} of {x.numel():,} are NaN or infinite, and reach every row that sees them" if bad else None
     return Check("every value is finite", found, not bad)
 
 
@@ -163,7 +168,7 @@ def _band(band: Band, sizes: tuple[int, int, int, int]) -> Visible:
             0 if low is None else _ramp(low, queries, keys)
         )
         before = 0 if high is None else min(queries, max(0, 1 - high))  # rows whose reach ends before key 0
-        beyond = 0 if low is None else queries - min(queries, max(0, keys - low))  # rows whose reach starts after the last
+        beyond = 0 if low is None else max(0, queries - max(0, keys - low))  # rows whose reach starts behind the last
         empty += queries if not keys else min(queries, before + beyond)
     repeat = heads * (batch if len(offsets) == 1 else 1)
     return Visible(pairs * repeat, empty * repeat)

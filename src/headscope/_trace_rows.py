@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from headscope._trace_checks import PRODUCTS, Check, close, equal, exact, finite, rounding, spread
+from headscope._trace_setting import Setting
 from headscope._trace_words import WORDS, subscript
-from headscope.masks import Mask
-from headscope.module import MultiHeadAttention, merge_heads, split_heads
+from headscope.module import merge_heads, split_heads
 
 CORNER = 4
 
@@ -25,7 +24,7 @@ class Row:
 
     Attributes:
         step: its name, such as "scores"; each occurs once in a trace.
-        stage: which of six stages it belongs to: 1 input, 2 projections, 3 split, 4 attention, 5 concatenation, 6 output.
+        stage: which of six it belongs to: 1 input, 2 projections, 3 split, 4 attention, 5 concatenation, 6 output.
         equation: what is computed, in letters.
         code: lines of PyTorch that compute it; those of all rows, one after the other, are a program.
         axes: the letter and the size of each axis of the result, in order; joined axes are written "H·D".
@@ -56,62 +55,6 @@ class Row:
     why: str
     mistake: str
     note: str | None = None
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is traced.
-
-    Attributes:
-        module: the module.
-        x: where the queries come from, [B, Q, E].
-        k_from: where the keys come from, [B, K, kdim].
-        v_from: where the values come from, [B, K, vdim].
-        batched: whether x has a batch axis for the reader too.
-        source: "self", "cross" (one context), or "pair" (one for the keys, one for the values).
-        mask: what may be seen, or None for everything.
-        mask_code: lines of code that make ``seen``.
-        bias: added to the scores, or None.
-        output: what the module itself returned, [B, Q, E]; None if there are no values.
-        x_code: lines of code that make the inputs; none if the reader has them.
-    """
-
-    module: MultiHeadAttention
-    x: Tensor
-    k_from: Tensor
-    v_from: Tensor
-    batched: bool
-    source: Literal["self", "cross", "pair"]
-    mask: Mask | None
-    mask_code: tuple[str, ...]
-    bias: Tensor | None
-    output: Tensor | None
-    x_code: tuple[str, ...] = ()
-
-    @property
-    def values(self) -> bool:
-        """Whether there are values, or sizes alone."""
-        return self.output is not None
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """B, H, Q, K of the weights."""
-        batch = torch.broadcast_shapes(*((t.shape[0],) for t in (self.x, self.k_from, self.v_from)))[0]
-        return batch, self.module.num_heads, self.x.shape[1], self.k_from.shape[1]
-
-    @property
-    def kv_letter(self) -> str:
-        """The letter of the key/value heads; H where there are as many as query heads."""
-        return "H" if self.module.kv_heads == self.module.num_heads else "Hkv"
-
-    @property
-    def value_letter(self) -> str:
-        """The letter of the values' head width; D where it is that of queries and keys."""
-        return "D" if self.module.v_head_dim == self.module.head_dim else "Dv"
-
-    def size_code(self, batch: int) -> str:
-        """How code names a batch size, with a comma behind it: by letter, or by number where it is not that of x."""
-        return "" if not self.batched else "B, " if batch == self.x.shape[0] else f"{batch}, "
 
 
 @dataclass
@@ -164,7 +107,7 @@ def inputs(pages: Pages) -> None:
     m = s.module
     code = [*s.x_code, f"{'B, ' if s.batched else ''}Q, E = x.shape"]
     if s.source == "self":
-        code.append("K = Q  # the keys stand at the same positions")
+        code.append("K = Q  # self-attention")
     code.append("H, D = module.num_heads, module.head_dim")
     code += ["Hkv = module.kv_heads"] if s.kv_letter == "Hkv" else []
     code += ["Dv = module.v_head_dim"] if s.value_letter == "Dv" else []
@@ -205,11 +148,16 @@ def project(pages: Pages, name: str) -> Tensor:
         check = _is_linear(claim, flat, source, weight, bias)
     else:  # the shape alone: a matrix product on the meta device costs a second of imports
         flat, check = source.new_empty(*source.shape[:-1], weight.shape[0], device="meta"), Check(claim)
-    heads, width = ("H", "D") if name == "q" else (s.kv_letter, "D" if name == "k" else s.value_letter)
-    axes = (("B", source.shape[0]), ("Q" if name == "q" else "K", source.shape[1]), (f"{heads}·{width}", weight.shape[0]))
+    heads, length, width = _letters(s, name)
+    axes = (("B", source.shape[0]), (length, source.shape[1]), (f"{heads}·{width}", weight.shape[0]))
     code = [f'{name} = F.linear({where}, *module.projection("{name}"))']
     pages.add(2, STEPS[name], flat, axes, flat.dtype, equation=equation, code=code, check=check)
     return flat
+
+
+def _letters(s: Setting, name: str) -> tuple[str, str, str]:
+    """The letters of the heads, the length and the head width of q, k or v."""
+    return ("H", "Q", "D") if name == "q" else (s.kv_letter, "K", "D" if name == "k" else s.value_letter)
 
 
 def _positions(source: Tensor, weight: Tensor) -> tuple[Tensor, str]:
@@ -224,7 +172,7 @@ def _linear(source: Tensor, weight: Tensor, bias: Tensor | None, at: Tensor) -> 
     """The projection of some positions in float64, and the sum of the magnitudes of what was added up for it."""
     x, w = exact(source.flatten(0, 1)[at]), exact(weight)
     b = torch.zeros(len(w), dtype=torch.float64) if bias is None else exact(bias)
-    return F.linear(x, w, b), F.linear(x.abs(), w.abs(), b.abs())
+    return x @ w.T + b, x.abs() @ w.abs().T + b.abs()
 
 
 def _is_linear(claim: str, got: Tensor, source: Tensor, weight: Tensor, bias: Tensor | None) -> Check:
@@ -241,8 +189,8 @@ def split(pages: Pages, name: str, flat: Tensor, own: Tensor | None) -> Tensor:
     number, width = {
         "q": (m.num_heads, m.head_dim), "k": (m.kv_heads, m.head_dim), "v": (m.kv_heads, m.v_head_dim),
     }[name]  # fmt: skip
-    heads, letter = ("H", "D") if name == "q" else (s.kv_letter, "D" if name == "k" else s.value_letter)
-    length, index = ("Q", "i") if name == "q" else ("K", "j")
+    heads, length, letter = _letters(s, name)
+    index = "i" if name == "q" else "j"
     cut = split_heads(flat, number, width)  # [B, H, length, D]
     claim = f"joining the heads again gives {name} back, and they are the module's own"
     if own is None:
