@@ -1,0 +1,33 @@
+"""The colours of maps: matplotlib's "magma", whose steps look even and stay apart for the colour-blind too."""
+
+from __future__ import annotations
+
+__all__ = ["MAGMA", "Colour", "colour_at", "ink_on"]
+
+Colour = tuple[int, int, int]
+"""Red, green, blue, each 0 to 255."""
+
+MAGMA = (
+    "0000040303120a0822130d341d114729115a36106b440f7651127c5d177f6a1c81762181832681902a819c2e7faa337d"
+    "b73779c43c75d0416fdc4869e75263ef5d5ef56b5cf9795dfc8961fd9869fea772feb67cfec488fed395fde2a3fcf0b2fcfdbf"
+)
+"""33 colours at even steps, six hexadecimal digits each; between them, straight lines."""
+
+
+def colour_at(place: float) -> Colour:
+    """The colour at a place from 0 (black) to 1 (nearly white)."""
+    step = min(max(place, 0.0), 1.0) * 32
+    low = min(int(step), 31)
+    red, green, blue = (round(a + (b - a) * (step - low)) for a, b in zip(_anchor(low), _anchor(low + 1), strict=True))
+    return red, green, blue
+
+
+def ink_on(colour: Colour) -> str:
+    """Black or white, whichever is read better on a colour."""
+    red, green, blue = colour
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 120 else "white"
+
+
+def _anchor(at: int) -> Colour:
+    red, green, blue = (int(MAGMA[6 * at + n : 6 * at + n + 2], 16) for n in (0, 2, 4))
+    return red, green, blue

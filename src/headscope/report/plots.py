@@ -1,0 +1,189 @@
+"""Static figures: functions that draw into matplotlib axes and return them. matplotlib is imported on first use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from headscope.report.recording import visible
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_grid", "plot_head", "plot_patches", "plot_statistics"]
+
+MOST_LABELS = 40
+"""With more tokens than this, the axes show numbers only."""
+
+Weights = Tensor | ArrayLike
+
+
+def plot_head(weights: Weights, tokens: Sequence[str] | None = None, *, ax: Axes | None = None) -> Axes:
+    """The map of one head: row = query, column = key.
+
+    Shapes: weights [Q, K]; tokens, where they are given, one for each key; the queries are the last Q of them.
+
+    Args:
+        weights: of one head.
+        tokens: what stands on both axes; shown for up to 40.
+        ax: where to draw; by default a new figure.
+
+    Raises:
+        ValueError: weights has not two axes, or tokens another length than K.
+    """
+    p = _array("weights", weights, "[Q, K]", 2)
+    queries, keys = p.shape
+    if tokens is not None and len(tokens) != keys:
+        raise ValueError(f"tokens: has {len(tokens)} entries, weights has {keys} keys; weights {list(p.shape)}")
+    ax = _axes(ax)
+    ax.imshow(p, cmap="magma", vmin=0, interpolation="nearest")
+    ax.set_xlabel("key: is looked at")
+    ax.set_ylabel("query: looks")
+    if tokens is not None and keys <= MOST_LABELS:
+        labels = [visible(token) for token in tokens]
+        ax.set_xticks(range(keys), labels, rotation=90, parse_math=False)
+        ax.set_yticks(range(queries), labels[max(0, keys - queries) :][:queries], parse_math=False)
+    return ax
+
+
+def plot_grid(weights: Sequence[Weights], *, axes: NDArray[Any] | None = None) -> NDArray[Any]:
+    """The map of every head: a row of axes for each layer, a column for each head.
+
+    Shapes: weights, one entry a layer, [H, Q, K]; axes [layers, H].
+
+    Args:
+        weights: of each layer.
+        axes: where to draw, an array of axes as ``plt.subplots(layers, heads, squeeze=False)`` makes; by default a new
+            figure.
+
+    Raises:
+        ValueError: there is no layer, an entry has not three axes, or ``axes`` is too small.
+    """
+    layers = [_array(f"weights[{n}]", layer, "[H, Q, K]", 3) for n, layer in enumerate(weights)]
+    if not layers:
+        raise ValueError("weights: there is no layer, wanted at least 1")
+    wanted = (len(layers), max(len(layer) for layer in layers))
+    if axes is None:
+        import matplotlib.pyplot as plt
+
+        _, axes = plt.subplots(*wanted, squeeze=False, figsize=(1.2 * wanted[1] + 0.6, 1.2 * wanted[0] + 0.6))
+    if axes.ndim != 2 or axes.shape[0] < wanted[0] or axes.shape[1] < wanted[1]:
+        raise ValueError(f"axes: shape is {list(axes.shape)}, wanted at least {list(wanted)} (layers, heads)")
+    for number, layer in enumerate(layers):
+        for head, p in enumerate(layer):
+            ax: Axes = axes[number, head]
+            ax.imshow(p, cmap="magma", vmin=0, interpolation="nearest")
+            ax.set_xticks([])
+            ax.set_yticks([])
+            ax.set_title(f"{number}.{head}", fontsize="small", pad=2)
+    return axes
+
+
+def plot_statistics(
+    statistics: Sequence[Mapping[str, Sequence[float | None]]], name: str, *, ax: Axes | None = None
+) -> Axes:
+    """One statistic of every head: a row for each layer, a column for each head; NaN where a head does not have it.
+
+    Args:
+        statistics: for each layer name -> one figure a head, as ``Sheet.statistics`` or ``Sheet.regions``.
+        name: which of them.
+        ax: where to draw; by default a new figure.
+
+    Raises:
+        ValueError: there is no layer, or a layer has no statistic of that name.
+    """
+    if not statistics:
+        raise ValueError("statistics: there is no layer, wanted at least 1")
+    for number, layer in enumerate(statistics):
+        if name not in layer:
+            raise ValueError(f"name: layer {number} has no {name!r}, it has {', '.join(layer)}")
+    heads = max(len(layer[name]) for layer in statistics)
+    figures = np.full((len(statistics), heads), np.nan)
+    for number, layer in enumerate(statistics):
+        for head, figure in enumerate(layer[name]):
+            figures[number, head] = np.nan if figure is None else figure
+    ax = _axes(ax)
+    image = ax.imshow(figures, cmap="magma", interpolation="nearest")
+    for (layer, head), figure in np.ndenumerate(figures):
+        if np.isfinite(figure):
+            dark = float(np.asarray(image.norm(figure))) < 0.6
+            ax.text(
+                head,
+                layer,
+                f"{figure:.2f}",
+                ha="center",
+                va="center",
+                color="white" if dark else "black",
+                fontsize="small",
+            )
+    ax.set_xticks(range(heads))
+    ax.set_yticks(range(len(figures)))
+    ax.set_xlabel("head")
+    ax.set_ylabel("layer")
+    ax.set_title(name)
+    return ax
+
+
+def plot_patches(
+    weights: Weights,
+    image: ArrayLike,
+    *,
+    query: int | None = None,
+    grid: tuple[int, int] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Where one head looks in an image, laid over the image.
+
+    Shapes: weights [T, T] with T = rows · columns of the grid; image [h, w] or [h, w, 3].
+
+    Args:
+        weights: of one head, row = query.
+        image: what the patches are of.
+        query: the patch whose row is drawn, 0 to T - 1, framed; by default the mean of all rows.
+        grid: rows and columns of patches; by default a square.
+        ax: where to draw; by default a new figure.
+
+    Raises:
+        ValueError: sizes that do not fit, or no such patch.
+    """
+    p = _array("weights", weights, "[T, T]", 2)
+    rows, columns = grid or (round(len(p) ** 0.5),) * 2
+    if p.shape != (rows * columns, rows * columns):
+        raise ValueError(f"grid: {rows} x {columns} patches do not fit; weights {list(p.shape)}")
+    if query is not None and not 0 <= query < len(p):
+        raise ValueError(f"query: got {query}, wanted 0 to {len(p) - 1}")
+    looked = (p.mean(0) if query is None else p[query]).reshape(rows, columns)
+    ax = _axes(ax)
+    around = (-0.5, columns - 0.5, rows - 0.5, -0.5)
+    ax.imshow(np.asarray(image), cmap="gray", extent=around, interpolation="nearest")
+    ax.imshow(looked, cmap="magma", vmin=0, alpha=0.7, extent=around, interpolation="nearest")
+    if query is not None:
+        from matplotlib.patches import Rectangle
+
+        row, column = divmod(query, columns)
+        ax.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor="cyan", linewidth=2))
+    ax.set_xticks([])
+    ax.set_yticks([])
+    return ax
+
+
+def _axes(ax: Axes | None) -> Axes:
+    if ax is not None:
+        return ax
+    import matplotlib.pyplot as plt
+
+    return plt.subplots()[1]
+
+
+def _array(name: str, values: Weights, letters: str, axes: int) -> NDArray[np.float64]:
+    """Values as an array on the host."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().double().numpy()
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != axes:
+        raise ValueError(f"{name}: has {array.ndim} axes, wanted {axes} ({letters}); {name} {list(array.shape)}")
+    return array

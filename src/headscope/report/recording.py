@@ -1,0 +1,287 @@
+"""A sheet: everything that a page or a terminal shows of one forward pass, and nothing that was not measured."""
+
+from __future__ import annotations
+
+import math
+import platform
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headscope import __version__
+from headscope.report import regions
+from headscope.stats import Match, best_matches, broken_rows, head_means, pattern_scores, row_statistics
+
+__all__ = ["NOT_EXPLANATION", "Look", "Sheet", "image_sheet", "text_sheet", "versions", "visible"]
+
+NOT_EXPLANATION = (
+    "Attention weights show where a head read from, not why the model answered as it did: attention is not "
+    "explanation. A pattern is a likeness, measured by a score; it does not say what a head is for."
+)
+
+Numbers = list[float | None]
+"""One figure a head; None where no row of the head has it."""
+
+Look = tuple[str, float]
+"""A region of an image and how many times the attention falls on it that chance would give."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sheet:
+    """One forward pass, measured.
+
+    Layers, heads and tokens are counted from 0, as in code. Statistics are per head, over the rows of this input.
+
+    Attributes:
+        title: what was run, one line.
+        kind: "text", or "image" where the tokens are patches of a grid.
+        tokens: the text of each token, or the place of each patch.
+        weights: for each layer the weights, float32 [H, T, T]: row = query (it looks), column = key (it is looked at).
+        seen: what each query may see, boolean [T, T]; None = everything.
+        statistics: for each layer name -> one mean a head.
+        rows: for each layer name -> on how many rows each mean stands.
+        patterns: for each layer the pattern that each head matches best, with its score, or None.
+        trace: the steps of the forward pass, as ``Trace.to_dict()`` gives its rows.
+        trace_title: what the trace is of.
+        footer: model, input, options, versions: label -> text.
+        notes: what a reader has to know of this input, such as that it was cut.
+        image: what the patches are of, uint8 [h, w] or [h, w, 3].
+        grid: rows and columns of patches.
+        regions: for each layer region -> one ratio a head; 1 is what chance gives.
+        looks: for each layer the region that each head looks at most, with its ratio.
+        region_maps: region -> how far each patch belongs to it, 0 to 1, where it is the same for all queries.
+    """
+
+    title: str
+    kind: Literal["text", "image"]
+    tokens: Sequence[str]
+    weights: Sequence[NDArray[np.float32]]
+    seen: NDArray[np.bool_] | None
+    statistics: Sequence[Mapping[str, Numbers]]
+    rows: Sequence[Mapping[str, list[int]]]
+    patterns: Sequence[Sequence[Match | None]]
+    trace: Sequence[Mapping[str, Any]] = ()
+    trace_title: str = ""
+    footer: Mapping[str, str] = field(default_factory=dict[str, str])
+    notes: Sequence[str] = ()
+    image: NDArray[np.uint8] | None = None
+    grid: tuple[int, int] | None = None
+    regions: Sequence[Mapping[str, Numbers]] = ()
+    looks: Sequence[Sequence[Look | None]] = ()
+    region_maps: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are."""
+        return len(self.weights)
+
+    @property
+    def heads(self) -> int:
+        """How many heads the widest layer has."""
+        return max(len(weights) for weights in self.weights)
+
+    @property
+    def labels(self) -> list[str]:
+        """The tokens as they are shown: see ``visible``."""
+        return [visible(token) for token in self.tokens]
+
+    def _repr_html_(self) -> str:
+        from headscope.report.page import framed  # the page is made of sheets, not the other way round
+
+        return framed(self)
+
+
+def text_sheet(
+    title: str,
+    tokens: Sequence[str],
+    weights: Sequence[Tensor],
+    *,
+    ids: Sequence[int] | None = None,
+    causal: bool = True,
+    trace: Sequence[Mapping[str, Any]] = (),
+    trace_title: str = "",
+    footer: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
+) -> Sheet:
+    """Measure a forward pass over text.
+
+    Shapes: weights, one tensor a layer, [H, T, T] or [1, H, T, T]; tokens and ids of length T.
+
+    Args:
+        title: what was run, one line.
+        tokens: the text of each token.
+        weights: of each layer, row = query.
+        ids: token ids; without them duplicate and induction are left out.
+        causal: whether a query sees its own token and those before it only.
+        trace: rows of ``Trace.to_dict()``.
+        trace_title: what the trace is of.
+        footer: model, input and options; the versions are added.
+        notes: what a reader has to know of this input.
+
+    Raises:
+        ValueError: no token, no layer, or sizes that do not fit.
+    """
+    maps = [_map(layer, weight, len(tokens)) for layer, weight in enumerate(weights)]
+    _check(tokens, maps)
+    if ids is not None and len(ids) != len(tokens):
+        raise ValueError(f"ids: has {len(ids)} entries, tokens has {len(tokens)}")
+    seen = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril() if causal else None
+    given: dict[str, Any] = {"seen": seen, "tokens": None if ids is None else torch.tensor(list(ids))}
+    measured = _measure(maps, given)
+    return Sheet(
+        title,
+        "text",
+        tuple(tokens),
+        [weight[0].numpy() for weight in maps],
+        None if seen is None else seen.numpy(),
+        *measured,
+        trace=[dict(row) for row in trace],
+        trace_title=trace_title,
+        footer={**(footer or {}), "Versions": versions()},
+        notes=[*notes, *_broken(maps)],
+    )
+
+
+def image_sheet(
+    title: str,
+    image: NDArray[np.uint8],
+    grid: tuple[int, int],
+    weights: Sequence[Tensor],
+    *,
+    position_maps: Sequence[Tensor] | None = None,
+    trace: Sequence[Mapping[str, Any]] = (),
+    trace_title: str = "",
+    footer: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
+) -> Sheet:
+    """Measure a forward pass over the patches of an image.
+
+    Shapes: weights, one tensor a layer, [H, T, T] or [1, H, T, T] with T = rows · columns of the grid, row by row.
+
+    Args:
+        title: what was run, one line.
+        image: what the model saw, uint8 [h, w] or [h, w, 3], the object brighter than its ground; h and w are multiples
+            of the grid's rows and columns.
+        grid: rows and columns of patches.
+        weights: of each layer, row = query.
+        position_maps: the mean weights of each layer over other images, shaped as ``weights``: what position alone
+            explains; without them it is estimated from this image's own map (docs/statistics.md, "layout").
+        trace, trace_title, footer, notes: as for ``text_sheet``.
+
+    Raises:
+        ValueError: no layer, or sizes that do not fit.
+    """
+    height, width = grid
+    maps = [_map(layer, weight, height * width) for layer, weight in enumerate(weights)]
+    places = [f"row {row}, column {column}" for row in range(height) for column in range(width)]
+    _check(places, maps)
+    if position_maps is not None and len(position_maps) != len(maps):
+        raise ValueError(f"position_maps: has {len(position_maps)} layers, weights has {len(maps)}")
+    at = torch.tensor([(row, column) for row in range(height) for column in range(width)])
+    measured = _measure(maps, {"k_pos": at})
+    expected = [None] * len(maps) if position_maps is None else [m.reshape(maps[0].shape[1:]) for m in position_maps]
+    regions_of = [
+        regions.measure(weight[0], image, grid, position_map=expectation)
+        for weight, expectation in zip(maps, expected, strict=True)
+    ]
+    return Sheet(
+        title,
+        "image",
+        tuple(places),
+        [weight[0].numpy() for weight in maps],
+        None,
+        *measured,
+        trace=[dict(row) for row in trace],
+        trace_title=trace_title,
+        footer={**(footer or {}), "Versions": versions()},
+        notes=[*notes, *_broken(maps)],
+        image=image,
+        grid=grid,
+        regions=[{name: _numbers(values) for name, values in measured.items()} for measured in regions_of],
+        looks=[regions.looks_most_at(measured) for measured in regions_of],
+        region_maps={name: part.tolist() for name, part in regions.image_regions(image, grid).items()},
+    )
+
+
+def versions() -> str:
+    """The versions that made a sheet, in one line."""
+    return f"headscope {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+_SHOWN = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"}
+
+
+def visible(text: str, *, limit: int = 24, blanks: bool = True) -> str:
+    """Text on one line, with every character to be seen: blanks as symbols, controls and marks of direction as escapes.
+
+    A letter that combines with nothing is given a dotted circle; what is longer than ``limit`` characters ends in "…".
+    The empty text is shown as "∅". Without ``blanks`` a space stays a space.
+    """
+    shown = "".join(
+        " " if character == " " and not blanks else _visible_character(character) for character in text[: limit + 1]
+    )
+    if text and unicodedata.combining(text[0]):
+        shown = "◌" + shown
+    return (shown[: limit - 1] + "…" if len(text) > limit or len(shown) > limit else shown) or "∅"
+
+
+def _visible_character(character: str) -> str:
+    if character in _SHOWN:
+        return _SHOWN[character]
+    # Cc control, Cf format (joiners, marks of direction), Cs lone surrogate, Co private, Cn unassigned, Z other blanks
+    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"):
+        return f"\\u{ord(character):04x}" if ord(character) < 0x10000 else f"\\U{ord(character):08x}"
+    return character
+
+
+def _map(layer: int, weight: Tensor, tokens: int) -> Tensor:
+    """One layer's weights as [1, H, T, T] on the host, float32."""
+    shape = list(weight.shape)
+    if weight.ndim == 3:
+        weight = weight[None]
+    if weight.ndim != 4 or weight.shape[0] != 1 or weight.shape[2:] != (tokens, tokens):
+        raise ValueError(
+            f"weights: layer {layer} is {shape}, wanted [H, {tokens}, {tokens}], one row and column a token"
+        )
+    return weight.detach().to("cpu", torch.float32)
+
+
+def _check(tokens: Sequence[str], maps: Sequence[Tensor]) -> None:
+    if not tokens:
+        raise ValueError("tokens: there is none, wanted at least 1")
+    if not maps:
+        raise ValueError("weights: there is no layer, wanted at least 1")
+
+
+def _measure(
+    maps: Sequence[Tensor], given: dict[str, Any]
+) -> tuple[list[dict[str, Numbers]], list[dict[str, list[int]]], list[list[Match | None]]]:
+    statistics: list[dict[str, Numbers]] = []
+    rows: list[dict[str, list[int]]] = []
+    patterns: list[list[Match | None]] = []
+    for weight in maps:
+        means = head_means(row_statistics(weight, **given))
+        statistics.append({name: _numbers(values) for name, values in means.mean.items()})
+        rows.append({name: counts.tolist() for name, counts in means.rows.items()})
+        patterns.append(best_matches(pattern_scores(weight, **given)) or [None] * weight.shape[1])
+    return statistics, rows, patterns
+
+
+def _numbers(values: Tensor) -> Numbers:
+    return [value if math.isfinite(value) else None for value in values.tolist()]
+
+
+def _broken(maps: Sequence[Tensor]) -> list[str]:
+    """A line for each head whose weights are not all finite: its figures leave these rows out."""
+    return [
+        f"Layer {layer}, head {head}: {count} of {weight.shape[2]} rows hold NaN or infinity and are in no statistic."
+        for layer, weight in enumerate(maps)
+        for head, count in enumerate(broken_rows(weight).tolist())
+        if count
+    ]

@@ -1,0 +1,414 @@
+"""A sheet in the terminal: rich renderables that fit themselves to the console's width, colours and encoding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from headscope.report.colours import Colour, colour_at, ink_on
+from headscope.report.recording import Sheet
+from headscope.report.words import REGIONS, STATISTICS
+
+__all__ = ["image_picture", "map_picture", "statistics_table", "tokens_line"]
+
+SHADES = " .:-=+*#%@"
+"""From nothing to most, where there is no colour."""
+
+WORTH = (
+    *("normalized_entropy", "max_weight", "effective_keys", "distance"),
+    *("previous", "self", "first", "induction", "duplicate"),
+)
+"""The statistics of the table, first those that stay when there is little room."""
+
+WEAK, STRONG = 0.3, 0.5
+"""Scores below the first are dimmed, from the second on they are bold."""
+
+Values = NDArray[np.float64]
+
+
+def tokens_line(sheet: Sheet) -> RenderableType:
+    """The tokens in order, each after its number."""
+    return _Tokens(sheet.labels)
+
+
+def statistics_table(sheet: Sheet) -> RenderableType:
+    """Layers × heads: a few statistics, and the pattern (or the region of the image) that each head matches best.
+
+    What does not fit the width is left out, from the right.
+    """
+    return _Statistics(sheet)
+
+
+def map_picture(sheet: Sheet, layer: int, head: int) -> RenderableType:
+    """One head's map, queries down and keys across; where it does not fit, a place shows the largest of its weights."""
+    return _Map(sheet, layer, head)
+
+
+def image_picture(sheet: Sheet, layer: int, head: int, *, query: int | None = None) -> RenderableType:
+    """The image, and beside it what a head looks at from the patch ``query``; by default the mean of all patches.
+
+    Raises:
+        ValueError: the sheet is not of an image, or there is no such patch.
+    """
+    if sheet.image is None or sheet.grid is None:
+        raise ValueError(f"sheet: is of kind {sheet.kind!r}, wanted an image")
+    if query is not None and not 0 <= query < len(sheet.tokens):
+        raise ValueError(f"query: got {query}, wanted 0 to {len(sheet.tokens) - 1}")
+    return _ImagePicture(sheet, layer, head, query)
+
+
+# ---------------------------------------------------------------- what the console can show
+
+
+_PLAIN = str.maketrans({"␣": "_", "⏎": "\\n", "⇥": "\\t", "␍": "\\r", "…": "~", "²": "^2"})
+
+
+class _Ability(NamedTuple):
+    """What a console can show."""
+
+    colour: bool
+    wide: bool
+    """Characters beyond ASCII."""
+
+    def label(self, text: str) -> str:
+        """A token's label, in characters that can be shown."""
+        if self.wide:
+            return text
+        return text.translate(_PLAIN).encode("ascii", "backslashreplace").decode("ascii")
+
+
+def _ability(console: Console, options: ConsoleOptions) -> _Ability:
+    wide = not options.ascii_only and not console.is_dumb_terminal and not console.legacy_windows
+    return _Ability(colour=console.color_system is not None, wide=wide)
+
+
+# ---------------------------------------------------------------- tokens, table
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    labels: Sequence[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        able = _ability(console, options)
+        line = Text()
+        for n, label in enumerate(self.labels):
+            token = Text().append(f"{n} ", "dim").append(able.label(label), "bold")
+            if line and line.cell_len + 2 + token.cell_len > options.max_width:
+                yield line
+                line = Text()
+            line.append("  " if line else "").append_text(token)
+        yield line
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column of the table: heading, and text and style of each head. rich's own tables take ten times as long."""
+
+    heading: str
+    cells: list[str]
+    styles: list[str]
+    words: bool = False
+
+    @cached_property
+    def width(self) -> int:
+        return max(map(len, (self.heading, *self.cells)))
+
+    def aligned(self, text: str) -> str:
+        """Text in the width of the column, words on the left and figures on the right."""
+        return text.ljust(self.width) if self.words else text.rjust(self.width)
+
+
+@dataclass(frozen=True)
+class _Statistics:
+    sheet: Sheet
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        able = _ability(console, options)
+        columns: list[_Column] = []
+        room = options.max_width
+        for column in _columns(self.sheet, able):
+            room -= column.width + 2
+            if room < -2:  # the last needs no gap
+                break
+            columns.append(column)
+        yield Text("  ".join(column.aligned(column.heading) for column in columns), "bold")
+        number = 0
+        for weights in self.sheet.weights:
+            if number:
+                yield ""  # between layers
+            for _ in weights:
+                line = Text()
+                for column in columns:
+                    line.append("  " if line else "").append(
+                        column.aligned(column.cells[number]), column.styles[number]
+                    )
+                yield line
+                number += 1
+
+
+def _columns(sheet: Sheet, able: _Ability) -> list[_Column]:
+    """The columns in the order of their worth."""
+    heads = [(layer, head) for layer, weights in enumerate(sheet.weights) for head in range(len(weights))]
+    columns = [_Column("head", [f"{layer}.{head}" for layer, head in heads], [""] * len(heads), words=True)]
+    if sheet.kind == "image":
+        looks = [sheet.looks[layer][head] for layer, head in heads]
+        names = ["-" if look is None else look[0] for look in looks]
+        columns += [_Column("looks most at", names, [_strength(look and look[1] - 1) for look in looks], words=True)]
+        columns += [_figures("x chance", [look and look[1] for look in looks], 2)]
+        for name, word in REGIONS.items():
+            figures = [sheet.regions[layer][name][head] for layer, head in heads]
+            columns.append(_figures(able.label(word.heading), figures, word.decimals))
+        return columns
+    matches = [sheet.patterns[layer][head] for layer, head in heads]
+    names = ["-" if match is None else match.pattern for match in matches]
+    columns += [_Column("best match", names, [_strength(match and match.score) for match in matches], words=True)]
+    columns += [_figures("score", [match and match.score for match in matches], 2)]
+    for name in WORTH:
+        figures = [sheet.statistics[layer].get(name, [None] * sheet.heads)[head] for layer, head in heads]
+        if any(figure is not None for figure in figures):
+            columns.append(_figures(STATISTICS[name].heading, figures, STATISTICS[name].decimals))
+    return columns
+
+
+def _figures(heading: str, figures: Sequence[float | None], decimals: int) -> _Column:
+    cells = ["-" if figure is None else f"{figure:.{decimals}f}" for figure in figures]
+    return _Column(heading, cells, [""] * len(cells))
+
+
+def _strength(score: float | None) -> str:
+    return "dim" if score is None or score < WEAK else "bold" if score >= STRONG else ""
+
+
+# ---------------------------------------------------------------- places of a map
+
+
+HIDDEN = -1.0
+"""Stands for a place that may not be seen, in the values that are drawn."""
+
+BROKEN = (0, 140, 255)
+"""The colour of NaN and infinity."""
+
+
+@dataclass(frozen=True)
+class _Ink:
+    """How a weight is drawn: as a colour, or as a shade of ASCII.
+
+    Attributes:
+        able: what the console can show.
+        most: the weight that takes the full colour.
+        root: whether colours go by the square root.
+        grey: whether they are greys.
+    """
+
+    able: _Ability
+    most: float
+    root: bool = False
+    grey: bool = False
+
+    def place(self, value: float) -> float:
+        """How far up the colours, 0 to 1."""
+        share = min(1.0, value / self.most)
+        return math.sqrt(share) if self.root else share
+
+    def colour(self, value: float) -> Colour | None:
+        """The colour of a place; what may not be seen has the terminal's own."""
+        if value == HIDDEN or not self.able.colour:
+            return None
+        if math.isnan(value):
+            return BROKEN
+        level = round(255 * self.place(value))
+        return (level, level, level) if self.grey else colour_at(self.place(value))
+
+    def cell(self, value: float, width: int, text: str = "") -> Text:
+        """One place, so many characters wide; without colours and text, a shade."""
+        colour = self.colour(value)
+        if colour is not None:
+            return Text(f"{text:^{width}}", Style(color=ink_on(colour), bgcolor=_hex(colour)))
+        if not text and value != HIDDEN and not self.able.colour:
+            text = width * ("?" if math.isnan(value) else SHADES[round(self.place(value) * (len(SHADES) - 1))])
+        return Text(f"{text:^{width}}")
+
+    def halves(self, above: float, below: float) -> Text:
+        """Two places, one above the other, in one character."""
+        upper, lower = self.colour(above), self.colour(below)
+        if upper is None:
+            return Text(" ") if lower is None else Text("▄", Style(color=_hex(lower)))
+        return Text("▀", Style(color=_hex(upper), bgcolor=None if lower is None else _hex(lower)))
+
+
+def _hex(colour: Colour) -> str:
+    return "#{:02x}{:02x}{:02x}".format(*colour)
+
+
+# ---------------------------------------------------------------- a map
+
+
+@dataclass(frozen=True)
+class _Map:
+    sheet: Sheet
+    layer: int
+    head: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        able = _ability(console, options)
+        values, most = _values(self.sheet, self.layer, self.head)
+        labels = [able.label(label) for label in self.sheet.labels]
+        length = len(labels)
+        side = min(max(cell_len(label) for label in labels), max(4, options.max_width // 5), 16)
+        room = max(1, options.max_width - side - 1)
+        ink = _Ink(able, most, root=length > 40)
+        note = f"Rows look, columns are looked at; strongest: {most:.2f}{', square-root scale' if ink.root else ''}."
+        if 5 * length <= room:
+            lines = _numbered(values, ink, labels, side)
+        elif 2 * length <= room:
+            lines = _two_wide(values, ink, labels, side)
+        else:
+            bins = min(length, room)
+            lines = _one_wide(_pooled(values, bins), ink, labels, side)
+            if bins < length:
+                note += f" {length} tokens in {bins} places: each shows the largest weight of the tokens it stands for."
+        yield from lines
+        yield Text(note, "dim")
+
+
+def _values(sheet: Sheet, layer: int, head: int) -> tuple[Values, float]:
+    """One head's weights, ``HIDDEN`` where none may be, and the largest among rows that have a choice."""
+    values = sheet.weights[layer][head].astype(np.float64)
+    values[np.isinf(values)] = math.nan
+    seen = np.ones(values.shape, dtype=np.bool_) if sheet.seen is None else sheet.seen
+    free = values[seen & (seen.sum(-1, keepdims=True) > 1)]
+    free = free[np.isfinite(free)]
+    return np.where(seen, values, HIDDEN), float(free.max()) if free.size and free.max() > 0 else 1.0
+
+
+def _pooled(values: Values, bins: int) -> Values:
+    """Bin b covers [⌊bT/n⌋, ⌊(b+1)T/n⌋) on both axes and takes its largest value; NaN where it holds one."""
+    start = [b * len(values) // bins for b in range(bins)]
+    return np.maximum.reduceat(np.maximum.reduceat(values, start, axis=0), start, axis=1)
+
+
+def _fit(label: str, cells: int, able: _Ability) -> str:
+    """A label in exactly so many cells, on the right."""
+    if cell_len(label) > cells:
+        label = set_cell_size(label, cells - 1) + ("…" if able.wide else "~")
+    return " " * (cells - cell_len(label)) + label
+
+
+def _row(label: str, side: int, able: _Ability) -> Text:
+    """The beginning of a line: the token that looks."""
+    return Text().append(_fit(label, side, able) + " ", "dim")
+
+
+def _numbered(values: Values, ink: _Ink, labels: list[str], side: int) -> Iterator[Text]:
+    """Every weight as a number on its colour, for a few tokens."""
+    yield Text(" " * (side + 1) + "".join(_fit(label, 4, ink.able) + " " for label in labels), "dim")
+    for label, row in zip(labels, values, strict=True):
+        line = _row(label, side, ink.able)
+        for value in row:
+            line.append_text(ink.cell(value, 5, " " if value == HIDDEN else f"{value:.2f}"))
+        yield line
+
+
+def _two_wide(values: Values, ink: _Ink, labels: list[str], side: int) -> Iterator[Text]:
+    """Two characters a place; above each column its token, downwards."""
+    height = min(8, max(len(label) for label in labels))
+    for line in range(height):
+        letters = (label[:height].rjust(height)[line] for label in labels)
+        yield Text(" " * (side + 1) + "".join(_fit(letter, 2, ink.able) for letter in letters), "dim")
+    for label, row in zip(labels, values, strict=True):
+        yield _row(label, side, ink.able).append_text(Text().join(ink.cell(value, 2) for value in row))
+
+
+def _one_wide(values: Values, ink: _Ink, labels: list[str], side: int) -> Iterator[Text]:
+    """One character a place, or two places in the halves of a character; above the columns their numbers."""
+    bins, length = len(values), len(labels)
+    ruler = ""
+    for b in range(0, bins, 10):
+        ruler = ruler.ljust(b) + str(b * length // bins)
+    yield Text(" " * (side + 1) + ruler[:bins], "dim")
+    halves = ink.able.colour and ink.able.wide
+    for top in range(0, bins, 2 if halves else 1):
+        line = _row(labels[top * length // bins], side, ink.able)
+        below = values[top + 1] if top + 1 < bins else np.full(bins, HIDDEN)
+        for one, other in zip(values[top], below, strict=True):
+            line.append_text(ink.halves(one, other) if halves else ink.cell(one, 1))
+        yield line
+
+
+# ---------------------------------------------------------------- an image
+
+
+@dataclass(frozen=True)
+class _ImagePicture:
+    sheet: Sheet
+    layer: int
+    head: int
+    query: int | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        able = _ability(console, options)
+        looked = _looked_at(self.sheet, self.layer, self.head, self.query)
+        columns = looked.shape[1]
+        most = float(np.nanmax(looked)) if np.isfinite(looked).any() else 0.0
+        marked = None if self.query is None else divmod(self.query, columns)
+        grey = _patches(_brightness(self.sheet), _Ink(able, 255.0, grey=True), marked)
+        seen = _patches(looked, _Ink(able, most or 1.0), marked)
+        pictures = Table.grid(padding=(0, 4, 0, 0))
+        if 4 * columns + 4 <= options.max_width:
+            pictures.add_row(grey, seen)
+        else:
+            pictures.add_row(grey)
+            pictures.add_row(seen)
+        yield pictures
+        yield Text(_caption(self.sheet, looked, self.query), "dim")
+
+
+def _looked_at(sheet: Sheet, layer: int, head: int, query: int | None) -> Values:
+    """The weight on each patch, from one patch or on average over those with finite weights; [rows, columns]."""
+    assert sheet.grid is not None  # image_picture has asked
+    weights = sheet.weights[layer][head].astype(np.float64)
+    if query is not None:
+        return np.where(np.isfinite(weights[query]), weights[query], math.nan).reshape(sheet.grid)
+    whole = weights[np.isfinite(weights).all(-1)]
+    return (whole.mean(0) if len(whole) else np.full(len(weights), math.nan)).reshape(sheet.grid)
+
+
+def _brightness(sheet: Sheet) -> Values:
+    """Mean brightness of each patch, [rows, columns]."""
+    assert sheet.image is not None  # image_picture has asked
+    assert sheet.grid is not None
+    rows, columns = sheet.grid
+    height, width = sheet.image.shape[:2]
+    pixels = sheet.image.astype(np.float64).reshape(rows, height // rows, columns, width // columns, -1)
+    return pixels.mean((1, 3, 4))  # [rows, columns]
+
+
+def _patches(values: Values, ink: _Ink, marked: tuple[int, int] | None) -> Text:
+    """Two characters a patch."""
+    lines = [
+        Text().join(ink.cell(value, 2, "[]" if (row, column) == marked else "") for column, value in enumerate(line))
+        for row, line in enumerate(values)
+    ]
+    return Text("\n").join(lines)
+
+
+def _caption(sheet: Sheet, looked: Values, query: int | None) -> str:
+    who = "all patches look on average" if query is None else f"the patch [] ({sheet.tokens[query]}) looks"
+    if not np.isfinite(looked).any():
+        return f"The image, and where {who}: the weights are not finite."
+    best = int(np.nanargmax(looked))
+    value = float(looked.flat[best])
+    times = value * looked.size
+    return f"The image, and where {who}. Most on {sheet.tokens[best]}: {value:.3f}, {times:.1f} times an even spread."

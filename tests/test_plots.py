@@ -1,0 +1,89 @@
+"""The plots: what is drawn is what was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from sheets import digit, picture, softmax
+
+from headscope.report.colours import colour_at
+from headscope.report.recording import visible
+
+
+@pytest.fixture
+def pyplot() -> Any:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    yield plt
+    plt.close("all")
+
+
+def test_plots_draw_the_weights(pyplot: Any) -> None:
+    from headscope.report.plots import plot_grid, plot_head
+
+    weights = softmax(3, 7)
+    ax = pyplot.subplots()[1]
+    tokens = ["$x$", "\n", *"abcde"]
+    assert plot_head(weights[1], tokens, ax=ax) is ax
+    np.testing.assert_array_equal(ax.images[0].get_array(), weights[1].double().numpy())
+    assert [label.get_text() for label in ax.get_yticklabels()] == [visible(token) for token in tokens]
+    ax.figure.canvas.draw()  # "$x$" is no formula
+    last = plot_head(weights[1, 4:], tokens)
+    assert [label.get_text() for label in last.get_yticklabels()] == [visible(token) for token in tokens[4:]]
+    axes = plot_grid([weights, weights[:2]])
+    assert axes.shape == (2, 3)
+    np.testing.assert_array_equal(axes[0, 2].images[0].get_array(), weights[2].double().numpy())
+    np.testing.assert_array_equal(axes[1, 1].images[0].get_array(), weights[1].double().numpy())
+    assert plot_grid([weights], axes=axes) is axes
+
+
+def test_plots_of_statistics_and_patches(pyplot: Any) -> None:
+    from headscope.report.plots import plot_patches, plot_statistics
+
+    sheet = picture()
+    ax = plot_statistics(sheet.statistics, "entropy")
+    np.testing.assert_array_equal(ax.images[0].get_array(), [layer["entropy"] for layer in sheet.statistics])
+    assert ax.texts[4].get_text() == f"{sheet.statistics[1]['entropy'][1]:.2f}"
+    gap = plot_statistics([{"x": [1.0, None]}], "x")
+    assert np.isnan(np.ma.getdata(gap.images[0].get_array())[0, 1])
+    weights = sheet.weights[0][1].astype(np.float64)
+    for query, looked in ((None, weights.mean(0)), (9, weights[9])):
+        ax = pyplot.subplots()[1]
+        assert plot_patches(weights, digit(), query=query, grid=(5, 7), ax=ax) is ax
+        np.testing.assert_array_equal(ax.images[0].get_array(), digit())
+        np.testing.assert_array_equal(ax.images[1].get_array(), looked.reshape(5, 7))
+        assert [patch.get_xy() for patch in ax.patches] == ([] if query is None else [(1.5, 0.5)])
+
+
+def test_plots_refuse_what_does_not_fit(pyplot: Any) -> None:
+    from headscope.report.plots import plot_grid, plot_head, plot_patches, plot_statistics
+
+    weights = softmax(3, 7)
+    with pytest.raises(ValueError, match=r"weights: has 3 axes, wanted 2 \(\[Q, K\]\); weights \[3, 7, 7\]"):
+        plot_head(weights)
+    with pytest.raises(ValueError, match=r"tokens: has 2 entries, weights has 7 keys; weights \[7, 7\]"):
+        plot_head(weights[0], ["a", "b"])
+    with pytest.raises(ValueError, match=r"weights\[0\]: has 2 axes, wanted 3 \(\[H, Q, K\]\)"):
+        plot_grid([weights[0]])
+    with pytest.raises(ValueError, match=r"weights: there is no layer"):
+        plot_grid([])
+    with pytest.raises(ValueError, match=r"axes: shape is \[1, 2\], wanted at least \[1, 3\] \(layers, heads\)"):
+        plot_grid([weights], axes=pyplot.subplots(1, 2, squeeze=False)[1])
+    with pytest.raises(ValueError, match=r"statistics: there is no layer"):
+        plot_statistics([], "x")
+    with pytest.raises(ValueError, match=r"name: layer 0 has no 'y', it has x"):
+        plot_statistics([{"x": [1.0]}], "y")
+    with pytest.raises(ValueError, match=r"grid: 3 x 3 patches do not fit; weights \[7, 7\]"):
+        plot_patches(weights[0], digit())
+    with pytest.raises(ValueError, match=r"query: got 35, wanted 0 to 34"):
+        plot_patches(np.ones((35, 35)), digit(), query=35, grid=(5, 7))
+
+
+def test_colours_are_magma(pyplot: Any) -> None:
+    magma = pyplot.get_cmap("magma")
+    for place in np.linspace(0, 1, 101):
+        np.testing.assert_allclose(colour_at(place), 255 * np.array(magma(place)[:3]), atol=3)
