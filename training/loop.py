@@ -1,7 +1,7 @@
 """The training loop of both models: progress, checkpoints, Ctrl-C and resuming.
 
 Nothing random is carried from step to step: what a step trains on follows from the seed and the step's number, so a
-checkpoint is the weights, the optimizer's two moments and one number.
+checkpoint is the weights, the optimizers' state and one number.
 """
 
 from __future__ import annotations
@@ -25,28 +25,25 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 CHECKPOINT = "checkpoint.safetensors"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast to train: a linear warm-up, then a cosine down to nothing.
+    """How long to train, and the course of the learning rate: a linear warm-up, then a cosine down to nothing.
 
     Args:
         steps: Number of optimizer steps.
         warmup: Steps until the peak.
-        peak: The highest learning rate.
     """
 
     steps: int
     warmup: int
-    peak: float
 
-    def rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
+    def factor(self, step: int) -> float:
+        """Return which part of the peak rate a step takes, steps counted from 0."""
         if step < self.warmup:
-            return self.peak * (step + 1) / self.warmup
-        return self.peak * 0.5 * (1.0 + math.cos(math.pi * (step - self.warmup) / max(1, self.steps - self.warmup)))
+            return (step + 1) / self.warmup
+        return 0.5 * (1.0 + math.cos(math.pi * (step - self.warmup) / max(1, self.steps - self.warmup)))
 
 
 @dataclass(frozen=True)
@@ -58,38 +55,64 @@ class Outcome:
     interrupted: bool
 
 
-def make_optimizer(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
-    """Return AdamW with decay on the matrices only: embeddings, biases and norms keep their size."""
+def make_optimizers(
+    model: nn.Module, *, matrix_rate: float, rate: float, weight_decay: float
+) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices inside the layers and AdamW, without decay, for embeddings, norms and biases.
+
+    At this size Muon needs about half the steps of AdamW alone for the same loss.
+
+    Args:
+        model: Its embeddings are told by their name.
+        matrix_rate: Peak learning rate of the matrices, in the scale of AdamW.
+        rate: Peak learning rate of the rest.
+        weight_decay: Decoupled decay of the matrices.
+
+    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
+    """
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        (matrices if parameter.ndim >= 2 and "embedding" not in name else others).append(parameter)
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), eps=1e-8, fused=True)
+        (matrices if parameter.ndim == 2 and "embedding" not in name else others).append(parameter)
+    muon = torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+    adam = torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    optimizers: list[torch.optim.Optimizer] = [muon, adam]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return optimizers
 
 
-def save_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.AdamW, about: dict[str, Any]) -> None:
-    """Write weights, moments and `about` into one safetensors file, whole or not at all."""
+def save_checkpoint(
+    path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], about: dict[str, Any]
+) -> None:
+    """Write weights, the optimizers' state and `about` into one safetensors file, whole or not at all."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         tensors[f"model/{name}"] = parameter.detach().contiguous()
-        for moment in MOMENTS:
-            tensors[f"{moment}/{name}"] = optimizer.state[parameter][moment].contiguous()
+        for optimizer in optimizers:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                tensors[f"{key}/{name}"] = value.contiguous()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     save_file(tensors, temporary, metadata={"about": json.dumps(about, sort_keys=True)})
     os.replace(temporary, path)
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.AdamW | None = None) -> dict[str, Any]:
-    """Fill the model, and the optimizer if there is one, from a checkpoint; return its `about`."""
-    with safe_open(path, framework="pt") as file:
+def load_checkpoint(
+    path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer] | None = None
+) -> dict[str, Any]:
+    """Fill the model, and the optimizers if there are any, from a checkpoint; return its `about`."""
+    with safe_open(path, framework="pt") as file, torch.no_grad():
         about: dict[str, Any] = json.loads(file.metadata()["about"])
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(file.get_tensor(f"model/{name}"))
-                if optimizer is not None:
-                    moments = {moment: file.get_tensor(f"{moment}/{name}") for moment in MOMENTS}
-                    optimizer.state[parameter] = {"step": torch.tensor(float(about["step"])), **moments}
+        for key in file.keys():  # noqa: SIM118 - safe_open is no dict
+            kind, name = key.split("/")
+            parameter = model.get_parameter(name)
+            if kind == "model":
+                parameter.copy_(file.get_tensor(key))
+                continue
+            for optimizer in optimizers or []:
+                if any(parameter is member for group in optimizer.param_groups for member in group["params"]):
+                    optimizer.state[parameter][kind] = file.get_tensor(key)
     return about
 
 
@@ -113,12 +136,12 @@ class _Interrupt:
 
 def train(
     model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
     loss_of: Callable[[int], tuple[Tensor, float]],
     schedule: Schedule,
     folder: Path,
     *,
     about: dict[str, Any],
-    weight_decay: float,
     resume: bool,
     checkpoint_minutes: float = 3.0,
     stop_at: int | None = None,
@@ -127,11 +150,11 @@ def train(
 
     Args:
         model: Trained in place.
+        optimizers: Each group of parameters with its peak rate under "peak".
         loss_of: From the number of a step to the loss to descend and the figure to show; depends on nothing else.
         schedule: Steps and learning rates.
         folder: Where the checkpoint lies; made if missing.
         about: Recorded in the checkpoint; on resuming it must be what the checkpoint says.
-        weight_decay: Decoupled decay of the matrices.
         resume: Go on from the checkpoint in the folder.
         checkpoint_minutes: Time between two checkpoints.
         stop_at: Stop as if interrupted after so many steps.
@@ -142,19 +165,18 @@ def train(
     """
     path = folder / CHECKPOINT
     folder.mkdir(parents=True, exist_ok=True)
-    optimizer = make_optimizer(model, weight_decay)
     first, seconds = 0, 0.0
     if resume:
         if not path.exists():
             raise FileNotFoundError(f"nothing to resume: {path} does not exist")
-        saved = load_checkpoint(path, model, optimizer)
+        saved = load_checkpoint(path, model, optimizers)
         if saved["about"] != about:
             raise ValueError(f"{path} is of another run: {saved['about']}, this one is {about}")
         first, seconds = saved["step"], saved["seconds"]
 
     def save(step: int) -> None:
         spent = seconds + time.monotonic() - started
-        save_checkpoint(path, model, optimizer, {"step": step, "seconds": spent, "about": about})
+        save_checkpoint(path, model, optimizers, {"step": step, "seconds": spent, "about": about})
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
@@ -164,18 +186,21 @@ def train(
     with _Interrupt() as interrupt, Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("training", total=schedule.steps, completed=first)
         while step < schedule.steps and not interrupt.raised and step != stop_at:
-            for group in optimizer.param_groups:
-                group["lr"] = schedule.rate(step)
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["lr"] = group["peak"] * schedule.factor(step)
             loss, figure = loss_of(step)
             loss.backward()  # pyright: ignore[reportUnknownMemberType]
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
             step += 1
             shown = figure if math.isnan(shown) else 0.98 * shown + 0.02 * figure
             progress.update(task, completed=step, description=f"loss {shown:.3f}")
             if step % 100 == 0:
-                console.print(f"step {step}: loss {shown:.4f}, {(time.monotonic() - started) / (step - first):.3f} s a step")
+                console.print(
+                    f"step {step}: loss {shown:.4f}, {(time.monotonic() - started) / (step - first):.3f} s a step"
+                )
             if time.monotonic() - saved_at > 60 * checkpoint_minutes:
                 save(step)
                 saved_at = time.monotonic()

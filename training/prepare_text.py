@@ -4,13 +4,13 @@ Writes into ``--out`` (default ``training/data``):
 
 - ``tokenizer.json``: byte-level BPE, trained on the training files only;
 - ``train.npy``, ``heldout.npy``: token ids, uint16, the files one after another;
-- ``manifest.json``: every file with its split, size and SHA-256, and the versions of interpreter and documentation.
+- ``manifest.json``: every file with its split, size and SHA-256, and the version of Python.
 
 and, with ``--sample FILE``, the held-out text that ships with the tests.
 
 A file is held out by a hash of its topic, which is its name without suffix and without "test_", "_" or "lib": so
-``argparse.py`` and ``argparse.rst.txt`` always fall on the same side, and no docstring is learnt from one and asked from
-the other. ``pydoc_data/topics.py`` stays out: it is generated from the reST pages, held-out ones included.
+``argparse.py`` and ``argparse.rst.txt``, which share whole sentences, always fall on the same side.
+``pydoc_data/topics.py`` stays out: it is generated from the reST pages, held-out ones included.
 """
 
 from __future__ import annotations
@@ -144,7 +144,9 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console(stderr=True)
     if not arguments.docs.is_dir():
-        console.print(f"no documentation in {arguments.docs}: install the Debian package python3.11-doc, or name --docs")
+        console.print(
+            f"no documentation in {arguments.docs}: install the Debian package python3.11-doc, or name --docs"
+        )
         return 2
 
     sources = collect(Path(sysconfig.get_paths()["stdlib"]), arguments.docs)

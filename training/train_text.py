@@ -2,7 +2,7 @@
 
 A row of a batch is one of three kinds, drawn anew for each row:
 
-- text: 257 tokens from anywhere in the training files;
+- text: tokens from anywhere in the training files;
 - random tokens, a block of 8 to 128 of them, repeated until the row is full;
 - a snippet of the training files, repeated in the same way.
 
@@ -17,34 +17,43 @@ import argparse
 import dataclasses
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from loop import Schedule, train
+from loop import Schedule, make_optimizers, train
 from torch import Tensor
 
-from headscope.examples.text import TextConfig, TextModel, initialise
+from headscope.examples.text import TextConfig, TextModel
 
 HERE = Path(__file__).resolve().parent
 IGNORED = -100  # the target that cross_entropy leaves out
 SHORTEST_BLOCK = 8
 
 
-def batch(
+@dataclass(frozen=True)
+class Batch:
+    """Inputs [B, T] and targets [B, T] of a step, and which of its rows are text [B]."""
+
+    inputs: Tensor
+    targets: Tensor
+    is_text: Tensor
+
+
+def make_batch(
     stream: np.ndarray[Any, np.dtype[np.uint16]],
     config: TextConfig,
+    seed: list[int],
     *,
-    seed: int,
-    step: int,
     rows: int,
     random_share: float,
     snippet_share: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the inputs [B, T], targets [B, T] and which rows are text [B], of one step; the same for the same seed."""
-    generator = np.random.default_rng([seed, step])
+) -> Batch:
+    """Return a batch; the same for the same seed."""
+    generator = np.random.default_rng(seed)
     width = config.context + 1
     tokens = np.empty((rows, width), dtype=np.int64)
     targets = np.empty((rows, config.context), dtype=np.int64)
@@ -54,8 +63,7 @@ def batch(
         text = stream[start : start + width].astype(np.int64)
         period = int(generator.integers(SHORTEST_BLOCK, config.context // 2 + 1))
         if kind < random_share:
-            block = generator.integers(0, config.vocab_size, period)
-            tokens[row] = np.resize(block, width)
+            tokens[row] = np.resize(generator.integers(0, config.vocab_size, period), width)
         elif kind < random_share + snippet_share:
             tokens[row] = np.resize(text[:period], width)
         else:
@@ -64,8 +72,11 @@ def batch(
         targets[row] = tokens[row, 1:]
         if period:
             targets[row, : period - 1] = IGNORED
-    is_text = torch.from_numpy(kinds >= random_share + snippet_share)
-    return torch.from_numpy(tokens[:, :-1]), torch.from_numpy(targets), is_text
+    return Batch(
+        inputs=torch.from_numpy(tokens[:, :-1]),
+        targets=torch.from_numpy(targets),
+        is_text=torch.from_numpy(kinds >= random_share + snippet_share),
+    )
 
 
 def main() -> int:
@@ -76,10 +87,11 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="part of what makes a run repeatable")
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--warmup", type=int, default=200)
     parser.add_argument("--rows", type=int, default=16, help="sequences a step")
-    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--matrix-rate", type=float, default=1e-2, help="peak learning rate of the layers' matrices")
+    parser.add_argument("--rate", type=float, default=6e-3, help="peak learning rate of embeddings, norms and biases")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--random-share", type=float, default=0.125, help="share of rows of repeated random tokens")
     parser.add_argument("--snippet-share", type=float, default=0.0625, help="share of rows of repeated snippets")
@@ -89,39 +101,43 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     stream = np.load(arguments.data / "train.npy")
-    manifest = json.loads((arguments.data / "manifest.json").read_text())
+    manifest = json.loads((arguments.data / "manifest.json").read_text(encoding="utf-8"))
     config = TextConfig(vocab_size=manifest["tokenizer"]["vocab_size"])
     model = TextModel(config)
-    initialise(model)
 
     def loss_of(step: int) -> tuple[Tensor, float]:
-        inputs, targets, is_text = batch(
+        batch = make_batch(
             stream,
             config,
-            seed=arguments.seed,
-            step=step,
+            [arguments.seed, step],
             rows=arguments.rows,
             random_share=arguments.random_share,
             snippet_share=arguments.snippet_share,
         )
-        logits = model(inputs)
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
-        losses = losses.view_as(targets)  # [B, T]
-        return losses.sum() / (targets != IGNORED).sum(), losses.detach()[is_text].mean().item()
+        logits = model(batch.inputs)
+        targets = batch.targets.flatten()
+        losses = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORED, reduction="none")
+        shown = losses.detach().view_as(batch.targets)[batch.is_text].mean().item()
+        return losses.sum() / (targets != IGNORED).sum(), shown
 
+    where = {"data", "out", "resume", "stop_at"}  # all other options decide what comes out
     about = {
         "config": dataclasses.asdict(config),
-        **{name: getattr(arguments, name) for name in ("seed", "threads", "steps", "warmup", "rows", "rate")},
-        **{name: getattr(arguments, name) for name in ("weight_decay", "random_share", "snippet_share")},
+        "options": {name: value for name, value in vars(arguments).items() if name not in where},
         "train_tokens": int(stream.size),
     }
     outcome = train(
         model,
+        make_optimizers(
+            model,
+            matrix_rate=arguments.matrix_rate,
+            rate=arguments.rate,
+            weight_decay=arguments.weight_decay,
+        ),
         loss_of,
-        Schedule(arguments.steps, arguments.warmup, arguments.rate),
+        Schedule(arguments.steps, arguments.warmup),
         arguments.out,
         about=about,
-        weight_decay=arguments.weight_decay,
         resume=arguments.resume,
         stop_at=arguments.stop_at,
     )

@@ -111,10 +111,10 @@ def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor
         bias=None if bias is None else tuple(bias.shape),
         bias_dtype=None if bias is None else bias.dtype,
         bias_grad=grad and bias is not None and bias.requires_grad,
-        scale=_scale(options.scale, head_dim),
-        softcap=_softcap(options.softcap),
+        scale=check_scale(options.scale, head_dim),
+        softcap=check_softcap(options.softcap),
         sinks=sinks is not None,
-        dropout=_dropout(options.dropout),
+        dropout=check_dropout(options.dropout),
         lse=options.lse,
         grad=grad and any(x is not None and x.requires_grad for x in (q, k, v, sinks)),
     )
@@ -134,7 +134,6 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
             raise TypeError(f"{name}: got {kind(tensor)}, wanted a torch.Tensor")
-    all_shapes = shapes(q=q, k=k, v=v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in FLOATS:
             raise TypeError(f"{name}: dtype is {kind(tensor)}, wanted float32, bfloat16, float16 or float64")
@@ -143,24 +142,28 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
         if tensor.device != q.device:
             raise ValueError(f"{name}: is on {tensor.device}, q is on {q.device}")
         if tensor.ndim < 3:
-            raise ValueError(f"{name}: has {tensor.ndim} axes, wanted at least 3 ([..., H, length, D]); {all_shapes}")
+            raise ValueError(
+                f"{name}: has {tensor.ndim} axes, wanted at least 3 ([..., H, length, D]); {shapes(q=q, k=k, v=v)}"
+            )
         if tensor.shape[-1] == 0:
-            raise ValueError(f"{name}: axis {tensor.ndim - 1} (D) is 0, wanted at least 1; {all_shapes}")
+            raise ValueError(f"{name}: axis {tensor.ndim - 1} (D) is 0, wanted at least 1; {shapes(q=q, k=k, v=v)}")
     if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k: axis {k.ndim - 1} (D) is {k.shape[-1]}, q has {q.shape[-1]}; {all_shapes}")
+        raise ValueError(f"k: axis {k.ndim - 1} (D) is {k.shape[-1]}, q has {q.shape[-1]}; {shapes(q=q, k=k, v=v)}")
     if v.shape[-2] != k.shape[-2]:
-        raise ValueError(f"v: axis {v.ndim - 2} (K) is {v.shape[-2]}, k has {k.shape[-2]}; {all_shapes}")
+        raise ValueError(f"v: axis {v.ndim - 2} (K) is {v.shape[-2]}, k has {k.shape[-2]}; {shapes(q=q, k=k, v=v)}")
     heads, kv_heads = q.shape[-3], k.shape[-3]
     if v.shape[-3] != kv_heads and 1 not in (v.shape[-3], kv_heads):
-        raise ValueError(f"v: axis {v.ndim - 3} (Hkv) is {v.shape[-3]}, k has {kv_heads}; {all_shapes}")
+        raise ValueError(f"v: axis {v.ndim - 3} (Hkv) is {v.shape[-3]}, k has {kv_heads}; {shapes(q=q, k=k, v=v)}")
     kv_heads = max(kv_heads, v.shape[-3])
     if kv_heads == 0 or heads % kv_heads:
         wanted = f"a divisor of q's {heads} heads"
-        raise ValueError(f"k: axis {k.ndim - 3} (Hkv) is {kv_heads}, wanted {wanted}; {all_shapes}")
-    try:
+        raise ValueError(f"k: axis {k.ndim - 3} (Hkv) is {kv_heads}, wanted {wanted}; {shapes(q=q, k=k, v=v)}")
+    if q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        return tuple(q.shape[:-3])
+    try:  # torch.broadcast_shapes imports sympy when it is first called, for some 0.4 s
         return tuple(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3]))
     except RuntimeError as error:
-        raise ValueError(f"q, k, v: the leading axes (B) do not broadcast; {all_shapes}") from error
+        raise ValueError(f"q, k, v: the leading axes (B) do not broadcast; {shapes(q=q, k=k, v=v)}") from error
 
 
 def _bias(bias: Tensor, lead: tuple[int, ...], last: tuple[int, int, int], q: Tensor) -> None:
@@ -302,7 +305,8 @@ def _rest(plan: Plan | None) -> Rest:
     return "dense" if isinstance(plan.rest, Dense) else "other"
 
 
-def _scale(scale: float | None, head_dim: int) -> float:
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """The factor of the dot products; by default head_dim ** -0.5."""
     if scale is None:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -312,7 +316,8 @@ def _scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-def _softcap(softcap: float | None) -> float | None:
+def check_softcap(softcap: float | None) -> float | None:
+    """The bound of the logits, or None."""
     if softcap is None:
         return None
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -322,7 +327,8 @@ def _softcap(softcap: float | None) -> float | None:
     return float(softcap)
 
 
-def _dropout(dropout: float) -> float:
+def check_dropout(dropout: float) -> float:
+    """The probability with which a weight is dropped."""
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"dropout: got {kind(dropout)}, wanted a number")
     if not 0 <= dropout < 1:

@@ -127,7 +127,8 @@ def _check_sizes(ask: Ask) -> None:
         raise ValueError(f"B x max(Q, K) is {rows}; to plan a mask here, wanted at most {LARGEST_PLAN}")
     widest = max(ask.head_dim, ask.v_head_dim or 0, ask.queries if ask.bias else 0)
     if rows * ask.heads * widest >= 2**63:
-        raise ValueError(f"B {ask.batch}, H {ask.heads}, Q {ask.queries}, K {ask.keys or ask.queries}: more than a tensor holds")
+        sizes = f"B {ask.batch}, H {ask.heads}, Q {ask.queries}, K {ask.keys or ask.queries}"
+        raise ValueError(f"{sizes}: more than a tensor holds")
 
 
 def _mask(ask: Ask, keys: int, device: str) -> masks.Mask | None:

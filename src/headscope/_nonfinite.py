@@ -24,11 +24,13 @@ def suspicious(call: Call, inputs: Inputs) -> bool:
     """Whether q, k or v may hold NaN or infinity. Looks at sums alone: one that overflows is suspicious too."""
     if call.device != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
+    if type(inputs.q) not in (Tensor, torch.nn.Parameter):  # a subclass may have no values
+        return False
     dtype = accumulate_dtype(call.dtype)
-    total = inputs.q.detach().sum(dtype=dtype) + inputs.k.detach().sum(dtype=dtype)
+    total = inputs.q.detach().sum(dtype=dtype).item() + inputs.k.detach().sum(dtype=dtype).item()
     if call.spans != "all" or call.rest != "none" or call.bias is not None:  # else each row sees all of v anyway
-        total = total + inputs.v.detach().sum(dtype=dtype)
-    return type(total) is Tensor and not math.isfinite(total.item())  # a subclass may have no values
+        total += inputs.v.detach().sum(dtype=dtype).item()
+    return not math.isfinite(total)
 
 
 def attend(backend: Backend, call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:

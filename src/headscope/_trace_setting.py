@@ -144,8 +144,8 @@ def of_sizes(
         )
     ]
     _call._sizes(*heads)
-    _call._scale(module.scale, module.head_dim)
-    _call._softcap(module.softcap)
+    _call.check_scale(module.scale, module.head_dim)
+    _call.check_softcap(module.softcap)
     setting = _setting(module, inputs, source, asked, None, code)
     if setting.mask is not None:
         held = setting.mask.tensors()

@@ -1,14 +1,18 @@
 """The front door of the command line: Ctrl-C, closed pipes, and one line for every mistake.
 
-The verbs are in ``_commands``, one file each. Nothing here or there imports torch before a verb runs, so that ``--help``
-never waits for it.
+The verbs are in ``_commands``, one file each. Nothing here or there imports torch before a verb runs, so that
+``--help`` never waits for it.
 """
 
 from __future__ import annotations
 
+import codecs
+import errno
+import io
 import os
 import signal
 import sys
+import unicodedata
 from collections.abc import Sequence
 from types import FrameType
 
@@ -18,6 +22,14 @@ INTERRUPTED = 128 + signal.SIGINT
 PIPE_CLOSED = 128 + 13  # what a shell reports for a program that SIGPIPE ended
 
 
+LIKE = {
+    "␣": "_", "⏎": "\\n", "⇥": "\\t", "␍": "\\r", "∅": "(empty)", "◌": "o", "·": ".", "×": "x", "•": "*", "✓": "+",
+    "–": "-", "—": "-", "−": "-", "“": '"', "”": '"', "‘": "'", "’": "'", "←": "<-", "→": "->", "≤": "<=", "≥": ">=",
+    "√": "sqrt ", "∞": "inf", "Σ": "sum ", "✗": "x",
+    "░": ".", "▒": ":", "▓": "*", "█": "#", "▀": "'", "▄": ",", "■": "#", "─": "-", "━": "-", "│": "|", "┃": "|",
+}  # fmt: skip
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
@@ -25,21 +37,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows the program's name; by default those of the process.
 
     Returns:
-        0; 2 after a user's mistake, which is told in one line on stderr; 141 if whoever read the output closed the pipe.
-        Ctrl-C ends the process with 130, after one line on stderr.
+        0; 2 after a user's mistake, which is told in one line on stderr; 141 if whoever read the output closed the
+        pipe. Ctrl-C ends the process with 130, after one line on stderr.
     """
-    signal.signal(signal.SIGINT, _interrupted)
+    before = signal.signal(signal.SIGINT, _interrupted)
+    codecs.register_error("headscope", _without)
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # an encoding that lacks a character costs that character, not the answer
-            stream.reconfigure(errors="replace")
+        if isinstance(stream, io.TextIOWrapper):  # where its encoding lacks a character, something like it
+            stream.reconfigure(errors="headscope")
+    try:
+        return _flushed(arguments)
+    finally:
+        # once all is done, an end by Ctrl-C would only look like a failure
+        signal.signal(signal.SIGINT, signal.SIG_IGN if arguments is None else before or signal.SIG_DFL)
+
+
+def _flushed(arguments: Sequence[str] | None) -> int:
+    """Run the command line, and see to it that what it printed has left the process."""
     try:
         code = _run(arguments)
         if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]  # it is None where it was closed
             sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:  # the system would not take what was printed
+        if isinstance(error, BrokenPipeError):
+            code = PIPE_CLOSED
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            print(f"headscope: stdout: cannot be written: {error.strerror}", file=sys.stderr)
+            code = 2
+        else:
+            raise
         # what is left in the buffer must not be tried again when the interpreter ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return PIPE_CLOSED
     return code
 
 
@@ -47,7 +75,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     import click
 
     from headscope._commands import verbs
-    from headscope._commands.screen import one_line
+    from headscope._commands.screen import PipeClosedError, one_line
 
     try:
         code = verbs.main(arguments, prog_name="headscope", standalone_mode=False)
@@ -56,7 +84,21 @@ def _run(arguments: Sequence[str] | None) -> int:
         name = context.command_path if context is not None else "headscope"
         print(f"{name}: {one_line(error.format_message())}", file=sys.stderr)
         return 2
+    except PipeClosedError:
+        raise BrokenPipeError from None
     return code if isinstance(code, int) else 0
+
+
+def _without(error: UnicodeError) -> tuple[str, int]:
+    """For characters that the encoding of stdout lacks: others that look or mean alike, else "?"."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    found: list[str] = []
+    for character in error.object[error.start : error.end]:
+        parts = unicodedata.normalize("NFKD", character)  # ᵀ is T, ₁ is 1, é is e and an accent
+        like = LIKE.get(character) or "".join(part for part in parts if not unicodedata.combining(part))
+        found.append(like.encode(error.encoding, "replace").decode(error.encoding) or "?")
+    return "".join(found), error.end
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:

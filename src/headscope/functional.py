@@ -188,7 +188,7 @@ def _prepare(
     numbers: _Numbers, backend: str | None,
 ) -> Prepared:  # fmt: skip
     scale, softcap, dropout, lse = numbers
-    if isinstance(mask, Tensor) and any(isinstance(x, Tensor) and x.ndim > 4 for x in (q, k, v)):
+    if isinstance(mask, Tensor) and any(getattr(x, "ndim", 0) > 4 for x in (q, k, v)):
         mask = fold_mask(mask, q, k, v)
     known = as_mask(mask)
     call = describe(q, k, v, bias, sinks, Options(known, scale, softcap, dropout, lse))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headscope import functional
+from headscope._call import check_dropout, check_scale, check_softcap, kind
 from headscope.masks import Mask
 
 __all__ = ["MultiHeadAttention"]
@@ -49,7 +50,8 @@ class MultiHeadAttention(nn.Module):
     and sinks as zero.
 
     Raises:
-        ValueError: a size that is not positive or does not divide; the message says which.
+        TypeError: a size or number of the wrong kind.
+        ValueError: a size that is not positive or does not divide, an option out of range; the message says which.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2.
     """
@@ -85,11 +87,9 @@ class MultiHeadAttention(nn.Module):
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = self.kdim if vdim is None else vdim
         _check_sizes(head_dim=self.head_dim, v_head_dim=self.v_head_dim, kdim=self.kdim, vdim=self.vdim)
-        self.scale = self.head_dim**-0.5 if scale is None else scale
-        self.softcap = softcap
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout: got {dropout}, wanted a probability in [0, 1)")
-        self.dropout = dropout
+        self.scale = check_scale(scale, self.head_dim)
+        self.softcap = check_softcap(softcap)
+        self.dropout = check_dropout(dropout)
 
         biased = _biased(bias)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -175,8 +175,11 @@ class MultiHeadAttention(nn.Module):
         self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The heads' queries [B, H, Q, D], keys [B, Hkv, K, D] and values [B, Hkv, K, Dv]."""
-        k_from, v_from = context if isinstance(context, tuple) else (x, x) if context is None else (context, context)
+        k_from, v_from = self._sources(x, context)
         self._check_inputs(x, k_from, v_from)
+        if context is None and self.packed and self.splits[0] == self.splits[1] == self.splits[2]:  # one cut for all
+            parts = self.qkv_proj(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(-3)  # each [B, Q, H, D]
+            return parts[0].transpose(-3, -2), parts[1].transpose(-3, -2), parts[2].transpose(-3, -2)  # [B, H, Q, D]
         if context is None and self.packed:
             q, k, v = self.qkv_proj(x).split(self.splits, -1)  # each [B, Q, H * D]
         else:
@@ -190,9 +193,26 @@ class MultiHeadAttention(nn.Module):
             split_heads(v, self.kv_heads, self.v_head_dim),
         )
 
+    @staticmethod
+    def _sources(x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """What keys and values are projected from."""
+        if context is None:
+            return x, x
+        if isinstance(context, Tensor):
+            return context, context
+        if isinstance(context, tuple) and len(context) == 2:  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
+            return context
+        got = f"{len(context)} of them" if isinstance(context, tuple) else kind(context)  # pyright: ignore[reportUnnecessaryIsInstance]
+        hint = "; a mask goes by its name, mask=" if isinstance(context, Mask) else ""
+        raise TypeError(f"context: got {got}, wanted a torch.Tensor, or a pair (for the keys, for the values){hint}")
+
     def _check_inputs(self, x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
+        if k_from is x and self.packed and isinstance(x, Tensor) and x.ndim in (2, 3) and x.shape[-1] == self.embed_dim:  # pyright: ignore[reportUnnecessaryIsInstance]
+            return
         wanted = (("x", x, self.embed_dim), ("context", k_from, self.kdim), ("context", v_from, self.vdim))
         for name, tensor, width in wanted:
+            if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
+                raise TypeError(f"{name}: got {kind(tensor)}, wanted a torch.Tensor")
             if tensor.shape[-1:] != (width,) or tensor.ndim not in (2, 3) or tensor.ndim != x.ndim:
                 self._refuse(name, tensor, width, x)
 
@@ -209,11 +229,16 @@ class MultiHeadAttention(nn.Module):
         for part in ("weight", "bias"):
             packed = f"{prefix}qkv_proj.{part}"
             separate = [f"{prefix}{name}_proj.{part}" for name in PROJECTIONS]
-            if self.packed and packed not in state_dict and all(key in state_dict for key in separate):
+            if self.packed and packed not in state_dict and self._fit([state_dict.get(key) for key in separate]):
                 state_dict[packed] = torch.cat([state_dict.pop(key) for key in separate])
             elif not self.packed and packed in state_dict and state_dict[packed].shape[0] == sum(self.splits):
                 state_dict.update(zip(separate, state_dict.pop(packed).split(self.splits), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _fit(self, parts: list[Tensor | None]) -> bool:
+        """Whether these are the three parts of the packed projection; where not, loading says what is amiss."""
+        widths = {part.shape[1:] for part in parts if part is not None}
+        return tuple(0 if part is None else len(part) for part in parts) == self.splits and len(widths) == 1
 
     def extra_repr(self) -> str:
         """The sizes, and the options that are not at their default."""
@@ -258,7 +283,11 @@ def _biased(bias: bool | Collection[str]) -> frozenset[str]:
     """The names of the projections that have a bias."""
     if isinstance(bias, bool):
         return frozenset(PROJECTIONS if bias else ())
+    if not isinstance(bias, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"bias: got {kind(bias)}, wanted True, False, or names among {', '.join(PROJECTIONS)}")
     names = frozenset(bias)
     if not names <= set(PROJECTIONS):
-        raise ValueError(f"bias: got {sorted(names)}, wanted True, False, or names among {', '.join(PROJECTIONS)}")
+        raise ValueError(
+            f"bias: got {sorted(map(str, names))}, wanted True, False, or names among {', '.join(PROJECTIONS)}"
+        )
     return names

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from headscope._backends import Inputs, accumulate_dtype, full_precision
 from headscope._call import Call
@@ -150,8 +149,16 @@ class _Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with torch.no_grad():
+            found = _Attend.gradients(ctx, grads)
+        if torch.is_grad_enabled():  # create_graph=True
+            found = _Once.apply(*found, *grads, *ctx.saved_tensors)[: len(found)]
+        return None, None, None, *found
+
+    @staticmethod
+    def gradients(ctx: Any, grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        """Of q, k, v, bias and sinks."""
         call, plan = ctx.call, ctx.plan
         *tensors, out, lse = ctx.saved_tensors
         inputs = Inputs(*tensors)
@@ -161,7 +168,26 @@ class _Attend(torch.autograd.Function):
         with full_precision(call):
             for block in blocks(call, plan):
                 _backward(_Backward(call, plan, block, inputs, out, lse, grad_out, grad_lse, ctx.seed), sums)
-        return None, None, None, *(_like(total, tensor) for total, tensor in zip(sums, inputs, strict=True))
+        return tuple(_like(total, tensor) for total, tensor in zip(sums, inputs, strict=True))
+
+
+class _Once(torch.autograd.Function):
+    """Hands gradients through and refuses to be differentiated.
+
+    ``once_differentiable`` would not do: where the gradient that comes in needs none itself, it returns constants, and
+    a sum of a loss and a penalty on its gradient would lose the penalty's without a word.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(None if x is None else x.view_as(x) for x in given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError(
+            "attention: the blocked backend has no second derivative; "
+            'backend="reference" has one, in memory quadratic in the length'
+        )
 
 
 def _zeros(inputs: Inputs, wanted: tuple[bool, ...], dtype: torch.dtype) -> Inputs:

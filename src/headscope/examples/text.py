@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast, overload
+from typing import TYPE_CHECKING, Literal, overload
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headscope import masks
-from headscope.module import MultiHeadAttention
+from headscope.examples._layer import Layer, initialise
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,29 +27,6 @@ class TextConfig:
     num_layers: int = 6
 
 
-class DecoderLayer(nn.Module):
-    """One layer of the decoder: causal self-attention, then an MLP of four times the width, each on a normalised input."""
-
-    def __init__(self, embed_dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(embed_dim)
-        self.attention = MultiHeadAttention(embed_dim, num_heads)
-        self.mlp_norm = nn.LayerNorm(embed_dim)
-        self.mlp_in = nn.Linear(embed_dim, 4 * embed_dim)
-        self.mlp_out = nn.Linear(4 * embed_dim, embed_dim)
-
-    def forward(self, x: Tensor, *, need_weights: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's output [B, T, E] and, if asked for, its attention weights [B, H, T, T]."""
-        normed = self.attention_norm(x)
-        weights: Tensor | None = None
-        if need_weights:
-            attended, weights = self.attention(normed, mask=masks.causal(), need_weights=True)
-        else:
-            attended = self.attention(normed, mask=masks.causal())
-        x = x + attended
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)))), weights
-
-
 class TextModel(nn.Module):
     """A decoder-only language model: learned absolute positions, pre-norm layers, the output tied to the embedding.
 
@@ -65,10 +41,9 @@ class TextModel(nn.Module):
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.embed_dim)
         self.position_embedding = nn.Embedding(config.context, config.embed_dim)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config.embed_dim, config.num_heads) for _ in range(config.num_layers)
-        )
+        self.layers = nn.ModuleList(Layer(config.embed_dim, config.num_heads) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.embed_dim)
+        initialise(self, config.num_layers)
 
     @overload
     def forward(self, tokens: Tensor, *, need_weights: Literal[False] = False) -> Tensor: ...
@@ -96,30 +71,11 @@ class TextModel(nn.Module):
                 f"tokens: axis 1 (T) is {length}, the context is {self.config.context}; tokens {list(tokens.shape)}"
             )
         x = self.token_embedding(tokens) + self.position_embedding.weight[:length]
-        weights: list[Tensor] = []
+        weights: list[Tensor] | None = [] if need_weights else None
         for layer in self.layers:
-            x, layer_weights = cast("tuple[Tensor, Tensor | None]", layer(x, need_weights=need_weights))
-            if layer_weights is not None:
-                weights.append(layer_weights)
+            x = layer(x, masks.causal(), weights=weights)
         logits = F.linear(self.norm(x), self.token_embedding.weight)
-        return (logits, weights) if need_weights else logits
-
-
-def initialise(model: TextModel) -> None:
-    """Draw the start of a training from torch's global generator.
-
-    Matrices have the standard deviation fan_in ** -0.5, those that write to the residual stream less by
-    (2 * layers) ** 0.5; embeddings 0.02; biases are 0, norms 1.
-    """
-    writes = (2 * model.config.num_layers) ** -0.5
-    for name, parameter in model.named_parameters():
-        if "embedding" in name:
-            nn.init.normal_(parameter, std=0.02)
-        elif parameter.ndim == 2:
-            is_output = "out" in name.rsplit(".", 2)[-2]
-            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5 * (writes if is_output else 1.0))
-        elif name.endswith("bias"):
-            nn.init.zeros_(parameter)
+        return logits if weights is None else (logits, weights)
 
 
 class TextTokenizer:

@@ -90,7 +90,7 @@ class _Ability(NamedTuple):
 
 def _ability(console: Console, options: ConsoleOptions) -> _Ability:
     wide = not options.ascii_only and not console.is_dumb_terminal and not console.legacy_windows
-    return _Ability(colour=console.color_system is not None, wide=wide)
+    return _Ability(colour=console.color_system is not None and not console.no_color, wide=wide)
 
 
 # ---------------------------------------------------------------- tokens, table

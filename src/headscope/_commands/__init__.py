@@ -1,0 +1,33 @@
+"""The verbs of the command line, one file each; their help needs click and nothing else."""
+
+from __future__ import annotations
+
+import click
+
+from headscope import __version__
+from headscope._commands.doctor import doctor
+from headscope._commands.image import image
+from headscope._commands.text import text
+from headscope._commands.trace import trace
+
+__all__ = ["verbs"]
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="%(prog)s %(version)s")
+@click.pass_context
+def verbs(context: click.Context) -> None:
+    """See multi-head attention at work, step by step and head by head.
+
+    \b
+    Start here:
+      headscope text "i love to code"    a small trained language model reads your text
+      headscope image --sample 3         a small trained vision model looks at a digit
+      headscope trace                    every step of one attention layer, with shapes
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+for _verb in (text, image, trace, doctor):
+    verbs.add_command(_verb)

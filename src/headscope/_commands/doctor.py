@@ -1,0 +1,172 @@
+"""``headscope doctor``: what the machine has, which backend takes which call, and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from headscope._commands.screen import SIZE, Mistake, busy, console, print_json
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from headscope._doctor import Ask, Verdict
+
+    Verdicts = dict[str, dict[str, Verdict]]  # by call, then by dtype
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+OWN_CALL = (
+    click.option("--batch", type=SIZE, default=2, show_default=True, help="B, batch entries."),
+    click.option("--heads", type=SIZE, default=8, show_default=True, help="H, query heads."),
+    click.option("--kv-heads", type=SIZE, help="Hkv, key/value heads.  [default: as --heads]"),
+    click.option("--seq", type=SIZE, default=512, show_default=True, help="Q, queries."),
+    click.option("--context-seq", type=SIZE, help="K, keys.  [default: as --seq]"),
+    click.option("--head-dim", type=SIZE, default=64, show_default=True, help="D, width of q and k."),
+    click.option("--v-head-dim", type=SIZE, help="Dv, width of v.  [default: as --head-dim]"),
+    click.option("--causal", is_flag=True, help="No query sees a later key."),
+    click.option("--window", type=SIZE, help="Each query sees its last so many keys, and none later."),
+    click.option("--padded", is_flag=True, help="Keys beyond each batch entry's length are hidden."),
+    click.option("--bias", is_flag=True, help="A tensor is added to the logits."),
+    click.option("--softcap", type=float, metavar="X", help="Logits are bounded to this by tanh."),
+    click.option("--sinks", is_flag=True, help="A learned logit a head takes part in the softmax."),
+    click.option(
+        "--dropout", type=float, metavar="P", default=0.0, help="Probability of dropping a weight.  [default: 0]"
+    ),
+    click.option("--lse", is_flag=True, help="The log-sum-exp of each row is wanted."),
+    click.option("--grad", is_flag=True, help="In training: gradients are wanted, the bias's included."),
+)
+ASK_NAMES = {"seq": "queries", "context_seq": "keys"}
+
+
+def _own_call(command: Command) -> Command:
+    for option in reversed(OWN_CALL):
+        command = option(command)
+    return command
+
+
+@click.command()
+@_own_call
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), multiple=True, help="May be repeated.  [default: float32, bfloat16]"
+)
+@click.option(
+    "--device", default="cpu", metavar="TYPE", help="cpu, cuda, mps or xpu; need not be here.  [default: cpu]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
+@click.pass_context
+def doctor(context: click.Context, dtype: tuple[str, ...], device: str, as_json: bool, **own: Any) -> None:
+    """Show the machine, and which backend takes which call.
+
+    Without sizes or options it judges a list of typical calls; with any of them, the one call they describe. Nothing of
+    that size is allocated.
+    """
+    if device not in ("cpu", "cuda", "mps", "xpu"):
+        raise Mistake(f"--device: got {device!r}, wanted cpu, cuda, mps or xpu")
+    dtypes = dtype or ("float32", "bfloat16")
+    given = [name for name in own if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    with busy("loading torch"):
+        from headscope import _doctor
+    asks = _doctor.TYPICAL
+    if given:
+        asks = {"this call": _doctor.Ask(**{ASK_NAMES.get(name, name): value for name, value in own.items()})}
+    try:
+        verdicts = {
+            title: {name: _doctor.judge(ask, _doctor.DTYPES[name], device) for name in dtypes}
+            for title, ask in asks.items()
+        }
+    except (TypeError, ValueError) as error:
+        raise Mistake(str(error)) from error
+    if as_json:
+        print_json(_as_dict(_doctor.machine(), device, asks, verdicts))
+        return
+    _print(_doctor.machine(), device, asks, verdicts)
+
+
+def _as_dict(
+    machine: dict[str, dict[str, Any]], device: str, asks: dict[str, Ask], verdicts: Verdicts
+) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    calls = [
+        {
+            "call": title,
+            "sizes_and_options": asdict(asks[title]),
+            "dtypes": {name: asdict(verdict) for name, verdict in row.items()},
+        }
+        for title, row in verdicts.items()
+    ]
+    return {**machine, "device": device, "calls": calls}
+
+
+def _print(machine: dict[str, dict[str, Any]], device: str, asks: dict[str, Ask], verdicts: Verdicts) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    out = console()
+    single = len(asks) == 1
+    for section, found in ({} if single else machine).items():
+        table = Table.grid(padding=(0, 2))
+        for name, value in found.items():
+            table.add_row(Text(f"  {name}"), Text(_word(value)))
+        out.print(Text(section, style="bold"))
+        out.print(table)
+        out.print()
+    title = "which backend takes this call" if single else "which backend takes which call, and why not the faster ones"
+    out.print(Text(f"{title} (device: {device})", style="bold"))
+    sizes = _describe(next(iter(asks.values())))
+    out.print(Text(f"  {sizes}" if single else f"  {sizes}, where nothing else is said"), soft_wrap=True)
+    out.print()
+    for line in _calls(verdicts):
+        out.print(line)
+    if not single:
+        out.print()
+        out.print(
+            Text("For a call of your own: headscope doctor --seq 4096 --causal, and so on; see headscope doctor --help")
+        )
+
+
+def _calls(verdicts: Verdicts) -> Iterator[RenderableType]:
+    """A line for each call with the backend it gets in each dtype; below it, why those asked earlier refuse."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    first = 2 + max(len(title) for title in verdicts)
+    names = next(iter(verdicts.values()))
+    yield Text("  " + " " * first + "".join(f"{name:<10}" for name in names).rstrip(), style="dim")
+    for title, row in verdicts.items():
+        yield Text("  " + f"{title:<{first}}" + "".join(f"{verdict.selected:<10}" for verdict in row.values()).rstrip())
+        reasons: dict[str, list[str]] = {}
+        for name, verdict in row.items():
+            for backend, why in verdict.refusals.items():
+                for reason in why:
+                    reasons.setdefault(f"{backend} refuses: {reason}", []).append(name)
+        for reason, where in reasons.items():
+            only = "" if len(where) == len(row) else f" ({', '.join(where)})"
+            yield Padding(Text(reason + only, style="dim"), (0, 0, 0, 6))
+
+
+def _describe(ask: Ask) -> str:
+    """The sizes of a call and the options that are on."""
+    keys = ask.queries if ask.keys is None else ask.keys
+    kv_heads = ask.heads if ask.kv_heads is None else ask.kv_heads
+    v_head_dim = ask.head_dim if ask.v_head_dim is None else ask.v_head_dim
+    heads = f"B {ask.batch}, H {ask.heads}, Hkv {kv_heads}"
+    sizes = f"{heads}, Q {ask.queries}, K {keys}, D {ask.head_dim}, Dv {v_head_dim}"
+    options = {
+        name: getattr(ask, name)
+        for name in ("causal", "window", "padded", "bias", "softcap", "sinks", "dropout", "lse", "grad")
+        if getattr(ask, name)
+    }
+    return ", ".join([sizes, *(name if value is True else f"{name} {value}" for name, value in options.items())])
+
+
+def _word(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "unknown" if value is None else str(value)

@@ -1,0 +1,153 @@
+"""What the verbs share: text fit for a terminal, the console, progress, mistakes, and work without interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDEST = 120  # tables and sentences wider than this are hard to read
+
+
+class Mistake(click.ClickException):
+    """What the user can put right: told in one line on stderr, exit code 2."""
+
+    exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.ctx = click.get_current_context(silent=True)
+
+
+class Whole(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]  # it takes one from click 8.2 on
+    """A whole number from ``low`` to a thousand million: sizes beyond that are slips of the finger."""
+
+    name = "whole number"
+    HIGH = 10**9
+
+    def __init__(self, low: int) -> None:
+        self.low = low
+
+    def get_metavar(self, *args: Any, **kwargs: Any) -> str:
+        return "N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Raises: Mistake: it is none."""
+        try:
+            number = int(value)
+        except ValueError:
+            number = None
+        if number is None or not self.low <= number <= self.HIGH:
+            name = param.opts[0] if param is not None else "number"
+            raise Mistake(f"{name}: got {value}, wanted a whole number from {self.low} to {self.HIGH}")
+        return number
+
+
+SIZE = Whole(1)
+INDEX = Whole(0)
+
+
+class PipeClosedError(Exception):
+    """Whoever read the output has closed the pipe."""
+
+
+def visible(text: str) -> str:
+    """The text with everything that a terminal would obey, or not show, written as an escape such as ``\\x1b``."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def one_line(message: str) -> str:
+    """A message as one line, fit for a terminal."""
+    return visible(" ".join(message.split()))
+
+
+def console() -> Console:
+    """The console of stdout: as wide as the terminal, up to what can be read; plain where stdout is no terminal."""
+    from rich.console import Console
+
+    class Quiet(Console):
+        """rich ends the process when a pipe is closed; ``headscope.cli`` shall."""
+
+        def on_broken_pipe(self) -> None:
+            raise PipeClosedError
+
+    made = Quiet(highlight=False, markup=False, emoji=False)
+    if made.width > WIDEST:
+        made.width = WIDEST
+    return made
+
+
+def say(note: str) -> None:
+    """One line on stderr, beside the result: what was done to the input, say."""
+    print(one_line(note), file=sys.stderr)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """A result for programs: ASCII, numbers that are not finite as null."""
+    put(json.dumps(finite(value), indent=2, allow_nan=False))
+
+
+def put(line: str) -> None:
+    """Print to stdout.
+
+    Raises:
+        PipeClosedError: the pipe is closed. click would end the process for a ``BrokenPipeError`` by itself.
+    """
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        raise PipeClosedError from None
+
+
+def finite(value: Any) -> Any:
+    """The value with null for NaN and infinity, which JSON does not know."""
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, dict):
+        return {str(name): finite(each) for name, each in value.items()}
+    return [finite(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+@contextmanager
+def busy(what: str) -> Generator[None]:
+    """Show on stderr what is being done, if stderr is a terminal."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True, highlight=False, markup=False).status(what):
+        yield
+
+
+@contextmanager
+def uninterrupted() -> Generator[None]:
+    """Put Ctrl-C off until the end of the block: for writing a file, which takes a moment."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    struck: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        struck.append(number)
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if struck:
+        signal.raise_signal(signal.SIGINT)

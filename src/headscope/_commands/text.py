@@ -1,0 +1,211 @@
+"""``headscope text``: what every head of the shipped language model looks at in a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from headscope._commands.looking import (
+    Asked,
+    Choice,
+    Pass,
+    check_range,
+    choose_head,
+    heads_as_dict,
+    looking_options,
+    one_thread,
+    run,
+    trace_layer,
+)
+from headscope._commands.pages import save_page
+from headscope._commands.reading import Given, read_text
+from headscope._commands.screen import busy, console, print_json, say, visible
+from headscope._commands.showing import ATTENTION, heading, meanings, show_closing, show_steps
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from headscope.examples.text import TextConfig
+    from headscope.report import Sheet
+    from headscope.tracing import Trace
+
+GUESSES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A token that may come next."""
+
+    piece: str
+    probability: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A text as the model read it."""
+
+    sheet: Sheet
+    ids: list[int]
+    choice: Choice
+    trace: Trace
+    guesses: list[Guess]
+    page: str | None
+
+
+@click.command()
+@click.argument("text", required=False)
+@click.option("--file", metavar="PATH", help="Read the text from a file (UTF-8).")
+@looking_options
+def text(
+    text: str | None,
+    file: str | None,
+    **options: Any,
+) -> None:
+    """Run the shipped language model on TEXT ("-" reads it from stdin) and show what each head looks at.
+
+    Prints the tokens, one layer step by step, all heads with the pattern each matches best, and a picture of one head;
+    writes a page with every head's map.
+    """
+    given = read_text(text, file)
+    asked = Asked.of(**options)
+    with busy("loading torch"):
+        import_module("torch")
+    with busy("reading"), one_thread():
+        reading = _read(given, asked)
+    if asked.as_json:
+        print_json(_as_dict(reading))
+    else:
+        _print(reading, asked.explain)
+
+
+def _read(given: Given, asked: Asked) -> Reading:
+    import torch
+
+    from headscope import load_example
+    from headscope.report import text_sheet
+
+    example = load_example("text", seed_random=asked.seed_random)
+    sizes = example.model.config
+    check_range("--layer", asked.layer, sizes.num_layers)
+    check_range("--head", asked.head, sizes.num_heads)
+    every = example.tokenizer.encode(given.text)
+    ids = every[-sizes.context :]
+    notes = [note] if (note := _left_out(given, len(every), len(ids))) else []
+    passed = run(example.model, torch.tensor([ids]))
+    pieces = [example.tokenizer.piece(token) for token in ids]
+    sheet = text_sheet(
+        _title(pieces),
+        pieces,
+        passed.weights,
+        ids=ids,
+        footer={"Model": _model(sizes, example.trained), "Input": visible(given.source)},
+        notes=notes,
+    )
+    for each in sheet.notes:
+        say(f"headscope text: {each}")
+    choice = choose_head(sheet, asked, ids)
+    trace = trace_layer(passed, choice.layer)
+    shown = replace(sheet, trace=trace.to_dict()["rows"], trace_title=f"Layer {choice.layer}, step by step")
+    page = save_page(shown, asked.page, asked.force)
+    return Reading(shown, ids, choice, trace, _guesses(passed, example.tokenizer.piece), page)
+
+
+def _left_out(given: Given, tokens: int, used: int) -> str | None:
+    """What is said of a text that is longer than what the model reads at once."""
+    if given.dropped:
+        length = given.dropped + len(given.text)
+        return f"the text has {length:,} characters, more than the model reads at once: its last {used} tokens are used"
+    if tokens > used:
+        return f"the text has {tokens:,} tokens, the model reads {used} at once: the last {used} are used"
+    return None
+
+
+def _guesses(passed: Pass, piece: Callable[[int], str]) -> list[Guess]:
+    """The most probable next tokens."""
+    top = passed.logits[0, -1].float().softmax(-1).topk(GUESSES)
+    return [Guess(piece(token), share) for share, token in zip(top.values.tolist(), top.indices.tolist(), strict=True)]
+
+
+def _model(sizes: TextConfig, trained: bool) -> str:
+    state = "trained on Python's library" if trained else "untrained, weights as drawn"
+    return f"{sizes.num_layers} layers of {sizes.num_heads} heads, width {sizes.embed_dim}, {state}"
+
+
+def _title(pieces: list[str]) -> str:
+    return visible("".join(pieces))[:60]
+
+
+def _print(reading: Reading, explain: bool) -> None:
+    from rich.text import Text
+
+    from headscope._commands.grid import HeadGrid
+    from headscope.report import terminal
+    from headscope.report.words import PATTERNS
+
+    sheet, choice = reading.sheet, reading.choice
+    out = console()
+    out.print(Text(f"headscope text: {sheet.footer['Model']}", style="dim"))
+    out.print(Text(f"{ATTENTION} Each token looks at itself and at those before it."))
+    count = len(sheet.tokens)
+    pieces = (
+        "the one piece that the model reads" if count == 1 else f"the {count} pieces that the model reads, in order"
+    )
+    heading(out, "Tokens", pieces)
+    out.print(terminal.tokens_line(sheet))
+    out.print(_guess_line(reading.guesses))
+    show_steps(out, reading.trace, choice.layer, sheet.layers, explain)
+    heading(out, "All heads", "the pattern that comes closest to how each spreads its attention")
+    out.print(terminal.statistics_table(sheet) if explain else HeadGrid(sheet, choice))
+    patterns = {match.pattern for matches in sheet.patterns for match in matches if match is not None}
+    out.print(meanings((name for name in PATTERNS if name in patterns), PATTERNS))
+    out.print(Text("Score 1: exactly so; 0: no closer than chance. Tokens: over how many it spreads.", style="dim"))
+    heading(out, f"Layer {choice.layer}, head {choice.head}", choice.why)
+    out.print(terminal.map_picture(sheet, choice.layer, choice.head))
+    out.print(_example(sheet, choice))
+    show_closing(out, sheet, reading.page)
+
+
+def _example(sheet: Sheet, choice: Choice) -> Text:
+    """One row of the map in words: the strongest look of a token at another."""
+    import numpy as np
+    from rich.text import Text
+
+    weights = np.tril(sheet.weights[choice.layer][choice.head], -1)
+    query, key = np.unravel_index(int(weights.argmax()), weights.shape)
+    if query == key:  # a single token
+        return Text("A single token can look at nothing but itself.")
+    looks, at = (f"{sheet.labels[each]} ({each})" for each in (int(query), int(key)))
+    return Text(f"Read it by rows. For example, {looks} gives {weights[query, key]:.0%} of its attention to {at}.")
+
+
+def _guess_line(guesses: list[Guess]) -> Text:
+    from rich.text import Text
+
+    from headscope.report.recording import visible as shown
+
+    line = Text("What it expects next:  ")
+    for at, guess in enumerate(guesses):
+        line.append("  " if at else "")
+        line.append(shown(guess.piece), style="bold")
+        line.append(f" {guess.probability:.0%}")
+    return line
+
+
+def _as_dict(reading: Reading) -> dict[str, Any]:
+    sheet, choice = reading.sheet, reading.choice
+    return {
+        "model": sheet.footer["Model"],
+        "notes": list(sheet.notes),
+        "tokens": [
+            {"position": at, "id": token, "text": piece}
+            for at, (token, piece) in enumerate(zip(reading.ids, sheet.tokens, strict=True))
+        ],
+        "next": [asdict(guess) for guess in reading.guesses],
+        **heads_as_dict(sheet, choice),
+        "trace": reading.trace.to_dict(),
+        "page": reading.page,
+    }

@@ -1,0 +1,31 @@
+"""Settings of the whole suite: one thread, fixed seeds, no deadline."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from headscope._backends import blocked
+
+# The tensors are small: a second thread costs more in waiting than it saves.
+torch.set_num_threads(1)
+
+_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+settings.register_profile("headscope", deadline=None, derandomize=True, database=None, suppress_health_check=_SLOW)
+settings.register_profile("long", parent=settings.get_profile("headscope"), derandomize=False, print_blob=True)
+settings.load_profile("headscope")
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A backend by name, to be parametrized indirectly; "small blocks" is "blocked" with a few rows in each block."""
+    if request.param == "small blocks":
+        monkeypatch.setattr(blocked, "BLOCK", 40)
+        return "blocked"
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,177 @@
+"""attention and attend: repeated, under autocast, on meta, compiled; and the weights."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from cases import FUSED, INF, OPTIONS, SIZES, D, H, K, Q, gradients, pairs, run_by, tensors
+from tolerance import assert_as_accurate
+from torch import Tensor
+
+import headscope
+from headscope import functional, masks
+from headscope._select import BACKENDS
+from headscope.masks import Band, Prefix, causal, window
+
+REPEATED = ["nothing", "mask: causal & documents | dense", "everything", "bias that hides", "mask: dense"]
+
+
+@pytest.mark.parametrize(("option", "backend"), pairs(REPEATED, FUSED), indirect=["backend"])
+def test_a_second_run_is_bitwise_equal_and_leaves_its_inputs_alone(option: str, backend: str) -> None:
+    asked = OPTIONS[option](torch.float32)
+    before = {name: x.clone() for name, x in asked.tensors.items()}
+    runs = []
+    for _ in range(2):
+        leaves = {name: x.detach().requires_grad_(name != "bias") for name, x in asked.tensors.items()}
+        results = run_by(backend, leaves, asked.said)
+        runs.append({**results, **gradients(results, {name: x for name, x in leaves.items() if x.requires_grad})})
+    torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
+    torch.testing.assert_close(asked.tensors, before, rtol=0, atol=0)
+
+
+def test_what_was_called_before_does_not_matter() -> None:
+    """Nothing kept from one call, with other grad modes, options or masks, changes another."""
+    given, calls = (
+        tensors(torch.float32),
+        [{}, {"mask": causal()}, {"mask": window(3)}, {"scale": 0.1}, {"softcap": 2.0}],
+    )
+    fresh = []
+    for said in calls:
+        functional._kept.clear()
+        masks._plan_by_value.cache_clear()
+        fresh.append(headscope.attention(**given, **said))
+    functional._kept.clear()
+    masks._plan_by_value.cache_clear()
+    with torch.inference_mode():
+        kept = [headscope.attention(**given, **said) for said in calls]
+    for said, wanted, got in zip(calls, fresh, kept, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+        leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
+        again = headscope.attention(**leaves, **said)
+        torch.testing.assert_close(again, wanted, rtol=0, atol=0)
+        seen = said["mask"].dense(*SIZES) if "mask" in said else None
+        exact = oracle.attention(**leaves, **{name: x for name, x in said.items() if name != "mask"}, seen=seen).out
+        found, exact_found = gradients({"out": again}, leaves), gradients({"out": exact}, leaves)
+        torch.testing.assert_close(found, exact_found, rtol=1e-4, atol=1e-5)
+
+
+def test_the_table_of_kept_calls_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "_KEPT", 5)
+    functional._kept.clear()
+    for keys in range(1, 17):
+        headscope.attention(torch.zeros(1, 1, D), torch.zeros(1, keys, D), torch.zeros(1, keys, D))
+        assert len(functional._kept) <= 5
+
+
+# ---------------------------------------------------------------- modes of torch
+
+
+AUTOCAST = {"nothing": {}, "window": {"mask": window(3)}, "softcap": {"softcap": 2.0}}
+
+
+@pytest.mark.parametrize(("option", "backend"), pairs(AUTOCAST, "nothing"), indirect=["backend"])
+def test_autocast_changes_nothing(option: str, backend: str) -> None:
+    """Logits and weights stay in float32, and out in q's dtype, forward and backward."""
+    said = AUTOCAST[option]
+    leaves = {name: x.requires_grad_() for name, x in tensors(torch.float32).items()}
+    wanted = run_by(backend, leaves, said)
+    wanted_gradients = gradients(wanted, leaves)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = run_by(backend, leaves, said)
+        weights = functional.weights(leaves["q"], leaves["k"], **said)
+        torch.testing.assert_close(results, wanted, rtol=0, atol=0)
+        if backend != "reference":  # its backward pass is made of torch's own, which autocast changes
+            torch.testing.assert_close(gradients(results, leaves), wanted_gradients, rtol=0, atol=0)
+            results = run_by(backend, leaves, said)
+    found = gradients(results, leaves)
+    torch.testing.assert_close(found, wanted_gradients, rtol=0, atol=0)
+    torch.testing.assert_close(weights, functional.weights(leaves["q"], leaves["k"], **said), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("said", [{}, {"mask": window(3)}, {"mask": Prefix(3)}, {"dropout": 0.2}], ids=str)
+def test_the_default_device_does_not_matter(said: dict[str, Any]) -> None:
+    given = tensors(torch.float32)
+    given["q"][0, 0, 0, 0] = torch.nan
+    torch.set_default_device("meta")
+    try:
+        out = headscope.attention(**given, **said)
+    finally:
+        torch.set_default_device(None)
+    assert out.device.type == "cpu"
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_meta(option: str) -> None:
+    asked = OPTIONS[option](torch.bfloat16)
+    on_meta = {name: x.to("meta") for name, x in asked.tensors.items()}
+    said = {name: x for name, x in asked.said.items() if name != "mask" or isinstance(x, (Band, Prefix))}
+    out, lse, _ = headscope.attend(**on_meta, **said)
+    wanted = headscope.attend(**asked.tensors, **said)
+    assert (out.shape, out.dtype, out.device.type) == (wanted.out.shape, wanted.out.dtype, "meta")
+    assert (lse.shape, lse.dtype, lse.device.type) == (wanted.lse.shape, wanted.lse.dtype, "meta")
+    assert headscope.attention(**on_meta, **said).shape == wanted.out.shape
+
+
+@pytest.mark.filterwarnings(
+    "ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning"
+)  # torch's
+@pytest.mark.parametrize("option", ["nothing", "mask: causal", "mask: dense", "everything", "mask: documents"])
+def test_compiles_without_a_break(option: str) -> None:
+    asked = OPTIONS[option](torch.float32)
+    leaves = {name: x.requires_grad_() for name, x in asked.tensors.items()}
+
+    def both(given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return headscope.attention(**given, **asked.said), headscope.attend(**given, **asked.said).lse
+
+    torch.compiler.reset()
+    out, lse = torch.compile(both, backend="aot_eager", fullgraph=True)(leaves)
+    wanted = both(leaves)
+    torch.testing.assert_close((out, lse), wanted)
+    results, wanted_results = ({"out": x, "lse": y} for x, y in ((out, lse), wanted))
+    torch.testing.assert_close(gradients(results, leaves), gradients(wanted_results, leaves), rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------- the weights
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_weights(option: str) -> None:
+    asked = OPTIONS[option](torch.float32)
+    given = {name: x for name, x in asked.tensors.items() if name != "v"}
+    p = functional.weights(**given, **asked.said)
+    exact = oracle.attention(**asked.tensors, **asked.seen)
+    assert_as_accurate(p, exact.weights, oracle.plain(**asked.tensors, **asked.seen).weights, message="weights")
+    total = p.sum(-1)
+    if "sinks" in given:
+        assert (total < 1).all()
+    else:
+        empty = exact.lse == -INF
+        torch.testing.assert_close(total, (~empty).float())
+
+
+def test_weights_of_half_precision_are_float32() -> None:
+    given = tensors(torch.bfloat16)
+    assert functional.weights(given["q"], given["k"]).dtype == torch.float32
+    three = functional.weights(given["q"][0], given["k"][0])
+    assert three.shape == (H, Q, K)
+
+
+def test_backends_agree() -> None:
+    """The same numbers whichever runs, beyond rounding."""
+    given = tensors(torch.float64)
+    for said in ({}, {"mask": Prefix(3)}, {"bias": torch.randn(Q, K, dtype=torch.float64)}):
+        one, *others = (headscope.attention(**given, **said, backend=name) for name in BACKENDS)
+        for other in others:
+            torch.testing.assert_close(other, one)
+
+
+def test_signature_is_the_design() -> None:
+    names = ["q", "k", "v", "mask", "bias", "scale", "softcap", "sinks", "dropout", "backend"]
+    for function in (headscope.attention, headscope.attend):
+        assert list(inspect.signature(function).parameters) == names
+        assert re.search("Raises:|as ``attention``", function.__doc__ or "")
