@@ -50,7 +50,9 @@ def _refuses_bias(call: Call) -> list[str]:
 
 def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     """One call of ``scaled_dot_product_attention``."""
-    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in inputs[:3])
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     gqa = call.group > 1
     if gqa and call.device != "cpu" and (call.dtype == torch.float32 or _matrix(call, plan, inputs) is not None):
         # on an accelerator only the half-precision kernel without a mask knows grouped heads

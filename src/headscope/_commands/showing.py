@@ -33,7 +33,7 @@ def show_steps(out: Console, trace: Trace, layer: int, layers: int, explain: boo
 
     from headscope._trace_words import plain
 
-    heading(out, f"Layer {layer}, step by step", f"one of {layers}: how each token collects from the others")
+    heading(out, f"Layer {layer}, step by step", f"one of {layers}: how each position collects from the others")
     if explain:
         out.print(trace.table(explain=True))
         return

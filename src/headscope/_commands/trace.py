@@ -59,7 +59,8 @@ def trace(
             causal=causal,
         )  # fmt: skip
         if values:
-            steps = _computed(steps, batch, seq, context_seq, causal)
+            with busy("computing"):
+                steps = _computed(steps, batch, seq, context_seq, causal)
     except (TypeError, ValueError) as error:
         raise Mistake(_by_option(str(error))) from error
     if as_json:

@@ -1,0 +1,201 @@
+"""The command line as a process of its own: Ctrl-C, closed pipes, encodings, terminals, and what help imports.
+
+The processes signal themselves at a chosen place in the code, so that no test depends on time.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+POSIX = pytest.mark.skipif(os.name != "posix", reason="signals, pipes and pseudo-terminals of POSIX")
+
+# a program that runs the command line, after a line of set-up
+PROGRAM = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the parent of the tests does with it
+from headscope import cli
+{setup}
+sys.exit(cli.main())
+"""
+
+STRIKE = "os.kill(os.getpid(), signal.SIGINT)"
+
+AT_IMPORT = f"""
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch.nn":
+            {STRIKE}
+sys.meta_path.insert(0, Finder())
+"""
+
+AT_INPUT = f"""
+from headscope._commands import reading
+def read(stream, source):
+    {STRIKE}
+    return []
+reading._chunks = read
+"""
+
+WHILE_WRITING = f"""
+put = os.replace
+def strike_and_put(*paths):
+    {STRIKE}
+    put(*paths)
+    print("put", flush=True)
+os.replace = strike_and_put
+"""
+
+WHILE_PRINTING = f"""
+from rich.console import Console
+def strike(*arguments, **options):
+    {STRIKE}
+Console.print = strike
+"""
+
+
+def headscope(
+    *arguments: str, cwd: Path, setup: str = "", environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(setup=setup), *arguments],
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "80", **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=120,
+        check=False,
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--help", "--version", "text --help", "image --help", "trace --help", "doctor --help"]
+)
+def test_help_imports_no_more_than_click(arguments: str, tmp_path: Path) -> None:
+    heavy = ("torch", "numpy", "rich", "matplotlib", "PIL", "tokenizers", "jinja2", "safetensors")
+    setup = f"import atexit; atexit.register(lambda: print([m for m in {heavy} if m in sys.modules], file=sys.stderr))"
+    ran = headscope(*arguments.split(), cwd=tmp_path, setup=setup)
+    assert ran.returncode == 0
+    assert ran.stdout
+    assert ran.stderr == "[]\n"
+
+
+def test_a_mistake_in_the_text_waits_for_nothing(tmp_path: Path) -> None:
+    setup = "import atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))"
+    ran = headscope("text", "", cwd=tmp_path, setup=setup)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (2, "", "headscope text: text: is empty\nFalse\n")
+
+
+@POSIX
+@pytest.mark.parametrize("setup", [AT_IMPORT, AT_INPUT, WHILE_PRINTING], ids=["import", "input", "printing"])
+def test_ctrl_c_is_one_line_and_130(setup: str, tmp_path: Path) -> None:
+    ran = headscope("text", "-", "--no-page", cwd=tmp_path, setup=setup) if setup is AT_INPUT else headscope(
+        "text", "a", "--no-page", cwd=tmp_path, setup=setup
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "headscope: interrupted\n")
+    assert names(tmp_path) == []
+
+
+@POSIX
+def test_ctrl_c_while_a_page_is_written_leaves_it_whole(tmp_path: Path) -> None:
+    ran = headscope("text", "a", cwd=tmp_path, setup=WHILE_WRITING)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "put\n", "headscope: interrupted\n")
+    assert names(tmp_path) == ["headscope-report.html"]
+    assert (tmp_path / "headscope-report.html").read_text(encoding="utf-8").rstrip().endswith("</html>")
+
+
+@POSIX
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
+    setup = "import errno\ndef fail(*paths): raise OSError(errno.ENOSPC, 'No space left on device')\nos.replace = fail"
+    ran = headscope("text", "a", cwd=tmp_path, setup=setup)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr == "headscope text: --out: headscope-report.html: cannot be written: No space left on device\n"
+    assert names(tmp_path) == []
+
+
+@POSIX
+@pytest.mark.parametrize("arguments", [("text", "i love to code"), ("trace", "--json")])
+def test_a_closed_pipe_is_no_error(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head -1` does sooner or later: here before the first line
+    process = subprocess.run(
+        [sys.executable, "-m", "headscope.cli", *arguments],
+        cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    os.close(writer)
+    assert (process.returncode, process.stderr) == (141, "")
+    assert names(tmp_path) == (["headscope-report.html"] if arguments[0] == "text" else []), (
+        "the page is there all the same"
+    )
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        process = subprocess.run(
+            [sys.executable, "-m", "headscope.cli", "trace"],
+            cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert process.returncode == 2
+    assert process.stderr == "headscope: stdout: cannot be written: No space left on device\n"
+
+
+def test_an_encoding_that_lacks_characters_does_not_stop_it(tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "headscope.cli", "text", "naïve 漢字 ☃", "--explain"],
+        cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (process.returncode, process.stderr) == (0, b"")
+    assert "scores" in process.stdout.decode("ascii")
+    assert b"\x1b" not in process.stdout
+
+
+@POSIX
+@pytest.mark.parametrize(
+    ("environment", "escapes", "colours"),
+    [({"TERM": "xterm-256color"}, True, True), ({"NO_COLOR": "1"}, True, False), ({"TERM": "dumb"}, False, False)],
+    ids=["colours", "NO_COLOR", "dumb"],
+)
+def test_a_terminal_is_used_as_it_asks(
+    environment: dict[str, str], escapes: bool, colours: bool, tmp_path: Path
+) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    usual = {"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "40"}
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLORTERM")
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headscope.cli", "image", "--no-page"],
+        cwd=tmp_path, env={**inherited, **usual, **environment}, stdin=theirs, stdout=theirs, stderr=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(ours, 1 << 16)
+        except OSError:  # how Linux tells the end of a pseudo-terminal
+            break
+        if not chunk:
+            break
+        shown += chunk
+    os.close(ours)
+    assert process.wait(timeout=120) == 0
+    assert b"Layer " in shown
+    assert (b"\x1b[" in shown) is escapes
+    assert (b"[48;5;" in shown or b";48;5;" in shown) is colours, "pictures in colours, or in shades of characters"
+    if escapes:
+        assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l"), "the cursor is shown again"
+    if not colours:
+        assert b"@@" in shown

@@ -1,0 +1,117 @@
+"""README and docs: their Python runs as it stands there, and their links lead to something."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import nbformat
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "training").glob("*.md")])
+NOTEBOOKS = sorted((ROOT / "docs").glob("*.ipynb"))
+
+
+class Block(NamedTuple):
+    """Python between ``` fences, and the line of the file on which it begins, counted from 1."""
+
+    line: int
+    code: str
+
+
+def blocks(text: str) -> list[Block]:
+    return [
+        Block(text[: found.start(1)].count("\n") + 1, found[1])
+        for found in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    ]
+
+
+def given(page: str) -> dict[str, Any]:
+    """What the blocks of a page take as the reader's own: masks.md shows calls on q, k and v that it does not make."""
+    if page != "masks.md":
+        return {}
+    q, k, v = torch.randn(3, 2, 3, 7, 5)  # [B, H, length, D] each
+    lengths, ids = torch.tensor([7, 4]), torch.tensor([[0, 0, 1, 1, 1, 2, 2], [3, 3, 3, 3, 4, 4, 4]])
+    return {"q": q, "k": k, "v": v, "lengths": lengths, "ids": ids, "n": 2}
+
+
+WITH_CODE = [page for page in PAGES if blocks(page.read_text(encoding="utf-8"))]
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def test_the_pages_that_hold_code_are_found() -> None:
+    assert {"README.md", "docs/masks.md", "docs/report.md", "docs/tracing.md"} <= {named(page) for page in WITH_CODE}
+    assert blocks("a\n```python\nb = 1\nc\n```\n```\nd\n```\n```python\ne\n```\n") == [(3, "b = 1\nc\n"), (10, "e\n")]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=named)
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of a page, in order, in one namespace and an empty folder."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "__main__", **given(page.name)}
+    found = blocks(page.read_text(encoding="utf-8"))
+    for line, code in found:
+        # empty lines before it: an error then names the line of the page
+        exec(compile("\n" * (line - 1) + code, str(page), "exec"), namespace)
+    pyplot.close("all")
+    made = [name for name in namespace if name not in given(page.name)]
+    assert len(made) > 1, f"{named(page)}: its {len(found)} blocks made nothing"
+
+
+def targets(markdown: str) -> list[str]:
+    """Where links and images of Markdown lead, outside of code."""
+    prose = re.sub(r"^(```|~~~).*?^\1", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"`[^`\n]*`", "", prose)
+    found = re.findall(r"\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)", prose)
+    return found + re.findall(r"(?:src|href)=\"([^\"]+)\"", prose)
+
+
+def anchors(markdown: str) -> set[str]:
+    """The fragments by which headings are reached, as GitHub makes them."""
+    headings = re.findall(r"^#{1,6} +(.+?) *$", markdown, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_are_found() -> None:
+    page = '# A `b` c\n[x](y.md) ![z](a/b.png "t") `[no](no.md)` <img src="c.svg">\n```\n[no](no.md)\n```\n[u](#a-b-c)'
+    assert targets(page) == ["y.md", "a/b.png", "#a-b-c", "c.svg"]
+    assert anchors(page) == {"a-b-c"}
+
+
+def markdown(page: Path) -> str:
+    """A page, or what a notebook says between its cells."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix != ".ipynb":
+        return text
+    notebook: Any = nbformat.reads(text, as_version=4)
+    return "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+
+
+def headings(page: Path) -> set[str]:
+    """The fragments of a page; in a notebook they are the headings as they stand, with hyphens for blanks."""
+    if page.suffix == ".ipynb":
+        return {found.replace(" ", "-") for found in re.findall(r"^#+ (.+)$", markdown(page), re.MULTILINE)}
+    return anchors(markdown(page))
+
+
+def leads_somewhere(page: Path, target: str) -> bool:
+    path, _, fragment = target.partition("#")
+    there = page.parent / path if path else page
+    if not there.exists():
+        return False
+    return not fragment or there.suffix not in (".md", ".ipynb") or fragment in headings(there)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=named)
+def test_relative_links_lead_to_files(page: Path) -> None:
+    relative = [target for target in targets(markdown(page)) if not re.match(r"[a-z]+:", target)]  # nothing is fetched
+    broken = [target for target in relative if not leads_somewhere(page, target)]
+    assert not broken, f"{named(page)} links to what is not there: {', '.join(broken)}"
