@@ -31,6 +31,8 @@ class Call:
         lse: whether the row log-sum-exp is asked for.
         grad: whether a gradient may be asked for, of q, k, v or sinks.
         bias_grad: likewise, of the bias.
+        opaque: the tensors are no ordinary ones (of a subclass, or seen by a transform or a compiler): their memory may
+            not be read past torch.
     """
 
     lead: tuple[int, ...]
@@ -54,6 +56,7 @@ class Call:
     dropout: float
     lse: bool
     grad: bool
+    opaque: bool
 
     @property
     def batch(self) -> int:
@@ -117,7 +120,15 @@ def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor
         dropout=check_dropout(options.dropout),
         lse=options.lse,
         grad=grad and any(x is not None and x.requires_grad for x in (q, k, v, sinks)),
+        opaque=is_opaque(q, k, v, bias, sinks),
     )
+
+
+def is_opaque(*tensors: Tensor | None) -> bool:
+    """Whether any of these is more than an ordinary tensor in eager mode."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return any(x is not None and type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
 
 
 def shapes(**tensors: Tensor) -> str:

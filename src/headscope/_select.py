@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from headscope._backends import Backend, blocked, reference, sdpa
+from headscope._backends import Backend, blocked, cpu, reference, sdpa
 from headscope._call import Call
 
-_ALL: tuple[Backend, ...] = (sdpa, blocked, reference)
+_ALL: tuple[Backend, ...] = (cpu, sdpa, blocked, reference)
 BACKENDS = {backend.name: backend for backend in _ALL}
 
 # Fastest first, by device type; what is not named here takes the order of "default".
-ORDER: dict[str, tuple[str, ...]] = {"default": ("sdpa", "blocked", "reference")}
+ORDER: dict[str, tuple[str, ...]] = {"default": ("cpu", "sdpa", "blocked", "reference")}
 
 
 def order(call: Call) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from headscope import _nonfinite
 from headscope._backends import Backend, Inputs, full_precision
-from headscope._call import Call, Options, as_mask, describe, fold, fold_mask
+from headscope._call import Call, Options, as_mask, describe, fold, fold_mask, is_opaque
 from headscope._select import select
 from headscope.masks import Mask, Plan
 
@@ -40,6 +41,8 @@ class Prepared(NamedTuple):
     backend: Backend
     canonical: bool
     """q, k, v already have four axes and equal batch sizes."""
+    repeat: Callable[..., Tensor | None] | None
+    """A short way for the same call on other tensors, where the backend has one."""
 
 
 def attention(
@@ -144,6 +147,8 @@ def _run(
     numbers: _Numbers, backend: str | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     prepared = prepare(q, k, v, mask, bias, sinks, numbers, backend)
+    if prepared.repeat is not None and (done := prepared.repeat(q, k, v)) is not None:
+        return done, None
     call, plan = prepared.call, prepared.plan
     inputs = canonical(prepared, q, k, v, bias, sinks)
     with full_precision(call):
@@ -162,11 +167,12 @@ def prepare(
     numbers: _Numbers, backend: str | None,
 ) -> Prepared:  # fmt: skip
     """Check a call, plan its mask and choose its backend; a call seen before costs one look into a table."""
-    if torch.compiler.is_compiling() or (mask is not None and (not isinstance(mask, Mask) or mask.tensors())):
+    if is_opaque(q, k, v) or (mask is not None and (not isinstance(mask, Mask) or mask.tensors())):
         return _prepare(q, k, v, mask, bias, sinks, numbers, backend)
     try:
         key = (
-            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, mask, backend,
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, mask, backend,
             numbers, *map(type, numbers),  # True is 1, but no number to say
             torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad),
             bias is not None and (bias.shape, bias.dtype, bias.device, bias.requires_grad),
@@ -194,7 +200,11 @@ def _prepare(
     call = describe(q, k, v, bias, sinks, Options(known, scale, softcap, dropout, lse))
     plan = None if known is None else known.plan(call.batch, call.heads, call.queries, call.keys)
     same = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]
-    return Prepared(call, plan, select(call, backend), same)
+    chosen = select(call, backend)
+    kept = known is None or not known.tensors()  # else the plan may change under an equal call
+    repeater = getattr(chosen, "repeater", None)  # not every backend has one
+    repeat = repeater(call, plan, q, k, v) if repeater is not None and same and kept else None
+    return Prepared(call, plan, chosen, same, repeat)
 
 
 def canonical(prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> Inputs:

@@ -1,0 +1,90 @@
+// Plain structs: all that crosses between the binding and a target. No vector types, no inline code.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace headscope {
+
+enum class Dtype : std::int32_t { f32 = 0, f64 = 1, bf16 = 2, f16 = 3 };
+
+// A tensor of four axes; strides in elements. A stride of 0 repeats.
+struct Tensor4 {
+    const void* data = nullptr;
+    std::int64_t stride[4] = {0, 0, 0, 0};
+    Dtype dtype = Dtype::f32;
+};
+
+// For each (b, i) `count` half-open key spans [low, high), ascending and disjoint: int32 [b, i, count, 2].
+struct Spans {
+    const std::int32_t* data = nullptr;
+    std::int64_t batch_stride = 0;  // 0 repeats
+    std::int64_t query_stride = 0;
+    std::int32_t count = 0;
+};
+
+// What spans cannot say, as a small program in postfix order: a rule answers for each (b, h, i, j), or joins two answers.
+struct Rule {
+    enum Kind : std::int32_t { spans = 0, same_id = 1, bytes = 2, both = 3, either = 4 } kind;
+    Spans reach;       // spans
+    Tensor4 q, k;      // same_id: int64 [B, Q] and [B, K], strides 0 and 1; bytes: q is a byte a pair, [B, H, Q, K]
+};
+constexpr int MOST_RULES = 32;
+
+// What may be seen: what is inside the spans (no data: every key), and the rules, if there are any, allow.
+struct Visible {
+    Spans spans;
+    Rule rules[MOST_RULES];
+    std::int32_t count = 0;
+};
+
+struct Forward {
+    std::int64_t batch, heads, kv_heads, queries, keys, head_dim, v_head_dim;
+    Tensor4 q, k, v;               // [B, H, Q, D], [B, Hkv, K, D], [B, Hkv, K, Dv]; the last stride is 1
+    Tensor4 bias;                  // [B, H, Q, K], float or double as the arithmetic; no data: none
+    const void* sinks = nullptr;   // [H], float or double as the arithmetic; or null
+    Visible visible;
+    double scale = 1;
+    double softcap = 0;            // 0: none
+    double dropout = 0;            // probability of dropping a weight
+    std::uint64_t seed = 0;
+    void* out = nullptr;           // [B, H, Q, Dv], dtype of q
+    std::int64_t out_stride[3];    // the last stride is 1
+    void* lse = nullptr;           // [B, H, Q] contiguous, float or double as the arithmetic; may be null
+    std::atomic<bool>* spoilt = nullptr;  // set where out holds NaN or infinity; may be null
+};
+
+struct Backward {
+    Forward forward;               // its lse is read; its out is not used
+    Tensor4 out, grad_out;         // [B, H, Q, Dv]; the last stride is 1
+    const void* grad_lse = nullptr;  // [B, H, Q] contiguous, as lse; or null
+    void *dq = nullptr, *dk = nullptr, *dv = nullptr;  // dtype of q; the last stride is 1
+    std::int64_t dq_stride[3], dk_stride[3], dv_stride[3];
+    int shares = 1;                // of the row blocks of one key/value head
+    void* dbias = nullptr;         // zeroed, float or double as the arithmetic; strides of 0 where the bias repeats
+    std::int64_t dbias_stride[4];
+};
+
+// One instruction set. A call is cut into tasks that any threads may run in any order; each thread brings `scratch` bytes
+// of its own, aligned to 64.
+struct Target {
+    const char* name;
+    bool (*runs_here)();
+    std::int64_t (*tasks)(const Forward&);
+    std::size_t (*scratch)(const Forward&);
+    void (*run)(const Forward&, std::int64_t task, void* scratch);
+
+    // Backward: batch * kv_heads * shares tasks, each with a zeroed buffer of `sums` bytes; then `gather` for each head.
+    std::size_t (*gradient_scratch)(const Forward&);
+    std::size_t (*sums)(const Forward&);
+    void (*run_gradient)(const Backward&, std::int64_t task, void* scratch, void* sums);
+    void (*gather)(const Backward&, std::int64_t head, const void* sums);
+    std::int64_t (*bias_tasks)(const Backward&);
+    void (*run_bias_gradient)(const Backward&, std::int64_t task, void* scratch);
+};
+
+const Target* const* targets(int* count);  // best first
+const Target* chosen();                    // the best that runs here, or the one that HEADSCOPE_CPU_TARGET forces
+
+}  // namespace headscope

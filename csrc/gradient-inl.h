@@ -1,0 +1,138 @@
+// The backward pass. The weights are computed again from q, k and lse; with dP = V dOᵀ (transposed, as everything here),
+//
+//     dS = P ∘ (dP - δ),  δ_i = out_i · dout_i - dlse_i,   dV = Pᵀ dO,  dQ = scale dS K,  dK = scale dSᵀ Q.
+//
+// A task is a share of the row blocks of one key/value head. Its dQ is its own; dK and dV it sums into a buffer of its own,
+// and the buffers of a head are added in a fixed order afterwards, so that the result does not depend on the threads.
+
+template <class T, int QV> struct Gradient : Scores<T, QV> {
+    using Base = Scores<T, QV>;
+    using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::head, Base::query, Base::row, Base::b;
+    using Products = typename Base::Products;
+
+    const Backward& g;
+    int k_width, v_width;       // D and Dv, rounded up to whole vectors
+    T *dots, *kept, *tangent;   // [KEYS][ROWS]
+    T *dout, *dq;               // [Dv][ROWS], [D][ROWS]
+    T *q_rows, *dout_rows;      // [ROWS][k_width], [ROWS][v_width]
+    V<T> lse[QV], delta[QV];
+
+    static int whole(std::int64_t n) { return int((n + L - 1) / L * L); }
+    static std::size_t scratch(const Forward& f) {
+        return sizeof(T) * (Base::scratch(f) + (3 * KEYS + f.head_dim + f.v_head_dim + whole(f.head_dim) + whole(f.v_head_dim)) * ROWS);
+    }
+
+    Gradient(const Backward& call, std::int64_t batch, std::int64_t head, void* memory)
+        : Base(call.forward, batch, head, memory), g(call), k_width(whole(f.head_dim)), v_width(whole(f.v_head_dim)) {
+        dots = static_cast<T*>(memory) + Base::scratch(f);
+        kept = dots + KEYS * ROWS;
+        tangent = kept + KEYS * ROWS;
+        dout = tangent + KEYS * ROWS;
+        dq = dout + f.v_head_dim * ROWS;
+        q_rows = dq + f.head_dim * ROWS;
+        dout_rows = q_rows + k_width * ROWS;
+    }
+
+    // dk [K][k_width] and dv [K][v_width] are added to.
+    void run(std::int64_t first, int rows, T* dk, T* dv) {
+        open(first, rows);
+        copy_rows(f.q, int(f.head_dim), k_width, q_rows);
+        copy_rows(g.grad_out, int(f.v_head_dim), v_width, dout_rows);
+        for (int n = 0; n < f.head_dim * QV; n++) store(dq + n * L, V<T>{});
+        std::int64_t begin, end;
+        this->reach(begin, end);
+        for (std::int64_t j = begin; j < end; j += KEYS) {
+            const int keys = int(end - j < KEYS ? end - j : KEYS);
+            if (this->logits(j, keys, tangent)) block(j, keys, dk + j * k_width, dv + j * v_width);
+        }
+        V<T> scale[QV];
+        UNROLL for (int v = 0; v < QV; v++) scale[v] = splat(T(f.scale));
+        this->put_rows(dq, int(f.head_dim), scale, g.dq, g.dq_stride);
+    }
+
+    void block(std::int64_t j, int keys, T* dk, T* dv) {
+        const T* weights = logit_gradient(j, keys);
+        Products::outer_all(weights, dout_rows, keys, count, v_width, dv);
+        uncap(keys);
+        const typename Base::Lines k = this->keys_at(j, keys);
+        Products::mixes(p, k.data, k.stride, keys, int(f.head_dim), dq, false);
+        Products::outer_all(p, q_rows, keys, count, k_width, dk);
+    }
+
+    // Logits in p become their gradients dS; returns the weights that met the values.
+    const T* logit_gradient(std::int64_t j, int keys) {
+        const typename Base::Lines values = this->values_at(j, keys);
+        Products::dots(dout, values.data, values.stride, keys, int(f.v_head_dim), dots);
+        const bool drops = f.dropout > 0;
+        if (drops) this->keep(j, keys, kept);
+        for (int n = 0; n < keys; n++) UNROLL for (int v = 0; v < QV; v++) {
+            const int at_tile = n * ROWS + v * L;
+            const V<T> weight = exp2(load(p + at_tile) - lse[v]);
+            const V<T> factor = drops ? load(kept + at_tile) : splat(T(1));
+            store(kept + at_tile, weight * factor);
+            store(p + at_tile, weight * (load(dots + at_tile) * factor - delta[v]));
+        }
+        return kept;
+    }
+    // From the gradient of the capped logits to that of the uncapped.
+    void uncap(int keys) {
+        if (f.softcap <= 0) return;
+        for (int n = 0; n < keys * QV; n++) {
+            const V<T> t = load(tangent + n * L);
+            store(p + n * L, load(p + n * L) * (1 - t * t));
+        }
+    }
+
+    // Sets up a block for `logit_gradient`.
+    void open(std::int64_t first, int rows) {
+        this->first = first, count = rows;
+        this->load_queries();
+        this->load_spans();
+        this->load_rows(g.grad_out, int(f.v_head_dim), T(1), dout);
+        load_row_sums();
+    }
+
+    // Adds dS to the gradient of the bias, which may repeat along any axis.
+    void add_to_bias(std::int64_t first, int rows) {
+        open(first, rows);
+        T* to = static_cast<T*>(g.dbias) + b * g.dbias_stride[0];
+        const bool one_row = g.dbias_stride[1] == 0 && g.dbias_stride[2] == 0;
+        std::int64_t begin, end;
+        this->reach(begin, end);
+        for (std::int64_t j = begin; j < end; j += KEYS) {
+            const int keys = int(end - j < KEYS ? end - j : KEYS);
+            if (!this->logits(j, keys, tangent)) continue;
+            logit_gradient(j, keys);
+            for (int n = 0; n < keys; n++) {
+                T* key = to + (j + n) * g.dbias_stride[3];
+                T total = 0;
+                for (int r = 0; r < count; r++) {
+                    if (one_row) total += p[n * ROWS + r];
+                    else key[head(r) * g.dbias_stride[1] + query(r) * g.dbias_stride[2]] += p[n * ROWS + r];
+                }
+                if (one_row) *key += total;
+            }
+        }
+    }
+
+    // The block's rows as they lie, padded with zeros to whole vectors.
+    void copy_rows(const Tensor4& x, int depth, int width, T* to) {
+        for (int r = 0; r < count; r++) {
+            const T* from = this->row_of(x, r, depth, this->line);
+            for (int d = 0; d < width; d++) to[r * width + d] = d < depth ? from[d] : T(0);
+        }
+    }
+
+    void load_row_sums() {
+        for (int r = 0; r < ROWS; r++) {
+            const int real = r < count ? r : count - 1;
+            const T* out = this->row_of(g.out, real, int(f.v_head_dim), this->line);
+            T sum = 0;
+            for (int c = 0; c < f.v_head_dim; c++) sum += out[c] * dout[c * ROWS + r];
+            const std::int64_t at_row = row(real);
+            const T value = static_cast<const T*>(f.lse)[at_row];
+            lse[r / L][r % L] = value == -std::numeric_limits<T>::infinity() ? T(0) : value * T(LOG2E);  // logits: all -inf
+            delta[r / L][r % L] = sum - (g.grad_lse ? static_cast<const T*>(g.grad_lse)[at_row] : T(0));
+        }
+    }
+};

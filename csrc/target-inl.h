@@ -1,0 +1,122 @@
+// What a target offers to dispatch.cpp; included last inside each target's namespace.
+
+template <class T> std::int64_t blocks_of(const Forward& f) {
+    constexpr int most = QUERY_VECTORS * LANES<T>;
+    return (f.queries * (f.heads / f.kv_heads) + most - 1) / most;
+}
+inline bool is_double(const Forward& f) { return f.q.dtype == Dtype::f64; }
+inline bool is_half(const Forward& f) { return f.q.dtype == Dtype::bf16 || f.q.dtype == Dtype::f16; }
+
+std::int64_t tasks(const Forward& f) {
+    return f.batch * f.kv_heads * (is_double(f) ? blocks_of<double>(f) : blocks_of<float>(f));
+}
+std::size_t scratch(const Forward& f) {
+    return is_double(f) ? Attend<double, QUERY_VECTORS>::scratch(f) : Attend<float, QUERY_VECTORS>::scratch(f);
+}
+
+// The last blocks come first: under a causal mask they see the most.
+template <class T> void run_task(const Forward& f, std::int64_t task, void* scratch) {
+    const std::int64_t blocks = blocks_of<T>(f), rows = f.queries * (f.heads / f.kv_heads);
+    const std::int64_t heads = f.batch * f.kv_heads, number = blocks - 1 - task / heads, head = task % heads;
+    const std::int64_t b = head / f.kv_heads, h = head % f.kv_heads;
+    constexpr int most = QUERY_VECTORS * LANES<T>;
+    const std::int64_t first = number * most;
+    const int count = int(rows - first < most ? rows - first : most);
+    if (count <= LANES<T>) return Attend<T, 1>(f, b, h, scratch).run(first, count);
+    if (QUERY_VECTORS > 2 && count <= 2 * LANES<T>) return Attend<T, 2>(f, b, h, scratch).run(first, count);
+    Attend<T, QUERY_VECTORS>(f, b, h, scratch).run(first, count);
+}
+void run(const Forward& f, std::int64_t task, void* scratch) {
+    if (is_double(f)) return run_task<double>(f, task, scratch);
+    run_task<float>(f, task, scratch);
+}
+template <class T> std::size_t sums_of(const Forward& f) {
+    constexpr int L = LANES<T>;
+    return sizeof(T) * std::size_t(f.keys * ((f.head_dim + L - 1) / L * L + (f.v_head_dim + L - 1) / L * L));
+}
+std::size_t sums(const Forward& f) { return is_double(f) ? sums_of<double>(f) : sums_of<float>(f); }
+std::size_t gradient_scratch(const Forward& f) {
+    return is_double(f) ? Gradient<double, QUERY_VECTORS>::scratch(f) : Gradient<float, QUERY_VECTORS>::scratch(f);
+}
+
+template <class T> void run_gradient_task(const Backward& g, std::int64_t task, void* scratch, void* sums) {
+    const Forward& f = g.forward;
+    const std::int64_t head = task / g.shares, b = head / f.kv_heads, h = head % f.kv_heads;
+    const std::int64_t rows = f.queries * (f.heads / f.kv_heads);
+    constexpr int L = LANES<T>, most = QUERY_VECTORS * L;
+    T* dk = static_cast<T*>(sums);
+    T* dv = dk + f.keys * ((f.head_dim + L - 1) / L * L);
+    for (std::int64_t number = task % g.shares; number < blocks_of<T>(f); number += g.shares) {
+        const std::int64_t first = number * most;
+        const int count = int(rows - first < most ? rows - first : most);
+        if (count <= L) Gradient<T, 1>(g, b, h, scratch).run(first, count, dk, dv);
+        else Gradient<T, QUERY_VECTORS>(g, b, h, scratch).run(first, count, dk, dv);
+    }
+}
+void run_gradient(const Backward& g, std::int64_t task, void* scratch, void* sums) {
+    if (is_double(g.forward)) return run_gradient_task<double>(g, task, scratch, sums);
+    run_gradient_task<float>(g, task, scratch, sums);
+}
+
+// The sum over shares of one head's rows [K][padded], times a factor, in q's dtype.
+template <class T> void gather_rows(const Backward& g, const char* from, int padded, std::int64_t width, T factor, char* to,
+                                    std::int64_t stride) {
+    const Forward& f = g.forward;
+    const std::size_t share = sums_of<T>(f);
+    for (std::int64_t j = 0; j < f.keys; j++) for (std::int64_t d = 0; d < width; d++) {
+        T total = 0;
+        for (int n = 0; n < g.shares; n++) total += reinterpret_cast<const T*>(from + n * share)[j * padded + d];
+        total *= factor;
+        if (is_half(f)) reinterpret_cast<std::uint16_t*>(to)[j * stride + d] = narrow(float(total), f.q.dtype);
+        else reinterpret_cast<T*>(to)[j * stride + d] = total;
+    }
+}
+template <class T> void gather_head(const Backward& g, std::int64_t head, const void* sums) {
+    const Forward& f = g.forward;
+    constexpr int L = LANES<T>;
+    const int k_width = int((f.head_dim + L - 1) / L * L), v_width = int((f.v_head_dim + L - 1) / L * L);
+    const std::int64_t b = head / f.kv_heads, h = head % f.kv_heads, size = is_half(f) ? 2 : sizeof(T);
+    const char* from = static_cast<const char*>(sums) + head * g.shares * sums_of<T>(f);
+    char* dk = static_cast<char*>(g.dk) + (b * g.dk_stride[0] + h * g.dk_stride[1]) * size;
+    char* dv = static_cast<char*>(g.dv) + (b * g.dv_stride[0] + h * g.dv_stride[1]) * size;
+    gather_rows<T>(g, from, k_width, f.head_dim, T(f.scale), dk, g.dk_stride[2]);
+    gather_rows<T>(g, from + sizeof(T) * std::size_t(f.keys * k_width), v_width, f.v_head_dim, T(1), dv, g.dv_stride[2]);
+}
+void gather(const Backward& g, std::int64_t head, const void* sums) {
+    if (is_double(g.forward)) return gather_head<double>(g, head, sums);
+    gather_head<float>(g, head, sums);
+}
+
+// The gradient of the bias. Where the bias repeats over an axis, one task goes through all of it, in order.
+struct BiasTasks {
+    std::int64_t batches, heads, blocks;  // how many of each are tasks of their own
+};
+template <class T> BiasTasks bias_tasks_of(const Backward& g) {
+    const Forward& f = g.forward;
+    const std::int64_t group = f.heads / f.kv_heads;
+    const bool straddles = g.dbias_stride[1] == 0 && (QUERY_VECTORS * LANES<T>) % group != 0;  // a query's heads in two blocks
+    return {g.dbias_stride[0] ? f.batch : 1, g.dbias_stride[1] ? f.kv_heads : 1,
+            g.dbias_stride[2] && !straddles ? blocks_of<T>(f) : 1};
+}
+std::int64_t bias_tasks(const Backward& g) {
+    const BiasTasks n = is_double(g.forward) ? bias_tasks_of<double>(g) : bias_tasks_of<float>(g);
+    return n.batches * n.heads * n.blocks;
+}
+template <class T> void run_bias_task(const Backward& g, std::int64_t task, void* scratch) {
+    const Forward& f = g.forward;
+    const BiasTasks n = bias_tasks_of<T>(g);
+    const std::int64_t rows = f.queries * (f.heads / f.kv_heads), all = blocks_of<T>(f);
+    const std::int64_t block = task % n.blocks, head = task / n.blocks % n.heads, batch = task / n.blocks / n.heads;
+    constexpr int most = QUERY_VECTORS * LANES<T>;
+    for (std::int64_t b = n.batches > 1 ? batch : 0; b < (n.batches > 1 ? batch + 1 : f.batch); b++)
+        for (std::int64_t h = n.heads > 1 ? head : 0; h < (n.heads > 1 ? head + 1 : f.kv_heads); h++)
+            for (std::int64_t m = n.blocks > 1 ? block : 0; m < (n.blocks > 1 ? block + 1 : all); m++) {
+                const std::int64_t first = m * most;
+                const int count = int(rows - first < most ? rows - first : most);
+                Gradient<T, QUERY_VECTORS>(g, b, h, scratch).add_to_bias(first, count);
+            }
+}
+void run_bias_gradient(const Backward& g, std::int64_t task, void* scratch) {
+    if (is_double(g.forward)) return run_bias_task<double>(g, task, scratch);
+    run_bias_task<float>(g, task, scratch);
+}

@@ -1,0 +1,33 @@
+#include "region.h"
+
+// AVX-512 F, BW, DQ, VL: 32 registers of 16 floats.
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2,prefer-vector-width=512")
+#define VECTOR_BYTES 64
+#define REGISTER_TILE 24
+#define QUERY_VECTORS 3
+
+namespace headscope::avx512 {
+namespace {
+#include "../vec-inl.h"
+#include "../scores-inl.h"
+#include "../attend-inl.h"
+#include "../gradient-inl.h"
+#include "../target-inl.h"
+}  // namespace
+}  // namespace headscope::avx512
+#pragma GCC pop_options
+
+namespace headscope::avx512 {
+namespace {
+// __builtin_cpu_supports also asks XGETBV whether the operating system saves the registers.
+bool runs_here() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+}  // namespace
+extern const Target target;
+const Target target{"avx512", runs_here, tasks, scratch, run, gradient_scratch, sums, run_gradient, gather, bias_tasks, run_bias_gradient};
+}  // namespace headscope::avx512
+#endif

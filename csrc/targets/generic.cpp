@@ -1,0 +1,19 @@
+#include "region.h"
+
+// Whatever the compiler's baseline gives: SSE2 on x86-64, NEON on AArch64.
+#define VECTOR_BYTES 16
+#define REGISTER_TILE 12
+#define QUERY_VECTORS 3
+
+namespace headscope::generic {
+namespace {
+#include "../vec-inl.h"
+#include "../scores-inl.h"
+#include "../attend-inl.h"
+#include "../gradient-inl.h"
+#include "../target-inl.h"
+bool runs_here() { return true; }
+}  // namespace
+extern const Target target;
+const Target target{"generic", runs_here, tasks, scratch, run, gradient_scratch, sums, run_gradient, gather, bias_tasks, run_bias_gradient};
+}  // namespace headscope::generic

@@ -1,0 +1,187 @@
+"""The native kernels: every target that this CPU has, threads, forks, and what is read of memory.
+
+Their results against the float64 oracle are in test_functional.py and test_fuzz.py, like those of every backend.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from headscope import attend, attention, masks
+from headscope._backends import cpu
+
+pytestmark = pytest.mark.skipif(cpu.native is None, reason="the native extension was not built: no C++ compiler")
+
+TARGETS = cpu.native.targets() if cpu.native is not None else []
+
+FORCED = """
+import torch, warnings
+from headscope import attend, masks
+from headscope._backends import cpu
+assert cpu.native.target() == {target!r}, cpu.native.target()
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+    for batch, heads, kv_heads, queries, keys, depth, width in SIZES:
+        q = torch.randn(batch, heads, queries, depth).to(dtype)
+        k, v = torch.randn(batch, kv_heads, keys, depth).to(dtype), torch.randn(batch, kv_heads, keys, width).to(dtype)
+        ids = torch.arange(keys).remainder(3)[None].expand(batch, -1)
+        for mask in (None, masks.causal(), masks.window(5) | masks.Prefix(2), masks.Documents(ids[:, -queries:], ids)):
+            for softcap in (None, 3.0):
+                options = dict(mask=mask, softcap=softcap, bias=torch.randn(heads, 1, keys), sinks=torch.randn(heads))
+                leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+                exact = [x.clone().double().requires_grad_() for x in (q, k, v)]
+                plain = [x.clone().requires_grad_() for x in (q, k, v)]
+                grad = torch.randn(batch, heads, queries, width)
+                got = attend(*leaves, backend="cpu", **options)
+                want = attend(*exact, backend="reference", **options)
+                near = attend(*plain, backend="blocked", **options)
+                for out, x in ((got, grad.to(dtype)), (want, grad.to(dtype).double()), (near, grad.to(dtype))):
+                    torch.autograd.backward([out.out, out.lse], [x, torch.ones_like(out.lse)])
+                pairs = [(got.out, near.out, want.out), (got.lse, near.lse, want.lse)]
+                pairs += [(a.grad, b.grad, c.grad) for a, b, c in zip(leaves, plain, exact)]
+                floor = 64 * torch.finfo(dtype).eps
+                for ours, theirs, truth in pairs:
+                    seen = truth.isfinite()
+                    error = (ours.double() - truth)[seen].abs().max()
+                    allowed = 2 * (theirs.double() - truth)[seen].abs().max()
+                    allowed = allowed + floor * truth[seen].abs().max().clamp(min=1e-3)
+                    assert error <= allowed, ({target!r}, dtype, mask, softcap, float(error), float(allowed))
+print("agrees")
+"""
+SIZES = "((2, 6, 3, 5, 7, 5, 3), (1, 2, 2, 53, 131, 16, 24), (1, 4, 1, 1, 67, 64, 64), (3, 1, 1, 17, 17, 33, 19))"
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, timeout=240
+    )
+
+
+def tensors(queries: int = 37, keys: int = 41) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(2, 3, queries, 13), torch.randn(2, 3, keys, 13), torch.randn(2, 3, keys, 11)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_each_target_agrees_with_the_definition(target: str) -> None:
+    done = run(FORCED.replace("{target!r}", repr(target)).replace("SIZES", SIZES), HEADSCOPE_CPU_TARGET=target)
+    assert done.stdout == "agrees\n", done.stderr
+
+
+def test_an_unknown_target_is_one_clear_error() -> None:
+    code = "from headscope._backends import cpu; cpu.native.target()"
+    done = run(code, HEADSCOPE_CPU_TARGET="abacus")
+    assert done.returncode == 1
+    assert "HEADSCOPE_CPU_TARGET: got 'abacus', this CPU has" in done.stderr
+
+
+def test_the_result_does_not_depend_on_the_threads() -> None:
+    q, k, v = tensors(200, 300)
+    before = torch.get_num_threads()
+    results: list[list[Tensor]] = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            out = attention(*leaves, mask=masks.causal(), backend="cpu")
+            out.sum().backward()
+            results.append([out, *(x.grad for x in leaves if x.grad is not None)])
+    finally:
+        torch.set_num_threads(before)
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0)
+
+
+def test_called_from_several_threads() -> None:
+    q, k, v = tensors()
+    wanted = attention(q, k, v, mask=masks.causal(), backend="cpu")
+    results: list[Tensor] = []
+
+    def work() -> None:
+        results.extend(attention(q, k, v, mask=masks.causal(), backend="cpu") for _ in range(20))
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(results) == 80
+    for result in results:
+        torch.testing.assert_close(result, wanted, rtol=0, atol=0)
+
+
+def test_a_forked_child_runs() -> None:
+    code = """
+import os, torch
+from headscope import attention
+q = torch.randn(2, 4, 200, 16)
+wanted = attention(q, q, q, backend="cpu")
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(attention(q, q, q, backend="cpu"), wanted) else 3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = run(code)
+    assert done.stdout == "0\n", done.stderr
+
+
+@pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(5)])
+def test_nothing_around_the_tensors_is_read(mask: masks.Mask | None) -> None:
+    wanted, guarded = tensors(), []
+    for x in wanted:
+        room = torch.full((2, 3, x.shape[2] + 8, x.shape[3] + 16), torch.nan)
+        inside = room[:, :, 3:-5, 7:-9]
+        inside.copy_(x)
+        guarded.append(inside)
+    torch.testing.assert_close(
+        attention(*guarded, mask=mask, backend="cpu"), attention(*wanted, mask=mask, backend="cpu"), rtol=0, atol=0
+    )
+
+
+def test_a_tensor_changed_after_the_call_is_noticed_by_the_backward_pass() -> None:
+    q, k, v = (x.requires_grad_() for x in tensors())
+    out = attention(q, k * 1, v, backend="cpu")
+    scaled = q * 2
+    out = attention(scaled, k, v, backend="cpu")
+    scaled.data.add_(0)
+    with torch.no_grad():
+        scaled.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_dropout_drops_the_same_in_both_passes() -> None:
+    leaves = [x.double().requires_grad_() for x in tensors(5, 7)]
+
+    def dropped(*inputs: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return attention(*inputs, dropout=0.4, backend="cpu")
+
+    assert torch.autograd.gradcheck(dropped, leaves)
+
+
+def test_the_share_that_dropout_keeps() -> None:
+    q = torch.zeros(1, 4, 64, 8)
+    v = torch.ones(1, 4, 256, 1)
+    k = torch.zeros(1, 4, 256, 8)
+    torch.manual_seed(0)
+    kept = attention(q, k, v, dropout=0.25, backend="cpu").mean()
+    torch.testing.assert_close(kept, torch.tensor(1.0), atol=0.02, rtol=0)
+
+
+def test_a_repeated_call_with_other_tensors() -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        q, k, v = torch.randn(2, 3, 37, 13), torch.randn(2, 3, 41, 13), torch.randn(2, 3, 41, 11)
+        torch.testing.assert_close(
+            attention(q, k, v, mask=masks.causal(), backend="cpu"),
+            attend(q, k, v, mask=masks.causal(), backend="reference").out,
+        )
