@@ -79,7 +79,7 @@ def test_version(run: Run) -> None:
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "no such verb": (["nothing"], "No such command 'nothing'"),
-    "no such option": (["text", "a", "--bend"], "No such option '--bend'"),
+    "no such option": (["text", "a", "--bend"], "No such option:? '?--bend"),
     "no text": (["text"], "wanted one text"),
     "two texts": (["text", "a", "--file", "given.txt"], "wanted one text"),
     "empty text": (["text", ""], "text: is empty"),

@@ -45,8 +45,11 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+_AS_IT_IS = nullcontext()
+
+
 def full_precision(call: Call) -> AbstractContextManager[object]:
     """No autocast: it would round logits and weights to half precision behind the dtypes asked for."""
     if call.device == "meta" or not torch.is_autocast_enabled(call.device):
-        return nullcontext()
+        return _AS_IT_IS
     return torch.autocast(call.device, enabled=False)
