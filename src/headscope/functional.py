@@ -202,8 +202,9 @@ def _prepare(
     same = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]
     chosen = select(call, backend)
     kept = known is None or not known.tensors()  # else the plan may change under an equal call
-    repeater = getattr(chosen, "repeater", None)  # not every backend has one
-    repeat = repeater(call, plan, q, k, v) if repeater is not None and same and kept else None
+    repeat = None
+    if same and kept and not call.opaque and hasattr(chosen, "repeater"):
+        repeat = chosen.repeater(call, plan, q, k, v)  # pyright: ignore[reportAttributeAccessIssue]  # not all have one
     return Prepared(call, plan, chosen, same, repeat)
 
 

@@ -45,7 +45,7 @@ def refuses(call: Call) -> list[str]:
 
 def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     """out, and lse if it is asked for."""
-    seed = int(torch.randint(2**62, ()).item()) if call.dropout else 0
+    seed = int(torch.randint(2**62, (), device="cpu").item()) if call.dropout else 0
     if not (call.grad or call.bias_grad):
         return _forward(_describe(call, plan, inputs, seed), call, call.lse)
     return _Attend.apply(call, plan, seed, *inputs)  # pyright: ignore[reportReturnType]
@@ -77,7 +77,7 @@ def repeater(call: Call, plan: Plan | None, q: Tensor, k: Tensor, v: Tensor) -> 
     )
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        out = torch.empty_strided(sizes, strides, dtype=dtype)
+        out = torch.empty_strided(sizes, strides, dtype=dtype, device="cpu")  # whatever the default device
         finite = repeat(
             described.native, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), torch.get_num_threads()
         )
@@ -111,12 +111,12 @@ class _Attend(torch.autograd.Function):
         dv = _rows(call, call.keys, call.kv_heads, call.v_head_dim)
         dbias = None
         if inputs.bias is not None and ctx.needs_input_grad[6]:
-            dbias = torch.zeros(inputs.bias.shape, dtype=lse.dtype)
+            dbias = torch.zeros(inputs.bias.shape, dtype=lse.dtype, device="cpu")
         described = _describe(call, ctx.plan, inputs, ctx.seed)  # a name of its own: it keeps alive what it points into
         native.backward(
             described.native, out.data_ptr(), out.stride(), lse.data_ptr(),
-            grad_out.data_ptr(), grad_out.stride(), _address(grad_lse), dq.data_ptr(), dq.stride(), dk.data_ptr(), dk.stride(),
-            dv.data_ptr(), dv.stride(), _address(dbias), _strides(dbias), _shares(call), torch.get_num_threads(),
+            grad_out.data_ptr(), grad_out.stride(), _address(grad_lse), dq.data_ptr(), dq.stride(),
+            dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(), _address(dbias), _strides(dbias), _shares(call), torch.get_num_threads(),
         )  # fmt: skip
         dsinks = None
         if inputs.sinks is not None and ctx.needs_input_grad[7]:
@@ -150,7 +150,11 @@ class _Described:
 
 def _forward(described: _Described, call: Call, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     out = _rows(call, call.queries, call.heads, call.v_head_dim)
-    lse = torch.empty((call.batch, call.heads, call.queries), dtype=accumulate_dtype(call.dtype)) if need_lse else None
+    lse = (
+        torch.empty((call.batch, call.heads, call.queries), dtype=accumulate_dtype(call.dtype), device="cpu")
+        if need_lse
+        else None
+    )
     native.forward(described.native, out.data_ptr(), _address(lse), torch.get_num_threads())
     return out, lse
 
@@ -158,7 +162,7 @@ def _forward(described: _Described, call: Call, need_lse: bool) -> tuple[Tensor,
 def _rows(call: Call, length: int, heads: int, width: int) -> Tensor:
     """An empty [B, heads, length, width], laid out as [B, length, heads, width]: merging heads then costs nothing."""
     sizes = (call.batch, heads, length, width)
-    return torch.empty_strided(sizes, _row_strides(length, heads, width), dtype=call.dtype)
+    return torch.empty_strided(sizes, _row_strides(length, heads, width), dtype=call.dtype, device="cpu")
 
 
 def _row_strides(length: int, heads: int, width: int) -> tuple[int, int, int, int]:
