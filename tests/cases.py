@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import headscope
-from headscope._backends import accumulate_dtype
+from headscope._backends import accumulate_dtype, cpu
 from headscope.masks import Band, Dense, Documents, KeyLengths, Prefix, causal, window
 
 B, H, HKV, Q, K, D = 2, 6, 3, 11, 13, 5
@@ -130,8 +130,9 @@ OPTIONS: dict[str, Callable[[torch.dtype], Asked]] = {
 }
 
 
-PORTABLE = ["blocked", "small blocks", "reference"]
-BY = ["sdpa", *PORTABLE]
+NATIVE = ["cpu"] if cpu.native is not None else []  # without a C++ compiler there is none
+ANY = [*NATIVE, "blocked", "small blocks", "reference"]  # these take every call
+BY = ["sdpa", *ANY]
 FUSED = (
     "nothing; ungrouped; one key head; one query; square causal; scale 2; scale 0; scale -0.3; "
     "mask: prefix; mask: lengths; mask: dense; mask: dense columns; "

@@ -7,7 +7,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from cases import BY, DTYPES, FUSED, INF, OPTIONS, PORTABLE, B, D, H, K, Q, gradients, pairs, run_by, tensors, wanted
+from cases import ANY, BY, DTYPES, FUSED, INF, OPTIONS, B, D, H, K, Q, gradients, pairs, run_by, tensors, wanted
 from tolerance import assert_as_accurate
 from torch import Tensor
 
@@ -51,7 +51,7 @@ def test_out_lse_and_gradients(option: str, dtype: torch.dtype, backend: str) ->
             (64, 64, 16, None, True),
             (1, 523, 24, KeyLengths(torch.tensor([400])), True),
         )
-        for by in (BY if fused else PORTABLE)
+        for by in (BY if fused else ANY)
     ],
     indirect=["backend"],
 )
@@ -157,7 +157,7 @@ def test_create_graph_alone_is_no_error() -> None:
     torch.testing.assert_close(kept, usual, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("backend", PORTABLE, indirect=True)
+@pytest.mark.parametrize("backend", ANY, indirect=True)
 def test_gradients_of_lse_alone(backend: str) -> None:
     asked = OPTIONS["everything"](torch.float64)
     leaves = {name: x.requires_grad_() for name, x in asked.tensors.items()}
@@ -215,7 +215,7 @@ def test_an_empty_row_beside_full_ones(backend: str) -> None:
     assert (found["gradient of q"][:, :, 2] != 0).all()
 
 
-@pytest.mark.parametrize("backend", PORTABLE, indirect=True)
+@pytest.mark.parametrize("backend", ANY, indirect=True)
 def test_an_empty_row_with_a_sink(backend: str) -> None:
     sinks = torch.linspace(-1, 2, H).requires_grad_()
     leaves = {**{key: x.requires_grad_() for key, x in tensors(torch.float32).items()}, "sinks": sinks}

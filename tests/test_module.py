@@ -345,21 +345,23 @@ def test_projections_that_do_not_fit_are_an_error() -> None:
     other = separate(MultiHeadAttention(E, H, kv_heads=1, head_dim=4, v_head_dim=16))
     assert sum(len(x) for name, x in other.items() if name.endswith("weight") and "out" not in name) == 32
     fresh = MultiHeadAttention(E, H, head_dim=4, v_head_dim=4)
-    with pytest.raises(RuntimeError, match=r"Missing key.*qkv_proj.weight"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*qkv_proj\.weight"):
         fresh.load_state_dict(other)
-    with pytest.raises(RuntimeError, match=r"Missing key.*qkv_proj.weight"):
-        fresh.load_state_dict(separate(MultiHeadAttention(E, H, kdim=E, vdim=E)) | {"v_proj.weight": torch.zeros(12, 5)})
+    with pytest.raises(RuntimeError, match=r"Missing key.*qkv_proj\.weight"):
+        fresh.load_state_dict(
+            separate(MultiHeadAttention(E, H, kdim=E, vdim=E)) | {"v_proj.weight": torch.zeros(12, 5)}
+        )
     rows = {"q_proj.weight": torch.zeros(20, E), "k_proj.weight": torch.zeros(8, E), "v_proj.weight": torch.zeros(8, E)}
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*q_proj.weight"):
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*q_proj\.weight"):
         MultiHeadAttention(E, H, bias=False).load_state_dict(rows)
-    with pytest.raises(RuntimeError, match="size mismatch for qkv_proj.weight"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for qkv_proj\.weight"):
         MultiHeadAttention(E, H).load_state_dict(MultiHeadAttention(E, H, head_dim=5).state_dict())
 
 
 def test_a_part_of_a_state_is_missing() -> None:
     state = separate(module())
     del state["k_proj.weight"]
-    with pytest.raises(RuntimeError, match="qkv_proj.weight"):
+    with pytest.raises(RuntimeError, match=r"qkv_proj\.weight"):
         MultiHeadAttention(E, H).load_state_dict(state)
 
 
@@ -419,7 +421,9 @@ def test_with_torch_device() -> None:
 
 
 @pytest.mark.parametrize("name", ["usual", "grouped", "kdim", "everything"])
-@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")  # torch's
+@pytest.mark.filterwarnings(
+    "ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning"
+)  # torch's
 def test_compiles_without_a_break(name: str) -> None:
     """Also for a second length, for which torch makes the lengths symbols."""
     torch.compiler.reset()
@@ -431,7 +435,9 @@ def test_compiles_without_a_break(name: str) -> None:
         torch.testing.assert_close(compiled(*given, mask=mask), ours(*given, mask=mask), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")  # torch's
+@pytest.mark.filterwarnings(
+    "ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning"
+)  # torch's
 def test_gradients_of_a_compiled_module() -> None:
     torch.compiler.reset()
     ours, x = module(kv_heads=1), torch.randn(B, Q, E)
@@ -534,7 +540,10 @@ INPUTS_WRONG: dict[str, tuple[type[Exception], tuple[Any, ...]]] = {
         TypeError,
         (torch.zeros(2, 5, 12), causal()),
     ),
-    "v: axis 2 (K) is 3, k has 7": (ValueError, (torch.zeros(2, 5, 12), (torch.zeros(2, 7, 12), torch.zeros(2, 3, 12)))),
+    "v: axis 2 (K) is 3, k has 7": (
+        ValueError,
+        (torch.zeros(2, 5, 12), (torch.zeros(2, 7, 12), torch.zeros(2, 3, 12))),
+    ),
     "q, k, v: the leading axes (B) do not broadcast": (ValueError, (torch.zeros(2, 5, 12), torch.zeros(3, 7, 12))),
 }
 

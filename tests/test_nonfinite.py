@@ -7,7 +7,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from cases import BY, INF, MASKS, PORTABLE, SIZES, B, D, H, K, Q, gradients, run_by, tensors
+from cases import ANY, BY, INF, MASKS, NATIVE, SIZES, B, D, H, K, Q, gradients, run_by, tensors
 from tolerance import assert_as_accurate
 from torch import Tensor
 
@@ -28,7 +28,7 @@ HIDING: dict[str, tuple[dict[str, Any], bool]] = {
     "combined": ({"mask": MASKS["causal & documents | dense"][0]}, False),
     "empty rows": ({"mask": Band(2, 0, offset=-3)}, False),
 }
-RUNS = [(name, by) for name, (_, fused) in HIDING.items() for by in (BY if fused else PORTABLE)]
+RUNS = [(name, by) for name, (_, fused) in HIDING.items() for by in (BY if fused else ANY)]
 
 
 def seen_by(said: dict[str, Any]) -> Tensor:
@@ -170,7 +170,7 @@ def test_sums_that_overflow_are_no_infinity(dtype: torch.dtype, backend: str) ->
     assert_as_accurate(out, torch.full((1, 1, 9, 3), float(given["v"][0, 0, 0, 0])).double(), out, message="out")
 
 
-@pytest.mark.parametrize("backend", PORTABLE, indirect=True)
+@pytest.mark.parametrize("backend", ANY, indirect=True)
 def test_nan_in_sinks_and_biases_propagates(backend: str) -> None:
     given = tensors(torch.float32)
     sinks = torch.zeros(H)
@@ -187,7 +187,7 @@ def test_nan_in_sinks_and_biases_propagates(backend: str) -> None:
 
 def test_a_sink_that_is_minus_infinity_is_none() -> None:
     given = tensors(torch.float64)
-    for by in PORTABLE[::2]:
+    for by in (*NATIVE, "blocked", "reference"):
         found = headscope.attend(**given, sinks=torch.full((H,), -INF), mask=Band(0, 0, offset=3), backend=by)
         usual = headscope.attend(**given, mask=Band(0, 0, offset=3), backend=by)
         torch.testing.assert_close(found[:2], usual[:2])

@@ -10,11 +10,20 @@ import torch
 from torch import Tensor
 
 import headscope
+from headscope import functional
+from headscope._backends import cpu
 from headscope._call import Options, describe
 from headscope._select import BACKENDS, ORDER, order, select
 from headscope.masks import Band, Dense, KeyLengths, Prefix, causal, window
 
 B, H, HKV, Q, K, D, DV = 2, 6, 3, 7, 7, 11, 5
+
+
+@pytest.fixture(autouse=True)
+def _as_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native kernels would take every call on a CPU: what is asked here is who comes after them."""
+    monkeypatch.setattr(cpu, "native", None)
+    monkeypatch.setattr(functional, "_kept", {})
 
 
 def call(**said: Any) -> Any:
@@ -87,6 +96,13 @@ def test_sdpa_refuses(name: str) -> None:
     assert select(call(**said)).name == "blocked"
 
 
+def test_the_native_kernels_say_why_they_refuse() -> None:
+    assert BACKENDS["cpu"].refuses(call()) == ["build: the native extension is not installed"]
+    assert BACKENDS["cpu"].refuses(call(device="meta")) == ["device: these kernels run on the CPU, not on meta"]
+    with pytest.raises(ValueError, match="backend: cpu refuses this call: build: the native extension"):
+        select(call(), "cpu")
+
+
 def test_all_reasons_are_listed() -> None:
     wanted = (
         "backend: sdpa refuses this call: lse: scaled_dot_product_attention does not return it; softcap: not an option"
@@ -104,7 +120,7 @@ def test_the_portable_backends_refuse_nothing(name: str) -> None:
 
 def test_unknown_names() -> None:
     with pytest.raises(
-        ValueError, match="backend: got 'flash', wanted one of sdpa, blocked, reference, or None to choose"
+        ValueError, match="backend: got 'flash', wanted one of cpu, sdpa, blocked, reference, or None to choose"
     ):
         select(call(), "flash")
 
@@ -121,14 +137,16 @@ def test_a_named_backend_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -
     q = torch.randn(B, H, Q, D)
     k = torch.randn(B, HKV, K, D)
     ran: list[str] = []
-    for name, backend in BACKENDS.items():
+    names = ["sdpa", "blocked", "reference"]
+    for name in names:
+        backend = BACKENDS[name]
 
         def spy(*args: Any, _name: str = name, _attend: Any = backend.attend) -> Any:
             ran.append(_name)
             return _attend(*args)
 
         monkeypatch.setattr(backend, "attend", spy)
-    for name in BACKENDS:
+    for name in names:
         headscope.attention(q, k, k, backend=name)
     headscope.attention(q, k, k)
     headscope.attention(q, k, k, softcap=2.0)

@@ -201,7 +201,7 @@ def _prepare(
     plan = None if known is None else known.plan(call.batch, call.heads, call.queries, call.keys)
     same = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]
     chosen = select(call, backend)
-    kept = known is None or not known.tensors()  # else the plan may change under an equal call
+    kept = known is None or len(known.tensors()) == 0  # else the plan may change under an equal call
     repeat = None
     if same and kept and not call.opaque and hasattr(chosen, "repeater"):
         repeat = chosen.repeater(call, plan, q, k, v)  # pyright: ignore[reportAttributeAccessIssue]  # not all have one

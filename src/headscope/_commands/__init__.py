@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from headscope import __version__
 from headscope._commands.doctor import doctor
 from headscope._commands.image import image
+from headscope._commands.screen import PipeClosedError
 from headscope._commands.text import text
 from headscope._commands.trace import trace
 
 __all__ = ["verbs"]
 
 
-@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+class Verbs(click.Group):
+    """click ends the process by itself when a pipe is closed; ``headscope.cli`` shall."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a verb."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise PipeClosedError from None
+
+
+@click.group(cls=Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="%(prog)s %(version)s")
 @click.pass_context
 def verbs(context: click.Context) -> None:

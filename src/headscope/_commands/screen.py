@@ -97,19 +97,7 @@ def say(note: str) -> None:
 
 def print_json(value: dict[str, Any]) -> None:
     """A result for programs: ASCII, numbers that are not finite as null."""
-    put(json.dumps(finite(value), indent=2, allow_nan=False))
-
-
-def put(line: str) -> None:
-    """Print to stdout.
-
-    Raises:
-        PipeClosedError: the pipe is closed. click would end the process for a ``BrokenPipeError`` by itself.
-    """
-    try:
-        print(line, flush=True)
-    except BrokenPipeError:
-        raise PipeClosedError from None
+    print(json.dumps(finite(value), indent=2, allow_nan=False))
 
 
 def finite(value: Any) -> Any:

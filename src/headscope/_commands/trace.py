@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from headscope._commands.pages import write_page
-from headscope._commands.screen import SIZE, Mistake, busy, console, put
+from headscope._commands.screen import SIZE, Mistake, busy, console
 
 if TYPE_CHECKING:
     from headscope.tracing import Trace
@@ -64,9 +64,9 @@ def trace(
     except (TypeError, ValueError) as error:
         raise Mistake(_by_option(str(error))) from error
     if as_json:
-        put(steps.to_json())
+        print(steps.to_json())
     elif html is not None:
-        put(write_page(html, _page(steps), force))
+        print(write_page(html, _page(steps), force))
     else:
         console().print(steps.table(explain=explain))
 
