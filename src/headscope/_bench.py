@@ -44,6 +44,16 @@ class Timing:
     rounds: int
     median_us: dict[str, float]
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, length, embed_dim, heads)"""
+        return (self.batch, self.length, self.embed_dim, self.heads)
+
+    @property
+    def ours_ms(self) -> float:
+        """Our median in milliseconds."""
+        return self.median_us[OURS] / 1e3
+
     def ratio(self, peer: str) -> float:
         """How many times as fast as the peer ours is."""
         return self.median_us[peer] / self.median_us[OURS]
@@ -161,14 +171,19 @@ def markdown(timings: list[Timing]) -> str:
     head = ["(B, T, E, H)", "mode", "dtype", "ours, ms", *(f"× {peer}" for peer in PEERS)]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for t in timings:
-        cells = [str((t.batch, t.length, t.embed_dim, t.heads)), t.mode, t.dtype, f"{t.median_us[OURS] / 1e3:.3f}"]
+        cells = [str(t.shape), t.mode, t.dtype, f"{t.ours_ms:.3f}"]
         lines.append("| " + " | ".join(cells + [f"{t.ratio(peer):.2f}" for peer in PEERS]) + " |")
     return "\n".join(lines)
 
 
+def as_dict(timings: list[Timing]) -> dict[str, Any]:
+    """The timings and the machine, for JSON."""
+    return {"machine": machine(), "timings": [asdict(t) for t in timings]}
+
+
 def save(timings: list[Timing], path: Path) -> None:
     """Write the timings and the machine as JSON, whole or not at all."""
-    text = json.dumps({"machine": machine(), "timings": [asdict(t) for t in timings]}, indent=1)
+    text = json.dumps(as_dict(timings), indent=1)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
         file.write(text + "\n")
     Path(file.name).replace(path)

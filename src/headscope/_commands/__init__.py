@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from headscope import __version__
+from headscope._commands.bench import bench
 from headscope._commands.doctor import doctor
 from headscope._commands.image import image
 from headscope._commands.screen import PipeClosedError
@@ -43,5 +44,5 @@ def verbs(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _verb in (text, image, trace, doctor):
+for _verb in (text, image, trace, doctor, bench):
     verbs.add_command(_verb)

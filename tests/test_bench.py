@@ -1,0 +1,71 @@
+"""The benchmark: what it compares is equal, and what it reports follows from what it measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from headscope import _bench
+from headscope._commands import verbs
+
+SMALL = (2, 5, 6, 3)
+
+
+def timing(**medians: float) -> _bench.Timing:
+    return _bench.Timing(*SMALL, "inference", "fp32", 5, {_bench.OURS: 2000.0, **medians})
+
+
+@pytest.mark.parametrize("mode", _bench.MODES)
+def test_every_competitor_is_timed(mode: str) -> None:
+    measured = _bench.measure(SMALL, mode, "fp32", seconds=0.0)
+    assert set(measured.median_us) == {_bench.OURS, *_bench.PEERS}
+    assert measured.rounds == 5
+    assert min(measured.median_us.values()) > 0
+
+
+def test_the_competitors_compute_the_same() -> None:
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    outs = [module(x) for module in _bench.competitors(6, 3, torch.float64).values()]
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0])
+
+
+def test_a_competitor_that_computes_something_else_is_not_compared() -> None:
+    runs: dict[str, _bench.Run] = {_bench.OURS: lambda: torch.zeros(3), "torch": lambda: torch.ones(3)}
+    with pytest.raises(AssertionError, match="not close"):
+        _bench._check_equal(runs, "inference")
+
+
+def test_ratio_and_table() -> None:
+    row = timing(**dict.fromkeys(_bench.PEERS, 5000.0))
+    assert row.ratio("torch") == 2.5
+    assert _bench.markdown([row]).splitlines()[-1] == (
+        "| (2, 5, 6, 3) | inference | fp32 | 2.000 | 2.50 | 2.50 | 2.50 |"
+    )
+
+
+def test_saved_whole(tmp_path: Path) -> None:
+    _bench.save([timing()], tmp_path / "out.json")
+    saved = json.loads((tmp_path / "out.json").read_text())
+    assert saved["timings"][0]["median_us"] == {_bench.OURS: 2000.0}
+    assert saved["machine"]["torch"] == torch.__version__
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_bench, "SHAPES", (SMALL,))
+    shown = CliRunner().invoke(verbs, ["bench", "--seconds", "0.001", "--dtype", "fp32"])
+    assert shown.exit_code == 0, shown.output
+    assert [line.split("  ")[0] for line in shown.stdout.splitlines() if line.startswith("(2")] == ["(2, 5, 6, 3)"] * 2
+    found = json.loads(CliRunner().invoke(verbs, ["bench", "--seconds", "0.001", "--dtype", "fp32", "--json"]).stdout)
+    assert [row["mode"] for row in found["timings"]] == list(_bench.MODES)
+
+
+def test_seconds_out_of_range() -> None:
+    refused = CliRunner().invoke(verbs, ["bench", "--seconds", "0"])
+    assert refused.exit_code == 2
+    assert "--seconds: got 0.0, wanted a number above 0 and up to 600" in refused.stderr

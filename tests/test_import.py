@@ -1,0 +1,86 @@
+"""What an import loads, and that every public name is there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+import headscope
+
+NOT_NEEDED = ("matplotlib", "tokenizers", "jinja2", "rich", "click", "PIL", "safetensors", "transformers", "sklearn")
+
+
+def loaded(code: str) -> set[str]:
+    """The modules loaded after running code in a fresh interpreter."""
+    code += "\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    modules = loaded("import headscope")
+    assert not modules & {*NOT_NEEDED, "torch", "numpy"}, modules & {*NOT_NEEDED, "torch", "numpy"}
+    assert {name for name in modules if name.startswith("headscope")} == {"headscope"}
+
+
+def test_attention_loads_torch_and_nothing_else_of_weight() -> None:
+    """Beside what ``import torch`` loads itself, a first call loads ours alone."""
+    call = "import torch; q = torch.zeros(1, 1, 2, 4)"
+    ours = "from headscope import attention, masks, MultiHeadAttention; attention(q, q, q, mask=masks.causal())"
+    ours += "; MultiHeadAttention(4, 2)(q[0], mask=masks.Prefix(1))"
+    extra = {name.split(".")[0] for name in loaded(f"{call}; {ours}") - loaded(call)}
+    assert not extra & {*NOT_NEEDED, "sympy", "numpy"}, extra
+    assert "headscope" in extra
+
+
+def test_headscope_imports_of_one_layer_do_not_reach_up() -> None:
+    """cli → report → tracing → module → functional → _select → _backends → _call → masks, and never back."""
+    rooms = ["masks", "_call", "_backends", "_select", "functional", "module"]
+    for at, room in enumerate(rooms):
+        modules = loaded(f"import headscope.{room}")
+        above = {f"headscope.{other}" for other in rooms[at + 1 :]}
+        assert not modules & above, f"{room} imports {modules & above}"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["text", "--help"], ["trace", "--help"]])
+def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
+    code = f"import headscope.cli, sys\nsys.argv = ['headscope', *{arguments!r}]\n"
+    code += "try: headscope.cli.main()\nexcept SystemExit as end: assert end.code in (0, None), end.code"
+    modules = loaded(code)
+    assert "headscope.cli" in modules
+    assert not modules & {"torch", "numpy", "matplotlib"}, modules & {"torch", "numpy", "matplotlib"}
+
+
+@pytest.mark.parametrize("name", headscope.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(headscope, name) is not None
+    assert name in dir(headscope)
+    assert getattr(headscope, name) is getattr(headscope, name), "resolved once"
+
+
+@pytest.mark.parametrize("room", ["functional", "masks", "module", "tracing", "stats", "examples"])
+def test_every_name_of_a_room_is_there(room: str) -> None:
+    module = import_module(f"headscope.{room}")
+    for name in module.__all__:
+        assert getattr(module, name).__doc__, f"{room}.{name} says nothing of itself"
+
+
+def test_an_unknown_name_lists_those_there_are() -> None:
+    with pytest.raises(AttributeError, match=r"module 'headscope' has no attribute 'atention'; it has .*attention"):
+        headscope.atention  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_trace_is_the_function() -> None:
+    """Not a module of that name, whatever was imported before."""
+    import headscope.tracing
+
+    assert headscope.trace is headscope.tracing.trace
+    assert callable(headscope.trace)
+
+
+def test_the_version_is_a_number() -> None:
+    assert [part.isdigit() for part in headscope.__version__.split(".")] == [True, True, True]
