@@ -116,7 +116,8 @@ class _Attend(torch.autograd.Function):
         native.backward(
             described.native, out.data_ptr(), out.stride(), lse.data_ptr(),
             grad_out.data_ptr(), grad_out.stride(), _address(grad_lse), dq.data_ptr(), dq.stride(),
-            dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(), _address(dbias), _strides(dbias), _shares(call), torch.get_num_threads(),
+            dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(), _address(dbias), _strides(dbias),
+            _shares(call), torch.get_num_threads(),
         )  # fmt: skip
         dsinks = None
         if inputs.sinks is not None and ctx.needs_input_grad[7]:
