@@ -536,7 +536,7 @@ INPUTS_WRONG: dict[str, tuple[type[Exception], tuple[Any, ...]]] = {
         (torch.zeros(2, 5, 12), (torch.zeros(2, 7, 12),) * 3),
     ),
     "context: got str, wanted a torch.Tensor": (TypeError, (torch.zeros(2, 5, 12), ("k", "v"))),
-    "context: got Band, wanted a torch.Tensor, or a pair (for the keys, for the values); a mask goes by its name, mask=": (
+    "context: got Band, wanted a torch.Tensor, or a pair (for the keys, for the values); a mask goes by its name": (
         TypeError,
         (torch.zeros(2, 5, 12), causal()),
     ),

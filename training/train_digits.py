@@ -1,4 +1,4 @@
-"""Train the digits model on scikit-learn's digits, each moved, turned and scaled a little anew in every epoch."""
+"""Train the digits model on scikit-learn's digits, most of them moved, turned and scaled a little, anew each time."""
 
 from __future__ import annotations
 
@@ -35,18 +35,22 @@ def split_digits() -> tuple[tuple[Array, Array], tuple[Array, Array]]:
 
 
 def augment(images: Tensor, generator: np.random.Generator) -> Tensor:
-    """Return the images moved by up to a pixel, turned by up to 12 degrees and scaled by up to a tenth.
+    """Return seven in ten images moved by up to 0.6 pixels, turned by up to 10 degrees and scaled by up to 8 %.
+
+    The others stay: moving an image of 8 x 8 by a part of a pixel blurs it, and the model must know sharp ones too.
 
     Shapes: images and result [B, 8, 8].
     """
     rows = len(images)
-    angle = generator.uniform(-math.radians(12), math.radians(12), rows)
-    scale = generator.uniform(0.9, 1.1, rows)
-    shift = generator.uniform(-1.0, 1.0, (rows, 2)) / 4  # of half the width, as affine_grid counts
+    angle = generator.uniform(-math.radians(10), math.radians(10), rows)
+    scale = generator.uniform(0.92, 1.08, rows)
+    shift = generator.uniform(-0.6, 0.6, (rows, 2)) / 4  # affine_grid counts in halves of the width, 4 pixels
+    as_is = torch.from_numpy(generator.random(rows) < 0.3)
     cosine, sine = np.cos(angle) * scale, np.sin(angle) * scale
     matrix = np.stack([cosine, -sine, shift[:, 0], sine, cosine, shift[:, 1]], axis=1).reshape(rows, 2, 3)
     grid = F.affine_grid(torch.from_numpy(matrix).float(), [rows, 1, 8, 8], align_corners=False)
-    return F.grid_sample(images.unsqueeze(1), grid, align_corners=False).squeeze(1)
+    moved = F.grid_sample(images.unsqueeze(1), grid, align_corners=False).squeeze(1)
+    return torch.where(as_is[:, None, None], images, moved)
 
 
 def main() -> int:
@@ -56,7 +60,7 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="part of what makes a run repeatable")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--warmup", type=int, default=50)
     parser.add_argument("--rows", type=int, default=64, help="images a step")
     parser.add_argument("--matrix-rate", type=float, default=5e-3, help="peak learning rate of the matrices")

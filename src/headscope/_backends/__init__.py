@@ -8,7 +8,7 @@ What a backend is given is canonical: q [B, H, Q, D], k [B, Hkv, K, D], v [B, Hk
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -53,3 +53,29 @@ def full_precision(call: Call) -> AbstractContextManager[object]:
     if call.device == "meta" or not torch.is_autocast_enabled(call.device):
         return _AS_IT_IS
     return torch.autocast(call.device, enabled=False)
+
+
+def once(gradients: tuple[Tensor | None, ...], *made_from: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients that raise where somebody differentiates them again; for the end of a backward pass.
+
+    torch's ``once_differentiable`` would not do: where the gradient that comes in needs none itself, it returns
+    constants, and a sum of a loss and a penalty on its gradient would lose the penalty's without a word.
+    """
+    if not torch.is_grad_enabled():  # as it is unless somebody asked for create_graph
+        return gradients
+    return _Once.apply(*gradients, *made_from)[: len(gradients)]  # pyright: ignore[reportReturnType, reportIndexIssue, reportOptionalSubscript]
+
+
+class _Once(torch.autograd.Function):
+    """Hands tensors through and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(None if x is None else x.view_as(x) for x in given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError(
+            "attention: this backend has no second derivative; "
+            'backend="reference" has one, in memory quadratic in the length'
+        )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope._backends import Inputs, accumulate_dtype, full_precision
+from headscope._backends import Inputs, accumulate_dtype, full_precision, once
 from headscope._call import Call
 from headscope.masks import Plan
 
@@ -150,17 +150,16 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
         with torch.no_grad():
-            found = _Attend.gradients(ctx, grads)
-        if torch.is_grad_enabled():  # create_graph=True
-            found = _Once.apply(*found, *grads, *ctx.saved_tensors)[: len(found)]
-        return None, None, None, *found
+            found = _Attend.gradients(ctx, saved, grads)
+        return None, None, None, *once(found, *grads, *saved)
 
     @staticmethod
-    def gradients(ctx: Any, grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    def gradients(ctx: Any, saved: tuple[Any, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
         """Of q, k, v, bias and sinks."""
         call, plan = ctx.call, ctx.plan
-        *tensors, out, lse = ctx.saved_tensors
+        *tensors, out, lse = saved
         inputs = Inputs(*tensors)
         wanted = (True, True, True, *ctx.needs_input_grad[6:])  # a bias may be as large as the matrix
         sums = _zeros(inputs, wanted, accumulate_dtype(call.dtype))
@@ -169,25 +168,6 @@ class _Attend(torch.autograd.Function):
             for block in blocks(call, plan):
                 _backward(_Backward(call, plan, block, inputs, out, lse, grad_out, grad_lse, ctx.seed), sums)
         return tuple(_like(total, tensor) for total, tensor in zip(sums, inputs, strict=True))
-
-
-class _Once(torch.autograd.Function):
-    """Hands gradients through and refuses to be differentiated.
-
-    ``once_differentiable`` would not do: where the gradient that comes in needs none itself, it returns constants, and
-    a sum of a loss and a penalty on its gradient would lose the penalty's without a word.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return tuple(None if x is None else x.view_as(x) for x in given)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise RuntimeError(
-            "attention: the blocked backend has no second derivative; "
-            'backend="reference" has one, in memory quadratic in the length'
-        )
 
 
 def _zeros(inputs: Inputs, wanted: tuple[bool, ...], dtype: torch.dtype) -> Inputs:

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from headscope._backends import Inputs, accumulate_dtype
+from headscope._backends import Inputs, accumulate_dtype, once
 from headscope._call import Call
 from headscope.masks import And, Dense, Documents, Mask, Or, Plan
 
@@ -99,10 +98,19 @@ class _Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
+        with torch.no_grad():
+            found = _Attend.gradients(ctx, saved, grad_out, grad_lse)
+        return None, None, None, *once(found, grad_out, grad_lse, *saved)
+
+    @staticmethod
+    def gradients(
+        ctx: Any, saved: tuple[Any, ...], grad_out: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Of q, k, v, bias and sinks."""
         call = ctx.call
-        *tensors, out, lse = ctx.saved_tensors
+        *tensors, out, lse = saved
         inputs = Inputs(*tensors)
         grad_out = torch.zeros_like(out) if grad_out is None else _unit_stride(grad_out)
         grad_lse = grad_lse.contiguous() if grad_lse is not None else None
@@ -124,7 +132,7 @@ class _Attend(torch.autograd.Function):
             dsinks = _sinks_gradient(inputs.sinks, out, lse, grad_out, grad_lse)
         if dbias is not None and inputs.bias is not None:
             dbias = dbias.to(inputs.bias.dtype)
-        return None, None, None, dq, dk, dv, dbias, dsinks
+        return dq, dk, dv, dbias, dsinks
 
 
 def _shares(call: Call) -> int:
