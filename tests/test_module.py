@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -446,6 +447,22 @@ def test_gradients_of_a_compiled_module() -> None:
         wanted = torch.autograd.grad(ours(x, mask=mask).square().sum(), list(ours.parameters()))
         got = torch.autograd.grad(compiled(x, mask=mask).square().sum(), list(ours.parameters()))
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.long  # half a minute of compiling
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's
+@pytest.mark.parametrize("name", ["usual", "everything"])
+def test_compiles_to_machine_code(name: str) -> None:
+    torch.compiler.reset()
+    ours = module(**VARIANTS[name])
+    compiled = torch.compile(ours, fullgraph=True)
+    for length in (5, 6):
+        x = torch.randn(B, length, E, requires_grad=True)
+        out, wanted = compiled(x, mask=window(3)), ours(x, mask=window(3))
+        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+        gradients = [torch.autograd.grad(y.square().sum(), x)[0] for y in (out, wanted)]
+        torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-3)
 
 
 def test_checkpointing_repeats_dropout() -> None:

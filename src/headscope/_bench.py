@@ -73,7 +73,20 @@ class Plain(nn.Module):
         return self.module.out_proj(merge_heads(p @ v))
 
 
-def competitors(embed_dim: int, heads: int, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Tensor]]:
+class Theirs(nn.Module):
+    """torch's module on one input."""
+
+    def __init__(self, module: nn.MultiheadAttention, need_weights: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.need_weights = need_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, E] -> [B, T, E]"""
+        return self.module(x, x, x, need_weights=self.need_weights, average_attn_weights=False)[0]
+
+
+def competitors(embed_dim: int, heads: int, dtype: torch.dtype) -> dict[str, nn.Module]:
     """Four modules with the same weights: ours, torch's without and with weights, and the plain one."""
     ours = MultiHeadAttention(embed_dim, heads, dtype=dtype)
     theirs = nn.MultiheadAttention(embed_dim, heads, batch_first=True, dtype=dtype)
@@ -85,8 +98,8 @@ def competitors(embed_dim: int, heads: int, dtype: torch.dtype) -> dict[str, Cal
     )  # fmt: skip
     return {
         OURS: ours,
-        "torch": lambda x: theirs(x, x, x, need_weights=False)[0],
-        "torch, need_weights": lambda x: theirs(x, x, x, need_weights=True, average_attn_weights=False)[0],
+        "torch": Theirs(theirs, need_weights=False),
+        "torch, need_weights": Theirs(theirs, need_weights=True),
         "plain": Plain(ours),
     }
 
@@ -98,8 +111,7 @@ def measure(shape: tuple[int, int, int, int], mode: str, dtype: str, seconds: fl
     x = torch.randn(batch, length, embed_dim, dtype=DTYPES[dtype])
     modules = competitors(embed_dim, heads, DTYPES[dtype])
     for module in modules.values():
-        if isinstance(module, nn.Module):
-            module.train(mode != "inference")
+        module.train(mode != "inference")
     runs = {name: _runner(module, x, mode) for name, module in modules.items()}
     _check_equal(runs, mode)
     with torch.inference_mode(mode == "inference"):
@@ -108,7 +120,7 @@ def measure(shape: tuple[int, int, int, int], mode: str, dtype: str, seconds: fl
     return Timing(batch, length, embed_dim, heads, mode, dtype, len(times[OURS]), medians)
 
 
-def _runner(module: Callable[[Tensor], Tensor], x: Tensor, mode: str) -> Run:
+def _runner(module: nn.Module, x: Tensor, mode: str) -> Run:
     if mode == "inference":
         return lambda: module(x)
     leaf = x.clone().requires_grad_()
