@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headscope import __version__, masks
+from headscope._backends import cpu
 from headscope._call import Call, Options, describe
 from headscope._select import BACKENDS, order
 
@@ -145,7 +146,13 @@ def _mask(ask: Ask, keys: int, device: str) -> masks.Mask | None:
 
 def machine() -> dict[str, dict[str, Any]]:
     """Versions, the machine, and what torch can do on it, by section."""
-    return {"versions": _versions(), "machine": _hardware(), "torch": _torch()}
+    return {"versions": _versions(), "machine": _hardware(), "torch": _torch(), "native kernels": _native()}
+
+
+def _native() -> dict[str, Any]:
+    if cpu.native is None:
+        return {"target": "not installed: there was no C++ compiler when the package was built"}
+    return {"target": cpu.native.target(), "targets of this CPU": ", ".join(cpu.native.targets())}
 
 
 def _versions() -> dict[str, Any]:
