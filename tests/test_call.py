@@ -193,6 +193,15 @@ def test_sizes() -> None:
     assert (five.lead, five.batch) == ((2, 3), 6)
 
 
+def test_rows_that_may_be_empty() -> None:
+    assert not call().may_be_empty
+    assert not call(causal()).may_be_empty
+    assert call(causal(), q=torch.zeros(B, H, K + 1, D)).may_be_empty
+    assert call(k=torch.zeros(B, HKV, 0, D), v=torch.zeros(B, HKV, 0, DV)).may_be_empty
+    assert call(bias=torch.zeros(Q, K)).may_be_empty, "it may hold -inf"
+    assert call(Dense(yes(Q, K))).may_be_empty, "its values are not read"
+
+
 def test_is_hashable_and_holds_no_tensors() -> None:
     one, other = call(causal() & Prefix(3)), call(causal() & Prefix(3))
     assert one == other

@@ -88,6 +88,9 @@ def check(pair: Pair, sizes: tuple[int, int, int, int], name: str) -> None:
         first, last = plan.bounds[i if len(plan.bounds) > 1 else 0].tolist()
         outside = [j for j in range(keys) if not first <= j < last]
         assert not wanted[:, :, i, outside].any(), f"{name}: query {i} sees keys outside [{first}, {last})"
+        inside = wanted[:, :, i].flatten(0, 1).any(0).nonzero().flatten().tolist() if len(plan.bounds) > 1 else []
+        if plan.rest is None and inside:
+            assert (first, last) == (inside[0], inside[-1] + 1), f"{name}: query {i} has bounds [{first}, {last})"
     assert not plan.everything or wanted.all(), f"{name}: says everything"
     assert not plan.is_causal or torch.equal(wanted[0, 0], torch.ones_like(wanted[0, 0]).tril()), f"{name}: says causal"
     assert plan.may_be_empty or wanted.any(-1).all(), f"{name}: says that no row is empty"
@@ -173,6 +176,7 @@ def test_pickle_and_deepcopy_keep_the_meaning(name: str) -> None:
     mask = primitives(sizes)[name].mask & Prefix(6)
     mask.plan(*sizes)
     for copied in (pickle.loads(pickle.dumps(mask)), copy.deepcopy(mask)):
+        assert "_plans" not in copied.__dict__, "plans kept for other tensors"
         torch.testing.assert_close(copied.dense(*sizes), mask.dense(*sizes))
         torch.testing.assert_close(of_plan(copied.plan(*sizes), sizes), of_plan(mask.plan(*sizes), sizes))
 
