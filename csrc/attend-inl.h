@@ -1,49 +1,107 @@
-// The forward pass of a block of rows: softmax over blocks of keys with a running maximum.
+// The forward pass of a block of rows: softmax over blocks of keys with a running maximum. With G > 0 there are at most G
+// rows, and the products are those of Few.
 
-template <class T, int QV> struct Attend : Scores<T, QV> {
+template <class T, int QV, int G = 0> struct Attend : Scores<T, QV> {
     using Base = Scores<T, QV>;
-    using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::head, Base::query, Base::row, Base::b;
+    using Base::f, Base::p, Base::q, Base::count, Base::L, Base::ROWS, Base::head, Base::query, Base::row, Base::b;
     using Products = typename Base::Products;
 
-    T* o;     // [Dv][ROWS]
-    T* kept;  // [KEYS][ROWS], with dropout
+    int k_width, v_width;  // D and Dv, rounded up to whole vectors
+    T* o;                  // [Dv][ROWS]; with G the rows are [G][v_width] until the end
+    T* kept;               // [KEYS][ROWS], with dropout
+    T *few_q, *few_o;      // [G][k_width], [G][v_width]
     V<T> top[QV], sum[QV];
 
+    static int whole(std::int64_t n) { return int((n + L - 1) / L * L); }
     static std::size_t scratch(const Forward& f) {
-        return sizeof(T) * (Base::scratch(f) + (f.v_head_dim + (f.dropout > 0 ? KEYS : 0)) * ROWS);
+        return sizeof(T) * (Base::scratch(f) + (f.v_head_dim + (f.dropout > 0 ? KEYS : 0)) * ROWS +
+                            G * (whole(f.head_dim) + whole(f.v_head_dim)));
     }
 
-    Attend(const Forward& call, std::int64_t batch, std::int64_t head, void* memory) : Base(call, batch, head, memory) {
+    Attend(const Forward& call, std::int64_t batch, std::int64_t head, void* memory)
+        : Base(call, batch, head, memory), k_width(whole(f.head_dim)), v_width(whole(f.v_head_dim)) {
         o = static_cast<T*>(memory) + Base::scratch(f);
         kept = o + f.v_head_dim * ROWS;
+        few_q = kept + (f.dropout > 0 ? KEYS : 0) * ROWS;
+        few_o = few_q + G * k_width;
     }
 
-    void run(std::int64_t first, int rows) {
+    // Share `share` of `shares` of the keys that the rows may see.
+    void run(std::int64_t first, int rows, std::int64_t share, std::int64_t shares, void* partial) {
         this->first = first, count = rows;
-        this->load_queries();
+        if constexpr (G > 0) load_few_queries();
+        else this->load_queries();
         this->load_spans();
-        start();
+        start(share == 0);
         bool fresh = true;
         std::int64_t begin, end;
         this->reach(begin, end);
+        if (shares > 1) {
+            const std::int64_t each = ((end - begin) / shares + KEYS) / KEYS * KEYS;
+            begin += share * each;
+            if (end > begin + each) end = begin + each;
+        }
         for (std::int64_t j = begin; j < end; j += KEYS) {
             const int keys = int(end - j < KEYS ? end - j : KEYS);
-            if (!this->logits(j, keys)) continue;
+            if (!logits(j, keys)) continue;
             weigh(keys, fresh);
             if (f.dropout > 0) {
                 this->keep(j, keys, kept);
                 for (int n = 0; n < keys * QV; n++) store(p + n * L, load(p + n * L) * load(kept + n * L));
             }
-            const typename Base::Lines v = this->values_at(j, keys);
-            Products::mixes(p, v.data, v.stride, keys, int(f.v_head_dim), o, fresh);
+            mix(j, keys, fresh);
             fresh = false;
         }
-        finish(fresh);
+        if constexpr (G > 0) if (!fresh) spread();
+        if (fresh) for (int n = 0; n < f.v_head_dim * QV; n++) store(o + n * L, V<T>{});
+        if (shares > 1) return leave(static_cast<T*>(partial));
+        finish();
     }
 
-    void start() {
+    bool logits(std::int64_t j, int keys) {
+        if constexpr (G > 0) {
+            bool whole;
+            if (!this->visible(j, keys, whole)) return false;
+            of_dtype(f.k, j, [&](auto* k) { Few<T, G>::dots(few_q, k_width, k, f.k.stride[2], keys, int(f.head_dim), p); });
+            this->adjust(j, keys, whole);
+            return true;
+        }
+        return Base::logits(j, keys);
+    }
+    void mix(std::int64_t j, int keys, bool fresh) {
+        if constexpr (G > 0) {
+            of_dtype(f.v, j, [&](auto* v) { Few<T, G>::mixes(p, v, f.v.stride[2], keys, int(f.v_head_dim), few_o, v_width, fresh); });
+        } else {
+            const typename Base::Lines v = this->values_at(j, keys);
+            Products::mixes(p, v.data, v.stride, keys, int(f.v_head_dim), o, fresh);
+        }
+    }
+    // body(row j of a tensor [B, Hkv, K, .] as what it is)
+    template <class Body> INLINE void of_dtype(const Tensor4& x, std::int64_t j, const Body& body) const {
+        if constexpr (sizeof(T) == 8) body(reinterpret_cast<const T*>(at(x, b, this->kv_head, j, 8)));
+        else if (x.dtype == Dtype::bf16) body(reinterpret_cast<const BFloat16*>(at(x, b, this->kv_head, j, 2)));
+        else if (x.dtype == Dtype::f16) body(reinterpret_cast<const Float16*>(at(x, b, this->kv_head, j, 2)));
+        else body(reinterpret_cast<const T*>(at(x, b, this->kv_head, j, 4)));
+    }
+
+    void load_few_queries() {
+        for (int n = 0; n < KEYS * ROWS; n += L) store(p + n, V<T>{});  // rows beyond G stay finite
+        for (int g = 0; g < G; g++) {
+            const T* from = this->row_of(f.q, g, int(f.head_dim), this->line);
+            for (int d = 0; d < k_width; d++) few_q[g * k_width + d] = d < f.head_dim ? from[d] * this->query_factor() : T(0);
+        }
+    }
+    // The rows of few_o into the lanes of o.
+    void spread() {
+        for (int c = 0; c < f.v_head_dim; c++) {
+            store(o + c * ROWS, V<T>{});
+            for (int g = 0; g < G; g++) o[c * ROWS + g] = few_o[g * v_width + c];
+        }
+    }
+
+    void start(bool with_sinks) {
         UNROLL for (int v = 0; v < QV; v++) top[v] = splat(-std::numeric_limits<T>::max()), sum[v] = V<T>{};
-        if (!f.sinks) return;
+        if (!f.sinks || !with_sinks) return;
         for (int r = 0; r < ROWS; r++) {
             const T sink = static_cast<const T*>(f.sinks)[head(r < count ? r : count - 1)] * T(LOG2E);
             if (sink == -std::numeric_limits<T>::infinity()) continue;
@@ -62,15 +120,51 @@ template <class T, int QV> struct Attend : Scores<T, QV> {
         if (any<T>(moved)) {
             V<T> shrink[QV];
             UNROLL for (int v = 0; v < QV; v++) shrink[v] = exp2(top[v] - m[v]), sum[v] *= shrink[v], top[v] = m[v];
-            if (!fresh)
-                for (int c = 0; c < f.v_head_dim; c++) UNROLL for (int v = 0; v < QV; v++)
-                    store(o + c * ROWS + v * L, load(o + c * ROWS + v * L) * shrink[v]);
+            if (!fresh) scale_output(shrink);
         }
         for (int j = 0; j < keys; j++) UNROLL for (int v = 0; v < QV; v++) {
             const V<T> x = exp2(load(p + j * ROWS + v * L) - m[v]);
             sum[v] += x;
             store(p + j * ROWS + v * L, x);
         }
+    }
+
+    void scale_output(const V<T>* factor) {
+        if constexpr (G > 0) {
+            for (int g = 0; g < G; g++) for (int c = 0; c < v_width; c += L)
+                store(few_o + g * v_width + c, load(few_o + g * v_width + c) * factor[0][g]);
+        } else {
+            for (int c = 0; c < f.v_head_dim; c++) UNROLL for (int v = 0; v < QV; v++)
+                store(o + c * ROWS + v * L, load(o + c * ROWS + v * L) * factor[v]);
+        }
+    }
+
+    // What a share of the keys leaves: o, top and sum; and from these the whole.
+    void leave(T* partial) const {
+        for (int n = 0; n < f.v_head_dim * QV; n++) store(partial + n * L, load(o + n * L));
+        partial += f.v_head_dim * ROWS;
+        UNROLL for (int v = 0; v < QV; v++) store(partial + v * L, top[v]), store(partial + ROWS + v * L, sum[v]);
+    }
+    void merge(std::int64_t first, int rows, std::int64_t shares, const T* partial, std::int64_t size) {
+        this->first = first, count = rows;
+        const std::int64_t tops = f.v_head_dim * ROWS;
+        UNROLL for (int v = 0; v < QV; v++) top[v] = splat(-std::numeric_limits<T>::max()), sum[v] = V<T>{};
+        for (std::int64_t n = 0; n < shares; n++)
+            UNROLL for (int v = 0; v < QV; v++) top[v] = greater<T>(load(partial + n * size + tops + v * L), top[v]);
+        for (std::int64_t n = 0; n < shares; n++) {
+            const T* from = partial + n * size;
+            V<T> factor[QV];
+            UNROLL for (int v = 0; v < QV; v++) {
+                factor[v] = exp2(load(from + tops + v * L) - top[v]);
+                sum[v] += load(from + tops + ROWS + v * L) * factor[v];
+            }
+            for (int c = 0; c < f.v_head_dim; c++) UNROLL for (int v = 0; v < QV; v++) {
+                T* to = o + c * ROWS + v * L;
+                const V<T> x = load(from + c * ROWS + v * L) * factor[v];
+                store(to, n ? load(to) + x : x);
+            }
+        }
+        finish();
     }
 
     bool all_finite(const V<T>* inverse) const {
@@ -80,8 +174,7 @@ template <class T, int QV> struct Attend : Scores<T, QV> {
         return !any<T>(zero != zero);
     }
 
-    void finish(bool fresh) {
-        if (fresh) for (int n = 0; n < f.v_head_dim * QV; n++) store(o + n * L, V<T>{});
+    void finish() {
         V<T> inverse[QV];
         UNROLL for (int v = 0; v < QV; v++) inverse[v] = sum[v] == 0 ? V<T>{} : 1 / sum[v];
         this->put_rows(o, int(f.v_head_dim), inverse, f.out, f.out_stride);

@@ -9,6 +9,9 @@ namespace headscope {
 
 enum class Dtype : std::int32_t { f32 = 0, f64 = 1, bf16 = 2, f16 = 3 };
 
+struct BFloat16 { std::uint16_t bits; };
+struct Float16 { std::uint16_t bits; };
+
 // A tensor of four axes; strides in elements. A stride of 0 repeats.
 struct Tensor4 {
     const void* data = nullptr;
@@ -39,6 +42,11 @@ struct Visible {
     std::int32_t count = 0;
 };
 
+// Asked between tasks and inside long ones, by any thread: whether to leave at once, since nobody wants the result any more.
+struct Watch {
+    bool (*stops)(Watch*);
+};
+
 struct Forward {
     std::int64_t batch, heads, kv_heads, queries, keys, head_dim, v_head_dim;
     Tensor4 q, k, v;               // [B, H, Q, D], [B, Hkv, K, D], [B, Hkv, K, Dv]; the last stride is 1
@@ -52,7 +60,9 @@ struct Forward {
     void* out = nullptr;           // [B, H, Q, Dv], dtype of q
     std::int64_t out_stride[3];    // the last stride is 1
     void* lse = nullptr;           // [B, H, Q] contiguous, float or double as the arithmetic; may be null
+    void* partial = nullptr;       // what the shares of a block's keys leave for `merge`
     std::atomic<bool>* spoilt = nullptr;  // set where out holds NaN or infinity; may be null
+    Watch* watch = nullptr;        // may be null
 };
 
 struct Backward {
@@ -74,6 +84,10 @@ struct Target {
     std::int64_t (*tasks)(const Forward&);
     std::size_t (*scratch)(const Forward&);
     void (*run)(const Forward&, std::int64_t task, void* scratch);
+    // Few rows against many keys: the keys of a block are shared among tasks, and what they leave is merged for each block.
+    std::int64_t (*shares)(const Forward&);
+    std::size_t (*partial)(const Forward&);  // bytes, of all shares
+    void (*merge)(const Forward&, std::int64_t block, void* scratch);
 
     // Backward: batch * kv_heads * shares tasks, each with a zeroed buffer of `sums` bytes; then `gather` for each head.
     std::size_t (*gradient_scratch)(const Forward&);

@@ -7,6 +7,7 @@
 
 #include <omp.h>
 #include <pthread.h>
+#include <time.h>
 
 #include <array>
 #include <atomic>
@@ -28,6 +29,51 @@ namespace {
 
 std::atomic<bool> forked{false};  // libgomp's pool does not survive a fork: a child runs single-threaded
 
+// Ctrl-C. Python runs its signal handlers on its main thread, between bytecodes: a long call would hold them up. Where the main
+// thread is the one that entered, it asks for them every 50 ms; if a handler raises, all threads leave what is left of the call.
+std::atomic<pthread_t> main_thread{};
+
+class Signals : public Watch {
+public:
+    Signals() : Watch{ask}, entered_by_main(pthread_equal(pthread_self(), main_thread)), asked(entered_by_main ? now() : 0) {}
+
+    // To be called where all threads have left, without the GIL.
+    void raise() const {
+        if (!raised) return;
+        nb::gil_scoped_acquire locked;
+        throw nb::python_error();
+    }
+
+private:
+    static constexpr std::int64_t PATIENCE = 50'000'000;  // ns
+
+    static bool ask(Watch* watch) {
+        Signals& self = *static_cast<Signals*>(watch);
+        if (!self.entered_by_main || self.raised.load(std::memory_order_relaxed)) return self.raised;
+        if (!pthread_equal(pthread_self(), main_thread) || now() - self.asked < PATIENCE) return false;
+        {
+            nb::gil_scoped_acquire locked;
+            if (PyErr_CheckSignals()) self.raised = true;  // the error stays with the thread until `raise`
+        }
+        self.asked = now();
+        return self.raised;
+    }
+    static std::int64_t now() {
+#if defined(CLOCK_MONOTONIC_COARSE)
+        constexpr clockid_t clock = CLOCK_MONOTONIC_COARSE;  // some ns a look, and exact to some ms
+#else
+        constexpr clockid_t clock = CLOCK_MONOTONIC;
+#endif
+        timespec time;
+        clock_gettime(clock, &time);
+        return std::int64_t(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
+    }
+
+    const bool entered_by_main;
+    std::atomic<bool> raised{false};
+    std::int64_t asked;  // the main thread's own
+};
+
 struct Free { void operator()(void* p) const { std::free(p); } };
 using Memory = std::unique_ptr<void, Free>;
 
@@ -47,14 +93,15 @@ Tensor4 tensor(std::uintptr_t data, const Axes& stride, int dtype) {
     return x;
 }
 
-// Runs body(n, thread) for n = 0 .. count, in any order, on up to `threads` threads.
-template <class Body> void each(std::int64_t count, int threads, const Body& body) {
+// Runs body(n, thread) for n = 0 .. count, in any order, on up to `threads` threads. Bodies neither throw nor allocate.
+template <class Body> void each(Watch& watch, std::int64_t count, int threads, const Body& body) {
     if (threads <= 1) {
-        for (std::int64_t n = 0; n < count; n++) body(n, 0);
+        for (std::int64_t n = 0; n < count && !watch.stops(&watch); n++) body(n, 0);
         return;
     }
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (std::int64_t n = 0; n < count; n++) body(n, omp_get_thread_num());
+    for (std::int64_t n = 0; n < count; n++)
+        if (!watch.stops(&watch)) body(n, omp_get_thread_num());
 }
 
 int usable(int threads, std::int64_t tasks) {
@@ -69,42 +116,57 @@ Spans reach(std::uintptr_t data, const std::array<std::int64_t, 3>& at) {
 // Kind, and up to two tensors, each as its address and its strides.
 using RuleIn = std::tuple<int, std::uintptr_t, Axes, std::uintptr_t, Axes>;
 
-void run(const Forward& f, int threads) {
+void run(Forward& f, int threads) {
+    Signals signals;
+    f.watch = &signals;
     const Target* target = chosen();
-    const std::int64_t tasks = target->tasks(f);
+    const std::int64_t tasks = target->tasks(f), shares = target->shares(f);
     threads = usable(threads, tasks);
     const std::size_t own = (target->scratch(f) + 127) / 64 * 64;
-    Memory scratch = allocate(own * std::size_t(threads));
-    each(tasks, threads, [&](std::int64_t n, int thread) {
+    Memory scratch = allocate(own * std::size_t(threads)), partial;
+    if (shares > 1) partial = allocate(target->partial(f));
+    f.partial = partial.get();
+    each(signals, tasks, threads, [&](std::int64_t n, int thread) {
         target->run(f, n, static_cast<char*>(scratch.get()) + own * std::size_t(thread));
     });
+    signals.raise();
+    if (shares == 1) return;
+    each(signals, tasks / shares, usable(threads, tasks / shares), [&](std::int64_t n, int thread) {
+        target->merge(f, n, static_cast<char*>(scratch.get()) + own * std::size_t(thread));
+    });
+    signals.raise();
 }
 
-void run(const Backward& g, int threads) {
+void run(Backward& g, int threads) {
+    Signals signals;
+    g.forward.watch = &signals;
     const Target* target = chosen();
     const Forward& f = g.forward;
     const std::int64_t heads = f.batch * f.kv_heads, tasks = heads * g.shares;
     const int used = usable(threads, tasks);
     const std::size_t own = (target->gradient_scratch(f) + 127) / 64 * 64, sum = target->sums(f);
     Memory scratch = allocate(own * std::size_t(used)), sums = allocate(sum * std::size_t(tasks));
-    each(tasks, used, [&](std::int64_t n, int thread) {
+    each(signals, tasks, used, [&](std::int64_t n, int thread) {
         char* mine = static_cast<char*>(sums.get()) + sum * std::size_t(n);
         std::memset(mine, 0, sum);
         target->run_gradient(g, n, static_cast<char*>(scratch.get()) + own * std::size_t(thread), mine);
     });
-    each(heads, usable(threads, heads), [&](std::int64_t n, int) { target->gather(g, n, sums.get()); });
+    each(signals, heads, usable(threads, heads), [&](std::int64_t n, int) { target->gather(g, n, sums.get()); });
+    signals.raise();
     if (!g.dbias) return;
     const std::int64_t bias_tasks = target->bias_tasks(g);
     const int busy = usable(used, bias_tasks);  // no more than have scratch
-    each(bias_tasks, busy, [&](std::int64_t n, int thread) {
+    each(signals, bias_tasks, busy, [&](std::int64_t n, int thread) {
         target->run_bias_gradient(g, n, static_cast<char*>(scratch.get()) + own * std::size_t(thread));
     });
+    signals.raise();
 }
 
 }  // namespace
 
 NB_MODULE(_native, m) {
-    pthread_atfork(nullptr, nullptr, [] { forked = true; });
+    main_thread = pthread_t(nb::cast<unsigned long>(nb::module_::import_("threading").attr("main_thread")().attr("ident")));
+    pthread_atfork(nullptr, nullptr, [] { forked = true, main_thread = pthread_self(); });
     m.def("target", [] { return std::string(chosen()->name); });
     m.def("targets", [] {
         int count = 0;

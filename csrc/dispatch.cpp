@@ -11,6 +11,8 @@ namespace headscope {
 #if defined(__x86_64__)
 namespace avx512 { extern const Target target; }
 namespace avx2 { extern const Target target; }
+#elif defined(__aarch64__)
+namespace neon { extern const Target target; }
 #endif
 namespace generic { extern const Target target; }
 
@@ -18,6 +20,8 @@ const Target* const* targets(int* count) {
     static const Target* const all[] = {
 #if defined(__x86_64__)
         &avx512::target, &avx2::target,
+#elif defined(__aarch64__)
+        &neon::target,
 #endif
         &generic::target,
     };

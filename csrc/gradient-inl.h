@@ -117,22 +117,32 @@ template <class T, int QV> struct Gradient : Scores<T, QV> {
 
     // The block's rows as they lie, padded with zeros to whole vectors.
     void copy_rows(const Tensor4& x, int depth, int width, T* to) {
-        for (int r = 0; r < count; r++) {
+        for (int r = 0; r < count; r++, to += width) {
             const T* from = this->row_of(x, r, depth, this->line);
-            for (int d = 0; d < width; d++) to[r * width + d] = d < depth ? from[d] : T(0);
+            for (int d = 0; d < depth; d++) to[d] = from[d];
+            for (int d = depth; d < width; d++) to[d] = T(0);
         }
     }
 
     void load_row_sums() {
+        const int width = int(f.v_head_dim);
         for (int r = 0; r < ROWS; r++) {
             const int real = r < count ? r : count - 1;
-            const T* out = this->row_of(g.out, real, int(f.v_head_dim), this->line);
-            T sum = 0;
-            for (int c = 0; c < f.v_head_dim; c++) sum += out[c] * dout[c * ROWS + r];
+            const T* out = this->row_of(g.out, real, width, this->line);
+            const T* grad = this->row_of(g.grad_out, real, width, this->line + width);
             const std::int64_t at_row = row(real);
             const T value = static_cast<const T*>(f.lse)[at_row];
             lse[r / L][r % L] = value == -std::numeric_limits<T>::infinity() ? T(0) : value * T(LOG2E);  // logits: all -inf
-            delta[r / L][r % L] = sum - (g.grad_lse ? static_cast<const T*>(g.grad_lse)[at_row] : T(0));
+            delta[r / L][r % L] = product(out, grad, width) - (g.grad_lse ? static_cast<const T*>(g.grad_lse)[at_row] : T(0));
         }
+    }
+    static T product(const T* x, const T* y, int width) {
+        V<T> lanes{};
+        int d = 0;
+        for (; d + L <= width; d += L) lanes += load_anywhere(x + d) * load_anywhere(y + d);
+        T sum = 0;
+        for (; d < width; d++) sum += x[d] * y[d];
+        for (int n = 0; n < L; n++) sum += lanes[n];
+        return sum;
     }
 };

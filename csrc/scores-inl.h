@@ -12,10 +12,10 @@ constexpr int KEYS = 64;  // keys in one softmax block
 
 INLINE float widen(std::uint16_t x, Dtype dtype) {
     if (dtype == Dtype::bf16) return __builtin_bit_cast(float, std::uint32_t(x) << 16);
-    return float(__builtin_bit_cast(_Float16, x));
+    return float(__builtin_bit_cast(Half, x));
 }
 INLINE std::uint16_t narrow(float x, Dtype dtype) {
-    if (dtype == Dtype::f16) return __builtin_bit_cast(std::uint16_t, _Float16(x));
+    if (dtype == Dtype::f16) return __builtin_bit_cast(std::uint16_t, Half(x));
     std::uint32_t bits = __builtin_bit_cast(std::uint32_t, x);
     if (x != x) return std::uint16_t(bits >> 16 | 64);  // stays NaN
     return std::uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to nearest, ties to even
@@ -31,12 +31,12 @@ template <class T, int QV> struct Tile {
     static constexpr int ROWS = QV * L;
     static constexpr int R = REGISTER_TILE / QV < 16 ? REGISTER_TILE / QV : 16;  // keys, or value columns, at a time
 
-    // s[r][row] = k[r] · q[row], for N keys
-    template <int N> static void dot(const T* q, const T* k, std::int64_t k_stride, int depth, T* s) {
+    // s[r][row] = k[r] · q[row], for N keys of which the first `keys` are real
+    template <int N> static void dot(const T* q, const T* k, std::int64_t k_stride, int keys, int depth, T* s) {
         V<T> a[N][QV];
         const T* key[N];
         UNROLL for (int r = 0; r < N; r++) {
-            key[r] = k + r * k_stride;
+            key[r] = k + (r < keys ? r : keys - 1) * k_stride;
             UNROLL for (int v = 0; v < QV; v++) a[r][v] = V<T>{};
         }
         for (int d = 0; d < depth; d++) {
@@ -66,15 +66,16 @@ template <class T, int QV> struct Tile {
         UNROLL for (int c = 0; c < N; c++) UNROLL for (int v = 0; v < QV; v++) store(o + c * ROWS + v * L, a[c][v]);
     }
 
+    // Keys left over share one tile with copies of the last of them; no tile ends beyond KEYS.
     static void dots(const T* q, const T* k, std::int64_t k_stride, int keys, int depth, T* s) {
         int j = 0;
-        for (; j + R <= keys; j += R) dot<R>(q, k + j * k_stride, k_stride, depth, s + j * ROWS);
-        if constexpr (R > 8)
-            for (; j + 8 <= keys; j += 8) dot<8>(q, k + j * k_stride, k_stride, depth, s + j * ROWS);
-        if constexpr (R > 4)
-            for (; j + 4 <= keys; j += 4) dot<4>(q, k + j * k_stride, k_stride, depth, s + j * ROWS);
-        for (; j + 2 <= keys; j += 2) dot<2>(q, k + j * k_stride, k_stride, depth, s + j * ROWS);
-        for (; j < keys; j++) dot<1>(q, k + j * k_stride, k_stride, depth, s + j * ROWS);
+        for (; j + R <= keys; j += R) dot<R>(q, k + j * k_stride, k_stride, R, depth, s + j * ROWS);
+        k += j * k_stride, s += j * ROWS, keys -= j;
+        if (keys > 8) dot<R>(q, k, k_stride, keys, depth, s);
+        else if (keys > 4) dot<R < 8 ? R : 8>(q, k, k_stride, keys, depth, s);
+        else if (keys > 2) dot<R < 4 ? R : 4>(q, k, k_stride, keys, depth, s);
+        else if (keys > 1) dot<2>(q, k, k_stride, keys, depth, s);
+        else if (keys > 0) dot<1>(q, k, k_stride, keys, depth, s);
     }
     static void mixes(const T* p, const T* v, std::int64_t v_stride, int keys, int width, T* o, bool fresh) {
         int c = 0;
@@ -103,6 +104,10 @@ template <class T, int QV> struct Tile {
         constexpr int N = REGISTER_TILE / C < 12 ? REGISTER_TILE / C : 12;
         int j = 0;
         for (; j + N <= keys; j += N) outer<N, C>(a + j * ROWS, from, rows, width, to + j * width);
+        if constexpr (N > 4)
+            for (; j + 4 <= keys; j += 4) outer<4, C>(a + j * ROWS, from, rows, width, to + j * width);
+        if constexpr (N > 2)
+            for (; j + 2 <= keys; j += 2) outer<2, C>(a + j * ROWS, from, rows, width, to + j * width);
         for (; j < keys; j++) outer<1, C>(a + j * ROWS, from, rows, width, to + j * width);
     }
     // All columns; `width` is a multiple of L.
@@ -167,20 +172,24 @@ template <class T, int QV> struct Scores {
     // The logits of keys j .. j + keys into p; false if no row may see any of them. `tangent`, if there is a softcap, takes
     // tanh of what it caps.
     bool logits(std::int64_t j, int keys, T* tangent = nullptr) {
-        bool seen = true, whole = true;
-        if (f.visible.spans.data) overlap(j, keys, seen, whole);
-        if (!seen) return false;
+        bool whole;
+        if (!visible(j, keys, whole)) return false;
         const Lines k = keys_at(j, keys);
         Products::dots(q, k.data, k.stride, keys, int(f.head_dim), p);
+        adjust(j, keys, whole, tangent);
+        return true;
+    }
+    // From products of queries and keys to logits.
+    void adjust(std::int64_t j, int keys, bool whole, T* tangent = nullptr) {
         if (f.softcap > 0) cap(keys, tangent);
         if (f.bias.data) add_bias(j, keys);
         if (!whole) hide(j, keys);
         if (f.visible.count) hide_by_rules(j, keys);
-        return true;
     }
 
-    // Queries, transposed and scaled: their products with keys are logits times log2(e), or the argument of tanh.
-    void load_queries() { load_rows(f.q, int(f.head_dim), T(f.softcap > 0 ? f.scale / f.softcap : f.scale * LOG2E), q); }
+    // Their products with keys are logits times log2(e), or the argument of tanh.
+    T query_factor() const { return T(f.softcap > 0 ? f.scale / f.softcap : f.scale * LOG2E); }
+    void load_queries() { load_rows(f.q, int(f.head_dim), query_factor(), q); }
 
     // The block's rows of a tensor [B, H, Q, depth], times a factor, transposed to [depth][ROWS].
     void load_rows(const Tensor4& x, int depth, T factor, T* to) {
@@ -259,8 +268,10 @@ template <class T, int QV> struct Scores {
                     if (span[n + 1][r] > end) end = span[n + 1][r];
                 }
     }
-    // Whether any row may see any of these keys, and whether every row may see all of them.
-    void overlap(std::int64_t j, int keys, bool& seen, bool& whole) const {
+    // Whether any row may see any of these keys; and whether every row may see all of them.
+    bool visible(std::int64_t j, int keys, bool& whole) const {
+        whole = true;
+        if (!f.visible.spans.data) return true;
         const Int<T> low = Int<T>(j), high = Int<T>(j + keys);
         I<T> some{}, part{};
         UNROLL for (int v = 0; v < QV; v++) {
@@ -269,7 +280,8 @@ template <class T, int QV> struct Scores {
             some |= ((a < high) & (z > low)) | ((c < high) & (y > low));
             part |= ~(((a <= low) & (z >= high)) | ((c <= low) & (y >= high)));
         }
-        seen = any<T>(some), whole = !any<T>(part);
+        whole = !any<T>(part);
+        return any<T>(some);
     }
 
     void cap(int keys, T* tangent) {

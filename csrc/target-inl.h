@@ -4,32 +4,75 @@ template <class T> std::int64_t blocks_of(const Forward& f) {
     constexpr int most = QUERY_VECTORS * LANES<T>;
     return (f.queries * (f.heads / f.kv_heads) + most - 1) / most;
 }
+inline bool stops(const Forward& f) { return f.watch && f.watch->stops(f.watch); }
 inline bool is_double(const Forward& f) { return f.q.dtype == Dtype::f64; }
 inline bool is_half(const Forward& f) { return f.q.dtype == Dtype::bf16 || f.q.dtype == Dtype::f16; }
 
-std::int64_t tasks(const Forward& f) {
-    return f.batch * f.kv_heads * (is_double(f) ? blocks_of<double>(f) : blocks_of<float>(f));
-}
-std::size_t scratch(const Forward& f) {
-    return is_double(f) ? Attend<double, QUERY_VECTORS>::scratch(f) : Attend<float, QUERY_VECTORS>::scratch(f);
-}
+template <class T> constexpr int MOST_FEW = LANES<T> < 8 ? LANES<T> : 8;  // rows that Few takes
 
-// The last blocks come first: under a causal mask they see the most.
-template <class T> void run_task(const Forward& f, std::int64_t task, void* scratch) {
-    const std::int64_t blocks = blocks_of<T>(f), rows = f.queries * (f.heads / f.kv_heads);
-    const std::int64_t heads = f.batch * f.kv_heads, number = blocks - 1 - task / heads, head = task % heads;
-    const std::int64_t b = head / f.kv_heads, h = head % f.kv_heads;
-    constexpr int most = QUERY_VECTORS * LANES<T>;
+// Into how many parts the keys of each block are cut: few blocks, many keys. From the sizes alone.
+std::int64_t shares(const Forward& f) {
+    constexpr std::int64_t enough = 64, least = 1024;  // tasks; keys of a share
+    const std::int64_t blocks = f.batch * f.kv_heads * (is_double(f) ? blocks_of<double>(f) : blocks_of<float>(f));
+    if (blocks == 0 || blocks >= enough || f.keys < 2 * least) return 1;
+    const std::int64_t wanted = (enough + blocks - 1) / blocks, possible = f.keys / least;
+    return wanted < possible ? wanted : possible;
+}
+template <class T> std::int64_t partial_of(const Forward& f) { return (f.v_head_dim + 2) * QUERY_VECTORS * LANES<T>; }
+std::size_t partial(const Forward& f) {
+    const std::int64_t parts = shares(f);
+    if (parts == 1) return 0;
+    const std::int64_t heads = f.batch * f.kv_heads;
+    if (is_double(f)) return sizeof(double) * std::size_t(heads * blocks_of<double>(f) * parts * partial_of<double>(f));
+    return sizeof(float) * std::size_t(heads * blocks_of<float>(f) * parts * partial_of<float>(f));
+}
+std::int64_t tasks(const Forward& f) {
+    return f.batch * f.kv_heads * (is_double(f) ? blocks_of<double>(f) : blocks_of<float>(f)) * shares(f);
+}
+template <class T> std::size_t scratch_of(const Forward& f) {
+    const std::size_t many = Attend<T, QUERY_VECTORS>::scratch(f), few = Attend<T, 1, MOST_FEW<T>>::scratch(f);
+    return many > few ? many : few;
+}
+std::size_t scratch(const Forward& f) { return is_double(f) ? scratch_of<double>(f) : scratch_of<float>(f); }
+
+// body(an Attend that fits), for block `number` of a head.
+template <class T, class Body> void with_block(const Forward& f, std::int64_t head, std::int64_t number, void* scratch, const Body& body) {
+    constexpr int L = LANES<T>, most = QUERY_VECTORS * L, few = MOST_FEW<T>;
+    const std::int64_t rows = f.queries * (f.heads / f.kv_heads), b = head / f.kv_heads, h = head % f.kv_heads;
     const std::int64_t first = number * most;
     const int count = int(rows - first < most ? rows - first : most);
-    if (count <= LANES<T>) return Attend<T, 1>(f, b, h, scratch).run(first, count);
-    if (QUERY_VECTORS > 2 && count <= 2 * LANES<T>) return Attend<T, 2>(f, b, h, scratch).run(first, count);
-    Attend<T, QUERY_VECTORS>(f, b, h, scratch).run(first, count);
+    if (count == 1) body(Attend<T, 1, 1>(f, b, h, scratch), first, count);
+    else if (count == 2) body(Attend<T, 1, 2>(f, b, h, scratch), first, count);
+    else if (few >= 4 && count <= 4) body(Attend<T, 1, few < 4 ? few : 4>(f, b, h, scratch), first, count);
+    else if (few >= 8 && count <= 8) body(Attend<T, 1, few>(f, b, h, scratch), first, count);
+    else if (count <= L) body(Attend<T, 1>(f, b, h, scratch), first, count);
+    else if (QUERY_VECTORS > 2 && count <= 2 * L) body(Attend<T, 2>(f, b, h, scratch), first, count);
+    else body(Attend<T, QUERY_VECTORS>(f, b, h, scratch), first, count);
+}
+
+// Head by head, so that neighbouring tasks find the keys and values in the cache; of each head the last blocks come first:
+// under a causal mask they see the most.
+template <class T> void run_task(const Forward& f, std::int64_t task, void* scratch) {
+    const std::int64_t blocks = blocks_of<T>(f), parts = shares(f), share = task % parts, block = task / parts;
+    T* left = static_cast<T*>(f.partial) + task * partial_of<T>(f);
+    with_block<T>(f, block / blocks, blocks - 1 - block % blocks, scratch,
+                  [&](auto&& attend, std::int64_t first, int count) { attend.run(first, count, share, parts, left); });
 }
 void run(const Forward& f, std::int64_t task, void* scratch) {
     if (is_double(f)) return run_task<double>(f, task, scratch);
     run_task<float>(f, task, scratch);
 }
+template <class T> void merge_block(const Forward& f, std::int64_t block, void* scratch) {
+    const std::int64_t blocks = blocks_of<T>(f), parts = shares(f), size = partial_of<T>(f);
+    const T* left = static_cast<const T*>(f.partial) + block * parts * size;
+    with_block<T>(f, block / blocks, blocks - 1 - block % blocks, scratch,
+                  [&](auto&& attend, std::int64_t first, int count) { attend.merge(first, count, parts, left, size); });
+}
+void merge(const Forward& f, std::int64_t block, void* scratch) {
+    if (is_double(f)) return merge_block<double>(f, block, scratch);
+    merge_block<float>(f, block, scratch);
+}
+
 template <class T> std::size_t sums_of(const Forward& f) {
     constexpr int L = LANES<T>;
     return sizeof(T) * std::size_t(f.keys * ((f.head_dim + L - 1) / L * L + (f.v_head_dim + L - 1) / L * L));
@@ -46,7 +89,7 @@ template <class T> void run_gradient_task(const Backward& g, std::int64_t task, 
     constexpr int L = LANES<T>, most = QUERY_VECTORS * L;
     T* dk = static_cast<T*>(sums);
     T* dv = dk + f.keys * ((f.head_dim + L - 1) / L * L);
-    for (std::int64_t number = task % g.shares; number < blocks_of<T>(f); number += g.shares) {
+    for (std::int64_t number = task % g.shares; number < blocks_of<T>(f) && !stops(f); number += g.shares) {
         const std::int64_t first = number * most;
         const int count = int(rows - first < most ? rows - first : most);
         if (count <= L) Gradient<T, 1>(g, b, h, scratch).run(first, count, dk, dv);
@@ -63,12 +106,22 @@ template <class T> void gather_rows(const Backward& g, const char* from, int pad
                                     std::int64_t stride) {
     const Forward& f = g.forward;
     const std::size_t share = sums_of<T>(f);
-    for (std::int64_t j = 0; j < f.keys; j++) for (std::int64_t d = 0; d < width; d++) {
-        T total = 0;
-        for (int n = 0; n < g.shares; n++) total += reinterpret_cast<const T*>(from + n * share)[j * padded + d];
+    constexpr int L = LANES<T>;
+    T line[L];
+    for (std::int64_t j = 0; j < f.keys; j++) for (std::int64_t d = 0; d < width; d += L) {
+        V<T> total{};
+        for (int n = 0; n < g.shares; n++) total += load(reinterpret_cast<const T*>(from + n * share) + j * padded + d);
         total *= factor;
-        if (is_half(f)) reinterpret_cast<std::uint16_t*>(to)[j * stride + d] = narrow(float(total), f.q.dtype);
-        else reinterpret_cast<T*>(to)[j * stride + d] = total;
+        const std::int64_t first = j * stride + d;
+        if (!is_half(f) && d + L <= width) {
+            store_anywhere(reinterpret_cast<T*>(to) + first, total);
+            continue;
+        }
+        store_anywhere(line, total);
+        for (int n = 0; n < L && d + n < width; n++) {
+            if (is_half(f)) reinterpret_cast<std::uint16_t*>(to)[first + n] = narrow(float(line[n]), f.q.dtype);
+            else reinterpret_cast<T*>(to)[first + n] = line[n];
+        }
     }
 }
 template <class T> void gather_head(const Backward& g, std::int64_t head, const void* sums) {
@@ -111,6 +164,7 @@ template <class T> void run_bias_task(const Backward& g, std::int64_t task, void
     for (std::int64_t b = n.batches > 1 ? batch : 0; b < (n.batches > 1 ? batch + 1 : f.batch); b++)
         for (std::int64_t h = n.heads > 1 ? head : 0; h < (n.heads > 1 ? head + 1 : f.kv_heads); h++)
             for (std::int64_t m = n.blocks > 1 ? block : 0; m < (n.blocks > 1 ? block + 1 : all); m++) {
+                if (stops(f)) return;
                 const std::int64_t first = m * most;
                 const int count = int(rows - first < most ? rows - first : most);
                 Gradient<T, QUERY_VECTORS>(g, b, h, scratch).add_to_bias(first, count);

@@ -23,8 +23,34 @@ template <class T> INLINE I<T> load_int(const Int<T>* at) { return *reinterpret_
 template <class T> INLINE V<T> load_anywhere(const T* at) { return *reinterpret_cast<const typename VecTypes<T>::U*>(at); }
 template <class T> INLINE void store(T* at, V<T> x) { *reinterpret_cast<V<T>*>(at) = x; }
 template <class T> INLINE void store_anywhere(T* at, V<T> x) { *reinterpret_cast<typename VecTypes<T>::U*>(at) = x; }
+template <class T> INLINE V<T> load_wide(const T* at) { return load_anywhere(at); }
+// Half types, widened. The compiler would do it in pieces, so x86 says how.
+#if VECTOR_BYTES == 64
+template <class T> INLINE V<T> load_wide(const BFloat16* at) {
+    return (V<T>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))), 16);
+}
+template <class T> INLINE V<T> load_wide(const Float16* at) {
+    return (V<T>)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+}
+#elif VECTOR_BYTES == 32
+template <class T> INLINE V<T> load_wide(const BFloat16* at) {
+    return (V<T>)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))), 16);
+}
+template <class T> INLINE V<T> load_wide(const Float16* at) {
+    return (V<T>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+}
+#else
+template <class T> INLINE V<T> load_wide(const BFloat16* at) {
+    typedef std::uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+    return (V<T>)(__builtin_convertvector(*reinterpret_cast<const Halves*>(at), I<T>) << 16);
+}
+template <class T> INLINE V<T> load_wide(const Float16* at) {
+    typedef Half Halves __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+    return __builtin_convertvector(*reinterpret_cast<const Halves*>(at), V<T>);
+}
+#endif
 template <class T> INLINE V<T> splat(T x) { return x - V<T>{}; }
-template <class T> INLINE V<T> greater(V<T> a, V<T> b) { return a > b ? a : b; }  // b where a is NaN
+template <class T> INLINE V<T> greater(V<T> a, V<T> b) { return a > b ? a : b; }  // b where one is NaN
 
 template <class T> INLINE bool any(I<T> mask) {
     std::int64_t words[VECTOR_BYTES / 8], all = 0;
@@ -33,22 +59,20 @@ template <class T> INLINE bool any(I<T> mask) {
     return all != 0;
 }
 
-// 2**t for t up to about 120; 0 where the result would be below the smallest normal number. NaN stays NaN.
+// 2**t for t up to about 120; 0 from -127 down. NaN stays NaN.
 INLINE V<float> exp2(V<float> t) {
-    const V<float> lowest = splat(-126.f);
-    V<float> x = t < lowest ? lowest : t;
-    const V<float> magic = splat(12582912.f);  // 1.5 * 2**23: adding it rounds to a whole number
+    V<float> x = greater<float>(splat(-127.f), t);
+    const V<float> magic = splat(12583039.f);  // 1.5 * 2**23 + 127: adding it rounds to a whole number, with a float's bias
     V<float> z = x + magic;
     V<float> f = x - (z - magic);
-    // minimax on [-1/2, 1/2], relative error 7.5e-8
-    V<float> p = splat(1.3276471736e-3f);
-    p = p * f + 9.6755415402e-3f;
-    p = p * f + 5.5507132761e-2f;
-    p = p * f + 2.4022119720e-1f;
-    p = p * f + 6.9314696706e-1f;
-    p = p * f + 1.0000000717f;
-    I<float> bits = (I<float>)p + ((I<float>)z << 23);
-    return t < lowest ? V<float>{} : (V<float>)bits;
+    // minimax on [-1/2, 1/2], relative error 9.1e-8; exactly 1 at 0, so that -127 gives 0 without a comparison
+    V<float> p = splat(1.32646524e-3f);
+    p = p * f + 9.67151132e-3f;
+    p = p * f + 5.55073396e-2f;
+    p = p * f + 2.40222421e-1f;
+    p = p * f + 6.93146978e-1f;
+    p = p * f + 1.f;
+    return p * (V<float>)((I<float>)z << 23);  // a product, not a sum of bits: a NaN stays one, whatever its payload
 }
 
 // For checking, not for speed.
@@ -90,4 +114,17 @@ template <class T> INLINE void transpose(V<T>* x) {
             interleave<T>(x[n], x[n + L / 2], y[2 * n], y[2 * n + 1], std::make_integer_sequence<int, L>{});
         UNROLL for (int n = 0; n < L; n++) x[n] = y[n];
     }
+}
+
+// The sums of LANES vectors, each over its lanes.
+template <class T> INLINE V<T> sums(V<T>* x) {
+    constexpr int L = LANES<T>;
+    UNROLL for (int left = L / 2; left > 0; left /= 2) {
+        UNROLL for (int n = 0; n < left; n++) {
+            V<T> low, high;
+            interleave<T>(x[n], x[n + left], low, high, std::make_integer_sequence<int, L>{});
+            x[n] = low + high;
+        }
+    }
+    return x[0];
 }

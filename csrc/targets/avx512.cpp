@@ -12,6 +12,7 @@ namespace headscope::avx512 {
 namespace {
 #include "../vec-inl.h"
 #include "../scores-inl.h"
+#include "../few-inl.h"
 #include "../attend-inl.h"
 #include "../gradient-inl.h"
 #include "../target-inl.h"
@@ -28,6 +29,6 @@ bool runs_here() {
 }
 }  // namespace
 extern const Target target;
-const Target target{"avx512", runs_here, tasks, scratch, run, gradient_scratch, sums, run_gradient, gather, bias_tasks, run_bias_gradient};
+const Target target{"avx512", runs_here, tasks, scratch, run, shares, partial, merge, gradient_scratch, sums, run_gradient, gather, bias_tasks, run_bias_gradient};
 }  // namespace headscope::avx512
 #endif

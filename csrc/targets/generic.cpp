@@ -9,11 +9,12 @@ namespace headscope::generic {
 namespace {
 #include "../vec-inl.h"
 #include "../scores-inl.h"
+#include "../few-inl.h"
 #include "../attend-inl.h"
 #include "../gradient-inl.h"
 #include "../target-inl.h"
 bool runs_here() { return true; }
 }  // namespace
 extern const Target target;
-const Target target{"generic", runs_here, tasks, scratch, run, gradient_scratch, sums, run_gradient, gather, bias_tasks, run_bias_gradient};
+const Target target{"generic", runs_here, tasks, scratch, run, shares, partial, merge, gradient_scratch, sums, run_gradient, gather, bias_tasks, run_bias_gradient};
 }  // namespace headscope::generic

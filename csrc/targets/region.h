@@ -8,7 +8,18 @@
 #include <type_traits>
 #include <utility>
 
+#if defined(__x86_64__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // g++ 12 says it of its own intrinsics
+#include <immintrin.h>
+#endif
+
 #include "../attention.h"
+
+#if defined(__aarch64__)
+using Half = __fp16;  // g++ knows _Float16 there from version 13 on
+#else
+using Half = _Float16;
+#endif
 
 #define INLINE inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 64")

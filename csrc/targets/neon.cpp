@@ -1,0 +1,22 @@
+#include "region.h"
+
+// AArch64: 32 registers of 4 floats, in every CPU; `generic` computes with the same instructions in smaller tiles.
+#if defined(__aarch64__)
+#define VECTOR_BYTES 16
+#define REGISTER_TILE 24
+#define QUERY_VECTORS 3
+
+namespace headscope::neon {
+namespace {
+#include "../vec-inl.h"
+#include "../scores-inl.h"
+#include "../few-inl.h"
+#include "../attend-inl.h"
+#include "../gradient-inl.h"
+#include "../target-inl.h"
+bool runs_here() { return true; }
+}  // namespace
+extern const Target target;
+const Target target{"neon", runs_here, tasks, scratch, run, shares, partial, merge, gradient_scratch, sums, run_gradient, gather, bias_tasks, run_bias_gradient};
+}  // namespace headscope::neon
+#endif
