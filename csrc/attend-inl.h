@@ -1,29 +1,35 @@
 // The forward pass of a block of rows: softmax over blocks of keys with a running maximum. With G > 0 there are at most G
 // rows, and the products are those of Few.
 
-template <class T, int QV, int G = 0> struct Attend : Scores<T, QV> {
-    using Base = Scores<T, QV>;
-    using Base::f, Base::p, Base::q, Base::count, Base::L, Base::ROWS, Base::head, Base::query, Base::row, Base::b;
+template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Scores<T, QV, Op> {
+    using Base = Scores<T, QV, Op>;
+    using Base::f, Base::p, Base::q, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS, Base::head, Base::query, Base::row,
+        Base::b;
     using Products = typename Base::Products;
+    using Word = typename Op::Word;
 
-    int k_width, v_width;  // D and Dv, rounded up to whole vectors
-    T* o;                  // [Dv][ROWS]; with G the rows are [G][v_width] until the end
-    T* kept;               // [KEYS][ROWS], with dropout
-    T *few_q, *few_o;      // [G][k_width], [G][v_width]
+    int k_width, v_width;   // D and Dv, rounded up to whole vectors
+    T* o;                   // [Dv][ROWS]; with G the rows are [G][v_width] until the end
+    T* kept;                // [KEYS][ROWS], with dropout
+    Word* weights;          // [KEYS / PER_WORD][ROWS]; plain ones are p
+    T *few_q, *few_o;       // [G][k_width], [G][v_width]
     V<T> top[QV], sum[QV];
 
     static int whole(std::int64_t n) { return int((n + L - 1) / L * L); }
     static std::size_t scratch(const Forward& f) {
-        return sizeof(T) * (Base::scratch(f) + (f.v_head_dim + (f.dropout > 0 ? KEYS : 0)) * ROWS +
-                            G * (whole(f.head_dim) + whole(f.v_head_dim)));
+        Arena memory{0};
+        Attend(f, 0, 0, memory);
+        return memory.next;
     }
 
-    Attend(const Forward& call, std::int64_t batch, std::int64_t head, void* memory)
+    Attend(const Forward& call, std::int64_t batch, std::int64_t head, Arena& memory)
         : Base(call, batch, head, memory), k_width(whole(f.head_dim)), v_width(whole(f.v_head_dim)) {
-        o = static_cast<T*>(memory) + Base::scratch(f);
-        kept = o + f.v_head_dim * ROWS;
-        few_q = kept + (f.dropout > 0 ? KEYS : 0) * ROWS;
-        few_o = few_q + G * k_width;
+        o = memory.take<T>(f.v_head_dim * ROWS);
+        kept = memory.take<T>(f.dropout > 0 ? KEYS * ROWS : 0);
+        if constexpr (PAIRS) weights = memory.take<Word>(KEYS / 2 * ROWS);
+        else weights = p;
+        few_q = memory.take<T>(G * k_width);
+        few_o = memory.take<T>(G * v_width);
     }
 
     // Share `share` of `shares` of the keys that the rows may see.
@@ -36,6 +42,7 @@ template <class T, int QV, int G = 0> struct Attend : Scores<T, QV> {
         bool fresh = true;
         std::int64_t begin, end;
         this->reach(begin, end);
+        if (PAIRS) begin -= begin % 2;  // as the words of two keys lie
         if (shares > 1) {
             const std::int64_t each = ((end - begin) / shares + KEYS) / KEYS * KEYS;
             begin += share * each;
@@ -44,11 +51,8 @@ template <class T, int QV, int G = 0> struct Attend : Scores<T, QV> {
         for (std::int64_t j = begin; j < end; j += KEYS) {
             const int keys = int(end - j < KEYS ? end - j : KEYS);
             if (!logits(j, keys)) continue;
+            if (f.dropout > 0) this->keep(j, keys, kept);
             weigh(keys, fresh);
-            if (f.dropout > 0) {
-                this->keep(j, keys, kept);
-                for (int n = 0; n < keys * QV; n++) store(p + n * L, load(p + n * L) * load(kept + n * L));
-            }
             mix(j, keys, fresh);
             fresh = false;
         }
@@ -69,12 +73,19 @@ template <class T, int QV, int G = 0> struct Attend : Scores<T, QV> {
         return Base::logits(j, keys);
     }
     void mix(std::int64_t j, int keys, bool fresh) {
-        if constexpr (G > 0) {
-            of_dtype(f.v, j, [&](auto* v) { Few<T, G>::mixes(p, v, f.v.stride[2], keys, int(f.v_head_dim), few_o, v_width, fresh); });
-        } else {
-            const typename Base::Lines v = this->values_at(j, keys);
-            Products::mixes(p, v.data, v.stride, keys, int(f.v_head_dim), o, fresh);
+        const int width = int(f.v_head_dim);
+        if constexpr (G > 0)
+            of_dtype(f.v, j, [&](auto* v) { Few<T, G>::mixes(p, v, f.v.stride[2], keys, width, few_o, v_width, fresh); });
+        else
+            Products::mixes(weights, values(j, keys), (keys + Op::PER_WORD - 1) / Op::PER_WORD, width, o, fresh);
+    }
+    Lines values(std::int64_t j, int keys) const {
+        const int width = int(f.v_head_dim);
+        if (PAIRS && f.paired_v) {
+            const std::int64_t pairs = (f.keys + 1) / 2, line = width * 4;
+            return {static_cast<const char*>(f.paired_v) + ((b * f.kv_heads + this->kv_head) * pairs + j / 2) * line, line};
         }
+        return this->across(f.v, j, keys, width, this->wide_v);
     }
     // body(row j of a tensor [B, Hkv, K, .] as what it is)
     template <class Body> INLINE void of_dtype(const Tensor4& x, std::int64_t j, const Body& body) const {
@@ -122,11 +133,27 @@ template <class T, int QV, int G = 0> struct Attend : Scores<T, QV> {
             UNROLL for (int v = 0; v < QV; v++) shrink[v] = exp2(top[v] - m[v]), sum[v] *= shrink[v], top[v] = m[v];
             if (!fresh) scale_output(shrink);
         }
-        for (int j = 0; j < keys; j++) UNROLL for (int v = 0; v < QV; v++) {
+        V<T> total[QV];  // in registers: what is stored below might be `sum` for all that the compiler knows
+        UNROLL for (int v = 0; v < QV; v++) total[v] = sum[v];
+        const bool drops = f.dropout > 0;
+        const auto weight = [&](int j, int v) __attribute__((always_inline)) {
             const V<T> x = exp2(load(p + j * ROWS + v * L) - m[v]);
-            sum[v] += x;
-            store(p + j * ROWS + v * L, x);
+            total[v] += x;
+            return drops ? x * load(kept + j * ROWS + v * L) : x;
+        };
+        if constexpr (PAIRS) {
+            if (keys % 2) UNROLL for (int v = 0; v < QV; v++) {
+                store(p + keys * ROWS + v * L, splat(-std::numeric_limits<T>::infinity()));
+                if (drops) store(kept + keys * ROWS + v * L, V<T>{});
+            }
+            for (int j = 0; j < keys; j += 2) UNROLL for (int v = 0; v < QV; v++) {
+                const V<T> x = weight(j, v), y = weight(j + 1, v);
+                store_pair(weights + j / 2 * ROWS + v * L, x, y);
+            }
+        } else {
+            for (int j = 0; j < keys; j++) UNROLL for (int v = 0; v < QV; v++) store(p + j * ROWS + v * L, weight(j, v));
         }
+        UNROLL for (int v = 0; v < QV; v++) sum[v] = total[v];
     }
 
     void scale_output(const V<T>* factor) {

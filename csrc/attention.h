@@ -61,6 +61,7 @@ struct Forward {
     std::int64_t out_stride[3];    // the last stride is 1
     void* lse = nullptr;           // [B, H, Q] contiguous, float or double as the arithmetic; may be null
     void* partial = nullptr;       // what the shares of a block's keys leave for `merge`
+    void* paired_v = nullptr;      // v as words of two keys, [B, Hkv, (K + 1) / 2, Dv], if `prepare` made it
     std::atomic<bool>* spoilt = nullptr;  // set where out holds NaN or infinity; may be null
     Watch* watch = nullptr;        // may be null
 };
@@ -81,6 +82,9 @@ struct Backward {
 struct Target {
     const char* name;
     bool (*runs_here)();
+    std::int64_t (*prepare_tasks)(const Forward&);
+    std::size_t (*prepared)(const Forward&);  // bytes of what these make before anything else; often 0
+    void (*prepare)(const Forward&, std::int64_t task);
     std::int64_t (*tasks)(const Forward&);
     std::size_t (*scratch)(const Forward&);
     void (*run)(const Forward&, std::int64_t task, void* scratch);
@@ -90,7 +94,7 @@ struct Target {
     void (*merge)(const Forward&, std::int64_t block, void* scratch);
 
     // Backward: batch * kv_heads * shares tasks, each with a zeroed buffer of `sums` bytes; then `gather` for each head.
-    std::size_t (*gradient_scratch)(const Forward&);
+    std::size_t (*gradient_scratch)(const Backward&);
     std::size_t (*sums)(const Forward&);
     void (*run_gradient)(const Backward&, std::int64_t task, void* scratch, void* sums);
     void (*gather)(const Backward&, std::int64_t head, const void* sums);

@@ -126,6 +126,13 @@ void run(Forward& f, int threads) {
     Memory scratch = allocate(own * std::size_t(threads)), partial;
     if (shares > 1) partial = allocate(target->partial(f));
     f.partial = partial.get();
+    Memory paired_v;
+    if (const std::size_t bytes = target->prepared(f)) {
+        paired_v = allocate(bytes);
+        f.paired_v = paired_v.get();
+        const std::int64_t parts = target->prepare_tasks(f);
+        each(signals, parts, usable(threads, parts), [&](std::int64_t n, int) { target->prepare(f, n); });
+    }
     each(signals, tasks, threads, [&](std::int64_t n, int thread) {
         target->run(f, n, static_cast<char*>(scratch.get()) + own * std::size_t(thread));
     });
@@ -144,7 +151,7 @@ void run(Backward& g, int threads) {
     const Forward& f = g.forward;
     const std::int64_t heads = f.batch * f.kv_heads, tasks = heads * g.shares;
     const int used = usable(threads, tasks);
-    const std::size_t own = (target->gradient_scratch(f) + 127) / 64 * 64, sum = target->sums(f);
+    const std::size_t own = (target->gradient_scratch(g) + 127) / 64 * 64, sum = target->sums(f);
     Memory scratch = allocate(own * std::size_t(used)), sums = allocate(sum * std::size_t(tasks));
     each(signals, tasks, used, [&](std::int64_t n, int thread) {
         char* mine = static_cast<char*>(sums.get()) + sum * std::size_t(n);
@@ -205,11 +212,14 @@ NB_MODULE(_native, m) {
         nb::gil_scoped_release unlocked;
         run(f, threads);
     });
-    // A call without gradient whose tensors keep their strides: only the addresses change. True where all of out is finite.
-    m.def("repeat", [](Forward& call, std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t out, int threads) {
+    // A call whose tensors keep their strides: only the addresses change; 0 = none. True where all of out is finite.
+    m.def("repeat", [](const Forward& call, std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t bias,
+                       std::uintptr_t sinks, std::uintptr_t out, std::uintptr_t lse, int threads) {
         Forward f = call;  // several threads may repeat one call
         f.q.data = reinterpret_cast<const void*>(q), f.k.data = reinterpret_cast<const void*>(k);
         f.v.data = reinterpret_cast<const void*>(v), f.out = reinterpret_cast<void*>(out);
+        f.bias.data = reinterpret_cast<const void*>(bias), f.sinks = reinterpret_cast<const void*>(sinks);
+        f.lse = reinterpret_cast<void*>(lse);
         std::atomic<bool> spoilt{false};
         f.spoilt = &spoilt;
         nb::gil_scoped_release unlocked;

@@ -9,6 +9,7 @@
 namespace headscope {
 
 #if defined(__x86_64__)
+namespace avx512_bf16 { extern const Target target; }
 namespace avx512 { extern const Target target; }
 namespace avx2 { extern const Target target; }
 #elif defined(__aarch64__)
@@ -19,7 +20,7 @@ namespace generic { extern const Target target; }
 const Target* const* targets(int* count) {
     static const Target* const all[] = {
 #if defined(__x86_64__)
-        &avx512::target, &avx2::target,
+        &avx512_bf16::target, &avx512::target, &avx2::target,
 #elif defined(__aarch64__)
         &neon::target,
 #endif

@@ -6,7 +6,7 @@ template <class T, int G> struct Few {
     static constexpr int L = LANES<T>;
     static constexpr int N = L / G;  // keys at a time: they make L sums
 
-    // s[j][g] = k[j] · q[g]; s is [KEYS][L], q is [G][q_width] with zeros beyond `depth`.
+    // s[j][g] = k[j] · q[g]; s is [keys][L], q is [G][q_width] with zeros beyond `depth`.
     template <class E> static void dots(const T* q, int q_width, const E* k, std::int64_t k_stride, int keys, int depth, T* s) {
         for (int j = 0; j < keys; j += N) {
             V<T> a[L];

@@ -5,32 +5,39 @@
 // A task is a share of the row blocks of one key/value head. Its dQ is its own; dK and dV it sums into a buffer of its own,
 // and the buffers of a head are added in a fixed order afterwards, so that the result does not depend on the threads.
 
-template <class T, int QV> struct Gradient : Scores<T, QV> {
-    using Base = Scores<T, QV>;
-    using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::head, Base::query, Base::row, Base::b;
+template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, Op> {
+    using Base = Scores<T, QV, Op>;
+    using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS, Base::head, Base::query, Base::row, Base::b;
     using Products = typename Base::Products;
+    using Word = typename Op::Word;
 
     const Backward& g;
     int k_width, v_width;       // D and Dv, rounded up to whole vectors
     T *dots, *kept, *tangent;   // [KEYS][ROWS]
-    T *dout, *dq;               // [Dv][ROWS], [D][ROWS]
-    T *q_rows, *dout_rows;      // [ROWS][k_width], [ROWS][v_width]
+    Word* dout;                 // [Dv / PER_WORD][ROWS]
+    T* dq;                      // [D][ROWS]
+    Word *q_rows, *dout_rows;   // [ROWS / PER_WORD][k_width], [ROWS / PER_WORD][v_width]
+    Word *by_rows, *by_keys;    // what is multiplied next: [KEYS][ROWS / PER_WORD], [KEYS / PER_WORD][ROWS]
     V<T> lse[QV], delta[QV];
 
     static int whole(std::int64_t n) { return int((n + L - 1) / L * L); }
-    static std::size_t scratch(const Forward& f) {
-        return sizeof(T) * (Base::scratch(f) + (3 * KEYS + f.head_dim + f.v_head_dim + whole(f.head_dim) + whole(f.v_head_dim)) * ROWS);
+    static std::size_t scratch(const Backward& g) {
+        Arena memory{0};
+        Gradient(g, 0, 0, memory);
+        return memory.next;
     }
 
-    Gradient(const Backward& call, std::int64_t batch, std::int64_t head, void* memory)
+    Gradient(const Backward& call, std::int64_t batch, std::int64_t head, Arena& memory)
         : Base(call.forward, batch, head, memory), g(call), k_width(whole(f.head_dim)), v_width(whole(f.v_head_dim)) {
-        dots = static_cast<T*>(memory) + Base::scratch(f);
-        kept = dots + KEYS * ROWS;
-        tangent = kept + KEYS * ROWS;
-        dout = tangent + KEYS * ROWS;
-        dq = dout + f.v_head_dim * ROWS;
-        q_rows = dq + f.head_dim * ROWS;
-        dout_rows = q_rows + k_width * ROWS;
+        dots = memory.take<T>(KEYS * ROWS);
+        kept = memory.take<T>(KEYS * ROWS);
+        tangent = memory.take<T>(f.softcap > 0 ? KEYS * ROWS : 0);
+        dout = memory.take<Word>(f.v_head_dim * ROWS);
+        dq = memory.take<T>(f.head_dim * ROWS);
+        q_rows = memory.take<Word>(k_width * ROWS);
+        dout_rows = memory.take<Word>(v_width * ROWS);
+        by_rows = memory.take<Word>(PAIRS ? KEYS * ROWS / 2 : 0);
+        by_keys = memory.take<Word>(PAIRS ? KEYS * ROWS / 2 : 0);
     }
 
     // dk [K][k_width] and dv [K][v_width] are added to.
@@ -51,18 +58,38 @@ template <class T, int QV> struct Gradient : Scores<T, QV> {
     }
 
     void block(std::int64_t j, int keys, T* dk, T* dv) {
+        const int words = (count + Op::PER_WORD - 1) / Op::PER_WORD, depth = int(f.head_dim);
         const T* weights = logit_gradient(j, keys);
-        Products::outer_all(weights, dout_rows, keys, count, v_width, dv);
+        Products::outer_all(rows_of(weights, keys), dout_rows, keys, words, v_width, dv);
         uncap(keys);
-        const typename Base::Lines k = this->keys_at(j, keys);
-        Products::mixes(p, k.data, k.stride, keys, int(f.head_dim), dq, false);
-        Products::outer_all(p, q_rows, keys, count, k_width, dk);
+        const Lines k = this->across(f.k, j, keys, depth, this->wide_k);
+        Products::mixes(keys_of(p, keys), k, (keys + Op::PER_WORD - 1) / Op::PER_WORD, depth, dq, false);
+        Products::outer_all(rows_of(p, keys), q_rows, keys, words, k_width, dk);
+    }
+    // [KEYS][ROWS] as words of two rows, and of two keys; plain as it is.
+    const Word* rows_of(const T* x, int keys) {
+        if constexpr (PAIRS) {
+            for (int n = 0; n < keys * QV; n++) store_narrow(reinterpret_cast<std::uint16_t*>(by_rows) + n * L, load(x + n * L));
+            return by_rows;
+        } else {
+            return x;
+        }
+    }
+    const Word* keys_of(const T* x, int keys) {
+        if constexpr (PAIRS) {
+            for (int j = 0; j < keys; j += 2) UNROLL for (int v = 0; v < QV; v++)
+                store_pair(by_keys + j / 2 * ROWS + v * L, load(x + j * ROWS + v * L),
+                           j + 1 < keys ? load(x + (j + 1) * ROWS + v * L) : V<T>{});
+            return by_keys;
+        } else {
+            return x;
+        }
     }
 
     // Logits in p become their gradients dS; returns the weights that met the values.
     const T* logit_gradient(std::int64_t j, int keys) {
-        const typename Base::Lines values = this->values_at(j, keys);
-        Products::dots(dout, values.data, values.stride, keys, int(f.v_head_dim), dots);
+        const int width = int(f.v_head_dim);
+        Products::dots(dout, this->natural(f.v, j, keys, width, this->wide_v), keys, width / Op::PER_WORD, T(1), dots);
         const bool drops = f.dropout > 0;
         if (drops) this->keep(j, keys, kept);
         for (int n = 0; n < keys; n++) UNROLL for (int v = 0; v < QV; v++) {
@@ -88,7 +115,7 @@ template <class T, int QV> struct Gradient : Scores<T, QV> {
         this->first = first, count = rows;
         this->load_queries();
         this->load_spans();
-        this->load_rows(g.grad_out, int(f.v_head_dim), T(1), dout);
+        this->load_words(g.grad_out, int(f.v_head_dim), T(1), dout);
         load_row_sums();
     }
 
@@ -115,12 +142,16 @@ template <class T, int QV> struct Gradient : Scores<T, QV> {
         }
     }
 
-    // The block's rows as they lie, padded with zeros to whole vectors.
-    void copy_rows(const Tensor4& x, int depth, int width, T* to) {
+    // The block's rows as they lie, or as words of two rows; padded with zeros to whole vectors.
+    void copy_rows(const Tensor4& x, int depth, int width, Word* to) {
+        if constexpr (PAIRS) {
+            pair_rows(count, depth, width, to, [&](int r) { return reinterpret_cast<const std::uint16_t*>(this->address_of(x, r)); });
+            return;
+        }
         for (int r = 0; r < count; r++, to += width) {
             const T* from = this->row_of(x, r, depth, this->line);
             for (int d = 0; d < depth; d++) to[d] = from[d];
-            for (int d = depth; d < width; d++) to[d] = T(0);
+            for (int d = depth; d < width; d++) to[d] = 0;
         }
     }
 

@@ -8,7 +8,6 @@
 // Logits live in the domain of exp2: they carry a factor log2(e).
 
 constexpr double LOG2E = 1.4426950408889634, LN2 = 0.6931471805599453;
-constexpr int KEYS = 64;  // keys in one softmax block
 
 INLINE float widen(std::uint16_t x, Dtype dtype) {
     if (dtype == Dtype::bf16) return __builtin_bit_cast(float, std::uint32_t(x) << 16);
@@ -25,93 +24,114 @@ INLINE const char* at(const Tensor4& x, std::int64_t a, std::int64_t b, std::int
     return static_cast<const char*>(x.data) + (a * x.stride[0] + b * x.stride[1] + c * x.stride[2]) * size;
 }
 
+// What the products multiply. A Word of a key is broadcast and multiplied with the words of a vector of rows.
+template <class T> struct Plain {
+    using Word = T;
+    static constexpr int PER_WORD = 1;  // numbers in a word
+    static constexpr int KEYS = 64;     // keys in one softmax block
+    typedef T Anywhere __attribute__((may_alias));
+    INLINE static V<T> add(V<T> sum, Word x, const Word* y) { return sum + splat(x) * load(y); }
+};
+#if defined(BF16_DOT)
+// Two neighbouring numbers of bf16: their products are added by one instruction. Sums are float.
+struct Pairs {
+    using Word = std::uint32_t;
+    static constexpr int PER_WORD = 2;
+    static constexpr int KEYS = 128;
+    typedef std::uint32_t Anywhere __attribute__((aligned(2), may_alias));
+    INLINE static V<float> add(V<float> sum, Word x, const Word* y) {
+        return BF16_DOT(sum, (I<float>{} + Int<float>(x)), load_int<float>(reinterpret_cast<const Int<float>*>(y)));
+    }
+};
+#endif
+
+// Rows of words that lie `stride` bytes apart.
+struct Lines {
+    const char* data;
+    std::int64_t stride;
+};
+
 // The inner products, for QV vectors of rows.
-template <class T, int QV> struct Tile {
+template <class T, int QV, class Op = Plain<T>> struct Tile {
+    using Word = typename Op::Word;
     static constexpr int L = LANES<T>;
     static constexpr int ROWS = QV * L;
     static constexpr int R = REGISTER_TILE / QV < 16 ? REGISTER_TILE / QV : 16;  // keys, or value columns, at a time
 
-    // s[r][row] = k[r] · q[row], for N keys of which the first `keys` are real
-    template <int N> static void dot(const T* q, const T* k, std::int64_t k_stride, int keys, int depth, T* s) {
+    INLINE static Word word(const char* line, std::int64_t n) { return reinterpret_cast<const typename Op::Anywhere*>(line)[n]; }
+
+    // s[r][row] = factor k[r] · q[row], for N keys of which the first `keys` are real; q is [depth][ROWS]
+    template <int N> static void dot(const Word* q, Lines k, int keys, int depth, T factor, T* s) {
         V<T> a[N][QV];
-        const T* key[N];
+        const char* key[N];
         UNROLL for (int r = 0; r < N; r++) {
-            key[r] = k + (r < keys ? r : keys - 1) * k_stride;
+            key[r] = k.data + (r < keys ? r : keys - 1) * k.stride;
             UNROLL for (int v = 0; v < QV; v++) a[r][v] = V<T>{};
         }
-        for (int d = 0; d < depth; d++) {
-            V<T> b[QV];
-            UNROLL for (int v = 0; v < QV; v++) b[v] = load(q + d * ROWS + v * L);
+        for (int d = 0; d < depth; d++)
             UNROLL for (int r = 0; r < N; r++) {
-                V<T> x = splat(key[r][d]);
-                UNROLL for (int v = 0; v < QV; v++) a[r][v] += x * b[v];
+                const Word x = word(key[r], d);
+                UNROLL for (int v = 0; v < QV; v++) a[r][v] = Op::add(a[r][v], x, q + d * ROWS + v * L);
             }
-        }
-        UNROLL for (int r = 0; r < N; r++) UNROLL for (int v = 0; v < QV; v++) store(s + r * ROWS + v * L, a[r][v]);
+        UNROLL for (int r = 0; r < N; r++) UNROLL for (int v = 0; v < QV; v++)
+            store(s + r * ROWS + v * L, Op::PER_WORD > 1 ? a[r][v] * factor : a[r][v]);
     }
 
     // o[c][row] (+)= Σ_j p[j][row] value[j][c], for N columns
-    template <int N> static void mix(const T* p, const T* value, std::int64_t v_stride, int keys, T* o, bool fresh) {
+    template <int N> static void mix(const Word* p, Lines value, int keys, T* o, bool fresh) {
         V<T> a[N][QV];
         UNROLL for (int c = 0; c < N; c++) UNROLL for (int v = 0; v < QV; v++)
             a[c][v] = fresh ? V<T>{} : load(o + c * ROWS + v * L);
-        for (int j = 0; j < keys; j++, value += v_stride) {
-            V<T> b[QV];
-            UNROLL for (int v = 0; v < QV; v++) b[v] = load(p + j * ROWS + v * L);
+        for (int j = 0; j < keys; j++, value.data += value.stride)
             UNROLL for (int c = 0; c < N; c++) {
-                V<T> x = splat(value[c]);
-                UNROLL for (int v = 0; v < QV; v++) a[c][v] += x * b[v];
+                const Word x = word(value.data, c);
+                UNROLL for (int v = 0; v < QV; v++) a[c][v] = Op::add(a[c][v], x, p + j * ROWS + v * L);
             }
-        }
         UNROLL for (int c = 0; c < N; c++) UNROLL for (int v = 0; v < QV; v++) store(o + c * ROWS + v * L, a[c][v]);
     }
 
-    // Keys left over share one tile with copies of the last of them; no tile ends beyond KEYS.
-    static void dots(const T* q, const T* k, std::int64_t k_stride, int keys, int depth, T* s) {
-        int j = 0;
-        for (; j + R <= keys; j += R) dot<R>(q, k + j * k_stride, k_stride, R, depth, s + j * ROWS);
-        k += j * k_stride, s += j * ROWS, keys -= j;
-        if (keys > 8) dot<R>(q, k, k_stride, keys, depth, s);
-        else if (keys > 4) dot<R < 8 ? R : 8>(q, k, k_stride, keys, depth, s);
-        else if (keys > 2) dot<R < 4 ? R : 4>(q, k, k_stride, keys, depth, s);
-        else if (keys > 1) dot<2>(q, k, k_stride, keys, depth, s);
-        else if (keys > 0) dot<1>(q, k, k_stride, keys, depth, s);
+    // Keys left over share one tile with copies of the last of them; no tile ends beyond KEYS. `depth` and, in mixes, `keys`
+    // count words. The factor is for pairs alone: plain queries bring it with them.
+    static void dots(const Word* q, Lines k, int keys, int depth, T factor, T* s) {
+        for (; keys >= R; keys -= R, k.data += R * k.stride, s += R * ROWS) dot<R>(q, k, R, depth, factor, s);
+        if (keys > 8) dot<R>(q, k, keys, depth, factor, s);
+        else if (keys > 4) dot<R < 8 ? R : 8>(q, k, keys, depth, factor, s);
+        else if (keys > 2) dot<R < 4 ? R : 4>(q, k, keys, depth, factor, s);
+        else if (keys > 1) dot<2>(q, k, keys, depth, factor, s);
+        else if (keys > 0) dot<1>(q, k, keys, depth, factor, s);
     }
-    static void mixes(const T* p, const T* v, std::int64_t v_stride, int keys, int width, T* o, bool fresh) {
+    static void mixes(const Word* p, Lines v, int keys, int width, T* o, bool fresh) {
         int c = 0;
-        for (; c + R <= width; c += R) mix<R>(p, v + c, v_stride, keys, o + c * ROWS, fresh);
+        for (; c + R <= width; c += R) mix<R>(p, at_column(v, c), keys, o + c * ROWS, fresh);
         if constexpr (R > 4)
-            for (; c + 4 <= width; c += 4) mix<4>(p, v + c, v_stride, keys, o + c * ROWS, fresh);
-        for (; c + 2 <= width; c += 2) mix<2>(p, v + c, v_stride, keys, o + c * ROWS, fresh);
-        for (; c < width; c++) mix<1>(p, v + c, v_stride, keys, o + c * ROWS, fresh);
+            for (; c + 4 <= width; c += 4) mix<4>(p, at_column(v, c), keys, o + c * ROWS, fresh);
+        for (; c + 2 <= width; c += 2) mix<2>(p, at_column(v, c), keys, o + c * ROWS, fresh);
+        for (; c < width; c++) mix<1>(p, at_column(v, c), keys, o + c * ROWS, fresh);
     }
+    static Lines at_column(Lines x, int c) { return {x.data + c * sizeof(Word), x.stride}; }
 
-    // to[j][c] += Σ_row a[j][row] from[row][c], for N keys and C vectors of columns; `from` and `to` are [.][width]
-    template <int N, int C> static void outer(const T* a, const T* from, int rows, int width, T* to) {
+    // to[j][c] += Σ_row a[j][row] from[row][c], for N keys and C vectors of columns; a is [.][ROWS / PER_WORD], `from` and
+    // `to` are [.][width]
+    template <int N, int C> static void outer(const Word* a, const Word* from, int rows, int width, T* to) {
         V<T> sum[N][C];
         UNROLL for (int j = 0; j < N; j++) UNROLL for (int c = 0; c < C; c++) sum[j][c] = load(to + j * width + c * L);
-        for (int r = 0; r < rows; r++) {
-            V<T> b[C];
-            UNROLL for (int c = 0; c < C; c++) b[c] = load(from + r * width + c * L);
-            UNROLL for (int j = 0; j < N; j++) {
-                V<T> x = splat(a[j * ROWS + r]);
-                UNROLL for (int c = 0; c < C; c++) sum[j][c] += x * b[c];
-            }
-        }
+        for (int r = 0; r < rows; r++)
+            UNROLL for (int j = 0; j < N; j++)
+                UNROLL for (int c = 0; c < C; c++) sum[j][c] = Op::add(sum[j][c], a[j * ROWS / Op::PER_WORD + r], from + r * width + c * L);
         UNROLL for (int j = 0; j < N; j++) UNROLL for (int c = 0; c < C; c++) store(to + j * width + c * L, sum[j][c]);
     }
-    template <int C> static void outers(const T* a, const T* from, int keys, int rows, int width, T* to) {
-        constexpr int N = REGISTER_TILE / C < 12 ? REGISTER_TILE / C : 12;
+    template <int C> static void outers(const Word* a, const Word* from, int keys, int rows, int width, T* to) {
+        constexpr int N = REGISTER_TILE / C < 12 ? REGISTER_TILE / C : 12, line = ROWS / Op::PER_WORD;
         int j = 0;
-        for (; j + N <= keys; j += N) outer<N, C>(a + j * ROWS, from, rows, width, to + j * width);
+        for (; j + N <= keys; j += N) outer<N, C>(a + j * line, from, rows, width, to + j * width);
         if constexpr (N > 4)
-            for (; j + 4 <= keys; j += 4) outer<4, C>(a + j * ROWS, from, rows, width, to + j * width);
+            for (; j + 4 <= keys; j += 4) outer<4, C>(a + j * line, from, rows, width, to + j * width);
         if constexpr (N > 2)
-            for (; j + 2 <= keys; j += 2) outer<2, C>(a + j * ROWS, from, rows, width, to + j * width);
-        for (; j < keys; j++) outer<1, C>(a + j * ROWS, from, rows, width, to + j * width);
+            for (; j + 2 <= keys; j += 2) outer<2, C>(a + j * line, from, rows, width, to + j * width);
+        for (; j < keys; j++) outer<1, C>(a + j * line, from, rows, width, to + j * width);
     }
     // All columns; `width` is a multiple of L.
-    static void outer_all(const T* a, const T* from, int keys, int rows, int width, T* to) {
+    static void outer_all(const Word* a, const Word* from, int keys, int rows, int width, T* to) {
         int c = 0;
         for (; c + 4 * L <= width; c += 4 * L) outers<4>(a, from + c, keys, rows, width, to + c);
         for (; c + 2 * L <= width; c += 2 * L) outers<2>(a, from + c, keys, rows, width, to + c);
@@ -119,26 +139,51 @@ template <class T, int QV> struct Tile {
     }
 };
 
+// Memory for a task, cut off piece by piece; beginning at 0, the end says how much is needed.
+struct Arena {
+    std::uintptr_t next;
+    template <class X> X* take(std::int64_t count) {
+        X* const piece = reinterpret_cast<X*>(next);
+        next += (std::uintptr_t(count) * sizeof(X) + 63) / 64 * 64;
+        return piece;
+    }
+};
+
+// Rows 2n and 2n + 1 of bf16 as words, [(rows + 1) / 2][width]: neighbours down the rows instead of along them. `row(n)` is
+// where a row lies, or null for zeros.
+template <class Row> void pair_rows(int rows, int width, int padded, std::uint32_t* to, const Row& row) {
+    for (int n = 0; n < rows; n += 2, to += padded) {
+        const std::uint16_t *low = row(n), *high = n + 1 < rows ? row(n + 1) : nullptr;
+        for (int c = 0; c < width; c++) to[c] = (low ? low[c] : 0) | std::uint32_t(high ? high[c] : 0) << 16;
+        for (int c = width; c < padded; c++) to[c] = 0;
+    }
+}
+
 // A block of rows: which they are, what they may see, and their logits.
-template <class T, int QV> struct Scores {
-    using Products = Tile<T, QV>;
+template <class T, int QV, class Op = Plain<T>> struct Scores {
+    using Products = Tile<T, QV, Op>;
+    using Word = typename Op::Word;
     static constexpr int L = LANES<T>;
     static constexpr int ROWS = QV * L;
+    static constexpr int KEYS = Op::KEYS;
+    static constexpr bool PAIRS = Op::PER_WORD == 2;
 
     const Forward& f;
-    std::int64_t b, kv_head, first;  // rows first .. first + count of the queries * group
-    int count;
-    T *q, *p;                        // [D][ROWS], [KEYS][ROWS]
-    T* line;                         // for conversions: L rows of D or Dv
-    T *wide_k, *wide_v;              // [KEYS][D], [KEYS][Dv], where they are of a half type
+    std::int64_t b, kv_head, first = 0;  // rows first .. first + count of the queries * group
+    int count = 0;
+    Word* q;                             // [D / PER_WORD][ROWS]
+    T* p;                                // [KEYS][ROWS]
+    T* line;                             // for conversions: L rows of D or Dv
+    Word *wide_k, *wide_v;               // [KEYS][D], [KEYS][Dv]: a half type, widened or paired by keys
     Int<T> span[4][ROWS] __attribute__((aligned(64)));  // low0, high0, low1, high1
 
-    Scores(const Forward& call, std::int64_t batch, std::int64_t head, void* memory) : f(call), b(batch), kv_head(head) {
-        q = static_cast<T*>(memory);
-        p = q + f.head_dim * ROWS;
-        line = p + KEYS * ROWS;
-        wide_k = line + (f.head_dim > f.v_head_dim ? f.head_dim : f.v_head_dim) * L;
-        wide_v = wide_k + f.head_dim * KEYS;
+    Scores(const Forward& call, std::int64_t batch, std::int64_t head, Arena& memory) : f(call), b(batch), kv_head(head) {
+        const bool half = sizeof(T) == 4 && f.q.dtype != Dtype::f32;
+        q = memory.take<Word>(f.head_dim * ROWS);
+        p = memory.take<T>(KEYS * ROWS);
+        line = memory.take<T>((f.head_dim > f.v_head_dim ? f.head_dim : f.v_head_dim) * L);
+        wide_k = memory.take<Word>(half ? f.head_dim * KEYS : 0);
+        wide_v = memory.take<Word>(half ? f.v_head_dim * KEYS : 0);
     }
 
     std::int64_t group() const { return f.heads / f.kv_heads; }
@@ -146,36 +191,39 @@ template <class T, int QV> struct Scores {
     std::int64_t query(int r) const { return (first + r) / group(); }
     std::int64_t row(int r) const { return (b * f.heads + head(r)) * f.queries + query(r); }
 
-    // Elements of all of these; a multiple of L.
-    static std::size_t scratch(const Forward& f) {
-        return (f.head_dim + KEYS) * ROWS + (f.head_dim > f.v_head_dim ? f.head_dim : f.v_head_dim) * L +
-               (f.head_dim + f.v_head_dim) * KEYS;
-    }
-
     // Rows j .. j + keys of a tensor [B, Hkv, K, width] as T: where they lie, or widened.
-    struct Lines {
-        const T* data;
-        std::int64_t stride;
-    };
     Lines lines(const Tensor4& x, std::int64_t j, int keys, int width, T* wide) const {
-        if (sizeof(T) == 8 || x.dtype == Dtype::f32) return {reinterpret_cast<const T*>(at(x, b, kv_head, j, sizeof(T))), x.stride[2]};
+        if (sizeof(T) == 8 || x.dtype == Dtype::f32)
+            return {at(x, b, kv_head, j, sizeof(T)), x.stride[2] * std::int64_t(sizeof(T))};
         for (int n = 0; n < keys; n++) {
             const auto* from = reinterpret_cast<const std::uint16_t*>(at(x, b, kv_head, j + n, 2));
             if (x.dtype == Dtype::bf16) for (int d = 0; d < width; d++) wide[n * width + d] = widen(from[d], Dtype::bf16);
             else for (int d = 0; d < width; d++) wide[n * width + d] = widen(from[d], Dtype::f16);
         }
-        return {wide, width};
+        return {reinterpret_cast<const char*>(wide), width * std::int64_t(sizeof(T))};
     }
-    Lines keys_at(std::int64_t j, int keys) const { return lines(f.k, j, keys, int(f.head_dim), wide_k); }
-    Lines values_at(std::int64_t j, int keys) const { return lines(f.v, j, keys, int(f.v_head_dim), wide_v); }
+    // The same rows of bf16, as words of two keys each.
+    Lines paired(const Tensor4& x, std::int64_t j, int keys, int width, std::uint32_t* to) const {
+        pair_rows(keys, width, width, to, [&](int n) { return reinterpret_cast<const std::uint16_t*>(at(x, b, kv_head, j + n, 2)); });
+        return {reinterpret_cast<const char*>(to), width * 4};
+    }
+    // Rows as `Products::dots` takes them, and as `Products::mixes` does.
+    Lines natural(const Tensor4& x, std::int64_t j, int keys, int width, Word* wide) const {
+        if constexpr (PAIRS) return {at(x, b, kv_head, j, 2), x.stride[2] * 2};
+        else return lines(x, j, keys, width, wide);
+    }
+    Lines across(const Tensor4& x, std::int64_t j, int keys, int width, Word* wide) const {
+        if constexpr (PAIRS) return paired(x, j, keys, width, wide);
+        else return lines(x, j, keys, width, wide);
+    }
 
     // The logits of keys j .. j + keys into p; false if no row may see any of them. `tangent`, if there is a softcap, takes
     // tanh of what it caps.
     bool logits(std::int64_t j, int keys, T* tangent = nullptr) {
         bool whole;
         if (!visible(j, keys, whole)) return false;
-        const Lines k = keys_at(j, keys);
-        Products::dots(q, k.data, k.stride, keys, int(f.head_dim), p);
+        const int depth = int(f.head_dim);
+        Products::dots(q, natural(f.k, j, keys, depth, wide_k), keys, depth / Op::PER_WORD, query_factor(), p);
         adjust(j, keys, whole, tangent);
         return true;
     }
@@ -187,30 +235,41 @@ template <class T, int QV> struct Scores {
         if (f.visible.count) hide_by_rules(j, keys);
     }
 
-    // Their products with keys are logits times log2(e), or the argument of tanh.
+    // With this factor products of queries and keys are logits times log2(e), or the argument of tanh.
     T query_factor() const { return T(f.softcap > 0 ? f.scale / f.softcap : f.scale * LOG2E); }
-    void load_queries() { load_rows(f.q, int(f.head_dim), query_factor(), q); }
+    void load_queries() { load_words(f.q, int(f.head_dim), query_factor(), q); }
 
-    // The block's rows of a tensor [B, H, Q, depth], times a factor, transposed to [depth][ROWS].
-    void load_rows(const Tensor4& x, int depth, T factor, T* to) {
+    // The block's rows of a tensor [B, H, Q, depth], transposed to [depth / PER_WORD][ROWS]; plain ones times a factor.
+    void load_words(const Tensor4& x, int depth, T factor, Word* to) {
+        if constexpr (PAIRS)
+            transpose_rows(depth / 2, to, [&](int r) { return address_of(x, r); }, [](auto word) { return word; });
+        else
+            transpose_rows(depth, to, [&](int r) { return reinterpret_cast<const char*>(row_of(x, r, depth, line + r % L * depth)); },
+                           [&](auto x) { return x * factor; });
+    }
+    template <class From, class Change> void transpose_rows(int words, Word* to, const From& from, const Change& change) {
         for (int v0 = 0; v0 < ROWS; v0 += L) {
-            const T* row[L];
-            for (int r = 0; r < L; r++) row[r] = row_of(x, v0 + r, depth, line + r * depth);
+            const char* row[L];
+            for (int r = 0; r < L; r++) row[r] = from(v0 + r);
             int d = 0;
-            for (; d + L <= depth; d += L) {
+            for (; d + L <= words; d += L) {
                 V<T> lanes[L];
-                UNROLL for (int r = 0; r < L; r++) lanes[r] = load_anywhere(row[r] + d) * factor;
+                UNROLL for (int r = 0; r < L; r++)
+                    lanes[r] = change(load_anywhere(reinterpret_cast<const T*>(row[r] + d * sizeof(Word))));
                 transpose<T>(lanes);
-                UNROLL for (int r = 0; r < L; r++) store(to + (d + r) * ROWS + v0, lanes[r]);
+                UNROLL for (int r = 0; r < L; r++) store(reinterpret_cast<T*>(to + (d + r) * ROWS + v0), lanes[r]);
             }
-            for (; d < depth; d++)
-                for (int r = 0; r < L; r++) to[d * ROWS + v0 + r] = row[r][d] * factor;
+            for (; d < words; d++)
+                for (int r = 0; r < L; r++) to[d * ROWS + v0 + r] = change(Products::word(row[r], d));
         }
     }
-    // One row as T; rows past the last repeat it, and are never written out.
-    const T* row_of(const Tensor4& x, int r, int depth, T* converted) const {
+    // One row; rows past the last repeat it, and are never written out.
+    const char* address_of(const Tensor4& x, int r) const {
         if (r >= count) r = count - 1;
-        const char* from = at(x, b, head(r), query(r), x.dtype == Dtype::f32 ? 4 : x.dtype == Dtype::f64 ? 8 : 2);
+        return at(x, b, head(r), query(r), x.dtype == Dtype::f32 ? 4 : x.dtype == Dtype::f64 ? 8 : 2);
+    }
+    const T* row_of(const Tensor4& x, int r, int depth, T* converted) const {
+        const char* from = address_of(x, r);
         if (sizeof(T) == 8 || x.dtype == Dtype::f32) return reinterpret_cast<const T*>(from);
         const auto* half = reinterpret_cast<const std::uint16_t*>(from);
         for (int d = 0; d < depth; d++) converted[d] = widen(half[d], x.dtype);

@@ -29,11 +29,32 @@ std::size_t partial(const Forward& f) {
 std::int64_t tasks(const Forward& f) {
     return f.batch * f.kv_heads * (is_double(f) ? blocks_of<double>(f) : blocks_of<float>(f)) * shares(f);
 }
-template <class T> std::size_t scratch_of(const Forward& f) {
-    const std::size_t many = Attend<T, QUERY_VECTORS>::scratch(f), few = Attend<T, 1, MOST_FEW<T>>::scratch(f);
-    return many > few ? many : few;
+// Whether products are taken of pairs of bf16. The pairs of q and k run along D, so D must be even.
+bool in_pairs([[maybe_unused]] const Forward& f) {
+#if defined(BF16_DOT)
+    return f.q.dtype == Dtype::bf16 && f.head_dim % 2 == 0;
+#else
+    return false;
+#endif
 }
-std::size_t scratch(const Forward& f) { return is_double(f) ? scratch_of<double>(f) : scratch_of<float>(f); }
+// Backward, those of dout and v run along Dv.
+[[maybe_unused]] bool gradient_in_pairs(const Forward& f) { return in_pairs(f) && f.v_head_dim % 2 == 0; }
+
+// Values as words of two keys: made once where several blocks of rows will read them.
+constexpr std::int64_t PREPARED_KEYS = 512;  // of a task; even
+std::size_t prepared(const Forward& f) {
+    if (!in_pairs(f) || blocks_of<float>(f) < 2) return 0;
+    return std::size_t(f.batch * f.kv_heads * ((f.keys + 1) / 2) * f.v_head_dim * 4);
+}
+std::int64_t prepare_tasks(const Forward& f) { return f.batch * f.kv_heads * ((f.keys + PREPARED_KEYS - 1) / PREPARED_KEYS); }
+void prepare(const Forward& f, std::int64_t task) {
+    const std::int64_t parts = (f.keys + PREPARED_KEYS - 1) / PREPARED_KEYS, head = task / parts, j = task % parts * PREPARED_KEYS;
+    const int keys = int(f.keys - j < PREPARED_KEYS ? f.keys - j : PREPARED_KEYS), width = int(f.v_head_dim);
+    auto* to = static_cast<std::uint32_t*>(f.paired_v) + (head * ((f.keys + 1) / 2) + j / 2) * width;
+    pair_rows(keys, width, width, to, [&](int n) {
+        return reinterpret_cast<const std::uint16_t*>(at(f.v, head / f.kv_heads, head % f.kv_heads, j + n, 2));
+    });
+}
 
 // body(an Attend that fits), for block `number` of a head.
 template <class T, class Body> void with_block(const Forward& f, std::int64_t head, std::int64_t number, void* scratch, const Body& body) {
@@ -41,14 +62,32 @@ template <class T, class Body> void with_block(const Forward& f, std::int64_t he
     const std::int64_t rows = f.queries * (f.heads / f.kv_heads), b = head / f.kv_heads, h = head % f.kv_heads;
     const std::int64_t first = number * most;
     const int count = int(rows - first < most ? rows - first : most);
-    if (count == 1) body(Attend<T, 1, 1>(f, b, h, scratch), first, count);
-    else if (count == 2) body(Attend<T, 1, 2>(f, b, h, scratch), first, count);
-    else if (few >= 4 && count <= 4) body(Attend<T, 1, few < 4 ? few : 4>(f, b, h, scratch), first, count);
-    else if (few >= 8 && count <= 8) body(Attend<T, 1, few>(f, b, h, scratch), first, count);
-    else if (count <= L) body(Attend<T, 1>(f, b, h, scratch), first, count);
-    else if (QUERY_VECTORS > 2 && count <= 2 * L) body(Attend<T, 2>(f, b, h, scratch), first, count);
-    else body(Attend<T, QUERY_VECTORS>(f, b, h, scratch), first, count);
+    Arena memory{reinterpret_cast<std::uintptr_t>(scratch)};
+    if (count == 1) return body(Attend<T, 1, 1>(f, b, h, memory), first, count);
+    if (count == 2) return body(Attend<T, 1, 2>(f, b, h, memory), first, count);
+    if (few >= 4 && count <= 4) return body(Attend<T, 1, few < 4 ? few : 4>(f, b, h, memory), first, count);
+    if (few >= 8 && count <= 8) return body(Attend<T, 1, few>(f, b, h, memory), first, count);
+#if defined(BF16_DOT)
+    if constexpr (sizeof(T) == 4) if (in_pairs(f)) {
+        if (count <= L) return body(Attend<T, 1, 0, Pairs>(f, b, h, memory), first, count);
+        if (count <= 2 * L) return body(Attend<T, 2, 0, Pairs>(f, b, h, memory), first, count);
+        return body(Attend<T, QUERY_VECTORS, 0, Pairs>(f, b, h, memory), first, count);
+    }
+#endif
+    if (count <= L) return body(Attend<T, 1>(f, b, h, memory), first, count);
+    if (QUERY_VECTORS > 2 && count <= 2 * L) return body(Attend<T, 2>(f, b, h, memory), first, count);
+    body(Attend<T, QUERY_VECTORS>(f, b, h, memory), first, count);
 }
+template <class T> std::size_t scratch_of(const Forward& f) {
+    std::size_t most = Attend<T, QUERY_VECTORS>::scratch(f);
+    const auto at_least = [&](std::size_t size) { if (size > most) most = size; };
+    at_least(Attend<T, 1, MOST_FEW<T>>::scratch(f));
+#if defined(BF16_DOT)
+    if constexpr (sizeof(T) == 4) at_least(Attend<T, QUERY_VECTORS, 0, Pairs>::scratch(f));
+#endif
+    return most;
+}
+std::size_t scratch(const Forward& f) { return is_double(f) ? scratch_of<double>(f) : scratch_of<float>(f); }
 
 // Head by head, so that neighbouring tasks find the keys and values in the cache; of each head the last blocks come first:
 // under a causal mask they see the most.
@@ -78,10 +117,28 @@ template <class T> std::size_t sums_of(const Forward& f) {
     return sizeof(T) * std::size_t(f.keys * ((f.head_dim + L - 1) / L * L + (f.v_head_dim + L - 1) / L * L));
 }
 std::size_t sums(const Forward& f) { return is_double(f) ? sums_of<double>(f) : sums_of<float>(f); }
-std::size_t gradient_scratch(const Forward& f) {
-    return is_double(f) ? Gradient<double, QUERY_VECTORS>::scratch(f) : Gradient<float, QUERY_VECTORS>::scratch(f);
+template <class T> std::size_t gradient_scratch_of(const Backward& g) {
+#if defined(BF16_DOT)
+    if constexpr (sizeof(T) == 4) {  // the gradient of a bias is plain whatever the rest is
+        const std::size_t plain = Gradient<T, QUERY_VECTORS>::scratch(g), pairs = Gradient<T, QUERY_VECTORS, Pairs>::scratch(g);
+        return plain > pairs ? plain : pairs;
+    }
+#endif
+    return Gradient<T, QUERY_VECTORS>::scratch(g);
+}
+std::size_t gradient_scratch(const Backward& g) {
+    return is_double(g.forward) ? gradient_scratch_of<double>(g) : gradient_scratch_of<float>(g);
 }
 
+template <class T, int QV> void run_gradient_block(const Backward& g, std::int64_t b, std::int64_t h, void* scratch, std::int64_t first,
+                                                   int count, T* dk, T* dv) {
+    Arena memory{reinterpret_cast<std::uintptr_t>(scratch)};
+#if defined(BF16_DOT)
+    if constexpr (sizeof(T) == 4)
+        if (gradient_in_pairs(g.forward)) return Gradient<T, QV, Pairs>(g, b, h, memory).run(first, count, dk, dv);
+#endif
+    Gradient<T, QV>(g, b, h, memory).run(first, count, dk, dv);
+}
 template <class T> void run_gradient_task(const Backward& g, std::int64_t task, void* scratch, void* sums) {
     const Forward& f = g.forward;
     const std::int64_t head = task / g.shares, b = head / f.kv_heads, h = head % f.kv_heads;
@@ -89,11 +146,11 @@ template <class T> void run_gradient_task(const Backward& g, std::int64_t task, 
     constexpr int L = LANES<T>, most = QUERY_VECTORS * L;
     T* dk = static_cast<T*>(sums);
     T* dv = dk + f.keys * ((f.head_dim + L - 1) / L * L);
-    for (std::int64_t number = task % g.shares; number < blocks_of<T>(f) && !stops(f); number += g.shares) {
+    for (std::int64_t number = task % g.shares; number < blocks_of<T>(f); number += g.shares) {
         const std::int64_t first = number * most;
         const int count = int(rows - first < most ? rows - first : most);
-        if (count <= L) Gradient<T, 1>(g, b, h, scratch).run(first, count, dk, dv);
-        else Gradient<T, QUERY_VECTORS>(g, b, h, scratch).run(first, count, dk, dv);
+        if (count <= L) run_gradient_block<T, 1>(g, b, h, scratch, first, count, dk, dv);
+        else run_gradient_block<T, QUERY_VECTORS>(g, b, h, scratch, first, count, dk, dv);
     }
 }
 void run_gradient(const Backward& g, std::int64_t task, void* scratch, void* sums) {
@@ -167,7 +224,8 @@ template <class T> void run_bias_task(const Backward& g, std::int64_t task, void
                 if (stops(f)) return;
                 const std::int64_t first = m * most;
                 const int count = int(rows - first < most ? rows - first : most);
-                Gradient<T, QUERY_VECTORS>(g, b, h, scratch).add_to_bias(first, count);
+                Arena memory{reinterpret_cast<std::uintptr_t>(scratch)};
+                Gradient<T, QUERY_VECTORS>(g, b, h, memory).add_to_bias(first, count);
             }
 }
 void run_bias_gradient(const Backward& g, std::int64_t task, void* scratch) {

@@ -24,6 +24,19 @@ template <class T> INLINE V<T> load_anywhere(const T* at) { return *reinterpret_
 template <class T> INLINE void store(T* at, V<T> x) { *reinterpret_cast<V<T>*>(at) = x; }
 template <class T> INLINE void store_anywhere(T* at, V<T> x) { *reinterpret_cast<typename VecTypes<T>::U*>(at) = x; }
 template <class T> INLINE V<T> load_wide(const T* at) { return load_anywhere(at); }
+#if defined(BF16_DOT)
+// Rounded to bf16, half away from zero: two vectors as the words (x, y), and one as it lies in memory.
+INLINE void store_pair(std::uint32_t* at, V<float> x, V<float> y) {
+    const __m512i half = _mm512_set1_epi32(0x8000);
+    const __m512i low = _mm512_srli_epi32(_mm512_add_epi32((__m512i)x, half), 16), high = _mm512_add_epi32((__m512i)y, half);
+    _mm512_store_si512(at, _mm512_mask_blend_epi16(0xaaaaaaaa, low, high));
+}
+INLINE void store_narrow(std::uint16_t* at, V<float> x) {
+    const __m512i bits = _mm512_srli_epi32(_mm512_add_epi32((__m512i)x, _mm512_set1_epi32(0x8000)), 16);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(at), _mm512_cvtepi32_epi16(bits));
+}
+#endif
+
 // Half types, widened. The compiler would do it in pieces, so x86 says how.
 #if VECTOR_BYTES == 64
 template <class T> INLINE V<T> load_wide(const BFloat16* at) {

@@ -39,7 +39,7 @@ def test_attention_loads_torch_and_nothing_else_of_weight() -> None:
     assert {name.split(".")[0] for name in extra} == {"headscope"}, extra
 
 
-CORE = ["masks", "_call", "_backends", "_select", "_nonfinite", "functional", "module"]
+CORE = ["masks", "_call", "_backends", "_select", "_nonfinite", "_operator", "functional", "module"]
 
 
 @pytest.mark.parametrize("room", CORE)

@@ -28,6 +28,6 @@ bool runs_here() {
 }
 }  // namespace
 extern const Target target;
-const Target target{"avx2", runs_here, tasks, scratch, run, shares, partial, merge, gradient_scratch, sums, run_gradient, gather, bias_tasks, run_bias_gradient};
+const Target target{"avx2", OFFERS};
 }  // namespace headscope::avx2
 #endif

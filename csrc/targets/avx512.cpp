@@ -29,6 +29,6 @@ bool runs_here() {
 }
 }  // namespace
 extern const Target target;
-const Target target{"avx512", runs_here, tasks, scratch, run, shares, partial, merge, gradient_scratch, sums, run_gradient, gather, bias_tasks, run_bias_gradient};
+const Target target{"avx512", OFFERS};
 }  // namespace headscope::avx512
 #endif

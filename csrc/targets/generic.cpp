@@ -16,5 +16,5 @@ namespace {
 bool runs_here() { return true; }
 }  // namespace
 extern const Target target;
-const Target target{"generic", runs_here, tasks, scratch, run, shares, partial, merge, gradient_scratch, sums, run_gradient, gather, bias_tasks, run_bias_gradient};
+const Target target{"generic", OFFERS};
 }  // namespace headscope::generic

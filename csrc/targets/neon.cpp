@@ -17,6 +17,6 @@ namespace {
 bool runs_here() { return true; }
 }  // namespace
 extern const Target target;
-const Target target{"neon", runs_here, tasks, scratch, run, shares, partial, merge, gradient_scratch, sums, run_gradient, gather, bias_tasks, run_bias_gradient};
+const Target target{"neon", OFFERS};
 }  // namespace headscope::neon
 #endif

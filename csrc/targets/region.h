@@ -9,6 +9,7 @@
 #include <utility>
 
 #if defined(__x86_64__)
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // g++ 12 says it of its own intrinsics
 #include <immintrin.h>
 #endif
@@ -23,3 +24,8 @@ using Half = _Float16;
 
 #define INLINE inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 64")
+
+// What target-inl.h defines, in the order of Target.
+#define OFFERS                                                                                                               \
+    runs_here, prepare_tasks, prepared, prepare, tasks, scratch, run, shares, partial, merge, gradient_scratch, sums, run_gradient, \
+        gather, bias_tasks, run_bias_gradient

@@ -8,6 +8,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _is_tracing, _len_torch_dispatch_stack
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix
 
@@ -16,6 +21,10 @@ AXES = ("B", "H", "Q", "K")
 
 Spans = Literal["all", "causal", "keys", "rows"]
 Rest = Literal["none", "dense", "other"]
+Form = Literal["plain", "traced", "transformed", "subclass"]
+
+_ORDINARY = (Tensor, torch.nn.Parameter)
+_STAND_INS = (FakeTensor, FunctionalTensor)  # what torch.export shows in the place of ordinary ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +40,9 @@ class Call:
         lse: whether the row log-sum-exp is asked for.
         grad: whether a gradient may be asked for, of q, k, v or sinks.
         bias_grad: likewise, of the bias.
-        opaque: the tensors are no ordinary ones (of a subclass, or seen by a transform or a compiler): their memory may
-            not be read past torch.
+        form: whether the tensors' memory may be read past torch: "plain", it may; "traced", somebody looks at the
+            operators that run (see ``is_traced``); "transformed", likewise, by torch.func within torch.compile;
+            "subclass", they are more than ordinary tensors.
     """
 
     lead: tuple[int, ...]
@@ -56,7 +66,7 @@ class Call:
     dropout: float
     lse: bool
     grad: bool
-    opaque: bool
+    form: Form
 
     @property
     def batch(self) -> int:
@@ -70,13 +80,18 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a caller may say beside q, k, v; as it came, unchecked."""
+    """What a caller may say beside q, k, v; as it came, unchecked.
+
+    Attributes:
+        planned: whether to look what the mask comes to; if not, the call is described as if it were anything.
+    """
 
     mask: Mask | None
     scale: float | None
     softcap: float | None
     dropout: float
     lse: bool
+    planned: bool = True
 
 
 def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, options: Options) -> Call:
@@ -96,7 +111,8 @@ def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor
         _sinks(sinks, heads, q)
     if options.mask is not None:
         check_mask(options.mask, sizes, q.device)
-    plan = options.mask.plan(*sizes) if options.mask is not None else None
+    plan = options.mask.plan(*sizes) if options.mask is not None and options.planned else None
+    unknown = options.mask is not None and plan is None
     grad = torch.is_grad_enabled()
     return Call(
         lead=lead,
@@ -108,9 +124,9 @@ def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor
         v_head_dim=v_head_dim,
         dtype=q.dtype,
         device=q.device.type,
-        spans=_spans(plan),
-        rest=_rest(plan),
-        may_be_empty=keys == 0 or (plan is not None and plan.may_be_empty) or bias is not None,
+        spans="rows" if unknown else _spans(plan),
+        rest="other" if unknown else _rest(plan),
+        may_be_empty=unknown or keys == 0 or (plan is not None and plan.may_be_empty) or bias is not None,
         bias=None if bias is None else tuple(bias.shape),
         bias_dtype=None if bias is None else bias.dtype,
         bias_grad=grad and bias is not None and bias.requires_grad,
@@ -120,15 +136,36 @@ def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor
         dropout=check_dropout(options.dropout),
         lse=options.lse,
         grad=grad and any(x is not None and x.requires_grad for x in (q, k, v, sinks)),
-        opaque=is_opaque(q, k, v, bias, sinks),
+        form=form(q, k, v, bias, sinks),
     )
 
 
-def is_opaque(*tensors: Tensor | None) -> bool:
-    """Whether any of these is more than an ordinary tensor in eager mode."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return True
-    return any(x is not None and type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
+def is_traced() -> bool:
+    """Whether somebody looks at the operators that run, not only at what they return.
+
+    torch.compile, torch.export, torch.func, torch.jit.trace, forward-mode gradients, or a mode such as a fake tensor's
+    or a counter of operations.
+    """
+    return (
+        is_dynamo_compiling()  # a constant to the compiler, which then traces no further
+        or _len_torch_dispatch_stack() > 0
+        or _are_functorch_transforms_active()
+        or _is_tracing()
+        or forward_ad._current_level >= 0
+    )
+
+
+def form(*tensors: Tensor | None) -> Form:
+    """How these may be read; see ``Call``."""
+    if is_dynamo_compiling() and _are_functorch_transforms_active():
+        return "transformed"
+    found: Form = "traced" if is_traced() else "plain"
+    for x in tensors:
+        if x is not None and type(x) not in _ORDINARY:
+            if type(x) not in _STAND_INS:
+                return "subclass"
+            found = "traced"
+    return found
 
 
 def shapes(**tensors: Tensor) -> str:
@@ -322,7 +359,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"scale: got {kind(scale)}, wanted a number")
-    if not math.isfinite(scale):
+    if not abs(scale) < math.inf:  # NaN neither; a compiler can follow this, but not math.isfinite
         raise ValueError(f"scale: got {scale}, wanted a finite number")
     return float(scale)
 
@@ -333,7 +370,7 @@ def check_softcap(softcap: float | None) -> float | None:
         return None
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"softcap: got {kind(softcap)}, wanted a number")
-    if not (math.isfinite(softcap) and softcap > 0):
+    if not 0 < softcap < math.inf:
         raise ValueError(f"softcap: got {softcap}, wanted a finite number above 0, or None")
     return float(softcap)
 

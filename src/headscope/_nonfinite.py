@@ -9,11 +9,12 @@ entries are zero, and the rows that may see one are spoilt afterwards. Finite in
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from headscope._backends import Backend, Inputs, accumulate_dtype
+from headscope._backends import Inputs, accumulate_dtype
 from headscope._call import Call
 from headscope.masks import Plan
 
@@ -33,11 +34,14 @@ def suspicious(call: Call, inputs: Inputs) -> bool:
     return not math.isfinite(total)
 
 
-def attend(backend: Backend, call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """``backend.attend`` for inputs that may hold NaN or infinity."""
+Attend = Callable[[Call, Plan | None, Inputs], tuple[Tensor, Tensor | None]]
+
+
+def attend(run: Attend, call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """``run``, a backend's ``attend``, for inputs that may hold NaN or infinity."""
     bad_q, bad_k, bad_v = (~torch.isfinite(x.detach()) for x in inputs[:3])
     if not (bad_q.any() or bad_k.any() or bad_v.any()):
-        return backend.attend(call, plan, inputs)
+        return run(call, plan, inputs)
     clean = Inputs(
         inputs.q.masked_fill(bad_q, 0),
         inputs.k.masked_fill(bad_k, 0),
@@ -45,7 +49,7 @@ def attend(backend: Backend, call: Call, plan: Plan | None, inputs: Inputs) -> t
         inputs.bias,
         inputs.sinks,
     )
-    out, lse = backend.attend(call, plan, clean)
+    out, lse = run(call, plan, clean)
     v = inputs.v.detach()
     bad_key = bad_k.any(-1, keepdim=True)
     signs = torch.cat([~bad_key, bad_key, v.isnan(), v == torch.inf, v == -torch.inf], -1)

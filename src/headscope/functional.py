@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headscope import _nonfinite
-from headscope._backends import Backend, Inputs, full_precision
-from headscope._call import Call, Options, as_mask, describe, fold, fold_mask, is_opaque
+from headscope import _nonfinite, _operator
+from headscope._backends import Backend, Inputs, cpu, full_precision
+from headscope._call import Call, Options, as_mask, describe, fold, fold_mask, form, is_traced
 from headscope._select import select
 from headscope.masks import Mask, Plan
 
@@ -37,12 +39,13 @@ class Prepared(NamedTuple):
     """All that can be known of a call without looking at its tensors."""
 
     call: Call
+    mask: Mask | None
     plan: Plan | None
     backend: Backend
     canonical: bool
     """q, k, v already have four axes and equal batch sizes."""
-    repeat: Callable[..., Tensor | None] | None
-    """A short way for the same call on other tensors, where the backend has one."""
+    repeat: Callable[..., Tensor | tuple[Tensor, Tensor] | None] | None
+    """A short way for the same call on other tensors, where the backend has one: out, or out and lse if asked for."""
 
 
 def attention(
@@ -147,19 +150,66 @@ def _run(
     numbers: _Numbers, backend: str | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     prepared = prepare(q, k, v, mask, bias, sinks, numbers, backend)
-    if prepared.repeat is not None and (done := prepared.repeat(q, k, v)) is not None:
-        return done, None
-    call, plan = prepared.call, prepared.plan
+    if prepared.repeat is not None:
+        plain = bias is None and sinks is None
+        done = prepared.repeat(q, k, v) if plain else prepared.repeat(q, k, v, bias, sinks)
+        if done is not None:
+            return done if isinstance(done, tuple) else (done, None)
+    call = prepared.call
     inputs = canonical(prepared, q, k, v, bias, sinks)
-    with full_precision(call):
-        if _nonfinite.suspicious(call, inputs):
-            out, lse = _nonfinite.attend(prepared.backend, call, plan, inputs)
-        else:
-            out, lse = prepared.backend.attend(call, plan, inputs)
+    if call.form == "traced" and prepared.backend.name == cpu.name:
+        out, lse = _operator.attend(call, prepared.mask, inputs)  # these kernels read past torch: see _operator
+    else:
+        out, lse = _attend_now(prepared, inputs, prepared.backend.attend)
     if len(call.lead) != 1:
         out = out.reshape(*call.lead, *out.shape[1:])  # [*lead, H, Q, Dv]
         lse = None if lse is None else lse.reshape(*call.lead, *lse.shape[1:])  # [*lead, H, Q]
     return out, lse
+
+
+def _attend_now(prepared: Prepared, inputs: Inputs, attend: _nonfinite.Attend) -> tuple[Tensor, Tensor | None]:
+    call, plan = prepared.call, prepared.plan
+    with full_precision(call):
+        if _nonfinite.suspicious(call, inputs):
+            return _nonfinite.attend(attend, call, plan, inputs)
+        return attend(call, plan, inputs)
+
+
+def _operate(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, codes: list[int], parts: list[Tensor],
+    scale: float, softcap: float, dropout: float, seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What the operator for the forward pass runs: the same as a call without gradients."""
+    with torch.no_grad():
+        numbers = (scale, softcap or None, dropout, True)
+        prepared = prepare(q, k, v, _operator.decode(codes, parts), bias, sinks, numbers, cpu.name)
+        done = prepared.repeat(q, k, v, bias, sinks) if prepared.repeat is not None else None
+        if done is None:
+            attend = partial(cpu.attend, seed=0 if seed is None else int(seed))
+            done = _attend_now(prepared, Inputs(q, k, v, bias, sinks), attend)
+    assert isinstance(done, tuple)  # lse is asked for
+    assert done[1] is not None
+    return done[0], done[1]
+
+
+def _operate_backward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, codes: list[int], parts: list[Tensor],
+    scale: float, softcap: float, dropout: float, seed: Tensor | None,
+    out: Tensor, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None, dbias: bool, dsinks: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What the operator for the backward pass runs; a gradient that is not wanted has no elements."""
+    with torch.no_grad():
+        numbers = (scale, softcap or None, dropout, True)
+        prepared = prepare(q, k, v, _operator.decode(codes, parts), bias, sinks, numbers, cpu.name)
+        work = cpu.Work(prepared.call, prepared.plan, 0 if seed is None else int(seed))
+        inputs = Inputs(q, k, v, bias, sinks)
+        with full_precision(prepared.call):
+            found = cpu.gradients(work, inputs, (out, lse), (grad_out, grad_lse), (dbias, dsinks))
+        return tuple(q.new_empty(0) if x is None else x for x in found)
+
+
+_operator.implement(_operate, _operate_backward)
+atexit.register(_kept.clear)  # torch keeps the operators, and with them this table, until the extension is gone
 
 
 def prepare(
@@ -167,16 +217,16 @@ def prepare(
     numbers: _Numbers, backend: str | None,
 ) -> Prepared:  # fmt: skip
     """Check a call, plan its mask and choose its backend; a call seen before costs one look into a table."""
-    if is_opaque(q, k, v) or (mask is not None and (not isinstance(mask, Mask) or mask.tensors())):
+    if is_traced() or (mask is not None and (not isinstance(mask, Mask) or mask.tensors())):
         return _prepare(q, k, v, mask, bias, sinks, numbers, backend)
     try:
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, mask, backend,
-            numbers, *map(type, numbers),  # True is 1, but no number to say
+            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, type(q), type(k), type(v), mask, backend,
+            numbers, type(numbers[0]), type(numbers[1]), type(numbers[2]),  # True is 1, but no number to say
             torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad),
-            bias is not None and (bias.shape, bias.dtype, bias.device, bias.requires_grad),
-            sinks is not None and (sinks.shape, sinks.dtype, sinks.device, sinks.requires_grad),
+            bias is not None and _key(bias),
+            sinks is not None and _key(sinks),
         )  # fmt: skip
         found = _kept.get(key)
     except (AttributeError, TypeError):  # not tensors, or not hashable: the checks will say what is wrong
@@ -189,6 +239,10 @@ def prepare(
     return found
 
 
+def _key(x: Tensor) -> tuple[Any, ...]:
+    return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+
+
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     numbers: _Numbers, backend: str | None,
@@ -197,15 +251,19 @@ def _prepare(
     if isinstance(mask, Tensor) and any(getattr(x, "ndim", 0) > 4 for x in (q, k, v)):
         mask = fold_mask(mask, q, k, v)
     known = as_mask(mask)
-    call = describe(q, k, v, bias, sinks, Options(known, scale, softcap, dropout, lse))
-    plan = None if known is None else known.plan(call.batch, call.heads, call.queries, call.keys)
+    # the operator plans when it runs: to plan here would fill a compiler's graph with what nobody reads
+    planned = cpu.native is None or backend not in (None, cpu.name) or form(q, k, v, bias, sinks) == "plain"
+    call = describe(q, k, v, bias, sinks, Options(known, scale, softcap, dropout, lse, planned))
     same = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]
     chosen = select(call, backend)
+    plan = None
+    if known is not None and (planned or chosen.name != cpu.name):
+        plan = known.plan(call.batch, call.heads, call.queries, call.keys)
     kept = known is None or len(known.tensors()) == 0  # else the plan may change under an equal call
     repeat = None
-    if same and kept and not call.opaque and hasattr(chosen, "repeater"):
-        repeat = chosen.repeater(call, plan, q, k, v)  # pyright: ignore[reportAttributeAccessIssue]  # not all have one
-    return Prepared(call, plan, chosen, same, repeat)
+    if same and kept and call.form == "plain" and hasattr(chosen, "repeater"):
+        repeat = chosen.repeater(call, plan, q, k, v, bias, sinks)  # pyright: ignore[reportAttributeAccessIssue]  # not all have one
+    return Prepared(call, known, plan, chosen, same, repeat)
 
 
 def canonical(prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> Inputs:

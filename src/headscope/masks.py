@@ -130,7 +130,7 @@ class Band(Mask):
         return seen
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.offset,) if isinstance(self.offset, Tensor) else ()
+        return (self.offset,) if self.offset is not None and isinstance(self.offset, Tensor) else ()
 
     def at(self, queries: int, keys: int) -> Mask:
         return Band(self.left, self.right, keys - queries) if self.offset is None else self
@@ -141,7 +141,7 @@ class Band(Mask):
         return not isinstance(other.offset, Tensor) and self._value() == other._value()
 
     def __hash__(self) -> int:
-        return id(self) if isinstance(self.offset, Tensor) else hash(self._value())
+        return id(self) if self.tensors() else hash((self.left, self.right, self.offset))
 
     def _value(self) -> tuple[object, ...]:
         return (self.left, self.right, self.offset)

@@ -16,6 +16,10 @@ from torch import Tensor
 from headscope._call import Call
 from headscope.masks import Plan
 
+NO_SECOND_DERIVATIVE = (
+    'attention: this backend has no second derivative; backend="reference" has one, in memory quadratic in the length'
+)
+
 
 class Inputs(NamedTuple):
     """The tensors of one call, in canonical form."""
@@ -75,7 +79,4 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise RuntimeError(
-            "attention: this backend has no second derivative; "
-            'backend="reference" has one, in memory quadratic in the length'
-        )
+        raise RuntimeError(NO_SECOND_DERIVATIVE)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headscope._backends import Inputs, accumulate_dtype, once
 from headscope._call import Call
-from headscope.masks import And, Dense, Documents, Mask, Or, Plan
+from headscope.masks import And, Band, Dense, Documents, KeyLengths, Mask, Or, Plan, Prefix
 
 name = "cpu"
 
@@ -37,102 +38,175 @@ def refuses(call: Call) -> list[str]:
         reasons.append(f"device: these kernels run on the CPU, not on {call.device}")
     elif native is None:
         reasons.append("build: the native extension is not installed")
-    if call.opaque:
-        reasons.append("tensors: of a subclass, or under torch.compile or torch.func; these kernels read plain memory")
+    if call.form == "transformed":
+        reasons.append("torch.func: within torch.compile, which does not trace their operators' gradients there")
+    if call.form == "subclass":
+        reasons.append("tensors: of a subclass of Tensor; these kernels read plain memory")
     return reasons
 
 
-def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """out, and lse if it is asked for."""
-    seed = int(torch.randint(2**62, (), device="cpu").item()) if call.dropout else 0
-    if not (call.grad or call.bias_grad):
-        return _forward(_describe(call, plan, inputs, seed), call, call.lse)
-    return _Attend.apply(call, plan, seed, *inputs)  # pyright: ignore[reportReturnType]
+def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """out, and lse if it is asked for. The seed of dropout is drawn from torch's generator unless it is given."""
+    if seed is None:
+        seed = int(torch.randint(2**62, (), device="cpu").item()) if call.dropout else 0
+    grad = call.grad or call.bias_grad
+    with torch.no_grad():
+        out, lse = _forward(call, plan, inputs, seed, need_lse=call.lse or grad)
+    if not grad or lse is None:
+        return out, lse
+    tied = _Differentiable.apply((Work(call, plan, seed), call.lse, out, lse), *inputs)
+    return tied if call.lse else (tied, None)  # pyright: ignore[reportReturnType]
 
 
-def repeater(call: Call, plan: Plan | None, q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Tensor | None] | None:
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+def repeater(
+    call: Call, plan: Plan | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None
+) -> Callable[..., Result | None] | None:
     """A short way for a call that will come again with other tensors of the same sizes, dtypes and strides.
 
-    It takes q, k, v and returns out; or None where NaN or infinity may have reached what must not see it. There is none
-    for calls with gradients, lse, or tensors beside q, k, v.
+    It takes q, k, v, and bias and sinks if there are any, and returns out, or out and lse where the call asks for it;
+    or None where NaN or infinity may have reached what must not see it. There is none for calls with dropout, with
+    rules beside the spans of a mask, or with tensors that would have to be copied first.
     """
-    if (
-        call.grad
-        or call.lse
-        or call.dropout
-        or call.sinks
-        or call.bias is not None
-        or (plan is not None and plan.rest is not None)
-    ):
-        return None
-    if (plan is not None and plan.rest is not None) or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-        return None
-    described = _describe(call, plan, Inputs(q, k, v, None, None), 0)
-    described.held = described.held[5:6]  # the spans; q, k and v will be others
-    repeat, hides, dtype = native.repeat, call.spans != "all", call.dtype
-    sizes, strides = (
-        (call.batch, call.heads, call.queries, call.v_head_dim),
-        _row_strides(call.queries, call.heads, call.v_head_dim),
+    dtype = accumulate_dtype(call.dtype)
+    copied = not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 or any(
+        x is not None and (x.dtype != dtype or x.stride()[-1:] not in ((), (1,))) for x in (bias, sinks)
     )
+    if copied or call.dropout or (plan is not None and plan.rest is not None):
+        return None
+    described = _describe(call, plan, Inputs(q, k, v, four_axes(bias), sinks), 0)
+    described.held = described.held[5:6]  # the spans; the others will be other tensors
+    repeat, threads, empty = native.repeat, torch.get_num_threads, torch.empty_like
+    like = _hollow(_rows(call, call.queries, call.heads, call.v_head_dim))
+    lse_like = _hollow(torch.empty((call.batch, call.heads, call.queries), dtype=dtype, device="cpu"))
+    hides = call.spans != "all" or call.bias is not None
+    work, grad, asked = Work(call, plan, 0), call.grad or call.bias_grad, call.lse
+    need_lse, beside = grad or asked, bias is not None or sinks is not None
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        out = torch.empty_strided(sizes, strides, dtype=dtype, device="cpu")  # whatever the default device
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, sinks: Tensor | None = None) -> Result | None:
+        out, lse = empty(like), empty(lse_like) if need_lse else None
         finite = repeat(
-            described.native, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), torch.get_num_threads()
-        )
-        return out if finite or not hides else None
+            described.native, q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), threads(),
+        )  # fmt: skip
+        if lse is None:
+            return out if finite or not hides else None
+        if not finite:
+            return None
+        if not grad:
+            return out, lse
+        made = (work, asked, out, lse)
+        return _tie(made, q, k, v, bias, sinks) if beside else _tie(made, q, k, v)
 
     return run
 
 
-class _Attend(torch.autograd.Function):
-    """The kernels with their gradient."""
+def _hollow(tensor: Tensor) -> Tensor:
+    """The same without its memory: from such a one another is made sooner than from sizes, strides and dtype."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+class Work(NamedTuple):
+    """What was done, as its gradient needs to know it."""
+
+    call: Call
+    plan: Plan | None
+    seed: int
+
+
+class _Differentiable(torch.autograd.Function):
+    """Ties out and lse, which are there already, to what they were made from."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, plan: Plan | None, seed: int, *tensors: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(_describe(call, plan, Inputs(*tensors), seed), call, need_lse=True)
-        assert lse is not None
-        ctx.call, ctx.plan, ctx.seed = call, plan, seed
-        ctx.save_for_backward(*tensors, out, lse)
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, made: tuple[Work, bool, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, *beside: Tensor | None
+    ) -> Result:
+        ctx.work, asked, out, lse = made
+        ctx.save_for_backward(q, k, v, out, lse, *beside)  # beside: bias and sinks, or nothing
+        if not asked:
+            return out
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
+        q, k, v, out, lse, *beside = saved
+        bias, sinks = beside or (None, None)
+        inputs, wanted = Inputs(q, k, v, four_axes(bias), sinks), ctx.needs_input_grad[4:] or (False, False)
         with torch.no_grad():
-            found = _Attend.gradients(ctx, saved, grad_out, grad_lse)
-        return None, None, None, *once(found, grad_out, grad_lse, *saved)
+            dq, dk, dv, dbias, dsinks = gradients(ctx.work, inputs, (out, lse), (grad_out, grad_lse), wanted)
+        dbias = dbias.reshape(bias.shape) if dbias is not None and bias is not None else None  # the axes it came with
+        found = (dq, dk, dv, dbias, dsinks)[: 3 + len(beside)]
+        return None, *once(found, grad_out, grad_lse, *saved)
 
-    @staticmethod
-    def gradients(
-        ctx: Any, saved: tuple[Any, ...], grad_out: Tensor | None, grad_lse: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        """Of q, k, v, bias and sinks."""
-        call = ctx.call
-        *tensors, out, lse = saved
-        inputs = Inputs(*tensors)
-        grad_out = torch.zeros_like(out) if grad_out is None else _unit_stride(grad_out)
-        grad_lse = grad_lse.contiguous() if grad_lse is not None else None
-        dq = _rows(call, call.queries, call.heads, call.head_dim)
-        dk = _rows(call, call.keys, call.kv_heads, call.head_dim)
-        dv = _rows(call, call.keys, call.kv_heads, call.v_head_dim)
-        dbias = None
-        if inputs.bias is not None and ctx.needs_input_grad[6]:
-            dbias = torch.zeros(inputs.bias.shape, dtype=lse.dtype, device="cpu")
-        described = _describe(call, ctx.plan, inputs, ctx.seed)  # a name of its own: it keeps alive what it points into
-        native.backward(
-            described.native, out.data_ptr(), out.stride(), lse.data_ptr(),
-            grad_out.data_ptr(), grad_out.stride(), _address(grad_lse), dq.data_ptr(), dq.stride(),
-            dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(), _address(dbias), _strides(dbias),
-            _shares(call), torch.get_num_threads(),
-        )  # fmt: skip
-        dsinks = None
-        if inputs.sinks is not None and ctx.needs_input_grad[7]:
-            dsinks = _sinks_gradient(inputs.sinks, out, lse, grad_out, grad_lse)
-        if dbias is not None and inputs.bias is not None:
-            dbias = dbias.to(inputs.bias.dtype)
-        return dq, dk, dv, dbias, dsinks
+
+# What ``_Differentiable.apply`` comes to outside of torch.func; the look for that costs as much as the rest.
+_tie: Callable[..., Result] = super(torch.autograd.Function, _Differentiable).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def four_axes(bias: Tensor | None) -> Tensor | None:
+    """A bias as a backend takes it: [B, H, Q, K], each axis of its size or 1."""
+    return bias if bias is None or bias.ndim == 4 else bias[(None,) * (4 - bias.ndim)]
+
+
+Pair = tuple[Tensor | None, Tensor | None]
+
+
+def gradients(
+    work: Work, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """Of q, k, v, and of bias and sinks where they are wanted.
+
+    Args:
+        work: what was done.
+        inputs: what it was done to. Where q, k or v hold NaN or infinity the gradients are those with zeros there, and
+            zero there: what nobody may see must not spoil the rest, and 0 x NaN is NaN.
+        results: out and lse, as they came out.
+        grads: those of out and lse, or None.
+        wanted: whether those of bias and sinks are.
+    """
+    dtype = accumulate_dtype(work.call.dtype)
+    if math.isfinite(sum(float(x.sum(dtype=dtype)) for x in inputs[:3])):
+        return _gradients(work, inputs, results, grads, wanted)
+    bad = [~x.isfinite() for x in inputs[:3]]  # none, perhaps: a sum may overflow
+    q, k, v = (x.masked_fill(b, 0) for x, b in zip(inputs[:3], bad, strict=True))
+    clean = Inputs(q, k, v, inputs.bias, inputs.sinks)
+    out, lse = _forward(work.call, work.plan, clean, work.seed, need_lse=True)
+    assert lse is not None  # it is asked for
+    *found, dbias, dsinks = _gradients(work, clean, (out, lse), grads, wanted)
+    zeroed = (x.masked_fill(b, 0) if x is not None else None for x, b in zip(found, bad, strict=True))
+    return *zeroed, dbias, dsinks
+
+
+def _gradients(
+    work: Work, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    call, (out, lse) = work.call, results
+    grad_out = torch.zeros_like(out) if grads[0] is None else _unit_stride(grads[0])
+    grad_lse = grads[1].contiguous() if grads[1] is not None else None
+    dq = _rows(call, call.queries, call.heads, call.head_dim)
+    dk = _rows(call, call.keys, call.kv_heads, call.head_dim)
+    dv = _rows(call, call.keys, call.kv_heads, call.v_head_dim)
+    dbias = None
+    if inputs.bias is not None and wanted[0]:
+        dbias = torch.zeros(inputs.bias.shape, dtype=lse.dtype, device="cpu")
+    described = _describe(call, work.plan, inputs, work.seed)  # a name of its own: it keeps alive what it points into
+    native.backward(
+        described.native, out.data_ptr(), out.stride(), lse.data_ptr(),
+        grad_out.data_ptr(), grad_out.stride(), _address(grad_lse), dq.data_ptr(), dq.stride(),
+        dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(), _address(dbias), _strides(dbias),
+        _shares(call), torch.get_num_threads(),
+    )  # fmt: skip
+    dsinks = None
+    if inputs.sinks is not None and wanted[1]:
+        dsinks = _sinks_gradient(inputs.sinks, out, lse, grad_out, grad_lse)
+    if dbias is not None and inputs.bias is not None:
+        dbias = dbias.to(inputs.bias.dtype)
+    return dq, dk, dv, dbias, dsinks
 
 
 def _shares(call: Call) -> int:
@@ -157,13 +231,13 @@ class _Described:
         self.held = held
 
 
-def _forward(described: _Described, call: Call, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _forward(call: Call, plan: Plan | None, inputs: Inputs, seed: int, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     out = _rows(call, call.queries, call.heads, call.v_head_dim)
-    lse = (
-        torch.empty((call.batch, call.heads, call.queries), dtype=accumulate_dtype(call.dtype), device="cpu")
-        if need_lse
-        else None
-    )
+    lse = None
+    if need_lse:
+        rows = (call.batch, call.heads, call.queries)
+        lse = torch.empty(rows, dtype=accumulate_dtype(call.dtype), device="cpu")
+    described = _describe(call, plan, inputs, seed)  # a name of its own: it keeps alive what it points into
     native.forward(described.native, out.data_ptr(), _address(lse), torch.get_num_threads())
     return out, lse
 
@@ -219,9 +293,11 @@ class _Rules:
                 self.add(mask.first, sizes)
                 self.add(mask.second, sizes)
                 self.made.append((3 if isinstance(mask, And) else 4, 0, none, 0, none))
-            case _:
+            case Band() | Prefix() | KeyLengths():
                 spans = mask.plan(*sizes).spans.to(torch.int32).contiguous()
                 self._rule(0, spans, (*_reach(spans), 0))
+            case _:  # a mask of the caller's own
+                self.add(Dense(mask.dense(*sizes)), sizes)
 
     def _rule(self, kind: int, first: Tensor, stride: tuple[int, ...], second: Tensor | None = None,
               second_stride: tuple[int, ...] = (0, 0, 0, 0)) -> None:  # fmt: skip

@@ -73,7 +73,9 @@ def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tenso
     return out, None
 
 
-def repeater(call: Call, plan: Plan | None, q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Tensor | None] | None:
+def repeater(
+    call: Call, plan: Plan | None, q: Tensor, k: Tensor, v: Tensor, *beside: Tensor | None
+) -> Callable[..., Tensor | None] | None:
     """A short way for a call that will come again with other tensors of the same sizes, dtypes and strides.
 
     It takes q, k, v and returns out; or None where the long way has to look closer: NaN or infinity, or autocast.

@@ -1,0 +1,45 @@
+#include "region.h"
+
+// AVX-512 with products of pairs of bf16.
+#if defined(__x86_64__)
+#pragma GCC push_options
+#if defined(HEADSCOPE_EMULATE_BF16)
+// For tests on a CPU without the instruction: the same sums from plain ones.
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2,prefer-vector-width=512")
+#define BF16_DOT(sum, x, y) ((sum) + (V<float>)((y) << 16) * (V<float>)((x) << 16) + (V<float>)((y) & -65536) * (V<float>)((x) & -65536))
+#else
+#pragma GCC target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2,prefer-vector-width=512")
+#define BF16_DOT(sum, x, y) (V<float>)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(x), (__m512bh)(y))
+#endif
+#define VECTOR_BYTES 64
+#define REGISTER_TILE 24
+#define QUERY_VECTORS 3
+
+namespace headscope::avx512_bf16 {
+namespace {
+#include "../vec-inl.h"
+#include "../scores-inl.h"
+#include "../few-inl.h"
+#include "../attend-inl.h"
+#include "../gradient-inl.h"
+#include "../target-inl.h"
+}  // namespace
+}  // namespace headscope::avx512_bf16
+#pragma GCC pop_options
+
+namespace headscope::avx512_bf16 {
+namespace {
+// __builtin_cpu_supports also asks XGETBV whether the operating system saves the registers.
+bool runs_here() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")
+#if !defined(HEADSCOPE_EMULATE_BF16)
+           && __builtin_cpu_supports("avx512bf16")
+#endif
+        ;
+}
+}  // namespace
+extern const Target target;
+const Target target{"avx512_bf16", OFFERS};
+}  // namespace headscope::avx512_bf16
+#endif
