@@ -161,15 +161,14 @@ class MultiHeadAttention(nn.Module):
             TypeError, ValueError: an input, mask or bias that does not fit; it names argument, axis, got and wanted.
         """
         q, k, v = self.project(x, context)
-        dropout = self.dropout if self.training else 0.0
+        scale, softcap, sinks, dropout = self.scale, self.softcap, self.sinks, self.dropout if self.training else 0.0
         heads = functional.attention(
-            q, k, v, mask=mask, bias=bias, scale=self.scale, softcap=self.softcap, sinks=self.sinks, dropout=dropout
+            q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
         )
         out = self.out_proj(merge_heads(heads))
         if not need_weights:
             return out
-        scale, softcap = self.scale, self.softcap
-        return out, functional.weights(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=self.sinks)
+        return out, functional.weights(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks)
 
     def project(
         self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None
@@ -178,8 +177,9 @@ class MultiHeadAttention(nn.Module):
         k_from, v_from = self._sources(x, context)
         self._check_inputs(x, k_from, v_from)
         if context is None and self.packed and self.splits[0] == self.splits[1] == self.splits[2]:  # one cut for all
-            parts = self.qkv_proj(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(-3)  # each [B, Q, H, D]
-            return parts[0].transpose(-3, -2), parts[1].transpose(-3, -2), parts[2].transpose(-3, -2)  # [B, H, Q, D]
+            packed = self.qkv_proj(x).view(*x.shape[:-1], 3, self.num_heads, self.head_dim)  # [B, Q, 3, H, D]
+            q, k, v = packed.permute(_PARTS_FIRST[x.ndim]).unbind(0)  # each [B, H, Q, D]
+            return q, k, v
         if context is None and self.packed:
             q, k, v = self.qkv_proj(x).split(self.splits, -1)  # each [B, Q, H * D]
         else:
@@ -249,6 +249,9 @@ class MultiHeadAttention(nn.Module):
         }  # fmt: skip
         parts += [f"{name}={getattr(self, name)}" for name, usual in defaults.items() if getattr(self, name) != usual]
         return ", ".join(parts + (["sinks=True"] if self.sinks is not None else []))
+
+
+_PARTS_FIRST = {2: (1, 2, 0, 3), 3: (2, 0, 3, 1, 4)}  # [B, Q, 3, H, D] -> [3, B, H, Q, D], without and with B
 
 
 def split_heads(x: Tensor, heads: int, head_dim: int) -> Tensor:

@@ -14,6 +14,9 @@ from headscope._call import Call
 from headscope.masks import Dense, Plan
 
 name = "sdpa"
+LANES = 16
+"""With fewer keys than this, torch's kernel for a CPU makes 0 of a row of NaN; with more, and all of them seen by every
+row, NaN and infinity go where they belong by themselves."""
 
 
 def refuses(call: Call) -> list[str]:
@@ -86,13 +89,17 @@ def repeater(
     if call.device != "cpu" or not unit or not plain:
         return None
     causal, scale, gqa, dtype = call.spans == "causal", call.scale, call.group > 1, accumulate_dtype(call.dtype)
+    faithful = not causal and call.keys >= LANES
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        total = q.detach().sum(dtype=dtype) + k.detach().sum(dtype=dtype)
-        if causal:
-            total += v.detach().sum(dtype=dtype)
-        if not math.isfinite(total.item()) or torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled("cpu"):
             return None
+        if not faithful:
+            total = q.sum(dtype=dtype) + k.sum(dtype=dtype)
+            if causal:
+                total = total + v.sum(dtype=dtype)
+            if not math.isfinite(total.item()):
+                return None
         return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa)
 
     return run
