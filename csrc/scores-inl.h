@@ -176,6 +176,8 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     T* line;                             // for conversions: L rows of D or Dv
     Word *wide_k, *wide_v;               // [KEYS][D], [KEYS][Dv]: a half type, widened or paired by keys
     Int<T> span[4][ROWS] __attribute__((aligned(64)));  // low0, high0, low1, high1
+    static constexpr int WORDS = KEYS / 64;
+    Int<T> judged[2 * WORDS][ROWS] __attribute__((aligned(64)));
 
     Scores(const Forward& call, std::int64_t batch, std::int64_t head, Arena& memory) : f(call), b(batch), kv_head(head) {
         const bool half = sizeof(T) == 4 && f.q.dtype != Dtype::f32;
@@ -232,7 +234,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         if (f.softcap > 0) cap(keys, tangent);
         if (f.bias.data) add_bias(j, keys);
         if (!whole) hide(j, keys);
-        if (f.visible.count) hide_by_rules(j, keys);
+        if (f.visible.count) hide_judged(keys);
     }
 
     // With this factor products of queries and keys are logits times log2(e), or the argument of tanh.
@@ -328,9 +330,12 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
                 }
     }
     // Whether any row may see any of these keys; and whether every row may see all of them.
-    bool visible(std::int64_t j, int keys, bool& whole) const {
+    bool visible(std::int64_t j, int keys, bool& whole) {
         whole = true;
-        if (!f.visible.spans.data) return true;
+        if (f.visible.spans.data && !overlap(j, keys, whole)) return false;
+        return !f.visible.count || judge(j, keys);
+    }
+    bool overlap(std::int64_t j, int keys, bool& whole) const {
         const Int<T> low = Int<T>(j), high = Int<T>(j + keys);
         I<T> some{}, part{};
         UNROLL for (int v = 0; v < QV; v++) {
@@ -355,8 +360,8 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     // Adds bias[b, h, i, j], and hides where it is -inf.
     void add_bias(std::int64_t j0, int keys) {
         const auto& s = f.bias.stride;
-        if (s[1] == 0 && s[2] == 0) {
-            const T* from = reinterpret_cast<const T*>(at(f.bias, b, 0, 0, sizeof(T))) + j0 * s[3];
+        if (s[2] == 0 && (s[1] == 0 || group() == 1)) {  // the same for all rows
+            const T* from = reinterpret_cast<const T*>(at(f.bias, b, head(0), 0, sizeof(T))) + j0 * s[3];
             for (int j = 0; j < keys; j++)
                 UNROLL for (int v = 0; v < QV; v++) plus(p + j * ROWS + v * L, splat(from[j * s[3]]));
             return;
@@ -392,40 +397,72 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
             }
         }
     }
-    void hide_by_rules(std::int64_t j0, int keys) {
-        std::uint8_t seen[MOST_RULES][KEYS];
-        for (int r = 0; r < count; r++) {
-            int depth = 0;
-            for (int n = 0; n < f.visible.count; n++) {
-                const Rule& rule = f.visible.rules[n];
-                if (rule.kind >= Rule::both) {
+    // What the rules say of keys j0 .. j0 + keys, a bit for each, in words of 32 with rows in the lanes; false if no row may see
+    // any of them.
+    bool judge(std::int64_t j0, int keys) {
+        std::uint64_t any_seen = 0;
+        for (int r = 0; r < ROWS; r++) {
+            Bits seen[MOST_RULES];
+            if (r < count) {
+                int depth = 0;
+                for (int n = 0; n < f.visible.count; n++) {
+                    const Rule& rule = f.visible.rules[n];
+                    if (rule.kind < Rule::both) {
+                        seen[depth++] = answer(rule, r, j0, keys);
+                        continue;
+                    }
                     depth--;
-                    std::uint8_t *x = seen[depth - 1], *y = seen[depth];
-                    if (rule.kind == Rule::both) for (int j = 0; j < keys; j++) x[j] &= y[j];
-                    else for (int j = 0; j < keys; j++) x[j] |= y[j];
-                } else {
-                    answer(rule, r, j0, keys, seen[depth++]);
+                    for (int w = 0; w < WORDS; w++)
+                        seen[depth - 1].word[w] = rule.kind == Rule::both ? seen[depth - 1].word[w] & seen[depth].word[w]
+                                                                          : seen[depth - 1].word[w] | seen[depth].word[w];
                 }
             }
-            for (int j = 0; j < keys; j++)
-                if (!seen[0][j]) p[j * ROWS + r] = -std::numeric_limits<T>::infinity();
-        }
-    }
-    void answer(const Rule& rule, int r, std::int64_t j0, int keys, std::uint8_t* seen) const {
-        if (rule.kind == Rule::bytes) {
-            const auto* row = reinterpret_cast<const std::uint8_t*>(at(rule.q, b, head(r), query(r), 1));
-            for (int j = 0; j < keys; j++) seen[j] = row[(j0 + j) * rule.q.stride[3]] != 0;
-        } else if (rule.kind == Rule::same_id) {
-            const std::int64_t id = static_cast<const std::int64_t*>(rule.q.data)[b * rule.q.stride[0] + query(r) * rule.q.stride[1]];
-            const auto* ids = static_cast<const std::int64_t*>(rule.k.data) + b * rule.k.stride[0];
-            for (int j = 0; j < keys; j++) seen[j] = ids[(j0 + j) * rule.k.stride[1]] == id;
-        } else {
-            const std::int32_t* ends = rule.reach.data + b * rule.reach.batch_stride + query(r) * rule.reach.query_stride;
-            for (int j = 0; j < keys; j++) {
-                const std::int64_t key = j0 + j;
-                seen[j] = (key >= ends[0] && key < ends[1]) || (rule.reach.count > 1 && key >= ends[2] && key < ends[3]);
+            for (int w = 0; w < WORDS; w++) {
+                const std::uint64_t bits = r < count ? seen[0].word[w] : 0;
+                any_seen |= bits;
+                judged[2 * w][r] = Int<T>(std::uint32_t(bits)), judged[2 * w + 1][r] = Int<T>(std::uint32_t(bits >> 32));
             }
         }
+        return any_seen != 0;
+    }
+    void hide_judged(int keys) {
+        const V<T> never = splat(-std::numeric_limits<T>::infinity());
+        for (int j = 0; j < keys; j++) UNROLL for (int v = 0; v < QV; v++) {
+            T* s = p + j * ROWS + v * L;
+            store(s, (load_int<T>(judged[j / 32] + v * L) >> j % 32 & 1) != 0 ? load(s) : never);
+        }
+    }
+    struct Bits { std::uint64_t word[WORDS]; };
+    Bits answer(const Rule& rule, int r, std::int64_t j0, int keys) const {
+        Bits seen{};
+        if (rule.kind == Rule::bytes) {
+            const auto* row = reinterpret_cast<const std::uint8_t*>(at(rule.q, b, head(r), query(r), 1)) + j0 * rule.q.stride[3];
+            int j = 0;
+            if (rule.q.stride[3] == 1)
+                for (; j + 8 <= keys; j += 8) seen.word[j / 64] |= bits_of_bytes(row + j) << j % 64;
+            for (; j < keys; j++) seen.word[j / 64] |= std::uint64_t(row[j * rule.q.stride[3]] != 0) << j % 64;
+        } else if (rule.kind == Rule::same_id) {
+            const std::int64_t id = static_cast<const std::int64_t*>(rule.q.data)[b * rule.q.stride[0] + query(r) * rule.q.stride[1]];
+            const auto* ids = static_cast<const std::int64_t*>(rule.k.data) + b * rule.k.stride[0] + j0 * rule.k.stride[1];
+            for (int j = 0; j < keys; j++) seen.word[j / 64] |= std::uint64_t(ids[j * rule.k.stride[1]] == id) << j % 64;
+        } else {
+            const std::int32_t* ends = rule.reach.data + b * rule.reach.batch_stride + query(r) * rule.reach.query_stride;
+            for (int n = 0; n < 2 * rule.reach.count; n += 2)
+                for (int w = 0; w < WORDS; w++) {
+                    const std::int64_t start = j0 + 64 * w;
+                    seen.word[w] |= bits_below(ends[n + 1] - start) & ~bits_below(ends[n] - start);
+                }
+        }
+        return seen;
+    }
+    static std::uint64_t bits_below(std::int64_t n) { return n <= 0 ? 0 : n >= 64 ? ~std::uint64_t(0) : (std::uint64_t(1) << n) - 1; }
+    // Eight bytes to eight bits: 1 where a byte is not 0.
+    static std::uint64_t bits_of_bytes(const std::uint8_t* at) {
+        std::uint64_t x;
+        __builtin_memcpy(&x, at, 8);
+        constexpr std::uint64_t low = 0x7f7f7f7f7f7f7f7f;
+        x = (((x & low) + low) | x) >> 7 & 0x0101010101010101;
+        return x * 0x0102040810204080 >> 56;
     }
 
     // What dropout leaves of a weight: 0 or 1 / (1 - dropout), by the hash of (seed, b, h, i, j), so that every pass and every

@@ -4,7 +4,7 @@
 template <class T> struct VecTypes;
 template <> struct VecTypes<float> {
     typedef float V __attribute__((vector_size(VECTOR_BYTES), may_alias));
-    typedef float U __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));  // anywhere in memory
+    typedef float U __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));  // anywhere, as words of two bf16 lie
     typedef std::int32_t I __attribute__((vector_size(VECTOR_BYTES), may_alias));
 };
 template <> struct VecTypes<double> {

@@ -467,3 +467,20 @@ def test_doctor_judges_a_call_of_ones_own(run: Run, monkeypatch: pytest.MonkeyPa
     ran = run("doctor", "--seq", "11", "--causal")
     assert "Q 11, K 11, D 64, Dv 64, causal" in ran.out
     assert "versions" not in ran.out
+
+
+def test_doctor_goes_through_all_options(run: Run) -> None:
+    found = answer(run("doctor", "--matrix", "--dtype", "float32", "--json"))
+    assert found["device"] == "cpu"
+    (cell,) = (cell for cell in found["matrix"] if (cell["option"], cell["backend"]) == ("sinks", "sdpa"))
+    assert cell == {"option": "sinks", "dtype": "float32", "backend": "sdpa", "target": None, "takes": False,
+                    "reasons": ["sinks: not an option of scaled_dot_product_attention"]}  # fmt: skip
+    ran = run("doctor", "--matrix")
+    assert ran.code == 0
+    assert "(device: cpu; float32, bfloat16, float16," in ran.out
+    assert re.search(r"^ +mask: interleaved documents .*no \(\d+\) +yes +yes", ran.out, re.MULTILINE)
+    assert re.search(r"^ +\(1\) ", ran.out, re.MULTILINE)
+    assert (
+        run("doctor", "--matrix", "--causal").err
+        == "headscope doctor: --matrix: goes through all options by itself, got --causal too\n"
+    )

@@ -57,11 +57,72 @@ print("agrees")
 """
 SIZES = "((2, 6, 3, 5, 7, 5, 3), (1, 2, 2, 53, 131, 16, 24), (1, 4, 1, 1, 67, 64, 64), (3, 1, 1, 17, 17, 33, 19))"
 
+STARVED = """
+import resource, torch
+from headscope import attention
 
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def forward():  # scratch is some hundred times D
+    q = torch.ones(1, 1, 4, 1 << 18)
+    return attention(q, q, q, backend="cpu")
+
+q, k = torch.ones(1, 1, 512, 16, requires_grad=True), torch.ones(1, 1, 100_000, 16, requires_grad=True)
+loss = attention(q, k, k, backend="cpu").sum()
+
+def backward():  # each of the tasks sums dk and dv on its own
+    return torch.autograd.grad(loss, (q, k), retain_graph=True)
+
+for step in (forward, backward):
+    wanted = step()  # with what is made once: threads, imports
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (48 << 20), limits[1]))
+    try:
+        step()
+        print("enough memory")
+    except MemoryError:
+        print("MemoryError")
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    torch.testing.assert_close(step(), wanted, rtol=0, atol=0)
+"""
+
+# Calls that would take minutes: the process would outlast its time if they were not left.
+INTERRUPTED = """
+import os, signal, threading, torch
+from headscope import attention
+from headscope._backends import cpu
+
+torch.set_num_threads({threads})
+
+def call(length, train):
+    q = torch.ones(1, 1, length, 64, requires_grad=train)
+    out = attention(q, q, q, backend="cpu")
+    if train:
+        out.sum().backward()
+    return out
+
+wanted = call(100, train=True)
+if {train}:  # only the backward pass shall be long
+
+    def forward(described, call, need_lse):
+        return torch.zeros(1, 1, call.queries, 64), torch.zeros(1, 1, call.queries)
+
+    kept, cpu._forward = cpu._forward, forward
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    call(400_000, train={train})
+    print("finished")
+except KeyboardInterrupt:
+    print("interrupted")
+if {train}:
+    cpu._forward = kept
+torch.testing.assert_close(call(100, train=True), wanted, rtol=0, atol=0)
+"""
+
+
+def run(code: str, timeout: int = 240, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, timeout=240
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, timeout=timeout
     )
 
 
@@ -185,3 +246,16 @@ def test_a_repeated_call_with_other_tensors() -> None:
             attention(q, k, v, mask=masks.causal(), backend="cpu"),
             attend(q, k, v, mask=masks.causal(), backend="reference").out,
         )
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and RLIMIT_AS")
+def test_too_little_memory_is_a_memory_error() -> None:
+    done = run(STARVED)
+    assert done.stdout == "MemoryError\n" * 2, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_long_call_can_be_interrupted(threads: int, train: bool) -> None:
+    done = run(INTERRUPTED.format(threads=threads, train=train), timeout=60)
+    assert done.stdout == "interrupted\n", done.stdout + done.stderr

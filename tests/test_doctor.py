@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from headscope import attention, masks
 from headscope._backends import cpu
-from headscope._doctor import TYPICAL, Ask, judge, machine
+from headscope._doctor import DTYPES, TYPICAL, Ask, judge, machine
+from headscope._matrix import OPTIONS, matrix
 from headscope._select import BACKENDS
 
 SMALL = {
@@ -55,3 +58,50 @@ def test_the_machine_is_described() -> None:
     assert found["versions"]["torch"] == torch.__version__
     assert found["torch"]["threads"] == torch.get_num_threads()
     assert found["machine"]["cores"] >= 1
+
+
+# ---------------------------------------------------------------- the matrix
+
+KERNELS = Path(__file__).parents[1] / "docs" / "kernels.md"
+
+
+def test_the_matrix_has_every_option_dtype_target_and_backend() -> None:
+    targets = cpu.native.targets() if cpu.native is not None else [None]
+    columns = [("cpu", target) for target in targets] + [(name, None) for name in BACKENDS if name != "cpu"]
+    got = [(cell.option, cell.dtype, cell.backend, cell.target) for cell in matrix(DTYPES, "cpu")]
+    assert got == [(option, dtype, *column) for option in OPTIONS for dtype in DTYPES for column in columns]
+
+
+def test_the_matrix_says_what_the_backends_say() -> None:
+    said = {(cell.option, cell.backend): cell.reasons for cell in matrix({"float32": torch.float32}, "cpu")}
+    assert said["softcap", "sdpa"] == ("softcap: not an option of scaled_dot_product_attention",)
+    assert said["mask: window", "blocked"] == ()
+    assert said["no option", "reference"] == ()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("built", [True, False])
+def test_every_native_refusal_is_explained(device: str, built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not built:
+        monkeypatch.setattr(cpu, "native", None)
+    named = KERNELS.read_text(encoding="utf-8").partition("## What they refuse")[2].partition("\n## ")[0]
+    refused = {
+        (cell.option, reason) for cell in matrix(DTYPES, device) if cell.backend == "cpu" for reason in cell.reasons
+    }
+    for option, reason in refused:
+        assert f"- `{reason.partition(':')[0]}`:" in named, f"{option}: docs/kernels.md does not explain {reason!r}"
+    taken = {option for option in OPTIONS if option not in {refusal[0] for refusal in refused}}
+    if device == "cpu" and cpu.native is not None:
+        assert taken >= set(OPTIONS) - {"torch.compile, torch.func", "a subclass of Tensor"}
+
+
+def test_what_the_matrix_says_of_tensors_of_a_subclass_is_so() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    q = torch.randn(1, 2, 5, 4).as_subclass(Own)
+    reasons = {cell.reasons for cell in matrix({"float32": torch.float32}, "cpu")
+               if cell.option == "a subclass of Tensor" and cell.backend == "cpu"}  # fmt: skip
+    (said,) = reasons
+    with pytest.raises(ValueError, match=f"backend: cpu refuses this call: .*{said[-1].partition(':')[0]}"):
+        attention(q, q, q, backend="cpu")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import platform
 import sys
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from headscope import __version__, masks
 from headscope._backends import cpu
-from headscope._call import Call, Options, describe
+from headscope._call import Call, Form, Options, describe
 from headscope._select import BACKENDS, order
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -28,9 +30,14 @@ class Ask:
     Attributes:
         window: see the last so many keys; it has ``causal`` in it.
         padded: keys beyond a length of each batch entry are hidden.
+        prefix: every query sees the first so many keys, beside what ``causal`` and ``window`` let it see.
+        documents: a query sees keys of its own document only; there are three, one after the other.
+        interleaved: likewise, with the documents' tokens taking turns.
+        dense: a boolean tensor [B, H, Q, K] is the mask, or part of it.
         bias: an additive bias [H, Q, K].
         lse: the row log-sum-exp is asked for too.
         grad: in training: q, k, v and the bias want gradients.
+        form: of the tensors: "plain"; "traced", seen by a compiler or a transform; "subclass", of a subclass of Tensor.
     """
 
     batch: int = 2
@@ -43,12 +50,17 @@ class Ask:
     causal: bool = False
     window: int | None = None
     padded: bool = False
+    prefix: int | None = None
+    documents: bool = False
+    interleaved: bool = False
+    dense: bool = False
     bias: bool = False
     softcap: float | None = None
     sinks: bool = False
     dropout: float = 0.0
     lse: bool = False
     grad: bool = False
+    form: Form = "plain"
 
 
 TYPICAL: dict[str, Ask] = {
@@ -95,13 +107,14 @@ def judge(ask: Ask, dtype: torch.dtype, device: str) -> Verdict:
     Raises:
         TypeError, ValueError: such a call would be refused by ``headscope.attention``; the message says why.
     """
-    call = _call(ask, dtype, device)
+    call = describe_ask(ask, dtype, device)
     refusals = {name: BACKENDS[name].refuses(call) for name in order(call)}
     selected = next(name for name, reasons in refusals.items() if not reasons)
     return Verdict(selected, {name: reasons for name, reasons in refusals.items() if reasons})
 
 
-def _call(ask: Ask, dtype: torch.dtype, device: str) -> Call:
+def describe_ask(ask: Ask, dtype: torch.dtype, device: str) -> Call:
+    """The call as backends are asked about it; arguments and errors as ``judge``."""
     _check_sizes(ask)
     # on the CPU the values of a mask are read to plan it; elsewhere they are not, as on meta, which every machine has
     where = "cpu" if device == "cpu" else "meta"
@@ -119,11 +132,14 @@ def _call(ask: Ask, dtype: torch.dtype, device: str) -> Call:
     sinks = make(ask.heads) if ask.sinks else None
     options = Options(mask=_mask(ask, keys, where), scale=None, softcap=ask.softcap, dropout=ask.dropout, lse=ask.lse)
     with torch.set_grad_enabled(ask.grad):
-        return replace(describe(q, k, v, bias, sinks, options), device=device)
+        return replace(describe(q, k, v, bias, sinks, options), device=device, form=ask.form)
 
 
 def _check_sizes(ask: Ask) -> None:
-    rows, masked = ask.batch * max(ask.queries, ask.keys or 0), ask.causal or ask.padded or ask.window is not None
+    rows, masked = (
+        ask.batch * max(ask.queries, ask.keys or 0),
+        bool(ask.causal or ask.padded or ask.window or ask.prefix or ask.documents or ask.interleaved),
+    )
     if masked and rows > LARGEST_PLAN:
         raise ValueError(f"B x max(Q, K) is {rows}; to plan a mask here, wanted at most {LARGEST_PLAN}")
     widest = max(ask.head_dim, ask.v_head_dim or 0, ask.queries if ask.bias else 0)
@@ -138,10 +154,19 @@ def _mask(ask: Ask, keys: int, device: str) -> masks.Mask | None:
         parts.append(masks.window(ask.window))
     elif ask.causal:
         parts.append(masks.causal())
+    if ask.prefix is not None:
+        parts = [masks.Prefix(ask.prefix) | part for part in parts] or [masks.Prefix(ask.prefix)]
     if ask.padded:
         lengths = torch.arange(ask.batch) % max(1, keys) + 1
         parts.append(masks.KeyLengths(lengths.to(device)))
-    return parts[0] & parts[1] if len(parts) == 2 else parts[0] if parts else None
+    if ask.documents or ask.interleaved:
+        at = torch.arange(keys)
+        ids = (at % 3 if ask.interleaved else at * 3 // max(1, keys)).expand(ask.batch, keys).to(device)
+        parts.append(masks.Documents(ids[:, max(0, keys - ask.queries) :], ids))
+    if ask.dense:
+        seen = torch.ones((), dtype=torch.bool, device=device)
+        parts.append(masks.Dense(seen.expand(ask.batch, ask.heads, ask.queries, keys)))
+    return reduce(operator.and_, parts) if parts else None
 
 
 def machine() -> dict[str, dict[str, Any]]:

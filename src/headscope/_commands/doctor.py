@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from headscope._doctor import Ask, Verdict
+    from headscope._matrix import Cell
 
     Verdicts = dict[str, dict[str, Verdict]]  # by call, then by dtype
 
@@ -58,18 +59,26 @@ def _own_call(command: Command) -> Command:
 @click.option(
     "--device", default="cpu", metavar="TYPE", help="cpu, cuda, mps or xpu; need not be here.  [default: cpu]"
 )
+@click.option("--matrix", is_flag=True, help="Every option, in every dtype, for every native target and backend.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
 @click.pass_context
-def doctor(context: click.Context, dtype: tuple[str, ...], device: str, as_json: bool, **own: Any) -> None:
+def doctor(
+    context: click.Context, dtype: tuple[str, ...], device: str, matrix: bool, as_json: bool, **own: Any
+) -> None:
     """Show the machine, and which backend takes which call.
 
     Without sizes or options it judges a list of typical calls; with any of them, the one call they describe. Nothing of
-    that size is allocated.
+    that size is allocated. --matrix goes through the options instead, one by one.
     """
     if device not in ("cpu", "cuda", "mps", "xpu"):
         raise Mistake(f"--device: got {device!r}, wanted cpu, cuda, mps or xpu")
-    dtypes = dtype or ("float32", "bfloat16")
     given = [name for name in own if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if matrix:
+        if given:
+            raise Mistake(f"--matrix: goes through all options by itself, got --{given[0].replace('_', '-')} too")
+        _show_matrix(dtype or DTYPES, device, as_json)
+        return
+    dtypes = dtype or ("float32", "bfloat16")
     with busy("loading torch"):
         from headscope import _doctor
     asks = _doctor.TYPICAL
@@ -86,6 +95,69 @@ def doctor(context: click.Context, dtype: tuple[str, ...], device: str, as_json:
         print_json(_as_dict(_doctor.machine(), device, asks, verdicts))
         return
     _print(_doctor.machine(), device, asks, verdicts)
+
+
+def _show_matrix(dtypes: tuple[str, ...], device: str, as_json: bool) -> None:
+    with busy("loading torch"):
+        from headscope import _doctor, _matrix
+    cells = _matrix.matrix({name: _doctor.DTYPES[name] for name in dtypes}, device)
+    if as_json:
+        said = [
+            {"option": cell.option, "dtype": cell.dtype, "backend": cell.backend, "target": cell.target,
+             "takes": not cell.reasons, "reasons": list(cell.reasons)}
+            for cell in cells
+        ]  # fmt: skip
+        print_json({"device": device, "matrix": said})
+        return
+    _print_matrix(cells, dtypes, device)
+
+
+def _print_matrix(cells: list[Cell], dtypes: tuple[str, ...], device: str) -> None:
+    """A row for each option, or for some of its dtypes; a column for each backend, or for some of its targets."""
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    numbers: dict[str, int] = {}  # of the reasons
+    columns: dict[tuple[str, str | None], dict[tuple[str, str], str]] = {}
+    for cell in cells:
+        notes = sorted(numbers.setdefault(f"{cell.backend}: {why}", len(numbers) + 1) for why in cell.reasons)
+        word = f"no ({', '.join(map(str, notes))})" if notes else "yes"
+        columns.setdefault((cell.backend, cell.target), {})[cell.option, cell.dtype] = word
+    alike = _alike(columns)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("", width=29)
+    for (backend, targets), words in alike.items():
+        title = f"{backend}: {', '.join(targets)}" if targets else backend
+        table.add_column(title, header_style="dim", width=min(12, max(map(len, (title, *words.values())))))
+    for option in dict.fromkeys(cell.option for cell in cells):
+        kinds: dict[tuple[str, ...], list[str]] = {}
+        for dtype in dtypes:
+            kinds.setdefault(tuple(words[option, dtype] for words in alike.values()), []).append(dtype)
+        for words, names in kinds.items():
+            only = "" if len(kinds) == 1 else f" ({', '.join(names)})"
+            table.add_row(Text(option + only), *(Text(word) for word in words))
+    out = console()
+    out.print(Text(f"which backend takes which option (device: {device}; {', '.join(dtypes)})", style="bold"))
+    out.print()
+    out.print(Padding(table, (0, 0, 0, 2)))
+    out.print()
+    for reason, number in numbers.items():
+        out.print(Padding(Text(f"({number}) {reason}", style="dim"), (0, 0, 0, 2)))
+
+
+def _alike(
+    columns: dict[tuple[str, str | None], dict[tuple[str, str], str]],
+) -> dict[tuple[str, tuple[str, ...]], dict[tuple[str, str], str]]:
+    """The columns with those targets of one backend together that say the same."""
+    joined: dict[str, list[tuple[list[str], dict[tuple[str, str], str]]]] = {}
+    for (backend, target), words in columns.items():
+        same = next((names for names, others in joined.setdefault(backend, []) if others == words), None)
+        if same is None:
+            joined[backend].append(([] if target is None else [target], words))
+        elif target is not None:
+            same.append(target)
+    return {(backend, tuple(names)): words for backend, parts in joined.items() for names, words in parts}
 
 
 def _as_dict(
