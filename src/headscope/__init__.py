@@ -12,21 +12,37 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Attended": "functional",
+    "HeadStats": "stats",
     "MultiHeadAttention": "module",
+    "Observe": "stats",
     "Trace": "tracing",
     "attend": "functional",
     "attention": "functional",
     "load_example": "examples",
+    "observe": "functional",
     "trace": "tracing",
 }
 
-__all__ = ["Attended", "MultiHeadAttention", "Trace", "attend", "attention", "load_example", "masks", "trace"]
+__all__ = [
+    "Attended",
+    "HeadStats",
+    "MultiHeadAttention",
+    "Observe",
+    "Trace",
+    "attend",
+    "attention",
+    "load_example",
+    "masks",
+    "observe",
+    "trace",
+]
 
 if TYPE_CHECKING:
     from headscope import masks
     from headscope.examples import load_example
-    from headscope.functional import Attended, attend, attention
+    from headscope.functional import Attended, attend, attention, observe
     from headscope.module import MultiHeadAttention
+    from headscope.stats import HeadStats, Observe
     from headscope.tracing import Trace, trace
 
 

@@ -1,4 +1,4 @@
-"""attention, attend: softmax(q kᵀ · scale) v, with every option, by the fastest backend that can."""
+"""attention, attend, observe: softmax(q kᵀ · scale) v, with every option, and a look at the weights behind it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import atexit
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from headscope._backends import Backend, Inputs, cpu, full_precision
 from headscope._call import Call, Options, as_mask, describe, fold, fold_mask, form, is_traced
 from headscope._select import select
 from headscope.masks import Mask, Plan
+from headscope.stats import HeadStats, Observe
 
-__all__ = ["Attended", "attend", "attention"]
+__all__ = ["Attended", "attend", "attention", "observe"]
 
 
 class Attended(NamedTuple):
@@ -27,12 +28,12 @@ class Attended(NamedTuple):
         out: [B, H, Q, Dv], in q's dtype.
         lse: [B, H, Q], float32 (float64 for float64): log Σ exp of the logits each row may see, its sink included;
             -inf for a row that may see nothing.
-        stats: head statistics, if they were asked for.
+        stats: what was asked for by ``observe=``; else None.
     """
 
     out: Tensor
     lse: Tensor
-    stats: None = None
+    stats: HeadStats | None = None
 
 
 class Prepared(NamedTuple):
@@ -107,14 +108,93 @@ def attend(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
     backend: str | None = None,
+    observe: Observe | None = None,
 ) -> Attended:
     """``attention`` that also returns the log-sum-exp of each row's logits; both are differentiable.
 
     Shapes: as ``attention``; lse is [B, H, Q]. From q, k and lse any weight can be had again: p = exp(s - lse).
+
+    Args:
+        observe: what to measure of the weights, as self-attention with default positions; ``stats`` then holds it. For
+            cross-attention, or other positions, call ``observe`` with this lse.
     """
     out, lse = _run(q, k, v, mask, bias, sinks, (scale, softcap, dropout, True), backend)
     assert lse is not None  # every backend that takes a call with lse returns it
-    return Attended(out, lse)
+    if observe is None:
+        return Attended(out, lse)
+    return Attended(out, lse, _observe((q, k, v, bias, sinks), mask, (scale, softcap, dropout, False), lse, observe))
+
+
+def observe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    *,
+    lse: Tensor | None = None,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    backend: str | None = None,
+    q_pos: Tensor | None = None,
+    k_pos: Tensor | None = None,
+    kind: Literal["self", "cross"] = "self",
+    what: Observe | None = None,
+) -> HeadStats:
+    """Measure the attention weights without filling their matrix: statistics of each head, in linear memory.
+
+    Shapes: as ``attention``. Every number is defined in docs/statistics.md. q, k, v may need gradients; none flow.
+
+    Args:
+        q, k, mask, bias, scale, softcap, sinks: as for ``attention``.
+        v: values, for ``value_norm``; without them it is left out.
+        lse: log-sum-exp of each row, [B, H, Q], from ``attend`` or from another kernel. What agrees with q and k to
+            within rounding changes nothing; anything else is taken as it stands, p = exp(s - lse).
+        dropout: checked and ignored: the weights before dropout are measured.
+        backend: checked and ignored: the backend that attended does not matter.
+        q_pos: where queries stand: numbers [Q], [Q, 2] on a grid, or [B, Q, 1 or 2]; NaN = has no position. By default
+            those of the last Q keys, or what ``Band(offset=...)`` in the mask says.
+        k_pos: where keys stand, likewise [K], [K, 2] or [B, K, 1 or 2]; by default 0, 1, 2, …
+        kind: "cross" where queries and keys share no axis: distance, self, previous, next, window, duplicate, induction
+            are then absent, positions mean nothing, and no row is padding unless ``what.rows`` says so.
+        what: what to measure; by default ``Observe()``.
+
+    Rows that may see nothing take part in nothing; nor do, in self-attention, rows whose own key is hidden from the
+    whole batch entry (padding), and rows that hold NaN or infinity, which are counted in ``HeadStats.broken``.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: a size or option that does not fit.
+    """
+    if backend is not None:
+        given = k if v is None else v
+        prepare(q, k, given, mask, bias, sinks, (scale, softcap, dropout, False), backend)
+    places = (q_pos, k_pos, kind)
+    numbers = (scale, softcap, dropout, False)
+    return _observe((q, k, v, bias, sinks), mask, numbers, lse, Observe() if what is None else what, places)
+
+
+_Places = tuple[Tensor | None, Tensor | None, Literal["self", "cross"]]  # q_pos, k_pos, kind
+
+
+def _observe(
+    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], mask: Mask | Tensor | None,
+    numbers: _Numbers, lse: Tensor | None, what: Observe, places: _Places = (None, None, "self"),
+) -> HeadStats:  # fmt: skip
+    from headscope import _observe_sums
+    from headscope._observe_scene import Given
+
+    if not isinstance(what, Observe):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"what: got {type(what).__name__}, wanted a headscope.Observe")
+    q, k, v, bias, sinks = tensors
+    values = v if v is not None else k[..., :1] if isinstance(k, Tensor) else k  # pyright: ignore[reportUnnecessaryIsInstance]
+    with torch.no_grad():
+        prepared = prepare(q, k, values, mask, bias, sinks, numbers, "blocked")
+        inputs = Inputs(*(x if x is None else x.detach() for x in canonical(prepared, q, k, values, bias, sinks)))  # pyright: ignore[reportArgumentType]
+    call, known = prepared.call, prepared.mask
+    return _observe_sums.observe(Given(call, known, prepared.plan, inputs, v is not None, lse, *places, what))
 
 
 def weights(

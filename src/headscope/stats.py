@@ -1,367 +1,516 @@
-"""What is measured of attention weights: one number for each row, means for each head, matches with known patterns.
+"""What is measured of attention: what to ask for, what comes back, and how it merges.
 
-Every definition stands in docs/statistics.md with its traps. All is computed in float64 on the dense weights; entropies
-are in nats.
+``Observe`` says what ``headscope.observe`` is to measure and ``HeadStats`` is what it returns. Every number is defined
+in docs/statistics.md with its traps, as are the measures of weights that are there as a dense tensor
+(``row_statistics``, ``pattern_scores``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
+
+from headscope._dense_stats import (
+    LOCAL_REACH,
+    MINIMUM_ROWS,
+    PATTERNS,
+    HeadMeans,
+    Match,
+    PatternScores,
+    best_matches,
+    broken_rows,
+    head_means,
+    pattern_scores,
+    row_statistics,
+)
+from headscope._stats_parts import Edge, Edges, HeadMap, Kept, LayerStats, Moments, histogram_edges
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = [
     "LOCAL_REACH",
     "MINIMUM_ROWS",
     "PATTERNS",
+    "Column",
+    "Edge",
+    "Edges",
+    "HeadMap",
     "HeadMeans",
+    "HeadStats",
+    "Kept",
     "Match",
+    "Observe",
     "PatternScores",
+    "Summary",
     "best_matches",
     "broken_rows",
     "head_means",
+    "histogram_edges",
+    "merge",
     "pattern_scores",
     "row_statistics",
 ]
 
-PATTERNS = ("previous", "next", "self", "first", "duplicate", "induction", "local", "uniform")
-"""The patterns that a head can match; of equal scores the earlier one wins."""
-
-LOCAL_REACH = 3.0
-"""How far the pattern "local" reaches on either side, in positions."""
-
-MINIMUM_ROWS = {"duplicate": 8, "induction": 8}
-"""How many rows a score has to stand on to be offered; 2 for the patterns not named here."""
-
-_FEW = 2
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-class HeadMeans(NamedTuple):
-    """Means of row quantities over the rows where they are defined, batch entries pooled.
-
-    Attributes:
-        mean: name -> float64 [H]; NaN where no row of the head has the quantity.
-        rows: name -> integers [H], on how many rows the mean stands.
-    """
-
-    mean: dict[str, Tensor]
-    rows: dict[str, Tensor]
-
-
-class PatternScores(NamedTuple):
-    """How well each head matches each pattern that its rows allow to be told.
-
-    Attributes:
-        score: name -> float64 [H] in [0, 1]; NaN for a head with too few rows.
-        rows: name -> integers [H], on how many rows the score stands.
-    """
-
-    score: dict[str, Tensor]
-    rows: dict[str, Tensor]
-
-
-class Match(NamedTuple):
-    """The pattern that a head matches best: a likeness, not a claim of what the head is for."""
-
-    pattern: str
-    score: float
-    rows: int
-
-
-def row_statistics(
-    p: Tensor,
-    *,
-    seen: Tensor | None = None,
-    kind: Literal["self", "cross"] = "self",
-    q_pos: Tensor | None = None,
-    k_pos: Tensor | None = None,
-    tokens: Tensor | None = None,
-    rows: Tensor | None = None,
-    windows: Collection[float] = (),
-    first: int = 1,
-) -> dict[str, Tensor]:
-    """The quantities of every row of attention weights.
-
-    Shapes: p [B, H, Q, K] -> name -> float64 [B, H, Q]. NaN marks a row that does not count (see ``rows``) or that the
-    quantity is not defined for, such as ``previous`` for the row that has no key before it.
+@dataclass(frozen=True, eq=False)
+class Observe:
+    """What is to be measured; nothing else is computed.
 
     Args:
-        p: weights; zero where ``seen`` is False. Rows sum to one, or to less with sinks.
-        seen: what each row may see, boolean, broadcasts to p; True = attend; by default everything. A causal mask has
-            to be given, or the rows are measured against keys that they could not see.
-        kind: "cross" leaves out all that needs queries and keys on one axis: distance, self, previous, next, window,
-            duplicate, induction.
-        q_pos: position of each query, [Q] or [Q, 2]; by default the last Q of the keys' positions (bottom-right).
-        k_pos: position of each key, [K] or, on a grid, [K, 2]; by default 0, 1, 2, … NaN = has no position (CLS,
-            registers).
-        tokens: ids of the keys, [B, K] or [K]; a query has the id of the key at its own position.
-        rows: which rows count, boolean, broadcasts to [B, H, Q]. Rows that may see nothing, rows of padding (their own
-            key is hidden from the whole batch entry) and rows with a weight that is not finite never do.
-        windows: distances w, each at least 0; adds ``window_{w}``, the mass within w of the query.
-        first: over how many keys ``first`` sums, at least 1; keys hidden from the whole batch entry are skipped.
-
-    Returns:
-        entropy, normalized_entropy, max_weight, effective_keys, mass, first; for self-attention also distance, self and
-        window_{w}, in one dimension previous and next, and with tokens duplicate and induction.
+        rows: which query rows are looked at: None = all; a number N from 1 = an even sample, the middle query of each
+            of N equal parts; a boolean tensor that broadcasts to [B, H, Q], True = counts.
+        row_stats: the row quantities: lse, max_logit, entropy, normalized_entropy, max_weight, effective_keys, mass,
+            first, and in self-attention distance, self, previous, next; value_norm if v is given.
+        received: how much weight each key receives, and from how many rows it may be seen.
+        map: n from 1: mean, max and argmax of the weights in n x n bins.
+        edges: how many of the largest weights of each head to keep, from 0.
+        top: how many of the largest weights of each row to keep, from 0.
+        windows: distances w from 0, in positions: each adds ``window_{w}``, the mass within w of the query.
+        first: over how many of the first real keys ``first`` sums, from 1.
+        tokens: ids of the keys, whole numbers [K] or [B, K]: adds duplicate and induction.
+        keep_rows: keep the row quantities of every row, and the argmax, [B, H, R].
+        keep_qk: keep q and k, so that ``HeadStats.tile`` can give any exact piece of the weights.
 
     Raises:
-        ValueError: a shape that does not fit, or a weight where ``seen`` is False.
+        TypeError: an argument is not of the right kind.
+        ValueError: a number is out of range, or ``keep_rows`` without ``row_stats``.
     """
-    at = _prepare(p, seen, kind, q_pos, k_pos, tokens, rows)
-    _check_at_least("first", first, 1)
-    entropy = torch.special.entr(at.p).sum(-1).clamp_min(0)  # rounding of float32 inputs may push it below
-    squares = at.p.square().sum(-1)
-    choices = at.seen.sum(-1)
-    values = {
-        "entropy": entropy,
-        "normalized_entropy": torch.where(choices >= 2, entropy / choices.double().log(), math.nan),
-        "max_weight": at.p.amax(-1),
-        "effective_keys": torch.where(squares > 0, 1 / squares, math.nan),
-        "mass": at.p.sum(-1),
-        "first": (at.p * at.first_keys(first)).sum(-1),
-    }
-    if at.gap is not None:
-        reach = at.gap.norm(dim=-1)  # [Q, K]
-        placed = ~at.gap.isnan().all(-1).all(-1)  # a query without a position has no distance
-        values["distance"] = torch.where(placed, (at.p * reach.nan_to_num(0.0)).sum(-1), math.nan)
-        for w in windows:
-            _check_at_least("windows", w, 0)
-            values[f"window_{w:g}"] = torch.where(placed, (at.p * (reach <= w)).sum(-1), math.nan)
-        for name, target in _targets(at).items():
-            target = target & at.seen
-            values[name] = torch.where(target.any(-1), (at.p * target).sum(-1), math.nan)
-    return {name: torch.where(at.counted, value, math.nan) for name, value in values.items()}
+
+    rows: int | Tensor | None = None
+    row_stats: bool = True
+    received: bool = True
+    map: int | None = None
+    edges: int = 0
+    top: int = 0
+    windows: Collection[float] = ()
+    first: int = 1
+    tokens: Tensor | None = None
+    keep_rows: bool = False
+    keep_qk: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("row_stats", "received", "keep_rows", "keep_qk"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: got {_kind(getattr(self, name))}, wanted True or False")
+        self._check_rows()
+        if self.map is not None:
+            _whole("map", self.map, 1, " or None")
+        for name, least in (("edges", 0), ("top", 0), ("first", 1)):
+            _whole(name, getattr(self, name), least)
+        if not isinstance(self.windows, Collection) or isinstance(self.windows, (str, Tensor)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"windows: got {_kind(self.windows)}, wanted a tuple of distances")
+        for w in self.windows:
+            if isinstance(w, bool) or not isinstance(w, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"windows: got {_kind(w)}, wanted numbers")
+            if not w >= 0:
+                raise ValueError(f"windows: got {w}, wanted at least 0")
+        names = [f"window_{w:g}" for w in self.windows]
+        if len({*names}) < len(names):
+            raise ValueError(f"windows: got {tuple(self.windows)}, wanted each distance once (to six digits)")
+        object.__setattr__(self, "windows", tuple(self.windows))
+        if self.tokens is not None:
+            if not isinstance(self.tokens, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"tokens: got {_kind(self.tokens)}, wanted a tensor of whole numbers")
+            if self.tokens.dtype not in _INTEGERS:
+                raise TypeError(f"tokens: dtype is {_kind(self.tokens)}, wanted whole numbers")
+        if self.keep_rows and not self.row_stats:
+            raise ValueError("keep_rows: got True beside row_stats=False; there would be no rows to keep")
+
+    def _check_rows(self) -> None:
+        if isinstance(self.rows, Tensor):
+            if self.rows.dtype != torch.bool:
+                raise TypeError(f"rows: dtype is {_kind(self.rows)}, wanted bool (True = counts)")
+        elif self.rows is not None:
+            _whole("rows", self.rows, 1, ", a boolean tensor or None")
 
 
-def head_means(rows: Mapping[str, Tensor]) -> HeadMeans:
-    """The mean of each row quantity over the rows that have it, and how many those are.
-
-    Shapes: name -> [B, H, Q] -> name -> [H]; rows of all batch entries weigh the same.
-    """
-    mean: dict[str, Tensor] = {}
-    count: dict[str, Tensor] = {}
-    for name, values in rows.items():
-        flat = values.double().movedim(1, 0).flatten(1)  # [H, B * Q]
-        defined = ~flat.isnan()
-        count[name] = defined.sum(-1)
-        mean[name] = torch.where(defined, flat, 0.0).sum(-1) / count[name]  # 0 / 0 = NaN: no row has it
-    return HeadMeans(mean, count)
+def _kind(value: object) -> str:
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
 
 
-def pattern_scores(
-    p: Tensor,
-    *,
-    seen: Tensor | None = None,
-    kind: Literal["self", "cross"] = "self",
-    q_pos: Tensor | None = None,
-    k_pos: Tensor | None = None,
-    tokens: Tensor | None = None,
-    rows: Tensor | None = None,
-    reach: float = LOCAL_REACH,
-) -> PatternScores:
-    """How well each head matches the rows that each pattern would have, between 0 (chance or worse) and 1 (exactly).
-
-    A pattern says how a row would look: all weight on certain keys, or spread evenly over them. The overlap o_i of row
-    i with it is set against the overlap c_i that an even row has by chance (for "uniform": that a row on one key has)
-
-        score = max(0, Σ_i (o_i - c_i) / Σ_i (1 - c_i))
-
-    over the rows where such keys may be seen and are not all there is to see (c_i < 1), batch entries pooled.
-
-    Shapes: p [B, H, Q, K] -> name -> [H].
-
-    Args:
-        p, seen, kind, q_pos, k_pos, tokens, rows: as for ``row_statistics``.
-        reach: how far "local" reaches on either side, in positions, above 0.
-
-    A pattern for which no head has enough rows (``MINIMUM_ROWS``) is not in the result.
-
-    Raises:
-        ValueError: as ``row_statistics``.
-    """
-    at = _prepare(p, seen, kind, q_pos, k_pos, tokens, rows)
-    choices = at.seen.sum(-1).double()  # [B, H, Q]
-    found: dict[str, tuple[Tensor, Tensor]] = {}  # overlap and chance
-    for name, target in (_targets(at) | {"first": at.first_keys(1)}).items():
-        target = target & at.seen
-        found[name] = (at.p * target).sum(-1), target.sum(-1) / choices
-    if at.gap is not None:
-        target = (at.gap.norm(dim=-1) <= reach) & at.seen
-        size = target.sum(-1).double()
-        found["local"] = torch.minimum(at.p * target, 1 / size[..., None]).sum(-1), size / choices
-    found["uniform"] = torch.minimum(at.p * at.seen, 1 / choices[..., None]).sum(-1), 1 / choices
-    scores = PatternScores({}, {})
-    for name in PATTERNS:
-        if name not in found:
-            continue
-        overlap, chance = (value.expand(at.p.shape[:3]) for value in found[name])
-        telling = at.counted & (chance > 0) & (chance < 1)
-        count = telling.sum((0, 2))
-        gain = torch.where(telling, overlap - chance, 0.0).sum((0, 2))
-        score = (gain / torch.where(telling, 1 - chance, 0.0).sum((0, 2))).clamp(0, 1)
-        enough = count >= MINIMUM_ROWS.get(name, _FEW)
-        if enough.any():
-            scores.score[name] = torch.where(enough, score, math.nan)
-            scores.rows[name] = count
-    return scores
-
-
-def best_matches(scores: PatternScores) -> list[Match | None]:
-    """For each head the pattern with the highest score, or None where no pattern can be told (a single token, say)."""
-    heads = max((len(score) for score in scores.score.values()), default=0)
-    matches: list[Match | None] = []
-    for head in range(heads):
-        offered = [
-            Match(name, float(score[head]), int(scores.rows[name][head]))
-            for name, score in scores.score.items()
-            if not score[head].isnan()
-        ]
-        matches.append(max(offered, key=lambda match: match.score, default=None))  # the first of equals
-    return matches
-
-
-def broken_rows(p: Tensor) -> Tensor:
-    """How many rows of each head hold a weight that is NaN or infinite, [H]: these take part in no statistic."""
-    return (~p.isfinite().all(-1)).sum((0, 2))
-
-
-# ---------------------------------------------------------------- rows, keys and where they stand
+def _whole(name: str, got: object, least: int, otherwise: str = "") -> None:
+    wanted = f"wanted a whole number from {least}{otherwise}"
+    if isinstance(got, bool) or not isinstance(got, int):
+        raise TypeError(f"{name}: got {_kind(got)}, {wanted}")
+    if got < least:
+        raise ValueError(f"{name}: got {got}, {wanted}")
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Weights, made ready.
+class Summary:
+    """One quantity of one head.
 
     Attributes:
-        p: [B, H, Q, K] float64; rows that do not count are zero.
-        seen: [B, H, Q, K].
-        counted: [B, H, Q].
-        gap: key's position less query's, [Q, K, axes]; None in cross-attention.
-        own: [Q, K], whether the key is the query's own.
-        tokens: [B, K] or None.
+        count: on how many rows it stands.
+        mean, M2, min, max: over these rows, each with equal weight; M2 = Σ (x - mean)²; NaN where count is 0.
+        histogram: how many rows lie in each bin.
+        edges: of the bins: bin k holds [edge k, edge k + 1), the outer two also what lies beyond.
     """
 
-    p: Tensor
-    seen: Tensor
-    counted: Tensor
-    gap: Tensor | None
-    own: Tensor | None
-    tokens: Tensor | None
+    count: int
+    mean: float
+    M2: float
+    min: float
+    max: float
+    histogram: tuple[int, ...]
+    edges: tuple[float, ...]
 
-    def first_keys(self, n: int) -> Tensor:
-        """The first n keys that any row of the batch entry may see, [B, 1, 1, K]."""
-        real = self.seen.any(1).any(1)  # [B, K]
-        return (real & (real.cumsum(-1) <= n))[:, None, None]
-
-
-def _prepare(
-    p: Tensor,
-    seen: Tensor | None,
-    kind: str,
-    q_pos: Tensor | None,
-    k_pos: Tensor | None,
-    tokens: Tensor | None,
-    rows: Tensor | None,
-) -> _Rows:
-    if p.ndim != 4:
-        raise ValueError(f"p: has {p.ndim} axes, wanted 4 ([B, H, Q, K]); p {list(p.shape)}")
-    if kind not in ("self", "cross"):
-        raise ValueError(f'kind: got {kind!r}, wanted "self" or "cross"')
-    batch, keys = p.shape[0], p.shape[3]
-    p = p.detach().double()
-    sight = _boolean("seen", seen, p, p.shape)
-    whole = p.isfinite().all(-1)
-    counted = sight.any(-1) & whole & _boolean("rows", rows, p, p.shape[:3])
-    astray = ~sight & (p != 0) & whole[..., None]
-    if bool(astray.any()):
-        b, h, i, j = astray.nonzero()[0].tolist()
-        raise ValueError(
-            f"p: [{b}, {h}, {i}, {j}] is {p[b, h, i, j]:.3g} where seen is False (True = may be seen); "
-            f"p {list(p.shape)}, seen {list(sight.shape) if seen is None else list(seen.shape)}"
-        )
-    if kind == "cross":
-        return _Rows(torch.where(counted[..., None], p, 0.0), sight, counted, None, None, None)
-    gap = _gap(q_pos, k_pos, p)
-    own = (gap == 0).all(-1)
-    hidden = ~sight.any(1).any(1)  # [B, K]
-    padding = (own & hidden[:, None]).any(-1)  # [B, Q]
-    counted = counted & ~padding[:, None]
-    return _Rows(torch.where(counted[..., None], p, 0.0), sight, counted, gap, own, _ids(tokens, batch, keys, p))
+    @property
+    def std(self) -> float:
+        """sqrt(M2 / count)."""
+        return math.sqrt(self.M2 / self.count) if self.count else math.nan
 
 
-def _boolean(name: str, tensor: Tensor | None, p: Tensor, shape: torch.Size) -> Tensor:
-    if tensor is None:
-        return torch.ones(shape, dtype=torch.bool, device=p.device)
-    if tensor.dtype != torch.bool:
-        raise ValueError(f"{name}: dtype is {tensor.dtype}, wanted torch.bool; {name} {list(tensor.shape)}")
-    try:
-        return tensor.to(p.device).expand(shape)
-    except RuntimeError:
-        raise ValueError(
-            f"{name}: does not broadcast to {list(shape)}; p {list(p.shape)}, {name} {list(tensor.shape)}"
-        ) from None
+@dataclass(frozen=True, eq=False)
+class Column:
+    """One quantity of all heads: of one layer [H], of all layers [L, H] (a layer with fewer heads has count 0 there).
+
+    Attributes:
+        count: on how many rows each stands.
+        mean, M2, min, max: float64; NaN where count is 0.
+    """
+
+    count: Tensor
+    mean: Tensor
+    M2: Tensor
+    min: Tensor
+    max: Tensor
+
+    @property
+    def std(self) -> Tensor:
+        """sqrt(M2 / count)."""
+        return (self.M2 / self.count).sqrt()
 
 
-def _gap(q_pos: Tensor | None, k_pos: Tensor | None, p: Tensor) -> Tensor:
-    """The way from each query to each key, [Q, K, axes]; NaN where one of them has no position."""
-    queries, keys = p.shape[2:]
-    if k_pos is None:
-        k_pos = torch.arange(keys)
-    k_at = _positions("k_pos", k_pos, "K", keys, p)
-    if q_pos is None:
-        if queries > keys:
-            raise ValueError(
-                f"q_pos: wanted, for there are more queries ({queries}) than keys ({keys}); p {list(p.shape)}"
-            )
-        q_pos = k_pos[keys - queries :]
-    q_at = _positions("q_pos", q_pos, "Q", queries, p)
-    if q_at.shape[1] != k_at.shape[1]:
-        raise ValueError(
-            f"q_pos: has {q_at.shape[1]} numbers a position, k_pos has {k_at.shape[1]}; "
-            f"q_pos {list(q_pos.shape)}, k_pos {list(k_pos.shape)}"
-        )
-    return k_at[None] - q_at[:, None]
+@dataclass(frozen=True, eq=False)
+class HeadStats:
+    """Statistics of attention heads, by layer, head and name; what ``observe`` and ``attend(observe=...)`` return.
+
+    ``stats[layer, head, name]`` is a ``Summary``, ``stats[layer, name]`` and ``stats[name]`` are ``Column``s,
+    ``stats[layer, head]`` is a dictionary of summaries and ``stats[layer]`` the statistics of that layer alone. A layer
+    is named by its place (0, 1, …, -1 = the last) or by its name. What belongs to one layer (``received``, ``map``, …)
+    is an attribute where there is one layer: ``stats[3].received``.
+
+    Args:
+        parts: layer name -> its statistics, in the order of the model.
+    """
+
+    parts: Mapping[str, LayerStats]
+
+    # ------------------------------------------------------------ finding
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers' names, in order."""
+        return tuple(self.parts)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The row quantities that some layer has."""
+        return tuple(dict.fromkeys(name for part in self.parts.values() for name in part.moments))
+
+    @property
+    def heads(self) -> int:
+        """How many heads the widest layer has."""
+        return max((part.heads for part in self.parts.values()), default=0)
+
+    @overload
+    def __getitem__(self, at: tuple[int | str, int, str]) -> Summary: ...
+    @overload
+    def __getitem__(self, at: tuple[int | str, int]) -> dict[str, Summary]: ...
+    @overload
+    def __getitem__(self, at: tuple[int | str, str]) -> Column: ...
+    @overload
+    def __getitem__(self, at: int) -> HeadStats: ...
+    @overload
+    def __getitem__(self, at: str) -> Any: ...
+
+    def __getitem__(self, at: Any) -> Any:
+        if not isinstance(at, tuple):
+            if isinstance(at, str) and at in self.names:
+                return self._column(self.parts.values(), at)
+            name = self._layer(at)
+            return HeadStats({name: self.parts[name]})
+        layer = self._layer(at[0]) if at else self._layer("")
+        part = self.parts[layer]
+        if len(at) == 2 and isinstance(at[1], str):
+            column = self._column([part], self._known(part, at[1], layer))
+            return Column(*(getattr(column, each.name)[0] for each in fields(column)))
+        if len(at) not in (2, 3) or not isinstance(at[1], int):
+            raise TypeError(f"stats[...]: got {at!r}, wanted [layer, head, name], [layer, head], [layer, name] or less")
+        if not -part.heads <= at[1] < part.heads:
+            raise IndexError(f"head: got {at[1]}, layer {layer} has {part.heads} (0 to {part.heads - 1})")
+        if len(at) == 2:
+            return {name: _summary(name, moments, at[1]) for name, moments in part.moments.items()}
+        name = self._known(part, at[2], layer)
+        return _summary(name, part.moments[name], at[1])
+
+    def _layer(self, at: Any) -> str:
+        if isinstance(at, str):
+            if at in self.parts:
+                return at
+            known = ", ".join((*self.names, *self.layers)) or "nothing"
+            raise KeyError(f"{at}: neither a quantity nor a layer; there is {known}")
+        if isinstance(at, bool) or not isinstance(at, int):
+            raise TypeError(f"layer: got {_kind(at)}, wanted a number or a name")
+        if not -len(self.parts) <= at < len(self.parts):
+            raise IndexError(f"layer: got {at}, there are {len(self.parts)}: {', '.join(self.layers) or 'none'}")
+        return self.layers[at]
+
+    @staticmethod
+    def _known(part: LayerStats, name: str, layer: str) -> str:
+        if name not in part.moments:
+            raise KeyError(f"{name}: layer {layer} has {', '.join(part.moments) or 'no row quantities'}")
+        return name
+
+    def _column(self, parts: Collection[LayerStats], name: str) -> Column:
+        wide = max(part.heads for part in parts)
+        columns: list[Tensor] = []
+        for what in (each.name for each in fields(Column)):
+            rows: list[Tensor] = []
+            for part in parts:
+                found = getattr(part.moments[name], what).cpu() if name in part.moments else torch.empty(0)
+                row = (
+                    torch.zeros(wide, dtype=torch.int64) if what == "count" else torch.full((wide,), math.nan).double()
+                )
+                row[: len(found)] = found
+                rows.append(row)
+            columns.append(torch.stack(rows))
+        return Column(*columns)
+
+    # ------------------------------------------------------------ of a single layer
+
+    def _only(self, what: str) -> LayerStats:
+        if len(self.parts) != 1:
+            raise ValueError(f"{what}: there are {len(self.parts)} layers, take one of them: stats[layer].{what}")
+        return next(iter(self.parts.values()))
+
+    def _asked(self, what: str, argument: str) -> Any:
+        found = getattr(self._only(what), what)
+        if found is None:
+            raise ValueError(f"{what}: was not asked for; observe with Observe({argument})")
+        return found
+
+    @property
+    def rows(self) -> Tensor:
+        """On how many rows each head's figures stand at most, int64 [H]; a name may stand on fewer."""
+        return self._only("rows").rows
+
+    @property
+    def broken(self) -> Tensor:
+        """How many rows of each head hold NaN or infinity and take part in nothing, int64 [H]."""
+        return self._only("broken").broken
+
+    @property
+    def sampled(self) -> bool:
+        """Whether not all query rows were looked at."""
+        return any(part.looked_at < part.of for part in self.parts.values())
+
+    @property
+    def received(self) -> Tensor:
+        """How much weight each key received from the counted rows, float64 [H, K], by key position."""
+        return self._asked("received", "received=True")
+
+    @property
+    def eligible(self) -> Tensor:
+        """How many counted rows could see each key, int64 [H, K]."""
+        return self._asked("eligible", "received=True")
+
+    @property
+    def received_share(self) -> Tensor:
+        """received / eligible, [H, K]; NaN for a key that no counted row could see."""
+        return self.received / self.eligible
+
+    @property
+    def map(self) -> HeadMap:
+        """The weights in bins."""
+        return self._asked("map", "map=64")
+
+    @property
+    def edges(self) -> Edges:
+        """The largest weights of each head."""
+        return self._asked("edges", "edges=32")
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        """The rows as they are, one entry for each observed call."""
+        part = self._only("kept")
+        if not part.kept:
+            raise ValueError("kept: was not asked for; observe with Observe(keep_rows=True) or Observe(top=8)")
+        return part.kept
+
+    def tile(self, i0: int, i1: int, j0: int, j1: int, *, run: int = -1) -> Tensor:
+        """Exact weights p[i0:i1, j0:j1] of an observed call, [B, H, i1 - i0, j1 - j0].
+
+        Args:
+            i0, i1: queries, half-open, 0 <= i0 <= i1 <= Q.
+            j0, j1: keys, half-open, 0 <= j0 <= j1 <= K.
+            run: which of the observed calls, by default the last.
+
+        What may not be seen, and every row that may see nothing, is 0. Time and memory are those of the rows.
+
+        Raises:
+            ValueError: q and k were not kept (they are never saved), several layers, or out of range.
+        """
+        tiles = self._only("tile").tiles
+        if not tiles:
+            raise ValueError("tile: q and k were not kept; observe with Observe(keep_qk=True)")
+        if not -len(tiles) <= run < len(tiles):
+            raise ValueError(f"run: got {run}, there are {len(tiles)}")
+        return tiles[run](i0, i1, j0, j1)
+
+    # ------------------------------------------------------------ merging
+
+    def merge(self, *others: HeadStats) -> HeadStats:
+        """The statistic of the runs of all: layers by name, new ones at the end. Also ``HeadStats.merge(a, b)``.
+
+        Raises:
+            ValueError: a layer with other heads, bins or edges, or with a part that only one of them has.
+        """
+        parts = dict(self.parts)
+        for other in others:
+            for name, part in other.parts.items():
+                try:
+                    parts[name] = parts[name].merge(part) if name in parts else part
+                except ValueError as error:
+                    raise ValueError(f"layer {name}: {error}") from error
+        return HeadStats(parts)
+
+    def named(self, *names: str) -> HeadStats:
+        """The same under other layer names.
+
+        Raises:
+            ValueError: not as many names as layers, or a name twice.
+        """
+        if len(names) != len(self.parts) or len({*names}) < len(names):
+            raise ValueError(f"names: got {', '.join(names)}, wanted {len(self.parts)} different ones")
+        return HeadStats(dict(zip(names, self.parts.values(), strict=True)))
+
+    def to(self, device: torch.device | str) -> HeadStats:
+        """With every tensor on a device."""
+        return HeadStats({name: part.to(device) for name, part in self.parts.items()})
+
+    # ------------------------------------------------------------ handing on
+
+    def summaries(self) -> Iterator[tuple[str, int, str, Summary]]:
+        """Layer, head, name and summary of everything there is, in order."""
+        for layer, part in self.parts.items():
+            columns = {name: _on_host(moments) for name, moments in part.moments.items()}
+            for head in range(part.heads):
+                for name, moments in columns.items():
+                    yield layer, head, name, _summary(name, moments, head)
+
+    def flat(self) -> dict[str, float]:
+        """Means under flat names, as trackers want them: ``attn/L03/H05/entropy``; L counts the layers of this object.
+
+        What no row of a head has is left out.
+        """
+        number = {layer: n for n, layer in enumerate(self.parts)}
+        return {
+            f"attn/L{number[layer]:02d}/H{head:02d}/{name}": summary.mean
+            for layer, head, name, summary in self.summaries()
+            if summary.count
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but kept rows and tensors of keys and bins, ready for JSON: what is not defined is None."""
+        from headscope._stats_show import as_dict
+
+        return as_dict(self)
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame`` with one line for each layer, head and name: count, mean, std, min, max.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        from headscope._stats_show import as_frame
+
+        return as_frame(self)
+
+    def table(
+        self,
+        sort: str | None = None,
+        *,
+        names: Collection[str] | None = None,
+        descending: bool = True,
+        limit: int | None = None,
+    ) -> Table:
+        """One line for each head with its means, for ``rich.print``.
+
+        Args:
+            sort: a column: ``layer``, ``head``, ``rows`` or a quantity; by default layers and heads in order.
+            names: which quantities to show (``stats.names`` = all); by default a few, and the one to sort by.
+            descending: the largest first; heads without the quantity come last either way.
+            limit: how many lines at most.
+
+        Raises:
+            ValueError: there is no such column.
+        """
+        from headscope._stats_show import as_table
+
+        return as_table(self, sort, names, descending, limit)
+
+    def save(self, path: str | Path, *, force: bool = False) -> Path:
+        """Write everything but ``tile``'s q and k into one safetensors file with a JSON header.
+
+        The file is written beside its place and then moved there. Another file of statistics is replaced; any other is
+        left alone unless ``force``.
+
+        Raises:
+            FileExistsError: there is a file that is no statistics of headscope.
+        """
+        from headscope._stats_files import save
+
+        return save(self, Path(path), force)
+
+    @staticmethod
+    def load(path: str | Path) -> HeadStats:
+        """Read what ``save`` wrote.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is no file of statistics, or one of a newer format.
+        """
+        from headscope._stats_files import load
+
+        return load(Path(path))
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.names) or "no row quantities"
+        looked, of = (sum(getattr(part, what) for part in self.parts.values()) for what in ("looked_at", "of"))
+        sample = f", a sample of {looked} of {of} rows" if self.sampled else ""
+        return f"HeadStats({len(self.parts)} layers, {self.heads} heads{sample}: {names})"
+
+    def _repr_html_(self) -> str:
+        from headscope._stats_show import as_html
+
+        return as_html(self)
+
+    def __rich__(self) -> Table:
+        return self.table()
 
 
-def _positions(name: str, given: Tensor, letter: str, length: int, p: Tensor) -> Tensor:
-    if given.ndim not in (1, 2) or given.shape[0] != length or (given.ndim == 2 and given.shape[1] not in (1, 2)):
-        wanted = f"[{length}] or [{length}, 2]"
-        raise ValueError(
-            f"{name}: wanted [{letter}] or [{letter}, 2], here {wanted}; {name} {list(given.shape)}, p {list(p.shape)}"
-        )
-    return given.to(p.device).double().reshape(length, -1)  # [length, axes]
+def merge(first: HeadStats, *others: HeadStats) -> HeadStats:
+    """The statistic of the runs of all; see ``HeadStats.merge``."""
+    return first.merge(*others)
 
 
-def _ids(tokens: Tensor | None, batch: int, keys: int, p: Tensor) -> Tensor | None:
-    if tokens is None:
-        return None
-    if tokens.shape not in ((keys,), (batch, keys)):
-        raise ValueError(
-            f"tokens: wanted [B, K] or [K], here [{batch}, {keys}]; tokens {list(tokens.shape)}, p {list(p.shape)}"
-        )
-    return tokens.to(p.device).expand(batch, keys)
+def _on_host(moments: Moments) -> Moments:
+    """The same on the CPU, so that reading its numbers waits for a device once and not once a number."""
+    return replace(moments, **{what: getattr(moments, what).cpu() for what in vars(moments)})
 
 
-def _targets(at: _Rows) -> dict[str, Tensor]:
-    """For each pattern of single keys the keys it means, broadcastable to [B, H, Q, K]."""
-    if at.gap is None or at.own is None:
-        return {}
-    targets = {"self": at.own}
-    if at.gap.shape[-1] == 1:
-        targets |= {"previous": at.gap[..., 0] == -1, "next": at.gap[..., 0] == 1}
-    if at.tokens is not None:
-        of_query = at.tokens[:, at.own.int().argmax(-1), None]  # [B, Q, 1]
-        same = (at.tokens[:, None] == of_query) & ~at.own & at.own.any(-1, keepdim=True)  # [B, Q, K], other places only
-        after = torch.zeros_like(same)
-        after[..., 1:] = same[..., :-1]
-        targets |= {"duplicate": same[:, None], "induction": after[:, None]}
-    return targets
-
-
-def _check_at_least(name: str, got: float, least: int) -> None:
-    if not got >= least:
-        raise ValueError(f"{name}: got {got}, wanted at least {least}")
+def _summary(name: str, moments: Moments, head: int) -> Summary:
+    mean, M2, least, most = (float(x[head]) for x in (moments.mean, moments.M2, moments.min, moments.max))
+    histogram = tuple(int(n) for n in moments.histogram[head].tolist())
+    return Summary(int(moments.count[head]), mean, M2, least, most, histogram, histogram_edges(name))

@@ -1,0 +1,128 @@
+"""HeadStats on disk: tensors in a safetensors file, everything else as JSON in its header."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from headscope._stats_parts import Edges, HeadMap, Kept, LayerStats, Moments
+from headscope.stats import HeadStats
+
+VERSION = 1
+_KEY = "headscope.stats"
+_NUMBERS = ("heads", "runs", "looked_at", "of")
+_PARTS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
+    "map": (HeadMap, ("sum", "count", "max", "argmax")),
+    "edges": (Edges, ("p", "at")),
+}
+_MOMENTS = ("count", "mean", "M2", "min", "max", "histogram")
+
+
+def save(stats: HeadStats, path: Path, force: bool) -> Path:
+    """See ``HeadStats.save``."""
+    from safetensors.torch import save as encode
+
+    if path.exists() and not force and _header(path) is None:
+        raise FileExistsError(
+            f"{path}: is there and is no file of headscope's statistics; give force=True to replace it"
+        )
+    tensors: dict[str, Tensor] = {}
+    layers = [_put(part, name, f"{number}", tensors) for number, (name, part) in enumerate(stats.parts.items())]
+    header = {_KEY: json.dumps({"version": VERSION, "layers": layers})}
+    plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
+    _replace(path, encode(plain, header))
+    return path
+
+
+def load(path: Path) -> HeadStats:
+    """See ``HeadStats.load``."""
+    from safetensors.torch import load_file
+
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file")
+    header = _header(path)
+    if header is None:
+        raise ValueError(f"{path}: no file of headscope's statistics")
+    if header["version"] > VERSION:
+        raise ValueError(f"{path}: format {header['version']}, this version of headscope reads up to {VERSION}")
+    tensors = load_file(path)
+    return HeadStats({layer["name"]: _take(layer, f"{n}", tensors) for n, layer in enumerate(header["layers"])})
+
+
+def _header(path: Path) -> dict[str, Any] | None:
+    """What the header says, or None for any other file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:  # pyright: ignore[reportUnknownVariableType, reportGeneralTypeIssues]
+            said: Mapping[str, str] = file.metadata() or {}
+    except (SafetensorError, OSError):
+        return None
+    return json.loads(said[_KEY]) if _KEY in said else None
+
+
+def _put(part: LayerStats, name: str, under: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """File the tensors of a layer, and return all else that has to be known of it."""
+    tensors |= {f"{under}/rows": part.rows, f"{under}/broken": part.broken}
+    for quantity, moments in part.moments.items():
+        tensors |= {f"{under}/moments/{quantity}/{what}": getattr(moments, what) for what in _MOMENTS}
+    if part.received is not None and part.eligible is not None:
+        tensors |= {f"{under}/received": part.received, f"{under}/eligible": part.eligible}
+    for which, (_, whats) in _PARTS.items():
+        if (found := getattr(part, which)) is not None:
+            tensors |= {f"{under}/{which}/{what}": getattr(found, what) for what in whats}
+    for run, kept in enumerate(part.kept):
+        tensors |= {f"{under}/kept/{run}/queries": kept.queries, f"{under}/kept/{run}/counted": kept.counted}
+        tensors |= {f"{under}/kept/{run}/values/{what}": x for what, x in kept.values.items()}
+    return {
+        "name": name,
+        **{what: getattr(part, what) for what in _NUMBERS},
+        "moments": list(part.moments),
+        "received": part.received is not None,
+        **{which: getattr(part, which) is not None for which in _PARTS},
+        "kept": [list(kept.values) for kept in part.kept],
+    }
+
+
+def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor]) -> LayerStats:
+    """The reverse of ``_put``."""
+    moments = {
+        name: Moments(*(tensors[f"{under}/moments/{name}/{what}"] for what in _MOMENTS)) for name in said["moments"]
+    }
+    parts: dict[str, Any] = {
+        which: kind(*(tensors[f"{under}/{which}/{what}"] for what in whats)) if said[which] else None
+        for which, (kind, whats) in _PARTS.items()
+    }
+    kept = tuple(
+        Kept(
+            tensors[f"{under}/kept/{run}/queries"],
+            tensors[f"{under}/kept/{run}/counted"],
+            {name: tensors[f"{under}/kept/{run}/values/{name}"] for name in names},
+        )
+        for run, names in enumerate(said["kept"])
+    )
+    found: dict[str, Any] = {what: tensors[f"{under}/{what}"] for what in ("rows", "broken")}
+    found |= {what: tensors[f"{under}/{what}"] if said["received"] else None for what in ("received", "eligible")}
+    found |= {what: said[what] for what in _NUMBERS}
+    return LayerStats(**found, moments=moments, **parts, kept=kept)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write to a file beside the target, then put it in the target's place."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".headscope-", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)  # mkstemp's are for the owner only
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,293 @@
+"""What the statistics of one layer are made of, each part with its own exact ``merge``; tensors only, no models.
+
+Everything that is summed is float64 or int64 (float32 where a device has no float64). A *run* is one observed call;
+merging keeps the order of the runs, and ties are decided by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_UNIT = tuple(k / 20 for k in range(21))
+_NATS = tuple(k / 2 for k in range(33))
+_LOGITS = tuple(float(k) for k in range(-128, 129, 4))
+_DOUBLING = (0.0, *(2.0**k for k in range(-10, 21)))
+_KEYS = tuple(2.0**k for k in range(21))
+
+_EDGES = {
+    "lse": _LOGITS,
+    "max_logit": _LOGITS,
+    "entropy": _NATS,
+    "effective_keys": _KEYS,
+    "distance": _DOUBLING,
+    "value_norm": _DOUBLING,
+}
+
+
+def histogram_edges(name: str) -> tuple[float, ...]:
+    """The edges of a quantity's histogram: bin k holds [edge k, edge k + 1), the outer two also what lies beyond."""
+    return _EDGES.get(name, _UNIT)
+
+
+def wide(device: torch.device) -> torch.dtype:
+    """The dtype of sums: float64, or float32 on a device that has none."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """One row quantity of every head.
+
+    Attributes:
+        count: on how many rows the rest stands, int64 [H].
+        mean, M2: mean and sum of squared deviations from it, [H]; std = sqrt(M2 / count).
+        min, max: [H].
+        histogram: int64 [H, bins], see ``histogram_edges``.
+    """
+
+    count: Tensor
+    mean: Tensor
+    M2: Tensor
+    min: Tensor
+    max: Tensor
+    histogram: Tensor
+
+    @staticmethod
+    def of(name: str, rows: Tensor) -> Moments:
+        """Of a row quantity [B, H, R] in which NaN marks rows that do not have it."""
+        flat = rows.to(wide(rows.device)).movedim(1, 0).flatten(1)  # [H, B * R]
+        defined = ~flat.isnan()
+        count = defined.sum(-1)
+        kept = torch.where(defined, flat, 0.0).contiguous()
+        mean = kept.sum(-1) / count  # 0 / 0 = NaN: no row has it
+        away = torch.where(defined, flat - mean[:, None], 0.0)
+        none = count == 0
+        M2 = away.square().sum(-1).masked_fill(none, math.nan)
+        edges = histogram_edges(name)
+        inner = torch.tensor(edges[1:-1], dtype=flat.dtype, device=flat.device)
+        bins = torch.bucketize(kept, inner, right=True)
+        histogram = count.new_zeros(len(count), len(edges) - 1).scatter_add_(1, bins, defined.long())
+        if flat.shape[1] == 0:
+            return Moments(count, mean, M2, mean, mean, histogram)
+        least = torch.where(defined, flat, math.inf).amin(-1).masked_fill(none, math.nan)
+        most = torch.where(defined, flat, -math.inf).amax(-1).masked_fill(none, math.nan)
+        return Moments(count, mean, M2, least, most, histogram)
+
+    def merge(self, other: Moments) -> Moments:
+        """Of the rows of both (Chan, Golub and LeVeque 1983, equation 2.1)."""
+        count = self.count + other.count
+        share = other.count.to(self.mean.dtype) / count  # NaN where neither has a row
+        apart = other.mean - self.mean
+        mean = _either(self, other, "mean", self.mean + apart * share)
+        M2 = _either(self, other, "M2", self.M2 + other.M2 + apart.square() * self.count * share)
+        least = torch.fmin(self.min, other.min)  # NaN only where both are
+        return Moments(count, mean, M2, least, torch.fmax(self.max, other.max), self.histogram + other.histogram)
+
+
+def _either(a: Moments, b: Moments, what: str, both: Tensor) -> Tensor:
+    """What both have together, or what one has where the other has no row."""
+    of_a, of_b = getattr(a, what), getattr(b, what)
+    return torch.where(b.count == 0, of_a, torch.where(a.count == 0, of_b, both))
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMap:
+    """The weights of each head in n x n bins: bin b holds queries (rows) or keys (columns) ⌊bT/n⌋ to ⌊(b+1)T/n⌋ - 1.
+
+    Attributes:
+        sum: of the weights of each bin, [H, n, n].
+        count: of the pairs that counted rows may see, int64 [H, n, n].
+        max: the largest weight of each bin, [H, n, n]; NaN where count is 0.
+        argmax: where it stands, int64 [H, n, n, 4]: run, batch entry, query, key; -1 where count is 0. Of equal
+            weights the first in that order.
+    """
+
+    sum: Tensor
+    count: Tensor
+    max: Tensor
+    argmax: Tensor
+
+    @property
+    def bins(self) -> int:
+        """n."""
+        return self.sum.shape[-1]
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean weight of each bin over its eligible pairs, [H, n, n]; NaN where there is none."""
+        return self.sum / self.count
+
+    def merge(self, other: HeadMap, runs: int) -> HeadMap:
+        """Of both; ``other``'s runs come after the ``runs`` of this one."""
+        if self.bins != other.bins:
+            raise ValueError(f"map: cannot merge {self.bins} bins with {other.bins}; maps merge for equal n only")
+        later = other.argmax.clone()
+        later[..., 0] += torch.where(later[..., 0] >= 0, runs, 0)
+        better = (other.max > self.max) | self.max.isnan()
+        return HeadMap(
+            self.sum + other.sum,
+            self.count + other.count,
+            torch.where(better, other.max, self.max),
+            torch.where(better[..., None], later, self.argmax),
+        )
+
+
+class Edge(NamedTuple):
+    """One weight: query i of batch entry b in a run looks at key j with weight p."""
+
+    i: int
+    j: int
+    p: float
+    b: int
+    run: int
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """The k largest weights of each head.
+
+    Attributes:
+        p: [H, k], largest first; NaN where a head has fewer.
+        at: int64 [H, k, 4]: run, batch entry, query, key; -1 where a head has fewer. Equal weights are in this order.
+    """
+
+    p: Tensor
+    at: Tensor
+
+    def of(self, head: int) -> list[Edge]:
+        """Those of one head, as numbers."""
+        return [
+            Edge(i, j, p, b, run)
+            for p, (run, b, i, j) in zip(self.p[head].tolist(), self.at[head].tolist(), strict=True)
+            if run >= 0
+        ]
+
+    def merge(self, other: Edges, runs: int) -> Edges:
+        """The k largest of both; ``other``'s runs come after the ``runs`` of this one."""
+        k = self.p.shape[1]
+        if k != other.p.shape[1]:
+            raise ValueError(f"edges: cannot merge {k} a head with {other.p.shape[1]}")
+        later = other.at.clone()
+        later[..., 0] += torch.where(later[..., 0] >= 0, runs, 0)
+        p, at = torch.cat([self.p, other.p], 1), torch.cat([self.at, later], 1)
+        order = largest_first(p)[:, :k]
+        return Edges(p.gather(1, order), at.gather(1, order[..., None].expand(-1, -1, 4)))
+
+
+def largest_first(p: Tensor) -> Tensor:
+    """The order of the last axis from the largest to the smallest, NaN last; equal ones keep theirs."""
+    return torch.sort(p.nan_to_num(nan=-math.inf), dim=-1, descending=True, stable=True).indices
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """The rows of one run as they are, batch entry by batch entry.
+
+    Attributes:
+        queries: which queries these are, int64 [R].
+        counted: which of them count, boolean [B, H, R].
+        values: name -> [B, H, R], NaN where a row does not have the quantity; ``argmax`` is int64, -1 where there is
+            none; ``top_keys`` and ``top_weights`` are [B, H, R, k], largest first, -1 and NaN where there are fewer.
+    """
+
+    queries: Tensor
+    counted: Tensor
+    values: Mapping[str, Tensor]
+
+
+Tiles = Callable[[int, int, int, int], Tensor]
+"""Exact weights p[i0:i1, j0:j1] of a run whose q and k are kept, [B, H, i, j]."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStats:
+    """The statistics of one layer.
+
+    Attributes:
+        heads: how many query heads.
+        runs: how many calls were observed.
+        looked_at, of: how many query rows a head was looked at in, and how many there were (B * Q, over the runs).
+        rows: how many of them count, int64 [H].
+        broken: how many hold NaN or infinity and take part in nothing, int64 [H].
+        moments: of each row quantity that was asked for.
+        received, eligible: by key position, [H, K] and int64 [H, K].
+        map, edges: see there.
+        kept: rows as they are, one entry a run.
+        tiles: a way to the weights, one entry a run; never saved.
+    """
+
+    heads: int
+    runs: int
+    looked_at: int
+    of: int
+    rows: Tensor
+    broken: Tensor
+    moments: Mapping[str, Moments] = field(default_factory=dict[str, Moments])
+    received: Tensor | None = None
+    eligible: Tensor | None = None
+    map: HeadMap | None = None
+    edges: Edges | None = None
+    kept: tuple[Kept, ...] = ()
+    tiles: tuple[Tiles, ...] = ()
+
+    def merge(self, other: LayerStats) -> LayerStats:
+        """Of the runs of both, this one's first.
+
+        Raises:
+            ValueError: other heads, bins or edges, or a part that only one of them has.
+        """
+        if self.heads != other.heads:
+            raise ValueError(f"heads: cannot merge {self.heads} heads with {other.heads}")
+        for part in ("received", "map", "edges"):
+            if (getattr(self, part) is None) != (getattr(other, part) is None):
+                raise ValueError(f"{part}: cannot merge, for only one of the two has it; observe both alike")
+        moments = dict(self.moments)
+        for name, theirs in other.moments.items():
+            moments[name] = moments[name].merge(theirs) if name in moments else theirs
+        return LayerStats(
+            self.heads,
+            self.runs + other.runs,
+            self.looked_at + other.looked_at,
+            self.of + other.of,
+            self.rows + other.rows,
+            self.broken + other.broken,
+            moments,
+            _longer(self.received, other.received),
+            _longer(self.eligible, other.eligible),
+            self.map and other.map and self.map.merge(other.map, self.runs),
+            self.edges and other.edges and self.edges.merge(other.edges, self.runs),
+            self.kept + other.kept,
+            self.tiles + other.tiles,
+        )
+
+    def to(self, device: torch.device | str) -> LayerStats:
+        """With every tensor on a device."""
+        return moved(self, torch.device(device))
+
+
+def _longer(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sum of both by position, the shorter extended by zeros."""
+    if a is None or b is None:
+        return None
+    keys = max(a.shape[-1], b.shape[-1])
+    a, b = (torch.nn.functional.pad(x, (0, keys - x.shape[-1])) for x in (a, b))
+    return a + b
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A part, or a mapping or tuple of parts, with every tensor on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {name: moved(each, device) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(moved(each, device) for each in value)
+    if isinstance(value, (Moments, HeadMap, Edges, Kept, LayerStats)):
+        return replace(value, **{each.name: moved(getattr(value, each.name), device) for each in fields(value)})
+    return value
