@@ -66,7 +66,9 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
         if constexpr (G > 0) {
             bool whole;
             if (!this->visible(j, keys, whole)) return false;
-            of_dtype(f.k, j, [&](auto* k) { Few<T, G>::dots(few_q, k_width, k, f.k.stride[2], keys, int(f.head_dim), p); });
+            of_dtype(f.k, j, [&](auto* k) {
+                Few<T, G>::dots(few_q, k_width, k, f.k.stride[2], keys, int(f.head_dim), p, ahead(k, f.v, j, int(f.v_head_dim)));
+            });
             this->adjust(j, keys, whole);
             return true;
         }
@@ -75,7 +77,9 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
     void mix(std::int64_t j, int keys, bool fresh) {
         const int width = int(f.v_head_dim);
         if constexpr (G > 0)
-            of_dtype(f.v, j, [&](auto* v) { Few<T, G>::mixes(p, v, f.v.stride[2], keys, width, few_o, v_width, fresh); });
+            of_dtype(f.v, j, [&](auto* v) {
+                Few<T, G>::mixes(p, v, f.v.stride[2], keys, width, few_o, v_width, fresh, ahead(v, f.k, j + keys, int(f.head_dim)));
+            });
         else
             Products::mixes(weights, values(j, keys), (keys + Op::PER_WORD - 1) / Op::PER_WORD, width, o, fresh);
     }
@@ -86,6 +90,10 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
             return {static_cast<const char*>(f.paired_v) + ((b * f.kv_heads + this->kv_head) * pairs + j / 2) * line, line};
         }
         return this->across(f.v, j, keys, width, this->wide_v);
+    }
+    // Rows from j on of the other tensor, of the same dtype.
+    template <class E> auto ahead(const E*, const Tensor4& x, std::int64_t j, int width) const {
+        return typename Few<T, G ? G : 1>::template Ahead<E>{reinterpret_cast<const E*>(at(x, b, this->kv_head, j, sizeof(E))), x.stride[2], width};
     }
     // body(row j of a tensor [B, Hkv, K, .] as what it is)
     template <class Body> INLINE void of_dtype(const Tensor4& x, std::int64_t j, const Body& body) const {

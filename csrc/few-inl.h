@@ -6,9 +6,22 @@ template <class T, int G> struct Few {
     static constexpr int L = LANES<T>;
     static constexpr int N = L / G;  // keys at a time: they make L sums
 
+    // Asks for a line of memory that will be read soon: while one tensor is computed with, the other one comes.
+    template <class E> struct Ahead {
+        const E* line;
+        std::int64_t stride;
+        int width;
+        INLINE void expect(int j) const {
+            if constexpr (G == 1 && sizeof(E) >= 4) return;  // too little is computed with a line to ask for another beside it
+            for (int c = 0; c < width; c += 64 / int(sizeof(E))) __builtin_prefetch(line + j * stride + c);
+        }
+    };
+
     // s[j][g] = k[j] · q[g]; s is [keys][L], q is [G][q_width] with zeros beyond `depth`.
-    template <class E> static void dots(const T* q, int q_width, const E* k, std::int64_t k_stride, int keys, int depth, T* s) {
+    template <class E> static void dots(const T* q, int q_width, const E* k, std::int64_t k_stride, int keys, int depth, T* s,
+                                         Ahead<E> ahead) {
         for (int j = 0; j < keys; j += N) {
+            for (int n = 0; n < N; n++) ahead.expect(j + n);
             V<T> a[L];
             UNROLL for (int n = 0; n < L; n++) a[n] = V<T>{};
             const E* key[N];
@@ -40,12 +53,13 @@ template <class T, int G> struct Few {
     }
 
     // o[g] (+)= Σ_j p[j][g] v[j]; o is [G][o_width].
-    template <class E> static void mixes(const T* p, const E* v, std::int64_t v_stride, int keys, int width, T* o, int o_width, bool fresh) {
+    template <class E> static void mixes(const T* p, const E* v, std::int64_t v_stride, int keys, int width, T* o, int o_width, bool fresh,
+                                          Ahead<E> ahead) {
         constexpr int C = REGISTER_TILE * 2 / 3 / G > 1 ? REGISTER_TILE * 2 / 3 / G : 1;
         int c = 0;
-        for (; c + C * L <= width; c += C * L) mix<C>(p, v + c, v_stride, keys, o + c, o_width, fresh);
+        for (; c + C * L <= width; c += C * L, ahead.width = 0) mix<C>(p, v + c, v_stride, keys, o + c, o_width, fresh, ahead);
         if constexpr (C > 1)
-            for (; c + L <= width; c += L) mix<1>(p, v + c, v_stride, keys, o + c, o_width, fresh);
+            for (; c + L <= width; c += L, ahead.width = 0) mix<1>(p, v + c, v_stride, keys, o + c, o_width, fresh, ahead);
         if (c == width) return;
         for (int g = 0; fresh && g < G; g++) store(o + g * o_width + c, V<T>{});
         for (int j = 0; j < keys; j++) {
@@ -55,11 +69,13 @@ template <class T, int G> struct Few {
             for (int g = 0; g < G; g++) store(o + g * o_width + c, load(o + g * o_width + c) + x * p[j * L + g]);
         }
     }
-    template <int C, class E> static void mix(const T* p, const E* v, std::int64_t v_stride, int keys, T* o, int o_width, bool fresh) {
+    template <int C, class E> static void mix(const T* p, const E* v, std::int64_t v_stride, int keys, T* o, int o_width, bool fresh,
+                                              Ahead<E> ahead) {
         V<T> a[G][C];
         UNROLL for (int g = 0; g < G; g++) UNROLL for (int c = 0; c < C; c++)
             a[g][c] = fresh ? V<T>{} : load(o + g * o_width + c * L);
         for (int j = 0; j < keys; j++, v += v_stride) {
+            ahead.expect(j);
             V<T> x[C];
             UNROLL for (int c = 0; c < C; c++) x[c] = load_wide<T>(v + c * L);
             UNROLL for (int g = 0; g < G; g++) {

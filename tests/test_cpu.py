@@ -88,6 +88,7 @@ for step in (forward, backward):
 # Calls that would take minutes: the process would outlast its time if they were not left.
 INTERRUPTED = """
 import os, signal, threading, torch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the parent of the tests does with it
 from headscope import attention
 from headscope._backends import cpu
 

@@ -51,7 +51,7 @@ CORE = [
         "_observe",
         "_observe_sums",
     ),
-    *("functional", "module"),
+    *("functional", "_linear", "module"),
 ]
 LATER = {"stats": {"_stats_show", "_stats_files"}}  # imported when they are called: they are made of what is in it
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import headscope
-from headscope import functional
+from headscope import _select, functional
 from headscope._backends import cpu
 from headscope._call import Options, describe
 from headscope._select import BACKENDS, ORDER, order, select
@@ -131,6 +131,16 @@ def test_every_order_names_every_backend_and_ends_with_one_that_refuses_nothing(
         assert sorted(names) == sorted(BACKENDS), device
         assert names[-1] == "reference", device
     assert order(call()) == ORDER.get("cpu", ORDER["default"])
+
+
+def test_matrix_tiles_make_torch_the_first_choice_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_select, "has_amx", lambda: True)
+    many = torch.randn(1, 2, 64, 16)
+    for dtype, queries, first in ((torch.bfloat16, 64, "sdpa"), (torch.bfloat16, 8, "cpu"), (torch.float32, 64, "cpu")):
+        q = many[:, :, :queries].to(dtype)
+        described = describe(q, q, q, None, None, Options(None, None, None, 0.0, False))
+        assert order(described)[0] == first, (dtype, queries)
+        assert order(described)[-1] == "reference"
 
 
 def test_a_named_backend_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:

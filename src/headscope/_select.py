@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
+
 from headscope._backends import Backend, blocked, cpu, reference, sdpa
 from headscope._call import Call
 
@@ -9,12 +13,27 @@ _ALL: tuple[Backend, ...] = (cpu, sdpa, blocked, reference)
 BACKENDS = {backend.name: backend for backend in _ALL}
 
 # Fastest first, by device type; what is not named here takes the order of "default".
-ORDER: dict[str, tuple[str, ...]] = {"default": ("cpu", "sdpa", "blocked", "reference")}
+ORDER: dict[str, tuple[str, ...]] = {
+    "default": ("cpu", "sdpa", "blocked", "reference"),
+    # bf16 on a CPU with matrix tiles, which torch's kernel uses and ours do not
+    "cpu, AMX": ("sdpa", "cpu", "blocked", "reference"),
+}
+AMX_ROWS = 32  # query rows of a key/value head from which on tiles are filled
 
 
 def order(call: Call) -> tuple[str, ...]:
     """The names of the backends in the order in which they are asked."""
+    rows = call.queries * call.group
+    if call.device == "cpu" and call.dtype == torch.bfloat16 and rows >= AMX_ROWS and has_amx():
+        return ORDER["cpu, AMX"]
     return ORDER.get(call.device, ORDER["default"])
+
+
+@cache
+def has_amx() -> bool:
+    """Whether torch finds the matrix tiles of AMX here; False where this torch cannot say."""
+    asked = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return bool(asked()) if asked is not None else False
 
 
 def select(call: Call, name: str | None = None) -> Backend:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from headscope import functional
 from headscope._call import check_dropout, check_scale, check_softcap, kind
+from headscope._linear import Linear
 from headscope.masks import Mask
 
 __all__ = ["MultiHeadAttention"]
@@ -96,12 +97,12 @@ class MultiHeadAttention(nn.Module):
         self.splits = (num_heads * self.head_dim, kv_heads * self.head_dim, kv_heads * self.v_head_dim)
         self.packed = self.kdim == self.vdim == embed_dim and len(biased) in (0, 3)
         if self.packed:
-            self.qkv_proj = nn.Linear(embed_dim, sum(self.splits), bias=bool(biased), **made)
+            self.qkv_proj = Linear(embed_dim, sum(self.splits), bias=bool(biased), **made)
         else:
             for name, width, rows in zip(PROJECTIONS, (embed_dim, self.kdim, self.vdim), self.splits, strict=True):
-                self.add_module(f"{name}_proj", nn.Linear(width, rows, bias=name in biased, **made))
+                self.add_module(f"{name}_proj", Linear(width, rows, bias=name in biased, **made))
         out_bias = bool(biased) if out_bias is None else out_bias
-        self.out_proj = nn.Linear(num_heads * self.v_head_dim, embed_dim, bias=out_bias, **made)
+        self.out_proj = Linear(num_heads * self.v_head_dim, embed_dim, bias=out_bias, **made)
         self.sinks = nn.Parameter(torch.empty(num_heads, **made)) if sinks else None
         self.reset_parameters()
 

@@ -1,0 +1,93 @@
+"""Linear: ``nn.Linear`` by the faster of torch's two routes, as a shipped table says for this kind of CPU.
+
+``F.linear`` in float32 goes to MKL, which takes a slower path on CPUs that are not Intel's; oneDNN, which torch also
+carries, does not. ``linear_table.json`` holds what was measured for each vendor, and the choice is made from that and
+from the shapes alone. oneDNN has no gradient for it, so it runs in inference only; it is internal to torch, so where
+it is not there, or the call is not an ordinary one, ``F.linear`` runs.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+TABLE = "linear_table.json"
+
+
+class Linear(nn.Linear):
+    """``nn.Linear``, with the same parameters and the same result to rounding."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or (fast := route()) is None:
+            return F.linear(input, self.weight, self.bias)
+        if not fits(input, self.weight, self.bias):
+            return F.linear(input, self.weight, self.bias)
+        return fast(input, self.weight, self.bias)
+
+
+def fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the table's figures speak of this call: plain dense float32 on the CPU, and enough of it."""
+    return (
+        type(input) is Tensor
+        and type(weight) is nn.Parameter
+        and input.dtype == weight.dtype == torch.float32
+        and (bias is None or bias.dtype == torch.float32)
+        and input.device.type == weight.device.type == "cpu"
+        and input.is_contiguous()
+        and weight.is_contiguous()
+        and input.shape[-1] == weight.shape[1]
+        and input.numel() * weight.shape[0] >= table()["least_products"]
+        and not torch.is_autocast_enabled("cpu")
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+@cache
+def route() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
+    """oneDNN's product, where the table prefers it for this CPU and this torch has it; else None."""
+    entry = table()["vendors"].get(vendor(), {})
+    return onednn() if entry.get("route") == "onednn" else None
+
+
+@cache
+def onednn() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
+    """``x @ weight.T + bias`` by oneDNN; None where this torch cannot, or does not compute that."""
+    if not torch.backends.mkldnn.is_available():
+        return None
+    try:
+        product: Any = torch.ops.mkldnn._linear_pointwise
+        x, weight, bias = torch.ones(2, 16), torch.eye(16), torch.ones(16)
+        right = torch.equal(product(x, weight, bias, "none", [], ""), x + 1)
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return (lambda x, weight, bias: product(x, weight, bias, "none", [], "")) if right else None
+
+
+@cache
+def table() -> dict[str, Any]:
+    """The shipped table."""
+    return json.loads(files("headscope").joinpath(TABLE).read_text(encoding="utf-8"))
+
+
+@cache
+def vendor() -> str:
+    """The CPU's vendor as the system names it: GenuineIntel, AuthenticAMD, …; else what Python knows."""
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith("vendor_id"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
