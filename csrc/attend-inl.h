@@ -7,15 +7,17 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
         Base::b;
     using Products = typename Base::Products;
     using Word = typename Op::Word;
+    using FewProducts = typename FewOf<T, G ? G : 1, Op>::Type;
 
-    int k_width, v_width;   // D and Dv, rounded up to whole vectors
+    int k_width, v_width;   // D and Dv, rounded up to what Few multiplies at once
     T* o;                   // [Dv][ROWS]; with G the rows are [G][v_width] until the end
     T* kept;                // [KEYS][ROWS], with dropout
     Word* weights;          // [KEYS / PER_WORD][ROWS]; plain ones are p
-    T *few_q, *few_o;       // [G][k_width], [G][v_width]
+    Word* few_q;            // [G][k_width / PER_WORD]
+    T* few_o;               // [G][v_width]
     V<T> top[QV], sum[QV];
 
-    static int whole(std::int64_t n) { return int((n + L - 1) / L * L); }
+    static int whole(std::int64_t n) { return int((n + FewProducts::STEP - 1) / FewProducts::STEP * FewProducts::STEP); }
     static std::size_t scratch(const Forward& f) {
         Arena memory{0};
         Attend(f, 0, 0, memory);
@@ -28,7 +30,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
         kept = memory.take<T>(f.dropout > 0 ? KEYS * ROWS : 0);
         if constexpr (PAIRS) weights = memory.take<Word>(KEYS / 2 * ROWS);
         else weights = p;
-        few_q = memory.take<T>(G * k_width);
+        few_q = memory.take<Word>(G * k_width / Op::PER_WORD);
         few_o = memory.take<T>(G * v_width);
     }
 
@@ -66,9 +68,13 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
         if constexpr (G > 0) {
             bool whole;
             if (!this->visible(j, keys, whole)) return false;
-            of_dtype(f.k, j, [&](auto* k) {
-                Few<T, G>::dots(few_q, k_width, k, f.k.stride[2], keys, int(f.head_dim), p, ahead(k, f.v, j, int(f.v_head_dim)));
-            });
+            const int depth = int(f.head_dim), width = int(f.v_head_dim);
+            if constexpr (PAIRS) {
+                const auto* k = reinterpret_cast<const BFloat16*>(at(f.k, b, this->kv_head, j, 2));
+                FewProducts::dots(few_q, k_width / 2, k, f.k.stride[2], keys, depth, this->query_factor(), p, ahead(k, f.v, j, width));
+            } else {
+                of_dtype(f.k, j, [&](auto* k) { FewProducts::dots(few_q, k_width, k, f.k.stride[2], keys, depth, p, ahead(k, f.v, j, width)); });
+            }
             this->adjust(j, keys, whole);
             return true;
         }
@@ -76,9 +82,12 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
     }
     void mix(std::int64_t j, int keys, bool fresh) {
         const int width = int(f.v_head_dim);
-        if constexpr (G > 0)
+        if constexpr (G > 0 && PAIRS) {
+            const auto* v = reinterpret_cast<const BFloat16*>(at(f.v, b, this->kv_head, j, 2));
+            FewProducts::mixes(weights, v, f.v.stride[2], keys, width, few_o, v_width, fresh, ahead(v, f.k, j + keys, int(f.head_dim)));
+        } else if constexpr (G > 0)
             of_dtype(f.v, j, [&](auto* v) {
-                Few<T, G>::mixes(p, v, f.v.stride[2], keys, width, few_o, v_width, fresh, ahead(v, f.k, j + keys, int(f.head_dim)));
+                FewProducts::mixes(p, v, f.v.stride[2], keys, width, few_o, v_width, fresh, ahead(v, f.k, j + keys, int(f.head_dim)));
             });
         else
             Products::mixes(weights, values(j, keys), (keys + Op::PER_WORD - 1) / Op::PER_WORD, width, o, fresh);
@@ -93,7 +102,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
     }
     // Rows from j on of the other tensor, of the same dtype.
     template <class E> auto ahead(const E*, const Tensor4& x, std::int64_t j, int width) const {
-        return typename Few<T, G ? G : 1>::template Ahead<E>{reinterpret_cast<const E*>(at(x, b, this->kv_head, j, sizeof(E))), x.stride[2], width};
+        return Ahead<E, G>{reinterpret_cast<const E*>(at(x, b, this->kv_head, j, sizeof(E))), x.stride[2], width};
     }
     // body(row j of a tensor [B, Hkv, K, .] as what it is)
     template <class Body> INLINE void of_dtype(const Tensor4& x, std::int64_t j, const Body& body) const {
@@ -106,15 +115,21 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
     void load_few_queries() {
         for (int n = 0; n < KEYS * ROWS; n += L) store(p + n, V<T>{});  // rows beyond G stay finite
         for (int g = 0; g < G; g++) {
-            const T* from = this->row_of(f.q, g, int(f.head_dim), this->line);
-            for (int d = 0; d < k_width; d++) few_q[g * k_width + d] = d < f.head_dim ? from[d] * this->query_factor() : T(0);
+            if constexpr (PAIRS) {
+                auto* to = reinterpret_cast<std::uint16_t*>(few_q) + g * k_width;
+                const auto* from = reinterpret_cast<const std::uint16_t*>(this->address_of(f.q, g));
+                for (int d = 0; d < k_width; d++) to[d] = d < f.head_dim ? from[d] : 0;
+            } else {
+                const T* from = this->row_of(f.q, g, int(f.head_dim), this->line);
+                for (int d = 0; d < k_width; d++) few_q[g * k_width + d] = d < f.head_dim ? from[d] * this->query_factor() : T(0);
+            }
         }
     }
     // The rows of few_o into the lanes of o.
     void spread() {
         for (int c = 0; c < f.v_head_dim; c++) {
             store(o + c * ROWS, V<T>{});
-            for (int g = 0; g < G; g++) o[c * ROWS + g] = few_o[g * v_width + c];
+            for (int g = 0; g < G; g++) o[c * ROWS + g] = few_o[g * v_width + FewProducts::column(c)];
         }
     }
 

@@ -2,24 +2,27 @@
 // so here the width of a head lies in the lanes, and G rows share each key and value that is read. Keys and values are
 // widened as they are loaded.
 
+// Rows that will be read soon, asked for while the other tensor is computed with.
+template <class E, int G> struct Ahead {
+    const E* line;
+    std::int64_t stride;
+    int width;
+    INLINE void expect(int j) const {
+        if constexpr (G == 1 && sizeof(E) >= 4) return;  // too little is computed with a line to ask for another beside it
+        for (int c = 0; c < width; c += 64 / int(sizeof(E))) __builtin_prefetch(line + j * stride + c);
+    }
+};
+
 template <class T, int G> struct Few {
     static constexpr int L = LANES<T>;
     static constexpr int N = L / G;  // keys at a time: they make L sums
 
-    // Asks for a line of memory that will be read soon: while one tensor is computed with, the other one comes.
-    template <class E> struct Ahead {
-        const E* line;
-        std::int64_t stride;
-        int width;
-        INLINE void expect(int j) const {
-            if constexpr (G == 1 && sizeof(E) >= 4) return;  // too little is computed with a line to ask for another beside it
-            for (int c = 0; c < width; c += 64 / int(sizeof(E))) __builtin_prefetch(line + j * stride + c);
-        }
-    };
+    static constexpr int STEP = L;  // numbers that are multiplied at once
+    INLINE static int column(int c) { return c; }  // where a column of o lies
 
     // s[j][g] = k[j] · q[g]; s is [keys][L], q is [G][q_width] with zeros beyond `depth`.
     template <class E> static void dots(const T* q, int q_width, const E* k, std::int64_t k_stride, int keys, int depth, T* s,
-                                         Ahead<E> ahead) {
+                                         Ahead<E, G> ahead) {
         for (int j = 0; j < keys; j += N) {
             for (int n = 0; n < N; n++) ahead.expect(j + n);
             V<T> a[L];
@@ -54,7 +57,7 @@ template <class T, int G> struct Few {
 
     // o[g] (+)= Σ_j p[j][g] v[j]; o is [G][o_width].
     template <class E> static void mixes(const T* p, const E* v, std::int64_t v_stride, int keys, int width, T* o, int o_width, bool fresh,
-                                          Ahead<E> ahead) {
+                                          Ahead<E, G> ahead) {
         constexpr int C = REGISTER_TILE * 2 / 3 / G > 1 ? REGISTER_TILE * 2 / 3 / G : 1;
         int c = 0;
         for (; c + C * L <= width; c += C * L, ahead.width = 0) mix<C>(p, v + c, v_stride, keys, o + c, o_width, fresh, ahead);
@@ -70,7 +73,7 @@ template <class T, int G> struct Few {
         }
     }
     template <int C, class E> static void mix(const T* p, const E* v, std::int64_t v_stride, int keys, T* o, int o_width, bool fresh,
-                                              Ahead<E> ahead) {
+                                              Ahead<E, G> ahead) {
         V<T> a[G][C];
         UNROLL for (int g = 0; g < G; g++) UNROLL for (int c = 0; c < C; c++)
             a[g][c] = fresh ? V<T>{} : load(o + g * o_width + c * L);
@@ -86,3 +89,81 @@ template <class T, int G> struct Few {
         UNROLL for (int g = 0; g < G; g++) UNROLL for (int c = 0; c < C; c++) store(o + g * o_width + c * L, a[g][c]);
     }
 };
+
+#if defined(BF16_DOT)
+// The same with products of pairs of bf16: of q and k as they lie, of weights and v with two keys to a word. Two rows of v are
+// interleaved in pieces of 16 bytes, so columns of o lie in another order, which `column` tells.
+template <int G> struct FewPairs {
+    static constexpr int L = 16, N = L / G, STEP = 32;
+    using Word = std::uint32_t;
+    using Words = I<float>;
+    INLINE static int column(int c) { return c / 32 * 32 + c % 8 / 4 * 16 + c % 32 / 8 * 4 + c % 4; }
+
+    INLINE static Words load_words(const BFloat16* at) { return (Words)_mm512_loadu_si512(at); }
+    // `width` numbers from a line, then zeros; none at all from no line
+    INLINE static Words load_words(const BFloat16* at, int width) {
+        BFloat16 rest[STEP]{};
+        for (int c = 0; at && c < width; c++) rest[c] = at[c];
+        return load_words(rest);
+    }
+
+    static void dots(const Word* q, int q_width, const BFloat16* k, std::int64_t k_stride, int keys, int depth, float factor, float* s,
+                     Ahead<BFloat16, G> ahead) {
+        for (int j = 0; j < keys; j += N) {
+            V<float> a[L];
+            UNROLL for (int n = 0; n < L; n++) a[n] = V<float>{};
+            const BFloat16* key[N];
+            UNROLL for (int n = 0; n < N; n++) key[n] = k + (j + n < keys ? j + n : keys - 1) * k_stride, ahead.expect(j + n);
+            for (int d = 0; d < depth; d += STEP) {
+                Words x[N];
+                if (d + STEP <= depth) UNROLL for (int n = 0; n < N; n++) x[n] = load_words(key[n] + d);
+                else UNROLL for (int n = 0; n < N; n++) x[n] = load_words(key[n] + d, depth - d);
+                UNROLL for (int g = 0; g < G; g++) {
+                    const Words y = load_int<float>(reinterpret_cast<const Int<float>*>(q + g * q_width + d / 2));
+                    UNROLL for (int n = 0; n < N; n++) a[n * G + g] = BF16_DOT(a[n * G + g], x[n], y);
+                }
+            }
+            const V<float> sum = sums<float>(a) * factor;
+            UNROLL for (int n = 0; n < N; n++) UNROLL for (int g = 0; g < G; g++) s[(j + n) * L + g] = sum[n * G + g];
+        }
+    }
+
+    // p is [(keys + 1) / 2][L], o is [G][o_width] with o_width a multiple of 32.
+    static void mixes(const Word* p, const BFloat16* v, std::int64_t v_stride, int keys, int width, float* o, int o_width, bool fresh,
+                      Ahead<BFloat16, G> ahead) {
+        constexpr int C = 8 / G > 1 ? 8 / G : 1;  // pieces of 32 columns
+        int c = 0;
+        for (; c + C * STEP <= width; c += C * STEP, ahead.width = 0) mix<C>(p, v + c, v_stride, keys, STEP, o + c, o_width, fresh, ahead);
+        for (; c < width; c += STEP, ahead.width = 0)
+            mix<1>(p, v + c, v_stride, keys, width - c < STEP ? width - c : STEP, o + c, o_width, fresh, ahead);
+    }
+    template <int C> static void mix(const Word* p, const BFloat16* v, std::int64_t v_stride, int keys, int width, float* o, int o_width,
+                                     bool fresh, Ahead<BFloat16, G> ahead) {
+        V<float> a[G][2 * C];
+        UNROLL for (int g = 0; g < G; g++) UNROLL for (int c = 0; c < 2 * C; c++)
+            a[g][c] = fresh ? V<float>{} : load(o + g * o_width + c * L);
+        for (int j = 0; j < keys; j += 2, v += 2 * v_stride) {
+            ahead.expect(j), ahead.expect(j + 1);
+            const bool whole = width == STEP && j + 1 < keys;
+            Words x[2 * C];
+            UNROLL for (int c = 0; c < C; c++) {
+                const BFloat16 *low = v + c * STEP, *high = low + v_stride;
+                const Words even = whole ? load_words(low) : load_words(low, width);
+                const Words odd = whole ? load_words(high) : load_words(j + 1 < keys ? high : nullptr, width);
+                x[2 * c] = (Words)_mm512_unpacklo_epi16((__m512i)even, (__m512i)odd);
+                x[2 * c + 1] = (Words)_mm512_unpackhi_epi16((__m512i)even, (__m512i)odd);
+            }
+            UNROLL for (int g = 0; g < G; g++) {
+                const Words w = Words{} + Int<float>(p[j / 2 * L + g]);
+                UNROLL for (int c = 0; c < 2 * C; c++) a[g][c] = BF16_DOT(a[g][c], x[c], w);
+            }
+        }
+        UNROLL for (int g = 0; g < G; g++) UNROLL for (int c = 0; c < 2 * C; c++) store(o + g * o_width + c * L, a[g][c]);
+    }
+};
+#endif
+
+template <class T, int G, class Op> struct FewOf { using Type = Few<T, G>; };
+#if defined(BF16_DOT)
+template <int G> struct FewOf<float, G, Pairs> { using Type = FewPairs<G>; };
+#endif

@@ -63,17 +63,21 @@ template <class T, class Body> void with_block(const Forward& f, std::int64_t he
     const std::int64_t first = number * most;
     const int count = int(rows - first < most ? rows - first : most);
     Arena memory{reinterpret_cast<std::uintptr_t>(scratch)};
-    if (count == 1) return body(Attend<T, 1, 1>(f, b, h, memory), first, count);
-    if (count == 2) return body(Attend<T, 1, 2>(f, b, h, memory), first, count);
-    if (few >= 4 && count <= 4) return body(Attend<T, 1, few < 4 ? few : 4>(f, b, h, memory), first, count);
-    if (few >= 8 && count <= 8) return body(Attend<T, 1, few>(f, b, h, memory), first, count);
 #if defined(BF16_DOT)
     if constexpr (sizeof(T) == 4) if (in_pairs(f)) {
+        if (count == 1) return body(Attend<T, 1, 1, Pairs>(f, b, h, memory), first, count);
+        if (count == 2) return body(Attend<T, 1, 2, Pairs>(f, b, h, memory), first, count);
+        if (count <= 4) return body(Attend<T, 1, 4, Pairs>(f, b, h, memory), first, count);
+        if (count <= 8) return body(Attend<T, 1, 8, Pairs>(f, b, h, memory), first, count);
         if (count <= L) return body(Attend<T, 1, 0, Pairs>(f, b, h, memory), first, count);
         if (count <= 2 * L) return body(Attend<T, 2, 0, Pairs>(f, b, h, memory), first, count);
         return body(Attend<T, QUERY_VECTORS, 0, Pairs>(f, b, h, memory), first, count);
     }
 #endif
+    if (count == 1) return body(Attend<T, 1, 1>(f, b, h, memory), first, count);
+    if (count == 2) return body(Attend<T, 1, 2>(f, b, h, memory), first, count);
+    if (few >= 4 && count <= 4) return body(Attend<T, 1, few < 4 ? few : 4>(f, b, h, memory), first, count);
+    if (few >= 8 && count <= 8) return body(Attend<T, 1, few>(f, b, h, memory), first, count);
     if (count <= L) return body(Attend<T, 1>(f, b, h, memory), first, count);
     if (QUERY_VECTORS > 2 && count <= 2 * L) return body(Attend<T, 2>(f, b, h, memory), first, count);
     body(Attend<T, QUERY_VECTORS>(f, b, h, memory), first, count);
@@ -83,7 +87,7 @@ template <class T> std::size_t scratch_of(const Forward& f) {
     const auto at_least = [&](std::size_t size) { if (size > most) most = size; };
     at_least(Attend<T, 1, MOST_FEW<T>>::scratch(f));
 #if defined(BF16_DOT)
-    if constexpr (sizeof(T) == 4) at_least(Attend<T, QUERY_VECTORS, 0, Pairs>::scratch(f));
+    if constexpr (sizeof(T) == 4) at_least(Attend<T, QUERY_VECTORS, 0, Pairs>::scratch(f)), at_least(Attend<T, 1, 8, Pairs>::scratch(f));
 #endif
     return most;
 }
