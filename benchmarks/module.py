@@ -1,4 +1,4 @@
-"""The module beside torch's and the plain one: python benchmarks/module.py [--seconds 1.5] [--out FILE.json]
+"""The module beside torch's and the plain one: python benchmarks/module.py [--seconds 1.5] [--torch-kernels]
 
 Writes JSON, and the same as one Markdown table beside it; both of the last full run are committed.
 """
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from headscope import _bench
+from headscope._backends import cpu
 
 HERE = Path(__file__).parent
 
@@ -18,17 +19,23 @@ def main() -> None:
     """Run every shape, mode and dtype; progress on stderr."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=1.5, help="for each row of the table")
-    parser.add_argument("--out", type=Path, default=HERE / "module.json")
+    parser.add_argument(
+        "--torch-kernels", action="store_true", help="without our own kernels: as where there is no compiler"
+    )
+    parser.add_argument("--out", type=Path, help="by default module.json, or module_torch_kernels.json")
     asked = parser.parse_args()
+    if asked.torch_kernels:
+        cpu.native = None
+    out: Path = asked.out or HERE / ("module_torch_kernels.json" if asked.torch_kernels else "module.json")
     timings: list[_bench.Timing] = []
     for timing in _bench.run(asked.seconds):
         timings.append(timing)
         print(_bench.markdown([timing]).splitlines()[-1], file=sys.stderr, flush=True)
-    _bench.save(timings, asked.out)
+    _bench.save(timings, out)
     table = _bench.markdown(timings)
     machine = ", ".join(f"{name} {value}" for name, value in _bench.machine().items())
-    command = "python benchmarks/module.py"
-    asked.out.with_suffix(".md").write_text(
+    command = "python benchmarks/module.py" + (" --torch-kernels" if asked.torch_kernels else "")
+    out.with_suffix(".md").write_text(
         f"# The module, interleaved with its peers\n\nMade by `{command}` on {machine}. Each × is a ratio of medians: "
         f"how many times as fast as that peer ours is.\n\n{table}\n"
     )
