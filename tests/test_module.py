@@ -582,16 +582,15 @@ def test_wrong_inputs(message: str) -> None:
 
 
 def test_no_context_where_the_widths_differ() -> None:
-    wanted = "context: axis 2 (E) is 12, wanted 10; without context, keys and values are projected from x"
-    with pytest.raises(ValueError, match="^" + wanted.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(ValueError, match=r"^context: axis 2 \(E\) is 12, wanted 10; without context, keys and values"):
         MultiHeadAttention(E, H, kdim=10)(torch.zeros(B, Q, E))
 
 
 def test_repr_names_what_is_not_usual() -> None:
     assert MultiHeadAttention(E, H).extra_repr() == "12, 3"
-    said = {"kv_heads": 1, "head_dim": 5, "v_head_dim": 2, "kdim": 7, "vdim": 9, "softcap": 2.0, "dropout": 0.1}
-    written = MultiHeadAttention(E, H, **said, scale=0.5, sinks=True).extra_repr()
-    assert all(f"{name}={value}" in written for name, value in {**said, "scale": 0.5, "sinks": True}.items())
+    sizes = {"kv_heads": 1, "head_dim": 5, "v_head_dim": 2, "kdim": 7, "vdim": 9}
+    said = {**sizes, "softcap": 2.0, "dropout": 0.1, "scale": 0.5, "sinks": True}
+    assert all(f"{name}={value}" in MultiHeadAttention(E, H, **said).extra_repr() for name, value in said.items())
 
 
 def test_every_combination_of_sizes_runs() -> None:

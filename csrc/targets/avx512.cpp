@@ -10,12 +10,7 @@
 
 namespace headscope::avx512 {
 namespace {
-#include "../vec-inl.h"
-#include "../scores-inl.h"
-#include "../few-inl.h"
-#include "../attend-inl.h"
-#include "../gradient-inl.h"
-#include "../target-inl.h"
+#include "../kernels-inl.h"
 }  // namespace
 }  // namespace headscope::avx512
 #pragma GCC pop_options

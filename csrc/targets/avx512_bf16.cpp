@@ -17,12 +17,7 @@
 
 namespace headscope::avx512_bf16 {
 namespace {
-#include "../vec-inl.h"
-#include "../scores-inl.h"
-#include "../few-inl.h"
-#include "../attend-inl.h"
-#include "../gradient-inl.h"
-#include "../target-inl.h"
+#include "../kernels-inl.h"
 }  // namespace
 }  // namespace headscope::avx512_bf16
 #pragma GCC pop_options

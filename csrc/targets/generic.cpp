@@ -7,12 +7,7 @@
 
 namespace headscope::generic {
 namespace {
-#include "../vec-inl.h"
-#include "../scores-inl.h"
-#include "../few-inl.h"
-#include "../attend-inl.h"
-#include "../gradient-inl.h"
-#include "../target-inl.h"
+#include "../kernels-inl.h"
 bool runs_here() { return true; }
 }  // namespace
 extern const Target target;

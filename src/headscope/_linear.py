@@ -83,11 +83,10 @@ def table() -> dict[str, Any]:
 @cache
 def vendor() -> str:
     """The CPU's vendor as the system names it: GenuineIntel, AuthenticAMD, …; else what Python knows."""
-    try:
-        with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines:
+    described = Path("/proc/cpuinfo")  # on Linux
+    if described.is_file():
+        with described.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 if line.startswith("vendor_id"):
                     return line.split(":", 1)[1].strip()
-    except OSError:
-        pass  # not Linux
     return platform.processor() or platform.machine()
