@@ -1,7 +1,7 @@
 // The forward pass of a block of rows: softmax over blocks of keys with a running maximum. With G > 0 there are at most G
-// rows, and the products are those of Few.
+// rows, and the products are those of Few. What is measured of the rows on the way is the Rider's (see observe-inl.h).
 
-template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Scores<T, QV, Op> {
+template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> struct Attend : Scores<T, QV, Op> {
     using Base = Scores<T, QV, Op>;
     using Base::f, Base::p, Base::q, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS, Base::head, Base::query, Base::row,
         Base::b;
@@ -16,6 +16,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
     Word* few_q;            // [G][k_width / PER_WORD]
     T* few_o;               // [G][v_width]
     V<T> top[QV], sum[QV];
+    Rider rider;
 
     static int whole(std::int64_t n) { return int((n + FewProducts::STEP - 1) / FewProducts::STEP * FewProducts::STEP); }
     static std::size_t scratch(const Forward& f) {
@@ -32,6 +33,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
         else weights = p;
         few_q = memory.take<Word>(G * k_width / Op::PER_WORD);
         few_o = memory.take<T>(G * v_width);
+        rider.take(f, memory);
     }
 
     // Share `share` of `shares` of the keys that the rows may see.
@@ -45,6 +47,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
         std::int64_t begin, end;
         this->reach(begin, end);
         if (PAIRS) begin -= begin % 2;  // as the words of two keys lie
+        rider.start(*this, begin, end);
         if (shares > 1) {
             const std::int64_t each = ((end - begin) / shares + KEYS) / KEYS * KEYS;
             begin += share * each;
@@ -52,10 +55,16 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
         }
         for (std::int64_t j = begin; j < end; j += KEYS) {
             const int keys = int(end - j < KEYS ? end - j : KEYS);
+            if (T* to = rider.place_for(j, p)) {
+                p = to;
+                if constexpr (!PAIRS) weights = p;
+            }
             if (!logits(j, keys)) continue;
             if (f.dropout > 0) this->keep(j, keys, kept);
+            rider.before(*this, j, keys);
             weigh(keys, fresh);
             mix(j, keys, fresh);
+            rider.after(*this, j, keys);
             fresh = false;
         }
         if constexpr (G > 0) if (!fresh) spread();
@@ -153,15 +162,20 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
         UNROLL for (int v = 0; v < QV; v++) moved |= m[v] > top[v];
         if (any<T>(moved)) {
             V<T> shrink[QV];
-            UNROLL for (int v = 0; v < QV; v++) shrink[v] = exp2(top[v] - m[v]), sum[v] *= shrink[v], top[v] = m[v];
+            UNROLL for (int v = 0; v < QV; v++) shrink[v] = exp2(top[v] - m[v]), sum[v] *= shrink[v];
+            rider.move(top, m, shrink);
+            UNROLL for (int v = 0; v < QV; v++) top[v] = m[v];
             if (!fresh) scale_output(shrink);
         }
         V<T> total[QV];  // in registers: what is stored below might be `sum` for all that the compiler knows
         UNROLL for (int v = 0; v < QV; v++) total[v] = sum[v];
         const bool drops = f.dropout > 0;
+        typename Rider::Sums seen;
         const auto weight = [&](int j, int v) __attribute__((always_inline)) {
-            const V<T> x = exp2(load(p + j * ROWS + v * L) - m[v]);
+            const V<T> depth = at_floor(load(p + j * ROWS + v * L) - m[v]), x = exp2_from_floor(depth);
             total[v] += x;
+            seen.add(v, depth, x);
+            if constexpr (Rider::LOOKS && PAIRS) store(p + j * ROWS + v * L, x);
             return drops ? x * load(kept + j * ROWS + v * L) : x;
         };
         if constexpr (PAIRS) {
@@ -173,10 +187,13 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
                 const V<T> x = weight(j, v), y = weight(j + 1, v);
                 store_pair(weights + j / 2 * ROWS + v * L, x, y);
             }
+        } else if constexpr (Rider::LOOKS) {  // its sums are too many to go through all vectors at once
+            UNROLL for (int v = 0; v < QV; v++) for (int j = 0; j < keys; j++) store(p + j * ROWS + v * L, weight(j, v));
         } else {
             for (int j = 0; j < keys; j++) UNROLL for (int v = 0; v < QV; v++) store(p + j * ROWS + v * L, weight(j, v));
         }
         UNROLL for (int v = 0; v < QV; v++) sum[v] = total[v];
+        rider.add(seen);
     }
 
     void scale_output(const V<T>* factor) {
@@ -228,6 +245,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
         V<T> inverse[QV];
         UNROLL for (int v = 0; v < QV; v++) inverse[v] = sum[v] == 0 ? V<T>{} : 1 / sum[v];
         this->put_rows(o, int(f.v_head_dim), inverse, f.out, f.out_stride);
+        rider.finish(*this);
         if (f.spoilt && !all_finite(inverse)) f.spoilt->store(true, std::memory_order_relaxed);
         if (!f.lse) return;
         for (int r = 0; r < count; r++) {

@@ -47,12 +47,17 @@ struct Watch {
     bool (*stops)(Watch*);
 };
 
+struct RowStats;
+
 struct Forward {
     std::int64_t batch, heads, kv_heads, queries, keys, head_dim, v_head_dim;
     Tensor4 q, k, v;               // [B, H, Q, D], [B, Hkv, K, D], [B, Hkv, K, Dv]; the last stride is 1
     Tensor4 bias;                  // [B, H, Q, K], float or double as the arithmetic; no data: none
     const void* sinks = nullptr;   // [H], float or double as the arithmetic; or null
     Visible visible;
+    const std::int64_t* rows = nullptr;  // which query each of the Q rows is, [B or 1, H or 1, Q]; null: 0, 1, 2, …
+    std::int64_t rows_stride[2] = {0, 0};
+    const RowStats* look = nullptr;  // what is to be measured of each row; or null
     double scale = 1;
     double softcap = 0;            // 0: none
     double dropout = 0;            // probability of dropping a weight
@@ -75,6 +80,50 @@ struct Backward {
     int shares = 1;                // of the row blocks of one key/value head
     void* dbias = nullptr;         // zeroed, float or double as the arithmetic; strides of 0 where the bias repeats
     std::int64_t dbias_stride[4];
+};
+
+// What is measured of each row. Outputs are [B, H, Q], contiguous, of the arithmetic's type; null: not asked for. They are NaN in
+// rows that do not count or do not have the quantity. docs/statistics.md defines each.
+enum Quantity : int {
+    LSE, MAX_LOGIT, ENTROPY, NORMALIZED_ENTROPY, MAX_WEIGHT, EFFECTIVE_KEYS, MASS, FIRST, DISTANCE, SELF, PREVIOUS, NEXT, DUPLICATE,
+    INDUCTION, VALUE_NORM, CHANCE, QUANTITIES
+};
+constexpr int MOST_WINDOWS = 8, MOST_FIRST = 16;
+struct RowStats {
+    void* value[QUANTITIES] = {};
+    int windows = 0;
+    double reach[MOST_WINDOWS];
+    void *window[MOST_WINDOWS], *streaming[MOST_WINDOWS];
+    // Where rows stand, [B or 1, Q]; keys stand at 0, 1, 2, … Null: they share no axis.
+    const std::int64_t* line = nullptr;
+    const std::int64_t* own = nullptr;    // the key that is each row's own, or -1, [B or 1, Q]; read with ids
+    std::int64_t line_stride = 0, own_stride = 0;
+    const std::int32_t* ids = nullptr;    // tokens of the keys, [B, K]; or null
+    const std::int64_t* first = nullptr;  // the first real keys, or -1, [B or 1, firsts]
+    std::int64_t first_stride = 0;
+    int firsts = 0;
+    const void* norms = nullptr;          // lengths of the values, [B, Hkv, K], of the arithmetic's type; or null
+    const std::uint8_t* may_count = nullptr;  // broadcasts to [B, H, Q]; null: all
+    std::int64_t may_count_stride[3] = {0, 0, 0};
+    const void* given = nullptr;          // lse that came from elsewhere, [B, H, Q]; or null
+    double rounding = 0;                  // how far it may be from the row's own, relative, to be taken for the same
+    std::uint8_t* counted = nullptr;      // out, [B, H, Q]
+    int most = 0;                         // how many of a row's largest weights
+    void* most_weight = nullptr;          // out, [B, H, Q, most], largest first; NaN where there are fewer
+    std::int64_t* most_key = nullptr;     // -1 where there are fewer
+    const void* floor = nullptr;          // [B, H, Q]: those whose logit times log2(e) is not above this are not wanted; or null
+    std::atomic<bool>* spoilt = nullptr;  // set where a row that sees keys is not finite: nothing of the rest then holds
+
+    // Of keys and of the map, over counted rows and batch entries. Each share of the row blocks has its own, [shares, H, ...],
+    // and `gather_look` adds them up into the first, in a fixed order.
+    double* received = nullptr;           // [H, K]; or null
+    std::int64_t* eligible = nullptr;     // [H, K]
+    std::int64_t bins = 0;                // of the map, [H, bins, bins]; 0: none
+    std::int64_t all_queries = 0;         // over which the map's rows reach
+    double *map_sum = nullptr, *map_max = nullptr;
+    std::int64_t *map_count = nullptr, *map_at = nullptr;  // [.., 4]: 0, and batch entry, query and key of the largest
+    std::int64_t shares = 1;
+    bool columns() const { return received || bins; }
 };
 
 // One instruction set. A call is cut into tasks that any threads may run in any order; each thread brings `scratch` bytes
@@ -100,6 +149,13 @@ struct Target {
     void (*gather)(const Backward&, std::int64_t head, const void* sums);
     std::int64_t (*bias_tasks)(const Backward&);
     void (*run_bias_gradient)(const Backward&, std::int64_t task, void* scratch);
+
+    // Attending while `look` is measured, without dropout and with all keys of a row in one task; where Dv is 0, measuring alone.
+    std::int64_t (*look_shares)(const Forward&);  // for keys and map
+    std::int64_t (*look_tasks)(const Forward&);
+    std::size_t (*look_scratch)(const Forward&);
+    void (*run_look)(const Forward&, std::int64_t task, void* scratch);
+    void (*gather_look)(const Forward&, std::int64_t head);
 };
 
 const Target* const* targets(int* count);  // best first

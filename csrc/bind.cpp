@@ -5,83 +5,21 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/tuple.h>
 
-#include <omp.h>
-#include <pthread.h>
-#include <time.h>
-
 #include <array>
-#include <atomic>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <new>
 #include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "attention.h"
+#include "observe.h"
+#include "threads.h"
 
 namespace nb = nanobind;
 using namespace headscope;
 
 namespace {
-
-std::atomic<bool> forked{false};  // libgomp's pool does not survive a fork: a child runs single-threaded
-
-// Ctrl-C. Python runs its signal handlers on its main thread, between bytecodes: a long call would hold them up. Where the main
-// thread is the one that entered, it asks for them every 50 ms; if a handler raises, all threads leave what is left of the call.
-std::atomic<pthread_t> main_thread{};
-
-class Signals : public Watch {
-public:
-    Signals() : Watch{ask}, entered_by_main(pthread_equal(pthread_self(), main_thread)), asked(entered_by_main ? now() : 0) {}
-
-    // To be called where all threads have left, without the GIL.
-    void raise() const {
-        if (!raised) return;
-        nb::gil_scoped_acquire locked;
-        throw nb::python_error();
-    }
-
-private:
-    static constexpr std::int64_t PATIENCE = 50'000'000;  // ns
-
-    static bool ask(Watch* watch) {
-        Signals& self = *static_cast<Signals*>(watch);
-        if (!self.entered_by_main || self.raised.load(std::memory_order_relaxed)) return self.raised;
-        if (!pthread_equal(pthread_self(), main_thread) || now() - self.asked < PATIENCE) return false;
-        {
-            nb::gil_scoped_acquire locked;
-            if (PyErr_CheckSignals()) self.raised = true;  // the error stays with the thread until `raise`
-        }
-        self.asked = now();
-        return self.raised;
-    }
-    static std::int64_t now() {
-#if defined(CLOCK_MONOTONIC_COARSE)
-        constexpr clockid_t clock = CLOCK_MONOTONIC_COARSE;  // some ns a look, and exact to some ms
-#else
-        constexpr clockid_t clock = CLOCK_MONOTONIC;
-#endif
-        timespec time;
-        clock_gettime(clock, &time);
-        return std::int64_t(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
-    }
-
-    const bool entered_by_main;
-    std::atomic<bool> raised{false};
-    std::int64_t asked;  // the main thread's own
-};
-
-struct Free { void operator()(void* p) const { std::free(p); } };
-using Memory = std::unique_ptr<void, Free>;
-
-Memory allocate(std::size_t bytes) {
-    void* p = std::aligned_alloc(64, (bytes + 127) / 64 * 64);
-    if (!p) throw std::bad_alloc();
-    return Memory(p);
-}
 
 using Axes = std::array<std::int64_t, 4>;
 
@@ -91,22 +29,6 @@ Tensor4 tensor(std::uintptr_t data, const Axes& stride, int dtype) {
     for (int n = 0; n < 4; n++) x.stride[n] = stride[n];
     x.dtype = static_cast<Dtype>(dtype);
     return x;
-}
-
-// Runs body(n, thread) for n = 0 .. count, in any order, on up to `threads` threads. Bodies neither throw nor allocate.
-template <class Body> void each(Watch& watch, std::int64_t count, int threads, const Body& body) {
-    if (threads <= 1) {
-        for (std::int64_t n = 0; n < count && !watch.stops(&watch); n++) body(n, 0);
-        return;
-    }
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (std::int64_t n = 0; n < count; n++)
-        if (!watch.stops(&watch)) body(n, omp_get_thread_num());
-}
-
-int usable(int threads, std::int64_t tasks) {
-    if (forked || threads < 1) return 1;
-    return threads < tasks ? threads : int(tasks < 1 ? 1 : tasks);
 }
 
 Spans reach(std::uintptr_t data, const std::array<std::int64_t, 3>& at) {
@@ -243,5 +165,65 @@ NB_MODULE(_native, m) {
         g.shares = shares;
         nb::gil_scoped_release unlocked;
         run(g, threads);
+    });
+    // Observing; see _observe_native.py. Each argument of several numbers is told there.
+    using Address = std::uintptr_t;
+    nb::class_<RowStats>(m, "RowStats").def("__init__", [](RowStats* s, const std::array<Address, QUANTITIES>& values,
+                        const std::vector<std::tuple<double, Address, Address>>& windows, std::array<Address, 2> line,
+                        std::array<Address, 2> own, Address ids, std::array<Address, 3> first, Address norms,
+                        std::array<Address, 4> may_count, Address given, double rounding, Address counted,
+                        std::array<Address, 3> most, std::array<Address, 2> received, std::array<std::int64_t, 2> bins,
+                        std::array<Address, 4> map, std::int64_t shares) {
+        new (s) RowStats();
+        for (int n = 0; n < QUANTITIES; n++) s->value[n] = reinterpret_cast<void*>(values[n]);
+        if (windows.size() > MOST_WINDOWS || first[2] > MOST_FIRST) throw std::invalid_argument("RowStats: too many windows or first keys");
+        for (const auto& [reach, window, streaming] : windows) {
+            s->reach[s->windows] = reach, s->window[s->windows] = reinterpret_cast<void*>(window);
+            s->streaming[s->windows++] = reinterpret_cast<void*>(streaming);
+        }
+        s->line = reinterpret_cast<const std::int64_t*>(line[0]), s->line_stride = std::int64_t(line[1]);
+        s->own = reinterpret_cast<const std::int64_t*>(own[0]), s->own_stride = std::int64_t(own[1]);
+        s->ids = reinterpret_cast<const std::int32_t*>(ids);
+        s->first = reinterpret_cast<const std::int64_t*>(first[0]), s->first_stride = std::int64_t(first[1]), s->firsts = int(first[2]);
+        s->norms = reinterpret_cast<const void*>(norms);
+        s->may_count = reinterpret_cast<const std::uint8_t*>(may_count[0]);
+        for (int n = 0; n < 3; n++) s->may_count_stride[n] = std::int64_t(may_count[n + 1]);
+        s->given = reinterpret_cast<const void*>(given), s->rounding = rounding;
+        s->counted = reinterpret_cast<std::uint8_t*>(counted);
+        s->most = int(most[0]), s->most_weight = reinterpret_cast<void*>(most[1]), s->most_key = reinterpret_cast<std::int64_t*>(most[2]);
+        s->received = reinterpret_cast<double*>(received[0]), s->eligible = reinterpret_cast<std::int64_t*>(received[1]);
+        s->bins = bins[0], s->all_queries = bins[1], s->shares = shares;
+        s->map_sum = reinterpret_cast<double*>(map[0]), s->map_max = reinterpret_cast<double*>(map[1]);
+        s->map_count = reinterpret_cast<std::int64_t*>(map[2]), s->map_at = reinterpret_cast<std::int64_t*>(map[3]);
+    });
+    using Queries = std::array<std::int64_t, 2>;  // how many rows, and the address of which queries they are; 0: all in order
+    const auto with_rows = [](const Forward& call, const Queries& queries) {
+        Forward f = call;
+        f.queries = queries[0], f.rows = reinterpret_cast<const std::int64_t*>(queries[1]);
+        return f;
+    };
+    m.def("look_shares", [with_rows](const Forward& call, Queries queries) { return chosen()->look_shares(with_rows(call, queries)); });
+    m.def("look", [with_rows](const Forward& call, Queries queries, const RowStats& stats, Address out, Address lse, int threads) {
+        Forward f = with_rows(call, queries);
+        RowStats s = stats;
+        f.out = reinterpret_cast<void*>(out), f.lse = reinterpret_cast<void*>(lse);
+        if (!out) f.v_head_dim = 0;
+        nb::gil_scoped_release unlocked;
+        return look(f, s, threads);
+    });
+    m.def("edges", [with_rows](const Forward& call, Queries queries, const RowStats& stats, int k, Address maxima, Address max_logits,
+                               Address p, Address at, int threads) {
+        const EdgeList list{k, reinterpret_cast<const void*>(maxima), reinterpret_cast<const void*>(max_logits), reinterpret_cast<double*>(p), reinterpret_cast<std::int64_t*>(at)};
+        nb::gil_scoped_release unlocked;
+        edges(with_rows(call, queries), stats, list, threads);
+    });
+    m.def("moments", [](Address values, bool wide, std::array<std::int64_t, 4> sizes, Address edges, std::int64_t bins,
+                        std::array<Address, 6> into, int threads) {
+        const auto whole = [&](int n) { return reinterpret_cast<std::int64_t*>(into[n]); };
+        const auto number = [&](int n) { return reinterpret_cast<double*>(into[n]); };
+        const Moments task{sizes[0], sizes[1], sizes[2], sizes[3], reinterpret_cast<const double*>(edges), bins,
+                           whole(0), whole(1), number(2), number(3), number(4), number(5)};
+        nb::gil_scoped_release unlocked;
+        moments(task, reinterpret_cast<const void*>(values), wide, threads);
     });
 }

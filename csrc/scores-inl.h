@@ -7,6 +7,8 @@
 //
 // Logits live in the domain of exp2: they carry a factor log2(e).
 
+inline bool stops(const Forward& f) { return f.watch && f.watch->stops(f.watch); }
+
 constexpr double LOG2E = 1.4426950408889634, LN2 = 0.6931471805599453;
 
 INLINE float widen(std::uint16_t x, Dtype dtype) {
@@ -169,8 +171,10 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     static constexpr bool PAIRS = Op::PER_WORD == 2;
 
     const Forward& f;
-    std::int64_t b, kv_head, first = 0;  // rows first .. first + count of the queries * group
+    std::int64_t b, kv_head, first = 0;  // rows first .. first + count of the queries * packed
+    std::int64_t packed, first_head;     // how many query heads share the block, and the first of them
     int count = 0;
+    bool all_seen = false;               // every row may see every key of the last block
     Word* q;                             // [D / PER_WORD][ROWS]
     T* p;                                // [KEYS][ROWS]
     T* line;                             // for conversions: L rows of D or Dv
@@ -179,7 +183,8 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     static constexpr int WORDS = KEYS / 64;
     Int<T> judged[2 * WORDS][ROWS] __attribute__((aligned(64)));
 
-    Scores(const Forward& call, std::int64_t batch, std::int64_t head, Arena& memory) : f(call), b(batch), kv_head(head) {
+    Scores(const Forward& call, std::int64_t batch, std::int64_t head, Arena& memory)
+        : f(call), b(batch), kv_head(head), packed(call.heads / call.kv_heads), first_head(head * packed) {
         const bool half = sizeof(T) == 4 && f.q.dtype != Dtype::f32;
         q = memory.take<Word>(f.head_dim * ROWS);
         p = memory.take<T>(KEYS * ROWS);
@@ -188,10 +193,13 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         wide_v = memory.take<Word>(half ? f.v_head_dim * KEYS : 0);
     }
 
-    std::int64_t group() const { return f.heads / f.kv_heads; }
-    std::int64_t head(int r) const { return kv_head * group() + (first + r) % group(); }
-    std::int64_t query(int r) const { return (first + r) / group(); }
-    std::int64_t row(int r) const { return (b * f.heads + head(r)) * f.queries + query(r); }
+    // Of a row: its head, its place among the Q, which query it is, and its place in [B, H, Q].
+    std::int64_t head(int r) const { return first_head + (first + r) % packed; }
+    std::int64_t place(int r) const { return (first + r) / packed; }
+    std::int64_t query(int r) const {
+        return f.rows ? f.rows[b * f.rows_stride[0] + head(r) * f.rows_stride[1] + place(r)] : place(r);
+    }
+    std::int64_t row(int r) const { return (b * f.heads + head(r)) * f.queries + place(r); }
 
     // Rows j .. j + keys of a tensor [B, Hkv, K, width] as T: where they lie, or widened.
     Lines lines(const Tensor4& x, std::int64_t j, int keys, int width, T* wide) const {
@@ -224,10 +232,14 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     bool logits(std::int64_t j, int keys, T* tangent = nullptr) {
         bool whole;
         if (!visible(j, keys, whole)) return false;
+        score(j, keys, whole, tangent);
+        return true;
+    }
+    void score(std::int64_t j, int keys, bool whole, T* tangent = nullptr) {
         const int depth = int(f.head_dim);
         Products::dots(q, natural(f.k, j, keys, depth, wide_k), keys, depth / Op::PER_WORD, query_factor(), p);
         adjust(j, keys, whole, tangent);
-        return true;
+        all_seen = whole && !f.visible.count && !f.bias.data;
     }
     // From products of queries and keys to logits.
     void adjust(std::int64_t j, int keys, bool whole, T* tangent = nullptr) {
@@ -360,7 +372,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     // Adds bias[b, h, i, j], and hides where it is -inf.
     void add_bias(std::int64_t j0, int keys) {
         const auto& s = f.bias.stride;
-        if (s[2] == 0 && (s[1] == 0 || group() == 1)) {  // the same for all rows
+        if (s[2] == 0 && (s[1] == 0 || packed == 1)) {  // the same for all rows
             const T* from = reinterpret_cast<const T*>(at(f.bias, b, head(0), 0, sizeof(T))) + j0 * s[3];
             for (int j = 0; j < keys; j++)
                 UNROLL for (int v = 0; v < QV; v++) plus(p + j * ROWS + v * L, splat(from[j * s[3]]));

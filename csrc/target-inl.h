@@ -4,7 +4,6 @@ template <class T> std::int64_t blocks_of(const Forward& f) {
     constexpr int most = QUERY_VECTORS * LANES<T>;
     return (f.queries * (f.heads / f.kv_heads) + most - 1) / most;
 }
-inline bool stops(const Forward& f) { return f.watch && f.watch->stops(f.watch); }
 inline bool is_double(const Forward& f) { return f.q.dtype == Dtype::f64; }
 inline bool is_half(const Forward& f) { return f.q.dtype == Dtype::bf16 || f.q.dtype == Dtype::f16; }
 
@@ -235,4 +234,111 @@ template <class T> void run_bias_task(const Backward& g, std::int64_t task, void
 void run_bias_gradient(const Backward& g, std::int64_t task, void* scratch) {
     if (is_double(g.forward)) return run_bias_task<double>(g, task, scratch);
     run_bias_task<float>(g, task, scratch);
+}
+
+// Attending while rows are measured. body(an Attend that fits) for block `number` of a head.
+template <class T, class Body> void with_look(const Forward& f, std::int64_t head, std::int64_t number, void* scratch, const Body& body) {
+    constexpr int L = LANES<T>, most = QUERY_VECTORS * L;
+    const std::int64_t rows = f.queries * (f.heads / f.kv_heads), b = head / f.kv_heads, h = head % f.kv_heads;
+    const std::int64_t first = number * most;
+    const int count = int(rows - first < most ? rows - first : most);
+    Arena memory{reinterpret_cast<std::uintptr_t>(scratch)};
+#if defined(BF16_DOT)
+    if constexpr (sizeof(T) == 4) if (in_pairs(f)) {
+        if (count <= L) return body(Attend<T, 1, 0, Pairs, Look<T, 1>>(f, b, h, memory), first, count);
+        return body(Attend<T, QUERY_VECTORS, 0, Pairs, Look<T, QUERY_VECTORS>>(f, b, h, memory), first, count);
+    }
+#endif
+    if (count <= L) return body(Attend<T, 1, 0, Plain<T>, Look<T, 1>>(f, b, h, memory), first, count);
+    body(Attend<T, QUERY_VECTORS, 0, Plain<T>, Look<T, QUERY_VECTORS>>(f, b, h, memory), first, count);
+}
+template <class T> std::size_t look_scratch_of(const Forward& f) {
+    std::size_t plain = Attend<T, QUERY_VECTORS, 0, Plain<T>, Look<T, QUERY_VECTORS>>::scratch(f);
+    if (const std::size_t few = scratch_of<T>(f); few > plain) plain = few;
+#if defined(BF16_DOT)
+    if constexpr (sizeof(T) == 4) {
+        const std::size_t pairs = Attend<T, QUERY_VECTORS, 0, Pairs, Look<T, QUERY_VECTORS>>::scratch(f);
+        return plain > pairs ? plain : pairs;
+    }
+#endif
+    return plain;
+}
+std::size_t look_scratch(const Forward& f) { return is_double(f) ? look_scratch_of<double>(f) : look_scratch_of<float>(f); }
+// Keys and map: how many tasks share the row blocks of a key/value head. From the sizes alone.
+std::int64_t look_shares(const Forward& f) {
+    constexpr std::int64_t enough = 16;
+    const std::int64_t blocks = is_double(f) ? blocks_of<double>(f) : blocks_of<float>(f), wanted = (enough + f.kv_heads - 1) / f.kv_heads;
+    return wanted < blocks ? wanted : blocks;
+}
+std::int64_t look_tasks(const Forward& f) {
+    if (f.look->columns()) return f.kv_heads * f.look->shares;
+    return f.batch * f.kv_heads * (is_double(f) ? blocks_of<double>(f) : blocks_of<float>(f));
+}
+template <class T> void run_look_block(const Forward& f, std::int64_t head, std::int64_t number, std::int64_t share, void* scratch) {
+    const std::int64_t left = f.queries * (f.heads / f.kv_heads) - number * QUERY_VECTORS * LANES<T>;
+    const auto look = [&](auto&& attend, std::int64_t first, int count) {
+        attend.rider.share = share;
+        attend.run(first, count, 0, 1, nullptr);
+    };
+    if (f.v_head_dim == 0 || left > MOST_FEW<T>) return with_look<T>(f, head, number, scratch, look);
+    const auto alone = [](auto&& attend, std::int64_t first, int count) { attend.run(first, count, 0, 1, nullptr); };
+    with_block<T>(f, head, number, scratch, alone);  // so that out is to the bit what it is when nobody looks
+    Forward rest = f;
+    rest.v_head_dim = 0, rest.lse = nullptr;
+    with_look<T>(rest, head, number, scratch, look);
+}
+// What a share has of one query head.
+struct ShareOfHead {
+    double *received, *sum, *max;
+    std::int64_t *eligible, *count, *at, cells;
+    ShareOfHead(const Forward& f, std::int64_t share, std::int64_t head) {
+        const RowStats& s = *f.look;
+        const std::int64_t n = share * f.heads + head;
+        cells = s.bins * s.bins;
+        received = s.received + n * f.keys, eligible = s.eligible + n * f.keys;
+        sum = s.map_sum + n * cells, max = s.map_max + n * cells, count = s.map_count + n * cells, at = s.map_at + 4 * n * cells;
+    }
+};
+template <class T> void run_look_task(const Forward& f, std::int64_t task, void* scratch) {
+    const std::int64_t blocks = blocks_of<T>(f);
+    const RowStats& s = *f.look;
+    if (!s.columns()) return run_look_block<T>(f, task / blocks, blocks - 1 - task % blocks, 0, scratch);
+    const std::int64_t kv_head = task / s.shares, share = task % s.shares, group = f.heads / f.kv_heads;
+    for (std::int64_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
+        const ShareOfHead x(f, share, h);
+        if (s.received) for (std::int64_t j = 0; j < f.keys; j++) x.received[j] = 0, x.eligible[j] = 0;
+        for (std::int64_t n = 0; n < x.cells; n++) {
+            x.sum[n] = 0, x.count[n] = 0, x.max[n] = -std::numeric_limits<double>::infinity();
+            for (int k = 0; k < 4; k++) x.at[4 * n + k] = -1;
+        }
+    }
+    for (std::int64_t b = 0; b < f.batch; b++) for (std::int64_t n = share; n < blocks; n += s.shares) {
+        if (stops(f)) return;
+        run_look_block<T>(f, b * f.kv_heads + kv_head, n, share, scratch);
+    }
+}
+void run_look(const Forward& f, std::int64_t task, void* scratch) {
+    if (is_double(f)) return run_look_task<double>(f, task, scratch);
+    run_look_task<float>(f, task, scratch);
+}
+// All shares of a query head into the first.
+void gather_look(const Forward& f, std::int64_t head) {
+    const RowStats& s = *f.look;
+    const ShareOfHead all(f, 0, head);
+    for (std::int64_t share = 1; share < s.shares; share++) {
+        const ShareOfHead x(f, share, head);
+        if (s.received) for (std::int64_t j = 0; j < f.keys; j++) all.received[j] += x.received[j], all.eligible[j] += x.eligible[j];
+        for (std::int64_t n = 0; n < x.cells; n++) {
+            all.sum[n] += x.sum[n], all.count[n] += x.count[n];
+            const std::int64_t *a = all.at + 4 * n, *z = x.at + 4 * n;
+            const bool earlier = z[1] != a[1] ? z[1] < a[1] : z[2] != a[2] ? z[2] < a[2] : z[3] < a[3];
+            if (x.max[n] > all.max[n] || (x.max[n] == all.max[n] && z[0] >= 0 && earlier)) {
+                all.max[n] = x.max[n];
+                for (int k = 0; k < 4; k++) all.at[4 * n + k] = z[k];
+            }
+        }
+    }
+    const bool counted_by_spans = !f.visible.count && !f.bias.data;
+    if (s.received && counted_by_spans) for (std::int64_t j = 1; j < f.keys; j++) all.eligible[j] += all.eligible[j - 1];
+    for (std::int64_t n = 0; n < all.cells; n++) if (all.at[4 * n] < 0) all.max[n] = std::numeric_limits<double>::quiet_NaN();
 }

@@ -22,6 +22,7 @@ template <class T> INLINE V<T> load(const T* at) { return *reinterpret_cast<cons
 template <class T> INLINE I<T> load_int(const Int<T>* at) { return *reinterpret_cast<const I<T>*>(at); }
 template <class T> INLINE V<T> load_anywhere(const T* at) { return *reinterpret_cast<const typename VecTypes<T>::U*>(at); }
 template <class T> INLINE void store(T* at, V<T> x) { *reinterpret_cast<V<T>*>(at) = x; }
+template <class T> INLINE void store_int(Int<T>* at, I<T> x) { *reinterpret_cast<I<T>*>(at) = x; }
 template <class T> INLINE void store_anywhere(T* at, V<T> x) { *reinterpret_cast<typename VecTypes<T>::U*>(at) = x; }
 template <class T> INLINE V<T> load_wide(const T* at) { return load_anywhere(at); }
 #if defined(BF16_DOT)
@@ -72,9 +73,8 @@ template <class T> INLINE bool any(I<T> mask) {
     return all != 0;
 }
 
-// 2**t for t up to about 120; 0 from -127 down. NaN stays NaN.
-INLINE V<float> exp2(V<float> t) {
-    V<float> x = greater<float>(splat(-127.f), t);
+// 2**x for x from -127, which gives 0, up to about 120. NaN stays NaN.
+INLINE V<float> exp2_from_floor(V<float> x) {
     const V<float> magic = splat(12583039.f);  // 1.5 * 2**23 + 127: adding it rounds to a whole number, with a float's bias
     V<float> z = x + magic;
     V<float> f = x - (z - magic);
@@ -87,12 +87,16 @@ INLINE V<float> exp2(V<float> t) {
     p = p * f + 1.f;
     return p * (V<float>)((I<float>)z << 23);  // a product, not a sum of bits: a NaN stays one, whatever its payload
 }
+INLINE V<float> at_floor(V<float> t) { return greater<float>(splat(-127.f), t); }
+INLINE V<float> exp2(V<float> t) { return exp2_from_floor(at_floor(t)); }  // 0 from -127 down
 
 // For checking, not for speed.
 INLINE V<double> exp2(V<double> t) {
     for (int lane = 0; lane < LANES<double>; lane++) t[lane] = std::exp2(t[lane]);
     return t;
 }
+INLINE V<double> exp2_from_floor(V<double> x) { return exp2(x); }
+INLINE V<double> at_floor(V<double> t) { return greater<double>(splat(-2000.), t); }  // 2**t is 0 there
 
 INLINE V<float> tanh(V<float> x) {
     const V<float> size = x < 0 ? -x : x;

@@ -18,7 +18,7 @@ from test_fuzz import Case, cases
 from torch import Tensor
 
 import headscope
-from headscope import _observe_scene
+from headscope import _observe_native, _observe_scene
 from headscope._backends import accumulate_dtype
 from headscope.masks import Band, Mask
 from headscope.stats import HeadStats, Observe
@@ -182,6 +182,35 @@ def blocks_of(logits: int) -> Iterator[None]:
         _observe_scene.BLOCK = usual
 
 
+@contextmanager
+def portable() -> Iterator[None]:
+    """The portable form, also where the native kernels could observe."""
+    usual, _observe_native.refuses = _observe_native.refuses, lambda *_: ["this test wants the portable form"]
+    try:
+        yield
+    finally:
+        _observe_native.refuses = usual
+
+
+@contextmanager
+def native_or_portable() -> Iterator[None]:
+    """As users have it; which form observed is an event."""
+    usual = _observe_native.observe_rows
+
+    def told(*asked: Any) -> Any:
+        found = usual(*asked)
+        event(
+            "observed by " + ("the portable form, for a row is not finite" if found is None else "the native kernels")
+        )
+        return found
+
+    _observe_native.observe_rows = told
+    try:
+        yield
+    finally:
+        _observe_native.observe_rows = usual
+
+
 def check(seen: Observed) -> HeadStats:
     """Everything that comes out, against the oracle and against what plain float32 makes of it."""
     case = seen.case
@@ -203,11 +232,14 @@ def check(seen: Observed) -> HeadStats:
     with blocks_of(seen.block):
         if seen.q_pos is None and seen.k_pos is not None and seen.kind == "self":
             event("positions of keys alone")
-        got = headscope.observe(
-            **given, lse=lse, mask=case.mask, **case.numbers,
-            q_pos=seen.q_pos, k_pos=seen.k_pos, kind=seen.kind, what=seen.what,
-        )  # fmt: skip
-        compare(seen, got, oracle_observe.observe(asked(seen, exact, visible)), exact, plain, visible)
+        wanted = oracle_observe.observe(asked(seen, exact, visible))
+        for form in (native_or_portable, portable):
+            with form():
+                got = headscope.observe(
+                    **given, lse=lse, mask=case.mask, **case.numbers,
+                    q_pos=seen.q_pos, k_pos=seen.k_pos, kind=seen.kind, what=seen.what,
+                )  # fmt: skip
+                compare(seen, got, wanted, exact, plain, visible)
     return got
 
 

@@ -41,7 +41,7 @@ from headscope._observe_edges import Candidates, largest, largest_edges
 from headscope._observe_places import gather_mass, place_values
 from headscope._observe_scene import Scene, Work
 from headscope._observe_tile import Block, Tile, blocks, cut, rows_of, weights
-from headscope._stats_parts import wide
+from headscope._stats_parts import Edges, HeadMap, Moments, wide
 
 
 class Observed(NamedTuple):
@@ -50,10 +50,10 @@ class Observed(NamedTuple):
     Attributes:
         rows: name -> [B, H, R], NaN where a row does not count or has no such quantity; argmax is int64, there -1.
         counted: which rows count, boolean [B, H, R]; broken: which are left out because they are not finite.
-        received, eligible: float64 [B, H, K] and int64 [B, H, K], or None.
-        map: sums of the bins, or None.
-        edges: p [H, k] and int64 [H, k, 3], or None.
+        received, eligible: over the batch, float64 and int64 [H, K], or None.
+        map, edges: see there; or None.
         top: keys, int64, and weights of each row's largest, [B, H, R, k] both, or None.
+        moments: of the rows, where they are known already.
     """
 
     rows: dict[str, Tensor]
@@ -61,9 +61,10 @@ class Observed(NamedTuple):
     broken: Tensor
     received: Tensor | None
     eligible: Tensor | None
-    map: MapSums | None
-    edges: Candidates | None
+    map: HeadMap | None
+    edges: Edges | None
     top: Candidates | None
+    moments: dict[str, Moments] | None = None
 
 
 def observe_rows(work: Work, scene: Scene) -> Observed:
@@ -100,10 +101,25 @@ def observe_rows(work: Work, scene: Scene) -> Observed:
             _put_top(tile, block.j.start, top, at)
     edges = None
     if work.edges:
-        edges = largest_edges(work.edges, scene, torch.where(counted, rows["max_weight"], math.nan))
+        edges = _edges(largest_edges(work.edges, scene, torch.where(counted, rows["max_weight"], math.nan)))
     if not work.rows:
         rows.pop("max_weight", None)
-    return Observed(rows, counted, broken, received, eligible, sums, edges, top)
+    received, eligible = (None if x is None else x.sum(0) for x in (received, eligible))
+    return Observed(rows, counted, broken, received, eligible, sums and _map(sums), edges, top)
+
+
+def _first_run(at: Tensor) -> Tensor:
+    """[..., 3] of batch entry, query, key -> [..., 4] with the run before them, which is 0."""
+    return torch.cat([torch.where(at[..., :1] >= 0, 0, -1), at], -1)
+
+
+def _map(sums: MapSums) -> HeadMap:
+    most = sums.max.masked_fill(sums.max == -math.inf, math.nan)
+    return HeadMap(sums.sum, sums.count, most, _first_run(sums.at))
+
+
+def _edges(found: Candidates) -> Edges:
+    return Edges(found.p.to(wide(found.p.device)), _first_run(found.at))
 
 
 def row_names(work: Work, scene: Scene) -> list[str]:

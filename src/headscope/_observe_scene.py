@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -65,8 +66,6 @@ class Scene:
         ids: tokens of the keys [B, K], or None.
         norms: lengths of the value vectors [B, Hkv, K], or None.
         first_key: the absolute position of key 0, by which received and eligible are filed.
-        clean: nothing is NaN, infinite or so large that a logit could overflow; never claimed where it would take
-            waiting for a device.
     """
 
     call: Call
@@ -84,7 +83,11 @@ class Scene:
     ids: Tensor | None
     norms: Tensor | None
     first_key: int
-    clean: bool
+
+    @cached_property
+    def clean(self) -> bool:
+        """Nothing is NaN, infinite or so large that a logit could overflow; on a CPU only: it would take waiting."""
+        return _clean(self)
 
     @property
     def whole(self) -> bool:
@@ -137,7 +140,9 @@ def build(given: Given) -> Scene:
         if padding is not None:
             counts = ~padding[:, None] if counts is None else counts & ~padding[:, None]
     lse = None if given.lse is None else given.lse.detach().reshape(call.batch, call.heads, call.queries)
-    norms = torch.linalg.vector_norm(inputs.v, dim=-1, dtype=accumulate_dtype(call.dtype)) if given.has_values else None
+    norms = None
+    if given.has_values and what.row_stats:
+        norms = torch.linalg.vector_norm(inputs.v, dim=-1, dtype=accumulate_dtype(call.dtype))
     return Scene(
         call=call,
         plan=given.plan,
@@ -154,7 +159,6 @@ def build(given: Given) -> Scene:
         ids=None if what.tokens is None or own is None else _ids(what.tokens, call),
         norms=norms,
         first_key=_first_key(k_at) if what.received and given.k_pos is not None else 0,
-        clean=_clean(given, norms),
     )
 
 
@@ -417,8 +421,8 @@ def _ids(tokens: Tensor, call: Call) -> Tensor:
     return tokens.detach().reshape(math.prod(tokens.shape[:-1]), call.keys).expand(call.batch, -1)  # [B, K]
 
 
-def _clean(given: Given, norms: Tensor | None) -> bool:
-    call, inputs = given.call, given.inputs
+def _clean(scene: Scene) -> bool:
+    call, inputs, norms = scene.call, scene.inputs, scene.norms
     if call.device != "cpu":
         return False
     if 0 in (call.batch, call.queries, call.keys):

@@ -2,37 +2,57 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from headscope import _observe_scene
+from headscope import _observe_native, _observe_scene
 from headscope._backends import Inputs, full_precision
 from headscope._observe import Observed, observe_rows
 from headscope._observe_scene import Given, Scene, build, work
 from headscope._observe_tile import Rows, weights
-from headscope._stats_parts import Edges, HeadMap, Kept, LayerStats, Moments
+from headscope._stats_parts import Kept, LayerStats, Moments
 from headscope.stats import HeadStats
 
 
 def observe(given: Given) -> HeadStats:
     """All three steps; see ``_observe``."""
     with torch.no_grad(), full_precision(given.call):
-        scene = build(given)
-        observed = observe_rows(work(given.what), scene)
+        scene, asked = build(given), work(given.what)
+        observed = None if _observe_native.refuses(asked, scene) else _observe_native.observe_rows(asked, scene)
+        if observed is None:
+            observed = observe_rows(asked, scene)
         return HeadStats({"0": layer_stats(given, scene, observed)})
+
+
+def attend(given: Given) -> tuple[Tensor, Tensor, HeadStats] | None:
+    """Attend natively and measure on the way: out [B, H, Q, Dv], lse [B, H, Q] and the statistics.
+
+    None where that cannot be: attend first then, and observe after it. All query rows are looked at.
+    """
+    call = given.call
+    with torch.no_grad(), full_precision(call):
+        scene, asked = build(given), work(given.what)
+        if _observe_native.refuses(asked, scene):
+            return None
+        into = _observe_native.Attending.empty(call)
+        observed = _observe_native.observe_rows(asked, scene, into)
+        if observed is None:
+            return None
+        return into.out, into.lse, HeadStats({"0": layer_stats(given, scene, observed)})
 
 
 def layer_stats(given: Given, scene: Scene, observed: Observed) -> LayerStats:
     """The statistics of one call as one layer of one run."""
     call, what = given.call, given.what
     looked_at = call.queries if not isinstance(what.rows, int) else len(scene.rows)
-    moments = {name: Moments.of(name, rows) for name, rows in observed.rows.items() if name != "argmax"}
+    moments = observed.moments
+    if moments is None:
+        moments = {name: Moments.of(name, rows) for name, rows in observed.rows.items() if name != "argmax"}
     received, eligible = None, None
     if observed.received is not None and observed.eligible is not None:
-        received, eligible = (_filed(x.sum(0), scene.first_key) for x in (observed.received, observed.eligible))
+        received, eligible = (_filed(x, scene.first_key) for x in (observed.received, observed.eligible))
     return LayerStats(
         heads=call.heads,
         runs=1,
@@ -43,8 +63,8 @@ def layer_stats(given: Given, scene: Scene, observed: Observed) -> LayerStats:
         moments=moments,
         received=received,
         eligible=eligible,
-        map=_map(observed),
-        edges=_edges(observed),
+        map=observed.map,
+        edges=observed.edges,
         kept=_kept(given, scene, observed),
         tiles=(_Tiles(_for_tiles(given, scene)),) if what.keep_qk else (),
     )
@@ -53,26 +73,6 @@ def layer_stats(given: Given, scene: Scene, observed: Observed) -> LayerStats:
 def _filed(columns: Tensor, first_key: int) -> Tensor:
     """Key quantities by absolute position."""
     return torch.nn.functional.pad(columns, (first_key, 0))
-
-
-def _first_run(at: Tensor) -> Tensor:
-    """[..., 3] of batch entry, query, key -> [..., 4] with the run before them, which is 0."""
-    return torch.cat([torch.where(at[..., :1] >= 0, 0, -1), at], -1)
-
-
-def _map(observed: Observed) -> HeadMap | None:
-    sums = observed.map
-    if sums is None:
-        return None
-    most = sums.max.masked_fill(sums.max == -math.inf, math.nan)
-    return HeadMap(sums.sum, sums.count, most, _first_run(sums.at))
-
-
-def _edges(observed: Observed) -> Edges | None:
-    if observed.edges is None:
-        return None
-    p = observed.edges.p
-    return Edges(p.to(torch.float64) if p.device.type != "mps" else p, _first_run(observed.edges.at))
 
 
 def _kept(given: Given, scene: Scene, observed: Observed) -> tuple[Kept, ...]:

@@ -118,6 +118,10 @@ def attend(
         observe: what to measure of the weights, as self-attention with default positions; ``stats`` then holds it. For
             cross-attention, or other positions, call ``observe`` with this lse.
     """
+    if observe is not None:
+        done = _attend_and_observe((q, k, v, bias, sinks), mask, (scale, softcap, dropout, True), backend, observe)
+        if done is not None:
+            return done
     out, lse = _run(q, k, v, mask, bias, sinks, (scale, softcap, dropout, True), backend)
     assert lse is not None  # every backend that takes a call with lse returns it
     if observe is None:
@@ -195,6 +199,30 @@ def _observe(
         inputs = Inputs(*(x if x is None else x.detach() for x in canonical(prepared, q, k, values, bias, sinks)))  # pyright: ignore[reportArgumentType]
     call, known = prepared.call, prepared.mask
     return _observe_sums.observe(Given(call, known, prepared.plan, inputs, v is not None, lse, *places, what))
+
+
+def _attend_and_observe(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], mask: Mask | Tensor | None, numbers: _Numbers,
+    backend: str | None, what: Observe,
+) -> Attended | None:  # fmt: skip
+    """Both in one pass, where the native kernels attend, no gradient is wanted and all rows are seen; else None."""
+    from headscope import _observe_sums
+    from headscope._observe_scene import Given
+
+    if numbers[2] or not isinstance(what, Observe) or what.rows is not None:  # pyright: ignore[reportUnnecessaryIsInstance]
+        return None
+    q, k, v, bias, sinks = tensors
+    prepared = prepare(q, k, v, mask, bias, sinks, numbers, backend)
+    call = prepared.call
+    if prepared.backend.name != cpu.name or call.form != "plain" or call.grad or call.bias_grad:
+        return None
+    inputs = canonical(prepared, q, k, v, bias, sinks)
+    given = Given(call, prepared.mask, prepared.plan, inputs, True, None, None, None, "self", what)
+    done = _observe_sums.attend(given)
+    if done is None:
+        return None
+    out, lse, stats = done
+    return Attended(out.reshape(*call.lead, *out.shape[1:]), lse.reshape(*call.lead, *lse.shape[1:]), stats)
 
 
 def weights(

@@ -76,10 +76,10 @@ def repeater(
     )
     if copied or call.dropout or (plan is not None and plan.rest is not None):
         return None
-    described = _describe(call, plan, Inputs(q, k, v, four_axes(bias), sinks), 0)
+    described = describe(call, plan, Inputs(q, k, v, four_axes(bias), sinks), 0)
     described.held = described.held[5:6]  # the spans; the others will be other tensors
     repeat, threads, empty = native.repeat, torch.get_num_threads, torch.empty_like
-    like = _hollow(_rows(call, call.queries, call.heads, call.v_head_dim))
+    like = _hollow(rows_like(call, call.queries, call.heads, call.v_head_dim))
     lse_like = _hollow(torch.empty((call.batch, call.heads, call.queries), dtype=dtype, device="cpu"))
     hides = call.spans != "all" or call.bias is not None
     work, grad, asked = Work(call, plan, 0), call.grad or call.bias_grad, call.lse
@@ -188,17 +188,17 @@ def _gradients(
     call, (out, lse) = work.call, results
     grad_out = torch.zeros_like(out) if grads[0] is None else _unit_stride(grads[0])
     grad_lse = grads[1].contiguous() if grads[1] is not None else None
-    dq = _rows(call, call.queries, call.heads, call.head_dim)
-    dk = _rows(call, call.keys, call.kv_heads, call.head_dim)
-    dv = _rows(call, call.keys, call.kv_heads, call.v_head_dim)
+    dq = rows_like(call, call.queries, call.heads, call.head_dim)
+    dk = rows_like(call, call.keys, call.kv_heads, call.head_dim)
+    dv = rows_like(call, call.keys, call.kv_heads, call.v_head_dim)
     dbias = None
     if inputs.bias is not None and wanted[0]:
         dbias = torch.zeros(inputs.bias.shape, dtype=lse.dtype, device="cpu")
-    described = _describe(call, work.plan, inputs, work.seed)  # a name of its own: it keeps alive what it points into
+    described = describe(call, work.plan, inputs, work.seed)  # a name of its own: it keeps alive what it points into
     native.backward(
         described.native, out.data_ptr(), out.stride(), lse.data_ptr(),
-        grad_out.data_ptr(), grad_out.stride(), _address(grad_lse), dq.data_ptr(), dq.stride(),
-        dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(), _address(dbias), _strides(dbias),
+        grad_out.data_ptr(), grad_out.stride(), address(grad_lse), dq.data_ptr(), dq.stride(),
+        dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(), address(dbias), _strides(dbias),
         _shares(call), torch.get_num_threads(),
     )  # fmt: skip
     dsinks = None
@@ -232,17 +232,17 @@ class _Described:
 
 
 def _forward(call: Call, plan: Plan | None, inputs: Inputs, seed: int, need_lse: bool) -> tuple[Tensor, Tensor | None]:
-    out = _rows(call, call.queries, call.heads, call.v_head_dim)
+    out = rows_like(call, call.queries, call.heads, call.v_head_dim)
     lse = None
     if need_lse:
         rows = (call.batch, call.heads, call.queries)
         lse = torch.empty(rows, dtype=accumulate_dtype(call.dtype), device="cpu")
-    described = _describe(call, plan, inputs, seed)  # a name of its own: it keeps alive what it points into
-    native.forward(described.native, out.data_ptr(), _address(lse), torch.get_num_threads())
+    described = describe(call, plan, inputs, seed)  # a name of its own: it keeps alive what it points into
+    native.forward(described.native, out.data_ptr(), address(lse), torch.get_num_threads())
     return out, lse
 
 
-def _rows(call: Call, length: int, heads: int, width: int) -> Tensor:
+def rows_like(call: Call, length: int, heads: int, width: int) -> Tensor:
     """An empty [B, heads, length, width], laid out as [B, length, heads, width]: merging heads then costs nothing."""
     sizes = (call.batch, heads, length, width)
     return torch.empty_strided(sizes, _row_strides(length, heads, width), dtype=call.dtype, device="cpu")
@@ -252,7 +252,8 @@ def _row_strides(length: int, heads: int, width: int) -> tuple[int, int, int, in
     return (length * heads * width, width, heads * width, 1)
 
 
-def _describe(call: Call, plan: Plan | None, inputs: Inputs, seed: int) -> _Described:
+def describe(call: Call, plan: Plan | None, inputs: Inputs, seed: int = 0) -> _Described:
+    """A call as the extension knows it."""
     q, k, v = (_unit_stride(x) for x in inputs[:3])
     dtype = accumulate_dtype(call.dtype)
     bias = inputs.bias.detach().to(dtype) if inputs.bias is not None else None
@@ -266,7 +267,7 @@ def _describe(call: Call, plan: Plan | None, inputs: Inputs, seed: int) -> _Desc
     sizes = (call.batch, call.heads, call.kv_heads, call.queries, call.keys, call.head_dim, call.v_head_dim)
     made = native.Call(
         sizes, _DTYPES[call.dtype], q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride(),
-        _address(bias), _strides(bias), _address(sinks), _address(spans), spans_at, rules.made,
+        address(bias), _strides(bias), address(sinks), address(spans), spans_at, rules.made,
         call.scale, call.softcap or 0.0, call.dropout, seed, _row_strides(call.queries, call.heads, call.v_head_dim),
     )  # fmt: skip
     return _Described(made, (q, k, v, bias, sinks, spans, *rules.held))
@@ -302,7 +303,7 @@ class _Rules:
     def _rule(self, kind: int, first: Tensor, stride: tuple[int, ...], second: Tensor | None = None,
               second_stride: tuple[int, ...] = (0, 0, 0, 0)) -> None:  # fmt: skip
         self.held += [first] if second is None else [first, second]
-        self.made.append((kind, first.data_ptr(), stride, _address(second), second_stride))
+        self.made.append((kind, first.data_ptr(), stride, address(second), second_stride))
 
 
 def _reach(spans: Tensor) -> tuple[int, int, int]:
@@ -315,7 +316,8 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _address(x: Tensor | None) -> int:
+def address(x: Tensor | None) -> int:
+    """Where its data lies; 0 = there is none."""
     return 0 if x is None else x.data_ptr()
 
 

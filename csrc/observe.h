@@ -1,0 +1,34 @@
+// Observing: what calls the targets, and what is done without vectors.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+
+namespace headscope {
+
+// Attends while rows are measured; true where every row that sees keys is finite.
+bool look(Forward& f, RowStats& rows, int threads);
+
+// The k largest weights of each head over batch entries, rows and keys; of equal ones the first. They lie in the k rows of each batch
+// entry and head with the largest maxima, which are looked at once more, and are no smaller than the least of these.
+struct EdgeList {
+    int k;
+    const void* maxima;      // [B, H, Q] of the arithmetic's type: each row's largest weight; NaN where it does not count
+    const void* max_logits;  // the same: and its largest logit
+    double* p;           // [H, k], largest first; NaN where there are fewer
+    std::int64_t* at;    // [H, k, 4]: 0, batch entry, query and key; -1 where there are fewer
+};
+void edges(const Forward& f, const RowStats& rows, const EdgeList& list, int threads);
+
+// Of each name and head: count, mean, M2, least, largest and histogram of the values that are not NaN.
+struct Moments {
+    std::int64_t names, batch, heads, rows;  // of values, contiguous
+    const double* edges;  // of the histograms, [names, bins + 1]; beyond a name's own: infinity
+    std::int64_t bins;
+    std::int64_t *count, *histogram;      // [names, H], [names, H, bins]
+    double *mean, *M2, *least, *largest;  // [names, H]
+};
+void moments(const Moments& m, const void* values, bool wide, int threads);
+
+}  // namespace headscope

@@ -1,0 +1,94 @@
+// Threads, memory and Ctrl-C, for what calls the targets.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <omp.h>
+#include <pthread.h>
+#include <time.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "attention.h"
+
+namespace headscope {
+
+namespace nb = nanobind;
+
+inline std::atomic<bool> forked{false};  // libgomp's pool does not survive a fork: a child runs single-threaded
+
+// Ctrl-C. Python runs its signal handlers on its main thread, between bytecodes: a long call would hold them up. Where the main
+// thread is the one that entered, it asks for them every 50 ms; if a handler raises, all threads leave what is left of the call.
+inline std::atomic<pthread_t> main_thread{};
+
+class Signals : public Watch {
+public:
+    Signals() : Watch{ask}, entered_by_main(pthread_equal(pthread_self(), main_thread)), asked(entered_by_main ? now() : 0) {}
+
+    // To be called where all threads have left, without the GIL.
+    void raise() const {
+        if (!raised) return;
+        nb::gil_scoped_acquire locked;
+        throw nb::python_error();
+    }
+
+private:
+    static constexpr std::int64_t PATIENCE = 50'000'000;  // ns
+
+    static bool ask(Watch* watch) {
+        Signals& self = *static_cast<Signals*>(watch);
+        if (!self.entered_by_main || self.raised.load(std::memory_order_relaxed)) return self.raised;
+        if (!pthread_equal(pthread_self(), main_thread) || now() - self.asked < PATIENCE) return false;
+        {
+            nb::gil_scoped_acquire locked;
+            if (PyErr_CheckSignals()) self.raised = true;  // the error stays with the thread until `raise`
+        }
+        self.asked = now();
+        return self.raised;
+    }
+    static std::int64_t now() {
+#if defined(CLOCK_MONOTONIC_COARSE)
+        constexpr clockid_t clock = CLOCK_MONOTONIC_COARSE;  // some ns a look, and exact to some ms
+#else
+        constexpr clockid_t clock = CLOCK_MONOTONIC;
+#endif
+        timespec time;
+        clock_gettime(clock, &time);
+        return std::int64_t(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
+    }
+
+    const bool entered_by_main;
+    std::atomic<bool> raised{false};
+    std::int64_t asked;  // the main thread's own
+};
+
+struct Free { void operator()(void* p) const { std::free(p); } };
+using Memory = std::unique_ptr<void, Free>;
+
+inline Memory allocate(std::size_t bytes) {
+    void* p = std::aligned_alloc(64, (bytes + 127) / 64 * 64);
+    if (!p) throw std::bad_alloc();
+    return Memory(p);
+}
+
+// Runs body(n, thread) for n = 0 .. count, in any order, on up to `threads` threads. Bodies neither throw nor allocate.
+template <class Body> void each(Watch& watch, std::int64_t count, int threads, const Body& body) {
+    if (threads <= 1) {
+        for (std::int64_t n = 0; n < count && !watch.stops(&watch); n++) body(n, 0);
+        return;
+    }
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+    for (std::int64_t n = 0; n < count; n++)
+        if (!watch.stops(&watch)) body(n, omp_get_thread_num());
+}
+
+inline int usable(int threads, std::int64_t tasks) {
+    if (forked || threads < 1) return 1;
+    return threads < tasks ? threads : int(tasks < 1 ? 1 : tasks);
+}
+
+}  // namespace headscope

@@ -1,0 +1,217 @@
+"""Observing by the native kernels: the second step of ``_observe``, on a CPU.
+
+One pass over the weights. Where the call attends natively too, measuring rides in that pass: row quantities are sums
+beside those of the softmax. What keys receive, and the map, need weights that are normalised; for these a block of rows
+keeps its weights until its rows are known whole, and is swept through once more. Edges need the largest weight of each
+row only: the rows they can be in are looked at again.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headscope._backends import accumulate_dtype, cpu
+from headscope._call import Call
+from headscope._observe import Observed, row_names
+from headscope._observe_edges import Candidates
+from headscope._observe_scene import Scene, Work
+from headscope._observe_tile import ROUNDING
+from headscope._stats_parts import Edges, HeadMap, Moments, histogram_edges
+
+QUANTITIES = (
+    "lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "first", "distance",
+    "self", "previous", "next", "duplicate", "induction", "value_norm", "chance",
+)  # fmt: skip
+"""In the order of ``Quantity`` in csrc/attention.h."""
+
+MOST_WINDOWS, MOST_FIRST = 8, 16  # as there
+
+Address = int
+
+
+def refuses(work: Work, scene: Scene) -> list[str]:
+    """Why the native kernels cannot observe this; the portable form then does."""
+    call = scene.call
+    reasons: list[str] = []
+    if cpu.native is None:
+        reasons.append("build: the native extension is not installed")
+    if call.device != "cpu" or call.form != "plain":
+        reasons.append("tensors: plain ones on the CPU")
+    if 0 in (call.batch, call.heads, call.queries, call.keys, call.head_dim, len(scene.rows)):
+        reasons.append("sizes: none may be 0")
+    if scene.q_at is not None:
+        reasons.append("positions: other than 0, 1, 2, …")
+    if len(work.windows) > MOST_WINDOWS or scene.first.shape[1] > MOST_FIRST:
+        reasons.append(f"windows, first: at most {MOST_WINDOWS} and {MOST_FIRST}")
+    if scene.ids is not None and not _fits(scene.ids):
+        reasons.append("tokens: ids beyond 32 bits")
+    return reasons
+
+
+def _fits(ids: Tensor) -> bool:
+    least, most = (int(x) for x in torch.aminmax(ids))
+    return least >= -(2**31) and most < 2**31
+
+
+class Attending(NamedTuple):
+    """What the first pass fills beside the statistics, if it attends as well: out [B, H, Q, Dv] and lse [B, H, Q]."""
+
+    out: Tensor
+    lse: Tensor
+
+    @staticmethod
+    def empty(call: Call) -> Attending:
+        """Not filled yet."""
+        lse = torch.empty(call.batch, call.heads, call.queries, dtype=accumulate_dtype(call.dtype))
+        return Attending(cpu.rows_like(call, call.queries, call.heads, call.v_head_dim), lse)
+
+
+class _Columns(NamedTuple):
+    """What is summed over rows, once for each share of the work; the first share ends up with the whole.
+
+    Attributes:
+        received, eligible: float64 and int64 [shares, H, K], or None.
+        sum, max, pairs, at: of the map [shares, H, n, n], at int64 with run, batch entry, query and key; or None.
+    """
+
+    received: Tensor | None
+    eligible: Tensor | None
+    sum: Tensor | None
+    max: Tensor | None
+    pairs: Tensor | None
+    at: Tensor | None
+
+    @staticmethod
+    def empty(work: Work, call: Call, shares: int) -> _Columns:
+        keys, cells = (shares, call.heads, call.keys), (shares, call.heads, work.bins, work.bins)
+        double, whole = torch.float64, torch.int64
+        received = (torch.empty(keys, dtype=double), torch.empty(keys, dtype=whole)) if work.received else (None, None)
+        if not work.bins:
+            return _Columns(*received, None, None, None, None)
+        sums = (torch.empty(cells, dtype=double), torch.empty(cells, dtype=double))
+        return _Columns(*received, *sums, torch.empty(cells, dtype=whole), torch.empty((*cells, 4), dtype=whole))
+
+    def map(self) -> HeadMap | None:
+        if self.sum is None or self.pairs is None or self.max is None or self.at is None:
+            return None
+        return HeadMap(self.sum[0], self.pairs[0], self.max[0], self.at[0])
+
+
+def observe_rows(work: Work, scene: Scene, attending: Attending | None = None) -> Observed | None:
+    """Everything that was asked for; None where a row that sees keys is not finite, which the portable form untangles.
+
+    Args:
+        work: what is to be reduced.
+        scene: from what.
+        attending: what to fill beside; then all rows have to be looked at.
+    """
+    call, native = scene.call, cpu.native
+    shape = (call.batch, call.heads, len(scene.rows))
+    dtype = accumulate_dtype(call.dtype)
+    described = cpu.describe(call, scene.plan, scene.inputs)  # a name of its own: it keeps alive what it points into
+    index = None if scene.whole else torch.tensor(list(scene.rows))
+    queries = (len(scene.rows), cpu.address(index))
+    names = row_names(work, scene) if work.rows else ["max_weight", "max_logit"] if work.edges else []
+    values, counted = torch.empty((len(names), *shape), dtype=dtype), torch.empty(shape, dtype=torch.uint8)
+    rows = dict(zip(names, values.unbind(), strict=True))
+    top = None
+    if work.top or work.argmax:
+        most = (*shape, max(1, work.top))
+        top = Candidates(torch.empty(most, dtype=dtype), torch.empty(most, dtype=torch.int64))
+    shares = native.look_shares(described.native, queries) if work.received or work.bins else 1
+    columns = _Columns.empty(work, call, shares)
+    asked, held = _asked(work, scene, rows, counted, top, columns, shares)
+    into = (0, 0) if attending is None else (attending.out.data_ptr(), attending.lse.data_ptr())
+    threads = torch.get_num_threads()
+    if not native.look(described.native, queries, asked, *into, threads):
+        return None
+    edges = None
+    if work.edges:
+        edges = Edges(
+            torch.empty(call.heads, work.edges, dtype=torch.float64),
+            torch.empty(call.heads, work.edges, 4, dtype=torch.int64),
+        )
+        addresses = (x.data_ptr() for x in (rows["max_weight"], rows["max_logit"], edges.p, edges.at))
+        native.edges(described.native, queries, asked, work.edges, *addresses, threads)
+    del held
+    if not work.rows:
+        rows = {}
+    moments = _moments(tuple(rows), values) if rows else {}
+    if work.argmax and top is not None:
+        rows["argmax"] = top.at[..., 0]
+    received, eligible = (None if x is None else x[0] for x in (columns.received, columns.eligible))
+    counts = counted.bool()
+    top = top if work.top else None
+    return Observed(rows, counts, torch.zeros_like(counts), received, eligible, columns.map(), edges, top, moments)
+
+
+def _asked(
+    work: Work, scene: Scene, rows: dict[str, Tensor], counted: Tensor, top: Candidates | None, columns: _Columns,
+    shares: int,
+) -> tuple[Any, Any]:  # fmt: skip
+    """What is to be measured, and where to, as the extension knows it; and what has to stay alive for it."""
+    address = cpu.address
+    dtype = accumulate_dtype(scene.call.dtype)
+    line, own, ids = (0, 0), (0, 0), None
+    if scene.line is not None:
+        line = _by_batch(scene.line)
+        if scene.ids is not None and scene.own is not None:
+            own, ids = _by_batch(scene.own), scene.ids.to(torch.int32).contiguous()
+    windows = [
+        (float(w), address(rows.get(f"window_{w:g}")), address(rows.get(f"streaming_{w:g}")))
+        for w in (work.windows if line[0] else ())
+    ]
+    norms = None if scene.norms is None else scene.norms.to(dtype).contiguous()
+    may_count, strides = scene.may_count, (0, 0, 0)
+    if may_count is not None:
+        strides = tuple(0 if n == 1 else s for n, s in zip(may_count.shape, may_count.stride(), strict=True))
+    given = None if scene.lse is None else scene.lse.to(dtype).contiguous()
+    made = cpu.native.RowStats(
+        [address(rows.get(name)) for name in QUANTITIES], windows, line, own, address(ids),
+        (*_by_batch(scene.first), scene.first.shape[1]), address(norms), (address(may_count), *strides),
+        address(given), 0.0 if scene.lse is None else ROUNDING[scene.lse.dtype], counted.data_ptr(),
+        (0, 0, 0) if top is None else (top.p.shape[-1], top.p.data_ptr(), top.at.data_ptr()),
+        (address(columns.received), address(columns.eligible)), (work.bins, scene.call.queries),
+        tuple(address(x) for x in (columns.sum, columns.max, columns.pairs, columns.at)), shares,
+    )  # fmt: skip
+    return made, (ids, norms, may_count, given)
+
+
+def _by_batch(x: Tensor) -> tuple[Address, int]:
+    """The address of [B or 1, n], and how far batch entries lie apart."""
+    assert (x.dtype, x.stride(-1)) == (torch.int64, 1)  # so _observe_scene makes them
+    return x.data_ptr(), 0 if x.shape[0] == 1 else x.stride(0)
+
+
+def _moments(names: tuple[str, ...], values: Tensor) -> dict[str, Moments]:
+    """Of row quantities [names, B, H, R]; see ``Moments.of``, which is the same in torch."""
+    count, heads = len(names), values.shape[2]
+    edges, bins = _edges_of(names)
+    most = edges.shape[1] - 1
+    whole, histogram = torch.empty(count, heads, dtype=torch.int64), torch.empty(count, heads, most, dtype=torch.int64)
+    numbers = torch.empty(4, count, heads, dtype=torch.float64)
+    into = (whole, histogram, *numbers.unbind())
+    cpu.native.moments(
+        values.data_ptr(), values.dtype == torch.float64, tuple(values.shape), edges.data_ptr(), most,
+        [x.data_ptr() for x in into], torch.get_num_threads(),
+    )  # fmt: skip
+    mean, M2, least, largest = (x.unbind() for x in numbers.unbind())
+    counts = whole.unbind()
+    return {
+        name: Moments(counts[n], mean[n], M2[n], least[n], largest[n], histogram[n, :, : bins[n]])
+        for n, name in enumerate(names)
+    }
+
+
+@cache
+def _edges_of(names: tuple[str, ...]) -> tuple[Tensor, list[int]]:
+    """The edges of their histograms, filled up with infinity, and how many bins each has."""
+    edges = [histogram_edges(name) for name in names]
+    most = max(len(x) for x in edges)
+    padded = torch.tensor([[*x, *[math.inf] * (most - len(x))] for x in edges], dtype=torch.float64)
+    return padded, [len(x) - 1 for x in edges]

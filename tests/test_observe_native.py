@@ -1,0 +1,258 @@
+"""The native observer beside the portable one, at sizes that fill several blocks, for every option."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import headscope
+from headscope import Observe, _observe_native, attend, observe
+from headscope._backends import cpu
+from headscope.masks import Documents, KeyLengths, Mask, Prefix, causal, window
+from headscope.stats import HeadStats
+
+pytestmark = pytest.mark.skipif(cpu.native is None, reason="the native extension is not installed")
+
+B, H, HKV, Q, K, D, DV = 2, 6, 2, 131, 197, 23, 11
+
+Made = dict[str, Any]
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=seeded(), dtype=torch.float64).to(dtype)
+
+
+def made(dtype: torch.dtype = torch.float32, queries: int = Q, kv_heads: int = HKV) -> Made:
+    random = seeded()
+    shapes = ((B, H, queries, D), (B, kv_heads, K, D), (B, kv_heads, K, DV))
+    return {name: torch.randn(s, generator=random).to(dtype) for name, s in zip("qkv", shapes, strict=True)}
+
+
+def ids() -> Tensor:
+    return torch.arange(K).expand(B, -1) // torch.tensor([[40], [67]])
+
+
+def dense(*shape: int) -> Tensor:
+    seen = torch.rand(*shape, generator=seeded()) < 0.6
+    seen[..., 3, :] = False
+    return seen
+
+
+OPTIONS: dict[str, Callable[[], Made]] = {
+    "nothing": dict,
+    "causal": lambda: {"mask": causal()},
+    "window": lambda: {"mask": window(70)},
+    "prefix": lambda: {"mask": causal() | Prefix(30)},
+    "lengths": lambda: {"mask": KeyLengths(torch.tensor([197, 88]))},
+    "documents": lambda: {"mask": causal() & Documents(ids()[:, -Q:], ids())},
+    "dense": lambda: {"mask": dense(B, H, Q, K)},
+    "dense of keys": lambda: {"mask": dense(Q, K) | dense(1, 1, Q, K)},
+    "bias": lambda: {"bias": normal(H, Q, K)},
+    "bias that hides": lambda: {"bias": torch.zeros(B, 1, 1, K).masked_fill_(torch.arange(K) < 60, -math.inf)},
+    "softcap": lambda: {"softcap": 1.5, "mask": causal()},
+    "scale": lambda: {"scale": 0.9},
+    "sinks": lambda: {"sinks": torch.linspace(-2, 4, H), "mask": causal()},
+}
+
+WHAT: dict[str, Callable[[], Made]] = {
+    "usual": dict,
+    "map": lambda: {"map": 16},
+    "uneven map": lambda: {"map": 29},
+    "more bins than keys": lambda: {"map": 211},
+    "edges": lambda: {"edges": 19},
+    "top": lambda: {"top": 5},
+    "windows": lambda: {"windows": (0, 3, 60.5), "first": 4},
+    "tokens": lambda: {"tokens": torch.randint(-9, 9, (B, K), generator=seeded())},
+    "sample": lambda: {"rows": 37, "map": 16, "edges": 7},
+    "rows": lambda: {"rows": torch.rand(B, H, Q, generator=seeded()) < 0.5, "map": 5},
+}
+
+
+@contextmanager
+def portable() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_observe_native, "refuses", lambda *_: ["this test wants the portable form"])
+        yield
+
+
+@contextmanager
+def native() -> Iterator[None]:
+    """And nothing else."""
+
+    def must(*asked: Any) -> Any:
+        found = usual(*asked)
+        assert found is not None
+        return found
+
+    usual = _observe_native.observe_rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_observe_native, "observe_rows", must)
+        patch.setattr("headscope._observe_sums.observe_rows", None)
+        yield
+
+
+def both(what: Observe, given: Made, **places: Any) -> tuple[HeadStats, HeadStats]:
+    with native():
+        ours = observe(**given, what=what, **places)
+    with portable():
+        return ours, observe(**given, what=what, **places)
+
+
+def same(ours: HeadStats, theirs: HeadStats, dtype: torch.dtype = torch.float32) -> None:
+    rtol, atol = (1e-5, 2e-6) if dtype != torch.float64 else (1e-11, 1e-12)
+
+    def near(name: str, x: Tensor, y: Tensor) -> None:
+        torch.testing.assert_close(x, y, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m: f"{name}: {m}")
+
+    a, b = next(iter(ours.parts.values())), next(iter(theirs.parts.values()))
+    assert a.rows.tolist() == b.rows.tolist()
+    assert list(a.moments) == list(b.moments)
+    for name, x in a.moments.items():
+        y = b.moments[name]
+        assert x.count.tolist() == y.count.tolist(), name
+        for what in ("mean", "min", "max"):
+            near(f"{name} {what}", getattr(x, what), getattr(y, what))
+        moved = (x.histogram - y.histogram).abs().sum()
+        assert moved <= 2 + 0.001 * x.histogram.sum(), f"{name}: {x.histogram} {y.histogram}"
+    if a.received is not None:
+        near("received", a.received, b.received)
+        assert torch.equal(a.eligible, b.eligible)
+    if a.map is not None:
+        assert torch.equal(a.map.count, b.map.count)
+        near("map", a.map.sum, b.map.sum)
+        near("map", a.map.max, b.map.max)
+        apart = (a.map.argmax != b.map.argmax).any(-1)  # where two weights are all but equal
+        assert apart.sum() <= 0.01 * apart.numel()
+    if a.edges is not None:
+        near("edges", a.edges.p, b.edges.p)
+        assert (a.edges.at != b.edges.at).any(-1).sum() <= 0.01 * a.edges.p.numel()
+    for x, y in zip(a.kept, b.kept, strict=True):
+        assert torch.equal(x.counted, y.counted)
+        assert list(x.values) == list(y.values)
+        for name, values in x.values.items():
+            if name in ("argmax", "top_keys"):
+                assert (values != y.values[name]).sum() <= 0.01 * values.numel(), name
+            else:
+                near(name, values, y.values[name])
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option(option: str) -> None:
+    what = Observe(map=16, edges=9, top=3, windows=(2, 50), tokens=ids(), keep_rows=True)
+    same(*both(what, made() | OPTIONS[option]()))
+
+
+@pytest.mark.parametrize("asked", WHAT)
+@pytest.mark.parametrize("option", ["causal", "dense"])
+def test_every_quantity(option: str, asked: str) -> None:
+    same(*both(Observe(**WHAT[asked](), keep_rows=True), made() | OPTIONS[option]()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_every_dtype(dtype: torch.dtype) -> None:
+    what = Observe(map=16, edges=9, keep_rows=True)
+    same(*both(what, made(dtype) | {"mask": causal()}), dtype)
+
+
+@pytest.mark.parametrize("queries", [1, 5, 17, 48, 97])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
+def test_numbers_of_rows(queries: int, kv_heads: int) -> None:
+    what = Observe(map=8, edges=3, keep_rows=True)
+    same(*both(what, made(queries=queries, kv_heads=kv_heads) | {"mask": causal()}))
+
+
+def test_parts_alone() -> None:
+    given = made() | {"mask": causal()}
+    for said in (
+        {"row_stats": False, "received": False, "edges": 5},
+        {"row_stats": False, "map": 4},
+        {"received": False},
+    ):
+        same(*both(Observe(**said), given))
+
+
+def test_cross() -> None:
+    same(*both(Observe(map=16, edges=9, keep_rows=True), made() | OPTIONS["lengths"](), kind="cross"))
+
+
+@pytest.mark.parametrize("off", [0.0, 0.4])
+def test_a_given_lse(off: float) -> None:
+    given = made() | {"mask": causal()}
+    lse = attend(**given).lse + off
+    same(*both(Observe(keep_rows=True), given | {"lse": lse}))
+
+
+def test_a_cache_of_a_static_size() -> None:
+    mask: Mask = headscope.masks.Band(None, 0, offset=torch.tensor([20, 55])) & KeyLengths(torch.tensor([151, 186]))
+    same(*both(Observe(map=8, keep_rows=True, windows=(9,)), made() | {"mask": mask}))
+
+
+def test_long_rows_do_not_lose_small_weights() -> None:
+    q, k = normal(1, 1, 3, 8), normal(1, 1, 70_001, 8)
+    with native():
+        found = observe(q, k, what=Observe(keep_rows=True))
+    exact = observe(q.double(), k.double(), what=Observe(keep_rows=True))
+    for name, values in found.kept[0].values.items():
+        wanted = exact.kept[0].values[name]
+        torch.testing.assert_close(values.double(), wanted.double(), rtol=2e-6, atol=1e-9, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_attending_is_to_the_bit_what_it_is_unobserved(option: str) -> None:
+    given = made() | OPTIONS[option]()
+    plain = attend(**given, backend="cpu")
+    seen = attend(**given, backend="cpu", observe=Observe(map=7))
+    assert torch.equal(plain.out, seen.out)
+    assert torch.equal(plain.lse, seen.lse)
+    assert seen.stats is not None
+    same(seen.stats, observe(**given, what=Observe(map=7)))
+
+
+@pytest.mark.parametrize("queries", [1, 7, 51, 96])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_few_rows_are_attended_as_ever(queries: int, dtype: torch.dtype) -> None:
+    given = made(dtype, queries)
+    plain, seen = attend(**given, backend="cpu"), attend(**given, backend="cpu", observe=Observe())
+    assert torch.equal(plain.out, seen.out)
+    assert torch.equal(plain.lse, seen.lse)
+
+
+def test_threads_do_not_change_it() -> None:
+    given, what = made() | OPTIONS["causal"](), Observe(map=16, edges=9, keep_rows=True)
+    found: list[HeadStats] = []
+    threads = torch.get_num_threads()
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            found.append(observe(**given, what=what))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert torch.equal(found[0].received, other.received)
+        assert torch.equal(found[0].map.sum, other.map.sum)
+        assert torch.equal(found[0].map.argmax, other.map.argmax)
+        for name, moments in found[0].parts["0"].moments.items():
+            assert torch.equal(moments.mean.nan_to_num(-1), other.parts["0"].moments[name].mean.nan_to_num(-1)), name
+
+
+def test_what_the_kernels_refuse_is_observed_portably() -> None:
+    given = made()
+    for said, places in (
+        ({"windows": tuple(range(9))}, {}),
+        ({"first": 17}, {}),
+        ({"tokens": torch.full((K,), 2**40)}, {}),
+        ({}, {"q_pos": torch.rand(Q, 2), "k_pos": torch.rand(K, 2)}),
+    ):
+        seen = observe(**given, what=Observe(**said), **places)
+        with portable():
+            same(seen, observe(**given, what=Observe(**said), **places))
