@@ -52,7 +52,7 @@ CORE = [
         "_observe_sums",
     ),
     *("functional", "_linear", "module"),
-    *("_decision_parts", "_head_distances", "_pattern_means", "decisions"),
+    *("_decision_parts", "_head_distances", "_pattern_means", "decisions", "comparing"),
 ]
 LATER = {"stats": {"_stats_show", "_stats_files"}}  # imported when they are called: they are made of what is in it
 
@@ -88,7 +88,9 @@ def test_every_public_name_is_there(name: str) -> None:
     assert getattr(headscope, name) is getattr(headscope, name), "resolved once"
 
 
-@pytest.mark.parametrize("room", ["functional", "masks", "module", "tracing", "stats", "examples", "decisions"])
+@pytest.mark.parametrize(
+    "room", ["functional", "masks", "module", "tracing", "stats", "examples", "decisions", "comparing"]
+)
 def test_every_name_of_a_room_is_there(room: str) -> None:
     module = import_module(f"headscope.{room}")
     for name in module.__all__:

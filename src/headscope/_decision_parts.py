@@ -89,16 +89,8 @@ def plural(word: str, count: int) -> str:
 
 
 @dataclass(frozen=True)
-class Decision(ABC):
-    """An answer drawn from statistics.
-
-    Attributes:
-        basis: what it rests on.
-        caveat: what it does not say.
-    """
-
-    basis: Basis
-    caveat: str
+class Answer(ABC):
+    """An answer drawn from statistics, that can be shown and handed on."""
 
     @abstractmethod
     def columns(self) -> tuple[str, ...]:
@@ -108,9 +100,9 @@ class Decision(ABC):
     def cells(self) -> list[tuple[str, ...]]:
         """Its lines, as text."""
 
+    @abstractmethod
     def caption(self) -> str:
         """What stands below the table."""
-        return f"{self.basis} {self.caveat}"
 
     def table(self, limit: int | None = None) -> Table:
         """The answer as a table, for ``rich.print``; at most ``limit`` lines."""
@@ -118,12 +110,33 @@ class Decision(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """The answer ready for JSON; what is not defined is None."""
-        found: dict[str, Any] = plain(asdict(self))
-        found["basis"]["sampled"] = self.basis.sampled
-        return found
+        return plain(asdict(self))
 
     def __rich__(self) -> Table:
         return self.table()
+
+
+@dataclass(frozen=True)
+class Decision(Answer):
+    """An answer about one observation.
+
+    Attributes:
+        basis: what it rests on.
+        caveat: what it does not say.
+    """
+
+    basis: Basis
+    caveat: str
+
+    def caption(self) -> str:
+        """What stands below the table."""
+        return f"{self.basis} {self.caveat}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The answer ready for JSON; what is not defined is None."""
+        found = super().to_dict()
+        found["basis"]["sampled"] = self.basis.sampled
+        return found
 
 
 def as_table(columns: Sequence[str], cells: Sequence[Sequence[str]], caption: str, limit: int | None = None) -> Table:
