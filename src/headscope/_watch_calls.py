@@ -1,0 +1,175 @@
+"""One attention as a watched model called it, in headscope's words, and what it measures to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from headscope import functional
+from headscope._call import as_mask
+from headscope._stats_parts import LayerStats
+from headscope.masks import Band, Dense, Mask
+from headscope.stats import Observe
+
+Kind = Literal["self", "cross"]
+
+COMPILED = (
+    "watch: this model runs compiled, and its attention calls cannot be seen; watch the model before torch.compile, or "
+    "within torch.compiler.set_stance('force_eager')"
+)
+
+HIDDEN = -1e9
+"""An additive mask at or below this hides: -inf, the smallest number of a dtype, -1e9, -1e30 are all written for it."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Call:
+    """One attention, with arguments as ``headscope.observe`` takes them.
+
+    Attributes:
+        out: what the model got, [B, H, Q, Dv], where it is to be compared with what these arguments give.
+        kind: "self", "cross", or None where the call itself does not say.
+        tokens: ids of the keys, [K] or [B, K].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    mask: Mask | Tensor | None = None
+    bias: Tensor | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    lse: Tensor | None = None
+    q_pos: Tensor | None = None
+    k_pos: Tensor | None = None
+    kind: Kind | None = None
+    tokens: Tensor | None = None
+    out: Tensor | None = None
+
+
+def measure(call: Call, what: Observe) -> LayerStats:
+    """The statistics of one call."""
+    call = rounded(call)
+    if call.tokens is not None and call.kind != "cross":
+        what = replace(what, tokens=call.tokens)
+    stats = functional.observe(
+        call.q,
+        call.k,
+        call.v,
+        lse=call.lse,
+        mask=call.mask,
+        bias=call.bias,
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        q_pos=None if call.kind == "cross" else call.q_pos,
+        k_pos=None if call.kind == "cross" else call.k_pos,
+        kind=call.kind or "self",
+        what=what,
+    )
+    return next(iter(stats.parts.values()))
+
+
+def rounded(call: Call) -> Call:
+    """The call as autocast makes it: matmul and SDPA round their arguments, and so the weights, to its dtype."""
+    device = call.q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return call
+    dtype = torch.get_autocast_dtype(device)
+    changed: dict[str, Any] = {}
+    for name in ("q", "k", "v"):
+        tensor: Tensor | None = getattr(call, name)
+        if tensor is not None and tensor.dtype != torch.float64:
+            changed[name] = tensor.to(dtype)
+    return replace(call, **changed)
+
+
+def additive(mask: Tensor) -> Tensor:
+    """A bias from an additive mask: what is as low as a mask's "minus infinity" becomes -inf.
+
+    A row in which everything is hidden so is even in the model's own softmax, which cannot tell; here it is empty, and
+    takes part in nothing.
+    """
+    limit = max(HIDDEN, torch.finfo(mask.dtype).min / 2)
+    return mask.masked_fill(mask <= limit, -math.inf)
+
+
+def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """A call of ``torch.nn.functional.scaled_dot_product_attention`` by its arguments."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    q, k, v = (one_head(given[name]) for name in names[:3])
+    mask, bias = split(given.get("attn_mask"))
+    if given.get("is_causal"):
+        top_left = Band(None, 0, offset=0)
+        mask = top_left if mask is None else top_left & Dense(mask)
+    kind: Kind | None = "self" if given.get("is_causal") else None
+    return Call(q=q, k=k, v=v, mask=mask, bias=bias, scale=given.get("scale"), kind=kind)
+
+
+def attend(call: Call, dropout: float) -> Tensor:
+    """The output of the same call by headscope's own kernels."""
+    return functional.attention(
+        call.q,
+        call.k,
+        call.v if call.v is not None else call.k,
+        mask=call.mask,
+        bias=call.bias,
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        dropout=dropout,
+    )
+
+
+def one_head(tensor: Tensor) -> Tensor:
+    """SDPA takes [length, width] as well: one head."""
+    return tensor[None] if tensor.ndim == 2 else tensor
+
+
+def split(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """A mask of SDPA as a boolean mask (True = attend) or as a bias."""
+    if mask is None:
+        return None, None
+    return (mask, None) if mask.dtype == torch.bool else (None, additive(mask))
+
+
+def error_of(call: Call) -> Tensor | None:
+    """How far the model's own output is from what these arguments give, relative to its largest value; one number.
+
+    On two rows of all heads, the last one and one in the middle; rows that may see nothing are left out. None where
+    there is nothing to compare.
+    """
+    if call.out is None or call.v is None or 0 in (*call.out.shape, call.k.shape[-2]):
+        return None
+    out = call.out.detach().float()
+    call = rounded(call)
+    queries = call.q.shape[-2]
+    found: list[Tensor] = []
+    with torch.no_grad():
+        for i in {queries // 2, queries - 1}:
+            wanted, lse = _row(call, i)
+            apart = (wanted.float() - out[..., i, :]).abs().amax(-1)  # [B, H]
+            found.append(torch.where(lse == -math.inf, 0.0, apart).amax())
+    return torch.stack(found).amax() / out.abs().amax().clamp_min(1e-30)
+
+
+def _row(call: Call, i: int) -> tuple[Tensor, Tensor]:
+    """The output of one query, [B, H, Dv], and its lse, [B, H], by definition."""
+    q, k, v = call.q[..., i : i + 1, :], call.k, call.v
+    bias, mask = call.bias, as_mask(call.mask)
+    if bias is not None and bias.ndim > 1 and bias.shape[-2] > 1:
+        bias = bias[..., i : i + 1, :]
+    if mask is not None:
+        batch, heads, queries, keys = math.prod(call.q.shape[:-3]), *call.q.shape[-3:-1], k.shape[-2]
+        every = [slice(0, n) for n in (batch, heads, keys)]
+        mask = Dense(mask.at(queries, keys).tile(every[0], every[1], slice(i, i + 1), every[2], q.device))
+    numbers = (call.scale, call.softcap, 0.0, True)
+    out, lse = functional._run(q, k, v, mask, bias, call.sinks, numbers, "reference")  # pyright: ignore[reportArgumentType]
+    assert lse is not None  # it is asked for
+    return out[..., 0, :], lse[..., 0]
