@@ -78,7 +78,23 @@ def measure(call: Call, what: Observe) -> LayerStats:
         kind=call.kind or "self",
         what=what,
     )
-    return next(iter(stats.parts.values()))
+    part = next(iter(stats.parts.values()))
+    return _without_first(part) if _has_forgotten(call) else part
+
+
+def _has_forgotten(call: Call) -> bool:
+    """Whether a sliding cache no longer holds the first keys."""
+    return isinstance(call.total, int) and call.total > call.k.shape[-2]
+
+
+def _without_first(part: LayerStats) -> LayerStats:
+    """Without ``first``: which keys were the first ones can no longer be said."""
+    moments = {name: each for name, each in part.moments.items() if name != "first"}
+    kept = tuple(
+        replace(each, values={name: rows for name, rows in each.values.items() if name != "first"})
+        for each in part.kept
+    )
+    return replace(part, moments=moments, kept=kept)
 
 
 def rounded(call: Call) -> Call:

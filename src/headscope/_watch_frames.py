@@ -40,8 +40,8 @@ class Forward(Protocol):
         """A module starts to run."""
         ...
 
-    def see(self, name: str, number: int, make: Callable[[], Call]) -> None:
-        """A module has made its attention call of that number."""
+    def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
+        """A module has made its attention call."""
         ...
 
 
@@ -75,7 +75,7 @@ class Frame:
 
     Attributes:
         forwards: watcher -> the forward pass that it is part of, and the module's name there.
-        calls: how many attention calls it has made.
+        calls: how many attention calls it has made, one that is being seen included.
         inner: ids of the modules that it has called.
         quiet: its attention calls are being looked at from outside: what they call themselves is not.
     """
@@ -120,12 +120,11 @@ class Frame:
 
     def see(self, call: Callable[[], Call]) -> None:
         """Hand an attention call to everybody who watches; it is made where somebody wants it."""
-        number = self.calls
         self.calls += 1
         with unobserved():
             for forward, name in self.forwards.values():
                 if forward.active:
-                    forward.see(name, number, call)
+                    forward.see(self, name, call)
 
     def within(self, module: nn.Module) -> Frame:
         """A frame for a module that ought to have been called by this one, and was not."""

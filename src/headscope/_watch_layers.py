@@ -89,7 +89,7 @@ def unseen(modules: Mapping[str, nn.Module], ran: Collection[str], seen: Collect
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:
-    """Whether it is called so, by its path or its class, and holds a matrix: norms, dropouts and tables of bias do not."""
+    """Whether it is called so, by its path or its class, and holds a matrix: a norm does not."""
     if not any(parameter.ndim >= 2 for parameter in module.parameters()):
         return False
     return bool(_ATTENTION.search(name.rsplit(".", 1)[-1]) or _ATTENTION.search(type(module).__name__))

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from headscope import __version__, _watch_frames, _watch_layers, _watch_transformers
 from headscope._stats_parts import LayerStats
 from headscope._watch_calls import COMPILED, TOLERANCE, Call, Kind, WatchError, error_of, measure
+from headscope._watch_frames import Frame
+from headscope._watch_tokens import Streams, cut
 from headscope.stats import Column, HeadStats, Observe, Summary
 
 if TYPE_CHECKING:
@@ -245,6 +247,8 @@ def watch(
         raise ValueError(f"every: got {every}, wanted a whole number from 1")
     if isinstance(tokens, str) and tokens != "inputs":
         raise ValueError(f'tokens: got {tokens!r}, wanted ids or "inputs"')
+    if tokens is not None and what is not None and what.tokens is not None:
+        raise ValueError("tokens: given twice, here and in what.tokens")
     if unseen not in ("error", "ignore"):
         raise ValueError(f'unseen: got {unseen!r}, wanted "error" or "ignore"')
     options = Options(Observe() if what is None else what, every, tokens, dict(kinds or {}), accelerate, unseen)
@@ -280,6 +284,7 @@ class Watch:
         self.recording = Recording(HeadStats({}), _about(model, options, layers, texts))
         self._lock = threading.Lock()
         self._entered = False
+        self._streams = Streams()
         self._errors: dict[str, tuple[Tensor, float]] = {}
 
     def __enter__(self) -> Recording:
@@ -322,6 +327,14 @@ class Watch:
             active = about.ran % self.options.every == 0
             self.recording.about = replace(about, ran=about.ran + 1, forwards=about.forwards + active)
         return Pass(self, active)
+
+    def tokens_of(self, call: Call) -> Tensor | None:
+        """The ids of a call's keys, if they were asked for and are known."""
+        if self.options.tokens is None:
+            return None
+        if isinstance(self.options.tokens, Tensor):
+            return cut(self.options.tokens.to(call.k.device), call)
+        return self._streams.of(call, _watch_frames.frames())
 
     def compare(self, layer: str, call: Call) -> None:
         """Compare a layer's first output with what its call gives by definition.
@@ -372,12 +385,12 @@ class Pass:
     def enter(self, name: str, module: nn.Module) -> None:
         self.ran[name] = None
 
-    def see(self, name: str, number: int, make: Callable[[], Call]) -> None:
+    def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
         self.seen.add(name)
         watch = self.watch
         if name not in watch.chosen:
             return
-        layer = name if number == 0 else f"{name}#{number + 1}"
+        layer = name if frame.calls == 1 else f"{name}#{frame.calls}"
         try:
             call = make()
         except WatchError as error:
@@ -386,10 +399,11 @@ class Pass:
         kind = _watch_layers.kind_of(name, call, watch.options.kinds, before)
         watch.compare(layer, call)
         try:
-            part = measure(replace(call, kind=kind), watch.options.what)
+            call = replace(call, kind=kind, tokens=watch.tokens_of(call) if kind == "self" else None)
+            part = measure(call, watch.options.what)
         except (TypeError, ValueError, RuntimeError) as error:
             raise WatchError(f"watch: layer {layer}: {error}") from error
-        watch.recording._add(layer, (watch.places[name], number), part, kind)
+        watch.recording._add(layer, (watch.places[name], frame.calls), part, kind)
 
 
 def register_transformers(name: str = "headscope") -> None:
