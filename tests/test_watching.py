@@ -79,9 +79,11 @@ def test_a_recording_is_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_nothing_seen_is_an_error() -> None:
-    with pytest.raises(WatchError, match="no forward pass"), watch(Small()) as seen:
-        with pytest.raises(WatchError, match="nothing has been seen so far"):
-            _ = seen.stats
+    watching = watch(Small())
+    with pytest.raises(WatchError, match="no forward pass"), watching:
+        pass
+    with pytest.raises(WatchError, match="nothing has been seen so far"):
+        _ = watching.recording.stats
     model: Any = nn.Sequential(nn.Linear(3, 3))
     with pytest.raises(WatchError, match="no attention call was seen in Sequential"), watch(model):
         model(torch.randn(2, 3))

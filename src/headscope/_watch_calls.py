@@ -26,11 +26,16 @@ HIDDEN = -1e9
 """An additive mask at or below this hides: -inf, the smallest number of a dtype, -1e9, -1e30 are all written for it."""
 
 
+class WatchError(RuntimeError):
+    """A model, or a part of it, that cannot be watched."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Call:
     """One attention, with arguments as ``headscope.observe`` takes them.
 
     Attributes:
+        total: how many positions a layer with a cache has seen, this call's included; None = as many as keys.
         out: what the model got, [B, H, Q, Dv], where it is to be compared with what these arguments give.
         kind: "self", "cross", or None where the call itself does not say.
         tokens: ids of the keys, [K] or [B, K].
@@ -49,6 +54,7 @@ class Call:
     k_pos: Tensor | None = None
     kind: Kind | None = None
     tokens: Tensor | None = None
+    total: int | Tensor | None = None
     out: Tensor | None = None
 
 
@@ -72,7 +78,23 @@ def measure(call: Call, what: Observe) -> LayerStats:
         kind=call.kind or "self",
         what=what,
     )
-    return next(iter(stats.parts.values()))
+    part = next(iter(stats.parts.values()))
+    return _without_first(part) if _has_forgotten(call) else part
+
+
+def _has_forgotten(call: Call) -> bool:
+    """Whether a sliding cache no longer holds the first keys."""
+    return isinstance(call.total, int) and call.total > call.k.shape[-2]
+
+
+def _without_first(part: LayerStats) -> LayerStats:
+    """Without ``first``: which keys were the first ones can no longer be said."""
+    moments = {name: each for name, each in part.moments.items() if name != "first"}
+    kept = tuple(
+        replace(each, values={name: rows for name, rows in each.values.items() if name != "first"})
+        for each in part.kept
+    )
+    return replace(part, moments=moments, kept=kept)
 
 
 def rounded(call: Call) -> Call:
@@ -150,13 +172,18 @@ def error_of(call: Call) -> Tensor | None:
     out = call.out.detach().float()
     call = rounded(call)
     queries = call.q.shape[-2]
-    found: list[Tensor] = []
-    with torch.no_grad():
-        for i in {queries // 2, queries - 1}:
-            wanted, lse = _row(call, i)
-            apart = (wanted.float() - out[..., i, :]).abs().amax(-1)  # [B, H]
-            found.append(torch.where(lse == -math.inf, 0.0, apart).amax())
-    return torch.stack(found).amax() / out.abs().amax().clamp_min(1e-30)
+    apart: list[Tensor] = []
+    largest: list[Tensor] = []
+    for i in {queries // 2, queries - 1}:
+        wanted, lse = _row(call, i)
+        apart.append(torch.where(lse == -math.inf, 0.0, (wanted - out[..., i, :]).abs().amax(-1)).amax())
+        largest.append(wanted.abs().amax())
+    return torch.stack(apart).amax() / torch.stack(largest).amax().clamp_min(1e-30)
+
+
+TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+"""How far an output may be from its definition, relative to the largest: rounding never comes near, a mask that was
+read wrongly goes far beyond."""
 
 
 def _row(call: Call, i: int) -> tuple[Tensor, Tensor]:
@@ -172,4 +199,4 @@ def _row(call: Call, i: int) -> tuple[Tensor, Tensor]:
     numbers = (call.scale, call.softcap, 0.0, True)
     out, lse = functional._run(q, k, v, mask, bias, call.sinks, numbers, "reference")  # pyright: ignore[reportArgumentType]
     assert lse is not None  # it is asked for
-    return out[..., 0, :], lse[..., 0]
+    return out[..., 0, :].float(), lse[..., 0]

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from headscope import _watch_calls, _watch_torch, functional
 from headscope._watch_calls import Call
+from headscope.masks import Dense, Mask
 from headscope.module import MultiHeadAttention
 
 
@@ -39,8 +40,8 @@ class Forward(Protocol):
         """A module starts to run."""
         ...
 
-    def see(self, name: str, number: int, make: Callable[[], Call]) -> None:
-        """A module has made its attention call of that number."""
+    def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
+        """A module has made its attention call."""
         ...
 
 
@@ -56,6 +57,15 @@ class Watcher(Protocol):
         ...
 
 
+class Patch(Protocol):
+    """Something else that is replaced while a watch is open."""
+
+    def install(self) -> None: ...
+    def remove(self) -> None: ...
+
+
+patches: list[Patch] = []
+
 Entries = tuple[tuple[Watcher, str], ...]
 """Who watches a module, and under which name."""
 
@@ -65,7 +75,7 @@ class Frame:
 
     Attributes:
         forwards: watcher -> the forward pass that it is part of, and the module's name there.
-        calls: how many attention calls it has made.
+        calls: how many attention calls it has made, one that is being seen included.
         inner: ids of the modules that it has called.
         quiet: its attention calls are being looked at from outside: what they call themselves is not.
     """
@@ -79,6 +89,11 @@ class Frame:
         self.inner: set[int] = set()
         self.quiet = False
         self._arguments: Mapping[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """The module's path, in the watch that was opened last."""
+        return next(reversed(self.forwards.values()))[1] if self.forwards else ""
 
     @property
     def active(self) -> bool:
@@ -95,14 +110,21 @@ class Frame:
             self._arguments = bound(self.module.forward, self.args, self.kwargs)
         return self._arguments
 
+    def converted(self, mask: Tensor) -> tuple[Tensor | Mask | None, Tensor | None]:
+        """``_watch_calls.split``, once for all layers that are given the same tensor."""
+        key = (id(mask), None if mask.is_inference() else mask._version)
+        if key not in _here.masks:
+            seen, bias = _watch_calls.split(mask)
+            _here.masks[key] = (mask, None if seen is None else Dense(seen), bias)
+        return _here.masks[key][1:]
+
     def see(self, call: Callable[[], Call]) -> None:
         """Hand an attention call to everybody who watches; it is made where somebody wants it."""
-        number = self.calls
         self.calls += 1
         with unobserved():
             for forward, name in self.forwards.values():
                 if forward.active:
-                    forward.see(name, number, call)
+                    forward.see(self, name, call)
 
     def within(self, module: nn.Module) -> Frame:
         """A frame for a module that ought to have been called by this one, and was not."""
@@ -132,6 +154,7 @@ def bound(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 class _Here(threading.local):
     def __init__(self) -> None:
         self.stack: list[Frame] = []
+        self.masks: dict[Any, tuple[Tensor, Mask | None, Tensor | None]] = {}  # kept with the tensor: ids are reused
 
 
 _here = _Here()
@@ -161,6 +184,8 @@ def open_(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
             _original_call = nn.Module.__call__
             nn.Module.__call__ = _call
             functional.watched = _headscope_attention
+            for each in patches:
+                each.install()
         for name, module in modules.items():
             _watched[id(module)] = (*_watched.get(id(module), ()), (watcher, name))
 
@@ -178,6 +203,8 @@ def close(watcher: Watcher) -> None:
         if not _watched and _original_call is not None:
             nn.Module.__call__ = _original_call
             functional.watched = None
+            for each in patches:
+                each.remove()
             _original_call = None
 
 
@@ -220,6 +247,8 @@ def _run(original: Callable[..., Any], frame: Frame, entries: Entries) -> Any:
         return out
     finally:
         _here.stack.pop()
+        if not _here.stack:
+            _here.masks.clear()
         for watcher, forward in begun:
             watcher.end(forward, finished=finished)
 

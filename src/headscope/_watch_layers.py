@@ -78,17 +78,20 @@ def _some(names: Iterable[str], limit: int = 12) -> str:
 
 def unseen(modules: Mapping[str, nn.Module], ran: Collection[str], seen: Collection[str]) -> list[str]:
     """The modules that call themselves attention and ran, while no attention call in, of or around them was seen."""
-    named = [name for name in ran if _calls_itself_attention(name, modules[name])]
+    named = [name for name in ran if _is_attention(name, modules[name])]
     missing = [
         name
         for name in named
         if not any(_within(other, name) for other in seen)
-        and not any(_within(name, other) and _calls_itself_attention(other, modules[other]) for other in seen)
+        and not any(_within(name, other) and _is_attention(other, modules[other]) for other in seen)
     ]
     return [name for name in missing if not any(_within(other, name) and other != name for other in missing)]
 
 
-def _calls_itself_attention(name: str, module: nn.Module) -> bool:
+def _is_attention(name: str, module: nn.Module) -> bool:
+    """Whether it is called so, by its path or its class, and holds a matrix: a norm does not."""
+    if not any(parameter.ndim >= 2 for parameter in module.parameters()):
+        return False
     return bool(_ATTENTION.search(name.rsplit(".", 1)[-1]) or _ATTENTION.search(type(module).__name__))
 
 
@@ -110,6 +113,11 @@ def kind_of(name: str, call: Call, said: Kinds, before: Kind | None) -> Kind:
             return kind
     if call.kind is not None:
         return call.kind
-    if _CROSS.search(name):
+    if is_cross(name):
         return "cross"
     return "self" if before == "self" or call.q.shape[-2] == call.k.shape[-2] else "cross"
+
+
+def is_cross(name: str) -> bool:
+    """Whether a module's path says cross-attention."""
+    return bool(_CROSS.search(name))

@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from headscope import __version__, _watch_frames, _watch_layers
+from headscope import __version__, _watch_frames, _watch_layers, _watch_transformers
 from headscope._stats_parts import LayerStats
-from headscope._watch_calls import COMPILED, Call, Kind, measure
+from headscope._watch_calls import COMPILED, TOLERANCE, Call, Kind, WatchError, error_of, measure
+from headscope._watch_frames import Frame
+from headscope._watch_tokens import Streams, cut
 from headscope.stats import Column, HeadStats, Observe, Summary
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Recording", "WatchError", "watch"]
+__all__ = ["About", "Recording", "Watch", "WatchError", "register_transformers", "watch"]
 
 Layers = str | Collection[str] | Callable[[str, nn.Module], bool]
+_watch_frames.patches.append(_watch_transformers)
+
 PENDING = 16  # calls of a layer that are kept before they are merged
-
-
-class WatchError(RuntimeError):
-    """A model, or a part of it, that cannot be watched."""
 
 
 @dataclass(frozen=True)
@@ -247,6 +247,8 @@ def watch(
         raise ValueError(f"every: got {every}, wanted a whole number from 1")
     if isinstance(tokens, str) and tokens != "inputs":
         raise ValueError(f'tokens: got {tokens!r}, wanted ids or "inputs"')
+    if tokens is not None and what is not None and what.tokens is not None:
+        raise ValueError("tokens: given twice, here and in what.tokens")
     if unseen not in ("error", "ignore"):
         raise ValueError(f'unseen: got {unseen!r}, wanted "error" or "ignore"')
     options = Options(Observe() if what is None else what, every, tokens, dict(kinds or {}), accelerate, unseen)
@@ -282,12 +284,16 @@ class Watch:
         self.recording = Recording(HeadStats({}), _about(model, options, layers, texts))
         self._lock = threading.Lock()
         self._entered = False
+        self._streams = Streams()
+        self._errors: dict[str, tuple[Tensor, float]] = {}
 
     def __enter__(self) -> Recording:
         if self._entered:
             raise WatchError("watch: this one has been used; make another")
         if found := _watch_layers.compiled(self.modules):
             raise WatchError(f"{COMPILED}; compiled: {', '.join(found[:8])}")
+        if refusal := _watch_transformers.refusal(self.modules):
+            raise WatchError(refusal)
         self._entered = True
         _watch_frames.open_(self, self.modules)
         return self.recording
@@ -300,6 +306,8 @@ class Watch:
             self._check()
 
     def _check(self) -> None:
+        for layer in self._errors:
+            self._judge(layer)
         recording = self.recording
         if recording._parts or recording._pending:
             return
@@ -319,6 +327,37 @@ class Watch:
             active = about.ran % self.options.every == 0
             self.recording.about = replace(about, ran=about.ran + 1, forwards=about.forwards + active)
         return Pass(self, active)
+
+    def tokens_of(self, call: Call) -> Tensor | None:
+        """The ids of a call's keys, if they were asked for and are known."""
+        if self.options.tokens is None:
+            return None
+        if isinstance(self.options.tokens, Tensor):
+            return cut(self.options.tokens.to(call.k.device), call)
+        return self._streams.of(call, _watch_frames.frames())
+
+    def compare(self, layer: str, call: Call) -> None:
+        """Compare a layer's first output with what its call gives by definition.
+
+        Where the call was understood wrongly (a model with a rule of its own), this is an error and no statistic. On a
+        device it is looked at when the watch ends, so that no step waits for it.
+        """
+        if layer in self._errors or call.out is None:
+            return
+        error = error_of(call)
+        if error is None:
+            return
+        self._errors[layer] = (error, TOLERANCE[call.out.dtype])
+        if error.device.type == "cpu":
+            self._judge(layer)
+
+    def _judge(self, layer: str) -> None:
+        error, most = self._errors[layer]
+        if float(error) > most:
+            raise WatchError(
+                f"watch: layer {layer}: its output differs by {float(error):.2g} of the largest value from what its "
+                "q, k, v and mask give; it attends by a rule that headscope does not know. Leave it out with layers="
+            )
 
     def end(self, forward: Pass, *, finished: bool) -> None:
         if not finished or not forward.active or self.options.unseen == "ignore":
@@ -346,20 +385,37 @@ class Pass:
     def enter(self, name: str, module: nn.Module) -> None:
         self.ran[name] = None
 
-    def see(self, name: str, number: int, make: Callable[[], Call]) -> None:
+    def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
         self.seen.add(name)
         watch = self.watch
         if name not in watch.chosen:
             return
-        layer = name if number == 0 else f"{name}#{number + 1}"
-        call = make()
+        layer = name if frame.calls == 1 else f"{name}#{frame.calls}"
+        try:
+            call = make()
+        except WatchError as error:
+            raise WatchError(f"watch: layer {layer}: {error}") from error
         before = watch.recording.about.kinds.get(layer)
         kind = _watch_layers.kind_of(name, call, watch.options.kinds, before)
+        watch.compare(layer, call)
         try:
-            part = measure(replace(call, kind=kind), watch.options.what)
+            call = replace(call, kind=kind, tokens=watch.tokens_of(call) if kind == "self" else None)
+            part = measure(call, watch.options.what)
         except (TypeError, ValueError, RuntimeError) as error:
             raise WatchError(f"watch: layer {layer}: {error}") from error
-        watch.recording._add(layer, (watch.places[name], number), part, kind)
+        watch.recording._add(layer, (watch.places[name], frame.calls), part, kind)
+
+
+def register_transformers(name: str = "headscope") -> None:
+    """Register headscope's attention with transformers, for ``attn_implementation=name``.
+
+    The function and the making of its masks are registered under the one name: without the second, transformers gives
+    the function no mask at all, and padding is silently lost.
+
+    Raises:
+        ImportError: transformers is not installed, or older than 5.
+    """
+    _watch_transformers.register(name)
 
 
 def _about(model: nn.Module, options: Options, layers: Layers | None, texts: tuple[str, ...] | None) -> About:
