@@ -72,7 +72,7 @@ def test_imports_go_one_way(room: str) -> None:
             assert set(names) <= allowed, f"{file.name} imports {names}"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["text", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["text", "--help"], ["watch", "--help"]])
 def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
     code = f"import headscope.cli, sys\nsys.argv = ['headscope', *{arguments!r}]\n"
     code += "try: headscope.cli.main()\nexcept SystemExit as end: assert end.code in (0, None), end.code"

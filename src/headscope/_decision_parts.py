@@ -106,7 +106,11 @@ class Answer(ABC):
 
     def table(self, limit: int | None = None) -> Table:
         """The answer as a table, for ``rich.print``; at most ``limit`` lines."""
-        return as_table(self.columns(), self.cells(), self.caption(), limit)
+        columns, cells = self.columns(), self.cells()
+        places = [at for at, name in enumerate(columns) if name in LAYERS]
+        short, note = short_layers(list(dict.fromkeys(line[at] for line in cells for at in places)))
+        lines = [[short[cell] if at in places else cell for at, cell in enumerate(line)] for line in cells]
+        return as_table(columns, lines, f"{note}{self.caption()}", limit)
 
     def to_dict(self) -> dict[str, Any]:
         """The answer ready for JSON; what is not defined is None."""
@@ -146,7 +150,9 @@ def as_table(columns: Sequence[str], cells: Sequence[Sequence[str]], caption: st
 
     shown = cells[:limit]
     left = len(cells) - len(shown)
-    table = Table(caption=Text(f"{left:,} more lines. {caption}" if left else caption), caption_justify="left")
+    said = f"{left:,} more lines. {caption}" if left else caption
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.caption, table.caption_justify = (Text(said) if said else None), "left"
     for name in columns:
         table.add_column(name, justify="left" if name in TEXTS else "right", overflow="fold")
     for line in shown:
@@ -154,8 +160,23 @@ def as_table(columns: Sequence[str], cells: Sequence[Sequence[str]], caption: st
     return table
 
 
+LAYERS = ("layer", "other layer")
 TEXTS = ("layer", "other layer", "pattern", "next best", "quantity", "head or group")
 """The columns that hold words and not numbers."""
+
+
+def short_layers(names: Sequence[str]) -> tuple[dict[str, str], str]:
+    """Layers by what tells them apart, and a sentence that says how they are called in full.
+
+    ``model.layers.0.self_attn``, ``model.layers.1.self_attn``, … are 0, 1, …; names that are not alike stay whole.
+    """
+    parts = [name.split(".") for name in names]
+    differ = [at for at, column in enumerate(zip(*parts, strict=False)) if len({*column}) > 1]
+    if len({len(each) for each in parts}) != 1 or len(differ) != 1 or len(parts[0]) == 1:
+        return {name: name for name in names}, ""
+    at = differ[0]
+    whole = ".".join([*parts[0][:at], "N", *parts[0][at + 1 :]])
+    return {name: each[at] for name, each in zip(names, parts, strict=True)}, f"Layer N is {whole}. "
 
 
 def plain(value: Any) -> Any:

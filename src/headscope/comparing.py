@@ -278,9 +278,7 @@ def _change(name: str, old: Moments, new: Moments, head: int, limits: Thresholds
         math.sqrt(max(sum(s / n**2 for s, n in zip(squares, counts, strict=True)), 0.0)) if all(counts) else math.nan
     )
     size = _size(name, before, after, limits)
-    moved = size >= 1 and abs(after - before) >= limits.errors * error
-    if any(counts) and not all(counts):  # rows that have it are on one side only
-        moved = True
+    moved = size >= 1 and abs(after - before) >= limits.errors * error  # NaN: not all of it is there
     return Change(name, before, after, after - before, std, error, counts, size, moved)
 
 
@@ -325,10 +323,11 @@ def _notes(old: HeadStats, new: HeadStats) -> tuple[str, ...]:
         sides = [{n for n in side if n is not None} for side in zip(*numbers, strict=True)]
         if any(a != b for a, b in numbers) and all(sides):
             notes.append(f"Other {what}: {_range(sides[0])} before, {_range(sides[1])} after")
+    if not notes and any(_other_sights(a, b) for a, b in shared):  # other lengths would be the reason
+        notes.append("The rows may see other numbers of keys: other masks or lengths")
+    notes += [f"No row {when} has {', '.join(names)}" for when, names in _without_rows(shared) if names]
     if old.sampled != new.sampled:
         notes.append(f"Only {'before' if old.sampled else 'after'} is a sample of the rows")
-    if not notes and any(_other_sights(a, b) for a, b in shared):
-        notes.append("The rows may see other numbers of keys: other masks or lengths")
     return tuple(notes)
 
 
@@ -339,6 +338,17 @@ def _looked_at(part: LayerStats) -> dict[str, int]:
     return found | ({"bins of the map": part.map.bins} if part.map is not None else {})
 
 
+def _without_rows(shared: list[tuple[LayerStats, LayerStats]]) -> list[tuple[str, list[str]]]:
+    """Quantities that some layer has rows of on the other side only: it depends on the input which rows have them."""
+    found: dict[str, dict[str, None]] = {"before": {}, "after": {}}
+    for pair in shared:
+        for name in pair[0].moments:
+            some = [name in part.moments and bool(part.moments[name].count.any()) for part in pair]
+            if name in pair[1].moments and some[0] != some[1]:
+                found["after" if some[0] else "before"][name] = None
+    return [(when, list(names)) for when, names in found.items()]
+
+
 def _range(numbers: set[int]) -> str:
     least, most = min(numbers), max(numbers)
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
@@ -347,5 +357,6 @@ def _range(numbers: set[int]) -> str:
 def _other_sights(a: LayerStats, b: LayerStats) -> bool:
     if "chance" not in a.moments or "chance" not in b.moments or a.heads != b.heads:
         return False
-    means = [part.moments["chance"].mean.cpu() for part in (a, b)]
-    return not torch.allclose(*means, rtol=1e-6, equal_nan=True)
+    one, other = (part.moments["chance"] for part in (a, b))
+    same = (one.count == other.count).cpu()  # others have broken rows
+    return not torch.allclose(one.mean.cpu()[same], other.mean.cpu()[same], rtol=1e-6, equal_nan=True)

@@ -23,6 +23,8 @@ from headscope.stats import Column, HeadStats, Observe, Summary
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from headscope.comparing import Comparison, Thresholds
+
 __all__ = ["About", "Recording", "Watch", "WatchError", "register_transformers", "watch"]
 
 Layers = str | Collection[str] | Callable[[str, nn.Module], bool]
@@ -138,6 +140,12 @@ class Recording:
     def table(self, sort: str | None = None, **options: Any) -> Table:
         """One line for each head; see ``HeadStats.table``."""
         return self.stats.table(sort, **options)
+
+    def compare(self, other: HeadStats | Recording, thresholds: Thresholds | None = None) -> Comparison:
+        """What moved from this recording to another, head by head; see ``headscope.comparing.compare``."""
+        from headscope.comparing import compare
+
+        return compare(self, other, thresholds)
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Write one safetensors file: everything but kept q and k; ``HeadStats.load`` reads its statistics, too.
