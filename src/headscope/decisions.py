@@ -495,7 +495,7 @@ class Patterns(Decision):
         lines: list[tuple[str, ...]] = []
         for best, *rest in self._ranked():
             second = (_marked(rest[0]), decimal(rest[0].score)) if rest else ("", "")
-            lines.append((best.layer, str(best.head), _marked(best), decimal(best.score), str(best.rows), *second))
+            lines.append((best.layer, str(best.head), _marked(best), decimal(best.score), f"{best.rows:,}", *second))
         return lines
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headscope.stats import HeadStats
     from headscope.watching import Recording
 
-WINDOWS = (3, 16, 64, 256, 1024, 4096)  # the first, and those up to a quarter of the input: more tell nothing
+WINDOWS = (3, 16, 64, 256, 1024, 4096)  # the first, and those up to a third of the input: wider ones tell little
 BUDGETS = (16, 64, 256, 1024)
 BINS = 64
 EDGES = 16
@@ -301,7 +301,7 @@ def _one(loaded: Loaded, given: Input, part: Any, asked: Asked) -> Recording:
         rows=asked.rows,
         map=min(BINS, min(part.shape[1] for part in given.parts)) if text else BINS,
         edges=EDGES,
-        windows=tuple(w for w in WINDOWS if w == WINDOWS[0] or 4 * w <= longest) if text else (),
+        windows=tuple(w for w in WINDOWS if w == WINDOWS[0] or 3 * w <= longest) if text else (),
         tokens=part if text and not loaded.paired else None,
     )
     options: dict[str, Any] = {"layers": asked.layers or None}

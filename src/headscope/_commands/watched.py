@@ -207,8 +207,17 @@ def page(watched: Watched) -> str:
     footer = {"Model": watched.loaded.name, "Input": watched.given.source, "Versions": versions()}
     if about.options.get("layers") is not None:
         footer["Layers"] = ", ".join(about.options["layers"])
-    title = f"{watched.loaded.name}: {watched.given.source}"
-    return render_tables(title, f"{_title(watched)}. {_lead(watched)}", _sections(watched), footer, watched.notes)
+    title, lead = f"{watched.loaded.name}: {watched.given.source}", f"{_title(watched)}. {_lead(watched)}"
+    notes = [_sentence(note) for note in watched.notes]
+    return render_tables(_capital(title), _capital(lead), _sections(watched), footer, notes)
+
+
+def _sentence(note: str) -> str:
+    return f"{_capital(note)}."
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _sections(watched: Watched) -> list[Section]:
