@@ -18,7 +18,7 @@ from headscope._stats_parts import LayerStats
 from headscope._watch_calls import COMPILED, TOLERANCE, Call, Kind, WatchError, error_of, measure
 from headscope._watch_frames import Frame
 from headscope._watch_tokens import Streams, cut
-from headscope.stats import Column, HeadStats, Observe, Summary
+from headscope.stats import Column, HeadStats, Observe, Summary, merge
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -186,15 +186,16 @@ class Recording:
                 self._fold(name)
 
     def _fold(self, name: str) -> None:
-        parts = self._pending.pop(name)
+        """Merge what waits of a layer."""
+        parts = [*self._pending[name]]
         if name in self._parts:
             parts.insert(0, self._parts[name])
-        merged = HeadStats({name: parts[0]})
         try:
-            merged = merged.merge(*(HeadStats({name: part}) for part in parts[1:]))
+            merged = merge(*(HeadStats({name: part}) for part in parts))
         except ValueError as error:
             raise WatchError(f"watch: {error}; a layer has to have the same heads in every call") from error
         self._parts[name] = merged.parts[name]
+        del self._pending[name]
 
 
 def watch(
@@ -247,6 +248,11 @@ def watch(
         raise ValueError(f"every: got {every}, wanted a whole number from 1")
     if isinstance(tokens, str) and tokens != "inputs":
         raise ValueError(f'tokens: got {tokens!r}, wanted ids or "inputs"')
+    if what is not None and not isinstance(what, Observe):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"what: got {type(what).__name__}, wanted a headscope.Observe")
+    for kind in (kinds or {}).values():
+        if kind not in ("self", "cross"):
+            raise ValueError(f'kinds: got {kind!r}, wanted "self" or "cross"')
     if tokens is not None and what is not None and what.tokens is not None:
         raise ValueError("tokens: given twice, here and in what.tokens")
     if unseen not in ("error", "ignore"):
@@ -307,7 +313,10 @@ class Watch:
 
     def _check(self) -> None:
         for layer in self._errors:
-            self._judge(layer)
+            try:
+                self._judge(layer)
+            except WatchError as found:
+                raise WatchError(f"watch: layer {layer}: {found}") from found
         recording = self.recording
         if recording._parts or recording._pending:
             return
@@ -355,7 +364,7 @@ class Watch:
         error, most = self._errors[layer]
         if float(error) > most:
             raise WatchError(
-                f"watch: layer {layer}: its output differs by {float(error):.2g} of the largest value from what its "
+                f"its output differs by {float(error):.2g} of the largest value from what its "
                 "q, k, v and mask give; it attends by a rule that headscope does not know. Leave it out with layers="
             )
 
@@ -391,14 +400,11 @@ class Pass:
         if name not in watch.chosen:
             return
         layer = name if frame.calls == 1 else f"{name}#{frame.calls}"
+        before = watch.recording.about.kinds.get(layer)
         try:
             call = make()
-        except WatchError as error:
-            raise WatchError(f"watch: layer {layer}: {error}") from error
-        before = watch.recording.about.kinds.get(layer)
-        kind = _watch_layers.kind_of(name, call, watch.options.kinds, before)
-        watch.compare(layer, call)
-        try:
+            kind = _watch_layers.kind_of(name, call, watch.options.kinds, before)
+            watch.compare(layer, call)
             call = replace(call, kind=kind, tokens=watch.tokens_of(call) if kind == "self" else None)
             part = measure(call, watch.options.what)
         except (TypeError, ValueError, RuntimeError) as error:
