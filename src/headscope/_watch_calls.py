@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _is_tracing
+from torch._subclasses import FakeTensor
 
 from headscope import functional
 from headscope._call import as_mask
@@ -18,8 +21,8 @@ from headscope.stats import Observe
 Kind = Literal["self", "cross"]
 
 COMPILED = (
-    "watch: this model runs compiled, and its attention calls cannot be seen; watch the model before torch.compile, or "
-    "within torch.compiler.set_stance('force_eager')"
+    "watch: the model, or a part of it, runs compiled, so that its attention calls cannot be seen; watch and run it as "
+    "it was before torch.compile or torch.jit"
 )
 
 HIDDEN = -1e9
@@ -59,7 +62,16 @@ class Call:
 
 
 def measure(call: Call, what: Observe) -> LayerStats:
-    """The statistics of one call."""
+    """The statistics of one call.
+
+    Raises:
+        WatchError: the call has no values to look at, or is a transform's and not the model's own.
+        TypeError, ValueError: it cannot be observed so.
+    """
+    if call.q.device.type == "meta" or isinstance(call.q, FakeTensor):
+        raise WatchError("its tensors have no values (meta or fake tensors)")
+    if _are_functorch_transforms_active() or _is_tracing():
+        raise WatchError("the model runs within torch.func or torch.jit.trace, where its tensors are stand-ins")
     call = rounded(call)
     if call.tokens is not None and call.kind != "cross":
         what = replace(what, tokens=call.tokens)
@@ -121,15 +133,20 @@ def additive(mask: Tensor) -> Tensor:
     return mask.masked_fill(mask <= limit, -math.inf)
 
 
-def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """A call of ``torch.nn.functional.scaled_dot_product_attention`` by its arguments."""
+def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> Call:
+    """A call of ``torch.nn.functional.scaled_dot_product_attention`` by its arguments.
+
+    Args:
+        convert: ``split``, or one that remembers what it has split.
+    """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     q, k, v = (one_head(given[name]) for name in names[:3])
-    mask, bias = split(given.get("attn_mask"))
+    attn_mask = given.get("attn_mask")
+    mask, bias = (None, None) if attn_mask is None else convert(attn_mask)
     if given.get("is_causal"):
         top_left = Band(None, 0, offset=0)
-        mask = top_left if mask is None else top_left & Dense(mask)
+        mask = top_left if mask is None else top_left & mask
     kind: Kind | None = "self" if given.get("is_causal") else None
     return Call(q=q, k=k, v=v, mask=mask, bias=bias, scale=given.get("scale"), kind=kind)
 
@@ -154,11 +171,12 @@ def one_head(tensor: Tensor) -> Tensor:
     return tensor[None] if tensor.ndim == 2 else tensor
 
 
-def split(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """A mask of SDPA as a boolean mask (True = attend) or as a bias."""
-    if mask is None:
-        return None, None
-    return (mask, None) if mask.dtype == torch.bool else (None, additive(mask))
+Convert = Callable[[Tensor], tuple[Mask | None, Tensor | None]]
+
+
+def split(mask: Tensor) -> tuple[Mask | None, Tensor | None]:
+    """A mask of SDPA (True = attend, or numbers to add) as a mask or as a bias."""
+    return (Dense(mask), None) if mask.dtype == torch.bool else (None, additive(mask))
 
 
 def error_of(call: Call) -> Tensor | None:

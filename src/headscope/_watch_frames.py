@@ -13,6 +13,7 @@ arguments instead.
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,7 +26,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from headscope import _watch_calls, _watch_torch, functional
 from headscope._watch_calls import Call
-from headscope.masks import Dense, Mask
+from headscope.masks import Mask
 from headscope.module import MultiHeadAttention
 
 
@@ -110,12 +111,20 @@ class Frame:
             self._arguments = bound(self.module.forward, self.args, self.kwargs)
         return self._arguments
 
-    def converted(self, mask: Tensor) -> tuple[Tensor | Mask | None, Tensor | None]:
+    @contextmanager
+    def quietly(self) -> Generator[None]:
+        """While what this module's attention calls is not to be seen: it is part of it, or ours."""
+        before, self.quiet = self.quiet, True
+        try:
+            yield
+        finally:
+            self.quiet = before
+
+    def converted(self, mask: Tensor) -> tuple[Mask | None, Tensor | None]:
         """``_watch_calls.split``, once for all layers that are given the same tensor."""
         key = (id(mask), None if mask.is_inference() else mask._version)
         if key not in _here.masks:
-            seen, bias = _watch_calls.split(mask)
-            _here.masks[key] = (mask, None if seen is None else Dense(seen), bias)
+            _here.masks[key] = (mask, *_watch_calls.split(mask))
         return _here.masks[key][1:]
 
     def see(self, call: Callable[[], Call]) -> None:
@@ -182,7 +191,8 @@ def open_(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
     with _lock:
         if _original_call is None:
             _original_call = nn.Module.__call__
-            nn.Module.__call__ = _call
+            # a compiled function that calls a watched model leaves it alone: the model then runs as it is
+            nn.Module.__call__ = torch.compiler.disable(_call) if "torch._dynamo" in sys.modules else _call
             functional.watched = _headscope_attention
             for each in patches:
                 each.install()
@@ -218,7 +228,7 @@ def _call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if entries is None:
         return original(self, *args, **kwargs)
     if torch.compiler.is_compiling():
-        raise RuntimeError(_watch_calls.COMPILED)
+        raise _watch_calls.WatchError(_watch_calls.COMPILED)
     if torch._C._current_graph_task_id() != -1:
         return original(self, *args, **kwargs)  # a checkpoint computes again what was seen before
     return _run(original, Frame(self, args, kwargs), entries)
@@ -318,15 +328,9 @@ def _take() -> list[Any]:
 def unobserved() -> Generator[None]:
     """While we compute for ourselves: no function mode, and attention is not looked at."""
     frame = innermost()
-    before = frame.quiet if frame is not None else False
-    if frame is not None:
-        frame.quiet = True
-    try:
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            yield
-    finally:
-        if frame is not None:
-            frame.quiet = before
+    quietly = nullcontext() if frame is None else frame.quietly()
+    with quietly, torch.no_grad(), torch._C.DisableTorchFunction():
+        yield
 
 
 def _sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -334,10 +338,11 @@ def _sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if frame is None or frame.quiet:
         return F.scaled_dot_product_attention(*args, **kwargs)
     if frame.accelerate:
-        out = _watch_calls.attend(_watch_calls.sdpa(args, kwargs), _dropout(args, kwargs))
+        with frame.quietly():
+            out = _watch_calls.attend(_watch_calls.sdpa(args, kwargs, frame.converted), _dropout(args, kwargs))
     else:
         out = F.scaled_dot_product_attention(*args, **kwargs)
-    frame.see(lambda: _watch_calls.sdpa(args, kwargs))
+    frame.see(lambda: _watch_calls.sdpa(args, kwargs, frame.converted))
     return out
 
 
@@ -360,11 +365,8 @@ def _headscope_attention(
     frame = innermost()
     if frame is None or frame.quiet or not frame.active:
         return functional._run(q, k, v, mask, bias, sinks, numbers, backend)
-    frame.quiet = True  # the backend may be SDPA
-    try:
+    with frame.quietly():  # the backend may be SDPA
         out, lse = functional._run(q, k, v, mask, bias, sinks, numbers, backend)
-    finally:
-        frame.quiet = False
     scale, softcap = numbers[:2]
     kind = None
     if isinstance(frame.module, MultiHeadAttention):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +21,8 @@ class Streams:
     """The ids that each module was called with, step after step, as a cache keeps their keys."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[Frame, Tensor | None]] = {}  # by module; the ids from position 0 on
+        # by module: the call that is going on, and the ids from position 0 on
+        self._seen: dict[int, tuple[weakref.ref[Frame], Tensor | None]] = {}
         self._lock = threading.Lock()
 
     def of(self, call: Call, frames: Iterable[Frame]) -> Tensor | None:
@@ -38,14 +40,14 @@ class Streams:
         """All ids up to this step; None where earlier steps were not seen."""
         key = id(frame.module)
         last, before = self._seen.get(key, (None, None))
-        if last is frame:  # another layer of the same step
+        if last is not None and last() is frame:  # another layer of the same step
             return before
         stream = None
         if total == ids.shape[-1]:
             stream = ids
         elif before is not None and before.shape[-1] + ids.shape[-1] == total and len(before) == len(ids):
             stream = torch.cat([before, ids], -1)
-        self._seen[key] = (frame, stream)
+        self._seen[key] = (weakref.ref(frame), stream)
         return stream
 
 

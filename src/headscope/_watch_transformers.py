@@ -94,16 +94,13 @@ def _get_interface(self: Any, attn_implementation: str, default: Function) -> Fu
 def _attend(attend: Function, name: str, frame: Frame, given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     lead = [given.get(each) for each in _LEAD]
     options = {key: value for key, value in given.items() if key not in _LEAD}
-    if frame.accelerate:
-        call = described(attend, name, frame, given, None)
-        out = _watch_calls.attend(call, options.get("dropout") or 0.0).transpose(1, 2).contiguous()
-        result: tuple[Tensor, Tensor | None] = (out, None)
-    else:
-        frame.quiet = True  # its own call of SDPA is this call
-        try:
+    with frame.quietly():  # its own call of SDPA is this call
+        if frame.accelerate:
+            call = described(attend, name, frame, given, None)
+            out = _watch_calls.attend(call, options.get("dropout") or 0.0).transpose(1, 2).contiguous()
+            result: tuple[Tensor, Tensor | None] = (out, None)
+        else:
             result = attend(*lead, **options)
-        finally:
-            frame.quiet = False
     dropped = bool(options.get("dropout")) or frame.accelerate
     frame.see(lambda: described(attend, name, frame, given, None if dropped else result[0].transpose(1, 2)))
     return result
@@ -206,9 +203,10 @@ def attention_forward(
     Shapes: query [B, H, Q, D], key [B, Hkv, K, D], value [B, Hkv, K, Dv], attention_mask [B, 1 or H, Q, K], boolean
     (True = attend) or numbers to add -> [B, Q, H, Dv], and None for the weights.
     """
-    mask, bias = _watch_calls.split(attention_mask)
-    seen: Mask | Tensor | None = mask
-    if attention_mask is None:
+    if attention_mask is not None:
+        seen, bias = _watch_calls.split(attention_mask)
+    else:
+        bias = None
         seen = _causal(NAME, module, {"is_causal": is_causal}, query.shape[-2])
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias

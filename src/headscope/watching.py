@@ -17,15 +17,26 @@ from headscope import __version__, _watch_frames, _watch_layers, _watch_transfor
 from headscope._stats_parts import LayerStats
 from headscope._watch_calls import COMPILED, TOLERANCE, Call, Kind, WatchError, error_of, measure
 from headscope._watch_frames import Frame
+from headscope._watch_monitor import Alarm, AttentionWarning, Limits, Monitor, writer
 from headscope._watch_tokens import Streams, cut
-from headscope.stats import Column, HeadStats, Observe, Summary
+from headscope.stats import Column, HeadStats, Observe, Summary, merge
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from headscope.comparing import Comparison, Thresholds
 
-__all__ = ["About", "Recording", "Watch", "WatchError", "register_transformers", "watch"]
+__all__ = [
+    "About",
+    "Alarm",
+    "AttentionWarning",
+    "Limits",
+    "Recording",
+    "Watch",
+    "WatchError",
+    "register_transformers",
+    "watch",
+]
 
 Layers = str | Collection[str] | Callable[[str, nn.Module], bool]
 _watch_frames.patches.append(_watch_transformers)
@@ -71,6 +82,7 @@ class Recording:
         self._parts: dict[str, LayerStats] = dict(stats.parts)
         self._pending: dict[str, list[LayerStats]] = {}
         self._order: dict[str, tuple[int, int]] = {}
+        self._monitor: Monitor | None = None
         self._lock = threading.RLock()
 
     # ------------------------------------------------------------ reading
@@ -122,6 +134,11 @@ class Recording:
     def texts(self) -> tuple[str, ...] | None:
         """The text of each token, if it was given."""
         return self.about.texts
+
+    @property
+    def alarms(self) -> tuple[Alarm, ...]:
+        """The alarms that were raised, if the model was watched with ``alarms``."""
+        return () if self._monitor is None else tuple(self._monitor.alarms)
 
     def flat(self) -> dict[str, float]:
         """Means under flat names, as trackers want them: ``attn/L03/H05/entropy``."""
@@ -193,16 +210,22 @@ class Recording:
             if len(waiting) >= PENDING:
                 self._fold(name)
 
+    def _places(self) -> dict[str, int]:
+        """Layer -> its number, in the order of the model."""
+        with self._lock:
+            return {name: n for n, name in enumerate(sorted(self._order, key=self._order.__getitem__))}
+
     def _fold(self, name: str) -> None:
-        parts = self._pending.pop(name)
+        """Merge what waits of a layer."""
+        parts = [*self._pending[name]]
         if name in self._parts:
             parts.insert(0, self._parts[name])
-        merged = HeadStats({name: parts[0]})
         try:
-            merged = merged.merge(*(HeadStats({name: part}) for part in parts[1:]))
+            merged = merge(*(HeadStats({name: part}) for part in parts))
         except ValueError as error:
             raise WatchError(f"watch: {error}; a layer has to have the same heads in every call") from error
         self._parts[name] = merged.parts[name]
+        del self._pending[name]
 
 
 def watch(
@@ -217,6 +240,8 @@ def watch(
     kinds: Mapping[str, Kind] | None = None,
     accelerate: bool = False,
     unseen: Literal["error", "ignore"] = "error",
+    log: Any = None,
+    alarms: bool | Limits = False,
 ) -> Watch:
     """Watch every attention head of a model: ``with headscope.watch(model) as seen: model(**inputs)``.
 
@@ -238,6 +263,9 @@ def watch(
         kinds: name or pattern -> "self" or "cross", where the calls do not say (see docs/watching.md).
         accelerate: let headscope's kernel attend as well. Outputs are then equal up to rounding, not to the bit.
         unseen: "error": a module called attention that ran and could not be seen into is an error that names it.
+        log: where the values of each forward pass that is looked at go, under flat names (``attn/L03/H05/entropy``): a
+            TensorBoard ``SummaryWriter``, a Weights & Biases run, a function of the values and the step, or several.
+        alarms: warn of entropy collapse, growing logits and a rising sink; ``Limits`` says when.
 
     Raises:
         TypeError, ValueError: an argument that does not fit.
@@ -255,11 +283,20 @@ def watch(
         raise ValueError(f"every: got {every}, wanted a whole number from 1")
     if isinstance(tokens, str) and tokens != "inputs":
         raise ValueError(f'tokens: got {tokens!r}, wanted ids or "inputs"')
+    if what is not None and not isinstance(what, Observe):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"what: got {type(what).__name__}, wanted a headscope.Observe")
+    for kind in (kinds or {}).values():
+        if kind not in ("self", "cross"):
+            raise ValueError(f'kinds: got {kind!r}, wanted "self" or "cross"')
     if tokens is not None and what is not None and what.tokens is not None:
         raise ValueError("tokens: given twice, here and in what.tokens")
     if unseen not in ("error", "ignore"):
         raise ValueError(f'unseen: got {unseen!r}, wanted "error" or "ignore"')
-    options = Options(Observe() if what is None else what, every, tokens, dict(kinds or {}), accelerate, unseen)
+    targets = [] if log is None else list(log) if isinstance(log, (list, tuple)) else [log]
+    limits = Limits() if alarms is True else alarms or None
+    monitor = Monitor([writer(target) for target in targets], limits) if targets or limits else None
+    what = Observe() if what is None else what
+    options = Options(what, every, tokens, dict(kinds or {}), accelerate, unseen, monitor)
     return Watch(model, options, layers, None if texts is None else tuple(texts))
 
 
@@ -273,6 +310,7 @@ class Options:
     kinds: Mapping[str, Kind]
     accelerate: bool
     unseen: Literal["error", "ignore"]
+    monitor: Monitor | None
 
 
 class Watch:
@@ -285,11 +323,13 @@ class Watch:
     def __init__(
         self, model: nn.Module, options: Options, layers: Layers | None, texts: tuple[str, ...] | None
     ) -> None:
+        self.monitor = options.monitor
         self.options = options
         self.modules = _watch_layers.modules_of(model)
         self.chosen = _watch_layers.chosen(self.modules, layers)
         self.places = {name: place for place, name in enumerate(self.modules)}
         self.recording = Recording(HeadStats({}), _about(model, options, layers, texts))
+        self.recording._monitor = options.monitor
         self._lock = threading.Lock()
         self._entered = False
         self._streams = Streams()
@@ -310,12 +350,17 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _watch_frames.close(self)
+        if self.monitor is not None:
+            self.monitor.finish()
         if error is None:
             self._check()
 
     def _check(self) -> None:
         for layer in self._errors:
-            self._judge(layer)
+            try:
+                self._judge(layer)
+            except WatchError as found:
+                raise WatchError(f"watch: layer {layer}: {found}") from found
         recording = self.recording
         if recording._parts or recording._pending:
             return
@@ -334,7 +379,7 @@ class Watch:
             about = self.recording.about
             active = about.ran % self.options.every == 0
             self.recording.about = replace(about, ran=about.ran + 1, forwards=about.forwards + active)
-        return Pass(self, active)
+        return Pass(self, about.ran, active)
 
     def tokens_of(self, call: Call) -> Tensor | None:
         """The ids of a call's keys, if they were asked for and are known."""
@@ -363,12 +408,17 @@ class Watch:
         error, most = self._errors[layer]
         if float(error) > most:
             raise WatchError(
-                f"watch: layer {layer}: its output differs by {float(error):.2g} of the largest value from what its "
+                f"its output differs by {float(error):.2g} of the largest value from what its "
                 "q, k, v and mask give; it attends by a rule that headscope does not know. Leave it out with layers="
             )
 
     def end(self, forward: Pass, *, finished: bool) -> None:
-        if not finished or not forward.active or self.options.unseen == "ignore":
+        if not finished or not forward.active:
+            return
+        if self.monitor is not None:
+            with self._lock, torch.no_grad():
+                self.monitor.step(forward.number, forward.parts, self.recording._places())
+        if self.options.unseen == "ignore":
             return
         missing = _watch_layers.unseen(self.modules, forward.ran, forward.seen)
         missing = [name for name in missing if name in self.chosen]
@@ -383,9 +433,11 @@ class Watch:
 class Pass:
     """One forward pass: which modules ran in it, and which of them attended."""
 
-    def __init__(self, watch: Watch, active: bool) -> None:
+    def __init__(self, watch: Watch, number: int, active: bool) -> None:
         self.watch = watch
+        self.number = number
         self.active = active
+        self.parts: dict[str, LayerStats] = {}  # of this pass alone, for a monitor
         self.accelerate = watch.options.accelerate
         self.ran: dict[str, None] = {}
         self.seen: set[str] = set()
@@ -399,19 +451,18 @@ class Pass:
         if name not in watch.chosen:
             return
         layer = name if frame.calls == 1 else f"{name}#{frame.calls}"
+        before = watch.recording.about.kinds.get(layer)
         try:
             call = make()
-        except WatchError as error:
-            raise WatchError(f"watch: layer {layer}: {error}") from error
-        before = watch.recording.about.kinds.get(layer)
-        kind = _watch_layers.kind_of(name, call, watch.options.kinds, before)
-        watch.compare(layer, call)
-        try:
+            kind = _watch_layers.kind_of(name, call, watch.options.kinds, before)
+            watch.compare(layer, call)
             call = replace(call, kind=kind, tokens=watch.tokens_of(call) if kind == "self" else None)
             part = measure(call, watch.options.what)
         except (TypeError, ValueError, RuntimeError) as error:
             raise WatchError(f"watch: layer {layer}: {error}") from error
         watch.recording._add(layer, (watch.places[name], frame.calls), part, kind)
+        if watch.monitor is not None:
+            self.parts[layer] = self.parts[layer].merge(part) if layer in self.parts else part
 
 
 def register_transformers(name: str = "headscope") -> None:
