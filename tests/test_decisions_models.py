@@ -1,4 +1,4 @@
-"""Scores of patterns from means beside those of the dense weights, for every family of models of test_watching_truth."""
+"""Scores of patterns from means beside those of the dense weights, for every family that watch is tested on."""
 
 from __future__ import annotations
 
