@@ -132,6 +132,7 @@ def quantities(
         "argmax": float(min(j for j, w in row.items() if w == max(row.values()))),
         "mass": math.fsum(row.values()),
         "first": math.fsum(row.get(j, 0.0) for j in real[: asked.first]),
+        "chance": 1 / len(row),
     }
     if values["max_weight"] > 0:
         values["max_logit"] = lse + math.log(values["max_weight"])
@@ -139,7 +140,7 @@ def quantities(
     if len(row) >= 2:
         values["normalized_entropy"] = values["entropy"] / math.log(len(row))
     if asked.q_at is not None and asked.k_at is not None:
-        values |= _by_place(asked.q_at[b][i], asked.k_at[b], row, asked.windows)
+        values |= _by_place(asked.q_at[b][i], asked.k_at[b], row, asked.windows, real[: asked.first])
         if asked.tokens is not None and own is not None:
             values |= _by_token(asked.tokens[b], row, own)
     if asked.values is not None:
@@ -148,7 +149,9 @@ def quantities(
     return values
 
 
-def _by_place(at: Place, keys: Sequence[Place], row: dict[int, float], windows: Sequence[float]) -> dict[str, float]:
+def _by_place(
+    at: Place, keys: Sequence[Place], row: dict[int, float], windows: Sequence[float], first: Sequence[int]
+) -> dict[str, float]:
     values: dict[str, float] = {}
     placed = [j for j, place in enumerate(keys) if not any(map(math.isnan, place))]
     if any(map(math.isnan, at)):
@@ -158,6 +161,8 @@ def _by_place(at: Place, keys: Sequence[Place], row: dict[int, float], windows: 
         values["distance"] = math.fsum(row[j] * d for j, d in far.items())
         for w in windows:
             values[f"window_{w:g}"] = math.fsum(row[j] for j, d in far.items() if d <= w)
+            kept = {j for j, d in far.items() if d <= w} | {*first}
+            values[f"streaming_{w:g}"] = math.fsum(row.get(j, 0.0) for j in kept)
     for name, step in (("self", 0), ("previous", -1), ("next", 1)):
         if len(at) == 1 or name == "self":
             there = [j for j in row if all(k - q == step for k, q in zip(keys[j], at, strict=True))]

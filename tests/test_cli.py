@@ -18,7 +18,7 @@ from headscope._backends import cpu
 from headscope.cli import main
 from headscope.stats import pattern_scores
 
-VERBS = ("text", "image", "trace", "doctor")
+VERBS = ("text", "image", "trace", "watch", "doctor")
 REPEATED = "def parse(line): return line. def parse(line): return line. def parse(line):"
 
 

@@ -39,6 +39,13 @@ def test_attention_loads_torch_and_nothing_else_of_weight() -> None:
     assert {name.split(".")[0] for name in extra} == {"headscope"}, extra
 
 
+def test_watching_waits_for_transformers_until_a_model_brings_it() -> None:
+    code = "import torch, headscope; m = headscope.MultiHeadAttention(4, 2)\n"
+    modules = loaded(f"{code}with headscope.watch(m): m(torch.zeros(1, 3, 4))")
+    assert "headscope.watching" in modules
+    assert not modules & {"transformers", "safetensors", "pandas", "tensorboard", "wandb"}
+
+
 CORE = [
     *("masks", "_call", "_backends", "_select", "_nonfinite", "_operator"),
     *("_dense_stats", "_stats_parts", "stats", "_stats_show", "_stats_files"),
@@ -52,8 +59,14 @@ CORE = [
         "_observe_sums",
     ),
     *("functional", "_linear", "module"),
+    *("_decision_parts", "_head_distances", "_pattern_means", "decisions", "comparing"),
+    *("_watch_calls", "_watch_torch", "_watch_frames", "_watch_layers", "_watch_tokens", "_watch_monitor"),
+    *("_watch_transformers", "watching", "_watch_files"),
 ]
-LATER = {"stats": {"_stats_show", "_stats_files"}}  # imported when they are called: they are made of what is in it
+LATER = {
+    "stats": {"_stats_show", "_stats_files"},
+    "watching": {"_watch_files"},
+}  # imported when they are called: they are made of what is in it
 
 
 @pytest.mark.parametrize("room", CORE)
@@ -61,7 +74,7 @@ def test_imports_go_one_way(room: str) -> None:
     """A room of the core imports from those before it in the list, or from itself, also inside its functions."""
     place = Path(headscope.__file__).parent
     files = [place / f"{room}.py"] if (place / f"{room}.py").exists() else sorted((place / room).glob("*.py"))
-    allowed = {*CORE[: CORE.index(room) + 1], "_native", *LATER.get(room, ())}
+    allowed = {*CORE[: CORE.index(room) + 1], "_native", "__version__", *LATER.get(room, ())}
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = []
@@ -71,7 +84,7 @@ def test_imports_go_one_way(room: str) -> None:
             assert set(names) <= allowed, f"{file.name} imports {names}"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["text", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["text", "--help"], ["watch", "--help"]])
 def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
     code = f"import headscope.cli, sys\nsys.argv = ['headscope', *{arguments!r}]\n"
     code += "try: headscope.cli.main()\nexcept SystemExit as end: assert end.code in (0, None), end.code"
@@ -87,7 +100,10 @@ def test_every_public_name_is_there(name: str) -> None:
     assert getattr(headscope, name) is getattr(headscope, name), "resolved once"
 
 
-@pytest.mark.parametrize("room", ["functional", "masks", "module", "tracing", "stats", "examples"])
+@pytest.mark.parametrize(
+    "room",
+    ["functional", "masks", "module", "tracing", "stats", "watching", "examples", "decisions", "comparing"],
+)
 def test_every_name_of_a_room_is_there(room: str) -> None:
     module = import_module(f"headscope.{room}")
     for name in module.__all__:

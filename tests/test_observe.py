@@ -20,6 +20,7 @@ from headscope.stats import HeadStats, head_means, row_statistics
 INF = torch.inf
 OF_WEIGHTS = {
     "lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "first",
+    "chance",
 }  # fmt: skip
 OF_PLACES = {"distance", "self", "previous", "next"}
 
@@ -62,7 +63,7 @@ def test_it_says_what_row_statistics_says_of_the_dense_weights(option: str, dtyp
         if offset is None:
             assert stats[0, name].count.tolist() == dense.rows[name].tolist(), name
             torch.testing.assert_close(stats[0, name].mean, wanted, rtol=1e-5, atol=1e-6, equal_nan=True, msg=name)
-    names = {*OF_WEIGHTS, *OF_PLACES, "window_2"}
+    names = {*OF_WEIGHTS, *OF_PLACES, "window_2", "streaming_2"}
     assert set(stats.names) == names
 
 
@@ -371,6 +372,24 @@ def test_positions_can_be_given() -> None:
     each = torch.stack([torch.arange(7), torch.arange(7) + 40])[..., None]
     moved = observe(*(x.expand(2, -1, -1, -1) for x in (q, k)), q_pos=each, k_pos=each)
     assert mean(moved, "distance") == pytest.approx(mean(observe(q, k), "distance"), rel=1e-6)
+
+
+def test_what_a_streaming_cache_keeps_and_what_an_even_row_gives() -> None:
+    """Two keys of padding, then rows that look at the first real key, near it, and nowhere in particular."""
+    q, k = looking([0, 0, 2, 2, 2, 5, 3], 7)
+    q[0, 0, 6] = 0.0  # an even row
+    what = Observe(windows=(0, 1), first=2, keep_rows=True)
+    stats = observe(q, k, mask=causal() & Dense(torch.arange(7) >= 2), what=what)
+    rows = stats.kept[0].values
+    nan = math.nan
+    for name, wanted in {
+        "chance": [nan, nan, 1, 1 / 2, 1 / 3, 1 / 4, 1 / 5],
+        "window_1": [nan, nan, 1, 1, 0, 1, 2 / 5],
+        "streaming_0": [nan, nan, 1, 1, 1, 1, 3 / 5],
+        "streaming_1": [nan, nan, 1, 1, 1, 1, 4 / 5],
+    }.items():
+        torch.testing.assert_close(rows[name][0, 0], torch.tensor(wanted), equal_nan=True, msg=name)
+    assert stats[0, 0, "streaming_1"].histogram[-1] == 4, "0.95 is an edge"
 
 
 def test_padding_is_found_by_place_where_positions_repeat() -> None:

@@ -15,12 +15,14 @@ _HOME = {
     "HeadStats": "stats",
     "MultiHeadAttention": "module",
     "Observe": "stats",
+    "Recording": "watching",
     "Trace": "tracing",
     "attend": "functional",
     "attention": "functional",
     "load_example": "examples",
     "observe": "functional",
     "trace": "tracing",
+    "watch": "watching",
 }
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "HeadStats",
     "MultiHeadAttention",
     "Observe",
+    "Recording",
     "Trace",
     "attend",
     "attention",
@@ -35,6 +38,7 @@ __all__ = [
     "masks",
     "observe",
     "trace",
+    "watch",
 ]
 
 if TYPE_CHECKING:
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from headscope.module import MultiHeadAttention
     from headscope.stats import HeadStats, Observe
     from headscope.tracing import Trace, trace
+    from headscope.watching import Recording, watch
 
 
 def __getattr__(name: str) -> Any:

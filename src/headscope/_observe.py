@@ -11,9 +11,9 @@ Three steps, so that a kernel can take the place of the second one:
    and ``Call``, and fills the same ``Observed``:
 
    - per row: ``entropy`` as Σ p (lse - s), Σ p² (``effective_keys`` is its inverse), max p and its key, Σ p · distance,
-     the masses ``self``, ``previous``, ``next``, ``first``, ``window_w``, ``duplicate``, ``induction``, Σ p ‖v‖, the
-     largest logit, the mass, n = how many keys it may see (for ``normalized_entropy``), whether it counts, whether it
-     is broken;
+     the masses ``self``, ``previous``, ``next``, ``first``, ``window_w``, ``streaming_w``, ``duplicate``,
+     ``induction``, Σ p ‖v‖, the largest logit, the mass, n = how many keys it may see (for ``normalized_entropy`` and
+     ``chance``), whether it counts, whether it is broken;
    - per key: received and eligible;
    - the map: sum, count, max and the place of the max of each bin;
    - edges: nothing, see ``_observe_edges``: the largest p of each row are enough to find the rows they are in.
@@ -126,12 +126,14 @@ def row_names(work: Work, scene: Scene) -> list[str]:
     """The row quantities that are asked for and that these rows have, in the order of docs/statistics.md."""
     if not work.rows:
         return ["max_weight"] if work.edges else []  # edges are found by it
-    names = ["lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "first"]
+    names = ["lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass"]
+    names += ["first", "chance"]
     if scene.own is not None:
         names += ["distance", "self"]
         if scene.q_at is None or scene.q_at.shape[-1] == 1:
             names += ["previous", "next"]
         names += [f"window_{w:g}" for w in work.windows]
+        names += [f"streaming_{w:g}" for w in work.windows]
         names += ["duplicate", "induction"] if scene.ids is not None else []
     return names + (["value_norm"] if scene.norms is not None else [])
 
@@ -163,6 +165,7 @@ def _of_weights(tile: Tile) -> dict[str, Tensor]:
         "normalized_entropy": torch.where(tile.choices >= 2, entropy / tile.choices.to(entropy.dtype).log(), math.nan),
         "effective_keys": torch.where(squares > 0, 1 / squares, math.nan),
         "mass": mass,
+        "chance": (1 / tile.choices.to(mass.dtype)).expand_as(mass),
     }
 
 

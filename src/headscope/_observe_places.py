@@ -21,7 +21,10 @@ def place_values(work: Work, scene: Scene, block: Block, tile: Tile) -> dict[str
     distance = (tile.p * (reach if scene.line is not None else reach.nan_to_num(0.0))).sum(-1)
     values["distance"] = torch.where(placed, distance, math.nan)
     for w in work.windows:
-        values[f"window_{w:g}"] = torch.where(placed, (tile.p * (reach <= w)).sum(-1), math.nan)
+        near = reach <= w
+        values[f"window_{w:g}"] = torch.where(placed, (tile.p * near).sum(-1), math.nan)
+        kept = near | _first_keys(scene, block)
+        values[f"streaming_{w:g}"] = torch.where(placed, (tile.p * kept).sum(-1), math.nan)
     if scene.ids is not None:
         values |= _by_token(scene, block, tile)
     return values
@@ -75,6 +78,12 @@ def _by_token(scene: Scene, block: Block, tile: Tile) -> dict[str, Tensor]:
     duplicate = (ids[:, None, block.j] == token) & (keys != own) & (own >= 0)
     induction = (before[:, None] == token) & (keys - 1 != own) & (own >= 0) & (keys > 0)
     return {"duplicate": _mass_on(tile, duplicate[:, None]), "induction": _mass_on(tile, induction[:, None])}
+
+
+def _first_keys(scene: Scene, block: Block) -> Tensor:
+    """Which keys are among the first n real ones, [b or 1, 1, 1, j]."""
+    keys = torch.arange(block.j.start, block.j.stop, device=scene.first.device)
+    return (keys[:, None] == cut(scene.first, block.b)[:, None, None, None, :]).any(-1)
 
 
 def _mass_on(tile: Tile, target: Tensor) -> Tensor:

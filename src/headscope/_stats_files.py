@@ -24,19 +24,19 @@ _PARTS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
 _MOMENTS = ("count", "mean", "M2", "min", "max", "histogram")
 
 
-def save(stats: HeadStats, path: Path, force: bool) -> Path:
-    """See ``HeadStats.save``."""
+def save(stats: HeadStats, path: Path, force: bool, more: Mapping[str, str] | None = None) -> Path:
+    """See ``HeadStats.save``; ``more`` are further entries of the header."""
     from safetensors.torch import save as encode
 
-    if path.exists() and not force and _header(path) is None:
+    if path.exists() and not force and header(path) is None:
         raise FileExistsError(
             f"{path}: is there and is no file of headscope's statistics; give force=True to replace it"
         )
     tensors: dict[str, Tensor] = {}
     layers = [_put(part, name, f"{number}", tensors) for number, (name, part) in enumerate(stats.parts.items())]
-    header = {_KEY: json.dumps({"version": VERSION, "layers": layers})}
+    entries = {_KEY: json.dumps({"version": VERSION, "layers": layers}), **(more or {})}
     plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
-    _replace(path, encode(plain, header))
+    _replace(path, encode(plain, entries))
     return path
 
 
@@ -46,17 +46,17 @@ def load(path: Path) -> HeadStats:
 
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
-    header = _header(path)
-    if header is None:
+    said = header(path)
+    if said is None:
         raise ValueError(f"{path}: no file of headscope's statistics")
-    if header["version"] > VERSION:
-        raise ValueError(f"{path}: format {header['version']}, this version of headscope reads up to {VERSION}")
+    if said["version"] > VERSION:
+        raise ValueError(f"{path}: format {said['version']}, this version of headscope reads up to {VERSION}")
     tensors = load_file(path)
-    return HeadStats({layer["name"]: _take(layer, f"{n}", tensors) for n, layer in enumerate(header["layers"])})
+    return HeadStats({layer["name"]: _take(layer, f"{n}", tensors) for n, layer in enumerate(said["layers"])})
 
 
-def _header(path: Path) -> dict[str, Any] | None:
-    """What the header says, or None for any other file."""
+def header(path: Path, key: str = _KEY) -> dict[str, Any] | None:
+    """What the header says under a key, or None for any other file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -64,7 +64,7 @@ def _header(path: Path) -> dict[str, Any] | None:
             said: Mapping[str, str] = file.metadata() or {}
     except (SafetensorError, OSError):
         return None
-    return json.loads(said[_KEY]) if _KEY in said else None
+    return json.loads(said[key]) if key in said else None
 
 
 def _put(part: LayerStats, name: str, under: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

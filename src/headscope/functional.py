@@ -93,7 +93,8 @@ def attention(
     Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; softcap: Gemma 2 (2024), section 2; sinks:
     gpt-oss (2025); grouped heads: Ainslie et al. 2023.
     """
-    return _run(q, k, v, mask, bias, sinks, (scale, softcap, dropout, False), backend)[0]
+    run = _run if watched is None else watched
+    return run(q, k, v, mask, bias, sinks, (scale, softcap, dropout, False), backend)[0]
 
 
 def attend(
@@ -118,11 +119,12 @@ def attend(
         observe: what to measure of the weights, as self-attention with default positions; ``stats`` then holds it. For
             cross-attention, or other positions, call ``observe`` with this lse.
     """
-    if observe is not None:
+    if observe is not None and watched is None:
         done = _attend_and_observe((q, k, v, bias, sinks), mask, (scale, softcap, dropout, True), backend, observe)
         if done is not None:
             return done
-    out, lse = _run(q, k, v, mask, bias, sinks, (scale, softcap, dropout, True), backend)
+    run = _run if watched is None else watched
+    out, lse = run(q, k, v, mask, bias, sinks, (scale, softcap, dropout, True), backend)
     assert lse is not None  # every backend that takes a call with lse returns it
     if observe is None:
         return Attended(out, lse)
@@ -251,6 +253,9 @@ def weights(
 _Numbers = tuple[float | None, float | None, float, bool]  # scale, softcap, dropout, lse
 _kept: dict[Any, Prepared] = {}
 _KEPT = 1024
+
+watched: Callable[..., tuple[Tensor, Tensor | None]] | None = None
+"""What runs in the place of ``_run`` while a model is watched (see ``_watch_frames``): it calls it, and looks on."""
 
 
 def _run(

@@ -69,13 +69,14 @@ class Observe:
         rows: which query rows are looked at: None = all; a number N from 1 = an even sample, the middle query of each
             of N equal parts; a boolean tensor that broadcasts to [B, H, Q], True = counts.
         row_stats: the row quantities: lse, max_logit, entropy, normalized_entropy, max_weight, effective_keys, mass,
-            first, and in self-attention distance, self, previous, next; value_norm if v is given.
+            first, chance, and in self-attention distance, self, previous, next; value_norm if v is given.
         received: how much weight each key receives, and from how many rows it may be seen.
         map: n from 1: mean, max and argmax of the weights in n x n bins.
         edges: how many of the largest weights of each head to keep, from 0.
         top: how many of the largest weights of each row to keep, from 0.
-        windows: distances w from 0, in positions: each adds ``window_{w}``, the mass within w of the query.
-        first: over how many of the first real keys ``first`` sums, from 1.
+        windows: distances w from 0, in positions: each adds ``window_{w}``, the mass within w of the query, and
+            ``streaming_{w}``, the mass within w or on the first keys.
+        first: over how many of the first real keys ``first`` and ``streaming_{w}`` sum, from 1.
         tokens: ids of the keys, whole numbers [K] or [B, K]: adds duplicate and induction.
         keep_rows: keep the row quantities of every row, and the argmax, [B, H, R].
         keep_qk: keep q and k, so that ``HeadStats.tile`` can give any exact piece of the weights.

@@ -13,6 +13,7 @@ from headscope._commands.image import image
 from headscope._commands.screen import PipeClosedError
 from headscope._commands.text import text
 from headscope._commands.trace import trace
+from headscope._commands.watch import watch
 
 __all__ = ["verbs"]
 
@@ -39,10 +40,11 @@ def verbs(context: click.Context) -> None:
       headscope text "i love to code"    a small trained language model reads your text
       headscope image --sample 3         a small trained vision model looks at a digit
       headscope trace                    every step of one attention layer, with shapes
+      headscope watch text --file a.py   exact statistics of every head, also of a model of yours
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
 
-for _verb in (text, image, trace, doctor, bench):
+for _verb in (text, image, trace, watch, doctor, bench):
     verbs.add_command(_verb)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,8 @@ from headscope._commands.screen import Mistake
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+Result = TypeVar("Result")
 
 SIDE = 8
 MOST_PIXELS = 50_000_000  # a photograph has fewer; what has more is a mistake or a trap
@@ -42,6 +45,15 @@ def read_picture(path: str) -> Prepared:
     Raises:
         Mistake: there is no such file, it is no picture, it is damaged, or it is too large.
     """
+    return with_picture(path, prepare)
+
+
+def with_picture(path: str, use: Callable[[Image], Result]) -> Result:
+    """What is made of a PNG or JPEG.
+
+    Raises:
+        Mistake: there is no such file, it is no picture, it is damaged, or it is too large.
+    """
     from PIL import Image, UnidentifiedImageError
 
     with warnings.catch_warnings():
@@ -53,7 +65,7 @@ def read_picture(path: str) -> Prepared:
                         f"{path}: {picture.width} x {picture.height} pixels, wanted at most {MOST_PIXELS} in all"
                     )
                 picture.load()
-                return prepare(picture)
+                return use(picture)
         except UnidentifiedImageError as error:
             raise Mistake(f"{path}: is no picture that can be read, wanted a PNG or a JPEG") from error
         except Image.DecompressionBombError as error:

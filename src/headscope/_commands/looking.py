@@ -159,7 +159,7 @@ def choose_head(sheet: Sheet, asked: Asked, ids: list[int] | None = None) -> Cho
         return Choice(asked.layer, asked.head, "the one you asked for")
     layers = range(sheet.layers) if asked.layer is None else (asked.layer,)
     heads = range(sheet.heads) if asked.head is None else (asked.head,)
-    places = [(layer, head) for layer in layers for head in heads]
+    places = [(layer, head) for layer in layers for head in heads if head < len(sheet.weights[layer])]
     return _striking_over_image(sheet, places) if ids is None else _striking_over_text(sheet, places, ids)
 
 

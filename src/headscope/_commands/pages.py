@@ -28,16 +28,28 @@ def save_page(sheet: Sheet, path: str | None, force: bool) -> str | None:
         return str(save(sheet, path, force=force))
 
 
-def write_page(path: str, html: str, force: bool) -> str:
-    """Write a page that is made already, and return where it is.
+def write_page(path: str, html: str, force: bool, option: str = "--html") -> str:
+    """Write a page that is made already, and return where it is; ``option`` is what named the path.
 
     Raises:
         Mistake: it cannot be written there.
     """
     from headscope.report.page import write
 
-    with _told("--html", path):
+    with _told(option, path):
         return str(write(html, path, force=force))
+
+
+def check_page(path: str, force: bool) -> None:
+    """See to it, before any long work, that a page may go there.
+
+    Raises:
+        Mistake: it may not.
+    """
+    from headscope.report.page import check
+
+    with _told("--page", path):
+        check(path, force=force)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from headscope._commands.screen import Mistake
 
 CHUNK = 1 << 20  # bytes read at once
 KEPT = 1 << 16  # characters kept at least: far more than any model of ours reads
+MOST = 1 << 26  # characters of a text that is read whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,28 @@ def read_text(argument: str | None, file: str | None) -> Given:
     """
     if (argument is None) == (file is None):
         raise Mistake('wanted one text: "your text" as an argument, --file PATH, or - to read from stdin')
+    return _given(*_source(argument, file), KEPT)
+
+
+def read_whole(argument: str | None, file: str | None) -> Given:
+    """The whole text of one source; nothing of it is dropped.
+
+    Raises:
+        Mistake: as ``read_text``, or more than ``MOST`` characters.
+    """
+    given = _given(*_source(argument, file), MOST)
+    if given.dropped:
+        raise Mistake(f"{given.source}: has more than {MOST:,} characters")
+    return given
+
+
+def _source(argument: str | None, file: str | None) -> tuple[Iterable[bytes], str]:
     if argument == "-" or file == "-":
-        return _given(_stdin(), "stdin")
+        return _stdin(), "stdin"
     if argument is not None:
-        return _given([os.fsencode(argument)], "text")
+        return [os.fsencode(argument)], "text"
     assert file is not None
-    return _given(_file(file), file)
+    return _file(file), file
 
 
 def _stdin() -> Iterator[bytes]:
@@ -68,8 +85,11 @@ def _chunks(stream: BinaryIO, source: str) -> Iterator[bytes]:
         raise Mistake(f"{source}: cannot be read: {error.strerror or error}") from error
 
 
-def _given(chunks: Iterable[bytes], source: str) -> Given:
-    """Decode chunk by chunk and keep the end. A byte order mark at the start is no part of the text."""
+def _given(chunks: Iterable[bytes], source: str, kept: int) -> Given:
+    """Decode chunk by chunk and keep at least so many characters of the end.
+
+    A byte order mark at the start is no part of the text.
+    """
     text, dropped = "", 0
     done, pending = 0, b""  # bytes decoded so far; bytes of a character that goes on in the next chunk
     for chunk in chunks:
@@ -79,8 +99,8 @@ def _given(chunks: Iterable[bytes], source: str) -> Given:
         new, used = _decode(data, done, source, final=False)
         done, pending = done + used, data[used:]
         text += new
-        if len(text) > 2 * KEPT:
-            dropped, text = dropped + len(text) - KEPT, text[-KEPT:]
+        if len(text) > 2 * kept:
+            dropped, text = dropped + len(text) - kept, text[-kept:]
     _decode(pending, done, source, final=True)
     if not text:
         raise Mistake(f"{source}: is empty")

@@ -23,11 +23,12 @@ from headscope._commands.looking import (
 )
 from headscope._commands.pages import save_page
 from headscope._commands.reading import Given, read_text
-from headscope._commands.screen import busy, console, print_json, say, visible
+from headscope._commands.screen import Mistake, busy, console, print_json, say, visible
 from headscope._commands.showing import ATTENTION, heading, meanings, show_closing, show_steps
 
 if TYPE_CHECKING:
     from rich.text import Text
+    from torch import Tensor
 
     from headscope.examples.text import TextConfig
     from headscope.report import Sheet
@@ -46,12 +47,12 @@ class Guess:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A text as the model read it."""
+    """A text as the model read it; the steps of a layer are those of the shipped model only."""
 
     sheet: Sheet
     ids: list[int]
     choice: Choice
-    trace: Trace
+    trace: Trace | None
     guesses: list[Guess]
     page: str | None
 
@@ -59,13 +60,17 @@ class Reading:
 @click.command()
 @click.argument("text", required=False)
 @click.option("--file", metavar="PATH", help="Read the text from a file (UTF-8).")
+@click.option("--model", metavar="MODEL", help="A folder with a Hugging Face model, or a name on the hub.")
 @looking_options
 def text(
     text: str | None,
     file: str | None,
+    model: str | None,
     **options: Any,
 ) -> None:
-    """Run the shipped language model on TEXT ("-" reads it from stdin) and show what each head looks at.
+    """Run a language model on TEXT ("-" reads it from stdin) and show what each head looks at.
+
+    The model is the one that ships with the package, or --model.
 
     Prints the tokens, one layer step by step, all heads with the pattern each matches best, and a picture of one head;
     writes a page with every head's map.
@@ -74,8 +79,14 @@ def text(
     asked = Asked.of(**options)
     with busy("loading torch"):
         import_module("torch")
-    with busy("reading"), one_thread():
-        reading = _read(given, asked)
+    if model is None or model == "text":
+        with busy("reading"), one_thread():
+            reading = _read(given, asked)
+    else:
+        if asked.seed_random:
+            raise Mistake("--seed-random: wanted the shipped model, got --model")
+        with busy(f"reading with {visible(model)}"):
+            reading = _read_with(model, given, asked)
     if asked.as_json:
         print_json(_as_dict(reading))
     else:
@@ -114,6 +125,35 @@ def _read(given: Given, asked: Asked) -> Reading:
     return Reading(shown, ids, choice, trace, _guesses(passed, example.tokenizer.piece), page)
 
 
+def _read_with(model: str, given: Given, asked: Asked) -> Reading:
+    """The same by a model of another make: its weights, but not the steps of a layer."""
+    from headscope._commands import models, other
+    from headscope.report import text_sheet
+
+    loaded = models.load(model)
+    passed = other.read(loaded, given.text)
+    check_range("--layer", asked.layer, len(passed.layers))
+    check_range("--head", asked.head, min(weights.shape[1] for weights in passed.weights))
+    piece = loaded.piece
+    assert piece is not None  # it has a tokenizer: the text was split by it
+    pieces = [piece(token) for token in passed.ids]
+    notes = [note] if (note := _left_out(given, len(passed.ids) + passed.cut, len(passed.ids))) else []
+    layers = f"{len(passed.layers)} layers of {passed.weights[0].shape[1]} heads"
+    sheet = text_sheet(
+        _title(pieces), pieces, passed.weights, ids=passed.ids, causal=passed.causal,
+        footer={"Model": f"{loaded.name}, {layers}", "Input": visible(given.source)}, notes=notes,
+    )  # fmt: skip
+    for each in sheet.notes:
+        say(f"headscope text: {each}")
+    choice = choose_head(sheet, asked, passed.ids)
+    guesses = [] if passed.logits is None or not passed.causal else _likely(passed.logits, piece)
+    try:
+        page = save_page(sheet, asked.page, asked.force)
+    except ValueError as error:  # more weights than a page holds
+        raise Mistake(f"--out: {error}; with --no-page none is written") from error
+    return Reading(sheet, passed.ids, choice, None, guesses, page)
+
+
 def _left_out(given: Given, tokens: int, used: int) -> str | None:
     """What is said of a text that is longer than what the model reads at once."""
     if given.dropped:
@@ -126,7 +166,11 @@ def _left_out(given: Given, tokens: int, used: int) -> str | None:
 
 def _guesses(passed: Pass, piece: Callable[[int], str]) -> list[Guess]:
     """The most probable next tokens."""
-    top = passed.logits[0, -1].float().softmax(-1).topk(GUESSES)
+    return _likely(passed.logits[0, -1], piece)
+
+
+def _likely(logits: Tensor, piece: Callable[[int], str]) -> list[Guess]:
+    top = logits.float().softmax(-1).topk(min(GUESSES, len(logits)))
     return [Guess(piece(token), share) for share, token in zip(top.values.tolist(), top.indices.tolist(), strict=True)]
 
 
@@ -149,15 +193,18 @@ def _print(reading: Reading, explain: bool) -> None:
     sheet, choice = reading.sheet, reading.choice
     out = console()
     out.print(Text(f"headscope text: {sheet.footer['Model']}", style="dim"))
-    out.print(Text(f"{ATTENTION} Each token looks at itself and at those before it."))
+    looks = "all of them" if sheet.seen is None else "itself and at those before it"
+    out.print(Text(f"{ATTENTION} Each token looks at {looks}."))
     count = len(sheet.tokens)
     pieces = (
         "the one piece that the model reads" if count == 1 else f"the {count} pieces that the model reads, in order"
     )
     heading(out, "Tokens", pieces)
     out.print(terminal.tokens_line(sheet))
-    out.print(_guess_line(reading.guesses))
-    show_steps(out, reading.trace, choice.layer, sheet.layers, explain)
+    if reading.guesses:
+        out.print(_guess_line(reading.guesses))
+    if reading.trace is not None:
+        show_steps(out, reading.trace, choice.layer, sheet.layers, explain)
     heading(out, "All heads", "the pattern that comes closest to how each spreads its attention")
     out.print(terminal.statistics_table(sheet) if explain else HeadGrid(sheet, choice))
     patterns = {match.pattern for matches in sheet.patterns for match in matches if match is not None}
@@ -174,7 +221,8 @@ def _example(sheet: Sheet, choice: Choice) -> Text:
     import numpy as np
     from rich.text import Text
 
-    weights = np.tril(sheet.weights[choice.layer][choice.head], -1)
+    weights = sheet.weights[choice.layer][choice.head]
+    weights = np.tril(weights, -1) if sheet.seen is not None else weights * (1 - np.eye(len(weights)))
     query, key = np.unravel_index(int(weights.argmax()), weights.shape)
     if query == key:  # a single token
         return Text("A single token can look at nothing but itself.")
@@ -206,6 +254,6 @@ def _as_dict(reading: Reading) -> dict[str, Any]:
         ],
         "next": [asdict(guess) for guess in reading.guesses],
         **heads_as_dict(sheet, choice),
-        "trace": reading.trace.to_dict(),
+        "trace": None if reading.trace is None else reading.trace.to_dict(),
         "page": reading.page,
     }

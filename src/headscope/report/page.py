@@ -22,7 +22,7 @@ from headscope.report.recording import NOT_EXPLANATION, Sheet, visible
 from headscope.report.regions import object_mask
 from headscope.report.words import PATTERNS, REGIONS, STATISTICS, Word
 
-__all__ = ["MARKER", "SaveError", "framed", "render", "save", "write"]
+__all__ = ["MARKER", "SaveError", "asset", "check", "digest", "framed", "render", "save", "write"]
 
 MARKER = "<!-- headscope report -->"
 """By this, near its start, a page of headscope's own is known."""
@@ -66,6 +66,13 @@ def write(html: str, path: str | Path, *, force: bool = False) -> Path:
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise SaveError(f"{_shown(target)}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
     return target
+
+
+def check(path: str | Path, *, force: bool = False) -> None:
+    """Raises: SaveError: ``save`` would not write there, as far as can be told before."""
+    _check_target(Path(path), force)
+    if not Path(path).parent.is_dir():
+        raise SaveError(f"{_shown(Path(path))}: cannot be written: there is no such folder")
 
 
 def _replace(target: Path, content: bytes) -> None:
@@ -125,18 +132,18 @@ def render(sheet: Sheet) -> str:
     from jinja2 import Environment  # only who writes a page waits for it
     from markupsafe import Markup
 
-    style = _asset("page.css")
-    script = _asset("maps.js") + _asset("head.js") + _asset("page.js")
+    style = asset("page.css")
+    script = asset("maps.js") + asset("head.js") + asset("page.js")
     data = _data(sheet)
     environment = Environment(autoescape=True, trim_blocks=False, keep_trailing_newline=True)
     columns, table = _table(sheet)
-    html = environment.from_string(_asset("page.html.jinja")).render(
+    html = environment.from_string(asset("page.html.jinja")).render(
         marker=Markup(MARKER),
         title=visible(sheet.title, limit=160, blanks=False),
         style=Markup(style),
-        style_hash=_hash(style),
+        style_hash=digest(style),
         script=Markup(script),
-        script_hash=_hash(script),
+        script_hash=digest(script),
         data=Markup(_embedded(data)),
         sheet=sheet,
         notes=[visible(note, limit=500, blanks=False) for note in sheet.notes],
@@ -158,11 +165,13 @@ def framed(sheet: Sheet, *, height: int = 900) -> str:
     )
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of this room, as text."""
     return resources.files(__package__ or "").joinpath(name).read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
+def digest(text: str) -> str:
+    """How a content security policy names a style or script that may be there."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode()}"
 
 

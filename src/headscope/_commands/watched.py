@@ -1,0 +1,259 @@
+"""What ``watch`` shows of a recording: in the terminal the heads at a glance, on the page every table."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from headscope._commands.screen import visible
+from headscope._commands.showing import heading, meanings
+from headscope._decision_parts import TEXTS, Answer, decimal, plural, share, short_layers
+from headscope.report.words import PATTERNS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from headscope._commands.watch import Watched
+    from headscope.report.tables import Section
+
+LINES = 48  # of heads in the terminal; the page has all
+MOVES = 20
+STRONG, WEAK = 0.5, 0.3  # scores that are bold from here, dim below there
+
+COLUMNS = ("layer", "head", "pattern", "score", "entropy", "first", "distance", "window", "kept")
+
+
+def show(out: Console, watched: Watched, recording: str | None, page: str | None) -> None:
+    """Print what was seen, and what follows from it."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from headscope.report import NOT_EXPLANATION
+
+    stats = watched.recording.stats
+    out.print(Text(f"headscope watch: {_title(watched)}", style="dim"))
+    out.print(Text(_lead(watched)))
+    count = len(_cells(watched))
+    says = "where each spreads its attention, over all rows"
+    if stats.sampled:
+        says = "where each spreads its attention, over a sample of the rows"
+    heading(out, "All heads", says)
+    cells = _cells(watched)
+    shown = cells if count <= LINES else _striking(watched, cells)
+    out.print(_table(shown))
+    if len(shown) < count:
+        out.print(Text(f"The {len(shown)} of {count} heads with the highest scores; the page has all.", style="dim"))
+    out.print(_reading(watched))
+    heading(out, "What follows", "from this input; more on the page and in docs/decisions.md")
+    findings = Table.grid(padding=(0, 1, 0, 0))
+    for line in _findings(watched):
+        findings.add_row("•", Text(line))
+    out.print(findings)
+    if watched.comparison is not None:
+        heading(out, "What moved", "since the older recording")
+        if watched.comparison.cells():
+            out.print(watched.comparison.table(limit=MOVES))
+        else:
+            out.print(Text(watched.comparison.caption()))
+    out.print()
+    out.print(Text(NOT_EXPLANATION, style="dim"))
+    for what, path in (("The recording", recording), ("All tables, to be opened in a browser", page)):
+        if path is not None:
+            out.print(Text.assemble(f"{what}: ", (visible(path), "bold")), soft_wrap=True)
+
+
+def _title(watched: Watched) -> str:
+    stats = watched.recording.stats
+    count = sum(part.heads for part in stats.parts.values())
+    layers = f"{len(stats.layers)} attention {plural('layer', len(stats.layers))}"
+    return f"{watched.loaded.name}, {layers}, {count:,} {plural('head', count)}"
+
+
+def _lead(watched: Watched) -> str:
+    given = watched.given
+    what = plural("token" if watched.loaded.takes == "text" else "image", given.tokens)
+    said = f"Input: {given.source}, {given.tokens:,} {what}"
+    count = len(given.parts)
+    return said + (f" in {count:,} windows." if count > 1 else ".")
+
+
+# ---------------------------------------------------------------- all heads
+
+
+def _cells(watched: Watched) -> list[tuple[str, ...]]:
+    """A line for each head."""
+    stats = watched.recording.stats
+    names, _ = short_layers(stats.layers)
+    best = {(each.layer, each.head): each for each in watched.patterns.best}
+    streams = {} if watched.streaming is None else {(each.layer, each.head): each for each in watched.streaming.heads}
+    kept = {(each.layer, each.name): each.kept for each in watched.budget.heads}
+    lines: list[tuple[str, ...]] = []
+    for layer, part in stats.parts.items():
+        for head in range(part.heads):
+            match, stream = best.get((layer, head)), streams.get((layer, head))
+            window = None if stream is None else stream.window
+            figures = (
+                decimal(float(part.moments[name].mean[head])) if name in part.moments else "–"
+                for name in ("normalized_entropy", "first")
+            )
+            far = float(part.moments["distance"].mean[head]) if "distance" in part.moments else math.nan
+            lines.append(
+                (
+                    names[layer], str(head), "–" if match is None else match.pattern,
+                    "–" if match is None else decimal(match.score), *figures,
+                    "–" if math.isnan(far) else f"{far:.1f}", "–" if window is None else f"{window:g}",
+                    share(kept[layer, f"head {head}"][0]),
+                )
+            )  # fmt: skip
+    return lines
+
+
+def _table(cells: list[tuple[str, ...]]) -> Table:
+    """The lines as a table without frames: as many as there are heads."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in TEXTS else "right", no_wrap=name != "layer", overflow="fold")
+    for line in cells:
+        score = _as_number(line[COLUMNS.index("score")])
+        table.add_row(*map(Text, line), style="bold" if score >= STRONG else "dim" if score < WEAK else "")
+    return table
+
+
+def _striking(watched: Watched, cells: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The heads with the highest scores, in the order of the model."""
+    order = sorted(range(len(cells)), key=lambda at: _as_number(cells[at][3]), reverse=True)
+    return [cells[at] for at in sorted(order[:LINES])]
+
+
+def _as_number(cell: str) -> float:
+    return -1.0 if cell == "–" else float(cell)
+
+
+def _reading(watched: Watched) -> object:
+    """What the columns mean."""
+    from rich.text import Text
+
+    _, note = short_layers(watched.recording.layers)
+    found = {each.pattern for each in watched.patterns.best}
+    said = meanings((name for name in PATTERNS if name in found), PATTERNS)
+    budget = watched.budget.budgets[0]
+    columns = (
+        "Score 1: exactly so; 0: no closer than chance. Entropy: of an even row's. First: mass on the first token. "
+        "Distance: mean, in positions. Window: the smallest that, with the first token, keeps 95% of the mass. "
+        f"Kept: mass that the {budget:,} {plural('key', budget)} with the most keep."
+    )
+    return Text("\n").join([said, Text(f"{note}{columns}", style="dim")] if said else [Text(f"{note}{columns}", "dim")])
+
+
+# ---------------------------------------------------------------- what follows
+
+
+def _findings(watched: Watched) -> list[str]:
+    """A sentence for each decision."""
+    found = [_patterned(watched)]
+    if watched.streaming is not None:
+        counts = Counter(head.window for head in watched.streaming.streaming)
+        windows = ", ".join(f"{counts[w]} in {w:g}" for w in sorted(w for w in counts if w is not None))
+        every = watched.streaming.heads
+        found.append(
+            f"Streaming: {len(watched.streaming.streaming)} of {len(every)} heads keep {watched.streaming.keep:.0%} of "
+            f"their mass in a window and on the first token{f' ({windows} positions)' if windows else ''}; "
+            f"a row sees at most {max(head.sees for head in every):,} keys."
+        )
+    found.append(_cache(watched))
+    pairs, closest = watched.repeated.pairs, watched.repeated.closest
+    said = f"Near-duplicates: {len(pairs)} {plural('pair', len(pairs))} of heads within {watched.repeated.threshold:g}"
+    if closest is not None:
+        names, _ = short_layers(watched.recording.layers)
+        one = f"layer {names[closest.layer]} head {closest.head}"
+        other = f"layer {names[closest.other_layer]} head {closest.other_head}"
+        said += f"; the closest are {one} and {other}, {closest.distance:.2f} apart"
+    return [*found, f"{said}."]
+
+
+def _patterned(watched: Watched) -> str:
+    best = [each for each in watched.patterns.best if each.score >= STRONG]
+    counts = Counter(each.pattern for each in best)
+    named = ", ".join(f"{counts[name]} {name}" for name in PATTERNS if name in counts)
+    return f"Patterns: {len(best)} heads match one with {STRONG} or more" + (f": {named}." if named else ".")
+
+
+def _cache(watched: Watched) -> str:
+    heads = [head for head in watched.budget.heads if head.name.startswith("head ")]
+    lines: list[str] = []
+    for at, budget in enumerate(watched.budget.budgets):
+        kept = [head.kept[at] for head in heads if not math.isnan(head.kept[at])]
+        if kept:
+            lines.append(f"{budget:,} keys keep {sum(kept) / len(kept):.0%} ({min(kept):.0%} at least)")
+    pooled = ", chosen once for all windows" if watched.budget.pooled else ""
+    return f"Cache: of the attention mass, {'; '.join(lines)}; by hindsight{pooled}."
+
+
+# ---------------------------------------------------------------- the page
+
+
+def page(watched: Watched) -> str:
+    """The page with every table."""
+    from headscope.report.recording import versions
+    from headscope.report.tables import render_tables
+
+    about = watched.recording.about
+    footer = {"Model": watched.loaded.name, "Input": watched.given.source, "Versions": versions()}
+    if about.options.get("layers") is not None:
+        footer["Layers"] = ", ".join(about.options["layers"])
+    title, lead = f"{watched.loaded.name}: {watched.given.source}", f"{_title(watched)}. {_lead(watched)}"
+    notes = [_sentence(note) for note in watched.notes]
+    return render_tables(_capital(title), _capital(lead), _sections(watched), footer, notes)
+
+
+def _sentence(note: str) -> str:
+    return f"{_capital(note)}."
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _sections(watched: Watched) -> list[Section]:
+    from headscope.report.tables import Section
+
+    _, note = short_layers(watched.recording.layers)
+    columns = [*COLUMNS[:-1], f"{watched.budget.budgets[0]:,} keys keep"]
+    sections = [Section("Every head", "The pattern that each comes closest to.", columns, _cells(watched), note, TEXTS)]
+    if watched.comparison is not None:
+        sections.insert(0, _section("What moved", "Since the older recording.", watched.comparison))
+    sections.append(_section("Patterns", "The best and the next best match of each head.", watched.patterns))
+    if watched.streaming is not None:
+        says = "Heads that a window and the first token would serve, the smallest windows first."
+        sections.append(_section("Streaming", says, watched.streaming))
+    says = "The share of the mass on the keys that receive the most."
+    sections.append(_section("What a smaller cache keeps", says, watched.budget))
+    sections.append(_section("Near-duplicates", "Pairs of heads that spread alike.", watched.repeated))
+    return [*sections, _statistics(watched)]
+
+
+def _section(title: str, says: str, answer: Answer) -> Section:
+    from headscope.report.tables import Section
+
+    return Section(title, says, answer.columns(), answer.cells(), answer.caption(), TEXTS)
+
+
+def _statistics(watched: Watched) -> Section:
+    """The mean of every row quantity."""
+    from headscope.report.tables import Section
+
+    stats = watched.recording.stats
+    lines: list[Sequence[str]] = []
+    for layer, part in stats.parts.items():
+        columns = {name: moments.mean.tolist() for name, moments in part.moments.items()}
+        for head, rows in enumerate(part.rows.tolist()):
+            means = (columns[name][head] if name in columns else math.nan for name in stats.names)
+            lines.append((layer, str(head), f"{rows:,}", *("–" if math.isnan(x) else f"{x:.4g}" for x in means)))
+    says = "Means over the rows that have the quantity; entropies in nats. docs/statistics.md defines each."
+    return Section("Statistics", says, ("layer", "head", "rows", *stats.names), lines, "", TEXTS)

@@ -1,0 +1,220 @@
+"""One attention as a watched model called it, in headscope's words, and what it measures to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _is_tracing
+from torch._subclasses import FakeTensor
+
+from headscope import functional
+from headscope._call import as_mask
+from headscope._stats_parts import LayerStats
+from headscope.masks import Band, Dense, Mask
+from headscope.stats import Observe
+
+Kind = Literal["self", "cross"]
+
+COMPILED = (
+    "watch: the model, or a part of it, runs compiled, so that its attention calls cannot be seen; watch and run it as "
+    "it was before torch.compile or torch.jit"
+)
+
+HIDDEN = -1e9
+"""An additive mask at or below this hides: -inf, the smallest number of a dtype, -1e9, -1e30 are all written for it."""
+
+
+class WatchError(RuntimeError):
+    """A model, or a part of it, that cannot be watched."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Call:
+    """One attention, with arguments as ``headscope.observe`` takes them.
+
+    Attributes:
+        total: how many positions a layer with a cache has seen, this call's included; None = as many as keys.
+        out: what the model got, [B, H, Q, Dv], where it is to be compared with what these arguments give.
+        kind: "self", "cross", or None where the call itself does not say.
+        tokens: ids of the keys, [K] or [B, K].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    mask: Mask | Tensor | None = None
+    bias: Tensor | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    lse: Tensor | None = None
+    q_pos: Tensor | None = None
+    k_pos: Tensor | None = None
+    kind: Kind | None = None
+    tokens: Tensor | None = None
+    total: int | Tensor | None = None
+    out: Tensor | None = None
+
+
+def measure(call: Call, what: Observe) -> LayerStats:
+    """The statistics of one call.
+
+    Raises:
+        WatchError: the call has no values to look at, or is a transform's and not the model's own.
+        TypeError, ValueError: it cannot be observed so.
+    """
+    if call.q.device.type == "meta" or isinstance(call.q, FakeTensor):
+        raise WatchError("its tensors have no values (meta or fake tensors)")
+    if _are_functorch_transforms_active() or _is_tracing():
+        raise WatchError("the model runs within torch.func or torch.jit.trace, where its tensors are stand-ins")
+    call = rounded(call)
+    if call.tokens is not None and call.kind != "cross":
+        what = replace(what, tokens=call.tokens)
+    stats = functional.observe(
+        call.q,
+        call.k,
+        call.v,
+        lse=call.lse,
+        mask=call.mask,
+        bias=call.bias,
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        q_pos=None if call.kind == "cross" else call.q_pos,
+        k_pos=None if call.kind == "cross" else call.k_pos,
+        kind=call.kind or "self",
+        what=what,
+    )
+    part = next(iter(stats.parts.values()))
+    return _without_first(part) if _has_forgotten(call) else part
+
+
+def _has_forgotten(call: Call) -> bool:
+    """Whether a sliding cache no longer holds the first keys."""
+    return isinstance(call.total, int) and call.total > call.k.shape[-2]
+
+
+def _without_first(part: LayerStats) -> LayerStats:
+    """Without ``first``: which keys were the first ones can no longer be said."""
+    moments = {name: each for name, each in part.moments.items() if name != "first"}
+    kept = tuple(
+        replace(each, values={name: rows for name, rows in each.values.items() if name != "first"})
+        for each in part.kept
+    )
+    return replace(part, moments=moments, kept=kept)
+
+
+def rounded(call: Call) -> Call:
+    """The call as autocast makes it: matmul and SDPA round their arguments, and so the weights, to its dtype."""
+    device = call.q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return call
+    dtype = torch.get_autocast_dtype(device)
+    changed: dict[str, Any] = {}
+    for name in ("q", "k", "v"):
+        tensor: Tensor | None = getattr(call, name)
+        if tensor is not None and tensor.dtype != torch.float64:
+            changed[name] = tensor.to(dtype)
+    return replace(call, **changed)
+
+
+def additive(mask: Tensor) -> Tensor:
+    """A bias from an additive mask: what is as low as a mask's "minus infinity" becomes -inf.
+
+    A row in which everything is hidden so is even in the model's own softmax, which cannot tell; here it is empty, and
+    takes part in nothing.
+    """
+    limit = max(HIDDEN, torch.finfo(mask.dtype).min / 2)
+    return mask.masked_fill(mask <= limit, -math.inf)
+
+
+def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> Call:
+    """A call of ``torch.nn.functional.scaled_dot_product_attention`` by its arguments.
+
+    Args:
+        convert: ``split``, or one that remembers what it has split.
+    """
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    q, k, v = (one_head(given[name]) for name in names[:3])
+    attn_mask = given.get("attn_mask")
+    mask, bias = (None, None) if attn_mask is None else convert(attn_mask)
+    if given.get("is_causal"):
+        top_left = Band(None, 0, offset=0)
+        mask = top_left if mask is None else top_left & mask
+    kind: Kind | None = "self" if given.get("is_causal") else None
+    return Call(q=q, k=k, v=v, mask=mask, bias=bias, scale=given.get("scale"), kind=kind)
+
+
+def attend(call: Call, dropout: float) -> Tensor:
+    """The output of the same call by headscope's own kernels."""
+    return functional.attention(
+        call.q,
+        call.k,
+        call.v if call.v is not None else call.k,
+        mask=call.mask,
+        bias=call.bias,
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        dropout=dropout,
+    )
+
+
+def one_head(tensor: Tensor) -> Tensor:
+    """SDPA takes [length, width] as well: one head."""
+    return tensor[None] if tensor.ndim == 2 else tensor
+
+
+Convert = Callable[[Tensor], tuple[Mask | None, Tensor | None]]
+
+
+def split(mask: Tensor) -> tuple[Mask | None, Tensor | None]:
+    """A mask of SDPA (True = attend, or numbers to add) as a mask or as a bias."""
+    return (Dense(mask), None) if mask.dtype == torch.bool else (None, additive(mask))
+
+
+def error_of(call: Call) -> Tensor | None:
+    """How far the model's own output is from what these arguments give, relative to its largest value; one number.
+
+    On two rows of all heads, the last one and one in the middle; rows that may see nothing are left out. None where
+    there is nothing to compare.
+    """
+    if call.out is None or call.v is None or 0 in (*call.out.shape, call.k.shape[-2]):
+        return None
+    out = call.out.detach().float()
+    call = rounded(call)
+    queries = call.q.shape[-2]
+    apart: list[Tensor] = []
+    largest: list[Tensor] = []
+    for i in {queries // 2, queries - 1}:
+        wanted, lse = _row(call, i)
+        apart.append(torch.where(lse == -math.inf, 0.0, (wanted - out[..., i, :]).abs().amax(-1)).amax())
+        largest.append(wanted.abs().amax())
+    return torch.stack(apart).amax() / torch.stack(largest).amax().clamp_min(1e-30)
+
+
+TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+"""How far an output may be from its definition, relative to the largest: rounding never comes near, a mask that was
+read wrongly goes far beyond."""
+
+
+def _row(call: Call, i: int) -> tuple[Tensor, Tensor]:
+    """The output of one query, [B, H, Dv], and its lse, [B, H], by definition."""
+    q, k, v = call.q[..., i : i + 1, :], call.k, call.v
+    bias, mask = call.bias, as_mask(call.mask)
+    if bias is not None and bias.ndim > 1 and bias.shape[-2] > 1:
+        bias = bias[..., i : i + 1, :]
+    if mask is not None:
+        batch, heads, queries, keys = math.prod(call.q.shape[:-3]), *call.q.shape[-3:-1], k.shape[-2]
+        every = [slice(0, n) for n in (batch, heads, keys)]
+        mask = Dense(mask.at(queries, keys).tile(every[0], every[1], slice(i, i + 1), every[2], q.device))
+    numbers = (call.scale, call.softcap, 0.0, True)
+    out, lse = functional._run(q, k, v, mask, bias, call.sinks, numbers, "reference")  # pyright: ignore[reportArgumentType]
+    assert lse is not None  # it is asked for
+    return out[..., 0, :].float(), lse[..., 0]

@@ -1,0 +1,39 @@
+"""A Recording on disk: the file of its statistics, with what it is of as one more entry in the header."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from headscope import _stats_files
+from headscope.stats import HeadStats
+from headscope.watching import About, Recording
+
+VERSION = 1
+_KEY = "headscope.recording"
+
+
+def said(about: About) -> dict[str, Any]:
+    """What a recording is of, ready for JSON."""
+    return asdict(about)
+
+
+def save(stats: HeadStats, about: About, path: Path, force: bool) -> Path:
+    """See ``Recording.save``."""
+    return _stats_files.save(stats, path, force, {_KEY: json.dumps({"version": VERSION, "about": said(about)})})
+
+
+def load(path: Path) -> Recording:
+    """See ``Recording.load``."""
+    stats = HeadStats.load(path)
+    header = _stats_files.header(path, _KEY)
+    if header is None:
+        raise ValueError(f"{path}: holds statistics, but is no recording; HeadStats.load reads it")
+    if header["version"] > VERSION:
+        raise ValueError(f"{path}: format {header['version']}, this version of headscope reads up to {VERSION}")
+    about: dict[str, Any] = header["about"]
+    if about["texts"] is not None:
+        about["texts"] = tuple(about["texts"])
+    return Recording(stats, About(**about))

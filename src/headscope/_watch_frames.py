@@ -1,0 +1,376 @@
+"""Which module of a watched model is running, and what it calls: the one place that reaches into torch.
+
+While a watch is open, ``nn.Module.__call__`` is replaced by one that knows the modules of watched models and keeps,
+for each thread, a stack of those that run (``Frame``). An attention call belongs to the innermost of them. No hook is
+registered and no module is changed: torch's own transformer layers leave their fast path where they find a hook,
+and the model's output would change.
+
+While such a module runs, a function mode sees its calls of ``scaled_dot_product_attention``. The mode is lifted within
+torch's own transformer modules, which leave their fast path where they find one, too; ``_watch_torch`` looks at their
+arguments instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from headscope import _watch_calls, _watch_torch, functional
+from headscope._watch_calls import Call
+from headscope.masks import Mask
+from headscope.module import MultiHeadAttention
+
+
+class Forward(Protocol):
+    """One forward pass of a watched model, as its watch sees it."""
+
+    active: bool
+    """Whether anything of it is looked at."""
+    accelerate: bool
+
+    def enter(self, name: str, module: nn.Module) -> None:
+        """A module starts to run."""
+        ...
+
+    def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
+        """A module has made its attention call."""
+        ...
+
+
+class Watcher(Protocol):
+    """A watch, as the modules' calls see it."""
+
+    def begin(self) -> Forward:
+        """A forward pass starts."""
+        ...
+
+    def end(self, forward: Any, *, finished: bool) -> None:
+        """It is over; not finished = by an exception."""
+        ...
+
+
+class Patch(Protocol):
+    """Something else that is replaced while a watch is open."""
+
+    def install(self) -> None: ...
+    def remove(self) -> None: ...
+
+
+patches: list[Patch] = []
+
+Entries = tuple[tuple[Watcher, str], ...]
+"""Who watches a module, and under which name."""
+
+
+class Frame:
+    """A module that is running.
+
+    Attributes:
+        forwards: watcher -> the forward pass that it is part of, and the module's name there.
+        calls: how many attention calls it has made, one that is being seen included.
+        inner: ids of the modules that it has called.
+        quiet: its attention calls are being looked at from outside: what they call themselves is not.
+    """
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.module = module
+        self.args = args
+        self.kwargs = kwargs
+        self.forwards: dict[Watcher, tuple[Forward, str]] = {}
+        self.calls = 0
+        self.inner: set[int] = set()
+        self.quiet = False
+        self._arguments: Mapping[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """The module's path, in the watch that was opened last."""
+        return next(reversed(self.forwards.values()))[1] if self.forwards else ""
+
+    @property
+    def active(self) -> bool:
+        return any(forward.active for forward, _ in self.forwards.values())
+
+    @property
+    def accelerate(self) -> bool:
+        return any(forward.active and forward.accelerate for forward, _ in self.forwards.values())
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """What the module was called with, by name; those of ``**kwargs`` by theirs."""
+        if self._arguments is None:
+            self._arguments = bound(self.module.forward, self.args, self.kwargs)
+        return self._arguments
+
+    @contextmanager
+    def quietly(self) -> Generator[None]:
+        """While what this module's attention calls is not to be seen: it is part of it, or ours."""
+        before, self.quiet = self.quiet, True
+        try:
+            yield
+        finally:
+            self.quiet = before
+
+    def converted(self, mask: Tensor) -> tuple[Mask | None, Tensor | None]:
+        """``_watch_calls.split``, once for all layers that are given the same tensor."""
+        key = (id(mask), None if mask.is_inference() else mask._version)
+        if key not in _here.masks:
+            _here.masks[key] = (mask, *_watch_calls.split(mask))
+        return _here.masks[key][1:]
+
+    def see(self, call: Callable[[], Call]) -> None:
+        """Hand an attention call to everybody who watches; it is made where somebody wants it."""
+        self.calls += 1
+        with unobserved():
+            for forward, name in self.forwards.values():
+                if forward.active:
+                    forward.see(self, name, call)
+
+    def within(self, module: nn.Module) -> Frame:
+        """A frame for a module that ought to have been called by this one, and was not."""
+        inner = Frame(module, (), {})
+        for watcher, name in _watched.get(id(module), ()):
+            if watcher in self.forwards:
+                forward = self.forwards[watcher][0]
+                inner.forwards[watcher] = (forward, name)
+                if forward.active:
+                    forward.enter(name, module)
+        return inner
+
+
+def bound(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name; what does not fit the signature is the module's own error to raise."""
+    signature = inspect.signature(forward)
+    try:
+        found = dict(signature.bind(*args, **kwargs).arguments)
+    except TypeError:
+        return dict(kwargs)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            found |= found.pop(name, {})
+    return found
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Frame] = []
+        self.masks: dict[Any, tuple[Tensor, Mask | None, Tensor | None]] = {}  # kept with the tensor: ids are reused
+
+
+_here = _Here()
+_lock = threading.Lock()
+_watched: dict[int, Entries] = {}  # by id of the module; the watchers keep the modules alive
+_original_call: Callable[..., Any] | None = None
+
+
+def innermost() -> Frame | None:
+    """The module that runs in this thread, or None."""
+    return _here.stack[-1] if _here.stack else None
+
+
+def frames() -> Iterator[Frame]:
+    """The modules that run in this thread, the innermost first."""
+    return reversed(_here.stack)
+
+
+# ---------------------------------------------------------------- opening and closing
+
+
+def open_(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
+    """Start to tell a watcher of the calls of these modules."""
+    global _original_call
+    with _lock:
+        if _original_call is None:
+            _original_call = nn.Module.__call__
+            # a compiled function that calls a watched model leaves it alone: the model then runs as it is
+            nn.Module.__call__ = torch.compiler.disable(_call) if "torch._dynamo" in sys.modules else _call
+            functional.watched = _headscope_attention
+            for each in patches:
+                each.install()
+        for name, module in modules.items():
+            _watched[id(module)] = (*_watched.get(id(module), ()), (watcher, name))
+
+
+def close(watcher: Watcher) -> None:
+    """Stop to tell it, and put everything back with the last one."""
+    global _original_call
+    with _lock:
+        for key, entries in list(_watched.items()):
+            left = tuple(entry for entry in entries if entry[0] is not watcher)
+            if left:
+                _watched[key] = left
+            else:
+                del _watched[key]
+        if not _watched and _original_call is not None:
+            nn.Module.__call__ = _original_call
+            functional.watched = None
+            for each in patches:
+                each.remove()
+            _original_call = None
+
+
+# ---------------------------------------------------------------- a module runs
+
+
+def _call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """``nn.Module.__call__`` while a watch is open."""
+    original = _original_call or nn.Module._wrapped_call_impl  # closed by another thread just now
+    entries = _watched.get(id(self))
+    if entries is None:
+        return original(self, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        raise _watch_calls.WatchError(_watch_calls.COMPILED)
+    if torch._C._current_graph_task_id() != -1:
+        return original(self, *args, **kwargs)  # a checkpoint computes again what was seen before
+    return _run(original, Frame(self, args, kwargs), entries)
+
+
+def _run(original: Callable[..., Any], frame: Frame, entries: Entries) -> Any:
+    begun: list[tuple[Watcher, Forward]] = []
+    finished = False
+    for watcher, name in entries:
+        outer = next((above.forwards[watcher][0] for above in frames() if watcher in above.forwards), None)
+        if outer is None:
+            outer = watcher.begin()
+            begun.append((watcher, outer))
+        frame.forwards[watcher] = (outer, name)
+        if outer.active:
+            outer.enter(name, frame.module)
+    if _here.stack:
+        _here.stack[-1].inner.add(id(frame.module))
+    _here.stack.append(frame)
+    try:
+        with _mode(frame.active and not _watch_torch.is_fused(frame.module)):
+            out = original(frame.module, *frame.args, **frame.kwargs)
+        if frame.active:
+            _look_at(frame)
+        finished = True
+        return out
+    finally:
+        _here.stack.pop()
+        if not _here.stack:
+            _here.masks.clear()
+        for watcher, forward in begun:
+            watcher.end(forward, finished=finished)
+
+
+def _look_at(frame: Frame) -> None:
+    """See the attention of torch's own modules, by what they were called with."""
+    module: Any = frame.module
+    if _watch_torch.is_attention(module):
+        frame.see(lambda: _watch_torch.module_call(module, frame.arguments))
+    elif _watch_torch.is_encoder_layer(module) and id(module.self_attn) not in frame.inner:
+        frame.within(module.self_attn).see(lambda: _watch_torch.encoder_layer_call(module, frame.arguments))
+
+
+# ---------------------------------------------------------------- what it calls
+
+
+class _Mode(TorchFunctionMode):
+    """Looks at attention calls that go through torch's functions."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _sdpa(args, kwargs)
+        if func is F.multi_head_attention_forward:
+            return _multi_head(args, kwargs)
+        return func(*args, **kwargs)
+
+
+_MODE = _Mode()
+
+
+def _mode(wanted: bool) -> AbstractContextManager[object]:
+    """The function mode on or off in this thread, whatever it was."""
+    there = _MODE in _get_current_function_mode_stack()
+    if there == wanted:
+        return nullcontext()
+    return _MODE if wanted else _lifted()
+
+
+@contextmanager
+def _lifted() -> Generator[None]:
+    """Without our mode; others stay, in their order."""
+    above = _take()
+    for mode in reversed(above):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in above:
+            _pop_mode()
+        _push_mode(_MODE)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+
+def _take() -> list[Any]:
+    """Pop modes until ours is off; those that lay above it, the topmost first."""
+    above: list[Any] = []
+    while (mode := _pop_mode()) is not _MODE:
+        above.append(mode)
+    return above
+
+
+@contextmanager
+def unobserved() -> Generator[None]:
+    """While we compute for ourselves: no function mode, and attention is not looked at."""
+    frame = innermost()
+    quietly = nullcontext() if frame is None else frame.quietly()
+    with quietly, torch.no_grad(), torch._C.DisableTorchFunction():
+        yield
+
+
+def _sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    frame = innermost()
+    if frame is None or frame.quiet:
+        return F.scaled_dot_product_attention(*args, **kwargs)
+    if frame.accelerate:
+        with frame.quietly():
+            out = _watch_calls.attend(_watch_calls.sdpa(args, kwargs, frame.converted), _dropout(args, kwargs))
+    else:
+        out = F.scaled_dot_product_attention(*args, **kwargs)
+    frame.see(lambda: _watch_calls.sdpa(args, kwargs, frame.converted))
+    return out
+
+
+def _dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    return args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+
+
+def _multi_head(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    frame = innermost()
+    out = F.multi_head_attention_forward(*args, **kwargs)
+    if frame is not None and not frame.quiet:
+        frame.see(lambda: _watch_torch.functional_call(bound(F.multi_head_attention_forward, args, kwargs)))
+    return out
+
+
+def _headscope_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None, sinks: Tensor | None, numbers: Any, backend: Any
+) -> tuple[Tensor, Tensor | None]:
+    """``headscope.attention`` and ``attend`` while a watch is open."""
+    frame = innermost()
+    if frame is None or frame.quiet or not frame.active:
+        return functional._run(q, k, v, mask, bias, sinks, numbers, backend)
+    with frame.quietly():  # the backend may be SDPA
+        out, lse = functional._run(q, k, v, mask, bias, sinks, numbers, backend)
+    scale, softcap = numbers[:2]
+    kind = None
+    if isinstance(frame.module, MultiHeadAttention):
+        kind = "self" if frame.arguments.get("context") is None else "cross"
+    said: dict[str, Any] = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
+    frame.see(lambda: Call(q=q, k=k, v=v, lse=lse, kind=kind, **said))
+    return out, lse

@@ -1,0 +1,123 @@
+"""The modules of a watched model: their names, which of them are chosen, which ought to be seen, what kind they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from torch import jit, nn
+
+from headscope._watch_calls import Call, Kind
+
+Choice = str | Collection[str] | Callable[[str, nn.Module], bool]
+Kinds = Mapping[str, Kind]
+
+_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
+_CROSS = re.compile(r"cross|encoder_attn|encdecattention|enc_dec", re.IGNORECASE)
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Module path -> module, in the order of the model; torch's own leaves, which attend to nothing, are left out.
+
+    The model itself goes by the name of its class. A module that is shared goes by the first of its paths.
+    """
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        ours = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+        if path == "" or not ours:
+            found[path or type(model).__name__] = module
+    return found
+
+
+def compiled(modules: Mapping[str, nn.Module]) -> list[str]:
+    """The names of those that run compiled, or as TorchScript."""
+    return [
+        name
+        for name, module in modules.items()
+        if getattr(module, "_compiled_call_impl", None) is not None
+        or type(module).__module__.startswith("torch._dynamo")
+        or isinstance(module, jit.ScriptModule)
+    ]
+
+
+def chosen(modules: Mapping[str, nn.Module], layers: Choice | None) -> frozenset[str]:
+    """The names that were asked for: by a name or pattern, with all that is inside; or by a predicate.
+
+    Raises:
+        ValueError: a pattern, or the predicate, fits no module.
+    """
+    if layers is None:
+        return frozenset(modules)
+    if callable(layers):
+        found = {name for name, module in modules.items() if layers(name, module)}
+        if not found:
+            raise ValueError("layers: the predicate fits no module of the model")
+        return frozenset(found)
+    found: set[str] = set()
+    for pattern in [layers] if isinstance(layers, str) else layers:
+        fits = [name for name in modules if any(fnmatchcase(part, pattern) for part in path_of(name))]
+        if not fits:
+            raise ValueError(f"layers: {pattern!r} fits no module of the model; it has {_some(modules)}")
+        found |= {*fits}
+    return frozenset(found)
+
+
+def path_of(name: str) -> list[str]:
+    """A module's path and those of all modules around it."""
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def _some(names: Iterable[str], limit: int = 12) -> str:
+    shown = list(names)
+    wanted = [name for name in shown if _ATTENTION.search(name.rsplit(".", 1)[-1])] or shown
+    more = f" and {len(wanted) - limit} more" if len(wanted) > limit else ""
+    return ", ".join(wanted[:limit]) + more
+
+
+def unseen(modules: Mapping[str, nn.Module], ran: Collection[str], seen: Collection[str]) -> list[str]:
+    """The modules that call themselves attention and ran, while no attention call in, of or around them was seen."""
+    named = [name for name in ran if _is_attention(name, modules[name])]
+    missing = [
+        name
+        for name in named
+        if not any(_within(other, name) for other in seen)
+        and not any(_within(name, other) and _is_attention(other, modules[other]) for other in seen)
+    ]
+    return [name for name in missing if not any(_within(other, name) and other != name for other in missing)]
+
+
+def _is_attention(name: str, module: nn.Module) -> bool:
+    """Whether it is called so, by its path or its class, and holds a matrix: a norm does not."""
+    if not any(parameter.ndim >= 2 for parameter in module.parameters()):
+        return False
+    return bool(_ATTENTION.search(name.rsplit(".", 1)[-1]) or _ATTENTION.search(type(module).__name__))
+
+
+def _within(name: str, around: str) -> bool:
+    return name == around or name.startswith(around + ".")
+
+
+def kind_of(name: str, call: Call, said: Kinds, before: Kind | None) -> Kind:
+    """Self- or cross-attention: what the caller says, else the call, else the module's path, else the lengths.
+
+    With as many queries as keys, or where the layer has been seen so before (a cache that grows), it is self-attention.
+
+    Args:
+        said: pattern -> kind.
+        before: what this layer was last time.
+    """
+    for pattern, kind in said.items():
+        if any(fnmatchcase(part, pattern) for part in path_of(name)):
+            return kind
+    if call.kind is not None:
+        return call.kind
+    if is_cross(name):
+        return "cross"
+    return "self" if before == "self" or call.q.shape[-2] == call.k.shape[-2] else "cross"
+
+
+def is_cross(name: str) -> bool:
+    """Whether a module's path says cross-attention."""
+    return bool(_CROSS.search(name))

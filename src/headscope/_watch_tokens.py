@@ -1,0 +1,78 @@
+"""The token ids of the keys of an attention call: those that were given, or those that the modules were called with."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headscope._watch_calls import Call
+from headscope._watch_frames import Frame
+
+_NOT_IDS = ("mask", "position", "type", "label")
+
+
+class Streams:
+    """The ids that each module was called with, step after step, as a cache keeps their keys."""
+
+    def __init__(self) -> None:
+        # by module: the call that is going on, and the ids from position 0 on
+        self._seen: dict[int, tuple[weakref.ref[Frame], Tensor | None]] = {}
+        self._lock = threading.Lock()
+
+    def of(self, call: Call, frames: Iterable[Frame]) -> Tensor | None:
+        """Ids of the keys [B, K], from the innermost module that was called with ids; None where there are none."""
+        queries = call.q.shape[-2]
+        for frame in frames:
+            ids = _ids(frame, queries)
+            if ids is not None:
+                with self._lock:
+                    stream = self._extended(frame, ids, _total(call))
+                return None if stream is None else cut(stream, call)
+        return None
+
+    def _extended(self, frame: Frame, ids: Tensor, total: int) -> Tensor | None:
+        """All ids up to this step; None where earlier steps were not seen."""
+        key = id(frame.module)
+        last, before = self._seen.get(key, (None, None))
+        if last is not None and last() is frame:  # another layer of the same step
+            return before
+        stream = None
+        if total == ids.shape[-1]:
+            stream = ids
+        elif before is not None and before.shape[-1] + ids.shape[-1] == total and len(before) == len(ids):
+            stream = torch.cat([before, ids], -1)
+        self._seen[key] = (weakref.ref(frame), stream)
+        return stream
+
+
+def cut(ids: Tensor, call: Call) -> Tensor:
+    """Of ids from position 0 on, those of the keys that are there; -1 for room that no key has taken yet."""
+    keys = call.k.shape[-2]
+    total = _total(call)
+    first = max(0, total - keys)
+    return F.pad(ids[..., first : first + keys], (0, max(0, keys - ids.shape[-1])), value=-1)
+
+
+def _total(call: Call) -> int:
+    return call.k.shape[-2] if call.total is None else int(call.total)
+
+
+def _ids(frame: Frame, queries: int) -> Tensor | None:
+    """The ids that a module was called with, [B, T]: its ``input_ids``, or its first whole numbers, one a query."""
+    said: dict[str, Any] = dict(frame.arguments)
+    named = said.get("input_ids")
+    if isinstance(named, Tensor):
+        return named.detach() if named.ndim == 2 and named.shape[-1] == queries else None
+    for name, value in said.items():
+        if not isinstance(value, Tensor) or any(part in name for part in _NOT_IDS):
+            continue
+        whole = not (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool)
+        if whole and value.ndim == 2 and value.shape[-1] == queries:
+            return value.detach()
+    return None

@@ -1,0 +1,214 @@
+"""Hugging Face models: their attention functions, seen where a layer looks them up.
+
+A layer of transformers 5 asks ``AttentionInterface.get_interface`` for the function that attends, by the name of the
+attention implementation, and calls it with itself, q, k, v, a mask and options. While a watch is open, that look-up
+gives the same function, which then tells what it was called with. Nothing here imports transformers: a model of it has.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headscope import _watch_calls, _watch_frames
+from headscope._watch_calls import Call, Kind
+from headscope._watch_frames import Frame
+from headscope._watch_layers import is_cross
+from headscope.masks import Band, Mask
+
+NAME = "headscope"
+_UNREADABLE = ("flash", "flex", "paged", "/")  # their masks are no tensors [B, H, Q, K]; "/" is a kernel from a hub
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_CONTEXTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
+_LEAD = ("module", "query", "key", "value", "attention_mask")
+
+Function = Callable[..., tuple[Tensor, Tensor | None]]
+
+_original: Callable[..., Any] | None = None
+
+
+def install() -> None:
+    """Start to see what layers of transformers call, if it is loaded."""
+    global _original
+    interface = _interface()
+    if interface is None or _original is not None:
+        return
+    _original = interface.get_interface
+    interface.get_interface = _get_interface
+
+
+def remove() -> None:
+    """Put everything back."""
+    global _original
+    interface = _interface()
+    if interface is not None and _original is not None:
+        interface.get_interface = _original
+    _original = None
+
+
+def _interface() -> Any:
+    loaded = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
+    return loaded if hasattr(loaded, "get_interface") else None
+
+
+def refusal(modules: Mapping[str, nn.Module]) -> str | None:
+    """Why a model of transformers cannot be seen into, before it has run; None = it can, or is none of theirs."""
+    loaded = sys.modules.get("transformers.modeling_utils")
+    base = getattr(loaded, "PreTrainedModel", None)
+    if loaded is None or base is None or not any(isinstance(module, base) for module in modules.values()):
+        return None
+    if _interface() is None and any(_implementation(module) == "eager" for module in modules.values()):
+        version = sys.modules["transformers"].__version__
+        return (
+            f"watch: transformers {version} has no AttentionInterface.get_interface, so that eager attention cannot be "
+            'seen; use transformers 5, or load the model with attn_implementation="sdpa"'
+        )
+    return None
+
+
+def _implementation(module: nn.Module) -> str | None:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
+def _get_interface(self: Any, attn_implementation: str, default: Function) -> Function:
+    """``AttentionInterface.get_interface`` while a watch is open."""
+    original = _original or type(self).get_interface
+    attend: Function = original(self, attn_implementation, default)
+    frame = _watch_frames.innermost()
+    if frame is None or frame.quiet or not frame.active:
+        return attend
+
+    @functools.wraps(attend)
+    def seen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        return _attend(attend, str(attn_implementation), frame, {**dict(zip(_LEAD, args, strict=False)), **kwargs})
+
+    return seen
+
+
+def _attend(attend: Function, name: str, frame: Frame, given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    lead = [given.get(each) for each in _LEAD]
+    options = {key: value for key, value in given.items() if key not in _LEAD}
+    with frame.quietly():  # its own call of SDPA is this call
+        if frame.accelerate:
+            call = described(attend, name, frame, given, None)
+            out = _watch_calls.attend(call, options.get("dropout") or 0.0).transpose(1, 2).contiguous()
+            result: tuple[Tensor, Tensor | None] = (out, None)
+        else:
+            result = attend(*lead, **options)
+    dropped = bool(options.get("dropout")) or frame.accelerate
+    frame.see(lambda: described(attend, name, frame, given, None if dropped else result[0].transpose(1, 2)))
+    return result
+
+
+def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any], out: Tensor | None) -> Call:
+    """An attention function's call in headscope's words.
+
+    Which options count is up to the function: one that does not name ``softcap`` or ``position_bias``, or does not look
+    at ``module.sinks``, does not use it.
+    """
+    q, k, v, mask = (given.get(each) for each in _LEAD[1:])
+    if any(part in name for part in _UNREADABLE) or not (mask is None or isinstance(mask, Tensor)):
+        raise _watch_calls.WatchError(
+            f"it attends by {name!r}, whose masks cannot be read; load the model with "
+            'attn_implementation="sdpa" or "eager"'
+        )
+    assert isinstance(q, Tensor)
+    assert isinstance(k, Tensor)
+    code = inspect.unwrap(attend).__code__
+    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    seen, bias = (None, None) if mask is None else frame.converted(mask)
+    if mask is None:
+        seen = _causal(name, frame.module, given, q.shape[-2])
+    if "position_bias" in named and given.get("position_bias") is not None:
+        bias = given["position_bias"] if bias is None else given["position_bias"] + bias
+    sinks = given.get("s_aux") if "s_aux" in named else None
+    if sinks is None and "sinks" in code.co_names:
+        sinks = getattr(frame.module, "sinks", None)
+    kind = _kind(frame)
+    total = None if kind == "cross" else _length(frame)
+    q_pos, k_pos = _places(total, q.shape[-2], k.shape[-2], q.device)
+    return Call(
+        q=q, k=k, v=v, mask=seen, bias=bias, scale=given.get("scaling"), sinks=sinks, out=out, kind=kind,
+        softcap=given.get("softcap") if "softcap" in named else None, q_pos=q_pos, k_pos=k_pos, total=total,
+    )  # fmt: skip
+
+
+def _causal(name: str, module: nn.Module, given: Mapping[str, Any], queries: int) -> Mask | None:
+    """What a function sees where it gets no mask: eager everything; the others, as SDPA, no later key if so told."""
+    if name == "eager" or queries == 1:
+        return None
+    causal = given.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    return Band(None, 0, offset=0) if causal else None
+
+
+def _kind(frame: Frame) -> Kind | None:
+    said = frame.arguments
+    if any(said.get(name) is not None for name in _CONTEXTS) or getattr(frame.module, "is_cross_attention", False):
+        return "cross"
+    return "self" if not is_cross(frame.name) else None
+
+
+def _length(frame: Frame) -> int | Tensor | None:
+    """How many positions the layer has seen, this call's included; None without a cache."""
+    cache = next((frame.arguments[name] for name in _CACHES if frame.arguments.get(name) is not None), None)
+    cache = getattr(cache, "self_attention_cache", cache)
+    layer = getattr(frame.module, "layer_idx", None)
+    if cache is None or layer is None or not hasattr(cache, "get_seq_length"):
+        return None
+    return cache.get_seq_length(layer)
+
+
+def _places(
+    total: int | Tensor | None, queries: int, keys: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Where queries and keys stand, None = as usual: the keys from 0 on, and the queries at their end.
+
+    A sliding cache has forgotten the first keys, and a static one has room for keys that have not come yet.
+    """
+    if total is None or (isinstance(total, int) and total == keys):
+        return None, None
+    first = max(0, total - keys) if isinstance(total, int) else 0
+    last = torch.arange(queries, device=device) - queries
+    q_pos = last + (total.to(device) if isinstance(total, Tensor) else total)
+    return q_pos, torch.arange(keys, device=device) + first
+
+
+# ---------------------------------------------------------------- headscope's own attention function
+
+
+def register(name: str = NAME) -> None:
+    """See ``headscope.watching.register_transformers``."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, position_bias: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """``headscope.attention`` as an attention function of transformers; masks as its ``sdpa_mask`` makes them.
+
+    Shapes: query [B, H, Q, D], key [B, Hkv, K, D], value [B, Hkv, K, Dv], attention_mask [B, 1 or H, Q, K], boolean
+    (True = attend) or numbers to add -> [B, Q, H, Dv], and None for the weights.
+    """
+    if attention_mask is not None:
+        seen, bias = _watch_calls.split(attention_mask)
+    else:
+        bias = None
+        seen = _causal(NAME, module, {"is_causal": is_causal}, query.shape[-2])
+    if position_bias is not None:
+        bias = position_bias if bias is None else position_bias + bias
+    call = Call(q=query, k=key, v=value, mask=seen, bias=bias, scale=scaling, softcap=softcap, sinks=s_aux)
+    return _watch_calls.attend(call, dropout).transpose(1, 2).contiguous(), None

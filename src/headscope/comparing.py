@@ -1,0 +1,362 @@
+"""Two observations, head by head: what moved, by how much, and whether that is more than the thresholds allow.
+
+docs/decisions.md says how a change is judged, and what the thresholds do not see.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headscope._decision_parts import Answer, Basis, HasStats, decimal, plural, stats_of
+from headscope._head_distances import normalised
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headscope._stats_parts import LayerStats, Moments
+    from headscope.stats import HeadStats
+
+__all__ = ["Change", "Comparison", "HeadChange", "Thresholds", "compare"]
+
+OF_INPUT = ("chance",)
+"""Row quantities that say what a row may see, not what the head does with it."""
+
+RATIOS = ("effective_keys", "distance", "value_norm")
+LOGITS = ("lse", "max_logit")
+NAMED = 6  # of what is on one side only, below the table; all of it is in the result
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """From where on a change counts. A mean has moved if its change reaches the threshold of its unit *and* ``errors``.
+
+    Attributes:
+        share: for masses and all else from 0 to 1.
+        entropy: in nats.
+        logits: for ``lse`` and ``max_logit``.
+        ratio: for ``effective_keys``, ``distance`` and ``value_norm``: the larger mean over the smaller, above 1.
+        errors: how many standard errors of the difference; 0 = any, for rows that are the same on both sides.
+        map: total variation between the maps, 0 to 1.
+        received: total variation between what the keys receive, 0 to 1.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    share: float = 0.05
+    entropy: float = 0.25
+    logits: float = 1.0
+    ratio: float = 1.25
+    errors: float = 3.0
+    map: float = 0.1
+    received: float = 0.1
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            got = getattr(self, each.name)
+            if each.name == "ratio" and not got > 1:
+                raise ValueError(f"ratio: got {got}, wanted above 1")
+            if each.name == "errors" and not got >= 0:
+                raise ValueError(f"errors: got {got}, wanted at least 0")
+            if not got > 0 and each.name != "errors":
+                raise ValueError(f"{each.name}: got {got}, wanted above 0")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One row quantity of one head, before and after.
+
+    Attributes:
+        name: the quantity.
+        before, after: its means; NaN where no row has it.
+        change: after - before.
+        std: pooled standard deviation of its rows, by which the change can be judged against their spread.
+        error: standard error of the change, were rows independent.
+        rows: on how many rows either mean stands.
+        size: the change in thresholds of its unit: 1 is just at it.
+        moved: whether size is at least 1 and the change at least so many errors.
+    """
+
+    name: str
+    before: float
+    after: float
+    change: float
+    std: float
+    error: float
+    rows: tuple[int, int]
+    size: float
+    moved: bool
+
+
+@dataclass(frozen=True)
+class HeadChange:
+    """One head, before and after.
+
+    Attributes:
+        layer, head: which one.
+        changes: of each row quantity that both have.
+        map: total variation between the two maps; None where they cannot be compared.
+        received: total variation between what the keys receive, by position; None likewise.
+        broken: how many rows hold NaN or infinity, before and after.
+        moved: what of it moved: names of quantities, "map", "received", "broken".
+    """
+
+    layer: str
+    head: int
+    changes: tuple[Change, ...]
+    map: float | None
+    received: float | None
+    broken: tuple[int, int]
+    moved: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Comparison(Answer):
+    """What moved between two observations; see ``compare``.
+
+    Attributes:
+        before, after: what each side rests on.
+        thresholds: from where on a change counted.
+        heads: every head that both have, in the order of the first.
+        only_before, only_after: layers, heads and quantities that one of them has.
+        notes: how the two differ otherwise: rows, lengths, samples.
+    """
+
+    before: Basis
+    after: Basis
+    thresholds: Thresholds
+    heads: tuple[HeadChange, ...]
+    only_before: tuple[str, ...]
+    only_after: tuple[str, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def moved(self) -> tuple[HeadChange, ...]:
+        """The heads of which something moved."""
+        return tuple(head for head in self.heads if head.moved)
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything moved, or is on one side only."""
+        return bool(self.moved or self.only_before or self.only_after)
+
+    def columns(self) -> tuple[str, ...]:
+        """The headings of the table."""
+        return ("layer", "head", "quantity", "before", "after", "change", "± error", "× threshold")
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """A line for each thing that moved, the largest change in thresholds first."""
+        lines = [line for head in self.moved for line in self._lines(head)]
+        return [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
+
+    def _lines(self, head: HeadChange) -> Iterator[tuple[float, tuple[str, ...]]]:
+        place = (head.layer, str(head.head))
+        for each in head.changes:
+            if each.moved:
+                numbers = (_number(each.before), _number(each.after), f"{each.change:+.4g}", f"{each.error:.2g}")
+                yield each.size, (*place, each.name, *numbers, decimal(each.size))
+        for name, apart, limit in (
+            ("map", head.map, self.thresholds.map),
+            ("received", head.received, self.thresholds.received),
+        ):
+            if name in head.moved and apart is not None:
+                yield apart / limit, (*place, name, "", "", decimal(apart), "", decimal(apart / limit))
+        if "broken" in head.moved:
+            before, after = head.broken
+            yield math.inf, (*place, "broken rows", f"{before:,}", f"{after:,}", f"{after - before:+,}", "", "")
+
+    def caption(self) -> str:
+        """What stands below the table."""
+        count = len(self.moved)
+        parts = [f"{count} of {len(self.heads)} {plural('head', len(self.heads))} moved."]
+        if not count and (largest := self._largest()) is not None:
+            head, change = largest
+            parts.append(
+                f"The largest change is {change.name} of {head.layer} head {head.head}: {change.change:+.3g}, "
+                f"{change.size:.2f} of its threshold."
+            )
+        for side, only in (("before", self.only_before), ("after", self.only_after)):
+            more = f" and {len(only) - NAMED:,} more" if len(only) > NAMED else ""
+            parts += [f"Only {side}: {', '.join(only[:NAMED])}{more}."] if only else []
+        parts += [f"{note}." for note in self.notes]
+        return " ".join(parts)
+
+    def _largest(self) -> tuple[HeadChange, Change] | None:
+        every = [(head, change) for head in self.heads for change in head.changes if not math.isnan(change.size)]
+        return max(every, key=lambda each: each[1].size, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The answer ready for JSON; what is not defined is None."""
+        found = super().to_dict()
+        for side in ("before", "after"):
+            found[side]["sampled"] = getattr(self, side).sampled
+        return {"differs": self.differs, "moved": len(self.moved), **found}
+
+
+def _number(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.4g}"
+
+
+def compare(
+    before: HeadStats | HasStats, after: HeadStats | HasStats, thresholds: Thresholds | None = None
+) -> Comparison:
+    """What moved from one observation to another, head by head: two checkpoints, or two inputs.
+
+    Layers are matched by name and heads by number. Whatever only one side has is listed, never left out in silence.
+
+    Args:
+        before, after: changes are after - before.
+        thresholds: from where on a change counts; by default ``Thresholds()``.
+
+    Raises:
+        TypeError: neither statistics nor a recording.
+    """
+    limits = Thresholds() if thresholds is None else thresholds
+    old, new = stats_of(before, "before"), stats_of(after, "after")
+    heads: list[HeadChange] = []
+    only: tuple[list[str], list[str]] = ([], [])
+    for mine, one, other in ((only[0], old, new), (only[1], new, old)):
+        for layer, part in one.parts.items():
+            mine += _missing(layer, part, other.parts.get(layer))
+    for layer, part in old.parts.items():
+        if layer in new.parts:
+            heads += _heads(layer, part, new.parts[layer], limits)
+    return Comparison(_basis(old), _basis(new), limits, tuple(heads), tuple(only[0]), tuple(only[1]), _notes(old, new))
+
+
+def _basis(stats: HeadStats) -> Basis:
+    parts = stats.parts.values()
+    return Basis.of_layers(parts, stats.names, [n for part in parts for n in part.rows.tolist()])
+
+
+def _missing(layer: str, part: LayerStats, other: LayerStats | None) -> Iterator[str]:
+    """What the other side does not have of a layer."""
+    if other is None:
+        yield f"layer {layer}"
+        return
+    if part.heads > other.heads:
+        last = part.heads - 1
+        yield f"head {last} of {layer}" if last == other.heads else f"heads {other.heads} to {last} of {layer}"
+    for name in part.moments:
+        if name not in other.moments:
+            yield f"{name} of {layer}"
+    for name in ("map", "received"):
+        if getattr(part, name) is not None and getattr(other, name) is None:
+            yield f"{name} of {layer}"
+
+
+def _heads(layer: str, old: LayerStats, new: LayerStats, limits: Thresholds) -> Iterator[HeadChange]:
+    count = min(old.heads, new.heads)
+    maps = _maps(old, new, count)
+    received = _received(old, new, count)
+    for head in range(count):
+        changes = tuple(
+            _change(name, old.moments[name], new.moments[name], head, limits)
+            for name in old.moments
+            if name in new.moments and name not in OF_INPUT
+        )
+        moved = [each.name for each in changes if each.moved]
+        apart = {"map": maps, "received": received}
+        found = {name: None if x is None or bool(x[head].isnan()) else float(x[head]) for name, x in apart.items()}
+        moved += [name for name, far in found.items() if far is not None and far >= getattr(limits, name)]
+        broken = int(old.broken[head]), int(new.broken[head])
+        moved += ["broken"] if (broken[0] > 0) != (broken[1] > 0) else []
+        yield HeadChange(layer, head, changes, found["map"], found["received"], broken, tuple(moved))
+
+
+def _change(name: str, old: Moments, new: Moments, head: int, limits: Thresholds) -> Change:
+    counts = int(old.count[head]), int(new.count[head])
+    before, after = float(old.mean[head]), float(new.mean[head])
+    squares = [float(each.M2[head]) for each in (old, new)]
+    std = math.sqrt(max(sum(squares), 0.0) / sum(counts)) if all(counts) else math.nan
+    error = (
+        math.sqrt(max(sum(s / n**2 for s, n in zip(squares, counts, strict=True)), 0.0)) if all(counts) else math.nan
+    )
+    size = _size(name, before, after, limits)
+    moved = size >= 1 and abs(after - before) >= limits.errors * error  # NaN: not all of it is there
+    return Change(name, before, after, after - before, std, error, counts, size, moved)
+
+
+def _size(name: str, before: float, after: float, limits: Thresholds) -> float:
+    """A change in thresholds of its unit."""
+    if name in RATIOS:
+        low, high = sorted((before, after))
+        if math.isnan(low + high):
+            return math.nan
+        return 0.0 if low == high else math.inf if low <= 0 else math.log(high / low) / math.log(limits.ratio)
+    unit = limits.entropy if name == "entropy" else limits.logits if name in LOGITS else limits.share
+    return abs(after - before) / unit
+
+
+def _maps(old: LayerStats, new: LayerStats, count: int) -> Tensor | None:
+    if old.map is None or new.map is None or old.map.bins != new.map.bins:
+        return None
+    return _apart(*(x.sum[:count].flatten(1) for x in (old.map, new.map)))
+
+
+def _received(old: LayerStats, new: LayerStats, count: int) -> Tensor | None:
+    if old.received is None or new.received is None:
+        return None
+    wide = max(old.received.shape[-1], new.received.shape[-1])
+    sides = (torch.nn.functional.pad(x[:count], (0, wide - x.shape[-1])) for x in (old.received, new.received))
+    return _apart(*sides)
+
+
+def _apart(old: Tensor, new: Tensor) -> Tensor:
+    """Total variation between the same head before and after, [H]; NaN where one side has no weight."""
+    old, new = normalised(old.cpu()), normalised(new.cpu())
+    there = (old.sum(-1) > 0) & (new.sum(-1) > 0)
+    return torch.where(there, (old - new).abs().sum(-1) / 2, math.nan)
+
+
+def _notes(old: HeadStats, new: HeadStats) -> tuple[str, ...]:
+    """How the two differ in what was looked at."""
+    shared = [(old.parts[layer], new.parts[layer]) for layer in old.parts if layer in new.parts]
+    notes: list[str] = []
+    for what in ("forwards", "rows looked at", "keys", "bins of the map"):
+        numbers = [tuple(_looked_at(part).get(what) for part in pair) for pair in shared]
+        sides = [{n for n in side if n is not None} for side in zip(*numbers, strict=True)]
+        if any(a != b for a, b in numbers) and all(sides):
+            notes.append(f"Other {what}: {_range(sides[0])} before, {_range(sides[1])} after")
+    if not notes and any(_other_sights(a, b) for a, b in shared):  # other lengths would be the reason
+        notes.append("The rows may see other numbers of keys: other masks or lengths")
+    notes += [f"No row {when} has {', '.join(names)}" for when, names in _without_rows(shared) if names]
+    if old.sampled != new.sampled:
+        notes.append(f"Only {'before' if old.sampled else 'after'} is a sample of the rows")
+    return tuple(notes)
+
+
+def _looked_at(part: LayerStats) -> dict[str, int]:
+    """How much a layer's statistics were made from."""
+    found = {"forwards": part.runs, "rows looked at": part.looked_at}
+    found |= {"keys": part.received.shape[-1]} if part.received is not None else {}
+    return found | ({"bins of the map": part.map.bins} if part.map is not None else {})
+
+
+def _without_rows(shared: list[tuple[LayerStats, LayerStats]]) -> list[tuple[str, list[str]]]:
+    """Quantities that some layer has rows of on the other side only: it depends on the input which rows have them."""
+    found: dict[str, dict[str, None]] = {"before": {}, "after": {}}
+    for pair in shared:
+        for name in pair[0].moments:
+            some = [name in part.moments and bool(part.moments[name].count.any()) for part in pair]
+            if name in pair[1].moments and some[0] != some[1]:
+                found["after" if some[0] else "before"][name] = None
+    return [(when, list(names)) for when, names in found.items()]
+
+
+def _range(numbers: set[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _other_sights(a: LayerStats, b: LayerStats) -> bool:
+    if "chance" not in a.moments or "chance" not in b.moments or a.heads != b.heads:
+        return False
+    one, other = (part.moments["chance"] for part in (a, b))
+    same = (one.count == other.count).cpu()  # others have broken rows
+    return not torch.allclose(one.mean.cpu()[same], other.mean.cpu()[same], rtol=1e-6, equal_nan=True)

@@ -1,0 +1,498 @@
+"""watch: exact statistics of every attention head of a model, while it runs, its outputs unchanged."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from headscope import __version__, _watch_frames, _watch_layers, _watch_transformers
+from headscope._stats_parts import LayerStats
+from headscope._watch_calls import COMPILED, TOLERANCE, Call, Kind, WatchError, error_of, measure
+from headscope._watch_frames import Frame
+from headscope._watch_monitor import Alarm, AttentionWarning, Limits, Monitor, writer
+from headscope._watch_tokens import Streams, cut
+from headscope.stats import Column, HeadStats, Observe, Summary, merge
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from headscope.comparing import Comparison, Thresholds
+
+__all__ = [
+    "About",
+    "Alarm",
+    "AttentionWarning",
+    "Limits",
+    "Recording",
+    "Watch",
+    "WatchError",
+    "register_transformers",
+    "watch",
+]
+
+Layers = str | Collection[str] | Callable[[str, nn.Module], bool]
+_watch_frames.patches.append(_watch_transformers)
+
+PENDING = 16  # calls of a layer that are kept before they are merged
+
+
+@dataclass(frozen=True)
+class About:
+    """What a recording is of.
+
+    Attributes:
+        model: its class, and the name it was loaded under if it says one.
+        options: what was asked for, as text or numbers.
+        versions: of headscope, torch and, where it is loaded, transformers.
+        kinds: layer -> "self" or "cross".
+        texts: the text of each token, or None.
+        forwards: how many forward passes were looked at.
+        ran: how many there were.
+    """
+
+    model: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    kinds: Mapping[str, Kind] = field(default_factory=dict[str, Kind])
+    texts: tuple[str, ...] | None = None
+    forwards: int = 0
+    ran: int = 0
+
+
+class Recording:
+    """What was seen of a model's attention: the statistics of each layer, and what they are of.
+
+    It can be read while the model is still being watched. Whatever ``HeadStats`` has, it has, too:
+    ``recording["h.0.attn", 3, "entropy"]``, ``recording["entropy"]``, ``recording[0].received``.
+
+    Attributes:
+        about: model, options, versions, how many forward passes.
+    """
+
+    def __init__(self, stats: HeadStats, about: About) -> None:
+        self.about = about
+        self._parts: dict[str, LayerStats] = dict(stats.parts)
+        self._pending: dict[str, list[LayerStats]] = {}
+        self._order: dict[str, tuple[int, int]] = {}
+        self._monitor: Monitor | None = None
+        self._lock = threading.RLock()
+
+    # ------------------------------------------------------------ reading
+
+    @property
+    def stats(self) -> HeadStats:
+        """The statistics of all layers, named by module path, in the order of the model.
+
+        Raises:
+            WatchError: nothing has been seen so far.
+        """
+        with self._lock:
+            for name in list(self._pending):
+                self._fold(name)
+            if not self._parts:
+                raise WatchError("watch: nothing has been seen so far; run the model within the with block")
+            names = sorted(self._parts, key=lambda name: self._order.get(name, (0, 0)))
+            return HeadStats({name: self._parts[name] for name in names})
+
+    def __getitem__(self, at: Any) -> Summary | Column | HeadStats | dict[str, Summary]:
+        return self.stats[at]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers' names, in order."""
+        return self.stats.layers
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The row quantities that some layer has."""
+        return self.stats.names
+
+    @property
+    def heads(self) -> int:
+        """How many heads the widest layer has."""
+        return self.stats.heads
+
+    @property
+    def forwards(self) -> int:
+        """How many forward passes were looked at."""
+        return self.about.forwards
+
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        """Layer -> "self" or "cross"."""
+        return self.about.kinds
+
+    @property
+    def texts(self) -> tuple[str, ...] | None:
+        """The text of each token, if it was given."""
+        return self.about.texts
+
+    @property
+    def alarms(self) -> tuple[Alarm, ...]:
+        """The alarms that were raised, if the model was watched with ``alarms``."""
+        return () if self._monitor is None else tuple(self._monitor.alarms)
+
+    def flat(self) -> dict[str, float]:
+        """Means under flat names, as trackers want them: ``attn/L03/H05/entropy``."""
+        return self.stats.flat()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What it is of and all statistics, ready for JSON; see ``HeadStats.to_dict``."""
+        from headscope._watch_files import said
+
+        return {"about": said(self.about), **self.stats.to_dict()}
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame``; see ``HeadStats.to_pandas``."""
+        return self.stats.to_pandas()
+
+    def table(self, sort: str | None = None, **options: Any) -> Table:
+        """One line for each head; see ``HeadStats.table``."""
+        return self.stats.table(sort, **options)
+
+    def compare(self, other: HeadStats | Recording, thresholds: Thresholds | None = None) -> Comparison:
+        """What moved from this recording to another, head by head; see ``headscope.comparing.compare``."""
+        from headscope.comparing import compare
+
+        return compare(self, other, thresholds)
+
+    def save(self, path: str | Path, *, force: bool = False) -> Path:
+        """Write one safetensors file: everything but kept q and k; ``HeadStats.load`` reads its statistics, too.
+
+        Raises:
+            FileExistsError: there is a file that is no statistics of headscope; see ``HeadStats.save``.
+        """
+        from headscope._watch_files import save
+
+        return save(self.stats, self.about, Path(path), force)
+
+    @staticmethod
+    def load(path: str | Path) -> Recording:
+        """Read what ``save`` wrote.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is no recording, or one of a newer format.
+        """
+        from headscope._watch_files import load
+
+        return load(Path(path))
+
+    def __repr__(self) -> str:
+        if not self._parts and not self._pending:
+            return f"Recording({self.about.model}: nothing seen so far)"
+        return f"Recording({self.about.model}, {self.forwards} forward passes: {self.stats!r})"
+
+    def _repr_html_(self) -> str:
+        return self.stats._repr_html_()
+
+    def __rich__(self) -> Table:
+        return self.table()
+
+    # ------------------------------------------------------------ writing
+
+    def _add(self, name: str, order: tuple[int, int], part: LayerStats, kind: Kind) -> None:
+        """Add one call of a layer."""
+        with self._lock:
+            if name not in self._order:
+                self._order[name] = order
+                self.about = replace(self.about, kinds={**self.about.kinds, name: kind})
+            waiting = self._pending.setdefault(name, [])
+            waiting.append(part)
+            if len(waiting) >= PENDING:
+                self._fold(name)
+
+    def _places(self) -> dict[str, int]:
+        """Layer -> its number, in the order of the model."""
+        with self._lock:
+            return {name: n for n, name in enumerate(sorted(self._order, key=self._order.__getitem__))}
+
+    def _fold(self, name: str) -> None:
+        """Merge what waits of a layer."""
+        parts = [*self._pending[name]]
+        if name in self._parts:
+            parts.insert(0, self._parts[name])
+        try:
+            merged = merge(*(HeadStats({name: part}) for part in parts))
+        except ValueError as error:
+            raise WatchError(f"watch: {error}; a layer has to have the same heads in every call") from error
+        self._parts[name] = merged.parts[name]
+        del self._pending[name]
+
+
+def watch(
+    model: nn.Module,
+    *,
+    what: Observe | None = None,
+    rows: int | None = None,
+    layers: Layers | None = None,
+    every: int = 1,
+    tokens: Tensor | Literal["inputs"] | None = None,
+    texts: Collection[str] | None = None,
+    kinds: Mapping[str, Kind] | None = None,
+    accelerate: bool = False,
+    unseen: Literal["error", "ignore"] = "error",
+    log: Any = None,
+    alarms: bool | Limits = False,
+) -> Watch:
+    """Watch every attention head of a model: ``with headscope.watch(model) as seen: model(**inputs)``.
+
+    The model computes what it computes without, to the bit; its attention weights are computed a second time, tile by
+    tile, and reduced to statistics, in memory linear in the length. ``seen`` is a ``Recording``. docs/watching.md says
+    which modules are seen, and what is refused.
+
+    Args:
+        model: any module; what is inside is seen, too, whichever thread runs it.
+        what: what to measure; by default ``Observe()``.
+        rows: look at an even sample of this many query rows only, from 1; short for ``Observe(rows=...)``.
+        layers: which modules: names or patterns ("decoder.*.self_attn", "h.3"), each with all that is inside; or a
+            function of name and module. By default all.
+        every: look at the first of every so many forward passes, from 1. A forward pass is one call of the model from
+            outside, or of one of its modules.
+        tokens: ids of the keys, [K] or [B, K], the same for all calls, for ``duplicate`` and ``induction``; "inputs":
+            take the ``input_ids`` that the modules are called with, over the steps of a cache.
+        texts: the text of each token, to be kept with the recording.
+        kinds: name or pattern -> "self" or "cross", where the calls do not say (see docs/watching.md).
+        accelerate: let headscope's kernel attend as well. Outputs are then equal up to rounding, not to the bit.
+        unseen: "error": a module called attention that ran and could not be seen into is an error that names it.
+        log: where the values of each forward pass that is looked at go, under flat names (``attn/L03/H05/entropy``): a
+            TensorBoard ``SummaryWriter``, a Weights & Biases run, a function of the values and the step, or several.
+        alarms: warn of entropy collapse, growing logits and a rising sink; ``Limits`` says when.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit.
+        WatchError: the model runs compiled; later, a layer that cannot be seen, or nothing that was.
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"model: got {type(model).__name__}, wanted a torch.nn.Module")
+    if rows is not None:
+        if what is not None and what.rows is not None:
+            raise ValueError("rows: given twice, here and in what.rows")
+        what = replace(Observe() if what is None else what, rows=rows)
+    if isinstance(every, bool) or not isinstance(every, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"every: got {type(every).__name__}, wanted a whole number from 1")
+    if every < 1:
+        raise ValueError(f"every: got {every}, wanted a whole number from 1")
+    if isinstance(tokens, str) and tokens != "inputs":
+        raise ValueError(f'tokens: got {tokens!r}, wanted ids or "inputs"')
+    if what is not None and not isinstance(what, Observe):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"what: got {type(what).__name__}, wanted a headscope.Observe")
+    for kind in (kinds or {}).values():
+        if kind not in ("self", "cross"):
+            raise ValueError(f'kinds: got {kind!r}, wanted "self" or "cross"')
+    if tokens is not None and what is not None and what.tokens is not None:
+        raise ValueError("tokens: given twice, here and in what.tokens")
+    if unseen not in ("error", "ignore"):
+        raise ValueError(f'unseen: got {unseen!r}, wanted "error" or "ignore"')
+    targets = [] if log is None else list(log) if isinstance(log, (list, tuple)) else [log]
+    limits = Limits() if alarms is True else alarms or None
+    monitor = Monitor([writer(target) for target in targets], limits) if targets or limits else None
+    what = Observe() if what is None else what
+    options = Options(what, every, tokens, dict(kinds or {}), accelerate, unseen, monitor)
+    return Watch(model, options, layers, None if texts is None else tuple(texts))
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """What was asked for; see ``watch``."""
+
+    what: Observe
+    every: int
+    tokens: Tensor | Literal["inputs"] | None
+    kinds: Mapping[str, Kind]
+    accelerate: bool
+    unseen: Literal["error", "ignore"]
+    monitor: Monitor | None
+
+
+class Watch:
+    """The context that ``watch`` returns; it can be entered once.
+
+    Attributes:
+        recording: what has been seen so far.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: Options, layers: Layers | None, texts: tuple[str, ...] | None
+    ) -> None:
+        self.monitor = options.monitor
+        self.options = options
+        self.modules = _watch_layers.modules_of(model)
+        self.chosen = _watch_layers.chosen(self.modules, layers)
+        self.places = {name: place for place, name in enumerate(self.modules)}
+        self.recording = Recording(HeadStats({}), _about(model, options, layers, texts))
+        self.recording._monitor = options.monitor
+        self._lock = threading.Lock()
+        self._entered = False
+        self._streams = Streams()
+        self._errors: dict[str, tuple[Tensor, float]] = {}
+
+    def __enter__(self) -> Recording:
+        if self._entered:
+            raise WatchError("watch: this one has been used; make another")
+        if found := _watch_layers.compiled(self.modules):
+            raise WatchError(f"{COMPILED}; compiled: {', '.join(found[:8])}")
+        if refusal := _watch_transformers.refusal(self.modules):
+            raise WatchError(refusal)
+        self._entered = True
+        _watch_frames.open_(self, self.modules)
+        return self.recording
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _watch_frames.close(self)
+        if self.monitor is not None:
+            self.monitor.finish()
+        if error is None:
+            self._check()
+
+    def _check(self) -> None:
+        for layer in self._errors:
+            try:
+                self._judge(layer)
+            except WatchError as found:
+                raise WatchError(f"watch: layer {layer}: {found}") from found
+        recording = self.recording
+        if recording._parts or recording._pending:
+            return
+        if recording.about.ran == 0:
+            raise WatchError(
+                "watch: no forward pass of the model ran within the with block (a module that runs compiled, or a copy "
+                "of the model, is not seen)"
+            )
+        hint = _watch_layers._some(self.modules)
+        raise WatchError(f"watch: no attention call was seen in {recording.about.model}; its modules: {hint}")
+
+    # ------------------------------------------------------------ as the modules' calls see it
+
+    def begin(self) -> Pass:
+        with self._lock:
+            about = self.recording.about
+            active = about.ran % self.options.every == 0
+            self.recording.about = replace(about, ran=about.ran + 1, forwards=about.forwards + active)
+        return Pass(self, about.ran, active)
+
+    def tokens_of(self, call: Call) -> Tensor | None:
+        """The ids of a call's keys, if they were asked for and are known."""
+        if self.options.tokens is None:
+            return None
+        if isinstance(self.options.tokens, Tensor):
+            return cut(self.options.tokens.to(call.k.device), call)
+        return self._streams.of(call, _watch_frames.frames())
+
+    def compare(self, layer: str, call: Call) -> None:
+        """Compare a layer's first output with what its call gives by definition.
+
+        Where the call was understood wrongly (a model with a rule of its own), this is an error and no statistic. On a
+        device it is looked at when the watch ends, so that no step waits for it.
+        """
+        if layer in self._errors or call.out is None:
+            return
+        error = error_of(call)
+        if error is None:
+            return
+        self._errors[layer] = (error, TOLERANCE[call.out.dtype])
+        if error.device.type == "cpu":
+            self._judge(layer)
+
+    def _judge(self, layer: str) -> None:
+        error, most = self._errors[layer]
+        if float(error) > most:
+            raise WatchError(
+                f"its output differs by {float(error):.2g} of the largest value from what its "
+                "q, k, v and mask give; it attends by a rule that headscope does not know. Leave it out with layers="
+            )
+
+    def end(self, forward: Pass, *, finished: bool) -> None:
+        if not finished or not forward.active:
+            return
+        if self.monitor is not None:
+            with self._lock, torch.no_grad():
+                self.monitor.step(forward.number, forward.parts, self.recording._places())
+        if self.options.unseen == "ignore":
+            return
+        missing = _watch_layers.unseen(self.modules, forward.ran, forward.seen)
+        missing = [name for name in missing if name in self.chosen]
+        if missing:
+            raise WatchError(
+                f"watch: {len(missing)} attention layers ran and were not seen: {', '.join(missing)}; they do not call "
+                "scaled_dot_product_attention or anything else that headscope knows. Leave them out with layers=, or "
+                'give unseen="ignore"'
+            )
+
+
+class Pass:
+    """One forward pass: which modules ran in it, and which of them attended."""
+
+    def __init__(self, watch: Watch, number: int, active: bool) -> None:
+        self.watch = watch
+        self.number = number
+        self.active = active
+        self.parts: dict[str, LayerStats] = {}  # of this pass alone, for a monitor
+        self.accelerate = watch.options.accelerate
+        self.ran: dict[str, None] = {}
+        self.seen: set[str] = set()
+
+    def enter(self, name: str, module: nn.Module) -> None:
+        self.ran[name] = None
+
+    def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
+        self.seen.add(name)
+        watch = self.watch
+        if name not in watch.chosen:
+            return
+        layer = name if frame.calls == 1 else f"{name}#{frame.calls}"
+        before = watch.recording.about.kinds.get(layer)
+        try:
+            call = make()
+            kind = _watch_layers.kind_of(name, call, watch.options.kinds, before)
+            watch.compare(layer, call)
+            call = replace(call, kind=kind, tokens=watch.tokens_of(call) if kind == "self" else None)
+            part = measure(call, watch.options.what)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise WatchError(f"watch: layer {layer}: {error}") from error
+        watch.recording._add(layer, (watch.places[name], frame.calls), part, kind)
+        if watch.monitor is not None:
+            self.parts[layer] = self.parts[layer].merge(part) if layer in self.parts else part
+
+
+def register_transformers(name: str = "headscope") -> None:
+    """Register headscope's attention with transformers, for ``attn_implementation=name``.
+
+    The function and the making of its masks are registered under the one name: without the second, transformers gives
+    the function no mask at all, and padding is silently lost.
+
+    Raises:
+        ImportError: transformers is not installed, or older than 5.
+    """
+    _watch_transformers.register(name)
+
+
+def _about(model: nn.Module, options: Options, layers: Layers | None, texts: tuple[str, ...] | None) -> About:
+    loaded = getattr(getattr(model, "config", None), "_name_or_path", "")
+    name = type(model).__name__ + (f" ({loaded})" if loaded else "")
+    what = options.what
+    said: dict[str, Any] = {each.name: _plain(getattr(what, each.name)) for each in fields(what)}
+    said |= {"every": options.every, "accelerate": options.accelerate, "layers": _plain(layers)}
+    versions = {"headscope": __version__, "torch": torch.__version__}
+    if "transformers" in sys.modules:
+        versions["transformers"] = sys.modules["transformers"].__version__
+    return About(name, said, versions, {}, texts)
+
+
+def _plain(value: Any) -> Any:
+    """An option as JSON has it; a tensor or a function by its kind."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(each) for each in value]
+    return type(value).__name__

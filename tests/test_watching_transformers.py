@@ -1,0 +1,239 @@
+"""watch on models of transformers: caches, generation, training, own attention functions, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from watched import FAMILIES, IDS, PADDING, TARGET
+
+from headscope import Observe, Recording, _watch_transformers, watch
+from headscope.watching import WatchError, register_transformers
+
+STEPS = ((0, 4), (4, 5), (5, 6), (6, 9), (9, 11))
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def model_of(family: str, implementation: str = "sdpa") -> Any:
+    return FAMILIES[family][0](implementation).model
+
+
+@pytest.fixture
+def attention() -> Iterator[Any]:
+    """Registers an attention function under the name "mine", and takes it back."""
+    interface = transformers.AttentionInterface
+
+    def register(function: Any) -> None:
+        interface.register("mine", function)
+        masks = transformers.AttentionMaskInterface
+        masks.register("mine", masks._global_mapping["sdpa"])
+
+    yield register
+    interface._global_mapping.pop("mine", None)
+    transformers.AttentionMaskInterface._global_mapping.pop("mine", None)
+
+
+def assert_same(got: Recording, wanted: Recording, *, leave: tuple[str, ...] = ()) -> None:
+    assert got.layers == wanted.layers
+    for layer in wanted.layers:
+        for name in {*wanted.stats[layer].names} - {*leave}:
+            one, other = got[layer, name], wanted[layer, name]
+            assert one.count.tolist() == other.count.tolist(), f"{layer} {name}"
+            torch.testing.assert_close(
+                one.mean, other.mean, rtol=1e-5, atol=1e-5, equal_nan=True, msg=f"{layer} {name}"
+            )
+        keys = wanted.stats[layer].received.shape[1]
+        for part in ("received", "eligible"):
+            one, other = getattr(got.stats[layer], part), getattr(wanted.stats[layer], part)
+            assert not one[:, keys:].any(), "room that no key has taken"
+            torch.testing.assert_close(one[:, :keys], other, rtol=1e-5, atol=1e-5)
+
+
+# ---------------------------------------------------------------- caches
+
+
+@pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_steps_with_a_cache_add_up_to_one_pass(family: str, kind: str, implementation: str) -> None:
+    """The same rows at the same positions, padding on the left, whatever the cache has forgotten or has room for."""
+    if implementation not in FAMILIES[family][1]:
+        implementation = "headscope"
+        register_transformers()
+    model = model_of(family, implementation)
+    options: Any = {"tokens": "inputs", "what": Observe(windows=(2,))}
+    room = {"max_cache_len": 16} if kind == "StaticCache" else {}
+    cache = getattr(transformers, kind)(config=model.config, **room)
+    with torch.no_grad(), watch(model, **options) as whole:
+        model(IDS, attention_mask=PADDING)
+    with torch.no_grad(), watch(model, **options) as steps:
+        for start, stop in STEPS:
+            model(IDS[:, start:stop], attention_mask=PADDING[:, :stop], past_key_values=cache, use_cache=True)
+    assert steps.forwards == len(STEPS)
+    forgets = ("first", "streaming_2") if family in ("mistral", "gemma2") else ()
+    assert_same(steps, whole, leave=forgets)
+    for name in forgets:
+        assert int(steps[0, name].count[0]) < int(whole[0, name].count[0]), "left out once the first keys are gone"
+
+
+@pytest.mark.parametrize("family", ["t5", "whisper"])
+def test_an_encoder_once_and_a_decoder_step_by_step(family: str) -> None:
+    model = model_of(family)
+    with torch.no_grad(), watch(model) as seen:
+        if family == "t5":
+            model.generation_config.eos_token_id = None
+            model.generate(input_ids=IDS[1:], max_new_tokens=5, do_sample=False)
+        else:
+            hidden = model.encoder(input_features=torch.randn(1, 8, 26))
+            cache = transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
+            for n in range(5):
+                model(decoder_input_ids=TARGET[:1, n : n + 1], encoder_outputs=hidden, past_key_values=cache)
+    own = next(layer for layer, kind in seen.kinds.items() if kind == "self" and "decoder" in layer)
+    cross = next(layer for layer, kind in seen.kinds.items() if kind == "cross")
+    assert seen.layers[0].startswith("encoder")
+    assert seen.stats.parts[seen.layers[0]].runs == 1
+    assert seen[own, "entropy"].count.tolist() == [5] * 3
+    assert seen[own, "previous"].count.tolist() == [4] * 3, "the first row has none"
+    assert seen[cross, "entropy"].count.tolist() == [5] * 3
+    assert seen.stats[own].eligible[0].tolist() == [5, 4, 3, 2, 1]
+
+
+def test_generate_sees_every_step() -> None:
+    model = model_of("llama")
+    model.generation_config.eos_token_id = None
+    inputs = {"input_ids": IDS, "attention_mask": PADDING}
+    with torch.no_grad():
+        plain = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        with watch(model, tokens="inputs") as seen:
+            assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), plain)
+        with watch(model, tokens="inputs") as whole:
+            longer = torch.cat([PADDING, torch.ones(2, 3, dtype=torch.long)], 1)
+            model(plain[:, :-1], attention_mask=longer)
+    assert_same(seen, whole)
+
+
+# ---------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    recordings, gradients = [], []
+    for checkpointing in (False, True):
+        model = model_of("llama").train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with watch(model) as seen:
+            model(IDS, attention_mask=PADDING, labels=IDS, use_cache=False).loss.backward()
+        recordings.append(seen)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        assert (seen.forwards, seen.about.ran) == (1, 1)
+    assert recordings[0].to_dict()["layers"] == recordings[1].to_dict()["layers"]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+# ---------------------------------------------------------------- attention functions
+
+
+def test_padding_reaches_the_registered_function() -> None:
+    """A function that is registered without its masks is given none: padding is silently lost."""
+    register_transformers()
+    plain, ours = model_of("llama", "eager"), model_of("llama", "headscope")
+    rows = PADDING.bool()
+    with torch.no_grad():
+        wanted, got = (model(IDS, attention_mask=PADDING).logits[rows] for model in (plain, ours))
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "t5", "whisper"])
+def test_accelerate(family: str) -> None:
+    case = FAMILIES[family][0]("eager")
+    with torch.no_grad():
+        plain = case.run(case.model)
+        with watch(case.model) as seen:
+            case.run(case.model)
+        with watch(case.model, accelerate=True) as ours:
+            out = case.run(case.model)
+    one, other = (result[0] for result in (out, plain))
+    rows = PADDING.bool() if family in ("llama", "gpt_oss") else slice(None)
+    torch.testing.assert_close(one[rows], other[rows], rtol=1e-4, atol=1e-4)
+    assert_same(ours, seen)
+
+
+def test_a_function_of_ones_own_is_seen(attention: Any) -> None:
+    def mine(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+        return _watch_transformers.attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    attention(mine)
+    recordings = []
+    for implementation in ("mine", "eager"):
+        model = model_of("llama", implementation)
+        with torch.no_grad(), watch(model) as seen:
+            model(IDS, attention_mask=PADDING)
+        recordings.append(seen)
+    assert_same(*recordings)
+
+
+def test_a_rule_that_is_not_known_is_an_error(attention: Any) -> None:
+    """Every layer's first output is compared with what its arguments give."""
+
+    def mine(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+        return _watch_transformers.attention_forward(module, query, key.flip(-2), value, attention_mask, **kwargs)
+
+    attention(mine)
+    model = model_of("llama", "mine")
+    error = r"layer model.layers.0.self_attn: its output differs by .* of the largest value from what its q, k, v"
+    watching = watch(model)
+    with torch.no_grad(), pytest.raises(WatchError, match=error), watching:
+        model(IDS)
+    assert not watching.recording._parts, "an error, and no statistic"
+
+
+def test_masks_that_cannot_be_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    function = _watch_transformers.attention_forward
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "flash_attention_2", function)
+    masks = transformers.AttentionMaskInterface
+    monkeypatch.setitem(masks._global_mapping, "flash_attention_2", masks._global_mapping["sdpa"])
+    model.config._attn_implementation = "flash_attention_2"
+    error = r"layer model.layers.0.self_attn: it attends by 'flash_attention_2', whose masks cannot be read; load the"
+    with torch.no_grad(), pytest.raises(WatchError, match=error), watch(model):
+        model(IDS, attention_mask=torch.ones_like(IDS))
+
+
+def test_a_model_that_writes_its_attention_itself_is_named() -> None:
+    config = transformers.BloomConfig(hidden_size=24, n_layer=2, n_head=3, vocab_size=61)
+    model = transformers.BloomModel(config)
+    error = r"2 attention layers ran and were not seen: h.0.self_attention, h.1.self_attention; "
+    with torch.no_grad(), pytest.raises(WatchError, match=error), watch(model):
+        model(IDS)
+
+
+def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama", "eager")
+    monkeypatch.setattr(transformers.modeling_utils, "AttentionInterface", dict)
+    error = r"transformers .* has no AttentionInterface.get_interface, so that eager attention cannot be seen"
+    with pytest.raises(WatchError, match=error), watch(model):
+        pass
+    plain = model_of("bert", "sdpa")
+    with torch.no_grad(), watch(plain) as seen:
+        plain(IDS)
+    assert len(seen.layers) == 2, "SDPA is seen all the same"
+
+
+def test_it_says_what_it_is_of() -> None:
+    model = model_of("llama")
+    with torch.no_grad(), watch(model, layers=["model.layers.1"], rows=4) as seen:
+        model(IDS)
+    assert seen.layers == ("model.layers.1.self_attn",)
+    assert seen.about.model == "LlamaForCausalLM"
+    assert seen.about.versions["transformers"] == transformers.__version__
+    assert seen.about.options["layers"] == ["model.layers.1"]
+    assert repr(seen).startswith(
+        "Recording(LlamaForCausalLM, 1 forward passes: HeadStats(1 layers, 6 heads, a sample of"
+    )
