@@ -116,6 +116,27 @@ def test_torch_stays_on_its_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.layers == ("0.layers.0.self_attn", "0.layers.1.self_attn", "1.attention")
 
 
+def test_the_fast_path_of_a_subclass_is_seen() -> None:
+    """However it is called: with a forward of its own that calls the one it extends, or past ``__call__``."""
+
+    class Extended(nn.TransformerEncoderLayer):
+        def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return super().forward(src, *args, **kwargs) + 1
+
+    class Past(Alone):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention.forward(x, x, x)[0]
+
+    model = nn.Sequential(Extended(16, 2, 20, batch_first=True), Past()).eval()
+    x = torch.randn(2, 7, 16)
+    with torch.no_grad(), watch(model) as seen:
+        out = model(x)
+    with torch.no_grad():
+        assert torch.equal(out, model(x))
+    assert seen.layers == ("0.self_attn", "1"), "the second is not called as a module: it is the one around it"
+    assert seen["entropy"].count.tolist() == [[14, 14]] * 2
+
+
 class Alone(nn.Module):
     """One ``nn.MultiheadAttention``, on its own."""
 
@@ -136,7 +157,8 @@ def state() -> tuple[Any, ...]:
     """All that watch replaces."""
     from transformers import AttentionInterface
 
-    return nn.Module.__call__, functional.watched, AttentionInterface.get_interface, [*mode_stack()]
+    called = (nn.Module.__call__, torch.overrides.has_torch_function, AttentionInterface.get_interface)
+    return *called, functional.watched, [*mode_stack()]
 
 
 def test_everything_is_restored() -> None:
