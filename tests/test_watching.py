@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import threading
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import headscope
 from headscope import Observe, Recording, functional, watch, watching
+from headscope._watch_layers import shortened
 from headscope.masks import causal
 from headscope.watching import WatchError
 
@@ -83,6 +86,35 @@ def test_a_recording_is_saved_and_loaded(tmp_path: Path) -> None:
     bare = seen.stats.save(tmp_path / "bare.safetensors")
     with pytest.raises(ValueError, match="holds statistics, but is no recording"):
         Recording.load(bare)
+
+
+@pytest.mark.parametrize(
+    ("names", "short", "pattern"),
+    [
+        (["h.0.attn", "h.11.attn"], ["0", "11"], "h.*.attn"),
+        (["a.0.x", "a.0.y"], ["x", "y"], "a.0.*"),
+        (["a.x", "b.x"], ["a", "b"], "*.x"),
+        (["a.b.a", "a.a"], ["b.a", "a"], "a.*"),
+        (["a", "a#2"], ["a", "a#2"], None),
+        (["a.b"], ["a.b"], None),
+    ],
+)
+def test_the_table_leaves_out_what_all_paths_share(names: list[str], short: list[str], pattern: str | None) -> None:
+    assert shortened(names) == (short, pattern)
+
+
+def test_a_recording_shows_itself() -> None:
+    model = nn.ModuleDict({"[b]<i>": nn.Sequential(Attention(), Attention())})
+    with watch(model) as seen:
+        model["[b]<i>"](input_of(model))
+    wide = Console(width=160, file=io.StringIO(), record=True)
+    wide.print(seen)
+    text = wide.export_text()
+    assert "Layers: [b]<i>.*." in text
+    assert "│ 1     │    2 │   14 │" in text
+    assert "[b]&lt;i&gt;.0" in seen._repr_html_()
+    assert seen.flat() == seen.stats.flat()
+    assert repr(watch(model).recording) == "Recording(ModuleDict: nothing seen so far)"
 
 
 def test_nothing_seen_is_an_error() -> None:

@@ -153,8 +153,15 @@ class Recording:
         return self.stats.to_pandas()
 
     def table(self, sort: str | None = None, **options: Any) -> Table:
-        """One line for each head; see ``HeadStats.table``."""
-        return self.stats.table(sort, **options)
+        """One line for each head, under paths without what is common to all; see ``HeadStats.table``."""
+        stats = self.stats
+        from rich.markup import escape
+
+        short, pattern = _watch_layers.shortened(stats.layers)
+        table = stats.named(*short).table(sort, **options)
+        if pattern is not None:
+            table.caption = f"{table.caption} Layers: {escape(pattern)}."
+        return table
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Write one safetensors file: everything but kept q and k; ``HeadStats.load`` reads its statistics, too.
