@@ -59,7 +59,15 @@ CORE = [
         "_observe_sums",
     ),
     *("functional", "_linear", "module"),
-    *("_watch_calls", "_watch_torch", "_watch_frames", "_watch_layers", "_watch_tokens", "_watch_monitor"),
+    *(
+        "_watch_masks",
+        "_watch_calls",
+        "_watch_torch",
+        "_watch_frames",
+        "_watch_layers",
+        "_watch_tokens",
+        "_watch_monitor",
+    ),
     *("_watch_transformers", "watching", "_watch_files"),
 ]
 LATER = {

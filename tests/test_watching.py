@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import headscope
 from headscope import Observe, Recording, functional, watch, watching
 from headscope._watch_layers import shortened
-from headscope.masks import causal
+from headscope._watch_masks import known, split
+from headscope.masks import Dense, causal
 from headscope.watching import WatchError
 
 
@@ -655,7 +656,9 @@ def test_stand_ins_for_tensors_are_refused() -> None:
         ({"every": 1.5}, "every: got float"),
         ({"rows": 0}, "rows: got 0"),
         ({"rows": 3, "what": Observe(rows=4)}, "rows: given twice"),
-        ({"tokens": "ids"}, "tokens: got 'ids', wanted ids or \"inputs\""),
+        ({"tokens": "ids"}, "tokens: got 'ids', wanted a tensor of ids or"),
+        ({"alarms": 3}, "alarms: got int, wanted True, False or Limits"),
+        ({"rows": 3, "what": 3}, "what: got int"),
         ({"unseen": "warn"}, "unseen: got 'warn'"),
         ({"kinds": {"a": "both"}}, "kinds: got 'both'"),
         ({"what": 3}, "what: got int"),
@@ -685,3 +688,48 @@ def test_accelerate_attends_with_our_kernel() -> None:
             out = model(x)
     torch.testing.assert_close(out, plain)
     torch.testing.assert_close(ours["entropy"].mean, seen["entropy"].mean)
+
+
+# ---------------------------------------------------------------- masks
+
+
+def test_masks_that_are_met_often_are_known_by_their_rule() -> None:
+    """Left and right padding, windows, caches, each boolean or additive; all else stays as it is."""
+    padded = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]]).bool()[:, None, None]
+    holes = torch.tensor([[1, 0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 1, 1]]).bool()[:, None, None]
+    gap = torch.arange(7) - torch.arange(7)[:, None]
+    back, window = (gap <= 0)[None, None], ((gap <= 0) & (gap > -3))[None, None]
+    every = torch.ones(1, 1, 7, 7, dtype=torch.bool)
+    rules = [
+        back,
+        back & padded,
+        window,
+        window & padded,
+        every & padded,
+        back & holes,
+        back[:, :, 4:],
+        (back & padded)[:, :, 2:],
+    ]
+    others = [
+        every ^ back,
+        back ^ (gap == -2),
+        (gap.abs() < 2)[None, None],
+        back[:, :, :4],
+        back.expand(1, 3, 7, 7),
+        back[0],
+    ]
+    for seen in (*rules, *others):
+        found = known(seen)
+        assert isinstance(found, Dense) == any(seen is other for other in others)
+        sizes = (len(seen) if seen.ndim == 4 else 1, seen.shape[-3], seen.shape[-2], seen.shape[-1])
+        assert torch.equal(found.dense(*sizes), seen.expand(sizes))
+        if seen.ndim == 4:
+            mask, bias = split(torch.where(seen, 0.0, -1e30))
+            assert bias is None
+            assert mask is not None
+            assert torch.equal(mask.dense(*sizes), seen.expand(sizes))
+    tilted = torch.where(back, gap.float(), torch.finfo(torch.float32).min)
+    mask, bias = split(tilted)
+    assert mask is None
+    assert bias is not None
+    assert torch.equal(bias, torch.where(back, gap.float(), -math.inf))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from headscope import _watch_calls, _watch_torch, functional
+from headscope import _watch_calls, _watch_masks, _watch_torch, functional
 from headscope._watch_calls import Call
 from headscope.masks import Mask
 from headscope.module import MultiHeadAttention
@@ -118,10 +118,10 @@ class Frame:
             self.quiet = before
 
     def converted(self, mask: Tensor) -> tuple[Mask | None, Tensor | None]:
-        """``_watch_calls.split``, once for all layers that are given the same tensor."""
+        """``_watch_masks.split``, once for all layers that are given the same tensor."""
         key = (id(mask), None if mask.is_inference() else mask._version)
         if key not in _here.masks:
-            _here.masks[key] = (mask, *_watch_calls.split(mask))
+            _here.masks[key] = (mask, *_watch_masks.split(mask))
         return _here.masks[key][1:]
 
     def see(self, call: Callable[[], Call]) -> None:

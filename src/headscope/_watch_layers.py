@@ -31,14 +31,21 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def compiled(modules: Mapping[str, nn.Module]) -> list[str]:
-    """The names of those that run compiled, or as TorchScript."""
+    """The names of those that run compiled, or as TorchScript; ``generate`` keeps a compiled call in the model."""
     return [
         name
         for name, module in modules.items()
         if getattr(module, "_compiled_call_impl", None) is not None
+        or vars(module).get("_compiled_call") is not None
         or type(module).__module__.startswith("torch._dynamo")
         or isinstance(module, jit.ScriptModule)
     ]
+
+
+def forget_compiled(modules: Mapping[str, nn.Module]) -> None:
+    """Drop the compiled calls that ``generate`` made meanwhile: they are of the watched call, which does not compile."""
+    for module in modules.values():
+        vars(module).pop("_compiled_call", None)
 
 
 def chosen(modules: Mapping[str, nn.Module], layers: Choice | None) -> frozenset[str]:

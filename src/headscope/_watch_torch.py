@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscope._watch_calls import Call, Kind, additive
+from headscope._watch_calls import Call, Kind
+from headscope._watch_masks import additive
 from headscope.masks import Band, Dense, KeyLengths, Mask
 
 NATIVE = {
