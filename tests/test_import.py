@@ -60,7 +60,15 @@ CORE = [
     ),
     *("functional", "_linear", "module"),
     *("_decision_parts", "_head_distances", "_pattern_means", "decisions", "comparing"),
-    *("_watch_calls", "_watch_torch", "_watch_frames", "_watch_layers", "_watch_tokens", "_watch_monitor"),
+    *(
+        "_watch_masks",
+        "_watch_calls",
+        "_watch_torch",
+        "_watch_frames",
+        "_watch_layers",
+        "_watch_tokens",
+        "_watch_monitor",
+    ),
     *("_watch_transformers", "watching", "_watch_files"),
 ]
 LATER = {

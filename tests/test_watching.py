@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import threading
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -19,7 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import headscope
 from headscope import Observe, Recording, functional, watch, watching
-from headscope.masks import causal
+from headscope._watch_layers import shortened
+from headscope._watch_masks import known, split
+from headscope.masks import Dense, causal
 from headscope.watching import WatchError
 
 
@@ -85,6 +89,35 @@ def test_a_recording_is_saved_and_loaded(tmp_path: Path) -> None:
         Recording.load(bare)
 
 
+@pytest.mark.parametrize(
+    ("names", "short", "pattern"),
+    [
+        (["h.0.attn", "h.11.attn"], ["0", "11"], "h.*.attn"),
+        (["a.0.x", "a.0.y"], ["x", "y"], "a.0.*"),
+        (["a.x", "b.x"], ["a", "b"], "*.x"),
+        (["a.b.a", "a.a"], ["b.a", "a"], "a.*"),
+        (["a", "a#2"], ["a", "a#2"], None),
+        (["a.b"], ["a.b"], None),
+    ],
+)
+def test_the_table_leaves_out_what_all_paths_share(names: list[str], short: list[str], pattern: str | None) -> None:
+    assert shortened(names) == (short, pattern)
+
+
+def test_a_recording_shows_itself() -> None:
+    model = nn.ModuleDict({"[b]<i>": nn.Sequential(Attention(), Attention())})
+    with watch(model) as seen:
+        model["[b]<i>"](input_of(model))
+    wide = Console(width=160, file=io.StringIO(), record=True)
+    wide.print(seen)
+    text = wide.export_text()
+    assert "Layers: [b]<i>.*." in text
+    assert "│ 1     │    2 │   14 │" in text
+    assert "[b]&lt;i&gt;.0" in seen._repr_html_()
+    assert seen.flat() == seen.stats.flat()
+    assert repr(watch(model).recording) == "Recording(ModuleDict: nothing seen so far)"
+
+
 def test_nothing_seen_is_an_error() -> None:
     watching = watch(Small())
     with pytest.raises(WatchError, match="no forward pass"), watching:
@@ -116,6 +149,27 @@ def test_torch_stays_on_its_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.layers == ("0.layers.0.self_attn", "0.layers.1.self_attn", "1.attention")
 
 
+def test_the_fast_path_of_a_subclass_is_seen() -> None:
+    """However it is called: with a forward of its own that calls the one it extends, or past ``__call__``."""
+
+    class Extended(nn.TransformerEncoderLayer):
+        def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return super().forward(src, *args, **kwargs) + 1
+
+    class Past(Alone):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention.forward(x, x, x)[0]
+
+    model = nn.Sequential(Extended(16, 2, 20, batch_first=True), Past()).eval()
+    x = torch.randn(2, 7, 16)
+    with torch.no_grad(), watch(model) as seen:
+        out = model(x)
+    with torch.no_grad():
+        assert torch.equal(out, model(x))
+    assert seen.layers == ("0.self_attn", "1"), "the second is not called as a module: it is the one around it"
+    assert seen["entropy"].count.tolist() == [[14, 14]] * 2
+
+
 class Alone(nn.Module):
     """One ``nn.MultiheadAttention``, on its own."""
 
@@ -136,7 +190,8 @@ def state() -> tuple[Any, ...]:
     """All that watch replaces."""
     from transformers import AttentionInterface
 
-    return nn.Module.__call__, functional.watched, AttentionInterface.get_interface, [*mode_stack()]
+    called = (nn.Module.__call__, torch.overrides.has_torch_function, AttentionInterface.get_interface)
+    return *called, functional.watched, [*mode_stack()]
 
 
 def test_everything_is_restored() -> None:
@@ -601,7 +656,9 @@ def test_stand_ins_for_tensors_are_refused() -> None:
         ({"every": 1.5}, "every: got float"),
         ({"rows": 0}, "rows: got 0"),
         ({"rows": 3, "what": Observe(rows=4)}, "rows: given twice"),
-        ({"tokens": "ids"}, "tokens: got 'ids', wanted ids or \"inputs\""),
+        ({"tokens": "ids"}, "tokens: got 'ids', wanted a tensor of ids or"),
+        ({"alarms": 3}, "alarms: got int, wanted True, False or Limits"),
+        ({"rows": 3, "what": 3}, "what: got int"),
         ({"unseen": "warn"}, "unseen: got 'warn'"),
         ({"kinds": {"a": "both"}}, "kinds: got 'both'"),
         ({"what": 3}, "what: got int"),
@@ -631,3 +688,48 @@ def test_accelerate_attends_with_our_kernel() -> None:
             out = model(x)
     torch.testing.assert_close(out, plain)
     torch.testing.assert_close(ours["entropy"].mean, seen["entropy"].mean)
+
+
+# ---------------------------------------------------------------- masks
+
+
+def test_masks_that_are_met_often_are_known_by_their_rule() -> None:
+    """Left and right padding, windows, caches, each boolean or additive; all else stays as it is."""
+    padded = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]]).bool()[:, None, None]
+    holes = torch.tensor([[1, 0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 1, 1]]).bool()[:, None, None]
+    gap = torch.arange(7) - torch.arange(7)[:, None]
+    back, window = (gap <= 0)[None, None], ((gap <= 0) & (gap > -3))[None, None]
+    every = torch.ones(1, 1, 7, 7, dtype=torch.bool)
+    rules = [
+        back,
+        back & padded,
+        window,
+        window & padded,
+        every & padded,
+        back & holes,
+        back[:, :, 4:],
+        (back & padded)[:, :, 2:],
+    ]
+    others = [
+        every ^ back,
+        back ^ (gap == -2),
+        (gap.abs() < 2)[None, None],
+        back[:, :, :4],
+        back.expand(1, 3, 7, 7),
+        back[0],
+    ]
+    for seen in (*rules, *others):
+        found = known(seen)
+        assert isinstance(found, Dense) == any(seen is other for other in others)
+        sizes = (len(seen) if seen.ndim == 4 else 1, seen.shape[-3], seen.shape[-2], seen.shape[-1])
+        assert torch.equal(found.dense(*sizes), seen.expand(sizes))
+        if seen.ndim == 4:
+            mask, bias = split(torch.where(seen, 0.0, -1e30))
+            assert bias is None
+            assert mask is not None
+            assert torch.equal(mask.dense(*sizes), seen.expand(sizes))
+    tilted = torch.where(back, gap.float(), torch.finfo(torch.float32).min)
+    mask, bias = split(tilted)
+    assert mask is None
+    assert bias is not None
+    assert torch.equal(bias, torch.where(back, gap.float(), -math.inf))

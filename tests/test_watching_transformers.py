@@ -117,6 +117,18 @@ def test_generate_sees_every_step() -> None:
     assert_same(seen, whole)
 
 
+def test_what_generate_has_compiled_is_refused_or_forgotten() -> None:
+    """It keeps a compiled call in the model where a static cache is used; that call would not be seen."""
+    model = model_of("llama")
+    with torch.no_grad(), watch(model):
+        model(IDS)
+        model._compiled_call = model.__call__
+    assert not hasattr(model, "_compiled_call"), "it is of the watched call"
+    model._compiled_call = model.__call__
+    with pytest.raises(WatchError, match=r"runs compiled.*; compiled: LlamaForCausalLM"), watch(model):
+        pass
+
+
 # ---------------------------------------------------------------- training
 
 

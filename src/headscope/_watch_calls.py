@@ -25,9 +25,6 @@ COMPILED = (
     "it was before torch.compile or torch.jit"
 )
 
-HIDDEN = -1e9
-"""An additive mask at or below this hides: -inf, the smallest number of a dtype, -1e9, -1e30 are all written for it."""
-
 
 class WatchError(RuntimeError):
     """A model, or a part of it, that cannot be watched."""
@@ -100,10 +97,11 @@ def _has_forgotten(call: Call) -> bool:
 
 
 def _without_first(part: LayerStats) -> LayerStats:
-    """Without ``first``: which keys were the first ones can no longer be said."""
-    moments = {name: each for name, each in part.moments.items() if name != "first"}
+    """Without ``first`` and ``streaming_w``: which keys were the first ones can no longer be said."""
+    gone = {name for name in part.moments if name == "first" or name.startswith("streaming_")}
+    moments = {name: each for name, each in part.moments.items() if name not in gone}
     kept = tuple(
-        replace(each, values={name: rows for name, rows in each.values.items() if name != "first"})
+        replace(each, values={name: rows for name, rows in each.values.items() if name not in gone})
         for each in part.kept
     )
     return replace(part, moments=moments, kept=kept)
@@ -123,21 +121,11 @@ def rounded(call: Call) -> Call:
     return replace(call, **changed)
 
 
-def additive(mask: Tensor) -> Tensor:
-    """A bias from an additive mask: what is as low as a mask's "minus infinity" becomes -inf.
-
-    A row in which everything is hidden so is even in the model's own softmax, which cannot tell; here it is empty, and
-    takes part in nothing.
-    """
-    limit = max(HIDDEN, torch.finfo(mask.dtype).min / 2)
-    return mask.masked_fill(mask <= limit, -math.inf)
-
-
 def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> Call:
     """A call of ``torch.nn.functional.scaled_dot_product_attention`` by its arguments.
 
     Args:
-        convert: ``split``, or one that remembers what it has split.
+        convert: ``_watch_masks.split``, or one that remembers what it has split.
     """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -172,11 +160,6 @@ def one_head(tensor: Tensor) -> Tensor:
 
 
 Convert = Callable[[Tensor], tuple[Mask | None, Tensor | None]]
-
-
-def split(mask: Tensor) -> tuple[Mask | None, Tensor | None]:
-    """A mask of SDPA (True = attend, or numbers to add) as a mask or as a bias."""
-    return (Dense(mask), None) if mask.dtype == torch.bool else (None, additive(mask))
 
 
 def error_of(call: Call) -> Tensor | None:

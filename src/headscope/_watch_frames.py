@@ -1,13 +1,12 @@
 """Which module of a watched model is running, and what it calls: the one place that reaches into torch.
 
 While a watch is open, ``nn.Module.__call__`` is replaced by one that knows the modules of watched models and keeps,
-for each thread, a stack of those that run (``Frame``). An attention call belongs to the innermost of them. No hook is
-registered and no module is changed: torch's own transformer layers leave their fast path where they find a hook,
-and the model's output would change.
+for each thread, a stack of those that run (``Frame``). While one of them runs, a function mode sees what it calls; an
+attention call belongs to the innermost module.
 
-While such a module runs, a function mode sees its calls of ``scaled_dot_product_attention``. The mode is lifted within
-torch's own transformer modules, which leave their fast path where they find one, too; ``_watch_torch`` looks at their
-arguments instead.
+Nothing of this may change what the model computes. torch's transformer modules leave their fast path where a hook is
+registered, and where a function mode is about, for then ``torch.overrides.has_torch_function`` is true. So no hook is
+registered and no module is touched, and that function is replaced by one that does not count our mode.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from headscope import _watch_calls, _watch_torch, functional
+from headscope import _watch_calls, _watch_masks, _watch_torch, functional
 from headscope._watch_calls import Call
 from headscope.masks import Mask
 from headscope.module import MultiHeadAttention
@@ -77,7 +76,6 @@ class Frame:
     Attributes:
         forwards: watcher -> the forward pass that it is part of, and the module's name there.
         calls: how many attention calls it has made, one that is being seen included.
-        inner: ids of the modules that it has called.
         quiet: its attention calls are being looked at from outside: what they call themselves is not.
     """
 
@@ -87,7 +85,6 @@ class Frame:
         self.kwargs = kwargs
         self.forwards: dict[Watcher, tuple[Forward, str]] = {}
         self.calls = 0
-        self.inner: set[int] = set()
         self.quiet = False
         self._arguments: Mapping[str, Any] | None = None
 
@@ -121,10 +118,10 @@ class Frame:
             self.quiet = before
 
     def converted(self, mask: Tensor) -> tuple[Mask | None, Tensor | None]:
-        """``_watch_calls.split``, once for all layers that are given the same tensor."""
+        """``_watch_masks.split``, once for all layers that are given the same tensor."""
         key = (id(mask), None if mask.is_inference() else mask._version)
         if key not in _here.masks:
-            _here.masks[key] = (mask, *_watch_calls.split(mask))
+            _here.masks[key] = (mask, *_watch_masks.split(mask))
         return _here.masks[key][1:]
 
     def see(self, call: Callable[[], Call]) -> None:
@@ -136,7 +133,7 @@ class Frame:
                     forward.see(self, name, call)
 
     def within(self, module: nn.Module) -> Frame:
-        """A frame for a module that ought to have been called by this one, and was not."""
+        """A frame for a module that this one computes without calling it."""
         inner = Frame(module, (), {})
         for watcher, name in _watched.get(id(module), ()):
             if watcher in self.forwards:
@@ -194,6 +191,7 @@ def open_(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
             # a compiled function that calls a watched model leaves it alone: the model then runs as it is
             nn.Module.__call__ = torch.compiler.disable(_call) if "torch._dynamo" in sys.modules else _call
             functional.watched = _headscope_attention
+            torch.overrides.has_torch_function = _has_torch_function
             for each in patches:
                 each.install()
         for name, module in modules.items():
@@ -213,6 +211,7 @@ def close(watcher: Watcher) -> None:
         if not _watched and _original_call is not None:
             nn.Module.__call__ = _original_call
             functional.watched = None
+            torch.overrides.has_torch_function = _has_torch_function_originally
             for each in patches:
                 each.remove()
             _original_call = None
@@ -245,14 +244,10 @@ def _run(original: Callable[..., Any], frame: Frame, entries: Entries) -> Any:
         frame.forwards[watcher] = (outer, name)
         if outer.active:
             outer.enter(name, frame.module)
-    if _here.stack:
-        _here.stack[-1].inner.add(id(frame.module))
     _here.stack.append(frame)
     try:
-        with _mode(frame.active and not _watch_torch.is_fused(frame.module)):
+        with _mode(frame.active):
             out = original(frame.module, *frame.args, **frame.kwargs)
-        if frame.active:
-            _look_at(frame)
         finished = True
         return out
     finally:
@@ -261,15 +256,6 @@ def _run(original: Callable[..., Any], frame: Frame, entries: Entries) -> Any:
             _here.masks.clear()
         for watcher, forward in begun:
             watcher.end(forward, finished=finished)
-
-
-def _look_at(frame: Frame) -> None:
-    """See the attention of torch's own modules, by what they were called with."""
-    module: Any = frame.module
-    if _watch_torch.is_attention(module):
-        frame.see(lambda: _watch_torch.module_call(module, frame.arguments))
-    elif _watch_torch.is_encoder_layer(module) and id(module.self_attn) not in frame.inner:
-        frame.within(module.self_attn).see(lambda: _watch_torch.encoder_layer_call(module, frame.arguments))
 
 
 # ---------------------------------------------------------------- what it calls
@@ -286,18 +272,29 @@ class _Mode(TorchFunctionMode):
             return _sdpa(args, kwargs)
         if func is F.multi_head_attention_forward:
             return _multi_head(args, kwargs)
+        if func in _NATIVE:
+            return _native(func, args, kwargs)
         return func(*args, **kwargs)
 
 
 _MODE = _Mode()
+_NATIVE: dict[Any, str] = {getattr(torch, name): name for name in _watch_torch.NATIVE if hasattr(torch, name)}
+_has_torch_function_originally = torch.overrides.has_torch_function
 
 
 def _mode(wanted: bool) -> AbstractContextManager[object]:
-    """The function mode on or off in this thread, whatever it was."""
-    there = _MODE in _get_current_function_mode_stack()
-    if there == wanted:
-        return nullcontext()
-    return _MODE if wanted else _lifted()
+    """With the function mode on in this thread, if that is wanted."""
+    return _MODE if wanted and not _is_on() else nullcontext()
+
+
+def _is_on() -> bool:
+    return _MODE in _get_current_function_mode_stack()
+
+
+def _has_torch_function(relevant: Any) -> bool:
+    """``torch.overrides.has_torch_function`` as if our mode were not there."""
+    with _lifted() if _is_on() else nullcontext():
+        return _has_torch_function_originally(relevant)
 
 
 @contextmanager
@@ -355,6 +352,17 @@ def _multi_head(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = F.multi_head_attention_forward(*args, **kwargs)
     if frame is not None and not frame.quiet:
         frame.see(lambda: _watch_torch.functional_call(bound(F.multi_head_attention_forward, args, kwargs)))
+    return out
+
+
+def _native(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A fast path; that of an encoder layer attends for its ``self_attn``, which it does not call."""
+    frame = innermost()
+    out = operator(*args, **kwargs)
+    if frame is not None and not frame.quiet:
+        inner: Any = getattr(frame.module, "self_attn", None)
+        frame = frame if inner is None else frame.within(inner)
+        frame.see(lambda: _watch_torch.native_call(_NATIVE[operator], args))
     return out
 
 

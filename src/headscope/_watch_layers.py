@@ -31,14 +31,21 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def compiled(modules: Mapping[str, nn.Module]) -> list[str]:
-    """The names of those that run compiled, or as TorchScript."""
+    """The names of those that run compiled, or as TorchScript; ``generate`` keeps a compiled call in the model."""
     return [
         name
         for name, module in modules.items()
         if getattr(module, "_compiled_call_impl", None) is not None
+        or vars(module).get("_compiled_call") is not None
         or type(module).__module__.startswith("torch._dynamo")
         or isinstance(module, jit.ScriptModule)
     ]
+
+
+def forget_compiled(modules: Mapping[str, nn.Module]) -> None:
+    """Drop the compiled calls that ``generate`` made meanwhile: they are of the watched call, which does not compile."""
+    for module in modules.values():
+        vars(module).pop("_compiled_call", None)
 
 
 def chosen(modules: Mapping[str, nn.Module], layers: Choice | None) -> frozenset[str]:
@@ -67,6 +74,19 @@ def path_of(name: str) -> list[str]:
     """A module's path and those of all modules around it."""
     parts = name.split(".")
     return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def shortened(names: Collection[str]) -> tuple[list[str], str | None]:
+    """Paths without what all of them begin and end with, and that as a pattern; None where there is nothing of it."""
+    parts = [name.split(".") for name in names]
+    most = min(map(len, parts), default=1) - 1
+    start = next((n for n in range(most) if len({part[n] for part in parts}) > 1), most)
+    stop = next((n for n in range(most - start) if len({part[-1 - n] for part in parts}) > 1), most - start)
+    if len(parts) < 2 or start + stop == 0:
+        return [*names], None
+    short = [".".join(part[start : len(part) - stop]) for part in parts]
+    first = parts[0]
+    return short, ".".join([*first[:start], "*", *first[len(first) - stop :]])
 
 
 def _some(names: Iterable[str], limit: int = 12) -> str:

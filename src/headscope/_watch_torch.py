@@ -1,8 +1,8 @@
-"""torch's own attention modules: their attention calls, made again from their arguments.
+"""torch's own multi-head attention: its calls in headscope's words, by the arguments of the functions that make them.
 
-``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` have a fast path that calls no function which a mode could
-see, and leave it where a mode or a hook is about. So they run as they are, and what they attended with is computed
-beside them: the same projections of the same inputs.
+``nn.MultiheadAttention`` calls ``multi_head_attention_forward``, or, on its fast path, one operator that projects,
+attends and projects back; ``nn.TransformerEncoderLayer`` has an operator for all of itself. What they attended with is
+computed beside them: the same projections of the same inputs.
 """
 
 from __future__ import annotations
@@ -12,80 +12,50 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from headscope._watch_calls import Call, Kind, additive
+from headscope._watch_calls import Call, Kind
+from headscope._watch_masks import additive
 from headscope.masks import Band, Dense, KeyLengths, Mask
 
-_FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+NATIVE = {
+    "_native_multi_head_attention": (
+        *("query", "key", "value", "embed_dim", "num_heads", "weight", "bias", "out_weight", "out_bias", "mask"),
+        *("need_weights", "average", "mask_type"),
+    ),
+    "_transformer_encoder_layer_fwd": (
+        *("query", "embed_dim", "num_heads", "weight", "bias", "out_weight", "out_bias", "gelu", "norm_first", "eps"),
+        *("norm_weight", "norm_bias", "norm2_weight", "norm2_bias", "w1", "b1", "w2", "b2", "mask", "mask_type"),
+    ),
+}
+"""The operators of the fast path, and the names of their arguments."""
 
 
-def is_fused(module: nn.Module) -> bool:
-    """Whether a module looks for function modes before it chooses its path."""
-    return any(type(module).forward is kind.forward for kind in _FUSED)
+def native_call(operator: str, args: tuple[Any, ...]) -> Call:
+    """The attention of an operator of the fast path: self-attention, batch first, sometimes of a nested tensor.
 
-
-def is_attention(module: nn.Module) -> bool:
-    """Whether ``module_call`` says what this module attended with."""
-    return type(module).forward is nn.MultiheadAttention.forward
-
-
-def is_encoder_layer(module: nn.Module) -> bool:
-    """Whether this is torch's encoder layer, which may attend without calling its ``self_attn``."""
-    return type(module).forward is nn.TransformerEncoderLayer.forward
-
-
-def module_call(module: nn.MultiheadAttention, given: Mapping[str, Any]) -> Call:
-    """The attention of an ``nn.MultiheadAttention`` by the arguments of its ``forward``."""
-    query, key, value = (given[name] for name in ("query", "key", "value"))
-    kind: Kind = "self" if _same(query, key) else "cross"
-    if query.is_nested:  # on the fast path alone, where all three are one
-        padded, mask = unnested(query)
-        return _of_module(module, (padded, padded, padded), {"mask": mask, "kind": kind})
-    if query.ndim == 2:
-        sources = tuple(x[None] for x in (query, key, value))  # [B, length, E]
-    elif module.batch_first:
-        sources = (query, key, value)
-    else:
-        sources = tuple(x.transpose(0, 1) for x in (query, key, value))  # [B, length, E]
-    hinted = (
-        bool(given.get("is_causal")) and given.get("key_padding_mask") is None and not given.get("need_weights", True)
-    )
-    said = _masks(
-        None if hinted else given.get("attn_mask"),
-        given.get("key_padding_mask"),
-        (sources[0].shape[0], module.num_heads),
-    )
-    if hinted:
-        said["mask"] = Band(None, 0, offset=0)
-    return _of_module(module, sources, {**said, "kind": kind})
-
-
-def encoder_layer_call(layer: nn.TransformerEncoderLayer, given: Mapping[str, Any]) -> Call:
-    """The attention of an encoder layer that took its fast path.
-
-    That path takes any mask as a boolean one: a float mask hides where it is not 0, whatever else was meant.
+    It takes any mask as a boolean one: a float mask hides where it is not 0, whatever else was meant.
     """
-    x: Tensor = given["src"]
+    given = dict(zip(NATIVE[operator], args, strict=False))
+    x: Tensor = given["query"]
+    hidden: Tensor | None = given.get("mask")
     mask: Mask | None = None
     if x.is_nested:
-        x, mask = unnested(x)
-    if layer.norm_first:
-        x = layer.norm1.forward(x)
-    hidden, padding = (given.get(name) for name in ("src_mask", "src_key_padding_mask"))
-    said = _masks(
-        None if hidden is None else hidden != 0,
-        None if padding is None else padding != 0,
-        (x.shape[0], layer.self_attn.num_heads),
-    )
-    if mask is not None:
-        said["mask"] = mask
-    return _of_module(layer.self_attn, (x, x, x), {**said, "kind": "self"})
+        lengths = torch.tensor([len(part) for part in x.unbind()], device=x.device)
+        x, mask = x.to_padded_tensor(0.0), KeyLengths(lengths)
+    elif hidden is not None:
+        hidden = hidden != 0
+        mask = Dense(~(hidden[:, None, None] if given.get("mask_type") == 1 else hidden))  # 1: [B, K], of padding
+    if given.get("norm_first"):
+        x = F.layer_norm(x, x.shape[-1:], given["norm_weight"], given["norm_bias"], given["eps"])
+    said: dict[str, Any] = {"mask": mask, "kind": "self"}
+    none = (None, None)
+    return _packed((x, x, x), given["weight"].chunk(3), given["bias"], given["num_heads"], (*none, False), none, said)
 
 
 def functional_call(given: Mapping[str, Any]) -> Call:
-    """The attention of ``torch.nn.functional.multi_head_attention_forward`` by its arguments."""
+    """The attention of ``torch.nn.functional.multi_head_attention_forward``; lengths come first, then the batch."""
     query, key, value = (given[name] for name in ("query", "key", "value"))
     kind: Kind = "self" if _same(query, key) else "cross"
     sources = tuple(x[None] if x.ndim == 2 else x.transpose(0, 1) for x in (query, key, value))  # [B, length, E]
@@ -101,21 +71,6 @@ def functional_call(given: Mapping[str, Any]) -> Call:
     extra = (given.get("bias_k"), given.get("bias_v"), bool(given.get("add_zero_attn")))
     fixed = (given.get("static_k"), given.get("static_v"))
     return _packed(sources, weights, given["in_proj_bias"], given["num_heads"], extra, fixed, {**said, "kind": kind})
-
-
-def unnested(x: Tensor) -> tuple[Tensor, Mask]:
-    """A nested tensor as a padded one [B, T, E], and what of it is there."""
-    lengths = torch.tensor([len(part) for part in x.unbind()], device=x.device)
-    return x.to_padded_tensor(0.0), KeyLengths(lengths)
-
-
-def _of_module(module: nn.MultiheadAttention, sources: tuple[Tensor, ...], said: dict[str, Any]) -> Call:
-    if module._qkv_same_embed_dim:
-        weights = module.in_proj_weight.chunk(3)
-    else:
-        weights = [getattr(module, f"{name}_proj_weight") for name in "qkv"]
-    extra = (module.bias_k, module.bias_v, module.add_zero_attn)
-    return _packed(sources, weights, module.in_proj_bias, module.num_heads, extra, (None, None), said)
 
 
 def _packed(
@@ -178,8 +133,4 @@ def _masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[int, i
 
 def _same(a: Tensor, b: Tensor) -> bool:
     """Whether these are one tensor, or two views of it that are alike."""
-    if a is b:
-        return True
-    if a.is_nested or b.is_nested or a.shape != b.shape:
-        return False
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+    return a is b or (a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr())

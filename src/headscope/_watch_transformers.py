@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headscope import _watch_calls, _watch_frames
+from headscope import _watch_calls, _watch_frames, _watch_masks
 from headscope._watch_calls import Call, Kind
 from headscope._watch_frames import Frame
 from headscope._watch_layers import is_cross
@@ -204,7 +204,7 @@ def attention_forward(
     (True = attend) or numbers to add -> [B, Q, H, Dv], and None for the weights.
     """
     if attention_mask is not None:
-        seen, bias = _watch_calls.split(attention_mask)
+        seen, bias = _watch_masks.split(attention_mask)
     else:
         bias = None
         seen = _causal(NAME, module, {"is_causal": is_causal}, query.shape[-2])

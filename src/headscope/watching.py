@@ -155,8 +155,15 @@ class Recording:
         return self.stats.to_pandas()
 
     def table(self, sort: str | None = None, **options: Any) -> Table:
-        """One line for each head; see ``HeadStats.table``."""
-        return self.stats.table(sort, **options)
+        """One line for each head, under paths without what is common to all; see ``HeadStats.table``."""
+        stats = self.stats
+        from rich.markup import escape
+
+        short, pattern = _watch_layers.shortened(stats.layers)
+        table = stats.named(*short).table(sort, **options)
+        if pattern is not None:
+            table.caption = f"{table.caption} Layers: {escape(pattern)}."
+        return table
 
     def compare(self, other: HeadStats | Recording, thresholds: Thresholds | None = None) -> Comparison:
         """What moved from this recording to another, head by head; see ``headscope.comparing.compare``."""
@@ -273,31 +280,37 @@ def watch(
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"model: got {type(model).__name__}, wanted a torch.nn.Module")
-    if rows is not None:
-        if what is not None and what.rows is not None:
-            raise ValueError("rows: given twice, here and in what.rows")
-        what = replace(Observe() if what is None else what, rows=rows)
-    if isinstance(every, bool) or not isinstance(every, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"every: got {type(every).__name__}, wanted a whole number from 1")
-    if every < 1:
-        raise ValueError(f"every: got {every}, wanted a whole number from 1")
-    if isinstance(tokens, str) and tokens != "inputs":
-        raise ValueError(f'tokens: got {tokens!r}, wanted ids or "inputs"')
     if what is not None and not isinstance(what, Observe):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"what: got {type(what).__name__}, wanted a headscope.Observe")
-    for kind in (kinds or {}).values():
-        if kind not in ("self", "cross"):
-            raise ValueError(f'kinds: got {kind!r}, wanted "self" or "cross"')
-    if tokens is not None and what is not None and what.tokens is not None:
-        raise ValueError("tokens: given twice, here and in what.tokens")
-    if unseen not in ("error", "ignore"):
-        raise ValueError(f'unseen: got {unseen!r}, wanted "error" or "ignore"')
+    what = Observe() if what is None else what
+    for name, value in (("rows", rows), ("tokens", tokens)):
+        if value is not None and getattr(what, name) is not None:
+            raise ValueError(f"{name}: given twice, here and in what.{name}")
+    if rows is not None:
+        what = replace(what, rows=rows)
+    kinds = dict(kinds or {})
+    _check(every, tokens, kinds, unseen, alarms)
     targets = [] if log is None else list(log) if isinstance(log, (list, tuple)) else [log]
     limits = Limits() if alarms is True else alarms or None
     monitor = Monitor([writer(target) for target in targets], limits) if targets or limits else None
-    what = Observe() if what is None else what
-    options = Options(what, every, tokens, dict(kinds or {}), accelerate, unseen, monitor)
+    options = Options(what, every, tokens, kinds, accelerate, unseen, monitor)
     return Watch(model, options, layers, None if texts is None else tuple(texts))
+
+
+def _check(every: object, tokens: object, kinds: Mapping[str, object], unseen: object, alarms: object) -> None:
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f"every: got {type(every).__name__}, wanted a whole number from 1")
+    if every < 1:
+        raise ValueError(f"every: got {every}, wanted a whole number from 1")
+    if not (tokens is None or isinstance(tokens, Tensor) or tokens == "inputs"):
+        raise ValueError(f'tokens: got {tokens!r}, wanted a tensor of ids or "inputs"')
+    for kind in kinds.values():
+        if kind not in ("self", "cross"):
+            raise ValueError(f'kinds: got {kind!r}, wanted "self" or "cross"')
+    if unseen not in ("error", "ignore"):
+        raise ValueError(f'unseen: got {unseen!r}, wanted "error" or "ignore"')
+    if not isinstance(alarms, (bool, Limits)):
+        raise TypeError(f"alarms: got {type(alarms).__name__}, wanted True, False or Limits")
 
 
 @dataclass(frozen=True, eq=False)
@@ -350,6 +363,7 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _watch_frames.close(self)
+        _watch_layers.forget_compiled(self.modules)
         if self.monitor is not None:
             self.monitor.finish()
         if error is None:

@@ -1,0 +1,58 @@
+"""The masks that other code gives SDPA, [B, H, Q, K] tensors, as masks and biases of headscope."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from headscope.masks import Band, Dense, Documents, Mask, causal
+
+HIDDEN = -1e9
+"""An additive mask at or below this hides: -inf, the smallest number of a dtype, -1e9, -1e30 are all written for it."""
+
+
+def split(mask: Tensor) -> tuple[Mask | None, Tensor | None]:
+    """A mask of SDPA (True = attend, or numbers to add) as a mask or as a bias.
+
+    What numbers hide is empty here, also where they hide all of a row: the model's own softmax is even there, for it
+    cannot tell, but the row takes part in nothing.
+    """
+    if mask.dtype == torch.bool:
+        return known(mask), None
+    bias = additive(mask)
+    hidden = bias == -math.inf
+    if mask.device.type == "cpu" and bool((hidden | (bias == 0)).all()):  # elsewhere to look would be to wait
+        return known(~hidden), None
+    return None, bias
+
+
+def additive(mask: Tensor) -> Tensor:
+    """A bias from an additive mask: what is as low as a mask's "minus infinity" becomes -inf."""
+    limit = max(HIDDEN, torch.finfo(mask.dtype).min / 2)
+    return mask.masked_fill(mask <= limit, -math.inf)
+
+
+def known(seen: Tensor) -> Mask:
+    """The same mask by its rule, where it is one that is met often: causal or not, with a window or without, some keys
+    hidden from all. A tensor is read as it stands by every layer; a rule is not read at all.
+    """
+    dense = Dense(seen)
+    if seen.device.type != "cpu" or seen.ndim != 4 or seen.shape[1] != 1 or 0 in seen.shape or seen.shape[2] == 1:
+        return dense
+    seen = seen[:, 0]  # [B, Q, K]
+    keys = seen.any(1)  # [B, K]
+    if torch.equal(seen, keys[:, None].expand_as(seen)):
+        return dense if bool(keys.all()) else among(keys, seen.shape[1])
+    queries, length = seen.shape[1:]
+    first = int(seen[:, -1].byte().argmax(-1).amin())  # the first key that the last query may see
+    band = causal() if first == 0 else Band(length - 1 - first, 0)
+    rule = band if bool(keys.all()) else band & among(keys, queries)
+    wanted = rule.dense(len(seen), 1, queries, length)[:, 0]
+    return rule if torch.equal(seen, wanted) else dense
+
+
+def among(keys: Tensor, queries: int) -> Mask:
+    """Which keys may be seen, boolean [B, K], the same ones by every query."""
+    return Documents(torch.ones(len(keys), queries, dtype=torch.long), keys.long())
