@@ -56,6 +56,7 @@ CORE = [
         "_observe_bins",
         "_observe_edges",
         "_observe",
+        "_observe_native",
         "_observe_sums",
     ),
     *("functional", "_linear", "module"),
