@@ -217,18 +217,11 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
         finish();
     }
 
-    bool all_finite(const V<T>* inverse) const {
-        V<T> zero{};
-        for (int c = 0; c < f.v_head_dim; c++) UNROLL for (int v = 0; v < QV; v++)
-            zero += load(o + c * ROWS + v * L) * inverse[v] * T(0);  // NaN or infinity times 0 is NaN
-        return !any<T>(zero != zero);
-    }
-
     void finish() {
         V<T> inverse[QV];
         UNROLL for (int v = 0; v < QV; v++) inverse[v] = sum[v] == 0 ? V<T>{} : 1 / sum[v];
-        this->put_rows(o, int(f.v_head_dim), inverse, f.out, f.out_stride);
-        if (f.spoilt && !all_finite(inverse)) f.spoilt->store(true, std::memory_order_relaxed);
+        const bool finite = this->put_rows(o, int(f.v_head_dim), inverse, f.out, f.out_stride);
+        if (f.spoilt && !finite) f.spoilt->store(true, std::memory_order_relaxed);
         if (!f.lse) return;
         for (int r = 0; r < count; r++) {
             const T total = sum[r / L][r % L];

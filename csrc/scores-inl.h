@@ -169,7 +169,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     static constexpr bool PAIRS = Op::PER_WORD == 2;
 
     const Forward& f;
-    std::int64_t b, kv_head, first = 0;  // rows first .. first + count of the queries * group
+    std::int64_t b, kv_head, group, first = 0;  // rows first .. first + count of the queries * group
     int count = 0;
     Word* q;                             // [D / PER_WORD][ROWS]
     T* p;                                // [KEYS][ROWS]
@@ -179,7 +179,8 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     static constexpr int WORDS = KEYS / 64;
     Int<T> judged[2 * WORDS][ROWS] __attribute__((aligned(64)));
 
-    Scores(const Forward& call, std::int64_t batch, std::int64_t head, Arena& memory) : f(call), b(batch), kv_head(head) {
+    Scores(const Forward& call, std::int64_t batch, std::int64_t head, Arena& memory)
+        : f(call), b(batch), kv_head(head), group(f.heads / f.kv_heads) {
         const bool half = sizeof(T) == 4 && f.q.dtype != Dtype::f32;
         q = memory.take<Word>(f.head_dim * ROWS);
         p = memory.take<T>(KEYS * ROWS);
@@ -188,20 +189,16 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         wide_v = memory.take<Word>(half ? f.v_head_dim * KEYS : 0);
     }
 
-    std::int64_t group() const { return f.heads / f.kv_heads; }
-    std::int64_t head(int r) const { return kv_head * group() + (first + r) % group(); }
-    std::int64_t query(int r) const { return (first + r) / group(); }
+    // A division for each row would be felt where sequences are short.
+    std::int64_t head(int r) const { return group == 1 ? kv_head : kv_head * group + (first + r) % group; }
+    std::int64_t query(int r) const { return group == 1 ? first + r : (first + r) / group; }
     std::int64_t row(int r) const { return (b * f.heads + head(r)) * f.queries + query(r); }
 
     // Rows j .. j + keys of a tensor [B, Hkv, K, width] as T: where they lie, or widened.
     Lines lines(const Tensor4& x, std::int64_t j, int keys, int width, T* wide) const {
         if (sizeof(T) == 8 || x.dtype == Dtype::f32)
             return {at(x, b, kv_head, j, sizeof(T)), x.stride[2] * std::int64_t(sizeof(T))};
-        for (int n = 0; n < keys; n++) {
-            const auto* from = reinterpret_cast<const std::uint16_t*>(at(x, b, kv_head, j + n, 2));
-            if (x.dtype == Dtype::bf16) for (int d = 0; d < width; d++) wide[n * width + d] = widen(from[d], Dtype::bf16);
-            else for (int d = 0; d < width; d++) wide[n * width + d] = widen(from[d], Dtype::f16);
-        }
+        for (int n = 0; n < keys; n++) widen_row(at(x, b, kv_head, j + n, 2), x.dtype, width, wide + n * width);
         return {reinterpret_cast<const char*>(wide), width * std::int64_t(sizeof(T))};
     }
     // The same rows of bf16, as words of two keys each.
@@ -273,37 +270,59 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     const T* row_of(const Tensor4& x, int r, int depth, T* converted) const {
         const char* from = address_of(x, r);
         if (sizeof(T) == 8 || x.dtype == Dtype::f32) return reinterpret_cast<const T*>(from);
-        const auto* half = reinterpret_cast<const std::uint16_t*>(from);
-        for (int d = 0; d < depth; d++) converted[d] = widen(half[d], x.dtype);
+        widen_row(from, x.dtype, depth, converted);
         return converted;
     }
+    static void widen_row(const char* from, Dtype dtype, int width, T* to) {
+        const auto* half = reinterpret_cast<const std::uint16_t*>(from);
+        int d = 0;
+        if constexpr (sizeof(T) == 4) {
+            if (dtype == Dtype::bf16)
+                for (; d + L <= width; d += L) store_anywhere(to + d, load_wide<T>(reinterpret_cast<const BFloat16*>(half + d)));
+            else
+                for (; d + L <= width; d += L) store_anywhere(to + d, load_wide<T>(reinterpret_cast<const Float16*>(half + d)));
+        }
+        for (; d < width; d++) to[d] = widen(half[d], dtype);
+    }
 
-    // Rows from [width][ROWS], each times its factor, to where they belong in [B, H, Q, width] of q's dtype.
-    void put_rows(const T* from, int width, const V<T>* factor, void* to, const std::int64_t* stride) const {
+    // Rows from [width][ROWS], each times its factor, to where they belong in [B, H, Q, width] of q's dtype; whether all of
+    // it, the lanes beyond the rows included, is finite.
+    bool put_rows(const T* from, int width, const V<T>* factor, void* to, const std::int64_t* stride) const {
+        V<T> zero{};
         for (int v = 0; v < QV && v * L < count; v++) {
             const int rows = count - v * L < L ? count - v * L : L;
+            char* row[L];
+            for (int r = 0; r < rows; r++) row[r] = place_of(to, stride, v * L + r);
             int c = 0;
             for (; c + L <= width; c += L) {
                 V<T> lanes[L];
-                UNROLL for (int n = 0; n < L; n++) lanes[n] = load(from + (c + n) * ROWS + v * L) * factor[v];
+                UNROLL for (int n = 0; n < L; n++) {
+                    lanes[n] = load(from + (c + n) * ROWS + v * L) * factor[v];
+                    zero += lanes[n] * T(0);  // NaN or infinity times 0 is NaN
+                }
                 transpose<T>(lanes);
-                for (int r = 0; r < rows; r++) put(v * L + r, c, reinterpret_cast<const T*>(&lanes[r]), L, to, stride);
+                for (int r = 0; r < rows; r++) put(row[r], c, reinterpret_cast<const T*>(&lanes[r]), L);
             }
             for (; c < width; c++) {
                 const V<T> x = load(from + c * ROWS + v * L) * factor[v];
+                zero += x * T(0);
                 for (int r = 0; r < rows; r++) {
                     const T value = x[r];
-                    put(v * L + r, c, &value, 1, to, stride);
+                    put(row[r], c, &value, 1);
                 }
             }
         }
+        return !any<T>(zero != zero);
     }
-    void put(int r, int c, const T* x, int n, void* to, const std::int64_t* stride) const {
-        const std::int64_t where = b * stride[0] + head(r) * stride[1] + query(r) * stride[2] + c;
+    char* place_of(void* to, const std::int64_t* stride, int r) const {
+        const std::int64_t where = b * stride[0] + head(r) * stride[1] + query(r) * stride[2];
+        return static_cast<char*>(to) + where * (sizeof(T) == 8 ? 8 : f.q.dtype == Dtype::f32 ? 4 : 2);
+    }
+    void put(char* row, int c, const T* x, int n) const {
         if (sizeof(T) == 8 || f.q.dtype == Dtype::f32)
-            for (int d = 0; d < n; d++) static_cast<T*>(to)[where + d] = x[d];
+            for (int d = 0; d < n; d++) reinterpret_cast<T*>(row)[c + d] = x[d];
         else
-            for (int d = 0; d < n; d++) static_cast<std::uint16_t*>(to)[where + d] = narrow(float(x[d]), f.q.dtype);
+            for (int d = 0; d < n; d++) reinterpret_cast<std::uint16_t*>(row)[c + d] = narrow(float(x[d]), f.q.dtype);
     }
 
     void load_spans() {
@@ -360,7 +379,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     // Adds bias[b, h, i, j], and hides where it is -inf.
     void add_bias(std::int64_t j0, int keys) {
         const auto& s = f.bias.stride;
-        if (s[2] == 0 && (s[1] == 0 || group() == 1)) {  // the same for all rows
+        if (s[2] == 0 && (s[1] == 0 || group == 1)) {  // the same for all rows
             const T* from = reinterpret_cast<const T*>(at(f.bias, b, head(0), 0, sizeof(T))) + j0 * s[3];
             for (int j = 0; j < keys; j++)
                 UNROLL for (int v = 0; v < QV; v++) plus(p + j * ROWS + v * L, splat(from[j * s[3]]));
