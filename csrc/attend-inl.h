@@ -1,5 +1,5 @@
 // The forward pass of a block of rows: softmax over blocks of keys with a running maximum. With G > 0 there are at most G
-// rows, and the products are those of Few.
+// rows, and the output lies as they do: weights times values is a product of Few, and so are the logits of up to MOST_FEW.
 
 template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Scores<T, QV, Op> {
     using Base = Scores<T, QV, Op>;
@@ -7,14 +7,14 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
         Base::b;
     using Products = typename Base::Products;
     using Word = typename Op::Word;
-    using FewProducts = typename FewOf<T, G ? G : 1, Op>::Type;
+    static constexpr bool FEW = G > 0 && G <= MOST_FEW<T>;
+    using FewProducts = typename FewOf<T, FEW ? G : MOST_FEW<T>, Op>::Type;
 
     int k_width, v_width;   // D and Dv, rounded up to what Few multiplies at once
-    T* o;                   // [Dv][ROWS]; with G the rows are [G][v_width] until the end
+    T* o;                   // [Dv][ROWS]; with G: [G][v_width]
     T* kept;                // [KEYS][ROWS], with dropout
     Word* weights;          // [KEYS / PER_WORD][ROWS]; plain ones are p
     Word* few_q;            // [G][k_width / PER_WORD]
-    T* few_o;               // [G][v_width]
     V<T> top[QV], sum[QV];
 
     static int whole(std::int64_t n) { return int((n + FewProducts::STEP - 1) / FewProducts::STEP * FewProducts::STEP); }
@@ -26,18 +26,18 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
 
     Attend(const Forward& call, std::int64_t batch, std::int64_t head, Arena& memory)
         : Base(call, batch, head, memory), k_width(whole(f.head_dim)), v_width(whole(f.v_head_dim)) {
-        o = memory.take<T>(f.v_head_dim * ROWS);
+        o = memory.take<T>(output_size());
         kept = memory.take<T>(f.dropout > 0 ? KEYS * ROWS : 0);
         if constexpr (PAIRS) weights = memory.take<Word>(KEYS / 2 * ROWS);
         else weights = p;
-        few_q = memory.take<Word>(G * k_width / Op::PER_WORD);
-        few_o = memory.take<T>(G * v_width);
+        few_q = memory.take<Word>(FEW ? G * k_width / Op::PER_WORD : 0);
     }
+    std::int64_t output_size() const { return G ? G * v_width : f.v_head_dim * ROWS; }
 
     // Share `share` of `shares` of the keys that the rows may see.
     void run(std::int64_t first, int rows, std::int64_t share, std::int64_t shares, void* partial) {
         this->first = first, count = rows;
-        if constexpr (G > 0) load_few_queries();
+        if constexpr (FEW) load_few_queries();
         else this->load_queries();
         this->load_spans();
         start(share == 0);
@@ -58,14 +58,13 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
             mix(j, keys, fresh);
             fresh = false;
         }
-        if constexpr (G > 0) if (!fresh) spread();
-        if (fresh) for (int n = 0; n < f.v_head_dim * QV; n++) store(o + n * L, V<T>{});
+        if (fresh) for (int n = 0; n < output_size(); n += L) store(o + n, V<T>{});
         if (shares > 1) return leave(static_cast<T*>(partial));
         finish();
     }
 
     bool logits(std::int64_t j, int keys) {
-        if constexpr (G > 0) {
+        if constexpr (FEW) {
             bool whole;
             if (!this->visible(j, keys, whole)) return false;
             const int depth = int(f.head_dim), width = int(f.v_head_dim);
@@ -81,16 +80,28 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
         return Base::logits(j, keys);
     }
     void mix(std::int64_t j, int keys, bool fresh) {
+        if constexpr (FEW) mix_rows<G>(0, j, keys, fresh);
+        else if constexpr (G > 0) {
+            constexpr int half = MOST_FEW<T>;
+            mix_rows<half>(0, j, keys, fresh);
+            if (count <= half + 2) mix_rows<2>(half, j, keys, fresh);
+            else if (count <= half + 4) mix_rows<4>(half, j, keys, fresh);
+            else mix_rows<half>(half, j, keys, fresh);
+        } else
+            Products::mixes(weights, values(j, keys), (keys + Op::PER_WORD - 1) / Op::PER_WORD, int(f.v_head_dim), o, fresh);
+    }
+    // Of N rows from the given one on.
+    template <int N> void mix_rows(int row, std::int64_t j, int keys, bool fresh) {
+        using Rows = typename FewOf<T, N, Op>::Type;
         const int width = int(f.v_head_dim);
-        if constexpr (G > 0 && PAIRS) {
-            const auto* v = reinterpret_cast<const BFloat16*>(at(f.v, b, this->kv_head, j, 2));
-            FewProducts::mixes(weights, v, f.v.stride[2], keys, width, few_o, v_width, fresh, ahead(v, f.k, j + keys, int(f.head_dim)));
-        } else if constexpr (G > 0)
-            of_dtype(f.v, j, [&](auto* v) {
-                FewProducts::mixes(p, v, f.v.stride[2], keys, width, few_o, v_width, fresh, ahead(v, f.k, j + keys, int(f.head_dim)));
-            });
-        else
-            Products::mixes(weights, values(j, keys), (keys + Op::PER_WORD - 1) / Op::PER_WORD, width, o, fresh);
+        const auto run = [&](auto* v) __attribute__((always_inline)) {
+            using E = std::remove_const_t<std::remove_pointer_t<decltype(v)>>;
+            const auto* next = reinterpret_cast<const E*>(at(f.k, b, this->kv_head, j + keys, sizeof(E)));
+            const Ahead<E, N> ahead{next, f.k.stride[2], FEW ? int(f.head_dim) : 0};
+            Rows::mixes(weights + row, v, f.v.stride[2], keys, width, o + row * v_width, v_width, fresh, ahead);
+        };
+        if constexpr (PAIRS) run(reinterpret_cast<const BFloat16*>(at(f.v, b, this->kv_head, j, 2)));
+        else of_dtype(f.v, j, run);
     }
     Lines values(std::int64_t j, int keys) const {
         const int width = int(f.v_head_dim);
@@ -125,14 +136,6 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
             }
         }
     }
-    // The rows of few_o into the lanes of o.
-    void spread() {
-        for (int c = 0; c < f.v_head_dim; c++) {
-            store(o + c * ROWS, V<T>{});
-            for (int g = 0; g < G; g++) o[c * ROWS + g] = few_o[g * v_width + FewProducts::column(c)];
-        }
-    }
-
     void start(bool with_sinks) {
         UNROLL for (int v = 0; v < QV; v++) top[v] = splat(-std::numeric_limits<T>::max()), sum[v] = V<T>{};
         if (!f.sinks || !with_sinks) return;
@@ -181,8 +184,8 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
 
     void scale_output(const V<T>* factor) {
         if constexpr (G > 0) {
-            for (int g = 0; g < G; g++) for (int c = 0; c < v_width; c += L)
-                store(few_o + g * v_width + c, load(few_o + g * v_width + c) * factor[0][g]);
+            for (int g = 0; g < count; g++) for (int c = 0; c < v_width; c += L)
+                store(o + g * v_width + c, load(o + g * v_width + c) * factor[0][g]);
         } else {
             for (int c = 0; c < f.v_head_dim; c++) UNROLL for (int v = 0; v < QV; v++)
                 store(o + c * ROWS + v * L, load(o + c * ROWS + v * L) * factor[v]);
@@ -191,16 +194,17 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
 
     // What a share of the keys leaves: o, top and sum; and from these the whole.
     void leave(T* partial) const {
-        for (int n = 0; n < f.v_head_dim * QV; n++) store(partial + n * L, load(o + n * L));
-        partial += f.v_head_dim * ROWS;
+        for (int n = 0; n < output_size(); n += L) store(partial + n, load(o + n));
+        partial += output_size();
         UNROLL for (int v = 0; v < QV; v++) store(partial + v * L, top[v]), store(partial + ROWS + v * L, sum[v]);
     }
     void merge(std::int64_t first, int rows, std::int64_t shares, const T* partial, std::int64_t size) {
         this->first = first, count = rows;
-        const std::int64_t tops = f.v_head_dim * ROWS;
+        const std::int64_t tops = output_size();
         UNROLL for (int v = 0; v < QV; v++) top[v] = splat(-std::numeric_limits<T>::max()), sum[v] = V<T>{};
         for (std::int64_t n = 0; n < shares; n++)
             UNROLL for (int v = 0; v < QV; v++) top[v] = greater<T>(load(partial + n * size + tops + v * L), top[v]);
+        for (int n = 0; n < tops; n += L) store(o + n, V<T>{});
         for (std::int64_t n = 0; n < shares; n++) {
             const T* from = partial + n * size;
             V<T> factor[QV];
@@ -208,10 +212,14 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
                 factor[v] = exp2(load(from + tops + v * L) - top[v]);
                 sum[v] += load(from + tops + ROWS + v * L) * factor[v];
             }
-            for (int c = 0; c < f.v_head_dim; c++) UNROLL for (int v = 0; v < QV; v++) {
-                T* to = o + c * ROWS + v * L;
-                const V<T> x = load(from + c * ROWS + v * L) * factor[v];
-                store(to, n ? load(to) + x : x);
+            if constexpr (G > 0) {
+                for (int g = 0; g < count; g++) for (int c = g * v_width; c < (g + 1) * v_width; c += L)
+                    store(o + c, load(o + c) + load(from + c) * factor[0][g]);
+            } else {
+                for (int c = 0; c < f.v_head_dim; c++) UNROLL for (int v = 0; v < QV; v++) {
+                    T* to = o + c * ROWS + v * L;
+                    store(to, load(to) + load(from + c * ROWS + v * L) * factor[v]);
+                }
             }
         }
         finish();
@@ -220,13 +228,32 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
     void finish() {
         V<T> inverse[QV];
         UNROLL for (int v = 0; v < QV; v++) inverse[v] = sum[v] == 0 ? V<T>{} : 1 / sum[v];
-        const bool finite = this->put_rows(o, int(f.v_head_dim), inverse, f.out, f.out_stride);
-        if (f.spoilt && !finite) f.spoilt->store(true, std::memory_order_relaxed);
+        if (!put(inverse) && f.spoilt) f.spoilt->store(true, std::memory_order_relaxed);
         if (!f.lse) return;
         for (int r = 0; r < count; r++) {
             const T total = sum[r / L][r % L];
             const T value = (top[r / L][r % L] + std::log2(total)) * T(LN2);
             static_cast<T*>(f.lse)[row(r)] = total == 0 ? -std::numeric_limits<T>::infinity() : value;
         }
+    }
+    // The output times a factor for each row; whether it is finite.
+    bool put(const V<T>* factor) {
+        if constexpr (G == 0) return this->put_rows(o, int(f.v_head_dim), factor, f.out, f.out_stride);
+        const int width = int(f.v_head_dim);
+        V<T> zero{};
+        for (int g = 0; g < count; g++) {
+            T* from = o + g * v_width;
+            for (int c = 0; c < v_width; c += L) {
+                const V<T> x = load(from + c) * factor[0][g];
+                zero += x * T(0);  // NaN or infinity times 0 is NaN
+                store(from + c, x);
+            }
+            if constexpr (PAIRS) {
+                for (int c = 0; c < width; c++) this->line[c] = from[FewProducts::column(c)];
+                from = this->line;
+            }
+            Base::put(this->place_of(f.out, f.out_stride, g), 0, from, width);
+        }
+        return !any<T>(zero != zero);
     }
 };

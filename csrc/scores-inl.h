@@ -94,7 +94,8 @@ template <class T, int QV, class Op = Plain<T>> struct Tile {
     // count words. The factor is for pairs alone: plain queries bring it with them.
     static void dots(const Word* q, Lines k, int keys, int depth, T factor, T* s) {
         for (; keys >= R; keys -= R, k.data += R * k.stride, s += R * ROWS) dot<R>(q, k, R, depth, factor, s);
-        if (keys > 8) dot<R>(q, k, keys, depth, factor, s);
+        if (keys > 12) dot<R>(q, k, keys, depth, factor, s);
+        else if (keys > 8) dot<R < 12 ? R : 12>(q, k, keys, depth, factor, s);
         else if (keys > 4) dot<R < 8 ? R : 8>(q, k, keys, depth, factor, s);
         else if (keys > 2) dot<R < 4 ? R : 4>(q, k, keys, depth, factor, s);
         else if (keys > 1) dot<2>(q, k, keys, depth, factor, s);

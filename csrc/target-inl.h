@@ -8,8 +8,6 @@ inline bool stops(const Forward& f) { return f.watch && f.watch->stops(f.watch);
 inline bool is_double(const Forward& f) { return f.q.dtype == Dtype::f64; }
 inline bool is_half(const Forward& f) { return f.q.dtype == Dtype::bf16 || f.q.dtype == Dtype::f16; }
 
-template <class T> constexpr int MOST_FEW = LANES<T> < 8 ? LANES<T> : 8;  // rows that Few takes
-
 // Into how many parts the keys of each block are cut: few blocks, many keys. From the sizes alone.
 std::int64_t shares(const Forward& f) {
     constexpr std::int64_t enough = 64, least = 1024;  // tasks; keys of a share
@@ -18,7 +16,9 @@ std::int64_t shares(const Forward& f) {
     const std::int64_t wanted = (enough + blocks - 1) / blocks, possible = f.keys / least;
     return wanted < possible ? wanted : possible;
 }
-template <class T> std::int64_t partial_of(const Forward& f) { return (f.v_head_dim + 2) * QUERY_VECTORS * LANES<T>; }
+template <class T> std::int64_t partial_of(const Forward& f) {
+    return ((f.v_head_dim + 31) / 32 * 32 + 2) * QUERY_VECTORS * LANES<T>;  // 32: whole words of Few
+}
 std::size_t partial(const Forward& f) {
     const std::int64_t parts = shares(f);
     if (parts == 1) return 0;
@@ -69,7 +69,7 @@ template <class T, class Body> void with_block(const Forward& f, std::int64_t he
         if (count == 2) return body(Attend<T, 1, 2, Pairs>(f, b, h, memory), first, count);
         if (count <= 4) return body(Attend<T, 1, 4, Pairs>(f, b, h, memory), first, count);
         if (count <= 8) return body(Attend<T, 1, 8, Pairs>(f, b, h, memory), first, count);
-        if (count <= L) return body(Attend<T, 1, 0, Pairs>(f, b, h, memory), first, count);
+        if (count <= L) return body(Attend<T, 1, L, Pairs>(f, b, h, memory), first, count);
         if (count <= 2 * L) return body(Attend<T, 2, 0, Pairs>(f, b, h, memory), first, count);
         return body(Attend<T, QUERY_VECTORS, 0, Pairs>(f, b, h, memory), first, count);
     }
@@ -78,16 +78,16 @@ template <class T, class Body> void with_block(const Forward& f, std::int64_t he
     if (count == 2) return body(Attend<T, 1, 2>(f, b, h, memory), first, count);
     if (few >= 4 && count <= 4) return body(Attend<T, 1, few < 4 ? few : 4>(f, b, h, memory), first, count);
     if (few >= 8 && count <= 8) return body(Attend<T, 1, few>(f, b, h, memory), first, count);
-    if (count <= L) return body(Attend<T, 1>(f, b, h, memory), first, count);
+    if (L > few && count <= L) return body(Attend<T, 1, L>(f, b, h, memory), first, count);
     if (QUERY_VECTORS > 2 && count <= 2 * L) return body(Attend<T, 2>(f, b, h, memory), first, count);
     body(Attend<T, QUERY_VECTORS>(f, b, h, memory), first, count);
 }
 template <class T> std::size_t scratch_of(const Forward& f) {
     std::size_t most = Attend<T, QUERY_VECTORS>::scratch(f);
     const auto at_least = [&](std::size_t size) { if (size > most) most = size; };
-    at_least(Attend<T, 1, MOST_FEW<T>>::scratch(f));
+    at_least(Attend<T, 1, MOST_FEW<T>>::scratch(f)), at_least(Attend<T, 1, LANES<T>>::scratch(f));
 #if defined(BF16_DOT)
-    if constexpr (sizeof(T) == 4) at_least(Attend<T, QUERY_VECTORS, 0, Pairs>::scratch(f)), at_least(Attend<T, 1, 8, Pairs>::scratch(f));
+    if constexpr (sizeof(T) == 4) at_least(Attend<T, QUERY_VECTORS, 0, Pairs>::scratch(f)), at_least(Attend<T, 1, 16, Pairs>::scratch(f));
 #endif
     return most;
 }
