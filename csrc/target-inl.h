@@ -4,6 +4,18 @@ template <class T> std::int64_t blocks_of(const Forward& f) {
     constexpr int most = QUERY_VECTORS * LANES<T>;
     return (f.queries * (f.heads / f.kv_heads) + most - 1) / most;
 }
+struct Rows { std::int64_t first; int count; };
+// The rows of a block. A short last one would leave registers idle, so all are made about equally long; but few rows are fast.
+template <class T> Rows rows_of(const Forward& f, std::int64_t number) {
+    constexpr int L = LANES<T>, most = QUERY_VECTORS * L;
+    const std::int64_t rows = f.queries * (f.heads / f.kv_heads), rest = rows % most;
+    std::int64_t first = number * most, end = first + most;
+    if (rest > MOST_FEW<T>) {
+        const std::int64_t vectors = (rows + L - 1) / L, blocks = blocks_of<T>(f);
+        first = vectors * number / blocks * L, end = vectors * (number + 1) / blocks * L;
+    }
+    return {first, int((end < rows ? end : rows) - first)};
+}
 inline bool stops(const Forward& f) { return f.watch && f.watch->stops(f.watch); }
 inline bool is_double(const Forward& f) { return f.q.dtype == Dtype::f64; }
 inline bool is_half(const Forward& f) { return f.q.dtype == Dtype::bf16 || f.q.dtype == Dtype::f16; }
@@ -58,10 +70,9 @@ void prepare(const Forward& f, std::int64_t task) {
 
 // body(an Attend that fits), for block `number` of a head.
 template <class T, class Body> void with_block(const Forward& f, std::int64_t head, std::int64_t number, void* scratch, const Body& body) {
-    constexpr int L = LANES<T>, most = QUERY_VECTORS * L, few = MOST_FEW<T>;
-    const std::int64_t rows = f.queries * (f.heads / f.kv_heads), b = head / f.kv_heads, h = head % f.kv_heads;
-    const std::int64_t first = number * most;
-    const int count = int(rows - first < most ? rows - first : most);
+    constexpr int L = LANES<T>, few = MOST_FEW<T>;
+    const std::int64_t b = head / f.kv_heads, h = head % f.kv_heads;
+    const auto [first, count] = rows_of<T>(f, number);
     Arena memory{reinterpret_cast<std::uintptr_t>(scratch)};
 #if defined(BF16_DOT)
     if constexpr (sizeof(T) == 4) if (in_pairs(f)) {
