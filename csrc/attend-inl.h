@@ -148,10 +148,17 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
 
     // Scores to weights relative to the running maximum: p = exp2(s - top); the output so far moves along with it.
     void weigh(int keys, bool fresh) {
-        V<T> m[QV];
-        UNROLL for (int v = 0; v < QV; v++) m[v] = top[v];
-        for (int j = 0; j < keys; j++)
-            UNROLL for (int v = 0; v < QV; v++) m[v] = greater<T>(load(p + j * ROWS + v * L), m[v]);
+        constexpr int CHAINS = QV > 2 ? 2 : 4;  // a maximum waits for the one before it
+        V<T> found[CHAINS][QV], m[QV];
+        UNROLL for (int n = 0; n < CHAINS; n++) UNROLL for (int v = 0; v < QV; v++) found[n][v] = top[v];
+        int j = 0;
+        for (; j + CHAINS <= keys; j += CHAINS) UNROLL for (int n = 0; n < CHAINS; n++)
+            UNROLL for (int v = 0; v < QV; v++) found[n][v] = greater<T>(load(p + (j + n) * ROWS + v * L), found[n][v]);
+        for (; j < keys; j++) UNROLL for (int v = 0; v < QV; v++) found[0][v] = greater<T>(load(p + j * ROWS + v * L), found[0][v]);
+        UNROLL for (int v = 0; v < QV; v++) {
+            m[v] = found[0][v];
+            UNROLL for (int n = 1; n < CHAINS; n++) m[v] = greater<T>(found[n][v], m[v]);
+        }
         I<T> moved{};
         UNROLL for (int v = 0; v < QV; v++) moved |= m[v] > top[v];
         if (any<T>(moved)) {
@@ -159,18 +166,22 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
             UNROLL for (int v = 0; v < QV; v++) shrink[v] = exp2(top[v] - m[v]), sum[v] *= shrink[v], top[v] = m[v];
             if (!fresh) scale_output(shrink);
         }
-        V<T> total[QV];  // in registers: what is stored below might be `sum` for all that the compiler knows
+        if (f.dropout > 0) exponentials<true>(keys, m);
+        else exponentials<false>(keys, m);
+    }
+    template <bool DROPS> void exponentials(int keys, const V<T>* m) {
+        V<T> total[QV];  // these in registers: what is stored below might be they for all that the compiler knows
+        T *const p = this->p, *const kept = this->kept;
         UNROLL for (int v = 0; v < QV; v++) total[v] = sum[v];
-        const bool drops = f.dropout > 0;
         const auto weight = [&](int j, int v) __attribute__((always_inline)) {
             const V<T> x = exp2(load(p + j * ROWS + v * L) - m[v]);
             total[v] += x;
-            return drops ? x * load(kept + j * ROWS + v * L) : x;
+            return DROPS ? x * load(kept + j * ROWS + v * L) : x;
         };
         if constexpr (PAIRS) {
             if (keys % 2) UNROLL for (int v = 0; v < QV; v++) {
                 store(p + keys * ROWS + v * L, splat(-std::numeric_limits<T>::infinity()));
-                if (drops) store(kept + keys * ROWS + v * L, V<T>{});
+                if (DROPS) store(kept + keys * ROWS + v * L, V<T>{});
             }
             for (int j = 0; j < keys; j += 2) UNROLL for (int v = 0; v < QV; v++) {
                 const V<T> x = weight(j, v), y = weight(j + 1, v);

@@ -63,7 +63,15 @@ template <class T> INLINE V<T> load_wide(const Float16* at) {
 }
 #endif
 template <class T> INLINE V<T> splat(T x) { return x - V<T>{}; }
-template <class T> INLINE V<T> greater(V<T> a, V<T> b) { return a > b ? a : b; }  // b where one is NaN
+// b where one is NaN. Of a comparison with a constant the compiler would make two instructions.
+template <class T> INLINE V<T> greater(V<T> a, V<T> b) {
+#if VECTOR_BYTES == 64
+    if constexpr (sizeof(T) == 4) return _mm512_max_ps(a, b);
+#elif VECTOR_BYTES == 32
+    if constexpr (sizeof(T) == 4) return _mm256_max_ps(a, b);
+#endif
+    return a > b ? a : b;
+}
 
 template <class T> INLINE bool any(I<T> mask) {
     std::int64_t words[VECTOR_BYTES / 8], all = 0;
