@@ -80,21 +80,34 @@ template <class T> INLINE bool any(I<T> mask) {
     return all != 0;
 }
 
-// 2**t for t up to about 120; 0 from -127 down. NaN stays NaN.
+// 2**t for t up to about 120; 0 where it would be less than a normal number. NaN stays NaN. The polynomials are minimax, of
+// relative error 8.2e-8 and 9.1e-8, and exactly 1 at 0.
+#if VECTOR_BYTES == 64
+INLINE V<float> exp2(V<float> t) {
+    const V<float> f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // t - floor(t)
+    V<float> p = splat(1.86713017e-3f);
+    p = p * f + 9.01702978e-3f;
+    p = p * f + 5.57999127e-2f;
+    p = p * f + 2.40164444e-1f;
+    p = p * f + 6.93151295e-1f;
+    p = p * f + 1.f;
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(t, splat(-126.f), _CMP_NLT_UQ), p, t);  // p * 2**floor(t)
+}
+#else
 INLINE V<float> exp2(V<float> t) {
     V<float> x = greater<float>(splat(-127.f), t);
     const V<float> magic = splat(12583039.f);  // 1.5 * 2**23 + 127: adding it rounds to a whole number, with a float's bias
     V<float> z = x + magic;
     V<float> f = x - (z - magic);
-    // minimax on [-1/2, 1/2], relative error 9.1e-8; exactly 1 at 0, so that -127 gives 0 without a comparison
     V<float> p = splat(1.32646524e-3f);
     p = p * f + 9.67151132e-3f;
     p = p * f + 5.55073396e-2f;
     p = p * f + 2.40222421e-1f;
     p = p * f + 6.93146978e-1f;
-    p = p * f + 1.f;
+    p = p * f + 1.f;  // 1 at -127, which then gives 0 without a comparison
     return p * (V<float>)((I<float>)z << 23);  // a product, not a sum of bits: a NaN stays one, whatever its payload
 }
+#endif
 
 // For checking, not for speed.
 INLINE V<double> exp2(V<double> t) {
