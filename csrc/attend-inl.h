@@ -124,7 +124,8 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
     }
 
     void load_few_queries() {
-        for (int n = 0; n < KEYS * ROWS; n += L) store(p + n, V<T>{});  // rows beyond G stay finite
+        const int keys = f.keys < KEYS ? int(f.keys) : KEYS;
+        for (int n = 0; n < keys * ROWS; n += L) store(p + n, V<T>{});  // rows beyond G stay finite
         for (int g = 0; g < G; g++) {
             if constexpr (PAIRS) {
                 auto* to = reinterpret_cast<std::uint16_t*>(few_q) + g * k_width;

@@ -18,6 +18,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
@@ -83,6 +84,28 @@ Memory allocate(std::size_t bytes) {
     return Memory(p);
 }
 
+// Scratch for one call. What a thread used last it keeps for its next call, if it is not much: to ask for it anew would cost a
+// short call a tenth of its time. Within a call there may be another, by a signal handler: it finds nothing kept.
+class Scratch {
+public:
+    explicit Scratch(std::size_t bytes) : memory(std::move(kept)), size(std::exchange(kept_size, 0)) {
+        if (size < bytes) memory = nullptr, memory = allocate(bytes), size = bytes;
+    }
+    ~Scratch() {
+        if (size <= MOST_KEPT && size > kept_size) kept = std::move(memory), kept_size = size;
+    }
+    char* at(std::size_t offset) const { return static_cast<char*>(memory.get()) + offset; }
+
+private:
+    static constexpr std::size_t MOST_KEPT = 1 << 20;
+    static thread_local Memory kept;
+    static thread_local std::size_t kept_size;
+    Memory memory;
+    std::size_t size;
+};
+thread_local Memory Scratch::kept;
+thread_local std::size_t Scratch::kept_size = 0;
+
 using Axes = std::array<std::int64_t, 4>;
 
 Tensor4 tensor(std::uintptr_t data, const Axes& stride, int dtype) {
@@ -123,7 +146,8 @@ void run(Forward& f, int threads) {
     const std::int64_t tasks = target->tasks(f), shares = target->shares(f);
     threads = usable(threads, tasks);
     const std::size_t own = (target->scratch(f) + 127) / 64 * 64;
-    Memory scratch = allocate(own * std::size_t(threads)), partial;
+    const Scratch scratch(own * std::size_t(threads));
+    Memory partial;
     if (shares > 1) partial = allocate(target->partial(f));
     f.partial = partial.get();
     Memory paired_v;
@@ -134,12 +158,12 @@ void run(Forward& f, int threads) {
         each(signals, parts, usable(threads, parts), [&](std::int64_t n, int) { target->prepare(f, n); });
     }
     each(signals, tasks, threads, [&](std::int64_t n, int thread) {
-        target->run(f, n, static_cast<char*>(scratch.get()) + own * std::size_t(thread));
+        target->run(f, n, scratch.at(own * std::size_t(thread)));
     });
     signals.raise();
     if (shares == 1) return;
     each(signals, tasks / shares, usable(threads, tasks / shares), [&](std::int64_t n, int thread) {
-        target->merge(f, n, static_cast<char*>(scratch.get()) + own * std::size_t(thread));
+        target->merge(f, n, scratch.at(own * std::size_t(thread)));
     });
     signals.raise();
 }
