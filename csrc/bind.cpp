@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <time.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdlib>
@@ -116,13 +117,14 @@ Tensor4 tensor(std::uintptr_t data, const Axes& stride, int dtype) {
     return x;
 }
 
-// Runs body(n, thread) for n = 0 .. count, in any order, on up to `threads` threads. Bodies neither throw nor allocate.
-template <class Body> void each(Watch& watch, std::int64_t count, int threads, const Body& body) {
+// Runs body(n, thread) for n = 0 .. count, in any order, on up to `threads` threads, each of which takes some at a time. Bodies
+// neither throw nor allocate.
+template <class Body> void each(Watch& watch, std::int64_t count, int threads, const Body& body, int some = 1) {
     if (threads <= 1) {
         for (std::int64_t n = 0; n < count && !watch.stops(&watch); n++) body(n, 0);
         return;
     }
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+#pragma omp parallel for schedule(dynamic, some) num_threads(threads)
     for (std::int64_t n = 0; n < count; n++)
         if (!watch.stops(&watch)) body(n, omp_get_thread_num());
 }
@@ -130,6 +132,14 @@ template <class Body> void each(Watch& watch, std::int64_t count, int threads, c
 int usable(int threads, std::int64_t tasks) {
     if (forked || threads < 1) return 1;
     return threads < tasks ? threads : int(tasks < 1 ? 1 : tasks);
+}
+
+// Short tasks are taken several at a time, so that threads meet less often and each finds neighbours in its cache.
+int at_a_time(const Forward& f, std::int64_t tasks, int threads) {
+    constexpr double enough = 1e6;  // operations: some microseconds
+    const double all = 2.0 * double(f.batch * f.heads) * double(f.queries * f.keys) * double(f.head_dim + f.v_head_dim);
+    const double some = enough * double(tasks) / (all + 1), most = double(tasks) / (8.0 * threads);
+    return std::max(1, int(std::min(some, most)));
 }
 
 Spans reach(std::uintptr_t data, const std::array<std::int64_t, 3>& at) {
@@ -159,7 +169,7 @@ void run(Forward& f, int threads) {
     }
     each(signals, tasks, threads, [&](std::int64_t n, int thread) {
         target->run(f, n, scratch.at(own * std::size_t(thread)));
-    });
+    }, at_a_time(f, tasks, threads));
     signals.raise();
     if (shares == 1) return;
     each(signals, tasks / shares, usable(threads, tasks / shares), [&](std::int64_t n, int thread) {
