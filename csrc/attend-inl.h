@@ -87,8 +87,16 @@ template <class T, int QV, int G = 0, class Op = Plain<T>> struct Attend : Score
             if (count <= half + 2) mix_rows<2>(half, j, keys, fresh);
             else if (count <= half + 4) mix_rows<4>(half, j, keys, fresh);
             else mix_rows<half>(half, j, keys, fresh);
-        } else
-            Products::mixes(weights, values(j, keys), (keys + Op::PER_WORD - 1) / Op::PER_WORD, int(f.v_head_dim), o, fresh);
+        } else {
+            const Lines v = values(j, keys);
+            this->in_steps(j, keys, [&](auto part, int from, int count) {
+                constexpr int hidden = decltype(part)::value * L;
+                const int word = from / Op::PER_WORD;
+                Base::template Part<hidden / L>::mixes(weights + word * ROWS + hidden, {v.data + word * v.stride, v.stride},
+                                                       (count + Op::PER_WORD - 1) / Op::PER_WORD, int(f.v_head_dim), o + hidden,
+                                                       fresh && from == 0);
+            });
+        }
     }
     // Of N rows from the given one on.
     template <int N> void mix_rows(int row, std::int64_t j, int keys, bool fresh) {

@@ -51,11 +51,10 @@ struct Lines {
     std::int64_t stride;
 };
 
-// The inner products, for QV vectors of rows.
-template <class T, int QV, class Op = Plain<T>> struct Tile {
+// The inner products, for QV vectors of rows out of ROWS.
+template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct Tile {
     using Word = typename Op::Word;
     static constexpr int L = LANES<T>;
-    static constexpr int ROWS = QV * L;
     static constexpr int R = REGISTER_TILE / QV < 16 ? REGISTER_TILE / QV : 16;  // keys, or value columns, at a time
 
     INLINE static Word word(const char* line, std::int64_t n) { return reinterpret_cast<const typename Op::Anywhere*>(line)[n]; }
@@ -177,6 +176,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     T* line;                             // for conversions: L rows of D or Dv
     Word *wide_k, *wide_v;               // [KEYS][D], [KEYS][Dv]: a half type, widened or paired by keys
     Int<T> span[4][ROWS] __attribute__((aligned(64)));  // low0, high0, low1, high1
+    std::int64_t ends[QV];  // no row of these vectors, or of those before, may see keys from there on
     static constexpr int WORDS = KEYS / 64;
     Int<T> judged[2 * WORDS][ROWS] __attribute__((aligned(64)));
 
@@ -223,9 +223,25 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         bool whole;
         if (!visible(j, keys, whole)) return false;
         const int depth = int(f.head_dim);
-        Products::dots(q, natural(f.k, j, keys, depth, wide_k), keys, depth / Op::PER_WORD, query_factor(), p);
+        const Lines k = natural(f.k, j, keys, depth, wide_k);
+        in_steps(j, keys, [&](auto part, int from, int count) {
+            constexpr int hidden = decltype(part)::value * L;
+            Part<hidden / L>::dots(q + hidden, {k.data + from * k.stride, k.stride}, count, depth / Op::PER_WORD, query_factor(),
+                                   p + from * ROWS + hidden);
+        });
         adjust(j, keys, whole, tangent);
         return true;
+    }
+    // The products of all vectors of rows but the first ones.
+    template <int HIDDEN> using Part = Tile<T, QV - HIDDEN, Op, ROWS>;
+    // Cuts keys j .. j + keys where the first vectors of rows see no further, as on the diagonal of a causal mask:
+    // body(how many vectors are left out, first key, number of keys); the first time with all of them, if with no key.
+    template <int HIDDEN = 0, class Body> INLINE void in_steps(std::int64_t j, int keys, const Body& body, int from = 0) const {
+        std::int64_t to = HIDDEN < QV - 1 ? (ends[HIDDEN] - j + 7) / 8 * 8 : keys;
+        to = to < from ? from : to < keys ? to : keys;
+        if (HIDDEN == 0 || to > from) body(std::integral_constant<int, HIDDEN>{}, from, int(to) - from);
+        if constexpr (HIDDEN < QV - 1)
+            if (to < keys) in_steps<HIDDEN + 1>(j, keys, body, int(to));
     }
     // From products of queries and keys to logits.
     void adjust(std::int64_t j, int keys, bool whole, T* tangent = nullptr) {
@@ -327,6 +343,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     }
 
     void load_spans() {
+        UNROLL for (int v = 0; v < QV; v++) ends[v] = f.keys;
         if (!f.visible.spans.data) return;
         for (int r = 0; r < ROWS; r++) {
             const int real = r < count ? r : count - 1;
@@ -335,6 +352,12 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
             span[1][r] = from[1];
             span[2][r] = f.visible.spans.count > 1 ? from[2] : Int<T>(f.keys);
             span[3][r] = f.visible.spans.count > 1 ? from[3] : Int<T>(f.keys);
+        }
+        if (f.softcap > 0) return;  // of what is capped the derivative is taken too, seen or not
+        for (int v = 0; v < QV; v++) {
+            ends[v] = v ? ends[v - 1] : 0;
+            for (int r = v * L; r < (v + 1) * L; r++) for (int n = 0; n < 4; n += 2)
+                if (span[n][r] < span[n + 1][r] && span[n + 1][r] > ends[v]) ends[v] = span[n + 1][r];
         }
     }
     // The first and the last key + 1 that any row may see.
