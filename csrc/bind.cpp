@@ -98,7 +98,7 @@ public:
     char* at(std::size_t offset) const { return static_cast<char*>(memory.get()) + offset; }
 
 private:
-    static constexpr std::size_t MOST_KEPT = 1 << 20;
+    static constexpr std::size_t MOST_KEPT = 4 << 20;
     static thread_local Memory kept;
     static thread_local std::size_t kept_size;
     Memory memory;
@@ -186,19 +186,20 @@ void run(Backward& g, int threads) {
     const std::int64_t heads = f.batch * f.kv_heads, tasks = heads * g.shares;
     const int used = usable(threads, tasks);
     const std::size_t own = (target->gradient_scratch(g) + 127) / 64 * 64, sum = target->sums(f);
-    Memory scratch = allocate(own * std::size_t(used)), sums = allocate(sum * std::size_t(tasks));
+    const Scratch scratch(own * std::size_t(used) + sum * std::size_t(tasks));
+    char* const sums = scratch.at(own * std::size_t(used));
     each(signals, tasks, used, [&](std::int64_t n, int thread) {
-        char* mine = static_cast<char*>(sums.get()) + sum * std::size_t(n);
+        char* mine = sums + sum * std::size_t(n);
         std::memset(mine, 0, sum);
-        target->run_gradient(g, n, static_cast<char*>(scratch.get()) + own * std::size_t(thread), mine);
+        target->run_gradient(g, n, scratch.at(own * std::size_t(thread)), mine);
     });
-    each(signals, heads, usable(threads, heads), [&](std::int64_t n, int) { target->gather(g, n, sums.get()); });
+    each(signals, heads, usable(threads, heads), [&](std::int64_t n, int) { target->gather(g, n, sums); });
     signals.raise();
     if (!g.dbias) return;
     const std::int64_t bias_tasks = target->bias_tasks(g);
     const int busy = usable(used, bias_tasks);  // no more than have scratch
     each(signals, bias_tasks, busy, [&](std::int64_t n, int thread) {
-        target->run_bias_gradient(g, n, static_cast<char*>(scratch.get()) + own * std::size_t(thread));
+        target->run_bias_gradient(g, n, scratch.at(own * std::size_t(thread)));
     });
     signals.raise();
 }
