@@ -1,5 +1,6 @@
 // The forward pass of a block of rows: softmax over blocks of keys with a running maximum. With G > 0 there are at most G
-// rows, and the products are those of Few. What is measured of the rows on the way is the Rider's (see observe-inl.h).
+// rows, and the output lies as they do: weights times values is a product of Few, and so are the logits of up to MOST_FEW. What
+// is measured of the rows on the way is the Rider's (see observe-inl.h).
 
 template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> struct Attend : Scores<T, QV, Op> {
     using Base = Scores<T, QV, Op>;
@@ -7,14 +8,14 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
         Base::b;
     using Products = typename Base::Products;
     using Word = typename Op::Word;
-    using FewProducts = typename FewOf<T, G ? G : 1, Op>::Type;
+    static constexpr bool FEW = G > 0 && G <= MOST_FEW<T>;
+    using FewProducts = typename FewOf<T, FEW ? G : MOST_FEW<T>, Op>::Type;
 
     int k_width, v_width;   // D and Dv, rounded up to what Few multiplies at once
-    T* o;                   // [Dv][ROWS]; with G the rows are [G][v_width] until the end
+    T* o;                   // [Dv][ROWS]; with G: [G][v_width]
     T* kept;                // [KEYS][ROWS], with dropout
     Word* weights;          // [KEYS / PER_WORD][ROWS]; plain ones are p
     Word* few_q;            // [G][k_width / PER_WORD]
-    T* few_o;               // [G][v_width]
     V<T> top[QV], sum[QV];
     Rider rider;
 
@@ -27,19 +28,19 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
 
     Attend(const Forward& call, std::int64_t batch, std::int64_t head, Arena& memory)
         : Base(call, batch, head, memory), k_width(whole(f.head_dim)), v_width(whole(f.v_head_dim)) {
-        o = memory.take<T>(f.v_head_dim * ROWS);
+        o = memory.take<T>(output_size());
         kept = memory.take<T>(f.dropout > 0 ? KEYS * ROWS : 0);
         if constexpr (PAIRS) weights = memory.take<Word>(KEYS / 2 * ROWS);
         else weights = p;
-        few_q = memory.take<Word>(G * k_width / Op::PER_WORD);
-        few_o = memory.take<T>(G * v_width);
+        few_q = memory.take<Word>(FEW ? G * k_width / Op::PER_WORD : 0);
         rider.take(f, memory);
     }
+    std::int64_t output_size() const { return G ? G * v_width : f.v_head_dim * ROWS; }
 
     // Share `share` of `shares` of the keys that the rows may see.
     void run(std::int64_t first, int rows, std::int64_t share, std::int64_t shares, void* partial) {
         this->first = first, count = rows;
-        if constexpr (G > 0) load_few_queries();
+        if constexpr (FEW) load_few_queries();
         else this->load_queries();
         this->load_spans();
         start(share == 0);
@@ -67,14 +68,13 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
             rider.after(*this, j, keys);
             fresh = false;
         }
-        if constexpr (G > 0) if (!fresh) spread();
-        if (fresh) for (int n = 0; n < f.v_head_dim * QV; n++) store(o + n * L, V<T>{});
+        if (fresh) for (int n = 0; n < output_size(); n += L) store(o + n, V<T>{});
         if (shares > 1) return leave(static_cast<T*>(partial));
         finish();
     }
 
     bool logits(std::int64_t j, int keys) {
-        if constexpr (G > 0) {
+        if constexpr (FEW) {
             bool whole;
             if (!this->visible(j, keys, whole)) return false;
             const int depth = int(f.head_dim), width = int(f.v_head_dim);
@@ -90,16 +90,36 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
         return Base::logits(j, keys);
     }
     void mix(std::int64_t j, int keys, bool fresh) {
-        const int width = int(f.v_head_dim);
-        if constexpr (G > 0 && PAIRS) {
-            const auto* v = reinterpret_cast<const BFloat16*>(at(f.v, b, this->kv_head, j, 2));
-            FewProducts::mixes(weights, v, f.v.stride[2], keys, width, few_o, v_width, fresh, ahead(v, f.k, j + keys, int(f.head_dim)));
-        } else if constexpr (G > 0)
-            of_dtype(f.v, j, [&](auto* v) {
-                FewProducts::mixes(p, v, f.v.stride[2], keys, width, few_o, v_width, fresh, ahead(v, f.k, j + keys, int(f.head_dim)));
+        if constexpr (FEW) mix_rows<G>(0, j, keys, fresh);
+        else if constexpr (G > 0) {
+            constexpr int half = MOST_FEW<T>;
+            mix_rows<half>(0, j, keys, fresh);
+            if (count <= half + 2) mix_rows<2>(half, j, keys, fresh);
+            else if (count <= half + 4) mix_rows<4>(half, j, keys, fresh);
+            else mix_rows<half>(half, j, keys, fresh);
+        } else {
+            const Lines v = values(j, keys);
+            this->in_steps(j, keys, [&](auto part, int from, int count) {
+                constexpr int hidden = decltype(part)::value * L;
+                const int word = from / Op::PER_WORD;
+                Base::template Part<hidden / L>::mixes(weights + word * ROWS + hidden, {v.data + word * v.stride, v.stride},
+                                                       (count + Op::PER_WORD - 1) / Op::PER_WORD, int(f.v_head_dim), o + hidden,
+                                                       fresh && from == 0);
             });
-        else
-            Products::mixes(weights, values(j, keys), (keys + Op::PER_WORD - 1) / Op::PER_WORD, width, o, fresh);
+        }
+    }
+    // Of N rows from the given one on.
+    template <int N> void mix_rows(int row, std::int64_t j, int keys, bool fresh) {
+        using Rows = typename FewOf<T, N, Op>::Type;
+        const int width = int(f.v_head_dim);
+        const auto run = [&](auto* v) __attribute__((always_inline)) {
+            using E = std::remove_const_t<std::remove_pointer_t<decltype(v)>>;
+            const auto* next = reinterpret_cast<const E*>(at(f.k, b, this->kv_head, j + keys, sizeof(E)));
+            const Ahead<E, N> ahead{next, f.k.stride[2], FEW ? int(f.head_dim) : 0};
+            Rows::mixes(weights + row, v, f.v.stride[2], keys, width, o + row * v_width, v_width, fresh, ahead);
+        };
+        if constexpr (PAIRS) run(reinterpret_cast<const BFloat16*>(at(f.v, b, this->kv_head, j, 2)));
+        else of_dtype(f.v, j, run);
     }
     Lines values(std::int64_t j, int keys) const {
         const int width = int(f.v_head_dim);
@@ -122,7 +142,8 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
     }
 
     void load_few_queries() {
-        for (int n = 0; n < KEYS * ROWS; n += L) store(p + n, V<T>{});  // rows beyond G stay finite
+        const int keys = f.keys < KEYS ? int(f.keys) : KEYS;
+        for (int n = 0; n < keys * ROWS; n += L) store(p + n, V<T>{});  // rows beyond G stay finite
         for (int g = 0; g < G; g++) {
             if constexpr (PAIRS) {
                 auto* to = reinterpret_cast<std::uint16_t*>(few_q) + g * k_width;
@@ -134,14 +155,6 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
             }
         }
     }
-    // The rows of few_o into the lanes of o.
-    void spread() {
-        for (int c = 0; c < f.v_head_dim; c++) {
-            store(o + c * ROWS, V<T>{});
-            for (int g = 0; g < G; g++) o[c * ROWS + g] = few_o[g * v_width + FewProducts::column(c)];
-        }
-    }
-
     void start(bool with_sinks) {
         UNROLL for (int v = 0; v < QV; v++) top[v] = splat(-std::numeric_limits<T>::max()), sum[v] = V<T>{};
         if (!f.sinks || !with_sinks) return;
@@ -154,10 +167,17 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
 
     // Scores to weights relative to the running maximum: p = exp2(s - top); the output so far moves along with it.
     void weigh(int keys, bool fresh) {
-        V<T> m[QV];
-        UNROLL for (int v = 0; v < QV; v++) m[v] = top[v];
-        for (int j = 0; j < keys; j++)
-            UNROLL for (int v = 0; v < QV; v++) m[v] = greater<T>(load(p + j * ROWS + v * L), m[v]);
+        constexpr int CHAINS = QV > 2 ? 2 : 4;  // a maximum waits for the one before it
+        V<T> found[CHAINS][QV], m[QV];
+        UNROLL for (int n = 0; n < CHAINS; n++) UNROLL for (int v = 0; v < QV; v++) found[n][v] = top[v];
+        int j = 0;
+        for (; j + CHAINS <= keys; j += CHAINS) UNROLL for (int n = 0; n < CHAINS; n++)
+            UNROLL for (int v = 0; v < QV; v++) found[n][v] = greater<T>(load(p + (j + n) * ROWS + v * L), found[n][v]);
+        for (; j < keys; j++) UNROLL for (int v = 0; v < QV; v++) found[0][v] = greater<T>(load(p + j * ROWS + v * L), found[0][v]);
+        UNROLL for (int v = 0; v < QV; v++) {
+            m[v] = found[0][v];
+            UNROLL for (int n = 1; n < CHAINS; n++) m[v] = greater<T>(found[n][v], m[v]);
+        }
         I<T> moved{};
         UNROLL for (int v = 0; v < QV; v++) moved |= m[v] > top[v];
         if (any<T>(moved)) {
@@ -167,21 +187,25 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
             UNROLL for (int v = 0; v < QV; v++) top[v] = m[v];
             if (!fresh) scale_output(shrink);
         }
-        V<T> total[QV];  // in registers: what is stored below might be `sum` for all that the compiler knows
+        if (f.dropout > 0) exponentials<true>(keys, m);
+        else exponentials<false>(keys, m);
+    }
+    template <bool DROPS> void exponentials(int keys, const V<T>* m) {
+        V<T> total[QV];  // these in registers: what is stored below might be they for all that the compiler knows
+        T *const p = this->p, *const kept = this->kept;
         UNROLL for (int v = 0; v < QV; v++) total[v] = sum[v];
-        const bool drops = f.dropout > 0;
         typename Rider::Sums seen;
         const auto weight = [&](int j, int v) __attribute__((always_inline)) {
-            const V<T> depth = at_floor(load(p + j * ROWS + v * L) - m[v]), x = exp2_from_floor(depth);
+            const V<T> below = load(p + j * ROWS + v * L) - m[v], depth = Rider::LOOKS ? at_floor(below) : below, x = exp2(depth);
             total[v] += x;
             seen.add(v, depth, x);
             if constexpr (Rider::LOOKS && PAIRS) store(p + j * ROWS + v * L, x);
-            return drops ? x * load(kept + j * ROWS + v * L) : x;
+            return DROPS ? x * load(kept + j * ROWS + v * L) : x;
         };
         if constexpr (PAIRS) {
             if (keys % 2) UNROLL for (int v = 0; v < QV; v++) {
                 store(p + keys * ROWS + v * L, splat(-std::numeric_limits<T>::infinity()));
-                if (drops) store(kept + keys * ROWS + v * L, V<T>{});
+                if (DROPS) store(kept + keys * ROWS + v * L, V<T>{});
             }
             for (int j = 0; j < keys; j += 2) UNROLL for (int v = 0; v < QV; v++) {
                 const V<T> x = weight(j, v), y = weight(j + 1, v);
@@ -198,8 +222,8 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
 
     void scale_output(const V<T>* factor) {
         if constexpr (G > 0) {
-            for (int g = 0; g < G; g++) for (int c = 0; c < v_width; c += L)
-                store(few_o + g * v_width + c, load(few_o + g * v_width + c) * factor[0][g]);
+            for (int g = 0; g < count; g++) for (int c = 0; c < v_width; c += L)
+                store(o + g * v_width + c, load(o + g * v_width + c) * factor[0][g]);
         } else {
             for (int c = 0; c < f.v_head_dim; c++) UNROLL for (int v = 0; v < QV; v++)
                 store(o + c * ROWS + v * L, load(o + c * ROWS + v * L) * factor[v]);
@@ -208,16 +232,17 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
 
     // What a share of the keys leaves: o, top and sum; and from these the whole.
     void leave(T* partial) const {
-        for (int n = 0; n < f.v_head_dim * QV; n++) store(partial + n * L, load(o + n * L));
-        partial += f.v_head_dim * ROWS;
+        for (int n = 0; n < output_size(); n += L) store(partial + n, load(o + n));
+        partial += output_size();
         UNROLL for (int v = 0; v < QV; v++) store(partial + v * L, top[v]), store(partial + ROWS + v * L, sum[v]);
     }
     void merge(std::int64_t first, int rows, std::int64_t shares, const T* partial, std::int64_t size) {
         this->first = first, count = rows;
-        const std::int64_t tops = f.v_head_dim * ROWS;
+        const std::int64_t tops = output_size();
         UNROLL for (int v = 0; v < QV; v++) top[v] = splat(-std::numeric_limits<T>::max()), sum[v] = V<T>{};
         for (std::int64_t n = 0; n < shares; n++)
             UNROLL for (int v = 0; v < QV; v++) top[v] = greater<T>(load(partial + n * size + tops + v * L), top[v]);
+        for (int n = 0; n < tops; n += L) store(o + n, V<T>{});
         for (std::int64_t n = 0; n < shares; n++) {
             const T* from = partial + n * size;
             V<T> factor[QV];
@@ -225,33 +250,50 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
                 factor[v] = exp2(load(from + tops + v * L) - top[v]);
                 sum[v] += load(from + tops + ROWS + v * L) * factor[v];
             }
-            for (int c = 0; c < f.v_head_dim; c++) UNROLL for (int v = 0; v < QV; v++) {
-                T* to = o + c * ROWS + v * L;
-                const V<T> x = load(from + c * ROWS + v * L) * factor[v];
-                store(to, n ? load(to) + x : x);
+            if constexpr (G > 0) {
+                for (int g = 0; g < count; g++) for (int c = g * v_width; c < (g + 1) * v_width; c += L)
+                    store(o + c, load(o + c) + load(from + c) * factor[0][g]);
+            } else {
+                for (int c = 0; c < f.v_head_dim; c++) UNROLL for (int v = 0; v < QV; v++) {
+                    T* to = o + c * ROWS + v * L;
+                    store(to, load(to) + load(from + c * ROWS + v * L) * factor[v]);
+                }
             }
         }
         finish();
     }
 
-    bool all_finite(const V<T>* inverse) const {
-        V<T> zero{};
-        for (int c = 0; c < f.v_head_dim; c++) UNROLL for (int v = 0; v < QV; v++)
-            zero += load(o + c * ROWS + v * L) * inverse[v] * T(0);  // NaN or infinity times 0 is NaN
-        return !any<T>(zero != zero);
-    }
-
     void finish() {
         V<T> inverse[QV];
         UNROLL for (int v = 0; v < QV; v++) inverse[v] = sum[v] == 0 ? V<T>{} : 1 / sum[v];
-        this->put_rows(o, int(f.v_head_dim), inverse, f.out, f.out_stride);
+        const bool finite = put(inverse);
         rider.finish(*this);
-        if (f.spoilt && !all_finite(inverse)) f.spoilt->store(true, std::memory_order_relaxed);
+        if (!finite && f.spoilt) f.spoilt->store(true, std::memory_order_relaxed);
         if (!f.lse) return;
         for (int r = 0; r < count; r++) {
             const T total = sum[r / L][r % L];
             const T value = (top[r / L][r % L] + std::log2(total)) * T(LN2);
             static_cast<T*>(f.lse)[row(r)] = total == 0 ? -std::numeric_limits<T>::infinity() : value;
         }
+    }
+    // The output times a factor for each row; whether it is finite.
+    bool put(const V<T>* factor) {
+        if constexpr (G == 0) return this->put_rows(o, int(f.v_head_dim), factor, f.out, f.out_stride);
+        const int width = int(f.v_head_dim);
+        V<T> zero{};
+        for (int g = 0; g < count; g++) {
+            T* from = o + g * v_width;
+            for (int c = 0; c < v_width; c += L) {
+                const V<T> x = load(from + c) * factor[0][g];
+                zero += x * T(0);  // NaN or infinity times 0 is NaN
+                store(from + c, x);
+            }
+            if constexpr (PAIRS) {
+                for (int c = 0; c < width; c++) this->line[c] = from[FewProducts::column(c)];
+                from = this->line;
+            }
+            Base::put(this->place_of(f.out, f.out_stride, g), 0, from, width);
+        }
+        return !any<T>(zero != zero);
     }
 };

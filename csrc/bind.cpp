@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
@@ -45,7 +46,8 @@ void run(Forward& f, int threads) {
     const std::int64_t tasks = target->tasks(f), shares = target->shares(f);
     threads = usable(threads, tasks);
     const std::size_t own = (target->scratch(f) + 127) / 64 * 64;
-    Memory scratch = allocate(own * std::size_t(threads)), partial;
+    const Scratch scratch(own * std::size_t(threads));
+    Memory partial;
     if (shares > 1) partial = allocate(target->partial(f));
     f.partial = partial.get();
     Memory paired_v;
@@ -56,12 +58,12 @@ void run(Forward& f, int threads) {
         each(signals, parts, usable(threads, parts), [&](std::int64_t n, int) { target->prepare(f, n); });
     }
     each(signals, tasks, threads, [&](std::int64_t n, int thread) {
-        target->run(f, n, static_cast<char*>(scratch.get()) + own * std::size_t(thread));
-    });
+        target->run(f, n, scratch.at(own * std::size_t(thread)));
+    }, at_a_time(f, tasks, threads));
     signals.raise();
     if (shares == 1) return;
     each(signals, tasks / shares, usable(threads, tasks / shares), [&](std::int64_t n, int thread) {
-        target->merge(f, n, static_cast<char*>(scratch.get()) + own * std::size_t(thread));
+        target->merge(f, n, scratch.at(own * std::size_t(thread)));
     });
     signals.raise();
 }
@@ -74,19 +76,20 @@ void run(Backward& g, int threads) {
     const std::int64_t heads = f.batch * f.kv_heads, tasks = heads * g.shares;
     const int used = usable(threads, tasks);
     const std::size_t own = (target->gradient_scratch(g) + 127) / 64 * 64, sum = target->sums(f);
-    Memory scratch = allocate(own * std::size_t(used)), sums = allocate(sum * std::size_t(tasks));
+    const Scratch scratch(own * std::size_t(used) + sum * std::size_t(tasks));
+    char* const sums = scratch.at(own * std::size_t(used));
     each(signals, tasks, used, [&](std::int64_t n, int thread) {
-        char* mine = static_cast<char*>(sums.get()) + sum * std::size_t(n);
+        char* mine = sums + sum * std::size_t(n);
         std::memset(mine, 0, sum);
-        target->run_gradient(g, n, static_cast<char*>(scratch.get()) + own * std::size_t(thread), mine);
+        target->run_gradient(g, n, scratch.at(own * std::size_t(thread)), mine);
     });
-    each(signals, heads, usable(threads, heads), [&](std::int64_t n, int) { target->gather(g, n, sums.get()); });
+    each(signals, heads, usable(threads, heads), [&](std::int64_t n, int) { target->gather(g, n, sums); });
     signals.raise();
     if (!g.dbias) return;
     const std::int64_t bias_tasks = target->bias_tasks(g);
     const int busy = usable(used, bias_tasks);  // no more than have scratch
     each(signals, bias_tasks, busy, [&](std::int64_t n, int thread) {
-        target->run_bias_gradient(g, n, static_cast<char*>(scratch.get()) + own * std::size_t(thread));
+        target->run_bias_gradient(g, n, scratch.at(own * std::size_t(thread)));
     });
     signals.raise();
 }

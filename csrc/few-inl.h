@@ -2,6 +2,8 @@
 // so here the width of a head lies in the lanes, and G rows share each key and value that is read. Keys and values are
 // widened as they are loaded.
 
+template <class T> constexpr int MOST_FEW = LANES<T> < 8 ? LANES<T> : 8;  // rows that Few takes
+
 // Rows that will be read soon, asked for while the other tensor is computed with.
 template <class E, int G> struct Ahead {
     const E* line;

@@ -518,7 +518,7 @@ template <class T, int QV> struct Look {
     template <class Block> void receive(const Block& block, std::int64_t j0, int keys, const T* factor) const {
         const Forward& f = block.f;
         const auto line_of = [&](int r) { return s->received + (share * f.heads + block.head(r)) * f.keys + j0; };
-        if (block.packed == 1) {
+        if (block.group == 1) {
             double* to = line_of(0);
             for (int n = 0; n < keys; n += L) {
                 V<T> x[L];
@@ -526,7 +526,7 @@ template <class T, int QV> struct Look {
                 const V<T> all = sums<T>(x);
                 for (int k = 0; k < L && n + k < keys; k++) to[n + k] += double(all[k]);
             }
-        } else if (L % block.packed == 0 && block.first % block.packed == 0) {  // a lane is of the same head in every vector
+        } else if (L % block.group == 0 && block.first % block.group == 0) {  // a lane is of the same head in every vector
             for (int r = 0; r < L; r++) {
                 double* to = line_of(r);
                 for (int j = 0; j < keys; j++) to[j] += double(column[j * L + r]);
@@ -544,7 +544,7 @@ template <class T, int QV> struct Look {
     template <class Block> void fold(const Block& block, int v, const T* scales) {
         const int from = v * L, rows = block.count - from < L ? block.count - from : L;
         const std::int64_t y = row_bin(block.query(from));
-        bool together = block.packed == 1;
+        bool together = block.group == 1;
         for (int r = 0; r < rows; r++) together &= row_bin(block.query(from + r)) == y;
         for (int r = 0; r < L; r++) if (scales[from + r] == 0)  // does not count
             for (std::int64_t x = 0; x < s->bins; x++) cell_most[x * ROWS + from + r] = -1, pairs[x * ROWS + from + r] = 0;

@@ -84,7 +84,8 @@ bool look(Forward& f, RowStats& rows, int threads) {
     const std::int64_t tasks = target->look_tasks(f);
     threads = usable(threads, tasks);
     const std::size_t own = (target->look_scratch(f) + 127) / 64 * 64;
-    Memory scratch = allocate(own * std::size_t(threads)), paired_v;
+    const Scratch scratch(own * std::size_t(threads));
+    Memory paired_v;
     if (const std::size_t bytes = target->prepared(f)) {
         paired_v = allocate(bytes);
         f.paired_v = paired_v.get();
@@ -92,7 +93,7 @@ bool look(Forward& f, RowStats& rows, int threads) {
         each(signals, parts, usable(threads, parts), [&](std::int64_t n, int) { target->prepare(f, n); });
     }
     each(signals, tasks, threads, [&](std::int64_t n, int thread) {
-        target->run_look(f, n, static_cast<char*>(scratch.get()) + own * std::size_t(thread));
+        target->run_look(f, n, scratch.at(own * std::size_t(thread)));
     });
     if (rows.columns()) each(signals, f.heads, usable(threads, f.heads), [&](std::int64_t n, int) { target->gather_look(f, n); });
     signals.raise();

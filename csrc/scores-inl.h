@@ -53,11 +53,10 @@ struct Lines {
     std::int64_t stride;
 };
 
-// The inner products, for QV vectors of rows.
-template <class T, int QV, class Op = Plain<T>> struct Tile {
+// The inner products, for QV vectors of rows out of ROWS.
+template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct Tile {
     using Word = typename Op::Word;
     static constexpr int L = LANES<T>;
-    static constexpr int ROWS = QV * L;
     static constexpr int R = REGISTER_TILE / QV < 16 ? REGISTER_TILE / QV : 16;  // keys, or value columns, at a time
 
     INLINE static Word word(const char* line, std::int64_t n) { return reinterpret_cast<const typename Op::Anywhere*>(line)[n]; }
@@ -96,7 +95,8 @@ template <class T, int QV, class Op = Plain<T>> struct Tile {
     // count words. The factor is for pairs alone: plain queries bring it with them.
     static void dots(const Word* q, Lines k, int keys, int depth, T factor, T* s) {
         for (; keys >= R; keys -= R, k.data += R * k.stride, s += R * ROWS) dot<R>(q, k, R, depth, factor, s);
-        if (keys > 8) dot<R>(q, k, keys, depth, factor, s);
+        if (keys > 12) dot<R>(q, k, keys, depth, factor, s);
+        else if (keys > 8) dot<R < 12 ? R : 12>(q, k, keys, depth, factor, s);
         else if (keys > 4) dot<R < 8 ? R : 8>(q, k, keys, depth, factor, s);
         else if (keys > 2) dot<R < 4 ? R : 4>(q, k, keys, depth, factor, s);
         else if (keys > 1) dot<2>(q, k, keys, depth, factor, s);
@@ -171,8 +171,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     static constexpr bool PAIRS = Op::PER_WORD == 2;
 
     const Forward& f;
-    std::int64_t b, kv_head, first = 0;  // rows first .. first + count of the queries * packed
-    std::int64_t packed, first_head;     // how many query heads share the block, and the first of them
+    std::int64_t b, kv_head, group, first = 0;  // rows first .. first + count of the queries * group
     int count = 0;
     bool all_seen = false;               // every row may see every key of the last block
     Word* q;                             // [D / PER_WORD][ROWS]
@@ -180,11 +179,12 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     T* line;                             // for conversions: L rows of D or Dv
     Word *wide_k, *wide_v;               // [KEYS][D], [KEYS][Dv]: a half type, widened or paired by keys
     Int<T> span[4][ROWS] __attribute__((aligned(64)));  // low0, high0, low1, high1
+    std::int64_t ends[QV];  // no row of these vectors, or of those before, may see keys from there on
     static constexpr int WORDS = KEYS / 64;
     Int<T> judged[2 * WORDS][ROWS] __attribute__((aligned(64)));
 
     Scores(const Forward& call, std::int64_t batch, std::int64_t head, Arena& memory)
-        : f(call), b(batch), kv_head(head), packed(call.heads / call.kv_heads), first_head(head * packed) {
+        : f(call), b(batch), kv_head(head), group(f.heads / f.kv_heads) {
         const bool half = sizeof(T) == 4 && f.q.dtype != Dtype::f32;
         q = memory.take<Word>(f.head_dim * ROWS);
         p = memory.take<T>(KEYS * ROWS);
@@ -193,9 +193,10 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         wide_v = memory.take<Word>(half ? f.v_head_dim * KEYS : 0);
     }
 
-    // Of a row: its head, its place among the Q, which query it is, and its place in [B, H, Q].
-    std::int64_t head(int r) const { return first_head + (first + r) % packed; }
-    std::int64_t place(int r) const { return (first + r) / packed; }
+    // Of a row: its head, its place among the Q, which query it is, and its place in [B, H, Q]. A division for each row would be
+    // felt where sequences are short.
+    std::int64_t head(int r) const { return group == 1 ? kv_head : kv_head * group + (first + r) % group; }
+    std::int64_t place(int r) const { return group == 1 ? first + r : (first + r) / group; }
     std::int64_t query(int r) const {
         return f.rows ? f.rows[b * f.rows_stride[0] + head(r) * f.rows_stride[1] + place(r)] : place(r);
     }
@@ -205,11 +206,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     Lines lines(const Tensor4& x, std::int64_t j, int keys, int width, T* wide) const {
         if (sizeof(T) == 8 || x.dtype == Dtype::f32)
             return {at(x, b, kv_head, j, sizeof(T)), x.stride[2] * std::int64_t(sizeof(T))};
-        for (int n = 0; n < keys; n++) {
-            const auto* from = reinterpret_cast<const std::uint16_t*>(at(x, b, kv_head, j + n, 2));
-            if (x.dtype == Dtype::bf16) for (int d = 0; d < width; d++) wide[n * width + d] = widen(from[d], Dtype::bf16);
-            else for (int d = 0; d < width; d++) wide[n * width + d] = widen(from[d], Dtype::f16);
-        }
+        for (int n = 0; n < keys; n++) widen_row(at(x, b, kv_head, j + n, 2), x.dtype, width, wide + n * width);
         return {reinterpret_cast<const char*>(wide), width * std::int64_t(sizeof(T))};
     }
     // The same rows of bf16, as words of two keys each.
@@ -232,14 +229,27 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     bool logits(std::int64_t j, int keys, T* tangent = nullptr) {
         bool whole;
         if (!visible(j, keys, whole)) return false;
-        score(j, keys, whole, tangent);
-        return true;
-    }
-    void score(std::int64_t j, int keys, bool whole, T* tangent = nullptr) {
         const int depth = int(f.head_dim);
-        Products::dots(q, natural(f.k, j, keys, depth, wide_k), keys, depth / Op::PER_WORD, query_factor(), p);
+        const Lines k = natural(f.k, j, keys, depth, wide_k);
+        in_steps(j, keys, [&](auto part, int from, int count) {
+            constexpr int hidden = decltype(part)::value * L;
+            Part<hidden / L>::dots(q + hidden, {k.data + from * k.stride, k.stride}, count, depth / Op::PER_WORD, query_factor(),
+                                   p + from * ROWS + hidden);
+        });
         adjust(j, keys, whole, tangent);
         all_seen = whole && !f.visible.count && !f.bias.data;
+        return true;
+    }
+    // The products of all vectors of rows but the first ones.
+    template <int HIDDEN> using Part = Tile<T, QV - HIDDEN, Op, ROWS>;
+    // Cuts keys j .. j + keys where the first vectors of rows see no further, as on the diagonal of a causal mask:
+    // body(how many vectors are left out, first key, number of keys); the first time with all of them, if with no key.
+    template <int HIDDEN = 0, class Body> INLINE void in_steps(std::int64_t j, int keys, const Body& body, int from = 0) const {
+        std::int64_t to = HIDDEN < QV - 1 ? (ends[HIDDEN] - j + 7) / 8 * 8 : keys;
+        to = to < from ? from : to < keys ? to : keys;
+        if (HIDDEN == 0 || to > from) body(std::integral_constant<int, HIDDEN>{}, from, int(to) - from);
+        if constexpr (HIDDEN < QV - 1)
+            if (to < keys) in_steps<HIDDEN + 1>(j, keys, body, int(to));
     }
     // From products of queries and keys to logits.
     void adjust(std::int64_t j, int keys, bool whole, T* tangent = nullptr) {
@@ -285,40 +295,63 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     const T* row_of(const Tensor4& x, int r, int depth, T* converted) const {
         const char* from = address_of(x, r);
         if (sizeof(T) == 8 || x.dtype == Dtype::f32) return reinterpret_cast<const T*>(from);
-        const auto* half = reinterpret_cast<const std::uint16_t*>(from);
-        for (int d = 0; d < depth; d++) converted[d] = widen(half[d], x.dtype);
+        widen_row(from, x.dtype, depth, converted);
         return converted;
     }
+    static void widen_row(const char* from, Dtype dtype, int width, T* to) {
+        const auto* half = reinterpret_cast<const std::uint16_t*>(from);
+        int d = 0;
+        if constexpr (sizeof(T) == 4) {
+            if (dtype == Dtype::bf16)
+                for (; d + L <= width; d += L) store_anywhere(to + d, load_wide<T>(reinterpret_cast<const BFloat16*>(half + d)));
+            else
+                for (; d + L <= width; d += L) store_anywhere(to + d, load_wide<T>(reinterpret_cast<const Float16*>(half + d)));
+        }
+        for (; d < width; d++) to[d] = widen(half[d], dtype);
+    }
 
-    // Rows from [width][ROWS], each times its factor, to where they belong in [B, H, Q, width] of q's dtype.
-    void put_rows(const T* from, int width, const V<T>* factor, void* to, const std::int64_t* stride) const {
+    // Rows from [width][ROWS], each times its factor, to where they belong in [B, H, Q, width] of q's dtype; whether all of
+    // it, the lanes beyond the rows included, is finite.
+    bool put_rows(const T* from, int width, const V<T>* factor, void* to, const std::int64_t* stride) const {
+        V<T> zero{};
         for (int v = 0; v < QV && v * L < count; v++) {
             const int rows = count - v * L < L ? count - v * L : L;
+            char* row[L];
+            for (int r = 0; r < rows; r++) row[r] = place_of(to, stride, v * L + r);
             int c = 0;
             for (; c + L <= width; c += L) {
                 V<T> lanes[L];
-                UNROLL for (int n = 0; n < L; n++) lanes[n] = load(from + (c + n) * ROWS + v * L) * factor[v];
+                UNROLL for (int n = 0; n < L; n++) {
+                    lanes[n] = load(from + (c + n) * ROWS + v * L) * factor[v];
+                    zero += lanes[n] * T(0);  // NaN or infinity times 0 is NaN
+                }
                 transpose<T>(lanes);
-                for (int r = 0; r < rows; r++) put(v * L + r, c, reinterpret_cast<const T*>(&lanes[r]), L, to, stride);
+                for (int r = 0; r < rows; r++) put(row[r], c, reinterpret_cast<const T*>(&lanes[r]), L);
             }
             for (; c < width; c++) {
                 const V<T> x = load(from + c * ROWS + v * L) * factor[v];
+                zero += x * T(0);
                 for (int r = 0; r < rows; r++) {
                     const T value = x[r];
-                    put(v * L + r, c, &value, 1, to, stride);
+                    put(row[r], c, &value, 1);
                 }
             }
         }
+        return !any<T>(zero != zero);
     }
-    void put(int r, int c, const T* x, int n, void* to, const std::int64_t* stride) const {
-        const std::int64_t where = b * stride[0] + head(r) * stride[1] + query(r) * stride[2] + c;
+    char* place_of(void* to, const std::int64_t* stride, int r) const {
+        const std::int64_t where = b * stride[0] + head(r) * stride[1] + query(r) * stride[2];
+        return static_cast<char*>(to) + where * (sizeof(T) == 8 ? 8 : f.q.dtype == Dtype::f32 ? 4 : 2);
+    }
+    void put(char* row, int c, const T* x, int n) const {
         if (sizeof(T) == 8 || f.q.dtype == Dtype::f32)
-            for (int d = 0; d < n; d++) static_cast<T*>(to)[where + d] = x[d];
+            for (int d = 0; d < n; d++) reinterpret_cast<T*>(row)[c + d] = x[d];
         else
-            for (int d = 0; d < n; d++) static_cast<std::uint16_t*>(to)[where + d] = narrow(float(x[d]), f.q.dtype);
+            for (int d = 0; d < n; d++) reinterpret_cast<std::uint16_t*>(row)[c + d] = narrow(float(x[d]), f.q.dtype);
     }
 
     void load_spans() {
+        UNROLL for (int v = 0; v < QV; v++) ends[v] = f.keys;
         if (!f.visible.spans.data) return;
         for (int r = 0; r < ROWS; r++) {
             const int real = r < count ? r : count - 1;
@@ -327,6 +360,12 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
             span[1][r] = from[1];
             span[2][r] = f.visible.spans.count > 1 ? from[2] : Int<T>(f.keys);
             span[3][r] = f.visible.spans.count > 1 ? from[3] : Int<T>(f.keys);
+        }
+        if (f.softcap > 0) return;  // of what is capped the derivative is taken too, seen or not
+        for (int v = 0; v < QV; v++) {
+            ends[v] = v ? ends[v - 1] : 0;
+            for (int r = v * L; r < (v + 1) * L; r++) for (int n = 0; n < 4; n += 2)
+                if (span[n][r] < span[n + 1][r] && span[n + 1][r] > ends[v]) ends[v] = span[n + 1][r];
         }
     }
     // The first and the last key + 1 that any row may see.
@@ -372,7 +411,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     // Adds bias[b, h, i, j], and hides where it is -inf.
     void add_bias(std::int64_t j0, int keys) {
         const auto& s = f.bias.stride;
-        if (s[2] == 0 && (s[1] == 0 || packed == 1)) {  // the same for all rows
+        if (s[2] == 0 && (s[1] == 0 || group == 1)) {  // the same for all rows
             const T* from = reinterpret_cast<const T*>(at(f.bias, b, head(0), 0, sizeof(T))) + j0 * s[3];
             for (int j = 0; j < keys; j++)
                 UNROLL for (int v = 0; v < QV; v++) plus(p + j * ROWS + v * L, splat(from[j * s[3]]));

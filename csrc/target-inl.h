@@ -4,10 +4,20 @@ template <class T> std::int64_t blocks_of(const Forward& f) {
     constexpr int most = QUERY_VECTORS * LANES<T>;
     return (f.queries * (f.heads / f.kv_heads) + most - 1) / most;
 }
+struct Rows { std::int64_t first; int count; };
+// The rows of a block. A short last one would leave registers idle, so all are made about equally long; but few rows are fast.
+template <class T> Rows rows_of(const Forward& f, std::int64_t number) {
+    constexpr int L = LANES<T>, most = QUERY_VECTORS * L;
+    const std::int64_t rows = f.queries * (f.heads / f.kv_heads), rest = rows % most;
+    std::int64_t first = number * most, end = first + most;
+    if (rest > MOST_FEW<T>) {
+        const std::int64_t vectors = (rows + L - 1) / L, blocks = blocks_of<T>(f);
+        first = vectors * number / blocks * L, end = vectors * (number + 1) / blocks * L;
+    }
+    return {first, int((end < rows ? end : rows) - first)};
+}
 inline bool is_double(const Forward& f) { return f.q.dtype == Dtype::f64; }
 inline bool is_half(const Forward& f) { return f.q.dtype == Dtype::bf16 || f.q.dtype == Dtype::f16; }
-
-template <class T> constexpr int MOST_FEW = LANES<T> < 8 ? LANES<T> : 8;  // rows that Few takes
 
 // Into how many parts the keys of each block are cut: few blocks, many keys. From the sizes alone.
 std::int64_t shares(const Forward& f) {
@@ -17,7 +27,9 @@ std::int64_t shares(const Forward& f) {
     const std::int64_t wanted = (enough + blocks - 1) / blocks, possible = f.keys / least;
     return wanted < possible ? wanted : possible;
 }
-template <class T> std::int64_t partial_of(const Forward& f) { return (f.v_head_dim + 2) * QUERY_VECTORS * LANES<T>; }
+template <class T> std::int64_t partial_of(const Forward& f) {
+    return ((f.v_head_dim + 31) / 32 * 32 + 2) * QUERY_VECTORS * LANES<T>;  // 32: whole words of Few
+}
 std::size_t partial(const Forward& f) {
     const std::int64_t parts = shares(f);
     if (parts == 1) return 0;
@@ -57,10 +69,9 @@ void prepare(const Forward& f, std::int64_t task) {
 
 // body(an Attend that fits), for block `number` of a head.
 template <class T, class Body> void with_block(const Forward& f, std::int64_t head, std::int64_t number, void* scratch, const Body& body) {
-    constexpr int L = LANES<T>, most = QUERY_VECTORS * L, few = MOST_FEW<T>;
-    const std::int64_t rows = f.queries * (f.heads / f.kv_heads), b = head / f.kv_heads, h = head % f.kv_heads;
-    const std::int64_t first = number * most;
-    const int count = int(rows - first < most ? rows - first : most);
+    constexpr int L = LANES<T>, few = MOST_FEW<T>;
+    const std::int64_t b = head / f.kv_heads, h = head % f.kv_heads;
+    const auto [first, count] = rows_of<T>(f, number);
     Arena memory{reinterpret_cast<std::uintptr_t>(scratch)};
 #if defined(BF16_DOT)
     if constexpr (sizeof(T) == 4) if (in_pairs(f)) {
@@ -68,7 +79,7 @@ template <class T, class Body> void with_block(const Forward& f, std::int64_t he
         if (count == 2) return body(Attend<T, 1, 2, Pairs>(f, b, h, memory), first, count);
         if (count <= 4) return body(Attend<T, 1, 4, Pairs>(f, b, h, memory), first, count);
         if (count <= 8) return body(Attend<T, 1, 8, Pairs>(f, b, h, memory), first, count);
-        if (count <= L) return body(Attend<T, 1, 0, Pairs>(f, b, h, memory), first, count);
+        if (count <= L) return body(Attend<T, 1, L, Pairs>(f, b, h, memory), first, count);
         if (count <= 2 * L) return body(Attend<T, 2, 0, Pairs>(f, b, h, memory), first, count);
         return body(Attend<T, QUERY_VECTORS, 0, Pairs>(f, b, h, memory), first, count);
     }
@@ -77,16 +88,16 @@ template <class T, class Body> void with_block(const Forward& f, std::int64_t he
     if (count == 2) return body(Attend<T, 1, 2>(f, b, h, memory), first, count);
     if (few >= 4 && count <= 4) return body(Attend<T, 1, few < 4 ? few : 4>(f, b, h, memory), first, count);
     if (few >= 8 && count <= 8) return body(Attend<T, 1, few>(f, b, h, memory), first, count);
-    if (count <= L) return body(Attend<T, 1>(f, b, h, memory), first, count);
+    if (L > few && count <= L) return body(Attend<T, 1, L>(f, b, h, memory), first, count);
     if (QUERY_VECTORS > 2 && count <= 2 * L) return body(Attend<T, 2>(f, b, h, memory), first, count);
     body(Attend<T, QUERY_VECTORS>(f, b, h, memory), first, count);
 }
 template <class T> std::size_t scratch_of(const Forward& f) {
     std::size_t most = Attend<T, QUERY_VECTORS>::scratch(f);
     const auto at_least = [&](std::size_t size) { if (size > most) most = size; };
-    at_least(Attend<T, 1, MOST_FEW<T>>::scratch(f));
+    at_least(Attend<T, 1, MOST_FEW<T>>::scratch(f)), at_least(Attend<T, 1, LANES<T>>::scratch(f));
 #if defined(BF16_DOT)
-    if constexpr (sizeof(T) == 4) at_least(Attend<T, QUERY_VECTORS, 0, Pairs>::scratch(f)), at_least(Attend<T, 1, 8, Pairs>::scratch(f));
+    if constexpr (sizeof(T) == 4) at_least(Attend<T, QUERY_VECTORS, 0, Pairs>::scratch(f)), at_least(Attend<T, 1, 16, Pairs>::scratch(f));
 #endif
     return most;
 }
@@ -238,18 +249,16 @@ void run_bias_gradient(const Backward& g, std::int64_t task, void* scratch) {
 
 // Attending while rows are measured. body(an Attend that fits) for block `number` of a head.
 template <class T, class Body> void with_look(const Forward& f, std::int64_t head, std::int64_t number, void* scratch, const Body& body) {
-    constexpr int L = LANES<T>, most = QUERY_VECTORS * L;
-    const std::int64_t rows = f.queries * (f.heads / f.kv_heads), b = head / f.kv_heads, h = head % f.kv_heads;
-    const std::int64_t first = number * most;
-    const int count = int(rows - first < most ? rows - first : most);
+    const std::int64_t b = head / f.kv_heads, h = head % f.kv_heads;
+    const auto [first, count] = rows_of<T>(f, number);
     Arena memory{reinterpret_cast<std::uintptr_t>(scratch)};
 #if defined(BF16_DOT)
     if constexpr (sizeof(T) == 4) if (in_pairs(f)) {
-        if (count <= L) return body(Attend<T, 1, 0, Pairs, Look<T, 1>>(f, b, h, memory), first, count);
+        if (count <= LANES<T>) return body(Attend<T, 1, 0, Pairs, Look<T, 1>>(f, b, h, memory), first, count);
         return body(Attend<T, QUERY_VECTORS, 0, Pairs, Look<T, QUERY_VECTORS>>(f, b, h, memory), first, count);
     }
 #endif
-    if (count <= L) return body(Attend<T, 1, 0, Plain<T>, Look<T, 1>>(f, b, h, memory), first, count);
+    if (count <= LANES<T>) return body(Attend<T, 1, 0, Plain<T>, Look<T, 1>>(f, b, h, memory), first, count);
     body(Attend<T, QUERY_VECTORS, 0, Plain<T>, Look<T, QUERY_VECTORS>>(f, b, h, memory), first, count);
 }
 template <class T> std::size_t look_scratch_of(const Forward& f) {
@@ -275,12 +284,11 @@ std::int64_t look_tasks(const Forward& f) {
     return f.batch * f.kv_heads * (is_double(f) ? blocks_of<double>(f) : blocks_of<float>(f));
 }
 template <class T> void run_look_block(const Forward& f, std::int64_t head, std::int64_t number, std::int64_t share, void* scratch) {
-    const std::int64_t left = f.queries * (f.heads / f.kv_heads) - number * QUERY_VECTORS * LANES<T>;
     const auto look = [&](auto&& attend, std::int64_t first, int count) {
         attend.rider.share = share;
         attend.run(first, count, 0, 1, nullptr);
     };
-    if (f.v_head_dim == 0 || left > MOST_FEW<T>) return with_look<T>(f, head, number, scratch, look);
+    if (f.v_head_dim == 0 || rows_of<T>(f, number).count > LANES<T>) return with_look<T>(f, head, number, scratch, look);
     const auto alone = [](auto&& attend, std::int64_t first, int count) { attend.run(first, count, 0, 1, nullptr); };
     with_block<T>(f, head, number, scratch, alone);  // so that out is to the bit what it is when nobody looks
     Forward rest = f;

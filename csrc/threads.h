@@ -7,11 +7,13 @@
 #include <pthread.h>
 #include <time.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <utility>
 
 #include "attention.h"
 
@@ -75,13 +77,34 @@ inline Memory allocate(std::size_t bytes) {
     return Memory(p);
 }
 
-// Runs body(n, thread) for n = 0 .. count, in any order, on up to `threads` threads. Bodies neither throw nor allocate.
-template <class Body> void each(Watch& watch, std::int64_t count, int threads, const Body& body) {
+// Scratch for one call. What a thread used last it keeps for its next call, if it is not much: to ask for it anew would cost a
+// short call a tenth of its time. Within a call there may be another, by a signal handler: it finds nothing kept.
+class Scratch {
+public:
+    explicit Scratch(std::size_t bytes) : memory(std::move(kept)), size(std::exchange(kept_size, 0)) {
+        if (size < bytes) memory = nullptr, memory = allocate(bytes), size = bytes;
+    }
+    ~Scratch() {
+        if (size <= MOST_KEPT && size > kept_size) kept = std::move(memory), kept_size = size;
+    }
+    char* at(std::size_t offset) const { return static_cast<char*>(memory.get()) + offset; }
+
+private:
+    static constexpr std::size_t MOST_KEPT = 4 << 20;
+    inline static thread_local Memory kept;
+    inline static thread_local std::size_t kept_size = 0;
+    Memory memory;
+    std::size_t size;
+};
+
+// Runs body(n, thread) for n = 0 .. count, in any order, on up to `threads` threads, each of which takes some at a time. Bodies
+// neither throw nor allocate.
+template <class Body> void each(Watch& watch, std::int64_t count, int threads, const Body& body, int some = 1) {
     if (threads <= 1) {
         for (std::int64_t n = 0; n < count && !watch.stops(&watch); n++) body(n, 0);
         return;
     }
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+#pragma omp parallel for schedule(dynamic, some) num_threads(threads)
     for (std::int64_t n = 0; n < count; n++)
         if (!watch.stops(&watch)) body(n, omp_get_thread_num());
 }
@@ -89,6 +112,14 @@ template <class Body> void each(Watch& watch, std::int64_t count, int threads, c
 inline int usable(int threads, std::int64_t tasks) {
     if (forked || threads < 1) return 1;
     return threads < tasks ? threads : int(tasks < 1 ? 1 : tasks);
+}
+
+// Short tasks are taken several at a time, so that threads meet less often and each finds neighbours in its cache.
+inline int at_a_time(const Forward& f, std::int64_t tasks, int threads) {
+    constexpr double enough = 1e6;  // operations: some microseconds
+    const double all = 2.0 * double(f.batch * f.heads) * double(f.queries * f.keys) * double(f.head_dim + f.v_head_dim);
+    const double some = enough * double(tasks) / (all + 1), most = double(tasks) / (8.0 * threads);
+    return std::max(1, int(std::min(some, most)));
 }
 
 }  // namespace headscope

@@ -45,8 +45,8 @@ class Prepared(NamedTuple):
     backend: Backend
     canonical: bool
     """q, k, v already have four axes and equal batch sizes."""
-    repeat: Callable[..., Tensor | tuple[Tensor, Tensor] | None] | None
-    """A short way for the same call on other tensors, where the backend has one: out, or out and lse if asked for."""
+    repeat: Callable[..., tuple[Tensor, Tensor | None] | None] | None
+    """A short way for the same call on other tensors, where the backend has one: out, and lse if asked for."""
 
 
 def attention(
@@ -267,7 +267,7 @@ def _run(
         plain = bias is None and sinks is None
         done = prepared.repeat(q, k, v) if plain else prepared.repeat(q, k, v, bias, sinks)
         if done is not None:
-            return done if isinstance(done, tuple) else (done, None)
+            return done
     call = prepared.call
     inputs = canonical(prepared, q, k, v, bias, sinks)
     if call.form == "traced" and prepared.backend.name == cpu.name:
@@ -300,9 +300,9 @@ def _operate(
         if done is None:
             attend = partial(cpu.attend, seed=0 if seed is None else int(seed))
             done = _attend_now(prepared, Inputs(q, k, v, bias, sinks), attend)
-    assert isinstance(done, tuple)  # lse is asked for
-    assert done[1] is not None
-    return done[0], done[1]
+    out, lse = done
+    assert lse is not None  # it is asked for
+    return out, lse
 
 
 def _operate_backward(
@@ -330,22 +330,26 @@ def prepare(
     numbers: _Numbers, backend: str | None,
 ) -> Prepared:  # fmt: skip
     """Check a call, plan its mask and choose its backend; a call seen before costs one look into a table."""
-    if is_traced() or (mask is not None and (not isinstance(mask, Mask) or mask.tensors())):
-        return _prepare(q, k, v, mask, bias, sinks, numbers, backend)
-    try:
-        key = (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, type(q), type(k), type(v), mask, backend,
-            numbers, type(numbers[0]), type(numbers[1]), type(numbers[2]),  # True is 1, but no number to say
-            torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad),
-            bias is not None and _key(bias),
-            sinks is not None and _key(sinks),
-        )  # fmt: skip
-        found = _kept.get(key)
-    except (AttributeError, TypeError):  # not tensors, or not hashable: the checks will say what is wrong
-        return _prepare(q, k, v, mask, bias, sinks, numbers, backend)
-    if found is None:
-        found = _prepare(q, k, v, mask, bias, sinks, numbers, backend)
+    key = None
+    if not is_traced() and (mask is None or not isinstance(mask, Tensor)):
+        try:
+            if mask is None or not mask.tensors():  # what tensors hold may change under an equal key
+                key = (
+                    q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+                    (q.is_cpu and k.is_cpu and v.is_cpu) or (q.device, k.device, v.device),  # to name them takes longer
+                    type(q), type(k), type(v), mask, backend,
+                    numbers, type(numbers[0]), type(numbers[1]), type(numbers[2]),  # True is 1, but no number to say
+                    torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad),
+                    bias is not None and _key(bias),
+                    sinks is not None and _key(sinks),
+                )  # fmt: skip
+                found = _kept.get(key)
+                if found is not None:
+                    return found
+        except (AttributeError, TypeError):  # not tensors, no mask, or not hashable: the checks will say what is wrong
+            key = None
+    found = _prepare(q, k, v, mask, bias, sinks, numbers, backend)
+    if key is not None:
         if len(_kept) >= _KEPT:
             _kept.clear()
         _kept[key] = found

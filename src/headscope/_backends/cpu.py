@@ -63,12 +63,12 @@ Result = Tensor | tuple[Tensor, Tensor]
 
 def repeater(
     call: Call, plan: Plan | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None
-) -> Callable[..., Result | None] | None:
+) -> Callable[..., tuple[Tensor, Tensor | None] | None] | None:
     """A short way for a call that will come again with other tensors of the same sizes, dtypes and strides.
 
-    It takes q, k, v, and bias and sinks if there are any, and returns out, or out and lse where the call asks for it;
-    or None where NaN or infinity may have reached what must not see it. There is none for calls with dropout, with
-    rules beside the spans of a mask, or with tensors that would have to be copied first.
+    It takes q, k, v, and bias and sinks if there are any, and returns out, and lse where the call asks for it; or None
+    where NaN or infinity may have reached what must not see it. There is none for calls with dropout, with rules beside
+    the spans of a mask, or with tensors that would have to be copied first.
     """
     dtype = accumulate_dtype(call.dtype)
     copied = not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 or any(
@@ -85,20 +85,21 @@ def repeater(
     work, grad, asked = Work(call, plan, 0), call.grad or call.bias_grad, call.lse
     need_lse, beside = grad or asked, bias is not None or sinks is not None
 
-    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, sinks: Tensor | None = None) -> Result | None:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None] | None:
         out, lse = empty(like), empty(lse_like) if need_lse else None
         finite = repeat(
             described.native, q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if bias is None else bias.data_ptr(),
             0 if sinks is None else sinks.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), threads(),
         )  # fmt: skip
-        if lse is None:
-            return out if finite or not hides else None
-        if not finite:
+        if not finite and (lse is not None or hides):
             return None
-        if not grad:
+        if not grad or lse is None:
             return out, lse
         made = (work, asked, out, lse)
-        return _tie(made, q, k, v, bias, sinks) if beside else _tie(made, q, k, v)
+        tied = _tie(made, q, k, v, bias, sinks) if beside else _tie(made, q, k, v)
+        return tied if asked else (tied, None)  # pyright: ignore[reportReturnType]
 
     return run
 

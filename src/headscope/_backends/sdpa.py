@@ -78,11 +78,11 @@ def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tenso
 
 def repeater(
     call: Call, plan: Plan | None, q: Tensor, k: Tensor, v: Tensor, *beside: Tensor | None
-) -> Callable[..., Tensor | None] | None:
+) -> Callable[..., tuple[Tensor, None] | None] | None:
     """A short way for a call that will come again with other tensors of the same sizes, dtypes and strides.
 
-    It takes q, k, v and returns out; or None where the long way has to look closer: NaN or infinity, or autocast.
-    There is none for calls with tensors beside q, k, v.
+    It takes q, k, v and returns out and no lse; or None where the long way has to look closer: NaN or infinity, or
+    autocast. There is none for calls with tensors beside q, k, v.
     """
     unit = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     plain = call.bias is None and call.spans in ("all", "causal") and call.rest == "none" and not call.dropout
@@ -91,7 +91,7 @@ def repeater(
     causal, scale, gqa, dtype = call.spans == "causal", call.scale, call.group > 1, accumulate_dtype(call.dtype)
     faithful = not causal and call.keys >= LANES
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None] | None:
         if torch.is_autocast_enabled("cpu"):
             return None
         if not faithful:
@@ -100,7 +100,7 @@ def repeater(
                 total = total + v.sum(dtype=dtype)
             if not math.isfinite(total.item()):
                 return None
-        return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa)
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa), None
 
     return run
 
