@@ -639,6 +639,26 @@ def test_a_compiled_function_around_the_model_lets_it_run_as_it_is() -> None:
     assert seen["entropy"].count.tolist() == [[28] * 3]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_function_within_the_model_stays_compiled() -> None:
+    ran: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        return lambda *args: (ran.append(1), graph(*args))[1]
+
+    class Model(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            return act(super().forward(x))
+
+    act = torch.compile(lambda x: x.sin() + 1, backend=backend)
+    model = Model()
+    x = input_of(model)
+    with watch(model):
+        model(x)
+    model(x)
+    assert len(ran) == 2
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_stand_ins_for_tensors_are_refused() -> None:
     model = Attention()

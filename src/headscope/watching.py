@@ -338,6 +338,7 @@ class Watch:
         self._lock = threading.Lock()
         self._entered = False
         self._streams = Streams()
+        self._complete: set[tuple[frozenset[str], frozenset[str]]] = set()  # what ran and was seen, with nothing amiss
         self._errors: dict[str, tuple[Tensor, float]] = {}
 
     def __enter__(self) -> Recording:
@@ -381,7 +382,7 @@ class Watch:
     # ------------------------------------------------------------ as the modules' calls see it
 
     def begin(self) -> Pass:
-        with self._lock:
+        with self.recording._lock:
             about = self.recording.about
             active = about.ran % self.options.every == 0
             self.recording.about = replace(about, ran=about.ran + 1, forwards=about.forwards + active)
@@ -426,6 +427,9 @@ class Watch:
                 self.monitor.step(forward.number, forward.parts, self.recording._places())
         if self.options.unseen == "ignore":
             return
+        both = (frozenset(forward.ran), frozenset(forward.seen))
+        if both in self._complete:
+            return  # looked through in an earlier pass
         missing = _watch_layers.unseen(self.modules, forward.ran, forward.seen)
         missing = [name for name in missing if name in self.chosen]
         if missing:
@@ -434,6 +438,7 @@ class Watch:
                 "scaled_dot_product_attention or anything else that headscope knows. Leave them out with layers=, or "
                 'give unseen="ignore"'
             )
+        self._complete.add(both)
 
 
 class Pass:
