@@ -498,6 +498,21 @@ def test_a_cache_that_grows_is_self_attention() -> None:
     assert seen["previous"].count.tolist() == [[6, 6]], "row 0 has none"
 
 
+def test_positions_on_a_grid() -> None:
+    grid = torch.tensor([[math.nan, math.nan], *([float(y), float(x)] for y in range(2) for x in range(3))])
+    model, q = Raw(), torch.randn(1, 2, 7, 4)
+    with watch(model, positions=grid) as seen:
+        model(q, q)
+        model(q[:, :, -1:], q)
+    wanted = headscope.observe(q, q, q, q_pos=grid, k_pos=grid)
+    wanted = wanted.merge(headscope.observe(q[:, :, -1:], q, q, q_pos=grid[-1:], k_pos=grid))
+    assert seen.stats.named("0").to_dict() == wanted.to_dict()
+    assert seen["distance"].count.tolist() == [[7, 7]], "CLS stands nowhere"
+    error = r"layer Raw: positions: are of 7 keys, this layer has 5, and 5 queries; choose layers="
+    with pytest.raises(WatchError, match=error), watch(model, positions=grid):
+        model(q[:, :, :5], q[:, :, :5])
+
+
 def test_is_causal_is_top_left() -> None:
     q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 7, 4)
     model = Raw(is_causal=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headscope import __version__, _watch_frames, _watch_layers, _watch_transformers
 from headscope._stats_parts import LayerStats
-from headscope._watch_calls import COMPILED, TOLERANCE, Call, Kind, WatchError, error_of, measure
+from headscope._watch_calls import COMPILED, TOLERANCE, Call, Kind, WatchError, error_of, measure, placed
 from headscope._watch_frames import Frame
 from headscope._watch_monitor import Alarm, AttentionWarning, Limits, Monitor, writer
 from headscope._watch_tokens import Streams, cut
@@ -237,6 +237,7 @@ def watch(
     tokens: Tensor | Literal["inputs"] | None = None,
     texts: Collection[str] | None = None,
     kinds: Mapping[str, Kind] | None = None,
+    positions: Tensor | None = None,
     accelerate: bool = False,
     unseen: Literal["error", "ignore"] = "error",
     log: Any = None,
@@ -260,6 +261,8 @@ def watch(
             take the ``input_ids`` that the modules are called with, over the steps of a cache.
         texts: the text of each token, to be kept with the recording.
         kinds: name or pattern -> "self" or "cross", where the calls do not say (see docs/watching.md).
+        positions: where the keys of self-attention stand, [K], or [K, 2] on a grid of patches; NaN = nowhere (CLS). By
+            default 0, 1, 2, …, a cache included.
         accelerate: let headscope's kernel attend as well. Outputs are then equal up to rounding, not to the bit.
         unseen: "error": a module called attention that ran and could not be seen into is an error that names it.
         log: where the values of each forward pass that is looked at go, under flat names (``attn/L03/H05/entropy``): a
@@ -285,7 +288,7 @@ def watch(
     targets = [] if log is None else list(log) if isinstance(log, (list, tuple)) else [log]
     limits = Limits() if alarms is True else alarms or None
     monitor = Monitor([writer(target) for target in targets], limits) if targets or limits else None
-    options = Options(what, every, tokens, kinds, accelerate, unseen, monitor)
+    options = Options(what, every, tokens, kinds, positions, accelerate, unseen, monitor)
     return Watch(model, options, layers, None if texts is None else tuple(texts))
 
 
@@ -313,6 +316,7 @@ class Options:
     every: int
     tokens: Tensor | Literal["inputs"] | None
     kinds: Mapping[str, Kind]
+    positions: Tensor | None
     accelerate: bool
     unseen: Literal["error", "ignore"]
     monitor: Monitor | None
@@ -467,7 +471,9 @@ class Pass:
             call = make()
             kind = _watch_layers.kind_of(name, call, watch.options.kinds, before)
             watch.compare(layer, call)
-            call = replace(call, kind=kind, tokens=watch.tokens_of(call) if kind == "self" else None)
+            call = replace(call, kind=kind)
+            if kind == "self":
+                call = placed(replace(call, tokens=watch.tokens_of(call)), watch.options.positions)
             part = measure(call, watch.options.what)
         except (TypeError, ValueError, RuntimeError) as error:
             raise WatchError(f"watch: layer {layer}: {error}") from error
