@@ -499,7 +499,9 @@ def _about(model: nn.Module, options: Options, layers: Layers | None, texts: tup
     name = type(model).__name__ + (f" ({loaded})" if loaded else "")
     what = options.what
     said: dict[str, Any] = {each.name: _plain(getattr(what, each.name)) for each in fields(what)}
-    said |= {"every": options.every, "accelerate": options.accelerate, "layers": _plain(layers)}
+    for name in ("every", "kinds", "positions", "accelerate"):
+        said[name] = _plain(getattr(options, name))
+    said |= {"tokens": _plain(options.tokens) or said["tokens"], "layers": _plain(layers)}
     versions = {"headscope": __version__, "torch": torch.__version__}
     if "transformers" in sys.modules:
         versions["transformers"] = sys.modules["transformers"].__version__
@@ -512,4 +514,6 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
     return type(value).__name__
