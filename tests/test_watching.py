@@ -81,6 +81,7 @@ def test_a_recording_is_saved_and_loaded(tmp_path: Path) -> None:
     path = seen.save(tmp_path / "seen.safetensors")
     again = Recording.load(path)
     assert again.about == seen.about
+    assert again.about.model == "Small"
     said = {"rows": 4, "map": 3, "tokens": "Tensor", "kinds": {"x*": "cross"}, "layers": None, "positions": None}
     assert {name: again.about.options[name] for name in said} == said
     assert again.to_dict() == seen.to_dict()

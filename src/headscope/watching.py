@@ -499,8 +499,7 @@ def _about(model: nn.Module, options: Options, layers: Layers | None, texts: tup
     name = type(model).__name__ + (f" ({loaded})" if loaded else "")
     what = options.what
     said: dict[str, Any] = {each.name: _plain(getattr(what, each.name)) for each in fields(what)}
-    for name in ("every", "kinds", "positions", "accelerate"):
-        said[name] = _plain(getattr(options, name))
+    said |= {each: _plain(getattr(options, each)) for each in ("every", "kinds", "positions", "accelerate")}
     said |= {"tokens": _plain(options.tokens) or said["tokens"], "layers": _plain(layers)}
     versions = {"headscope": __version__, "torch": torch.__version__}
     if "transformers" in sys.modules:
