@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import math
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,45 +17,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.overrides import _get_current_function_mode_stack as mode_stack
 from torch.utils.checkpoint import checkpoint
+from watched_small import Alone, Attention, Small, input_of
 
 import headscope
 from headscope import Observe, Recording, functional, watch, watching
 from headscope._watch_layers import shortened
-from headscope._watch_masks import known, split
-from headscope.masks import Dense, causal
+from headscope.masks import causal
 from headscope.watching import WatchError
-
-
-class Attention(nn.Module):
-    """Causal self-attention by SDPA, with as many heads as are asked for."""
-
-    def __init__(self, width: int = 15, heads: int = 3) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [B, H, T, D] each
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
-
-
-class Small(nn.Module):
-    """Three layers, each of another make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.plain = Attention()
-        self.ours = headscope.MultiHeadAttention(15, 5)
-        self.theirs = nn.MultiheadAttention(15, 3, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.ours(self.plain(x), mask=causal())
-        return self.theirs(x, x, x, need_weights=False)[0]
-
-
-def input_of(model: nn.Module, width: int = 15) -> Tensor:
-    return torch.randn(2, 7, width, dtype=next(model.parameters()).dtype)
 
 
 def test_layers_are_named_by_path_in_the_order_of_the_model() -> None:
@@ -75,12 +42,15 @@ def test_layers_are_named_by_path_in_the_order_of_the_model() -> None:
 
 def test_a_recording_is_saved_and_loaded(tmp_path: Path) -> None:
     model = Small()
-    with watch(model, what=Observe(map=3), rows=4, texts="abcdefg") as seen:
+    options: Any = {"tokens": torch.arange(7), "kinds": {"x*": "cross"}}
+    with watch(model, what=Observe(map=3), rows=4, texts="abcdefg", **options) as seen:
         model(input_of(model))
     path = seen.save(tmp_path / "seen.safetensors")
     again = Recording.load(path)
     assert again.about == seen.about
-    assert again.about.options["rows"] == 4
+    assert again.about.model == "Small"
+    said = {"rows": 4, "map": 3, "tokens": "Tensor", "kinds": {"x*": "cross"}, "layers": None, "positions": None}
+    assert {name: again.about.options[name] for name in said} == said
     assert again.to_dict() == seen.to_dict()
     assert again.texts == tuple("abcdefg")
     assert headscope.HeadStats.load(path).to_dict() == seen.stats.to_dict()
@@ -168,17 +138,6 @@ def test_the_fast_path_of_a_subclass_is_seen() -> None:
         assert torch.equal(out, model(x))
     assert seen.layers == ("0.self_attn", "1"), "the second is not called as a module: it is the one around it"
     assert seen["entropy"].count.tolist() == [[14, 14]] * 2
-
-
-class Alone(nn.Module):
-    """One ``nn.MultiheadAttention``, on its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x)[0]
 
 
 class Failing(nn.Module):
@@ -412,268 +371,6 @@ def test_a_watch_is_used_once() -> None:
         pass
 
 
-# ---------------------------------------------------------------- which layers, and what they are
-
-
-def test_layers_are_chosen_by_name_pattern_or_rule() -> None:
-    model = nn.ModuleDict({"a": Small(), "b": Small()})
-    x = input_of(model)
-
-    def layers(chosen: Any) -> tuple[str, ...]:
-        with watch(model, layers=chosen) as seen:
-            model["b"](model["a"](x))
-        return seen.layers
-
-    assert layers("a") == ("a.plain", "a.ours", "a.theirs")
-    assert layers(["*.ours", "b.pl*"]) == ("a.ours", "b.plain", "b.ours")
-    assert layers(lambda name, module: isinstance(module, nn.MultiheadAttention)) == ("a.theirs", "b.theirs")
-    with pytest.raises(ValueError, match=r"layers: 'c' fits no module of the model; it has "):
-        layers("c")
-    with pytest.raises(ValueError, match="layers: the predicate fits no module"):
-        layers(lambda name, module: False)
-
-
-def test_planted_patterns_keep_their_orientation() -> None:
-    """Row is query: a head that looks back is not called one that looks ahead."""
-
-    class Planted(nn.Module):
-        def __init__(self, step: int) -> None:
-            super().__init__()
-            self.step = step
-
-        def forward(self, x: Tensor) -> Tensor:
-            k = 40 * torch.eye(13)[None, None]
-            q = torch.eye(13).roll(self.step, 1)[None, None]
-            return F.scaled_dot_product_attention(q, k, k)
-
-    for step, name in ((-1, "previous"), (0, "self"), (1, "next")):
-        model = Planted(step)
-        with watch(model, what=Observe(edges=13)) as seen:
-            model(torch.zeros(1))
-        assert seen[0, 0, name].mean > 0.99
-        assert {"previous", "self", "next"} - {name} == {
-            each for each in ("previous", "self", "next") if seen[0, 0, each].mean < 0.01
-        }
-        pairs = {(edge.i, edge.j) for edge in seen[0].edges.of(0)}
-        assert pairs == {(i, (i + step) % 13) for i in range(13)}
-
-
-@pytest.mark.parametrize(
-    ("name", "keys", "kinds", "wanted"),
-    [
-        ("attn", 7, {}, "self"),
-        ("attn", 9, {}, "cross"),
-        ("cross_attn", 7, {}, "cross"),
-        ("cross_attn", 7, {"cross*": "self"}, "self"),
-        ("attn", 9, {"attn": "self"}, "self"),
-    ],
-)
-def test_self_or_cross(name: str, keys: int, kinds: Any, wanted: str) -> None:
-    model = nn.ModuleDict({name: Raw()})
-    with watch(model, kinds=kinds) as seen:
-        model[name](torch.randn(2, 3, 7, 4), torch.randn(2, 3, keys, 4))
-    assert seen.kinds == {name: wanted}
-    assert ("previous" in seen.names) == (wanted == "self")
-
-
-class Raw(nn.Module):
-    """SDPA and nothing else."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.options = options
-
-    def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, k, **self.options)
-
-
-def test_a_cache_that_grows_is_self_attention() -> None:
-    model = nn.ModuleDict({"attn": Raw()})
-    k = torch.randn(1, 2, 7, 4)
-    with watch(model) as seen:
-        model["attn"](k[:, :, :5], k[:, :, :5])
-        for n in (6, 7):
-            model["attn"](k[:, :, n - 1 : n], k[:, :, :n])
-    assert seen.kinds == {"attn": "self"}
-    assert seen["previous"].count.tolist() == [[6, 6]], "row 0 has none"
-
-
-def test_is_causal_is_top_left() -> None:
-    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 7, 4)
-    model = Raw(is_causal=True)
-    with watch(model) as seen:
-        model(q, k)
-    assert seen[0].eligible.tolist() == [[3, 2, 1, 0, 0, 0, 0]] * 2
-    assert seen["self"].count.tolist() == [[3, 3]]
-
-
-def test_other_numbers_of_axes() -> None:
-    model = Raw()
-    q = torch.randn(2, 5, 3, 7, 4)
-    with watch(model) as seen:
-        model(q[0, 0, 0], q[0, 0, 0])
-    assert seen["entropy"].count.tolist() == [[7]]
-    with watch(model) as seen:
-        model(q, q)
-    assert seen["entropy"].count.tolist() == [[70] * 3]
-
-
-def test_a_mask_that_is_as_low_as_can_be_hides() -> None:
-    hidden = torch.tensor([False, False, True, True])
-    q = torch.randn(1, 1, 4, 4)
-    for low in (-math.inf, -1e9, torch.finfo(torch.float32).min):
-        model = Raw(attn_mask=torch.where(hidden, low, 0.0).expand(1, 1, 4, 4))
-        with watch(model) as seen:
-            model(q, q)
-        assert seen["entropy"].count.tolist() == [[2]], "rows of padding do not count"
-        assert seen[0].eligible.tolist() == [[2, 2, 0, 0]]
-
-
-def test_heads_that_change_are_an_error() -> None:
-    model = Raw()
-    with watch(model) as seen:
-        model(torch.randn(1, 3, 5, 4), torch.randn(1, 3, 5, 4))
-        model(torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4))
-    for _ in range(2):
-        with pytest.raises(WatchError, match="heads: cannot merge 3 heads with 2"):
-            _ = seen.stats
-
-
-# ---------------------------------------------------------------- tokens
-
-
-def test_tokens_that_are_given() -> None:
-    model = Attention()
-    tokens = torch.tensor([5, 3, 9, 5, 3, 9, 5])
-    x = input_of(model)
-    with watch(model, tokens=tokens) as seen:
-        model(x)
-        model(x[:, :4])
-    assert seen["duplicate"].count.tolist() == [[2 * 4 + 2] * 3]
-    assert seen["induction"].count.tolist() == [[2 * 4 + 2] * 3]
-    with pytest.raises(ValueError, match="tokens: given twice"):
-        watch(model, tokens=tokens, what=Observe(tokens=tokens))
-
-
-def test_tokens_of_the_shipped_model() -> None:
-    """Its induction head is found by what it does."""
-    example = headscope.load_example("text")
-    ids = example.tokenizer.encode("the cat sat on the mat. " * 4)
-    with torch.no_grad(), watch(example.model, tokens="inputs") as seen:
-        example.model(torch.tensor([ids]))
-    assert seen["induction"].mean.max() > 0.5
-    assert seen["induction"].count.min() > 30
-
-
-# ---------------------------------------------------------------- what is refused
-
-
-class Home(nn.Module):
-    """Attention that no function of torch's shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(15, 15)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.project(x)
-        return (x @ x.transpose(-2, -1)).softmax(-1) @ x
-
-
-def test_a_layer_that_is_not_seen_is_named() -> None:
-    model = nn.ModuleDict({"attn": Attention(), "home_attention": Home(), "norm_attention": nn.LayerNorm(15)})
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            for part in model.values():
-                x = part(x)
-            return x
-
-    whole = Model()
-    x = input_of(whole)
-    with (
-        pytest.raises(WatchError, match=r"1 attention layers ran and were not seen: parts.home_attention; "),
-        watch(whole),
-    ):
-        whole(x)
-    with watch(whole, layers="parts.attn") as seen:
-        whole(x)
-    assert seen.layers == ("parts.attn",)
-    with watch(whole, unseen="ignore") as seen:
-        whole(x)
-    assert seen.layers == ("parts.attn",)
-    with pytest.raises(WatchError, match=r"parts.home_attention"), watch(whole, layers="*home*"):
-        whole(x)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_model_is_refused() -> None:
-    model = Attention()
-    x = input_of(model)
-    compiled = torch.compile(model, backend="eager")
-    with pytest.raises(WatchError, match=r"runs compiled.*; compiled: OptimizedModule"), watch(compiled):
-        pass
-    compiled(x)
-    with pytest.raises(WatchError, match=r"no forward pass of the model ran .*compiled"), watch(model):
-        compiled(x)
-    within = nn.Sequential(Attention())
-    within[0].compile(backend="eager")
-    with pytest.raises(WatchError, match=r"compiled: 0$"), watch(within):
-        pass
-    with pytest.raises(WatchError, match="runs compiled"), watch(torch.jit.script(nn.Sequential(nn.Linear(3, 3)))):
-        pass
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_function_around_the_model_lets_it_run_as_it_is() -> None:
-    model = Attention()
-    x = input_of(model)
-    with torch.no_grad(), watch(model) as seen:
-        around = torch.compile(lambda x: model(x) + 1, backend="eager")
-        assert torch.equal(around(x), model(x) + 1)
-    assert seen.forwards == 2
-    assert seen["entropy"].count.tolist() == [[28] * 3]
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_stand_ins_for_tensors_are_refused() -> None:
-    model = Attention()
-    x = input_of(model)
-    with pytest.raises(WatchError, match=r"layer Attention: the model runs within torch.func"), watch(model):
-        torch.func.vmap(lambda one: model(one[None]))(x)
-    with pytest.raises(WatchError, match="have no values"), watch(model.to("meta")):
-        model(x.to("meta"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"every": 0}, "every: got 0, wanted a whole number from 1"),
-        ({"every": 1.5}, "every: got float"),
-        ({"rows": 0}, "rows: got 0"),
-        ({"rows": 3, "what": Observe(rows=4)}, "rows: given twice"),
-        ({"tokens": "ids"}, "tokens: got 'ids', wanted a tensor of ids or"),
-        ({"alarms": 3}, "alarms: got int, wanted True, False or Limits"),
-        ({"rows": 3, "what": 3}, "what: got int"),
-        ({"unseen": "warn"}, "unseen: got 'warn'"),
-        ({"kinds": {"a": "both"}}, "kinds: got 'both'"),
-        ({"what": 3}, "what: got int"),
-    ],
-)
-def test_what_does_not_fit_is_said(arguments: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        watch(Attention(), **arguments)
-
-
-def test_a_model_is_wanted() -> None:
-    with pytest.raises(TypeError, match=r"model: got str, wanted a torch.nn.Module"):
-        watch("gpt2")  # type: ignore[arg-type]
-
-
 # ---------------------------------------------------------------- headscope's own kernel
 
 
@@ -688,48 +385,3 @@ def test_accelerate_attends_with_our_kernel() -> None:
             out = model(x)
     torch.testing.assert_close(out, plain)
     torch.testing.assert_close(ours["entropy"].mean, seen["entropy"].mean)
-
-
-# ---------------------------------------------------------------- masks
-
-
-def test_masks_that_are_met_often_are_known_by_their_rule() -> None:
-    """Left and right padding, windows, caches, each boolean or additive; all else stays as it is."""
-    padded = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]]).bool()[:, None, None]
-    holes = torch.tensor([[1, 0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 1, 1]]).bool()[:, None, None]
-    gap = torch.arange(7) - torch.arange(7)[:, None]
-    back, window = (gap <= 0)[None, None], ((gap <= 0) & (gap > -3))[None, None]
-    every = torch.ones(1, 1, 7, 7, dtype=torch.bool)
-    rules = [
-        back,
-        back & padded,
-        window,
-        window & padded,
-        every & padded,
-        back & holes,
-        back[:, :, 4:],
-        (back & padded)[:, :, 2:],
-    ]
-    others = [
-        every ^ back,
-        back ^ (gap == -2),
-        (gap.abs() < 2)[None, None],
-        back[:, :, :4],
-        back.expand(1, 3, 7, 7),
-        back[0],
-    ]
-    for seen in (*rules, *others):
-        found = known(seen)
-        assert isinstance(found, Dense) == any(seen is other for other in others)
-        sizes = (len(seen) if seen.ndim == 4 else 1, seen.shape[-3], seen.shape[-2], seen.shape[-1])
-        assert torch.equal(found.dense(*sizes), seen.expand(sizes))
-        if seen.ndim == 4:
-            mask, bias = split(torch.where(seen, 0.0, -1e30))
-            assert bias is None
-            assert mask is not None
-            assert torch.equal(mask.dense(*sizes), seen.expand(sizes))
-    tilted = torch.where(back, gap.float(), torch.finfo(torch.float32).min)
-    mask, bias = split(tilted)
-    assert mask is None
-    assert bias is not None
-    assert torch.equal(bias, torch.where(back, gap.float(), -math.inf))

@@ -10,7 +10,8 @@ import oracle_observe as oracle
 import pytest
 import torch
 from torch import Tensor, nn
-from watched import FAMILIES, OTHERS, Case, Layer, in_float64
+from watched import FAMILIES, Case, Layer, in_float64
+from watched_modules import OTHERS
 
 from headscope import Observe, Recording, watch
 from headscope.watching import register_transformers

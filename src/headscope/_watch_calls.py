@@ -91,6 +91,23 @@ def measure(call: Call, what: Observe) -> LayerStats:
     return _without_first(part) if _has_forgotten(call) else part
 
 
+def placed(call: Call, positions: Tensor | None) -> Call:
+    """The call with its keys at these positions, and its queries at the last of them.
+
+    Raises:
+        ValueError: there are not as many positions as keys, or more queries than keys.
+    """
+    if positions is None:
+        return call
+    queries, keys = call.q.shape[-2], call.k.shape[-2]
+    if len(positions) != keys or queries > keys:
+        raise ValueError(
+            f"positions: are of {len(positions)} keys, this layer has {keys}, and {queries} queries; choose layers="
+        )
+    at = positions.to(call.k.device)
+    return replace(call, q_pos=at[keys - queries :], k_pos=at)
+
+
 def _has_forgotten(call: Call) -> bool:
     """Whether a sliding cache no longer holds the first keys."""
     return isinstance(call.total, int) and call.total > call.k.shape[-2]

@@ -43,7 +43,7 @@ def compiled(modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def forget_compiled(modules: Mapping[str, nn.Module]) -> None:
-    """Drop the compiled calls that ``generate`` made meanwhile: they are of the watched call."""
+    """Drop the calls that ``generate`` compiled meanwhile: they are of the watched call, which does not compile."""
     for module in modules.values():
         vars(module).pop("_compiled_call", None)
 

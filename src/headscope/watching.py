@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headscope import __version__, _watch_frames, _watch_layers, _watch_transformers
 from headscope._stats_parts import LayerStats
-from headscope._watch_calls import COMPILED, TOLERANCE, Call, Kind, WatchError, error_of, measure
+from headscope._watch_calls import COMPILED, TOLERANCE, Call, Kind, WatchError, error_of, measure, placed
 from headscope._watch_frames import Frame
 from headscope._watch_monitor import Alarm, AttentionWarning, Limits, Monitor, writer
 from headscope._watch_tokens import Streams, cut
@@ -245,6 +245,7 @@ def watch(
     tokens: Tensor | Literal["inputs"] | None = None,
     texts: Collection[str] | None = None,
     kinds: Mapping[str, Kind] | None = None,
+    positions: Tensor | None = None,
     accelerate: bool = False,
     unseen: Literal["error", "ignore"] = "error",
     log: Any = None,
@@ -268,6 +269,8 @@ def watch(
             take the ``input_ids`` that the modules are called with, over the steps of a cache.
         texts: the text of each token, to be kept with the recording.
         kinds: name or pattern -> "self" or "cross", where the calls do not say (see docs/watching.md).
+        positions: where the keys of self-attention stand, [K], or [K, 2] on a grid of patches; NaN = nowhere (CLS). By
+            default 0, 1, 2, …, a cache included.
         accelerate: let headscope's kernel attend as well. Outputs are then equal up to rounding, not to the bit.
         unseen: "error": a module called attention that ran and could not be seen into is an error that names it.
         log: where the values of each forward pass that is looked at go, under flat names (``attn/L03/H05/entropy``): a
@@ -293,7 +296,7 @@ def watch(
     targets = [] if log is None else list(log) if isinstance(log, (list, tuple)) else [log]
     limits = Limits() if alarms is True else alarms or None
     monitor = Monitor([writer(target) for target in targets], limits) if targets or limits else None
-    options = Options(what, every, tokens, kinds, accelerate, unseen, monitor)
+    options = Options(what, every, tokens, kinds, positions, accelerate, unseen, monitor)
     return Watch(model, options, layers, None if texts is None else tuple(texts))
 
 
@@ -321,6 +324,7 @@ class Options:
     every: int
     tokens: Tensor | Literal["inputs"] | None
     kinds: Mapping[str, Kind]
+    positions: Tensor | None
     accelerate: bool
     unseen: Literal["error", "ignore"]
     monitor: Monitor | None
@@ -346,6 +350,7 @@ class Watch:
         self._lock = threading.Lock()
         self._entered = False
         self._streams = Streams()
+        self._complete: set[tuple[frozenset[str], frozenset[str]]] = set()  # what ran and was seen, with nothing amiss
         self._errors: dict[str, tuple[Tensor, float]] = {}
 
     def __enter__(self) -> Recording:
@@ -389,7 +394,7 @@ class Watch:
     # ------------------------------------------------------------ as the modules' calls see it
 
     def begin(self) -> Pass:
-        with self._lock:
+        with self.recording._lock:
             about = self.recording.about
             active = about.ran % self.options.every == 0
             self.recording.about = replace(about, ran=about.ran + 1, forwards=about.forwards + active)
@@ -434,6 +439,9 @@ class Watch:
                 self.monitor.step(forward.number, forward.parts, self.recording._places())
         if self.options.unseen == "ignore":
             return
+        both = (frozenset(forward.ran), frozenset(forward.seen))
+        if both in self._complete:
+            return  # looked through in an earlier pass
         missing = _watch_layers.unseen(self.modules, forward.ran, forward.seen)
         missing = [name for name in missing if name in self.chosen]
         if missing:
@@ -442,6 +450,7 @@ class Watch:
                 "scaled_dot_product_attention or anything else that headscope knows. Leave them out with layers=, or "
                 'give unseen="ignore"'
             )
+        self._complete.add(both)
 
 
 class Pass:
@@ -470,7 +479,9 @@ class Pass:
             call = make()
             kind = _watch_layers.kind_of(name, call, watch.options.kinds, before)
             watch.compare(layer, call)
-            call = replace(call, kind=kind, tokens=watch.tokens_of(call) if kind == "self" else None)
+            call = replace(call, kind=kind)
+            if kind == "self":
+                call = placed(replace(call, tokens=watch.tokens_of(call)), watch.options.positions)
             part = measure(call, watch.options.what)
         except (TypeError, ValueError, RuntimeError) as error:
             raise WatchError(f"watch: layer {layer}: {error}") from error
@@ -496,7 +507,8 @@ def _about(model: nn.Module, options: Options, layers: Layers | None, texts: tup
     name = type(model).__name__ + (f" ({loaded})" if loaded else "")
     what = options.what
     said: dict[str, Any] = {each.name: _plain(getattr(what, each.name)) for each in fields(what)}
-    said |= {"every": options.every, "accelerate": options.accelerate, "layers": _plain(layers)}
+    said |= {each: _plain(getattr(options, each)) for each in ("every", "kinds", "positions", "accelerate")}
+    said |= {"tokens": _plain(options.tokens) or said["tokens"], "layers": _plain(layers)}
     versions = {"headscope": __version__, "torch": torch.__version__}
     if "transformers" in sys.modules:
         versions["transformers"] = sys.modules["transformers"].__version__
@@ -509,4 +521,6 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
     return type(value).__name__

@@ -1,0 +1,348 @@
+"""watch: which layers are seen as what, masks, tokens, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from watched_small import Attention, Raw, Small, input_of
+
+import headscope
+from headscope import Observe, watch
+from headscope._watch_masks import known, split
+from headscope.masks import Dense
+from headscope.watching import WatchError
+
+# ---------------------------------------------------------------- which layers, and what they are
+
+
+def test_layers_are_chosen_by_name_pattern_or_rule() -> None:
+    model = nn.ModuleDict({"a": Small(), "b": Small()})
+    x = input_of(model)
+
+    def layers(chosen: Any) -> tuple[str, ...]:
+        with watch(model, layers=chosen) as seen:
+            model["b"](model["a"](x))
+        return seen.layers
+
+    assert layers("a") == ("a.plain", "a.ours", "a.theirs")
+    assert layers(["*.ours", "b.pl*"]) == ("a.ours", "b.plain", "b.ours")
+    assert layers(lambda name, module: isinstance(module, nn.MultiheadAttention)) == ("a.theirs", "b.theirs")
+    with pytest.raises(ValueError, match=r"layers: 'c' fits no module of the model; it has "):
+        layers("c")
+    with pytest.raises(ValueError, match="layers: the predicate fits no module"):
+        layers(lambda name, module: False)
+
+
+def test_planted_patterns_keep_their_orientation() -> None:
+    """Row is query: a head that looks back is not called one that looks ahead."""
+
+    class Planted(nn.Module):
+        def __init__(self, step: int) -> None:
+            super().__init__()
+            self.step = step
+
+        def forward(self, x: Tensor) -> Tensor:
+            k = 40 * torch.eye(13)[None, None]
+            q = torch.eye(13).roll(self.step, 1)[None, None]
+            return F.scaled_dot_product_attention(q, k, k)
+
+    for step, name in ((-1, "previous"), (0, "self"), (1, "next")):
+        model = Planted(step)
+        with watch(model, what=Observe(edges=13)) as seen:
+            model(torch.zeros(1))
+        assert seen[0, 0, name].mean > 0.99
+        assert {"previous", "self", "next"} - {name} == {
+            each for each in ("previous", "self", "next") if seen[0, 0, each].mean < 0.01
+        }
+        pairs = {(edge.i, edge.j) for edge in seen[0].edges.of(0)}
+        assert pairs == {(i, (i + step) % 13) for i in range(13)}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "kinds", "wanted"),
+    [
+        ("attn", 7, {}, "self"),
+        ("attn", 9, {}, "cross"),
+        ("cross_attn", 7, {}, "cross"),
+        ("cross_attn", 7, {"cross*": "self"}, "self"),
+        ("attn", 9, {"attn": "self"}, "self"),
+    ],
+)
+def test_self_or_cross(name: str, keys: int, kinds: Any, wanted: str) -> None:
+    model = nn.ModuleDict({name: Raw()})
+    with watch(model, kinds=kinds) as seen:
+        model[name](torch.randn(2, 3, 7, 4), torch.randn(2, 3, keys, 4))
+    assert seen.kinds == {name: wanted}
+    assert ("previous" in seen.names) == (wanted == "self")
+
+
+def test_a_cache_that_grows_is_self_attention() -> None:
+    model = nn.ModuleDict({"attn": Raw()})
+    k = torch.randn(1, 2, 7, 4)
+    with watch(model) as seen:
+        model["attn"](k[:, :, :5], k[:, :, :5])
+        for n in (6, 7):
+            model["attn"](k[:, :, n - 1 : n], k[:, :, :n])
+    assert seen.kinds == {"attn": "self"}
+    assert seen["previous"].count.tolist() == [[6, 6]], "row 0 has none"
+
+
+def test_positions_on_a_grid() -> None:
+    grid = torch.tensor([[math.nan, math.nan], *([float(y), float(x)] for y in range(2) for x in range(3))])
+    model, q = Raw(), torch.randn(1, 2, 7, 4)
+    with watch(model, positions=grid) as seen:
+        model(q, q)
+        model(q[:, :, -1:], q)
+    wanted = headscope.observe(q, q, q, q_pos=grid, k_pos=grid)
+    wanted = wanted.merge(headscope.observe(q[:, :, -1:], q, q, q_pos=grid[-1:], k_pos=grid))
+    assert seen.stats.named("0").to_dict() == wanted.to_dict()
+    assert seen["distance"].count.tolist() == [[7, 7]], "CLS stands nowhere"
+    error = r"layer Raw: positions: are of 7 keys, this layer has 5, and 5 queries; choose layers="
+    with pytest.raises(WatchError, match=error), watch(model, positions=grid):
+        model(q[:, :, :5], q[:, :, :5])
+
+
+def test_is_causal_is_top_left() -> None:
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 7, 4)
+    model = Raw(is_causal=True)
+    with watch(model) as seen:
+        model(q, k)
+    assert seen[0].eligible.tolist() == [[3, 2, 1, 0, 0, 0, 0]] * 2
+    assert seen["self"].count.tolist() == [[3, 3]]
+
+
+def test_other_numbers_of_axes() -> None:
+    model = Raw()
+    q = torch.randn(2, 5, 3, 7, 4)
+    with watch(model) as seen:
+        model(q[0, 0, 0], q[0, 0, 0])
+    assert seen["entropy"].count.tolist() == [[7]]
+    with watch(model) as seen:
+        model(q, q)
+    assert seen["entropy"].count.tolist() == [[70] * 3]
+
+
+def test_a_mask_that_is_as_low_as_can_be_hides() -> None:
+    hidden = torch.tensor([False, False, True, True])
+    q = torch.randn(1, 1, 4, 4)
+    for low in (-math.inf, -1e9, torch.finfo(torch.float32).min):
+        model = Raw(attn_mask=torch.where(hidden, low, 0.0).expand(1, 1, 4, 4))
+        with watch(model) as seen:
+            model(q, q)
+        assert seen["entropy"].count.tolist() == [[2]], "rows of padding do not count"
+        assert seen[0].eligible.tolist() == [[2, 2, 0, 0]]
+
+
+def test_heads_that_change_are_an_error() -> None:
+    model = Raw()
+    with watch(model) as seen:
+        model(torch.randn(1, 3, 5, 4), torch.randn(1, 3, 5, 4))
+        model(torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4))
+    for _ in range(2):
+        with pytest.raises(WatchError, match="heads: cannot merge 3 heads with 2"):
+            _ = seen.stats
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def test_tokens_that_are_given() -> None:
+    model = Attention()
+    tokens = torch.tensor([5, 3, 9, 5, 3, 9, 5])
+    x = input_of(model)
+    with watch(model, tokens=tokens) as seen:
+        model(x)
+        model(x[:, :4])
+    assert seen["duplicate"].count.tolist() == [[2 * 4 + 2] * 3]
+    assert seen["induction"].count.tolist() == [[2 * 4 + 2] * 3]
+    with pytest.raises(ValueError, match="tokens: given twice"):
+        watch(model, tokens=tokens, what=Observe(tokens=tokens))
+
+
+def test_tokens_of_the_shipped_model() -> None:
+    """Its induction head is found by what it does."""
+    example = headscope.load_example("text")
+    ids = example.tokenizer.encode("the cat sat on the mat. " * 4)
+    with torch.no_grad(), watch(example.model, tokens="inputs") as seen:
+        example.model(torch.tensor([ids]))
+    assert seen["induction"].mean.max() > 0.5
+    assert seen["induction"].count.min() > 30
+
+
+# ---------------------------------------------------------------- masks
+
+
+def test_masks_that_are_met_often_are_known_by_their_rule() -> None:
+    """Left and right padding, windows, caches, each boolean or additive; all else stays as it is."""
+    padded = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]]).bool()[:, None, None]
+    holes = torch.tensor([[1, 0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 1, 1]]).bool()[:, None, None]
+    gap = torch.arange(7) - torch.arange(7)[:, None]
+    back, window = (gap <= 0)[None, None], ((gap <= 0) & (gap > -3))[None, None]
+    every = torch.ones(1, 1, 7, 7, dtype=torch.bool)
+    rules = [
+        back,
+        back & padded,
+        window,
+        window & padded,
+        every & padded,
+        back & holes,
+        back[:, :, 4:],
+        (back & padded)[:, :, 2:],
+    ]
+    others = [
+        every ^ back,
+        back ^ (gap == -2),
+        (gap.abs() < 2)[None, None],
+        back[:, :, :4],
+        back.expand(1, 3, 7, 7),
+        back[0],
+    ]
+    for seen in (*rules, *others):
+        found = known(seen)
+        assert isinstance(found, Dense) == any(seen is other for other in others)
+        sizes = (len(seen) if seen.ndim == 4 else 1, seen.shape[-3], seen.shape[-2], seen.shape[-1])
+        assert torch.equal(found.dense(*sizes), seen.expand(sizes))
+        if seen.ndim == 4:
+            mask, bias = split(torch.where(seen, 0.0, -1e30))
+            assert bias is None
+            assert mask is not None
+            assert torch.equal(mask.dense(*sizes), seen.expand(sizes))
+    tilted = torch.where(back, gap.float(), torch.finfo(torch.float32).min)
+    mask, bias = split(tilted)
+    assert mask is None
+    assert bias is not None
+    assert torch.equal(bias, torch.where(back, gap.float(), -math.inf))
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+class Home(nn.Module):
+    """Attention that no function of torch's shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(15, 15)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.project(x)
+        return (x @ x.transpose(-2, -1)).softmax(-1) @ x
+
+
+def test_a_layer_that_is_not_seen_is_named() -> None:
+    model = nn.ModuleDict({"attn": Attention(), "home_attention": Home(), "norm_attention": nn.LayerNorm(15)})
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            for part in model.values():
+                x = part(x)
+            return x
+
+    whole = Model()
+    x = input_of(whole)
+    with (
+        pytest.raises(WatchError, match=r"1 attention layers ran and were not seen: parts.home_attention; "),
+        watch(whole),
+    ):
+        whole(x)
+    with watch(whole, layers="parts.attn") as seen:
+        whole(x)
+    assert seen.layers == ("parts.attn",)
+    with watch(whole, unseen="ignore") as seen:
+        whole(x)
+    assert seen.layers == ("parts.attn",)
+    with pytest.raises(WatchError, match=r"parts.home_attention"), watch(whole, layers="*home*"):
+        whole(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_is_refused() -> None:
+    model = Attention()
+    x = input_of(model)
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(WatchError, match=r"runs compiled.*; compiled: OptimizedModule"), watch(compiled):
+        pass
+    compiled(x)
+    with pytest.raises(WatchError, match=r"no forward pass of the model ran .*compiled"), watch(model):
+        compiled(x)
+    within = nn.Sequential(Attention())
+    within[0].compile(backend="eager")
+    with pytest.raises(WatchError, match=r"compiled: 0$"), watch(within):
+        pass
+    with pytest.raises(WatchError, match="runs compiled"), watch(torch.jit.script(nn.Sequential(nn.Linear(3, 3)))):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_function_around_the_model_lets_it_run_as_it_is() -> None:
+    model = Attention()
+    x = input_of(model)
+    with torch.no_grad(), watch(model) as seen:
+        around = torch.compile(lambda x: model(x) + 1, backend="eager")
+        assert torch.equal(around(x), model(x) + 1)
+    assert seen.forwards == 2
+    assert seen["entropy"].count.tolist() == [[28] * 3]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_function_within_the_model_stays_compiled() -> None:
+    ran: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        return lambda *args: (ran.append(1), graph(*args))[1]
+
+    class Model(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            return act(super().forward(x))
+
+    act = torch.compile(lambda x: x.sin() + 1, backend=backend)
+    model = Model()
+    x = input_of(model)
+    with watch(model):
+        model(x)
+    model(x)
+    assert len(ran) == 2
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_stand_ins_for_tensors_are_refused() -> None:
+    model = Attention()
+    x = input_of(model)
+    with pytest.raises(WatchError, match=r"layer Attention: the model runs within torch.func"), watch(model):
+        torch.func.vmap(lambda one: model(one[None]))(x)
+    with pytest.raises(WatchError, match="have no values"), watch(model.to("meta")):
+        model(x.to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every": 0}, "every: got 0, wanted a whole number from 1"),
+        ({"every": 1.5}, "every: got float"),
+        ({"rows": 0}, "rows: got 0"),
+        ({"rows": 3, "what": Observe(rows=4)}, "rows: given twice"),
+        ({"tokens": "ids"}, "tokens: got 'ids', wanted a tensor of ids or"),
+        ({"alarms": 3}, "alarms: got int, wanted True, False or Limits"),
+        ({"rows": 3, "what": 3}, "what: got int"),
+        ({"unseen": "warn"}, "unseen: got 'warn'"),
+        ({"kinds": {"a": "both"}}, "kinds: got 'both'"),
+        ({"what": 3}, "what: got int"),
+    ],
+)
+def test_what_does_not_fit_is_said(arguments: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        watch(Attention(), **arguments)
+
+
+def test_a_model_is_wanted() -> None:
+    with pytest.raises(TypeError, match=r"model: got str, wanted a torch.nn.Module"):
+        watch("gpt2")  # type: ignore[arg-type]
