@@ -246,8 +246,9 @@ template <class T, int QV> struct Look {
             if (s->bins && !block.all_seen) for (int k = 0; k < keys * ROWS; k += L)
                 store(p + k, (V<T>)((I<T>)load(p + k) | load_int<T>(hidden + k)));
         }
-        if (s->line && norms) reach<true, true>(p, j0, keys);
-        else if (s->line) reach<true, false>(p, j0, keys);
+        const bool far = s->line && s->value[DISTANCE];
+        if (far && norms) reach<true, true>(p, j0, keys);
+        else if (far) reach<true, false>(p, j0, keys);
         else if (norms) reach<false, true>(p, j0, keys);
         for (int n = 0; n < s->windows; n++) within(n, p, j0, keys);
         if (ids) UNROLL for (int v = 0; v < QV; v++) {
@@ -544,8 +545,7 @@ template <class T, int QV> struct Look {
     template <class Block> void fold(const Block& block, int v, const T* scales) {
         const int from = v * L, rows = block.count - from < L ? block.count - from : L;
         const std::int64_t y = row_bin(block.query(from));
-        bool together = block.group == 1;
-        for (int r = 0; r < rows; r++) together &= row_bin(block.query(from + r)) == y;
+        const bool together = block.group == 1 && row_bin(block.query(from + rows - 1)) == y;  // queries ascend
         for (int r = 0; r < L; r++) if (scales[from + r] == 0)  // does not count
             for (std::int64_t x = 0; x < s->bins; x++) cell_most[x * ROWS + from + r] = -1, pairs[x * ROWS + from + r] = 0;
         if (!together) {
@@ -589,8 +589,9 @@ template <class T, int QV> struct Look {
     template <class Block> void put_largest(const Block& block, std::int64_t cell, int r, std::int64_t x) const {
         const Int<T> bits = cell_most[x * ROWS + r];
         std::int64_t j = column_edge[x] > begin ? column_edge[x] : begin;
+        std::int64_t n = (j - begin) / step;
         for (;; j++) {  // it is there
-            const std::int64_t n = (j - begin) / step;
+            if (j == begin + (n + 1) * step) n++;
             const T p = kept[(j - begin) * ROWS + r] * tops[n * ROWS + r];
             Int<T> here;
             __builtin_memcpy(&here, &p, sizeof(T));

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,14 +131,9 @@ def build(given: Given) -> Scene:
     counts = _row_mask(given)
     rows = _rows(given, counts)
     index = None if isinstance(rows, range) else torch.tensor(rows, dtype=torch.long, device=inputs.q.device)
-    line, q_at, k_at = _places(given)
-    real = real_keys(call, given.plan, inputs.bias).to(inputs.q.device)
-    own = None
-    if given.kind == "self":
-        own = _own_index(given) if q_at is None or k_at is None else _own_by_position(given, q_at, k_at, real)
-        padding = (own >= 0) & ~real.gather(1, own.clamp_min(0).expand(call.batch, -1)) if call.keys else None  # [B, Q]
-        if padding is not None:
-            counts = ~padding[:, None] if counts is None else counts & ~padding[:, None]
+    line, q_at, k_at, real, own, padding = _frame(given)
+    if padding is not None:
+        counts = ~padding[:, None] if counts is None else counts & ~padding[:, None]
     lse = None if given.lse is None else given.lse.detach().reshape(call.batch, call.heads, call.queries)
     norms = None
     if given.has_values and what.row_stats:
@@ -160,6 +155,48 @@ def build(given: Given) -> Scene:
         norms=norms,
         first_key=_first_key(k_at) if what.received and given.k_pos is not None else 0,
     )
+
+
+class _Frame(NamedTuple):
+    """What depends on sizes, mask and positions alone: see ``Scene``; ``real`` keys [B, K], ``padding`` rows [B, Q]."""
+
+    line: Tensor | None
+    q_at: Tensor | None
+    k_at: Tensor | None
+    real: Tensor
+    own: Tensor | None
+    padding: Tensor | None
+
+
+_frames: dict[Any, _Frame] = {}
+_FRAMES = 16  # some megabytes each, where sequences are long
+
+
+def _frame(given: Given) -> _Frame:
+    """The same for every call of the same sizes, where nothing but a mask without tensors says more."""
+    call, mask = given.call, given.mask
+    if given.q_pos is not None or given.k_pos is not None or given.inputs.bias is not None:
+        return _made_frame(given)
+    if mask is not None and mask.tensors():
+        return _made_frame(given)
+    key = (call.batch, call.heads, call.queries, call.keys, call.device, mask, given.kind)
+    found = _frames.get(key)
+    if found is None:
+        if len(_frames) >= _FRAMES:
+            _frames.clear()
+        found = _frames[key] = _made_frame(given)
+    return found
+
+
+def _made_frame(given: Given) -> _Frame:
+    call, inputs = given.call, given.inputs
+    line, q_at, k_at = _places(given)
+    real = real_keys(call, given.plan, inputs.bias).to(inputs.q.device)
+    if given.kind == "cross":
+        return _Frame(line, q_at, k_at, real, None, None)
+    own = _own_index(given) if q_at is None or k_at is None else _own_by_position(given, q_at, k_at, real)
+    padding = (own >= 0) & ~real.gather(1, own.clamp_min(0).expand(call.batch, -1)) if call.keys else None  # [B, Q]
+    return _Frame(line, q_at, k_at, real, own, padding)
 
 
 def _pick(tensor: Tensor, index: Tensor | None, axis: int) -> Tensor:
