@@ -245,14 +245,28 @@ def test_threads_do_not_change_it() -> None:
             assert torch.equal(moments.mean.nan_to_num(-1), other.parts["0"].moments[name].mean.nan_to_num(-1)), name
 
 
-def test_what_the_kernels_refuse_is_observed_portably() -> None:
-    given = made()
-    for said, places in (
-        ({"windows": tuple(range(9))}, {}),
-        ({"first": 17}, {}),
-        ({"tokens": torch.full((K,), 2**40)}, {}),
-        ({}, {"q_pos": torch.rand(Q, 2), "k_pos": torch.rand(K, 2)}),
-    ):
-        seen = observe(**given, what=Observe(**said), **places)
-        with portable():
-            same(seen, observe(**given, what=Observe(**said), **places))
+REFUSED: dict[str, Callable[[], tuple[Made, Made, Made]]] = {
+    "sizes": lambda: ({name: x[:0] for name, x in made().items()}, {}, {}),
+    "rows": lambda: (made(), {"rows": torch.zeros(B, H, Q, dtype=torch.bool)}, {}),
+    "positions": lambda: (made(), {}, {"q_pos": torch.rand(Q, 2), "k_pos": torch.rand(K, 2)}),
+    "windows": lambda: (made(), {"windows": tuple(range(9))}, {}),
+    "first": lambda: (made(), {"first": 17}, {}),
+    "tokens": lambda: (made(), {"tokens": torch.full((K,), 2**40)}, {}),
+}
+"""First word of a reason -> tensors, what is asked and positions that are refused for this reason alone."""
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_the_kernels_refuse_is_observed_portably(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, asked, places = REFUSED[word]()
+    usual, reasons = _observe_native.refuses, []
+
+    def told(*work: Any) -> list[str]:
+        reasons.extend(usual(*work))
+        return reasons
+
+    monkeypatch.setattr(_observe_native, "refuses", told)
+    seen = observe(**given, what=Observe(**asked), **places)
+    assert [reason.partition(":")[0] for reason in reasons] == [word]
+    with portable():
+        same(seen, observe(**given, what=Observe(**asked), **places))
