@@ -21,7 +21,7 @@ from watched_small import Alone, Attention, Small, input_of
 
 import headscope
 from headscope import Observe, Recording, functional, watch, watching
-from headscope._watch_layers import shortened
+from headscope._decision_parts import short_layers
 from headscope.masks import causal
 from headscope.watching import WatchError
 
@@ -71,7 +71,8 @@ def test_a_recording_is_saved_and_loaded(tmp_path: Path) -> None:
     ],
 )
 def test_the_table_leaves_out_what_all_paths_share(names: list[str], short: list[str], pattern: str | None) -> None:
-    assert shortened(names) == (short, pattern)
+    note = "" if pattern is None else f"Layers: {pattern}. "
+    assert short_layers(names) == (dict(zip(names, short, strict=True)), note)
 
 
 def test_a_recording_shows_itself() -> None:

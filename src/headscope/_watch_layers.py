@@ -65,7 +65,7 @@ def chosen(modules: Mapping[str, nn.Module], layers: Choice | None) -> frozenset
     for pattern in [layers] if isinstance(layers, str) else layers:
         fits = [name for name in modules if any(fnmatchcase(part, pattern) for part in path_of(name))]
         if not fits:
-            raise ValueError(f"layers: {pattern!r} fits no module of the model; it has {_some(modules)}")
+            raise ValueError(f"layers: {pattern!r} fits no module of the model; it has {some_of(modules)}")
         found |= {*fits}
     return frozenset(found)
 
@@ -76,20 +76,8 @@ def path_of(name: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
-def shortened(names: Collection[str]) -> tuple[list[str], str | None]:
-    """Paths without what all of them begin and end with, and that as a pattern; None where there is nothing of it."""
-    parts = [name.split(".") for name in names]
-    most = min(map(len, parts), default=1) - 1
-    start = next((n for n in range(most) if len({part[n] for part in parts}) > 1), most)
-    stop = next((n for n in range(most - start) if len({part[-1 - n] for part in parts}) > 1), most - start)
-    if len(parts) < 2 or start + stop == 0:
-        return [*names], None
-    short = [".".join(part[start : len(part) - stop]) for part in parts]
-    first = parts[0]
-    return short, ".".join([*first[:start], "*", *first[len(first) - stop :]])
-
-
-def _some(names: Iterable[str], limit: int = 12) -> str:
+def some_of(names: Iterable[str], limit: int = 12) -> str:
+    """The first names that say attention, or else the first of all."""
     shown = list(names)
     wanted = [name for name in shown if _ATTENTION.search(name.rsplit(".", 1)[-1])] or shown
     more = f" and {len(wanted) - limit} more" if len(wanted) > limit else ""

@@ -17,6 +17,7 @@ from headscope import __version__, _watch_frames, _watch_layers, _watch_transfor
 from headscope._stats_parts import LayerStats
 from headscope._watch_calls import COMPILED, TOLERANCE, Call, Kind, WatchError, error_of, measure, placed
 from headscope._watch_frames import Frame
+from headscope._watch_layers import Choice
 from headscope._watch_monitor import Alarm, AttentionWarning, Limits, Monitor, writer
 from headscope._watch_tokens import Streams, cut
 from headscope.stats import Column, HeadStats, Observe, Summary, merge
@@ -38,7 +39,6 @@ __all__ = [
     "watch",
 ]
 
-Layers = str | Collection[str] | Callable[[str, nn.Module], bool]
 _watch_frames.patches.append(_watch_transformers)
 
 PENDING = 16  # calls of a layer that are kept before they are merged
@@ -156,13 +156,14 @@ class Recording:
 
     def table(self, sort: str | None = None, **options: Any) -> Table:
         """One line for each head, under paths without what is common to all; see ``HeadStats.table``."""
-        stats = self.stats
         from rich.markup import escape
 
-        short, pattern = _watch_layers.shortened(stats.layers)
-        table = stats.named(*short).table(sort, **options)
-        if pattern is not None:
-            table.caption = f"{table.caption} Layers: {escape(pattern)}."
+        from headscope._decision_parts import short_layers
+
+        stats = self.stats
+        short, note = short_layers(stats.layers)
+        table = stats.named(*short.values()).table(sort, **options)
+        table.caption = f"{table.caption} {escape(note)}".rstrip()
         return table
 
     def compare(self, other: HeadStats | Recording, thresholds: Thresholds | None = None) -> Comparison:
@@ -240,7 +241,7 @@ def watch(
     *,
     what: Observe | None = None,
     rows: int | None = None,
-    layers: Layers | None = None,
+    layers: Choice | None = None,
     every: int = 1,
     tokens: Tensor | Literal["inputs"] | None = None,
     texts: Collection[str] | None = None,
@@ -338,7 +339,7 @@ class Watch:
     """
 
     def __init__(
-        self, model: nn.Module, options: Options, layers: Layers | None, texts: tuple[str, ...] | None
+        self, model: nn.Module, options: Options, layers: Choice | None, texts: tuple[str, ...] | None
     ) -> None:
         self.monitor = options.monitor
         self.options = options
@@ -388,7 +389,7 @@ class Watch:
                 "watch: no forward pass of the model ran within the with block (a module that runs compiled, or a copy "
                 "of the model, is not seen)"
             )
-        hint = _watch_layers._some(self.modules)
+        hint = _watch_layers.some_of(self.modules)
         raise WatchError(f"watch: no attention call was seen in {recording.about.model}; its modules: {hint}")
 
     # ------------------------------------------------------------ as the modules' calls see it
@@ -502,7 +503,7 @@ def register_transformers(name: str = "headscope") -> None:
     _watch_transformers.register(name)
 
 
-def _about(model: nn.Module, options: Options, layers: Layers | None, texts: tuple[str, ...] | None) -> About:
+def _about(model: nn.Module, options: Options, layers: Choice | None, texts: tuple[str, ...] | None) -> About:
     loaded = getattr(getattr(model, "config", None), "_name_or_path", "")
     name = type(model).__name__ + (f" ({loaded})" if loaded else "")
     what = options.what

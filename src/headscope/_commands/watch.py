@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -106,7 +106,7 @@ def watch(
     with busy(f"loading {visible(model)}"):
         loaded = models.load(model)
     given = windows.read_input(loaded, text, file, ids, image, context)
-    with one_thread() if model in models.SHIPPED else _as_it_is():
+    with one_thread() if model in models.SHIPPED else nullcontext():
         watched = _watched(loaded, given, asked)
     for note in watched.notes:
         say(f"headscope watch: {note}")
@@ -119,11 +119,6 @@ def watch(
 
         show(console(), watched, recording, page)
     return MOVED if watched.comparison is not None and watched.comparison.differs else 0
-
-
-@contextmanager
-def _as_it_is() -> Generator[None]:
-    yield
 
 
 # ---------------------------------------------------------------- options

@@ -33,19 +33,16 @@ def show(out: Console, watched: Watched, recording: str | None, page: str | None
 
     from headscope.report import NOT_EXPLANATION
 
-    stats = watched.recording.stats
     out.print(Text(f"headscope watch: {_title(watched)}", style="dim"))
     out.print(Text(_lead(watched)))
-    count = len(_cells(watched))
-    says = "where each spreads its attention, over all rows"
-    if stats.sampled:
-        says = "where each spreads its attention, over a sample of the rows"
-    heading(out, "All heads", says)
+    rows = "a sample of the rows" if watched.recording.stats.sampled else "all rows"
+    heading(out, "All heads", f"where each spreads its attention, over {rows}")
     cells = _cells(watched)
-    shown = cells if count <= LINES else _striking(watched, cells)
+    shown = _striking(cells)
     out.print(_table(shown))
-    if len(shown) < count:
-        out.print(Text(f"The {len(shown)} of {count} heads with the highest scores; the page has all.", style="dim"))
+    if len(shown) < len(cells):
+        left = f"The {len(shown)} of {len(cells)} heads with the highest scores; the page has all."
+        out.print(Text(left, style="dim"))
     out.print(_reading(watched))
     heading(out, "What follows", "from this input; more on the page and in docs/decisions.md")
     findings = Table.grid(padding=(0, 1, 0, 0))
@@ -125,9 +122,9 @@ def _table(cells: list[tuple[str, ...]]) -> Table:
     return table
 
 
-def _striking(watched: Watched, cells: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """The heads with the highest scores, in the order of the model."""
-    order = sorted(range(len(cells)), key=lambda at: _as_number(cells[at][3]), reverse=True)
+def _striking(cells: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The heads with the highest scores, in the order of the model; all where there are no more lines than fit."""
+    order = sorted(range(len(cells)), key=lambda at: _as_number(cells[at][COLUMNS.index("score")]), reverse=True)
     return [cells[at] for at in sorted(order[:LINES])]
 
 
