@@ -56,7 +56,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
         }
         for (std::int64_t j = begin; j < end; j += KEYS) {
             const int keys = int(end - j < KEYS ? end - j : KEYS);
-            if (T* to = rider.place_for(j, p)) {
+            if (T* to = rider.place_for(j)) {
                 p = to;
                 if constexpr (!PAIRS) weights = p;
             }

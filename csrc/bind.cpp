@@ -50,13 +50,7 @@ void run(Forward& f, int threads) {
     Memory partial;
     if (shares > 1) partial = allocate(target->partial(f));
     f.partial = partial.get();
-    Memory paired_v;
-    if (const std::size_t bytes = target->prepared(f)) {
-        paired_v = allocate(bytes);
-        f.paired_v = paired_v.get();
-        const std::int64_t parts = target->prepare_tasks(f);
-        each(signals, parts, usable(threads, parts), [&](std::int64_t n, int) { target->prepare(f, n); });
-    }
+    const Memory made = prepared(*target, f, signals, threads);
     each(signals, tasks, threads, [&](std::int64_t n, int thread) {
         target->run(f, n, scratch.at(own * std::size_t(thread)));
     }, at_a_time(f, tasks, threads));
@@ -216,7 +210,8 @@ NB_MODULE(_native, m) {
     });
     m.def("edges", [with_rows](const Forward& call, Queries queries, const RowStats& stats, int k, Address maxima, Address max_logits,
                                Address p, Address at, int threads) {
-        const EdgeList list{k, reinterpret_cast<const void*>(maxima), reinterpret_cast<const void*>(max_logits), reinterpret_cast<double*>(p), reinterpret_cast<std::int64_t*>(at)};
+        const EdgeList list{k, reinterpret_cast<const void*>(maxima), reinterpret_cast<const void*>(max_logits),
+                            reinterpret_cast<double*>(p), reinterpret_cast<std::int64_t*>(at)};
         nb::gil_scoped_release unlocked;
         edges(with_rows(call, queries), stats, list, threads);
     });

@@ -1,25 +1,12 @@
 // What is measured of the weights while they are attended, or on its own. docs/statistics.md defines every number.
 
-// The largest whole numbers of LANES vectors, each over its lanes.
-template <class T> INLINE I<T> largest(I<T>* x) {
-    constexpr int L = LANES<T>;
-    UNROLL for (int left = L / 2; left > 0; left /= 2) {
-        UNROLL for (int n = 0; n < left; n++) {
-            V<T> low, high;
-            interleave<T>((V<T>)x[n], (V<T>)x[n + left], low, high, std::make_integer_sequence<int, L>{});
-            x[n] = (I<T>)low > (I<T>)high ? (I<T>)low : (I<T>)high;
-        }
-    }
-    return x[0];
-}
-
 // Where nothing is measured.
 struct Alone {
     static constexpr bool LOOKS = false;
     struct Sums { template <class X> INLINE void add(int, X, X) {} };
     INLINE void take(const Forward&, Arena&) {}
     template <class Block> INLINE void start(const Block&, std::int64_t, std::int64_t) {}
-    template <class X> INLINE X* place_for(std::int64_t, X*) { return nullptr; }
+    INLINE std::nullptr_t place_for(std::int64_t) { return nullptr; }
     template <class Block> INLINE void before(const Block&, std::int64_t, int) {}
     template <class X> INLINE void move(const X*, const X*, const X*) {}
     INLINE void add(const Sums&) {}
@@ -27,8 +14,8 @@ struct Alone {
     template <class Block> INLINE void finish(const Block&) {}
 };
 
-// The quantities of a block of rows, and what it adds to those of keys and of the map. Sums over weights are kept relative to the running maximum, as the output is, and block by
-// block, so that long rows do not add small numbers to large ones.
+// The quantities of a block of rows, and what it adds to those of keys and of the map. Sums over weights are kept relative to
+// the running maximum, as the output is, and block by block, so that long rows do not add small numbers to large ones.
 //
 // Nothing may cancel on peaked rows. So the weights that are exactly 1, those of the largest logits, are counted apart from the
 // rest, and the entropy is Σ p (top - s) + mass (lse - top): sums of what is never negative.
@@ -123,7 +110,7 @@ template <class T, int QV> struct Look {
     }
 
     // Where the logits of the keys from j on belong, if they are kept.
-    T* place_for(std::int64_t j, T*) {
+    T* place_for(std::int64_t j) {
         if (!s->columns()) return nullptr;
         for (; begin + blocks * step <= j; blocks++) there[blocks] = false;
         return kept + (j - begin) * ROWS;
@@ -558,11 +545,10 @@ template <class T, int QV> struct Look {
             return;
         }
         for (std::int64_t x = 0; x < s->bins; x += L) {
-            V<T> some[L];
-            I<T> most_of[L];
+            V<T> some[L], most_of[L];
             for (int k = 0; k < L; k++) {
                 const std::int64_t at = (x + k < s->bins ? x + k : x) * ROWS + from;
-                some[k] = load(cell_sum + at), most_of[k] = load_int<T>(cell_most + at);
+                some[k] = load(cell_sum + at), most_of[k] = (V<T>)load_int<T>(cell_most + at);
             }
             T total[L] __attribute__((aligned(64)));
             Int<T> best[L] __attribute__((aligned(64)));

@@ -85,13 +85,7 @@ bool look(Forward& f, RowStats& rows, int threads) {
     threads = usable(threads, tasks);
     const std::size_t own = (target->look_scratch(f) + 127) / 64 * 64;
     const Scratch scratch(own * std::size_t(threads));
-    Memory paired_v;
-    if (const std::size_t bytes = target->prepared(f)) {
-        paired_v = allocate(bytes);
-        f.paired_v = paired_v.get();
-        const std::int64_t parts = target->prepare_tasks(f);
-        each(signals, parts, usable(threads, parts), [&](std::int64_t n, int) { target->prepare(f, n); });
-    }
+    const Memory made = prepared(*target, f, signals, threads);
     each(signals, tasks, threads, [&](std::int64_t n, int thread) {
         target->run_look(f, n, scratch.at(own * std::size_t(thread)));
     });
@@ -104,7 +98,7 @@ void edges(const Forward& call, const RowStats& rows, const EdgeList& list, int 
     const bool wide = is_double(call);
     const std::int64_t size = wide ? 8 : 4, count = std::min<std::int64_t>(list.k, call.queries), heads = call.batch * call.heads;
     const int most = int(std::min<std::int64_t>(list.k, call.keys));
-    std::vector<std::int64_t> chosen_rows(heads * count), queries(heads * count), keys(heads * count * most);
+    std::vector<std::int64_t> queries(heads * count), keys(heads * count * most);
     std::vector<std::uint8_t> counts(heads * count), counted(heads * count);
     std::vector<char> given(rows.given ? heads * count * size : 0), weights(heads * count * most * size), floors(heads * count * size);
     std::vector<std::int64_t> orders(heads * call.queries);
@@ -131,6 +125,7 @@ void edges(const Forward& call, const RowStats& rows, const EdgeList& list, int 
             if (rows.given) std::copy_n(static_cast<const char*>(rows.given) + (head * call.queries + r) * size, size, &given[to * size]);
         }
     });
+    signals.raise();
     Forward f = call;
     f.queries = count, f.v_head_dim = 0, f.out = f.lse = nullptr;
     f.rows = queries.data(), f.rows_stride[0] = call.heads * count, f.rows_stride[1] = count;
