@@ -179,17 +179,17 @@ template <class T, int QV> struct Look {
     std::int64_t column_bin(const Forward& f, std::int64_t j) const { return ((j + 1) * s->bins - 1) / f.keys; }
     std::int64_t row_bin(std::int64_t i) const { return ((i + 1) * s->bins - 1) / s->all_queries; }
 
-    // Which rows have the token of key j (or of the key before it) for their own; not the query's own key.
+    // Which rows have the token of key j for their own.
     INLINE I<T> matches(std::int64_t j, int v) const {
-        const I<T> at = load_int<T>(own + v * L);
-        return (load_int<T>(token + v * L) == Int<T>(ids[j])) & (at != Int<T>(j)) & (at >= 0);
+        return (load_int<T>(token + v * L) == Int<T>(ids[j])) & (load_int<T>(own + v * L) >= 0);
     }
+    INLINE I<T> copy(std::int64_t j, int v) const { return matches(j, v) & (load_int<T>(own + v * L) != Int<T>(j)); }
     void look_for_tokens(const T* p, std::int64_t j0, int keys) {
         UNROLL for (int v = 0; v < QV; v++) {
             I<T> same = load_int<T>(copies + v * L), after = load_int<T>(followers + v * L);
             for (int j = 0; j < keys; j++) {
                 const I<T> there = is_seen(p, j, v);
-                same |= there & matches(j0 + j, v);
+                same |= there & copy(j0 + j, v);
                 if (j0 + j > 0) after |= there & matches(j0 + j - 1, v);
             }
             store_int<T>(copies + v * L, same), store_int<T>(followers + v * L, after);
@@ -255,7 +255,7 @@ template <class T, int QV> struct Look {
             V<T> same{}, after{};
             for (int j = 0; j < keys; j++) {
                 const V<T> x = load(p + j * ROWS + v * L);
-                same += matches(j0 + j, v) ? x : V<T>{};
+                same += copy(j0 + j, v) ? x : V<T>{};
                 if (j0 + j > 0) after += matches(j0 + j - 1, v) ? x : V<T>{};
             }
             plus(COPIES, v, same), plus(FOLLOWERS, v, after);
