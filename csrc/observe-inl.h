@@ -583,19 +583,27 @@ template <class T, int QV> struct Look {
         __builtin_memcpy(&x, &bits, sizeof(T));
         return bits < 0 ? -std::numeric_limits<double>::infinity() : double(x);
     }
+    // Goes on to the first key before `last` whose weight is this one; false where there is none.
+    bool find(Int<T> bits, int r, T factor, std::int64_t& j, std::int64_t last) const {
+        const T* p = kept + (j - begin) * ROWS + r;
+        for (; j < last; j++, p += ROWS) {
+            const T x = *p * factor;
+            Int<T> here;
+            __builtin_memcpy(&here, &x, sizeof(T));
+            if (here == bits) return true;
+        }
+        return false;
+    }
     template <class Block> std::int64_t cell_at(const Block& block, int r, std::int64_t x) const {
         return ((share * block.f.heads + block.head(r)) * s->bins + row_bin(block.query(r))) * s->bins + x;
     }
     template <class Block> void put_largest(const Block& block, std::int64_t cell, int r, std::int64_t x) const {
         const Int<T> bits = cell_most[x * ROWS + r];
         std::int64_t j = column_edge[x] > begin ? column_edge[x] : begin;
-        std::int64_t n = (j - begin) / step;
-        for (;; j++) {  // it is there
-            if (j == begin + (n + 1) * step) n++;
-            const T p = kept[(j - begin) * ROWS + r] * tops[n * ROWS + r];
-            Int<T> here;
-            __builtin_memcpy(&here, &p, sizeof(T));
-            if (here == bits && there[n]) break;
+        for (std::int64_t n = (j - begin) / step; n < blocks; n++) {
+            const std::int64_t last = begin + (n + 1) * step < end ? begin + (n + 1) * step : end;
+            if (!there[n]) j = last;
+            else if (find(bits, r, tops[n * ROWS + r], j, last)) break;
         }
         s->map_max[cell] = of_bits(bits);
         std::int64_t* at = s->map_at + 4 * cell;
