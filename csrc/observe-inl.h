@@ -166,17 +166,17 @@ template <class T, int QV> struct Look {
     std::int64_t column_bin(const Forward& f, std::int64_t j) const { return ((j + 1) * s->bins - 1) / f.keys; }
     std::int64_t row_bin(std::int64_t i) const { return ((i + 1) * s->bins - 1) / s->all_queries; }
 
-    // Which rows have the token of key j (or of the key before it) for their own; not the query's own key.
+    // Which rows have the token of key j for their own.
     INLINE I<T> matches(std::int64_t j, int v) const {
-        const I<T> at = load_int<T>(own + v * L);
-        return (load_int<T>(token + v * L) == Int<T>(ids[j])) & (at != Int<T>(j)) & (at >= 0);
+        return (load_int<T>(token + v * L) == Int<T>(ids[j])) & (load_int<T>(own + v * L) >= 0);
     }
+    INLINE I<T> copy(std::int64_t j, int v) const { return matches(j, v) & (load_int<T>(own + v * L) != Int<T>(j)); }
     void look_for_tokens(const T* p, std::int64_t j0, int keys) {
         UNROLL for (int v = 0; v < QV; v++) {
             I<T> same = load_int<T>(copies + v * L), after = load_int<T>(followers + v * L);
             for (int j = 0; j < keys; j++) {
                 const I<T> there = is_seen(p, j, v);
-                same |= there & matches(j0 + j, v);
+                same |= there & copy(j0 + j, v);
                 if (j0 + j > 0) after |= there & matches(j0 + j - 1, v);
             }
             store_int<T>(copies + v * L, same), store_int<T>(followers + v * L, after);
@@ -242,7 +242,7 @@ template <class T, int QV> struct Look {
             V<T> same{}, after{};
             for (int j = 0; j < keys; j++) {
                 const V<T> x = load(p + j * ROWS + v * L);
-                same += matches(j0 + j, v) ? x : V<T>{};
+                same += copy(j0 + j, v) ? x : V<T>{};
                 if (j0 + j > 0) after += matches(j0 + j - 1, v) ? x : V<T>{};
             }
             plus(COPIES, v, same), plus(FOLLOWERS, v, after);
@@ -569,19 +569,27 @@ template <class T, int QV> struct Look {
         __builtin_memcpy(&x, &bits, sizeof(T));
         return bits < 0 ? -std::numeric_limits<double>::infinity() : double(x);
     }
+    // Goes on to the first key before `last` whose weight is this one; false where there is none.
+    bool find(Int<T> bits, int r, T factor, std::int64_t& j, std::int64_t last) const {
+        const T* p = kept + (j - begin) * ROWS + r;
+        for (; j < last; j++, p += ROWS) {
+            const T x = *p * factor;
+            Int<T> here;
+            __builtin_memcpy(&here, &x, sizeof(T));
+            if (here == bits) return true;
+        }
+        return false;
+    }
     template <class Block> std::int64_t cell_at(const Block& block, int r, std::int64_t x) const {
         return ((share * block.f.heads + block.head(r)) * s->bins + row_bin(block.query(r))) * s->bins + x;
     }
     template <class Block> void put_largest(const Block& block, std::int64_t cell, int r, std::int64_t x) const {
         const Int<T> bits = cell_most[x * ROWS + r];
         std::int64_t j = column_edge[x] > begin ? column_edge[x] : begin;
-        std::int64_t n = (j - begin) / step;
-        for (;; j++) {  // it is there
-            if (j == begin + (n + 1) * step) n++;
-            const T p = kept[(j - begin) * ROWS + r] * tops[n * ROWS + r];
-            Int<T> here;
-            __builtin_memcpy(&here, &p, sizeof(T));
-            if (here == bits && there[n]) break;
+        for (std::int64_t n = (j - begin) / step; n < blocks; n++) {
+            const std::int64_t last = begin + (n + 1) * step < end ? begin + (n + 1) * step : end;
+            if (!there[n]) j = last;
+            else if (find(bits, r, tops[n * ROWS + r], j, last)) break;
         }
         s->map_max[cell] = of_bits(bits);
         std::int64_t* at = s->map_at + 4 * cell;

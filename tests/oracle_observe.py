@@ -172,7 +172,7 @@ def _by_place(
 
 def _by_token(tokens: Sequence[int], row: dict[int, float], own: int) -> dict[str, float]:
     duplicate = [j for j in row if tokens[j] == tokens[own] and j != own]
-    induction = [j for j in row if j > 0 and tokens[j - 1] == tokens[own] and j - 1 != own]
+    induction = [j for j in row if j > 0 and tokens[j - 1] == tokens[own]]
     found = {"duplicate": duplicate, "induction": induction}
     return {name: math.fsum(row[j] for j in keys) for name, keys in found.items() if keys}
 

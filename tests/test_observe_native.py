@@ -197,6 +197,11 @@ def test_a_cache_of_a_static_size() -> None:
     same(*both(Observe(map=8, keep_rows=True, windows=(9,)), made() | {"mask": mask}))
 
 
+def test_shares_of_the_rows_add_up() -> None:
+    q, k = normal(1, 2, 2111, 4), normal(1, 2, 2111, 4)
+    same(*both(Observe(map=16, edges=9), {"q": q, "k": k, "mask": causal()}))
+
+
 def test_long_rows_do_not_lose_small_weights() -> None:
     q, k = normal(1, 1, 3, 8), normal(1, 1, 70_001, 8)
     with native():

@@ -88,7 +88,7 @@ def slow(p: Tensor, seen: Tensor, tokens: Tensor | None, windows: tuple[float, .
                 if tokens is not None:
                     ids = tokens[b].tolist()
                     wanted["duplicate"] = [j for j in range(K) if ids[j] == ids[at] and j != at]
-                    wanted["induction"] = [j for j in range(1, K) if ids[j - 1] == ids[at] and j - 1 != at]
+                    wanted["induction"] = [j for j in range(1, K) if ids[j - 1] == ids[at]]
                 for name, places in wanted.items():
                     if any(j in row for j in places):
                         put(name, sum(row.get(j, 0.0) for j in places))
@@ -251,10 +251,12 @@ def test_planted_induction_and_duplicates() -> None:
         assert scores.score[other].item() == 0
 
 
-def test_the_key_after_the_query_is_no_induction() -> None:
-    p = planted(5, {i: i + 1 for i in range(4)})
-    got = row_statistics(p, tokens=torch.tensor([1, 2, 3, 4, 5]))
-    assert bool(got["induction"].isnan().all()), "its own token is no earlier copy"
+def test_the_key_after_the_query_has_the_mass_of_induction_but_is_no_pattern_of_it() -> None:
+    p = planted(19, {i: i + 1 for i in range(18)})
+    tokens = torch.arange(19) % 7
+    got = row_statistics(p, tokens=tokens)
+    assert got["induction"][0, 0, :18].tolist() == [1] * 18, "tok[j - 1] is the query's own token"
+    assert pattern_scores(p, tokens=tokens).score["induction"].item() == 0, "no earlier copy of it"
 
 
 def test_planted_spreads() -> None:

@@ -131,7 +131,10 @@ def row_statistics(
         for w in windows:
             _check_at_least("windows", w, 0)
             values[f"window_{w:g}"] = torch.where(placed, (at.p * (reach <= w)).sum(-1), math.nan)
-        for name, target in _targets(at).items():
+        targets = _targets(at)
+        if "induction" in targets:  # the query's own token comes before the next key, too
+            targets["induction"] = targets["induction"] | at.own.roll(1, -1) & _beyond_first(at.own)
+        for name, target in targets.items():
             target = target & at.seen
             values[name] = torch.where(target.any(-1), (at.p * target).sum(-1), math.nan)
     return {name: torch.where(at.counted, value, math.nan) for name, value in values.items()}
@@ -346,8 +349,16 @@ def _ids(tokens: Tensor | None, batch: int, keys: int, p: Tensor) -> Tensor | No
     return tokens.to(p.device).expand(batch, keys)
 
 
+def _beyond_first(x: Tensor) -> Tensor:
+    """Every key but key 0, [K]."""
+    return torch.arange(x.shape[-1], device=x.device) > 0
+
+
 def _targets(at: _Rows) -> dict[str, Tensor]:
-    """For each pattern of single keys the keys it means, broadcastable to [B, H, Q, K]."""
+    """For each pattern of single keys the keys it means, broadcastable to [B, H, Q, K].
+
+    Those of induction come after *another* place of the query's token: else every next-token head would be one.
+    """
     if at.gap is None or at.own is None:
         return {}
     targets = {"self": at.own}

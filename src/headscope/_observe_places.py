@@ -76,7 +76,7 @@ def _by_token(scene: Scene, block: Block, tile: Tile) -> dict[str, Tensor]:
     keys = torch.arange(block.j.start, block.j.stop, device=ids.device)
     before = ids[:, (keys - 1).clamp_min(0)]  # [b, j]: of the key before
     duplicate = (ids[:, None, block.j] == token) & (keys != own) & (own >= 0)
-    induction = (before[:, None] == token) & (keys - 1 != own) & (own >= 0) & (keys > 0)
+    induction = (before[:, None] == token) & (own >= 0) & (keys > 0)
     return {"duplicate": _mass_on(tile, duplicate[:, None]), "induction": _mass_on(tile, induction[:, None])}
 
 

@@ -117,7 +117,10 @@ def pattern_means(part: LayerStats) -> dict[str, Scores]:
         if name in moments:
             rows = moments[name].count
             even = torch.where(rows > 0, rows * chance.mean_of_many(), 0.0)
-            found[name] = _score(name, _total(moments[name]), even, rows, rows, never)
+            total = _total(moments[name])
+            if name == "induction" and "next" in moments:  # its mass holds the next key's, which is no earlier copy's
+                total = (total - _total(moments["next"])).clamp_min(0)
+            found[name] = _score(name, total, even, rows, rows, never)
     if (window := smallest_window(part)) is not None:
         found["local"] = _local(moments, chance, window, never)
     found["uniform"] = _uniform(moments, chance, never)
