@@ -276,8 +276,12 @@ std::size_t look_scratch(const Forward& f) { return is_double(f) ? look_scratch_
 // Keys and map: how many tasks share the row blocks of a key/value head. From the sizes alone.
 std::int64_t look_shares(const Forward& f) {
     constexpr std::int64_t enough = 16, least = 1 << 21;  // tasks; pairs of a share: each has a map of its own to be filled
-    const std::int64_t wanted = (enough + f.kv_heads - 1) / f.kv_heads, possible = f.batch * f.queries * f.keys * (f.heads / f.kv_heads) / least;
-    return wanted < possible ? wanted : possible > 1 ? possible : 1;
+    const std::int64_t blocks = is_double(f) ? blocks_of<double>(f) : blocks_of<float>(f);
+    const std::int64_t possible = f.batch * f.queries * f.keys * (f.heads / f.kv_heads) / least;
+    std::int64_t wanted = (enough + f.kv_heads - 1) / f.kv_heads;
+    if (wanted > possible) wanted = possible;
+    if (wanted > blocks) wanted = blocks;  // one query of very many keys
+    return wanted > 1 ? wanted : 1;
 }
 std::int64_t look_tasks(const Forward& f) {
     if (f.look->columns()) return f.kv_heads * f.look->shares;

@@ -60,8 +60,13 @@ class Watcher(Protocol):
 class Patch(Protocol):
     """Something else that is replaced while a watch is open."""
 
-    def install(self) -> None: ...
-    def remove(self) -> None: ...
+    def install(self) -> None:
+        """The first watch opens."""
+        ...
+
+    def remove(self) -> None:
+        """The last one has closed."""
+        ...
 
 
 patches: list[Patch] = []
@@ -95,10 +100,12 @@ class Frame:
 
     @property
     def active(self) -> bool:
+        """Whether somebody looks at this forward pass."""
         return any(forward.active for forward, _ in self.forwards.values())
 
     @property
     def accelerate(self) -> bool:
+        """Whether headscope's kernel is to attend, too."""
         return any(forward.active and forward.accelerate for forward, _ in self.forwards.values())
 
     @property

@@ -395,6 +395,7 @@ class Watch:
     # ------------------------------------------------------------ as the modules' calls see it
 
     def begin(self) -> Pass:
+        """A forward pass starts."""
         with self.recording._lock:
             about = self.recording.about
             active = about.ran % self.options.every == 0
@@ -433,6 +434,11 @@ class Watch:
             )
 
     def end(self, forward: Pass, *, finished: bool) -> None:
+        """It is over; not finished = by an exception.
+
+        Raises:
+            WatchError: an attention layer ran in it and was not seen.
+        """
         if not finished or not forward.active:
             return
         if self.monitor is not None:
@@ -467,9 +473,15 @@ class Pass:
         self.seen: set[str] = set()
 
     def enter(self, name: str, module: nn.Module) -> None:
+        """A module starts to run."""
         self.ran[name] = None
 
     def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
+        """Measure the attention call that a module makes.
+
+        Raises:
+            WatchError: it cannot be measured; the message names the layer.
+        """
         self.seen.add(name)
         watch = self.watch
         if name not in watch.chosen:
