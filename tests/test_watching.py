@@ -42,14 +42,14 @@ def test_layers_are_named_by_path_in_the_order_of_the_model() -> None:
 
 def test_a_recording_is_saved_and_loaded(tmp_path: Path) -> None:
     model = Small()
-    options: Any = {"tokens": torch.arange(7), "kinds": {"x*": "cross"}}
+    options: Any = {"tokens": torch.arange(7), "kinds": {"their*": "cross"}}
     with watch(model, what=Observe(map=3), rows=4, texts="abcdefg", **options) as seen:
         model(input_of(model))
     path = seen.save(tmp_path / "seen.safetensors")
     again = Recording.load(path)
     assert again.about == seen.about
     assert again.about.model == "Small"
-    said = {"rows": 4, "map": 3, "tokens": "Tensor", "kinds": {"x*": "cross"}, "layers": None, "positions": None}
+    said = {"rows": 4, "map": 3, "tokens": "Tensor", "kinds": {"their*": "cross"}, "layers": None, "positions": None}
     assert {name: again.about.options[name] for name in said} == said
     assert again.to_dict() == seen.to_dict()
     assert again.texts == tuple("abcdefg")

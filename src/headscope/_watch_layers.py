@@ -52,7 +52,8 @@ def chosen(modules: Mapping[str, nn.Module], layers: Choice | None) -> frozenset
     """The names that were asked for: by a name or pattern, with all that is inside; or by a predicate.
 
     Raises:
-        ValueError: a pattern, or the predicate, fits no module.
+        TypeError: neither names or patterns nor a function.
+        ValueError: none is given; a pattern, or the predicate, fits no module.
     """
     if layers is None:
         return frozenset(modules)
@@ -61,13 +62,24 @@ def chosen(modules: Mapping[str, nn.Module], layers: Choice | None) -> frozenset
         if not found:
             raise ValueError("layers: the predicate fits no module of the model")
         return frozenset(found)
-    found: set[str] = set()
-    for pattern in [layers] if isinstance(layers, str) else layers:
-        fits = [name for name in modules if any(fnmatchcase(part, pattern) for part in path_of(name))]
-        if not fits:
-            raise ValueError(f"layers: {pattern!r} fits no module of the model; it has {some_of(modules)}")
-        found |= {*fits}
-    return frozenset(found)
+    patterns = [layers] if isinstance(layers, str) else layers
+    if not isinstance(patterns, Collection) or not all(isinstance(each, str) for each in patterns):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"layers: got {layers!r}, wanted names or patterns, or a function of name and module")
+    if not patterns:
+        raise ValueError("layers: got none, wanted at least one; leave it out for all")
+    return frozenset(name for pattern in patterns for name in fitting(modules, pattern, "layers"))
+
+
+def fitting(modules: Mapping[str, nn.Module], pattern: str, argument: str) -> list[str]:
+    """The names that a name or pattern fits, with all that is inside.
+
+    Raises:
+        ValueError: there are none.
+    """
+    fits = [name for name in modules if any(fnmatchcase(part, pattern) for part in path_of(name))]
+    if not fits:
+        raise ValueError(f"{argument}: {pattern!r} fits no module of the model; it has {some_of(modules)}")
+    return fits
 
 
 def path_of(name: str) -> list[str]:

@@ -19,7 +19,7 @@ from headscope._watch_calls import COMPILED, TOLERANCE, Call, Kind, WatchError, 
 from headscope._watch_frames import Frame
 from headscope._watch_layers import Choice
 from headscope._watch_monitor import Alarm, AttentionWarning, Limits, Monitor, writer
-from headscope._watch_tokens import Streams, cut
+from headscope._watch_tokens import Streams, given
 from headscope.stats import Column, HeadStats, Observe, Summary, merge
 
 if TYPE_CHECKING:
@@ -292,6 +292,8 @@ def watch(
             raise ValueError(f"{name}: given twice, here and in what.{name}")
     if rows is not None:
         what = replace(what, rows=rows)
+    if kinds is not None and not isinstance(kinds, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"kinds: got {type(kinds).__name__}, wanted a mapping of patterns to kinds")
     kinds = dict(kinds or {})
     _check(every, tokens, kinds, unseen, alarms)
     targets = [] if log is None else list(log) if isinstance(log, (list, tuple)) else [log]
@@ -345,6 +347,8 @@ class Watch:
         self.options = options
         self.modules = _watch_layers.modules_of(model)
         self.chosen = _watch_layers.chosen(self.modules, layers)
+        for pattern in options.kinds:
+            _watch_layers.fitting(self.modules, pattern, "kinds")
         self.places = {name: place for place, name in enumerate(self.modules)}
         self.recording = Recording(HeadStats({}), _about(model, options, layers, texts))
         self.recording._monitor = options.monitor
@@ -407,7 +411,7 @@ class Watch:
         if self.options.tokens is None:
             return None
         if isinstance(self.options.tokens, Tensor):
-            return cut(self.options.tokens.to(call.k.device), call)
+            return given(self.options.tokens, call)
         return self._streams.of(call, _watch_frames.frames())
 
     def compare(self, layer: str, call: Call) -> None:

@@ -199,7 +199,8 @@ def _watched(loaded: Loaded, given: Input, asked: Asked) -> Watched:
     keys = max((part.received.shape[-1] for part in stats.parts.values() if part.received is not None), default=0)
     budgets = tuple(k for k in BUDGETS if k < keys) or (max(1, keys // 4),)
     groups = loaded.key_heads if _divides(loaded.key_heads, stats) else None
-    windowed = any(name.startswith("streaming_") for name in stats.names)
+    # below that not even the first window is up to a third of the input: it is there for "local" alone
+    windowed = any(name.startswith("streaming_") for name in stats.names) and keys >= 3 * WINDOWS[0]
     return Watched(
         loaded,
         given,
