@@ -48,7 +48,7 @@ def refuses(work: Work, scene: Scene) -> list[str]:
         reasons.append("positions: other than 0, 1, 2, …")
     if len(work.windows) > MOST_WINDOWS or scene.first.shape[1] > MOST_FIRST:
         reasons.append(f"windows, first: at most {MOST_WINDOWS} and {MOST_FIRST}")
-    if scene.ids is not None and not _fits(scene.ids):
+    if scene.ids is not None and scene.ids.numel() and not _fits(scene.ids):
         reasons.append("tokens: ids beyond 32 bits")
     return reasons
 
