@@ -35,7 +35,7 @@ template <class T, int QV> struct Look {
     T *highest, *place;          // [ROWS]: the largest logit where there are sinks; the position
     Int<T>*line, *seen, *own, *token;  // [ROWS]: the position; how many keys are seen; the own key and its token
     Int<T>*copies, *followers;   // [ROWS]: whether such a key is seen
-    T* most;                     // [s->most][ROWS], largest first
+    T* most;                     // [s->most][ROWS], of each row a heap: the least comes first, of equal ones the last
     Int<T>* most_key;
     std::int64_t lowest_line, highest_line;
     bool counts;                 // keys that are seen are counted one by one
@@ -183,18 +183,23 @@ template <class T, int QV> struct Look {
         }
     }
     void put_most(const T* p, std::int64_t j0, int j, int end) {
-        const T* least = most + (s->most - 1) * ROWS;
         I<T> some{};
-        for (int n = j; n < end; n++) UNROLL for (int v = 0; v < QV; v++) some |= load(p + n * ROWS + v * L) > load(least + v * L);
+        for (int n = j; n < end; n++) UNROLL for (int v = 0; v < QV; v++) some |= load(p + n * ROWS + v * L) > load(most + v * L);
         if (!any<T>(some)) return;
-        for (int r = 0; r < ROWS; r++) for (int n = j; n < end; n++) {
-            const T x = p[n * ROWS + r];
-            if (!(x > least[r])) continue;
-            int k = s->most - 1;
-            for (; k > 0 && x > most[(k - 1) * ROWS + r]; k--)
-                most[k * ROWS + r] = most[(k - 1) * ROWS + r], most_key[k * ROWS + r] = most_key[(k - 1) * ROWS + r];
-            most[k * ROWS + r] = x, most_key[k * ROWS + r] = Int<T>(j0 + n);
+        for (int r = 0; r < ROWS; r++) for (int n = j; n < end; n++)
+            if (p[n * ROWS + r] > most[r]) sift(r, s->most, p[n * ROWS + r], Int<T>(j0 + n));
+    }
+    // Puts x for the first of a row's heap.
+    void sift(int r, int size, T x, Int<T> key) const {
+        const auto before = [](T a, Int<T> i, T b, Int<T> j) { return a < b || (a == b && i > j); };
+        int at = r;
+        for (int n = 1; n < size; n = 2 * n + 1) {
+            int down = n * ROWS + r;
+            if (n + 1 < size && before(most[down + ROWS], most_key[down + ROWS], most[down], most_key[down])) n++, down += ROWS;
+            if (!before(most[down], most_key[down], x, key)) break;
+            most[at] = most[down], most_key[at] = most_key[down], at = down;
         }
+        most[at] = x, most_key[at] = key;
     }
 
     // The maximum moves.
@@ -205,7 +210,8 @@ template <class T, int QV> struct Look {
             const V<T> ones = load(at + ONES * ROWS), beside = load(at + BESIDE * ROWS);
             store(at + ONES * ROWS, moved ? V<T>{} : ones);
             store(at + BESIDE * ROWS, moved ? (ones + beside) * shrink[v] : beside);
-            store(at + DEPTH * ROWS, (load(at + DEPTH * ROWS) + (to[v] - from[v]) * (ones + beside)) * shrink[v]);
+            const V<T> depth = (load(at + DEPTH * ROWS) + (to[v] - from[v]) * (ones + beside)) * shrink[v];
+            store(at + DEPTH * ROWS, shrink[v] == 0 ? V<T>{} : depth);  // for infinity times 0 is no number
             store(at + SQUARES * ROWS, load(at + SQUARES * ROWS) * shrink[v] * shrink[v]);
             for (int n = REACH; n < WITHIN + s->windows; n++) store(at + n * ROWS, load(at + n * ROWS) * shrink[v]);
         }
@@ -276,8 +282,9 @@ template <class T, int QV> struct Look {
             plus(REACH, v, far[v]), plus(LENGTH, v, length[v]);
         }
     }
+    T reach_of(int n) const { return T(std::floor(s->reach[n])); }  // distances are whole; in float 2.9999999999 would be 3
     void within(int n, const T* p, std::int64_t j0, int keys) {
-        const T w = T(s->reach[n]);
+        const T w = reach_of(n);
         if (T(j0) - T(highest_line) > w || T(lowest_line) - T(j0 + keys - 1) > w) return;
         UNROLL for (int v = 0; v < QV; v++) {
             const V<T> at = load(place + v * L);
@@ -337,7 +344,7 @@ template <class T, int QV> struct Look {
         rows.at[r] = block.row(r), rows.choices[r] = T(n);
         T scale;
         normal(block, r, rows.at[r], rows.top[r], rows.norm[r], scale);
-        const T all = rows.norm[r] + scale + of(DEPTH, r) + of(LENGTH, r) + highest[r];
+        const T all = rows.norm[r] + scale + of(DEPTH, r) + of(LENGTH, r) + highest[r] + rows.top[r];  // a sink may be the top
         const bool finite = std::isfinite(all) && highest[r] > -std::numeric_limits<T>::max();
         const bool counted = n > 0 && finite && may_count(block, r);
         if (n > 0 && !finite) s->spoilt->store(true, std::memory_order_relaxed);
@@ -400,7 +407,7 @@ template <class T, int QV> struct Look {
                 V<T> x = of(WITHIN + k, v) * scale(v);
                 for (int n = 0; n < s->firsts; n++) {  // and the first keys, where they are not within
                     const V<T> gap = load(place + v * L) - T(s->first[block.b * s->first_stride + n]);
-                    x += greater<T>(gap, -gap) > T(s->reach[k]) ? weight(AT_FIRST + n, v) : V<T>{};
+                    x += greater<T>(gap, -gap) > reach_of(k) ? weight(AT_FIRST + n, v) : V<T>{};
                 }
                 return x;
             });
@@ -427,6 +434,13 @@ template <class T, int QV> struct Look {
         norm = T(given), scale = T(std::exp(-given));
     }
     void put_list(const Rows& rows, int r) const {
+        for (int size = s->most - 1; size > 0; size--) {  // the least to the end, until the largest is the first
+            const int last = size * ROWS + r;
+            const T x = most[last];
+            const Int<T> key = most_key[last];
+            most[last] = most[r], most_key[last] = most_key[r];
+            sift(r, size, x, key);
+        }
         for (int k = 0; k < s->most; k++) {
             const bool known = rows.counted[r] && most_key[k * ROWS + r] >= 0;
             const T weight = std::exp2(most[k * ROWS + r] - rows.top[r]) * rows.scale[r];

@@ -307,8 +307,9 @@ struct ShareOfHead {
         const RowStats& s = *f.look;
         const std::int64_t n = share * f.heads + head;
         cells = s.bins * s.bins;
-        received = s.received + n * f.keys, eligible = s.eligible + n * f.keys;
-        sum = s.map_sum + n * cells, max = s.map_max + n * cells, count = s.map_count + n * cells, at = s.map_at + 4 * n * cells;
+        const auto part = [n](auto* all, std::int64_t size) { return all ? all + n * size : nullptr; };
+        received = part(s.received, f.keys), eligible = part(s.eligible, f.keys);
+        sum = part(s.map_sum, cells), max = part(s.map_max, cells), count = part(s.map_count, cells), at = part(s.map_at, 4 * cells);
     }
 };
 template <class T> void run_look_task(const Forward& f, std::int64_t task, void* scratch) {

@@ -56,7 +56,7 @@ def refuses(work: Work, scene: Scene) -> list[str]:
         reasons.append(f"windows: more than {MOST_WINDOWS}")
     if scene.first.shape[1] > MOST_FIRST:
         reasons.append(f"first: more than {MOST_FIRST} keys")
-    if scene.ids is not None and not _fits(scene.ids):
+    if scene.ids is not None and scene.ids.numel() and not _fits(scene.ids):
         reasons.append("tokens: ids beyond 32 bits")
     return reasons
 
