@@ -5,8 +5,8 @@
     python benchmarks/observe.py --only models --add observe.json  # again these rows of a file, the others stay
 
 Four kinds of cases: `attention`, one call beside torch's SDPA and our own attending; `memory`, the peak of such a call
-in a fresh process; `long`, 131,072 tokens on one head; `models`, whole models unwatched, watched, with eager weights.
-A run of some cases writes a file only where --out or --add says.
+in a fresh process; `long`, 131,072 tokens on one head; `models`, whole models unwatched, watched, with eager weights. A
+run of some cases writes a file only where --out or --add says.
 """
 
 from __future__ import annotations
