@@ -309,7 +309,7 @@ template <class T> void run_look_task(const Forward& f, std::int64_t task, void*
         if (s.received) for (std::int64_t j = 0; j < f.keys; j++) x.received[j] = 0, x.eligible[j] = 0;
         for (std::int64_t n = 0; n < x.cells; n++) {
             x.sum[n] = 0, x.count[n] = 0, x.max[n] = -std::numeric_limits<double>::infinity();
-            for (int k = 0; k < 4; k++) x.at[4 * n + k] = -1;
+            for (int k = 0; k < 4 && share == 0; k++) x.at[4 * n + k] = -1;  // where another share has no maximum, nobody asks
         }
     }
     for (std::int64_t b = 0; b < f.batch; b++) for (std::int64_t n = share; n < blocks; n += s.shares) {
@@ -330,9 +330,10 @@ void gather_look(const Forward& f, std::int64_t head) {
         if (s.received) for (std::int64_t j = 0; j < f.keys; j++) all.received[j] += x.received[j], all.eligible[j] += x.eligible[j];
         for (std::int64_t n = 0; n < x.cells; n++) {
             all.sum[n] += x.sum[n], all.count[n] += x.count[n];
+            if (x.max[n] < 0) continue;  // it has seen nothing there
             const std::int64_t *a = all.at + 4 * n, *z = x.at + 4 * n;
             const bool earlier = z[1] != a[1] ? z[1] < a[1] : z[2] != a[2] ? z[2] < a[2] : z[3] < a[3];
-            if (x.max[n] > all.max[n] || (x.max[n] == all.max[n] && z[0] >= 0 && earlier)) {
+            if (x.max[n] > all.max[n] || (x.max[n] == all.max[n] && earlier)) {
                 all.max[n] = x.max[n];
                 for (int k = 0; k < 4; k++) all.at[4 * n + k] = z[k];
             }
