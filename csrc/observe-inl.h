@@ -550,11 +550,24 @@ template <class T, int QV> struct Look {
         for (int r = 0; r < L; r++) if (scales[from + r] == 0)  // does not count
             for (std::int64_t x = 0; x < s->bins; x++) cell_most[x * ROWS + from + r] = -1, pairs[x * ROWS + from + r] = 0;
         if (!together) {
-            for (int r = from; r < from + rows; r++) for (std::int64_t x = 0; x < s->bins; x++) {
-                const std::int64_t cell = cell_at(block, r, x);
-                s->map_sum[cell] += double(cell_sum[x * ROWS + r]);
-                if (counts) s->map_count[cell] += pairs[x * ROWS + r];
-                if (of_bits(cell_most[x * ROWS + r]) > s->map_max[cell]) put_largest(block, cell, r, x);
+            for (int r = from, next = from; r < from + rows; r = next) {  // so many rows go to one row of the map
+                const std::int64_t first = cell_at(block, r, 0);
+                while (next < from + rows && cell_at(block, next, 0) == first) next++;
+                for (std::int64_t x = 0; x < s->bins; x++) {
+                    double total = 0;
+                    std::int64_t pairs_of = 0;
+                    int best = r;
+                    for (int k = r; k < next; k++) {
+                        const std::int64_t at = x * ROWS + k;
+                        total += double(cell_sum[at]), pairs_of += pairs[at];
+                        if (cell_most[at] > cell_most[x * ROWS + best]) best = k;
+                    }
+                    const Int<T> most_of = cell_most[x * ROWS + best];
+                    if (most_of < 0) continue;  // nothing is seen there
+                    s->map_sum[first + x] += total;
+                    if (counts) s->map_count[first + x] += pairs_of;
+                    if (of_bits(most_of) > s->map_max[first + x]) put_largest(block, first + x, best, x);
+                }
             }
             return;
         }

@@ -110,9 +110,9 @@ def unseen(modules: Mapping[str, nn.Module], ran: Collection[str], seen: Collect
 
 def _is_attention(name: str, module: nn.Module) -> bool:
     """Whether it is called so, by its path or its class, and holds a matrix: a norm does not."""
-    if not any(parameter.ndim >= 2 for parameter in module.parameters()):
+    if not (_ATTENTION.search(name.rsplit(".", 1)[-1]) or _ATTENTION.search(type(module).__name__)):
         return False
-    return bool(_ATTENTION.search(name.rsplit(".", 1)[-1]) or _ATTENTION.search(type(module).__name__))
+    return any(parameter.ndim >= 2 for parameter in module.parameters())
 
 
 def _within(name: str, around: str) -> bool:
