@@ -1,19 +1,5 @@
 // What is measured of the weights while they are attended, or on its own. docs/statistics.md defines every number.
 
-// Where nothing is measured.
-struct Alone {
-    static constexpr bool LOOKS = false;
-    struct Sums { template <class X> INLINE void add(int, X, X) {} };
-    INLINE void take(const Forward&, Arena&) {}
-    template <class Block> INLINE void start(const Block&, std::int64_t, std::int64_t) {}
-    INLINE std::nullptr_t place_for(std::int64_t) { return nullptr; }
-    template <class Block> INLINE void before(const Block&, std::int64_t, int) {}
-    template <class X> INLINE void move(const X*, const X*, const X*) {}
-    INLINE void add(const Sums&) {}
-    template <class Block> INLINE void after(const Block&, std::int64_t, int) {}
-    template <class Block> INLINE void finish(const Block&) {}
-};
-
 // The quantities of a block of rows, and what it adds to those of keys and of the map. Sums over weights are kept relative to
 // the running maximum, as the output is, and block by block, so that long rows do not add small numbers to large ones.
 //
@@ -55,16 +41,7 @@ template <class T, int QV> struct Look {
     std::int64_t begin, end, blocks, share = 0;
     int step;
 
-    struct Sums {
-        V<T> mass[QV], beside[QV], depth[QV], squares[QV];
-        INLINE Sums() { UNROLL for (int v = 0; v < QV; v++) mass[v] = beside[v] = depth[v] = squares[v] = V<T>{}; }
-        INLINE void add(int v, V<T> below, V<T> x) {  // finite, for 0 times -inf is no number
-            mass[v] += x;
-            beside[v] += below < 0 ? x : V<T>{};
-            depth[v] -= x * below;
-            squares[v] += x * x;
-        }
-    };
+    using Sums = RowSums<T, QV>;
 
     void take(const Forward& f, Arena& memory) {
         s = f.look;
