@@ -319,6 +319,7 @@ def test_they_take_what_holds_statistics_and_are_shown() -> None:
         (lambda s: streaming_heads(s), ValueError, r"no window was observed; observe with Observe\(windows="),
         (lambda s: kv_budget(s, (0,)), ValueError, r"keys: got \(0,\), wanted whole numbers from 1"),
         (lambda s: kv_budget(s, ()), ValueError, r"keys: got \(\), wanted whole numbers from 1"),
+        (lambda s: kv_budget(s, 5), TypeError, r"keys: got 5, wanted several budgets, as \(5,\)"),
         (lambda s: kv_budget(s), ValueError, r"needs what the keys received"),
         (lambda s: near_duplicates(s, 2), ValueError, r"threshold: got 2, wanted 0 to 1"),
         (

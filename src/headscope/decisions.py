@@ -238,8 +238,11 @@ def kv_budget(
     positions stands for all, which keeps at most what a choice for each would.
 
     Raises:
+        TypeError: one budget that is in no collection.
         ValueError: nothing was received, a budget below 1, or heads that do not divide into so many groups.
     """
+    if isinstance(keys, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"keys: got {keys}, wanted several budgets, as ({keys},)")
     budgets = tuple(keys)
     if not budgets or any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in budgets):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"keys: got {budgets}, wanted whole numbers from 1")
