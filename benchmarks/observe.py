@@ -1,7 +1,7 @@
 """What observing and watching cost, interleaved with their peers: python benchmarks/observe.py
 
     python benchmarks/observe.py                                  # the full run; writes observe.json and observe.md
-    python benchmarks/observe.py --only attention --lengths 1024 --seconds 1
+    python benchmarks/observe.py --only attention --cases '1024*' --seconds 1
     python benchmarks/observe.py --only models --add observe.json  # again these rows of a file, the others stay
 
 Four kinds of cases: `attention`, one call beside torch's SDPA and our own attending; `memory`, the peak of such a call
@@ -12,6 +12,7 @@ run of some cases writes a file only where --out or --add says.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import os
 import shlex
 import sys
@@ -32,29 +33,25 @@ KINDS = (attention.TIME, attention.MEMORY, attention.LONG, models.KIND)
 Measure = Callable[[], Row]
 
 
-def chosen(asked: argparse.Namespace) -> Iterator[tuple[str, Measure]]:
-    """The cases that were asked for, by what they are called on the way."""
+def every(asked: argparse.Namespace) -> Iterator[tuple[str, str, Measure]]:
+    """Kind and name of each case, and how it is measured."""
+    for case in attention.cases(attention.LENGTHS):
+        yield attention.TIME, case.name, partial(attention.measure, case, asked.seconds, asked.rounds)
+    for length in attention.MEMORY_LENGTHS:
+        yield attention.MEMORY, str(length), partial(attention.measure_memory, length, asked.threads)
+    for case in attention.cases((attention.LONG_LENGTH,), heads=1):
+        yield attention.LONG, case.name, partial(attention.measure_long, case)
+    for case in models.cases():
+        yield models.KIND, case.name, partial(models.measure, case, asked.seconds, asked.rounds)
 
-    def some(lengths: Sequence[int]) -> tuple[int, ...]:
-        return tuple(length for length in lengths if asked.lengths is None or length in asked.lengths)
 
-    for kind in KINDS:
-        if kind not in asked.only:
-            continue
-        if kind == attention.TIME:
-            for case in attention.cases(some(attention.LENGTHS)):
-                yield f"{kind} {case.name}", partial(attention.measure, case, asked.seconds, asked.rounds)
-        elif kind == attention.MEMORY:
-            for length in some(attention.MEMORY_LENGTHS):
-                yield f"{kind} {length}", partial(attention.measure_memory, length, asked.threads)
-        elif kind == attention.LONG:
-            for length in some((attention.LONG_LENGTH,)):
-                for causal in (False, True):
-                    case = attention.Case(length, causal, heads=1)
-                    yield f"{kind} {case.name}", partial(attention.measure_long, case)
-        else:
-            for case in models.cases(asked.models, some(models.LENGTHS)):
-                yield f"{kind} {case.name}", partial(models.measure, case, asked.seconds, asked.rounds)
+def chosen(asked: argparse.Namespace) -> list[tuple[str, str, Measure]]:
+    """Those that were asked for."""
+    return [
+        (kind, name, measure)
+        for kind, name, measure in every(asked)
+        if kind in asked.only and any(fnmatch.fnmatchcase(name, pattern) for pattern in asked.cases or ["*"])
+    ]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -64,28 +61,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="at least, however long they take")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="by default all cores")
     parser.add_argument("--only", metavar="KIND,...", help=f"some of: {', '.join(KINDS)}")
-    parser.add_argument("--lengths", metavar="T,...", help="of the cases of these lengths only")
-    parser.add_argument("--models", metavar="MODEL,...", help=f"some of: {', '.join(models.MODELS)}")
+    parser.add_argument("--cases", action="append", metavar="PATTERN", help="by name, with * and ?; may be repeated")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--out", type=Path, help="FILE.json; the tables go beside it")
     where.add_argument("--add", type=Path, help="FILE.json that is there: replace the rows that are measured now")
     asked = parser.parse_args(arguments)
-    asked.full = asked.only is None and asked.lengths is None and asked.models is None
-    asked.only = tuple(KINDS if asked.only is None else asked.only.split(","))
-    asked.models = tuple(models.MODELS if asked.models is None else asked.models.split(","))
-    for option, given, known in (("only", asked.only, KINDS), ("models", asked.models, models.MODELS)):
-        for each in given:
-            if each not in known:
-                parser.error(f"--{option}: got {each!r}, wanted some of: {', '.join(known)}")
-    try:
-        asked.lengths = None if asked.lengths is None else {int(length) for length in asked.lengths.split(",")}
-    except ValueError:
-        parser.error(f"--lengths: got {asked.lengths!r}, wanted whole numbers")
+    asked.full = asked.only is None and asked.cases is None
+    asked.only = KINDS if asked.only is None else asked.only.split(",")
+    for each in asked.only:
+        if each not in KINDS:
+            parser.error(f"--only: got {each!r}, wanted some of: {', '.join(KINDS)}")
     if not 0 < asked.seconds <= 600:
         parser.error(f"--seconds: got {asked.seconds}, wanted a number above 0 and up to 600")
     for name in ("rounds", "threads"):
         if getattr(asked, name) < 1:
             parser.error(f"--{name}: got {getattr(asked, name)}, wanted at least 1")
+    if not chosen(asked):
+        parser.error(
+            f"--cases: no case matches {', '.join(asked.cases)}; they are called '1024 causal', 'text 128', ..."
+        )
     if asked.add is not None and not asked.add.is_file():
         parser.error(f"--add: there is no file {asked.add}")
     return asked
@@ -96,8 +90,8 @@ def run(asked: argparse.Namespace, command: str) -> tuple[Report, bool]:
     torch.set_num_threads(asked.threads)
     made = Report([command], _bench.machine())
     try:
-        for name, measure in chosen(asked):
-            print(name, file=sys.stderr, flush=True)
+        for kind, name, measure in chosen(asked):
+            print(kind, name, file=sys.stderr, flush=True)
             made.rows.append(measure())
     except KeyboardInterrupt:
         return made, False

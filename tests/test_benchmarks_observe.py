@@ -33,8 +33,9 @@ def test_the_cases_are_those_of_the_issue() -> None:
     names = report.every()
     assert len(names) == len(set(names)) == 6 + 6 + 2 + 8
     assert {("attention", "16384 causal"), ("memory", "32768"), ("long", "131072"), ("models", "Llama 8192")} < {*names}
-    asked = driver.parse([])
-    assert [f"{kind} {name}" for kind, name in names] == [name for name, _ in driver.chosen(asked)]
+    assert [case[:2] for case in driver.chosen(driver.parse([]))] == names
+    some = driver.parse(["--only", "attention,models", "--cases", "1024*", "--cases", "text 128"])
+    assert [name for _, name, _ in driver.chosen(some)] == ["1024", "1024 causal", "text 128"]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -161,6 +162,7 @@ def test_files_are_added_to(tmp_path: Path) -> None:
     ]
     assert both.rows[0].seconds == {"SDPA": [2.0]}
     assert both.commands == ["python benchmarks/observe.py", "again"]
+    assert "Made by 2 runs (see the JSON)" in report.markdown(both)
     report.save(both, path)
     assert path.with_suffix(".md").read_text() == report.markdown(report.load(path))
     assert sorted(each.name for each in tmp_path.iterdir()) == ["some.json", "some.md"]
@@ -193,8 +195,7 @@ def test_a_run_of_some_cases(
     ("arguments", "message"),
     [
         (["--only", "sideways"], "--only: got 'sideways', wanted some of: attention, memory, long, models"),
-        (["--models", "GPT"], "--models: got 'GPT', wanted some of: text, Llama"),
-        (["--lengths", "few"], "--lengths: got 'few', wanted whole numbers"),
+        (["--cases", "GPT*"], "--cases: no case matches GPT*; they are called '1024 causal', 'text 128', ..."),
         (["--seconds", "0"], "--seconds: got 0.0, wanted a number above 0 and up to 600"),
         (["--rounds", "0"], "--rounds: got 0, wanted at least 1"),
         (["--add", "nothing.json"], "--add: there is no file nothing.json"),

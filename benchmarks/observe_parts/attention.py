@@ -65,11 +65,11 @@ class Case:
         return q, k, v
 
 
-def cases(lengths: tuple[int, ...]) -> Iterator[Case]:
+def cases(lengths: tuple[int, ...], heads: int = HEADS) -> Iterator[Case]:
     """Each length without and with a causal mask."""
     for length in lengths:
-        yield Case(length, False)
-        yield Case(length, True)
+        yield Case(length, False, heads)
+        yield Case(length, True, heads)
 
 
 def competitors(case: Case) -> dict[str, Run]:

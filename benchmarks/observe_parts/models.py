@@ -40,10 +40,10 @@ class Case:
         return f"{self.model} {self.length}"
 
 
-def cases(models: tuple[str, ...], lengths: tuple[int, ...]) -> Iterator[Case]:
+def cases() -> Iterator[Case]:
     """Each model at each length."""
-    for model in models:
-        for length in lengths:
+    for model in MODELS:
+        for length in LENGTHS:
             yield Case(model, length)
 
 

@@ -50,7 +50,7 @@ def every() -> list[tuple[str, str]]:
     found = [(attention.TIME, case.name) for case in attention.cases(attention.LENGTHS)]
     found += [(attention.MEMORY, str(length)) for length in attention.MEMORY_LENGTHS]
     found += [(attention.LONG, case.name) for case in attention.cases((attention.LONG_LENGTH,))]
-    return found + [(models.KIND, case.name) for case in models.cases(models.MODELS, models.LENGTHS)]
+    return found + [(models.KIND, case.name) for case in models.cases()]
 
 
 def told(machine: dict[str, Any]) -> str:
@@ -63,7 +63,7 @@ def told(machine: dict[str, Any]) -> str:
 
 def markdown(report: Report) -> str:
     """The whole page."""
-    made = "; ".join(f"`{command}`" for command in report.commands)
+    made = f"`{report.commands[0]}`" if len(report.commands) == 1 else f"{len(report.commands)} runs (see the JSON)"
     parts = ["# Observing attention", f"Made by {made} on {told(report.machine)}. Medians of interleaved rounds; fp32."]
     for kind, title, table in (
         (attention.TIME, TIME_TEXT, time_tables),

@@ -59,8 +59,8 @@ def interleave(runs: dict[str, Run], seconds: float, least: int) -> dict[str, li
     """Seconds of one call each, in rounds, for about so many seconds and at least so many rounds."""
     calls: dict[str, int] = {}
     for name, run in runs.items():
-        run()  # not counted: it warms up
-        calls[name] = turn(_time(run, 1))
+        first = _time(run, 1)  # not counted: it warms up
+        calls[name] = 1 if first > LONG_S else turn(_time(run, 1))
     times: dict[str, list[float]] = {name: [] for name in runs}
     started, rounds = time.perf_counter(), 0
     while rounds < least or time.perf_counter() - started < seconds:
