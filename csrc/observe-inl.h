@@ -523,7 +523,8 @@ template <class T, int QV> struct Look {
     template <class Block> void fold(const Block& block, int v, const T* scales) {
         const int from = v * L, rows = block.count - from < L ? block.count - from : L;
         const std::int64_t y = row_bin(block.query(from));
-        const bool together = block.group == 1 && row_bin(block.query(from + rows - 1)) == y;  // queries ascend
+        bool together = block.group == 1;
+        for (int r = 1; together && r < rows; r++) together = row_bin(block.query(from + r)) == y;
         for (int r = 0; r < L; r++) if (scales[from + r] == 0)  // does not count
             for (std::int64_t x = 0; x < s->bins; x++) cell_most[x * ROWS + from + r] = -1, pairs[x * ROWS + from + r] = 0;
         if (!together) {

@@ -176,8 +176,9 @@ template <class A> void measure_row(const Problem& p, const Look& x, const Measu
     }
     if (!x.ids.given) return;
     const std::int64_t own = std::int64_t(x.own(b, 0, 0, r));
-    const auto same = [&](std::int64_t j) { return own >= 0 && j >= 0 && j != own && x.ids(b, 0, 0, j) == x.ids(b, 0, 0, own); };
-    sum(DUPLICATE, row.mass(true, same)), sum(INDUCTION, row.mass(true, [&](std::int64_t j) { return same(j - 1); }));
+    const auto same = [&](std::int64_t j) { return own >= 0 && j >= 0 && x.ids(b, 0, 0, j) == x.ids(b, 0, 0, own); };
+    sum(DUPLICATE, row.mass(true, [&](std::int64_t j) { return j != own && same(j); }));
+    sum(INDUCTION, row.mass(true, [&](std::int64_t j) { return same(j - 1); }));
 }
 
 inline std::int64_t bin_of(std::int64_t place, std::int64_t bins, std::int64_t length) {
