@@ -273,7 +273,8 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
         for (int r = 0; r < count; r++) {
             const T total = sum[r / L][r % L];
             const T most = top[r / L][r % L], least = -std::numeric_limits<T>::max();
-            const T value = most == least ? least : (most + std::log2(total)) * T(LN2);  // of a row of the smallest biases
+            T value = (most + std::log2(total)) * T(LN2);
+            if (total > 0 && most == least) value = least;  // of a row of the smallest biases
             static_cast<T*>(f.lse)[row(r)] = total == 0 ? -std::numeric_limits<T>::infinity() : value;
         }
     }
