@@ -435,7 +435,9 @@ def test_subclasses_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [{}, {"mask": causal()}, {"bias": torch.randn(H, 1, K)}, {"sinks": torch.randn(H)}], ids=str
+    "said",
+    [{}, {"mask": causal()}, {"bias": torch.randn(H, 1, K)}, {"sinks": torch.randn(H)}],
+    ids=["plain", "causal", "bias", "sinks"],
 )
 def test_a_repeated_call_has_the_gradients_of_its_own_tensors(said: dict[str, Any]) -> None:
     numbers = {name: x for name, x in said.items() if name == "mask"}
