@@ -23,6 +23,13 @@ settings.register_profile("long", parent=settings.get_profile("headscope"), dera
 settings.load_profile("headscope")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long runs may take as long as they take."""
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(0))
+
+
 @pytest.fixture
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A backend by name, to be parametrized indirectly; "small blocks" is "blocked" with a few rows in each block."""

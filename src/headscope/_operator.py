@@ -68,7 +68,7 @@ def attend(call: Call, mask: Mask | None, inputs: Inputs) -> tuple[Tensor, Tenso
 # ---------------------------------------------------------------- masks as numbers and tensors
 
 
-class _Code:
+class Code:
     """What a code stands for; some are followed by numbers, some take tensors."""
 
     BAND, PREFIX, LENGTHS, DOCUMENTS, DENSE, BOTH, EITHER = range(7)
@@ -82,31 +82,31 @@ def encode(mask: Mask, sizes: tuple[int, int, int, int], codes: list[int], parts
     """
     match mask:
         case Band():
-            codes += [_Code.BAND, _reach(mask.left), _reach(mask.right)]
+            codes += [Code.BAND, _reach(mask.left), _reach(mask.right)]
             match mask.offset:
                 case None:
-                    codes += [_Code.NO_OFFSET]
+                    codes += [Code.NO_OFFSET]
                 case Tensor():
-                    codes += [_Code.OFFSET_TENSOR]
+                    codes += [Code.OFFSET_TENSOR]
                     parts += [mask.offset]
                 case tuple():
-                    codes += [_Code.OFFSETS, len(mask.offset), *mask.offset]
+                    codes += [Code.OFFSETS, len(mask.offset), *mask.offset]
                 case _:
-                    codes += [_Code.ONE_OFFSET, mask.offset]
+                    codes += [Code.ONE_OFFSET, mask.offset]
         case Prefix():
-            codes += [_Code.PREFIX, mask.n]
+            codes += [Code.PREFIX, mask.n]
         case KeyLengths():
-            codes += [_Code.LENGTHS]
+            codes += [Code.LENGTHS]
             parts += [mask.lengths]
         case Documents():
-            codes += [_Code.DOCUMENTS]
+            codes += [Code.DOCUMENTS]
             parts += [mask.q_ids, mask.k_ids]
         case And() | Or():
             encode(mask.first, sizes, codes, parts)
             encode(mask.second, sizes, codes, parts)
-            codes += [_Code.BOTH if isinstance(mask, And) else _Code.EITHER]
+            codes += [Code.BOTH if isinstance(mask, And) else Code.EITHER]
         case _:
-            codes += [_Code.DENSE]
+            codes += [Code.DENSE]
             parts += [mask.tensor if isinstance(mask, Dense) else mask.dense(*sizes)]
 
 
@@ -115,19 +115,19 @@ def decode(codes: Sequence[int], parts: Sequence[Tensor]) -> Mask | None:
     numbers, tensors, made = iter(codes), iter(parts), list[Mask]()
     for code in numbers:
         match code:
-            case _Code.BAND:
+            case Code.BAND:
                 made.append(_band(next(numbers), next(numbers), numbers, tensors))
-            case _Code.PREFIX:
+            case Code.PREFIX:
                 made.append(Prefix(next(numbers)))
-            case _Code.LENGTHS:
+            case Code.LENGTHS:
                 made.append(KeyLengths(next(tensors)))
-            case _Code.DOCUMENTS:
+            case Code.DOCUMENTS:
                 made.append(Documents(next(tensors), next(tensors)))
-            case _Code.DENSE:
+            case Code.DENSE:
                 made.append(Dense(next(tensors)))
             case _:
                 second, first = made.pop(), made.pop()
-                made.append(first & second if code == _Code.BOTH else first | second)
+                made.append(first & second if code == Code.BOTH else first | second)
     return made[0] if made else None
 
 
@@ -138,11 +138,11 @@ def _reach(n: int | None) -> int:
 
 def _band(left: int, right: int, numbers: Iterator[int], tensors: Iterator[Tensor]) -> Band:
     match next(numbers):
-        case _Code.NO_OFFSET:
+        case Code.NO_OFFSET:
             return Band(left, right)
-        case _Code.ONE_OFFSET:
+        case Code.ONE_OFFSET:
             return Band(left, right, next(numbers))
-        case _Code.OFFSETS:
+        case Code.OFFSETS:
             return Band(left, right, tuple(islice(numbers, next(numbers))))
         case _:
             return Band(left, right, next(tensors))
