@@ -19,7 +19,6 @@ import headscope.onnx
 from headscope import MultiHeadAttention, masks
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),  # torch's own
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),  # of onnxscript's, at import
     pytest.mark.filterwarnings("ignore:# The axis name. .* will not be used:UserWarning"),  # a name for several axes
 ]

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
+from importlib import import_module
 from itertools import islice
 from typing import Any
 
 import torch
 
-from headscope import functional  # noqa: F401  # registers the operators
+from headscope import functional  # noqa: F401  # pyright: ignore[reportUnusedImport]  # it registers the operators
 from headscope._operator import Code
 from headscope.masks import FAR
 
@@ -37,18 +38,19 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         ImportError: onnxscript is not installed.
         ValueError: on export, where there is dropout.
     """
-    import onnxscript  # noqa: F401  # to say now that it is missing, and not while a graph is made
+    import_module("onnxscript")  # to say now that it is missing, and not while a graph is made
 
     return {torch.ops.headscope.attend_forward.default: _attend}
 
 
 def _attend(
     q: Value, k: Value, v: Value, bias: Value | None, sinks: Value | None, codes: Sequence[int], parts: Sequence[Value],
-    scale: float, softcap: float, dropout: float, seed: Value | None,
+    scale: float, softcap: float, dropout: float, seed: Value | None, backend: str,
 ) -> tuple[Value, Value]:  # fmt: skip
     """out and lse in operators of ONNX; what computes lse is dropped by the exporter where nobody reads it."""
-    from onnxscript import opset23 as op
+    from onnxscript import opset23
 
+    op: Any = opset23
     if dropout:
         raise ValueError(f"dropout: got {dropout}, and ONNX's Attention has none; export the module in eval mode")
     settings: dict[str, Any] = {"scale": scale}
