@@ -59,7 +59,7 @@ CORE = [
         "_observe_native",
         "_observe_sums",
     ),
-    *("functional", "_linear", "module"),
+    *("functional", "_linear", "positions", "module"),
     *("_decision_parts", "_head_distances", "_pattern_means", "decisions", "comparing"),
     *(
         "_watch_masks",
@@ -102,7 +102,10 @@ def test_every_public_name_is_there(name: str) -> None:
 
 @pytest.mark.parametrize(
     "room",
-    ["functional", "masks", "module", "tracing", "stats", "watching", "examples", "decisions", "comparing"],
+    [
+        *("functional", "masks", "module", "positions", "tracing", "stats", "watching", "examples", "decisions"),
+        "comparing",
+    ],
 )
 def test_every_name_of_a_room_is_there(room: str) -> None:
     module = import_module(f"headscope.{room}")
