@@ -37,12 +37,13 @@ __all__ = [
     "load_example",
     "masks",
     "observe",
+    "positions",
     "trace",
     "watch",
 ]
 
 if TYPE_CHECKING:
-    from headscope import masks
+    from headscope import masks, positions
     from headscope.examples import load_example
     from headscope.functional import Attended, attend, attention, observe
     from headscope.module import MultiHeadAttention
@@ -52,8 +53,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "masks":
-        return import_module("headscope.masks")
+    if name in ("masks", "positions"):
+        return import_module(f"headscope.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'headscope' has no attribute {name!r}; it has {', '.join(__all__)}")
     value = getattr(import_module(f"headscope.{_HOME[name]}"), name)
