@@ -60,7 +60,7 @@ CORE = [
         "_observe_sums",
     ),
     *("functional", "_linear", "positions", "module"),
-    *("nn_compat",),
+    *("_layout_table", "layouts", "nn_compat"),
     *("_decision_parts", "_head_distances", "_pattern_means", "decisions", "comparing"),
     *(
         "_watch_masks",
@@ -74,6 +74,7 @@ CORE = [
     *("_watch_transformers", "watching", "_watch_files"),
 ]
 LATER = {
+    "module": {"layouts"},
     "stats": {"_stats_show", "_stats_files"},
     "watching": {"_watch_files"},
 }  # imported when they are called: they are made of what is in it
@@ -105,7 +106,7 @@ def test_every_public_name_is_there(name: str) -> None:
     "room",
     [
         *("functional", "masks", "module", "positions", "tracing", "stats", "watching", "examples", "decisions"),
-        *("nn_compat",),
+        *("layouts", "nn_compat"),
         "comparing",
     ],
 )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from typing import Any, Literal, overload
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -152,6 +153,31 @@ class MultiHeadAttention(nn.Module):
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
                 norm.reset_parameters()
+
+    @classmethod
+    def from_module(cls, module: nn.Module, layout: str | None = None, **options: Any) -> Self:
+        """One with copies of another module's weights, as torch's, transformers' or a tutorial's.
+
+        See ``layouts.from_module``.
+        """
+        from headscope import layouts
+
+        return layouts.from_module(module, layout, into=cls, **options)
+
+    @classmethod
+    def from_state_dict(
+        cls, state: Mapping[str, Any] | str | Path, layout: str, *, prefix: str = "", **options: Any
+    ) -> Self:
+        """One with copies of the weights in a state dict, or in a safetensors file. See ``layouts.from_state_dict``."""
+        from headscope import layouts
+
+        return layouts.from_state_dict(state, layout, prefix=prefix, into=cls, **options)
+
+    def to_state_dict(self, layout: str, *, prefix: str = "") -> dict[str, Tensor]:
+        """Copies of the weights under the keys of a layout. See ``layouts.to_state_dict``."""
+        from headscope import layouts
+
+        return layouts.to_state_dict(self, layout, prefix=prefix)
 
     def projection(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Weight [rows, width] and bias [rows] of the projection "q", "k", "v" or "out"; views, if they are packed."""
