@@ -59,9 +59,9 @@ CORE = [
         "_observe_native",
         "_observe_sums",
     ),
-    *("functional", "_linear", "positions", "module"),
-    *("_layout_table", "layouts", "nn_compat"),
+    *("functional", "_linear", "positions", "cache", "module"),
     *("_decision_parts", "_head_distances", "_pattern_means", "decisions", "comparing"),
+    *("_layout_table", "layouts", "nn_compat"),
     *(
         "_watch_masks",
         "_watch_calls",
@@ -105,9 +105,9 @@ def test_every_public_name_is_there(name: str) -> None:
 @pytest.mark.parametrize(
     "room",
     [
-        *("functional", "masks", "module", "positions", "tracing", "stats", "watching", "examples", "decisions"),
+        *("functional", "masks", "positions", "cache", "module", "tracing", "stats", "watching", "examples"),
+        *("decisions", "comparing"),
         *("layouts", "nn_compat"),
-        "comparing",
     ],
 )
 def test_every_name_of_a_room_is_there(room: str) -> None:

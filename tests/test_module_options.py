@@ -64,9 +64,8 @@ def by_definition(m: MultiHeadAttention, x: Tensor, positions: Tensor) -> tuple[
     exact = oracle.attention(q, k, v, seen=seen, bias=bias, scale=m.scale, sinks=m.sinks)
     merged = torch.cat(exact.out.unbind(1), -1)
     if m.gate_proj is not None:
-        merged = merged / (
-            1 + torch.exp(-(x @ m.gate_proj.weight.T + (0 if m.gate_proj.bias is None else m.gate_proj.bias)))
-        )
+        bias = dict(m.gate_proj.named_parameters()).get("bias", torch.zeros(()))
+        merged = merged / (1 + torch.exp(-(x @ m.gate_proj.weight.T + bias)))
     return m.out_proj(merged), exact.weights
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "Trace",
     "attend",
     "attention",
+    "cache",
     "load_example",
     "masks",
     "observe",
@@ -43,7 +44,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from headscope import masks, positions
+    from headscope import cache, masks, positions
     from headscope.examples import load_example
     from headscope.functional import Attended, attend, attention, observe
     from headscope.module import MultiHeadAttention
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("masks", "positions"):
+    if name in ("cache", "masks", "positions"):
         return import_module(f"headscope.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'headscope' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from headscope import functional
 from headscope._call import check_dropout, check_scale, check_softcap, kind
 from headscope._linear import Linear
+from headscope.cache import Cache
 from headscope.masks import Mask
 from headscope.positions import ALiBi, RelativeBias, Rotary, T5Buckets, bias_of, check_positions, matrix
 
@@ -194,15 +195,18 @@ class MultiHeadAttention(nn.Module):
     def forward(
         self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None, *, mask: Mask | Tensor | None = None,
         bias: Tensor | None = None, need_weights: Literal[False] = False, positions: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def forward(
         self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None, *, mask: Mask | Tensor | None = None,
         bias: Tensor | None = None, need_weights: Literal[True], positions: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None, *, mask: Mask | Tensor | None = None,
         bias: Tensor | None = None, need_weights: bool = False, positions: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attend from ``x`` to itself, or to ``context``.
 
@@ -217,6 +221,8 @@ class MultiHeadAttention(nn.Module):
                 quadratic. The output stays the same to the bit.
             positions: where the tokens of x stand, integers [Q] or [B, Q], for ``rotary`` and ``position_bias``; by
                 default 0, 1, 2, … It does not move the mask.
+            cache: what came before x, of ``headscope.cache``; x is added to it. Attention is then causal, positions go
+                on where they ended, and K counts the tokens that are held, those of x at the end.
 
         Returns:
             out [B, Q, embed_dim], or (out, weights).
@@ -225,8 +231,8 @@ class MultiHeadAttention(nn.Module):
             TypeError, ValueError: an input, mask or bias that does not fit; it names argument, axis, got and wanted.
         """
         q, k, v = self.project(x, context)
-        if not self.plain or positions is not None:
-            q, k, bias = self._place(q, k, bias, positions, cross=context is not None)
+        if cache is not None or positions is not None or not self.plain:
+            q, k, v, mask, bias = self._place((q, k, v), mask, bias, positions, cache, cross=context is not None)
         scale, softcap, sinks, dropout = self.scale, self.softcap, self.sinks, self.dropout if self.training else 0.0
         heads = functional.attention(
             q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
@@ -263,29 +269,53 @@ class MultiHeadAttention(nn.Module):
         )
 
     def _place(
-        self, q: Tensor, k: Tensor, bias: Tensor | None, positions: Tensor | None, *, cross: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """q and k normalised and turned to their positions; the bias with that by distance added to it."""
+        self, heads: tuple[Tensor, Tensor, Tensor], mask: Mask | Tensor | None, bias: Tensor | None,
+        positions: Tensor | None, cache: Cache | None, *, cross: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Mask | Tensor | None, Tensor | None]:  # fmt: skip
+        """q and k normalised and turned to their positions, with what came before; the bias with that by distance."""
+        q, k, v = heads
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
-        if self.rotary is None and self.position_bias is None:
-            if positions is not None:
-                raise ValueError("positions: this module has neither rotary nor position_bias")
-            return q, k, bias
-        if cross:
-            option = "rotary" if self.rotary is not None else "position_bias"
-            raise ValueError(f"context: this module has {option}, and x and its context share no axis of positions")
-        places = slice(0, q.shape[-2]) if positions is None else positions
+        self._check_place(positions, cache, cross=cross)
+        start, first = (0, 0) if cache is None else (cache.length, 0)
+        stop = start + q.shape[-2]
+        places = slice(start, stop) if positions is None else positions
         check_positions(places, q)
         if self.rotary is not None:
             cos, sin = self.rotary.cos_sin(places, q)
             q, k = self.rotary.turn(q, cos, sin), self.rotary.turn(k, cos, sin)
+        if cache is not None:
+            k, v, first, mask = cache.append(k, v, mask)
         if self.position_bias is not None:
-            at = torch.arange(q.shape[-2], device=q.device) if isinstance(places, slice) else places
+            q_at = k_at = positions
+            if q_at is None or k_at is None:
+                k_at = torch.arange(first, stop, device=q.device)
+                q_at = k_at[start - first :]
             dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-            by_distance = matrix(self.position_bias, at, at, dtype)  # [H, Q, K] or [B, H, Q, K]
+            by_distance = matrix(self.position_bias, q_at, k_at, dtype)  # [H, Q, K] or [B, H, Q, K]
             bias = by_distance if bias is None else bias + by_distance
-        return q, k, bias
+        return q, k, v, mask, bias
+
+    def _check_place(self, positions: Tensor | None, cache: Cache | None, *, cross: bool) -> None:
+        located = self.rotary is not None or self.position_bias is not None
+        if cross and (located or cache is not None):
+            if cache is not None:
+                raise ValueError("context: got one beside a cache, which is for self-attention")
+            option = "rotary" if self.rotary is not None else "position_bias"
+            raise ValueError(f"context: this module has {option}, and x and its context share no axis of positions")
+        if positions is not None and not located:
+            raise ValueError("positions: this module has neither rotary nor position_bias")
+        if cache is None:
+            return
+        if not isinstance(cache, Cache):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"cache: got {kind(cache)}, wanted a cache of headscope.cache")
+        if positions is not None:
+            raise ValueError("positions: got some beside a cache, which counts them itself")
+        if self.rotary is not None and self.rotary.dynamic:
+            raise ValueError(
+                "cache: this module has NTK(original_length=...), which turns earlier keys anew as the length grows; "
+                "NTK(factor) alone stays as it is"
+            )
 
     def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
         if self.qk_norm != "rms_all":
