@@ -107,7 +107,7 @@ def write(part: Part, x: Tensor, heads: tuple[int, int]) -> Tensor:
         case "from heads":
             return x.T.unflatten(0, heads)
         case "token":
-            return x[None, None]
+            return x.flatten()[None, None]
 
 
 # ---------------------------------------------------------------- parts that come again

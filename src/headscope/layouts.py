@@ -93,6 +93,9 @@ def from_state_dict(
         raise ValueError(f"state: does not fit layout {found.name!r}: {_amiss(missing, unexpected)}{hint}")
     tensors, keys = _ours(found, taken)
     sizes = _sizes(found, tensors, keys, taken, options)
+    for name in ("bias_k", "bias_v"):
+        if name in tensors:
+            tensors[name] = tensors[name].unflatten(0, (sizes["kv_heads"], -1))  # [Hkv, D]
     extras = _extras(found, tensors, sizes, options)
     made = into(**sizes, **extras, device="meta")
     frozen = made.sinks is not None and "sinks" not in tensors
@@ -313,6 +316,8 @@ def _extras(
         if "q_norm.bias" not in tensors:
             raise ValueError(f'qk_norm: layout {layout.name!r} does not tell the kind of q_norm; pass "rms" or "layer"')
         extras["qk_norm"] = "layer"
+    if "bias_k" in tensors:
+        extras["bias_kv"] = True
     if "position_bias.weight" in tensors and "position_bias" not in extras:
         raise ValueError(
             "position_bias: there is a table of biases by distance; pass positions.T5Buckets with its num_buckets "

@@ -56,12 +56,14 @@ class MultiHeadAttention(nn.Module):
             weights (and biases of "layer") that its heads share, as Qwen 3; "rms_all", all heads together, as OLMo 2.
         qk_norm_eps: added to the mean square, or the variance, above 0.
         gate: multiply the heads' outputs, number by number, by sigmoid(gate_proj(x)), before ``out_proj``.
+        bias_kv: learn one key and one value a head that belong to no token: every query sees them, whatever the mask,
+            as ``add_bias_kv`` of ``nn.MultiheadAttention``. A watch looks at the keys of tokens only.
 
     Parameters: where q, k and v may all be projected from one input and their biases are alike, one packed
     ``qkv_proj``; else ``q_proj``, ``k_proj``, ``v_proj``; always ``out_proj``. ``load_state_dict`` takes either form.
     Rows of a projection are ordered by head. Weights start as ``xavier_uniform_`` of each projection by itself, biases
     and sinks as zero. With the options: ``q_norm`` and ``k_norm``; ``gate_proj``, with a bias where q has one;
-    ``position_bias.weight``.
+    ``position_bias.weight``; ``bias_k`` [kv_heads, head_dim], ``bias_v`` [kv_heads, v_head_dim].
 
     Raises:
         TypeError: a size or number of the wrong kind.
@@ -95,6 +97,7 @@ class MultiHeadAttention(nn.Module):
         qk_norm: QKNorm | None = None,
         qk_norm_eps: float = 1e-6,
         gate: bool = False,
+        bias_kv: bool = False,
     ) -> None:
         super().__init__()
         kv_heads = num_heads if kv_heads is None else kv_heads
@@ -131,6 +134,8 @@ class MultiHeadAttention(nn.Module):
         self.k_norm = _norm(qk_norm, kv_heads, self.head_dim, qk_norm_eps, made)
         gates = num_heads * self.v_head_dim
         self.gate_proj = Linear(embed_dim, gates, bias="q" in biased, **made) if gate else None
+        self.bias_k = nn.Parameter(torch.empty(kv_heads, self.head_dim, **made)) if bias_kv else None
+        self.bias_v = nn.Parameter(torch.empty(kv_heads, self.v_head_dim, **made)) if bias_kv else None
         self.plain = rotary is None and position_bias is None and qk_norm is None  # q and k attend as projected
         self.reset_parameters()
 
@@ -151,6 +156,9 @@ class MultiHeadAttention(nn.Module):
                     nn.init.zeros_(linear.bias)
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
+        for own in (self.bias_k, self.bias_v):
+            if own is not None:
+                nn.init.xavier_normal_(own)
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
                 norm.reset_parameters()
@@ -234,16 +242,40 @@ class MultiHeadAttention(nn.Module):
         if cache is not None or positions is not None or not self.plain:
             q, k, v, mask, bias = self._place((q, k, v), mask, bias, positions, cache, cross=context is not None)
         scale, softcap, sinks, dropout = self.scale, self.softcap, self.sinks, self.dropout if self.training else 0.0
-        heads = functional.attention(
-            q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
-        )
+        own: Tensor | None = None
+        if self.bias_k is None:
+            heads = functional.attention(
+                q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
+            )
+        else:
+            rest = functional.attend(
+                q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
+            )
+            own = self._own_share(q, rest.lse)
+            heads = self._with_own_value(rest.out, own, dropout)
         merged = merge_heads(heads)
         if self.gate_proj is not None:
             merged = merged * self.gate_proj(x).sigmoid()
         out = self.out_proj(merged)
         if not need_weights:
             return out
-        return out, functional.weights(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks)
+        weights = functional.weights(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks)
+        return out, weights if own is None else weights * (1 - own)
+
+    def _own_share(self, q: Tensor, lse: Tensor) -> Tensor:
+        """The weight [B, H, Q, 1] of the key that belongs to no token, beside all others, whose log-sum-exp is lse."""
+        assert self.bias_k is not None
+        k = self.bias_k.repeat_interleave(self.num_heads // self.kv_heads, 0)  # [H, D]
+        logit = self.scale * torch.einsum("...hqd,hd->...hq", q.to(lse.dtype), k.to(lse.dtype))  # [B, H, Q]
+        if self.softcap is not None:
+            logit = self.softcap * torch.tanh(logit / self.softcap)
+        return torch.sigmoid(logit - lse)[..., None]  # exp(logit) / (exp(logit) + exp(lse))
+
+    def _with_own_value(self, heads: Tensor, own: Tensor, dropout: float) -> Tensor:
+        """The heads' outputs [B, H, Q, Dv] with the value that belongs to no token, by its weight."""
+        assert self.bias_v is not None
+        v = self.bias_v.repeat_interleave(self.num_heads // self.kv_heads, 0)[:, None]  # [H, 1, Dv]
+        return (heads * (1 - own) + F.dropout(own, dropout) * v).to(heads.dtype)
 
     def project(
         self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None
@@ -381,7 +413,7 @@ class MultiHeadAttention(nn.Module):
         if isinstance(self.position_bias, ALiBi):  # a module shows itself
             said["position_bias"] = self.position_bias
         parts += [f"{name}={value!r}" for name, value in said.items() if value is not None]
-        chosen = {"sinks": self.sinks, "gate": self.gate_proj}
+        chosen = {"sinks": self.sinks, "gate": self.gate_proj, "bias_kv": self.bias_k}
         return ", ".join(parts + [f"{name}=True" for name, value in chosen.items() if value is not None])
 
 

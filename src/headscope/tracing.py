@@ -237,7 +237,7 @@ def _untraced(module: MultiHeadAttention) -> list[str]:
     """The options of a module that no row shows."""
     options = {
         "rotary": module.rotary, "position_bias": module.position_bias, "qk_norm": module.qk_norm,
-        "gate": module.gate_proj,
+        "gate": module.gate_proj, "bias_kv": module.bias_k,
     }  # fmt: skip
     return [name for name, value in options.items() if value is not None]
 
