@@ -1,4 +1,4 @@
-"""layouts: weights of other modules against the modules they come from, with random weights and every mask they take."""
+"""layouts: weights of other modules against the modules they come from, under every mask they take."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from headscope import MultiHeadAttention, layouts
-from headscope.masks import Dense, KeyLengths, Mask, causal
+from headscope import MultiHeadAttention, attention, functional, layouts, trace
+from headscope.masks import Band, KeyLengths, Mask, causal
 
 B, H, T, E = 3, 2, 5, 12  # batch, heads, length, width
 LENGTHS = torch.tensor([2, T, 4])
@@ -51,8 +51,8 @@ def assert_same_state(made: MultiHeadAttention, layout: str, state: dict[str, Te
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("options", [
-    {}, {"bias": False}, {"batch_first": True}, {"add_zero_attn": True}, {"kdim": 7, "vdim": 3}, {"kdim": 7, "bias": False},
-    {"add_bias_kv": True}, {"add_bias_kv": True, "add_zero_attn": True, "vdim": 5},
+    {}, {"bias": False}, {"batch_first": True}, {"add_zero_attn": True}, {"kdim": 7, "vdim": 3},
+    {"kdim": 7, "bias": False}, {"add_bias_kv": True}, {"add_bias_kv": True, "add_zero_attn": True, "vdim": 5},
 ], ids=str)  # fmt: skip
 def test_torch(options: dict[str, Any], mask: str) -> None:
     theirs = randomized(nn.MultiheadAttention(E, H, **options))
@@ -80,6 +80,48 @@ def test_torch_takes_ours_back() -> None:
     x = torch.randn(B, T, E)
     torch.testing.assert_close(theirs(x, x, x)[0], ours(x))
     assert not theirs.in_proj_bias.chunk(3)[1].any()
+
+
+@pytest.mark.parametrize("more", [{}, {"add_zero_attn": True}], ids=["", "zero"])
+def test_torch_with_a_key_of_its_own(more: dict[str, bool]) -> None:
+    """Gradients too, and rows that may see nothing else."""
+    theirs = randomized(nn.MultiheadAttention(E, H, add_bias_kv=True, batch_first=True, **more))
+    made = MultiHeadAttention.from_module(theirs)
+    seen = torch.rand(B, H, T, T) < 0.4
+    seen[:, :, 2] = False
+    results: list[tuple[Tensor, ...]] = []
+    for module, mask in ((theirs, {"attn_mask": ~seen.flatten(0, 1)}), (made, {"mask": seen})):
+        x = torch.linspace(-2, 2, B * T * E).view(B, T, E).requires_grad_()
+        out = module(x, x, x, **mask)[0] if module is theirs else module(x, **mask)
+        out.square().sum().backward()
+        own = (parameter.grad.flatten() for parameter in (module.bias_k, module.bias_v, module.out_proj.weight))
+        results.append((out, x.grad, *own))
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_a_key_of_its_own_with_grouped_heads_softcap_and_dropout() -> None:
+    """By its definition: one more key, put before the others."""
+    made = MultiHeadAttention(E, 4, kv_heads=2, softcap=3.0, sinks=True, bias_kv=True)
+    randomized(made)
+    x = torch.randn(B, T, E)
+    q, k, v = made.project(x)
+    assert made.bias_k is not None
+    assert made.bias_v is not None
+    k, v = (torch.cat([own[None, :, None].expand(B, -1, 1, -1), rest], 2)
+            for own, rest in ((made.bias_k, k), (made.bias_v, v)))  # fmt: skip
+    mask = Band(None, 0, offset=1)  # the first key is its own
+    heads = attention(q, k, v, mask=mask, softcap=3.0, sinks=made.sinks)
+    torch.testing.assert_close(made(x, mask=causal()), made.out_proj(heads.transpose(1, 2).flatten(2)))
+    out, weights = made(x, mask=causal(), need_weights=True)
+    torch.testing.assert_close(out, made(x, mask=causal()))
+    expected = functional.weights(q, k, mask=mask, softcap=3.0, sinks=made.sinks)
+    torch.testing.assert_close(weights, expected[..., 1:])
+    made.dropout = 0.5
+    once = made(x)
+    torch.testing.assert_close(made.eval()(x), made(x))
+    assert not torch.allclose(once, made(x))
+    with pytest.raises(TypeError, match="module: has bias_kv, whose steps cannot be traced yet"):
+        trace(made, x)
 
 
 # ---------------------------------------------------------------- tutorials, timm, Keras
@@ -213,7 +255,7 @@ STATE = layout_modules.WQ(E, H).state_dict()
         (STATE, {"layout": "torch"}, "does not fit layout 'torch': missing in_proj_weight, out_proj.weight; unexpected "
          "w_k.bias, .* and 2 more; these keys are those of w_q"),
         ({"a": STATE["w_q.bias"]}, {"layout": "w_q"}, "missing w_q.weight, .*; unexpected a; known layouts: torch, "),
-        (STATE, {"layout": "w_q", "prefix": "layers.0"}, "prefix: no key begins with 'layers.0.'; w_q.weight, w_q.bias"),
+        (STATE, {"layout": "w_q", "prefix": "layers.0"}, "prefix: no key begins with 'layers.0.'; w_q.weight, w_q.bi"),
         ({**STATE, "w_k.weight": torch.zeros(7, 12)}, {"layout": "w_q", "num_heads": H},
          "w_k.weight: its 7 rows of k are not a divisor of num_heads 2 times head_dim 6"),
         ({**STATE, "w_k.weight": torch.zeros(6, 12)}, {"layout": "w_q", "num_heads": H},
@@ -228,12 +270,12 @@ STATE = layout_modules.WQ(E, H).state_dict()
          r"w_q.weight: has 1 axes, wanted 2; it is \[12\]"),
         ({**STATE, "w_q.weight": STATE["w_q.weight"].half()}, {"layout": "w_q", "num_heads": H},
          "w_q.bias: is float32 on cpu, wanted float16 on cpu, as w_q.weight"),
-        (STATE, {"layout": "w_q", "num_heads": H, "gate": True}, "options: layout 'w_q' has no weights for gate_proj.weig"),
+        (STATE, {"layout": "w_q", "num_heads": H, "gate": True}, "options: layout 'w_q' has no weights for gate_proj"),
         ({"qkv.weight": torch.zeros(35, 12), "proj.weight": torch.zeros(12, 12), "proj.bias": torch.zeros(12)},
          {"layout": "timm"}, r"qkv.weight: holds q.weight, k.weight, v.weight, but its 35 rows are not divisible by 3"),
         ({"qkv.weight": torch.zeros(36, 12), "proj.weight": torch.zeros(12, 12), "proj.bias": torch.zeros(12),
           "q_norm.weight": torch.ones(6), "k_norm.weight": torch.ones(6)},
-         {"layout": "timm", "num_heads": H}, "qk_norm: layout 'timm' does not tell the kind of q_norm; pass \"rms\" or"),
+         {"layout": "timm", "num_heads": H}, "qk_norm: layout 'timm' does not tell the kind of q_norm; pass \"rms\""),
     ],
 )  # fmt: skip
 def test_states_that_do_not_fit(state: dict[str, Tensor], options: dict[str, Any], message: str) -> None:
@@ -271,14 +313,16 @@ def test_modules_that_are_not_known() -> None:
         MultiHeadAttention.from_module(Unknown())
     with pytest.raises(TypeError, match=r"module: got int, wanted a torch.nn.Module"):
         MultiHeadAttention.from_module(3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="module: is a headscope.MultiHeadAttention already"):
+    with pytest.raises(TypeError, match=r"module: is a headscope.MultiHeadAttention already"):
         MultiHeadAttention.from_module(MultiHeadAttention(E, H))
 
 
 def test_a_layout_may_be_named() -> None:
     """Where keys leave a doubt, the caller says; the number of heads is found under its usual names."""
     theirs = Ambiguous()
-    with pytest.raises(ValueError, match="for Ambiguous; its keys are those of clip, bart: pass layout= if its forward is"):
+    with pytest.raises(
+        ValueError, match="for Ambiguous; its keys are those of clip, bart: pass layout= if its forward is"
+    ):
         MultiHeadAttention.from_module(theirs)
     made = MultiHeadAttention.from_module(theirs, "clip")
     assert made.num_heads == H
@@ -291,9 +335,9 @@ def test_a_layout_may_be_named() -> None:
         ({"sinks": True}, "bert", "module: has sinks, for which layout 'bert' has no place"),
         ({"gate": True, "bias": False}, "t5", "module: has gate_proj.weight, for which layout 't5' has no place"),
         ({}, "tokeys", r"module: has q.bias, k.bias, v.bias, for which layout 'tokeys' has no place"),
-        ({"bias": False, "out_bias": True}, "tokeys", "module: scale is 0.408248; a module of layout 'tokeys' has 0.288675"),
+        ({"bias": False, "out_bias": True}, "tokeys", "module: scale is 0.408248; a module of layout 'tokeys' has 0.2"),
         ({"kv_heads": 1}, "torch", "module: kv_heads is 1; layout 'torch' has one for each of its heads"),
-        ({"v_head_dim": 3}, "timm", r"layout 'timm' has qkv.weight for parts of one size; q.weight \[12, 12\], k.weight "),
+        ({"v_head_dim": 3}, "timm", r"layout 'timm' has qkv.weight for parts of one size; q.weight \[12, 12\], k.w"),
         ({"softcap": 5.0}, "torch", "module: softcap is 5.0, which a module of layout 'torch' does not have"),
         ({}, "qwen3", r"module: has no q_norm.weight, which the layout wants"),
     ],

@@ -48,7 +48,7 @@ class Layout:
         classes: "package:Class" of the modules that have it.
         inner: classes of modules that hold only a part of it.
         reads: which attribute of such a module holds which option of ours.
-        more: further options, from a module.
+        more: options that take more than an attribute.
         needs: options that the weights do not tell: they come from the module, or from the caller.
         fixed: options that such a module always has.
         scale: of the logits, from embed_dim and head_dim; None = whatever its configuration says.
@@ -63,7 +63,7 @@ class Layout:
     classes: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()
     reads: Mapping[str, str] = field(default_factory=dict[str, str])
-    more: Callable[[nn.Module], dict[str, Any]] | None = None
+    more: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict[str, Callable[[Any], Any]])
     needs: tuple[str, ...] = ("num_heads",)
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     scale: Callable[[int, int], float] | None = lambda embed_dim, head_dim: head_dim**-0.5
@@ -158,13 +158,13 @@ TORCH_IN_BIAS = Part("in_proj_bias", ("q.bias", "k.bias", "v.bias"), optional=Tr
 # ---------------------------------------------------------------- options that take more than an attribute
 
 
-def rotary(module: nn.Module) -> dict[str, Any]:
-    """``rotary`` as the configuration of a transformers model has it.
+def rotary(module: Any) -> Rotary:
+    """As the configuration of a transformers model has it.
 
     Raises:
         ValueError: a kind of scaling that ``Rotary`` does not have, or one for each kind of layer.
     """
-    config: Any = module.config
+    config = module.config
     said: dict[str, Any] = dict(config.rope_parameters)
     if "rope_theta" not in said:
         raise ValueError(
@@ -188,36 +188,29 @@ def rotary(module: nn.Module) -> dict[str, Any]:
             raise ValueError(
                 f"module: its rope_type is {kind!r}; known are default, linear, dynamic, llama3 and yarn; pass rotary="
             )
-    dim = int(module.head_dim * said.get("partial_rotary_factor", 1.0))  # pyright: ignore[reportOperatorIssue, reportArgumentType]
-    return {"rotary": Rotary(dim, float(said["rope_theta"]), scaling=scaling)}
+    dim = int(module.head_dim * said.get("partial_rotary_factor", 1.0))
+    return Rotary(dim, float(said["rope_theta"]), scaling=scaling)
 
 
-def rms_norms(module: nn.Module) -> dict[str, Any]:
-    """Rotary, and the norms of q and k."""
-    norm: Any = module.q_norm
-    return {**rotary(module), "qk_norm_eps": norm.variance_epsilon}
+def buckets(module: Any) -> T5Buckets | None:
+    """Of a T5 layer that has a table; the others are given what it comes to."""
+    if not module.has_relative_attention_bias:
+        return None
+    sizes = module.relative_attention_num_buckets, module.relative_attention_max_distance
+    return T5Buckets(*sizes, bidirectional=not module.is_decoder)
 
 
-def buckets(module: nn.Module) -> dict[str, Any]:
-    """``position_bias`` of a T5 layer that has a table; the others are given theirs."""
-    its: Any = module
-    if not its.has_relative_attention_bias:
-        return {}
-    sizes = its.relative_attention_num_buckets, its.relative_attention_max_distance
-    return {"position_bias": T5Buckets(*sizes, bidirectional=not its.is_decoder)}
-
-
-def timm_norms(module: nn.Module) -> dict[str, Any]:
-    """The norms of q and k, by their class."""
-    norm: Any = getattr(module, "q_norm", None)
+def kind_of_norm(module: Any) -> str | None:
+    """Of q and k in timm, by its class."""
+    norm = getattr(module, "q_norm", None)
     if norm is None or isinstance(norm, nn.Identity):
-        return {}
-    return {"qk_norm": "layer" if isinstance(norm, nn.LayerNorm) else "rms", "qk_norm_eps": norm.eps}
+        return None
+    return "layer" if isinstance(norm, nn.LayerNorm) else "rms"
 
 
-def zero_attention(module: nn.Module) -> dict[str, Any]:
-    """A key of zeros with a value of zeros is a sink of logit zero."""
-    return {"sinks": bool(module.add_zero_attn)}
+def zero_sink(module: Any) -> bool:
+    """A key of zeros with a value of zeros, as torch adds, is a sink of logit 0."""
+    return bool(module.add_zero_attn)
 
 
 # ---------------------------------------------------------------- the table
@@ -229,7 +222,7 @@ def torch_layouts() -> tuple[Layout, ...]:
     each: dict[str, Any] = {
         "classes": ("torch:MultiheadAttention", "headscope:MultiheadAttention"),
         "reads": {"num_heads": "num_heads", "dropout": "dropout"},
-        "more": zero_attention,
+        "more": {"sinks": zero_sink},
     }
     rest = (*TORCH_OUT, *OWN_KEYS)
     in_proj = (Part("in_proj_weight", tuple(f"{name}.weight" for name in QKV)), TORCH_IN_BIAS)
@@ -290,8 +283,8 @@ def encoder_layouts() -> tuple[Layout, ...]:
         Layout("t5", "T5: no scale, a bias by distance in the first layer",
                (*linears("q k v o", ""),
                 Part("relative_attention_bias.weight", ("position_bias.weight",), optional=True)),
-               ("transformers:T5Attention",), reads={"num_heads": "n_heads", "dropout": "dropout"}, more=buckets,
-               scale=lambda embed_dim, head_dim: 1.0),
+               ("transformers:T5Attention",), reads={"num_heads": "n_heads", "dropout": "dropout"},
+               more={"position_bias": buckets}, scale=lambda embed_dim, head_dim: 1.0),
     )  # fmt: skip
 
 
@@ -300,12 +293,13 @@ def decoder_layouts() -> tuple[Layout, ...]:
     names = "q_proj k_proj v_proj o_proj"
     each: dict[str, Any] = {
         "reads": {"num_heads": "config.num_attention_heads", "dropout": "attention_dropout", "scale": "scaling"},
-        "more": rotary,
+        "more": {"rotary": rotary},
         "needs": ("num_heads", "rotary"),
         "ignores": ("rotary_emb",),
         "grouped": True,
     }
-    qwen3: dict[str, Any] = {**each, "more": rms_norms, "fixed": {"qk_norm": "rms"}}
+    eps = {"qk_norm_eps": "q_norm.variance_epsilon"}
+    qwen3: dict[str, Any] = {**each, "reads": {**each["reads"], **eps}, "fixed": {"qk_norm": "rms"}}
     any_bias = linears(names, "", "q k v out")
     return (
         Layout("llama", "Llama", any_bias, ("transformers:LlamaAttention",), **each),
@@ -319,8 +313,8 @@ def other_layouts() -> tuple[Layout, ...]:
     """Of other libraries."""
     timm = (*packed("qkv", maybe=True), *packed("proj", ("out",)), *norms("weight", "bias", maybe=True))
     return (
-        Layout("timm", "timm's Attention", timm, ("timm:Attention",), more=timm_norms, plain=True,
-               reads={"num_heads": "num_heads", "dropout": "attn_drop", "scale": "scale"}),
+        Layout("timm", "timm's Attention", timm, ("timm:Attention",), more={"qk_norm": kind_of_norm}, plain=True,
+               reads={"num_heads": "num_heads", "dropout": "attn_drop", "scale": "scale", "qk_norm_eps": "q_norm.eps"}),
         Layout("keras", "Keras MultiHeadAttention and GroupQueryAttention: query/kernel [E, H, D], ...", kernels(),
                needs=(), grouped=True),
     )  # fmt: skip

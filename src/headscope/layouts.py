@@ -58,7 +58,7 @@ def from_module(
         raise TypeError("module: is a headscope.MultiHeadAttention already; copy.deepcopy makes another")
     state = module.state_dict(keep_vars=True)
     found = _recognised(module, set(state)) if layout is None else _named(layout)
-    made = from_state_dict(state, found.name, into=into, **{**_options(module, found), **options})
+    made = from_state_dict(state, found.name, into=into, **_options(module, found, options))
     if not any(isinstance(x, Tensor) and x.requires_grad for x in state.values()):
         made.requires_grad_(False)
     return made.train(module.training)
@@ -173,8 +173,8 @@ def _recognised(module: nn.Module, keys: set[str]) -> Layout:
     raise ValueError(f"module: no layout is known for {name}; {hint}; known layouts: {_listed(LAYOUTS, 99)}")
 
 
-def _options(module: nn.Module, layout: Layout) -> dict[str, Any]:
-    """What a module's attributes say of our options."""
+def _options(module: nn.Module, layout: Layout, given: dict[str, Any]) -> dict[str, Any]:
+    """Our options: those given, and what the module's attributes say of the others."""
     told: dict[str, Any] = {}
     for option, path in layout.reads.items():
         try:
@@ -185,9 +185,9 @@ def _options(module: nn.Module, layout: Layout) -> dict[str, Any]:
     if "num_heads" in layout.needs and "num_heads" not in told:
         named = [value for name in HEADS if isinstance(value := getattr(module, name, None), int)]
         told |= {"num_heads": named[0]} if named else {}
-    if layout.more is not None and (layout.plain or _is_of(module, layout)):
-        told |= layout.more(module)
-    return told
+    if layout.plain or _is_of(module, layout):
+        told |= {option: tell(module) for option, tell in layout.more.items() if option not in given}
+    return {**told, **given}
 
 
 def _is_of(module: nn.Module, layout: Layout) -> bool:
@@ -359,7 +359,7 @@ def _check_expressible(module: MultiHeadAttention, layout: Layout, tensors: dict
     """Whether a module of this layout would compute the same."""
     places = {name for part in layout.parts for name in part.holds}
     homeless = [name for name in tensors if name not in places]
-    if homeless == ["sinks"] and layout.more is not None and not tensors["sinks"].any() and layout.name in ZERO_SINKS:
+    if homeless == ["sinks"] and "sinks" in layout.more and not tensors["sinks"].any():
         homeless = []  # add_zero_attn=True, on the other side
     if homeless:
         raise ValueError(f"module: has {_listed(homeless)}, for which layout {layout.name!r} has no place")
@@ -380,9 +380,6 @@ def _check_expressible(module: MultiHeadAttention, layout: Layout, tensors: dict
             raise ValueError(
                 f"module: scale is {module.scale:.6g}; a module of layout {layout.name!r} has {wanted:.6g}"
             )
-
-
-ZERO_SINKS = ("torch", "torch_separate")
 
 
 # ---------------------------------------------------------------- words
