@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,18 @@ def test_one_attention_of_a_file(tmp_path: Path) -> None:
         made = MultiHeadAttention.from_state_dict(tmp_path / "model.safetensors", "torch", prefix=prefix, num_heads=H)
         torch.testing.assert_close(made(x), theirs(x, x, x)[0])
     assert set(made.to_state_dict("torch", prefix="layers.1.self_attn")) <= set(model.state_dict())
+
+
+def test_one_attention_of_several_files(tmp_path: Path) -> None:
+    """An index says which file holds which key; those that hold nothing of it need not be there."""
+    state = {f"a.{key}": x for key, x in randomized(layout_modules.WQ(E, H)).state_dict().items()}
+    files = {key: f"{n % 2}.safetensors" for n, key in enumerate(state)} | {"b.weight": "2.safetensors"}
+    for file in ("0.safetensors", "1.safetensors"):
+        save_file({key: x for key, x in state.items() if files[key] == file}, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}), encoding="utf-8")
+    made = MultiHeadAttention.from_state_dict(index, "w_q", prefix="a", num_heads=H)
+    torch.testing.assert_close(made.to_state_dict("w_q", prefix="a"), state, rtol=0, atol=0)
 
 
 def test_pickles_are_not_read(tmp_path: Path) -> None:

@@ -35,8 +35,10 @@ __all__ = [
     "attend",
     "attention",
     "cache",
+    "layouts",
     "load_example",
     "masks",
+    "nn_compat",
     "observe",
     "positions",
     "trace",
@@ -44,7 +46,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from headscope import cache, masks, positions
+    from headscope import cache, layouts, masks, nn_compat, positions
     from headscope.examples import load_example
     from headscope.functional import Attended, attend, attention, observe
     from headscope.module import MultiHeadAttention
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("cache", "masks", "positions"):
+    if name in ("cache", "layouts", "masks", "nn_compat", "positions"):
         return import_module(f"headscope.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'headscope' has no attribute {name!r}; it has {', '.join(__all__)}")

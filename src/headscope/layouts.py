@@ -6,6 +6,7 @@ goes the other way. Nothing is unpickled: a state is a mapping of tensors or arr
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
@@ -70,8 +71,8 @@ def from_state_dict(
     """A ``MultiHeadAttention`` with copies of the weights in a state dict, in their dtype and on their device.
 
     Args:
-        state: tensors or arrays by key; or the path of a safetensors file, of which only what begins with ``prefix`` is
-            read.
+        state: tensors or arrays by key; or the path of a safetensors file, or of the ``.index.json`` of several, of
+            which only what begins with ``prefix`` is read.
         layout: one of ``known()``.
         prefix: what the keys of this one attention begin with, as ``"model.layers.0.self_attn."``; other keys are left
             alone.
@@ -214,6 +215,11 @@ def _state(state: State | str | Path, prefix: str) -> dict[str, Any]:
 
 
 def _read_safetensors(path: Path, prefix: str) -> dict[str, Tensor]:
+    """What begins with the prefix in one file, or in those that a ``.index.json`` beside them names."""
+    if path.name.endswith(".index.json"):
+        places: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted({file for key, file in places.items() if key.startswith(prefix)})
+        return {key: x for file in files for key, x in _read_safetensors(path.parent / file, prefix).items()}
     from safetensors import SafetensorError, safe_open
 
     try:
