@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from headscope import MultiHeadAttention, attention, functional, layouts, trace
+from headscope import MultiHeadAttention, attention, functional, layouts, nn_compat, trace
 from headscope.masks import Band, KeyLengths, Mask, causal
 
 B, H, T, E = 3, 2, 5, 12  # batch, heads, length, width
@@ -71,6 +71,14 @@ def test_torch(options: dict[str, Any], mask: str) -> None:
     torch.testing.assert_close(made(x, context, mask=MASKS[mask]), out)
     torch.testing.assert_close(ours, weights[..., :T])
     assert_same_state(made, "torch_separate" if context else "torch", theirs.state_dict())
+
+
+def test_torch_by_headscope() -> None:
+    """nn_compat's module is torch's."""
+    theirs = nn.MultiheadAttention(E, H, batch_first=True)
+    made = MultiHeadAttention.from_module(nn_compat.MultiheadAttention.from_torch(theirs))
+    x = torch.randn(B, T, E)
+    torch.testing.assert_close(made(x), theirs(x, x, x)[0])
 
 
 def test_torch_takes_ours_back() -> None:

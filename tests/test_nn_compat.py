@@ -323,6 +323,32 @@ def test_it_can_be_watched() -> None:
     torch.testing.assert_close(torch.tensor(means), entropies)
 
 
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_a_watch_sees_what_it_sees_of_torch(need_weights: bool) -> None:
+    """The same kinds and numbers, in self- and in cross-attention of equal lengths."""
+    theirs = nn.ModuleDict({name: nn.MultiheadAttention(E, H, batch_first=True) for name in ("self", "cross")}).eval()
+    ours = copy.deepcopy(theirs)
+    replace(ours)
+    x, y = torch.randn(2, N, L, E)
+    seen: list[headscope.Recording] = []
+    for model in (theirs, ours):
+        with headscope.watch(model) as recording, torch.no_grad():
+            model["self"](x, x, x, need_weights=need_weights)
+            model["cross"](x, y, y, need_weights=need_weights)
+        seen.append(recording)
+    assert seen[1].kinds == seen[0].kinds == {"self": "self", "cross": "cross"}
+    assert seen[1].flat() == pytest.approx(seen[0].flat(), rel=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_it_compiles_without_a_graph_break(need_weights: bool) -> None:
+    _, ours = pair(batch_first=True)
+    x = torch.randn(N, L, E, dtype=torch.float64)
+    options = {"key_padding_mask": torch.arange(L) >= torch.tensor([2, L, 4])[:, None], "need_weights": need_weights}
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, x, x, **options), ours(x, x, x, **options))
+
+
 # ---------------------------------------------------------------- what is refused
 
 X = torch.zeros(L, N, E)

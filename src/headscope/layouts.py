@@ -21,7 +21,7 @@ from headscope._layout_table import HEADS, LAYOUTS, PROJECTIONS, QKV, Layout, Pa
 from headscope.module import MultiHeadAttention
 from headscope.positions import RelativeBias
 
-__all__ = ["State", "from_module", "from_state_dict", "known", "to_state_dict"]
+__all__ = ["from_module", "from_state_dict", "known", "to_state_dict"]
 
 State = Mapping[str, Any]
 """Tensors, or arrays that numpy can read, by key."""
@@ -287,7 +287,7 @@ def _sizes(
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1 or rows["q"] % heads:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"{where['q']} not divisible by num_heads, {heads}")
     head_dim = rows["q"] // heads
-    if rows["k"] % head_dim or heads % (rows["k"] // head_dim):
+    if not rows["k"] or rows["k"] % head_dim or heads % (rows["k"] // head_dim):
         raise ValueError(f"{where['k']} not a divisor of num_heads {heads} times head_dim {head_dim}")
     kv_heads = rows["k"] // head_dim
     if kv_heads != heads and not layout.grouped:
