@@ -158,7 +158,7 @@ class MultiHeadAttention(nn.Module):
             nn.init.zeros_(self.sinks)
         for own in (self.bias_k, self.bias_v):
             if own is not None:
-                nn.init.xavier_normal_(own)
+                nn.init.xavier_uniform_(own)
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
                 norm.reset_parameters()

@@ -72,11 +72,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         """The same module, over the same parameters (not copies of them), in the same mode."""
         made = cls(
             module.embed_dim, module.num_heads, module.dropout, module._parameters["in_proj_bias"] is not None,
-            module.bias_k is not None, module.add_zero_attn, module.kdim, module.vdim, module.batch_first,
+            add_zero_attn=module.add_zero_attn, kdim=module.kdim, vdim=module.vdim, batch_first=module.batch_first,
             device="meta",
         )  # fmt: skip
-        for name, parameter in module._parameters.items():
-            made.register_parameter(name, parameter)
+        for name, parameter in module._parameters.items():  # bias_k and bias_v among them
+            setattr(made, name, parameter)
         made.out_proj = module.out_proj
         return made.train(module.training)
 
