@@ -67,6 +67,7 @@ def layer_stats(given: Given, scene: Scene, observed: Observed) -> LayerStats:
         edges=observed.edges,
         kept=_kept(given, scene, observed),
         tiles=(_Tiles(_for_tiles(given, scene)),) if what.keep_qk else (),
+        lengths=(call.queries, call.keys),
     )
 
 

@@ -87,6 +87,7 @@ def _put(part: LayerStats, name: str, under: str, tensors: dict[str, Tensor]) ->
         "received": part.received is not None,
         **{which: getattr(part, which) is not None for which in _PARTS},
         "kept": [list(kept.values) for kept in part.kept],
+        "lengths": part.lengths,
     }
 
 
@@ -110,7 +111,8 @@ def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor]) -> La
     found: dict[str, Any] = {what: tensors[f"{under}/{what}"] for what in ("rows", "broken")}
     found |= {what: tensors[f"{under}/{what}"] if said["received"] else None for what in ("received", "eligible")}
     found |= {what: said[what] for what in _NUMBERS}
-    return LayerStats(**found, moments=moments, **parts, kept=kept)
+    lengths = said.get("lengths")  # older files do not say it
+    return LayerStats(**found, moments=moments, **parts, kept=kept, lengths=tuple(lengths) if lengths else None)
 
 
 def _replace(path: Path, content: bytes) -> None:

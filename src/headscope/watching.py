@@ -181,6 +181,20 @@ class Recording:
 
         return save(self.stats, self.about, Path(path), force)
 
+    def save_html(self, path: str | Path, *, title: str = "", force: bool = False) -> Path:
+        """Write one page in which every head can be looked at, without any request; see docs/viewer.md.
+
+        Maps are shown if they were observed: ``Observe(map=64)``.
+
+        Raises:
+            SaveError: there is a file that is no page of headscope's own, or it cannot be written.
+            ValueError: the maps do not fit one page.
+            WatchError: nothing has been seen so far.
+        """
+        from headscope.report.viewer import save_recording
+
+        return save_recording(self, path, title=title, force=force)
+
     @staticmethod
     def load(path: str | Path) -> Recording:
         """Read what ``save`` wrote.

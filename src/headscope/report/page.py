@@ -22,7 +22,7 @@ from headscope.report.recording import NOT_EXPLANATION, Sheet, visible
 from headscope.report.regions import object_mask
 from headscope.report.words import PATTERNS, REGIONS, STATISTICS, Word
 
-__all__ = ["MARKER", "SaveError", "asset", "check", "digest", "framed", "render", "save", "write"]
+__all__ = ["MARKER", "SaveError", "asset", "check", "digest", "embedded", "framed", "render", "save", "write"]
 
 MARKER = "<!-- headscope report -->"
 """By this, near its start, a page of headscope's own is known."""
@@ -144,7 +144,7 @@ def render(sheet: Sheet) -> str:
         style_hash=digest(style),
         script=Markup(script),
         script_hash=digest(script),
-        data=Markup(_embedded(data)),
+        data=Markup(embedded(data)),
         sheet=sheet,
         notes=[visible(note, limit=500, blanks=False) for note in sheet.notes],
         columns=columns,
@@ -175,7 +175,7 @@ def digest(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode()}"
 
 
-def _embedded(data: Mapping[str, Any]) -> str:
+def embedded(data: Mapping[str, Any]) -> str:
     """JSON that can stand inside a script element: ASCII, without "<", ">" and "&"."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,230 @@
+// What the page holds: the description as JSON, and a block of bytes for each head that is read when it is first shown.
+// The layout of a block is that of src/headscope/report/_viewer_data.py.
+
+export interface MapSaid {
+  rows: number;
+  columns: number;
+  exact: boolean; // each bin is one weight
+  ranges: boolean; // it is known which positions a bin stands for
+  masks: number[];
+  widths: [number, number, number, number]; // bytes of query, key, run, batch entry of a bin's max
+}
+
+export interface Layer {
+  name: string;
+  short: string;
+  kind: string;
+  heads: number;
+  lengths: [number, number] | null;
+  runs: number;
+  lookedAt: number;
+  of: number;
+  rows: number[];
+  broken: number[];
+  blocks: [number, number][];
+  received: number;
+  receivedOf: number;
+  entropy: number;
+  entropyOf: number;
+  edges: number;
+  map: MapSaid | null;
+}
+
+export type What = "mean" | "std" | "min" | "max" | "count";
+
+export interface Data {
+  layers: Layer[];
+  masks: string[];
+  bits: number;
+  names: { name: string; heading: string; meaning: string }[];
+  statistics: Record<string, Record<What, (number | null)[]>>[];
+  patterns: [string, number, number, boolean][][][];
+  patternWords: Record<string, string>;
+  tokens: { labels: string[]; longer: Record<string, string> } | null;
+}
+
+export interface Edge {
+  p: number;
+  run: number;
+  entry: number;
+  query: number;
+  key: number;
+}
+
+export interface Places {
+  query: Int32Array;
+  key: Int32Array;
+  run: Int32Array;
+  entry: Int32Array;
+}
+
+/** The map of a head, row by row; NaN where nothing may be seen. */
+export interface HeadMap {
+  rows: number;
+  columns: number;
+  mean: Float32Array;
+  max: Float32Array;
+  places: Places | null;
+  firstShare: Float32Array;
+}
+
+export interface Head {
+  map: HeadMap | null;
+  received: Float32Array;
+  entropy: Float32Array;
+  edges: Edge[];
+}
+
+const NONE = 0xffffffff;
+
+export const data = JSON.parse(document.getElementById("data")!.textContent!) as Data;
+const content = document.getElementById("blocks")!.textContent!;
+
+function bytes(base64: string): Uint8Array<ArrayBuffer> {
+  const text = atob(base64);
+  const found = new Uint8Array(text.length);
+  for (let n = 0; n < text.length; n++) found[n] = text.charCodeAt(n);
+  return found;
+}
+
+async function inflated(packed: Uint8Array<ArrayBuffer>): Promise<ArrayBuffer> {
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
+  return new Response(stream).arrayBuffer();
+}
+
+const masks = new Map<string, Int32Array>();
+
+/** The places of the bins that may be seen. */
+function visible(mask: number, cells: number): Int32Array {
+  const key = `${mask}/${cells}`;
+  let found = masks.get(key);
+  if (!found) {
+    const bits = bytes(data.masks[mask]);
+    const places: number[] = [];
+    for (let n = 0; n < cells; n++) if ((bits[n >> 3] >> (7 - (n & 7))) & 1) places.push(n);
+    found = Int32Array.from(places);
+    masks.set(key, found);
+  }
+  return found;
+}
+
+/** A block, read from its beginning to its end. */
+class Reader {
+  private at = 0;
+  constructor(private readonly buffer: ArrayBuffer) {}
+
+  floats(count: number): Float32Array {
+    const found = new Float32Array(this.buffer.slice(this.at, this.at + 4 * count));
+    this.at += 4 * count;
+    return found;
+  }
+
+  words(count: number): Uint32Array {
+    const found = new Uint32Array(this.buffer.slice(this.at, this.at + 4 * count));
+    this.at += 4 * count;
+    return found;
+  }
+
+  planes(count: number, width: number): Uint32Array {
+    const found = new Uint32Array(count);
+    for (let plane = 0; plane < width; plane++) {
+      const part = new Uint8Array(this.buffer, this.at, count);
+      for (let n = 0; n < count; n++) found[n] += part[n] * 256 ** plane;
+      this.at += count;
+    }
+    return found;
+  }
+}
+
+/** Base64 stands for three bytes in four characters, and every block begins at a multiple of three. */
+function blockOf(layer: Layer, head: number): string {
+  const [start, length] = layer.blocks[head];
+  return content.slice((start / 3) * 4, (start / 3) * 4 + Math.ceil(length / 3) * 4);
+}
+
+async function read(layer: Layer, head: number): Promise<Head> {
+  const length = layer.blocks[head][1];
+  const reader = new Reader(await inflated(bytes(blockOf(layer, head)).subarray(0, length)));
+  const said = layer.map;
+  const tops = said ? reader.floats(2) : null;
+  const firstShare = said ? reader.floats(said.rows) : null;
+  const received = reader.floats(layer.received);
+  const entropy = reader.floats(layer.entropy);
+  const p = reader.floats(layer.edges);
+  const [run, entry, query, key] = [0, 1, 2, 3].map(() => reader.words(layer.edges));
+  const edges = Array.from(p, (each, n) => ({ p: each, run: run[n], entry: entry[n], query: query[n], key: key[n] }));
+  const map = said && tops && firstShare ? readMap(reader, said, head, tops, firstShare) : null;
+  return { map, received, entropy, edges: edges.filter((edge) => edge.run !== NONE) };
+}
+
+function readMap(reader: Reader, said: MapSaid, head: number, tops: Float32Array, firstShare: Float32Array): HeadMap {
+  const { rows, columns } = said;
+  const cells = rows * columns;
+  const at = visible(said.masks[head], cells);
+  const values = (largest: number): Float32Array => {
+    const codes = reader.planes(at.length, data.bits / 8);
+    const found = new Float32Array(cells).fill(NaN);
+    const top = 2 ** data.bits - 1;
+    for (let n = 0; n < at.length; n++) found[at[n]] = largest * (codes[n] / top) ** 2;
+    return found;
+  };
+  const mean = values(tops[0]);
+  if (said.exact) return { rows, columns, mean, max: mean, places: null, firstShare };
+  const max = values(tops[1]);
+  const [query, key, run, entry] = said.widths.map((width) => {
+    const found = new Int32Array(cells);
+    if (width) {
+      const read = reader.planes(at.length, width);
+      for (let n = 0; n < at.length; n++) found[at[n]] = read[n];
+    }
+    return found;
+  });
+  return { rows, columns, mean, max, places: { query, key, run, entry }, firstShare };
+}
+
+const KEPT = 48; // heads that stay decoded: the last ones that were shown
+const kept = new Map<string, Promise<Head>>();
+
+/** A head, decoded; the same one while it is kept. */
+export function head(layer: number, number: number): Promise<Head> {
+  const key = `${layer}.${number}`;
+  const found = kept.get(key) ?? read(data.layers[layer], number);
+  kept.delete(key);
+  kept.set(key, found);
+  if (kept.size > KEPT) kept.delete(kept.keys().next().value!);
+  return found;
+}
+
+// ---------------------------------------------------------------- positions
+
+/** The first position of a bin, and the first after it. */
+export function range(bin: number, bins: number, length: number | null): [number, number] {
+  if (length === null) return [bin, bin + 1];
+  if (length <= bins) return [bin, bin + 1];
+  return [Math.floor((bin * length) / bins), Math.floor(((bin + 1) * length) / bins)];
+}
+
+/** The bin of a position. */
+export function binOf(position: number, bins: number, length: number | null): number {
+  if (length === null || length <= bins) return Math.min(position, bins - 1);
+  let bin = Math.min(bins - 1, Math.floor((position * bins) / length));
+  while (range(bin, bins, length)[1] <= position) bin++;
+  return bin;
+}
+
+/** A token as it is shown, if tokens are known and there is one at this position. */
+export function token(position: number, long = false): string | null {
+  const tokens = data.tokens;
+  if (!tokens || position >= tokens.labels.length || position < 0) return null;
+  return (long ? tokens.longer[position] : undefined) ?? tokens.labels[position];
+}
+
+/** Whether positions of this layer are those of the tokens. */
+export function hasTokens(layer: Layer): boolean {
+  return data.tokens !== null && layer.lengths !== null && layer.lengths[1] === data.tokens.labels.length;
+}
+
+/** The position in the text of a query, which are the last ones. */
+export function queryAt(layer: Layer, query: number): number {
+  return layer.lengths && layer.kind === "self" ? query + layer.lengths[1] - layer.lengths[0] : query;
+}
