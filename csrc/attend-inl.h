@@ -1,6 +1,6 @@
 // The forward pass of a block of rows: softmax over blocks of keys with a running maximum. With G > 0 there are at most G
 // rows, and the output lies as they do: weights times values is a product of Few, and so are the logits of up to MOST_FEW. What
-// is measured of the rows on the way is the Rider's (see observe-inl.h).
+// is measured of the rows on the way is the Rider's (see riders-inl.h).
 
 template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> struct Attend : Scores<T, QV, Op> {
     using Base = Scores<T, QV, Op>;
@@ -56,7 +56,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
         }
         for (std::int64_t j = begin; j < end; j += KEYS) {
             const int keys = int(end - j < KEYS ? end - j : KEYS);
-            if (T* to = rider.place_for(j, p)) {
+            if (T* to = rider.place_for(j)) {
                 p = to;
                 if constexpr (!PAIRS) weights = p;
             }
@@ -272,7 +272,9 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
         if (!f.lse) return;
         for (int r = 0; r < count; r++) {
             const T total = sum[r / L][r % L];
-            const T value = (top[r / L][r % L] + std::log2(total)) * T(LN2);
+            const T most = top[r / L][r % L], least = -std::numeric_limits<T>::max();
+            T value = (most + std::log2(total)) * T(LN2);
+            if (total > 0 && most == least) value = least;  // of a row of the smallest biases
             static_cast<T*>(f.lse)[row(r)] = total == 0 ? -std::numeric_limits<T>::infinity() : value;
         }
     }

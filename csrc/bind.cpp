@@ -50,13 +50,7 @@ void run(Forward& f, int threads) {
     Memory partial;
     if (shares > 1) partial = allocate(target->partial(f));
     f.partial = partial.get();
-    Memory paired_v;
-    if (const std::size_t bytes = target->prepared(f)) {
-        paired_v = allocate(bytes);
-        f.paired_v = paired_v.get();
-        const std::int64_t parts = target->prepare_tasks(f);
-        each(signals, parts, usable(threads, parts), [&](std::int64_t n, int) { target->prepare(f, n); });
-    }
+    const Memory made = prepared(*target, f, signals, threads);
     each(signals, tasks, threads, [&](std::int64_t n, int thread) {
         target->run(f, n, scratch.at(own * std::size_t(thread)));
     }, at_a_time(f, tasks, threads));
@@ -210,13 +204,20 @@ NB_MODULE(_native, m) {
         Forward f = with_rows(call, queries);
         RowStats s = stats;
         f.out = reinterpret_cast<void*>(out), f.lse = reinterpret_cast<void*>(lse);
-        if (!out) f.v_head_dim = 0;
+        std::atomic<bool> spoilt{false};
         nb::gil_scoped_release unlocked;
-        return look(f, s, threads);
+        if (out && chosen()->shares(f) > 1) {  // by itself, so that it is to the bit what it is when nobody looks
+            f.spoilt = &spoilt;
+            run(f, threads);
+            f.out = f.lse = f.partial = f.paired_v = nullptr;
+        }
+        if (!f.out) f.v_head_dim = 0;
+        return look(f, s, threads) && !spoilt;
     });
     m.def("edges", [with_rows](const Forward& call, Queries queries, const RowStats& stats, int k, Address maxima, Address max_logits,
                                Address p, Address at, int threads) {
-        const EdgeList list{k, reinterpret_cast<const void*>(maxima), reinterpret_cast<const void*>(max_logits), reinterpret_cast<double*>(p), reinterpret_cast<std::int64_t*>(at)};
+        const EdgeList list{k, reinterpret_cast<const void*>(maxima), reinterpret_cast<const void*>(max_logits),
+                            reinterpret_cast<double*>(p), reinterpret_cast<std::int64_t*>(at)};
         nb::gil_scoped_release unlocked;
         edges(with_rows(call, queries), stats, list, threads);
     });

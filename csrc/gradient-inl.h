@@ -163,7 +163,7 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
             const T* grad = this->row_of(g.grad_out, real, width, this->line + width);
             const std::int64_t at_row = row(real);
             const T value = static_cast<const T*>(f.lse)[at_row];
-            lse[r / L][r % L] = value == -std::numeric_limits<T>::infinity() ? T(0) : value * T(LOG2E);  // logits: all -inf
+            lse[r / L][r % L] = value <= -std::numeric_limits<T>::max() ? T(0) : value * T(LOG2E);  // weights will be 0
             delta[r / L][r % L] = product(out, grad, width) - (g.grad_lse ? static_cast<const T*>(g.grad_lse)[at_row] : T(0));
         }
     }

@@ -2,6 +2,7 @@
 #include "vec-inl.h"
 #include "scores-inl.h"
 #include "few-inl.h"
+#include "riders-inl.h"
 #include "observe-inl.h"
 #include "attend-inl.h"
 #include "gradient-inl.h"

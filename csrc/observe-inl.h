@@ -1,34 +1,7 @@
 // What is measured of the weights while they are attended, or on its own. docs/statistics.md defines every number.
 
-// The largest whole numbers of LANES vectors, each over its lanes.
-template <class T> INLINE I<T> largest(I<T>* x) {
-    constexpr int L = LANES<T>;
-    UNROLL for (int left = L / 2; left > 0; left /= 2) {
-        UNROLL for (int n = 0; n < left; n++) {
-            V<T> low, high;
-            interleave<T>((V<T>)x[n], (V<T>)x[n + left], low, high, std::make_integer_sequence<int, L>{});
-            x[n] = (I<T>)low > (I<T>)high ? (I<T>)low : (I<T>)high;
-        }
-    }
-    return x[0];
-}
-
-// Where nothing is measured.
-struct Alone {
-    static constexpr bool LOOKS = false;
-    struct Sums { template <class X> INLINE void add(int, X, X) {} };
-    INLINE void take(const Forward&, Arena&) {}
-    template <class Block> INLINE void start(const Block&, std::int64_t, std::int64_t) {}
-    template <class X> INLINE X* place_for(std::int64_t, X*) { return nullptr; }
-    template <class Block> INLINE void before(const Block&, std::int64_t, int) {}
-    template <class X> INLINE void move(const X*, const X*, const X*) {}
-    INLINE void add(const Sums&) {}
-    template <class Block> INLINE void after(const Block&, std::int64_t, int) {}
-    template <class Block> INLINE void finish(const Block&) {}
-};
-
-// The quantities of a block of rows, and what it adds to those of keys and of the map. Sums over weights are kept relative to the running maximum, as the output is, and block by
-// block, so that long rows do not add small numbers to large ones.
+// The quantities of a block of rows, and what it adds to those of keys and of the map. Sums over weights are kept relative to
+// the running maximum, as the output is, and block by block, so that long rows do not add small numbers to large ones.
 //
 // Nothing may cancel on peaked rows. So the weights that are exactly 1, those of the largest logits, are counted apart from the
 // rest, and the entropy is Σ p (top - s) + mass (lse - top): sums of what is never negative.
@@ -48,7 +21,7 @@ template <class T, int QV> struct Look {
     T *highest, *place;          // [ROWS]: the largest logit where there are sinks; the position
     Int<T>*line, *seen, *own, *token;  // [ROWS]: the position; how many keys are seen; the own key and its token
     Int<T>*copies, *followers;   // [ROWS]: whether such a key is seen
-    T* most;                     // [s->most][ROWS], largest first
+    T* most;                     // [s->most][ROWS], of each row a heap: the least comes first, of equal ones the last
     Int<T>* most_key;
     std::int64_t lowest_line, highest_line;
     bool counts;                 // keys that are seen are counted one by one
@@ -68,16 +41,7 @@ template <class T, int QV> struct Look {
     std::int64_t begin, end, blocks, share = 0;
     int step;
 
-    struct Sums {
-        V<T> mass[QV], beside[QV], depth[QV], squares[QV];
-        INLINE Sums() { UNROLL for (int v = 0; v < QV; v++) mass[v] = beside[v] = depth[v] = squares[v] = V<T>{}; }
-        INLINE void add(int v, V<T> below, V<T> x) {  // finite, for 0 times -inf is no number
-            mass[v] += x;
-            beside[v] += below < 0 ? x : V<T>{};
-            depth[v] -= x * below;
-            squares[v] += x * x;
-        }
-    };
+    using Sums = RowSums<T, QV>;
 
     void take(const Forward& f, Arena& memory) {
         s = f.look;
@@ -123,7 +87,7 @@ template <class T, int QV> struct Look {
     }
 
     // Where the logits of the keys from j on belong, if they are kept.
-    T* place_for(std::int64_t j, T*) {
+    T* place_for(std::int64_t j) {
         if (!s->columns()) return nullptr;
         for (; begin + blocks * step <= j; blocks++) there[blocks] = false;
         return kept + (j - begin) * ROWS;
@@ -196,18 +160,23 @@ template <class T, int QV> struct Look {
         }
     }
     void put_most(const T* p, std::int64_t j0, int j, int end) {
-        const T* least = most + (s->most - 1) * ROWS;
         I<T> some{};
-        for (int n = j; n < end; n++) UNROLL for (int v = 0; v < QV; v++) some |= load(p + n * ROWS + v * L) > load(least + v * L);
+        for (int n = j; n < end; n++) UNROLL for (int v = 0; v < QV; v++) some |= load(p + n * ROWS + v * L) > load(most + v * L);
         if (!any<T>(some)) return;
-        for (int r = 0; r < ROWS; r++) for (int n = j; n < end; n++) {
-            const T x = p[n * ROWS + r];
-            if (!(x > least[r])) continue;
-            int k = s->most - 1;
-            for (; k > 0 && x > most[(k - 1) * ROWS + r]; k--)
-                most[k * ROWS + r] = most[(k - 1) * ROWS + r], most_key[k * ROWS + r] = most_key[(k - 1) * ROWS + r];
-            most[k * ROWS + r] = x, most_key[k * ROWS + r] = Int<T>(j0 + n);
+        for (int r = 0; r < ROWS; r++) for (int n = j; n < end; n++)
+            if (p[n * ROWS + r] > most[r]) sift(r, s->most, p[n * ROWS + r], Int<T>(j0 + n));
+    }
+    // Puts x for the first of a row's heap.
+    void sift(int r, int size, T x, Int<T> key) const {
+        const auto before = [](T a, Int<T> i, T b, Int<T> j) { return a < b || (a == b && i > j); };
+        int at = r;
+        for (int n = 1; n < size; n = 2 * n + 1) {
+            int down = n * ROWS + r;
+            if (n + 1 < size && before(most[down + ROWS], most_key[down + ROWS], most[down], most_key[down])) n++, down += ROWS;
+            if (!before(most[down], most_key[down], x, key)) break;
+            most[at] = most[down], most_key[at] = most_key[down], at = down;
         }
+        most[at] = x, most_key[at] = key;
     }
 
     // The maximum moves.
@@ -218,7 +187,8 @@ template <class T, int QV> struct Look {
             const V<T> ones = load(at + ONES * ROWS), beside = load(at + BESIDE * ROWS);
             store(at + ONES * ROWS, moved ? V<T>{} : ones);
             store(at + BESIDE * ROWS, moved ? (ones + beside) * shrink[v] : beside);
-            store(at + DEPTH * ROWS, (load(at + DEPTH * ROWS) + (to[v] - from[v]) * (ones + beside)) * shrink[v]);
+            const V<T> depth = (load(at + DEPTH * ROWS) + (to[v] - from[v]) * (ones + beside)) * shrink[v];
+            store(at + DEPTH * ROWS, shrink[v] == 0 ? V<T>{} : depth);  // for infinity times 0 is no number
             store(at + SQUARES * ROWS, load(at + SQUARES * ROWS) * shrink[v] * shrink[v]);
             for (int n = REACH; n < WITHIN + s->windows; n++) store(at + n * ROWS, load(at + n * ROWS) * shrink[v]);
         }
@@ -289,8 +259,9 @@ template <class T, int QV> struct Look {
             plus(REACH, v, far[v]), plus(LENGTH, v, length[v]);
         }
     }
+    T reach_of(int n) const { return T(std::floor(s->reach[n])); }  // distances are whole; in float 2.9999999999 would be 3
     void within(int n, const T* p, std::int64_t j0, int keys) {
-        const T w = T(s->reach[n]);
+        const T w = reach_of(n);
         if (T(j0) - T(highest_line) > w || T(lowest_line) - T(j0 + keys - 1) > w) return;
         UNROLL for (int v = 0; v < QV; v++) {
             const V<T> at = load(place + v * L);
@@ -350,7 +321,7 @@ template <class T, int QV> struct Look {
         rows.at[r] = block.row(r), rows.choices[r] = T(n);
         T scale;
         normal(block, r, rows.at[r], rows.top[r], rows.norm[r], scale);
-        const T all = rows.norm[r] + scale + of(DEPTH, r) + of(LENGTH, r) + highest[r];
+        const T all = rows.norm[r] + scale + of(DEPTH, r) + of(LENGTH, r) + highest[r] + rows.top[r];  // a sink may be the top
         const bool finite = std::isfinite(all) && highest[r] > -std::numeric_limits<T>::max();
         const bool counted = n > 0 && finite && may_count(block, r);
         if (n > 0 && !finite) s->spoilt->store(true, std::memory_order_relaxed);
@@ -413,7 +384,7 @@ template <class T, int QV> struct Look {
                 V<T> x = of(WITHIN + k, v) * scale(v);
                 for (int n = 0; n < s->firsts; n++) {  // and the first keys, where they are not within
                     const V<T> gap = load(place + v * L) - T(s->first[block.b * s->first_stride + n]);
-                    x += greater<T>(gap, -gap) > T(s->reach[k]) ? weight(AT_FIRST + n, v) : V<T>{};
+                    x += greater<T>(gap, -gap) > reach_of(k) ? weight(AT_FIRST + n, v) : V<T>{};
                 }
                 return x;
             });
@@ -440,6 +411,13 @@ template <class T, int QV> struct Look {
         norm = T(given), scale = T(std::exp(-given));
     }
     void put_list(const Rows& rows, int r) const {
+        for (int size = s->most - 1; size > 0; size--) {  // the least to the end, until the largest is the first
+            const int last = size * ROWS + r;
+            const T x = most[last];
+            const Int<T> key = most_key[last];
+            most[last] = most[r], most_key[last] = most_key[r];
+            sift(r, size, x, key);
+        }
         for (int k = 0; k < s->most; k++) {
             const bool known = rows.counted[r] && most_key[k * ROWS + r] >= 0;
             const T weight = std::exp2(most[k * ROWS + r] - rows.top[r]) * rows.scale[r];
@@ -545,24 +523,37 @@ template <class T, int QV> struct Look {
     template <class Block> void fold(const Block& block, int v, const T* scales) {
         const int from = v * L, rows = block.count - from < L ? block.count - from : L;
         const std::int64_t y = row_bin(block.query(from));
-        const bool together = block.group == 1 && row_bin(block.query(from + rows - 1)) == y;  // queries ascend
+        bool together = block.group == 1;
+        for (int r = 1; together && r < rows; r++) together = row_bin(block.query(from + r)) == y;
         for (int r = 0; r < L; r++) if (scales[from + r] == 0)  // does not count
             for (std::int64_t x = 0; x < s->bins; x++) cell_most[x * ROWS + from + r] = -1, pairs[x * ROWS + from + r] = 0;
         if (!together) {
-            for (int r = from; r < from + rows; r++) for (std::int64_t x = 0; x < s->bins; x++) {
-                const std::int64_t cell = cell_at(block, r, x);
-                s->map_sum[cell] += double(cell_sum[x * ROWS + r]);
-                if (counts) s->map_count[cell] += pairs[x * ROWS + r];
-                if (of_bits(cell_most[x * ROWS + r]) > s->map_max[cell]) put_largest(block, cell, r, x);
+            for (int r = from, next = from; r < from + rows; r = next) {  // so many rows go to one row of the map
+                const std::int64_t first = cell_at(block, r, 0);
+                while (next < from + rows && cell_at(block, next, 0) == first) next++;
+                for (std::int64_t x = 0; x < s->bins; x++) {
+                    double total = 0;
+                    std::int64_t pairs_of = 0;
+                    int best = r;
+                    for (int k = r; k < next; k++) {
+                        const std::int64_t at = x * ROWS + k;
+                        total += double(cell_sum[at]), pairs_of += pairs[at];
+                        if (cell_most[at] > cell_most[x * ROWS + best]) best = k;
+                    }
+                    const Int<T> most_of = cell_most[x * ROWS + best];
+                    if (most_of < 0) continue;  // nothing is seen there
+                    s->map_sum[first + x] += total;
+                    if (counts) s->map_count[first + x] += pairs_of;
+                    if (of_bits(most_of) > s->map_max[first + x]) put_largest(block, first + x, best, x);
+                }
             }
             return;
         }
         for (std::int64_t x = 0; x < s->bins; x += L) {
-            V<T> some[L];
-            I<T> most_of[L];
+            V<T> some[L], most_of[L];
             for (int k = 0; k < L; k++) {
                 const std::int64_t at = (x + k < s->bins ? x + k : x) * ROWS + from;
-                some[k] = load(cell_sum + at), most_of[k] = load_int<T>(cell_most + at);
+                some[k] = load(cell_sum + at), most_of[k] = (V<T>)load_int<T>(cell_most + at);
             }
             T total[L] __attribute__((aligned(64)));
             Int<T> best[L] __attribute__((aligned(64)));
@@ -583,19 +574,27 @@ template <class T, int QV> struct Look {
         __builtin_memcpy(&x, &bits, sizeof(T));
         return bits < 0 ? -std::numeric_limits<double>::infinity() : double(x);
     }
+    // Goes on to the first key before `last` whose weight is this one; false where there is none.
+    bool find(Int<T> bits, int r, T factor, std::int64_t& j, std::int64_t last) const {
+        const T* p = kept + (j - begin) * ROWS + r;
+        for (; j < last; j++, p += ROWS) {
+            const T x = *p * factor;
+            Int<T> here;
+            __builtin_memcpy(&here, &x, sizeof(T));
+            if (here == bits) return true;
+        }
+        return false;
+    }
     template <class Block> std::int64_t cell_at(const Block& block, int r, std::int64_t x) const {
         return ((share * block.f.heads + block.head(r)) * s->bins + row_bin(block.query(r))) * s->bins + x;
     }
     template <class Block> void put_largest(const Block& block, std::int64_t cell, int r, std::int64_t x) const {
         const Int<T> bits = cell_most[x * ROWS + r];
         std::int64_t j = column_edge[x] > begin ? column_edge[x] : begin;
-        std::int64_t n = (j - begin) / step;
-        for (;; j++) {  // it is there
-            if (j == begin + (n + 1) * step) n++;
-            const T p = kept[(j - begin) * ROWS + r] * tops[n * ROWS + r];
-            Int<T> here;
-            __builtin_memcpy(&here, &p, sizeof(T));
-            if (here == bits && there[n]) break;
+        for (std::int64_t n = (j - begin) / step; n < blocks; n++) {
+            const std::int64_t last = begin + (n + 1) * step < end ? begin + (n + 1) * step : end;
+            if (!there[n]) j = last;
+            else if (find(bits, r, tops[n * ROWS + r], j, last)) break;
         }
         s->map_max[cell] = of_bits(bits);
         std::int64_t* at = s->map_at + 4 * cell;

@@ -23,6 +23,85 @@ struct Edge {
     bool operator<(const Edge& x) const { return p != x.p ? p > x.p : b != x.b ? b < x.b : i != x.i ? i < x.i : j < x.j; }
 };
 
+// The rows that edges can be in: of each batch entry and head those with the largest maxima.
+constexpr std::int64_t AT_ONCE = 1 << 20;  // weights that are listed at a time
+struct Rows {
+    const EdgeList& list;
+    const std::int64_t count, queries;
+    const bool wide;
+    std::vector<std::int64_t> order;  // [B, H, Q], of which the first `count` are they
+    std::vector<double> least;        // [B, H]: nothing below it is wanted
+
+    Rows(const Forward& f, const EdgeList& edges, Signals& signals, int threads)
+        : list(edges), count(std::min<std::int64_t>(edges.k, f.queries)), queries(f.queries), wide(is_double(f)),
+          order(f.batch * f.heads * queries), least(f.batch * f.heads) {
+        const std::int64_t heads = f.batch * f.heads;
+        each(signals, heads, usable(threads, heads), [&](std::int64_t head, int) {
+            const auto from = order.begin() + head * queries;
+            std::iota(from, from + queries, 0);
+            const auto larger = [&](std::int64_t r, std::int64_t z) {
+                const double x = maximum(head, r), y = maximum(head, z);
+                return x != y ? x > y : r < z;
+            };
+            std::nth_element(from, from + (count - 1), from + queries, larger);
+            least[head] = count == list.k ? maximum(head, from[count - 1]) : 0;  // with fewer rows, smaller ones are wanted too
+        });
+        signals.raise();
+    }
+    double maximum(std::int64_t head, std::int64_t r) const {  // -1 where it does not count
+        const double x = number(list.maxima, head * queries + r, wide);
+        return x == x ? x : -1;
+    }
+    // The logit, times log2(e), above which weights of a row are wanted.
+    double floor(std::int64_t head, std::int64_t r) const {
+        if (!(least[head] > 0)) return -HUGE_VAL;
+        const double top = number(list.max_logits, head * queries + r, wide) * 1.4426950408889634;
+        return top + std::log2(least[head] / maximum(head, r)) - 1e-4 * (1 + std::abs(top));
+    }
+};
+
+// A second look at some of them, `n` of each batch entry and head, for their largest weights.
+struct Second {
+    const Forward& call;
+    std::int64_t n, size;
+    std::vector<std::int64_t> queries, keys;
+    std::vector<std::uint8_t> counts, counted;
+    std::vector<char> given, weights, floors;
+    Forward f;
+    RowStats few;
+
+    Second(const Forward& all, const RowStats& rows, const Rows& from, std::int64_t first, std::int64_t n, int most)
+        : call(all), n(n), size(from.wide ? 8 : 4), queries(all.batch * all.heads * n), keys(queries.size() * most), counts(queries.size()),
+          counted(queries.size()), given(rows.given ? queries.size() * size : 0), weights(keys.size() * size), floors(queries.size() * size),
+          f(all) {
+        for (std::int64_t to = 0; to < std::int64_t(queries.size()); to++) {
+            const std::int64_t head = to / n, r = from.order[head * all.queries + first + to % n], b = head / all.heads, h = head % all.heads;
+            queries[to] = all.rows ? all.rows[b * all.rows_stride[0] + h * all.rows_stride[1] + r] : r;
+            counts[to] = from.maximum(head, r) >= 0;
+            const double floor = counts[to] ? from.floor(head, r) : 0;
+            if (from.wide) reinterpret_cast<double*>(floors.data())[to] = floor;
+            else reinterpret_cast<float*>(floors.data())[to] = float(floor);
+            if (rows.given) std::copy_n(static_cast<const char*>(rows.given) + (head * all.queries + r) * size, size, &given[to * size]);
+        }
+        f.queries = n, f.v_head_dim = 0, f.out = f.lse = nullptr;
+        f.rows = queries.data(), f.rows_stride[0] = all.heads * n, f.rows_stride[1] = n;
+        few.may_count = counts.data();
+        few.may_count_stride[0] = all.heads * n, few.may_count_stride[1] = n, few.may_count_stride[2] = 1;
+        few.given = rows.given ? given.data() : nullptr, few.rounding = rows.rounding, few.counted = counted.data();
+        few.floor = floors.data(), few.most = most, few.most_weight = weights.data(), few.most_key = keys.data();
+    }
+    // Adds what a head has here to `found` edges; how many there are then, at most k.
+    std::int64_t add_to(Edge* edges, std::int64_t found, std::int64_t h, std::int64_t k) const {
+        for (std::int64_t b = 0; b < call.batch; b++) for (std::int64_t m = 0; m < n * few.most; m++) {
+            const std::int64_t row = (b * call.heads + h) * n + m / few.most, at = row * few.most + m % few.most;
+            if (keys[at] >= 0) edges[found++] = {number(weights.data(), at, size == 8), b, queries[row], keys[at]};
+        }
+        const std::int64_t kept = std::min(found, k);
+        std::partial_sort(edges, edges + kept, edges + found);
+        return kept;
+    }
+};
+
 // Which bin of a histogram a value is in: bin k holds [edge k, edge k + 1), the outer two what lies beyond too.
 class Bins {
 public:
@@ -85,13 +164,7 @@ bool look(Forward& f, RowStats& rows, int threads) {
     threads = usable(threads, tasks);
     const std::size_t own = (target->look_scratch(f) + 127) / 64 * 64;
     const Scratch scratch(own * std::size_t(threads));
-    Memory paired_v;
-    if (const std::size_t bytes = target->prepared(f)) {
-        paired_v = allocate(bytes);
-        f.paired_v = paired_v.get();
-        const std::int64_t parts = target->prepare_tasks(f);
-        each(signals, parts, usable(threads, parts), [&](std::int64_t n, int) { target->prepare(f, n); });
-    }
+    const Memory made = prepared(*target, f, signals, threads);
     each(signals, tasks, threads, [&](std::int64_t n, int thread) {
         target->run_look(f, n, scratch.at(own * std::size_t(thread)));
     });
@@ -101,65 +174,28 @@ bool look(Forward& f, RowStats& rows, int threads) {
 }
 
 void edges(const Forward& call, const RowStats& rows, const EdgeList& list, int threads) {
-    const bool wide = is_double(call);
-    const std::int64_t size = wide ? 8 : 4, count = std::min<std::int64_t>(list.k, call.queries), heads = call.batch * call.heads;
-    const int most = int(std::min<std::int64_t>(list.k, call.keys));
-    std::vector<std::int64_t> chosen_rows(heads * count), queries(heads * count), keys(heads * count * most);
-    std::vector<std::uint8_t> counts(heads * count), counted(heads * count);
-    std::vector<char> given(rows.given ? heads * count * size : 0), weights(heads * count * most * size), floors(heads * count * size);
-    std::vector<std::int64_t> orders(heads * call.queries);
     Signals signals;
-    each(signals, heads, usable(threads, heads), [&](std::int64_t head, int) {
-        const auto order = orders.begin() + head * call.queries;
-        const auto maximum = [&](std::int64_t r) {
-            const double x = number(list.maxima, head * call.queries + r, wide);
-            return x == x ? x : -1;
-        };
-        std::iota(order, order + call.queries, 0);
-        const auto larger = [&](std::int64_t r, std::int64_t z) { return maximum(r) != maximum(z) ? maximum(r) > maximum(z) : r < z; };
-        std::nth_element(order, order + (count - 1), order + call.queries, larger);
-        const double least = count == list.k ? maximum(order[count - 1]) : 0;  // with fewer rows, smaller ones are wanted too
-        for (std::int64_t n = 0; n < count; n++) {
-            const std::int64_t r = order[n], to = head * count + n;
-            const std::int64_t* known = call.rows;
-            queries[to] = known ? known[head / call.heads * call.rows_stride[0] + head % call.heads * call.rows_stride[1] + r] : r;
-            counts[to] = maximum(r) >= 0;
-            const double top = counts[to] ? number(list.max_logits, head * call.queries + r, wide) * 1.4426950408889634 : 0;
-            const double floor = least > 0 ? top + std::log2(least / maximum(r)) - 1e-4 * (1 + std::abs(top)) : -HUGE_VAL;
-            if (wide) reinterpret_cast<double*>(floors.data())[to] = floor;
-            else reinterpret_cast<float*>(floors.data())[to] = float(floor);
-            if (rows.given) std::copy_n(static_cast<const char*>(rows.given) + (head * call.queries + r) * size, size, &given[to * size]);
-        }
-    });
-    Forward f = call;
-    f.queries = count, f.v_head_dim = 0, f.out = f.lse = nullptr;
-    f.rows = queries.data(), f.rows_stride[0] = call.heads * count, f.rows_stride[1] = count;
-    RowStats few;
-    few.may_count = counts.data();
-    few.may_count_stride[0] = call.heads * count, few.may_count_stride[1] = count, few.may_count_stride[2] = 1;
-    few.given = rows.given ? given.data() : nullptr, few.rounding = rows.rounding, few.counted = counted.data();
-    few.floor = floors.data();
-    few.most = most, few.most_weight = weights.data(), few.most_key = keys.data();
-    look(f, few, threads);
-    std::vector<Edge> candidates(heads * count * most);
-    each(signals, call.heads, usable(threads, call.heads), [&](std::int64_t h, int) {
-        Edge* const found = candidates.data() + h * call.batch * count * most;
-        std::int64_t there = 0;
-        for (std::int64_t b = 0; b < call.batch; b++) for (std::int64_t n = 0; n < count * most; n++) {
-            const std::int64_t row = (b * call.heads + h) * count + n / most, at = row * most + n % most;
-            if (keys[at] >= 0) found[there++] = {number(weights.data(), at, wide), b, queries[row], keys[at]};
-        }
-        const std::int64_t kept = std::min<std::int64_t>(there, list.k);
-        std::partial_sort(found, found + kept, found + there);
-        for (std::int64_t n = 0; n < list.k; n++) {
-            double* p = list.p + h * list.k + n;
-            std::int64_t* at = list.at + 4 * (h * list.k + n);
-            const bool has = n < kept;
-            *p = has ? found[n].p : std::numeric_limits<double>::quiet_NaN();
-            at[0] = has ? 0 : -1, at[1] = has ? found[n].b : -1, at[2] = has ? found[n].i : -1, at[3] = has ? found[n].j : -1;
-        }
-    });
-    signals.raise();
+    const Rows chosen_rows(call, list, signals, threads);
+    const std::int64_t heads = call.batch * call.heads, most = std::min<std::int64_t>(list.k, call.keys);
+    const std::int64_t step = std::clamp<std::int64_t>(AT_ONCE / (heads * most), 1, chosen_rows.count);
+    const std::int64_t room = list.k + call.batch * step * most;  // of a head: what is kept, and what comes to it
+    std::vector<Edge> candidates(call.heads * room);
+    std::vector<std::int64_t> found(call.heads);
+    for (std::int64_t first = 0; first < chosen_rows.count; first += step) {
+        Second again(call, rows, chosen_rows, first, std::min(step, chosen_rows.count - first), int(most));
+        look(again.f, again.few, threads);
+        each(signals, call.heads, usable(threads, call.heads), [&](std::int64_t h, int) {
+            found[h] = again.add_to(&candidates[h * room], found[h], h, list.k);
+        });
+        signals.raise();
+    }
+    for (std::int64_t h = 0; h < call.heads; h++) for (std::int64_t n = 0; n < list.k; n++) {
+        const bool has = n < found[h];
+        const Edge& edge = candidates[h * room + (has ? n : 0)];
+        std::int64_t* at = list.at + 4 * (h * list.k + n);
+        list.p[h * list.k + n] = has ? edge.p : std::numeric_limits<double>::quiet_NaN();
+        at[0] = has ? 0 : -1, at[1] = has ? edge.b : -1, at[2] = has ? edge.i : -1, at[3] = has ? edge.j : -1;
+    }
 }
 
 void moments(const Moments& m, const void* values, bool wide, int threads) {

@@ -408,7 +408,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         }
     }
 
-    // Adds bias[b, h, i, j], and hides where it is -inf.
+    // Adds bias[b, h, i, j], and hides where it is -inf; only there.
     void add_bias(std::int64_t j0, int keys) {
         const auto& s = f.bias.stride;
         if (s[2] == 0 && (s[1] == 0 || group == 1)) {  // the same for all rows
@@ -431,8 +431,9 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         }
     }
     INLINE static void plus(T* s, V<T> bias) {
-        const V<T> never = splat(-std::numeric_limits<T>::infinity());
-        store(s, bias == never ? never : load(s) + bias * T(LOG2E));
+        const V<T> never = splat(-std::numeric_limits<T>::infinity()), least = splat(-std::numeric_limits<T>::max());
+        const V<T> x = load(s) + bias * T(LOG2E);
+        store(s, bias == never ? never : greater<T>(least, x));  // the smallest number hides nothing, though log2(e) times it is -inf
     }
 
     void hide(std::int64_t j0, int keys) {

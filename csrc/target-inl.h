@@ -275,9 +275,13 @@ template <class T> std::size_t look_scratch_of(const Forward& f) {
 std::size_t look_scratch(const Forward& f) { return is_double(f) ? look_scratch_of<double>(f) : look_scratch_of<float>(f); }
 // Keys and map: how many tasks share the row blocks of a key/value head. From the sizes alone.
 std::int64_t look_shares(const Forward& f) {
-    constexpr std::int64_t enough = 16;
-    const std::int64_t blocks = is_double(f) ? blocks_of<double>(f) : blocks_of<float>(f), wanted = (enough + f.kv_heads - 1) / f.kv_heads;
-    return wanted < blocks ? wanted : blocks;
+    constexpr std::int64_t enough = 16, least = 1 << 21;  // tasks; pairs of a share: each has a map of its own to be filled
+    const std::int64_t blocks = is_double(f) ? blocks_of<double>(f) : blocks_of<float>(f);
+    const std::int64_t possible = f.batch * f.queries * f.keys * (f.heads / f.kv_heads) / least;
+    std::int64_t wanted = (enough + f.kv_heads - 1) / f.kv_heads;
+    if (wanted > possible) wanted = possible;
+    if (wanted > blocks) wanted = blocks;  // one query of very many keys
+    return wanted > 1 ? wanted : 1;
 }
 std::int64_t look_tasks(const Forward& f) {
     if (f.look->columns()) return f.kv_heads * f.look->shares;
@@ -303,8 +307,9 @@ struct ShareOfHead {
         const RowStats& s = *f.look;
         const std::int64_t n = share * f.heads + head;
         cells = s.bins * s.bins;
-        received = s.received + n * f.keys, eligible = s.eligible + n * f.keys;
-        sum = s.map_sum + n * cells, max = s.map_max + n * cells, count = s.map_count + n * cells, at = s.map_at + 4 * n * cells;
+        const auto part = [n](auto* all, std::int64_t size) { return all ? all + n * size : nullptr; };
+        received = part(s.received, f.keys), eligible = part(s.eligible, f.keys);
+        sum = part(s.map_sum, cells), max = part(s.map_max, cells), count = part(s.map_count, cells), at = part(s.map_at, 4 * cells);
     }
 };
 template <class T> void run_look_task(const Forward& f, std::int64_t task, void* scratch) {
@@ -317,7 +322,7 @@ template <class T> void run_look_task(const Forward& f, std::int64_t task, void*
         if (s.received) for (std::int64_t j = 0; j < f.keys; j++) x.received[j] = 0, x.eligible[j] = 0;
         for (std::int64_t n = 0; n < x.cells; n++) {
             x.sum[n] = 0, x.count[n] = 0, x.max[n] = -std::numeric_limits<double>::infinity();
-            for (int k = 0; k < 4; k++) x.at[4 * n + k] = -1;
+            x.at[4 * n] = -1;  // the rest is not read before it is known
         }
     }
     for (std::int64_t b = 0; b < f.batch; b++) for (std::int64_t n = share; n < blocks; n += s.shares) {
@@ -339,8 +344,9 @@ void gather_look(const Forward& f, std::int64_t head) {
         for (std::int64_t n = 0; n < x.cells; n++) {
             all.sum[n] += x.sum[n], all.count[n] += x.count[n];
             const std::int64_t *a = all.at + 4 * n, *z = x.at + 4 * n;
-            const bool earlier = z[1] != a[1] ? z[1] < a[1] : z[2] != a[2] ? z[2] < a[2] : z[3] < a[3];
-            if (x.max[n] > all.max[n] || (x.max[n] == all.max[n] && z[0] >= 0 && earlier)) {
+            if (z[0] < 0 || x.max[n] < all.max[n]) continue;
+            const auto earlier = [&] { return z[1] != a[1] ? z[1] < a[1] : z[2] != a[2] ? z[2] < a[2] : z[3] < a[3]; };
+            if (x.max[n] > all.max[n] || earlier()) {
                 all.max[n] = x.max[n];
                 for (int k = 0; k < 4; k++) all.at[4 * n + k] = z[k];
             }
@@ -348,5 +354,8 @@ void gather_look(const Forward& f, std::int64_t head) {
     }
     const bool counted_by_spans = !f.visible.count && !f.bias.data;
     if (s.received && counted_by_spans) for (std::int64_t j = 1; j < f.keys; j++) all.eligible[j] += all.eligible[j - 1];
-    for (std::int64_t n = 0; n < all.cells; n++) if (all.at[4 * n] < 0) all.max[n] = std::numeric_limits<double>::quiet_NaN();
+    for (std::int64_t n = 0; n < all.cells; n++) if (all.at[4 * n] < 0) {
+        all.max[n] = std::numeric_limits<double>::quiet_NaN();
+        for (int k = 1; k < 4; k++) all.at[4 * n + k] = -1;
+    }
 }

@@ -114,6 +114,17 @@ inline int usable(int threads, std::int64_t tasks) {
     return threads < tasks ? threads : int(tasks < 1 ? 1 : tasks);
 }
 
+// Makes what a target makes of a call before its tasks, and says in the call where it is; to be kept as long as these run.
+inline Memory prepared(const Target& target, Forward& f, Watch& watch, int threads) {
+    const std::size_t bytes = target.prepared(f);
+    if (!bytes) return nullptr;
+    Memory memory = allocate(bytes);
+    f.paired_v = memory.get();
+    const std::int64_t parts = target.prepare_tasks(f);
+    each(watch, parts, usable(threads, parts), [&](std::int64_t n, int) { target.prepare(f, n); });
+    return memory;
+}
+
 // Short tasks are taken several at a time, so that threads meet less often and each finds neighbours in its cache.
 inline int at_a_time(const Forward& f, std::int64_t tasks, int threads) {
     constexpr double enough = 1e6;  // operations: some microseconds

@@ -153,15 +153,22 @@ template <class T> INLINE void transpose(V<T>* x) {
     }
 }
 
-// The sums of LANES vectors, each over its lanes.
-template <class T> INLINE V<T> sums(V<T>* x) {
+// LANES vectors to one: lane n is what `join`, two at a time, makes of the lanes of vector n.
+template <class T, class Join> INLINE V<T> over_lanes(V<T>* x, const Join& join) {
     constexpr int L = LANES<T>;
     UNROLL for (int left = L / 2; left > 0; left /= 2) {
         UNROLL for (int n = 0; n < left; n++) {
             V<T> low, high;
             interleave<T>(x[n], x[n + left], low, high, std::make_integer_sequence<int, L>{});
-            x[n] = low + high;
+            x[n] = join(low, high);
         }
     }
     return x[0];
+}
+template <class T> INLINE V<T> sums(V<T>* x) {
+    return over_lanes<T>(x, [](V<T> a, V<T> b) __attribute__((always_inline)) { return a + b; });
+}
+// Of vectors whose bits are whole numbers.
+template <class T> INLINE I<T> largest(V<T>* x) {
+    return (I<T>)over_lanes<T>(x, [](V<T> a, V<T> b) __attribute__((always_inline)) { return (I<T>)a > (I<T>)b ? a : b; });
 }

@@ -452,6 +452,7 @@ def test_doctor_shows_the_machine_and_every_typical_call(run: Run, monkeypatch: 
         assert word in ran.out, word
     assert re.search(r"^  plain +sdpa +sdpa$", ran.out, re.MULTILINE)
     assert re.search(r"^ +sdpa refuses: softcap", ran.out, re.MULTILINE)
+    assert "observe: portable (build: the native extension is not installed)\n" in ran.out
 
 
 def test_doctor_judges_a_call_of_ones_own(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,6 +465,7 @@ def test_doctor_judges_a_call_of_ones_own(run: Run, monkeypatch: pytest.MonkeyPa
     verdict = call["dtypes"]["float32"]
     assert verdict["selected"] == "blocked"
     assert verdict["refusals"]["sdpa"] == ["softcap: not an option of scaled_dot_product_attention"]
+    assert verdict["observer"] == ["build: the native extension is not installed"]
     ran = run("doctor", "--seq", "11", "--causal")
     assert "Q 11, K 11, D 64, Dv 64, causal" in ran.out
     assert "versions" not in ran.out

@@ -125,7 +125,7 @@ def test_what_is_printed_and_written(run: Run, folder: Path) -> None:  # noqa: F
     assert "GPT2LMHeadModel" in ran.out
     assert "Input: dog.txt, 24 tokens." in ran.out
     assert len(re.findall(r"^[01] +[012] +\w+ +[01]\.\d\d ", ran.out, re.MULTILINE)) == 6, "a line for each head"
-    for word in ("Layer N is transformer.h.N.attn.", "Streaming:", "Cache:", "Near-duplicates:", "seen.safetensors"):
+    for word in ("Layers: transformer.h.*.attn.", "Streaming:", "Cache:", "Near-duplicates:", "seen.safetensors"):
         assert word in ran.out
     assert all(len(line) <= 80 for line in ran.out.splitlines() if "browser" not in line)
     assert ran.err == ""
@@ -135,6 +135,7 @@ def test_what_is_printed_and_written(run: Run, folder: Path) -> None:  # noqa: F
     page = Path("headscope-report.html").read_text(encoding="utf-8")
     assert MARKER in page[:256]
     assert "<script" not in page
+    assert "Window: the smallest that, with the first token, keeps 95% of the mass." in page
     assert page.count("<table") == 5, "no two heads are near-duplicates"
     assert sorted(path.name for path in Path().iterdir()) == ["dog.txt", "headscope-report.html", "seen.safetensors"]
     assert run("watch", str(folder), "--text", "a", "--out", "seen.safetensors").code == 0, "its own files are replaced"
@@ -172,6 +173,16 @@ def test_encoders_with_decoders_grouped_heads_and_images(tmp_path: Path, start: 
     (at / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}')
     said = start(at, "--image", "p.png")
     assert next(iter(said["layers"].values()))["rows"] == [10] * 4
+
+
+def test_little_text_tells_nothing_of_windows(run: Run, start: Start) -> None:  # noqa: F811
+    said = start("text", "--ids", "5,6,7,8,9")
+    assert said["streaming"] is None
+    assert "window_3" in said["layers"]["layers.0.attention"]["heads"][0], "local is told by it"
+    assert start("text", "--ids", "5,6,7,8,9,10,11,12,13")["streaming"] is not None
+    one = run("watch", "text", "--ids", "5", "--no-page").out
+    assert "1 key keeps 100%" in one
+    assert "Streaming" not in one
 
 
 def test_some_layers_and_less_context(folder: Path, start: Start) -> None:

@@ -133,7 +133,13 @@ def test_other_rows_and_lengths_are_noted() -> None:
     assert short.heads[0].map is None
     assert short.heads[0].received is not None
     sample = compare(old, stats_of(q, k, v, what=Observe(map=8, windows=(3,), rows=10)))
-    assert sample.notes[-1] == "Only after is a sample of the rows"
+    assert sample.notes[-2:] == (
+        "Only after is a sample of the rows",
+        "Maps and received are not compared where other shares of the rows were looked at",
+    )
+    assert {(head.map, head.received) for head in sample.heads} == {(None, None)}
+    again = compare(*(stats_of(q, k, v, what=Observe(map=8, windows=(3,), rows=10)) for _ in range(2)))
+    assert (again.notes, again.heads[0].map, again.heads[0].received) == ((), 0.0, 0.0)
     twice = compare(old, old.merge(old))
     assert twice.notes == ("Other forwards: 1 before, 2 after", "Other rows looked at: 31 before, 62 after")
     assert not twice.differs

@@ -181,6 +181,9 @@ def test_a_window_that_holds_everything_tells_nothing() -> None:
     assert found.heads[0].window is None
     assert found.heads[0].kept == pytest.approx(1)
     assert "a window of 60, 100, which tells nothing" in found.caveat
+    q, k = torch.zeros(2, 1, 1, 5, 4)  # the last row sees five keys: the first, and four within a distance of 3
+    short = streaming_heads(observe(q, k, mask=causal(), what=Observe(windows=(3,))))
+    assert (short.heads[0].window, short.heads[0].kept) == (None, pytest.approx(1))
 
 
 def test_sinks_are_left_out_of_what_is_to_be_kept() -> None:
@@ -213,6 +216,14 @@ def test_a_group_shares_its_keys() -> None:
     assert lines["kv 1 (heads 2-3)"] == pytest.approx((1, 1))
     assert len(kv_budget(stats, kv_heads={"0": 4}).heads) == 8
     assert len(kv_budget(stats, kv_heads={}).heads) == 4
+
+
+def test_budgets_of_a_sample_say_that_they_are_too_high() -> None:
+    stats = [observe(*looking([PLANTED["previous"]]), mask=causal(), what=Observe(rows=rows)) for rows in (None, 8)]
+    whole, sample = (kv_budget(each, (4,)) for each in stats)
+    assert whole.heads[0].kept == pytest.approx((5 / T,), rel=1e-3)  # row 0 has the first key, too
+    assert sample.heads[0].kept == pytest.approx((0.5,), rel=1e-3), "eight rows look at eight keys"
+    assert ("too high" in whole.caveat, "too high" in sample.caveat) == (False, True)
 
 
 def test_pooled_budgets_are_lower_bounds_and_say_so() -> None:
@@ -308,6 +319,7 @@ def test_they_take_what_holds_statistics_and_are_shown() -> None:
         (lambda s: streaming_heads(s), ValueError, r"no window was observed; observe with Observe\(windows="),
         (lambda s: kv_budget(s, (0,)), ValueError, r"keys: got \(0,\), wanted whole numbers from 1"),
         (lambda s: kv_budget(s, ()), ValueError, r"keys: got \(\), wanted whole numbers from 1"),
+        (lambda s: kv_budget(s, 5), TypeError, r"keys: got 5, wanted several budgets, as \(5,\)"),
         (lambda s: kv_budget(s), ValueError, r"needs what the keys received"),
         (lambda s: near_duplicates(s, 2), ValueError, r"threshold: got 2, wanted 0 to 1"),
         (

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from headscope import attention, masks
+from headscope import _observe_native, attention, masks
 from headscope._backends import cpu
 from headscope._doctor import DTYPES, TYPICAL, Ask, judge, machine
 from headscope._matrix import OPTIONS, matrix
@@ -93,6 +96,26 @@ def test_every_native_refusal_is_explained(device: str, built: bool, monkeypatch
     taken = {option for option in OPTIONS if option not in {refusal[0] for refusal in refused}}
     if device == "cpu" and cpu.native is not None:
         assert taken >= set(OPTIONS) - {"torch.compile, torch.func", "a subclass of Tensor"}
+
+
+def test_every_refusal_of_the_native_observer_is_explained() -> None:
+    source = inspect.getsource(_observe_native)
+    refusals = re.findall(r'reasons\.append\(f?"([^:"]+): ', source)
+    assert len(refusals) == source.count("reasons.append("), "a reason begins with a word and a colon"
+    told = KERNELS.read_text(encoding="utf-8").partition("### What the observer refuses")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^- `([^`]+)`:", told, re.MULTILINE)) == set(refusals)
+
+
+@pytest.mark.skipif(cpu.native is None, reason="the native extension is not installed")
+def test_the_verdict_is_that_of_the_native_observer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert judge(TYPICAL["plain"], torch.float32, "cpu").observer == []
+    assert judge(TYPICAL["plain"], torch.float32, "cuda").observer == [
+        "device: these kernels run on the CPU, not on cuda"
+    ]
+    traced = judge(replace(TYPICAL["plain"], form="traced"), torch.float32, "cpu").observer
+    assert [reason.partition(":")[0] for reason in traced] == ["torch.compile"]
+    monkeypatch.setattr(cpu, "native", None)
+    assert judge(TYPICAL["plain"], torch.float32, "cpu").observer == ["build: the native extension is not installed"]
 
 
 def test_what_the_matrix_says_of_tensors_of_a_subclass_is_so() -> None:

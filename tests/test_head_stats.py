@@ -351,6 +351,8 @@ def test_only_files_of_statistics_are_replaced(tmp_path: Path) -> None:
         HeadStats.load(path)
     stats.save(path, force=True)
     stats.merge(stats).save(path)
+    with pytest.raises(FileNotFoundError, match=r"none.safetensors: there is no folder .*missing"):
+        stats.save(tmp_path / "missing" / "none.safetensors")
     assert HeadStats.load(path)[0, 0, "entropy"].count == 44
     path.write_text("no tensors")
     with pytest.raises(ValueError, match=r"no file of headscope's statistics"):

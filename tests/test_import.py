@@ -93,15 +93,6 @@ def test_imports_go_one_way(room: str) -> None:
             assert set(names) <= allowed, f"{file.name} imports {names}"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["text", "--help"], ["watch", "--help"]])
-def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
-    code = f"import headscope.cli, sys\nsys.argv = ['headscope', *{arguments!r}]\n"
-    code += "try: headscope.cli.main()\nexcept SystemExit as end: assert end.code in (0, None), end.code"
-    modules = loaded(code)
-    assert "headscope.cli" in modules
-    assert not modules & {"torch", "numpy", "matplotlib"}, modules & {"torch", "numpy", "matplotlib"}
-
-
 @pytest.mark.parametrize("name", headscope.__all__)
 def test_every_public_name_is_there(name: str) -> None:
     assert getattr(headscope, name) is not None

@@ -78,12 +78,12 @@ def test_every_target_is_checked() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_random_calls(here: list[str], target: str) -> None:
-    agree(here, target, calls=200, seed=1)
+    agree(here, target, calls=120, seed=1)
 
 
 @pytest.mark.parametrize("target", ["neon", "generic"])
 def test_random_calls_on_aarch64(emulated: list[str], target: str) -> None:
-    agree(emulated, target, calls=25, seed=2)
+    agree(emulated, target, calls=20, seed=2)
 
 
 @pytest.mark.long

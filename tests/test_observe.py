@@ -446,11 +446,11 @@ class _Largest(TorchDispatchMode):
 
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_observe_scene, "BLOCK", 1 << 10)
-    what = Observe(map=8, edges=8, top=2, windows=(3,), tokens=torch.zeros(512, dtype=torch.int64), keep_rows=True)
-    q, k, v = made(1, 2, 512, 512)
+    what = Observe(map=8, edges=8, top=2, windows=(3,), tokens=torch.zeros(256, dtype=torch.int64), keep_rows=True)
+    q, k, v = made(1, 2, 256, 256)
     with _Largest() as largest:
-        observe(q, k, v, mask=causal() & Dense(torch.rand(512) < 0.9), what=what)
-    assert largest.elements <= 2 * 8 * 512, f"{largest.elements} elements; the matrix has {2 * 512 * 512}"
+        observe(q, k, v, mask=causal() & Dense(torch.rand(256) < 0.9), what=what)
+    assert largest.elements <= 2 * 8 * 256, f"{largest.elements} elements; the matrix has {2 * 256 * 256}"
 
 
 def test_exact_tiles_on_demand() -> None:

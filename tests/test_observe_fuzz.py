@@ -314,10 +314,10 @@ def compare_rows(name: str, got: Tensor, wanted: Tensor, baseline: Tensor, floor
 def compare_heads(name: str, got: HeadStats, rows: Tensor) -> None:
     """Counts exactly, means to 1e-5 relative (and a millionth, where the terms themselves are that exact only)."""
     wanted, column = oracle_observe.head(rows), got[0, name]
-    assert column.count.tolist() == wanted["count"].tolist(), name
     assert [sum(got[0, h, name].histogram) for h in range(got.heads)] == column.count.tolist(), name
-    if (rows > BEYOND).any():
+    if (rows > BEYOND).any():  # some of which may be missing
         return
+    assert column.count.tolist() == wanted["count"].tolist(), name
     for what in ("mean", "min", "max"):
         torch.testing.assert_close(
             getattr(column, what), wanted[what], rtol=1e-5, atol=2e-6, equal_nan=True,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from test_cpu import TARGETS, run
 from torch import Tensor
 
 import headscope
@@ -20,6 +23,87 @@ from headscope.stats import HeadStats
 pytestmark = pytest.mark.skipif(cpu.native is None, reason="the native extension is not installed")
 
 B, H, HKV, Q, K, D, DV = 2, 6, 2, 131, 197, 23, 11
+
+# A slice of this file in a process of its own, by one target.
+FORCED = """
+import sys, pytest
+from headscope._backends import cpu
+assert cpu.native.target() == {target!r}, cpu.native.target()
+slice = "every_dtype or numbers_of_rows or every_option and (prefix or dense or sinks or softcap)"
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", {file!r}, "-k", slice]))
+"""
+
+# The weights of a block of rows are kept for all keys, and edges are listed: both are too much.
+STARVED = """
+import resource, torch
+from headscope import Observe, observe
+
+q, many = torch.ones(1, 1, 1500, 4), torch.ones(1, 1, 1 << 20, 4)
+
+def keys():
+    return observe(q[:, :, :3], many, what=Observe()).received
+
+def edges():
+    return observe(q, q, what=Observe(row_stats=False, received=False, edges=1500)).edges.p
+
+for step in (keys, edges):
+    wanted = step()  # with what is made once: threads, imports
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (24 << 20), limits[1]))
+    try:
+        step()
+        print("enough memory")
+    except MemoryError:
+        print("MemoryError")
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    torch.testing.assert_close(step(), wanted, rtol=0, atol=0)
+"""
+
+# Calls that would take minutes: the process would outlast its time if they were not left.
+INTERRUPTED = """
+import os, signal, threading, torch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the parent of the tests does with it
+from headscope import Observe, observe
+
+torch.set_num_threads({threads})
+
+def call(length):
+    q = torch.ones(1, 1, length, 64)
+    return observe(q, q, what=Observe({what})).rows
+
+wanted = call(100)
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    call(300_000)
+    print("finished")
+except KeyboardInterrupt:
+    print("interrupted")
+assert torch.equal(call(100), wanted)
+"""
+
+FORKED = """
+import os, torch
+from headscope import Observe, observe
+q, what = torch.randn(2, 4, 200, 16), Observe(map=8, edges=4)
+wanted = observe(q, q, what=what)
+child = os.fork()
+if child == 0:
+    seen = observe(q, q, what=what)
+    os._exit(0 if torch.equal(seen.received, wanted.received) and torch.equal(seen.edges.p, wanted.edges.p) else 3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+# Of a head k rows are looked at again, and k weights of each: not all of them at a time.
+MANY_EDGES = """
+import resource, torch
+from headscope import Observe, observe
+q = torch.randn(1, 1, 2500, 4)
+observe(q, q, what=Observe(received=False, edges=1))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+observe(q, q, what=Observe(received=False, edges=2500))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
 
 Made = dict[str, Any]
 
@@ -197,6 +281,11 @@ def test_a_cache_of_a_static_size() -> None:
     same(*both(Observe(map=8, keep_rows=True, windows=(9,)), made() | {"mask": mask}))
 
 
+def test_shares_of_the_rows_add_up() -> None:
+    q, k = normal(1, 2, 2111, 4), normal(1, 2, 2111, 4)
+    same(*both(Observe(map=16, edges=9), {"q": q, "k": k, "mask": causal()}))
+
+
 def test_long_rows_do_not_lose_small_weights() -> None:
     q, k = normal(1, 1, 3, 8), normal(1, 1, 70_001, 8)
     with native():
@@ -245,14 +334,141 @@ def test_threads_do_not_change_it() -> None:
             assert torch.equal(moments.mean.nan_to_num(-1), other.parts["0"].moments[name].mean.nan_to_num(-1)), name
 
 
-def test_what_the_kernels_refuse_is_observed_portably() -> None:
-    given = made()
-    for said, places in (
-        ({"windows": tuple(range(9))}, {}),
-        ({"first": 17}, {}),
-        ({"tokens": torch.full((K,), 2**40)}, {}),
-        ({}, {"q_pos": torch.rand(Q, 2), "k_pos": torch.rand(K, 2)}),
-    ):
-        seen = observe(**given, what=Observe(**said), **places)
-        with portable():
-            same(seen, observe(**given, what=Observe(**said), **places))
+REFUSED: dict[str, Callable[[], tuple[Made, Made, Made]]] = {
+    "sizes": lambda: ({name: x[:0] for name, x in made().items()}, {}, {}),
+    "rows": lambda: (made(), {"rows": torch.zeros(B, H, Q, dtype=torch.bool)}, {}),
+    "positions": lambda: (made(), {}, {"q_pos": torch.rand(Q, 2), "k_pos": torch.rand(K, 2)}),
+    "windows": lambda: (made(), {"windows": tuple(range(9))}, {}),
+    "first": lambda: (made(), {"first": 17}, {}),
+    "tokens": lambda: (made(), {"tokens": torch.full((K,), 2**40)}, {}),
+}
+"""First word of a reason -> tensors, what is asked and positions that are refused for this reason alone."""
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_the_kernels_refuse_is_observed_portably(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, asked, places = REFUSED[word]()
+    usual, reasons = _observe_native.refuses, []
+
+    def told(*work: Any) -> list[str]:
+        reasons.extend(usual(*work))
+        return reasons
+
+    monkeypatch.setattr(_observe_native, "refuses", told)
+    seen = observe(**given, what=Observe(**asked), **places)
+    assert [reason.partition(":")[0] for reason in reasons] == [word]
+    with portable():
+        same(seen, observe(**given, what=Observe(**asked), **places))
+
+
+def test_tokens_of_no_keys() -> None:
+    nothing = torch.zeros(1, 2, 0, 4)
+    assert observe(nothing, nothing, what=Observe(tokens=torch.zeros(0, dtype=torch.int64))).rows.tolist() == [0, 0]
+
+
+# ---------------------------------------------------------------- numbers at the end of their range
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_bias_of_the_smallest_number_hides_nothing(dtype: torch.dtype) -> None:
+    bias = torch.zeros(Q, K, dtype=dtype)
+    bias[:, :70] = bias[40:, 150:] = torch.finfo(dtype).min  # whole blocks of keys, and the first ones
+    same(*both(Observe(map=16, edges=9, keep_rows=True), made(dtype) | {"bias": bias}), dtype)
+
+
+def test_a_row_of_the_smallest_biases_is_even() -> None:
+    given = made() | {"bias": torch.zeros(Q, K)}
+    given["bias"][5] = torch.finfo(torch.float32).min
+    seen, truth = attend(**given, backend="cpu", observe=Observe(keep_rows=True)), attend(**given, backend="reference")
+    torch.testing.assert_close(seen.out, truth.out)
+    torch.testing.assert_close(seen.lse, truth.lse)
+    assert seen.stats is not None
+    torch.testing.assert_close(seen.stats.kept[0].values["max_weight"][:, :, 5], torch.full((B, H), 1 / K))
+
+
+def test_an_infinite_sink_breaks_its_rows() -> None:
+    seen = observe(**made(), sinks=torch.full((H,), math.inf))
+    assert seen.broken.tolist() == [B * Q] * H
+    assert not seen.rows.any()
+
+
+def test_a_window_is_not_rounded_up() -> None:
+    below = math.nextafter(3.0, 0.0)  # 3 in float32
+    what = Observe(windows=(below,), keep_rows=True)
+    ours, two = observe(**made(), what=what), observe(**made(), what=Observe(windows=(2,), keep_rows=True))
+    for name in ("window", "streaming"):
+        assert torch.equal(ours.kept[0].values[f"{name}_3"], two.kept[0].values[f"{name}_2"])
+
+
+def test_few_rows_and_many_keys_are_attended_as_ever() -> None:
+    given = {"q": normal(1, 2, 3, 16), "k": normal(1, 2, 4099, 16), "v": normal(1, 2, 4099, 8)}
+    plain, seen = attend(**given, backend="cpu"), attend(**given, backend="cpu", observe=Observe())
+    assert torch.equal(plain.out, seen.out)
+    assert torch.equal(plain.lse, seen.lse)
+    assert seen.stats is not None
+    same(seen.stats, observe(**given))
+
+
+def test_many_of_each_row() -> None:
+    given = {"q": normal(1, 1, 50, 8), "k": normal(1, 1, 400, 8)}
+    given["k"][:, :, 200:] = given["k"][:, :, :200]
+    ours, theirs = (x.kept[0].values for x in both(Observe(row_stats=False, received=False, top=400), given))
+    keys = ours["top_keys"]
+    assert torch.equal(keys[..., 0::2] + 200, keys[..., 1::2])  # of equal weights the first comes first
+    torch.testing.assert_close(ours["top_weights"], theirs["top_weights"])
+
+
+def test_more_edges_than_are_listed_at_a_time() -> None:
+    given = {"q": normal(B, H, 307, 8), "k": normal(B, H, 311, 8)}
+    same(*both(Observe(row_stats=False, received=False, edges=300), given))
+
+
+# ---------------------------------------------------------------- processes and threads
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_each_target_observes_the_same(target: str) -> None:
+    done = run(FORCED.format(target=target, file=__file__), HEADSCOPE_CPU_TARGET=target)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_observing_in_several_threads() -> None:
+    given, what = made() | OPTIONS["causal"](), Observe(map=16, edges=9)
+    wanted = observe(**given, what=what)
+    found: list[HeadStats] = []
+    workers = [
+        threading.Thread(target=lambda: found.extend(observe(**given, what=what) for _ in range(5))) for _ in "abcd"
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(found) == 20
+    for seen in found:
+        assert torch.equal(seen.received, wanted.received)
+        assert torch.equal(seen.map.argmax, wanted.map.argmax)
+        assert torch.equal(seen.edges.at, wanted.edges.at)
+
+
+def test_a_forked_child_observes() -> None:
+    done = run(FORKED)
+    assert done.stdout == "0\n", done.stderr
+
+
+@pytest.mark.parametrize("what", ["map=8", "received=False, edges=3"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_long_observation_can_be_interrupted(threads: int, what: str) -> None:
+    done = run(INTERRUPTED.format(threads=threads, what=what), timeout=60)
+    assert done.stdout == "interrupted\n", done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and RLIMIT_AS")
+def test_too_little_memory_is_a_memory_error() -> None:
+    done = run(STARVED)
+    assert done.stdout == "MemoryError\n" * 2, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs ru_maxrss in KiB")
+def test_many_edges_take_little_memory() -> None:
+    done = run(MANY_EDGES)
+    assert int(done.stdout) < 100, done.stdout + done.stderr  # MiB

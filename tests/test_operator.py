@@ -449,7 +449,7 @@ def test_a_repeated_call_has_the_gradients_of_its_own_tensors(said: dict[str, An
                 results.append({"out": got} if isinstance(got, Tensor) else {"out": got[0], "lse": got[1]})
             torch.testing.assert_close(results[0], results[1])
             found, wanted = (gradients(result, leaves) for result in results)
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=3e-5)  # sums of some numbers of 10 and more
 
 
 @pytest.mark.parametrize("repeat", [1, 2])

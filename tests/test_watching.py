@@ -21,7 +21,7 @@ from watched_small import Alone, Attention, Small, input_of
 
 import headscope
 from headscope import Observe, Recording, functional, watch, watching
-from headscope._watch_layers import shortened
+from headscope._decision_parts import short_layers
 from headscope.masks import causal
 from headscope.watching import WatchError
 
@@ -42,14 +42,14 @@ def test_layers_are_named_by_path_in_the_order_of_the_model() -> None:
 
 def test_a_recording_is_saved_and_loaded(tmp_path: Path) -> None:
     model = Small()
-    options: Any = {"tokens": torch.arange(7), "kinds": {"x*": "cross"}}
+    options: Any = {"tokens": torch.arange(7), "kinds": {"their*": "cross"}}
     with watch(model, what=Observe(map=3), rows=4, texts="abcdefg", **options) as seen:
         model(input_of(model))
     path = seen.save(tmp_path / "seen.safetensors")
     again = Recording.load(path)
     assert again.about == seen.about
     assert again.about.model == "Small"
-    said = {"rows": 4, "map": 3, "tokens": "Tensor", "kinds": {"x*": "cross"}, "layers": None, "positions": None}
+    said = {"rows": 4, "map": 3, "tokens": "Tensor", "kinds": {"their*": "cross"}, "layers": None, "positions": None}
     assert {name: again.about.options[name] for name in said} == said
     assert again.to_dict() == seen.to_dict()
     assert again.texts == tuple("abcdefg")
@@ -71,7 +71,8 @@ def test_a_recording_is_saved_and_loaded(tmp_path: Path) -> None:
     ],
 )
 def test_the_table_leaves_out_what_all_paths_share(names: list[str], short: list[str], pattern: str | None) -> None:
-    assert shortened(names) == (short, pattern)
+    note = "" if pattern is None else f"Layers: {pattern}. "
+    assert short_layers(names) == (dict(zip(names, short, strict=True)), note)
 
 
 def test_a_recording_shows_itself() -> None:

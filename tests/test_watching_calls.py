@@ -164,6 +164,20 @@ def test_tokens_that_are_given() -> None:
         watch(model, tokens=tokens, what=Observe(tokens=tokens))
 
 
+def test_fewer_tokens_than_keys_are_an_error() -> None:
+    """Keys without an id must not pass for repeats of each other."""
+    model, q = Raw(), torch.randn(1, 2, 7, 4)
+    for tokens in (torch.arange(6), torch.arange(6)[None], torch.tensor(3)):
+        wanted = r"layer Raw: tokens: are of [06] keys, this layer has 7; give all of them, or"
+        with pytest.raises(WatchError, match=wanted), watch(model, tokens=tokens):
+            model(q, q)
+    with watch(model, tokens=torch.arange(7)) as seen:
+        model(q, q)
+        with pytest.raises(WatchError, match="tokens: are of 7 keys, this layer has 8"):
+            model(q[:, :, :1], torch.cat([q, q[:, :, :1]], 2))  # the next step of a cache
+    assert seen["duplicate"].count.tolist() == [[0, 0]]
+
+
 def test_tokens_of_the_shipped_model() -> None:
     """Its induction head is found by what it does."""
     example = headscope.load_example("text")
@@ -335,6 +349,11 @@ def test_stand_ins_for_tensors_are_refused() -> None:
         ({"rows": 3, "what": 3}, "what: got int"),
         ({"unseen": "warn"}, "unseen: got 'warn'"),
         ({"kinds": {"a": "both"}}, "kinds: got 'both'"),
+        ({"kinds": ["self"]}, "kinds: got list, wanted a mapping"),
+        ({"kinds": {"Att*": "self", "x*": "cross"}}, r"kinds: 'x\*' fits no module of the model; it has Attention"),
+        ({"layers": 3}, "layers: got 3, wanted names or patterns, or a function of name and module"),
+        ({"layers": [3]}, r"layers: got \[3\], wanted names or patterns"),
+        ({"layers": []}, "layers: got none, wanted at least one; leave it out for all"),
         ({"what": 3}, "what: got int"),
     ],
 )

@@ -166,17 +166,19 @@ TEXTS = ("layer", "other layer", "pattern", "next best", "quantity", "head or gr
 
 
 def short_layers(names: Sequence[str]) -> tuple[dict[str, str], str]:
-    """Layers by what tells them apart, and a sentence that says how they are called in full.
+    """Layers without what all of them begin and end with, and a sentence that says what that is.
 
     ``model.layers.0.self_attn``, ``model.layers.1.self_attn``, … are 0, 1, …; names that are not alike stay whole.
     """
     parts = [name.split(".") for name in names]
-    differ = [at for at, column in enumerate(zip(*parts, strict=False)) if len({*column}) > 1]
-    if len({len(each) for each in parts}) != 1 or len(differ) != 1 or len(parts[0]) == 1:
+    most = min(map(len, parts), default=1) - 1
+    start = next((n for n in range(most) if len({part[n] for part in parts}) > 1), most)
+    stop = next((n for n in range(most - start) if len({part[-1 - n] for part in parts}) > 1), most - start)
+    if len(parts) < 2 or start + stop == 0:
         return {name: name for name in names}, ""
-    at = differ[0]
-    whole = ".".join([*parts[0][:at], "N", *parts[0][at + 1 :]])
-    return {name: each[at] for name, each in zip(names, parts, strict=True)}, f"Layer N is {whole}. "
+    short = {name: ".".join(part[start : len(part) - stop]) for name, part in zip(names, parts, strict=True)}
+    pattern = ".".join([*parts[0][:start], "*", *parts[0][len(parts[0]) - stop :]])
+    return short, f"Layers: {pattern}. "
 
 
 def plain(value: Any) -> Any:

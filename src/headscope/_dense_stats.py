@@ -132,7 +132,7 @@ def row_statistics(
             _check_at_least("windows", w, 0)
             values[f"window_{w:g}"] = torch.where(placed, (at.p * (reach <= w)).sum(-1), math.nan)
         targets = _targets(at)
-        if "induction" in targets:  # the query's own token comes before the next key, too
+        if "induction" in targets and at.own is not None:  # the query's own token comes before the next key, too
             targets["induction"] = targets["induction"] | at.own.roll(1, -1) & _beyond_first(at.own)
         for name, target in targets.items():
             target = target & at.seen

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope import __version__, masks
+from headscope import __version__, _observe_native, masks
 from headscope._backends import cpu
 from headscope._call import Call, Form, Options, describe
 from headscope._select import BACKENDS, order
@@ -88,14 +88,16 @@ class Verdict:
     Attributes:
         selected: the name of the backend that runs.
         refusals: the reasons of each backend that refuses, by name, in the order in which they are asked.
+        observer: why the native observer does not take it; none if it does. The portable one takes every call.
     """
 
     selected: str
     refusals: dict[str, list[str]]
+    observer: list[str]
 
 
 def judge(ask: Ask, dtype: torch.dtype, device: str) -> Verdict:
-    """Which backend takes a call of these sizes and options.
+    """Which backend takes a call of these sizes and options, and whether the native observer would.
 
     Nothing of the sizes asked for is allocated. A device that this machine lacks is answered for as if it were there.
 
@@ -110,7 +112,8 @@ def judge(ask: Ask, dtype: torch.dtype, device: str) -> Verdict:
     call = describe_ask(ask, dtype, device)
     refusals = {name: BACKENDS[name].refuses(call) for name in order(call)}
     selected = next(name for name, reasons in refusals.items() if not reasons)
-    return Verdict(selected, {name: reasons for name, reasons in refusals.items() if reasons})
+    refusals = {name: reasons for name, reasons in refusals.items() if reasons}
+    return Verdict(selected, refusals, _observe_native.refuses_call(call))
 
 
 def describe_ask(ask: Ask, dtype: torch.dtype, device: str) -> Call:

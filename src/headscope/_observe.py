@@ -1,14 +1,13 @@
 """Observing: every tile of the weights computed again from q and k, reduced to statistics, and forgotten.
 
-Three steps, so that a kernel can take the place of the second one:
+Three steps, of which the second has two forms:
 
 1. **The plan.** ``_observe_scene.work`` says in numbers what is to be reduced (``Work``); ``_observe_scene.build``
    checks what was asked and says in tensors what it is reduced from (``Scene``).
 2. **The pass over the weights**, ``observe_rows(work, scene) -> Observed``. This file is its portable form: blocked
-   torch, any device, every option, memory linear in the length, blocks cut by shapes alone. A kernel is given the
-   tensors of ``Scene`` (q, k, lse, the spans and the rest of the plan, bias, sinks, ``rows``, ``may_count``, ``line``
-   or positions, ``own``, ``first``, ``ids``, the lengths ``norms`` of the value vectors) and the numbers of ``Work``
-   and ``Call``, and fills the same ``Observed``:
+   torch, any device, every option, memory linear in the length, blocks cut by shapes alone. ``_observe_native`` is the
+   fast one, by the kernels of csrc, which may attend beside; it refuses what they cannot do. Both are given the numbers
+   of ``Work`` and ``Call`` and the tensors of ``Scene``, and fill the same ``Observed``:
 
    - per row: ``entropy`` as Σ p (lse - s), Σ p² (``effective_keys`` is its inverse), max p and its key, Σ p · distance,
      the masses ``self``, ``previous``, ``next``, ``first``, ``window_w``, ``streaming_w``, ``duplicate``,
@@ -16,7 +15,7 @@ Three steps, so that a kernel can take the place of the second one:
      ``chance``), whether it counts, whether it is broken;
    - per key: received and eligible;
    - the map: sum, count, max and the place of the max of each bin;
-   - edges: nothing, see ``_observe_edges``: the largest p of each row are enough to find the rows they are in.
+   - edges: the largest p of each row are enough to find the rows they are in, see ``_observe_edges``.
 3. **The aggregation**, ``_observe_sums.layer_stats``: means, histograms, sums over the batch, in float64.
 
 A row is normalised by its own sum, as softmax is, so that it errs no more than softmax does: exp(s - lse) would carry

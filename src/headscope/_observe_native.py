@@ -32,23 +32,31 @@ QUANTITIES = (
 MOST_WINDOWS, MOST_FIRST = 8, 16  # as there
 
 Address = int
+"""Of memory; 0 = there is none."""
+
+
+def refuses_call(call: Call) -> list[str]:
+    """Why the native kernels cannot observe such a call, whatever is asked of it."""
+    reasons = cpu.refuses(call)
+    if call.form == "traced":
+        reasons.append("torch.compile: a compiler sees these kernels as operators, of which none observes")
+    if 0 in (call.batch, call.heads, call.queries, call.keys, call.head_dim):
+        reasons.append("sizes: one is 0, so that there is nothing to measure")
+    return reasons
 
 
 def refuses(work: Work, scene: Scene) -> list[str]:
-    """Why the native kernels cannot observe this; the portable form then does."""
-    call = scene.call
-    reasons: list[str] = []
-    if cpu.native is None:
-        reasons.append("build: the native extension is not installed")
-    if call.device != "cpu" or call.form != "plain":
-        reasons.append("tensors: plain ones on the CPU")
-    if 0 in (call.batch, call.heads, call.queries, call.keys, call.head_dim, len(scene.rows)):
-        reasons.append("sizes: none may be 0")
+    """Why the native kernels cannot observe this; the portable form then does. docs/kernels.md explains each."""
+    reasons = refuses_call(scene.call)
+    if not scene.rows:
+        reasons.append("rows: none is to be looked at")
     if scene.q_at is not None:
-        reasons.append("positions: other than 0, 1, 2, …")
-    if len(work.windows) > MOST_WINDOWS or scene.first.shape[1] > MOST_FIRST:
-        reasons.append(f"windows, first: at most {MOST_WINDOWS} and {MOST_FIRST}")
-    if scene.ids is not None and not _fits(scene.ids):
+        reasons.append("positions: given ones; these kernels count keys from 0")
+    if len(work.windows) > MOST_WINDOWS:
+        reasons.append(f"windows: more than {MOST_WINDOWS}")
+    if scene.first.shape[1] > MOST_FIRST:
+        reasons.append(f"first: more than {MOST_FIRST} keys")
+    if scene.ids is not None and scene.ids.numel() and not _fits(scene.ids):
         reasons.append("tokens: ids beyond 32 bits")
     return reasons
 
@@ -88,6 +96,7 @@ class _Columns(NamedTuple):
 
     @staticmethod
     def empty(work: Work, call: Call, shares: int) -> _Columns:
+        """Not filled yet: each share clears its own."""
         keys, cells = (shares, call.heads, call.keys), (shares, call.heads, work.bins, work.bins)
         double, whole = torch.float64, torch.int64
         received = (torch.empty(keys, dtype=double), torch.empty(keys, dtype=whole)) if work.received else (None, None)
@@ -97,6 +106,7 @@ class _Columns(NamedTuple):
         return _Columns(*received, *sums, torch.empty(cells, dtype=whole), torch.empty((*cells, 4), dtype=whole))
 
     def map(self) -> HeadMap | None:
+        """The map of all shares, from the first."""
         if self.sum is None or self.pairs is None or self.max is None or self.at is None:
             return None
         return HeadMap(self.sum[0], self.pairs[0], self.max[0], self.at[0])

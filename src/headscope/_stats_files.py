@@ -28,6 +28,8 @@ def save(stats: HeadStats, path: Path, force: bool, more: Mapping[str, str] | No
     """See ``HeadStats.save``; ``more`` are further entries of the header."""
     from safetensors.torch import save as encode
 
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
     if path.exists() and not force and header(path) is None:
         raise FileExistsError(
             f"{path}: is there and is no file of headscope's statistics; give force=True to replace it"

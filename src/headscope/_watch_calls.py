@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensor
 from headscope import functional
 from headscope._call import as_mask
 from headscope._stats_parts import LayerStats
-from headscope.masks import Band, Dense, Mask
+from headscope.masks import Band, Mask
 from headscope.stats import Observe
 
 Kind = Literal["self", "cross"]
@@ -187,16 +187,12 @@ def error_of(call: Call) -> Tensor | None:
     """
     if call.out is None or call.v is None or 0 in (*call.out.shape, call.k.shape[-2]):
         return None
-    out = call.out.detach().float()
-    call = rounded(call)
     queries = call.q.shape[-2]
-    apart: list[Tensor] = []
-    largest: list[Tensor] = []
-    for i in {queries // 2, queries - 1}:
-        wanted, lse = _row(call, i)
-        apart.append(torch.where(lse == -math.inf, 0.0, (wanted - out[..., i, :]).abs().amax(-1)).amax())
-        largest.append(wanted.abs().amax())
-    return torch.stack(apart).amax() / torch.stack(largest).amax().clamp_min(1e-30)
+    rows = torch.tensor(sorted({queries // 2, queries - 1}), device=call.q.device)
+    wanted, lse = _rows(rounded(call), rows)
+    out = call.out.detach().index_select(-2, rows).float()
+    apart = torch.where(lse == -math.inf, 0.0, (wanted - out).abs().amax(-1))
+    return apart.amax() / wanted.abs().amax().clamp_min(1e-30)
 
 
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -204,17 +200,20 @@ TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torc
 read wrongly goes far beyond."""
 
 
-def _row(call: Call, i: int) -> tuple[Tensor, Tensor]:
-    """The output of one query, [B, H, Dv], and its lse, [B, H], by definition."""
-    q, k, v = call.q[..., i : i + 1, :], call.k, call.v
+def _rows(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The output of some queries, [B, H, R, Dv], and their lse, [B, H, R], by definition."""
+    q, k, v = call.q.index_select(-2, rows), call.k, call.v
     bias, mask = call.bias, as_mask(call.mask)
     if bias is not None and bias.ndim > 1 and bias.shape[-2] > 1:
-        bias = bias[..., i : i + 1, :]
+        bias = bias.index_select(-2, rows)
     if mask is not None:
         batch, heads, queries, keys = math.prod(call.q.shape[:-3]), *call.q.shape[-3:-1], k.shape[-2]
-        every = [slice(0, n) for n in (batch, heads, keys)]
-        mask = Dense(mask.at(queries, keys).tile(every[0], every[1], slice(i, i + 1), every[2], q.device))
+        b, h, j = (torch.arange(n, device=q.device) for n in (batch, heads, keys))
+        seen = mask.at(queries, keys).allows(b[:, None, None, None], h[:, None, None], rows[:, None], j)
+        bias = torch.where(
+            seen, 0.0 if bias is None else bias, -math.inf
+        )  # unlike a tensor in a mask, not planned anew
     numbers = (call.scale, call.softcap, 0.0, True)
-    out, lse = functional._run(q, k, v, mask, bias, call.sinks, numbers, "reference")  # pyright: ignore[reportArgumentType]
+    out, lse = functional._run(q, k, v, None, bias, call.sinks, numbers, "reference")  # pyright: ignore[reportArgumentType]
     assert lse is not None  # it is asked for
-    return out[..., 0, :].float(), lse[..., 0]
+    return out.float(), lse

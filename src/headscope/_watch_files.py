@@ -26,7 +26,12 @@ def save(stats: HeadStats, about: About, path: Path, force: bool) -> Path:
 
 
 def load(path: Path) -> Recording:
-    """See ``Recording.load``."""
+    """See ``Recording.load``.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no recording, or one of a newer format.
+    """
     stats = HeadStats.load(path)
     header = _stats_files.header(path, _KEY)
     if header is None:

@@ -11,11 +11,13 @@ registered and no module is touched, and that function is replaced by one that d
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -60,8 +62,13 @@ class Watcher(Protocol):
 class Patch(Protocol):
     """Something else that is replaced while a watch is open."""
 
-    def install(self) -> None: ...
-    def remove(self) -> None: ...
+    def install(self) -> None:
+        """The first watch opens."""
+        ...
+
+    def remove(self) -> None:
+        """The last one has closed."""
+        ...
 
 
 patches: list[Patch] = []
@@ -95,10 +102,12 @@ class Frame:
 
     @property
     def active(self) -> bool:
+        """Whether somebody looks at this forward pass."""
         return any(forward.active for forward, _ in self.forwards.values())
 
     @property
     def accelerate(self) -> bool:
+        """Whether headscope's kernel is to attend, too."""
         return any(forward.active and forward.accelerate for forward, _ in self.forwards.values())
 
     @property
@@ -146,7 +155,8 @@ class Frame:
 
 def bound(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments by name; what does not fit the signature is the module's own error to raise."""
-    signature = inspect.signature(forward)
+    function = getattr(forward, "__func__", None)
+    signature = inspect.signature(forward) if function is None else _signature_of_method(function)
     try:
         found = dict(signature.bind(*args, **kwargs).arguments)
     except TypeError:
@@ -155,6 +165,12 @@ def bound(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         if parameter.kind is parameter.VAR_KEYWORD:
             found |= found.pop(name, {})
     return found
+
+
+@functools.lru_cache(maxsize=256)
+def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
+    """Without ``self``. Kept: to make it takes as long as attending to a short text."""
+    return inspect.signature(MethodType(function, object()))
 
 
 class _Here(threading.local):

@@ -52,7 +52,8 @@ def chosen(modules: Mapping[str, nn.Module], layers: Choice | None) -> frozenset
     """The names that were asked for: by a name or pattern, with all that is inside; or by a predicate.
 
     Raises:
-        ValueError: a pattern, or the predicate, fits no module.
+        TypeError: neither names or patterns nor a function.
+        ValueError: none is given; a pattern, or the predicate, fits no module.
     """
     if layers is None:
         return frozenset(modules)
@@ -61,13 +62,24 @@ def chosen(modules: Mapping[str, nn.Module], layers: Choice | None) -> frozenset
         if not found:
             raise ValueError("layers: the predicate fits no module of the model")
         return frozenset(found)
-    found: set[str] = set()
-    for pattern in [layers] if isinstance(layers, str) else layers:
-        fits = [name for name in modules if any(fnmatchcase(part, pattern) for part in path_of(name))]
-        if not fits:
-            raise ValueError(f"layers: {pattern!r} fits no module of the model; it has {_some(modules)}")
-        found |= {*fits}
-    return frozenset(found)
+    patterns = [layers] if isinstance(layers, str) else layers
+    if not isinstance(patterns, Collection) or not all(isinstance(each, str) for each in patterns):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"layers: got {layers!r}, wanted names or patterns, or a function of name and module")
+    if not patterns:
+        raise ValueError("layers: got none, wanted at least one; leave it out for all")
+    return frozenset(name for pattern in patterns for name in fitting(modules, pattern, "layers"))
+
+
+def fitting(modules: Mapping[str, nn.Module], pattern: str, argument: str) -> list[str]:
+    """The names that a name or pattern fits, with all that is inside.
+
+    Raises:
+        ValueError: there are none.
+    """
+    fits = [name for name in modules if any(fnmatchcase(part, pattern) for part in path_of(name))]
+    if not fits:
+        raise ValueError(f"{argument}: {pattern!r} fits no module of the model; it has {some_of(modules)}")
+    return fits
 
 
 def path_of(name: str) -> list[str]:
@@ -76,20 +88,8 @@ def path_of(name: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
-def shortened(names: Collection[str]) -> tuple[list[str], str | None]:
-    """Paths without what all of them begin and end with, and that as a pattern; None where there is nothing of it."""
-    parts = [name.split(".") for name in names]
-    most = min(map(len, parts), default=1) - 1
-    start = next((n for n in range(most) if len({part[n] for part in parts}) > 1), most)
-    stop = next((n for n in range(most - start) if len({part[-1 - n] for part in parts}) > 1), most - start)
-    if len(parts) < 2 or start + stop == 0:
-        return [*names], None
-    short = [".".join(part[start : len(part) - stop]) for part in parts]
-    first = parts[0]
-    return short, ".".join([*first[:start], "*", *first[len(first) - stop :]])
-
-
-def _some(names: Iterable[str], limit: int = 12) -> str:
+def some_of(names: Iterable[str], limit: int = 12) -> str:
+    """The first names that say attention, or else the first of all."""
     shown = list(names)
     wanted = [name for name in shown if _ATTENTION.search(name.rsplit(".", 1)[-1])] or shown
     more = f" and {len(wanted) - limit} more" if len(wanted) > limit else ""
@@ -110,9 +110,9 @@ def unseen(modules: Mapping[str, nn.Module], ran: Collection[str], seen: Collect
 
 def _is_attention(name: str, module: nn.Module) -> bool:
     """Whether it is called so, by its path or its class, and holds a matrix: a norm does not."""
-    if not any(parameter.ndim >= 2 for parameter in module.parameters()):
+    if not (_ATTENTION.search(name.rsplit(".", 1)[-1]) or _ATTENTION.search(type(module).__name__)):
         return False
-    return bool(_ATTENTION.search(name.rsplit(".", 1)[-1]) or _ATTENTION.search(type(module).__name__))
+    return any(parameter.ndim >= 2 for parameter in module.parameters())
 
 
 def _within(name: str, around: str) -> bool:

@@ -12,6 +12,8 @@ from headscope.masks import Band, Dense, Documents, Mask, causal
 HIDDEN = -1e9
 """An additive mask at or below this hides: -inf, the smallest number of a dtype, -1e9, -1e30 are all written for it."""
 
+AT_ONCE = 1 << 20  # entries of a mask that are compared at once
+
 
 def split(mask: Tensor) -> tuple[Mask | None, Tensor | None]:
     """A mask of SDPA (True = attend, or numbers to add) as a mask or as a bias.
@@ -49,8 +51,21 @@ def known(seen: Tensor) -> Mask:
     first = int(seen[:, -1].byte().argmax(-1).amin())  # the first key that the last query may see
     band = causal() if first == 0 else Band(length - 1 - first, 0)
     rule = band if bool(keys.all()) else band & among(keys, queries)
-    wanted = rule.dense(len(seen), 1, queries, length)[:, 0]
-    return rule if torch.equal(seen, wanted) else dense
+    return rule if _same(rule, seen) else dense
+
+
+def _same(rule: Mask, seen: Tensor) -> bool:
+    """Whether a rule allows just this, [B, Q, K]; a few rows at a time, for the tensor may fill much of the memory."""
+    batch, queries, length = seen.shape
+    rule = rule.at(queries, length)
+    step = max(1, AT_ONCE // (batch * length))
+    for start in range(0, queries, step):
+        i = slice(start, min(start + step, queries))
+        wanted = rule.tile(slice(0, batch), slice(0, 1), i, slice(0, length), seen.device)
+        wanted = wanted.expand(batch, 1, i.stop - start, length)[:, 0]
+        if not torch.equal(seen[:, i], wanted):
+            return False
+    return True
 
 
 def among(keys: Tensor, queries: int) -> Mask:

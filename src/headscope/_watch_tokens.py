@@ -51,6 +51,18 @@ class Streams:
         return stream
 
 
+def given(ids: Tensor, call: Call) -> Tensor:
+    """Of ids that stand for all keys, those of the keys that are there.
+
+    Raises:
+        ValueError: there are more keys than ids, so that those of some are not known.
+    """
+    count, total = ids.shape[-1] if ids.ndim else 0, _total(call)
+    if count < total:
+        raise ValueError(f'tokens: are of {count:,} keys, this layer has {total:,}; give all of them, or "inputs"')
+    return cut(ids.to(call.k.device), call)
+
+
 def cut(ids: Tensor, call: Call) -> Tensor:
     """Of ids from position 0 on, those of the keys that are there; -1 for room that no key has taken yet."""
     keys = call.k.shape[-2]

@@ -111,6 +111,9 @@ def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any
 
     Which options count is up to the function: one that does not name ``softcap`` or ``position_bias``, or does not look
     at ``module.sinks``, does not use it.
+
+    Raises:
+        WatchError: its masks cannot be read.
     """
     q, k, v, mask = (given.get(each) for each in _LEAD[1:])
     if any(part in name for part in _UNREADABLE) or not (mask is None or isinstance(mask, Tensor)):

@@ -252,8 +252,9 @@ def _missing(layer: str, part: LayerStats, other: LayerStats | None) -> Iterator
 
 def _heads(layer: str, old: LayerStats, new: LayerStats, limits: Thresholds) -> Iterator[HeadChange]:
     count = min(old.heads, new.heads)
-    maps = _maps(old, new, count)
-    received = _received(old, new, count)
+    places = _same_places(old, new)
+    maps = _maps(old, new, count) if places else None
+    received = _received(old, new, count) if places else None
     for head in range(count):
         changes = tuple(
             _change(name, old.moments[name], new.moments[name], head, limits)
@@ -293,6 +294,15 @@ def _size(name: str, before: float, after: float, limits: Thresholds) -> float:
     return abs(after - before) / unit
 
 
+def _same_places(old: LayerStats, new: LayerStats) -> bool:
+    """Whether the same share of the rows was looked at.
+
+    Maps and received of a sample hold the sampled rows alone: those of a head that looks at another key in each row lie
+    far from those of all its rows.
+    """
+    return old.looked_at * new.of == new.looked_at * old.of
+
+
 def _maps(old: LayerStats, new: LayerStats, count: int) -> Tensor | None:
     if old.map is None or new.map is None or old.map.bins != new.map.bins:
         return None
@@ -328,6 +338,8 @@ def _notes(old: HeadStats, new: HeadStats) -> tuple[str, ...]:
     notes += [f"No row {when} has {', '.join(names)}" for when, names in _without_rows(shared) if names]
     if old.sampled != new.sampled:
         notes.append(f"Only {'before' if old.sampled else 'after'} is a sample of the rows")
+    if not all(_same_places(a, b) for a, b in shared):
+        notes.append("Maps and received are not compared where other shares of the rows were looked at")
     return tuple(notes)
 
 

@@ -116,7 +116,7 @@ def streaming_heads(stats: HeadStats | HasStats, keep: float = 0.95) -> Streamin
     """Which heads keep their mass in a window plus the first keys, and could do with a cache of those.
 
     Of each head the smallest observed window w is named for which mean ``streaming_w`` / mean ``mass`` >= keep. A
-    window that holds all that any row of the head may see tells nothing and is passed over.
+    window that holds all that any row of the head may see, but for the first key, tells nothing and is passed over.
 
     Args:
         stats: with ``Observe(windows=...)``; how many first keys are added is what ``Observe.first`` said.
@@ -137,7 +137,7 @@ def streaming_heads(stats: HeadStats | HasStats, keep: float = 0.95) -> Streamin
     names = tuple(f"streaming_{w:g}" for w in windows)
     basis = Basis.of_layers(parts.values(), names, [head.rows for head in heads])
     caveat = "Measured on this input: what a head does not need here it may need on a longer or another text."
-    if wide := [w for w in windows if all(w >= head.sees - 1 for head in heads)]:
+    if wide := [w for w in windows if all(w >= head.sees - 2 for head in heads)]:
         caveat += f" No row sees more than a window of {', '.join(f'{w:g}' for w in wide)}, which tells nothing."
     if missing := [layer for layer in found.layers if layer not in parts]:
         caveat += f" Without a window and left out: {', '.join(missing)}."
@@ -158,7 +158,7 @@ def _streaming(layer: str, part: LayerStats, keep: float) -> Iterator[StreamingH
             moments = part.moments[f"streaming_{w:g}"]
             kept = float(moments.mean[head] / mass[head])
             rows_kept, rows = _rows_above(keep, moments, head), int(moments.count[head])
-            if w >= sees - 1:  # all that there is to see
+            if w >= sees - 2:  # with the first key, all that there is to see
                 break
             if kept >= keep:
                 window = w
@@ -238,8 +238,11 @@ def kv_budget(
     positions stands for all, which keeps at most what a choice for each would.
 
     Raises:
+        TypeError: one budget that is in no collection.
         ValueError: nothing was received, a budget below 1, or heads that do not divide into so many groups.
     """
+    if isinstance(keys, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"keys: got {keys}, wanted several budgets, as ({keys},)")
     budgets = tuple(keys)
     if not budgets or any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in budgets):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"keys: got {budgets}, wanted whole numbers from 1")
@@ -259,9 +262,12 @@ def kv_budget(
     if pooled:
         caveat += " Several forwards or batch entries are summed by position: steps of one sequence are exact, of"
         caveat += " several sequences this is a lower bound."
+    basis = Basis.of_layers(parts.values(), ("received",), rows)
+    if basis.sampled:
+        caveat += " Of a sample of the rows too few keys receive anything: with few rows these figures are too high."
     if missing := [layer for layer in found.layers if layer not in parts]:
         caveat += f" Without received and left out: {', '.join(missing)}."
-    return KVBudget(Basis.of_layers(parts.values(), ("received",), rows), caveat, budgets, pooled, tuple(lines))
+    return KVBudget(basis, caveat, budgets, pooled, tuple(lines))
 
 
 def _length(part: LayerStats) -> int:

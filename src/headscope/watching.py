@@ -17,8 +17,9 @@ from headscope import __version__, _watch_frames, _watch_layers, _watch_transfor
 from headscope._stats_parts import LayerStats
 from headscope._watch_calls import COMPILED, TOLERANCE, Call, Kind, WatchError, error_of, measure, placed
 from headscope._watch_frames import Frame
+from headscope._watch_layers import Choice
 from headscope._watch_monitor import Alarm, AttentionWarning, Limits, Monitor, writer
-from headscope._watch_tokens import Streams, cut
+from headscope._watch_tokens import Streams, given
 from headscope.stats import Column, HeadStats, Observe, Summary, merge
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ __all__ = [
     "watch",
 ]
 
-Layers = str | Collection[str] | Callable[[str, nn.Module], bool]
 _watch_frames.patches.append(_watch_transformers)
 
 PENDING = 16  # calls of a layer that are kept before they are merged
@@ -156,13 +156,14 @@ class Recording:
 
     def table(self, sort: str | None = None, **options: Any) -> Table:
         """One line for each head, under paths without what is common to all; see ``HeadStats.table``."""
-        stats = self.stats
         from rich.markup import escape
 
-        short, pattern = _watch_layers.shortened(stats.layers)
-        table = stats.named(*short).table(sort, **options)
-        if pattern is not None:
-            table.caption = f"{table.caption} Layers: {escape(pattern)}."
+        from headscope._decision_parts import short_layers
+
+        stats = self.stats
+        short, note = short_layers(stats.layers)
+        table = stats.named(*short.values()).table(sort, **options)
+        table.caption = f"{table.caption} {escape(note)}".rstrip()
         return table
 
     def compare(self, other: HeadStats | Recording, thresholds: Thresholds | None = None) -> Comparison:
@@ -254,7 +255,7 @@ def watch(
     *,
     what: Observe | None = None,
     rows: int | None = None,
-    layers: Layers | None = None,
+    layers: Choice | None = None,
     every: int = 1,
     tokens: Tensor | Literal["inputs"] | None = None,
     texts: Collection[str] | None = None,
@@ -305,6 +306,8 @@ def watch(
             raise ValueError(f"{name}: given twice, here and in what.{name}")
     if rows is not None:
         what = replace(what, rows=rows)
+    if kinds is not None and not isinstance(kinds, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"kinds: got {type(kinds).__name__}, wanted a mapping of patterns to kinds")
     kinds = dict(kinds or {})
     _check(every, tokens, kinds, unseen, alarms)
     targets = [] if log is None else list(log) if isinstance(log, (list, tuple)) else [log]
@@ -352,12 +355,14 @@ class Watch:
     """
 
     def __init__(
-        self, model: nn.Module, options: Options, layers: Layers | None, texts: tuple[str, ...] | None
+        self, model: nn.Module, options: Options, layers: Choice | None, texts: tuple[str, ...] | None
     ) -> None:
         self.monitor = options.monitor
         self.options = options
         self.modules = _watch_layers.modules_of(model)
         self.chosen = _watch_layers.chosen(self.modules, layers)
+        for pattern in options.kinds:
+            _watch_layers.fitting(self.modules, pattern, "kinds")
         self.places = {name: place for place, name in enumerate(self.modules)}
         self.recording = Recording(HeadStats({}), _about(model, options, layers, texts))
         self.recording._monitor = options.monitor
@@ -402,12 +407,13 @@ class Watch:
                 "watch: no forward pass of the model ran within the with block (a module that runs compiled, or a copy "
                 "of the model, is not seen)"
             )
-        hint = _watch_layers._some(self.modules)
+        hint = _watch_layers.some_of(self.modules)
         raise WatchError(f"watch: no attention call was seen in {recording.about.model}; its modules: {hint}")
 
     # ------------------------------------------------------------ as the modules' calls see it
 
     def begin(self) -> Pass:
+        """A forward pass starts."""
         with self.recording._lock:
             about = self.recording.about
             active = about.ran % self.options.every == 0
@@ -419,7 +425,7 @@ class Watch:
         if self.options.tokens is None:
             return None
         if isinstance(self.options.tokens, Tensor):
-            return cut(self.options.tokens.to(call.k.device), call)
+            return given(self.options.tokens, call)
         return self._streams.of(call, _watch_frames.frames())
 
     def compare(self, layer: str, call: Call) -> None:
@@ -446,6 +452,11 @@ class Watch:
             )
 
     def end(self, forward: Pass, *, finished: bool) -> None:
+        """It is over; not finished = by an exception.
+
+        Raises:
+            WatchError: an attention layer ran in it and was not seen.
+        """
         if not finished or not forward.active:
             return
         if self.monitor is not None:
@@ -480,9 +491,15 @@ class Pass:
         self.seen: set[str] = set()
 
     def enter(self, name: str, module: nn.Module) -> None:
+        """A module starts to run."""
         self.ran[name] = None
 
     def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
+        """Measure the attention call that a module makes.
+
+        Raises:
+            WatchError: it cannot be measured; the message names the layer.
+        """
         self.seen.add(name)
         watch = self.watch
         if name not in watch.chosen:
@@ -516,7 +533,7 @@ def register_transformers(name: str = "headscope") -> None:
     _watch_transformers.register(name)
 
 
-def _about(model: nn.Module, options: Options, layers: Layers | None, texts: tuple[str, ...] | None) -> About:
+def _about(model: nn.Module, options: Options, layers: Choice | None, texts: tuple[str, ...] | None) -> About:
     loaded = getattr(getattr(model, "config", None), "_name_or_path", "")
     name = type(model).__name__ + (f" ({loaded})" if loaded else "")
     what = options.what

@@ -58,7 +58,10 @@ inline double decode(const char* at, Element e) {
             const std::uint32_t wide = std::uint32_t(get<std::uint16_t>(at)) << 16;
             return get<float>(reinterpret_cast<const char*>(&wide));
         }
-        default: return half_value(get<std::uint16_t>(at));  // nothing else comes out
+        case Element::f16: return half_value(get<std::uint16_t>(at));
+        case Element::i32: return get<std::int32_t>(at);
+        case Element::i64: return double(get<std::int64_t>(at));
+        default: return get<std::uint8_t>(at);
     }
 }
 

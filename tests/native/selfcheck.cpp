@@ -1,10 +1,11 @@
-// Random calls of one target against the definition, without Python: every option, forward and backward, guards around
-// every buffer. `selfcheck TARGET CALLS SEED [FIRST]`, FIRST to begin with a later call; exit code 1 where a result is wrong,
+// Random calls of one target against the definition, without Python: every option, forward, looked at and backward, guards
+// around every buffer. `selfcheck TARGET CALLS SEED [FIRST]`, FIRST to begin with a later call; exit code 1 where a result is wrong,
 // 77 where this CPU lacks the target.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
+#include "look.h"
 #include "memory.h"
 #include "problem.h"
 #include "reference.h"
@@ -12,6 +13,7 @@
 using namespace selfcheck;
 using headscope::Backward;
 using headscope::Forward;
+using headscope::RowStats;
 using headscope::Target;
 
 namespace {
@@ -59,6 +61,19 @@ void run(const Target& target, const Backward& g, Random& r) {
     }
 }
 
+void look(const Target& target, Forward& f, Random& r) {
+    const std::size_t prepared = target.prepared(f);
+    Memory scratch(target.look_scratch(f)), paired_v(prepared, 0xff);
+    f.paired_v = prepared ? paired_v.data() : nullptr;
+    if (prepared) for (std::int64_t task : shuffled(r, target.prepare_tasks(f))) target.prepare(f, task);
+    for (std::int64_t task : shuffled(r, target.look_tasks(f))) {
+        scratch.fill(r.one_in(2) ? 0xff : 0x3f);
+        target.run_look(f, task, scratch.data());
+    }
+    if (f.look->columns()) for (std::int64_t head : shuffled(r, f.heads)) target.gather_look(f, head);
+    f.paired_v = nullptr;
+}
+
 // ---------------------------------------------------------------- a problem in memory
 
 struct Call {
@@ -103,6 +118,62 @@ struct Call {
 
 void strides(const Placed& x, std::int64_t* three) { std::copy(x.stride, x.stride + 3, three); }
 
+// A look, and where its results go. Given the same random numbers, a second one is laid out alike.
+struct Looking {
+    RowStats s;
+    std::atomic<bool> spoilt{false};
+    std::vector<std::unique_ptr<Placed>> out;
+    Placed *value[QUANTITIES], *window[MOST_WINDOWS], *streaming[MOST_WINDOWS], *counted, *most_weight, *most_key, *received, *eligible, *sum,
+        *max, *count, *at;
+
+    Looking(Random& r, const Problem& p, const Look& x, const Array& floor, double rounding, Call& call) {
+        const Element wide = arithmetic(p.dtype);
+        const auto whole = [&](const Array& a, std::int64_t& stride) {
+            const Placed& at = call.place(r, a, Element::i64, true);
+            stride = at.stride[0];
+            return reinterpret_cast<const std::int64_t*>(at.data());
+        };
+        s.line = whole(x.line, s.line_stride), s.own = whole(x.own, s.own_stride);
+        s.first = whole(x.first, s.first_stride), s.firsts = int(x.first.n[3]);
+        s.ids = reinterpret_cast<const std::int32_t*>(call.place(r, x.ids, Element::i32, true).data());
+        s.norms = call.place(r, x.norms, wide, true).data(), s.given = call.place(r, x.given, wide, true).data(), s.rounding = rounding;
+        s.floor = call.place(r, floor, wide, true).data();
+        const Placed& may_count = call.place(r, x.may_count, Element::u8, false, false);
+        s.may_count = reinterpret_cast<const std::uint8_t*>(may_count.data()), std::copy(may_count.stride, may_count.stride + 3, s.may_count_stride);
+        const Array rows(p.B, p.H, x.R, 1);
+        for (int n = 0; n < QUANTITIES; n++) {
+            const bool of_tokens = n == headscope::DUPLICATE || n == headscope::INDUCTION;
+            const bool of_places = of_tokens || (n >= headscope::DISTANCE && n <= headscope::NEXT);
+            const bool has = (!of_tokens || x.ids.given) && (!of_places || x.line.given) && (n != headscope::VALUE_NORM || x.norms.given);
+            s.value[n] = (value[n] = place(r, rows, wide, x.values && has && !r.one_in(5)))->data();
+        }
+        for (; s.windows < int(x.reach.size()); s.windows++) {
+            const int n = s.windows;
+            s.reach[n] = x.reach[std::size_t(n)];
+            s.window[n] = (window[n] = place(r, rows, wide, !r.one_in(5)))->data();
+            s.streaming[n] = (streaming[n] = place(r, rows, wide, !r.one_in(5)))->data();
+        }
+        s.counted = reinterpret_cast<std::uint8_t*>((counted = place(r, rows, Element::u8))->data());
+        s.most = int(x.most);
+        s.most_weight = (most_weight = place(r, Array(p.B, p.H, x.R, x.most), wide, x.most > 0))->data();
+        s.most_key = reinterpret_cast<std::int64_t*>((most_key = place(r, Array(p.B, p.H, x.R, x.most), Element::i64, x.most > 0))->data());
+        const Array keys(x.shares, p.H, p.K, 1), cells(x.shares, p.H, x.bins, x.bins), places(x.shares, p.H, x.bins * x.bins, 4);
+        s.received = reinterpret_cast<double*>((received = place(r, keys, Element::f64, x.received))->data());
+        s.eligible = reinterpret_cast<std::int64_t*>((eligible = place(r, keys, Element::i64, x.received))->data());
+        s.bins = x.bins, s.all_queries = p.Q, s.shares = x.shares, s.spoilt = &spoilt;
+        s.map_sum = reinterpret_cast<double*>((sum = place(r, cells, Element::f64, x.bins > 0))->data());
+        s.map_max = reinterpret_cast<double*>((max = place(r, cells, Element::f64, x.bins > 0))->data());
+        s.map_count = reinterpret_cast<std::int64_t*>((count = place(r, cells, Element::i64, x.bins > 0))->data());
+        s.map_at = reinterpret_cast<std::int64_t*>((at = place(r, places, Element::i64, x.bins > 0))->data());
+    }
+
+private:
+    Placed* place(Random& r, const Array& shape, Element e, bool asked = true) {
+        out.push_back(std::make_unique<Placed>(r, asked ? shape : Array(), e, true, true));
+        return out.back().get();
+    }
+};
+
 // What dropout leaves of each weight, found by asking: with all logits 0, no mask, and V the identity, `out` is the weights.
 Array kept_weights(const Target& target, const Problem& p, Random& r) {
     Problem ask = p;
@@ -139,6 +210,7 @@ class Check {
 public:
     Check(const Problem& problem, Worst* found) : p(problem), worst(found[int(problem.dtype)]) {}
     bool good = true;
+    std::string look;  // if there is one
 
     // `own_dtype`: the dtype that the terms are rounded to.
     void compare(const char* name, const Placed& got, const Array& exact, const Array& plain, const Array& size, double logits,
@@ -164,11 +236,29 @@ public:
     void guard(const char* name, const Placed& x) {
         if (!x.untouched_around()) fail(name, "bytes around it were written", 0, 0);
     }
+    // At most so many roundings of `size` apart. Where shares are added up into the first, `exact` has that alone.
+    void near(const char* name, const Placed& got, const Array& exact, const Array& size, double roundings) {
+        guard(name, got);
+        const Array x = got.read();
+        const double unit = roundings * (p.dtype == Dtype::f64 ? epsilon(Dtype::f64) : epsilon(Dtype::f32));
+        for (std::size_t n = 0; n < exact.x.size(); n++) {
+            if (std::fabs(exact.x[n]) > 1 / small()) continue;
+            const double allowed = size.x[n] * unit + small(), off = std::fabs(x.x[n] - exact.x[n]);
+            if (std::isnan(exact.x[n]) ? !std::isnan(x.x[n]) : !(off <= allowed)) return fail(name, "got %.9g, wanted %.9g", x.x[n], exact.x[n]);
+            if (off > worst.share * allowed) worst.share = off / allowed, worst.where = name;
+        }
+    }
+    void equal(const char* name, const Placed& got, const Array& exact) {
+        guard(name, got);
+        const Array x = got.read();
+        for (std::size_t n = 0; n < exact.x.size(); n++)
+            if (x.x[n] != exact.x[n]) return fail(name, "got %g, wanted %g", x.x[n], exact.x[n]);
+    }
     void same(const char* name, const Placed& x, const Placed& y) {
         if (!x.same(y)) fail(name, "a second run gave other bits", 0, 0);
     }
     void fail(const char* name, const char* text, double a, double b) {
-        std::printf("wrong: %s of %s: ", name, p.describe().c_str());
+        std::printf("wrong: %s of %s%s: ", name, p.describe().c_str(), look.c_str());
         std::printf(text, a, b);
         std::printf("\n");
         good = false;
@@ -177,6 +267,7 @@ public:
 private:
     // Where the dtype's numbers end, and exp2 flushes to 0.
     double least() const { return p.dtype == Dtype::f64 ? 0x1p-1000 : p.dtype == Dtype::f16 ? 0x1p-24 : 0x1p-100; }
+    double small() const { return p.dtype == Dtype::f64 ? 0x1p-900 : 0x1p-80; }  // of numbers in the arithmetic's type; times a distance
 
     const Problem& p;
     Worst& worst;
@@ -227,6 +318,122 @@ struct Gradients {
     Gradients again() const { return {dq.again(), dk.again(), dv.again(), dbias.again()}; }
 };
 
+// ---------------------------------------------------------------- one look
+
+const char* const NAMES[QUANTITIES] = {"lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "first",
+                                       "distance", "self", "previous", "next", "duplicate", "induction", "value_norm", "chance"};
+
+// What the `most`-th largest weight of each row, if there are so many, has for a logit times log2(e), and somewhat less.
+Array floors(const Look& x, const Measured& m) {
+    Array floor(m.counted.n[0], m.counted.n[1], x.R, 1, -INF);
+    for (std::size_t n = 0; n < floor.x.size(); n++) {
+        const std::int64_t K = m.weights.n[3];
+        std::vector<double> row(m.weights.x.begin() + std::int64_t(n) * K, m.weights.x.begin() + std::int64_t(n + 1) * K);
+        std::sort(row.begin(), row.end(), std::greater<>());
+        if (x.most > K || !(row[std::size_t(x.most - 1)] > 0)) continue;
+        const double logit = (std::log(row[std::size_t(x.most - 1)]) + m.value[headscope::LSE].x[n]) * 1.4426950408889634;
+        floor.x[n] = float(logit - 1e-3 * (1 + std::fabs(logit)));
+    }
+    return floor;
+}
+void check_most(Check& found, const Looking& got, const Look& x, const Measured& m, double roundings) {
+    found.guard("most_weight", *got.most_weight), found.guard("most_key", *got.most_key);
+    const Array weights = got.most_weight->read(), keys = got.most_key->read();
+    const std::int64_t K = m.weights.n[3];
+    Array wanted = weights, there = weights;
+    for (std::size_t n = 0; n < m.counted.x.size(); n++) {
+        std::vector<double> row(m.weights.x.begin() + std::int64_t(n) * K, m.weights.x.begin() + std::int64_t(n + 1) * K), best = row;
+        std::sort(best.begin(), best.end(), std::greater<>());
+        for (std::int64_t k = 0; k < x.most; k++) {
+            const std::size_t at = n * std::size_t(x.most) + std::size_t(k);
+            const bool has = k < K && best[std::size_t(k)] >= 0;
+            wanted.x[at] = there.x[at] = has ? best[std::size_t(k)] : NOT;
+            const double j = keys.x[at];
+            if (has != (j >= 0) || (!has && j != -1)) return found.fail("most_key", "got %g at place %g", j, double(k));
+            if (has) there.x[at] = row[std::size_t(j)], row[std::size_t(j)] = -1;  // a second time it would be wrong
+        }
+    }
+    found.near("most_weight", *got.most_weight, wanted, wanted, roundings);
+    found.near("most_key's weight", *got.most_weight, there, wanted, roundings);
+}
+void check_map(Check& found, const Looking& got, const Look& x, const Measured& m, const Problem& p, double roundings) {
+    found.near("map sum", *got.sum, m.map_sum, m.map_sum, roundings), found.near("map max", *got.max, m.map_max, m.map_max, roundings);
+    found.equal("map count", *got.count, m.map_count);
+    found.guard("map at", *got.at);
+    const Array at = got.at->read();
+    Array largest = m.map_max;
+    for (std::int64_t h = 0; h < p.H; h++) for (std::int64_t cell = 0; cell < x.bins * x.bins; cell++) {
+        const auto place = [&](int n) { return std::int64_t(at(0, h, cell, n)); };
+        double& most = largest.x[std::size_t(h * x.bins * x.bins + cell)];
+        if (std::isnan(most) ? place(0) != -1 || place(1) != -1 || place(2) != -1 || place(3) != -1
+                             : place(0) != 0 || place(1) < 0 || place(1) >= p.B || place(3) < 0 || place(3) >= p.K ||
+                                   bin_of(place(2), x.bins, p.Q) != cell / x.bins || bin_of(place(3), x.bins, p.K) != cell % x.bins)
+            return found.fail("map at", "nothing of the kind is at query %g, key %g", double(place(2)), double(place(3)));
+        if (std::isnan(most)) continue;
+        most = -1;  // a query may have been picked more than once
+        for (std::int64_t r = 0; r < x.R; r++)
+            if (x.query(place(1), h, r) == place(2)) most = std::max(most, m.weights(place(1), h, r, place(3)));
+    }
+    found.near("map at", *got.max, largest, m.map_max, roundings);
+}
+void check_numbers(Check& found, const Looking& got, const Problem& p, const Look& x, const Measured& m, double roundings) {
+    for (int n = 0; n < QUANTITIES; n++) if (got.s.value[n]) found.near(NAMES[n], *got.value[n], m.value[n], m.size[n], roundings);
+    for (int n = 0; n < got.s.windows; n++) {
+        if (got.s.window[n]) found.near("window", *got.window[n], m.window[n], m.window[n], roundings);
+        if (got.s.streaming[n]) found.near("streaming", *got.streaming[n], m.streaming[n], m.streaming[n], roundings);
+    }
+    found.equal("counted", *got.counted, m.counted);
+    if (x.received) found.near("received", *got.received, m.received, m.received, roundings), found.equal("eligible", *got.eligible, m.eligible);
+    if (x.bins) check_map(found, got, x, m, p, roundings);
+    if (x.most) check_most(found, got, x, m, roundings);
+}
+// A row that sees a NaN is told of.
+bool sees_nan(const Problem& p, const Look& x) {
+    for (std::int64_t b = 0; b < p.B; b++) for (std::int64_t h = 0; h < p.H; h++) for (std::int64_t r = 0; r < x.R; r++)
+        for (std::int64_t j = 0; j < p.K; j++) if (p.seen(b, h, x.query(b, h, r), j)) {
+            double all = x.norms.given ? x.norms(b, h / p.group(), j, 0) : 0;
+            for (std::int64_t d = 0; d < p.D; d++) all += p.q(b, h, x.query(b, h, r), d) * p.k(b, h / p.group(), j, d);
+            if (std::isnan(all)) return true;
+        }
+    return false;
+}
+
+// `out` and `lse` are what attending alone gave, `exact` is the lse by the definition.
+void check_look(const Target& target, const Problem& p, Call& call, Random& r, const Placed& out, const Placed& lse, const Array& exact,
+                double logits, Check& found) {
+    const Look x = draw_look(r, p, exact);
+    found.look = x.describe();
+    const double rounding = p.dtype == Dtype::f64 ? 1e-12 : 1e-5;
+    const bool wide = p.dtype == Dtype::f64;
+    const Measured m = p.spoilt ? Measured() : wide ? measured<long double>(p, x, rounding) : measured<double>(p, x, rounding);
+    const Array floor = x.floor && x.most && !p.spoilt ? floors(x, m) : Array();
+    Random again = r;
+    Looking got(r, p, x, floor, rounding, call);
+    Forward f = call.f;
+    Array queries = x.queries;
+    const Placed& rows = call.place(r, queries, Element::i64, true);
+    f.rows = reinterpret_cast<const std::int64_t*>(rows.data()), f.rows_stride[0] = rows.stride[0], f.rows_stride[1] = rows.stride[1];
+    f.queries = x.R, f.dropout = 0, f.look = &got.s, f.spoilt = &got.spoilt, f.out = nullptr, f.lse = nullptr;
+    Placed own = out.again(), own_lse = lse.again();
+    if (x.attends) f.out = own.data(), strides(own, f.out_stride), f.lse = own_lse.data();
+    else f.v_head_dim = 0;
+    look(target, f, r);
+    if (x.attends && p.dropout == 0 && target.shares(f) == 1)
+        found.same("out, looked at or not", own, out), found.same("lse, looked at or not", own_lse, lse);
+    if (p.spoilt) {
+        for (const auto& each : got.out) found.guard("what is measured", *each);
+        if (sees_nan(p, x) && !got.spoilt) found.fail("spoilt", "got %g, wanted %g", 0, 1);
+        return;
+    }
+    if (got.spoilt) found.fail("spoilt", "got %g, wanted %g", 1, 0);
+    check_numbers(found, got, p, x, m, 4 + 2 * logits);
+    if (!r.one_in(8)) return;  // the same bits whatever the order of the tasks
+    Looking second(again, p, x, floor, rounding, call);
+    f.look = &second.s, f.spoilt = &second.spoilt;
+    look(target, f, r);
+    for (std::size_t n = 0; n < got.out.size(); n++) found.same("what is measured", *got.out[n], *second.out[n]);
+}
+
 bool check(const Target& target, Random& r, Worst* worst) {
     Problem p = draw(r);
     if (p.dropout > 0) p.kept = kept_weights(target, p, r);
@@ -246,6 +453,7 @@ bool check(const Target& target, Random& r, Worst* worst) {
     worst[int(p.dtype)].calls++;
     if (p.spoilt) {
         found.guard("out", out), found.guard("lse", lse);
+        if (p.Q && p.K) check_look(target, p, call, r, out, lse, Array(p.B, p.H, p.Q, 1), 0, found);
         return found.good;
     }
     const Results truth = exact(p), near = plain(p);
@@ -254,6 +462,7 @@ bool check(const Target& target, Random& r, Worst* worst) {
     for (double& x : size.lse.x) x = 1;
     found.compare("out", out, truth.out, near.out, size.out, logits, p.dtype);
     found.compare("lse", lse, truth.lse, near.lse, size.lse, logits, p.dtype == Dtype::f64 ? Dtype::f64 : Dtype::f32);
+    if (p.Q && p.K && r.one_in(2)) check_look(target, p, call, r, out, lse, truth.lse, logits, found), found.look.clear();
 
     Backward g{};
     g.forward = call.f;

@@ -196,6 +196,8 @@ def _print(machine: dict[str, dict[str, Any]], device: str, asks: dict[str, Ask]
     out.print()
     for line in _calls(verdicts):
         out.print(line)
+    out.print()
+    out.print(Text(_observing(verdicts)))
     if not single:
         out.print()
         out.print(
@@ -221,6 +223,13 @@ def _calls(verdicts: Verdicts) -> Iterator[RenderableType]:
         for reason, where in reasons.items():
             only = "" if len(where) == len(row) else f" ({', '.join(where)})"
             yield Padding(Text(reason + only, style="dim"), (0, 0, 0, 6))
+
+
+def _observing(verdicts: Verdicts) -> str:
+    """Which observer takes these calls; what else it may refuse depends on what is asked of it, not on the call."""
+    every = (reason for row in verdicts.values() for verdict in row.values() for reason in verdict.observer)
+    reasons = "; ".join(dict.fromkeys(every))
+    return f"observe: portable ({reasons})" if reasons else "observe: native"
 
 
 def _describe(ask: Ask) -> str:

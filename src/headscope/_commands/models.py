@@ -41,6 +41,7 @@ class Loaded:
         paired: an encoder and a decoder: the decoder reads the same tokens, one place later.
         key_heads: how many key/value heads it has, if it says so.
         prepare: a picture as it takes it, by the path of a file.
+        samples: pictures that ship with it, to look at where none is given.
         notes: what has to be known of it.
     """
 
@@ -56,6 +57,7 @@ class Loaded:
     paired: bool = False
     key_heads: int | None = None
     prepare: Callable[[str], Tensor] | None = None
+    samples: Callable[[], Tensor] | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -95,9 +97,15 @@ def _digits() -> Loaded:
 
         return torch.from_numpy(read_picture(path).pixels).float()[None]
 
+    def samples() -> Tensor:
+        import torch
+
+        return torch.stack([sample.image for sample in example.samples])
+
     return Loaded(
-        example.model, "the shipped vision model", "image", 0, 0, None, ([], []), None, example.model, prepare=prepare
-    )
+        example.model, "the shipped vision model", "image", 0, 0, None, ([], []), None, example.model,
+        prepare=prepare, samples=samples,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- Hugging Face
@@ -195,9 +203,8 @@ def _language(transformers: Any, model: Any, label: str, name: str, options: dic
     extra |= {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
     def run(ids: Tensor) -> Any:
-        if paired:
-            extra["decoder_input_ids"] = _later(ids, model.config)
-        return model(input_ids=ids, **extra)
+        decoded = {"decoder_input_ids": _later(ids, model.config)} if paired else {}
+        return model(input_ids=ids, **decoded, **extra)
 
     def piece(token: int) -> str:
         return tokenizer.decode([token])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -106,7 +106,7 @@ def watch(
     with busy(f"loading {visible(model)}"):
         loaded = models.load(model)
     given = windows.read_input(loaded, text, file, ids, image, context)
-    with one_thread() if model in models.SHIPPED else _as_it_is():
+    with one_thread() if model in models.SHIPPED else nullcontext():
         watched = _watched(loaded, given, asked)
     for note in watched.notes:
         say(f"headscope watch: {note}")
@@ -119,11 +119,6 @@ def watch(
 
         show(console(), watched, recording, page)
     return MOVED if watched.comparison is not None and watched.comparison.differs else 0
-
-
-@contextmanager
-def _as_it_is() -> Generator[None]:
-    yield
 
 
 # ---------------------------------------------------------------- options
@@ -204,7 +199,8 @@ def _watched(loaded: Loaded, given: Input, asked: Asked) -> Watched:
     keys = max((part.received.shape[-1] for part in stats.parts.values() if part.received is not None), default=0)
     budgets = tuple(k for k in BUDGETS if k < keys) or (max(1, keys // 4),)
     groups = loaded.key_heads if _divides(loaded.key_heads, stats) else None
-    windowed = any(name.startswith("streaming_") for name in stats.names)
+    # below that not even the first window is up to a third of the input: it is there for "local" alone
+    windowed = any(name.startswith("streaming_") for name in stats.names) and keys >= 3 * WINDOWS[0]
     return Watched(
         loaded,
         given,

@@ -33,19 +33,16 @@ def show(out: Console, watched: Watched, recording: str | None, page: str | None
 
     from headscope.report import NOT_EXPLANATION
 
-    stats = watched.recording.stats
     out.print(Text(f"headscope watch: {_title(watched)}", style="dim"))
     out.print(Text(_lead(watched)))
-    count = len(_cells(watched))
-    says = "where each spreads its attention, over all rows"
-    if stats.sampled:
-        says = "where each spreads its attention, over a sample of the rows"
-    heading(out, "All heads", says)
+    rows = "a sample of the rows" if watched.recording.stats.sampled else "all rows"
+    heading(out, "All heads", f"where each spreads its attention, over {rows}")
     cells = _cells(watched)
-    shown = cells if count <= LINES else _striking(watched, cells)
+    shown = _striking(cells)
     out.print(_table(shown))
-    if len(shown) < count:
-        out.print(Text(f"The {len(shown)} of {count} heads with the highest scores; the page has all.", style="dim"))
+    if len(shown) < len(cells):
+        left = f"The {len(shown)} of {len(cells)} heads with the highest scores; the page has all."
+        out.print(Text(left, style="dim"))
     out.print(_reading(watched))
     heading(out, "What follows", "from this input; more on the page and in docs/decisions.md")
     findings = Table.grid(padding=(0, 1, 0, 0))
@@ -125,9 +122,9 @@ def _table(cells: list[tuple[str, ...]]) -> Table:
     return table
 
 
-def _striking(watched: Watched, cells: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """The heads with the highest scores, in the order of the model."""
-    order = sorted(range(len(cells)), key=lambda at: _as_number(cells[at][3]), reverse=True)
+def _striking(cells: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The heads with the highest scores, in the order of the model; all where there are no more lines than fit."""
+    order = sorted(range(len(cells)), key=lambda at: _as_number(cells[at][COLUMNS.index("score")]), reverse=True)
     return [cells[at] for at in sorted(order[:LINES])]
 
 
@@ -142,13 +139,16 @@ def _reading(watched: Watched) -> object:
     _, note = short_layers(watched.recording.layers)
     found = {each.pattern for each in watched.patterns.best}
     said = meanings((name for name in PATTERNS if name in found), PATTERNS)
-    budget = watched.budget.budgets[0]
-    columns = (
-        "Score 1: exactly so; 0: no closer than chance. Entropy: of an even row's. First: mass on the first token. "
-        "Distance: mean, in positions. Window: the smallest that, with the first token, keeps 95% of the mass. "
-        f"Kept: mass that the {budget:,} {plural('key', budget)} with the most keep."
-    )
+    columns = f"{_columns()} Kept: mass that the {_keys(watched.budget.budgets[0])} with the most keep."
     return Text("\n").join([said, Text(f"{note}{columns}", style="dim")] if said else [Text(f"{note}{columns}", "dim")])
+
+
+def _columns() -> str:
+    """What the columns mean, but for the last."""
+    return (
+        "Score 1: exactly so; 0: no closer than chance. Entropy: of an even row's. First: mass on the first token. "
+        "Distance: mean, in positions. Window: the smallest that, with the first token, keeps 95% of the mass."
+    )
 
 
 # ---------------------------------------------------------------- what follows
@@ -164,7 +164,7 @@ def _findings(watched: Watched) -> list[str]:
         found.append(
             f"Streaming: {len(watched.streaming.streaming)} of {len(every)} heads keep {watched.streaming.keep:.0%} of "
             f"their mass in a window and on the first token{f' ({windows} positions)' if windows else ''}; "
-            f"a row sees at most {max(head.sees for head in every):,} keys."
+            f"a row sees at most {_keys(max(head.sees for head in every))}."
         )
     found.append(_cache(watched))
     pairs, closest = watched.repeated.pairs, watched.repeated.closest
@@ -190,9 +190,15 @@ def _cache(watched: Watched) -> str:
     for at, budget in enumerate(watched.budget.budgets):
         kept = [head.kept[at] for head in heads if not math.isnan(head.kept[at])]
         if kept:
-            lines.append(f"{budget:,} keys keep {sum(kept) / len(kept):.0%} ({min(kept):.0%} at least)")
+            keep = "keeps" if budget == 1 else "keep"
+            lines.append(f"{_keys(budget)} {keep} {sum(kept) / len(kept):.0%} ({min(kept):.0%} at least)")
     pooled = ", chosen once for all windows" if watched.budget.pooled else ""
-    return f"Cache: of the attention mass, {'; '.join(lines)}; by hindsight{pooled}."
+    sample = ", too much where few rows are sampled" if watched.budget.basis.sampled else ""
+    return f"Cache: of the attention mass, {'; '.join(lines)}; by hindsight{pooled}{sample}."
+
+
+def _keys(count: int) -> str:
+    return f"{count:,} {plural('key', count)}"
 
 
 # ---------------------------------------------------------------- the page
@@ -224,8 +230,9 @@ def _sections(watched: Watched) -> list[Section]:
     from headscope.report.tables import Section
 
     _, note = short_layers(watched.recording.layers)
-    columns = [*COLUMNS[:-1], f"{watched.budget.budgets[0]:,} keys keep"]
-    sections = [Section("Every head", "The pattern that each comes closest to.", columns, _cells(watched), note, TEXTS)]
+    columns = [*COLUMNS[:-1], f"kept by {_keys(watched.budget.budgets[0])}"]
+    says, below = "The pattern that each comes closest to.", f"{note}{_columns()}"
+    sections = [Section("Every head", says, columns, _cells(watched), below, TEXTS)]
     if watched.comparison is not None:
         sections.insert(0, _section("What moved", "Since the older recording.", watched.comparison))
     sections.append(_section("Patterns", "The best and the next best match of each head.", watched.patterns))

@@ -56,18 +56,14 @@ def read_input(
 
 
 def _images(loaded: Loaded, given: list[str], image: str | None) -> Input:
-    import torch
-
     if given and image is None:
         raise Mistake(f"{given[0]}: this model looks at images, wanted --image")
     if image is not None:
         assert loaded.prepare is not None
         pixels, source = loaded.prepare(image), visible(image)
-    elif loaded.vocabulary == 0 and loaded.name == "the shipped vision model":
-        from headscope import load_example
-
-        samples = load_example("digits").samples
-        pixels, source = torch.stack([sample.image for sample in samples]), f"the {len(samples)} shipped samples"
+    elif loaded.samples is not None:
+        pixels = loaded.samples()
+        source = f"the {len(pixels)} shipped samples"
     else:
         raise Mistake("wanted an input: --image")
     return Input(source, (pixels,), len(pixels), _digest(pixels))
