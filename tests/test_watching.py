@@ -84,7 +84,10 @@ def test_a_recording_shows_itself() -> None:
     text = wide.export_text()
     assert "Layers: [b]<i>.*." in text
     assert "│ 1     │    2 │   14 │" in text
-    assert "[b]&lt;i&gt;.0" in seen._repr_html_()
+    page = seen._repr_html_()
+    assert page.startswith("<iframe ")
+    assert "[b]\\u003ci\\u003e.0" in page
+    assert watch(model).recording._repr_html_() == "<p>Recording(ModuleDict: nothing seen so far)</p>"
     assert seen.flat() == seen.stats.flat()
     assert repr(watch(model).recording) == "Recording(ModuleDict: nothing seen so far)"
 

@@ -10,7 +10,15 @@ export interface MapSaid {
   widths: [number, number, number, number]; // bytes of query, key, run, batch entry of a bin's max
 }
 
+export interface StripsSaid {
+  low: number; // distances key - query that are there, both inclusive
+  high: number;
+  first: number; // how many of the first keys
+  heads: Record<string, [number, number]>;
+}
+
 export interface Layer {
+  index: number;
   name: string;
   short: string;
   kind: string;
@@ -27,7 +35,45 @@ export interface Layer {
   entropy: number;
   entropyOf: number;
   edges: number;
+  top: [] | [number, number]; // queries, and how many weights of each
   map: MapSaid | null;
+  strips: StripsSaid | null;
+}
+
+/** The image whose patches the keys are. */
+export interface ImageSaid {
+  height: number;
+  width: number;
+  rgb: string;
+  grid: [number, number];
+  special: number; // keys before the patches: CLS, registers
+  outline: number[];
+  regions: Record<string, number[]>;
+  regionWords: Record<string, { heading: string; meaning: string }>;
+  looks: ([string, number] | null)[][];
+}
+
+export interface Step {
+  step: string;
+  equation: string;
+  code: string;
+  dtype: string;
+  invariant: string;
+  why: string;
+  mistake: string;
+  note: string;
+  axes: [string, number][];
+  corner: string[][] | null;
+  held: boolean | null;
+}
+
+export interface TableSaid {
+  title: string;
+  says: string;
+  columns: string[];
+  words: boolean[];
+  cells: string[][];
+  caption: string;
 }
 
 export type What = "mean" | "std" | "min" | "max" | "count";
@@ -41,6 +87,10 @@ export interface Data {
   patterns: [string, number, number, boolean][][][];
   patternWords: Record<string, string>;
   tokens: { labels: string[]; longer: Record<string, string> } | null;
+  image: ImageSaid | null;
+  trace: { title: string; stages: { name: string; steps: Step[] }[] } | null;
+  tables: TableSaid[];
+  served: boolean[] | null; // by a server that has tiles of these layers
 }
 
 export interface Edge {
@@ -73,11 +123,13 @@ export interface Head {
   received: Float32Array;
   entropy: Float32Array;
   edges: Edge[];
+  top: { each: number; p: Float32Array; keys: Uint32Array } | null;
 }
 
-const NONE = 0xffffffff;
+export const NONE = 0xffffffff;
 
 export const data = JSON.parse(document.getElementById("data")!.textContent!) as Data;
+data.layers.forEach((layer, index) => (layer.index = index));
 const content = document.getElementById("blocks")!.textContent!;
 
 function bytes(base64: string): Uint8Array<ArrayBuffer> {
@@ -137,14 +189,16 @@ class Reader {
 }
 
 /** Base64 stands for three bytes in four characters, and every block begins at a multiple of three. */
-function blockOf(layer: Layer, head: number): string {
-  const [start, length] = layer.blocks[head];
+async function blockAt([start, length]: [number, number]): Promise<ArrayBuffer> {
+  return inflated(bytes(blockText(start, length)).subarray(0, length));
+}
+
+function blockText(start: number, length: number): string {
   return content.slice((start / 3) * 4, (start / 3) * 4 + Math.ceil(length / 3) * 4);
 }
 
 async function read(layer: Layer, head: number): Promise<Head> {
-  const length = layer.blocks[head][1];
-  const reader = new Reader(await inflated(bytes(blockOf(layer, head)).subarray(0, length)));
+  const reader = new Reader(await blockAt(layer.blocks[head]));
   const said = layer.map;
   const tops = said ? reader.floats(2) : null;
   const firstShare = said ? reader.floats(said.rows) : null;
@@ -153,8 +207,11 @@ async function read(layer: Layer, head: number): Promise<Head> {
   const p = reader.floats(layer.edges);
   const [run, entry, query, key] = [0, 1, 2, 3].map(() => reader.words(layer.edges));
   const edges = Array.from(p, (each, n) => ({ p: each, run: run[n], entry: entry[n], query: query[n], key: key[n] }));
+  const [queries = 0, each = 0] = layer.top;
+  const codes = reader.planes(queries * each, 2);
+  const top = each ? { each, p: Float32Array.from(codes, (code) => (code / 0xffff) ** 2), keys: reader.planes(queries * each, 4) } : null;
   const map = said && tops && firstShare ? readMap(reader, said, head, tops, firstShare) : null;
-  return { map, received, entropy, edges: edges.filter((edge) => edge.run !== NONE) };
+  return { map, received, entropy, edges: edges.filter((edge) => edge.run !== NONE), top };
 }
 
 function readMap(reader: Reader, said: MapSaid, head: number, tops: Float32Array, firstShare: Float32Array): HeadMap {
@@ -195,6 +252,15 @@ export function head(layer: number, number: number): Promise<Head> {
   return found;
 }
 
+/** The strip of a head: codes, row by row. */
+export async function strip(place: [number, number]): Promise<Uint8Array> {
+  return new Uint8Array(await blockAt(place));
+}
+
+export function pixels(): Uint8Array {
+  return bytes(data.image!.rgb);
+}
+
 // ---------------------------------------------------------------- positions
 
 /** The first position of a bin, and the first after it. */
@@ -214,14 +280,32 @@ export function binOf(position: number, bins: number, length: number | null): nu
 
 /** A token as it is shown, if tokens are known and there is one at this position. */
 export function token(position: number, long = false): string | null {
+  if (data.image) return patchName(position, long);
   const tokens = data.tokens;
   if (!tokens || position >= tokens.labels.length || position < 0) return null;
   return (long ? tokens.longer[position] : undefined) ?? tokens.labels[position];
 }
 
-/** Whether positions of this layer are those of the tokens. */
+/** "r2 c5", or in full; the keys before the patches are CLS and registers. */
+function patchName(position: number, long: boolean): string {
+  const { special, grid } = data.image!;
+  if (position < special) return position === 0 ? "CLS" : `register ${position}`;
+  const [row, column] = [Math.floor((position - special) / grid[1]), (position - special) % grid[1]];
+  return long ? `row ${row}, column ${column}` : `r${row} c${column}`;
+}
+
+/** Whether positions of this layer have names: tokens, or patches of the image. */
 export function hasTokens(layer: Layer): boolean {
-  return data.tokens !== null && layer.lengths !== null && layer.lengths[1] === data.tokens.labels.length;
+  return hasPatches(layer) || hasTexts(layer);
+}
+
+export function hasPatches(layer: Layer): boolean {
+  const { image } = data;
+  return image !== null && layer.lengths !== null && layer.lengths[1] === image.special + image.grid[0] * image.grid[1];
+}
+
+export function hasTexts(layer: Layer): boolean {
+  return data.image === null && data.tokens !== null && layer.lengths !== null && layer.lengths[1] === data.tokens.labels.length;
 }
 
 /** The position in the text of a query, which are the last ones. */

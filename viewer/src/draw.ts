@@ -2,7 +2,7 @@
 
 import { binOf, type Head, hasTokens, type Layer, queryAt, token } from "./data";
 import type { Field, Pictures } from "./field";
-import type { Box, Surface } from "./surface";
+import { type Box, FONT, type Surface } from "./surface";
 
 export interface Inks {
   ink: string;
@@ -36,6 +36,7 @@ export interface Scene {
   geometry: Geometry;
   row: number | null;
   column: number | null;
+  tile: { pictures: Pictures; queries: [number, number]; keys: [number, number] } | null; // finer than the map
   inks: Inks;
   ratio: number; // pixels of the screen for each of ours
 }
@@ -44,7 +45,7 @@ const PROFILE = 34;
 
 /** Where everything stands within so many pixels. */
 export function geometry(width: number, most: number, layer: Layer): Geometry {
-  const narrow = width < 480;
+  const narrow = width < 480 || !hasTokens(layer);
   const left = narrow ? 58 : 92;
   const top = (narrow ? 58 : 80) + (layer.received ? PROFILE : 0);
   const right = layer.entropy ? PROFILE + 8 : 8;
@@ -66,6 +67,7 @@ export function draw(surface: Surface, scene: Scene): void {
   surface.box(plot, inks.hidden);
   surface.within(plot, () => {
     picture(surface, scene);
+    finer(surface, scene);
     pins(surface, scene);
   });
   surface.frame(plot, inks.quiet, 1);
@@ -82,6 +84,22 @@ function picture(surface: Surface, { geometry: { plot }, sight, pictures, field,
   const down = canvas.height / (plot.height * sight.k);
   const from = { x: -sight.x * across, y: -sight.y * down, width: plot.width * across, height: plot.height * down };
   if (field.values.length > 0) surface.image(canvas, from, plot);
+}
+
+/** The exact tile over the part of the map that it is of. */
+function finer(surface: Surface, { geometry: { plot }, sight, layer, tile, inks }: Scene): void {
+  if (!tile) return;
+  const [queries, keys] = layer.lengths!;
+  const { canvas } = tile.pictures.fit(Infinity);
+  const at = (from: number, length: number) => (from / length) * plot.width * sight.k;
+  const box = {
+    x: plot.x + sight.x + at(tile.keys[0], keys),
+    y: plot.y + sight.y + at(tile.queries[0], queries),
+    width: at(tile.keys[1] - tile.keys[0], keys),
+    height: at(tile.queries[1] - tile.queries[0], queries),
+  };
+  surface.box(box, inks.hidden);
+  surface.image(canvas, { x: 0, y: 0, width: canvas.width, height: canvas.height }, box);
 }
 
 function pins(surface: Surface, { geometry: { plot }, sight, field, row, column, inks }: Scene): void {
@@ -119,8 +137,8 @@ function axis(surface: Surface, scene: Scene, which: "query" | "key"): void {
     const text = tokens ? label(layer, which, n) : n.toLocaleString("en-US");
     const pinned = binOf(n, bins, length) === (which === "query" ? scene.row : scene.column);
     const options = { fill: pinned ? inks.accent : inks.ink, size: 11 } as const;
-    if (which === "query") surface.text(text, plot.x - 6, at, { ...options, anchor: "end" });
-    else if (tokens) surface.text(text, at, plot.y - 6, { ...options, anchor: "start", upright: true });
+    if (which === "query") surface.text(fitted(text, plot.x - 26), plot.x - 6, at, { ...options, anchor: "end" });
+    else if (tokens) surface.text(fitted(text, plot.y - profileBottom(scene) - 12), at, plot.y - 6, { ...options, anchor: "start", upright: true });
     else surface.text(text, at, plot.y - 10, { ...options, anchor: "middle" });
   }
   const quiet = { fill: inks.quiet, size: 11 } as const;
@@ -132,6 +150,10 @@ function profileTop({ geometry: { plot }, layer }: Scene): number {
   return (layer.received ? PROFILE : 0) > 0 ? 18 : plot.y - 40;
 }
 
+function profileBottom({ layer }: Scene): number {
+  return layer.received ? 18 + PROFILE - 6 : 0;
+}
+
 /** Whether a bin is one position. */
 function singles(layer: Layer, which: "query" | "key"): boolean {
   const map = layer.map;
@@ -140,8 +162,27 @@ function singles(layer: Layer, which: "query" | "key"): boolean {
 }
 
 function label(layer: Layer, which: "query" | "key", at: number): string {
-  const found = token(which === "query" ? queryAt(layer, at) : at) ?? String(at);
-  return found.length > 12 ? `${found.slice(0, 11)}…` : found;
+  return token(which === "query" ? queryAt(layer, at) : at) ?? String(at);
+}
+
+const ruler = document.createElement("canvas").getContext("2d")!;
+const fits = new Map<string, string>();
+
+/** As much of a text as there is room for, in pixels at a size of 11. */
+function fitted(text: string, room: number): string {
+  const key = `${room}/${text}`;
+  const known = fits.get(key);
+  if (known !== undefined) return known;
+  ruler.font = `11px ${FONT}`;
+  let shown = text;
+  const letters = [...text];
+  while (letters.length > 1 && ruler.measureText(shown).width > room) {
+    letters.pop();
+    shown = `${letters.join("")}…`;
+  }
+  if (fits.size > 5000) fits.clear();
+  fits.set(key, shown);
+  return shown;
 }
 
 /** The next of 1, 2, 5, 10, … */

@@ -17,6 +17,7 @@ export interface Field {
   top: number;
   pool: Pool;
   signed: boolean;
+  sink: boolean; // without the first column
 }
 
 /** The largest value that sets the colours: not that of rows that see a single bin, which is always near 1. */
@@ -52,7 +53,7 @@ export function field(map: HeadMap, pool: Pool, sink: boolean, exact: boolean): 
       for (let n = r * columns + 1; n < (r + 1) * columns; n++) values[n] = left > 1e-6 ? values[n] / left : NaN;
     }
   }
-  return { rows, columns, values, top: topOf(values, rows, columns), pool, signed: false };
+  return { rows, columns, values, top: topOf(values, rows, columns), pool, signed: false, sink };
 }
 
 /** One head less another; null where their maps are not alike. */
@@ -61,7 +62,7 @@ export function difference(a: Field, b: Field): Field | null {
   const values = a.values.map((value, n) => value - b.values[n]);
   let top = 0;
   for (const value of values) if (Math.abs(value) > top) top = Math.abs(value);
-  return { rows: a.rows, columns: a.columns, values, top: top || 1, pool: a.pool, signed: true };
+  return { rows: a.rows, columns: a.columns, values, top: top || 1, pool: a.pool, signed: true, sink: a.sink };
 }
 
 /** Half as many rows and columns: of each four the mean, the max, or what is furthest from 0. */

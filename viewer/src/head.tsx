@@ -1,10 +1,13 @@
 // One head opened large: its map, what is known of the pinned cell, the tokens, its largest weights and its figures.
 
 import { useEffect, useMemo, useState } from "preact/hooks";
-import { data, type Head, hasTokens, head as decoded, type Layer, queryAt, token } from "./data";
+import { data, type Head, hasPatches, hasTexts, head as decoded, type Layer, queryAt, token } from "./data";
 import { type Colours, colour, type Field, field, place, type Scale } from "./field";
 import { Cell, MapView, type Zoom } from "./map";
+import { Images, Regions } from "./picture";
 import type { State } from "./state";
+import { hasStrips, Strips as Band, Top } from "./strips";
+import { served } from "./tiles";
 import { bin, binAt, binning, figure, nameOf, pair, whole } from "./words";
 
 interface Props {
@@ -36,27 +39,55 @@ export function HeadView({ state, theme, change }: Props) {
   const pin = (row: number | null, column: number | null) => change({ row, column });
   return (
     <section aria-labelledby="head-title">
-      <h2 id="head-title">{title[0].toUpperCase() + title.slice(1)}</h2>
-      <Steps state={state} change={change} />
+      <div class="heading">
+        <h2 id="head-title" aria-live="polite">{title[0].toUpperCase() + title.slice(1)}</h2>
+        <Steps state={state} change={change} />
+      </div>
+      <Likeness layer={state.layer} head={state.head} />
       {layer.map === null && <NoMap />}
+      {data.image && layer.map && !hasPatches(layer) && <p class="hint">Its keys are not the patches of the image.</p>}
+      {data.image && hasPatches(layer) && layer.map && !single(layer) && <p class="hint">The map holds several patches in a bin: observe with map= at least the number of keys to lay it over the image.</p>}
+      {shown && found?.map && hasPatches(layer) && single(layer) && <Images {...{ layer, map: found.map, field: shown, state, theme, change }} />}
       <div class="panes">
         {shown && found && (
           <div>
+            {hasPatches(layer) && <h3>The whole map, patch by patch in reading order</h3>}
+            <Legend {...{ layer, field: shown, state }} />
             <MapView
               {...{ layer, head: found, field: shown, scale: state.scale, colours: state.colours, zoom, theme, pin }}
-              row={state.row} column={state.column} most={620} title={title}
+              number={state.head} row={state.row} column={state.column} most={600} title={title}
               exports={`headscope-layer-${state.layer}-head-${state.head}`}
             />
-            <Legend {...{ layer, field: shown, state }} />
           </div>
         )}
         <div class="beside">
           {shown && found && <Pinned {...{ layer, head: found, field: shown, state, change }} />}
+          {found?.top && state.row !== null && <Top key={state.row} layer={layer} top={found.top} row={state.row} />}
           {found && <Largest {...{ layer, head: found, change }} />}
+          {data.image && <Regions layer={state.layer} head={state.head} />}
           <Figures layer={state.layer} head={state.head} />
         </div>
       </div>
+      {hasStrips(layer) && !layer.map?.exact && <Band {...{ layer, state, theme, change }} />}
     </section>
+  );
+}
+
+/** Whether each key and query has a bin of its own. */
+function single({ map, lengths }: Layer): boolean {
+  return map !== null && lengths !== null && map.rows === lengths[0] && map.columns === lengths[1];
+}
+
+const WEAK = 0.3; // a pattern's score below this says that nothing fits
+
+/** What the head is likest to, in a sentence. */
+function Likeness({ layer, head }: { layer: number; head: number }) {
+  const best = data.patterns[layer]?.[head]?.[0];
+  if (!best) return null;
+  const [name, score, rows] = best;
+  return (
+    <p class="likeness">{score < WEAK ? "No pattern fits well; the closest is " : "Closest to "}
+      <b>{name}</b>: {data.patternWords[name]}. Score {figure(score)} of 1 on {whole(rows)} rows. <small>A likeness, not a purpose.</small></p>
   );
 }
 
@@ -91,7 +122,7 @@ export function Legend({ layer, field: of, state }: { layer: Layer; field: Field
   const steps = Array.from({ length: 24 }, (_, n) => colour(n / 23, state.colours, of.signed).fill);
   const low = of.signed ? figure(-of.top) : state.scale === "log" ? `≤ ${figure(of.top / 1e4)}` : "0";
   const scale = of.signed ? "linear" : state.scale;
-  const what = layer.map!.exact ? "weight" : `${of.pool} of a bin`;
+  const what = of.signed ? "difference" : layer.map!.exact ? "weight" : `${of.pool} of a bin`;
   const codes = 2 ** data.bits - 1;
   return (
     <p class="hint legend">
@@ -99,8 +130,7 @@ export function Legend({ layer, field: of, state }: { layer: Layer; field: Field
       <span>{low}</span>
       <i class="bar" style={{ background: `linear-gradient(90deg, ${steps.join(", ")})` }} />
       <span>{figure(of.top)}</span>
-      <span class="binning">{binning(layer)}{zoomed(layer, state)}</span>
-      <span>Kept in {data.bits} bits: value = largest × (c / {whole(codes)})², within {(1 / codes).toPrecision(1)} of the largest.</span>
+      <span class="binning" title={`Kept in ${data.bits} bits: value = largest × (c / ${whole(codes)})², within ${(1 / codes).toPrecision(1)} of the largest.`}>{binning(layer)}{zoomed(layer, state)}</span>
     </p>
   );
 }
@@ -108,7 +138,7 @@ export function Legend({ layer, field: of, state }: { layer: Layer; field: Field
 /** Said where one looks closer than the page can show. */
 function zoomed(layer: Layer, state: State): string {
   const pooled = !layer.map!.exact && layer.lengths && layer.lengths[1] > layer.map!.columns;
-  return pooled && state.zoom[0] > 1 ? " Zooming in shows these bins larger; the page holds nothing finer." : "";
+  return pooled && state.zoom[0] > 1 && !served(layer) ? " Zooming in shows these bins larger; the page holds nothing finer." : "";
 }
 
 function Pinned({ layer, head, field: of, state, change }: { layer: Layer; head: Head; field: Field; state: State; change: Props["change"] }) {
@@ -117,14 +147,14 @@ function Pinned({ layer, head, field: of, state, change }: { layer: Layer; head:
     <div class="pinned">
       <h3>Pinned</h3>
       {row === null || column === null ? (
-        <p class="hint">Click a cell, or a token below, to pin it: its row is where a query looks, its column who looks at a key.</p>
+        <p class="hint">Click a cell{hasTexts(layer) && ", or a token below,"} to pin it: its row is where a query looks, its column who looks at a key.</p>
       ) : (
         <p aria-live="polite">
           <Cell {...{ layer, head, field: of, row, column }} />{" "}
           <button type="button" onClick={() => change({ row: null, column: null })}>Unpin</button>
         </p>
       )}
-      {hasTokens(layer) && <Strips {...{ layer, field: of, state, change }} />}
+      {hasTexts(layer) && layer.map!.ranges && <Strips {...{ layer, field: of, state, change }} />}
     </div>
   );
 }
@@ -139,8 +169,8 @@ function Strips({ layer, field: of, state, change }: { layer: Layer; field: Fiel
   const start = (middle: number) => Math.max(0, Math.min(keys - CHIPS, Math.floor((middle - 0.5 / k) * keys)));
   const stop = (middle: number) => Math.min(keys, Math.max(start(middle) + 1, Math.ceil((middle + 0.5 / k) * keys)), start(middle) + CHIPS);
   const hoverRow = over === null ? null : binAt(layer, "query", over - queryAt(layer, 0));
-  const row = hoverRow !== null && over! >= queryAt(layer, 0) ? hoverRow : state.row;
-  const column = over === null ? state.column : binAt(layer, "key", over);
+  const row = hoverRow !== null && over! >= queryAt(layer, 0) ? hoverRow : state.row ?? layer.map!.rows - 1;
+  const column = over === null ? state.column ?? layer.map!.columns - 1 : binAt(layer, "key", over);
   const cut = Math.ceil(keys / k) > CHIPS;
   const strip = (which: "key" | "query") => {
     const middle = which === "key" ? x : y;
@@ -232,26 +262,27 @@ export function Figures({ layer, head }: { layer: number; head: number }) {
   const statistics = data.statistics[layer];
   const names = data.names.filter((each) => (statistics[each.name]?.count[head] ?? 0) > 0);
   const patterns = (data.patterns[layer]?.[head] ?? []).slice(0, 3);
+  const columns = (["mean", "std", "min", "max"] as const).filter((what) => names.some(({ name }) => statistics[name][what][head] !== null));
   return (
     <div>
       <h3>Figures</h3>
-      {patterns.length > 0 && (
+      {patterns.length > 1 && (
         <p>
-          Closest patterns: {patterns.map(([name, score, rows, exact], n) => (
+          Patterns: {patterns.map(([name, score, rows, exact], n) => (
             <span key={name} title={data.patternWords[name]}>
               {n > 0 && ", "}<b>{name}</b> {exact ? "" : "about "}{figure(score)} <small>({whole(rows)} rows)</small>
             </span>
-          ))}. <small>1 is exactly so, 0 no closer than chance. A likeness, not a purpose.</small>
+          ))}. <small>1 is exactly so, 0 no closer than chance.</small>
         </p>
       )}
       <div class="scroll" tabIndex={0} role="region" aria-label="Figures of this head">
         <table>
-          <thead><tr><th scope="col">over rows</th><th scope="col">mean</th><th scope="col">std</th><th scope="col">min</th><th scope="col">max</th><th scope="col">rows</th></tr></thead>
+          <thead><tr><th scope="col">over rows</th>{columns.map((what) => <th scope="col" key={what}>{what}</th>)}<th scope="col">rows</th></tr></thead>
           <tbody>
             {names.map(({ name, heading, meaning }) => (
               <tr key={name} data-name={name}>
                 <th scope="row" title={meaning}>{heading}</th>
-                {(["mean", "std", "min", "max"] as const).map((what) => <td key={what}>{figure(statistics[name][what][head])}</td>)}
+                {columns.map((what) => <td key={what}>{figure(statistics[name][what][head])}</td>)}
                 <td>{whole(statistics[name].count[head] ?? 0)}</td>
               </tr>
             ))}

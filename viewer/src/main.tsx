@@ -4,13 +4,14 @@ import { render } from "preact";
 import { useCallback, useEffect, useRef, useState } from "preact/hooks";
 import { Compare } from "./compare";
 import { data } from "./data";
-import { Grid, type Place, TILE } from "./grid";
+import { exported, Grid, type Place, TILE } from "./grid";
 import { HeadView, opened } from "./head";
-import { address, parse, type State, type View } from "./state";
+import { Found } from "./found";
+import { address, parse, type State, VIEWS, type View } from "./state";
 import { Table } from "./table";
+import { Trace } from "./trace";
 import "./style.css";
 
-const TABS: [View, string][] = [["heads", "All heads"], ["head", "One head"], ["compare", "Compare"], ["table", "Figures"]];
 const THEMES = { "": "as the system", light: "light", dark: "dark" };
 
 function App() {
@@ -62,12 +63,16 @@ function App() {
         {state.view === "heads" && (
           <section aria-labelledby="heads-title">
             <h2 id="heads-title">Every head</h2>
-            <p class="hint">{data.layers.some((layer) => layer.map) ? "A small map of each: rows are queries, columns the keys that they look at." : `No map was recorded. Of each head the mean of ${headingOf(state.sort || TILE)}.`} A click opens it; arrows move.</p>
+            <p class="hint">{data.image ? "Where each head looks: the mean over all patches, where one patch looks, or the whole map." : data.layers.some((layer) => layer.map) ? "A small map of each: rows are queries, columns the keys that they look at." : `No map was recorded. Of each head the mean of ${headingOf(state.sort || TILE)}.`} A click opens it; arrows move.{" "}
+              {data.layers.some((layer) => layer.map) && <><button type="button" onClick={() => void exported("png", state)}>PNG</button> <button type="button" onClick={() => void exported("svg", state)}>SVG</button></>}
+            </p>
             <Grid {...{ state, theme, open }} />
           </section>
         )}
         {state.view === "head" && <HeadView {...{ state, theme, change }} />}
         {state.view === "compare" && <Compare {...{ state, theme, change }} />}
+        {state.view === "found" && <Found />}
+        {state.view === "trace" && <Trace />}
         {state.view === "table" && <Table {...{ state, change, open }} />}
       </div>
     </>
@@ -79,14 +84,14 @@ function Tabs({ view, show }: { view: View; show: (view: View) => void }) {
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!step) return;
     event.preventDefault();
-    const at = TABS.findIndex(([name]) => name === view);
-    const [to] = TABS[(at + step + TABS.length) % TABS.length];
+    const at = VIEWS.findIndex(([name]) => name === view);
+    const [to] = VIEWS[(at + step + VIEWS.length) % VIEWS.length];
     show(to);
     document.getElementById(`tab-${to}`)!.focus();
   };
   return (
     <div role="tablist" aria-label="Views" onKeyDown={pressed}>
-      {TABS.map(([name, text]) => (
+      {VIEWS.map(([name, text]) => (
         <button key={name} type="button" role="tab" id={`tab-${name}`} aria-selected={view === name} aria-controls="view"
           tabIndex={view === name ? 0 : -1} onClick={() => show(name)}>{text}</button>
       ))}
@@ -102,21 +107,27 @@ interface SwitchesProps {
 }
 
 function Switches({ state, change, theme, pick }: SwitchesProps) {
-  const maps = data.layers.some((layer) => layer.map);
+  const maps = data.layers.some((layer) => layer.map) && ["heads", "head", "compare"].includes(state.view);
   const pooled = data.layers.some((layer) => layer.map && !layer.map.exact);
   const many = state.view === "heads" || state.view === "table";
   const names: [string, string][] = data.names.map(({ name, heading }) => [name, heading]);
   if (data.patterns.length > 0) names.unshift(["score", "pattern score"]);
   return (
     <div class="switches">
-      {maps && state.view !== "table" && (
+      {data.image && maps && state.view === "heads" && (
+        <Select label="small pictures" value={state.thumbs} options={[["received", "mean over all patches"], ["patch", "from the pinned patch"], ["map", "whole map"]]} choose={(thumbs) => change({ thumbs })} />
+      )}
+      {data.image && maps && state.view !== "compare" && (
+        <label><input type="checkbox" checked={state.over} onChange={(event) => change({ over: event.currentTarget.checked })} /> over the image</label>
+      )}
+      {maps && (
         <>
           {pooled && <Select label="bins show their" value={state.pool} options={[["mean", "mean"], ["max", "max"]]} choose={(pool) => change({ pool })} />}
           <Select label="scale" value={state.scale} options={[["linear", "linear"], ["log", "log"]]} choose={(scale) => change({ scale })} />
           <Select label="colours" value={state.colours} options={[["viridis", "viridis"], ["cividis", "cividis"], ["magma", "magma"]]} choose={(colours) => change({ colours })} />
-          <label title="Leaves out the first column, and divides what is left of each row by its sum. The max of a bin of several weights stays as it is.">
-            <input type="checkbox" checked={state.sink} onChange={(event) => change({ sink: event.currentTarget.checked })} /> without the first {firstColumn()}
-          </label>
+          {(data.image === null || data.image.special > 0) && <label title="Leaves out the first column, and divides what is left of each row by its sum. The max of a bin of several weights stays as it is.">
+            <input type="checkbox" checked={state.sink} onChange={(event) => change({ sink: event.currentTarget.checked })} /> without {firstColumn()}
+          </label>}
         </>
       )}
       {many && (
@@ -143,8 +154,9 @@ function headingOf(name: string): string {
 
 /** What the first column of the maps stands for. */
 function firstColumn(): string {
+  if (data.image) return "CLS";
   const single = data.layers.every((layer) => !layer.map || (layer.lengths && layer.map.columns === layer.lengths[1]));
-  return single ? "key (the sink)" : "bin of keys (with the sink)";
+  return single ? "the first key (the sink)" : "the first bin of keys (with the sink)";
 }
 
 function Select<T extends string>({ label, value, options, choose }: { label: string; value: T; options: [T, string][]; choose: (to: T) => void }) {

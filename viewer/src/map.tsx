@@ -3,11 +3,12 @@
 import { select } from "d3-selection";
 import { zoom as zooming, zoomIdentity, type ZoomTransform } from "d3-zoom";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import type { Head, Layer } from "./data";
+import { type Head, type Layer, range } from "./data";
 import { draw, geometry, type Inks, type Scene, type Sight } from "./draw";
 import { type Colours, type Field, Pictures, type Scale } from "./field";
 import { CanvasSurface, SvgSurface } from "./surface";
-import { argmax, bin, figure } from "./words";
+import { asField, isExact, served, tile as askTile, type Tile } from "./tiles";
+import { argmax, bin, figure, position, whole } from "./words";
 
 export interface Zoom {
   at: [number, number, number];
@@ -17,6 +18,7 @@ export interface Zoom {
 interface Props {
   layer: Layer;
   head: Head;
+  number?: number; // of the head, where tiles of it may be asked for
   field: Field;
   scale: Scale;
   colours: Colours;
@@ -71,16 +73,23 @@ export function MapView(props: Props) {
     clearTimeout(resting.current);
     resting.current = setTimeout(() => told.current(to), 120);
   };
-  const [over, setOver] = useState<{ row: number; column: number; x: number; y: number } | null>(null);
+  const [over, setOver] = useState<Hit | null>(null);
   const pictures = useMemo(() => new Pictures(field, props.scale, props.colours), [field, props.scale, props.colours]);
   const places = useMemo(() => geometry(Math.max(width, 240), most, layer), [width, most, layer]);
   const side = places.plot.width;
+  const tile = useTile(props, at);
+  const finer = useMemo(
+    () => tile && { pictures: new Pictures(asField(tile, field.pool, field.top), props.scale, props.colours), queries: tile.queries, keys: tile.keys },
+    [tile, field, props.scale, props.colours],
+  );
   const scene = useRef<Scene | null>(null);
   const colours = useMemo(inks, [props.theme]);
   scene.current = {
     layer, head, field, pictures, geometry: places, inks: colours, ratio: window.devicePixelRatio || 1,
-    sight: sightOf(at, side), row: props.row, column: props.column,
+    sight: sightOf(at, side), row: props.row, column: props.column, tile: finer,
   };
+
+  const closest = Math.max(8, (served(layer) && props.number !== undefined ? Math.max(...layer.lengths!) : Math.max(field.rows, field.columns)) / 4);
 
   useLayoutEffect(() => {
     const watcher = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
@@ -108,7 +117,7 @@ export function MapView(props: Props) {
     const { plot } = places;
     const area: [[number, number], [number, number]] = [[plot.x, plot.y], [plot.x + side, plot.y + side]];
     const made = zooming<HTMLCanvasElement, unknown>()
-      .scaleExtent([1, Math.max(8, Math.max(field.rows, field.columns) / 4)])
+      .scaleExtent([1, closest])
       .extent(area)
       .translateExtent(area)
       .clickDistance(4)
@@ -139,10 +148,11 @@ export function MapView(props: Props) {
     const { plot } = places;
     const { sight } = scene.current!;
     const [x, y] = [event.clientX - box.left, event.clientY - box.top];
-    const column = Math.floor(((x - plot.x - sight.x) / sight.k / side) * field.columns);
-    const row = Math.floor(((y - plot.y - sight.y) / sight.k / side) * field.rows);
+    const [across, down] = [(x - plot.x - sight.x) / sight.k / side, (y - plot.y - sight.y) / sight.k / side];
+    const column = Math.floor(across * field.columns);
+    const row = Math.floor(down * field.rows);
     const inside = x >= plot.x && y >= plot.y && x <= plot.x + side && y <= plot.y + side;
-    return inside && column < field.columns && row < field.rows && row >= 0 && column >= 0 ? { row, column, x, y } : null;
+    return inside && column < field.columns && row < field.rows && row >= 0 && column >= 0 ? { row, column, across, down, x, y } : null;
   };
   const click = (event: MouseEvent) => {
     const hit = cell(event);
@@ -152,7 +162,6 @@ export function MapView(props: Props) {
   };
   const moved = (row: number, column: number) =>
     pin(Math.min(field.rows - 1, Math.max(0, row)), Math.min(field.columns - 1, Math.max(0, column)));
-  const closest = Math.max(8, Math.max(field.rows, field.columns) / 4);
   const closer = (by: number) => zoom.change([Math.min(closest, Math.max(1, at[0] * by)), at[1], at[2]]);
   const pressed = (event: KeyboardEvent) => {
     const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
@@ -186,7 +195,8 @@ export function MapView(props: Props) {
         onMouseLeave={() => setOver(null)}
         onKeyDown={pressed}
       />
-      {over && <Tooltip {...props} {...over} />}
+      {over && <Tooltip {...props} {...over} tile={tile} />}
+      {tile && <p class="hint exact" role="status">{isExact(tile) ? "Exact: each cell in sight is one weight" : "Computed for this zoom, pooled"}: queries {whole(tile.queries[0])}–{whole(tile.queries[1] - 1)}, keys {whole(tile.keys[0])}–{whole(tile.keys[1] - 1)}.</p>}
       {props.exports && (
         <p class="tools">
           <button type="button" onClick={png}>PNG</button> <button type="button" onClick={svg}>SVG</button>{" "}
@@ -199,11 +209,74 @@ export function MapView(props: Props) {
   );
 }
 
-function Tooltip({ x, y, ...rest }: Props & { row: number; column: number; x: number; y: number }) {
+/** What is pointed at: the bin, the place as shares of keys and queries, and in pixels. */
+interface Hit {
+  row: number;
+  column: number;
+  across: number;
+  down: number;
+  x: number;
+  y: number;
+}
+
+/** The tile of what is in sight once the map rests, if the page came from a server that has it. */
+function useTile({ layer, number, field }: Props, at: Zoom["at"]): Tile | null {
+  const [found, setFound] = useState<Tile | null>(null);
+  const wanted = number !== undefined && served(layer) && !layer.map?.exact && layer.map?.ranges && !field.sink && !field.signed && at[0] > 1;
+  const [k, x, y] = at;
+  useEffect(() => {
+    if (!wanted) return setFound(null);
+    const part = (middle: number, length: number): [number, number] => {
+      const from = Math.min(1 - 1 / k, Math.max(0, middle - 0.5 / k));
+      return [Math.floor(from * length), Math.min(length, Math.ceil((from + 1 / k) * length))];
+    };
+    const stop = new AbortController();
+    const later = setTimeout(() => {
+      const [queries, keys] = layer.lengths!;
+      tileOf(layer, number, part(y, queries), part(x, keys), stop.signal, setFound);
+    }, 150);
+    return () => {
+      clearTimeout(later);
+      stop.abort();
+    };
+  }, [wanted, layer.index, number, k, x, y]);
+  return wanted && found?.layer === layer.index && found.head === number ? found : null;
+}
+
+function tileOf(layer: Layer, head: number, queries: [number, number], keys: [number, number], signal: AbortSignal, set: (tile: Tile | null) => void): void {
+  askTile(layer, head, queries, keys, signal).then(set, (error: unknown) => {
+    if (!signal.aborted) console.warn("no tile:", error); // the server was stopped
+  });
+}
+
+function Tooltip({ x, y, tile, across, down, ...rest }: Props & Hit & { tile: Tile | null }) {
   return (
     <div class="tip" role="tooltip" style={{ left: `${Math.max(0, Math.min(x + 14, window.innerWidth - 280))}px`, top: `${y + 14}px` }}>
-      <Cell {...rest} />
+      {(tile && <Finer layer={rest.layer} tile={tile} across={across} down={down} />) || <Cell {...rest} />}
     </div>
+  );
+}
+
+/** A cell of a tile; null beside it. */
+function Finer({ layer, tile, across, down }: { layer: Layer; tile: Tile; across: number; down: number }) {
+  const [queries, keys] = layer.lengths!;
+  const [query, key] = [down * queries - tile.queries[0], across * keys - tile.keys[0]];
+  const [high, wide] = [tile.queries[1] - tile.queries[0], tile.keys[1] - tile.keys[0]];
+  if (query < 0 || key < 0 || query >= high || key >= wide) return null;
+  const [row, column] = [Math.floor((query / high) * tile.rows), Math.floor((key / wide) * tile.columns)];
+  const n = row * tile.columns + column;
+  const place = (axis: "query" | "key", at: number, bins: number, length: number, first: number) => {
+    const [start, stop] = range(at, bins, length);
+    return stop - start === 1 ? `${axis} ${position(layer, axis, first + start)}` : `${axis === "key" ? "keys" : "queries"} ${whole(first + start)}–${whole(first + stop - 1)}`;
+  };
+  const mean = tile.mean[n];
+  return (
+    <span class="cell">
+      <bdi>{place("query", row, tile.rows, high, tile.queries[0])}</bdi> → <bdi>{place("key", column, tile.columns, wide, tile.keys[0])}</bdi>
+      {mean !== mean ? <span>may not be seen</span> : isExact(tile)
+        ? <span>weight <b>{figure(mean)}</b>, exact</span>
+        : <span>mean <b>{figure(mean)}</b>, max <b>{figure(tile.max[n])}</b></span>}
+    </span>
   );
 }
 
@@ -212,7 +285,10 @@ export function Cell({ layer, head, field, row, column }: Pick<Props, "layer" | 
   const n = row * field.columns + column;
   const map = head.map!;
   const where = <><bdi>{bin(layer, "query", row)}</bdi> → <bdi>{bin(layer, "key", column)}</bdi></>;
-  if (map.mean[n] !== map.mean[n]) return <span class="cell">{where}: may not be seen</span>;
+  if (map.mean[n] !== map.mean[n]) {
+    const broken = layer.broken.some(Boolean) ? ", or its row holds NaN or infinity" : "";
+    return <span class="cell">{where}: may not be seen{broken}</span>;
+  }
   const shown = field.values[n];
   const changed = shown !== (field.pool === "max" ? map.max[n] : map.mean[n]);
   const note = field.signed

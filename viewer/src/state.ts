@@ -3,7 +3,8 @@
 import { data } from "./data";
 import type { Colours, Pool, Scale } from "./field";
 
-export type View = "heads" | "head" | "compare" | "table";
+export type View = "heads" | "head" | "compare" | "table" | "found" | "trace";
+export type Thumbs = "received" | "patch" | "map";
 
 export interface State {
   view: View;
@@ -22,6 +23,8 @@ export interface State {
   least: number;
   row: number | null; // pinned bins
   column: number | null;
+  thumbs: Thumbs; // of an image: what the small pictures show
+  over: boolean; // colours lie over the image
   zoom: [number, number, number]; // scale, and the middle of what is seen as shares of keys and queries
 }
 
@@ -44,10 +47,25 @@ export const FIRST: State = {
   least: 0,
   row: null,
   column: null,
+  thumbs: "received",
+  over: coarse(),
   zoom: [1, 0.5, 0.5],
 };
 
-const VIEWS: View[] = ["heads", "head", "compare", "table"];
+/** Whether a patch has enough pixels for colours over them to be told from the image. */
+function coarse(): boolean {
+  return data.image !== null && data.image.height / data.image.grid[0] >= 4;
+}
+
+/** The views that this page has something for. */
+export const VIEWS: [View, string][] = [
+  ["heads", "All heads"],
+  ["head", "One head"],
+  ["compare", "Compare"],
+  ["table", "Figures"],
+  ...(data.tables.length > 0 ? ([["found", "What follows"]] as [View, string][]) : []),
+  ...(data.trace ? ([["trace", "Step by step"]] as [View, string][]) : []),
+];
 
 function whole(text: string | null, most: number): number | null {
   const found = text === null ? NaN : Number(text);
@@ -67,7 +85,7 @@ export function parse(hash: string): State {
   const zoom = (said.get("zoom") ?? "").split(",").map(Number);
   const names = ["", ...data.names.map((each) => each.name)];
   return {
-    view: oneOf(said.get("view"), VIEWS, FIRST.view),
+    view: oneOf(said.get("view"), VIEWS.map(([name]) => name), FIRST.view),
     layer,
     head: whole(said.get("head"), data.layers[layer].heads) ?? FIRST.head,
     otherLayer,
@@ -83,6 +101,8 @@ export function parse(hash: string): State {
     least: Number.isFinite(Number(said.get("least"))) ? Number(said.get("least")) : 0,
     row: map ? whole(said.get("row"), map.rows) : null,
     column: map ? whole(said.get("column"), map.columns) : null,
+    thumbs: oneOf(said.get("thumbs"), ["received", "patch", "map"], FIRST.thumbs),
+    over: said.has("over") ? said.get("over") === "1" : FIRST.over,
     zoom: zoom.length === 3 && zoom.every(Number.isFinite) && zoom[0] >= 1 ? (zoom as State["zoom"]) : FIRST.zoom,
   };
 }
@@ -100,11 +120,12 @@ export function address(state: State): string {
     said.set("other", String(state.otherLayer));
     said.set("otherhead", String(state.otherHead));
   }
-  for (const name of ["pool", "scale", "colours", "sort", "pattern", "by", "least", "row", "column"] as const) {
+  for (const name of ["pool", "scale", "colours", "sort", "pattern", "by", "least", "row", "column", "thumbs"] as const) {
     add(name, state[name], FIRST[name]);
   }
   if (!state.down) said.set("down", "0");
   if (state.sink) said.set("sink", "hidden");
+  if (state.over !== FIRST.over) said.set("over", state.over ? "1" : "0");
   if (state.zoom[0] > 1) said.set("zoom", state.zoom.map((each) => +each.toPrecision(5)).join(","));
   return `#${said}`;
 }

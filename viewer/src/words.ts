@@ -21,7 +21,8 @@ export function plural(count: number, word: string): string {
 
 /** A head by its layer and number. */
 export function nameOf(layer: number, head: number): string {
-  return `layer ${data.layers[layer].short}, head ${head}`;
+  const { short } = data.layers[layer];
+  return `${/^\d+$/.test(short) ? `layer ${short}` : short}, head ${head}`;
 }
 
 /** A position with its token, if there is one. */

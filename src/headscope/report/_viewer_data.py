@@ -9,11 +9,16 @@ layer's description gives:
     float32 [received] weight received over rows that could see the key, evenly pooled over keys
     float32 [entropy]  entropy of the rows of one text, evenly pooled over queries
     float32 [edges], uint32 [4, edges]   the largest weights: p, then run, batch entry, query, key
+    uint16 [queries, k], uint32 [queries, k]   the largest weights of each query and their keys, as planes: codes as of
+                       bins with a largest of 1, and NONE where there is no key
     mean, max          codes of the visible bins, row by row: value = largest * (code / top)**2
     argmax             where the max of each visible bin stands: query, key, run, batch entry, each where it can differ;
                        query and key count from the first of the bin where the bins' ranges are known
 
 Codes and places of two or four bytes stand as planes: all low bytes first, which compresses better.
+
+A strip, of the few heads that have one, is a block of its own: uint8 [queries, near + first], p = (code / 254)**2, and
+255 for what may not be seen: weights on the keys at the distances ``low`` to ``high`` of the query, then on the first.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from __future__ import annotations
 import base64
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +35,7 @@ from numpy.typing import NDArray
 
 from headscope._stats_parts import HeadMap, LayerStats
 
-__all__ = ["MOST_BYTES", "Packed", "pack"]
+__all__ = ["FINE_BYTES", "MOST_BYTES", "Map", "Packed", "Rows", "Source", "Strips", "pack", "sources"]
 
 Array = NDArray[Any]
 
@@ -42,6 +47,9 @@ FINE_BYTES = 5 * 2**20
 
 PROFILES = 2**18
 """How many values of ``received`` all heads together may have; beyond, neighbouring keys are pooled."""
+
+TOP_BYTES = 24 * 2**20
+"""How much the largest weights of each row may take before they are compressed; beyond, fewer of each row are kept."""
 
 NONE = 0xFFFF_FFFF
 
@@ -65,35 +73,79 @@ class Packed:
     bits: int
 
 
-def pack(parts: Sequence[LayerStats]) -> Packed:
+@dataclass(frozen=True, eq=False)
+class Strips:
+    """Weights near the diagonal and on the first keys, of some heads, at full resolution.
+
+    Attributes:
+        low, high: the distances key - query that are there, both inclusive.
+        first: how many of the first keys.
+        codes: head -> uint8 [queries, high - low + 1 + first].
+    """
+
+    low: int
+    high: int
+    first: int
+    codes: Mapping[int, Array]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a layer's blocks are made of."""
+
+    heads: int
+    map: Map | None
+    rows: Rows
+    strips: Strips | None = None
+
+
+def sources(parts: Sequence[LayerStats], strips: Sequence[Strips | None]) -> list[Source]:
+    """Of layers that were observed."""
+    heads = sum(part.heads for part in parts)
+    most = max(64, PROFILES // max(heads, 1))
+    room = TOP_BYTES // max(1, heads) // 6
+    return [
+        Source(part.heads, None if part.map is None else Map.of(part.map, part), Rows.of(part, most, room), strip)
+        for part, strip in zip(parts, strips, strict=True)
+    ]
+
+
+def pack(made: Sequence[Source]) -> Packed:
     """Make the blocks of all layers.
 
     Raises:
         ValueError: they take more than ``MOST_BYTES``.
     """
-    maps = [None if part.map is None else _Map.of(part.map, part) for part in parts]
-    bits = 16 if sum(2 * each.codes for each in maps if each is not None) <= FINE_BYTES else 8
-    heads = sum(part.heads for part in parts)
+    bits = 16 if sum(2 * each.map.codes for each in made if each.map is not None) <= FINE_BYTES else 8
+    heads = sum(each.heads for each in made)
     layers: list[dict[str, Any]] = []
     masks: dict[bytes, int] = {}
     blocks: list[list[tuple[int, int]]] = []
     content = bytearray()
-    for part, found in zip(parts, maps, strict=True):
-        rows = _Rows.of(part, max(64, PROFILES // max(heads, 1)))
-        said = rows.said() | {"map": None if found is None else found.said(masks)}
+
+    def put(block: bytes) -> tuple[int, int]:
+        packed = _deflated(block)
+        place = (len(content), len(packed))
+        content.extend(packed + b"\0" * (-len(packed) % 3))
+        return place
+
+    for part in made:
+        rows, found, strips = part.rows, part.map, part.strips
+        said = rows.said() | {"map": None if found is None else found.said(masks), "strips": None}
         places: list[tuple[int, int]] = []
         for head in range(part.heads):
             block = (
                 rows.block(head) if found is None else found.largest(head) + rows.block(head) + found.block(head, bits)
             )
-            packed = _deflated(block)
-            places.append((len(content), len(packed)))
-            content += packed + b"\0" * (-len(packed) % 3)
+            places.append(put(block))
             if len(content) > MOST_BYTES:
                 raise ValueError(
                     f"recording: the maps of {heads:,} heads do not fit one page, which holds {MOST_BYTES / 2**20:.0f} "
                     "MiB; observe with a smaller map=, or fewer layers"
                 )
+        if strips is not None:
+            of_heads = {str(head): put(np.ascontiguousarray(codes).tobytes()) for head, codes in strips.codes.items()}
+            said["strips"] = {"low": strips.low, "high": strips.high, "first": strips.first, "heads": of_heads}
         layers.append(said)
         blocks.append(places)
     return Packed(layers, [_text(mask) for mask in masks], blocks, _text(bytes(content)), bits)
@@ -127,7 +179,7 @@ def _width(largest: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Map:
+class Map:
     """The map of a layer without the bins that hold no pair.
 
     Attributes:
@@ -148,7 +200,7 @@ class _Map:
     ranges: bool
 
     @staticmethod
-    def of(found: HeadMap, part: LayerStats) -> _Map:
+    def of(found: HeadMap, part: LayerStats) -> Map:
         """With the bins that stand for some query and some key: of n bins over T < n positions, T."""
         n, lengths = found.bins, part.lengths
         rows, columns = (_standing(n, None if lengths is None else lengths[axis]) for axis in (0, 1))
@@ -166,7 +218,7 @@ class _Map:
             query = query - (rows * lengths[0] // n if lengths[0] > n else np.arange(len(rows)))[:, None]
             key = key - (columns * lengths[1] // n if lengths[1] > n else np.arange(len(columns)))
         places = [(x, _width(int(x[seen].max(initial=0)))) for x in (query, key, run, entry)]
-        return _Map(mean, most, seen, places, first, exact, lengths is not None)
+        return Map(mean, most, seen, places, first, exact, lengths is not None)
 
     @property
     def codes(self) -> int:
@@ -217,13 +269,15 @@ def _codes(values: Array, bits: int) -> Array:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """Profiles over keys and queries, and the largest weights of a layer.
 
     Attributes:
         received: [H, m]; keys: over how many keys.
         entropy: [H, m]; queries: over how many queries.
         p, at: the largest weights, [H, k] and [H, k, 4].
+        top_p, top_at: the largest weights of each query of the one text that was seen, [H, Q, k]; NaN and -1 where it
+            has fewer.
     """
 
     received: Array
@@ -232,27 +286,32 @@ class _Rows:
     queries: int
     p: Array
     at: Array
+    top_p: Array
+    top_at: Array
 
     @staticmethod
-    def of(part: LayerStats, most: int) -> _Rows:
-        """With profiles of at most so many values."""
+    def of(part: LayerStats, most: int, room: int) -> Rows:
+        """With profiles of at most so many values, and room for so many of the largest weights of rows a head."""
         none = np.zeros((part.heads, 0))
         received, keys = none, 0
         if part.received is not None and part.eligible is not None:
             keys = part.received.shape[1]
             received = _ratio(*(_pooled(x.cpu().double().numpy(), most) for x in (part.received, part.eligible)))
         entropy, queries = none, 0
-        kept = part.kept[0] if len(part.kept) == 1 else None
-        if kept is not None and "entropy" in kept.values and kept.values["entropy"].shape[0] == 1:
-            rows = kept.values["entropy"][0].cpu().double().numpy()
-            if part.lengths is not None and rows.shape[1] == part.lengths[0]:  # a sample has no even axis
-                queries = rows.shape[1]
-                there = ~np.isnan(rows)
-                entropy = _ratio(_pooled(np.where(there, rows, 0), most), _pooled(there.astype(np.float64), most))
+        kept = _only(part)
+        if "entropy" in kept:
+            rows = kept["entropy"]
+            queries = rows.shape[1]
+            there = ~np.isnan(rows)
+            entropy = _ratio(_pooled(np.where(there, rows, 0), most), _pooled(there.astype(np.float64), most))
         p, at = none, np.zeros((part.heads, 0, 4))
         if part.edges is not None:
             p, at = part.edges.p.cpu().double().numpy(), part.edges.at.cpu().numpy()
-        return _Rows(received, keys, entropy, queries, p, at)
+        top_p = top_at = np.zeros((part.heads, 0, 0))
+        if "top_keys" in kept:
+            fit = room // max(1, kept["top_keys"].shape[1])
+            top_p, top_at = (kept[name][..., :fit] for name in ("top_weights", "top_keys"))
+        return Rows(received, keys, entropy, queries, p, at, top_p, top_at)
 
     def said(self) -> dict[str, Any]:
         """How to read the blocks."""
@@ -262,14 +321,29 @@ class _Rows:
             "entropy": self.entropy.shape[1],
             "entropyOf": self.queries,
             "edges": self.p.shape[1],
+            "top": [*self.top_p.shape[1:]],
         }
 
     def block(self, head: int) -> bytes:
-        """Both profiles and the largest weights of a head."""
+        """Both profiles and the largest weights of a head and of its rows."""
         at = np.where(self.at[head] < 0, NONE, self.at[head]).T.astype("<u4")
-        return b"".join(
-            [_floats(self.received[head]), _floats(self.entropy[head]), _floats(self.p[head]), at.tobytes()]
-        )
+        parts = [_floats(self.received[head]), _floats(self.entropy[head]), _floats(self.p[head]), at.tobytes()]
+        top = self.top_p[head].astype(np.float64)
+        root = np.sqrt(np.nan_to_num(top).clip(0, 1))
+        parts.append(_planes(np.rint(root * 0xFFFF), 2))
+        parts.append(_planes(np.where(np.isnan(top) | (self.top_at[head] < 0), NONE, self.top_at[head]), 4))
+        return b"".join(parts)
+
+
+def _only(part: LayerStats) -> dict[str, Array]:
+    """The kept rows [H, Q] of the one text that was seen whole; nothing of several, or of a sample."""
+    if len(part.kept) != 1 or part.lengths is None:
+        return {}
+    kept = part.kept[0]
+    if kept.counted.shape[0] != 1 or len(kept.queries) != part.lengths[0]:
+        return {}
+    wanted = ("entropy", "top_keys", "top_weights")
+    return {name: x[0].cpu().numpy() for name, x in kept.values.items() if name in wanted}
 
 
 def _pooled(values: Array, most: int) -> Array:
