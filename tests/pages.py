@@ -85,21 +85,33 @@ def planes(block: bytes, at: int, count: int, width: int) -> NDArray[np.int64]:
     return sum((raw[n] << 8 * n for n in range(width)), np.zeros(count, np.int64))
 
 
+def undone(codes: NDArray[np.int64], seen: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Codes from their differences from the bin above."""
+    full = np.zeros(seen.shape, np.int64)
+    full[seen] = codes
+    for row in range(1, len(full)):
+        full[row] = np.where(seen[row], (full[row] + full[row - 1]) % 256, 0)
+    return full[seen]
+
+
 def map_of(page: Page, layer: int, head: int) -> dict[str, NDArray[np.float64]]:
     """The mean and max of the bins of a head, NaN where none may be seen, as the page says that they are kept."""
     data = page.data
     said = data["layers"][layer]
     shape = (said["map"]["rows"], said["map"]["columns"])
     block = page.block(said["blocks"][head])
-    tops = np.frombuffer(block, "<f4", 2)
+    tops = np.frombuffer(block, "<f4", 3)
     queries, each = said["top"] or (0, 0)
-    at = 4 * (2 + shape[0] + said["received"] + said["entropy"] + 5 * said["edges"]) + 6 * queries * each
+    at = 4 * (5 + shape[0] + 5 * said["edges"]) + 2 * (said["received"] + said["entropy"]) + 6 * queries * each
     mask = base64.b64decode(data["masks"][said["map"]["masks"][head]])
     seen = np.unpackbits(np.frombuffer(mask, np.uint8))[: shape[0] * shape[1]].astype(bool)
     width, found = data["bits"] // 8, {}
     for name, top in zip(("mean",) if said["map"]["exact"] else ("mean", "max"), tops, strict=False):
         values = np.full(len(seen), np.nan)
-        values[seen] = top * (planes(block, at, int(seen.sum()), width) / (2 ** data["bits"] - 1)) ** 2
+        codes = planes(block, at, int(seen.sum()), width)
+        if tops[2]:
+            codes = undone(codes, seen.reshape(shape))
+        values[seen] = top * (codes / (2 ** data["bits"] - 1)) ** 2
         found[name] = values.reshape(shape)
         at += int(seen.sum()) * width
     return found

@@ -200,10 +200,13 @@ function blockText(start: number, length: number): string {
 async function read(layer: Layer, head: number): Promise<Head> {
   const reader = new Reader(await blockAt(layer.blocks[head]));
   const said = layer.map;
-  const tops = said ? reader.floats(2) : null;
+  const tops = said ? reader.floats(3) : null;
   const firstShare = said ? reader.floats(said.rows) : null;
-  const received = reader.floats(layer.received);
-  const entropy = reader.floats(layer.entropy);
+  const largest = reader.floats(2);
+  const profile = (count: number, most: number) =>
+    Float32Array.from(reader.planes(count, 2), (code) => (code === 0xffff ? NaN : (most * code) / 0xfffe));
+  const received = profile(layer.received, largest[0]);
+  const entropy = profile(layer.entropy, largest[1]);
   const p = reader.floats(layer.edges);
   const [run, entry, query, key] = [0, 1, 2, 3].map(() => reader.words(layer.edges));
   const edges = Array.from(p, (each, n) => ({ p: each, run: run[n], entry: entry[n], query: query[n], key: key[n] }));
@@ -214,6 +217,15 @@ async function read(layer: Layer, head: number): Promise<Head> {
   return { map, received, entropy, edges: edges.filter((edge) => edge.run !== NONE), top };
 }
 
+/** Codes from their differences from the bin above. */
+function undo(codes: Uint32Array, at: Int32Array, columns: number, cells: number): void {
+  const full = new Uint8Array(cells);
+  for (let n = 0; n < at.length; n++) {
+    const above = at[n] >= columns ? full[at[n] - columns] : 0;
+    codes[n] = full[at[n]] = (codes[n] + above) & 255;
+  }
+}
+
 function readMap(reader: Reader, said: MapSaid, head: number, tops: Float32Array, firstShare: Float32Array): HeadMap {
   const { rows, columns } = said;
   const cells = rows * columns;
@@ -222,6 +234,7 @@ function readMap(reader: Reader, said: MapSaid, head: number, tops: Float32Array
     const codes = reader.planes(at.length, data.bits / 8);
     const found = new Float32Array(cells).fill(NaN);
     const top = 2 ** data.bits - 1;
+    if (tops[2]) undo(codes, at, columns, cells);
     for (let n = 0; n < at.length; n++) found[at[n]] = largest * (codes[n] / top) ** 2;
     return found;
   };

@@ -22,6 +22,7 @@ function App() {
 
   const written = useRef(location.hash);
   useEffect(() => {
+    if (location.protocol === "about:") return; // in the frame of a notebook, which has no address of its own
     const later = setTimeout(() => {
       written.current = address(state);
       if (location.hash !== written.current) history.replaceState(null, "", written.current);

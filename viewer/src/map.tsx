@@ -188,6 +188,7 @@ export function MapView(props: Props) {
         ref={canvas}
         tabIndex={0}
         role="img"
+        data-plot={JSON.stringify(places.plot)}
         style={{ touchAction: at[0] > 1 ? "none" : "pan-y" }}
         aria-label={`${title}. Shift and arrow keys move the pinned cell, plus and minus zoom, 0 shows all.`}
         onClick={click}

@@ -4,10 +4,12 @@ A block is little-endian and compressed (raw deflate); blocks stand one after th
 bytes, so that base64 of the whole can be cut into theirs. Within a block, in this order, with the sizes that the
 layer's description gives:
 
-    float32 [2]        the largest mean and the largest max of the map
+    float32 [3]        the largest mean and the largest max of the map; 1 if its codes are differences, see below
     float32 [rows]     of each row of bins, the share of its weight in the first column; NaN where it has none
-    float32 [received] weight received over rows that could see the key, evenly pooled over keys
-    float32 [entropy]  entropy of the rows of one text, evenly pooled over queries
+    float32 [2]        the largest received and the largest entropy
+    uint16 [received]  weight received over rows that could see the key, evenly pooled over keys: planes of codes c with
+                       value = largest * c / 65534; 65535 = none
+    uint16 [entropy]   likewise, the entropy of the rows of one text, evenly pooled over queries
     float32 [edges], uint32 [4, edges]   the largest weights: p, then run, batch entry, query, key
     uint16 [queries, k], uint32 [queries, k]   the largest weights of each query and their keys, as planes: codes as of
                        bins with a largest of 1, and NONE where there is no key
@@ -15,7 +17,9 @@ layer's description gives:
     argmax             where the max of each visible bin stands: query, key, run, batch entry, each where it can differ;
                        query and key count from the first of the bin where the bins' ranges are known
 
-Codes and places of two or four bytes stand as planes: all low bytes first, which compresses better.
+Codes and places of two or four bytes stand as planes: all low bytes first, which compresses better. Differences are
+those of codes of 8 bits from the code of the bin above (0 where that may not be seen), modulo 256: keys that many
+queries look at make columns alike.
 
 A strip, of the few heads that have one, is a block of its own: uint8 [queries, near + first], p = (code / 254)**2, and
 255 for what may not be seen: weights on the keys at the distances ``low`` to ``high`` of the query, then on the first.
@@ -48,10 +52,11 @@ FINE_BYTES = 5 * 2**20
 PROFILES = 2**18
 """How many values of ``received`` all heads together may have; beyond, neighbouring keys are pooled."""
 
-TOP_BYTES = 24 * 2**20
+TOP_BYTES = 4 * 2**20
 """How much the largest weights of each row may take before they are compressed; beyond, fewer of each row are kept."""
 
 NONE = 0xFFFF_FFFF
+NOTHING = 0xFFFF
 
 
 @dataclass(frozen=True)
@@ -123,8 +128,8 @@ def pack(made: Sequence[Source]) -> Packed:
     blocks: list[list[tuple[int, int]]] = []
     content = bytearray()
 
-    def put(block: bytes) -> tuple[int, int]:
-        packed = _deflated(block)
+    def put(block: bytes, differs: bool = False) -> tuple[int, int]:
+        packed = _deflated(block, differs)
         place = (len(content), len(packed))
         content.extend(packed + b"\0" * (-len(packed) % 3))
         return place
@@ -134,10 +139,11 @@ def pack(made: Sequence[Source]) -> Packed:
         said = rows.said() | {"map": None if found is None else found.said(masks), "strips": None}
         places: list[tuple[int, int]] = []
         for head in range(part.heads):
-            block = (
-                rows.block(head) if found is None else found.largest(head) + rows.block(head) + found.block(head, bits)
-            )
-            places.append(put(block))
+            differs = found is not None and bits == 8 and found.differs(head)
+            block = rows.block(head)
+            if found is not None:
+                block = found.largest(head, differs) + block + found.block(head, bits, differs)
+            places.append(put(block, differs))
             if len(content) > MOST_BYTES:
                 raise ValueError(
                     f"recording: the maps of {heads:,} heads do not fit one page, which holds {MOST_BYTES / 2**20:.0f} "
@@ -151,8 +157,9 @@ def pack(made: Sequence[Source]) -> Packed:
     return Packed(layers, [_text(mask) for mask in masks], blocks, _text(bytes(content)), bits)
 
 
-def _deflated(block: bytes) -> bytes:
-    coder = zlib.compressobj(9, zlib.DEFLATED, -15)
+def _deflated(block: bytes, differs: bool = False) -> bytes:
+    """Compressed; of small differences few sequences repeat, and looking for them costs time and room."""
+    coder = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zlib.Z_FILTERED if differs else zlib.Z_DEFAULT_STRATEGY)
     return coder.compress(block) + coder.flush()
 
 
@@ -237,18 +244,26 @@ class Map:
             "widths": [0, 0, 0, 0] if self.exact else [width for _, width in self.places],
         }
 
-    def largest(self, head: int) -> bytes:
+    def largest(self, head: int, differs: bool) -> bytes:
         """What a block begins with: the largest mean and max, and the share of the first column."""
         seen = self.seen[head]
         tops = [float(x[head][seen].max(initial=0.0)) for x in (self.mean, self.max)]
-        return _floats(np.array(tops)) + _floats(self.first_share[head])
+        return _floats(np.array([*tops, float(differs)])) + _floats(self.first_share[head])
 
-    def block(self, head: int, bits: int) -> bytes:
+    def differs(self, head: int) -> bool:
+        """Whether differences from the bin above take less than codes of 8 bits as they are, by their entropy."""
+        seen = self.seen[head]
+        codes = _codes(self.mean[head][seen], 8).astype(np.uint8)
+        return _entropy(_differences(codes, seen)) < _entropy(codes)
+
+    def block(self, head: int, bits: int, differs: bool) -> bytes:
         """What a block ends with: the codes, and where each max stands."""
         seen, width = self.seen[head], bits // 8
-        parts = [_planes(_codes(self.mean[head][seen], bits), width)]
+        parts: list[bytes] = []
+        for values in (self.mean,) if self.exact else (self.mean, self.max):
+            codes = _codes(values[head][seen], bits)
+            parts.append(_planes(_differences(codes.astype(np.uint8), seen) if differs else codes, width))
         if not self.exact:
-            parts.append(_planes(_codes(self.max[head][seen], bits), width))
             parts += [_planes(x[head][seen], wide) for x, wide in self.places if wide]
         return b"".join(parts)
 
@@ -257,6 +272,20 @@ def _standing(bins: int, length: int | None) -> Array:
     """Which of n bins over so many positions hold one."""
     edges = np.arange(bins + 1) * (bins if length is None else length) // bins
     return np.flatnonzero(edges[1:] > edges[:-1])
+
+
+def _differences(codes: Array, seen: Array) -> Array:
+    """Codes of 8 bits, less those of the bins above."""
+    full = np.zeros(seen.shape, np.uint8)
+    full[seen] = codes
+    full[1:] -= full[:-1].copy()
+    return full[seen]
+
+
+def _entropy(codes: Array) -> float:
+    """In bits, of how often each code of 8 bits occurs."""
+    share = np.bincount(codes, minlength=256) / max(1, len(codes))
+    return float(-(share[share > 0] * np.log2(share[share > 0])).sum())
 
 
 def _codes(values: Array, bits: int) -> Array:
@@ -327,7 +356,13 @@ class Rows:
     def block(self, head: int) -> bytes:
         """Both profiles and the largest weights of a head and of its rows."""
         at = np.where(self.at[head] < 0, NONE, self.at[head]).T.astype("<u4")
-        parts = [_floats(self.received[head]), _floats(self.entropy[head]), _floats(self.p[head]), at.tobytes()]
+        profiles = (self.received[head], self.entropy[head])
+        largest = [float(np.nanmax(profile, initial=0.0)) for profile in profiles]
+        parts = [_floats(np.array(largest))]
+        for profile, most in zip(profiles, largest, strict=True):
+            codes = np.rint(profile / (most or 1.0) * (NOTHING - 1))
+            parts.append(_planes(np.where(np.isnan(profile), NOTHING, codes), 2))
+        parts += [_floats(self.p[head]), at.tobytes()]
         top = self.top_p[head].astype(np.float64)
         root = np.sqrt(np.nan_to_num(top).clip(0, 1))
         parts.append(_planes(np.rint(root * 0xFFFF), 2))

@@ -10,7 +10,7 @@ from headscope._kept_weights import KeptWeights, kept_of
 from headscope._stats_parts import LayerStats
 from headscope.report._viewer_data import Strips
 
-STRIP_BYTES = 12 * 2**20
+STRIP_BYTES = 8 * 2**20
 """How much the strips of one page may take before they are compressed."""
 
 WIDEST = 32  # keys near the diagonal
