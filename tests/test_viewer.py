@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from sheets import TRACE, picture, text, words
 from headscope import Observe, masks, observe
 from headscope.report import save
 from headscope.report.recording import visible
+from headscope.report.serving import Server
 from headscope.report.viewer import render_recording
 from headscope.watching import About, Recording
 
@@ -223,7 +225,8 @@ def test_the_table_and_its_csv_have_the_figures(look: Any, short: Recording) -> 
     lines = list(csv.DictReader(io.StringIO(Path(download.value.path()).read_text(encoding="utf-8"))))
     assert [(line["layer"], line["head"]) for line in lines][3] == ("layers.1.attention", "0")
     for name in short.stats.names:
-        assert float(lines[4][name]) == pytest.approx(short.stats[1, 1, name].mean, rel=1e-6), name
+        mean = short.stats[1, 1, name].mean
+        assert lines[4][name] == "" if np.isnan(mean) else float(lines[4][name]) == pytest.approx(mean, rel=1e-6), name
 
 
 def test_keys_move_among_heads_and_layers(look: Any, short: Recording) -> None:
@@ -326,6 +329,11 @@ def test_strips_hold_the_weights_near_the_diagonal(look: Any, long: Recording) -
     assert numbers(readout.inner_text())[-1] == pytest.approx(p[90, 1], abs=5e-3)
 
 
+def zoom_of(url: str) -> list[float]:
+    """The scale, and the middle of what is seen, that an address names."""
+    return [float(part) for part in parse_qs(urlsplit(url).fragment).get("zoom", ["1,0.5,0.5"])[0].split(",")]
+
+
 def test_zooming_panning_and_showing_all(look: Any, short: Recording) -> None:
     page = look(short, "view=head&layer=1&head=1")
     page.locator(".map canvas").wait_for()
@@ -333,14 +341,14 @@ def test_zooming_panning_and_showing_all(look: Any, short: Recording) -> None:
     for _ in range(4):
         page.mouse.wheel(0, -240)
     page.wait_for_url(re.compile("zoom="))
-    scale, x, y = map(float, parse_qs(urlsplit(page.url).fragment)["zoom"][0].split(","))
+    scale, x, y = zoom_of(page.url)
     assert scale > 2
     assert x < 0.45 < 0.55 < y
     page.mouse.down()
     page.mouse.move(*place(page, 0.75, 0.45), steps=3)
     page.mouse.up()
-    page.wait_for_url(lambda url: f",{x:.5g}," not in url)
-    assert float(parse_qs(urlsplit(page.url).fragment)["zoom"][0].split(",")[1]) < x
+    page.wait_for_url(lambda url: zoom_of(url)[1] < x)
+    assert zoom_of(page.url)[::2] == [scale, y], "it went aside alone"
     assert page.get_by_text("Click a cell").is_visible(), "a drag pins nothing"
     page.get_by_role("button", name="Show all").click()
     page.wait_for_url(lambda url: "zoom=" not in url)
@@ -382,6 +390,32 @@ def test_two_heads_are_compared(look: Any, short: Recording) -> None:
     page.mouse.move(box["x"] + x + 4.5 / 13 * width, box["y"] + y + 8.5 / 13 * width)
     wanted = weight(short, 0, 1)[8, 4] - weight(short, 1, 2)[8, 4]
     assert numbers(page.locator(".tip").inner_text())[-1] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_served_page_computes_what_one_zooms_into(chromium: Browser, long: Recording, tmp_path: Path) -> None:
+    path = long.save(tmp_path / "long.safetensors", qk=True)
+    with Server(Recording.load(path)) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        watched = Watched(chromium, f"{server.url}#view=head&layer=1&head=2&zoom=6,0.4,0.6")
+        page = watched.page
+        page.get_by_text("Exact: each cell in sight is one weight").wait_for()
+        shown = re.findall(r"[\d]+", page.locator(".exact").inner_text())
+        i0, i1, j0, j1 = map(int, shown)
+        assert (i0, j0) == (int((0.6 - 1 / 12) * LONG), int((0.4 - 1 / 12) * LONG))
+        page.mouse.move(*place(page, 0.5, 0.5))
+        tip = page.locator(".tip").inner_text()
+        query, key = (int(found) for found in re.findall(r"(?:query|key) (\d+)", tip))
+        assert (query, key) == (int(0.6 * LONG), int(0.4 * LONG))
+        assert i0 <= query <= i1
+        assert j0 <= key <= j1
+        assert figure(float(np.float32(weight(long, 1, 2)[query, key]))) in tip
+        assert "exact" in tip
+        assert watched.said == []
+        assert all(url.startswith(server.url) for url in watched.asked)
+        watched.close()
+        server.shutdown()
+        thread.join()
 
 
 # ---------------------------------------------------------------- images, steps, notebooks
