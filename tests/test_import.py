@@ -48,7 +48,7 @@ def test_watching_waits_for_transformers_until_a_model_brings_it() -> None:
 
 CORE = [
     *("masks", "_call", "_backends", "_select", "_nonfinite", "_operator"),
-    *("_dense_stats", "_stats_parts", "stats", "_stats_show", "_stats_files"),
+    *("_dense_stats", "_stats_parts", "stats", "_stats_show", "_kept_weights", "_stats_files"),
     *(
         "_observe_scene",
         "_observe_tile",
@@ -76,7 +76,7 @@ CORE = [
 LATER = {
     "module": {"layouts"},
     "stats": {"_stats_show", "_stats_files"},
-    "watching": {"_watch_files"},
+    "watching": {"_watch_files", "report"},
 }  # imported when they are called: they are made of what is in it
 
 

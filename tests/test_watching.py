@@ -85,7 +85,10 @@ def test_a_recording_shows_itself() -> None:
     text = wide.export_text()
     assert "Layers: [b]<i>.*." in text
     assert "│ 1     │    2 │   14 │" in text
-    assert "[b]&lt;i&gt;.0" in seen._repr_html_()
+    page = seen._repr_html_()
+    assert page.startswith("<iframe ")
+    assert "[b]\\u003ci\\u003e.0" in page
+    assert watch(model).recording._repr_html_() == "<p>Recording(ModuleDict: nothing seen so far)</p>"
     assert seen.flat() == seen.stats.flat()
     assert repr(watch(model).recording) == "Recording(ModuleDict: nothing seen so far)"
 
@@ -409,7 +412,7 @@ def test_a_notebook_shows_a_recording_of_nothing() -> None:
         with pytest.raises(WatchError, match="nothing has been seen so far"):
             seen.stats  # noqa: B018
         model(input_of(model))
-    assert shown == "<pre>Recording(Small: nothing seen so far)</pre>"
+    assert shown == "<p>Recording(Small: nothing seen so far)</p>"
 
 
 def test_accelerate_is_a_yes_or_no() -> None:

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from headscope import _observe_native, _observe_scene
 from headscope._backends import Inputs, full_precision
+from headscope._kept_weights import MOST_REST, KeptWeights
 from headscope._observe import Observed, observe_rows
 from headscope._observe_scene import Given, Scene, build, work
-from headscope._observe_tile import Rows, weights
-from headscope._stats_parts import Kept, LayerStats, Moments
+from headscope._observe_tile import Rows, Tile, weights
+from headscope._stats_parts import Kept, LayerStats, Moments, wide
+from headscope.masks import Dense, Mask
 from headscope.stats import HeadStats
 
 
@@ -67,6 +69,7 @@ def layer_stats(given: Given, scene: Scene, observed: Observed) -> LayerStats:
         edges=observed.edges,
         kept=_kept(given, scene, observed),
         tiles=(_Tiles(_for_tiles(given, scene)),) if what.keep_qk else (),
+        lengths=(call.queries, call.keys),
     )
 
 
@@ -124,10 +127,48 @@ class _Tiles:
             return parts[0].reshape(*call.lead, call.heads, i1 - i0, j1 - j0)
         return torch.cat(parts[1:]).reshape(*call.lead, call.heads, i1 - i0, j1 - j0)  # [*lead, H, i, j]
 
+    def kept(self) -> KeptWeights:
+        """The same from tensors alone, with the lse that its rows have.
+
+        Raises:
+            ValueError: a mask that is no spans has more pairs than ``MOST_REST``.
+        """
+        call, scene = self.scene.call, self.scene
+        lse = torch.full((call.batch, call.heads, call.queries), torch.inf, dtype=wide(scene.q.device))
+        step = max(1, _observe_scene.BLOCK // max(1, call.heads * call.keys))
+        with torch.no_grad(), full_precision(call):
+            for b in range(call.batch):
+                for i in range(0, call.queries if call.keys else 0, step):
+                    at = slice(i, min(i + step, call.queries))
+                    tile = self._tile(b, at)
+                    lse[b, :, at] = torch.where(tile.counted, tile.top - tile.scale.log(), torch.inf)[0].cpu()
+        parts = {"q": scene.q, "k": scene.inputs.k, "lse": lse if call.dtype == torch.float64 else lse.float()}
+        if scene.inputs.bias is not None:
+            parts["bias"] = scene.inputs.bias
+        if scene.plan is not None and not scene.plan.everything:
+            parts["spans"] = scene.plan.spans
+            if scene.plan.rest is not None:
+                parts["rest"] = self._rest(scene.plan.rest)
+        kept = {name: x.detach().cpu().contiguous() for name, x in parts.items()}
+        return KeptWeights.of(kept, call.lead, call.scale, call.softcap)
+
+    def _rest(self, rest: Mask) -> Tensor:
+        call = self.scene.call
+        tensor = rest.tensor if isinstance(rest, Dense) else None
+        if tensor is not None:
+            return tensor.reshape((1,) * (4 - tensor.ndim) + tuple(tensor.shape))
+        if call.batch * call.heads * call.queries * call.keys > MOST_REST:
+            raise ValueError(f"mask: {rest} has more than {MOST_REST:,} pairs, too many to be saved with q and k")
+        b, h, i, j = (slice(0, n) for n in (call.batch, call.heads, call.queries, call.keys))
+        return rest.tile(b, h, i, j, self.scene.q.device).expand(-1, -1, call.queries, call.keys)
+
     def _rows(self, b: int, i: slice) -> Tensor:
+        if self.scene.call.keys == 0:
+            return self.scene.q.new_zeros(1, self.scene.call.heads, i.stop - i.start, 0)
+        return self._tile(b, i).p
+
+    def _tile(self, b: int, i: slice) -> Tile:
         scene, one = self.scene, slice(b, b + 1)
         lse = None if scene.lse is None else scene.lse[one, :, i]
         rows = Rows(scene.q[one, :, i], one, slice(0, scene.call.kv_heads), i, lse, None)
-        if scene.call.keys == 0:
-            return scene.q.new_zeros(1, scene.call.heads, i.stop - i.start, 0)
-        return weights(scene, rows, slice(0, scene.call.keys)).p
+        return weights(scene, rows, slice(0, scene.call.keys))

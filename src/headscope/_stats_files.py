@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from headscope._kept_weights import KeptWeights, kept_of
 from headscope._stats_parts import Edges, HeadMap, Kept, LayerStats, Moments
 from headscope.stats import HeadStats
 
@@ -24,8 +25,8 @@ _PARTS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
 _MOMENTS = ("count", "mean", "M2", "min", "max", "histogram")
 
 
-def save(stats: HeadStats, path: Path, force: bool, more: Mapping[str, str] | None = None) -> Path:
-    """See ``HeadStats.save``; ``more`` are further entries of the header."""
+def save(stats: HeadStats, path: Path, force: bool, more: Mapping[str, str] | None = None, *, qk: bool = False) -> Path:
+    """See ``HeadStats.save``; ``more`` are further entries of the header, ``qk``: also q, k and lse."""
     from safetensors.torch import save as encode
 
     if not path.parent.is_dir():
@@ -36,6 +37,9 @@ def save(stats: HeadStats, path: Path, force: bool, more: Mapping[str, str] | No
         )
     tensors: dict[str, Tensor] = {}
     layers = [_put(part, name, f"{number}", tensors) for number, (name, part) in enumerate(stats.parts.items())]
+    if qk:
+        for number, (said, part) in enumerate(zip(layers, stats.parts.values(), strict=True)):
+            said["qk"] = [_put_qk(each, f"{number}/qk/{run}", tensors) for run, each in enumerate(part.tiles)]
     entries = {_KEY: json.dumps({"version": VERSION, "layers": layers}), **(more or {})}
     plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     _replace(path, encode(plain, entries))
@@ -44,7 +48,7 @@ def save(stats: HeadStats, path: Path, force: bool, more: Mapping[str, str] | No
 
 def load(path: Path) -> HeadStats:
     """See ``HeadStats.load``."""
-    from safetensors.torch import load_file
+    from safetensors import safe_open
 
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
@@ -53,8 +57,12 @@ def load(path: Path) -> HeadStats:
         raise ValueError(f"{path}: no file of headscope's statistics")
     if said["version"] > VERSION:
         raise ValueError(f"{path}: format {said['version']}, this version of headscope reads up to {VERSION}")
-    tensors = load_file(path)
-    return HeadStats({layer["name"]: _take(layer, f"{n}", tensors) for n, layer in enumerate(said["layers"])})
+    with safe_open(path, framework="pt") as file:  # pyright: ignore[reportUnknownVariableType, reportGeneralTypeIssues]
+        names: list[str] = [name for name in file.keys() if "/qk/" not in name]  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in names}
+    # stays open: of q and k the pieces that are asked for are read, and no more
+    mapped = safe_open(path, framework="pt") if any(layer.get("qk") for layer in said["layers"]) else None
+    return HeadStats({layer["name"]: _take(layer, f"{n}", tensors, mapped) for n, layer in enumerate(said["layers"])})
 
 
 def header(path: Path, key: str = _KEY) -> dict[str, Any] | None:
@@ -89,10 +97,25 @@ def _put(part: LayerStats, name: str, under: str, tensors: dict[str, Tensor]) ->
         "received": part.received is not None,
         **{which: getattr(part, which) is not None for which in _PARTS},
         "kept": [list(kept.values) for kept in part.kept],
+        "lengths": part.lengths,
     }
 
 
-def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor]) -> LayerStats:
+def _put_qk(tiles: Any, under: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """File the q, k and lse of a run."""
+    kept = kept_of(tiles)
+    tensors |= {f"{under}/{name}": x for name, x in kept.tensors().items()}
+    return kept.said()
+
+
+def _take_qk(said: dict[str, Any], under: str, file: Any) -> KeptWeights:
+    parts = {name: file.get_slice(f"{under}/{name}") for name in said["parts"]}
+    sizes = {name: tuple(x.get_shape()) for name, x in parts.items()}
+    wide = parts["q"].get_dtype() == "F64"
+    return KeptWeights(parts, sizes, tuple(said["lead"]), said["scale"], said["softcap"], wide)
+
+
+def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor], mapped: Any = None) -> LayerStats:
     """The reverse of ``_put``."""
     moments = {
         name: Moments(*(tensors[f"{under}/moments/{name}/{what}"] for what in _MOMENTS)) for name in said["moments"]
@@ -112,7 +135,10 @@ def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor]) -> La
     found: dict[str, Any] = {what: tensors[f"{under}/{what}"] for what in ("rows", "broken")}
     found |= {what: tensors[f"{under}/{what}"] if said["received"] else None for what in ("received", "eligible")}
     found |= {what: said[what] for what in _NUMBERS}
-    return LayerStats(**found, moments=moments, **parts, kept=kept)
+    lengths = said.get("lengths")  # older files do not say it
+    tiles = tuple(_take_qk(each, f"{under}/qk/{run}", mapped) for run, each in enumerate(said.get("qk", ())))
+    lengths = tuple(lengths) if lengths else None
+    return LayerStats(**found, moments=moments, **parts, kept=kept, tiles=tiles, lengths=lengths)
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -259,6 +259,7 @@ class LayerStats:
         map, edges: see there.
         kept: rows as they are, one entry a run.
         tiles: a way to the weights, one entry a run; never saved.
+        lengths: how many queries and keys each run had; None where they differ.
     """
 
     heads: int
@@ -274,6 +275,7 @@ class LayerStats:
     edges: Edges | None = None
     kept: tuple[Kept, ...] = ()
     tiles: tuple[Tiles, ...] = ()
+    lengths: tuple[int, int] | None = None
 
     def merge(self, other: LayerStats) -> LayerStats:
         """Of the runs of both, this one's first.
@@ -300,6 +302,7 @@ class LayerStats:
             self.edges and other.edges and self.edges.merge(other.edges, self.runs),
             self.kept + other.kept,
             self.tiles + other.tiles,
+            self.lengths if self.lengths == other.lengths else None,
         )
 
     def to(self, device: torch.device | str) -> LayerStats:

@@ -20,9 +20,10 @@ def said(about: About) -> dict[str, Any]:
     return asdict(about)
 
 
-def save(stats: HeadStats, about: About, path: Path, force: bool) -> Path:
+def save(stats: HeadStats, about: About, path: Path, force: bool, qk: bool) -> Path:
     """See ``Recording.save``."""
-    return _stats_files.save(stats, path, force, {_KEY: json.dumps({"version": VERSION, "about": said(about)})})
+    header = {_KEY: json.dumps({"version": VERSION, "about": said(about)})}
+    return _stats_files.save(stats, path, force, header, qk=qk)
 
 
 def load(path: Path) -> Recording:

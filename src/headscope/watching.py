@@ -171,15 +171,41 @@ class Recording:
 
         return compare(self, other, thresholds)
 
-    def save(self, path: str | Path, *, force: bool = False) -> Path:
-        """Write one safetensors file: everything but kept q and k; ``HeadStats.load`` reads its statistics, too.
+    def save(self, path: str | Path, *, qk: bool = False, force: bool = False) -> Path:
+        """Write one safetensors file; ``HeadStats.load`` reads its statistics, too.
+
+        Args:
+            path: where.
+            qk: with q, k and lse, if they were kept (``Observe(keep_qk=True)``), so that every tile of the weights can
+                be computed from the file; it then grows with the length, by B · (H + Hkv) · D numbers a position.
+            force: replace any file.
 
         Raises:
             FileExistsError: there is a file that is no statistics of headscope; see ``HeadStats.save``.
+            ValueError: ``qk``, and a mask that is too large to be saved.
         """
         from headscope._watch_files import save
 
-        return save(self.stats, self.about, Path(path), force)
+        return save(self.stats, self.about, Path(path), force, qk)
+
+    def save_html(self, path: str | Path, *, force: bool = False, **options: Any) -> Path:
+        """Write one page in which every head can be looked at, without any request; see docs/viewer.md.
+
+        Maps are shown if they were observed: ``Observe(map=64)``.
+
+        Args:
+            path: where.
+            force: replace any file.
+            options: title, image, grid, special and strips, as for ``headscope.report.viewer.render_recording``.
+
+        Raises:
+            SaveError: there is a file that is no page of headscope's own, or it cannot be written.
+            ValueError: the maps do not fit one page, or an image does not fit the keys.
+            WatchError: nothing has been seen so far.
+        """
+        from headscope.report.viewer import save_recording
+
+        return save_recording(self, path, force=force, **options)
 
     @staticmethod
     def load(path: str | Path) -> Recording:
@@ -200,8 +226,10 @@ class Recording:
 
     def _repr_html_(self) -> str:
         if not self._parts and not self._pending:
-            return f"<pre>{html.escape(repr(self))}</pre>"
-        return self.stats._repr_html_()
+            return f"<p>{html.escape(repr(self))}</p>"
+        from headscope.report.viewer import framed, render_recording
+
+        return framed(render_recording(self))
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts from: a monitor, with what it writes to, stays with the original, as does the lock."""

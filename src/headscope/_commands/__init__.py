@@ -10,6 +10,7 @@ from headscope import __version__
 from headscope._commands.bench import bench
 from headscope._commands.doctor import doctor
 from headscope._commands.image import image
+from headscope._commands.report import report
 from headscope._commands.screen import PipeClosedError
 from headscope._commands.text import text
 from headscope._commands.trace import trace
@@ -46,5 +47,5 @@ def verbs(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _verb in (text, image, trace, watch, doctor, bench):
+for _verb in (text, image, trace, watch, report, doctor, bench):
     verbs.add_command(_verb)

@@ -40,15 +40,15 @@ def write_page(path: str, html: str, force: bool, option: str = "--html") -> str
         return str(write(html, path, force=force))
 
 
-def check_page(path: str, force: bool) -> None:
-    """See to it, before any long work, that a page may go there.
+def check_page(path: str, force: bool, option: str = "--page") -> None:
+    """See to it, before any long work, that a page may go there; ``option`` is what named the path.
 
     Raises:
         Mistake: it may not.
     """
     from headscope.report.page import check
 
-    with _told("--page", path):
+    with _told(option, path):
         check(path, force=force)
 
 

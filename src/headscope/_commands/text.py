@@ -180,7 +180,8 @@ def _model(sizes: TextConfig, trained: bool) -> str:
 
 
 def _title(pieces: list[str]) -> str:
-    return visible("".join(pieces))[:60]
+    title = visible("".join(pieces))
+    return title if len(title) <= 60 else f"{title[:59]}…"
 
 
 def _print(reading: Reading, explain: bool) -> None:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 WINDOWS = (3, 16, 64, 256, 1024, 4096)  # the first, and those up to a third of the input: wider ones tell little
 BUDGETS = (16, 64, 256, 1024)
 BINS = 64
+WHOLE = 128  # up to this many tokens, and
+PATCHES = 256  # up to this many patches, every weight is in the map
+ROWS = 8192  # up to this many tokens the rows are kept, for the entropy beside the map
 EDGES = 16
 MOVED = 1  # the exit code where something moved
 
@@ -42,6 +45,7 @@ class Asked:
     rows: int | None
     layers: tuple[str, ...]
     out: str | None
+    keep_qk: bool
     page: str | None
     force: bool
     as_json: bool
@@ -79,6 +83,7 @@ class Watched:
     "--threshold", "limits", multiple=True, metavar="NAME=X", help="From where on a change counts, as share=0.02."
 )
 @click.option("--out", metavar="PATH", help="Write the recording (.safetensors).")
+@click.option("--keep-qk", is_flag=True, help="With q and k in it, for exact tiles: headscope report --serve.")
 @click.option("--page", metavar="PATH", help=f"Where to write the page.  [default: {PAGE}]")
 @click.option("--no-page", is_flag=True, help="Write no page.")
 @click.option("--force", is_flag=True, help="Replace files there, even if they are none of headscope's own.")
@@ -125,7 +130,7 @@ def watch(
 
 
 def _asked(
-    out: str | None, page: str | None, no_page: bool, force: bool, as_json: bool,
+    out: str | None, keep_qk: bool, page: str | None, no_page: bool, force: bool, as_json: bool,
     against: str | None, limits: tuple[str, ...], **rest: Any,
 ) -> Asked:  # fmt: skip
     """Raises: Mistake: options that do not go together, or files that cannot be written or read."""
@@ -133,6 +138,8 @@ def _asked(
         raise Mistake("--no-page: wanted either it or --page")
     if limits and against is None:
         raise Mistake("--threshold: wanted --against with it")
+    if keep_qk and out is None:
+        raise Mistake("--keep-qk: wanted --out with it")
     page = None if no_page or (page is None and as_json) else PAGE if page is None else page
     thresholds = _thresholds(limits) if against is not None else None
     if out is not None:
@@ -141,7 +148,15 @@ def _asked(
         check_page(page, force)
     old = None if against is None else _old(against)
     return Asked(
-        out=out, page=page, force=force, as_json=as_json, against=against, old=old, thresholds=thresholds, **rest
+        out=out,
+        keep_qk=keep_qk,
+        page=page,
+        force=force,
+        as_json=as_json,
+        against=against,
+        old=old,
+        thresholds=thresholds,
+        **rest,
     )
 
 
@@ -293,18 +308,31 @@ def _one(loaded: Loaded, given: Input, part: Any, asked: Asked) -> Recording:
 
     text = loaded.takes == "text"
     longest = max(part.shape[1] for part in given.parts) if text else 0
+    shortest = min(part.shape[1] for part in given.parts) if text else 0
     what = headscope.Observe(
         rows=asked.rows,
-        map=min(BINS, min(part.shape[1] for part in given.parts)) if text else BINS,
+        map=shortest if text and shortest <= WHOLE else BINS if text else _patches(loaded),
         edges=EDGES,
         windows=tuple(w for w in WINDOWS if w == WINDOWS[0] or 3 * w <= longest) if text else (),
         tokens=part if text and not loaded.paired else None,
+        keep_rows=text and longest <= ROWS and len(given.parts) == 1,
+        keep_qk=asked.keep_qk,
     )
     options: dict[str, Any] = {"layers": asked.layers or None}
     options |= {"tokens": "inputs"} if loaded.paired else {}  # its two halves read different ids
     with torch.inference_mode(), headscope.watch(loaded.model, what=what, **options) as seen:
         loaded.run(part)
     return seen
+
+
+def _patches(loaded: Loaded) -> int:
+    """How many bins the map of an image has: one for each patch, CLS and register, if the model says how many."""
+    config = getattr(loaded.model, "config", None)
+    size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if not (isinstance(size, int) and isinstance(patch, int)):
+        return BINS
+    keys = (size // patch) ** 2 + 2 + (getattr(config, "num_register_tokens", 0) or 0)
+    return keys if keys <= PATCHES else BINS
 
 
 def _progress(parts: tuple[Any, ...]) -> Iterator[Any]:
@@ -330,9 +358,11 @@ def _save(recording: Recording, asked: Asked) -> str | None:
         return None
     try:
         with uninterrupted():
-            return str(recording.save(asked.out, force=asked.force))
+            return str(recording.save(asked.out, qk=asked.keep_qk, force=asked.force))
     except OSError as error:
         raise Mistake(f"--out: {asked.out}: cannot be written: {error.strerror or error}") from error
+    except ValueError as error:  # a mask that is too large
+        raise Mistake(f"--keep-qk: {error}") from error
 
 
 def _save_page(watched: Watched, asked: Asked) -> str | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from headscope._commands.screen import visible
 from headscope._commands.showing import heading, meanings
@@ -15,6 +15,7 @@ from headscope.report.words import PATTERNS
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from torch import Tensor
 
     from headscope._commands.watch import Watched
     from headscope.report.tables import Section
@@ -205,17 +206,40 @@ def _keys(count: int) -> str:
 
 
 def page(watched: Watched) -> str:
-    """The page with every table."""
+    """The page with every head and every table."""
     from headscope.report.recording import versions
-    from headscope.report.tables import render_tables
+    from headscope.report.viewer import render_shown, shown_recording
 
     about = watched.recording.about
-    footer = {"Model": watched.loaded.name, "Input": watched.given.source, "Versions": versions()}
+    footer = {"Model": watched.loaded.name, "Versions": versions()}
     if about.options.get("layers") is not None:
         footer["Layers"] = ", ".join(about.options["layers"])
-    title, lead = f"{watched.loaded.name}: {watched.given.source}", f"{_title(watched)}. {_lead(watched)}"
-    notes = [_sentence(note) for note in watched.notes]
-    return render_tables(_capital(title), _capital(lead), _sections(watched), footer, notes)
+    title = _capital(f"{watched.loaded.name}: {watched.given.source}")
+    shown = shown_recording(watched.recording, title=title, strips=(), **_image(watched))
+    lead = f"{_capital(_title(watched))}. {_capital(_lead(watched))}"
+    notes = [*map(_sentence, watched.notes), *shown.notes]
+    return render_shown(
+        replace(shown, tables=_sections(watched), footer={**shown.footer, **footer}, lead=lead, notes=notes)
+    )
+
+
+def _image(watched: Watched) -> dict[str, Any]:
+    """The image that was looked at, if it was one and its patches are a square."""
+    parts = watched.given.parts
+    if watched.loaded.takes != "image" or len(parts) != 1 or len(parts[0]) != 1:
+        return {}
+    lengths = {part.lengths for part in watched.recording.stats.parts.values()}
+    if len(lengths) != 1 or (size := next(iter(lengths))) is None or size[0] != size[1]:
+        return {}
+    return {"image": _as_bytes(parts[0][0])}
+
+
+def _as_bytes(pixels: Tensor) -> Any:
+    """What the model was given, [h, w] or [channels, h, w], from its least to its largest value as 0 to 255."""
+    if pixels.ndim == 3:
+        pixels = pixels.movedim(0, -1) if pixels.shape[0] == 3 else pixels[0]
+    low, high = pixels.min(), pixels.max()
+    return ((pixels - low) / (high - low).clamp_min(1e-9) * 255).round().byte().numpy()
 
 
 def _sentence(note: str) -> str:
@@ -242,25 +266,10 @@ def _sections(watched: Watched) -> list[Section]:
     says = "The share of the mass on the keys that receive the most."
     sections.append(_section("What a smaller cache keeps", says, watched.budget))
     sections.append(_section("Near-duplicates", "Pairs of heads that spread alike.", watched.repeated))
-    return [*sections, _statistics(watched)]
+    return sections
 
 
 def _section(title: str, says: str, answer: Answer) -> Section:
     from headscope.report.tables import Section
 
     return Section(title, says, answer.columns(), answer.cells(), answer.caption(), TEXTS)
-
-
-def _statistics(watched: Watched) -> Section:
-    """The mean of every row quantity."""
-    from headscope.report.tables import Section
-
-    stats = watched.recording.stats
-    lines: list[Sequence[str]] = []
-    for layer, part in stats.parts.items():
-        columns = {name: moments.mean.tolist() for name, moments in part.moments.items()}
-        for head, rows in enumerate(part.rows.tolist()):
-            means = (columns[name][head] if name in columns else math.nan for name in stats.names)
-            lines.append((layer, str(head), f"{rows:,}", *("–" if math.isnan(x) else f"{x:.4g}" for x in means)))
-    says = "Means over the rows that have the quantity; entropies in nats. docs/statistics.md defines each."
-    return Section("Statistics", says, ("layer", "head", "rows", *stats.names), lines, "", TEXTS)

@@ -92,9 +92,9 @@ class Sheet:
         return [visible(token) for token in self.tokens]
 
     def _repr_html_(self) -> str:
-        from headscope.report.page import framed  # the page is made of sheets, not the other way round
+        from headscope.report.viewer import framed, render_sheet  # the page is made of sheets, not the other way round
 
-        return framed(self)
+        return framed(render_sheet(self))
 
 
 def text_sheet(

@@ -1,0 +1,118 @@
+"""``headscope report``: the page of a recording, in which every head can be looked at."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from headscope._commands.pages import PAGE, check_page, write_page
+from headscope._commands.screen import Mistake, busy, visible
+
+if TYPE_CHECKING:
+    from headscope.watching import Recording
+
+LARGEST = 4096  # pixels of a side of an image; larger ones are made smaller
+
+
+@click.command()
+@click.argument("recording")
+@click.option("--out", metavar="PATH", help=f"Where to write the page.  [default: {PAGE}]")
+@click.option("--title", metavar="TEXT", default="", help="What stands above it.  [default: the model]")
+@click.option("--image", metavar="PATH", help="The image that was looked at, if the keys are its patches.")
+@click.option("--grid", metavar="ROWSxCOLUMNS", help="Its patches, as 14x14.  [default: a square]")
+@click.option("--strip", "strips", multiple=True, metavar="LAYER.HEAD", help="A head with strips; up to 16 times.")
+@click.option("--serve", is_flag=True, help="Serve it to this machine instead, with exact tiles at any zoom.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Where, with --serve.  [default: any]")
+@click.option("--force", is_flag=True, help="Replace a file there, even if it is no page of headscope's own.")
+def report(recording: str, out: str | None, serve: bool, port: int, force: bool, **options: Any) -> None:
+    """Write the page of a RECORDING that ``watch --out`` or ``Recording.save`` wrote.
+
+    One file that opens from disk and asks for nothing: maps of all heads, one head or two large, figures as CSV. With
+    --serve nothing is written, and what one zooms into is computed exactly, if q and k were kept (watch --keep-qk).
+    """
+    if serve and out is not None:
+        raise Mistake("--serve: wanted either it or --out")
+    if not serve:
+        check_page(out or PAGE, force, "--out")
+    with busy("loading torch"):
+        import_module("torch")
+    from headscope.watching import Recording
+
+    try:
+        with busy(f"reading {visible(recording)}"):
+            found = Recording.load(recording)
+    except (OSError, ValueError, KeyError) as error:
+        raise Mistake(f"RECORDING: {getattr(error, 'strerror', None) or error}") from error
+    given = _options(**options)
+    if serve:
+        _serve(found, port, given)
+        return
+    from headscope.report.viewer import render_recording
+
+    try:
+        with busy("writing the page"):
+            html = render_recording(found, **given)
+    except ValueError as error:
+        raise Mistake(f"RECORDING: {error}") from error
+    path = write_page(out or PAGE, html, force, "--out")
+    click.echo(f"The page, to be opened in a browser: {visible(path)} ({Path(path).stat().st_size / 2**20:.1f} MiB)")
+
+
+def _options(title: str, image: str | None, grid: str | None, strips: tuple[str, ...]) -> dict[str, Any]:
+    """As ``render_recording`` takes them.
+
+    Raises:
+        Mistake: one that cannot be read.
+    """
+    found: dict[str, Any] = {"title": title}
+    if image is not None:
+        found["image"] = _pixels(image)
+    if grid is not None:
+        sides = [part for part in grid.split("x") if part.isdecimal() and len(part) < 6]
+        if len(sides) != 2 or grid.count("x") != 1:
+            raise Mistake(f"--grid: got {visible(grid)}, wanted rows and columns, as 14x14")
+        found["grid"] = (int(sides[0]), int(sides[1]))
+    if strips:
+        places: list[tuple[int, int]] = []
+        for strip in strips:
+            layer, _, head = strip.partition(".")
+            if not (layer.isdecimal() and head.isdecimal()):
+                raise Mistake(f"--strip: got {visible(strip)}, wanted a layer and a head, counted from 0, as 3.5")
+            places.append((int(layer), int(head)))
+        found["strips"] = places
+    return found
+
+
+def _pixels(path: str) -> Any:
+    """An image file as uint8 [h, w, 3]."""
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path, formats=("PNG", "JPEG")) as opened:
+            upright = ImageOps.exif_transpose(opened).convert("RGB")
+            upright.thumbnail((LARGEST, LARGEST))
+            return np.asarray(upright)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise Mistake(f"--image: {getattr(error, 'strerror', None) or 'no PNG or JPEG that can be read'}") from error
+
+
+def _serve(found: Recording, port: int, options: dict[str, Any]) -> None:
+    """Until Ctrl-C."""
+    from headscope.report.serving import Server
+
+    if "strips" in options:
+        raise Mistake("--strip: wanted none with --serve, which has those of every head")
+    try:
+        with busy("preparing the page"):
+            server = Server(found, port=port, **options)
+    except ValueError as error:
+        raise Mistake(f"--serve: {error}") from error
+    except OSError as error:
+        raise Mistake(f"--port: {port}: {error.strerror or error}") from error
+    with server:
+        click.echo(f"The page, for this machine alone, until Ctrl-C: {server.url}")
+        server.serve_forever()

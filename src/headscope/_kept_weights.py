@@ -1,0 +1,112 @@
+"""The weights of one run from its q, k and lse, piece by piece, also from a file of which no more than that is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_REST = 2**28
+"""How many pairs a mask that is no spans may have to be saved."""
+
+NAMES = ("q", "k", "lse", "spans", "rest", "bias")
+
+
+def kept_of(tiles: Any) -> KeptWeights:
+    """What a layer's ``tiles`` are made from; computed if it was observed here, as it is if it was read from a file."""
+    return tiles if isinstance(tiles, KeptWeights) else tiles.kept()
+
+
+@dataclass(frozen=True, eq=False)
+class KeptWeights:
+    """p[i0:i1, j0:j1] on demand.
+
+    Attributes:
+        parts: tensors, or slices of a file that give one where they are indexed: q [B, H, Q, D], k [B, Hkv, K, D], lse
+            [B, H, Q] (inf in rows that count for nothing), and, where there are, spans [B or 1, Q or 1, n, 2], rest and
+            bias [B or 1, H or 1, Q or 1, K or 1]; see ``masks.Plan``.
+        sizes: of the parts.
+        lead: the leading axes, whose product is B.
+        scale, softcap: of the logits.
+        wide: whether to compute in float64.
+    """
+
+    parts: Mapping[str, Any]
+    sizes: Mapping[str, tuple[int, ...]]
+    lead: tuple[int, ...]
+    scale: float
+    softcap: float | None
+    wide: bool
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor], lead: tuple[int, ...], scale: float, softcap: float | None) -> KeptWeights:
+        """From tensors."""
+        sizes = {name: tuple(x.shape) for name, x in tensors.items()}
+        return KeptWeights(tensors, sizes, lead, scale, softcap, tensors["q"].dtype == torch.float64)
+
+    @property
+    def queries(self) -> int:
+        """Q."""
+        return self.sizes["q"][2]
+
+    @property
+    def keys(self) -> int:
+        """K."""
+        return self.sizes["k"][2]
+
+    def said(self) -> dict[str, Any]:
+        """All but the tensors, ready for JSON."""
+        return {"parts": [*self.parts], "lead": [*self.lead], "scale": self.scale, "softcap": self.softcap}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The parts, whole."""
+        return {name: x if isinstance(x, Tensor) else x[:] for name, x in self.parts.items()}
+
+    def __call__(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
+        """Of every batch entry and head, [*lead, H, i, j]."""
+        for names, start, stop, letter, size in (
+            ("i0, i1", i0, i1, "Q", self.queries),
+            ("j0, j1", j0, j1, "K", self.keys),
+        ):
+            if not 0 <= start <= stop <= size:
+                raise ValueError(f"{names}: got {start}, {stop}, wanted 0 <= start <= stop <= {size} ({letter})")
+        batch, heads = self.sizes["q"][:2]
+        every = [self.piece(b, h, (i0, i1), (j0, j1)) for b in range(batch) for h in range(heads)]
+        p = torch.stack(every) if every else torch.zeros(0, i1 - i0, j1 - j0)
+        return p.nan_to_num(nan=0.0).reshape(*self.lead, heads, i1 - i0, j1 - j0)  # [*lead, H, i, j]
+
+    def piece(self, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> Tensor:
+        """Of one batch entry and head, [i, j]; NaN where nothing may be seen."""
+        dtype = torch.float64 if self.wide else torch.float32
+        heads, groups = self.sizes["q"][1], self.sizes["k"][1]
+        q = self._part("q", b, head, slice(*i)).to(dtype)
+        k = self._part("k", b, head * groups // heads, slice(*j)).to(dtype)
+        s = (q * self.scale) @ k.T  # [i, j]
+        if self.softcap is not None:
+            s = torch.tanh(s / self.softcap) * self.softcap
+        hidden = torch.zeros(s.shape, dtype=torch.bool)
+        if "bias" in self.parts:
+            bias = self._block("bias", b, head, i, j).to(dtype)
+            s, hidden = s + bias, hidden | (bias == -torch.inf)
+        if "rest" in self.parts:
+            hidden = hidden | ~self._block("rest", b, head, i, j)
+        if "spans" in self.parts:
+            size = self.sizes["spans"]
+            rows = slice(*i) if size[1] > 1 else slice(0, 1)
+            spans = self.parts["spans"][min(b, size[0] - 1), rows][..., None]  # [i or 1, n, 2, 1]
+            at = torch.arange(*j)
+            hidden = hidden | ~((at >= spans[:, :, 0]) & (at < spans[:, :, 1])).any(1)
+        p = (s - self._part("lse", b, head, slice(*i)).to(dtype)[:, None]).exp()
+        return p.masked_fill(hidden, torch.nan)
+
+    def _part(self, name: str, b: int, h: int, at: slice) -> Tensor:
+        return self.parts[name][b, h, at]
+
+    def _block(self, name: str, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> Tensor:
+        """A block of what broadcasts to [B, H, Q, K]."""
+        size = self.sizes[name]
+        rows, columns = (slice(*at) if n > 1 else slice(0, 1) for at, n in zip((i, j), size[2:], strict=True))
+        return self.parts[name][min(b, size[0] - 1), min(head, size[1] - 1), rows, columns]

@@ -1,0 +1,211 @@
+"""What the viewer's page shows of a recording."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headscope._decision_parts import short_layers
+from headscope._stats_parts import LayerStats
+from headscope.report._viewer_data import Strips, sources
+from headscope.report.viewer import Columns, Layer, Picture, Scored, Shown
+from headscope.watching import Recording
+
+MOST_STRIPS = 16
+"""How many heads may have strips."""
+
+
+def shown(
+    recording: Recording,
+    *,
+    title: str = "",
+    image: Any = None,
+    grid: tuple[int, int] | None = None,
+    special: int | None = None,
+    strips: Sequence[tuple[int | str, int]] | None = None,
+) -> Shown:
+    """See ``render_recording``."""
+    stats, about = recording.stats, recording.about
+    parts = list(stats.parts.values())
+    picture = None if image is None else _picture(parts, image, grid, special)
+    if image is None and (grid is not None or special is not None):
+        raise ValueError("grid, special: wanted an image with them")
+    patterns = _patterns(recording)
+    short, common = short_layers(recording.layers)
+    of_heads = _strips(stats.parts, patterns, strips)
+    layers = [
+        Layer(
+            name,
+            short[name],
+            {
+                "kind": about.kinds.get(name, "self"),
+                "lengths": part.lengths,
+                "runs": part.runs,
+                "lookedAt": part.looked_at,
+                "of": part.of,
+                "rows": part.rows.tolist(),
+                "broken": part.broken.tolist(),
+            },
+            source,
+            _statistics(part),
+            patterns[n] if patterns else [()] * part.heads,
+        )
+        for n, ((name, part), source) in enumerate(zip(stats.parts.items(), sources(parts, of_heads), strict=True))
+    ]
+    return Shown(
+        title=title or about.model or "Attention heads",
+        layers=layers,
+        names=stats.names,
+        texts=about.texts,
+        footer=_footer(recording, common),
+        notes=_notes(recording),
+        picture=picture,
+    )
+
+
+# ---------------------------------------------------------------- figures
+
+
+def _number(value: float) -> float | None:
+    """With seven digits, which are more than are shown."""
+    return float(f"{value:.7g}") if math.isfinite(value) else None
+
+
+def _statistics(part: LayerStats) -> dict[str, Columns]:
+    found: dict[str, Columns] = {}
+    for name, moments in part.moments.items():
+        std = (moments.M2 / moments.count).sqrt()
+        columns = {"mean": moments.mean, "std": std, "min": moments.min, "max": moments.max}
+        figures = {what: [_number(x) for x in column.tolist()] for what, column in columns.items()}
+        found[name] = {**figures, "count": moments.count.tolist()}
+    return found
+
+
+def _patterns(recording: Recording) -> list[list[list[Scored]]]:
+    """For each layer and head its patterns, the one that it matches best first."""
+    from headscope.decisions import patterns
+
+    if "chance" not in recording.names:  # nothing by which a pattern could be told
+        return []
+    scored = patterns(recording)
+    found: dict[tuple[str, int], list[Scored]]
+    found = {(layer, head): [] for layer, part in recording.stats.parts.items() for head in range(part.heads)}
+    for each in scored.scores:
+        found[each.layer, each.head].append((each.pattern, round(each.score, 6), each.rows, each.exact))
+    for each in found.values():
+        each.sort(key=lambda score: -score[1])  # stable: of equal ones the more specific stays first
+    return [[found[layer, head] for head in range(part.heads)] for layer, part in recording.stats.parts.items()]
+
+
+# ---------------------------------------------------------------- strips
+
+
+def _strips(
+    parts: Mapping[str, LayerStats],
+    patterns: Sequence[Sequence[Sequence[Scored]]],
+    asked: Sequence[tuple[int | str, int]] | None,
+) -> list[Strips | None]:
+    """Of each layer the strips of those of its heads that are to have them."""
+    from headscope.report._viewer_strips import strips_of
+
+    names = list(parts)
+    if asked is None:
+        chosen = _telling(parts, patterns)
+    else:
+        chosen = [(names.index(layer) if layer in names else layer, head) for layer, head in asked]
+        if len(chosen) > MOST_STRIPS:
+            raise ValueError(f"strips: got {len(chosen)} heads, wanted at most {MOST_STRIPS}")
+        for layer, head in chosen:
+            if not (isinstance(layer, int) and 0 <= layer < len(names) and 0 <= head < parts[names[layer]].heads):
+                raise ValueError(f"strips: got layer {layer}, head {head}, which is not there")
+            if not parts[names[layer]].tiles:
+                raise ValueError("strips: q and k were not kept; observe with Observe(keep_qk=True)")
+    found: list[Strips | None] = []
+    for n, part in enumerate(parts.values()):
+        heads = [head for layer, head in chosen if layer == n]
+        found.append(strips_of(part, heads, len(chosen)) if heads else None)
+    return found
+
+
+def _telling(
+    parts: Mapping[str, LayerStats], patterns: Sequence[Sequence[Sequence[Scored]]]
+) -> list[tuple[int | str, int]]:
+    """The heads that are likest to some pattern other than none, of the layers whose q and k were kept."""
+    scores: list[tuple[float, int, int]] = []
+    for n, part in enumerate(parts.values()):
+        if part.tiles:
+            for head in range(part.heads):
+                best = patterns[n][head][:1] if patterns else []
+                scores.append((-best[0][1] if best and best[0][0] != "uniform" else 0.0, n, head))
+    return sorted((n, head) for _, n, head in sorted(scores)[:MOST_STRIPS])
+
+
+# ---------------------------------------------------------------- an image
+
+
+def _picture(parts: Sequence[LayerStats], image: Any, grid: tuple[int, int] | None, special: int | None) -> Picture:
+    pixels: NDArray[Any] = np.asarray(image)
+    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] != 3):
+        raise ValueError(f"image: got {pixels.dtype} {list(pixels.shape)}, wanted uint8 [h, w] or [h, w, 3]")
+    lengths = {part.lengths for part in parts}
+    (found,) = lengths if len(lengths) == 1 else (None,)
+    if found is None or found[0] != found[1]:
+        raise ValueError("image: wanted as many queries as keys in every layer, and the same in all")
+    keys = found[1]
+    if grid is None:
+        side = math.isqrt(keys - (special or 0))
+        grid = (side, side)
+    before = keys - grid[0] * grid[1] if special is None else special
+    if before < 0 or min(grid) < 1 or before + grid[0] * grid[1] != keys:
+        raise ValueError(
+            f"grid: {grid[0]} x {grid[1]} patches{'' if special is None else f' and {special} keys before them'} are "
+            f"not the {keys} keys that there are"
+        )
+    return Picture(pixels, grid, before)
+
+
+# ---------------------------------------------------------------- what stands around
+
+
+def _notes(recording: Recording) -> list[str]:
+    notes: list[str] = []
+    for name, part in recording.stats.parts.items():
+        broken = int(part.broken.sum())
+        if broken:
+            notes.append(f"{name}: {broken:,} rows of its heads hold NaN or infinity and are in no figure.")
+    if recording.stats.sampled:
+        looked = sum(part.looked_at for part in recording.stats.parts.values())
+        of = sum(part.of for part in recording.stats.parts.values())
+        notes.append(f"A sample: {looked:,} of {of:,} query rows were looked at, and every figure stands on these.")
+    return notes
+
+
+def _footer(recording: Recording, common: str) -> dict[str, str]:
+    about, stats = recording.about, recording.stats
+    lengths = {part.lengths for part in stats.parts.values()}
+    inputs = ", ".join(
+        "calls of different lengths" if each is None else f"{each[0]:,} queries × {each[1]:,} keys"
+        for each in sorted(lengths, key=lambda each: each or (0, 0))
+    )
+    rows = [int(n) for part in stats.parts.values() for n in part.rows.tolist()]
+    options = {name: value for name, value in about.options.items() if value not in (None, False, [], {}, 0)}
+    given = options.pop("input", None)
+    source = f"{given['source']}; " if isinstance(given, dict) and "source" in given else ""
+    passes = "1 forward pass" if about.ran == 1 else f"{about.forwards:,} of {about.ran:,} forward passes looked at"
+    return {
+        "Model": about.model or "not named",
+        "Input": f"{source}{inputs}; {passes}",
+        "Rows": f"each head's figures stand on {_span(rows)} rows at most",
+        **({"Layers": common.strip()} if common else {}),
+        "Options": ", ".join(f"{name}={value}" for name, value in options.items()) or "none",
+        "Versions": ", ".join(f"{name} {version}" for name, version in about.versions.items()) or "not said",
+    }
+
+
+def _span(numbers: list[int]) -> str:
+    least, most = min(numbers, default=0), max(numbers, default=0)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"

@@ -1,0 +1,248 @@
+"""A recording's page, served to the browser of this machine, with any tile of the weights computed exactly on demand.
+
+Only this machine can reach it, only under a random path, and only what is listed here is answered::
+
+    GET /TOKEN/                                             the page
+    GET /TOKEN/tile?layer&head&i0&i1&j0&j1&size             float32 [2, rows, columns]: mean and max, little-endian
+    GET /TOKEN/strip?layer&head&i0&i1&low&high&first        uint8 [i1 - i0, near + first], codes as in the page
+
+A tile has at most ``size`` rows and columns; a cell of it stands for one weight where the piece is no larger than that,
+else for a bin ⌊b·n/size⌋ to ⌊(b+1)·n/size⌋ - 1 of queries or keys. NaN stands for what may not be seen. Tiles are of
+the last run and of its first text.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import threading
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headscope._kept_weights import KeptWeights, kept_of
+from headscope.report._viewer_strips import strip_of
+from headscope.report.viewer import render_shown, shown_recording
+from headscope.watching import Recording
+
+__all__ = ["Server", "pooled_tile"]
+
+LARGEST = 512
+"""How many rows and columns a tile may have."""
+
+MOST_PAIRS = 2**26
+"""Over how many pairs of query and key a tile may go: a second or so."""
+
+STRIP = 4096
+"""Over how many queries a strip may go."""
+
+CONNECTIONS = 32  # at a time; further ones are closed
+SECONDS = 10  # that a connection may stay silent
+LONGEST = 512  # characters of a request's path
+
+
+class RefusedError(ValueError):
+    """A request that is not answered; the message says what was wanted."""
+
+
+class Server(ThreadingHTTPServer):
+    """Serves one recording until ``shutdown``.
+
+    Attributes:
+        url: where the page is; who does not know it gets nothing.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, recording: Recording, *, port: int = 0, title: str = "", **options: Any) -> None:
+        """Bind to 127.0.0.1.
+
+        Args:
+            recording: what is shown; of the layers whose q and k it has, tiles are served.
+            port: which; 0 = any that is free.
+            title: one line; by default the model.
+            options: image, grid and special, as for ``render_recording``.
+
+        Raises:
+            OSError: the port is taken.
+            ValueError: q and k of no layer were kept.
+        """
+        parts = list(recording.stats.parts.values())
+        tiles = [part.tiles[-1] if part.tiles else None for part in parts]
+        if not any(tiles):
+            raise ValueError(
+                "q and k were not kept; wanted watch --keep-qk, or Observe(keep_qk=True) and save(path, qk=True)"
+            )
+        self.kept: list[KeptWeights | None] = [None if each is None else kept_of(each) for each in tiles]
+        shown = shown_recording(recording, title=title, strips=(), **options)
+        html = render_shown(shown, served=True, tiles=[each is not None for each in self.kept])
+        self.page = html.encode("utf-8")
+        self.token = secrets.token_urlsafe(24)
+        self.computing = threading.Lock()  # one tile at a time: torch uses all cores for it
+        self._room = threading.BoundedSemaphore(CONNECTIONS)
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/{self.token}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """On a thread of its own, if there is room."""
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer one request, and make room."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that went away is no error; anything else is told as usual."""
+        import sys
+
+        if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)
+
+    # ------------------------------------------------------------ what is answered
+
+    def tile(self, asked: Mapping[str, int]) -> bytes:
+        """Raises: RefusedError."""
+        kept = self._layer(asked)
+        i, j = _span(asked, "i", kept.queries), _span(asked, "j", kept.keys)
+        size = _number(asked, "size", 1, LARGEST)
+        if (i[1] - i[0]) * (j[1] - j[0]) > MOST_PAIRS:
+            raise RefusedError(f"i0 to j1: wanted at most {MOST_PAIRS:,} pairs")
+        with self.computing, torch.no_grad():
+            mean, largest = pooled_tile(kept, asked["head"], i, j, size)
+        return np.stack([mean, largest]).astype("<f4").tobytes()
+
+    def strip(self, asked: Mapping[str, int]) -> bytes:
+        """Raises: RefusedError."""
+        kept = self._layer(asked)
+        i = _span(asked, "i", kept.queries)
+        if i[1] - i[0] > STRIP:
+            raise RefusedError(f"i0, i1: wanted at most {STRIP:,} queries")
+        low, high = _number(asked, "low", -64, 64), _number(asked, "high", -64, 64)
+        first = _number(asked, "first", 1, min(16, kept.keys))
+        if high < low:
+            raise RefusedError("low, high: wanted low <= high")
+        with self.computing, torch.no_grad():
+            return strip_of(kept, 0, asked["head"], i, low, high, first).tobytes()
+
+    def _layer(self, asked: Mapping[str, int]) -> KeptWeights:
+        kept = self.kept[_number(asked, "layer", 0, len(self.kept) - 1)]
+        if kept is None:
+            raise RefusedError("layer: its q and k were not kept")
+        _number(asked, "head", 0, kept.sizes["q"][1] - 1)
+        return kept
+
+
+def _number(asked: Mapping[str, int], name: str, least: int, most: int) -> int:
+    if name not in asked or not least <= asked[name] <= most:
+        raise RefusedError(f"{name}: wanted {least} to {most}")
+    return asked[name]
+
+
+def _span(asked: Mapping[str, int], letter: str, size: int) -> tuple[int, int]:
+    start = _number(asked, f"{letter}0", 0, size - 1)
+    return start, _number(asked, f"{letter}1", start + 1, size)
+
+
+def pooled_tile(
+    kept: KeptWeights, head: int, i: tuple[int, int], j: tuple[int, int], size: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Mean and max of p[i0:i1, j0:j1] of one head in at most size x size bins; NaN where nothing may be seen."""
+    rows, columns = (min(size, stop - start) for start, stop in (i, j))
+    bins = torch.arange(j[1] - j[0])
+    column = ((bins + 1) * columns - 1) // (j[1] - j[0])  # the bin b with ⌊bn/m⌋ <= key < ⌊(b+1)n/m⌋
+    mean, largest = np.full((rows, columns), np.nan), np.full((rows, columns), np.nan)
+    edges = [i[0] + row * (i[1] - i[0]) // rows for row in range(rows + 1)]
+    for first in range(0, rows, 64):  # as many rows of bins at once as make a good matrix product
+        last = min(first + 64, rows)
+        block = kept.piece(0, head, (edges[first], edges[last]), j)
+        for row in range(first, last):
+            part = block[edges[row] - edges[first] : edges[row + 1] - edges[first]]
+            mean[row], largest[row] = _pooled(part, column, columns)
+    return mean, largest
+
+
+def _pooled(p: Tensor, column: Tensor, columns: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Mean and max of rows [i, j] by bins of columns."""
+    there = ~p.isnan()
+    count = torch.zeros(columns, dtype=torch.float64).index_add_(0, column, there.sum(0).double())
+    total = torch.zeros(columns, dtype=torch.float64).index_add_(0, column, p.nan_to_num(0.0).sum(0).double())
+    top = p.nan_to_num(-1.0).amax(0).double()
+    most = torch.full((columns,), -1.0, dtype=torch.float64).scatter_reduce_(0, column, top, "amax")
+    return (total / count).numpy(), most.masked_fill(most < 0, torch.nan).numpy()
+
+
+# ---------------------------------------------------------------- HTTP
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    protocol_version = "HTTP/1.0"  # a connection for each request: none is kept
+    server_version = "headscope"
+    sys_version = ""
+    timeout = SECONDS
+
+    def do_GET(self) -> None:
+        """Answer, or refuse without saying what is there."""
+        port = self.server.server_address[1]
+        if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):  # no other name may lead here
+            return self._answer(403, "text/plain", b"wrong host\n")
+        if len(self.path) > LONGEST:
+            return self._answer(414, "text/plain", b"too long\n")
+        asked = urlsplit(self.path)
+        token, _, what = asked.path.removeprefix("/").partition("/")
+        if not hmac.compare_digest(token.encode(), self.server.token.encode()):
+            return self._answer(404, "text/plain", b"not here\n")
+        if what == "":
+            return self._answer(200, "text/html; charset=utf-8", self.server.page)
+        if what not in ("tile", "strip"):
+            return self._answer(404, "text/plain", b"not here\n")
+        try:
+            given = {name: int(value) for name, value in parse_qsl(asked.query, max_num_fields=16) if len(value) < 12}
+            found = self.server.tile(given) if what == "tile" else self.server.strip(given)
+        except ValueError as error:  # also a number that is none
+            said = str(error) if isinstance(error, RefusedError) else "wanted whole numbers"
+            return self._answer(400, "text/plain", f"{said}\n".encode())
+        return self._answer(200, "application/octet-stream", found)
+
+    def _answer(self, code: int, kind: str, content: bytes) -> None:
+        self.send_response(code)
+        for name, value in (
+            ("Content-Type", kind),
+            ("Content-Length", str(len(content))),
+            ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Referrer-Policy", "no-referrer"),
+            ("Cross-Origin-Resource-Policy", "same-origin"),
+            ("X-Frame-Options", "DENY"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: addresses hold the token."""
+
+    def setup(self) -> None:
+        """With answers sent at once."""
+        super().setup()
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

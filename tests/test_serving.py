@@ -1,0 +1,228 @@
+"""report --serve: exact tiles from q, k and lse, also from a file, and nothing for anybody else."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+import torch
+
+from headscope import Observe, masks, observe
+from headscope._kept_weights import KeptWeights, kept_of
+from headscope.report import serving
+from headscope.report.serving import Server, pooled_tile
+from headscope.stats import HeadStats
+from headscope.watching import About, Recording
+
+QUERIES, KEYS = 17, 19
+
+
+def options() -> dict[str, dict[str, Any]]:
+    documents = [torch.tensor([[0] * 8 + [1] * n] * 2) for n in (9, 11)]
+    return {
+        "causal": {"mask": masks.causal()},
+        "documents": {"mask": masks.Documents(*documents)},
+        "dense": {"mask": torch.rand(QUERIES, KEYS) > 0.3},
+        "heads apart": {"mask": masks.causal() & masks.Dense(torch.rand(2, 6, QUERIES, KEYS) > 0.3)},
+        "bias": {"bias": torch.randn(6, QUERIES, KEYS).masked_fill(torch.rand(6, QUERIES, KEYS) < 0.2, -torch.inf)},
+        "sinks": {"sinks": torch.randn(6), "mask": masks.window(5)},
+        "softcap": {"softcap": 3.0, "scale": 0.7},
+        "lengths": {"mask": masks.KeyLengths(torch.tensor([KEYS, 7]))},
+        "everything": {},
+    }
+
+
+def recorded(dtype: torch.dtype = torch.float32, **given: Any) -> Recording:
+    q, k = torch.randn(2, 6, QUERIES, 8, dtype=dtype), torch.randn(2, 3, KEYS, 8, dtype=dtype)
+    found = observe(q, k, what=Observe(map=8, keep_qk=True), **given)
+    return Recording(found.named("a"), About("m", {}, {}, {"a": "self"}, None, 1, 1))
+
+
+@pytest.mark.parametrize("name", options())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tiles_of_a_file_are_those_of_the_observation(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    given = {key: x.to(dtype) if key in ("bias", "sinks") else x for key, x in options()[name].items()}
+    recording = recorded(dtype, **given)
+    wanted = recording.stats.tile(0, QUERIES, 0, KEYS)
+    loaded = Recording.load(recording.save(tmp_path / "r.safetensors", qk=True)).stats
+    torch.testing.assert_close(loaded.tile(0, QUERIES, 0, KEYS), wanted)
+    torch.testing.assert_close(loaded.tile(3, 9, 2, 15), wanted[:, :, 3:9, 2:15])
+    again = Recording(loaded, About()).save(tmp_path / "again.safetensors", qk=True)
+    torch.testing.assert_close(HeadStats.load(again).tile(3, 9, 2, 15), wanted[:, :, 3:9, 2:15])
+    with pytest.raises(ValueError, match=r"j0, j1: got 0, 20, wanted 0 <= start <= stop <= 19 \(K\)"):
+        loaded.tile(0, 1, 0, 20)
+
+
+def test_without_qk_none_is_saved(tmp_path: Path) -> None:
+    plain = Recording.load(recorded().save(tmp_path / "r.safetensors")).stats
+    with pytest.raises(ValueError, match=r"tile: q and k were not kept"):
+        plain.tile(0, 1, 0, 1)
+    with pytest.raises(ValueError, match=r"q and k were not kept; wanted watch --keep-qk"):
+        Server(Recording(plain, About()))
+
+
+def test_a_mask_too_large_to_be_saved_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headscope._observe_sums.MOST_REST", 10)
+    recording = recorded(**options()["documents"] | {"mask": options()["documents"]["mask"] & ~odd()})
+    with pytest.raises(ValueError, match=r"mask: .* has more than 10 pairs, too many to be saved with q and k"):
+        recording.save(tmp_path / "r.safetensors", qk=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def odd() -> Any:
+    """A mask that is no spans: handed in as a subclass that only knows ``allows``."""
+    return NotOdd()
+
+
+class NotOdd(masks.Mask):
+    def __invert__(self) -> NotOdd:
+        return self
+
+    def allows(self, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        return torch.as_tensor((i + j) % 3 != 1)
+
+
+def naive(p: np.ndarray[Any, Any], rows: int, columns: int, what: Any) -> np.ndarray[Any, Any]:
+    cut = [[n * size // bins for n in range(bins + 1)] for size, bins in zip(p.shape, (rows, columns), strict=True)]
+    found = np.full((rows, columns), np.nan)
+    for r in range(rows):
+        for c in range(columns):
+            part = p[cut[0][r] : cut[0][r + 1], cut[1][c] : cut[1][c + 1]]
+            if not np.isnan(part).all():
+                found[r, c] = what(part)
+    return found
+
+
+def test_tiles_are_pooled_by_bins() -> None:
+    kept = kept_of(recorded(mask=masks.causal()).stats.parts["a"].tiles[-1])
+    p = kept.piece(0, 4, (2, 17), (1, 12)).double().numpy()
+    for size in (1, 4, 7, 15):
+        mean, largest = pooled_tile(kept, 4, (2, 17), (1, 12), size)
+        rows, columns = min(size, 15), min(size, 11)
+        np.testing.assert_allclose(mean, naive(p, rows, columns, np.nanmean), rtol=1e-6)
+        np.testing.assert_allclose(largest, naive(p, rows, columns, np.nanmax), rtol=1e-6)
+
+
+# ---------------------------------------------------------------- the server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    torch.manual_seed(0)
+    with Server(recorded(mask=masks.causal())) as opened:
+        thread = threading.Thread(target=opened.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield opened
+        opened.shutdown()
+        thread.join()
+
+
+def ask(server: Server, path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+    connection.request(headers.pop("method", "GET"), path, headers=headers)
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer.status, content, dict(answer.getheaders())
+
+
+def test_a_tile_is_exact(server: Server) -> None:
+    kept = server.kept[0]
+    assert isinstance(kept, KeptWeights)
+    query = "layer=0&head=5&i0=3&i1=16&j0=2&j1=19&size=512"
+    status, content, headers = ask(server, f"/{server.token}/tile?{query}")
+    assert (status, headers["Content-Type"], headers["Cache-Control"]) == (200, "application/octet-stream", "no-store")
+    both = np.frombuffer(content, "<f4").reshape(2, 13, 17)
+    wanted = kept.piece(0, 5, (3, 16), (2, 19)).numpy()
+    np.testing.assert_array_equal(both, np.stack([wanted, wanted]))
+    status, content, _ = ask(server, f"/{server.token}/strip?layer=0&head=1&i0=0&i1=17&low=-3&high=0&first=2")
+    strip = np.frombuffer(content, np.uint8).reshape(17, 6)
+    p = kept.piece(0, 1, (0, 17), (0, 19)).numpy()
+    assert status == 200
+    assert strip[9].tolist() == [round(np.sqrt(p[9, key]) * 254) for key in (8, 9, 10, 11, 0, 1)], (
+        "query 9 stands at 11"
+    )
+    assert strip[0].tolist()[:2] == [255, round(np.sqrt(p[0, 0]) * 254)], "there is no key at -1"
+
+
+def test_the_page_is_at_a_random_path_alone(server: Server) -> None:
+    status, content, headers = ask(server, urlsplit(server.url).path)
+    assert (status, headers["Content-Type"], content) == (200, "text/html; charset=utf-8", server.page)
+    assert b"connect-src 'self'" in content
+    assert len(server.token) == 32
+    assert server.server_address[0] == "127.0.0.1", "loopback only"
+    token = server.token
+    wrong = "x" * 32
+    for path in (
+        "/", "//", f"/{token}", f"/{wrong}/", f"/{wrong}/tile?layer=0", "/../etc/passwd", f"/{token}/../../etc/passwd",
+        f"/{token}/%2e%2e/%2e%2e/etc/passwd", f"/{token}//etc/passwd", f"/{token}/index.html", "/tile?layer=0",
+        f"/{token[:-1]}%C3%A9/",
+    ):  # fmt: skip
+        assert ask(server, path)[:2] == (404, b"not here\n"), path
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        assert ask(server, f"/{token}/", method=method)[0] == 501
+
+
+def test_another_name_for_this_machine_is_refused(server: Server) -> None:
+    path = urlsplit(server.url).path
+    port = server.server_address[1]
+    assert ask(server, path, Host=f"localhost:{port}")[0] == 200
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", ""):
+        assert ask(server, path, Host=host)[:2] == (403, b"wrong host\n"), host
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("tile", "layer: wanted 0 to 0"),
+        ("tile?layer=1", "layer: wanted 0 to 0"),
+        ("tile?layer=0&head=6", "head: wanted 0 to 5"),
+        ("tile?layer=0&head=0&i0=0&i1=18", "i1: wanted 1 to 17"),
+        ("tile?layer=0&head=0&i0=5&i1=5", "i1: wanted 6 to 17"),
+        ("tile?layer=0&head=0&i0=-1&i1=5", "i0: wanted 0 to 16"),
+        ("tile?layer=0&head=0&i0=0&i1=5&j0=0&j1=5&size=513", "size: wanted 1 to 512"),
+        ("tile?layer=0&head=0&i0=0&i1=5&j0=0&j1=5&size=1e3", "wanted whole numbers"),
+        ("tile?layer=0&head=0&i0=0&i1=5&j0=0&j1=999999999999999", "j1: wanted 1 to 19"),
+        ("tile?" + "&".join(["a=1"] * 17), "wanted whole numbers"),
+        ("strip?layer=0&head=0&i0=0&i1=5&low=-65&high=0&first=1", "low: wanted -64 to 64"),
+        ("strip?layer=0&head=0&i0=0&i1=5&low=2&high=1&first=1", "low, high: wanted low <= high"),
+        ("strip?layer=0&head=0&i0=0&i1=5&low=0&high=0&first=17", "first: wanted 1 to 16"),
+    ],
+)
+def test_what_is_out_of_bounds_is_refused(query: str, said: str, server: Server) -> None:
+    assert ask(server, f"/{server.token}/{query}")[:2] == (400, f"{said}\n".encode())
+
+
+def test_requests_are_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ask(server, f"/{server.token}/tile?{'x' * 600}")[0] == 414
+    monkeypatch.setattr(serving, "MOST_PAIRS", 10)
+    query = "layer=0&head=0&i0=0&i1=5&j0=0&j1=5&size=2"
+    assert ask(server, f"/{server.token}/tile?{query}")[:2] == (400, b"i0 to j1: wanted at most 10 pairs\n")
+    monkeypatch.setattr(serving, "STRIP", 3)
+    query = "layer=0&head=0&i0=0&i1=5&low=0&high=0&first=1"
+    assert ask(server, f"/{server.token}/strip?{query}")[:2] == (400, b"i0, i1: wanted at most 3 queries\n")
+
+
+def test_further_connections_are_closed(server: Server) -> None:
+    """As many as there is room for may stay silent; one more is closed at once."""
+    silent = [socket.create_connection(server.server_address[:2], timeout=10) for _ in range(serving.CONNECTIONS)]
+    try:
+        extra = socket.create_connection(server.server_address[:2], timeout=10)
+        assert extra.recv(1) == b""
+        extra.close()
+    finally:
+        for each in silent:
+            each.close()
+    for _ in range(200):
+        try:
+            assert ask(server, urlsplit(server.url).path)[0] == 200, "there is room again"
+            break
+        except (ConnectionError, http.client.HTTPException):
+            threading.Event().wait(0.02)

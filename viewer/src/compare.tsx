@@ -1,0 +1,87 @@
+// Two heads side by side, at one zoom, and one less the other.
+
+import { useMemo } from "preact/hooks";
+import { data } from "./data";
+import { difference, field } from "./field";
+import { all } from "./grid";
+import { Legend, NoMap, opened, useHead } from "./head";
+import { MapView, type Zoom } from "./map";
+import type { State } from "./state";
+import { figure, nameOf, statistic } from "./words";
+
+interface Props {
+  state: State;
+  theme: string;
+  change: (part: Partial<State>) => void;
+}
+
+export function Compare({ state, theme, change }: Props) {
+  const [layerA, layerB] = [data.layers[state.layer], data.layers[state.otherLayer]];
+  const [a, b] = [useHead(state.layer, state.head), useHead(state.otherLayer, state.otherHead)];
+  const fieldA = useMemo(() => (a?.map ? field(a.map, state.pool, state.sink, layerA.map!.exact) : null), [a, state.pool, state.sink]);
+  const fieldB = useMemo(() => (b?.map ? field(b.map, state.pool, state.sink, layerB.map!.exact) : null), [b, state.pool, state.sink]);
+  const less = useMemo(() => (fieldA && fieldB ? difference(fieldA, fieldB) : null), [fieldA, fieldB]);
+  const zoom: Zoom = useMemo(() => ({ at: state.zoom, change: (at) => change({ zoom: at }) }), [state.zoom, change]);
+  const pin = (row: number | null, column: number | null) => change({ row, column });
+  const rest = { scale: state.scale, colours: state.colours, zoom, theme, pin, row: state.row, column: state.column, most: 380 };
+  const [nameA, nameB] = [nameOf(state.layer, state.head), nameOf(state.otherLayer, state.otherHead)];
+  const file = `headscope-${state.layer}.${state.head}-and-${state.otherLayer}.${state.otherHead}`;
+  return (
+    <section aria-labelledby="compare-title">
+      <h2 id="compare-title">Two heads</h2>
+      {!layerA.map && !layerB.map && <NoMap />}
+      <div class="pair">
+        <div>
+          <Choice label="One" layer={state.layer} head={state.head} choose={(layer, head) => change(opened(state, layer, head))} />
+          {a && fieldA && <MapView {...rest} layer={layerA} head={a} field={fieldA} title={nameA} exports={`${file}-one`} />}
+          {fieldA && <Legend layer={layerA} field={fieldA} state={state} />}
+        </div>
+        <div>
+          <Choice label="Other" layer={state.otherLayer} head={state.otherHead} choose={(otherLayer, otherHead) => change({ otherLayer, otherHead })} />
+          {b && fieldB && <MapView {...rest} layer={layerB} head={b} field={fieldB} title={nameB} exports={`${file}-other`} />}
+          {fieldB && <Legend layer={layerB} field={fieldB} state={state} />}
+        </div>
+        <div>
+          <p class="choice">One less the other</p>
+          {a && less && <MapView {...rest} layer={layerA} head={a} field={less} title={`${nameA} less ${nameB}`} exports={`${file}-difference`} />}
+          {less && <Legend layer={layerA} field={less} state={state} />}
+          {fieldA && fieldB && !less && <p class="hint">Their maps have different bins.</p>}
+        </div>
+      </div>
+      <div class="scroll" tabIndex={0} role="region" aria-label="Figures of both heads">
+        <table>
+          <thead><tr><th scope="col">mean over rows</th><th scope="col">one</th><th scope="col">other</th><th scope="col">one less the other</th></tr></thead>
+          <tbody>
+            {data.names.map(({ name, heading, meaning }) => {
+              const [x, y] = [statistic(state.layer, state.head, name), statistic(state.otherLayer, state.otherHead, name)];
+              return (
+                <tr key={name}>
+                  <th scope="row" title={meaning}>{heading}</th>
+                  <td>{figure(x)}</td><td>{figure(y)}</td><td>{x === null || y === null ? "–" : figure(x - y)}</td>
+                </tr>
+              );
+            })}
+          </tbody>
+        </table>
+      </div>
+    </section>
+  );
+}
+
+function Choice({ label, layer, head, choose }: { label: string; layer: number; head: number; choose: (layer: number, head: number) => void }) {
+  return (
+    <p class="choice">
+      <label>
+        {label}{" "}
+        <select value={`${layer}.${head}`} onChange={(event) => {
+          const [to, number] = event.currentTarget.value.split(".").map(Number);
+          choose(to, number);
+        }}>
+          {all().map((place) => (
+            <option key={`${place.layer}.${place.head}`} value={`${place.layer}.${place.head}`}>{nameOf(place.layer, place.head)}</option>
+          ))}
+        </select>
+      </label>
+    </p>
+  );
+}

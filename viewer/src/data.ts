@@ -1,0 +1,327 @@
+// What the page holds: the description as JSON, and a block of bytes for each head that is read when it is first shown.
+// The layout of a block is that of src/headscope/report/_viewer_data.py.
+
+export interface MapSaid {
+  rows: number;
+  columns: number;
+  exact: boolean; // each bin is one weight
+  ranges: boolean; // it is known which positions a bin stands for
+  masks: number[];
+  widths: [number, number, number, number]; // bytes of query, key, run, batch entry of a bin's max
+}
+
+export interface StripsSaid {
+  low: number; // distances key - query that are there, both inclusive
+  high: number;
+  first: number; // how many of the first keys
+  heads: Record<string, [number, number]>;
+}
+
+export interface Layer {
+  index: number;
+  name: string;
+  short: string;
+  kind: string;
+  heads: number;
+  lengths: [number, number] | null;
+  runs: number;
+  lookedAt: number;
+  of: number;
+  rows: number[];
+  broken: number[];
+  blocks: [number, number][];
+  received: number;
+  receivedOf: number;
+  entropy: number;
+  entropyOf: number;
+  edges: number;
+  top: [] | [number, number]; // queries, and how many weights of each
+  map: MapSaid | null;
+  strips: StripsSaid | null;
+}
+
+/** The image whose patches the keys are. */
+export interface ImageSaid {
+  height: number;
+  width: number;
+  rgb: string;
+  grid: [number, number];
+  special: number; // keys before the patches: CLS, registers
+  outline: number[];
+  regions: Record<string, number[]>;
+  regionWords: Record<string, { heading: string; meaning: string }>;
+  looks: ([string, number] | null)[][];
+}
+
+export interface Step {
+  step: string;
+  equation: string;
+  code: string;
+  dtype: string;
+  invariant: string;
+  why: string;
+  mistake: string;
+  note: string;
+  axes: [string, number][];
+  corner: string[][] | null;
+  held: boolean | null;
+}
+
+export interface TableSaid {
+  title: string;
+  says: string;
+  columns: string[];
+  words: boolean[];
+  cells: string[][];
+  caption: string;
+}
+
+export type What = "mean" | "std" | "min" | "max" | "count";
+
+export interface Data {
+  layers: Layer[];
+  masks: string[];
+  bits: number;
+  names: { name: string; heading: string; meaning: string }[];
+  statistics: Record<string, Record<What, (number | null)[]>>[];
+  patterns: [string, number, number, boolean][][][];
+  patternWords: Record<string, string>;
+  tokens: { labels: string[]; longer: Record<string, string> } | null;
+  image: ImageSaid | null;
+  trace: { title: string; stages: { name: string; steps: Step[] }[] } | null;
+  tables: TableSaid[];
+  served: boolean[] | null; // by a server that has tiles of these layers
+}
+
+export interface Edge {
+  p: number;
+  run: number;
+  entry: number;
+  query: number;
+  key: number;
+}
+
+export interface Places {
+  query: Int32Array;
+  key: Int32Array;
+  run: Int32Array;
+  entry: Int32Array;
+}
+
+/** The map of a head, row by row; NaN where nothing may be seen. */
+export interface HeadMap {
+  rows: number;
+  columns: number;
+  mean: Float32Array;
+  max: Float32Array;
+  places: Places | null;
+  firstShare: Float32Array;
+}
+
+export interface Head {
+  map: HeadMap | null;
+  received: Float32Array;
+  entropy: Float32Array;
+  edges: Edge[];
+  top: { each: number; p: Float32Array; keys: Uint32Array } | null;
+}
+
+export const NONE = 0xffffffff;
+
+export const data = JSON.parse(document.getElementById("data")!.textContent!) as Data;
+data.layers.forEach((layer, index) => (layer.index = index));
+const content = document.getElementById("blocks")!.textContent!;
+
+function bytes(base64: string): Uint8Array<ArrayBuffer> {
+  const text = atob(base64);
+  const found = new Uint8Array(text.length);
+  for (let n = 0; n < text.length; n++) found[n] = text.charCodeAt(n);
+  return found;
+}
+
+async function inflated(packed: Uint8Array<ArrayBuffer>): Promise<ArrayBuffer> {
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
+  return new Response(stream).arrayBuffer();
+}
+
+const masks = new Map<string, Int32Array>();
+
+/** The places of the bins that may be seen. */
+function visible(mask: number, cells: number): Int32Array {
+  const key = `${mask}/${cells}`;
+  let found = masks.get(key);
+  if (!found) {
+    const bits = bytes(data.masks[mask]);
+    const places: number[] = [];
+    for (let n = 0; n < cells; n++) if ((bits[n >> 3] >> (7 - (n & 7))) & 1) places.push(n);
+    found = Int32Array.from(places);
+    masks.set(key, found);
+  }
+  return found;
+}
+
+/** A block, read from its beginning to its end. */
+class Reader {
+  private at = 0;
+  constructor(private readonly buffer: ArrayBuffer) {}
+
+  floats(count: number): Float32Array {
+    const found = new Float32Array(this.buffer.slice(this.at, this.at + 4 * count));
+    this.at += 4 * count;
+    return found;
+  }
+
+  words(count: number): Uint32Array {
+    const found = new Uint32Array(this.buffer.slice(this.at, this.at + 4 * count));
+    this.at += 4 * count;
+    return found;
+  }
+
+  planes(count: number, width: number): Uint32Array {
+    const found = new Uint32Array(count);
+    for (let plane = 0; plane < width; plane++) {
+      const part = new Uint8Array(this.buffer, this.at, count);
+      for (let n = 0; n < count; n++) found[n] += part[n] * 256 ** plane;
+      this.at += count;
+    }
+    return found;
+  }
+}
+
+/** Base64 stands for three bytes in four characters, and every block begins at a multiple of three. */
+async function blockAt([start, length]: [number, number]): Promise<ArrayBuffer> {
+  return inflated(bytes(blockText(start, length)).subarray(0, length));
+}
+
+function blockText(start: number, length: number): string {
+  return content.slice((start / 3) * 4, (start / 3) * 4 + Math.ceil(length / 3) * 4);
+}
+
+async function read(layer: Layer, head: number): Promise<Head> {
+  const reader = new Reader(await blockAt(layer.blocks[head]));
+  const said = layer.map;
+  const tops = said ? reader.floats(3) : null;
+  const firstShare = said ? reader.floats(said.rows) : null;
+  const largest = reader.floats(2);
+  const profile = (count: number, most: number) =>
+    Float32Array.from(reader.planes(count, 2), (code) => (code === 0xffff ? NaN : (most * code) / 0xfffe));
+  const received = profile(layer.received, largest[0]);
+  const entropy = profile(layer.entropy, largest[1]);
+  const p = reader.floats(layer.edges);
+  const [run, entry, query, key] = [0, 1, 2, 3].map(() => reader.words(layer.edges));
+  const edges = Array.from(p, (each, n) => ({ p: each, run: run[n], entry: entry[n], query: query[n], key: key[n] }));
+  const [queries = 0, each = 0] = layer.top;
+  const codes = reader.planes(queries * each, 2);
+  const top = each ? { each, p: Float32Array.from(codes, (code) => (code / 0xffff) ** 2), keys: reader.planes(queries * each, 4) } : null;
+  const map = said && tops && firstShare ? readMap(reader, said, head, tops, firstShare) : null;
+  return { map, received, entropy, edges: edges.filter((edge) => edge.run !== NONE), top };
+}
+
+/** Codes from their differences from the bin above. */
+function undo(codes: Uint32Array, at: Int32Array, columns: number, cells: number): void {
+  const full = new Uint8Array(cells);
+  for (let n = 0; n < at.length; n++) {
+    const above = at[n] >= columns ? full[at[n] - columns] : 0;
+    codes[n] = full[at[n]] = (codes[n] + above) & 255;
+  }
+}
+
+function readMap(reader: Reader, said: MapSaid, head: number, tops: Float32Array, firstShare: Float32Array): HeadMap {
+  const { rows, columns } = said;
+  const cells = rows * columns;
+  const at = visible(said.masks[head], cells);
+  const values = (largest: number): Float32Array => {
+    const codes = reader.planes(at.length, data.bits / 8);
+    const found = new Float32Array(cells).fill(NaN);
+    const top = 2 ** data.bits - 1;
+    if (tops[2]) undo(codes, at, columns, cells);
+    for (let n = 0; n < at.length; n++) found[at[n]] = largest * (codes[n] / top) ** 2;
+    return found;
+  };
+  const mean = values(tops[0]);
+  if (said.exact) return { rows, columns, mean, max: mean, places: null, firstShare };
+  const max = values(tops[1]);
+  const [query, key, run, entry] = said.widths.map((width) => {
+    const found = new Int32Array(cells);
+    if (width) {
+      const read = reader.planes(at.length, width);
+      for (let n = 0; n < at.length; n++) found[at[n]] = read[n];
+    }
+    return found;
+  });
+  return { rows, columns, mean, max, places: { query, key, run, entry }, firstShare };
+}
+
+const KEPT = 48; // heads that stay decoded: the last ones that were shown
+const kept = new Map<string, Promise<Head>>();
+
+/** A head, decoded; the same one while it is kept. */
+export function head(layer: number, number: number): Promise<Head> {
+  const key = `${layer}.${number}`;
+  const found = kept.get(key) ?? read(data.layers[layer], number);
+  kept.delete(key);
+  kept.set(key, found);
+  if (kept.size > KEPT) kept.delete(kept.keys().next().value!);
+  return found;
+}
+
+/** The strip of a head: codes, row by row. */
+export async function strip(place: [number, number]): Promise<Uint8Array> {
+  return new Uint8Array(await blockAt(place));
+}
+
+export function pixels(): Uint8Array {
+  return bytes(data.image!.rgb);
+}
+
+// ---------------------------------------------------------------- positions
+
+/** The first position of a bin, and the first after it. */
+export function range(bin: number, bins: number, length: number | null): [number, number] {
+  if (length === null) return [bin, bin + 1];
+  if (length <= bins) return [bin, bin + 1];
+  return [Math.floor((bin * length) / bins), Math.floor(((bin + 1) * length) / bins)];
+}
+
+/** The bin of a position. */
+export function binOf(position: number, bins: number, length: number | null): number {
+  if (length === null || length <= bins) return Math.min(position, bins - 1);
+  let bin = Math.min(bins - 1, Math.floor((position * bins) / length));
+  while (range(bin, bins, length)[1] <= position) bin++;
+  return bin;
+}
+
+/** A token as it is shown, if tokens are known and there is one at this position. */
+export function token(position: number, long = false): string | null {
+  if (data.image) return patchName(position, long);
+  const tokens = data.tokens;
+  if (!tokens || position >= tokens.labels.length || position < 0) return null;
+  return (long ? tokens.longer[position] : undefined) ?? tokens.labels[position];
+}
+
+/** "r2 c5", or in full; the keys before the patches are CLS and registers. */
+function patchName(position: number, long: boolean): string {
+  const { special, grid } = data.image!;
+  if (position < special) return position === 0 ? "CLS" : `register ${position}`;
+  const [row, column] = [Math.floor((position - special) / grid[1]), (position - special) % grid[1]];
+  return long ? `row ${row}, column ${column}` : `r${row} c${column}`;
+}
+
+/** Whether positions of this layer have names: tokens, or patches of the image. */
+export function hasTokens(layer: Layer): boolean {
+  return hasPatches(layer) || hasTexts(layer);
+}
+
+export function hasPatches(layer: Layer): boolean {
+  const { image } = data;
+  return image !== null && layer.lengths !== null && layer.lengths[1] === image.special + image.grid[0] * image.grid[1];
+}
+
+export function hasTexts(layer: Layer): boolean {
+  return data.image === null && data.tokens !== null && layer.lengths !== null && layer.lengths[1] === data.tokens.labels.length;
+}
+
+/** The position in the text of a query, which are the last ones. */
+export function queryAt(layer: Layer, query: number): number {
+  return layer.lengths && layer.kind === "self" ? query + layer.lengths[1] - layer.lengths[0] : query;
+}

@@ -1,0 +1,231 @@
+// The map of a head with its axes and what stands along them, at any zoom.
+
+import { binOf, type Head, hasTokens, type Layer, queryAt, token } from "./data";
+import type { Field, Pictures } from "./field";
+import { type Box, FONT, type Surface } from "./surface";
+
+export interface Inks {
+  ink: string;
+  quiet: string;
+  ground: string;
+  hidden: string;
+  accent: string;
+  soft: string;
+  profile: string;
+}
+
+export interface Geometry {
+  width: number;
+  height: number;
+  plot: Box;
+}
+
+/** What is seen of the map: scale, and where its first column and row stand on the screen, in pixels of the plot. */
+export interface Sight {
+  k: number;
+  x: number;
+  y: number;
+}
+
+export interface Scene {
+  layer: Layer;
+  head: Head;
+  field: Field;
+  pictures: Pictures;
+  sight: Sight;
+  geometry: Geometry;
+  row: number | null;
+  column: number | null;
+  tile: { pictures: Pictures; queries: [number, number]; keys: [number, number] } | null; // finer than the map
+  inks: Inks;
+  ratio: number; // pixels of the screen for each of ours
+}
+
+const PROFILE = 34;
+
+/** Where everything stands within so many pixels. */
+export function geometry(width: number, most: number, layer: Layer): Geometry {
+  const narrow = width < 480 || !hasTokens(layer);
+  const left = narrow ? 58 : 92;
+  const top = (narrow ? 58 : 80) + (layer.received ? PROFILE : 0);
+  const right = layer.entropy ? PROFILE + 8 : 8;
+  const side = Math.max(120, Math.min(width - left - right, most));
+  return { width: left + side + right, height: top + side + 8, plot: { x: left, y: top, width: side, height: side } };
+}
+
+/** The bins that are seen along an axis: the first, and the first after them. */
+export function seen(bins: number, side: number, sight: Sight, axis: "x" | "y"): [number, number] {
+  const first = (-sight[axis] / sight.k / side) * bins;
+  const last = ((side - sight[axis]) / sight.k / side) * bins;
+  return [Math.max(0, Math.floor(first)), Math.min(bins, Math.ceil(last))];
+}
+
+export function draw(surface: Surface, scene: Scene): void {
+  const { geometry, inks, field } = scene;
+  const { plot } = geometry;
+  surface.box({ x: 0, y: 0, width: geometry.width, height: geometry.height }, inks.ground);
+  surface.box(plot, inks.hidden);
+  surface.within(plot, () => {
+    picture(surface, scene);
+    finer(surface, scene);
+    pins(surface, scene);
+  });
+  surface.frame(plot, inks.quiet, 1);
+  axis(surface, scene, "query");
+  axis(surface, scene, "key");
+  if (scene.layer.received && !field.signed) profile(surface, scene, "key");
+  if (scene.layer.entropy && !field.signed) profile(surface, scene, "query");
+}
+
+function picture(surface: Surface, { geometry: { plot }, sight, pictures, field, ratio }: Scene): void {
+  const { canvas } = pictures.fit(plot.width * sight.k * ratio);
+  // only the part that is seen: scaled whole, a small part of a large map is slow
+  const across = canvas.width / (plot.width * sight.k);
+  const down = canvas.height / (plot.height * sight.k);
+  const from = { x: -sight.x * across, y: -sight.y * down, width: plot.width * across, height: plot.height * down };
+  if (field.values.length > 0) surface.image(canvas, from, plot);
+}
+
+/** The exact tile over the part of the map that it is of. */
+function finer(surface: Surface, { geometry: { plot }, sight, layer, tile, inks }: Scene): void {
+  if (!tile) return;
+  const [queries, keys] = layer.lengths!;
+  const { canvas } = tile.pictures.fit(Infinity);
+  const at = (from: number, length: number) => (from / length) * plot.width * sight.k;
+  const box = {
+    x: plot.x + sight.x + at(tile.keys[0], keys),
+    y: plot.y + sight.y + at(tile.queries[0], queries),
+    width: at(tile.keys[1] - tile.keys[0], keys),
+    height: at(tile.queries[1] - tile.queries[0], queries),
+  };
+  surface.box(box, inks.hidden);
+  surface.image(canvas, { x: 0, y: 0, width: canvas.width, height: canvas.height }, box);
+}
+
+function pins(surface: Surface, { geometry: { plot }, sight, field, row, column, inks }: Scene): void {
+  const [across, down] = [(plot.width * sight.k) / field.columns, (plot.height * sight.k) / field.rows];
+  if (row !== null) {
+    const box = { x: plot.x - 2, y: plot.y + sight.y + row * down, width: plot.width + 4, height: Math.max(down, 2) };
+    surface.frame(box, inks.ground, 4);
+    surface.frame(box, inks.accent, 2);
+  }
+  if (column !== null) {
+    const box = { x: plot.x + sight.x + column * across, y: plot.y - 2, width: Math.max(across, 2), height: plot.height + 4 };
+    surface.frame(box, inks.ground, 4);
+    surface.frame(box, inks.accent, 2);
+  }
+}
+
+// ---------------------------------------------------------------- axes
+
+const LEAST = 13; // pixels between labels
+
+function axis(surface: Surface, scene: Scene, which: "query" | "key"): void {
+  const { geometry: { plot }, sight, layer, inks, field } = scene;
+  const bins = which === "query" ? field.rows : field.columns;
+  const [start, stop] = seen(bins, plot.width, sight, which === "query" ? "y" : "x");
+  const size = (plot.width * sight.k) / bins;
+  const tokens = hasTokens(layer) && singles(layer, which) && size >= LEAST;
+  const length = layer.map!.ranges ? layer.lengths![which === "query" ? 0 : 1] : bins;
+  const each = (size * bins) / length; // pixels of a position
+  const every = tokens ? 1 : step((LEAST * (which === "query" ? 1.6 : 3.6)) / each);
+  const low = which === "query" ? plot.y : plot.x;
+  const offset = low + (which === "query" ? sight.y : sight.x);
+  for (let n = Math.ceil((start / bins) * length / every) * every; n < (stop / bins) * length; n += every) {
+    const at = offset + (n + Math.min(0.5, size / each / 2)) * each;
+    if (at < low || at > low + plot.width) continue;
+    const text = tokens ? label(layer, which, n) : n.toLocaleString("en-US");
+    const pinned = binOf(n, bins, length) === (which === "query" ? scene.row : scene.column);
+    const options = { fill: pinned ? inks.accent : inks.ink, size: 11 } as const;
+    if (which === "query") surface.text(fitted(text, plot.x - 26), plot.x - 6, at, { ...options, anchor: "end" });
+    else if (tokens) surface.text(fitted(text, plot.y - profileBottom(scene) - 12), at, plot.y - 6, { ...options, anchor: "start", upright: true });
+    else surface.text(text, at, plot.y - 10, { ...options, anchor: "middle" });
+  }
+  const quiet = { fill: inks.quiet, size: 11 } as const;
+  if (which === "query") surface.text("query", 9, plot.y + plot.height / 2, { ...quiet, anchor: "middle", upright: true });
+  else surface.text("key", plot.x + plot.width, profileTop(scene) - 9, { ...quiet, anchor: "end" });
+}
+
+function profileTop({ geometry: { plot }, layer }: Scene): number {
+  return (layer.received ? PROFILE : 0) > 0 ? 18 : plot.y - 40;
+}
+
+function profileBottom({ layer }: Scene): number {
+  return layer.received ? 18 + PROFILE - 6 : 0;
+}
+
+/** Whether a bin is one position. */
+function singles(layer: Layer, which: "query" | "key"): boolean {
+  const map = layer.map;
+  if (!map?.ranges || !layer.lengths) return false;
+  return which === "query" ? layer.lengths[0] === map.rows : layer.lengths[1] === map.columns;
+}
+
+function label(layer: Layer, which: "query" | "key", at: number): string {
+  return token(which === "query" ? queryAt(layer, at) : at) ?? String(at);
+}
+
+const ruler = document.createElement("canvas").getContext("2d")!;
+const fits = new Map<string, string>();
+
+/** As much of a text as there is room for, in pixels at a size of 11. */
+function fitted(text: string, room: number): string {
+  const key = `${room}/${text}`;
+  const known = fits.get(key);
+  if (known !== undefined) return known;
+  ruler.font = `11px ${FONT}`;
+  let shown = text;
+  const letters = [...text];
+  while (letters.length > 1 && ruler.measureText(shown).width > room) {
+    letters.pop();
+    shown = `${letters.join("")}…`;
+  }
+  if (fits.size > 5000) fits.clear();
+  fits.set(key, shown);
+  return shown;
+}
+
+/** The next of 1, 2, 5, 10, … */
+function step(least: number): number {
+  const ten = 10 ** Math.max(0, Math.floor(Math.log10(Math.max(1, least))));
+  return [1, 2, 5, 10].map((each) => each * ten).find((each) => each >= least) ?? 10 * ten;
+}
+
+// ---------------------------------------------------------------- along the axes
+
+/** Received weight above the map, entropy beside it, each from 0 to its largest. */
+function profile(surface: Surface, scene: Scene, which: "query" | "key"): void {
+  const { geometry: { plot }, sight, inks, head, layer } = scene;
+  const values = which === "key" ? head.received : head.entropy;
+  const length = layer.lengths?.[which === "key" ? 1 : 0] ?? layer.receivedOf;
+  const share = (which === "key" ? layer.receivedOf : layer.entropyOf) / length; // by absolute position it can be longer
+  let most = 0;
+  for (const value of values) if (value > most) most = value;
+  const side = plot.width * sight.k * share;
+  const offset = which === "key" ? plot.x + sight.x : plot.y + sight.y;
+  const low = which === "key" ? 18 + PROFILE - 6 : plot.x + plot.width + 6;
+  const reach = (PROFILE - 10) / (most || 1);
+  const box = which === "key"
+    ? { x: plot.x, y: 18, width: plot.width, height: PROFILE - 6 }
+    : { x: low, y: plot.y, width: PROFILE - 4, height: plot.height };
+  surface.box(box, inks.soft);
+  surface.within(box, () => {
+    const points: [number, number][] = [];
+    const add = (at: number, value: number) => points.push(which === "key" ? [at, low - value * reach] : [low + value * reach, at]);
+    const first = Math.max(0, Math.floor((-sight[which === "key" ? "x" : "y"] / side) * values.length));
+    const last = Math.min(values.length, Math.ceil(((plot.width - sight[which === "key" ? "x" : "y"]) / side) * values.length));
+    if (last <= first) return;
+    add(offset + (first / values.length) * side, 0);
+    for (let n = first; n < last; n++) {
+      const value = Number.isFinite(values[n]) ? values[n] : 0;
+      add(offset + (n / values.length) * side, value);
+      add(offset + ((n + 1) / values.length) * side, value);
+    }
+    add(offset + (last / values.length) * side, 0);
+    surface.path(points, inks.profile);
+  });
+  const text = which === "key" ? `received, up to ${most.toPrecision(2)} a row` : `entropy ≤ ${most.toPrecision(2)}`;
+  const quiet = { fill: inks.quiet, size: 11 } as const;
+  if (which === "key") surface.text(text, plot.x, 9, { ...quiet, anchor: "start" });
+  else surface.text(text, plot.x + plot.width + 6 + PROFILE / 2, plot.y - 8, { ...quiet, anchor: "start", upright: true });
+}

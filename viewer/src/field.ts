@@ -1,0 +1,173 @@
+// What is drawn: a map as chosen by the switches, its colours, and smaller versions of it for when a pixel holds many bins.
+
+import { interpolateCividis, interpolateMagma, interpolatePuOr, interpolateViridis } from "d3-scale-chromatic";
+import type { HeadMap } from "./data";
+
+export type Pool = "mean" | "max";
+export type Scale = "linear" | "log";
+export type Colours = "viridis" | "cividis" | "magma";
+
+export const DECADES = 4; // that the log scale spans
+
+/** Values row by row, NaN = may not be seen. */
+export interface Field {
+  rows: number;
+  columns: number;
+  values: Float32Array;
+  top: number;
+  pool: Pool;
+  signed: boolean;
+  sink: boolean; // without the first column
+}
+
+/** The largest value that sets the colours: not that of rows that see a single bin, which is always near 1. */
+function topOf(values: Float32Array, rows: number, columns: number): number {
+  let top = 0;
+  let any = 0;
+  for (let r = 0; r < rows; r++) {
+    let seen = 0;
+    let most = 0;
+    for (let n = r * columns; n < (r + 1) * columns; n++) {
+      if (values[n] === values[n]) {
+        seen++;
+        if (values[n] > most) most = values[n];
+      }
+    }
+    if (seen > 1) top = Math.max(top, most);
+    any = Math.max(any, most);
+  }
+  return top || any || 1;
+}
+
+/** A head's map. Without the sink its first column is left out; means and single weights are then divided by what is left. */
+export function field(map: HeadMap, pool: Pool, sink: boolean, exact: boolean): Field {
+  const { rows, columns } = map;
+  let values = pool === "max" ? map.max : map.mean;
+  if (sink) {
+    values = values.slice();
+    const divides = pool === "mean" || exact;
+    for (let r = 0; r < rows; r++) {
+      values[r * columns] = NaN;
+      const left = 1 - map.firstShare[r];
+      if (!divides) continue;
+      for (let n = r * columns + 1; n < (r + 1) * columns; n++) values[n] = left > 1e-6 ? values[n] / left : NaN;
+    }
+  }
+  return { rows, columns, values, top: topOf(values, rows, columns), pool, signed: false, sink };
+}
+
+/** One head less another; null where their maps are not alike. */
+export function difference(a: Field, b: Field): Field | null {
+  if (a.rows !== b.rows || a.columns !== b.columns) return null;
+  const values = a.values.map((value, n) => value - b.values[n]);
+  let top = 0;
+  for (const value of values) if (Math.abs(value) > top) top = Math.abs(value);
+  return { rows: a.rows, columns: a.columns, values, top: top || 1, pool: a.pool, signed: true, sink: a.sink };
+}
+
+/** Half as many rows and columns: of each four the mean, the max, or what is furthest from 0. */
+function halved(from: Field): Field {
+  const rows = Math.ceil(from.rows / 2);
+  const columns = Math.ceil(from.columns / 2);
+  const values = new Float32Array(rows * columns);
+  for (let r = 0; r < rows; r++) {
+    for (let c = 0; c < columns; c++) {
+      let sum = 0;
+      let count = 0;
+      let most = NaN;
+      for (let y = 2 * r; y < Math.min(2 * r + 2, from.rows); y++) {
+        for (let x = 2 * c; x < Math.min(2 * c + 2, from.columns); x++) {
+          const value = from.values[y * from.columns + x];
+          if (value !== value) continue;
+          sum += value;
+          count++;
+          if (most !== most || Math.abs(value) > Math.abs(most)) most = value;
+        }
+      }
+      values[r * columns + c] = count === 0 ? NaN : from.pool === "mean" && !from.signed ? sum / count : most;
+    }
+  }
+  return { ...from, rows, columns, values };
+}
+
+// ---------------------------------------------------------------- colours
+
+const STEPS = 512;
+const tables = new Map<string, Uint8Array>();
+const painters = { viridis: interpolateViridis, cividis: interpolateCividis, magma: interpolateMagma, signed: interpolatePuOr };
+
+/** Red, green and blue at even steps. */
+function table(name: keyof typeof painters): Uint8Array {
+  let found = tables.get(name);
+  if (!found) {
+    found = new Uint8Array(3 * STEPS);
+    for (let n = 0; n < STEPS; n++) {
+      const text = painters[name](n / (STEPS - 1));
+      const parts = text.startsWith("#")
+        ? [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16))
+        : text.match(/[\d.]+/g)!.map(Number);
+      found.set(parts.slice(0, 3), 3 * n);
+    }
+    tables.set(name, found);
+  }
+  return found;
+}
+
+/** The place of a value on the scale of colours, 0 to 1. */
+export function place(value: number, of: Field, scale: Scale): number {
+  if (of.signed) return 0.5 + value / of.top / 2;
+  const share = value / of.top;
+  if (scale === "linear") return Math.min(1, share);
+  return share <= 0 ? 0 : Math.min(1, Math.max(0, 1 + Math.log10(share) / DECADES));
+}
+
+/** The colour of a place as CSS has it, and whether ink on it is to be white. */
+export function colour(at: number, colours: Colours, signed = false): { fill: string; white: boolean } {
+  const parts = table(signed ? "signed" : colours);
+  const n = 3 * Math.round(Math.min(1, Math.max(0, at)) * (STEPS - 1));
+  const [red, green, blue] = parts.subarray(n, n + 3);
+  return { fill: `rgb(${red} ${green} ${blue})`, white: 0.299 * red + 0.587 * green + 0.114 * blue < 130 };
+}
+
+function picture(of: Field, scale: Scale, colours: Colours): HTMLCanvasElement {
+  const canvas = document.createElement("canvas");
+  canvas.width = of.columns;
+  canvas.height = of.rows;
+  const context = canvas.getContext("2d")!;
+  const image = context.createImageData(of.columns, of.rows);
+  const parts = table(of.signed ? "signed" : colours);
+  for (let n = 0; n < of.values.length; n++) {
+    const value = of.values[n];
+    if (value !== value) continue; // see-through
+    const at = 3 * Math.round(place(value, of, scale) * (STEPS - 1));
+    image.data[4 * n] = parts[at];
+    image.data[4 * n + 1] = parts[at + 1];
+    image.data[4 * n + 2] = parts[at + 2];
+    image.data[4 * n + 3] = 255;
+  }
+  context.putImageData(image, 0, 0);
+  return canvas;
+}
+
+/** A field in colours, in halves of its size as they are needed. */
+export class Pictures {
+  private readonly fields: Field[];
+  private readonly made: (HTMLCanvasElement | undefined)[] = [];
+
+  constructor(
+    of: Field,
+    private readonly scale: Scale,
+    private readonly colours: Colours,
+  ) {
+    this.fields = [of];
+  }
+
+  /** With at least one pixel of the screen for each bin; `pixels` is how many the whole map has. */
+  fit(pixels: number): { canvas: HTMLCanvasElement; level: number } {
+    const most = Math.max(this.fields[0].rows, this.fields[0].columns);
+    let level = 0;
+    while (most / 2 ** level > Math.max(1, pixels)) level++;
+    while (this.fields.length <= level) this.fields.push(halved(this.fields[this.fields.length - 1]));
+    return { canvas: (this.made[level] ??= picture(this.fields[level], this.scale, this.colours)), level };
+  }
+}

@@ -1,0 +1,225 @@
+// Every head, layers × heads or in the order of a statistic, each with a small map that is drawn once it comes into sight.
+
+import { useEffect, useRef } from "preact/hooks";
+import { data, hasPatches, head as decoded, type HeadMap } from "./data";
+import { type Colours, colour, field, Pictures } from "./field";
+import { save } from "./map";
+import { drawPatches, received, rowOf, topOf } from "./picture";
+import type { State } from "./state";
+import { CanvasSurface, type Surface, SvgSurface } from "./surface";
+import { figure, nameOf, statistic } from "./words";
+
+export interface Place {
+  layer: number;
+  head: number;
+}
+
+/** The figure that stands for a head where no map was recorded. */
+export const TILE = data.names.some((each) => each.name === "normalized_entropy") ? "normalized_entropy" : (data.names[0]?.name ?? "");
+
+const WIDEST = Math.max(...data.layers.map((layer) => layer.heads));
+
+export function all(): Place[] {
+  return data.layers.flatMap((layer, at) => Array.from({ length: layer.heads }, (_, head) => ({ layer: at, head })));
+}
+
+/** The heads that the filters leave, in the order that is asked for; heads without the figure come last. */
+export function chosen(state: State): Place[] {
+  let found = all();
+  if (state.pattern) found = found.filter(({ layer, head }) => data.patterns[layer]?.[head]?.[0]?.[0] === state.pattern);
+  if (state.by) {
+    found = found.filter(({ layer, head }) => (statistic(layer, head, state.by) ?? -Infinity) >= state.least);
+  }
+  if (!state.sort) return found;
+  const of = ({ layer, head }: Place) => statistic(layer, head, state.sort);
+  const sign = state.down ? -1 : 1;
+  return found.sort((a, b) => {
+    const [x, y] = [of(a), of(b)];
+    if (x === null || y === null) return Number(x === null) - Number(y === null);
+    return sign * (x - y);
+  });
+}
+
+export function bestPattern({ layer, head }: Place): string {
+  const look = data.image?.looks[layer]?.[head];
+  if (look) return `${look[0]} × ${look[1].toFixed(1)}`;
+  const best = data.patterns[layer]?.[head]?.[0];
+  return best ? `${best[0]} ${best[1].toFixed(2)}` : "";
+}
+
+/** Whether what the head is likest to does not fit well. */
+function weak({ layer, head }: Place): boolean {
+  const look = data.image?.looks[layer]?.[head];
+  return look ? look[1] < 1.2 : (data.patterns[layer]?.[head]?.[0]?.[1] ?? 0) < 0.3;
+}
+
+interface Props {
+  state: State;
+  theme: string;
+  open: (place: Place) => void;
+}
+
+export function Grid({ state, theme, open }: Props) {
+  const found = chosen(state);
+  const element = useRef<HTMLDivElement>(null);
+  const key = (event: KeyboardEvent) => {
+    const buttons = [...element.current!.querySelectorAll<HTMLButtonElement>("button.thumb")];
+    const at = buttons.indexOf(document.activeElement as HTMLButtonElement);
+    if (at < 0) return;
+    const to = neighbour(buttons, at, event.key);
+    if (to === null) return;
+    event.preventDefault();
+    buttons[to].focus();
+  };
+  const thumb = (place: Place) => <Thumb key={`${place.layer}.${place.head}`} {...{ place, state, theme, open }} />;
+  const rows = state.sort ? [] : data.layers.map((_, layer) => found.filter((place) => place.layer === layer));
+  return (
+    <div ref={element} onKeyDown={key} class={WIDEST > 16 ? "many" : ""} style={{ "--heads": String(WIDEST) }}>
+      {found.length === 0 && <p class="hint">No head is left by these filters.</p>}
+      {state.sort ? (
+        <div class="heads">{found.map(thumb)}</div>
+      ) : (
+        rows.map((row, layer) =>
+          row.length > 0 && (
+            <div class="layer" key={layer}>
+              <h3 title={data.layers[layer].name}>{/^\d+$/.test(data.layers[layer].short) && "layer "}{data.layers[layer].short}</h3>
+              <div class="heads">{row.map(thumb)}</div>
+            </div>
+          ),
+        )
+      )}
+    </div>
+  );
+}
+
+/** The button that an arrow leads to: the next, or the nearest in the line above or below. */
+function neighbour(buttons: HTMLElement[], at: number, key: string): number | null {
+  if (key === "ArrowLeft") return Math.max(0, at - 1);
+  if (key === "ArrowRight") return Math.min(buttons.length - 1, at + 1);
+  if (key !== "ArrowUp" && key !== "ArrowDown") return null;
+  const from = buttons[at].getBoundingClientRect();
+  const sign = key === "ArrowDown" ? 1 : -1;
+  let best: number | null = null;
+  let least = Infinity;
+  for (let n = at + sign; n >= 0 && n < buttons.length; n += sign) {
+    const to = buttons[n].getBoundingClientRect();
+    const [down, across] = [Math.abs(to.top - from.top), Math.abs(to.left - from.left)];
+    if (down < 1) continue;
+    if (down * 1000 + across < least) [best, least] = [n, down * 1000 + across];
+    else if (down * 1000 > least) break;
+  }
+  return best ?? at;
+}
+
+function Thumb({ place, state, theme, open }: Props & { place: Place }) {
+  const { layer, head } = place;
+  const canvas = useRef<HTMLCanvasElement>(null);
+  const said = data.layers[layer].map;
+  useEffect(() => {
+    if (!said) return;
+    let stale = false;
+    const watcher = new IntersectionObserver(
+      ([entry]) => {
+        if (!entry.isIntersecting) return;
+        watcher.disconnect();
+        void decoded(layer, head).then((found) => {
+          if (stale || !found.map) return;
+          fill(canvas.current!, found.map, layer, state);
+        });
+      },
+      { rootMargin: "200px" },
+    );
+    watcher.observe(canvas.current!);
+    return () => {
+      stale = true;
+      watcher.disconnect();
+    };
+  }, [layer, head, state.pool, state.sink, state.scale, state.colours, state.thumbs, state.over, state.thumbs === "patch" ? state.row : 0, theme]);
+  const value = state.sort ? statistic(layer, head, state.sort) : null;
+  const pattern = bestPattern(place);
+  const opened = layer === state.layer && head === state.head;
+  const heading = data.names.find((each) => each.name === state.sort)?.heading ?? state.sort;
+  return (
+    <button
+      type="button"
+      class={`thumb${opened ? " opened" : ""}`}
+      aria-label={`${nameOf(layer, head)}${pattern && `, ${pattern}`}${state.sort && `, ${heading} ${figure(value)}`}`}
+      title={`${nameOf(layer, head)}${pattern && `: ${pattern}`}`}
+      tabIndex={opened || (layer === 0 && head === 0) ? 0 : -1}
+      onClick={() => open(place)}
+    >
+      {said ? <canvas ref={canvas} /> : <Tile place={place} name={state.sort || TILE} colours={state.colours} />}
+      <span>{state.sort ? `${data.layers[layer].short}·${head}` : head}</span>
+      {state.sort ? <b>{figure(value)}</b> : pattern && <small class={weak(place) ? "weak" : ""}>{pattern}</small>}
+    </button>
+  );
+}
+
+/** Where no map was recorded: the colour of a statistic between the least and the most of all heads. */
+function Tile({ place, name, colours }: { place: Place; name: string; colours: Colours }) {
+  const values = all().map(({ layer, head }) => statistic(layer, head, name)).filter((value) => value !== null);
+  const [least, most] = [Math.min(...values), Math.max(...values)];
+  const value = statistic(place.layer, place.head, name);
+  const { fill, white } = colour(value === null || most === least ? 0 : (value - least) / (most - least), colours);
+  return <i class="tile" style={{ background: value === null ? "none" : fill, color: white ? "white" : "black" }}>{figure(value)}</i>;
+}
+
+/** A small picture of a head, as large as its canvas. */
+function fill(canvas: HTMLCanvasElement, map: HeadMap, layer: number, state: State): void {
+  const ratio = window.devicePixelRatio || 1;
+  canvas.width = canvas.height = Math.max(1, Math.round(canvas.clientWidth * ratio));
+  small(new CanvasSurface(canvas.getContext("2d")!), map, layer, state, canvas.width, [0, 0]);
+  canvas.dataset.drawn = "yes";
+}
+
+function small(surface: Surface, map: HeadMap, layer: number, state: State, side: number, [x, y]: [number, number]): void {
+  const of = field(map, state.pool, state.sink, data.layers[layer].map!.exact);
+  const image = data.image;
+  if (image && state.thumbs !== "map" && hasPatches(data.layers[layer]) && map.columns === data.layers[layer].lengths![1]) {
+    const [rows, columns] = image.grid;
+    const chosen = state.row ?? image.special + Math.floor(rows / 2) * columns + Math.floor(columns / 2);
+    const values = state.thumbs === "patch" ? rowOf(of, Math.min(chosen, of.rows - 1)) : received(of);
+    const canvas = document.createElement("canvas");
+    const size: [number, number] = [Math.round((side * columns) / Math.max(rows, columns)), Math.round((side * rows) / Math.max(rows, columns))];
+    [canvas.width, canvas.height] = size;
+    const { scale, colours, over } = state;
+    const patches = { values, top: topOf(values), scale, colours, over, size, chosen: state.thumbs === "patch" ? chosen : null };
+    drawPatches(new CanvasSurface(canvas.getContext("2d")!), patches);
+    surface.image(canvas, { x: 0, y: 0, width: size[0], height: size[1] }, { x: x + (side - size[0]) / 2, y: y + (side - size[1]) / 2, width: size[0], height: size[1] });
+    return;
+  }
+  const { canvas } = new Pictures(of, state.scale, state.colours).fit(side);
+  surface.image(canvas, { x: 0, y: 0, width: canvas.width, height: canvas.height }, { x, y, width: side, height: side });
+}
+
+// ---------------------------------------------------------------- all of them as one picture
+
+const GAP = 6;
+const LINE = 16;
+
+/** Every head that is shown, in lines as they are on the screen, as PNG or SVG. */
+export async function exported(kind: "png" | "svg", state: State): Promise<void> {
+  const found = chosen(state);
+  const side = found.length > 200 ? 48 : 96;
+  const across = state.sort ? Math.min(found.length, 16) : WIDEST;
+  const lines = state.sort ? [] : [...new Set(found.map((place) => place.layer))];
+  const at = (place: Place, n: number): [number, number] => (state.sort ? [n % across, Math.floor(n / across)] : [place.head, lines.indexOf(place.layer)]);
+  const high = state.sort ? Math.ceil(found.length / across) : lines.length;
+  const [width, height] = [across * (side + GAP) + GAP, high * (side + LINE + GAP) + GAP];
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [width, height];
+  const svg = new SvgSurface();
+  const surface: Surface = kind === "svg" ? svg : new CanvasSurface(canvas.getContext("2d")!);
+  const style = getComputedStyle(document.documentElement);
+  surface.box({ x: 0, y: 0, width, height }, style.getPropertyValue("--panel"));
+  for (const [n, place] of found.entries()) {
+    const [column, line] = at(place, n);
+    const [x, y] = [GAP + column * (side + GAP), GAP + line * (side + LINE + GAP)];
+    surface.box({ x, y, width: side, height: side }, style.getPropertyValue("--hidden"));
+    const { map } = await decoded(place.layer, place.head);
+    if (map) small(surface, map, place.layer, state, side, [x, y]);
+    surface.text(`${data.layers[place.layer].short}·${place.head}`, x + side / 2, y + side + LINE / 2, { fill: style.getPropertyValue("--ink"), anchor: "middle", size: 11 });
+  }
+  if (kind === "svg") save("headscope-heads.svg", new Blob([svg.written(width, height, document.title)], { type: "image/svg+xml" }));
+  else canvas.toBlob((blob) => blob && save("headscope-heads.png", blob));
+}

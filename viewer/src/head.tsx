@@ -1,0 +1,295 @@
+// One head opened large: its map, what is known of the pinned cell, the tokens, its largest weights and its figures.
+
+import { useEffect, useMemo, useState } from "preact/hooks";
+import { data, type Head, hasPatches, hasTexts, head as decoded, type Layer, queryAt, token } from "./data";
+import { type Colours, colour, type Field, field, place, type Scale } from "./field";
+import { Cell, MapView, type Zoom } from "./map";
+import { Images, Regions } from "./picture";
+import type { State } from "./state";
+import { hasStrips, Strips as Band, Top } from "./strips";
+import { served } from "./tiles";
+import { bin, binAt, binning, figure, nameOf, pair, whole } from "./words";
+
+interface Props {
+  state: State;
+  theme: string;
+  change: (part: Partial<State>) => void;
+}
+
+/** A head once it is decoded; null before. */
+export function useHead(layer: number, head: number): Head | null {
+  const [found, setFound] = useState<{ layer: number; head: number; is: Head } | null>(null);
+  useEffect(() => {
+    let stale = false;
+    void decoded(layer, head).then((is) => !stale && setFound({ layer, head, is }));
+    return () => void (stale = true);
+  }, [layer, head]);
+  return found && found.layer === layer && found.head === head ? found.is : null;
+}
+
+export function HeadView({ state, theme, change }: Props) {
+  const layer = data.layers[state.layer];
+  const found = useHead(state.layer, state.head);
+  const shown = useMemo(
+    () => (found?.map ? field(found.map, state.pool, state.sink, layer.map!.exact) : null),
+    [found, state.pool, state.sink],
+  );
+  const zoom: Zoom = useMemo(() => ({ at: state.zoom, change: (at) => change({ zoom: at }) }), [state.zoom, change]);
+  const title = nameOf(state.layer, state.head);
+  const pin = (row: number | null, column: number | null) => change({ row, column });
+  return (
+    <section aria-labelledby="head-title">
+      <div class="heading">
+        <h2 id="head-title" aria-live="polite">{title[0].toUpperCase() + title.slice(1)}</h2>
+        <Steps state={state} change={change} />
+      </div>
+      <Likeness layer={state.layer} head={state.head} />
+      {layer.map === null && <NoMap />}
+      {data.image && layer.map && !hasPatches(layer) && <p class="hint">Its keys are not the patches of the image.</p>}
+      {data.image && hasPatches(layer) && layer.map && !single(layer) && <p class="hint">The map holds several patches in a bin: observe with map= at least the number of keys to lay it over the image.</p>}
+      {shown && found?.map && hasPatches(layer) && single(layer) && <Images {...{ layer, map: found.map, field: shown, state, theme, change }} />}
+      <div class="panes">
+        {shown && found && (
+          <div>
+            {hasPatches(layer) && <h3>The whole map, patch by patch in reading order</h3>}
+            <Legend {...{ layer, field: shown, state }} />
+            <MapView
+              {...{ layer, head: found, field: shown, scale: state.scale, colours: state.colours, zoom, theme, pin }}
+              number={state.head} row={state.row} column={state.column} most={600} title={title}
+              exports={`headscope-layer-${state.layer}-head-${state.head}`}
+            />
+          </div>
+        )}
+        <div class="beside">
+          {shown && found && <Pinned {...{ layer, head: found, field: shown, state, change }} />}
+          {found?.top && state.row !== null && <Top key={state.row} layer={layer} top={found.top} row={state.row} />}
+          {found && <Largest {...{ layer, head: found, change }} />}
+          {data.image && <Regions layer={state.layer} head={state.head} />}
+          <Figures layer={state.layer} head={state.head} />
+        </div>
+      </div>
+      {hasStrips(layer) && !layer.map?.exact && <Band {...{ layer, state, theme, change }} />}
+    </section>
+  );
+}
+
+/** Whether each key and query has a bin of its own. */
+function single({ map, lengths }: Layer): boolean {
+  return map !== null && lengths !== null && map.rows === lengths[0] && map.columns === lengths[1];
+}
+
+const WEAK = 0.3; // a pattern's score below this says that nothing fits
+
+/** What the head is likest to, in a sentence. */
+function Likeness({ layer, head }: { layer: number; head: number }) {
+  const best = data.patterns[layer]?.[head]?.[0];
+  if (!best) return null;
+  const [name, score, rows] = best;
+  return (
+    <p class="likeness">{score < WEAK ? "No pattern fits well; the closest is " : "Closest to "}
+      <b>{name}</b>: {data.patternWords[name]}. Score {figure(score)} of 1 on {whole(rows)} rows. <small>A likeness, not a purpose.</small></p>
+  );
+}
+
+export function NoMap() {
+  return <p class="hint">No map was recorded. Observe with Observe(map=64) to see where the weight lies.</p>;
+}
+
+function Steps({ state, change }: Pick<Props, "state" | "change">) {
+  const heads = data.layers[state.layer].heads;
+  const go = (layer: number, head: number) => change(opened(state, layer, head));
+  return (
+    <p class="steps">
+      <button type="button" disabled={state.layer === 0} onClick={() => go(state.layer - 1, state.head)}>↑ layer</button>{" "}
+      <button type="button" disabled={state.layer === data.layers.length - 1} onClick={() => go(state.layer + 1, state.head)}>↓ layer</button>{" "}
+      <button type="button" disabled={state.head === 0} onClick={() => go(state.layer, state.head - 1)}>← head</button>{" "}
+      <button type="button" disabled={state.head === heads - 1} onClick={() => go(state.layer, state.head + 1)}>→ head</button>
+    </p>
+  );
+}
+
+/** Another head: what is pinned and the zoom stay where its map has the same bins. */
+export function opened(state: State, layer: number, head: number): Partial<State> {
+  const [from, to] = [data.layers[state.layer], data.layers[layer]];
+  const alike = from.map?.rows === to.map?.rows && from.map?.columns === to.map?.columns;
+  const rest = alike ? {} : { row: null, column: null, zoom: [1, 0.5, 0.5] as State["zoom"] };
+  return { layer, head: Math.min(head, to.heads - 1), ...rest };
+}
+
+// ---------------------------------------------------------------- under the map
+
+export function Legend({ layer, field: of, state }: { layer: Layer; field: Field; state: State }) {
+  const steps = Array.from({ length: 24 }, (_, n) => colour(n / 23, state.colours, of.signed).fill);
+  const low = of.signed ? figure(-of.top) : state.scale === "log" ? `≤ ${figure(of.top / 1e4)}` : "0";
+  const scale = of.signed ? "linear" : state.scale;
+  const what = of.signed ? "difference" : layer.map!.exact ? "weight" : `${of.pool} of a bin`;
+  const codes = 2 ** data.bits - 1;
+  return (
+    <p class="hint legend">
+      <span>{what}, {scale}</span>
+      <span>{low}</span>
+      <i class="bar" style={{ background: `linear-gradient(90deg, ${steps.join(", ")})` }} />
+      <span>{figure(of.top)}</span>
+      <span class="binning" title={`Kept in ${data.bits} bits: value = largest × (c / ${whole(codes)})², within ${(1 / codes).toPrecision(1)} of the largest.`}>{binning(layer)}{zoomed(layer, state)}</span>
+    </p>
+  );
+}
+
+/** Said where one looks closer than the page can show. */
+function zoomed(layer: Layer, state: State): string {
+  const pooled = !layer.map!.exact && layer.lengths && layer.lengths[1] > layer.map!.columns;
+  return pooled && state.zoom[0] > 1 && !served(layer) ? " Zooming in shows these bins larger; the page holds nothing finer." : "";
+}
+
+function Pinned({ layer, head, field: of, state, change }: { layer: Layer; head: Head; field: Field; state: State; change: Props["change"] }) {
+  const { row, column } = state;
+  return (
+    <div class="pinned">
+      <h3>Pinned</h3>
+      {row === null || column === null ? (
+        <p class="hint">Click a cell{hasTexts(layer) && ", or a token below,"} to pin it: its row is where a query looks, its column who looks at a key.</p>
+      ) : (
+        <p aria-live="polite">
+          <Cell {...{ layer, head, field: of, row, column }} />{" "}
+          <button type="button" onClick={() => change({ row: null, column: null })}>Unpin</button>
+        </p>
+      )}
+      {hasTexts(layer) && layer.map!.ranges && <Strips {...{ layer, field: of, state, change }} />}
+    </div>
+  );
+}
+
+const CHIPS = 160;
+
+/** The tokens that are seen, coloured by where a query looks, and by who looks at a key. */
+function Strips({ layer, field: of, state, change }: { layer: Layer; field: Field; state: State; change: Props["change"] }) {
+  const [over, setOver] = useState<number | null>(null);
+  const [k, x, y] = state.zoom;
+  const keys = layer.lengths![1];
+  const start = (middle: number) => Math.max(0, Math.min(keys - CHIPS, Math.floor((middle - 0.5 / k) * keys)));
+  const stop = (middle: number) => Math.min(keys, Math.max(start(middle) + 1, Math.ceil((middle + 0.5 / k) * keys)), start(middle) + CHIPS);
+  const hoverRow = over === null ? null : binAt(layer, "query", over - queryAt(layer, 0));
+  const row = hoverRow !== null && over! >= queryAt(layer, 0) ? hoverRow : state.row ?? layer.map!.rows - 1;
+  const column = over === null ? state.column ?? layer.map!.columns - 1 : binAt(layer, "key", over);
+  const cut = Math.ceil(keys / k) > CHIPS;
+  const strip = (which: "key" | "query") => {
+    const middle = which === "key" ? x : y;
+    return (
+      <div class="strip" onMouseLeave={() => setOver(null)}>
+        {Array.from({ length: stop(middle) - start(middle) }, (_, n) => start(middle) + n).map((at) => (
+          <Chip key={at} {...{ at, layer, field: of, scale: state.scale, colours: state.colours }}
+            row={which === "key" ? row : binAt(layer, "query", at - queryAt(layer, 0))}
+            column={which === "key" ? binAt(layer, "key", at) : column}
+            missing={which === "query" && at < queryAt(layer, 0)}
+            over={setOver}
+            pin={() => change(pinOf(layer, at, state))} />
+        ))}
+      </div>
+    );
+  };
+  const pooled = layer.map!.exact ? "" : " Colours are those of bins.";
+  return (
+    <>
+      <h4>Where it looks{row !== null && <>: <bdi>{bin(layer, "query", row)}</bdi></>}</h4>
+      {strip("key")}
+      <h4>Who looks at it{column !== null && <>: <bdi>{bin(layer, "key", column)}</bdi></>}</h4>
+      {strip("query")}
+      <p class="hint">
+        Point at a token or pin it by a click.{pooled}
+        {cut && ` The first ${CHIPS} of the part that the map shows; zoom in to see others.`}
+      </p>
+    </>
+  );
+}
+
+function pinOf(layer: Layer, at: number, state: State): Partial<State> {
+  const column = binAt(layer, "key", at);
+  const row = at >= queryAt(layer, 0) ? binAt(layer, "query", at - queryAt(layer, 0)) : state.row;
+  return state.row === row && state.column === column ? { row: null, column: null } : { row, column };
+}
+
+interface ChipProps {
+  at: number;
+  layer: Layer;
+  field: Field;
+  scale: Scale;
+  colours: Colours;
+  row: number | null;
+  column: number | null;
+  missing: boolean;
+  over: (at: number) => void;
+  pin: () => void;
+}
+
+function Chip({ at, field: of, scale, colours, row, column, missing, over, pin }: ChipProps) {
+  const value = row === null || column === null || missing ? NaN : of.values[row * of.columns + column];
+  const shown = value === value ? colour(place(value, of, scale), colours) : null;
+  const style = shown ? { background: shown.fill, color: shown.white ? "white" : "black" } : {};
+  return (
+    <button type="button" style={style} title={`${at}: ${token(at, true)}${shown ? `, ${figure(value)}` : ""}`}
+      onMouseEnter={() => over(at)} onFocus={() => over(at)} onClick={pin}>
+      <bdi>{token(at)}</bdi>
+    </button>
+  );
+}
+
+// ---------------------------------------------------------------- beside the map
+
+function Largest({ layer, head, change }: { layer: Layer; head: Head; change: Props["change"] }) {
+  if (head.edges.length === 0) return null;
+  const zoomTo = (query: number, key: number) => {
+    const [row, column] = [binAt(layer, "query", query), binAt(layer, "key", key)];
+    if (row === null || column === null) return;
+    change({ row, column });
+  };
+  return (
+    <details>
+      <summary>The {head.edges.length} largest weights, exact</summary>
+      <ol class="largest">
+        {head.edges.map((edge) => (
+          <li key={`${edge.run}.${edge.entry}.${edge.query}.${edge.key}`}>
+            <button type="button" onClick={() => zoomTo(edge.query, edge.key)}>
+              <b>{figure(edge.p)}</b> <bdi>{pair(layer, edge.query, edge.key, edge.run, edge.entry)}</bdi>
+            </button>
+          </li>
+        ))}
+      </ol>
+    </details>
+  );
+}
+
+export function Figures({ layer, head }: { layer: number; head: number }) {
+  const statistics = data.statistics[layer];
+  const names = data.names.filter((each) => (statistics[each.name]?.count[head] ?? 0) > 0);
+  const patterns = (data.patterns[layer]?.[head] ?? []).slice(0, 3);
+  const columns = (["mean", "std", "min", "max"] as const).filter((what) => names.some(({ name }) => statistics[name][what][head] !== null));
+  return (
+    <div>
+      <h3>Figures</h3>
+      {patterns.length > 1 && (
+        <p>
+          Patterns: {patterns.map(([name, score, rows, exact], n) => (
+            <span key={name} title={data.patternWords[name]}>
+              {n > 0 && ", "}<b>{name}</b> {exact ? "" : "about "}{figure(score)} <small>({whole(rows)} rows)</small>
+            </span>
+          ))}. <small>1 is exactly so, 0 no closer than chance.</small>
+        </p>
+      )}
+      <div class="scroll" tabIndex={0} role="region" aria-label="Figures of this head">
+        <table>
+          <thead><tr><th scope="col">over rows</th>{columns.map((what) => <th scope="col" key={what}>{what}</th>)}<th scope="col">rows</th></tr></thead>
+          <tbody>
+            {names.map(({ name, heading, meaning }) => (
+              <tr key={name} data-name={name}>
+                <th scope="row" title={meaning}>{heading}</th>
+                {columns.map((what) => <td key={what}>{figure(statistics[name][what][head])}</td>)}
+                <td>{whole(statistics[name].count[head] ?? 0)}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </div>
+  );
+}
+

@@ -1,0 +1,176 @@
+// The page: which view is shown, the switches, the address, the keyboard.
+
+import { render } from "preact";
+import { useCallback, useEffect, useRef, useState } from "preact/hooks";
+import { Compare } from "./compare";
+import { data } from "./data";
+import { exported, Grid, type Place, TILE } from "./grid";
+import { HeadView, opened } from "./head";
+import { Found } from "./found";
+import { address, parse, type State, VIEWS, type View } from "./state";
+import { Table } from "./table";
+import { Trace } from "./trace";
+import "./style.css";
+
+const THEMES = { "": "as the system", light: "light", dark: "dark" };
+
+function App() {
+  const [state, setState] = useState<State>(() => parse(location.hash));
+  const [theme, setTheme] = useState<keyof typeof THEMES>("");
+  const change = useCallback((part: Partial<State>) => setState((before) => ({ ...before, ...part })), []);
+  const open = (place: Place) => change({ view: "head", ...opened(state, place.layer, place.head) });
+
+  const written = useRef(location.hash);
+  useEffect(() => {
+    if (location.protocol === "about:") return; // in the frame of a notebook, which has no address of its own
+    const later = setTimeout(() => {
+      written.current = address(state);
+      if (location.hash !== written.current) history.replaceState(null, "", written.current);
+    }, 150);
+    return () => clearTimeout(later);
+  }, [state]);
+  useEffect(() => {
+    const moved = () => location.hash !== written.current && setState(parse(location.hash));
+    addEventListener("hashchange", moved);
+    return () => removeEventListener("hashchange", moved);
+  }, []);
+
+  useEffect(() => {
+    const pressed = (event: KeyboardEvent) => {
+      const target = event.target as HTMLElement;
+      if (state.view !== "head" || event.shiftKey || event.ctrlKey || event.altKey || event.metaKey) return;
+      if (/^(INPUT|SELECT|TEXTAREA)$/.test(target.tagName) || target.closest(".scroll, [role=tablist]")) return;
+      const [down, across] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key] ?? [0, 0];
+      const layer = state.layer + down;
+      const head = state.head + across;
+      if ((!down && !across) || layer < 0 || layer >= data.layers.length || head < 0 || head >= data.layers[layer].heads) return;
+      event.preventDefault();
+      change(opened(state, layer, head));
+    };
+    addEventListener("keydown", pressed);
+    return () => removeEventListener("keydown", pressed);
+  }, [state, change]);
+
+  const pick = (to: keyof typeof THEMES) => {
+    if (to) document.documentElement.dataset.theme = to;
+    else delete document.documentElement.dataset.theme;
+    setTheme(to);
+  };
+  return (
+    <>
+      <Tabs view={state.view} show={(view) => change({ view })} />
+      <Switches {...{ state, change, theme, pick }} />
+      <div id="view" role="tabpanel" aria-labelledby={`tab-${state.view}`}>
+        {state.view === "heads" && (
+          <section aria-labelledby="heads-title">
+            <h2 id="heads-title">Every head</h2>
+            <p class="hint">{data.image ? "Where each head looks: the mean over all patches, where one patch looks, or the whole map." : data.layers.some((layer) => layer.map) ? "A small map of each: rows are queries, columns the keys that they look at." : `No map was recorded. Of each head the mean of ${headingOf(state.sort || TILE)}.`} A click opens it; arrows move.{" "}
+              {data.layers.some((layer) => layer.map) && <><button type="button" onClick={() => void exported("png", state)}>PNG</button> <button type="button" onClick={() => void exported("svg", state)}>SVG</button></>}
+            </p>
+            <Grid {...{ state, theme, open }} />
+          </section>
+        )}
+        {state.view === "head" && <HeadView {...{ state, theme, change }} />}
+        {state.view === "compare" && <Compare {...{ state, theme, change }} />}
+        {state.view === "found" && <Found />}
+        {state.view === "trace" && <Trace />}
+        {state.view === "table" && <Table {...{ state, change, open }} />}
+      </div>
+    </>
+  );
+}
+
+function Tabs({ view, show }: { view: View; show: (view: View) => void }) {
+  const pressed = (event: KeyboardEvent) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    const at = VIEWS.findIndex(([name]) => name === view);
+    const [to] = VIEWS[(at + step + VIEWS.length) % VIEWS.length];
+    show(to);
+    document.getElementById(`tab-${to}`)!.focus();
+  };
+  return (
+    <div role="tablist" aria-label="Views" onKeyDown={pressed}>
+      {VIEWS.map(([name, text]) => (
+        <button key={name} type="button" role="tab" id={`tab-${name}`} aria-selected={view === name} aria-controls="view"
+          tabIndex={view === name ? 0 : -1} onClick={() => show(name)}>{text}</button>
+      ))}
+    </div>
+  );
+}
+
+interface SwitchesProps {
+  state: State;
+  change: (part: Partial<State>) => void;
+  theme: keyof typeof THEMES;
+  pick: (to: keyof typeof THEMES) => void;
+}
+
+function Switches({ state, change, theme, pick }: SwitchesProps) {
+  const maps = data.layers.some((layer) => layer.map) && ["heads", "head", "compare"].includes(state.view);
+  const pooled = data.layers.some((layer) => layer.map && !layer.map.exact);
+  const many = state.view === "heads" || state.view === "table";
+  const names: [string, string][] = data.names.map(({ name, heading }) => [name, heading]);
+  if (data.patterns.length > 0) names.unshift(["score", "pattern score"]);
+  return (
+    <div class="switches">
+      {data.image && maps && state.view === "heads" && (
+        <Select label="small pictures" value={state.thumbs} options={[["received", "mean over all patches"], ["patch", "from the pinned patch"], ["map", "whole map"]]} choose={(thumbs) => change({ thumbs })} />
+      )}
+      {data.image && maps && state.view !== "compare" && (
+        <label><input type="checkbox" checked={state.over} onChange={(event) => change({ over: event.currentTarget.checked })} /> over the image</label>
+      )}
+      {maps && (
+        <>
+          {pooled && <Select label="bins show their" value={state.pool} options={[["mean", "mean"], ["max", "max"]]} choose={(pool) => change({ pool })} />}
+          <Select label="scale" value={state.scale} options={[["linear", "linear"], ["log", "log"]]} choose={(scale) => change({ scale })} />
+          <Select label="colours" value={state.colours} options={[["viridis", "viridis"], ["cividis", "cividis"], ["magma", "magma"]]} choose={(colours) => change({ colours })} />
+          {(data.image === null || data.image.special > 0) && <label title="Leaves out the first column, and divides what is left of each row by its sum. The max of a bin of several weights stays as it is.">
+            <input type="checkbox" checked={state.sink} onChange={(event) => change({ sink: event.currentTarget.checked })} /> without {firstColumn()}
+          </label>}
+        </>
+      )}
+      {many && (
+        <>
+          <Select label="order" value={state.sort} options={[["", "of the model"], ...names]} choose={(sort) => change({ sort })} />
+          {state.sort && <Select label="from" value={state.down ? "1" : ""} options={[["1", "largest"], ["", "smallest"]]} choose={(down) => change({ down: down !== "" })} />}
+          {data.patterns.length > 0 && (
+            <Select label="closest pattern" value={state.pattern} options={[["", "any"], ...Object.keys(data.patternWords).map((name): [string, string] => [name, name])]} choose={(pattern) => change({ pattern })} />
+          )}
+          <Select label="only heads with" value={state.by} options={[["", "any figure"], ...names]} choose={(by) => change({ by })} />
+          {state.by && (
+            <label>≥ <input type="number" step="any" value={state.least} onInput={(event) => Number.isFinite(event.currentTarget.valueAsNumber) && change({ least: event.currentTarget.valueAsNumber })} /></label>
+          )}
+        </>
+      )}
+      <Select label="page" value={theme} options={Object.entries(THEMES) as [keyof typeof THEMES, string][]} choose={pick} />
+    </div>
+  );
+}
+
+function headingOf(name: string): string {
+  return data.names.find((each) => each.name === name)?.heading ?? name;
+}
+
+/** What the first column of the maps stands for. */
+function firstColumn(): string {
+  if (data.image) return "CLS";
+  const single = data.layers.every((layer) => !layer.map || (layer.lengths && layer.map.columns === layer.lengths[1]));
+  return single ? "the first key (the sink)" : "the first bin of keys (with the sink)";
+}
+
+function Select<T extends string>({ label, value, options, choose }: { label: string; value: T; options: [T, string][]; choose: (to: T) => void }) {
+  return (
+    <label>
+      {label}{" "}
+      <select value={value} onChange={(event) => choose(event.currentTarget.value as T)}>
+        {options.map(([name, text]) => <option key={name} value={name}>{text}</option>)}
+      </select>
+    </label>
+  );
+}
+
+const root = document.getElementById("viewer")!;
+root.replaceChildren();
+render(<App />, root);

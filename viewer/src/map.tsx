@@ -1,0 +1,308 @@
+// The map of a head on a canvas: zoom, pan, a tooltip, and a cell that can be pinned.
+
+import { select } from "d3-selection";
+import { zoom as zooming, zoomIdentity, type ZoomTransform } from "d3-zoom";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { type Head, type Layer, range } from "./data";
+import { draw, geometry, type Inks, type Scene, type Sight } from "./draw";
+import { type Colours, type Field, Pictures, type Scale } from "./field";
+import { CanvasSurface, SvgSurface } from "./surface";
+import { asField, isExact, served, tile as askTile, type Tile } from "./tiles";
+import { argmax, bin, figure, position, whole } from "./words";
+
+export interface Zoom {
+  at: [number, number, number];
+  change: (at: [number, number, number]) => void;
+}
+
+interface Props {
+  layer: Layer;
+  head: Head;
+  number?: number; // of the head, where tiles of it may be asked for
+  field: Field;
+  scale: Scale;
+  colours: Colours;
+  zoom: Zoom;
+  row: number | null;
+  column: number | null;
+  pin: (row: number | null, column: number | null) => void;
+  most: number;
+  title: string;
+  theme: string;
+  exports?: string; // the name of files
+}
+
+/** The colours of the page. */
+function inks(): Inks {
+  const style = getComputedStyle(document.documentElement);
+  const of = (name: string) => style.getPropertyValue(name).trim();
+  return {
+    ink: of("--ink"), quiet: of("--quiet"), ground: of("--panel"),
+    hidden: of("--hidden"), accent: of("--accent"), soft: of("--soft"), profile: of("--profile"),
+  };
+}
+
+/** What is seen, from the scale and the middle as shares. */
+function sightOf([k, x, y]: [number, number, number], side: number): Sight {
+  const within = (at: number) => Math.min(0, Math.max(side - k * side, side / 2 - at * k * side));
+  return { k, x: within(x), y: within(y) };
+}
+
+export function save(name: string, content: Blob): void {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(content);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}
+
+export function MapView(props: Props) {
+  const { layer, head, field, zoom, most, title, pin } = props;
+  const frame = useRef<HTMLDivElement>(null);
+  const canvas = useRef<HTMLCanvasElement>(null);
+  const behaviour = useRef<ReturnType<typeof zooming<HTMLCanvasElement, unknown>> | null>(null);
+  const [width, setWidth] = useState(0);
+  // While it moves the map alone is drawn; the rest of the page hears of it once it rests.
+  const [at, setAt] = useState(zoom.at);
+  const resting = useRef(0);
+  useEffect(() => setAt(zoom.at), [zoom.at]);
+  const told = useRef(zoom.change);
+  told.current = zoom.change;
+  const move = (to: Zoom["at"]) => {
+    setAt(to);
+    clearTimeout(resting.current);
+    resting.current = setTimeout(() => told.current(to), 120);
+  };
+  const [over, setOver] = useState<Hit | null>(null);
+  const pictures = useMemo(() => new Pictures(field, props.scale, props.colours), [field, props.scale, props.colours]);
+  const places = useMemo(() => geometry(Math.max(width, 240), most, layer), [width, most, layer]);
+  const side = places.plot.width;
+  const tile = useTile(props, at);
+  const finer = useMemo(
+    () => tile && { pictures: new Pictures(asField(tile, field.pool, field.top), props.scale, props.colours), queries: tile.queries, keys: tile.keys },
+    [tile, field, props.scale, props.colours],
+  );
+  const scene = useRef<Scene | null>(null);
+  const colours = useMemo(inks, [props.theme]);
+  scene.current = {
+    layer, head, field, pictures, geometry: places, inks: colours, ratio: window.devicePixelRatio || 1,
+    sight: sightOf(at, side), row: props.row, column: props.column, tile: finer,
+  };
+
+  const closest = Math.max(8, (served(layer) && props.number !== undefined ? Math.max(...layer.lengths!) : Math.max(field.rows, field.columns)) / 4);
+
+  useLayoutEffect(() => {
+    const watcher = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
+    watcher.observe(frame.current!);
+    return () => watcher.disconnect();
+  }, []);
+
+  useLayoutEffect(() => {
+    const element = canvas.current!;
+    const { ratio } = scene.current!;
+    element.width = Math.round(places.width * ratio);
+    element.height = Math.round(places.height * ratio);
+    element.style.width = `${places.width}px`;
+    element.style.height = `${places.height}px`;
+  }, [places]);
+
+  useLayoutEffect(() => {
+    const context = canvas.current!.getContext("2d")!;
+    const { ratio } = scene.current!;
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    draw(new CanvasSurface(context), scene.current!);
+  });
+
+  useEffect(() => {
+    const { plot } = places;
+    const area: [[number, number], [number, number]] = [[plot.x, plot.y], [plot.x + side, plot.y + side]];
+    const made = zooming<HTMLCanvasElement, unknown>()
+      .scaleExtent([1, closest])
+      .extent(area)
+      .translateExtent(area)
+      .clickDistance(4)
+      // with all in sight, a wheel turned to see more scrolls the page
+      .filter((event: MouseEvent | WheelEvent) =>
+        !event.button && !(event.type === "wheel" && (event as WheelEvent).deltaY > 0 && scene.current!.sight.k <= 1))
+      .on("zoom", (event: { transform: ZoomTransform; sourceEvent: Event | null }) => {
+        if (!event.sourceEvent) return; // set from outside
+        const { k } = event.transform;
+        const [x, y] = event.transform.invert([plot.x + side / 2, plot.y + side / 2]);
+        move([k, (x - plot.x) / side, (y - plot.y) / side]);
+      });
+    const selected = select(canvas.current!);
+    selected.call(made).on("dblclick.zoom", null);
+    behaviour.current = made;
+    return () => void selected.on(".zoom", null);
+  }, [places, field.rows, field.columns]);
+
+  useEffect(() => {
+    const { plot } = places;
+    const { k, x, y } = sightOf(zoom.at, side);
+    const transform = zoomIdentity.translate(x + plot.x * (1 - k), y + plot.y * (1 - k)).scale(k);
+    if (behaviour.current) select(canvas.current!).call(behaviour.current.transform, transform);
+  }, [zoom.at, places, field.rows, field.columns]);
+
+  const cell = (event: MouseEvent) => {
+    const box = canvas.current!.getBoundingClientRect();
+    const { plot } = places;
+    const { sight } = scene.current!;
+    const [x, y] = [event.clientX - box.left, event.clientY - box.top];
+    const [across, down] = [(x - plot.x - sight.x) / sight.k / side, (y - plot.y - sight.y) / sight.k / side];
+    const column = Math.floor(across * field.columns);
+    const row = Math.floor(down * field.rows);
+    const inside = x >= plot.x && y >= plot.y && x <= plot.x + side && y <= plot.y + side;
+    return inside && column < field.columns && row < field.rows && row >= 0 && column >= 0 ? { row, column, across, down, x, y } : null;
+  };
+  const click = (event: MouseEvent) => {
+    const hit = cell(event);
+    if (!hit) return;
+    const same = hit.row === props.row && hit.column === props.column;
+    pin(same ? null : hit.row, same ? null : hit.column);
+  };
+  const moved = (row: number, column: number) =>
+    pin(Math.min(field.rows - 1, Math.max(0, row)), Math.min(field.columns - 1, Math.max(0, column)));
+  const closer = (by: number) => zoom.change([Math.min(closest, Math.max(1, at[0] * by)), at[1], at[2]]);
+  const pressed = (event: KeyboardEvent) => {
+    const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    if (step && event.shiftKey) moved((props.row ?? 0) + step[0], (props.column ?? 0) + step[1]);
+    else if (event.key === "+" || event.key === "=") closer(2);
+    else if (event.key === "-") closer(0.5);
+    else if (event.key === "0") zoom.change([1, 0.5, 0.5]);
+    else if (event.key === "Escape") pin(null, null);
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+  };
+
+  const png = () => canvas.current!.toBlob((blob) => blob && save(`${props.exports}.png`, blob));
+  const svg = () => {
+    const surface = new SvgSurface();
+    draw(surface, scene.current!);
+    save(`${props.exports}.svg`, new Blob([surface.written(places.width, places.height, title)], { type: "image/svg+xml" }));
+  };
+
+  return (
+    <div class="map" ref={frame}>
+      <canvas
+        ref={canvas}
+        tabIndex={0}
+        role="img"
+        data-plot={JSON.stringify(places.plot)}
+        style={{ touchAction: at[0] > 1 ? "none" : "pan-y" }}
+        aria-label={`${title}. Shift and arrow keys move the pinned cell, plus and minus zoom, 0 shows all.`}
+        onClick={click}
+        onMouseMove={(event) => setOver(event.buttons ? null : cell(event))}
+        onMouseLeave={() => setOver(null)}
+        onKeyDown={pressed}
+      />
+      {over && <Tooltip {...props} {...over} tile={tile} />}
+      {tile && <p class="hint exact" role="status">{isExact(tile) ? "Exact: each cell in sight is one weight" : "Computed for this zoom, pooled"}: queries {whole(tile.queries[0])}–{whole(tile.queries[1] - 1)}, keys {whole(tile.keys[0])}–{whole(tile.keys[1] - 1)}.</p>}
+      {props.exports && (
+        <p class="tools">
+          <button type="button" onClick={png}>PNG</button> <button type="button" onClick={svg}>SVG</button>{" "}
+          <button type="button" aria-label="Closer" onClick={() => closer(2)} disabled={at[0] >= closest}>+</button>{" "}
+          <button type="button" aria-label="Farther" onClick={() => closer(0.5)} disabled={at[0] === 1}>−</button>{" "}
+          <button type="button" onClick={() => zoom.change([1, 0.5, 0.5])} disabled={at[0] === 1}>Show all</button>
+        </p>
+      )}
+    </div>
+  );
+}
+
+/** What is pointed at: the bin, the place as shares of keys and queries, and in pixels. */
+interface Hit {
+  row: number;
+  column: number;
+  across: number;
+  down: number;
+  x: number;
+  y: number;
+}
+
+/** The tile of what is in sight once the map rests, if the page came from a server that has it. */
+function useTile({ layer, number, field }: Props, at: Zoom["at"]): Tile | null {
+  const [found, setFound] = useState<Tile | null>(null);
+  const wanted = number !== undefined && served(layer) && !layer.map?.exact && layer.map?.ranges && !field.sink && !field.signed && at[0] > 1;
+  const [k, x, y] = at;
+  useEffect(() => {
+    if (!wanted) return setFound(null);
+    const part = (middle: number, length: number): [number, number] => {
+      const from = Math.min(1 - 1 / k, Math.max(0, middle - 0.5 / k));
+      return [Math.floor(from * length), Math.min(length, Math.ceil((from + 1 / k) * length))];
+    };
+    const stop = new AbortController();
+    const later = setTimeout(() => {
+      const [queries, keys] = layer.lengths!;
+      tileOf(layer, number, part(y, queries), part(x, keys), stop.signal, setFound);
+    }, 150);
+    return () => {
+      clearTimeout(later);
+      stop.abort();
+    };
+  }, [wanted, layer.index, number, k, x, y]);
+  return wanted && found?.layer === layer.index && found.head === number ? found : null;
+}
+
+function tileOf(layer: Layer, head: number, queries: [number, number], keys: [number, number], signal: AbortSignal, set: (tile: Tile | null) => void): void {
+  askTile(layer, head, queries, keys, signal).then(set, (error: unknown) => {
+    if (!signal.aborted) console.warn("no tile:", error); // the server was stopped
+  });
+}
+
+function Tooltip({ x, y, tile, across, down, ...rest }: Props & Hit & { tile: Tile | null }) {
+  return (
+    <div class="tip" role="tooltip" style={{ left: `${Math.max(0, Math.min(x + 14, window.innerWidth - 280))}px`, top: `${y + 14}px` }}>
+      {(tile && <Finer layer={rest.layer} tile={tile} across={across} down={down} />) || <Cell {...rest} />}
+    </div>
+  );
+}
+
+/** A cell of a tile; null beside it. */
+function Finer({ layer, tile, across, down }: { layer: Layer; tile: Tile; across: number; down: number }) {
+  const [queries, keys] = layer.lengths!;
+  const [query, key] = [down * queries - tile.queries[0], across * keys - tile.keys[0]];
+  const [high, wide] = [tile.queries[1] - tile.queries[0], tile.keys[1] - tile.keys[0]];
+  if (query < 0 || key < 0 || query >= high || key >= wide) return null;
+  const [row, column] = [Math.floor((query / high) * tile.rows), Math.floor((key / wide) * tile.columns)];
+  const n = row * tile.columns + column;
+  const place = (axis: "query" | "key", at: number, bins: number, length: number, first: number) => {
+    const [start, stop] = range(at, bins, length);
+    return stop - start === 1 ? `${axis} ${position(layer, axis, first + start)}` : `${axis === "key" ? "keys" : "queries"} ${whole(first + start)}–${whole(first + stop - 1)}`;
+  };
+  const mean = tile.mean[n];
+  return (
+    <span class="cell">
+      <bdi>{place("query", row, tile.rows, high, tile.queries[0])}</bdi> → <bdi>{place("key", column, tile.columns, wide, tile.keys[0])}</bdi>
+      {mean !== mean ? <span>may not be seen</span> : isExact(tile)
+        ? <span>weight <b>{figure(mean)}</b>, exact</span>
+        : <span>mean <b>{figure(mean)}</b>, max <b>{figure(tile.max[n])}</b></span>}
+    </span>
+  );
+}
+
+/** All that is known of a bin. */
+export function Cell({ layer, head, field, row, column }: Pick<Props, "layer" | "head" | "field"> & { row: number; column: number }) {
+  const n = row * field.columns + column;
+  const map = head.map!;
+  const where = <><bdi>{bin(layer, "query", row)}</bdi> → <bdi>{bin(layer, "key", column)}</bdi></>;
+  if (map.mean[n] !== map.mean[n]) {
+    const broken = layer.broken.some(Boolean) ? ", or its row holds NaN or infinity" : "";
+    return <span class="cell">{where}: may not be seen{broken}</span>;
+  }
+  const shown = field.values[n];
+  const changed = shown !== (field.pool === "max" ? map.max[n] : map.mean[n]);
+  const note = field.signed
+    ? `difference of the two heads ${figure(shown)}`
+    : shown !== shown ? "hidden: the first column" : `without the first column ${figure(shown)}`;
+  const at = argmax(layer, head, row, column);
+  return (
+    <span class="cell">
+      {where}
+      {layer.map!.exact
+        ? <span>weight <b>{figure(map.mean[n])}</b></span>
+        : <span>mean <b>{figure(map.mean[n])}</b>, max <b>{figure(map.max[n])}</b>{at && <> at <bdi>{at}</bdi></>}</span>}
+      {changed && <span>{note}</span>}
+    </span>
+  );
+}

@@ -1,0 +1,251 @@
+// A head over an image: where a patch looks, who looks at it, and where all look on average.
+
+import { useEffect, useRef, useState } from "preact/hooks";
+import { data, type HeadMap, type Layer, pixels, token } from "./data";
+import { colour, type Colours, type Field, place, type Scale } from "./field";
+import { save } from "./map";
+import type { State } from "./state";
+import { CanvasSurface, type Surface, SvgSurface } from "./surface";
+import { figure, nameOf } from "./words";
+
+let drawn: HTMLCanvasElement | null = null;
+
+/** The image, a canvas with one pixel for each of its own. */
+function theImage(): HTMLCanvasElement {
+  if (drawn) return drawn;
+  const { width, height } = data.image!;
+  drawn = document.createElement("canvas");
+  drawn.width = width;
+  drawn.height = height;
+  const context = drawn.getContext("2d")!;
+  const image = context.createImageData(width, height);
+  const raw = pixels();
+  for (let n = 0; n < width * height; n++) image.data.set([raw[3 * n], raw[3 * n + 1], raw[3 * n + 2], 255], 4 * n);
+  context.putImageData(image, 0, 0);
+  return drawn;
+}
+
+/** Where all queries look on average: one value for each key. */
+export function received(of: Field): Float32Array {
+  const found = new Float32Array(of.columns);
+  for (let c = 0; c < of.columns; c++) {
+    let sum = 0;
+    let count = 0;
+    for (let r = 0; r < of.rows; r++) {
+      const value = of.values[r * of.columns + c];
+      if (value === value) [sum, count] = [sum + value, count + 1];
+    }
+    found[c] = count ? sum / count : NaN;
+  }
+  return found;
+}
+
+export const rowOf = (of: Field, row: number) => of.values.subarray(row * of.columns, (row + 1) * of.columns);
+const columnOf = (of: Field, column: number) => Float32Array.from({ length: of.rows }, (_, row) => of.values[row * of.columns + column]);
+
+/** The largest value of patches: CLS and registers would often drown them. */
+export function topOf(values: Float32Array): number {
+  let top = 0;
+  for (let n = data.image!.special; n < values.length; n++) if (values[n] > top) top = values[n];
+  return top || 1;
+}
+
+export interface Patches {
+  values: Float32Array | null; // null: the image alone
+  top: number;
+  scale: Scale;
+  colours: Colours;
+  over: boolean;
+  chosen: number | null; // a key
+  size: [number, number];
+}
+
+/** Patches in colours, with the outline of the object and a frame around the chosen one. */
+export function drawPatches(surface: Surface, { values, top, scale, colours, over, chosen, size: [width, height] }: Patches): void {
+  const { grid: [rows, columns], special } = data.image!;
+  const box = { x: 0, y: 0, width, height };
+  const image = theImage();
+  if (!values || over) surface.image(image, { x: 0, y: 0, width: image.width, height: image.height }, box);
+  const [across, down] = [width / columns, height / rows];
+  if (values) {
+    const of = { top, signed: false } as Field;
+    const canvas = document.createElement("canvas");
+    canvas.width = columns;
+    canvas.height = rows;
+    const context = canvas.getContext("2d")!;
+    context.globalAlpha = over ? 0.68 : 1;
+    for (let n = 0; n < rows * columns; n++) {
+      const value = values[n + special];
+      if (value !== value) continue;
+      context.fillStyle = colour(place(value, of, scale), colours).fill;
+      context.fillRect(n % columns, Math.floor(n / columns), 1, 1);
+    }
+    surface.image(canvas, { x: 0, y: 0, width: columns, height: rows }, box);
+  }
+  const thick = Math.max(1, Math.min(3, across / 12));
+  if (across >= 5) outline(surface, across, down, thick);
+  if (chosen === null || chosen < special) return;
+  const [x, y] = [((chosen - special) % columns) * across, Math.floor((chosen - special) / columns) * down];
+  surface.frame({ x: x + 1.5, y: y + 1.5, width: across - 3, height: down - 3 }, "#000", 3);
+  surface.frame({ x: x + 1.5, y: y + 1.5, width: across - 3, height: down - 3 }, "#fff", 1.5);
+}
+
+/** Where object and ground meet. */
+function outline(surface: Surface, across: number, down: number, thick: number): void {
+  const { grid: [rows, columns], outline: inside } = data.image!;
+  for (const [fill, wide] of [["#000", thick + 2], ["#fff", thick]] as const) {
+    for (let n = 0; n < inside.length; n++) {
+      const [row, column] = [Math.floor(n / columns), n % columns];
+      const right = column + 1 < columns && inside[n] !== inside[n + 1];
+      const below = row + 1 < rows && inside[n] !== inside[n + columns];
+      const [x, y] = [(column + 1) * across, (row + 1) * down];
+      if (right) surface.box({ x: x - wide / 2, y: row * down - wide / 2, width: wide, height: down + wide }, fill);
+      if (below) surface.box({ x: column * across - wide / 2, y: y - wide / 2, width: across + wide, height: wide }, fill);
+    }
+  }
+}
+
+// ---------------------------------------------------------------- one head
+
+interface Props {
+  layer: Layer;
+  map: HeadMap;
+  field: Field;
+  state: State;
+  theme: string;
+  change: (part: Partial<State>) => void;
+}
+
+export function Images({ layer, field: of, state, theme, change }: Props) {
+  const { special, grid } = data.image!;
+  const chosen = state.row ?? special + Math.floor(grid[0] / 2) * grid[1] + Math.floor(grid[1] / 2);
+  const [over, setOver] = useState("");
+  const row = rowOf(of, chosen);
+  const column = columnOf(of, chosen);
+  const mean = received(of);
+  const name = token(chosen, true)!;
+  const pin = (at: number) => change({ row: at, column: at });
+  const say = (text: string | null) => setOver(text ?? "");
+  const rest = { state, theme, pin, chosen, head: [layer.index, state.head] as [number, number] };
+  const best = (values: Float32Array) => {
+    let at = special;
+    for (let n = special; n < values.length; n++) if (values[n] > values[at]) at = n;
+    return `Most on ${token(at, true)}: ${figure(values[at])}, ${(values[at] * values.length).toFixed(1)} × an even spread.`;
+  };
+  return (
+    <div>
+      <div class="pictures">
+        <Pane {...rest} values={null} caption="The image. Click a patch to see where it looks; arrows choose another." title="image"
+          say={(at) => say(at === null ? null : token(at, true))} />
+        <Pane {...rest} values={row} caption={<>Where <b>{name}</b> looks. {best(row)}</>} title="looks"
+          say={(at) => say(at === null ? null : `${name} → ${token(at, true)}: ${figure(row[at])}`)} />
+        <Pane {...rest} values={column} caption={<>Who looks at <b>{name}</b>.</>} title="looked-at"
+          say={(at) => say(at === null ? null : `${token(at, true)} → ${name}: ${figure(column[at])}`)} />
+        <Pane {...rest} values={mean} caption={<>Where all look, on average. {best(mean)}</>} title="all"
+          say={(at) => say(at === null ? null : `all → ${token(at, true)}: ${figure(mean[at])} on average`)} />
+      </div>
+      <p class="readout" aria-live="polite">{over || "Point at a patch for its number."}</p>
+      {special > 0 && (
+        <p class="specials">No patches: {Array.from({ length: special }, (_, at) => (
+          <button type="button" key={at} aria-pressed={chosen === at} onClick={() => pin(at)} title="See where it looks">
+            {token(at)} <small>{at === chosen ? "chosen, itself " : ""}{figure(row[at])}</small>
+          </button>
+        ))} <small>with the weight that {name} puts on {special === 1 ? "it" : "each"}. Colours are scaled to the patches alone.</small></p>
+      )}
+      <p class="hint">{of.top ? "Each picture has its own scale, from 0 to its largest patch." : ""} A line is the outline of the object, where one was found.</p>
+    </div>
+  );
+}
+
+interface PaneProps {
+  state: State;
+  theme: string;
+  chosen: number;
+  values: Float32Array | null;
+  caption: preact.ComponentChildren;
+  title: string;
+  head: [number, number];
+  pin: (at: number) => void;
+  say: (at: number | null) => void;
+}
+
+function Pane({ state, theme, chosen, values, caption, title, head, pin, say }: PaneProps) {
+  const canvas = useRef<HTMLCanvasElement>(null);
+  const { grid: [rows, columns], special } = data.image!;
+  const side = Math.max(1, Math.floor(300 / Math.max(rows, columns)));
+  const size: [number, number] = [side * columns, side * rows];
+  const patches = (): Patches => ({
+    values, top: values ? topOf(values) : 1, scale: state.scale, colours: state.colours, over: state.over, size,
+    chosen: title === "all" ? null : chosen,
+  });
+  useEffect(() => {
+    const ratio = window.devicePixelRatio || 1;
+    canvas.current!.width = size[0] * ratio;
+    canvas.current!.height = size[1] * ratio;
+    const context = canvas.current!.getContext("2d")!;
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    drawPatches(new CanvasSurface(context), patches());
+    canvas.current!.dataset.drawn = "yes";
+  }, [values, state.scale, state.colours, state.over, chosen, theme, ...size]);
+  const at = (event: MouseEvent) => {
+    const box = canvas.current!.getBoundingClientRect();
+    const part = (x: number, length: number, parts: number) => Math.max(0, Math.min(parts - 1, Math.floor((x / length) * parts)));
+    return special + part(event.clientY - box.top, box.height, rows) * columns + part(event.clientX - box.left, box.width, columns);
+  };
+  const pressed = (event: KeyboardEvent) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[event.key];
+    if (!by) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const to = Math.max(chosen, special) + by;
+    if (to >= special && to < special + rows * columns) pin(to);
+  };
+  const svg = () => {
+    const surface = new SvgSurface();
+    drawPatches(surface, patches());
+    save(`headscope-layer-${head[0]}-head-${head[1]}-${title}.svg`, new Blob([surface.written(...size, nameOf(...head))], { type: "image/svg+xml" }));
+  };
+  return (
+    <figure>
+      <canvas ref={canvas} class="patches" tabIndex={0} role="img" aria-label={`${title} of ${nameOf(...head)}. Arrow keys choose a patch.`}
+        onClick={(event) => pin(at(event))} onMouseMove={(event) => say(at(event))} onMouseLeave={() => say(null)} onKeyDown={pressed} />
+      <figcaption>{caption}{" "}
+        {values && (
+          <span class="tools">
+            <button type="button" onClick={() => canvas.current!.toBlob((blob) => blob && save(`headscope-layer-${head[0]}-head-${head[1]}-${title}.png`, blob))}>PNG</button>{" "}
+            <button type="button" onClick={svg}>SVG</button>
+          </span>
+        )}
+      </figcaption>
+    </figure>
+  );
+}
+
+/** Regions of the image and how much of a head falls on each, against an even spread. */
+export function Regions({ layer, head }: { layer: number; head: number }) {
+  const { regionWords, looks } = data.image!;
+  const aside = ["distance_ratio", "layout_r2"];
+  const shown = Object.keys(regionWords).filter((name) => !aside.includes(name) && data.statistics[layer][name]?.mean[head] != null);
+  if (shown.length === 0) return null;
+  const most = Math.max(4, ...shown.map((name) => data.statistics[layer][name].mean[head]!));
+  const best = looks[layer]?.[head];
+  return (
+    <div>
+      <h3>What it looks at</h3>
+      {best && <p>Most at <b>{best[0]}</b>: {best[1].toFixed(2)} times as much as an even spread would.</p>}
+      <ul class="regions">
+        {shown.map((name) => {
+          const ratio = data.statistics[layer][name].mean[head]!;
+          return (
+            <li key={name} title={regionWords[name].meaning}>
+              <span>{regionWords[name].heading}</span>
+              <span class="meter" aria-hidden="true"><i style={{ width: `${(100 * ratio) / most}%` }} /><u style={{ left: `${100 / most}%` }} /></span>
+              <span>× {ratio.toFixed(2)}</span>
+            </li>
+          );
+        })}
+      </ul>
+      <p class="hint">The line marks 1, an even spread. Regions overlap.</p>
+    </div>
+  );
+}

@@ -1,0 +1,131 @@
+// What is shown. All of it stands in the address, so that a link leads back to the same view.
+
+import { data } from "./data";
+import type { Colours, Pool, Scale } from "./field";
+
+export type View = "heads" | "head" | "compare" | "table" | "found" | "trace";
+export type Thumbs = "received" | "patch" | "map";
+
+export interface State {
+  view: View;
+  layer: number;
+  head: number;
+  otherLayer: number;
+  otherHead: number;
+  pool: Pool;
+  scale: Scale;
+  colours: Colours;
+  sink: boolean; // hide it
+  sort: string; // "" = the order of the model
+  down: boolean;
+  pattern: string; // "" = all
+  by: string; // the statistic to filter by, "" = none
+  least: number;
+  row: number | null; // pinned bins
+  column: number | null;
+  thumbs: Thumbs; // of an image: what the small pictures show
+  over: boolean; // colours lie over the image
+  zoom: [number, number, number]; // scale, and the middle of what is seen as shares of keys and queries
+}
+
+const pooled = data.layers.some((layer) => layer.map && !layer.map.exact);
+
+export const FIRST: State = {
+  view: "heads",
+  layer: 0,
+  head: 0,
+  otherLayer: 0,
+  otherHead: data.layers[0].heads > 1 ? 1 : 0,
+  pool: "mean",
+  scale: pooled ? "log" : "linear",
+  colours: "viridis",
+  sink: false,
+  sort: "",
+  down: true,
+  pattern: "",
+  by: "",
+  least: 0,
+  row: null,
+  column: null,
+  thumbs: "received",
+  over: coarse(),
+  zoom: [1, 0.5, 0.5],
+};
+
+/** Whether a patch has enough pixels for colours over them to be told from the image. */
+function coarse(): boolean {
+  return data.image !== null && data.image.height / data.image.grid[0] >= 4;
+}
+
+/** The views that this page has something for. */
+export const VIEWS: [View, string][] = [
+  ["heads", "All heads"],
+  ["head", "One head"],
+  ["compare", "Compare"],
+  ["table", "Figures"],
+  ...(data.tables.length > 0 ? ([["found", "What follows"]] as [View, string][]) : []),
+  ...(data.trace ? ([["trace", "Step by step"]] as [View, string][]) : []),
+];
+
+function whole(text: string | null, most: number): number | null {
+  const found = text === null ? NaN : Number(text);
+  return Number.isInteger(found) && found >= 0 && found < most ? found : null;
+}
+
+function oneOf<T extends string>(text: string | null, known: readonly T[], otherwise: T): T {
+  return known.includes(text as T) ? (text as T) : otherwise;
+}
+
+/** The state that an address names; what it does not say, or says wrongly, is as at first. */
+export function parse(hash: string): State {
+  const said = new URLSearchParams(hash.replace(/^#/, ""));
+  const layer = whole(said.get("layer"), data.layers.length) ?? FIRST.layer;
+  const otherLayer = whole(said.get("other"), data.layers.length) ?? FIRST.otherLayer;
+  const map = data.layers[layer].map;
+  const zoom = (said.get("zoom") ?? "").split(",").map(Number);
+  const names = ["", ...data.names.map((each) => each.name)];
+  return {
+    view: oneOf(said.get("view"), VIEWS.map(([name]) => name), FIRST.view),
+    layer,
+    head: whole(said.get("head"), data.layers[layer].heads) ?? FIRST.head,
+    otherLayer,
+    otherHead: whole(said.get("otherhead"), data.layers[otherLayer].heads) ?? FIRST.otherHead % data.layers[otherLayer].heads,
+    pool: oneOf(said.get("pool"), ["mean", "max"], FIRST.pool),
+    scale: oneOf(said.get("scale"), ["linear", "log"], FIRST.scale),
+    colours: oneOf(said.get("colours"), ["viridis", "cividis", "magma"], FIRST.colours),
+    sink: said.get("sink") === "hidden",
+    sort: oneOf(said.get("sort"), [...names, "score"], FIRST.sort),
+    down: said.get("down") !== "0",
+    pattern: oneOf(said.get("pattern"), ["", ...Object.keys(data.patternWords)], ""),
+    by: oneOf(said.get("by"), [...names, "score"], ""),
+    least: Number.isFinite(Number(said.get("least"))) ? Number(said.get("least")) : 0,
+    row: map ? whole(said.get("row"), map.rows) : null,
+    column: map ? whole(said.get("column"), map.columns) : null,
+    thumbs: oneOf(said.get("thumbs"), ["received", "patch", "map"], FIRST.thumbs),
+    over: said.has("over") ? said.get("over") === "1" : FIRST.over,
+    zoom: zoom.length === 3 && zoom.every(Number.isFinite) && zoom[0] >= 1 ? (zoom as State["zoom"]) : FIRST.zoom,
+  };
+}
+
+/** The address of a state: what differs from the first one. */
+export function address(state: State): string {
+  const said = new URLSearchParams();
+  const add = (name: string, value: unknown, first: unknown) => {
+    if (String(value) !== String(first) && value !== null) said.set(name, String(value));
+  };
+  add("view", state.view, FIRST.view);
+  add("layer", state.layer, FIRST.layer);
+  add("head", state.head, FIRST.head);
+  if (state.view === "compare") {
+    said.set("other", String(state.otherLayer));
+    said.set("otherhead", String(state.otherHead));
+  }
+  for (const name of ["pool", "scale", "colours", "sort", "pattern", "by", "least", "row", "column", "thumbs"] as const) {
+    add(name, state[name], FIRST[name]);
+  }
+  if (!state.down) said.set("down", "0");
+  if (state.sink) said.set("sink", "hidden");
+  if (state.over !== FIRST.over) said.set("over", state.over ? "1" : "0");
+  if (state.zoom[0] > 1) said.set("zoom", state.zoom.map((each) => +each.toPrecision(5)).join(","));
+  return `#${said}`;
+}

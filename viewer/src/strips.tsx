@@ -1,0 +1,194 @@
+// Weights near the diagonal and on the first keys, at full resolution: a column for each query, a line for each distance.
+
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { hasTexts, type Layer, queryAt, strip, token } from "./data";
+import { colour, type Colours } from "./field";
+import { save } from "./map";
+import type { State } from "./state";
+import { served, stripOf } from "./tiles";
+import { figure, nameOf, position, whole } from "./words";
+
+const LINE = 11; // pixels
+const LEFT = 58;
+const HIDDEN = 255;
+const ASKED = 2048; // queries at a time of a server
+
+interface Band {
+  low: number;
+  high: number;
+  first: number;
+  from: number; // the first query that is here
+  codes: Uint8Array;
+}
+
+/** The strip of a head around some query: from the page, or from the server. */
+function useBand(layer: Layer, head: number, from: number): Band | null {
+  const said = layer.strips;
+  const place = said?.heads[head];
+  const [found, setFound] = useState<{ key: string; band: Band } | null>(null);
+  const start = place ? 0 : Math.max(0, Math.min(Math.floor(from / 1024) * 1024, layer.lengths![0] - ASKED));
+  const key = `${layer.index}.${head}.${start}`;
+  useEffect(() => {
+    let stale = false;
+    const keep = (band: Band) => !stale && setFound({ key, band });
+    if (said && place) void strip(place).then((codes) => keep({ low: said.low, high: said.high, first: said.first, from: 0, codes }));
+    else if (served(layer)) {
+      const [low, high, first] = [-31, 0, Math.min(4, layer.lengths![1])];
+      const stop = Math.min(layer.lengths![0], start + ASKED);
+      void stripOf(layer, head, [start, stop], low, high, first).then((codes) => keep({ low, high, first, from: start, codes }));
+    }
+    return () => void (stale = true);
+  }, [key]);
+  return found?.key === key ? found.band : null;
+}
+
+export function hasStrips(layer: Layer): boolean {
+  return layer.lengths !== null && (layer.strips !== null || served(layer));
+}
+
+interface Props {
+  layer: Layer;
+  state: State;
+  theme: string;
+  change: (part: Partial<State>) => void;
+}
+
+export function Strips(props: Props) {
+  const { layer, state } = props;
+  const there = layer.strips?.heads[state.head] || served(layer);
+  const others = Object.keys(layer.strips?.heads ?? {});
+  return (
+    <div class="strips">
+      <h3>Near the diagonal, and on the first keys</h3>
+      {there ? <Strip {...props} /> : (
+        <p class="hint">The page holds these at full resolution for up to 16 heads{others.length > 0 && `, in this layer for ${others.length === 1 ? "head" : "heads"} ${others.join(", ")}`}; not for this one.</p>
+      )}
+    </div>
+  );
+}
+
+function Strip({ layer, state, theme }: Props) {
+  const [queries] = layer.lengths!;
+  const canvas = useRef<HTMLCanvasElement>(null);
+  const frame = useRef<HTMLDivElement>(null);
+  const [width, setWidth] = useState(600);
+  const [count, setCount] = useState(Math.min(queries, 100));
+  const [from, setFrom] = useState(0);
+  const [over, setOver] = useState<string>("");
+  const pinned = state.row !== null && layer.map?.ranges ? Math.floor((state.row * queries) / layer.map.rows) : null;
+  useEffect(() => {
+    if (pinned !== null && queries > count) setFrom(Math.max(0, Math.min(queries - count, pinned - Math.floor(count / 2))));
+  }, [pinned]);
+  useEffect(() => {
+    const watcher = new ResizeObserver(([entry]) => setWidth(Math.max(240, Math.min(1400, Math.floor(entry.contentRect.width)))));
+    watcher.observe(frame.current!);
+    return () => watcher.disconnect();
+  }, []);
+  const band = useBand(layer, state.head, from);
+  const start = Math.max(0, Math.min(from, queries - count));
+  const near = band ? band.high - band.low + 1 : 0;
+  const lines = near + (band?.first ?? 0);
+  const height = lines * LINE + 8 + 16;
+  const side = (width - LEFT) / count;
+  const name = (line: number) => (line < near ? distance(band!.high - line) : `key ${line - near}`);
+  const value = (query: number, line: number) => {
+    const code = band!.codes[(query - band!.from) * lines + (line < near ? near - 1 - line : line)];
+    return code === undefined || code === HIDDEN ? NaN : (code / 254) ** 2;
+  };
+  const top = (line: number) => line * LINE + (line >= near ? 8 : 0);
+  useEffect(() => {
+    const ratio = window.devicePixelRatio || 1;
+    const element = canvas.current!;
+    element.width = width * ratio;
+    element.height = height * ratio;
+    const context = element.getContext("2d")!;
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    if (!band) return;
+    const style = getComputedStyle(document.documentElement);
+    context.font = "10px system-ui, 'DejaVu Sans', sans-serif";
+    context.textBaseline = "middle";
+    context.textAlign = "right";
+    for (let line = 0; line < lines; line++) {
+      context.fillStyle = style.getPropertyValue("--quiet");
+      if (line >= near || line % 4 === 0) context.fillText(name(line), LEFT - 5, top(line) + LINE / 2);
+      for (let n = 0; n < count; n++) {
+        const p = value(start + n, line);
+        context.fillStyle = p === p ? shade(p, state) : style.getPropertyValue("--hidden");
+        context.fillRect(LEFT + n * side, top(line), Math.ceil(side), LINE - (LINE > 6 ? 1 : 0));
+      }
+    }
+    context.textAlign = "center";
+    context.fillStyle = style.getPropertyValue("--quiet");
+    const every = step(44 / side);
+    for (let query = Math.ceil(start / every) * every; query < start + count; query += every) {
+      context.fillText(whole(query), Math.max(LEFT + 8, Math.min(width - 16, LEFT + (query - start + 0.5) * side)), height - 8);
+    }
+    element.dataset.drawn = "yes";
+  }, [band, start, count, width, state.scale, state.colours, theme]);
+  const label = useMemo(() => `Weights of ${nameOf(layer.index, state.head)} near the diagonal, queries ${start} to ${start + count - 1}`, [start, count, state.head]);
+  const point = (event: MouseEvent) => {
+    const box = canvas.current!.getBoundingClientRect();
+    const query = start + Math.floor((event.clientX - box.left - LEFT) / side);
+    const y = event.clientY - box.top;
+    const line = Math.floor((y >= near * LINE + 8 ? y - 8 : y) / LINE);
+    if (!band || query < start || query >= start + count || line < 0 || line >= lines) return setOver("");
+    const key = line < near ? queryAt(layer, query) + band.high - line : line - near;
+    const p = value(query, line);
+    setOver(`query ${position(layer, "query", query)} → key ${key < 0 ? "none" : position(layer, "key", key)}: ${p === p ? figure(p) : "may not be seen"}`);
+  };
+  const sizes = [20, 50, 100, 200, 500].filter((n) => n < queries);
+  return (
+    <div ref={frame}>
+      <p class="switches">
+        <label>queries from <input type="number" min={0} max={Math.max(0, queries - count)} value={start} onInput={(event) => Number.isInteger(event.currentTarget.valueAsNumber) && setFrom(Math.max(0, event.currentTarget.valueAsNumber))} /></label>
+        <input type="range" aria-label="First query" min={0} max={Math.max(0, queries - count)} value={start} onInput={(event) => setFrom(event.currentTarget.valueAsNumber)} />
+        {sizes.length > 0 && (
+          <label>at a time <select value={count} onChange={(event) => setCount(Number(event.currentTarget.value))}>
+            {[...new Set([...sizes, Math.min(queries, 1000)])].map((n) => <option key={n} value={n}>{whole(n)}</option>)}
+          </select></label>
+        )}
+        <button type="button" onClick={() => canvas.current!.toBlob((blob) => blob && save(`headscope-layer-${layer.index}-head-${state.head}-strip.png`, blob))}>PNG</button>
+      </p>
+      <canvas ref={canvas} class="band" role="img" aria-label={label} style={{ width: `${width}px`, height: `${height}px` }}
+        onMouseMove={point} onMouseLeave={() => setOver("")} />
+      <p class="readout" aria-live="polite"><bdi>{over || "A column is a query; lines are keys by their distance from it, below them the first keys. Every weight is here, in 8 bits."}</bdi></p>
+    </div>
+  );
+}
+
+function distance(by: number): string {
+  return by === 0 ? "itself" : `${by < 0 ? "−" : "+"}${Math.abs(by)}`;
+}
+
+function shade(p: number, state: { scale: string; colours: Colours }): string {
+  const at = state.scale === "log" ? Math.max(0, 1 + Math.log10(Math.max(p, 1e-9)) / 4) : p;
+  return colour(at, state.colours).fill;
+}
+
+function step(least: number): number {
+  const ten = 10 ** Math.max(0, Math.floor(Math.log10(Math.max(1, least))));
+  return [1, 2, 5, 10].map((each) => each * ten).find((each) => each >= least) ?? 10 * ten;
+}
+
+// ---------------------------------------------------------------- the largest weights of a row
+
+/** The keys that a query looks at most, exact; of a pinned row of bins the first query. */
+export function Top({ layer, top, row }: { layer: Layer; top: { each: number; p: Float32Array; keys: Uint32Array }; row: number }) {
+  const [queries] = layer.lengths!;
+  const rows = layer.map?.ranges ? layer.map.rows : queries;
+  const [start, stop] = rows < queries ? [Math.floor((row * queries) / rows), Math.floor(((row + 1) * queries) / rows)] : [row, row + 1];
+  const [at, setAt] = useState(start);
+  const query = Math.max(start, Math.min(stop - 1, at));
+  const found = Array.from({ length: top.each }, (_, n) => query * top.each + n).filter((n) => top.keys[n] !== 0xffffffff);
+  return (
+    <div>
+      <h4>The largest weights of query {stop - start > 1
+        ? <input type="number" aria-label="Query" min={start} max={stop - 1} value={query} onInput={(event) => Number.isInteger(event.currentTarget.valueAsNumber) && setAt(event.currentTarget.valueAsNumber)} />
+        : whole(query)} {hasTexts(layer) && <bdi>“{token(queryAt(layer, query), true)}”</bdi>}</h4>
+      <ol class="largest">
+        {found.map((n) => <li key={n}><b>{figure(top.p[n])}</b> key <bdi>{position(layer, "key", top.keys[n])}</bdi></li>)}
+      </ol>
+    </div>
+  );
+}
+

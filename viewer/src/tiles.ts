@@ -1,0 +1,55 @@
+// Exact pieces of the weights, from the server that the page came from, if it came from one.
+
+import { data, type Layer } from "./data";
+import type { Field, Pool } from "./field";
+
+const MOST_PAIRS = 2 ** 26;
+const LARGEST = 512;
+
+export interface Tile {
+  layer: number;
+  head: number;
+  queries: [number, number];
+  keys: [number, number];
+  rows: number;
+  columns: number;
+  mean: Float32Array;
+  max: Float32Array;
+}
+
+export function served(layer: Layer): boolean {
+  return data.served?.[layer.index] ?? false;
+}
+
+/** Whether each cell of a tile is one weight. */
+export function isExact(tile: Tile): boolean {
+  return tile.rows === tile.queries[1] - tile.queries[0] && tile.columns === tile.keys[1] - tile.keys[0];
+}
+
+async function ask(what: string, given: Record<string, number>, signal?: AbortSignal): Promise<ArrayBuffer> {
+  const said = new URLSearchParams(Object.entries(given).map(([name, value]) => [name, String(value)]));
+  const answer = await fetch(`${what}?${said}`, signal ? { signal } : {});
+  if (!answer.ok) throw new Error((await answer.text()).trim());
+  return answer.arrayBuffer();
+}
+
+/** These queries and keys, or null where they are more than the server computes at once. */
+export async function tile(layer: Layer, head: number, queries: [number, number], keys: [number, number], signal: AbortSignal): Promise<Tile | null> {
+  const [high, wide] = [queries[1] - queries[0], keys[1] - keys[0]];
+  if (high * wide > MOST_PAIRS || high < 1 || wide < 1) return null;
+  const [rows, columns] = [Math.min(LARGEST, high), Math.min(LARGEST, wide)];
+  const given = { layer: layer.index, head, i0: queries[0], i1: queries[1], j0: keys[0], j1: keys[1], size: LARGEST };
+  const values = new Float32Array(await ask("tile", given, signal));
+  const cells = rows * columns;
+  return { layer: layer.index, head, queries, keys, rows, columns, mean: values.subarray(0, cells), max: values.subarray(cells) };
+}
+
+/** As a field with the colours of the whole map. */
+export function asField(from: Tile, pool: Pool, top: number): Field {
+  return { rows: from.rows, columns: from.columns, values: pool === "max" ? from.max : from.mean, top, pool, signed: false, sink: false };
+}
+
+/** The strip of some queries of a head. */
+export async function stripOf(layer: Layer, head: number, queries: [number, number], low: number, high: number, first: number): Promise<Uint8Array> {
+  return new Uint8Array(await ask("strip", { layer: layer.index, head, i0: queries[0], i1: queries[1], low, high, first }));
+}
