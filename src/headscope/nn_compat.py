@@ -271,7 +271,7 @@ def _seen(
     for hidden in (attn_mask, padding):
         if hidden is None:
             continue
-        hidden = F.pad(hidden, (extra, 0))  # False, or 0: nothing is hidden
+        hidden = F.pad(hidden, (extra, 0)) if extra else hidden  # False, or 0: nothing is hidden
         if hidden.dtype == torch.bool:
             mask = _and(mask, Dense(~hidden))
         else:
