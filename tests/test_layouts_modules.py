@@ -264,6 +264,12 @@ def test_known_layouts_say_whose_they_are() -> None:
     assert all(layouts.known().values())
 
 
+def test_the_page_lists_every_layout() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "layouts.md").read_text(encoding="utf-8")
+    table = page[page.index("## The layouts") : page.index("## What is not exactly theirs")]
+    assert [name for name in layouts.known() if f"`{name}`" not in table] == []
+
+
 STATE = layout_modules.WQ(E, H).state_dict()
 
 
