@@ -59,7 +59,7 @@ CORE = [
         "_observe_native",
         "_observe_sums",
     ),
-    *("functional", "_linear", "positions", "cache", "module"),
+    *("functional", "_linear", "positions", "cache", "_nested", "module"),
     *("_decision_parts", "_head_distances", "_pattern_means", "decisions", "comparing"),
     *("_layout_table", "layouts", "nn_compat"),
     *(

@@ -219,7 +219,8 @@ class MultiHeadAttention(nn.Module):
         """Attend from ``x`` to itself, or to ``context``.
 
         Args:
-            x: what the queries are projected from, [B, Q, embed_dim] or [Q, embed_dim].
+            x: what the queries are projected from, [B, Q, embed_dim] or [Q, embed_dim]; or a nested tensor of layout
+                torch.jagged, [B, ragged, embed_dim], whose rows each see themselves: the output is nested likewise.
             context: what keys and values are projected from, [B, K, kdim]; or a pair, for the keys [B, K, kdim] and for
                 the values [B, K, vdim]; by default ``x``.
             mask: what may be seen, a mask of ``headscope.masks`` or a boolean tensor that broadcasts to [B, H, Q, K];
@@ -238,6 +239,10 @@ class MultiHeadAttention(nn.Module):
         Raises:
             TypeError, ValueError: an input, mask or bias that does not fit; it names argument, axis, got and wanted.
         """
+        if getattr(x, "is_nested", False):
+            return self._of_nested(
+                x, context, mask, bias=bias, need_weights=need_weights, positions=positions, cache=cache
+            )
         q, k, v = self.project(x, context)
         if cache is not None or positions is not None or not self.plain:
             q, k, v, mask, bias = self._place((q, k, v), mask, bias, positions, cache, cross=context is not None)
@@ -276,6 +281,12 @@ class MultiHeadAttention(nn.Module):
         assert self.bias_v is not None
         v = self.bias_v.repeat_interleave(self.num_heads // self.kv_heads, 0)[:, None]  # [H, 1, Dv]
         return (heads * (1 - own) + F.dropout(own, dropout) * v).to(heads.dtype)
+
+    def _of_nested(self, x: Tensor, context: Any, mask: Mask | Tensor | None, **others: object) -> Tensor:
+        from headscope import _nested
+
+        located = self.rotary is not None or self.position_bias is not None
+        return _nested.forward(self.forward, x, context, mask, located, **others)
 
     def project(
         self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None

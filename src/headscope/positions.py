@@ -14,7 +14,18 @@ from torch import Tensor, nn
 
 from headscope._call import is_traced, kind, shapes
 
-__all__ = ["NTK", "ALiBi", "LinearScaling", "Llama3", "RelativeBias", "Rotary", "T5Buckets", "YaRN"]
+__all__ = [
+    "NTK",
+    "ALiBi",
+    "LinearScaling",
+    "Llama3",
+    "RelativeBias",
+    "Rotary",
+    "T5Buckets",
+    "YaRN",
+    "matrix",
+    "restarting",
+]
 
 Places: TypeAlias = "Tensor | slice"
 """Positions: integers [T] or [B, T]; or a slice of 0, 1, 2, …"""
@@ -452,6 +463,12 @@ def matrix(bias: PositionBias, q_pos: Tensor, k_pos: Tensor, dtype: torch.dtype 
     """
     between = k_pos[..., None, :] - q_pos[..., None]  # [..., Q, K]
     return bias.of(between, dtype).movedim(-1, -3)  # [..., H, Q, K]
+
+
+def restarting(cu_seqlens: Tensor) -> Tensor:
+    """Positions of packed sequences, from 0 in each: cumulative lengths 0, 3, 5 -> 0, 1, 2, 0, 1; integers [total]."""
+    starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())  # [total]
+    return torch.arange(len(starts), device=starts.device) - starts
 
 
 # ---------------------------------------------------------------- checks
