@@ -50,45 +50,27 @@ def assert_same_state(made: MultiHeadAttention, layout: str, state: dict[str, Te
 # ---------------------------------------------------------------- nn.MultiheadAttention
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("options", [
-    {}, {"bias": False}, {"batch_first": True}, {"add_zero_attn": True}, {"kdim": 7, "vdim": 3},
-    {"kdim": 7, "bias": False}, {"add_bias_kv": True}, {"add_bias_kv": True, "add_zero_attn": True, "vdim": 5},
-], ids=str)  # fmt: skip
-def test_torch(options: dict[str, Any], mask: str) -> None:
-    theirs = randomized(nn.MultiheadAttention(E, H, **options))
+@pytest.mark.parametrize("batch_first", [False, True], ids=["LNE", "NLE"])
+@pytest.mark.parametrize("add_zero_attn", [False, True], ids=["", "zero"])
+@pytest.mark.parametrize("add_bias_kv", [False, True], ids=["", "bias_kv"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("widths", [{}, {"kdim": 7, "vdim": 3}, {"vdim": 5}], ids=["one width", "three", "two"])
+def test_torch(widths: dict[str, int], bias: bool, add_bias_kv: bool, add_zero_attn: bool, batch_first: bool) -> None:
+    options = {"bias": bias, "add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn, "batch_first": batch_first}
+    theirs = randomized(nn.MultiheadAttention(E, H, **options, **widths))
     made = MultiHeadAttention.from_module(theirs)
-    x = torch.randn(B, T, E)
-    key = torch.randn(B, T, options.get("kdim", E)) if {"kdim", "vdim"} & set(options) else x
-    value = torch.randn(B, T, options["vdim"]) if "vdim" in options else torch.randn(B, T, E) if key is not x else x
-    context = None if key is x else (key, value)
-    seen = hidden(MASKS[mask])
-    order = (lambda y: y) if options.get("batch_first") else (lambda y: y.transpose(0, 1))
-    given = None if seen is None else seen.flatten(0, 1)
-    expected, weights = theirs(*map(order, (x, key, value)), attn_mask=given, average_attn_weights=False)
-    out, ours = made(x, context, mask=MASKS[mask], need_weights=True)
-    torch.testing.assert_close(out, order(expected))
-    torch.testing.assert_close(made(x, context, mask=MASKS[mask]), out)
-    torch.testing.assert_close(ours, weights[..., :T])
-    assert_same_state(made, "torch_separate" if context else "torch", theirs.state_dict())
-
-
-def test_torch_by_headscope() -> None:
-    """nn_compat's module is torch's."""
-    theirs = nn.MultiheadAttention(E, H, batch_first=True)
-    made = MultiHeadAttention.from_module(nn_compat.MultiheadAttention.from_torch(theirs))
-    x = torch.randn(B, T, E)
-    torch.testing.assert_close(made(x), theirs(x, x, x)[0])
-
-
-def test_torch_takes_ours_back() -> None:
-    """A module of ours with fewer biases, into torch's: a bias that is not there is zero."""
-    ours = randomized(MultiHeadAttention(E, H, bias=("q", "v")))
-    theirs = nn.MultiheadAttention(E, H, batch_first=True)
-    theirs.load_state_dict(ours.to_state_dict("torch"))
-    x = torch.randn(B, T, E)
-    torch.testing.assert_close(theirs(x, x, x)[0], ours(x))
-    assert not theirs.in_proj_bias.chunk(3)[1].any()
+    x, key, value = (torch.randn(B, T, width) for width in (E, widths.get("kdim", E), widths.get("vdim", E)))
+    context, inputs = ((key, value), (x, key, value)) if widths else (None, (x, x, x))
+    order = (lambda y: y) if batch_first else (lambda y: y.transpose(0, 1))
+    for name, mask in MASKS.items():
+        seen = hidden(mask)
+        given = None if seen is None else seen.flatten(0, 1)
+        expected, weights = theirs(*map(order, inputs), attn_mask=given, average_attn_weights=False)
+        out, ours = made(x, context, mask=mask, need_weights=True)
+        torch.testing.assert_close(out, order(expected), msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(ours, weights[..., :T], msg=lambda text, name=name: f"{name}, weights: {text}")
+        torch.testing.assert_close(made(x, context, mask=mask), out)
+    assert_same_state(made, "torch_separate" if widths else "torch", theirs.state_dict())
 
 
 @pytest.mark.parametrize("more", [{}, {"add_zero_attn": True}], ids=["", "zero"])
