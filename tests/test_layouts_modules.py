@@ -73,6 +73,24 @@ def test_torch(widths: dict[str, int], bias: bool, add_bias_kv: bool, add_zero_a
     assert_same_state(made, "torch_separate" if widths else "torch", theirs.state_dict())
 
 
+def test_torch_by_headscope() -> None:
+    """nn_compat's module is torch's."""
+    theirs = nn.MultiheadAttention(E, H, batch_first=True)
+    made = MultiHeadAttention.from_module(nn_compat.MultiheadAttention.from_torch(theirs))
+    x = torch.randn(B, T, E)
+    torch.testing.assert_close(made(x), theirs(x, x, x)[0])
+
+
+def test_torch_takes_ours_back() -> None:
+    """A module of ours with fewer biases, into torch's: a bias that is not there is zero."""
+    ours = randomized(MultiHeadAttention(E, H, bias=("q", "v")))
+    theirs = nn.MultiheadAttention(E, H, batch_first=True)
+    theirs.load_state_dict(ours.to_state_dict("torch"))
+    x = torch.randn(B, T, E)
+    torch.testing.assert_close(theirs(x, x, x)[0], ours(x))
+    assert not theirs.in_proj_bias.chunk(3)[1].any()
+
+
 @pytest.mark.parametrize("more", [{}, {"add_zero_attn": True}], ids=["", "zero"])
 def test_torch_with_a_key_of_its_own(more: dict[str, bool]) -> None:
     """Gradients too, and rows that may see nothing else."""
