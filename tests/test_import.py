@@ -59,7 +59,7 @@ CORE = [
         "_observe_native",
         "_observe_sums",
     ),
-    *("functional", "_linear", "positions", "cache", "_nested", "module"),
+    *("functional", "_linear", "positions", "cache", "_nested", "_pruning", "module"),
     *("_decision_parts", "_head_distances", "_pattern_means", "decisions", "comparing"),
     *(
         "_watch_masks",
@@ -70,7 +70,7 @@ CORE = [
         "_watch_tokens",
         "_watch_monitor",
     ),
-    *("_watch_transformers", "watching", "_watch_files"),
+    *("_watch_transformers", "watching", "_watch_files", "heads"),
 ]
 LATER = {
     "stats": {"_stats_show", "_stats_files"},
@@ -104,7 +104,7 @@ def test_every_public_name_is_there(name: str) -> None:
     "room",
     [
         *("functional", "masks", "positions", "cache", "module", "tracing", "stats", "watching", "examples"),
-        *("decisions", "comparing"),
+        *("decisions", "comparing", "heads"),
     ],
 )
 def test_every_name_of_a_room_is_there(room: str) -> None:
