@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from headscope import MultiHeadAttention, attention, functional, layouts, nn_compat, trace
+from headscope import MultiHeadAttention, ablate, attention, functional, layouts, nn_compat, trace
+from headscope._watch_calls import WatchError
 from headscope.masks import Band, KeyLengths, Mask, causal
 
 B, H, T, E = 3, 2, 5, 12  # batch, heads, length, width
@@ -129,6 +131,15 @@ def test_a_key_of_its_own_with_grouped_heads_softcap_and_dropout() -> None:
     once = made(x)
     torch.testing.assert_close(made.eval()(x), made(x))
     assert not torch.allclose(once, made(x))
+    small = made.prune_heads([2, 3])
+    assert small.bias_k is not None
+    torch.testing.assert_close(small.bias_k, made.bias_k[:1], rtol=0, atol=0)
+    zeroed = copy.deepcopy(made)
+    with torch.no_grad():
+        zeroed.out_proj.weight[:, E // 2 :] = 0
+    torch.testing.assert_close(small(x), zeroed(x))
+    with ablate(model := nn.ModuleList([made]), {"0": 1}), pytest.raises(WatchError, match="this module has bias_kv"):
+        model[0](x)
     with pytest.raises(TypeError, match="module: has bias_kv, whose steps cannot be traced yet"):
         trace(made, x)
 
