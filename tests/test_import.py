@@ -59,7 +59,7 @@ CORE = [
         "_observe_native",
         "_observe_sums",
     ),
-    *("functional", "onnx", "_linear", "positions", "cache", "_nested", "module"),
+    *("functional", "onnx", "_linear", "positions", "cache", "_nested", "_pruning", "module"),
     *("_decision_parts", "_head_distances", "_pattern_means", "decisions", "comparing"),
     *("_layout_table", "layouts", "nn_compat"),
     *(
@@ -71,7 +71,7 @@ CORE = [
         "_watch_tokens",
         "_watch_monitor",
     ),
-    *("_watch_transformers", "watching", "_watch_files"),
+    *("_watch_transformers", "watching", "_watch_files", "heads"),
 ]
 LATER = {
     "module": {"layouts"},
@@ -106,7 +106,7 @@ def test_every_public_name_is_there(name: str) -> None:
     "room",
     [
         *("functional", "masks", "positions", "cache", "module", "tracing", "stats", "watching", "examples"),
-        *("decisions", "comparing"),
+        *("decisions", "comparing", "heads"),
         *("layouts", "nn_compat"),
     ],
 )

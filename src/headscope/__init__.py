@@ -17,8 +17,10 @@ _HOME = {
     "Observe": "stats",
     "Recording": "watching",
     "Trace": "tracing",
+    "ablate": "heads",
     "attend": "functional",
     "attention": "functional",
+    "head_importance": "heads",
     "load_example": "examples",
     "observe": "functional",
     "trace": "tracing",
@@ -32,9 +34,11 @@ __all__ = [
     "Observe",
     "Recording",
     "Trace",
+    "ablate",
     "attend",
     "attention",
     "cache",
+    "head_importance",
     "layouts",
     "load_example",
     "masks",
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
     from headscope import cache, layouts, masks, nn_compat, positions
     from headscope.examples import load_example
     from headscope.functional import Attended, attend, attention, observe
+    from headscope.heads import ablate, head_importance
     from headscope.module import MultiHeadAttention
     from headscope.stats import HeadStats, Observe
     from headscope.tracing import Trace, trace

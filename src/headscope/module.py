@@ -199,6 +199,24 @@ class MultiHeadAttention(nn.Module):
         bias = self.qkv_proj.bias
         return self.qkv_proj.weight[rows], None if bias is None else bias[rows]  # pyright: ignore[reportUnnecessaryComparison]
 
+    def prune_heads(self, heads: Collection[int]) -> Self:
+        """A smaller module that computes what this one does without these heads; this one stays as it is.
+
+        Its output is that of this module with the heads' columns of ``out_proj`` set to zero. The heads that stay keep
+        their order and are numbered anew; a key/value head goes with the last query head that uses it.
+
+        Args:
+            heads: numbers of query heads, from 0.
+
+        Raises:
+            TypeError: they are not whole numbers.
+            ValueError: there is no such head, none would stay, or the key/value heads that stay would serve different
+                numbers of query heads; ``qk_norm="rms_all"``, which ties all heads together.
+        """
+        from headscope import _pruning
+
+        return _pruning.pruned(self, heads)
+
     @overload
     def forward(
         self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None, *, mask: Mask | Tensor | None = None,
