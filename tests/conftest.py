@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# Two processes of the run share the cores: threads that wait shall sleep, in what tests start, too.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -10,11 +15,19 @@ from headscope._backends import blocked
 
 # The tensors are small: a second thread costs more in waiting than it saves.
 torch.set_num_threads(1)
+torch.manual_seed(0)  # what a file makes at its top is the same in each process of the run
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 settings.register_profile("headscope", deadline=None, derandomize=True, database=None, suppress_health_check=_SLOW)
 settings.register_profile("long", parent=settings.get_profile("headscope"), derandomize=False, print_blob=True)
 settings.load_profile("headscope")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long runs may take as long as they take."""
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(0))
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ def test_a_closed_pipe_is_no_error(arguments: tuple[str, ...], tmp_path: Path) -
     reader, writer = os.pipe()
     os.close(reader)  # as `| head -1` does sooner or later: here before the first line
     process = subprocess.run(
-        [sys.executable, "-m", "headscope.cli", *arguments],
+        [sys.executable, "-m", "headscope", *arguments],
         cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
     )  # fmt: skip
     os.close(writer)

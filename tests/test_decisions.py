@@ -95,7 +95,10 @@ def test_each_planted_head_is_best_at_its_own_pattern_and_row_is_query() -> None
     ahead, behind = found.of("0", list(PLANTED).index("next")), found.of("0", list(PLANTED).index("previous"))
     assert (behind["previous"].score, behind["next"].score) == (pytest.approx(1, abs=1e-5), 0)
     assert (ahead["next"].score, ahead["previous"].score) == (pytest.approx(1, abs=1e-5), 0)
-    assert "next" not in patterns(planted(causal())).of("0", 0), "no row may see it"
+    found = patterns(planted(causal()))
+    assert "next" not in found.of("0", 0), "no row may see it"
+    with pytest.raises(KeyError, match="layer 1, head 0: no scores; there are scores of heads of 0"):
+        found.of("1", 0)
 
 
 def test_scores_are_exact_over_several_lengths_and_merged_runs() -> None:

@@ -59,8 +59,9 @@ CORE = [
         "_observe_native",
         "_observe_sums",
     ),
-    *("functional", "_linear", "module"),
+    *("functional", "onnx", "_linear", "positions", "cache", "_nested", "module"),
     *("_decision_parts", "_head_distances", "_pattern_means", "decisions", "comparing"),
+    *("_layout_table", "layouts", "nn_compat"),
     *(
         "_watch_masks",
         "_watch_calls",
@@ -73,6 +74,7 @@ CORE = [
     *("_watch_transformers", "watching", "_watch_files"),
 ]
 LATER = {
+    "module": {"layouts"},
     "stats": {"_stats_show", "_stats_files"},
     "watching": {"_watch_files", "report"},
 }  # imported when they are called: they are made of what is in it
@@ -102,7 +104,11 @@ def test_every_public_name_is_there(name: str) -> None:
 
 @pytest.mark.parametrize(
     "room",
-    ["functional", "masks", "module", "tracing", "stats", "watching", "examples", "decisions", "comparing"],
+    [
+        *("functional", "masks", "positions", "cache", "module", "tracing", "stats", "watching", "examples"),
+        *("decisions", "comparing"),
+        *("layouts", "nn_compat"),
+    ],
 )
 def test_every_name_of_a_room_is_there(room: str) -> None:
     module = import_module(f"headscope.{room}")

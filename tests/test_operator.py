@@ -55,7 +55,7 @@ def compiled(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
     return torch.compile(function, **{"backend": "aot_eager", "fullgraph": True, **how})
 
 
-def arguments(asked: Asked, dropout: float = 0.0) -> tuple[Any, ...]:
+def arguments(asked: Asked, backend: str, dropout: float = 0.0) -> tuple[Any, ...]:
     """Those of the forward operator."""
     q, k, v = (asked.tensors[name] for name in "qkv")
     codes: list[int] = []
@@ -67,7 +67,7 @@ def arguments(asked: Asked, dropout: float = 0.0) -> tuple[Any, ...]:
     if bias is not None:
         bias = bias.detach().requires_grad_(bias.requires_grad)  # a leaf again
     numbers = (float(asked.said.get("scale", 0.5)), float(asked.said.get("softcap", 0.0)), dropout)
-    return q, k, v, bias, sinks, codes, parts, *numbers, torch.tensor(5) if dropout else None
+    return q, k, v, bias, sinks, codes, parts, *numbers, torch.tensor(5) if dropout else None, backend
 
 
 # ---------------------------------------------------------------- masks
@@ -109,11 +109,12 @@ def test_a_mask_of_the_callers_own_is_obeyed() -> None:
 CHECKED = ["nothing", "mask: causal & documents | dense", "bias of keys", "everything"]
 
 
+@pytest.mark.parametrize("backend", _operator.BACKENDS)
 @pytest.mark.parametrize("option", CHECKED)
-def test_the_operators_are_what_they_say(option: str) -> None:
+def test_the_operators_are_what_they_say(option: str, backend: str) -> None:
     asked = OPTIONS[option](torch.float32)
     leaves = {name: x.requires_grad_() for name, x in asked.tensors.items()}
-    args = arguments(Asked(leaves, asked.said, {}), dropout=0.3 if option == "nothing" else 0.0)
+    args = arguments(Asked(leaves, asked.said, {}), backend, dropout=0.3 if option == "nothing" else 0.0)
     checked = [torch.library.opcheck(torch.ops.headscope.attend_forward.default, args)]
     args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
     out, lse = torch.ops.headscope.attend_forward(*args)
@@ -125,8 +126,9 @@ def test_the_operators_are_what_they_say(option: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("option", ["one query", "Dv 7", "everything"])
-def test_fake_results_are_laid_out_as_real_ones(option: str, dtype: torch.dtype) -> None:
-    args = arguments(OPTIONS[option](dtype))
+@pytest.mark.parametrize("backend", _operator.BACKENDS)
+def test_fake_results_are_laid_out_as_real_ones(option: str, backend: str, dtype: torch.dtype) -> None:
+    args = arguments(OPTIONS[option](dtype), backend)
     real = torch.ops.headscope.attend_forward(*args)
     rest = (*real, torch.ones_like(real[0]), None, args[3] is not None, args[4] is not None)
     real = (*real, *torch.ops.headscope.attend_backward(*args, *rest))
@@ -370,7 +372,7 @@ def test_what_has_no_derivative_says_so() -> None:
     def run(q: Tensor) -> Tensor:
         return headscope.attention(q, q, q).sum()
 
-    with pytest.raises(RuntimeError, match="the native kernels have no gradient in forward mode"):
+    with pytest.raises(RuntimeError, match="this backend has no gradient in forward mode"):
         torch.func.jvp(run, (q,), (q,))
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no gradient in forward mode"):
         headscope.attention(forward_ad.make_dual(q, q), q, q)
@@ -435,7 +437,9 @@ def test_subclasses_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [{}, {"mask": causal()}, {"bias": torch.randn(H, 1, K)}, {"sinks": torch.randn(H)}], ids=str
+    "said",
+    [{}, {"mask": causal()}, {"bias": torch.randn(H, 1, K)}, {"sinks": torch.randn(H)}],
+    ids=["plain", "causal", "bias", "sinks"],
 )
 def test_a_repeated_call_has_the_gradients_of_its_own_tensors(said: dict[str, Any]) -> None:
     numbers = {name: x for name, x in said.items() if name == "mask"}

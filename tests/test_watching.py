@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -389,3 +390,31 @@ def test_accelerate_attends_with_our_kernel() -> None:
             out = model(x)
     torch.testing.assert_close(out, plain)
     torch.testing.assert_close(ours["entropy"].mean, seen["entropy"].mean)
+
+
+def test_a_recording_can_be_copied_and_pickled() -> None:
+    model = Small()
+    with watch(model, alarms=True) as seen:
+        model(input_of(model))
+        early = copy.deepcopy(seen)
+        model(input_of(model))
+    again = pickle.loads(pickle.dumps(seen))
+    assert again.to_dict() == seen.to_dict()
+    assert (early.forwards, seen.forwards) == (1, 2)
+    assert early["plain", 0, "entropy"].count == 14
+    assert seen["plain", 0, "entropy"].count == 28
+
+
+def test_a_notebook_shows_a_recording_of_nothing() -> None:
+    model = Small()
+    with watch(model) as seen:
+        shown = seen._repr_html_()
+        with pytest.raises(WatchError, match="nothing has been seen so far"):
+            seen.stats  # noqa: B018
+        model(input_of(model))
+    assert shown == "<p>Recording(Small: nothing seen so far)</p>"
+
+
+def test_accelerate_is_a_yes_or_no() -> None:
+    with pytest.raises(TypeError, match="accelerate: got str, wanted True or False"):
+        watch(Small(), accelerate="yes")  # pyright: ignore[reportArgumentType]

@@ -34,15 +34,19 @@ __all__ = [
     "Trace",
     "attend",
     "attention",
+    "cache",
+    "layouts",
     "load_example",
     "masks",
+    "nn_compat",
     "observe",
+    "positions",
     "trace",
     "watch",
 ]
 
 if TYPE_CHECKING:
-    from headscope import masks
+    from headscope import cache, layouts, masks, nn_compat, positions
     from headscope.examples import load_example
     from headscope.functional import Attended, attend, attention, observe
     from headscope.module import MultiHeadAttention
@@ -52,8 +56,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "masks":
-        return import_module("headscope.masks")
+    if name in ("cache", "layouts", "masks", "nn_compat", "positions"):
+        return import_module(f"headscope.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'headscope' has no attribute {name!r}; it has {', '.join(__all__)}")
     value = getattr(import_module(f"headscope.{_HOME[name]}"), name)

@@ -28,11 +28,16 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or (fast := route()) is None:
-            return F.linear(input, self.weight, self.bias)
-        if not fits(input, self.weight, self.bias):
-            return F.linear(input, self.weight, self.bias)
-        return fast(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` by the faster route."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or (fast := route()) is None:
+        return F.linear(input, weight, bias)
+    if not fits(input, weight, bias):
+        return F.linear(input, weight, bias)
+    return fast(input, weight, bias)
 
 
 def fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

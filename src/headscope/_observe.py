@@ -29,6 +29,7 @@ sums of what is never negative, so nothing cancels on peaked rows, as it does in
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -48,7 +49,9 @@ class Observed(NamedTuple):
 
     Attributes:
         rows: name -> [B, H, R], NaN where a row does not count or has no such quantity; argmax is int64, there -1.
-        counted: which rows count, boolean [B, H, R]; broken: which are left out because they are not finite.
+            Where moments are known, only if rows are to be kept.
+        counted: which rows count, boolean [B, H, R].
+        broken: how many of each head are left out because they are not finite, int64 [H].
         received, eligible: over the batch, float64 and int64 [H, K], or None.
         map, edges: see there; or None.
         top: keys, int64, and weights of each row's largest, [B, H, R, k] both, or None.
@@ -63,7 +66,7 @@ class Observed(NamedTuple):
     map: HeadMap | None
     edges: Edges | None
     top: Candidates | None
-    moments: dict[str, Moments] | None = None
+    moments: Mapping[str, Moments] | None = None
 
 
 def observe_rows(work: Work, scene: Scene) -> Observed:
@@ -72,7 +75,7 @@ def observe_rows(work: Work, scene: Scene) -> Observed:
     shape = (call.batch, call.heads, len(scene.rows))
     rows: dict[str, Tensor] = {}
     counted = torch.zeros(shape, dtype=torch.bool, device=device)
-    broken = torch.zeros_like(counted)
+    broken = torch.zeros(call.heads, dtype=torch.int64, device=device)
     dtype = accumulate_dtype(call.dtype)
     keys = (call.batch, call.heads, call.keys)
     received = torch.zeros(keys, dtype=wide(device), device=device) if work.received else None
@@ -88,7 +91,8 @@ def observe_rows(work: Work, scene: Scene) -> Observed:
         tile = weights(scene, rows_of(scene, block), block.j)
         heads = slice(block.h.start * call.group, block.h.stop * call.group)
         at = (block.b, heads, block.r)
-        counted[at], broken[at] = tile.counted, tile.broken
+        counted[at] = tile.counted
+        broken[heads] += tile.broken.sum((0, 2))
         for name, values in row_values(work, scene, block, tile, names).items():
             rows[name][at] = values
         if received is not None and eligible is not None:

@@ -21,7 +21,7 @@ from headscope._observe import Observed, row_names
 from headscope._observe_edges import Candidates
 from headscope._observe_scene import Scene, Work
 from headscope._observe_tile import ROUNDING
-from headscope._stats_parts import Edges, HeadMap, Moments, histogram_edges
+from headscope._stats_parts import Edges, HeadMap, Moments, MomentsTable, histogram_edges
 
 QUANTITIES = (
     "lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "first", "distance",
@@ -127,8 +127,9 @@ def observe_rows(work: Work, scene: Scene, attending: Attending | None = None) -
     index = None if scene.whole else torch.tensor(list(scene.rows))
     queries = (len(scene.rows), cpu.address(index))
     names = row_names(work, scene) if work.rows else ["max_weight", "max_logit"] if work.edges else []
-    values, counted = torch.empty((len(names), *shape), dtype=dtype), torch.empty(shape, dtype=torch.uint8)
-    rows = dict(zip(names, values.unbind(), strict=True))
+    values, counted = torch.empty((len(names), *shape), dtype=dtype), torch.empty(shape, dtype=torch.bool)
+    size = counted.numel() * dtype.itemsize
+    rows = {name: values.data_ptr() + n * size for n, name in enumerate(names)}
     top = None
     if work.top or work.argmax:
         most = (*shape, max(1, work.top))
@@ -146,22 +147,23 @@ def observe_rows(work: Work, scene: Scene, attending: Attending | None = None) -
             torch.empty(call.heads, work.edges, dtype=torch.float64),
             torch.empty(call.heads, work.edges, 4, dtype=torch.int64),
         )
-        addresses = (x.data_ptr() for x in (rows["max_weight"], rows["max_logit"], edges.p, edges.at))
-        native.edges(described.native, queries, asked, work.edges, *addresses, threads)
+        largest = (rows["max_weight"], rows["max_logit"])
+        into = (edges.p.data_ptr(), edges.at.data_ptr())
+        native.edges(described.native, queries, asked, work.edges, *largest, *into, threads)
     del held
-    if not work.rows:
-        rows = {}
-    moments = _moments(tuple(rows), values) if rows else {}
-    if work.argmax and top is not None:
-        rows["argmax"] = top.at[..., 0]
+    moments = _moments(tuple(names), values) if work.rows else {}
+    kept: dict[str, Tensor] = {}
+    if work.argmax and top is not None:  # rows are kept
+        kept = dict(zip(names, values.unbind(), strict=True)) if work.rows else {}
+        kept["argmax"] = top.at[..., 0]
     received, eligible = (None if x is None else x[0] for x in (columns.received, columns.eligible))
-    counts = counted.bool()
     top = top if work.top else None
-    return Observed(rows, counts, torch.zeros_like(counts), received, eligible, columns.map(), edges, top, moments)
+    broken = torch.zeros(call.heads, dtype=torch.int64)  # else the pass had ended above
+    return Observed(kept, counted, broken, received, eligible, columns.map(), edges, top, moments)
 
 
 def _asked(
-    work: Work, scene: Scene, rows: dict[str, Tensor], counted: Tensor, top: Candidates | None, columns: _Columns,
+    work: Work, scene: Scene, rows: dict[str, Address], counted: Tensor, top: Candidates | None, columns: _Columns,
     shares: int,
 ) -> tuple[Any, Any]:  # fmt: skip
     """What is to be measured, and where to, as the extension knows it; and what has to stay alive for it."""
@@ -173,7 +175,7 @@ def _asked(
         if scene.ids is not None and scene.own is not None:
             own, ids = _by_batch(scene.own), scene.ids.to(torch.int32).contiguous()
     windows = [
-        (float(w), address(rows.get(f"window_{w:g}")), address(rows.get(f"streaming_{w:g}")))
+        (float(w), rows.get(f"window_{w:g}", 0), rows.get(f"streaming_{w:g}", 0))
         for w in (work.windows if line[0] else ())
     ]
     norms = None if scene.norms is None else scene.norms.to(dtype).contiguous()
@@ -182,7 +184,7 @@ def _asked(
         strides = tuple(0 if n == 1 else s for n, s in zip(may_count.shape, may_count.stride(), strict=True))
     given = None if scene.lse is None else scene.lse.to(dtype).contiguous()
     made = cpu.native.RowStats(
-        [address(rows.get(name)) for name in QUANTITIES], windows, line, own, address(ids),
+        [rows.get(name, 0) for name in QUANTITIES], windows, line, own, address(ids),
         (*_by_batch(scene.first), scene.first.shape[1]), address(norms), (address(may_count), *strides),
         address(given), 0.0 if scene.lse is None else ROUNDING[scene.lse.dtype], counted.data_ptr(),
         (0, 0, 0) if top is None else (top.p.shape[-1], top.p.data_ptr(), top.at.data_ptr()),
@@ -198,30 +200,26 @@ def _by_batch(x: Tensor) -> tuple[Address, int]:
     return x.data_ptr(), 0 if x.shape[0] == 1 else x.stride(0)
 
 
-def _moments(names: tuple[str, ...], values: Tensor) -> dict[str, Moments]:
+def _moments(names: tuple[str, ...], values: Tensor) -> MomentsTable:
     """Of row quantities [names, B, H, R]; see ``Moments.of``, which is the same in torch."""
     count, heads = len(names), values.shape[2]
-    edges, bins = _edges_of(names)
+    edges = _edges_of(names)
     most = edges.shape[1] - 1
     whole, histogram = torch.empty(count, heads, dtype=torch.int64), torch.empty(count, heads, most, dtype=torch.int64)
     numbers = torch.empty(4, count, heads, dtype=torch.float64)
-    into = (whole, histogram, *numbers.unbind())
+    mean, M2, least, largest = numbers.unbind()
+    found = Moments(whole, mean, M2, least, largest, histogram)
+    into = (found.count, found.histogram, found.mean, found.M2, found.min, found.max)
     cpu.native.moments(
         values.data_ptr(), values.dtype == torch.float64, tuple(values.shape), edges.data_ptr(), most,
         [x.data_ptr() for x in into], torch.get_num_threads(),
     )  # fmt: skip
-    mean, M2, least, largest = (x.unbind() for x in numbers.unbind())
-    counts = whole.unbind()
-    return {
-        name: Moments(counts[n], mean[n], M2[n], least[n], largest[n], histogram[n, :, : bins[n]])
-        for n, name in enumerate(names)
-    }
+    return MomentsTable(names, found)
 
 
 @cache
-def _edges_of(names: tuple[str, ...]) -> tuple[Tensor, list[int]]:
-    """The edges of their histograms, filled up with infinity, and how many bins each has."""
+def _edges_of(names: tuple[str, ...]) -> Tensor:
+    """The edges of their histograms, filled up with infinity."""
     edges = [histogram_edges(name) for name in names]
     most = max(len(x) for x in edges)
-    padded = torch.tensor([[*x, *[math.inf] * (most - len(x))] for x in edges], dtype=torch.float64)
-    return padded, [len(x) - 1 for x in edges]
+    return torch.tensor([[*x, *[math.inf] * (most - len(x))] for x in edges], dtype=torch.float64)

@@ -131,7 +131,7 @@ def build(given: Given) -> Scene:
     counts = _row_mask(given)
     rows = _rows(given, counts)
     index = None if isinstance(rows, range) else torch.tensor(rows, dtype=torch.long, device=inputs.q.device)
-    line, q_at, k_at, real, own, padding = _frame(given)
+    line, q_at, k_at, first, own, padding = _frame(given)
     if padding is not None:
         counts = ~padding[:, None] if counts is None else counts & ~padding[:, None]
     lse = None if given.lse is None else given.lse.detach().reshape(call.batch, call.heads, call.queries)
@@ -150,7 +150,7 @@ def build(given: Given) -> Scene:
         q_at=None if q_at is None else _pick(q_at, index, 1),
         k_at=k_at,
         own=None if own is None else _pick(own, index, 1),
-        first=_first(real, min(what.first, call.keys)),
+        first=first,
         ids=None if what.tokens is None or own is None else _ids(what.tokens, call),
         norms=norms,
         first_key=_first_key(k_at) if what.received and given.k_pos is not None else 0,
@@ -158,12 +158,12 @@ def build(given: Given) -> Scene:
 
 
 class _Frame(NamedTuple):
-    """What depends on sizes, mask and positions alone: see ``Scene``; ``real`` keys [B, K], ``padding`` rows [B, Q]."""
+    """What depends on sizes, mask and positions alone: see ``Scene``; ``padding``: rows [B, Q]."""
 
     line: Tensor | None
     q_at: Tensor | None
     k_at: Tensor | None
-    real: Tensor
+    first: Tensor
     own: Tensor | None
     padding: Tensor | None
 
@@ -179,7 +179,7 @@ def _frame(given: Given) -> _Frame:
         return _made_frame(given)
     if mask is not None and mask.tensors():
         return _made_frame(given)
-    key = (call.batch, call.heads, call.queries, call.keys, call.device, mask, given.kind)
+    key = (call.batch, call.heads, call.queries, call.keys, call.device, mask, given.kind, given.what.first)
     found = _frames.get(key)
     if found is None:
         if len(_frames) >= _FRAMES:
@@ -192,11 +192,12 @@ def _made_frame(given: Given) -> _Frame:
     call, inputs = given.call, given.inputs
     line, q_at, k_at = _places(given)
     real = real_keys(call, given.plan, inputs.bias).to(inputs.q.device)
+    first = _first(real, min(given.what.first, call.keys))
     if given.kind == "cross":
-        return _Frame(line, q_at, k_at, real, None, None)
+        return _Frame(line, q_at, k_at, first, None, None)
     own = _own_index(given) if q_at is None or k_at is None else _own_by_position(given, q_at, k_at, real)
     padding = (own >= 0) & ~real.gather(1, own.clamp_min(0).expand(call.batch, -1)) if call.keys else None  # [B, Q]
-    return _Frame(line, q_at, k_at, real, own, padding)
+    return _Frame(line, q_at, k_at, first, own, padding)
 
 
 def _pick(tensor: Tensor, index: Tensor | None, axis: int) -> Tensor:

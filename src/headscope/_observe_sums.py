@@ -62,7 +62,7 @@ def layer_stats(given: Given, scene: Scene, observed: Observed) -> LayerStats:
         looked_at=call.batch * looked_at,
         of=call.batch * call.queries,
         rows=observed.counted.sum((0, 2)),
-        broken=observed.broken.sum((0, 2)),
+        broken=observed.broken,
         moments=moments,
         received=received,
         eligible=eligible,
@@ -76,6 +76,8 @@ def layer_stats(given: Given, scene: Scene, observed: Observed) -> LayerStats:
 
 def _filed(columns: Tensor, first_key: int) -> Tensor:
     """Key quantities by absolute position."""
+    if first_key == 0:
+        return columns
     return torch.nn.functional.pad(columns, (first_key, 0))
 
 

@@ -1,6 +1,7 @@
-"""The native kernels as operators, ``headscope::attend_forward`` and ``headscope::attend_backward``.
+"""Attention as operators, ``headscope::attend_forward`` and ``headscope::attend_backward``.
 
-A compiler cannot look through an address. What it sees instead is an operator: its schema, the sizes and strides of its
+A compiler cannot look through an address, as the native kernels take it, and would unroll the blocks of blocked torch
+for one length. What it sees instead is an operator: its schema, the sizes and strides of its
 results (the fake kernels below) and its gradient. What the operator runs is the same as without a compiler, and is told
 by ``functional``: see ``implement``.
 
@@ -23,13 +24,13 @@ from headscope._call import Call
 from headscope.masks import FAR, And, Band, Dense, Documents, KeyLengths, Mask, Or, Prefix
 
 FORWARD, BACKWARD = "headscope::attend_forward", "headscope::attend_backward"
-# softcap 0 is none; seed: one int64, wanted where there is dropout
+# softcap 0 is none; seed: one int64, wanted where there is dropout; backend: the name of the one that runs
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, SymInt[] codes, Tensor[] parts"
-_NUMBERS = "float scale, float softcap, float dropout, Tensor? seed"
+_NUMBERS = "float scale, float softcap, float dropout, Tensor? seed, str backend"
 _RESULTS = "Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse"
 
 NO_FORWARD_MODE = (
-    "attention: the native kernels have no gradient in forward mode (jvp, jacfwd, hessian); "
+    "attention: this backend has no gradient in forward mode (jvp, jacfwd, hessian); "
     'backend="reference" has one, in memory quadratic in the length'
 )
 
@@ -44,12 +45,16 @@ _library.define(
 
 
 def implement(forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., tuple[Tensor, ...]]) -> None:
-    """Say what the operators run on a CPU; the arguments are those of their schemas."""
-    _library.impl("attend_forward", forward, "CPU")
-    _library.impl("attend_backward", backward, "CPU")
+    """Say what the operators run, on any device; the arguments are those of their schemas."""
+    _library.impl("attend_forward", forward, "CompositeExplicitAutograd")
+    _library.impl("attend_backward", backward, "CompositeExplicitAutograd")
 
 
-def attend(call: Call, mask: Mask | None, inputs: Inputs) -> tuple[Tensor, Tensor]:
+BACKENDS = ("cpu", "blocked")
+"""Those that are called as operators: a compiler cannot see into the first, and would cut the second by one length."""
+
+
+def attend(call: Call, mask: Mask | None, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
     """out and lse of a call, by the operator. The seed of dropout is a tensor: each run of a graph draws another."""
     codes: list[int] = []
     parts: list[Tensor] = []
@@ -57,7 +62,7 @@ def attend(call: Call, mask: Mask | None, inputs: Inputs) -> tuple[Tensor, Tenso
         encode(mask, (call.batch, call.heads, call.queries, call.keys), codes, parts)
     seed = torch.randint(2**62, (), device="cpu") if call.dropout else None
     numbers = (call.scale, call.softcap or 0.0, call.dropout)
-    args = (*inputs, codes, parts, *numbers, seed)
+    args = (*inputs, codes, parts, *numbers, seed, backend)
     if not torch.compiler.is_compiling() and (
         torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     ):
@@ -68,7 +73,7 @@ def attend(call: Call, mask: Mask | None, inputs: Inputs) -> tuple[Tensor, Tenso
 # ---------------------------------------------------------------- masks as numbers and tensors
 
 
-class _Code:
+class Code:
     """What a code stands for; some are followed by numbers, some take tensors."""
 
     BAND, PREFIX, LENGTHS, DOCUMENTS, DENSE, BOTH, EITHER = range(7)
@@ -82,31 +87,31 @@ def encode(mask: Mask, sizes: tuple[int, int, int, int], codes: list[int], parts
     """
     match mask:
         case Band():
-            codes += [_Code.BAND, _reach(mask.left), _reach(mask.right)]
+            codes += [Code.BAND, _reach(mask.left), _reach(mask.right)]
             match mask.offset:
                 case None:
-                    codes += [_Code.NO_OFFSET]
+                    codes += [Code.NO_OFFSET]
                 case Tensor():
-                    codes += [_Code.OFFSET_TENSOR]
+                    codes += [Code.OFFSET_TENSOR]
                     parts += [mask.offset]
                 case tuple():
-                    codes += [_Code.OFFSETS, len(mask.offset), *mask.offset]
+                    codes += [Code.OFFSETS, len(mask.offset), *mask.offset]
                 case _:
-                    codes += [_Code.ONE_OFFSET, mask.offset]
+                    codes += [Code.ONE_OFFSET, mask.offset]
         case Prefix():
-            codes += [_Code.PREFIX, mask.n]
+            codes += [Code.PREFIX, mask.n]
         case KeyLengths():
-            codes += [_Code.LENGTHS]
+            codes += [Code.LENGTHS]
             parts += [mask.lengths]
         case Documents():
-            codes += [_Code.DOCUMENTS]
+            codes += [Code.DOCUMENTS]
             parts += [mask.q_ids, mask.k_ids]
         case And() | Or():
             encode(mask.first, sizes, codes, parts)
             encode(mask.second, sizes, codes, parts)
-            codes += [_Code.BOTH if isinstance(mask, And) else _Code.EITHER]
+            codes += [Code.BOTH if isinstance(mask, And) else Code.EITHER]
         case _:
-            codes += [_Code.DENSE]
+            codes += [Code.DENSE]
             parts += [mask.tensor if isinstance(mask, Dense) else mask.dense(*sizes)]
 
 
@@ -115,19 +120,19 @@ def decode(codes: Sequence[int], parts: Sequence[Tensor]) -> Mask | None:
     numbers, tensors, made = iter(codes), iter(parts), list[Mask]()
     for code in numbers:
         match code:
-            case _Code.BAND:
+            case Code.BAND:
                 made.append(_band(next(numbers), next(numbers), numbers, tensors))
-            case _Code.PREFIX:
+            case Code.PREFIX:
                 made.append(Prefix(next(numbers)))
-            case _Code.LENGTHS:
+            case Code.LENGTHS:
                 made.append(KeyLengths(next(tensors)))
-            case _Code.DOCUMENTS:
+            case Code.DOCUMENTS:
                 made.append(Documents(next(tensors), next(tensors)))
-            case _Code.DENSE:
+            case Code.DENSE:
                 made.append(Dense(next(tensors)))
             case _:
                 second, first = made.pop(), made.pop()
-                made.append(first & second if code == _Code.BOTH else first | second)
+                made.append(first & second if code == Code.BOTH else first | second)
     return made[0] if made else None
 
 
@@ -138,11 +143,11 @@ def _reach(n: int | None) -> int:
 
 def _band(left: int, right: int, numbers: Iterator[int], tensors: Iterator[Tensor]) -> Band:
     match next(numbers):
-        case _Code.NO_OFFSET:
+        case Code.NO_OFFSET:
             return Band(left, right)
-        case _Code.ONE_OFFSET:
+        case Code.ONE_OFFSET:
             return Band(left, right, next(numbers))
-        case _Code.OFFSETS:
+        case Code.OFFSETS:
             return Band(left, right, tuple(islice(numbers, next(numbers))))
         case _:
             return Band(left, right, next(tensors))
@@ -151,23 +156,25 @@ def _band(left: int, right: int, numbers: Iterator[int], tensors: Iterator[Tenso
 # ---------------------------------------------------------------- sizes and strides of the results
 
 
-def _rows(like: Tensor, heads: int, length: int, width: int) -> Tensor:
-    """An empty [B, heads, length, width], laid out as [B, length, heads, width], as ``cpu`` makes them."""
+def _rows(like: Tensor, heads: int, length: int, width: int, backend: str) -> Tensor:
+    """An empty [B, heads, length, width]; ``cpu`` lays it out as [B, length, heads, width]."""
     sizes = (like.shape[0], heads, length, width)
+    if backend != "cpu":
+        return like.new_empty(sizes)
     return like.new_empty_strided(sizes, (length * heads * width, width, heads * width, 1))
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     batch, heads, queries, _width = q.shape
     lse = q.new_empty((batch, heads, queries), dtype=accumulate_dtype(q.dtype))
-    return _rows(q, heads, queries, v.shape[3]), lse
+    return _rows(q, heads, queries, v.shape[3], rest[-1]), lse
 
 
 def _fake_backward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    dbias, dsinks = rest[-2:]
-    rows = (_rows(q, x.shape[1], x.shape[2], x.shape[3]) for x in (q, k, v))
+    backend, dbias, dsinks = rest[6], *rest[-2:]
+    rows = (_rows(q, x.shape[1], x.shape[2], x.shape[3], backend) for x in (q, k, v))
     return (
         *rows,
         q.new_empty(0) if bias is None or not dbias else bias.new_empty(bias.shape),
@@ -179,8 +186,8 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bias, sinks, codes, parts, *numbers, seed = inputs
-    ctx.codes, ctx.numbers, ctx.parts = codes, numbers, len(parts)
+    q, k, v, bias, sinks, codes, parts, *numbers, seed, backend = inputs
+    ctx.codes, ctx.numbers, ctx.parts, ctx.backend = codes, numbers, len(parts), backend
     ctx.save_for_backward(q, k, v, bias, sinks, seed, *output, *parts)
     ctx.set_materialize_grads(False)
 
@@ -189,7 +196,7 @@ def _for_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) ->
     """The arguments of the operator for the backward pass, and whether bias and sinks want a gradient."""
     q, k, v, bias, sinks, seed, out, lse, *parts = ctx.saved_tensors
     wanted = (bias is not None and ctx.needs_input_grad[3], sinks is not None and ctx.needs_input_grad[4])
-    inputs = (q, k, v, bias, sinks, ctx.codes, parts, *ctx.numbers, seed)
+    inputs = (q, k, v, bias, sinks, ctx.codes, parts, *ctx.numbers, seed, ctx.backend)
     return (*inputs, out, lse, grad_out, grad_lse, *wanted), wanted
 
 
@@ -198,7 +205,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     dq, dk, dv, dbias, dsinks = torch.ops.headscope.attend_backward(*args)
     beside = (dbias if wanted[0] else None, dsinks if wanted[1] else None)
     no_codes = None if ctx.codes else []  # torch takes an empty list for one of tensors, which wants a list back
-    return dq, dk, dv, *beside, no_codes, [None] * ctx.parts, None, None, None, None
+    return dq, dk, dv, *beside, no_codes, [None] * ctx.parts, None, None, None, None, None
 
 
 def _refuse_second(ctx: Any, *grads: Tensor | None) -> None:
@@ -213,17 +220,17 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return torch.ops.headscope.attend_forward(*_gathered(args, 10))
+        return torch.ops.headscope.attend_forward(*_gathered(args, 11))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        _save(ctx, _gathered(inputs, 10), output)
+        _save(ctx, _gathered(inputs, 11), output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         args, wanted = _for_backward(ctx, *grads)
         dq, dk, dv, dbias, dsinks = _Backward.apply(*_spread(args))  # pyright: ignore[reportGeneralTypeIssues]
-        rest = (None,) * (5 + ctx.parts)
+        rest = (None,) * (6 + ctx.parts)
         return dq, dk, dv, dbias if wanted[0] else None, dsinks if wanted[1] else None, *rest
 
     @staticmethod
@@ -240,7 +247,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return torch.ops.headscope.attend_backward(*_gathered(args, 16))
+        return torch.ops.headscope.attend_backward(*_gathered(args, 17))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -7,7 +7,7 @@ merging keeps the order of the runs, and ties are decided by it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -88,6 +88,45 @@ class Moments:
         M2 = _either(self, other, "M2", self.M2 + other.M2 + apart.square() * self.count * share)
         least = torch.fmin(self.min, other.min)  # NaN only where both are
         return Moments(count, mean, M2, least, torch.fmax(self.max, other.max), self.histogram + other.histogram)
+
+
+class MomentsTable(Mapping[str, Moments]):
+    """Row quantities by name, whose numbers lie together: to keep and to merge all costs what one does.
+
+    Args:
+        names: of the quantities.
+        together: what ``Moments`` holds, with an axis of names before each: [N, H], and [N, H, bins] filled up with 0.
+    """
+
+    def __init__(self, names: tuple[str, ...], together: Moments) -> None:
+        self.names = names
+        self.together = together
+
+    def __getitem__(self, name: str) -> Moments:
+        try:
+            n = self.names.index(name)
+        except ValueError:
+            raise KeyError(name) from None
+        all_ = self.together
+        bins = len(histogram_edges(name)) - 1
+        numbers = (all_.count[n], all_.mean[n], all_.M2[n], all_.min[n], all_.max[n])
+        return Moments(*numbers, all_.histogram[n, :, :bins])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def merged(ours: Mapping[str, Moments], theirs: Mapping[str, Moments]) -> Mapping[str, Moments]:
+    """Moments by name of the rows of both."""
+    if isinstance(ours, MomentsTable) and isinstance(theirs, MomentsTable) and ours.names == theirs.names:
+        return MomentsTable(ours.names, ours.together.merge(theirs.together))
+    both = dict(ours)
+    for name, moments in theirs.items():
+        both[name] = both[name].merge(moments) if name in both else moments
+    return both
 
 
 def _either(a: Moments, b: Moments, what: str, both: Tensor) -> Tensor:
@@ -249,9 +288,6 @@ class LayerStats:
         for part in ("received", "map", "edges"):
             if (getattr(self, part) is None) != (getattr(other, part) is None):
                 raise ValueError(f"{part}: cannot merge, for only one of the two has it; observe both alike")
-        moments = dict(self.moments)
-        for name, theirs in other.moments.items():
-            moments[name] = moments[name].merge(theirs) if name in moments else theirs
         return LayerStats(
             self.heads,
             self.runs + other.runs,
@@ -259,7 +295,7 @@ class LayerStats:
             self.of + other.of,
             self.rows + other.rows,
             self.broken + other.broken,
-            moments,
+            merged(self.moments, other.moments),
             _longer(self.received, other.received),
             _longer(self.eligible, other.eligible),
             self.map and other.map and self.map.merge(other.map, self.runs),
@@ -287,6 +323,8 @@ def moved(value: Any, device: torch.device) -> Any:
     """A part, or a mapping or tuple of parts, with every tensor on a device."""
     if isinstance(value, Tensor):
         return value.to(device)
+    if isinstance(value, MomentsTable):
+        return MomentsTable(value.names, moved(value.together, device))
     if isinstance(value, Mapping):
         return {name: moved(each, device) for name, each in value.items()}
     if isinstance(value, tuple):

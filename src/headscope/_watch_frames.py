@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from headscope import _watch_calls, _watch_masks, _watch_torch, functional
+from headscope import _watch_calls, _watch_masks, _watch_torch, functional, nn_compat
 from headscope._watch_calls import Call
 from headscope.masks import Mask
 from headscope.module import MultiHeadAttention
@@ -395,6 +395,8 @@ def _headscope_attention(
     kind = None
     if isinstance(frame.module, MultiHeadAttention):
         kind = "self" if frame.arguments.get("context") is None else "cross"
+    elif isinstance(frame.module, nn_compat.MultiheadAttention):
+        kind = "self" if frame.arguments["query"] is frame.arguments["key"] else "cross"
     said: dict[str, Any] = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
     frame.see(lambda: Call(q=q, k=k, v=v, lse=lse, kind=kind, **said))
     return out, lse

@@ -478,8 +478,16 @@ class Patterns(Decision):
     local: dict[str, float]
 
     def of(self, layer: str, head: int) -> dict[str, PatternScore]:
-        """Pattern -> score of one head."""
-        return {each.pattern: each for each in self.scores if (each.layer, each.head) == (layer, head)}
+        """Pattern -> score of one head.
+
+        Raises:
+            KeyError: no pattern could be told of such a head.
+        """
+        found = {each.pattern: each for each in self.scores if (each.layer, each.head) == (layer, head)}
+        if not found:
+            layers = ", ".join(dict.fromkeys(each.layer for each in self.scores)) or "none"
+            raise KeyError(f"layer {layer}, head {head}: no scores; there are scores of heads of {layers}")
+        return found
 
     @property
     def best(self) -> tuple[PatternScore, ...]:

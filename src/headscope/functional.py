@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headscope import _nonfinite, _operator
-from headscope._backends import Backend, Inputs, cpu, full_precision
+from headscope._backends import Backend, Inputs, Work, blocked, cpu, full_precision
 from headscope._call import Call, Options, as_mask, describe, fold, fold_mask, form, is_traced
 from headscope._select import select
 from headscope.masks import Mask, Plan
@@ -270,8 +270,8 @@ def _run(
             return done
     call = prepared.call
     inputs = canonical(prepared, q, k, v, bias, sinks)
-    if call.form == "traced" and prepared.backend.name == cpu.name:
-        out, lse = _operator.attend(call, prepared.mask, inputs)  # these kernels read past torch: see _operator
+    if call.form == "traced" and prepared.backend.name in _operator.BACKENDS:
+        out, lse = _operator.attend(call, prepared.mask, inputs, prepared.backend.name)
     else:
         out, lse = _attend_now(prepared, inputs, prepared.backend.attend)
     if len(call.lead) != 1:
@@ -290,15 +290,15 @@ def _attend_now(prepared: Prepared, inputs: Inputs, attend: _nonfinite.Attend) -
 
 def _operate(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, codes: list[int], parts: list[Tensor],
-    scale: float, softcap: float, dropout: float, seed: Tensor | None,
+    scale: float, softcap: float, dropout: float, seed: Tensor | None, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What the operator for the forward pass runs: the same as a call without gradients."""
     with torch.no_grad():
         numbers = (scale, softcap or None, dropout, True)
-        prepared = prepare(q, k, v, _operator.decode(codes, parts), bias, sinks, numbers, cpu.name)
+        prepared = prepare(q, k, v, _operator.decode(codes, parts), bias, sinks, numbers, backend)
         done = prepared.repeat(q, k, v, bias, sinks) if prepared.repeat is not None else None
         if done is None:
-            attend = partial(cpu.attend, seed=0 if seed is None else int(seed))
+            attend = partial(_OF_OPERATOR[backend].attend, seed=0 if seed is None else int(seed))
             done = _attend_now(prepared, Inputs(q, k, v, bias, sinks), attend)
     out, lse = done
     assert lse is not None  # it is asked for
@@ -307,20 +307,23 @@ def _operate(
 
 def _operate_backward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, codes: list[int], parts: list[Tensor],
-    scale: float, softcap: float, dropout: float, seed: Tensor | None,
+    scale: float, softcap: float, dropout: float, seed: Tensor | None, backend: str,
     out: Tensor, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None, dbias: bool, dsinks: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """What the operator for the backward pass runs; a gradient that is not wanted has no elements."""
     with torch.no_grad():
         numbers = (scale, softcap or None, dropout, True)
-        prepared = prepare(q, k, v, _operator.decode(codes, parts), bias, sinks, numbers, cpu.name)
-        work = cpu.Work(prepared.call, prepared.plan, 0 if seed is None else int(seed))
+        prepared = prepare(q, k, v, _operator.decode(codes, parts), bias, sinks, numbers, backend)
+        work = Work(prepared.call, prepared.plan, 0 if seed is None else int(seed))
         inputs = Inputs(q, k, v, bias, sinks)
         with full_precision(prepared.call):
-            found = cpu.gradients(work, inputs, (out, lse), (grad_out, grad_lse), (dbias, dsinks))
+            found = _OF_OPERATOR[backend].gradients(work, inputs, (out, lse), (grad_out, grad_lse), (dbias, dsinks))
+        if backend == blocked.name:
+            found = tuple(None if x is None else x.contiguous() for x in found)  # as the fake kernel says
         return tuple(q.new_empty(0) if x is None else x for x in found)
 
 
+_OF_OPERATOR = {cpu.name: cpu, blocked.name: blocked}
 _operator.implement(_operate, _operate_backward)
 atexit.register(_kept.clear)  # torch keeps the operators, and with them this table, until the extension is gone
 
@@ -369,12 +372,13 @@ def _prepare(
         mask = fold_mask(mask, q, k, v)
     known = as_mask(mask)
     # the operator plans when it runs: to plan here would fill a compiler's graph with what nobody reads
-    planned = cpu.native is None or backend not in (None, cpu.name) or form(q, k, v, bias, sinks) == "plain"
+    traced = form(q, k, v, bias, sinks) != "plain"
+    planned = not traced or backend not in (None, *_operator.BACKENDS) or (backend is None and cpu.native is None)
     call = describe(q, k, v, bias, sinks, Options(known, scale, softcap, dropout, lse, planned))
     same = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]
     chosen = select(call, backend)
     plan = None
-    if known is not None and (planned or chosen.name != cpu.name):
+    if known is not None and (not traced or chosen.name not in _operator.BACKENDS):
         plan = known.plan(call.batch, call.heads, call.queries, call.keys)
     kept = known is None or len(known.tensors()) == 0  # else the plan may change under an equal call
     repeat = None

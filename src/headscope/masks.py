@@ -195,12 +195,42 @@ class Documents(Mask):
         object.__setattr__(self, "q_ids", q_ids)
         object.__setattr__(self, "k_ids", k_ids)
 
+    @classmethod
+    def from_cu_seqlens(cls, q: Tensor, k: Tensor | None = None) -> Documents:
+        """Of packed sequences [1, total, ...], by where each begins: 0, 3, 5 are tokens 0 to 2, and 3 and 4.
+
+        Args:
+            q: cumulative lengths of the queries' sequences, integers [n + 1] from 0, as flash-attention takes them.
+            k: of the keys' sequences, as many; by default those of the queries.
+
+        Raises:
+            TypeError, ValueError: they are not that.
+        """
+        q_ids = _ids_of("q", q)
+        if k is not None and len(k) != len(q):
+            raise ValueError(
+                f"k: has {len(k)} numbers, wanted {len(q)}, as q: one sequence of keys for each of queries"
+            )
+        return cls(q_ids, q_ids if k is None else _ids_of("k", k))
+
     def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
         b_q, b_k = (0 if len(ids) == 1 else b for ids in (self.q_ids, self.k_ids))  # one row serves every batch entry
         return self.q_ids[b_q, i] == self.k_ids[b_k, j]
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.q_ids, self.k_ids)
+
+
+def _ids_of(name: str, cu_seqlens: Tensor) -> Tensor:
+    """[n + 1] cumulative lengths -> [1, total], the number of each token's sequence."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype.is_floating_point or cu_seqlens.dtype == torch.bool:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"{name}: got {getattr(cu_seqlens, 'dtype', type(cu_seqlens).__name__)}, wanted integers [n + 1]"
+        )
+    lengths = cu_seqlens.diff()
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) == 0 or int(cu_seqlens[0]) != 0 or bool((lengths < 0).any()):
+        raise ValueError(f"{name}: got {cu_seqlens.tolist()}, wanted cumulative lengths: 0, and then never less")
+    return torch.arange(len(lengths), device=cu_seqlens.device).repeat_interleave(lengths)[None]  # [1, total]
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, Literal, overload
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +14,14 @@ from torch.nn import functional as F
 from headscope import functional
 from headscope._call import check_dropout, check_scale, check_softcap, kind
 from headscope._linear import Linear
+from headscope.cache import Cache
 from headscope.masks import Mask
+from headscope.positions import ALiBi, RelativeBias, Rotary, T5Buckets, bias_of, check_positions, matrix
 
 __all__ = ["MultiHeadAttention"]
 
 PROJECTIONS = ("q", "k", "v")
+QKNorm = Literal["rms", "layer", "rms_all"]
 
 
 class MultiHeadAttention(nn.Module):
@@ -44,17 +49,29 @@ class MultiHeadAttention(nn.Module):
         dropout: probability with which a weight is dropped in training, in [0, 1).
         device: where the parameters are made, "meta" included.
         dtype: of the parameters.
+        rotary: turn q and k to their positions, ``positions.Rotary``; its ``dim`` is at most ``head_dim``.
+        position_bias: a bias by distance: ``positions.ALiBi``, ``positions.T5Buckets`` (which get a learned table), or
+            a ``positions.RelativeBias`` that layers may share.
+        qk_norm: normalise q and k before they are turned: "rms" or "layer", each head by itself over ``head_dim``, with
+            weights (and biases of "layer") that its heads share, as Qwen 3; "rms_all", all heads together, as OLMo 2.
+        qk_norm_eps: added to the mean square, or the variance, above 0.
+        gate: multiply the heads' outputs, number by number, by sigmoid(gate_proj(x)), before ``out_proj``.
+        bias_kv: learn one key and one value a head that belong to no token: every query sees them, whatever the mask,
+            as ``add_bias_kv`` of ``nn.MultiheadAttention``. A watch looks at the keys of tokens only.
 
     Parameters: where q, k and v may all be projected from one input and their biases are alike, one packed
     ``qkv_proj``; else ``q_proj``, ``k_proj``, ``v_proj``; always ``out_proj``. ``load_state_dict`` takes either form.
     Rows of a projection are ordered by head. Weights start as ``xavier_uniform_`` of each projection by itself, biases
-    and sinks as zero.
+    and sinks as zero. With the options: ``q_norm`` and ``k_norm``; ``gate_proj``, with a bias where q has one;
+    ``position_bias.weight``; ``bias_k`` [kv_heads, head_dim], ``bias_v`` [kv_heads, v_head_dim].
 
     Raises:
         TypeError: a size or number of the wrong kind.
         ValueError: a size that is not positive or does not divide, an option out of range; the message says which.
 
-    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2.
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2; the norms: Henry et al. 2020, "Query-Key
+    Normalization for Transformers", and Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters";
+    the gate: Qiu et al. 2025, "Gated Attention for Large Language Models", equation 5.
     """
 
     def __init__(
@@ -75,6 +92,12 @@ class MultiHeadAttention(nn.Module):
         dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        rotary: Rotary | None = None,
+        position_bias: ALiBi | RelativeBias | T5Buckets | None = None,
+        qk_norm: QKNorm | None = None,
+        qk_norm_eps: float = 1e-6,
+        gate: bool = False,
+        bias_kv: bool = False,
     ) -> None:
         super().__init__()
         kv_heads = num_heads if kv_heads is None else kv_heads
@@ -104,19 +127,66 @@ class MultiHeadAttention(nn.Module):
         out_bias = bool(biased) if out_bias is None else out_bias
         self.out_proj = Linear(num_heads * self.v_head_dim, embed_dim, bias=out_bias, **made)
         self.sinks = nn.Parameter(torch.empty(num_heads, **made)) if sinks else None
+        self.rotary = _check_rotary(rotary, self.head_dim)
+        self.position_bias = bias_of(position_bias, num_heads, made)
+        self.qk_norm: QKNorm | None = qk_norm
+        self.q_norm = _norm(qk_norm, num_heads, self.head_dim, qk_norm_eps, made)
+        self.k_norm = _norm(qk_norm, kv_heads, self.head_dim, qk_norm_eps, made)
+        gates = num_heads * self.v_head_dim
+        self.gate_proj = Linear(embed_dim, gates, bias="q" in biased, **made) if gate else None
+        self.bias_k = nn.Parameter(torch.empty(kv_heads, self.head_dim, **made)) if bias_kv else None
+        self.bias_v = nn.Parameter(torch.empty(kv_heads, self.v_head_dim, **made)) if bias_kv else None
+        self.plain = rotary is None and position_bias is None and qk_norm is None  # q and k attend as projected
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start anew: Xavier-uniform weights for each projection by itself, zero biases and sinks."""
+        """Start anew: Xavier-uniform weights for each projection by itself, zero biases and sinks, norms of weight one.
+
+        A ``position_bias`` is left alone, as other layers may share it: it has a ``reset_parameters`` of its own.
+        """
         for name in PROJECTIONS:
             weight, bias = self.projection(name)
             nn.init.xavier_uniform_(weight)
             if bias is not None:
                 nn.init.zeros_(bias)
-        nn.init.xavier_uniform_(self.out_proj.weight)
-        for rest in (self.out_proj.bias, self.sinks):
-            if rest is not None:
-                nn.init.zeros_(rest)
+        for linear in (self.out_proj, self.gate_proj):
+            if linear is not None:
+                nn.init.xavier_uniform_(linear.weight)
+                if linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
+                    nn.init.zeros_(linear.bias)
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+        for own in (self.bias_k, self.bias_v):
+            if own is not None:
+                nn.init.xavier_uniform_(own)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.reset_parameters()
+
+    @classmethod
+    def from_module(cls, module: nn.Module, layout: str | None = None, **options: Any) -> Self:
+        """One with copies of another module's weights, as torch's, transformers' or a tutorial's.
+
+        See ``layouts.from_module``.
+        """
+        from headscope import layouts
+
+        return layouts.from_module(module, layout, into=cls, **options)
+
+    @classmethod
+    def from_state_dict(
+        cls, state: Mapping[str, Any] | str | Path, layout: str, *, prefix: str = "", **options: Any
+    ) -> Self:
+        """One with copies of the weights in a state dict, or in a safetensors file. See ``layouts.from_state_dict``."""
+        from headscope import layouts
+
+        return layouts.from_state_dict(state, layout, prefix=prefix, into=cls, **options)
+
+    def to_state_dict(self, layout: str, *, prefix: str = "") -> dict[str, Tensor]:
+        """Copies of the weights under the keys of a layout. See ``layouts.to_state_dict``."""
+        from headscope import layouts
+
+        return layouts.to_state_dict(self, layout, prefix=prefix)
 
     def projection(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Weight [rows, width] and bias [rows] of the projection "q", "k", "v" or "out"; views, if they are packed."""
@@ -132,21 +202,25 @@ class MultiHeadAttention(nn.Module):
     @overload
     def forward(
         self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None, *, mask: Mask | Tensor | None = None,
-        bias: Tensor | None = None, need_weights: Literal[False] = False,
+        bias: Tensor | None = None, need_weights: Literal[False] = False, positions: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def forward(
         self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None, *, mask: Mask | Tensor | None = None,
-        bias: Tensor | None = None, need_weights: Literal[True],
+        bias: Tensor | None = None, need_weights: Literal[True], positions: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None, *, mask: Mask | Tensor | None = None,
-        bias: Tensor | None = None, need_weights: bool = False,
+        bias: Tensor | None = None, need_weights: bool = False, positions: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attend from ``x`` to itself, or to ``context``.
 
         Args:
-            x: what the queries are projected from, [B, Q, embed_dim] or [Q, embed_dim].
+            x: what the queries are projected from, [B, Q, embed_dim] or [Q, embed_dim]; or a nested tensor of layout
+                torch.jagged, [B, ragged, embed_dim], whose rows each see themselves: the output is nested likewise.
             context: what keys and values are projected from, [B, K, kdim]; or a pair, for the keys [B, K, kdim] and for
                 the values [B, K, vdim]; by default ``x``.
             mask: what may be seen, a mask of ``headscope.masks`` or a boolean tensor that broadcasts to [B, H, Q, K];
@@ -154,6 +228,10 @@ class MultiHeadAttention(nn.Module):
             bias: added to the logits, broadcasts to [B, H, Q, K].
             need_weights: also return the weights of every head, [B, H, Q, K], without dropout: memory is then
                 quadratic. The output stays the same to the bit.
+            positions: where the tokens of x stand, integers [Q] or [B, Q], for ``rotary`` and ``position_bias``; by
+                default 0, 1, 2, … It does not move the mask.
+            cache: what came before x, of ``headscope.cache``; x is added to it. Attention is then causal, positions go
+                on where they ended, and K counts the tokens that are held, those of x at the end.
 
         Returns:
             out [B, Q, embed_dim], or (out, weights).
@@ -161,15 +239,54 @@ class MultiHeadAttention(nn.Module):
         Raises:
             TypeError, ValueError: an input, mask or bias that does not fit; it names argument, axis, got and wanted.
         """
+        if getattr(x, "is_nested", False):
+            return self._of_nested(
+                x, context, mask, bias=bias, need_weights=need_weights, positions=positions, cache=cache
+            )
         q, k, v = self.project(x, context)
+        if cache is not None or positions is not None or not self.plain:
+            q, k, v, mask, bias = self._place((q, k, v), mask, bias, positions, cache, cross=context is not None)
         scale, softcap, sinks, dropout = self.scale, self.softcap, self.sinks, self.dropout if self.training else 0.0
-        heads = functional.attention(
-            q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
-        )
-        out = self.out_proj(merge_heads(heads))
+        own: Tensor | None = None
+        if self.bias_k is None:
+            heads = functional.attention(
+                q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
+            )
+        else:
+            rest = functional.attend(
+                q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
+            )
+            own = self._own_share(q, rest.lse)
+            heads = self._with_own_value(rest.out, own, dropout)
+        merged = merge_heads(heads)
+        if self.gate_proj is not None:
+            merged = merged * self.gate_proj(x).sigmoid()
+        out = self.out_proj(merged)
         if not need_weights:
             return out
-        return out, functional.weights(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks)
+        weights = functional.weights(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks)
+        return out, weights if own is None else weights * (1 - own)
+
+    def _own_share(self, q: Tensor, lse: Tensor) -> Tensor:
+        """The weight [B, H, Q, 1] of the key that belongs to no token, beside all others, whose log-sum-exp is lse."""
+        assert self.bias_k is not None
+        k = self.bias_k.repeat_interleave(self.num_heads // self.kv_heads, 0)  # [H, D]
+        logit = self.scale * torch.einsum("...hqd,hd->...hq", q.to(lse.dtype), k.to(lse.dtype))  # [B, H, Q]
+        if self.softcap is not None:
+            logit = self.softcap * torch.tanh(logit / self.softcap)
+        return torch.sigmoid(logit - lse)[..., None]  # exp(logit) / (exp(logit) + exp(lse))
+
+    def _with_own_value(self, heads: Tensor, own: Tensor, dropout: float) -> Tensor:
+        """The heads' outputs [B, H, Q, Dv] with the value that belongs to no token, by its weight."""
+        assert self.bias_v is not None
+        v = self.bias_v.repeat_interleave(self.num_heads // self.kv_heads, 0)[:, None]  # [H, 1, Dv]
+        return (heads * (1 - own) + F.dropout(own, dropout) * v).to(heads.dtype)
+
+    def _of_nested(self, x: Tensor, context: Any, mask: Mask | Tensor | None, **others: object) -> Tensor:
+        from headscope import _nested
+
+        located = self.rotary is not None or self.position_bias is not None
+        return _nested.forward(self.forward, x, context, mask, located, **others)
 
     def project(
         self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None
@@ -193,6 +310,60 @@ class MultiHeadAttention(nn.Module):
             split_heads(k, self.kv_heads, self.head_dim),
             split_heads(v, self.kv_heads, self.v_head_dim),
         )
+
+    def _place(
+        self, heads: tuple[Tensor, Tensor, Tensor], mask: Mask | Tensor | None, bias: Tensor | None,
+        positions: Tensor | None, cache: Cache | None, *, cross: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Mask | Tensor | None, Tensor | None]:  # fmt: skip
+        """q and k normalised and turned to their positions, with what came before; the bias with that by distance."""
+        q, k, v = heads
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
+        self._check_place(positions, cache, cross=cross)
+        start, first = (0, 0) if cache is None else (cache.length, 0)
+        stop = start + q.shape[-2]
+        places = slice(start, stop) if positions is None else positions
+        check_positions(places, q)
+        if self.rotary is not None:
+            cos, sin = self.rotary.cos_sin(places, q)
+            q, k = self.rotary.turn(q, cos, sin), self.rotary.turn(k, cos, sin)
+        if cache is not None:
+            k, v, first, mask = cache.append(k, v, mask)
+        if self.position_bias is not None:
+            q_at = k_at = positions
+            if q_at is None or k_at is None:
+                k_at = torch.arange(first, stop, device=q.device)
+                q_at = k_at[start - first :]
+            dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+            by_distance = matrix(self.position_bias, q_at, k_at, dtype)  # [H, Q, K] or [B, H, Q, K]
+            bias = by_distance if bias is None else bias + by_distance
+        return q, k, v, mask, bias
+
+    def _check_place(self, positions: Tensor | None, cache: Cache | None, *, cross: bool) -> None:
+        located = self.rotary is not None or self.position_bias is not None
+        if cross and (located or cache is not None):
+            if cache is not None:
+                raise ValueError("context: got one beside a cache, which is for self-attention")
+            option = "rotary" if self.rotary is not None else "position_bias"
+            raise ValueError(f"context: this module has {option}, and x and its context share no axis of positions")
+        if positions is not None and not located:
+            raise ValueError("positions: this module has neither rotary nor position_bias")
+        if cache is None:
+            return
+        if not isinstance(cache, Cache):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"cache: got {kind(cache)}, wanted a cache of headscope.cache")
+        if positions is not None:
+            raise ValueError("positions: got some beside a cache, which counts them itself")
+        if self.rotary is not None and self.rotary.dynamic:
+            raise ValueError(
+                "cache: this module has NTK(original_length=...), which turns earlier keys anew as the length grows; "
+                "NTK(factor) alone stays as it is"
+            )
+
+    def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        if self.qk_norm != "rms_all":
+            return norm(x)
+        return split_heads(norm(merge_heads(x)), x.shape[-3], self.head_dim)
 
     @staticmethod
     def _sources(x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -249,7 +420,12 @@ class MultiHeadAttention(nn.Module):
             "kdim": self.embed_dim, "vdim": self.kdim, "scale": self.head_dim**-0.5, "softcap": None, "dropout": 0.0,
         }  # fmt: skip
         parts += [f"{name}={getattr(self, name)}" for name, usual in defaults.items() if getattr(self, name) != usual]
-        return ", ".join(parts + (["sinks=True"] if self.sinks is not None else []))
+        said: dict[str, object] = {"rotary": self.rotary, "qk_norm": self.qk_norm}
+        if isinstance(self.position_bias, ALiBi):  # a module shows itself
+            said["position_bias"] = self.position_bias
+        parts += [f"{name}={value!r}" for name, value in said.items() if value is not None]
+        chosen = {"sinks": self.sinks, "gate": self.gate_proj, "bias_kv": self.bias_k}
+        return ", ".join(parts + [f"{name}=True" for name, value in chosen.items() if value is not None])
 
 
 _PARTS_FIRST = {2: (1, 2, 0, 3), 3: (2, 0, 3, 1, 4)}  # [B, Q, 3, H, D] -> [3, B, H, Q, D], without and with B
@@ -281,6 +457,32 @@ def _check_heads(embed_dim: int, num_heads: int, kv_heads: int, head_dim: int | 
         )
     if num_heads % kv_heads:
         raise ValueError(f"kv_heads: got {kv_heads}, wanted a divisor of num_heads {num_heads}")
+
+
+def _check_rotary(rotary: Rotary | None, head_dim: int) -> Rotary | None:
+    if rotary is None:
+        return None
+    if not isinstance(rotary, Rotary):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"rotary: got {kind(rotary)}, wanted headscope.positions.Rotary or None")
+    if rotary.dim > head_dim:
+        raise ValueError(f"rotary: its dim is {rotary.dim}, wanted at most head_dim {head_dim}")
+    return rotary
+
+
+def _norm(
+    qk_norm: QKNorm | None, heads: int, head_dim: int, eps: float, made: dict[str, Any]
+) -> nn.RMSNorm | nn.LayerNorm | None:
+    if qk_norm is None:
+        return None
+    if qk_norm not in ("rms", "layer", "rms_all"):
+        raise ValueError(f'qk_norm: got {qk_norm!r}, wanted "rms", "layer", "rms_all" or None')
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"qk_norm_eps: got {kind(eps)}, wanted a number")
+    if not 0 < eps < math.inf:
+        raise ValueError(f"qk_norm_eps: got {eps}, wanted a finite number above 0")
+    if qk_norm == "layer":
+        return nn.LayerNorm(head_dim, eps, **made)
+    return nn.RMSNorm(heads * head_dim if qk_norm == "rms_all" else head_dim, eps, **made)
 
 
 def _biased(bias: bool | Collection[str]) -> frozenset[str]:

@@ -214,6 +214,8 @@ def _check_what_is_given(
     if module is not None and not isinstance(module, MultiHeadAttention):
         got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
         raise TypeError(f"module: got {got}, wanted a headscope.MultiHeadAttention; other modules cannot be traced yet")
+    if module is not None and (beyond := _untraced(module)):
+        raise TypeError(f"module: has {', '.join(beyond)}, whose steps cannot be traced yet")
     if module is not None and made_of:
         raise ValueError(f"{', '.join(made_of)}: the module has its own; give a module, or the sizes of one")
     if x is not None and lengths:
@@ -229,6 +231,15 @@ def _check_what_is_given(
             wanted = "a module and its input x, or the sizes seq, dim and heads"
             raise ValueError(f"{', '.join(missing)}: missing; give {wanted}")
         _check_sizes(**lengths)
+
+
+def _untraced(module: MultiHeadAttention) -> list[str]:
+    """The options of a module that no row shows."""
+    options = {
+        "rotary": module.rotary, "position_bias": module.position_bias, "qk_norm": module.qk_norm,
+        "gate": module.gate_proj, "bias_kv": module.bias_k,
+    }  # fmt: skip
+    return [name for name, value in options.items() if value is not None]
 
 
 def _from_sizes(module: MultiHeadAttention, batch: int, seq: int, context_seq: int | None, asked: Asked) -> Setting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -95,9 +96,7 @@ class Recording:
             WatchError: nothing has been seen so far.
         """
         with self._lock:
-            for name in list(self._pending):
-                self._fold(name)
-            if not self._parts:
+            if not self._all():
                 raise WatchError("watch: nothing has been seen so far; run the model within the with block")
             names = sorted(self._parts, key=lambda name: self._order.get(name, (0, 0)))
             return HeadStats({name: self._parts[name] for name in names})
@@ -227,12 +226,18 @@ class Recording:
 
     def _repr_html_(self) -> str:
         if not self._parts and not self._pending:
-            from html import escape
-
-            return f"<p>{escape(repr(self))}</p>"
+            return f"<p>{html.escape(repr(self))}</p>"
         from headscope.report.viewer import framed, render_recording
 
         return framed(render_recording(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy starts from: a monitor, with what it writes to, stays with the original, as does the lock."""
+        with self._lock:
+            return {**self.__dict__, "_pending": {}, "_parts": self._all(), "_monitor": None, "_lock": None}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
 
     def __rich__(self) -> Table:
         return self.table()
@@ -254,6 +259,12 @@ class Recording:
         """Layer -> its number, in the order of the model."""
         with self._lock:
             return {name: n for n, name in enumerate(sorted(self._order, key=self._order.__getitem__))}
+
+    def _all(self) -> dict[str, LayerStats]:
+        """Layer -> all of its calls, merged."""
+        for name in list(self._pending):
+            self._fold(name)
+        return dict(self._parts)
 
     def _fold(self, name: str) -> None:
         """Merge what waits of a layer."""
@@ -297,7 +308,7 @@ def watch(
         layers: which modules: names or patterns ("decoder.*.self_attn", "h.3"), each with all that is inside; or a
             function of name and module. By default all.
         every: look at the first of every so many forward passes, from 1. A forward pass is one call of the model from
-            outside, or of one of its modules.
+            outside, or of one of its modules; those of an evaluation count, too.
         tokens: ids of the keys, [K] or [B, K], the same for all calls, for ``duplicate`` and ``induction``; "inputs":
             take the ``input_ids`` that the modules are called with, over the steps of a cache.
         texts: the text of each token, to be kept with the recording.
@@ -328,6 +339,8 @@ def watch(
         raise TypeError(f"kinds: got {type(kinds).__name__}, wanted a mapping of patterns to kinds")
     kinds = dict(kinds or {})
     _check(every, tokens, kinds, unseen, alarms)
+    if not isinstance(accelerate, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"accelerate: got {type(accelerate).__name__}, wanted True or False")
     targets = [] if log is None else list(log) if isinstance(log, (list, tuple)) else [log]
     limits = Limits() if alarms is True else alarms or None
     monitor = Monitor([writer(target) for target in targets], limits) if targets or limits else None

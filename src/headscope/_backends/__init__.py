@@ -31,6 +31,14 @@ class Inputs(NamedTuple):
     sinks: Tensor | None
 
 
+class Work(NamedTuple):
+    """What was done, as its gradient needs to know it."""
+
+    call: Call
+    plan: Plan | None
+    seed: int
+
+
 class Backend(Protocol):
     """One way to attend."""
 

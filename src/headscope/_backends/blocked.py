@@ -7,14 +7,14 @@ The backward pass computes the weights again from q, k and lse.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headscope._backends import Inputs, accumulate_dtype, full_precision, once
+from headscope._backends import Inputs, Work, accumulate_dtype, full_precision, once
 from headscope._call import Call
 from headscope.masks import Plan
 
@@ -28,9 +28,10 @@ def refuses(call: Call) -> list[str]:
     return []
 
 
-def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """out and lse, block by block."""
-    seed = int(torch.randint(2**31, (), device="cpu").item()) if call.dropout else 0
+def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """out and lse, block by block. The seed of dropout is drawn from torch's generator unless it is given."""
+    if seed is None:
+        seed = int(torch.randint(2**31, (), device="cpu").item()) if call.dropout else 0
     out, lse = _Attend.apply(call, plan, seed, *inputs)  # pyright: ignore[reportGeneralTypeIssues, reportUnknownVariableType]
     return out, lse
 
@@ -151,23 +152,37 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
+        *tensors, out, lse = saved
+        work = Work(ctx.call, ctx.plan, ctx.seed)
         with torch.no_grad():
-            found = _Attend.gradients(ctx, saved, grads)
+            found = gradients(work, Inputs(*tensors), (out, lse), grads, ctx.needs_input_grad[6:])
         return None, None, None, *once(found, *grads, *saved)
 
-    @staticmethod
-    def gradients(ctx: Any, saved: tuple[Any, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-        """Of q, k, v, bias and sinks."""
-        call, plan = ctx.call, ctx.plan
-        *tensors, out, lse = saved
-        inputs = Inputs(*tensors)
-        wanted = (True, True, True, *ctx.needs_input_grad[6:])  # a bias may be as large as the matrix
-        sums = _zeros(inputs, wanted, accumulate_dtype(call.dtype))
-        grad_out, grad_lse = grads  # zeros where nothing came back
-        with full_precision(call):
-            for block in blocks(call, plan):
-                _backward(_Backward(call, plan, block, inputs, out, lse, grad_out, grad_lse, ctx.seed), sums)
-        return tuple(_like(total, tensor) for total, tensor in zip(sums, inputs, strict=True))
+
+def gradients(
+    work: Work,
+    inputs: Inputs,
+    results: tuple[Tensor, Tensor],
+    grads: Sequence[Tensor | None],
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Of q, k, v, and of bias and sinks where they are wanted.
+
+    Args:
+        work: what was done.
+        inputs: what it was done to.
+        results: out and lse, as they came out.
+        grads: those of out and lse, or None.
+        wanted: whether those of bias and sinks are: a bias may be as large as the matrix.
+    """
+    call, plan, seed = work
+    out, lse = results
+    grad_out, grad_lse = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grads, strict=True))
+    sums = _zeros(inputs, (True, True, True, *wanted), accumulate_dtype(call.dtype))
+    with full_precision(call):
+        for block in blocks(call, plan):
+            _backward(_Backward(call, plan, block, inputs, out, lse, grad_out, grad_lse, seed), sums)
+    return tuple(_like(total, tensor) for total, tensor in zip(sums, inputs, strict=True))
 
 
 def _zeros(inputs: Inputs, wanted: tuple[bool, ...], dtype: torch.dtype) -> Inputs:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headscope._backends import Inputs, accumulate_dtype, once
+from headscope._backends import Inputs, Work, accumulate_dtype, once
 from headscope._call import Call
 from headscope.masks import And, Band, Dense, Documents, KeyLengths, Mask, Or, Plan, Prefix
 
@@ -108,14 +108,6 @@ def _hollow(tensor: Tensor) -> Tensor:
     """The same without its memory: from such a one another is made sooner than from sizes, strides and dtype."""
     tensor.untyped_storage().resize_(0)
     return tensor
-
-
-class Work(NamedTuple):
-    """What was done, as its gradient needs to know it."""
-
-    call: Call
-    plan: Plan | None
-    seed: int
 
 
 class _Differentiable(torch.autograd.Function):

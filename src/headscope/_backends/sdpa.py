@@ -59,7 +59,9 @@ def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tenso
     q, k, v = inputs.q, inputs.k, inputs.v
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    gqa = call.group > 1
+    gqa = False
+    if call.group > 1:  # not gqa = ...: while a compiler leaves the heads open that is a symbol, which SDPA refuses
+        gqa = True
     if gqa and call.device != "cpu" and (call.dtype == torch.float32 or _matrix(call, plan, inputs) is not None):
         # on an accelerator only the half-precision kernel without a mask knows grouped heads
         k, v, gqa = k.repeat_interleave(call.group, 1), v.repeat_interleave(call.group, 1), False

@@ -1,0 +1,333 @@
+"""Caches of keys and values, so that decoding projects each token once: growing, preallocated, rolling.
+
+One cache serves one layer: ``MultiHeadAttention.forward(x, cache=cache)`` appends the keys and values of x and attends
+to all that are held. What is given to the kernels is a view of the buffer; nothing is copied from step to step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headscope._call import as_mask, kind, shapes
+from headscope.masks import Band, Documents, Mask, causal
+
+__all__ = ["Cache", "GrowingCache", "Held", "RollingCache", "StaticCache"]
+
+LEAST = 64  # tokens for which a growing cache makes room at first
+
+
+class Held(NamedTuple):
+    """What the queries of a call may look at.
+
+    Attributes:
+        k: [B, Hkv, K, D]; v: [B, Hkv, K, Dv]. The call's own tokens are the last ones.
+        first: how many tokens came before key 0.
+        mask: what may be seen, or None for everything.
+    """
+
+    k: Tensor
+    v: Tensor
+    first: int
+    mask: Mask | None
+
+
+class Cache(ABC):
+    """Keys and values of the tokens so far, of one layer.
+
+    Key j is that of the j-th token that came in, padding included, so that positions and masks mean what they mean
+    without a cache. The sizes, dtype and device are those of the first call. For inference: a call whose keys need
+    gradients is an error.
+
+    Args:
+        padding: how many of the first tokens of each row are padding, [B]: nobody sees those, and as queries they see
+            nothing. By default none.
+    """
+
+    forgets = False
+    """Whether it lets go of keys, so that key j is no longer that of token j."""
+
+    def __init__(self, *, padding: Tensor | Sequence[int] | None = None) -> None:
+        self._padding = _counts(padding)
+        self._k: Tensor | None = None
+        self._v: Tensor | None = None
+        self._first = 0  # the token in slot 0
+        self._length = 0
+
+    # ------------------------------------------------------------ reading
+
+    @property
+    def length(self) -> int:
+        """How many tokens have come in, padding and forgotten ones included: the position of the next one."""
+        return self._length
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """How many of the first tokens of each row are padding; empty = none."""
+        return self._padding
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens there is room for at present."""
+        return 0 if self._k is None else self._k.shape[-2]
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys that are held, [B, Hkv, tokens, D]; a view."""
+        return self._made(self._k)[:, :, : self._length - self._first]
+
+    @property
+    def values(self) -> Tensor:
+        """The values that are held, [B, Hkv, tokens, Dv]; a view."""
+        return self._made(self._v)[:, :, : self._length - self._first]
+
+    def __repr__(self) -> str:
+        padded = f", padding={list(self._padding)}" if self._padding else ""
+        return f"{type(self).__name__}({self.length} tokens, room for {self.capacity}{padded})"
+
+    # ------------------------------------------------------------ writing
+
+    def append(self, k: Tensor, v: Tensor, mask: Mask | Tensor | None = None) -> Held:
+        """Add keys and values, turned to their positions already, and say what their queries may look at.
+
+        Args:
+            k: [B, Hkv, T, D]; v: [B, Hkv, T, Dv].
+            mask: what may be seen beside what came before; see ``MultiHeadAttention.forward``.
+
+        Raises:
+            TypeError, ValueError: they do not fit what is held, need gradients, or there is no room for them.
+        """
+        self._check(k, v)
+        known = as_mask(mask)
+        if self.forgets and known is not None:
+            _check_reach(known)
+        keys, values, first = self._add(k, v)
+        self._length += k.shape[-2]
+        return Held(keys, values, first, self._sees(known, k.shape[-2], keys.shape[-2], first, k.device))
+
+    def reorder(self, rows: Tensor | Sequence[int]) -> None:
+        """Row b becomes what row ``rows[b]`` was, as beam search wants it; there may be more or fewer than before.
+
+        Raises:
+            TypeError: rows are not whole numbers.
+            ValueError: there is no such row; nothing is held yet.
+        """
+        k, v = self._made(self._k), self._made(self._v)
+        rows = torch.as_tensor(rows, device=k.device)
+        if rows.dtype.is_floating_point or rows.dtype == torch.bool or rows.ndim != 1:
+            raise TypeError(f"rows: got {kind(rows)} {list(rows.shape)}, wanted integers [B]")
+        if any(not 0 <= row < len(k) for row in rows.tolist()):
+            raise ValueError(f"rows: got {rows.tolist()}, wanted numbers from 0 to {len(k) - 1}")
+        held = self._length - self._first
+        self._k, self._v = (_reordered(each, rows, held) for each in (k, v))
+        if self._padding:
+            self._padding = tuple(self._padding[row] for row in rows.tolist())
+
+    def reset(self, *, padding: Tensor | Sequence[int] | None = None) -> None:
+        """Forget all tokens; the memory is kept for others of the same sizes."""
+        self._padding = _counts(padding)
+        self._first = self._length = 0
+
+    @abstractmethod
+    def _add(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Store keys and values; return those to look at, and the token that the first of them belongs to."""
+
+    def _store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write behind what is held, where there is room; all that is held."""
+        into_k, into_v = self._made(self._k), self._made(self._v)
+        start = self._length - self._first
+        stop = start + k.shape[-2]
+        into_k[:, :, start:stop] = k
+        into_v[:, :, start:stop] = v
+        return into_k[:, :, :stop], into_v[:, :, :stop]
+
+    def _make(self, k: Tensor, v: Tensor, tokens: int) -> None:
+        """Make room for so many tokens; what is held stays."""
+        held = self._length - self._first
+        made: list[Tensor] = []
+        with torch.inference_mode(False):  # later calls, outside of it, write here too
+            for before, new in ((self._k, k), (self._v, v)):
+                room = new.new_empty((*new.shape[:2], tokens, new.shape[3]))  # [B, Hkv, tokens, D]
+                if before is not None:
+                    room[:, :, :held] = before[:, :, :held]
+                made.append(room)
+        self._k, self._v = made
+
+    def _made(self, tensor: Tensor | None) -> Tensor:
+        if tensor is None:
+            raise ValueError("cache: holds nothing yet; its sizes are those of the first call")
+        return tensor
+
+    # ------------------------------------------------------------ masks
+
+    def _sees(self, mask: Mask | None, queries: int, keys: int, first: int, device: torch.device) -> Mask | None:
+        """What T = ``queries`` tokens, the last of ``keys``, may see: nobody looks ahead, nor at padding."""
+        if queries > 1:  # the last one sees all anyway
+            early = isinstance(mask, Band) and mask.offset is None and mask.right is not None and mask.right <= 0
+            mask = causal() if mask is None else mask if early else causal() & mask
+        if not self._padding or max(self._padding) <= first:
+            return mask
+        starts = tuple(max(0, count - first) for count in self._padding)
+        if queries == 1:
+            real: Mask = Band(0, None, offset=starts)  # from starts[b] on
+        else:
+            at = torch.arange(keys, device=device)
+            padded = at < torch.tensor(starts, device=device)[:, None]  # [B, K]
+            real = Documents(torch.where(padded[:, keys - queries :], -2, 0), torch.where(padded, -1, 0))
+        return real if mask is None else mask & real
+
+    # ------------------------------------------------------------ checks
+
+    def _check(self, k: Tensor, v: Tensor) -> None:
+        if k.ndim != 4:
+            raise ValueError(f"cache: wanted x with three axes, [B, T, E], and so k with four; {shapes(k=k, v=v)}")
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise ValueError(
+                "cache: k and v need gradients, which no cache keeps; decode under torch.no_grad() or "
+                "torch.inference_mode()"
+            )
+        if self._padding and len(self._padding) != len(k):
+            raise ValueError(f"cache: padding has {len(self._padding)} rows, wanted {len(k)} (B); {shapes(k=k)}")
+        for name, new, held in (("k", k, self._k), ("v", v, self._v)):
+            if held is None:
+                continue
+            if new.dtype != held.dtype or new.device != held.device:
+                got, wanted = (f"{kind(x)} on {x.device}" for x in (new, held))
+                raise TypeError(f"cache: {name} is {got}, what is held is {wanted}")
+            if (*new.shape[:2], new.shape[3]) != (*held.shape[:2], held.shape[3]):
+                sizes = f"[{held.shape[0]}, {held.shape[1]}, T, {held.shape[3]}]"
+                raise ValueError(f"cache: {name} is {list(new.shape)}, wanted {sizes} as what is held")
+
+
+class GrowingCache(Cache):
+    """A cache without a limit: where it is full, its room doubles, so that tokens are copied less than twice in all."""
+
+    def _add(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        needed = self._length + k.shape[-2]
+        if self._k is None or needed > self.capacity:
+            self._make(k, v, max(needed, 2 * self.capacity, LEAST))
+        return *self._store(k, v), 0
+
+
+class StaticCache(Cache):
+    """A cache of fixed size, made once, at the first call; it never moves, and says when it is full.
+
+    Args:
+        capacity: how many tokens there is room for, padding included, from 1.
+        padding: see ``Cache``.
+    """
+
+    def __init__(self, capacity: int, *, padding: Tensor | Sequence[int] | None = None) -> None:
+        super().__init__(padding=padding)
+        self._capacity = _at_least_one("capacity", capacity)
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens there is room for."""
+        return self._capacity
+
+    def _add(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        needed = self._length + k.shape[-2]
+        if needed > self._capacity:
+            raise ValueError(
+                f"cache: is full: its capacity is {self._capacity}, it holds {self._length} tokens, got "
+                f"{k.shape[-2]} more, wanted a capacity of at least {needed}"
+            )
+        if self._k is None:
+            self._make(k, v, self._capacity)
+        return *self._store(k, v), 0
+
+
+class RollingCache(Cache):
+    """A cache for a sliding window: each query sees the last ``window`` tokens, its own included, as by ``window(n)``.
+
+    What no later token may see is forgotten. It has room for twice the window; where that is full, the last ones move
+    to the front, so that a token is copied about once.
+
+    Args:
+        window: how many tokens are seen, from 1. The layer attends by it, whether its mask says so or not.
+        padding: see ``Cache``.
+    """
+
+    forgets = True
+
+    def __init__(self, window: int, *, padding: Tensor | Sequence[int] | None = None) -> None:
+        super().__init__(padding=padding)
+        self.window = _at_least_one("window", window)
+
+    def _add(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        new, held = k.shape[-2], self._length - self._first
+        if self._k is None:
+            self._make(k, v, 2 * self.window)
+        kept = min(self.window - 1, held)  # what the first of the new ones may see
+        if kept + new > self.capacity:
+            return self._pass_through(k, v, kept)
+        if held + new > self.capacity:
+            self._forget(kept)
+        keys, values = self._store(k, v)
+        unseen = keys.shape[-2] - new - kept
+        return keys[:, :, unseen:], values[:, :, unseen:], self._first + unseen
+
+    def _pass_through(self, k: Tensor, v: Tensor, kept: int) -> tuple[Tensor, Tensor, int]:
+        """More than there is room for: attend to a copy of what may be seen, and keep the end of it."""
+        start = self._length - kept
+        self._forget(kept)
+        into_k, into_v = self._made(self._k), self._made(self._v)
+        all_k, all_v = torch.cat([into_k[:, :, :kept], k], 2), torch.cat([into_v[:, :, :kept], v], 2)
+        end = min(self.window, all_k.shape[-2])
+        into_k[:, :, :end], into_v[:, :, :end] = all_k[:, :, -end:], all_v[:, :, -end:]
+        self._first = self._length + k.shape[-2] - end
+        return all_k, all_v, start
+
+    def _forget(self, kept: int) -> None:
+        """Move the last ``kept`` tokens to the front."""
+        held = self._length - self._first
+        for each in (self._made(self._k), self._made(self._v)):
+            each[:, :, :kept] = each[:, :, held - kept : held].clone()
+        self._first = self._length - kept
+
+    def _sees(self, mask: Mask | None, queries: int, keys: int, first: int, device: torch.device) -> Mask | None:
+        reach = Band(self.window - 1, 0)
+        mask = mask if keys <= self.window else reach if mask is None else reach & mask
+        return super()._sees(mask, queries, keys, first, device)
+
+
+def _check_reach(mask: Mask) -> None:
+    if not all(isinstance(leaf, Band) and leaf.offset is None for leaf in mask.leaves()):
+        raise ValueError(
+            f"mask: got {type(mask).__name__}, wanted causal(), window(n) or another Band without offset: a "
+            "RollingCache forgets keys, so that numbers of keys mean nothing"
+        )
+
+
+def _reordered(buffer: Tensor, rows: Tensor, held: int) -> Tensor:
+    chosen = buffer[:, :, :held].index_select(0, rows)
+    if len(rows) != len(buffer):
+        with torch.inference_mode(False):
+            buffer = buffer.new_empty((len(rows), *buffer.shape[1:]))
+    buffer[:, :, :held] = chosen
+    return buffer
+
+
+def _counts(padding: Tensor | Sequence[int] | None) -> tuple[int, ...]:
+    if padding is None:
+        return ()
+    counts: Tensor = torch.as_tensor(padding)
+    if counts.dtype.is_floating_point or counts.dtype == torch.bool or counts.ndim != 1:
+        raise TypeError(f"padding: got {kind(counts)} {list(counts.shape)}, wanted integers [B]")
+    found = tuple(int(count) for count in counts)
+    if any(count < 0 for count in found):
+        raise ValueError(f"padding: got {list(found)}, wanted numbers from 0")
+    return found if any(found) else ()
+
+
+def _at_least_one(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: got {kind(value)}, wanted a whole number")
+    if value < 1:
+        raise ValueError(f"{name}: got {value}, wanted at least 1")
+    return value

@@ -1,0 +1,403 @@
+"""Weights from other modules and to them: which key holds what, and in what form.
+
+``MultiHeadAttention.from_module(module)`` and ``.from_state_dict(state, layout)`` make one of ours; ``to_state_dict``
+goes the other way. Nothing is unpickled: a state is a mapping of tensors or arrays, or a safetensors file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from headscope._call import kind
+from headscope._layout_table import HEADS, LAYOUTS, PROJECTIONS, QKV, Layout, Part, read, write
+from headscope.module import MultiHeadAttention
+from headscope.positions import RelativeBias
+
+__all__ = ["from_module", "from_state_dict", "known", "to_state_dict"]
+
+State = Mapping[str, Any]
+"""Tensors, or arrays that numpy can read, by key."""
+Made = TypeVar("Made", bound=MultiHeadAttention)
+SHOWN = 6  # keys in a message
+
+
+def known() -> dict[str, str]:
+    """The names of the layouts, and whose each is."""
+    return {layout.name: layout.of for layout in LAYOUTS.values()}
+
+
+def from_module(
+    module: nn.Module, layout: str | None = None, *, into: type[Made] = MultiHeadAttention, **options: Any
+) -> Made:
+    """A ``MultiHeadAttention`` with copies of another module's weights, in its dtype, on its device, in its mode.
+
+    Args:
+        module: of a class that ``known`` layouts have; or of any class, where ``layout`` says which keys it has, or
+            its keys are those of a tutorial or of timm and leave no doubt.
+        layout: one of ``known()``.
+        into: the class to make.
+        options: of ``MultiHeadAttention``, where they are not to be read from the module, as ``num_heads``, ``rotary``.
+
+    What a module's forward does around its attention (dropout of the output, residual, norm) is not part of it.
+
+    Raises:
+        TypeError: it is no module, or already ours.
+        ValueError: no layout is known for it, or its weights do not fit; the message says which keys, and what is
+            known.
+    """
+    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"module: got {kind(module)}, wanted a torch.nn.Module")
+    if isinstance(module, MultiHeadAttention):
+        raise TypeError("module: is a headscope.MultiHeadAttention already; copy.deepcopy makes another")
+    state = module.state_dict(keep_vars=True)
+    found = _recognised(module, set(state)) if layout is None else _named(layout)
+    made = from_state_dict(state, found.name, into=into, **_options(module, found, options))
+    if not any(isinstance(x, Tensor) and x.requires_grad for x in state.values()):
+        made.requires_grad_(False)
+    return made.train(module.training)
+
+
+def from_state_dict(
+    state: State | str | Path, layout: str, *, prefix: str = "", into: type[Made] = MultiHeadAttention, **options: Any
+) -> Made:
+    """A ``MultiHeadAttention`` with copies of the weights in a state dict, in their dtype and on their device.
+
+    Args:
+        state: tensors or arrays by key; or the path of a safetensors file, or of the ``.index.json`` of several, of
+            which only what begins with ``prefix`` is read.
+        layout: one of ``known()``.
+        prefix: what the keys of this one attention begin with, as ``"model.layers.0.self_attn."``; other keys are left
+            alone.
+        into: the class to make.
+        options: of ``MultiHeadAttention``: what weights do not tell, as ``num_heads``, and ``rotary`` of a layout that
+            has it. Sizes and biases come from the weights.
+
+    Raises:
+        TypeError: a state or an option of the wrong kind.
+        ValueError: an unknown layout, keys that are missing or unexpected, sizes that do not fit, an option that is
+            missing.
+    """
+    found = _named(layout)
+    taken = _state(state, prefix)
+    missing, unexpected = found.fit(set(taken))
+    if missing or unexpected:
+        fits = [other.name for other in LAYOUTS.values() if other.fit(set(taken)) == ([], [])]
+        hint = f"; these keys are those of {_listed(fits)}" if fits else f"; known layouts: {_listed(LAYOUTS, 99)}"
+        raise ValueError(f"state: does not fit layout {found.name!r}: {_amiss(missing, unexpected)}{hint}")
+    tensors, keys = _ours(found, taken)
+    sizes = _sizes(found, tensors, keys, taken, options)
+    for name in ("bias_k", "bias_v"):
+        if name in tensors:
+            tensors[name] = tensors[name].unflatten(0, (sizes["kv_heads"], -1))  # [Hkv, D]
+    extras = _extras(found, tensors, sizes, options)
+    made = into(**sizes, **extras, device="meta")
+    frozen = made.sinks is not None and "sinks" not in tensors
+    if frozen:
+        tensors["sinks"] = tensors["q.weight"].new_zeros(made.num_heads)
+    if isinstance(extras.get("position_bias"), RelativeBias):
+        tensors.setdefault("position_bias.weight", extras["position_bias"].weight)  # another layer's: shared
+    lacking = [name for name in _parameters(made) if name not in tensors]
+    if lacking:
+        raise ValueError(f"options: layout {layout!r} has no weights for {_listed(lacking)}, which they call for")
+    made.load_state_dict({_our_key(name): x for name, x in tensors.items()}, assign=True)
+    if frozen and made.sinks is not None:
+        made.sinks.requires_grad_(False)
+    return made
+
+
+def to_state_dict(module: MultiHeadAttention, layout: str, *, prefix: str = "") -> dict[str, Tensor]:
+    """Copies of a module's weights under the keys of a layout.
+
+    A bias that the layout always has is zero where the module has none. A state dict holds weights alone: the number
+    of heads, rotary, dropout are for the other side to set.
+
+    Args:
+        layout: one of ``known()``.
+        prefix: put before each key.
+
+    Raises:
+        ValueError: an unknown layout, or the module has something that this layout has no place for.
+    """
+    found = _named(layout)
+    tensors = _parameters(module)
+    _check_expressible(module, found, tensors)
+    shapes = {**dict.fromkeys(QKV, (module.kv_heads, module.head_dim)), "q": (module.num_heads, module.head_dim)}
+    shapes |= {"v": (module.kv_heads, module.v_head_dim), "out": (module.num_heads, module.v_head_dim)}
+    written: dict[str, Tensor] = {}
+    for part in found.parts:
+        there = [name for name in part.holds if name in tensors]
+        if not there and part.optional:
+            continue
+        each = [tensors[name] if name in tensors else _no_bias(module, name) for name in part.holds]
+        x = each[0] if len(each) == 1 else torch.cat(each)
+        x = write(part, x, shapes.get(part.holds[0].split(".")[0], (1, 1)))
+        written[_prefix(prefix) + part.key] = x.clone(memory_format=torch.contiguous_format)
+    return written
+
+
+# ---------------------------------------------------------------- which layout
+
+
+def _named(layout: str) -> Layout:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: got {layout!r}, wanted one of {_listed(LAYOUTS, 99)}")
+    return LAYOUTS[layout]
+
+
+def _recognised(module: nn.Module, keys: set[str]) -> Layout:
+    """The layout of a module: by its class, else by its keys, where those say all there is to know."""
+    mro = type(module).__mro__
+    names = {f"{each.__module__.split('.')[0]}:{each.__name__}" for each in mro}
+    ours = [layout for layout in LAYOUTS.values() if names & set(layout.classes)]
+    fitting = [layout for layout in ours or LAYOUTS.values() if layout.fit(keys) == ([], [])]
+    plain = [layout for layout in fitting if layout in ours or layout.plain]
+    if plain:
+        return plain[0]
+    name = type(module).__name__
+    for layout in LAYOUTS.values():
+        if name in layout.inner:
+            parent = layout.classes[0].split(":")[1]
+            raise ValueError(f"module: {name} is a part of {parent}, which has all four projections; pass that")
+    if fitting:
+        hint = f"its keys are those of {_listed([each.name for each in fitting])}: pass layout= if its forward is, too"
+    else:
+        nearest = min(ours or LAYOUTS.values(), key=lambda each: sum(map(len, each.fit(keys))))
+        hint = f"nearest is {nearest.name!r}: {_amiss(*nearest.fit(keys))}"
+    raise ValueError(f"module: no layout is known for {name}; {hint}; known layouts: {_listed(LAYOUTS, 99)}")
+
+
+def _options(module: nn.Module, layout: Layout, given: dict[str, Any]) -> dict[str, Any]:
+    """Our options: those given, and what the module's attributes say of the others."""
+    told: dict[str, Any] = {}
+    for option, path in layout.reads.items():
+        try:
+            value: Any = attrgetter(path)(module)
+        except AttributeError:  # of another class, with the same keys: ``needs`` says what must be given
+            continue
+        told[option] = value.p if isinstance(value, nn.Dropout) else value
+    if "num_heads" in layout.needs and "num_heads" not in told:
+        named = [value for name in HEADS if isinstance(value := getattr(module, name, None), int)]
+        told |= {"num_heads": named[0]} if named else {}
+    if layout.plain or _is_of(module, layout):
+        told |= {option: tell(module) for option, tell in layout.more.items() if option not in given}
+    return {**told, **given}
+
+
+def _is_of(module: nn.Module, layout: Layout) -> bool:
+    names = {each.split(":")[1] for each in layout.classes}
+    return any(each.__name__ in names for each in type(module).__mro__)
+
+
+# ---------------------------------------------------------------- reading a state
+
+
+def _state(state: State | str | Path, prefix: str) -> dict[str, Any]:
+    """What begins with the prefix, without it."""
+    prefix = _prefix(prefix)
+    if isinstance(state, (str, Path)):
+        taken = _read_safetensors(Path(state), prefix)
+    elif isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        taken = {key: state[key] for key in state if str(key).startswith(prefix)}
+    else:
+        raise TypeError(f"state: got {kind(state)}, wanted a mapping of tensors, or the path of a safetensors file")
+    if not taken:
+        there = _listed(state) if isinstance(state, Mapping) else str(state)
+        raise ValueError(f"prefix: no key begins with {prefix!r}; {there}")
+    return {key.removeprefix(prefix): x for key, x in taken.items()}
+
+
+def _read_safetensors(path: Path, prefix: str) -> dict[str, Tensor]:
+    """What begins with the prefix in one file, or in those that a ``.index.json`` beside them names."""
+    if path.name.endswith(".index.json"):
+        places: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted({file for key, file in places.items() if key.startswith(prefix)})
+        return {key: x for file in files for key, x in _read_safetensors(path.parent / file, prefix).items()}
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:  # pyright: ignore[reportArgumentType]
+            return {key: file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"state: {path} is no safetensors file ({error}); pickles are not read") from error
+
+
+def _prefix(prefix: str) -> str:
+    return prefix if not prefix or prefix[-1] in "./" else f"{prefix}."
+
+
+def _ours(layout: Layout, state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Our tensors by our names, as copies, and the key that each came from."""
+    tensors: dict[str, Tensor] = {}
+    keys: dict[str, str] = {}
+    for part in layout.parts:
+        if part.key not in state:
+            continue
+        x = _tensor(part, state[part.key])
+        if x.shape[0] % len(part.holds):
+            raise ValueError(
+                f"{part.key}: holds {', '.join(part.holds)}, but its {x.shape[0]} rows are not divisible by "
+                f"{len(part.holds)}; it is {list(state[part.key].shape)}"
+            )
+        for name, own in zip(part.holds, x.chunk(len(part.holds)), strict=True):
+            tensors[name] = own.detach().clone(memory_format=torch.contiguous_format)
+            keys[name] = part.key
+    first = tensors["q.weight"]
+    for name, x in tensors.items():
+        if x.dtype != first.dtype or x.device != first.device:
+            got, wanted = f"{kind(x)} on {x.device}", f"{kind(first)} on {first.device}, as {keys['q.weight']}"
+            raise ValueError(f"{keys[name]}: is {got}, wanted {wanted}")
+    return tensors, keys
+
+
+def _tensor(part: Part, x: Any) -> Tensor:
+    """One entry of a state as [rows, width], or [rows]."""
+    tensor = x if isinstance(x, Tensor) else torch.tensor(x)  # a copy: arrays may not be writable
+    if not tensor.is_floating_point():
+        raise TypeError(f"{part.key}: dtype is {kind(tensor)}, wanted a floating one")
+    flat = part.holds[0].split(".")[-1] == "bias" or "_norm." in part.holds[0]
+    axes = {"rows": 1 if flat else 2, "columns": 2, "to heads": 2 if flat else 3, "from heads": 3, "token": 3}[
+        part.form
+    ]
+    if tensor.ndim != axes:
+        raise ValueError(f"{part.key}: has {tensor.ndim} axes, wanted {axes}; it is {list(tensor.shape)}")
+    return read(part, tensor)
+
+
+def _sizes(
+    layout: Layout, tensors: dict[str, Tensor], keys: dict[str, str], state: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """The sizes that the weights have, for ``MultiHeadAttention``; and whether they fit each other."""
+    parts = {name: part for part in layout.parts for name in part.holds}
+    if parts["q.weight"].form == "to heads":
+        options = {"num_heads": state[keys["q.weight"]].shape[1], **options}
+    lacking = [name for name in layout.needs if name not in options]
+    if lacking:
+        raise ValueError(f"{lacking[0]}: the weights do not tell it, so that layout {layout.name!r} needs it")
+    heads: int = options["num_heads"]
+    rows = {name: len(tensors[f"{name}.weight"]) for name in QKV}
+    where = {name: f"{keys[f'{name}.weight']}: its {rows[name]} rows of {name} are" for name in QKV}
+    if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1 or rows["q"] % heads:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"{where['q']} not divisible by num_heads, {heads}")
+    head_dim = rows["q"] // heads
+    if not rows["k"] or rows["k"] % head_dim or heads % (rows["k"] // head_dim):
+        raise ValueError(f"{where['k']} not a divisor of num_heads {heads} times head_dim {head_dim}")
+    kv_heads = rows["k"] // head_dim
+    if kv_heads != heads and not layout.grouped:
+        raise ValueError(f"{where['k']} {kv_heads} heads of {head_dim}, wanted {heads}, as q has")
+    if rows["v"] % kv_heads:
+        raise ValueError(f"{where['v']} not divisible by the {kv_heads} heads of k")
+    v_head_dim = rows["v"] // kv_heads
+    embed_dim = tensors["q.weight"].shape[1]
+    wanted = {"out.weight": [embed_dim, heads * v_head_dim], "out.bias": [embed_dim]}
+    wanted |= {f"{name}.bias": [rows[name]] for name in QKV}
+    wanted |= {f"{name}_norm.{part}": [head_dim] for name in ("q", "k") for part in ("weight", "bias")}
+    for name, shape in wanted.items():
+        if name in tensors and list(tensors[name].shape) != shape:
+            raise ValueError(f"{keys[name]}: holds {name} as {list(tensors[name].shape)}, wanted {shape}")
+    biased = [name for name in QKV if f"{name}.bias" in tensors]
+    return {
+        "embed_dim": embed_dim, "num_heads": heads, "kv_heads": kv_heads, "head_dim": head_dim,
+        "v_head_dim": v_head_dim, "kdim": tensors["k.weight"].shape[1], "vdim": tensors["v.weight"].shape[1],
+        "bias": biased, "out_bias": "out.bias" in tensors, "dtype": tensors["q.weight"].dtype,
+    }  # fmt: skip
+
+
+def _extras(
+    layout: Layout, tensors: dict[str, Tensor], sizes: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """The options that are no sizes: those given, those the layout fixes, those that weights call for."""
+    extras: dict[str, Any] = {**options, **layout.fixed}
+    extras.pop("num_heads", None)
+    if layout.scale is not None:
+        extras.setdefault("scale", layout.scale(sizes["embed_dim"], sizes["head_dim"]))
+    if "q_norm.weight" in tensors and "qk_norm" not in extras:
+        if "q_norm.bias" not in tensors:
+            raise ValueError(f'qk_norm: layout {layout.name!r} does not tell the kind of q_norm; pass "rms" or "layer"')
+        extras["qk_norm"] = "layer"
+    if "bias_k" in tensors:
+        extras["bias_kv"] = True
+    if "position_bias.weight" in tensors and "position_bias" not in extras:
+        raise ValueError(
+            "position_bias: there is a table of biases by distance; pass positions.T5Buckets with its num_buckets "
+            f"({len(tensors['position_bias.weight'])}), max_distance and direction"
+        )
+    return extras
+
+
+# ---------------------------------------------------------------- writing one
+
+
+def _our_key(name: str) -> str:
+    """Our name of a tensor as a key of our state dict: q.weight is q_proj.weight."""
+    first, _, rest = name.partition(".")
+    return f"{first}_proj.{rest}" if first in PROJECTIONS else name
+
+
+def _parameters(module: MultiHeadAttention) -> dict[str, Tensor]:
+    """A module's parameters by our names."""
+    found: dict[str, Tensor] = {}
+    for name in PROJECTIONS:
+        weight, bias = module.projection(name)
+        found |= {f"{name}.weight": weight} | ({} if bias is None else {f"{name}.bias": bias})
+    rest = {name: x for name, x in module.named_parameters() if name.split(".")[0].removesuffix("_proj") not in
+            (*PROJECTIONS, "qkv")}  # fmt: skip
+    return {name: x.detach() for name, x in {**found, **rest}.items()}
+
+
+def _no_bias(module: MultiHeadAttention, name: str) -> Tensor:
+    """Zeros for a bias that the module does not have; any other tensor cannot be made up."""
+    first, _, rest = name.partition(".")
+    if first not in PROJECTIONS or rest != "bias":
+        raise ValueError(f"module: has no {name}, which the layout wants")
+    weight, _ = module.projection(first)
+    return weight.new_zeros(len(weight))
+
+
+def _check_expressible(module: MultiHeadAttention, layout: Layout, tensors: dict[str, Tensor]) -> None:
+    """Whether a module of this layout would compute the same."""
+    places = {name for part in layout.parts for name in part.holds}
+    homeless = [name for name in tensors if name not in places]
+    if homeless == ["sinks"] and "sinks" in layout.more and not tensors["sinks"].any():
+        homeless = []  # add_zero_attn=True, on the other side
+    if homeless:
+        raise ValueError(f"module: has {_listed(homeless)}, for which layout {layout.name!r} has no place")
+    if module.kv_heads != module.num_heads and not layout.grouped:
+        raise ValueError(f"module: kv_heads is {module.kv_heads}; layout {layout.name!r} has one for each of its heads")
+    for part in layout.parts:
+        each = [tensors[name] for name in part.holds if name in tensors]
+        if any(x.shape != each[0].shape for x in each):
+            shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in part.holds if name in tensors)
+            raise ValueError(f"module: layout {layout.name!r} has {part.key} for parts of one size; {shapes}")
+    options = {"softcap": module.softcap, "rotary": module.rotary}
+    for name, value in options.items():
+        if value is not None and name not in layout.needs:
+            raise ValueError(f"module: {name} is {value}, which a module of layout {layout.name!r} does not have")
+    if layout.scale is not None:
+        wanted = layout.scale(module.embed_dim, module.head_dim)
+        if not math.isclose(module.scale, wanted, rel_tol=1e-6):
+            raise ValueError(
+                f"module: scale is {module.scale:.6g}; a module of layout {layout.name!r} has {wanted:.6g}"
+            )
+
+
+# ---------------------------------------------------------------- words
+
+
+def _amiss(missing: list[str], unexpected: list[str]) -> str:
+    said = [f"{word} {_listed(keys)}" for word, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
+    return "; ".join(said)
+
+
+def _listed(names: Iterable[Any], most: int = SHOWN) -> str:
+    """Names, and how many more there are."""
+    every = [str(name) for name in names]
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more

@@ -1,0 +1,308 @@
+"""``nn.MultiheadAttention``, argument for argument, over headscope's attention.
+
+The class has torch's parameters, so that state dicts go both ways, and torch's conventions, which are the opposite of
+headscope's in two places: True in a mask means *hidden*, and the batch comes second unless ``batch_first=True``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headscope import functional
+from headscope._call import is_traced, kind, shapes
+from headscope._linear import linear
+from headscope.masks import Band, Dense, KeyLengths, Mask
+from headscope.module import split_heads
+
+__all__ = ["MultiheadAttention", "replace"]
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """``torch.nn.MultiheadAttention`` whose attention is headscope's: the same arguments, parameters and results.
+
+    Shapes: as torch's. Without batch, query [L, E], key [S, kdim], value [S, vdim]; else [L, N, E] and so on, or
+    [N, L, E] with ``batch_first=True``.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
+            ``torch.nn.MultiheadAttention``, with the same defaults.
+
+    What differs from torch: a row that may see nothing attends with 0 (its output is the output bias), never NaN; masks
+    of different kinds mix without a warning; where ``need_weights=False``, no [L, S] matrix is made, with any mask.
+
+    ``nn.TransformerEncoderLayer`` and ``nn.TransformerEncoder`` have a fused forward for inference that reads the
+    weights of ``self_attn`` and calls no attention module. They skip it for this class, which says that it keeps its
+    projections apart (``_qkv_same_embed_dim``).
+
+    Raises:
+        AssertionError, ValueError: sizes that torch refuses, in torch's words.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        self._qkv_same_embed_dim = False
+
+    def _reset_parameters(self) -> None:
+        """As torch starts: the packed weight as one matrix."""
+        self._qkv_same_embed_dim = self.in_proj_weight is not None  # pyright: ignore[reportUnnecessaryComparison]
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = False
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention) -> MultiheadAttention:
+        """The same module, over the same parameters (not copies of them), in the same mode."""
+        made = cls(
+            module.embed_dim, module.num_heads, module.dropout, module._parameters["in_proj_bias"] is not None,
+            add_zero_attn=module.add_zero_attn, kdim=module.kdim, vdim=module.vdim, batch_first=module.batch_first,
+            device="meta",
+        )  # fmt: skip
+        for name, parameter in module._parameters.items():  # bias_k and bias_v among them
+            setattr(made, name, parameter)
+        made.out_proj = module.out_proj
+        return made.train(module.training)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from ``query`` to ``key`` and ``value``.
+
+        Args:
+            query, key, value: as above, all with a batch or all without.
+            key_padding_mask: [N, S], or [S] without batch: True = *hidden*, or numbers that are added to the logits.
+            need_weights: also return the weights, [N, L, S]: memory is then quadratic. In training they are those after
+                dropout, as in torch.
+            attn_mask: [L, S], or [N * num_heads, L, S]: True = *hidden*, or numbers that are added to the logits.
+            average_attn_weights: the weights are the mean over heads; else [N, num_heads, L, S].
+            is_causal: a promise that ``attn_mask``, which must be there, is the causal mask (query i sees keys up to
+                i). Where no weights are asked for, the promise is kept instead of reading the mask.
+
+        Returns:
+            (output, weights or None); weights have a column more for each of ``add_bias_kv`` and ``add_zero_attn``.
+
+        Raises:
+            TypeError, ValueError: an input or mask that does not fit; it names argument, axis, got and wanted.
+        """
+        _check_inputs(self, query, key, value)
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal: is a hint about attn_mask, which is None; pass the causal mask as well")
+        batched, packed = query.ndim == 3, query is key and key is value
+        if not batched:  # one entry, as torch reads it: the batch second
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        first = self.batch_first and batched
+        q, k, v = self._project(query, key, value, packed, first)
+        sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])  # N, H, L, S
+        hidden = attn_mask, key_padding_mask if batched or key_padding_mask is None else key_padding_mask[None]
+        _check_masks(*hidden, sizes)
+        k, v, extra = self._more_keys(k, v)
+        mask, bias = _seen(*hidden, sizes, extra, hinted=is_causal and not need_weights)
+        out, weights = self._attend(q, k, v, mask, bias, need_weights)
+        out = out.permute((0, 2, 1, 3) if first else (2, 0, 1, 3)).flatten(2)  # [N, L, E] or [L, N, E]
+        out = linear(out, self.out_proj.weight, self.out_proj.bias)
+        if weights is not None:
+            weights = weights.to(out.dtype).roll(-extra, -1)  # torch has its own keys last
+            weights = weights.mean(1) if average_attn_weights else weights
+        if batched:
+            return out, weights
+        return out.squeeze(1), None if weights is None else weights.squeeze(0)
+
+    def _project(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: bool, first: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [N, H, L, D], k and v [N, H, S, D]."""
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        if packed and weight is not None:  # pyright: ignore[reportUnnecessaryComparison]  # torch's annotation forgets None
+            heads = linear(query, weight, bias).unflatten(-1, (3, self.num_heads, self.head_dim))  # [N, L, 3, H, D]
+            q, k, v = heads.permute((2, 0, 3, 1, 4) if first else (2, 1, 3, 0, 4)).unbind(0)  # each [N, H, L, D]
+            return q, k, v
+        each = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if weight is None else weight.chunk(3)  # pyright: ignore[reportUnnecessaryComparison]
+        biases = (None, None, None) if bias is None else bias.chunk(3)  # pyright: ignore[reportUnnecessaryComparison]
+        projected = (
+            linear(x if first else x.transpose(0, 1), w, b)
+            for x, w, b in zip((query, key, value), each, biases, strict=True)
+        )
+        q, k, v = (split_heads(x, self.num_heads, self.head_dim) for x in projected)
+        return q, k, v
+
+    def _more_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Put ``bias_k`` and ``bias_v``, and zeros, before the keys that come from tokens; and how many they are."""
+        before: list[tuple[Tensor, Tensor]] = []
+        if self.bias_k is not None and self.bias_v is not None:
+            own = (x.to(k.dtype).view(1, self.num_heads, 1, self.head_dim) for x in (self.bias_k, self.bias_v))
+            before.append((next(own), next(own)))
+        if self.add_zero_attn:
+            before.append((k.new_zeros(1, 1, 1, 1), v.new_zeros(1, 1, 1, 1)))
+        for one_k, one_v in reversed(before):
+            row = (*k.shape[:2], 1, self.head_dim)  # [N, H, 1, D]
+            k, v = torch.cat([one_k.expand(row), k], 2), torch.cat([one_v.expand(row), v], 2)
+        return k, v, len(before)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The heads' outputs [N, H, L, D], and the weights [N, H, L, S] if they are needed."""
+        dropout = self.dropout if self.training else 0.0
+        if not need_weights:
+            return functional.attention(q, k, v, mask=mask, bias=bias, dropout=dropout), None
+        weights = functional.weights(q, k, mask=mask, bias=bias)
+        if dropout:  # the weights that are returned are those that made the output
+            weights = F.dropout(weights, dropout)
+            return (weights @ v.to(weights.dtype)).to(v.dtype), weights
+        return functional.attention(q, k, v, mask=mask, bias=bias), weights
+
+
+def replace(model: nn.Module) -> list[str]:
+    """Put a ``MultiheadAttention`` of this module in the place of each of torch's in a model, over the same parameters.
+
+    A ``nn.TransformerEncoder`` in it stops making nested tensors of padded input, which only torch's fused layers take.
+
+    Returns:
+        The names of the modules that were replaced, as in ``model.named_modules()``.
+
+    Raises:
+        TypeError: the model is itself a ``nn.MultiheadAttention``, which cannot be replaced where it is.
+    """
+    if type(model) is nn.MultiheadAttention:
+        raise TypeError("model: is itself a MultiheadAttention; wanted a model that holds some. See from_torch")
+    found = list(_places(model))
+    made: dict[nn.MultiheadAttention, MultiheadAttention] = {}  # a shared module stays shared
+    for parent, name, _, module in found:
+        made[module] = made.get(module) or MultiheadAttention.from_torch(module)
+        setattr(parent, name, made[module])
+    for each in model.modules():
+        if isinstance(each, nn.TransformerEncoder):
+            each.use_nested_tensor = False
+    return [path for _, _, path, _ in found]
+
+
+def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.MultiheadAttention]]:
+    """Where torch's modules are: the module that holds each, by which name, its path, itself."""
+    for path, parent in model.named_modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.MultiheadAttention:
+                yield parent, name, f"{path}.{name}".lstrip("."), child
+
+
+def _check_inputs(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> None:
+    given = {"query": query, "key": key, "value": value}
+    for name, x in given.items():
+        if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
+            raise TypeError(f"{name}: got {kind(x)}, wanted a torch.Tensor")
+        if x.is_nested:
+            raise TypeError(
+                f"{name}: is a nested tensor, wanted a padded one and key_padding_mask; an nn.TransformerEncoder makes "
+                "nested tensors unless it is built with enable_nested_tensor=False or passed to replace()"
+            )
+    if query.ndim not in (2, 3):
+        raise ValueError(f"query: has {query.ndim} axes, wanted 2 ([L, E]) or 3 (with a batch); {shapes(**given)}")
+    for (name, x), width in zip(given.items(), (module.embed_dim, module.kdim, module.vdim), strict=True):
+        if x.ndim != query.ndim:
+            raise ValueError(f"{name}: has {x.ndim} axes, query has {query.ndim}; {shapes(**given)}")
+        if x.shape[-1] != width:
+            raise ValueError(f"{name}: axis {x.ndim - 1} (E) is {x.shape[-1]}, wanted {width}; {shapes(**given)}")
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(f"value: its batch and length are not those of key; {shapes(**given)}")
+    axis = 0 if module.batch_first else 1
+    if query.ndim == 3 and key.shape[axis] != query.shape[axis]:
+        raise ValueError(
+            f"key: axis {axis} (N) is {key.shape[axis]}, query has {query.shape[axis]}; "
+            f"batch_first is {module.batch_first}; {shapes(**given)}"
+        )
+
+
+def _check_masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[int, int, int, int]) -> None:
+    batch, heads, queries, keys = sizes
+    wanted = {
+        "attn_mask": (attn_mask, {2: [queries, keys], 3: [batch * heads, queries, keys]}, "[L, S] or [N * H, L, S]"),
+        "key_padding_mask": (padding, {2: [batch, keys]}, "[N, S], or [S] without batch"),
+    }
+    for name, (mask, allowed, axes) in wanted.items():
+        if mask is None:
+            continue
+        if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{name}: got {kind(mask)}, wanted a tensor of bool (True = hidden) or of a floating type")
+        if list(mask.shape) != allowed.get(mask.ndim):
+            sizes_wanted = " or ".join(map(str, allowed.values()))
+            raise ValueError(f"{name}: is {list(mask.shape)}, wanted {axes}: {sizes_wanted}")
+
+
+def _seen(
+    attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[int, int, int, int], extra: int, *, hinted: bool
+) -> tuple[Mask | None, Tensor | None]:
+    """torch's masks (True = hidden, or numbers to add) as mask and bias; ``extra`` keys come first, seen by all."""
+    mask: Mask | None = None
+    bias: Tensor | None = None
+    if hinted:
+        mask, attn_mask = Band(None, 0, offset=extra), None
+    elif attn_mask is not None and attn_mask.ndim == 3:
+        attn_mask = attn_mask.unflatten(0, sizes[:2])  # [N, H, L, S]
+    if padding is not None:
+        padding = _as_boolean(padding)
+        if (rows := _lengths(padding)) is not None:
+            mask, padding = _and(mask, KeyLengths(rows + extra)), None
+        else:
+            padding = padding[:, None, None]  # [N, 1, 1, S]
+    for hidden in (attn_mask, padding):
+        if hidden is None:
+            continue
+        hidden = F.pad(hidden, (extra, 0))  # False, or 0: nothing is hidden
+        if hidden.dtype == torch.bool:
+            mask = _and(mask, Dense(~hidden))
+        else:
+            bias = hidden if bias is None else bias + hidden
+    return mask, bias
+
+
+def _and(mask: Mask | None, other: Mask) -> Mask:
+    """Both; two tensors become one, which every backend reads."""
+    if isinstance(mask, Dense) and isinstance(other, Dense):
+        return Dense(mask.tensor & other.tensor)
+    return other if mask is None else mask & other
+
+
+def _as_boolean(padding: Tensor) -> Tensor:
+    """Padding that adds 0 or -inf says what is hidden; ``nn.TransformerEncoderLayer`` turns all padding into that."""
+    if padding.dtype == torch.bool or not _readable(padding):
+        return padding
+    hidden = padding == -torch.inf
+    return hidden if bool((hidden | (padding == 0)).all()) else padding
+
+
+def _lengths(padding: Tensor) -> Tensor | None:
+    """The lengths [N], if all padding is at the end: keys beyond are then never read."""
+    if padding.dtype != torch.bool or not _readable(padding):
+        return None
+    lengths = (~padding).sum(-1)
+    beyond = torch.arange(padding.shape[-1]) >= lengths[:, None]  # [N, S]
+    return lengths if torch.equal(beyond, padding) else None
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether to look at its values costs no wait for a device, and nobody traces or wants gradients."""
+    return x.device.type == "cpu" and not x.requires_grad and not is_traced()

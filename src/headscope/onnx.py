@@ -1,0 +1,180 @@
+"""Export to ONNX: what the operator of the native kernels becomes there, the standard's own ``Attention``.
+
+torch.onnx.export(model, inputs, dynamo=True, opset_version=23, custom_translation_table=headscope.onnx.translations())
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from importlib import import_module
+from itertools import islice
+from typing import Any
+
+import torch
+
+from headscope import functional  # noqa: F401  # pyright: ignore[reportUnusedImport]  # it registers the operators
+from headscope._operator import Code
+from headscope.masks import FAR
+
+__all__ = ["translations"]
+
+Value = Any
+"""A tensor of the ONNX graph that is being made, or a number."""
+
+_FLOAT, _INT64 = 1, 7  # as ONNX numbers dtypes
+
+
+def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """How headscope's operators are written in ONNX, for ``torch.onnx.export(custom_translation_table=...)``.
+
+    ``headscope.attention`` with every mask of ``headscope.masks``, bias, scale, softcap, sinks, grouped heads and open
+    lengths becomes one ``Attention`` of opset 23 and the making of its mask; a row that may see nothing is zero there,
+    too. A causal mask over equal lengths is the operator's own. Give ``opset_version=23`` or higher, and a module in
+    eval mode.
+
+    Raises:
+        ImportError: onnxscript is not installed.
+        ValueError: on export, where there is dropout.
+    """
+    import_module("onnxscript")  # to say now that it is missing, and not while a graph is made
+
+    return {torch.ops.headscope.attend_forward.default: _attend}
+
+
+def _attend(
+    q: Value, k: Value, v: Value, bias: Value | None, sinks: Value | None, codes: Sequence[int], parts: Sequence[Value],
+    scale: float, softcap: float, dropout: float, seed: Value | None, backend: str,
+) -> tuple[Value, Value]:  # fmt: skip
+    """out and lse in operators of ONNX; what computes lse is dropped by the exporter where nobody reads it."""
+    from onnxscript import opset23
+
+    op: Any = opset23
+    if dropout:
+        raise ValueError(f"dropout: got {dropout}, and ONNX's Attention has none; export the module in eval mode")
+    settings: dict[str, Any] = {"scale": scale}
+    if softcap:
+        settings["softcap"] = softcap
+    added = _added(op, q, k, _Masks(op, q, k).of(codes, parts) if codes else None, bias)
+    if sinks is not None:
+        k, v, added = _with_sink(op, q, k, v, sinks, added)
+    lse = _lse(op, q, k, added, scale, softcap)
+    if list(codes) == _CAUSAL and q.shape[2] == k.shape[2] and bias is None and sinks is None:
+        return op.Attention(q, k, v, is_causal=1, **settings)[0], lse
+    if added is None:
+        return op.Attention(q, k, v, **settings)[0], lse
+    out = op.Attention(q, k, v, added, **settings)[0]
+    most = op.ReduceMax(op.Cast(added, to=_FLOAT), op.Constant(value_ints=[-1]), keepdims=1)
+    nothing = op.IsInf(most, detect_positive=0)  # a row that may see nothing: not every runtime makes it zero
+    return op.Where(nothing, op.CastLike(0.0, out), out), lse
+
+
+_CAUSAL = [Code.BAND, FAR, 0, Code.NO_OFFSET]
+
+
+class _Masks:
+    """The mask of a call as a boolean tensor that broadcasts to [B, H, Q, K]; see ``headscope.masks``."""
+
+    def __init__(self, op: Any, q: Value, k: Value) -> None:
+        self.op = op
+        queries, keys = (op.Squeeze(_size(op, x, 2)) for x in (q, k))
+        self.i = op.Unsqueeze(op.Range(0, queries, 1), [1])  # [Q, 1]
+        self.j = op.Unsqueeze(op.Range(0, keys, 1), [0])  # [1, K]
+        self.last = op.Sub(keys, queries)  # what stands bottom-right
+
+    def of(self, codes: Sequence[int], parts: Sequence[Value]) -> Value:
+        """The mask that ``_operator.encode`` wrote down."""
+        op, numbers, tensors, made = self.op, iter(codes), iter(parts), list[Value]()
+        for code in numbers:
+            match code:
+                case Code.BAND:
+                    made.append(self._band(next(numbers), next(numbers), numbers, tensors))
+                case Code.PREFIX:
+                    made.append(op.Less(self.j, next(numbers)))
+                case Code.LENGTHS:
+                    made.append(op.Less(self.j, op.Unsqueeze(_whole(op, next(tensors)), [1, 2, 3])))
+                case Code.DOCUMENTS:
+                    q_ids, k_ids = next(tensors), next(tensors)
+                    same = op.Equal(op.Unsqueeze(q_ids, [2]), op.Unsqueeze(k_ids, [1]))  # [B, Q, K]
+                    made.append(op.Unsqueeze(same, [1]))
+                case Code.DENSE:
+                    made.append(next(tensors))
+                case _:
+                    second, first = made.pop(), made.pop()
+                    made.append((op.And if code == Code.BOTH else op.Or)(first, second))
+        return made[0]
+
+    def _band(self, left: int, right: int, numbers: Iterator[int], tensors: Iterator[Value]) -> Value:
+        op = self.op
+        match next(numbers):
+            case Code.NO_OFFSET:
+                offset = self.last
+            case Code.ONE_OFFSET:
+                offset = next(numbers)
+            case Code.OFFSETS:
+                some = list(islice(numbers, next(numbers)))
+                offset = op.Unsqueeze(op.Constant(value_ints=some), [1, 2, 3])  # [B, 1, 1, 1]
+            case _:
+                tensor = next(tensors)
+                whole = _whole(op, tensor)
+                offset = op.Unsqueeze(whole, [1, 2, 3]) if len(tensor.shape) else whole
+        apart = op.Sub(self.j, op.Add(self.i, offset))
+        limits = [op.GreaterOrEqual(apart, -left)] if left < FAR else []
+        limits += [op.LessOrEqual(apart, right)] if right < FAR else []
+        everything = [op.GreaterOrEqual(self.j, op.Sub(0, self.i))]  # 0 <= i + j
+        return reduce(op.And, limits or everything)
+
+
+def _whole(op: Any, tensor: Value) -> Value:
+    return op.Cast(tensor, to=_INT64)
+
+
+def _added(op: Any, q: Value, k: Value, seen: Value | None, bias: Value | None) -> Value | None:
+    """What is added to the logits, [B or 1, H or 1, Q, K] in q's dtype; None = nothing."""
+    if seen is not None:
+        bias = op.Where(seen, op.CastLike(0.0, q) if bias is None else bias, op.CastLike(-math.inf, q))
+    if bias is None:
+        return None
+    return op.Expand(bias, _sizes(op, 1, 1, _size(op, q, 2), _size(op, k, 2)))
+
+
+def _with_sink(op: Any, q: Value, k: Value, v: Value, sinks: Value, added: Value | None) -> tuple[Value, Value, Value]:
+    """A sink as one more key: its logit is added, its vectors are zero. Returns keys, values and what is added."""
+    queries, heads = _size(op, q, 2), _size(op, q, 1)
+    if added is None:
+        added = op.Expand(op.CastLike(0.0, q), _sizes(op, 1, 1, queries, _size(op, k, 2)))
+    added = op.Expand(added, _sizes(op, 1, heads, 1, 1))  # [B or 1, H, Q, K]
+    column = op.Expand(op.Unsqueeze(op.CastLike(sinks, q), [0, 2, 3]), _sizes(op, _size(op, added, 0), 1, queries, 1))
+    k, v = (
+        op.Concat(
+            x, op.Expand(op.CastLike(0.0, x), _sizes(op, op.Shape(x, start=0, end=2), 1, _size(op, x, 3))), axis=2
+        )
+        for x in (k, v)
+    )
+    return k, v, op.Concat(added, column, axis=3)
+
+
+def _lse(op: Any, q: Value, k: Value, added: Value | None, scale: float, softcap: float) -> Value:
+    """log Σ exp of the logits of each row, [B, H, Q] in float32."""
+    grouped = op.Reshape(q, _sizes(op, 0, _size(op, k, 1), -1, _size(op, q, 3)))  # [B, Hkv, H / Hkv * Q, D]
+    products = op.MatMul(op.Cast(grouped, to=_FLOAT), op.Transpose(op.Cast(k, to=_FLOAT), perm=[0, 1, 3, 2]))
+    logits = op.Reshape(op.Mul(products, scale), _sizes(op, op.Shape(q, start=0, end=3), -1))  # [B, H, Q, K]
+    if softcap:
+        logits = op.Mul(op.Tanh(op.Div(logits, softcap)), softcap)
+    if added is not None:
+        logits = op.Add(logits, op.Cast(added, to=_FLOAT))
+    last = op.Constant(value_ints=[-1])
+    most = op.ReduceMax(logits, last, keepdims=1)
+    shift = op.Where(op.IsInf(most), 0.0, most)  # an empty row's is -inf, and -inf - -inf is nothing
+    return op.Squeeze(op.Add(op.Log(op.ReduceSum(op.Exp(op.Sub(logits, shift)), last, keepdims=1)), shift), last)
+
+
+def _size(op: Any, x: Value, axis: int) -> Value:
+    """The size of an axis, [1]."""
+    return op.Shape(x, start=axis, end=axis + 1)
+
+
+def _sizes(op: Any, *sizes: Value) -> Value:
+    """A shape of numbers and of what ``Shape`` gave."""
+    return op.Concat(*(op.Constant(value_ints=[x]) if isinstance(x, int) else x for x in sizes), axis=0)

@@ -1,0 +1,368 @@
+"""layouts: weights of other modules against the modules they come from, under every mask they take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import layout_modules
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from headscope import MultiHeadAttention, attention, functional, layouts, nn_compat, trace
+from headscope.masks import Band, KeyLengths, Mask, causal
+
+B, H, T, E = 3, 2, 5, 12  # batch, heads, length, width
+LENGTHS = torch.tensor([2, T, 4])
+TUTORIALS = [layout_modules.QLinear, layout_modules.ToKeys, layout_modules.QKV, layout_modules.QueryKeyValue,
+             layout_modules.WQ]  # fmt: skip
+MASKS: dict[str, Mask | None] = {
+    "none": None,
+    "causal": causal(),
+    "padding": KeyLengths(LENGTHS),
+    "both": causal() & KeyLengths(LENGTHS),
+}
+
+
+def randomized(module: nn.Module) -> nn.Module:
+    """Every parameter random, norms and biases as well."""
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return module
+
+
+def hidden(mask: Mask | None, heads: int = H) -> Tensor | None:
+    """What a mask hides, [B, H, T, T], True = hidden."""
+    return None if mask is None else ~mask.dense(B, heads, T, T)
+
+
+def assert_same_state(made: MultiHeadAttention, layout: str, state: dict[str, Tensor]) -> None:
+    """Back to where it came from, to the bit."""
+    again = made.to_state_dict(layout)
+    torch.testing.assert_close(again, {key: state[key] for key in again}, rtol=0, atol=0)
+    assert all(x.is_contiguous() for x in again.values())
+
+
+# ---------------------------------------------------------------- nn.MultiheadAttention
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("options", [
+    {}, {"bias": False}, {"batch_first": True}, {"add_zero_attn": True}, {"kdim": 7, "vdim": 3},
+    {"kdim": 7, "bias": False}, {"add_bias_kv": True}, {"add_bias_kv": True, "add_zero_attn": True, "vdim": 5},
+], ids=str)  # fmt: skip
+def test_torch(options: dict[str, Any], mask: str) -> None:
+    theirs = randomized(nn.MultiheadAttention(E, H, **options))
+    made = MultiHeadAttention.from_module(theirs)
+    x = torch.randn(B, T, E)
+    key = torch.randn(B, T, options.get("kdim", E)) if {"kdim", "vdim"} & set(options) else x
+    value = torch.randn(B, T, options["vdim"]) if "vdim" in options else torch.randn(B, T, E) if key is not x else x
+    context = None if key is x else (key, value)
+    seen = hidden(MASKS[mask])
+    order = (lambda y: y) if options.get("batch_first") else (lambda y: y.transpose(0, 1))
+    given = None if seen is None else seen.flatten(0, 1)
+    expected, weights = theirs(*map(order, (x, key, value)), attn_mask=given, average_attn_weights=False)
+    out, ours = made(x, context, mask=MASKS[mask], need_weights=True)
+    torch.testing.assert_close(out, order(expected))
+    torch.testing.assert_close(made(x, context, mask=MASKS[mask]), out)
+    torch.testing.assert_close(ours, weights[..., :T])
+    assert_same_state(made, "torch_separate" if context else "torch", theirs.state_dict())
+
+
+def test_torch_by_headscope() -> None:
+    """nn_compat's module is torch's."""
+    theirs = nn.MultiheadAttention(E, H, batch_first=True)
+    made = MultiHeadAttention.from_module(nn_compat.MultiheadAttention.from_torch(theirs))
+    x = torch.randn(B, T, E)
+    torch.testing.assert_close(made(x), theirs(x, x, x)[0])
+
+
+def test_torch_takes_ours_back() -> None:
+    """A module of ours with fewer biases, into torch's: a bias that is not there is zero."""
+    ours = randomized(MultiHeadAttention(E, H, bias=("q", "v")))
+    theirs = nn.MultiheadAttention(E, H, batch_first=True)
+    theirs.load_state_dict(ours.to_state_dict("torch"))
+    x = torch.randn(B, T, E)
+    torch.testing.assert_close(theirs(x, x, x)[0], ours(x))
+    assert not theirs.in_proj_bias.chunk(3)[1].any()
+
+
+@pytest.mark.parametrize("more", [{}, {"add_zero_attn": True}], ids=["", "zero"])
+def test_torch_with_a_key_of_its_own(more: dict[str, bool]) -> None:
+    """Gradients too, and rows that may see nothing else."""
+    theirs = randomized(nn.MultiheadAttention(E, H, add_bias_kv=True, batch_first=True, **more))
+    made = MultiHeadAttention.from_module(theirs)
+    seen = torch.rand(B, H, T, T) < 0.4
+    seen[:, :, 2] = False
+    results: list[tuple[Tensor, ...]] = []
+    for module, mask in ((theirs, {"attn_mask": ~seen.flatten(0, 1)}), (made, {"mask": seen})):
+        x = torch.linspace(-2, 2, B * T * E).view(B, T, E).requires_grad_()
+        out = module(x, x, x, **mask)[0] if module is theirs else module(x, **mask)
+        out.square().sum().backward()
+        own = (parameter.grad.flatten() for parameter in (module.bias_k, module.bias_v, module.out_proj.weight))
+        results.append((out, x.grad, *own))
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_a_key_of_its_own_with_grouped_heads_softcap_and_dropout() -> None:
+    """By its definition: one more key, put before the others."""
+    made = MultiHeadAttention(E, 4, kv_heads=2, softcap=3.0, sinks=True, bias_kv=True)
+    randomized(made)
+    x = torch.randn(B, T, E)
+    q, k, v = made.project(x)
+    assert made.bias_k is not None
+    assert made.bias_v is not None
+    k, v = (torch.cat([own[None, :, None].expand(B, -1, 1, -1), rest], 2)
+            for own, rest in ((made.bias_k, k), (made.bias_v, v)))  # fmt: skip
+    mask = Band(None, 0, offset=1)  # the first key is its own
+    heads = attention(q, k, v, mask=mask, softcap=3.0, sinks=made.sinks)
+    torch.testing.assert_close(made(x, mask=causal()), made.out_proj(heads.transpose(1, 2).flatten(2)))
+    out, weights = made(x, mask=causal(), need_weights=True)
+    torch.testing.assert_close(out, made(x, mask=causal()))
+    expected = functional.weights(q, k, mask=mask, softcap=3.0, sinks=made.sinks)
+    torch.testing.assert_close(weights, expected[..., 1:])
+    made.dropout = 0.5
+    once = made(x)
+    torch.testing.assert_close(made.eval()(x), made(x))
+    assert not torch.allclose(once, made(x))
+    with pytest.raises(TypeError, match="module: has bias_kv, whose steps cannot be traced yet"):
+        trace(made, x)
+
+
+# ---------------------------------------------------------------- tutorials, timm, Keras
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", TUTORIALS)
+def test_tutorials(kind: type[layout_modules.Tutorial], mask: str) -> None:
+    theirs = randomized(kind(E, H))
+    options = {"num_heads": H} if kind is layout_modules.QKV else {}
+    made = MultiHeadAttention.from_module(theirs, **options)
+    x = torch.randn(B, T, E)
+    torch.testing.assert_close(made(x, mask=MASKS[mask]), theirs(x, hidden(MASKS[mask])))
+    name = kind.names[0] if kind is not layout_modules.ToKeys else "tokeys"
+    name = {"Q": "QKV", "query": "query_key_value"}.get(name, name)
+    assert_same_state(made, name, theirs.state_dict())
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("norm", [nn.Identity, nn.LayerNorm, nn.RMSNorm])
+def test_timm(norm: Any, bias: bool, mask: str) -> None:
+    theirs = randomized(layout_modules.Timm(E, H, bias, norm if norm is nn.Identity else lambda d: norm(d, eps=1e-3)))
+    made = MultiHeadAttention.from_module(theirs)
+    x = torch.randn(B, T, E)
+    torch.testing.assert_close(made(x, mask=MASKS[mask]), theirs(x, hidden(MASKS[mask])))
+    assert_same_state(made, "timm", theirs.state_dict())
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "value_dim"), [(2, 2, 7), (2, 2, 3), (4, 2, 5)])
+def test_keras(heads: int, kv_heads: int, value_dim: int, bias: bool, mask: str) -> None:
+    rng = np.random.default_rng(1)
+    weights = layout_modules.keras_weights(E, heads, kv_heads, 7, value_dim, rng, bias=bias)
+    made = MultiHeadAttention.from_state_dict(weights, "keras")
+    assert (made.num_heads, made.kv_heads, made.head_dim, made.v_head_dim) == (heads, kv_heads, 7, value_dim)
+    query, value = rng.normal(size=(2, B, T, E))
+    seen = hidden(MASKS[mask], heads)
+    expected = layout_modules.keras_attention(weights, query, value, None if seen is None else ~seen.numpy())
+    out = made(torch.tensor(query), torch.tensor(value), mask=MASKS[mask])
+    torch.testing.assert_close(out, torch.tensor(expected))
+    again = made.to_state_dict("keras", prefix="layer/")
+    torch.testing.assert_close(again, {f"layer/{key}": torch.tensor(x) for key, x in weights.items()}, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def test_dtype_mode_and_freezing_are_kept() -> None:
+    theirs = nn.MultiheadAttention(E, H, dropout=0.3, dtype=torch.bfloat16).eval().requires_grad_(False)
+    state = torch.get_rng_state()
+    made = MultiHeadAttention.from_module(theirs)
+    assert torch.equal(torch.get_rng_state(), state), "no random numbers are drawn"
+    assert not made.training
+    assert made.dropout == 0.3
+    assert {x.dtype for x in made.parameters()} == {torch.bfloat16}
+    assert not any(x.requires_grad for x in made.parameters())
+    assert_same_state(made, "torch", theirs.state_dict())
+    theirs.requires_grad_(True).train()
+    made = MultiHeadAttention.from_module(theirs)
+    assert made.training
+    assert all(x.requires_grad for x in made.parameters())
+
+
+def test_weights_are_copies() -> None:
+    theirs = layout_modules.WQ(E, H)
+    made = MultiHeadAttention.from_module(theirs)
+    nn.init.zeros_(theirs.w_q.weight)
+    assert made.projection("q")[0].any()
+    given = made.to_state_dict("w_q")
+    given["w_q.weight"].zero_()
+    assert made.projection("q")[0].any()
+
+
+def test_zero_attention_becomes_a_sink_that_does_not_train() -> None:
+    made = MultiHeadAttention.from_module(nn.MultiheadAttention(E, H, add_zero_attn=True))
+    assert made.sinks is not None
+    assert not made.sinks.any()
+    assert not made.sinks.requires_grad
+
+
+def test_meta_modules_stay_on_meta() -> None:
+    made = MultiHeadAttention.from_module(nn.MultiheadAttention(E, H, device="meta"))
+    assert {x.device.type for x in made.parameters()} == {"meta"}
+
+
+def test_subclasses_make_themselves() -> None:
+    class Mine(MultiHeadAttention):
+        pass
+
+    theirs = nn.MultiheadAttention(E, H)
+    assert type(Mine.from_module(theirs)) is Mine
+    assert type(Mine.from_state_dict(theirs.state_dict(), "torch", num_heads=H)) is Mine
+
+
+def test_one_attention_of_a_file(tmp_path: Path) -> None:
+    model = randomized(nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 7, batch_first=True), 2)).eval()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    theirs = model.layers[1].self_attn
+    x = torch.randn(B, T, E)
+    for prefix in ("layers.1.self_attn", "layers.1.self_attn."):
+        made = MultiHeadAttention.from_state_dict(tmp_path / "model.safetensors", "torch", prefix=prefix, num_heads=H)
+        torch.testing.assert_close(made(x), theirs(x, x, x)[0])
+    assert set(made.to_state_dict("torch", prefix="layers.1.self_attn")) <= set(model.state_dict())
+
+
+def test_one_attention_of_several_files(tmp_path: Path) -> None:
+    """An index says which file holds which key; those that hold nothing of it need not be there."""
+    state = {f"a.{key}": x for key, x in randomized(layout_modules.WQ(E, H)).state_dict().items()}
+    files = {key: f"{n % 2}.safetensors" for n, key in enumerate(state)} | {"b.weight": "2.safetensors"}
+    for file in ("0.safetensors", "1.safetensors"):
+        save_file({key: x for key, x in state.items() if files[key] == file}, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}), encoding="utf-8")
+    made = MultiHeadAttention.from_state_dict(index, "w_q", prefix="a", num_heads=H)
+    torch.testing.assert_close(made.to_state_dict("w_q", prefix="a"), state, rtol=0, atol=0)
+
+
+def test_pickles_are_not_read(tmp_path: Path) -> None:
+    torch.save(nn.MultiheadAttention(E, H).state_dict(), tmp_path / "model.pt")
+    with pytest.raises(ValueError, match=r"model.pt is no safetensors file .*; pickles are not read"):
+        MultiHeadAttention.from_state_dict(tmp_path / "model.pt", "torch", num_heads=H)
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+def test_known_layouts_say_whose_they_are() -> None:
+    assert {"torch", "bert", "gpt2", "llama", "t5", "timm", "keras"} <= set(layouts.known())
+    assert all(layouts.known().values())
+
+
+STATE = layout_modules.WQ(E, H).state_dict()
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "message"),
+    [
+        (STATE, {"layout": "wq"}, r"layout: got 'wq', wanted one of torch, .*, keras"),
+        (STATE, {"layout": "w_q"}, "num_heads: the weights do not tell it, so that layout 'w_q' needs it"),
+        (STATE, {"layout": "w_q", "num_heads": 5}, "w_q.weight: its 12 rows of q are not divisible by num_heads, 5"),
+        (STATE, {"layout": "torch"}, "does not fit layout 'torch': missing in_proj_weight, out_proj.weight; unexpected "
+         "w_k.bias, .* and 2 more; these keys are those of w_q"),
+        ({"a": STATE["w_q.bias"]}, {"layout": "w_q"}, "missing w_q.weight, .*; unexpected a; known layouts: torch, "),
+        (STATE, {"layout": "w_q", "prefix": "layers.0"}, "prefix: no key begins with 'layers.0.'; w_q.weight, w_q.bi"),
+        ({**STATE, "w_k.weight": torch.zeros(7, 12)}, {"layout": "w_q", "num_heads": H},
+         "w_k.weight: its 7 rows of k are not a divisor of num_heads 2 times head_dim 6"),
+        ({**STATE, "w_k.weight": torch.zeros(6, 12)}, {"layout": "w_q", "num_heads": H},
+         "w_k.weight: its 6 rows of k are 1 heads of 6, wanted 2, as q has"),
+        ({**STATE, "w_v.weight": torch.zeros(7, 12)}, {"layout": "w_q", "num_heads": H},
+         "w_v.weight: its 7 rows of v are not divisible by the 2 heads of k"),
+        ({**STATE, "w_o.weight": torch.zeros(12, 11)}, {"layout": "w_q", "num_heads": H},
+         r"w_o.weight: holds out.weight as \[12, 11\], wanted \[12, 12\]"),
+        ({**STATE, "w_q.bias": torch.zeros(11)}, {"layout": "w_q", "num_heads": H},
+         r"w_q.bias: holds q.bias as \[11\], wanted \[12\]"),
+        ({**STATE, "w_q.weight": torch.zeros(12)}, {"layout": "w_q", "num_heads": H},
+         r"w_q.weight: has 1 axes, wanted 2; it is \[12\]"),
+        ({**STATE, "w_q.weight": STATE["w_q.weight"].half()}, {"layout": "w_q", "num_heads": H},
+         "w_q.bias: is float32 on cpu, wanted float16 on cpu, as w_q.weight"),
+        (STATE, {"layout": "w_q", "num_heads": H, "gate": True}, "options: layout 'w_q' has no weights for gate_proj"),
+        ({"qkv.weight": torch.zeros(35, 12), "proj.weight": torch.zeros(12, 12), "proj.bias": torch.zeros(12)},
+         {"layout": "timm"}, r"qkv.weight: holds q.weight, k.weight, v.weight, but its 35 rows are not divisible by 3"),
+        ({"qkv.weight": torch.zeros(36, 12), "proj.weight": torch.zeros(12, 12), "proj.bias": torch.zeros(12),
+          "q_norm.weight": torch.ones(6), "k_norm.weight": torch.ones(6)},
+         {"layout": "timm", "num_heads": H}, "qk_norm: layout 'timm' does not tell the kind of q_norm; pass \"rms\""),
+    ],
+)  # fmt: skip
+def test_states_that_do_not_fit(state: dict[str, Tensor], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MultiHeadAttention.from_state_dict(state, **options)
+
+
+def test_states_of_the_wrong_kind() -> None:
+    with pytest.raises(TypeError, match="state: got int, wanted a mapping of tensors, or the path of a safetensors"):
+        MultiHeadAttention.from_state_dict(3, "torch")  # pyright: ignore[reportArgumentType]
+    integers = {key: x.long() for key, x in STATE.items()}
+    with pytest.raises(TypeError, match=r"w_q.weight: dtype is int64, wanted a floating one"):
+        MultiHeadAttention.from_state_dict(integers, "w_q", num_heads=H)
+
+
+class Unknown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_q, self.w_k, self.w_v, self.project = (nn.Linear(E, E) for _ in range(4))
+
+
+class Ambiguous(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(E, E) for _ in range(4))
+        self.n_heads = H
+
+
+def test_modules_that_are_not_known() -> None:
+    wanted = (
+        "module: no layout is known for Unknown; nearest is 'w_q': missing w_o.weight; unexpected project.bias, "
+        "project.weight; known layouts: torch, .*, keras"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        MultiHeadAttention.from_module(Unknown())
+    with pytest.raises(TypeError, match=r"module: got int, wanted a torch.nn.Module"):
+        MultiHeadAttention.from_module(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"module: is a headscope.MultiHeadAttention already"):
+        MultiHeadAttention.from_module(MultiHeadAttention(E, H))
+
+
+def test_a_layout_may_be_named() -> None:
+    """Where keys leave a doubt, the caller says; the number of heads is found under its usual names."""
+    theirs = Ambiguous()
+    with pytest.raises(
+        ValueError, match="for Ambiguous; its keys are those of clip, bart: pass layout= if its forward is"
+    ):
+        MultiHeadAttention.from_module(theirs)
+    made = MultiHeadAttention.from_module(theirs, "clip")
+    assert made.num_heads == H
+    assert_same_state(made, "clip", theirs.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "layout", "message"),
+    [
+        ({"sinks": True}, "bert", "module: has sinks, for which layout 'bert' has no place"),
+        ({"gate": True, "bias": False}, "t5", "module: has gate_proj.weight, for which layout 't5' has no place"),
+        ({}, "tokeys", r"module: has q.bias, k.bias, v.bias, for which layout 'tokeys' has no place"),
+        ({"bias": False, "out_bias": True}, "tokeys", "module: scale is 0.408248; a module of layout 'tokeys' has 0.2"),
+        ({"kv_heads": 1}, "torch", "module: kv_heads is 1; layout 'torch' has one for each of its heads"),
+        ({"v_head_dim": 3}, "timm", r"layout 'timm' has qkv.weight for parts of one size; q.weight \[12, 12\], k.w"),
+        ({"softcap": 5.0}, "torch", "module: softcap is 5.0, which a module of layout 'torch' does not have"),
+        ({}, "qwen3", r"module: has no q_norm.weight, which the layout wants"),
+    ],
+)  # fmt: skip
+def test_what_a_layout_cannot_express(options: dict[str, Any], layout: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MultiHeadAttention(E, H, **options).to_state_dict(layout)

@@ -1,0 +1,167 @@
+"""Export to ONNX, run by ONNX Runtime: the same numbers, at lengths that were left open."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import headscope
+import headscope.onnx
+from headscope import MultiHeadAttention, masks
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),  # of onnxscript's, at import
+    pytest.mark.filterwarnings("ignore:# The axis name. .* will not be used:UserWarning"),  # a name for several axes
+]
+
+NAMES = ("q", "k", "v", "lengths", "bias", "sinks")
+B, H, HKV, D, DV = 2, 6, 3, 8, 5
+SIZES = ((7, 11), (11, 11), (9, 5), (1, 4))
+"""Queries and keys; exported with the first. With more queries than keys the first rows of a causal mask are empty."""
+
+
+Options = Callable[[Tensor, Tensor, Tensor], dict[str, Any]]
+"""Of lengths, bias and sinks, what ``attend`` is called with."""
+
+
+def given(queries: int, keys: int) -> tuple[Tensor, ...]:
+    q, k = torch.randn(B, H, queries, D), torch.randn(B, HKV, keys, D)
+    lengths = torch.tensor([keys, 3])
+    return q, k, torch.randn(B, HKV, keys, DV), lengths, torch.randn(H, 1, 1), torch.randn(H)
+
+
+class Attend(nn.Module):
+    """Attention with some options; its lse as well if it is asked for."""
+
+    def __init__(self, options: Options, lse: bool = False) -> None:
+        super().__init__()
+        self.options = options
+        self.lse = lse
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, bias: Tensor, sinks: Tensor) -> Any:
+        out, lse, _ = headscope.attend(q, k, v, backend="cpu", **self.options(lengths, bias, sinks))
+        return (out, lse) if self.lse else (out,)
+
+
+def exported(model: nn.Module, inputs: tuple[Tensor, ...], sizes: Any, path: Path) -> onnxruntime.InferenceSession:
+    """The model in ONNX Runtime; nothing of headscope is in the file, and one Attention."""
+    torch.onnx.export(
+        model.eval(), inputs, path, dynamo=True, opset_version=23, dynamic_shapes=sizes, verbose=False,
+        custom_translation_table=headscope.onnx.translations(),
+    )  # fmt: skip
+    nodes = onnx.load(path).graph.node
+    assert {node.domain for node in nodes} == {""}
+    assert [node.op_type for node in nodes].count("Attention") == 1
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+
+def ran(session: onnxruntime.InferenceSession, **inputs: Tensor) -> tuple[Tensor, ...]:
+    """What it gives; inputs that its graph does not read are left out."""
+    feeds = {each.name: inputs[each.name].numpy() for each in session.get_inputs()}
+    return tuple(torch.from_numpy(x) for x in session.run(None, feeds))
+
+
+OPTIONS: dict[str, tuple[Options, bool]] = {
+    "nothing": (lambda lengths, bias, sinks: {}, False),
+    "causal, with lse": (lambda lengths, bias, sinks: {"mask": masks.causal()}, True),
+    "masks": (
+        lambda lengths, bias, sinks: {
+            "mask": (masks.window(3) | masks.Prefix(1)) & masks.KeyLengths(lengths) & masks.Band(None, None)
+        },
+        False,
+    ),
+    "offsets, softcap": (
+        lambda lengths, bias, sinks: {
+            "mask": masks.Band(2, 1, offset=(0, 2)) | masks.Band(0, 0, offset=1) | masks.Band(0, 0, offset=lengths),
+            "softcap": 2.0, "scale": 0.7,
+        },
+        False,
+    ),
+    "sinks": (lambda lengths, bias, sinks: {"sinks": sinks}, False),
+    "all, with lse": (
+        lambda lengths, bias, sinks: {
+            "mask": masks.causal() & masks.KeyLengths(lengths), "bias": bias, "sinks": sinks, "softcap": 2.0,
+        },
+        True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_onnx_runtime_gives_the_same(option: str, tmp_path: Path) -> None:
+    model = Attend(*OPTIONS[option])
+    queries, keys = Dim("queries", min=1, max=999), Dim("keys", min=1, max=999)
+    sizes = ({2: queries}, {2: keys}, {2: keys}, {}, {}, {})
+    session = exported(model, given(*SIZES[0]), sizes, tmp_path / "model.onnx")
+    for size in SIZES:
+        inputs = given(*size)
+        got = ran(session, **dict(zip(NAMES, inputs, strict=True)))
+        torch.testing.assert_close(
+            got, model(*inputs), rtol=1e-5, atol=2e-6, msg=lambda said, size=size: f"{size}: {said}"
+        )
+
+
+class Documented(nn.Module):
+    """A module whose mask has tensors of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = MultiHeadAttention(24, 6, kv_heads=2)
+
+    def forward(self, x: Tensor, ids: Tensor, seen: Tensor) -> Tensor:
+        return self.attention(x, mask=masks.Documents(ids) & masks.Dense(seen))
+
+
+def test_a_module_with_documents(tmp_path: Path) -> None:
+    model, length = Documented(), Dim("length", min=2, max=999)
+    session = exported(
+        model, (torch.randn(2, 7, 24), torch.arange(7).expand(2, -1) // 3, torch.ones(7, dtype=torch.bool)),
+        ({1: length}, {1: length}, {0: length}), tmp_path / "model.onnx",
+    )  # fmt: skip
+    x, ids, seen = torch.randn(2, 13, 24), torch.arange(13).expand(2, -1) // 5, torch.rand(13) < 0.7
+    torch.testing.assert_close(ran(session, x=x, ids=ids, seen=seen), (model(x, ids, seen),), rtol=1e-5, atol=2e-6)
+
+
+class Causal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = MultiHeadAttention(24, 6, dropout=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, mask=masks.causal())
+
+
+def test_a_causal_mask_over_equal_lengths_is_the_operators_own(tmp_path: Path) -> None:
+    model = Causal()
+    session = exported(model, (torch.randn(2, 7, 24),), ({1: Dim("length", min=2, max=999)},), tmp_path / "model.onnx")
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    [attention] = [node for node in graph.node if node.op_type == "Attention"]
+    assert len(attention.input) == 3, "no mask is made"
+    assert [each.i for each in attention.attribute if each.name == "is_causal"] == [1]
+    x = torch.randn(3, 11, 24)
+    torch.testing.assert_close(ran(session, x=x[:2]), (model(x[:2]),), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode")
+def test_dropout_is_refused() -> None:
+    with pytest.raises(torch.onnx.OnnxExporterError) as error:
+        torch.onnx.export(
+            Causal().train(), (torch.randn(2, 7, 24),), dynamo=True, opset_version=23, verbose=False,
+            custom_translation_table=headscope.onnx.translations(),
+        )  # fmt: skip
+    assert "dropout: got 0.5, and ONNX's Attention has none; export the module in eval mode" in str(error.value)
+
+
+def test_without_onnxscript_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(ImportError, match="onnxscript"):
+        headscope.onnx.translations()
