@@ -108,6 +108,21 @@ def test_the_page_asks_for_nothing() -> None:
         assert not re.search(r"https?:|@import|url\(h|XMLHttp|import\(|eval\(|sendBeacon", re.sub(names, "", html))
 
 
+def test_the_script_is_built_from_the_source() -> None:
+    """By the digest in it; ``scripts/viewer --check`` builds it anew and compares."""
+    viewer = Path(__file__).parent.parent / "viewer"
+    if not viewer.is_dir():
+        pytest.skip("this is no checkout: there is no source of the script")
+    source = hashlib.sha256()
+    for name in (
+        "package-lock.json",
+        "vite.config.js",
+        *sorted(f"src/{path.name}" for path in (viewer / "src").iterdir()),
+    ):
+        source.update(f"{name}\n".encode() + (viewer / name).read_bytes())
+    assert source.hexdigest() in page.asset("viewer.js"), "run scripts/viewer"
+
+
 def test_hostile_text_stays_text() -> None:
     plain = Page(render(text(words(len(HOSTILE)), footer={"Input": "x"}, notes=["y"])))
     title = HOSTILE[0] + HOSTILE[3]

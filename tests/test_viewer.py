@@ -27,7 +27,7 @@ from headscope.report.viewer import render_recording
 from headscope.watching import About, Recording
 
 try:
-    from playwright.sync_api import Browser, Page, sync_playwright
+    from playwright.sync_api import BrowserContext, Page, sync_playwright
 except ImportError:  # pragma: no cover
     pytest.skip("Playwright is not installed", allow_module_level=True)
 
@@ -63,19 +63,22 @@ def long() -> Recording:
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
+def chromium() -> Iterator[BrowserContext]:
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox", "--disable-gpu"])
-        yield opened
+        context = opened.new_context()
+        context.set_default_timeout(20_000)
+        yield context
         opened.close()
 
 
 class Watched:
     """A page, what it wrote to the console, and what it asked for."""
 
-    def __init__(self, chromium: Browser, url: str, **options: Any) -> None:
-        self.page: Page = chromium.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
-        self.page.set_default_timeout(10_000)
+    def __init__(self, chromium: BrowserContext, url: str, *, width: int = 1280, scheme: Any = "light") -> None:
+        self.page: Page = chromium.new_page()
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.emulate_media(color_scheme=scheme)
         self.said: list[str] = []
         self.asked: list[str] = []
         self.page.on("console", lambda message: self.said.append(message.text))
@@ -89,7 +92,7 @@ class Watched:
 
 
 @pytest.fixture
-def look(chromium: Browser, tmp_path: Path) -> Iterator[Any]:
+def look(chromium: BrowserContext, tmp_path: Path) -> Iterator[Any]:
     """Opens the page of a recording at an address; in the end nothing was said and nothing asked for."""
     pages: list[Watched] = []
 
@@ -170,7 +173,7 @@ def test_hostile_tokens_stay_text(look: Any, short: Recording) -> None:
 
 def test_it_fits_a_narrow_screen(look: Any, short: Recording, tmp_path: Path) -> None:
     for found in (short, save(picture(), tmp_path / "sheet.html")):
-        page = look(found, viewport={"width": 360, "height": 740})
+        page = look(found, width=360)
         for tab in page.get_by_role("tab").all():
             tab.click()
             page.wait_for_timeout(60)
@@ -178,7 +181,7 @@ def test_it_fits_a_narrow_screen(look: Any, short: Recording, tmp_path: Path) ->
 
 
 def test_light_and_dark(look: Any, short: Recording) -> None:
-    page = look(short, color_scheme="dark")
+    page = look(short, scheme="dark")
     ground = "getComputedStyle(document.body).backgroundColor"
     dark = page.evaluate(ground)
     page.get_by_label("page").select_option("light")
@@ -392,7 +395,7 @@ def test_two_heads_are_compared(look: Any, short: Recording) -> None:
     assert numbers(page.locator(".tip").inner_text())[-1] == pytest.approx(wanted, abs=1e-4)
 
 
-def test_a_served_page_computes_what_one_zooms_into(chromium: Browser, long: Recording, tmp_path: Path) -> None:
+def test_a_served_page_computes_what_one_zooms_into(chromium: BrowserContext, long: Recording, tmp_path: Path) -> None:
     path = long.save(tmp_path / "long.safetensors", qk=True)
     with Server(Recording.load(path)) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -482,7 +485,7 @@ def test_the_steps_are_shown(look: Any, tmp_path: Path) -> None:
         assert part in shown
 
 
-def test_a_notebook_shows_the_page_in_a_frame(chromium: Browser, short: Recording) -> None:
+def test_a_notebook_shows_the_page_in_a_frame(chromium: BrowserContext, short: Recording) -> None:
     watched = Watched(chromium, "about:blank")
     watched.page.set_content(short._repr_html_())
     frame = watched.page.frame_locator("iframe")

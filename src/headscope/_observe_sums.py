@@ -12,8 +12,9 @@ from headscope._backends import Inputs, full_precision
 from headscope._kept_weights import MOST_REST, KeptWeights
 from headscope._observe import Observed, observe_rows
 from headscope._observe_scene import Given, Scene, build, work
-from headscope._observe_tile import Rows, Tile, weights
-from headscope._stats_parts import Kept, LayerStats, Moments, wide
+from headscope._observe_tile import Rows, weights
+from headscope._select import select
+from headscope._stats_parts import Kept, LayerStats, Moments
 from headscope.masks import Dense, Mask
 from headscope.stats import HeadStats
 
@@ -134,15 +135,10 @@ class _Tiles:
             ValueError: a mask that is no spans has more pairs than ``MOST_REST``.
         """
         call, scene = self.scene.call, self.scene
-        lse = torch.full((call.batch, call.heads, call.queries), torch.inf, dtype=wide(scene.q.device))
-        step = max(1, _observe_scene.BLOCK // max(1, call.heads * call.keys))
         with torch.no_grad(), full_precision(call):
-            for b in range(call.batch):
-                for i in range(0, call.queries if call.keys else 0, step):
-                    at = slice(i, min(i + step, call.queries))
-                    tile = self._tile(b, at)
-                    lse[b, :, at] = torch.where(tile.counted, tile.top - tile.scale.log(), torch.inf)[0].cpu()
-        parts = {"q": scene.q, "k": scene.inputs.k, "lse": lse if call.dtype == torch.float64 else lse.float()}
+            lse = self._lse() if scene.lse is None else scene.lse
+        lse = lse.masked_fill(~lse.isfinite(), torch.inf)  # rows that see nothing, or NaN: exp(s - inf) = 0
+        parts = {"q": scene.q, "k": scene.inputs.k, "lse": lse}
         if scene.inputs.bias is not None:
             parts["bias"] = scene.inputs.bias
         if scene.plan is not None and not scene.plan.everything:
@@ -151,6 +147,15 @@ class _Tiles:
                 parts["rest"] = self._rest(scene.plan.rest)
         kept = {name: x.detach().cpu().contiguous() for name, x in parts.items()}
         return KeptWeights.of(kept, call.lead, call.scale, call.softcap)
+
+    def _lse(self) -> Tensor:
+        """By whichever backend takes the call."""
+        call, inputs = self.scene.call, self.scene.inputs
+        asked = replace(call, v_head_dim=1, lse=True, grad=False, bias_grad=False, dropout=0.0)
+        values = inputs.k.new_zeros(1).expand(*inputs.k.shape[:3], 1).contiguous()
+        _, lse = select(asked).attend(asked, self.scene.plan, inputs._replace(v=values))
+        assert lse is not None  # every backend that takes a call with lse returns it
+        return lse.reshape(call.batch, call.heads, call.queries)
 
     def _rest(self, rest: Mask) -> Tensor:
         call = self.scene.call
@@ -163,12 +168,9 @@ class _Tiles:
         return rest.tile(b, h, i, j, self.scene.q.device).expand(-1, -1, call.queries, call.keys)
 
     def _rows(self, b: int, i: slice) -> Tensor:
-        if self.scene.call.keys == 0:
-            return self.scene.q.new_zeros(1, self.scene.call.heads, i.stop - i.start, 0)
-        return self._tile(b, i).p
-
-    def _tile(self, b: int, i: slice) -> Tile:
         scene, one = self.scene, slice(b, b + 1)
         lse = None if scene.lse is None else scene.lse[one, :, i]
         rows = Rows(scene.q[one, :, i], one, slice(0, scene.call.kv_heads), i, lse, None)
-        return weights(scene, rows, slice(0, scene.call.keys))
+        if scene.call.keys == 0:
+            return scene.q.new_zeros(1, scene.call.heads, i.stop - i.start, 0)
+        return weights(scene, rows, slice(0, scene.call.keys)).p

@@ -258,7 +258,7 @@ class LayerStats:
         received, eligible: by key position, [H, K] and int64 [H, K].
         map, edges: see there.
         kept: rows as they are, one entry a run.
-        tiles: a way to the weights, one entry a run; never saved.
+        tiles: a way to the weights, one entry a run; saved only if asked for.
         lengths: how many queries and keys each run had; None where they differ.
     """
 

@@ -360,7 +360,7 @@ class HeadStats:
         What may not be seen, and every row that may see nothing, is 0. Time and memory are those of the rows.
 
         Raises:
-            ValueError: q and k were not kept (they are never saved), several layers, or out of range.
+            ValueError: q and k were not kept, or not saved, several layers, or out of range.
         """
         tiles = self._only("tile").tiles
         if not tiles:

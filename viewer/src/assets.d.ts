@@ -1,1 +1,2 @@
 declare module "*.css";
+declare const __SOURCE__: string;

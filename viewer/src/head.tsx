@@ -40,7 +40,7 @@ export function HeadView({ state, theme, change }: Props) {
   return (
     <section aria-labelledby="head-title">
       <div class="heading">
-        <h2 id="head-title" aria-live="polite">{title[0].toUpperCase() + title.slice(1)}</h2>
+        <h2 id="head-title" aria-live="polite">{title.replace(/^layer /, "Layer ")}</h2>
         <Steps state={state} change={change} />
       </div>
       <Likeness layer={state.layer} head={state.head} />

@@ -173,4 +173,5 @@ function Select<T extends string>({ label, value, options, choose }: { label: st
 
 const root = document.getElementById("viewer")!;
 root.replaceChildren();
+root.dataset.source = __SOURCE__;
 render(<App />, root);

@@ -8,20 +8,26 @@ import type { State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
 import { figure, nameOf } from "./words";
 
-let drawn: HTMLCanvasElement | null = null;
+const made: Record<string, HTMLCanvasElement> = {};
 
-/** The image, a canvas with one pixel for each of its own. */
-function theImage(): HTMLCanvasElement {
-  if (drawn) return drawn;
+/** The image, a canvas with one pixel for each of its own; in grey where colours lie over it. */
+function theImage(grey: boolean): HTMLCanvasElement {
+  const known = made[String(grey)];
+  if (known) return known;
   const { width, height } = data.image!;
-  drawn = document.createElement("canvas");
+  const drawn = document.createElement("canvas");
   drawn.width = width;
   drawn.height = height;
   const context = drawn.getContext("2d")!;
   const image = context.createImageData(width, height);
   const raw = pixels();
-  for (let n = 0; n < width * height; n++) image.data.set([raw[3 * n], raw[3 * n + 1], raw[3 * n + 2], 255], 4 * n);
+  for (let n = 0; n < width * height; n++) {
+    const [red, green, blue] = raw.subarray(3 * n, 3 * n + 3);
+    const light = Math.round(0.299 * red + 0.587 * green + 0.114 * blue);
+    image.data.set(grey ? [light, light, light, 255] : [red, green, blue, 255], 4 * n);
+  }
   context.putImageData(image, 0, 0);
+  made[String(grey)] = drawn;
   return drawn;
 }
 
@@ -64,7 +70,7 @@ export interface Patches {
 export function drawPatches(surface: Surface, { values, top, scale, colours, over, chosen, size: [width, height] }: Patches): void {
   const { grid: [rows, columns], special } = data.image!;
   const box = { x: 0, y: 0, width, height };
-  const image = theImage();
+  const image = theImage(values !== null);
   if (!values || over) surface.image(image, { x: 0, y: 0, width: image.width, height: image.height }, box);
   const [across, down] = [width / columns, height / rows];
   if (values) {
@@ -73,7 +79,7 @@ export function drawPatches(surface: Surface, { values, top, scale, colours, ove
     canvas.width = columns;
     canvas.height = rows;
     const context = canvas.getContext("2d")!;
-    context.globalAlpha = over ? 0.68 : 1;
+    context.globalAlpha = over ? 0.62 : 1;
     for (let n = 0; n < rows * columns; n++) {
       const value = values[n + special];
       if (value !== value) continue;
@@ -82,8 +88,7 @@ export function drawPatches(surface: Surface, { values, top, scale, colours, ove
     }
     surface.image(canvas, { x: 0, y: 0, width: columns, height: rows }, box);
   }
-  const thick = Math.max(1, Math.min(3, across / 12));
-  if (across >= 5) outline(surface, across, down, thick);
+  if (across >= 5) outline(surface, across, down, across < 20 ? 1 : 2);
   if (chosen === null || chosen < special) return;
   const [x, y] = [((chosen - special) % columns) * across, Math.floor((chosen - special) / columns) * down];
   surface.frame({ x: x + 1.5, y: y + 1.5, width: across - 3, height: down - 3 }, "#000", 3);
@@ -98,9 +103,11 @@ function outline(surface: Surface, across: number, down: number, thick: number):
       const [row, column] = [Math.floor(n / columns), n % columns];
       const right = column + 1 < columns && inside[n] !== inside[n + 1];
       const below = row + 1 < rows && inside[n] !== inside[n + columns];
-      const [x, y] = [(column + 1) * across, (row + 1) * down];
-      if (right) surface.box({ x: x - wide / 2, y: row * down - wide / 2, width: wide, height: down + wide }, fill);
-      if (below) surface.box({ x: column * across - wide / 2, y: y - wide / 2, width: across + wide, height: wide }, fill);
+      // on whole pixels: where pieces overlap, half ones would show
+      const [left, top] = [Math.floor(column * across - wide / 2), Math.floor(row * down - wide / 2)];
+      const [x, y] = [Math.floor((column + 1) * across - wide / 2), Math.floor((row + 1) * down - wide / 2)];
+      if (right) surface.box({ x, y: top, width: wide, height: y - top + wide }, fill);
+      if (below) surface.box({ x: left, y, width: x - left + wide, height: wide }, fill);
     }
   }
 }
@@ -152,7 +159,7 @@ export function Images({ layer, field: of, state, theme, change }: Props) {
           </button>
         ))} <small>with the weight that {name} puts on {special === 1 ? "it" : "each"}. Colours are scaled to the patches alone.</small></p>
       )}
-      <p class="hint">{of.top ? "Each picture has its own scale, from 0 to its largest patch." : ""} A line is the outline of the object, where one was found.</p>
+      <p class="hint">Each picture has its own scale, from 0 to its largest patch.{data.image!.outline.length > 0 && " The line is the outline of the object."}</p>
     </div>
   );
 }

@@ -209,8 +209,8 @@ class _Handler(BaseHTTPRequestHandler):
         if len(self.path) > LONGEST:
             return self._answer(414, "text/plain", b"too long\n")
         asked = urlsplit(self.path)
-        token, _, what = asked.path.removeprefix("/").partition("/")
-        if not hmac.compare_digest(token.encode(), self.server.token.encode()):
+        token, slash, what = asked.path.removeprefix("/").partition("/")
+        if not slash or not hmac.compare_digest(token.encode(), self.server.token.encode()):
             return self._answer(404, "text/plain", b"not here\n")
         if what == "":
             return self._answer(200, "text/html; charset=utf-8", self.server.page)

@@ -1,0 +1,107 @@
+"""The pictures of docs/viewer.md and README.md: pages of the command line in headless Chromium, as PNG of few colours.
+
+python scripts/screenshots.py [--chromium /usr/bin/chromium] [NAME...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image
+from playwright.sync_api import sync_playwright
+
+ROOT = Path(__file__).parent.parent
+IMAGES = ROOT / "docs" / "images"
+MOST = 200_000  # bytes of a picture
+TEXT = "def load(path):\n    with open(path) as file:\n        return file.read()"
+
+
+class Shot(NamedTuple):
+    """A picture: of which page, at which address, how large, light or dark."""
+
+    page: str
+    at: str
+    width: int = 1280
+    height: int = 860
+    scheme: str = "light"
+
+
+SHOTS = {
+    "viewer_grid": Shot("watch", "sort=induction"),
+    "viewer_head": Shot("text", "view=head&layer=3&head=6&row=15&column=14", height=1010),
+    "viewer_compare": Shot("text", "view=compare&layer=2&head=0&other=3&otherhead=3"),
+    "viewer_image": Shot("image", "view=head&layer=2&head=1&row=35&column=35", height=760),
+    "viewer_long": Shot("long", "view=head&layer=1&head=2&row=20&column=18", height=1500),
+    "viewer_narrow": Shot("text", "view=head&layer=3&head=6&row=15&column=14", width=360, height=1100),
+    "viewer_dark": Shot("text", "view=head&layer=4&head=6", height=1100, width=900, scheme="dark"),
+    "text_page": Shot("text", ""),
+    "image_page": Shot("image", ""),
+}
+
+
+def headscope(*arguments: str) -> None:
+    """Run a verb."""
+    subprocess.run([sys.executable, "-m", "headscope.cli", *arguments], check=True, stdout=subprocess.DEVNULL)
+
+
+def made(name: str, folder: Path) -> Path:
+    """A page."""
+    path = folder / f"{name}.html"
+    if path.exists():
+        return path
+    if name == "text":
+        headscope("text", TEXT, "--out", str(path))
+    elif name == "image":
+        headscope("image", "--out", str(path))
+    elif name == "watch":
+        headscope("watch", "text", "--text", TEXT, "--page", str(path))
+    else:
+        sys.path.insert(0, str(ROOT / "benchmarks"))
+        import viewer  # pyright: ignore[reportMissingImports]
+
+        case = viewer.Case("32,768 tokens of made-up weights", 4, 8, 32_768, 64, 24, strips=True)
+        viewer.save_recording(viewer.recording(case), path, title=case.name)
+    return path
+
+
+def small(png: bytes) -> bytes:
+    """With 256 colours, which a page of two dozen and a colour map does with."""
+    with Image.open(io.BytesIO(png)) as image:
+        few = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    out = io.BytesIO()
+    few.save(out, "PNG", optimize=True)
+    return out.getvalue()
+
+
+def main() -> None:
+    """Take the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--chromium", default="/usr/bin/chromium")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place, sync_playwright() as playwright:
+        browser: Any = playwright.chromium.launch(executable_path=asked.chromium, args=["--no-sandbox"])
+        for name, shot in SHOTS.items():
+            if asked.names and name not in asked.names:
+                continue
+            size = {"width": shot.width, "height": shot.height}
+            page = browser.new_page(viewport=size, color_scheme=shot.scheme)
+            page.goto(f"{made(shot.page, Path(place)).as_uri()}#{shot.at}")
+            page.wait_for_timeout(1500)
+            png = small(page.screenshot())
+            page.close()
+            if len(png) > MOST:
+                raise SystemExit(f"{name}: {len(png):,} bytes, wanted at most {MOST:,}")
+            (IMAGES / f"{name}.png").write_bytes(png)
+            print(f"{name}: {len(png):,} bytes")
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
