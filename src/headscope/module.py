@@ -249,8 +249,8 @@ class MultiHeadAttention(nn.Module):
     def _of_nested(self, x: Tensor, context: Any, mask: Mask | Tensor | None, **others: object) -> Tensor:
         from headscope import _nested
 
-        located = self.rotary is not None or self.position_bias is not None
-        return _nested.forward(self.forward, x, context, mask, located, **others)
+        restart = self.rotary is not None and self.rotary.dynamic  # else distances count alone
+        return _nested.forward(self.forward, x, context, mask, restart, **others)
 
     def project(
         self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None
