@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from headscope import _watch_calls, _watch_masks, _watch_torch, functional, nn_compat
 from headscope._watch_calls import Call
-from headscope.masks import Mask
+from headscope.masks import Mask, Turned, turned
 from headscope.module import MultiHeadAttention
 
 
@@ -433,11 +433,19 @@ def _headscope_attention(
         kind = "self" if frame.arguments.get("context") is None else "cross"
     elif isinstance(frame.module, nn_compat.MultiheadAttention):
         kind = "self" if frame.arguments["query"] is frame.arguments["key"] else "cross"
-    said: dict[str, Any] = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
-    frame.see(lambda: Call(q=q, k=k, v=v, lse=lse, kind=kind, **said))
+    said: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "kind": kind}
+    frame.see(lambda: Call(k=k, v=v, **_first_first(q, mask, bias, lse), **said))
     scaled = frame.scaled(out, -3)  # [B, H, Q, Dv]
     if scaled is not out and isinstance(frame.module, MultiHeadAttention) and frame.module.bias_k is not None:
         raise _watch_calls.WatchError(
             "heads: this module has bias_kv, whose value joins the heads' outputs later and cannot be reached"
         )
     return scaled, lse
+
+
+def _first_first(q: Tensor, mask: Any, bias: Tensor | None, lse: Tensor | None) -> dict[str, Any]:
+    """What depends on queries, in their usual order where our module has them last first."""
+    if isinstance(mask, Mask) and bias is not None and any(isinstance(leaf, Turned) for leaf in mask.leaves()):
+        mask, q, bias = turned(mask, q.shape[-2], bias.shape[-1]), q.flip(-2), bias.flip(-2)
+        lse = None if lse is None else lse.flip(-1)
+    return {"q": q, "mask": mask, "bias": bias, "lse": lse}
