@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Attended": "functional",
+    "Findings": "checking",
     "HeadStats": "stats",
     "MultiHeadAttention": "module",
     "Observe": "stats",
@@ -19,6 +20,7 @@ _HOME = {
     "Trace": "tracing",
     "attend": "functional",
     "attention": "functional",
+    "check": "checking",
     "load_example": "examples",
     "observe": "functional",
     "trace": "tracing",
@@ -27,6 +29,7 @@ _HOME = {
 
 __all__ = [
     "Attended",
+    "Findings",
     "HeadStats",
     "MultiHeadAttention",
     "Observe",
@@ -34,6 +37,7 @@ __all__ = [
     "Trace",
     "attend",
     "attention",
+    "check",
     "load_example",
     "masks",
     "observe",
@@ -43,6 +47,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from headscope import masks
+    from headscope.checking import Findings, check
     from headscope.examples import load_example
     from headscope.functional import Attended, attend, attention, observe
     from headscope.module import MultiHeadAttention
