@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from headscope._check_heads import Fault, Heads, arrange
-from headscope._check_tap import Seen, Tap, headscope_spelled
+from headscope._check_tap import Seen as Tapped
+from headscope._check_tap import Tap, headscope_spelled
 
 LENGTHS = (7, 5, 4, 8, 16, 49, 64, 197)  # tried one after another; a fixed length must be among them, or be given
 WEIGHTS_FLAGS = ("need_weights", "output_attentions", "return_weights", "return_attention", "return_attn")
-POSITIONS = ("position_embeddings",)
+POSITIONS = ("position_embeddings", "position_ids")
 FOREIGN = ("encoder", "memory", "cross", "head_mask")  # parts of the names of masks that are for something else
 
 Call = Callable[..., Any]
@@ -51,7 +52,7 @@ class Run:
     heads: Heads | None
     faults: list[Fault]
     why: str
-    seen: Seen
+    seen: Tapped
     returned: list[Tensor]
 
 
@@ -85,6 +86,11 @@ class Subject:
         return self.target if isinstance(self.target, nn.Module) else None
 
     @property
+    def torch_like(self) -> bool:
+        """Whether its masks are called as those of torch's modules, which hide where True and take length first."""
+        return any(name.endswith("key_padding_mask") for name in self.mask_names)
+
+    @property
     def tolerance(self) -> float:
         """Relative; some modules compute their softmax in float32 whatever the input is."""
         return 1e-5 if self.dtype == torch.float64 else 1e-3
@@ -98,7 +104,7 @@ class Subject:
     def results(self, x: Tensor, target: Any = None, seed: int = 0, **more: Any) -> Any:
         """What comes back for x [B, T, E], as it is."""
         if target is None:
-            target = copy.deepcopy(self.target) if self.stateful else self.target
+            target = duplicate(self.target) if self.stateful else self.target
         given = x.transpose(0, 1).contiguous() if self.swapped else x
         torch.default_generator.manual_seed(seed)  # torch.manual_seed also looks for devices, which takes longer
         with warnings.catch_warnings():
@@ -137,7 +143,7 @@ class Subject:
 
 def _called(target: Any, names: tuple[str, ...], way: Way, x: Tensor, more: dict[str, Any]) -> Any:
     def value(given: Any) -> Any:
-        return x if given is ... else given.of(x) if isinstance(given, Angles) else given
+        return x if given is ... else given.of(x) if isinstance(given, (Angles, Places, Seen)) else given
 
     positional = [value(each) for each in way.positional]
     named = {name: value(each) for name, each in way.named.items()} | more
@@ -158,6 +164,30 @@ class Angles:
         angles = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * 10000.0**-half
         angles = torch.cat([angles, angles], -1)[None]  # [1, T, width]
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Places:
+    """0, 1, 2, … for each batch entry, [B, T]."""
+
+    def of(self, x: Tensor) -> Tensor:
+        return torch.arange(x.shape[1]).expand(x.shape[:2])
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A mask that hides nothing, for who takes no None: [B, T] or [B, 1, T, T], or [T, T]; full of ``value``."""
+
+    axes: str
+    value: bool
+
+    def of(self, x: Tensor) -> Tensor:
+        batch, length = x.shape[:2]
+        shape = {"keys": (batch, length), "pairs": (length, length), "all": (batch, 1, length, length)}[self.axes]
+        return torch.full(shape, self.value)
+
+
+MASKS = tuple((f"all {value}", Seen(axes, value)) for value in (True, False) for axes in ("pairs", "keys", "all"))
 
 
 def tensors(result: Any) -> list[Tensor]:
@@ -202,7 +232,9 @@ def subject(target: Any, call: Call | None, embed_dim: int | None, inputs: Tenso
                         names, _mask_names(names) if call is None else ("mask",), _cache_name(names),
                     )  # fmt: skip
                     try:
-                        found.run(found.input(0))
+                        out = found.run(found.input(0))
+                        if _hidden(way, out):
+                            raise CheckError("output: the same at all positions, or not finite")
                     except Exception as error:  # whatever it raises: this is not the way
                         failed = failed or f"{way.said} with x [{found.batch}, {length}, {width}]: {line(error)}"
                         continue
@@ -218,12 +250,35 @@ def line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
+def duplicate(target: Any) -> Any:
+    """A deep copy. Results that a module keeps of an earlier call, which torch does not copy, are copied as numbers."""
+    memo: dict[int, Any] = {}
+
+    def find(value: Any, depth: int) -> None:
+        if isinstance(value, Tensor) and not value.is_leaf:
+            memo[id(value)] = value.detach().clone()
+        elif isinstance(value, (list, tuple, dict)) and depth < 3:
+            for each in value.values() if isinstance(value, dict) else value:
+                find(each, depth + 1)
+
+    for part in target.modules() if isinstance(target, nn.Module) else ():
+        for value in vars(part).values():
+            find(value, 0)
+    return copy.deepcopy(target, memo)
+
+
+def _hidden(way: Way, out: Tensor) -> bool:
+    """Whether a mask that was to hide nothing has hidden everything."""
+    masked = any(isinstance(each, Seen) for each in way.positional)
+    return masked and (not bool(torch.isfinite(out).all()) or bool(((out - out[:, :1]).abs() < 1e-9).all()))
+
+
 def _copied(target: Any) -> Any:
     if not isinstance(target, nn.Module):
         return target
     if any(p.is_meta for p in target.parameters()):
         raise CheckError("module: its parameters are on the meta device and have no values")
-    made = copy.deepcopy(target).cpu().eval()
+    made = duplicate(target).cpu().eval()
     for p in made.parameters():
         if p.is_floating_point():
             p.requires_grad_(True)
@@ -272,21 +327,39 @@ def _ways(target: Any, width: int) -> Iterator[Way]:
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     only = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
     flags = {p.name: False for p in parameters if p.name in WEIGHTS_FLAGS}
-    needed = [p for p in plain if p.default is p.empty]
     named: dict[str, Any] = {**only, **flags}
-    rest = needed[1:]
-    filled = tuple(None if "mask" in p.name or p.name in POSITIONS else ... for p in rest)
-    said = ", ".join(["x", *("None" if each is None else "x" for each in filled)])
-    yield Way((..., *filled), named, f"({said})")
-    if rest:
-        yield Way((..., *(None for _ in rest)), named, f"({', '.join(['x', *('None' for _ in rest)])})")
-    if len(plain) >= 3 and len(needed) < 3:
+    rest = [p.name for p in plain if p.default is p.empty][1:]
+    likely = tuple(... if takes_input(name) else None for name in rest)
+    every = tuple(None if "mask" in name or name in POSITIONS else ... for name in rest)
+    for values in dict.fromkeys((likely, every)):
+        yield Way((..., *values), named, _said(values))
+        for said, more in _positions([p.name for p in parameters], width):
+            at = tuple(more.pop(name, value) for name, value in zip(rest, values, strict=True))
+            yield Way((..., *at), {**named, **more}, f"{_said(values)} with {said}")
+    if len(plain) >= 3 and len(rest) < 2:
         yield Way((..., ..., ...), named, "(x, x, x)")
-    for name in (p.name for p in parameters if p.name in POSITIONS):
+    for values in dict.fromkeys((likely, every)):
+        for said, mask in MASKS if any("mask" in name for name in rest) else ():
+            at = tuple(mask if "mask" in name else value for name, value in zip(rest, values, strict=True))
+            yield Way((..., *at), named, f"{_said(values)} with {said} for a mask")
+
+
+def takes_input(name: str) -> bool:
+    """Whether an argument of this name takes the input, or another one like it."""
+    bare = name.lower().strip("_0123456789")
+    return bare in ("q", "k", "v", "x", "y", "kv", "qs", "ks", "vs", "xq", "xk", "xv", "src", "tgt") or any(
+        part in bare for part in ("key", "value", "quer", "context", "memory", "source", "input", "hidden", "embed")
+    )
+
+
+def _said(values: tuple[Any, ...]) -> str:
+    return f"({', '.join(['x', *('None' if each is None else 'x' for each in values)])})"
+
+
+def _positions(names: list[str], width: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Arguments for positions: what is handed over, in words, and by name."""
+    if "position_ids" in names:
+        yield "position_ids", {"position_ids": Places()}
+    if "position_embeddings" in names:
         for size in (n for n in range(2, width + 1, 2) if width % n == 0):
-            at = [p.name for p in rest].index(name) if name in [p.name for p in rest] else None
-            if at is None:
-                yield Way((..., *filled), {**named, name: Angles(size)}, f"({said}, {name}=(cos, sin))")
-            else:
-                full = tuple(Angles(size) if n == at else each for n, each in enumerate(filled))
-                yield Way((..., *full), named, f"({said}) with cos and sin")
+            yield "cos and sin", {"position_embeddings": Angles(size)}

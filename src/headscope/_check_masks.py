@@ -336,7 +336,7 @@ def _works(case: Case, name: str, form: Form, found: Applied) -> None:
         meaning = "True = hidden, as in nn.MultiheadAttention" if hides else "True = may be seen, as in SDPA"
     case.understood.append(f"{name}= {form.said}: {meaning}")
     asked, own = case.asked.mask_means, case.subject.call is not None
-    torch_like = {"key_padding_mask", "attn_mask"} <= set(case.subject.mask_names) or "pad" in name
+    torch_like = case.subject.torch_like or "pad" in name
     if not form.adds and ((hides and (asked == "keep" or own)) or (not hides and asked == "hide")):
         wanted = "may be seen" if hides else "is hidden"
         case.find("mask-inverted", f"{name}= {form.said}: {found.seen or 'False hides'}, wanted: True {wanted}")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from headscope._check_calls import CheckError, Subject, line
+from headscope._check_calls import CheckError, Subject, duplicate, line, takes_input
 from headscope._check_case import Case
 from headscope._check_tap import HEADS
 
@@ -27,7 +26,7 @@ def state(case: Case) -> None:
     """The same call again: same seed, another seed, after another input; and the input itself afterwards."""
     subject = case.subject
     x, y = subject.input(1), subject.input(2)
-    target = copy.deepcopy(subject.target) if subject.module is not None else subject.target
+    target = duplicate(subject.target) if subject.module is not None else subject.target
     given = x.clone()
     first = subject.output(subject.results(given, target=target), given).detach().double()
     if not torch.equal(given, x) and not subject.swapped:
@@ -68,13 +67,12 @@ def layout(case: Case) -> None:
     unknown = not across and not inside and not elsewhere  # each output depends on its own token alone
     if (across and not inside and not elsewhere) or (unknown and case.asked.batch_first is False):
         subject.swapped = True
-        torch_like = {"key_padding_mask", "attn_mask"} <= set(subject.mask_names)
         said = "changing a token changes outputs at its place in other batch entries, and none of its own sequence"
         if unknown:
             pass
         elif case.asked.batch_first:
             case.find("batch-and-length-swapped", said)
-        elif case.asked.batch_first is None and not torch_like:
+        elif case.asked.batch_first is None and not subject.torch_like:
             case.find("batch-and-length-swapped", f"{said}; say batch_first=False if it is meant to", "unusual")
         case.understood.append("its input is [T, B, E], length first")
         return
@@ -174,7 +172,10 @@ def _equivariance(case: Case, plain: Tensor) -> None:
 def inputs(case: Case) -> None:
     """Modules that take queries, keys and values each: does each of them count?"""
     subject = case.subject
-    at = [n for n, each in enumerate(subject.way.positional) if each is ...]
+    names = dict(enumerate(subject.names))
+    at = [
+        n for n, each in enumerate(subject.way.positional) if each is ... and (not n or takes_input(names.get(n, "x")))
+    ]
     if len(at) < 2 or subject.call is not None or case.random:
         return
     plain = subject.run(case.x)
@@ -219,7 +220,7 @@ def gradients(case: Case) -> None:
     if case.random:
         case.not_tested["gradients"] = "dropout is active"
         return
-    made = copy.deepcopy(module)
+    made = duplicate(module)
     weights = [(name, p) for name, p in made.named_parameters() if p.ndim >= 2 and p.is_floating_point()]
     out = subject.output(subject.results(case.x, target=made), case.x)
     plain = out.detach().double()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headscope import _check_weights as weights
-from headscope._check_calls import line, tensors
+from headscope._check_calls import duplicate, line, tensors
 from headscope._check_case import Case
 
 LONG = 1024  # from this length on, a matrix of all pairs is worth a word
@@ -49,7 +48,7 @@ def _low(case: Case, x: Tensor, dtype: torch.dtype) -> bool | str:
     subject = case.subject
     if subject.module is None:
         return "a function has weights of its own, which are not converted"
-    target = copy.deepcopy(subject.module).to(dtype)
+    target = duplicate(subject.module).to(dtype)
     more: dict[str, Any] = {}
     for name, kind, make in case.masked[:1]:
         seen = torch.ones(subject.length, subject.length, dtype=torch.bool).tril()
@@ -75,7 +74,7 @@ def training(case: Case) -> None:
             "a function has no training mode" if subject.module is None else case.why_no_heads()
         )
         return
-    target = copy.deepcopy(subject.module).train()
+    target = duplicate(subject.module).train()
     run = subject.tapped(case.x, target=target, seed=1)
     if run.heads is None or run.heads.p.shape != heads.p.shape or not bool(torch.isfinite(heads.p).all()):
         case.not_tested["dropout in training"] = "the weights are not those of eval"
@@ -110,7 +109,7 @@ def decoding(case: Case) -> None:
     full = subject.run(x)
     try:
         if asked is not None:
-            steps = tensors(asked(copy.deepcopy(subject.target), x))[0].detach().double()
+            steps = tensors(asked(duplicate(subject.target), x))[0].detach().double()
         else:
             steps = _step_by_step(case, x)
     except Exception as error:  # its protocol is not known: that is no finding
@@ -132,7 +131,7 @@ def decoding(case: Case) -> None:
 def _step_by_step(case: Case, x: Tensor) -> Tensor | None:
     subject = case.subject
     assert subject.cache_name is not None
-    target = copy.deepcopy(subject.target)
+    target = duplicate(subject.target)
     cache: Any = None
     outs: list[Tensor] = []
     for t in range(x.shape[1]):

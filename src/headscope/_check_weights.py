@@ -211,7 +211,11 @@ def _soft(
     if plain is not None and _on_queries(p, plain, wanted, before):
         return Applied("mask-on-queries", "real tokens see padding as without the mask; its own rows have changed")
     if not bool((seen == before)[rows.expand(seen.shape)].all()):
-        return Applied("mask-applied-wrong", f"{_pair(hidden & seen) or _pair(wanted & ~seen)} is not as the mask says")
+        said = _pair(hidden & seen), _pair(wanted & ~seen)
+        return Applied(
+            "mask-applied-wrong",
+            " and ".join(f"{pair} is {what}" for pair, what in zip(said, ("seen", "hidden"), strict=True) if pair),
+        )
     log = logs(p)
     base = logit if logit is not None else logs(plain) if plain is not None else None
     if base is None:
