@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,7 +147,8 @@ def test_seed_002_takes_one_text() -> None:
 def test_every_kind_of_finding_is_tested() -> None:
     elsewhere = {
         *("kv-heads-tiled", "values-misplaced", "unused-parameter", "input-ignored", "rows-do-not-sum-to-one"),
-        *("scale-unusual", "mask-applied-wrong", "not-finite", "not-permutation-equivariant", "quadratic-memory"),
+        *("returned-weights-differ", "scale-unusual", "mask-applied-wrong", "not-finite", "quadratic-memory"),
+        "not-permutation-equivariant",
     }
     assert {*BUGS.values(), *elsewhere} == WORDS.keys()
 
@@ -208,6 +211,73 @@ def test_a_changed_step_is_found(name: str, steps: dict[str, Callable[[Tensor], 
     assert check(Changed()).names == ()
     found = check(Changed(**steps))
     assert found.names == (name,), str(found)
+
+
+@pytest.mark.parametrize(
+    ("shown", "names"),
+    [
+        (lambda s: s.softmax(-1), ()),
+        (lambda s: s.softmax(-1).mean(1), ()),
+        (lambda s: s, ("returned-weights-differ",)),
+        (lambda s: s.softmax(-1).transpose(-2, -1), ("returned-weights-differ",)),
+    ],
+)
+def test_weights_that_come_back_are_those_that_were_used(
+    shown: Callable[[Tensor], Tensor], names: tuple[str, ...]
+) -> None:
+    class Showing(SixSteps):
+        def forward(self, x: Tensor) -> Any:
+            q, k = (one(x).unflatten(-1, (3, 8)).transpose(1, 2) for one in (self.q_linear, self.k_linear))
+            return super().forward(x), shown(q @ k.transpose(-2, -1) * 8**-0.5)
+
+    assert check(Showing(24, 3)).names == names
+
+
+def test_rotary_positions_by_complex_numbers() -> None:
+    """As in the first Llama: pairs of numbers are seen as complex ones, and turned."""
+
+    class Turning(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.qkv, self.o, self.scale = nn.Linear(24, 72), nn.Linear(24, 24), scale
+            angles = torch.outer(torch.arange(32.0), 10000.0 ** -(torch.arange(4) / 4))
+            self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles))
+
+        def turned(self, x: Tensor) -> Tensor:
+            pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+            return torch.view_as_real(pairs * self.turns[: x.shape[-2]]).flatten(-2).type_as(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (y.unflatten(-1, (3, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            out = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True, scale=self.scale)
+            return self.o(out.transpose(1, 2).flatten(2))
+
+    assert check(Turning(8**-0.5)).names == ()
+    assert check(Turning(1.0)).names == ("scale-missing",)
+
+
+def test_a_module_that_keeps_its_weights_can_be_checked_after_a_call() -> None:
+    class Keeping(SixSteps):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = [super().forward(x)]
+            return self.last[0]
+
+    module = Keeping(24, 3)
+    module(torch.randn(2, 5, 24))
+    assert check(module).names == ()
+
+
+def test_masks_that_may_not_be_none() -> None:
+    class Needing(Packed):
+        def forward(self, x: Tensor, mask: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return super().forward(x, mask == 0 if self.turned else mask != 0)
+
+    for turned in (False, True):
+        module = Needing(24, 3)
+        module.turned = turned
+        found = check(module, mask_means="hide" if turned else "keep")
+        assert found.names == (), str(found)
+        assert found.understood[0].endswith(f"all {not turned} for a mask with E = 24")
 
 
 def test_positions_are_told_where_weights_are_not_seen() -> None:
@@ -305,6 +375,12 @@ def test_an_example_input_gives_the_only_length_there_is() -> None:
         (TypeError, 3, {}, "module: got int, wanted an nn.Module or a function"),
         (CheckError, nn.Identity(), {}, "embed_dim: missing; there are no weights to tell it from"),
         (CheckError, nn.Linear(3, 3, device="meta"), {}, "meta device"),
+        (
+            CheckError,
+            nn.Sequential(nn.Linear(4, 4), nn.Flatten()),
+            {},
+            r"output: got \[2, 28\], wanted \[2, 7, width\]",
+        ),
         (CheckError, SixSteps(24, 3), {"inputs": torch.zeros(3, 24)}, r"inputs: has 2 axes, wanted 3 \(\[B, T, E\]\)"),
         (CheckError, SixSteps(24, 3), {"embed_dim": 7}, r"tried first \(x\) with x \[2, 7, 7\]: RuntimeError"),
     ],
@@ -369,6 +445,13 @@ def test_findings_as_text_json_and_html() -> None:
     assert "<script>" not in hostile
     assert "<b>x" not in hostile
     assert "<i>" not in hostile
+
+
+def test_the_page_lists_every_finding() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "checking.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([a-z0-9-]+)` \| (wrong|unusual|slow) \|", page, re.MULTILINE)
+    assert dict(listed) == {name: words.severity for name, words in WORDS.items()}
+    assert len(listed) == len(WORDS)
 
 
 def test_words_are_whole() -> None:

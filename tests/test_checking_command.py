@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from headscope import _check_child
 from headscope._commands.screen import Mistake
 from headscope.cli import main
 
@@ -90,6 +92,27 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert said in err.splitlines()[-1]
     assert err.splitlines()[-1].startswith("headscope check: ")
     assert "\x1b" not in err
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "args", "said"),
+    [
+        ("small.py", "Attention", [1], r"Attention: cannot be made with --args '1': TypeError"),
+        ("small.py", "attend", [], r"embed_dim: missing; there are no weights to tell it from"),
+        ("notes.txt", "A", [], r"notes.txt: is no Python file"),
+    ],
+)
+def test_code_that_cannot_be_checked(
+    path: str, name: str, args: list[int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here in this process, which is left as it was."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setitem(sys.modules, "small", None)
+    Path("notes.txt").write_text("no code")
+    asked = {"path": path, "name": name, "args": args, "kwargs": {}, "given": "1" if args else "", "options": {}}
+    with pytest.raises(_check_child.MistakeError, match=said):
+        _check_child._check(asked)
 
 
 def test_arguments_are_those_of_a_call() -> None:

@@ -227,7 +227,7 @@ def subject(target: Any, call: Call | None, embed_dim: int | None, inputs: Tenso
             for length in LENGTHS if inputs is None else (inputs.shape[1],):
                 for way in _ways(made, width) if call is None else (Way((...,), {}, "its own call"),):
                     found = Subject(
-                        made.to(dtype) if isinstance(made, nn.Module) else made,
+                        in_type(made, dtype),
                         call, way, width, max(2, 2 if inputs is None else inputs.shape[0]), length, dtype,
                         names, _mask_names(names) if call is None else ("mask",), _cache_name(names),
                     )  # fmt: skip
@@ -248,6 +248,16 @@ def subject(target: Any, call: Call | None, embed_dim: int | None, inputs: Tenso
 def line(error: BaseException) -> str:
     """What was raised, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+def in_type(target: Any, dtype: torch.dtype) -> Any:
+    """The module with its real numbers of a type; complex ones stay complex, which ``Module.to`` would not leave."""
+    pair = torch.complex128 if dtype == torch.float64 else torch.complex64
+
+    def convert(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() else x.to(pair) if x.is_complex() else x
+
+    return target._apply(convert) if isinstance(target, nn.Module) else target
 
 
 def duplicate(target: Any) -> Any:

@@ -71,7 +71,7 @@ def arrange(seen: Seen, batch: int, length: int) -> tuple[Heads | None, list[Fau
         the heads, or None where they cannot be told; faults of the layout; why there are no heads, if there are none.
     """
     if not seen.mixings:
-        why = "keys were multiplied by values over the tokens first, so that there are no weights"
+        why = "tokens were summed before there were scores of queries with keys, as in linear attention"
         return None, [], why if seen.over_tokens else "no product of attention weights with values was seen"
     rows = [_rows(seen, mixing) for mixing in seen.mixings]
     faults = _faults(rows, length) or _unsplit(seen, rows)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headscope import _check_weights as weights
-from headscope._check_calls import duplicate, line, tensors
+from headscope._check_calls import duplicate, in_type, line, tensors
 from headscope._check_case import Case
 
 LONG = 1024  # from this length on, a matrix of all pairs is worth a word
@@ -48,7 +48,7 @@ def _low(case: Case, x: Tensor, dtype: torch.dtype) -> bool | str:
     subject = case.subject
     if subject.module is None:
         return "a function has weights of its own, which are not converted"
-    target = duplicate(subject.module).to(dtype)
+    target = in_type(duplicate(subject.module), dtype)
     more: dict[str, Any] = {}
     for name, kind, make in case.masked[:1]:
         seen = torch.ones(subject.length, subject.length, dtype=torch.bool).tril()
@@ -118,6 +118,9 @@ def decoding(case: Case) -> None:
     if steps is None:
         case.not_tested[what] = "it gives no cache back"
         return
+    if steps.shape != full.shape:
+        case.find("decoding-differs", f"token by token gives {list(steps.shape)}, all at once {list(full.shape)}")
+        return
     off = (steps - full).abs().amax(-1).nan_to_num(torch.inf).amax(0)  # [T]
     worst, limit = float(off.max()), 100 * subject.tolerance * float(full.abs().max())
     if worst > limit:
@@ -159,18 +162,34 @@ def _cache_of(result: Any, out: Tensor) -> Any:
     return None
 
 
-# ---------------------------------------------------------------- speed
+# ---------------------------------------------------------------- weights that come back, and speed
+
+
+def _returned(case: Case, p: Tensor, returned: list[Tensor]) -> None:
+    """Weights that are handed out are those that were used."""
+    for tensor in returned:
+        if tensor.shape == p.shape:
+            used = p
+        elif p.shape[1] > 1 and tensor.shape == p[:, 0].shape and tensor.ndim == 3:
+            used = p.mean(1)
+        else:
+            continue
+        off = float((tensor.detach().double() - used).abs().nan_to_num().max())
+        if off > 100 * case.subject.tolerance:
+            what = "averaged over heads " if used is not p else ""
+            case.find("returned-weights-differ", f"weights {what}that come back are off by up to {off:.3g}")
 
 
 def speed(case: Case) -> None:
     """Matrices of all pairs that nobody needs."""
     run, length = case.base, case.asked.length
     if run is None or run.heads is None:
-        case.not_tested["speed"] = case.why_no_heads()
+        case.not_tested["matrices of all pairs"] = case.why_no_heads()
         return
     returned = {tensor.untyped_storage()._cdata for tensor in run.returned}
     if any(x.untyped_storage()._cdata not in returned for x in run.seen.averaged):
         case.find("weights-discarded", "weights averaged over the heads are computed and not returned")
+    _returned(case, run.heads.p, run.returned)
     if length is None:
         case.not_tested["memory of all pairs"] = "length= is not given"
     elif length >= LONG and not run.seen.fused:

@@ -110,22 +110,24 @@ class Tap(TorchDispatchMode):
         found = self._shadow(x)
         return None if found is None else found[0]
 
-    def _shadow(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        if x.layout is not torch.strided or not x.dtype.is_floating_point:
+    def _shadow(self, x: Tensor, part: int = 0) -> tuple[Tensor, Tensor] | None:
+        """Ids and factors; of complex numbers those of the real part, or the imaginary one (part 1)."""
+        if not _followed(x):
             return None
         found = self._shadows.get(x.untyped_storage()._cdata)
         if found is None:
             return None
         ids, factors, _ = found
-        where = (x.size(), x.stride(), x.storage_offset())
+        each = 2 if x.is_complex() else 1  # as many numbers for each
+        where = (x.size(), [each * step for step in x.stride()], each * x.storage_offset() + part)
         return ids.as_strided(*where), factors.as_strided(*where)
 
     def _create(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
         """A shadow for a tensor that has none; views of it have one then, too."""
-        if x.layout is not torch.strided or not x.dtype.is_floating_point:
+        if not _followed(x):
             return None
         storage = x.untyped_storage()
-        size = storage.nbytes() // x.element_size()
+        size = storage.nbytes() // x.element_size() * (2 if x.is_complex() else 1)
         if storage._cdata not in self._shadows:
             if size > LARGEST:
                 return None
@@ -136,10 +138,12 @@ class Tap(TorchDispatchMode):
 
     def mark(self, x: Tensor, ids: Tensor, factors: Tensor | float = 1.0) -> None:
         """Say what the numbers of a tensor were made from."""
-        shadow = self._create(x)
-        if shadow is not None:
-            shadow[0].copy_(ids)
-            shadow[1].copy_(torch.as_tensor(factors, dtype=torch.float64))
+        self._create(x)
+        for part in range(2 if x.is_complex() else 1):
+            shadow = self._shadow(x, part)
+            if shadow is not None:
+                shadow[0].copy_(ids)
+                shadow[1].copy_(torch.as_tensor(factors, dtype=torch.float64))
 
     def root(
         self, x: Tensor, kind: int, token: Tensor, feature: Tensor, other: Tensor | None = None,
@@ -210,7 +214,7 @@ class Tap(TorchDispatchMode):
         self, name: str, func: Any, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: list[Tensor]
     ) -> None:
         first = out[0] if isinstance(out, (tuple, list)) and out else out
-        if not isinstance(first, Tensor) or not first.dtype.is_floating_point:
+        if not isinstance(first, Tensor) or not _followed(first):
             return
         if first.untyped_storage()._cdata in self._shadows:
             return  # a view
@@ -232,7 +236,7 @@ class Tap(TorchDispatchMode):
                 shadow[which].copy_(moved)
 
     def _part(self, x: Tensor, which: int, default: int) -> Tensor:
-        if not x.dtype.is_floating_point:
+        if not _followed(x):
             return x
         shadow = self._shadow(x)
         kind = torch.long if which == 0 else torch.float64
@@ -383,6 +387,10 @@ class Tap(TorchDispatchMode):
 
 
 # ---------------------------------------------------------------- helpers
+
+
+def _followed(x: Tensor) -> bool:
+    return x.layout is torch.strided and (x.is_floating_point() or x.is_complex())
 
 
 @functools.cache

@@ -274,6 +274,12 @@ WORDS: dict[str, Words] = {
         "Make the weights of a row that may see nothing zero.",
         "p = scores.softmax(dim=-1).masked_fill(~seen.any(-1, keepdim=True), 0.0)",
     ),
+    "returned-weights-differ": Words(
+        "wrong",
+        "Who looks at the weights that are handed out sees something else than what was used.",
+        "Return the weights after mask and softmax, of the same heads in the same order.",
+        "return out, p",
+    ),
     # ------------------------------------------------------------ state and range
     "not-finite": Words(
         "wrong",

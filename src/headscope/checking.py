@@ -99,7 +99,7 @@ def _try(case: Case, probe: Callable[[Case], None]) -> None:
     try:
         probe(case)
     except Exception as error:  # it comes from code that nobody knows
-        case.not_tested[probe.__name__] = line(error)
+        case.not_tested[f"the rest of {probe.__name__}"] = line(error)
 
 
 FOLLOWS: dict[str, set[str]] = {
