@@ -131,12 +131,13 @@ class Subject:
         batch, length = x.shape[:2]
         tokens = torch.arange(batch * length).view(batch, length)
         given = x.transpose(0, 1).contiguous() if self.swapped else x.clone()
-        with headscope_spelled(), tap:
+        with headscope_spelled() as calls, tap:
             tap.input(given, tokens.T if self.swapped else tokens)
             plain = replace(self, swapped=False) if self.swapped else self
             result = plain.results(given, target=target, **more)
         out = self.output(result, x)
         tap.seen.out_ids = tap.ids(out)
+        tap.seen.fused += len(calls)
         heads, faults, why = arrange(tap.seen, batch, length)
         return Run(out.detach().double(), heads, faults, why, tap.seen, tensors(result))
 

@@ -1,4 +1,4 @@
-"""The process in which ``headscope check`` imports and runs code that it was given: no network, one answer in a file.
+"""The process in which ``headscope check`` imports and runs code that it was given: no network, one answer.
 
 This is no sandbox. Code in this process can do what its user can; only what goes through Python's sockets fails.
 """
@@ -20,7 +20,9 @@ class MistakeError(Exception):
 
 
 def main() -> None:
-    """Read what is wanted from stdin, a line of JSON; write the findings, or what went wrong, to the file it names."""
+    """Read what is wanted from stdin, a line of JSON; write the findings, or what went wrong, to stdout."""
+    stdout = os.dup(1)
+    os.dup2(2, 1)  # what the code prints is no part of the answer
     asked: dict[str, Any] = json.loads(sys.stdin.readline())
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     _block_network()
@@ -29,10 +31,8 @@ def main() -> None:
         answer["findings"] = _check(asked)
     except MistakeError as error:
         answer["mistake"] = str(error)
-    path = Path(asked["answer"])
-    path.with_suffix(".part").write_text(json.dumps(answer), encoding="utf-8")
-    os.replace(path.with_suffix(".part"), path)
-    sys.stdout.flush()
+    with os.fdopen(stdout, "w", encoding="utf-8") as stream:
+        json.dump(answer, stream)
     os._exit(0)  # whatever threads the code has started
 
 

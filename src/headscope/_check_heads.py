@@ -163,7 +163,8 @@ def _split(what: str, tokens: list[int], length: int) -> Fault:
 def _leak(u: int, tokens: list[int], length: int) -> Fault:
     said = f"the query at position {u % length} of batch entry {u // length}"
     entries = sorted({token // length for token in tokens})
-    return Fault("batches-mixed", f"{said} sees keys of batch entries {', '.join(map(str, entries))}")
+    word = "entry" if len(entries) == 1 else "entries"
+    return Fault("batches-mixed", f"{said} sees keys of batch {word} {', '.join(map(str, entries))}")
 
 
 def _places(tokens: list[int], length: int) -> str:
@@ -173,7 +174,7 @@ def _places(tokens: list[int], length: int) -> str:
 def _unsplit(seen: Seen, rows: list[_Rows]) -> list[Fault]:
     """Faults that leave every token in its place."""
     faults: list[Fault] = []
-    projected = bool((seen.kind != INPUT)[seen.operands[0][0]].any()) if seen.operands else False
+    projected = bool((seen.kind != INPUT)[seen.operands[0].left].any()) if seen.operands else False
     pairs = [(part.fq, part.fk.amax(-1), part.fv.amax(-1)) for part in rows]
     fq, fk, fv = (torch.cat(each) for each in zip(*pairs, strict=True))
     if projected:
@@ -186,7 +187,7 @@ def _unsplit(seen: Seen, rows: list[_Rows]) -> list[Fault]:
             faults.append(Fault("values-not-projected", "the values are the input itself"))
     steps = seen.feature[seen.mixings[0].values][0, 0].diff()
     if len(steps) and int(steps.amin()) == int(steps.amax()) > 1:
-        said = f"a head takes each {int(steps[0])}th number of the projection, wanted neighbours"
+        said = f"a head takes numbers of the projection that are {int(steps[0])} apart, wanted neighbours"
         faults.append(Fault("heads-interleaved", said))
     return faults + _grouped(fq, fk)
 
@@ -203,8 +204,7 @@ def _grouped(fq: Tensor, fk: Tensor) -> list[Fault]:
 
 def _merged(seen: Seen) -> list[Fault]:
     """Whether what the heads give is put together token by token."""
-    for projection in seen.projections:
-        ids = projection.inputs
+    for ids in seen.projections:
         if not bool((seen.kind[ids] == HEADS).all()):
             continue
         token, feature = seen.token[ids], seen.feature[ids]
@@ -239,5 +239,5 @@ def _dense(rows: list[_Rows], batch: int, length: int, seen: Seen) -> tuple[Head
         filled.index_put_((b, h, i), torch.ones(len(b)), accumulate=True)
     if not bool((filled == 1).all()):
         return None, "not every query was seen once in every head"
-    width = seen.operands[0][2].shape[-1]
-    return Heads(p, raw, factor, beside, width, *(tuple(key[n] for key in order) for n in range(3))), ""
+    firsts = (tuple(key[n] for key in order) for n in range(3))
+    return Heads(p, raw, factor, beside, seen.operands[0].width, *firsts), ""

@@ -117,8 +117,8 @@ def _parts(case: Case) -> int:
     before = float(case.heads.factor.amax())
     if math.isclose(before, root, rel_tol=1e-3):
         parts += 1
-    elif math.isclose(before, root * root, rel_tol=1e-3) and seen.factors:
-        parts += sum(math.isclose(by, root, rel_tol=1e-3) for by in seen.factors[0])
+    elif math.isclose(before, root * root, rel_tol=1e-3):
+        parts += sum(math.isclose(by, root, rel_tol=1e-3) for by in seen.operands[0].factors)
     return parts
 
 
@@ -338,8 +338,8 @@ def _works(case: Case, name: str, form: Form, found: Applied) -> None:
     asked, own = case.asked.mask_means, case.subject.call is not None
     torch_like = case.subject.torch_like or "pad" in name
     if not form.adds and ((hides and (asked == "keep" or own)) or (not hides and asked == "hide")):
-        wanted = "may be seen" if hides else "is hidden"
-        case.find("mask-inverted", f"{name}= {form.said}: {found.seen or 'False hides'}, wanted: True {wanted}")
+        wanted = "may be seen" if hides else "hidden"
+        case.find("mask-inverted", f"{name}= {form.said}: {found.seen or 'False hides'}; wanted: True = {wanted}")
     elif hides and asked is None and not torch_like:
         said = f"{name}= {form.said}: True hides; say mask_means='hide' if it is meant to"
         case.find("mask-inverted", said, "unusual")

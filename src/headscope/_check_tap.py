@@ -42,12 +42,17 @@ class Mixing:
 
 
 @dataclass(frozen=True)
-class Projection:
-    """A product with weights: the ids of what went in, [N, rows, width], and the first of the ids that came out."""
+class Operands:
+    """Of a product of projections: the ids of both, and by what they were scaled since they were projected."""
 
-    inputs: Tensor
-    first: int
-    last: int
+    left: Tensor
+    right: Tensor
+    factors: tuple[float, float]
+
+    @property
+    def width(self) -> int:
+        """D"""
+        return self.left.shape[-1]
 
 
 @dataclass
@@ -57,13 +62,12 @@ class Seen:
     Attributes:
         token, other: by id, the token a number was made from; of a score, that of the first and the second operand.
         feature, second: by id, the row of the weights; of a score, the lowest of its operands'.
-        kind: by id, one of the letters of ``KINDS``.
+        kind: by id, INPUT, LINEAR (projected), SCORES or HEADS (what the heads give).
         value: of a score, the bare product.
         factor: of a score, by what its operands were scaled between their projections and the product.
         scaled: the last id of scores, and a number that they were multiplied by; in order.
-        operands: of each product of projections, the ids and the values of both.
-        factors: by what those were scaled after their projection.
-        fused: how often a fused kernel was called.
+        projections: the ids of what was multiplied by weights, [N, rows, width] each.
+        fused: how often attention was left to a kernel.
         averaged: weights, summed or averaged over heads.
         over_tokens: a product summed over tokens before there were weights.
         out_ids: the ids of the output.
@@ -77,12 +81,9 @@ class Seen:
     value: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
     factor: Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.float64))
     mixings: list[Mixing] = field(default_factory=list[Mixing])
-    projections: list[Projection] = field(default_factory=list[Projection])
+    projections: list[Tensor] = field(default_factory=list[Tensor])
     scaled: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
-    operands: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(
-        default_factory=list[tuple[Tensor, Tensor, Tensor, Tensor]]
-    )
-    factors: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    operands: list[Operands] = field(default_factory=list[Operands])
     fused: int = 0
     averaged: list[Tensor] = field(default_factory=list[Tensor])
     over_tokens: bool = False
@@ -148,11 +149,11 @@ class Tap(TorchDispatchMode):
     def root(
         self, x: Tensor, kind: int, token: Tensor, feature: Tensor, other: Tensor | None = None,
         second: Tensor | None = None, value: Tensor | None = None, factor: Tensor | None = None,
-    ) -> int:  # fmt: skip
-        """New ids for all numbers of a tensor, with what is known of each; the first of them."""
+    ) -> None:  # fmt: skip
+        """New ids for all numbers of a tensor, with what is known of each."""
         seen, n, first = self.seen, x.numel(), self._count
         if first + n > LARGEST:
-            return 0
+            return
 
         def add(old: Tensor, new: Tensor | None, default: float) -> Tensor:
             more = torch.full((n,), default, dtype=old.dtype) if new is None else new.expand(x.shape).reshape(-1)
@@ -164,7 +165,6 @@ class Tap(TorchDispatchMode):
         seen.value, seen.factor = add(seen.value, value, 0), add(seen.factor, factor, 1)
         self._count += n
         self.mark(x, torch.arange(first, first + n).view(x.shape))
-        return first
 
     def input(self, x: Tensor, tokens: Tensor) -> None:
         """An input: tokens as x, without the last axis."""
@@ -189,12 +189,11 @@ class Tap(TorchDispatchMode):
         if known and name in _PRODUCTS:
             a, b = _PRODUCTS[name](args)
             before = (self._operand(a), self._operand(b))
-        scaling = self._before_in_place(func, args) if name.endswith("_") and known else None
         out = func(*args, **kwargs)
         if before is not None:
             self._product(out, *before)
         elif name.endswith("_") and not name.startswith("_") and isinstance(out, Tensor):
-            self._in_place(name, out, args, scaling)
+            self._in_place(name, out, args)
         elif known:
             self._follow(name, func, out, args, kwargs, known)
         elif name in _FACTORIES and isinstance(out, Tensor):
@@ -257,6 +256,8 @@ class Tap(TorchDispatchMode):
                 ids = torch.maximum(ids, one)
         if ids is None or factors is None:
             return
+        if name == "_safe_softmax":  # torch's attention does without a kernel here, for want of one
+            self.seen.fused += 1
         by = _scalar(name, args)
         if by is not None:
             self._note_scale(ids, by)
@@ -264,15 +265,13 @@ class Tap(TorchDispatchMode):
         self.mark(out, ids, factors)
 
     def _note_scale(self, ids: Tensor, by: float) -> None:
-        first = int(ids.max()) if ids.numel() else 0
-        if first and by != 1.0 and self.seen.kind[first] == SCORES:
-            self.seen.scaled.append((first, by))
+        last = int(ids.max()) if ids.numel() else 0
+        if last and by != 1.0 and self.seen.kind[last] == SCORES:
+            self.seen.scaled.append((last, by))
 
-    def _before_in_place(self, func: Any, args: tuple[Any, ...]) -> float | None:
-        return _scalar(func.overloadpacket.__name__[:-1], args)
-
-    def _in_place(self, name: str, out: Tensor, args: tuple[Any, ...], by: float | None) -> None:
+    def _in_place(self, name: str, out: Tensor, args: tuple[Any, ...]) -> None:
         """The shadow of a tensor that was written to."""
+        by = _scalar(name[:-1], args)
         others = [x for x in _tensors(args[1:], {}) if self.ids(x) is not None]
         shadow = self._shadow(out)
         if shadow is None:
@@ -294,7 +293,7 @@ class Tap(TorchDispatchMode):
             source = self._shadow(args[2])
             if source is not None:
                 for part, new in zip(shadow, source, strict=True):
-                    part.index_put_([None if i is None else i for i in args[1]], new)
+                    part.index_put_(list(args[1]), new)
         elif name not in ("masked_fill_", "fill_", "index_put_"):
             for x in others:
                 if _spreads(x, out):
@@ -315,9 +314,9 @@ class Tap(TorchDispatchMode):
         three = out if out.ndim == 3 else out[None]
         if a_ids is None or b_ids is None:
             if a_ids is not None:
-                self._project(three, a_ids, b, out)
+                self._project(three, a_ids, b)
             elif b_ids is not None:  # weights @ xᵀ
-                self._project(three.transpose(1, 2), b_ids.transpose(1, 2), a.transpose(1, 2), out)
+                self._project(three.transpose(1, 2), b_ids.transpose(1, 2), a.transpose(1, 2))
             return
         pair_a, pair_b = self._pairs(a_ids), self._pairs(b_ids)
         if pair_a and not pair_b:
@@ -331,15 +330,13 @@ class Tap(TorchDispatchMode):
     def _pairs(self, ids: Tensor) -> bool:
         return bool(self.seen.kind[ids.max()] == SCORES)
 
-    def _project(self, out: Tensor, ids: Tensor, weights: Tensor, whole: Tensor) -> None:
+    def _project(self, out: Tensor, ids: Tensor, weights: Tensor) -> None:
         """A product with weights, [N, rows, width] @ [N, width, features]."""
         if self._pairs(ids):
             return
-        seen = self.seen
-        token = _uniform(seen.token[ids], -1)[..., None]  # [N, rows, 1]
-        feature = self._features_of(weights)
-        first = self.root(out, LINEAR, token, feature[:, None])
-        seen.projections.append(Projection(ids, first, first + whole.numel()))
+        token = _uniform(self.seen.token[ids], -1)[..., None]  # [N, rows, 1]
+        self.root(out, LINEAR, token, self._features_of(weights)[:, None])
+        self.seen.projections.append(ids)
 
     def _features_of(self, weights: Tensor) -> Tensor:
         """A number for each column of each weights [N, width, features]: equal columns have equal numbers."""
@@ -364,15 +361,14 @@ class Tap(TorchDispatchMode):
         (a, a_ids, a_by), (b, b_ids, b_by) = left, right
         u, w = _uniform(seen.token[a_ids], -1), _uniform(seen.token[b_ids], 1)  # [N, rows], [N, columns]
         if bool((u == MIXED).all()) and bool((w == MIXED).all()):
-            self.seen.over_tokens = True  # summed over tokens, not over features: linear attention, say
+            seen.over_tokens = True  # summed over tokens, not over features: linear attention, say
             return
         fu, fw = seen.feature[a_ids].amin(-1), seen.feature[b_ids].amin(1)
         by = a_by.amax(-1)[..., None] * b_by.amax(1)[:, None]
         raw = a.double() @ b.double()
         spread = (u[..., None], fu[..., None], w[:, None], fw[:, None])
         self.root(out, SCORES, spread[0], spread[1], spread[2], spread[3], raw, by)
-        seen.operands.append((a_ids, b_ids, a, b))
-        seen.factors.append((float(a_by.amax()), float(b_by.amax())))
+        seen.operands.append(Operands(a_ids, b_ids, (float(a_by.amax()), float(b_by.amax()))))
 
     def _mix(self, out: Tensor, p: Tensor, p_ids: Tensor, v_ids: Tensor) -> None:
         """A product of weights with values, [N, Q, K] @ [N, K, Dv]."""

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
+import threading
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -100,41 +100,54 @@ def _arguments(given: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _ask(asked: dict[str, Any], timeout: int) -> dict[str, Any]:
-    """What the process that runs the code answers.
+    """What the process that runs the code answers. What the code prints is not shown.
 
     Raises:
         Mistake: it was stopped, or ended without an answer.
     """
-    with tempfile.TemporaryDirectory(prefix="headscope-") as folder:
-        answer, printed = Path(folder) / "answer.json", Path(folder) / "stderr"
-        with printed.open("wb") as stderr:
-            code = _run(json.dumps({**asked, "answer": str(answer)}), stderr, timeout)
-        try:
-            found = json.loads(answer.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            last = printed.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-            raise Mistake(f"the code ended its process with {code} before there was an answer: {last}") from None
-    return found
-
-
-def _run(asked: str, stderr: IO[bytes], timeout: int) -> int:
-    """Start the process, wait for it, and return its exit code; what the code prints is not shown."""
     program = [sys.executable, "-P", "-c", CHILD, str(Path(__file__).parents[2])]
-    process = subprocess.Popen(
-        program, env={**os.environ, "HF_HUB_OFFLINE": "1"}, text=True, encoding="utf-8", stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL, stderr=stderr,
-    )  # fmt: skip
-    with process:
-        assert process.stdin is not None
+    pipe = subprocess.PIPE
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(program, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
+    assert process.stdin is not None
+    answer, printed = _Reader(process.stdout), _Reader(process.stderr)
+    with process.stdin as stdin:
         try:
-            process.stdin.write(asked + "\n")
-            process.stdin.flush()  # and left open: the process ends when this one does
-            return process.wait(timeout)
+            stdin.write(json.dumps(asked).encode() + b"\n")
+            stdin.flush()  # and left open: the process ends when this one does
+            code = process.wait(timeout)
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
             raise Mistake(f"--timeout: the code was stopped after {timeout} seconds") from None
-        except BrokenPipeError:
-            return process.wait()
+    try:
+        return json.loads(answer.text())
+    except ValueError:
+        last = printed.text().strip().rpartition("\n")[2]
+        raise Mistake(f"the code ended its process with {code} before there was an answer: {last}") from None
+
+
+class _Reader(threading.Thread):
+    """Reads a stream while the process runs, and keeps its end."""
+
+    KEPT = 1 << 22
+
+    def __init__(self, stream: IO[bytes] | None) -> None:
+        super().__init__(daemon=True)
+        assert stream is not None
+        self._stream, self._kept = stream, b""
+        self.start()
+
+    def run(self) -> None:
+        """Until the stream ends."""
+        with self._stream as stream:
+            while chunk := os.read(stream.fileno(), 1 << 16):
+                self._kept = (self._kept + chunk)[-self.KEPT :]
+
+    def text(self) -> str:
+        """What was read; a program that the code has left running may keep the stream open."""
+        self.join(1.0)
+        return self._kept.decode("utf-8", "replace")
 
 
 def _findings(found: dict[str, Any]) -> Findings:
