@@ -353,7 +353,7 @@ def test_a_function_is_checked_too() -> None:
     found = check(attention, embed_dim=24, heads=3)
     assert found.names == ()
     assert found.subject == "attention"
-    assert found.not_tested["gradients"] == "a function has no parameters"
+    assert found.not_tested["gradients of weights"] == "a function has no parameters"
     assert check(attention, embed_dim=24, heads=4).names == ("heads-not-split",)
 
 

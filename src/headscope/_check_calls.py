@@ -7,18 +7,19 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headscope._check_heads import Fault, Heads, arrange
-from headscope._check_tap import Seen as Tapped
-from headscope._check_tap import Tap, headscope_spelled
+from headscope._check_tap import Seen, Tap, headscope_spelled
 
 LENGTHS = (7, 5, 4, 8, 16, 49, 64, 197)  # tried one after another; a fixed length must be among them, or be given
 WEIGHTS_FLAGS = ("need_weights", "output_attentions", "return_weights", "return_attention", "return_attn")
 POSITIONS = ("position_embeddings", "position_ids")
+MOST = 200  # ways that are tried
 FOREIGN = ("encoder", "memory", "cross", "head_mask")  # parts of the names of masks that are for something else
 
 Call = Callable[..., Any]
@@ -52,7 +53,7 @@ class Run:
     heads: Heads | None
     faults: list[Fault]
     why: str
-    seen: Tapped
+    seen: Seen
     returned: list[Tensor]
 
 
@@ -144,7 +145,7 @@ class Subject:
 
 def _called(target: Any, names: tuple[str, ...], way: Way, x: Tensor, more: dict[str, Any]) -> Any:
     def value(given: Any) -> Any:
-        return x if given is ... else given.of(x) if isinstance(given, (Angles, Places, Seen)) else given
+        return x if given is ... else given.of(x) if isinstance(given, (Angles, Places, Filled)) else given
 
     positional = [value(each) for each in way.positional]
     named = {name: value(each) for name, each in way.named.items()} | more
@@ -176,7 +177,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Filled:
     """A mask that hides nothing, for who takes no None: [B, T] or [B, 1, T, T], or [T, T]; full of ``value``."""
 
     axes: str
@@ -188,7 +189,7 @@ class Seen:
         return torch.full(shape, self.value)
 
 
-MASKS = tuple((f"all {value}", Seen(axes, value)) for value in (True, False) for axes in ("pairs", "keys", "all"))
+MASKS = tuple((f"all {value}", Filled(axes, value)) for value in (True, False) for axes in ("pairs", "keys", "all"))
 
 
 def tensors(result: Any) -> list[Tensor]:
@@ -221,29 +222,33 @@ def subject(target: Any, call: Call | None, embed_dim: int | None, inputs: Tenso
         got = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__
         raise TypeError(f"module: got {got}, wanted an nn.Module or a function")
     made = _copied(target)
-    widths, names = _widths(made, embed_dim, inputs), _names(made)
+    names = _names(made)
+    masks = _mask_names(names) if call is None else ("mask",)
+    batch = 2 if inputs is None else max(2, inputs.shape[0])
     failed = ""
     for dtype in (torch.float64, torch.float32):
-        for width in widths:
-            for length in LENGTHS if inputs is None else (inputs.shape[1],):
-                for way in _ways(made, width) if call is None else (Way((...,), {}, "its own call"),):
-                    found = Subject(
-                        in_type(made, dtype),
-                        call, way, width, max(2, 2 if inputs is None else inputs.shape[0]), length, dtype,
-                        names, _mask_names(names) if call is None else ("mask",), _cache_name(names),
-                    )  # fmt: skip
-                    try:
-                        out = found.run(found.input(0))
-                        if _hidden(way, out):
-                            raise CheckError("output: the same at all positions, or not finite")
-                    except Exception as error:  # whatever it raises: this is not the way
-                        failed = failed or f"{way.said} with x [{found.batch}, {length}, {width}]: {line(error)}"
-                        continue
-                    return found
+        made, trial = in_type(made, dtype), in_type(duplicate(made), dtype)  # what is returned has not been called
+        for length, width, way in islice(_tries(made, call, _widths(made, embed_dim, inputs), inputs), MOST):
+            found = Subject(made, call, way, width, batch, length, dtype, names, masks, _cache_name(names))
+            try:
+                if _hidden(way, found.run(found.input(0), target=trial)):
+                    raise CheckError("output: the same at all positions, or not finite")
+            except Exception as error:  # whatever it raises: this is not the way
+                failed = failed or f"{way.said} with x [{batch}, {length}, {width}]: {line(error)}"
+            else:
+                return found
     raise CheckError(
         f"module: no way to call it was found; tried first {failed}; give embed_dim=, inputs=, or "
         "call=lambda module, x, mask: ..."
     )
+
+
+def _tries(target: Any, call: Call | None, widths: list[int], inputs: Tensor | None) -> Iterator[tuple[int, int, Way]]:
+    """Lengths, widths and ways to call."""
+    for length in LENGTHS if inputs is None else (inputs.shape[1],):
+        for width in widths:
+            for way in _ways(target, width) if call is None else (Way((...,), {}, "its own call"),):
+                yield length, width, way
 
 
 def line(error: BaseException) -> str:
@@ -280,7 +285,7 @@ def duplicate(target: Any) -> Any:
 
 def _hidden(way: Way, out: Tensor) -> bool:
     """Whether a mask that was to hide nothing has hidden everything."""
-    masked = any(isinstance(each, Seen) for each in way.positional)
+    masked = any(isinstance(each, Filled) for each in way.positional)
     return masked and (not bool(torch.isfinite(out).all()) or bool(((out - out[:, :1]).abs() < 1e-9).all()))
 
 
@@ -357,6 +362,8 @@ def _ways(target: Any, width: int) -> Iterator[Way]:
 
 def takes_input(name: str) -> bool:
     """Whether an argument of this name takes the input, or another one like it."""
+    if "mask" in name or "pad" in name or name in POSITIONS:
+        return False
     bare = name.lower().strip("_0123456789")
     return bare in ("q", "k", "v", "x", "y", "kv", "qs", "ks", "vs", "xq", "xk", "xv", "src", "tgt") or any(
         part in bare for part in ("key", "value", "quer", "context", "memory", "source", "input", "hidden", "embed")

@@ -108,14 +108,15 @@ def _ask(asked: dict[str, Any], timeout: int) -> dict[str, Any]:
     program = [sys.executable, "-P", "-c", CHILD, str(Path(__file__).parents[2])]
     pipe = subprocess.PIPE
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(program, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
+    process = subprocess.Popen(program, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
     assert process.stdin is not None
     answer, printed = _Reader(process.stdout), _Reader(process.stderr)
     with process.stdin as stdin:
         try:
-            stdin.write(json.dumps(asked).encode() + b"\n")
-            stdin.flush()  # and left open: the process ends when this one does
+            stdin.write(json.dumps(asked).encode() + b"\n")  # and left open: the process ends when this one does
             code = process.wait(timeout)
+        except BrokenPipeError:
+            code = process.wait()
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
