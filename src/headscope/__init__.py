@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Attended": "functional",
+    "Findings": "checking",
     "HeadStats": "stats",
     "MultiHeadAttention": "module",
     "Observe": "stats",
@@ -20,6 +21,7 @@ _HOME = {
     "ablate": "heads",
     "attend": "functional",
     "attention": "functional",
+    "check": "checking",
     "head_importance": "heads",
     "load_example": "examples",
     "observe": "functional",
@@ -29,6 +31,7 @@ _HOME = {
 
 __all__ = [
     "Attended",
+    "Findings",
     "HeadStats",
     "MultiHeadAttention",
     "Observe",
@@ -38,6 +41,7 @@ __all__ = [
     "attend",
     "attention",
     "cache",
+    "check",
     "head_importance",
     "layouts",
     "load_example",
@@ -51,6 +55,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from headscope import cache, layouts, masks, nn_compat, positions
+    from headscope.checking import Findings, check
     from headscope.examples import load_example
     from headscope.functional import Attended, attend, attention, observe
     from headscope.heads import ablate, head_importance
