@@ -490,7 +490,7 @@ def test_a_notebook_shows_the_page_in_a_frame(chromium: BrowserContext, short: R
     watched.page.set_content(short._repr_html_())
     frame = watched.page.frame_locator("iframe")
     frame.locator(".thumb canvas[data-drawn]").first.wait_for()
-    frame.locator(".thumb").nth(4).click()
+    frame.locator(".thumb").nth(4).press("Enter")
     frame.get_by_role("heading", name="Layer 1, head 1").wait_for()
     watched.page.wait_for_timeout(250)
     assert watched.said == []

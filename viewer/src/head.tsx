@@ -147,19 +147,50 @@ function Pinned({ layer, head, field: of, state, change }: { layer: Layer; head:
     <div class="pinned">
       <h3>Pinned</h3>
       {row === null || column === null ? (
-        <p class="hint">Click a cell{hasTexts(layer) && ", or a token below,"} to pin it: its row is where a query looks, its column who looks at a key.</p>
+        <p class="hint">Click a cell{chips(layer, state) && ", or a token below,"} to pin it: its row is where a query looks, its column who looks at a key.</p>
       ) : (
         <p aria-live="polite">
           <Cell {...{ layer, head, field: of, row, column }} />{" "}
           <button type="button" onClick={() => change({ row: null, column: null })}>Unpin</button>
         </p>
       )}
-      {hasTexts(layer) && layer.map!.ranges && <Strips {...{ layer, field: of, state, change }} />}
+      {layer.map!.ranges && (chips(layer, state) ? <Strips {...{ layer, field: of, state, change }} /> : <Ranks {...{ layer, field: of, state, change }} />)}
     </div>
   );
 }
 
 const CHIPS = 160;
+
+/** Whether as few tokens are in sight as there is room for. */
+function chips(layer: Layer, state: State): boolean {
+  return hasTexts(layer) && Math.max(...layer.lengths!) / state.zoom[0] <= CHIPS;
+}
+
+/** The bins of the pinned row and column with the largest values, where there are too many keys to show all. */
+function Ranks({ layer, field: of, state, change }: { layer: Layer; field: Field; state: State; change: Props["change"] }) {
+  const { row, column } = state;
+  if (row === null || column === null) return null;
+  const list = (length: number, value: (at: number) => number) =>
+    Array.from({ length }, (_, at) => [at, value(at)]).filter(([, p]) => p === p && p > 0).sort((a, b) => b[1] - a[1]).slice(0, 6);
+  const keys = list(of.columns, (at) => of.values[row * of.columns + at]);
+  const queries = list(of.rows, (at) => of.values[at * of.columns + column]);
+  const line = (axis: "query" | "key") => ([at, p]: number[]) => (
+    <li key={at}>
+      <button type="button" onClick={() => change(axis === "key" ? { column: at } : { row: at })}><bdi>{bin(layer, axis, at)}</bdi></button>
+      <span class="meter" aria-hidden="true"><i style={{ width: `${Math.min(100, (100 * p) / of.top)}%` }} /></span>
+      <span>{figure(p)}</span>
+    </li>
+  );
+  return (
+    <>
+      <h4>Where it looks: <bdi>{bin(layer, "query", row)}</bdi></h4>
+      <ol class="ranks">{keys.map(line("key"))}</ol>
+      <h4>Who looks at it: <bdi>{bin(layer, "key", column)}</bdi></h4>
+      <ol class="ranks">{queries.map(line("query"))}</ol>
+      <p class="hint">{layer.map!.exact ? "The largest weights" : `The bins with the largest ${of.pool}`}.{hasTexts(layer) && " Zoom in to see the tokens."}</p>
+    </>
+  );
+}
 
 /** The tokens that are seen, coloured by where a query looks, and by who looks at a key. */
 function Strips({ layer, field: of, state, change }: { layer: Layer; field: Field; state: State; change: Props["change"] }) {
@@ -171,7 +202,6 @@ function Strips({ layer, field: of, state, change }: { layer: Layer; field: Fiel
   const hoverRow = over === null ? null : binAt(layer, "query", over - queryAt(layer, 0));
   const row = hoverRow !== null && over! >= queryAt(layer, 0) ? hoverRow : state.row ?? layer.map!.rows - 1;
   const column = over === null ? state.column ?? layer.map!.columns - 1 : binAt(layer, "key", over);
-  const cut = Math.ceil(keys / k) > CHIPS;
   const strip = (which: "key" | "query") => {
     const middle = which === "key" ? x : y;
     return (
@@ -196,7 +226,6 @@ function Strips({ layer, field: of, state, change }: { layer: Layer; field: Fiel
       {strip("query")}
       <p class="hint">
         Point at a token or pin it by a click.{pooled}
-        {cut && ` The first ${CHIPS} of the part that the map shows; zoom in to see others.`}
       </p>
     </>
   );
