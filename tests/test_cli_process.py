@@ -80,7 +80,11 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--help", "--version", *(f"{verb} --help" for verb in ("text", "image", "trace", "watch", "doctor", "bench"))],
+    [
+        "--help",
+        "--version",
+        *(f"{verb} --help" for verb in ("text", "image", "trace", "watch", "report", "doctor", "bench")),
+    ],
 )
 def test_help_imports_no_more_than_click(arguments: str, tmp_path: Path) -> None:
     heavy = ("torch", "numpy", "rich", "matplotlib", "PIL", "tokenizers", "jinja2", "safetensors")
