@@ -67,6 +67,8 @@ export const VIEWS: [View, string][] = [
   ...(data.trace ? ([["trace", "Step by step"]] as [View, string][]) : []),
 ];
 
+const MOST_ZOOM = 2 ** 17;
+
 function whole(text: string | null, most: number): number | null {
   const found = text === null ? NaN : Number(text);
   return Number.isInteger(found) && found >= 0 && found < most ? found : null;
@@ -103,7 +105,7 @@ export function parse(hash: string): State {
     column: map ? whole(said.get("column"), map.columns) : null,
     thumbs: oneOf(said.get("thumbs"), ["received", "patch", "map"], FIRST.thumbs),
     over: said.has("over") ? said.get("over") === "1" : FIRST.over,
-    zoom: zoom.length === 3 && zoom.every(Number.isFinite) && zoom[0] >= 1 ? (zoom as State["zoom"]) : FIRST.zoom,
+    zoom: zoom.length === 3 && zoom.every(Number.isFinite) && zoom[0] >= 1 && zoom[0] <= MOST_ZOOM ? (zoom as State["zoom"]) : FIRST.zoom,
   };
 }
 
