@@ -28,7 +28,8 @@ export interface State {
   zoom: [number, number, number]; // scale, and the middle of what is seen as shares of keys and queries
 }
 
-const pooled = data.layers.some((layer) => layer.map && !layer.map.exact);
+/** With many keys most weights are small: linear colours would show few of them. */
+const small = data.layers.some((layer) => layer.map && (!layer.map.exact || (!data.image && layer.map.columns > 64)));
 
 export const FIRST: State = {
   view: "heads",
@@ -37,7 +38,7 @@ export const FIRST: State = {
   otherLayer: 0,
   otherHead: data.layers[0].heads > 1 ? 1 : 0,
   pool: "mean",
-  scale: pooled ? "log" : "linear",
+  scale: small ? "log" : "linear",
   colours: "viridis",
   sink: false,
   sort: "",
