@@ -34,6 +34,8 @@ export function HeadView({ state, theme, change }: Props) {
     () => (found?.map ? field(found.map, state.pool, state.sink, layer.map!.exact) : null),
     [found, state.pool, state.sink],
   );
+  const [over, setOver] = useState<number | null>(null); // a token that is pointed at
+  const marked = over === null ? state : tokenBins(layer, over, state);
   const zoom: Zoom = useMemo(() => ({ at: state.zoom, change: (at) => change({ zoom: at }) }), [state.zoom, change]);
   const title = nameOf(state.layer, state.head);
   const pin = (row: number | null, column: number | null) => change({ row, column });
@@ -55,13 +57,13 @@ export function HeadView({ state, theme, change }: Props) {
             <Legend {...{ layer, field: shown, state }} />
             <MapView
               {...{ layer, head: found, field: shown, scale: state.scale, colours: state.colours, zoom, theme, pin }}
-              number={state.head} row={state.row} column={state.column} most={600} title={title}
+              number={state.head} row={marked.row} column={marked.column} most={600} title={title}
               exports={`headscope-layer-${state.layer}-head-${state.head}`}
             />
           </div>
         )}
         <div class="beside">
-          {shown && found && <Pinned {...{ layer, head: found, field: shown, state, change }} />}
+          {shown && found && <Pinned {...{ layer, head: found, field: shown, state, change, over, setOver }} />}
           {found?.top && state.row !== null && <Top key={state.row} layer={layer} top={found.top} row={state.row} />}
           {found && <Largest {...{ layer, head: found, change }} />}
           {data.image && <Regions layer={state.layer} head={state.head} />}
@@ -141,7 +143,24 @@ function zoomed(layer: Layer, state: State): string {
   return pooled && state.zoom[0] > 1 && !served(layer) ? " Zooming in shows these bins larger; the page holds nothing finer." : "";
 }
 
-function Pinned({ layer, head, field: of, state, change }: { layer: Layer; head: Head; field: Field; state: State; change: Props["change"] }) {
+/** The bins of a token as query and as key; as query those that were, where it is none. */
+function tokenBins(layer: Layer, at: number, otherwise: { row: number | null }): { row: number | null; column: number | null } {
+  const column = binAt(layer, "key", at);
+  const row = at >= queryAt(layer, 0) ? binAt(layer, "query", at - queryAt(layer, 0)) : otherwise.row;
+  return { row, column };
+}
+
+interface Pointed {
+  layer: Layer;
+  field: Field;
+  state: State;
+  change: Props["change"];
+  over: number | null;
+  setOver: (at: number | null) => void;
+}
+
+function Pinned({ head, ...rest }: Pointed & { head: Head }) {
+  const { layer, field: of, state, change } = rest;
   const { row, column } = state;
   return (
     <div class="pinned">
@@ -154,7 +173,7 @@ function Pinned({ layer, head, field: of, state, change }: { layer: Layer; head:
           <button type="button" onClick={() => change({ row: null, column: null })}>Unpin</button>
         </p>
       )}
-      {layer.map!.ranges && (chips(layer, state) ? <Strips {...{ layer, field: of, state, change }} /> : <Ranks {...{ layer, field: of, state, change }} />)}
+      {layer.map!.ranges && (chips(layer, state) ? <Strips {...rest} /> : <Ranks {...{ layer, field: of, state, change }} />)}
     </div>
   );
 }
@@ -193,8 +212,7 @@ function Ranks({ layer, field: of, state, change }: { layer: Layer; field: Field
 }
 
 /** The tokens that are seen, coloured by where a query looks, and by who looks at a key. */
-function Strips({ layer, field: of, state, change }: { layer: Layer; field: Field; state: State; change: Props["change"] }) {
-  const [over, setOver] = useState<number | null>(null);
+function Strips({ layer, field: of, state, change, over, setOver }: Pointed) {
   const [k, x, y] = state.zoom;
   const keys = layer.lengths![1];
   const start = (middle: number) => Math.max(0, Math.min(keys - CHIPS, Math.floor((middle - 0.5 / k) * keys)));
@@ -232,8 +250,7 @@ function Strips({ layer, field: of, state, change }: { layer: Layer; field: Fiel
 }
 
 function pinOf(layer: Layer, at: number, state: State): Partial<State> {
-  const column = binAt(layer, "key", at);
-  const row = at >= queryAt(layer, 0) ? binAt(layer, "query", at - queryAt(layer, 0)) : state.row;
+  const { row, column } = tokenBins(layer, at, state);
   return state.row === row && state.column === column ? { row: null, column: null } : { row, column };
 }
 
@@ -246,7 +263,7 @@ interface ChipProps {
   row: number | null;
   column: number | null;
   missing: boolean;
-  over: (at: number) => void;
+  over: (at: number | null) => void;
   pin: () => void;
 }
 
@@ -256,7 +273,7 @@ function Chip({ at, field: of, scale, colours, row, column, missing, over, pin }
   const style = shown ? { background: shown.fill, color: shown.white ? "white" : "black" } : {};
   return (
     <button type="button" style={style} title={`${at}: ${token(at, true)}${shown ? `, ${figure(value)}` : ""}`}
-      onMouseEnter={() => over(at)} onFocus={() => over(at)} onClick={pin}>
+      onMouseEnter={() => over(at)} onFocus={() => over(at)} onBlur={() => over(null)} onClick={pin}>
       <bdi>{token(at)}</bdi>
     </button>
   );

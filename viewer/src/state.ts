@@ -21,6 +21,7 @@ export interface State {
   pattern: string; // "" = all
   by: string; // the statistic to filter by, "" = none
   least: number;
+  under: boolean; // at most that, not at least
   row: number | null; // pinned bins
   column: number | null;
   thumbs: Thumbs; // of an image: what the small pictures show
@@ -46,6 +47,7 @@ export const FIRST: State = {
   pattern: "",
   by: "",
   least: 0,
+  under: false,
   row: null,
   column: null,
   thumbs: "received",
@@ -102,6 +104,7 @@ export function parse(hash: string): State {
     pattern: oneOf(said.get("pattern"), ["", ...Object.keys(data.patternWords)], ""),
     by: oneOf(said.get("by"), [...names, "score"], ""),
     least: Number.isFinite(Number(said.get("least"))) ? Number(said.get("least")) : 0,
+    under: said.get("under") === "1",
     row: map ? whole(said.get("row"), map.rows) : null,
     column: map ? whole(said.get("column"), map.columns) : null,
     thumbs: oneOf(said.get("thumbs"), ["received", "patch", "map"], FIRST.thumbs),
@@ -127,6 +130,7 @@ export function address(state: State): string {
     add(name, state[name], FIRST[name]);
   }
   if (!state.down) said.set("down", "0");
+  if (state.under) said.set("under", "1");
   if (state.sink) said.set("sink", "hidden");
   if (state.over !== FIRST.over) said.set("over", state.over ? "1" : "0");
   if (state.zoom[0] > 1) said.set("zoom", state.zoom.map((each) => +each.toPrecision(5)).join(","));
