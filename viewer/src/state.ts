@@ -32,12 +32,29 @@ export interface State {
 /** With many keys most weights are small: linear colours would show few of them. */
 const small = data.layers.some((layer) => layer.map && (!layer.map.exact || (!data.image && layer.map.columns > 64)));
 
+const DULL = ["uniform", "first", "local"];
+
+/** The head to open first: the one that is likest to something telling. */
+function telling(): [number, number] {
+  let [best, place]: [number, [number, number]] = [-1, [0, 0]];
+  data.layers.forEach((layer, at) => {
+    for (let head = 0; head < layer.heads; head++) {
+      const found = data.image?.looks[at]?.[head] ?? data.patterns[at]?.[head]?.[0];
+      const value = found ? found[1] - (DULL.includes(found[0]) ? 1 : 0) : -1;
+      if (value > best) [best, place] = [value, [at, head]];
+    }
+  });
+  return place;
+}
+
+const [LAYER, HEAD] = telling();
+
 export const FIRST: State = {
   view: "heads",
-  layer: 0,
-  head: 0,
+  layer: LAYER,
+  head: HEAD,
   otherLayer: 0,
-  otherHead: data.layers[0].heads > 1 ? 1 : 0,
+  otherHead: data.layers[0].heads > 1 && LAYER === 0 && HEAD === 0 ? 1 : 0,
   pool: "mean",
   scale: small ? "log" : "linear",
   colours: "viridis",
@@ -92,7 +109,7 @@ export function parse(hash: string): State {
   return {
     view: oneOf(said.get("view"), VIEWS.map(([name]) => name), FIRST.view),
     layer,
-    head: whole(said.get("head"), data.layers[layer].heads) ?? FIRST.head,
+    head: whole(said.get("head"), data.layers[layer].heads) ?? FIRST.head % data.layers[layer].heads,
     otherLayer,
     otherHead: whole(said.get("otherhead"), data.layers[otherLayer].heads) ?? FIRST.otherHead % data.layers[otherLayer].heads,
     pool: oneOf(said.get("pool"), ["mean", "max"], FIRST.pool),
@@ -121,7 +138,7 @@ export function address(state: State): string {
   };
   add("view", state.view, FIRST.view);
   add("layer", state.layer, FIRST.layer);
-  add("head", state.head, FIRST.head);
+  add("head", state.head, FIRST.head % data.layers[state.layer].heads);
   if (state.view === "compare") {
     said.set("other", String(state.otherLayer));
     said.set("otherhead", String(state.otherHead));
