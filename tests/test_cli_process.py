@@ -81,9 +81,8 @@ def names(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        "--help",
-        "--version",
-        *(f"{verb} --help" for verb in ("text", "image", "trace", "watch", "report", "doctor", "bench")),
+        *("--help", "--version"),
+        *(f"{verb} --help" for verb in ("text", "image", "trace", "watch", "report", "check", "doctor", "bench")),
     ],
 )
 def test_help_imports_no_more_than_click(arguments: str, tmp_path: Path) -> None:

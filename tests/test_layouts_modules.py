@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from headscope import MultiHeadAttention, attention, functional, layouts, nn_compat, trace
+from headscope import MultiHeadAttention, ablate, attention, functional, layouts, nn_compat, trace
+from headscope._watch_calls import WatchError
 from headscope.masks import Band, KeyLengths, Mask, causal
 
 B, H, T, E = 3, 2, 5, 12  # batch, heads, length, width
@@ -50,27 +52,27 @@ def assert_same_state(made: MultiHeadAttention, layout: str, state: dict[str, Te
 # ---------------------------------------------------------------- nn.MultiheadAttention
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("options", [
-    {}, {"bias": False}, {"batch_first": True}, {"add_zero_attn": True}, {"kdim": 7, "vdim": 3},
-    {"kdim": 7, "bias": False}, {"add_bias_kv": True}, {"add_bias_kv": True, "add_zero_attn": True, "vdim": 5},
-], ids=str)  # fmt: skip
-def test_torch(options: dict[str, Any], mask: str) -> None:
-    theirs = randomized(nn.MultiheadAttention(E, H, **options))
+@pytest.mark.parametrize("batch_first", [False, True], ids=["LNE", "NLE"])
+@pytest.mark.parametrize("add_zero_attn", [False, True], ids=["", "zero"])
+@pytest.mark.parametrize("add_bias_kv", [False, True], ids=["", "bias_kv"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("widths", [{}, {"kdim": 7, "vdim": 3}, {"vdim": 5}], ids=["one width", "three", "two"])
+def test_torch(widths: dict[str, int], bias: bool, add_bias_kv: bool, add_zero_attn: bool, batch_first: bool) -> None:
+    options = {"bias": bias, "add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn, "batch_first": batch_first}
+    theirs = randomized(nn.MultiheadAttention(E, H, **options, **widths))
     made = MultiHeadAttention.from_module(theirs)
-    x = torch.randn(B, T, E)
-    key = torch.randn(B, T, options.get("kdim", E)) if {"kdim", "vdim"} & set(options) else x
-    value = torch.randn(B, T, options["vdim"]) if "vdim" in options else torch.randn(B, T, E) if key is not x else x
-    context = None if key is x else (key, value)
-    seen = hidden(MASKS[mask])
-    order = (lambda y: y) if options.get("batch_first") else (lambda y: y.transpose(0, 1))
-    given = None if seen is None else seen.flatten(0, 1)
-    expected, weights = theirs(*map(order, (x, key, value)), attn_mask=given, average_attn_weights=False)
-    out, ours = made(x, context, mask=MASKS[mask], need_weights=True)
-    torch.testing.assert_close(out, order(expected))
-    torch.testing.assert_close(made(x, context, mask=MASKS[mask]), out)
-    torch.testing.assert_close(ours, weights[..., :T])
-    assert_same_state(made, "torch_separate" if context else "torch", theirs.state_dict())
+    x, key, value = (torch.randn(B, T, width) for width in (E, widths.get("kdim", E), widths.get("vdim", E)))
+    context, inputs = ((key, value), (x, key, value)) if widths else (None, (x, x, x))
+    order = (lambda y: y) if batch_first else (lambda y: y.transpose(0, 1))
+    for name, mask in MASKS.items():
+        seen = hidden(mask)
+        given = None if seen is None else seen.flatten(0, 1)
+        expected, weights = theirs(*map(order, inputs), attn_mask=given, average_attn_weights=False)
+        out, ours = made(x, context, mask=mask, need_weights=True)
+        torch.testing.assert_close(out, order(expected), msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(ours, weights[..., :T], msg=lambda text, name=name: f"{name}, weights: {text}")
+        torch.testing.assert_close(made(x, context, mask=mask), out)
+    assert_same_state(made, "torch_separate" if widths else "torch", theirs.state_dict())
 
 
 def test_torch_by_headscope() -> None:
@@ -129,6 +131,15 @@ def test_a_key_of_its_own_with_grouped_heads_softcap_and_dropout() -> None:
     once = made(x)
     torch.testing.assert_close(made.eval()(x), made(x))
     assert not torch.allclose(once, made(x))
+    small = made.prune_heads([2, 3])
+    assert small.bias_k is not None
+    torch.testing.assert_close(small.bias_k, made.bias_k[:1], rtol=0, atol=0)
+    zeroed = copy.deepcopy(made)
+    with torch.no_grad():
+        zeroed.out_proj.weight[:, E // 2 :] = 0
+    torch.testing.assert_close(small(x), zeroed(x))
+    with ablate(model := nn.ModuleList([made]), {"0": 1}), pytest.raises(WatchError, match="this module has bias_kv"):
+        model[0](x)
     with pytest.raises(TypeError, match="module: has bias_kv, whose steps cannot be traced yet"):
         trace(made, x)
 
@@ -262,6 +273,12 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
 def test_known_layouts_say_whose_they_are() -> None:
     assert {"torch", "bert", "gpt2", "llama", "t5", "timm", "keras"} <= set(layouts.known())
     assert all(layouts.known().values())
+
+
+def test_the_page_lists_every_layout() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "layouts.md").read_text(encoding="utf-8")
+    table = page[page.index("## The layouts") : page.index("## What is not exactly theirs")]
+    assert [name for name in layouts.known() if f"`{name}`" not in table] == []
 
 
 STATE = layout_modules.WQ(E, H).state_dict()

@@ -306,6 +306,18 @@ def test_a_checkpoint_of_a_whole_model() -> None:
     torch.testing.assert_close(made(x, mask=causal()), expected)
 
 
+def test_buffers_of_old_checkpoints_are_left_alone() -> None:
+    """Causal masks of GPT-2, frequencies of Llama."""
+    buffers = {"bias": torch.ones(1, 1, 9, 9).tril(), "masked_bias": torch.tensor(-1e4)}
+    state = gpt2(False).state_dict()
+    made = MultiHeadAttention.from_state_dict({**state, **buffers}, "gpt2", num_heads=H)
+    torch.testing.assert_close(made.to_state_dict("gpt2"), dict(state), rtol=0, atol=0)
+    state = rotated("llama")[0].state_dict()
+    options = {"num_heads": H, "rotary": Rotary(D)}
+    made = MultiHeadAttention.from_state_dict({**state, "rotary_emb.inv_freq": torch.ones(2)}, "llama", **options)
+    torch.testing.assert_close(made.to_state_dict("llama"), dict(state), rtol=0, atol=0)
+
+
 def test_kinds_of_rotary_that_are_not_known() -> None:
     theirs: Any = rotated("llama")[0]
     theirs.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 10.0}

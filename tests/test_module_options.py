@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 from typing import Any
+from unittest.mock import Mock
 
 import oracle
 import pytest
 import torch
 from torch import Tensor, nn
 
-from headscope import MultiHeadAttention, trace, watch
-from headscope.masks import causal
+from headscope import MultiHeadAttention, functional, trace, watch
+from headscope._call import as_mask
+from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, causal, turned, window
 from headscope.module import merge_heads, split_heads
 from headscope.positions import NTK, ALiBi, RelativeBias, Rotary, T5Buckets, YaRN, matrix
 
@@ -54,8 +56,12 @@ def norm(m: MultiHeadAttention, which: Any, x: Tensor) -> Tensor:
     return split_heads(wide, x.shape[1], m.head_dim) if m.qk_norm == "rms_all" else wide
 
 
-def by_definition(m: MultiHeadAttention, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    seen = torch.ones(Q, Q, dtype=torch.bool).tril()
+CAUSAL = torch.ones(Q, Q, dtype=torch.bool).tril()
+
+
+def by_definition(
+    m: MultiHeadAttention, x: Tensor, positions: Tensor, seen: Tensor | None = CAUSAL
+) -> tuple[Tensor, Tensor]:
     q, k, v = m.project(x)
     q, k = norm(m, m.q_norm, q), norm(m, m.k_norm, k)
     if m.rotary is not None:
@@ -208,3 +214,95 @@ def test_calls_that_do_not_fit_are_named() -> None:
         turning(x, positions=torch.zeros(Q))
     with pytest.raises(TypeError, match="module: has rotary, whose steps cannot be traced yet"):
         trace(turning, x)
+
+
+# ---------------------------------------------------------------- a bias by distance in linear memory
+
+
+class Odd(Mask):
+    """A mask that nobody knows: keys whose number is odd, or the query's own."""
+
+    def allows(self, b: Any, h: Any, i: Any, j: Any) -> Tensor:
+        return (j % 2 == 1) | (i == j)
+
+
+IDS = torch.tensor([[0, 0, 1, 1, 1], [2, 1, 2, 1, 2]])
+MASKS: dict[str, Any] = {
+    "none": None,
+    "causal": causal(),
+    "window, from elsewhere": Band(1, 1, offset=(1, -1)),
+    "prefix or window": Prefix(2) | window(2),
+    "lengths": KeyLengths(torch.tensor([5, 3])),
+    "documents": causal() & Documents(IDS),
+    "dense": torch.rand(B, 1, Q, Q, generator=torch.Generator().manual_seed(1)) < 0.6,
+    "dense row": Dense(torch.tensor([True, True, False, True, True])),
+    "odd": Odd(),
+}
+
+
+def _means(seen: Any, quantity: str) -> Tensor:
+    return torch.as_tensor(seen[quantity].mean)  # [layers, H]
+
+
+@pytest.mark.parametrize("option", ["alibi", "t5"])
+@pytest.mark.parametrize("name", MASKS)
+@torch.no_grad()
+def test_turned_queries_give_what_the_definition_gives(name: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    m, x, mask = module(**OPTIONS[option]), torch.randn(B, Q, E, dtype=torch.float64), MASKS[name]
+    known = as_mask(mask)
+    seen = None if known is None else known.dense(B, H, Q, Q)
+    wanted, weights = by_definition(m, x, torch.arange(Q), seen)
+    out = m(x, mask=mask)
+    torch.testing.assert_close(out, wanted)
+    again, got = m(x, mask=mask, need_weights=True)
+    torch.testing.assert_close(got, weights)
+    torch.testing.assert_close(again, out, rtol=0, atol=0)
+    with watch(m) as seen_turned:
+        torch.testing.assert_close(m(x, mask=mask), out, rtol=0, atol=0)
+    monkeypatch.setattr("headscope.module._may_be_turned", Mock(return_value=False))
+    with watch(m) as seen_plain:
+        torch.testing.assert_close(m(x, mask=mask), out)
+    assert seen_turned.names == seen_plain.names
+    for quantity in seen_plain.names:
+        got, plain = (_means(each, quantity) for each in (seen_turned, seen_plain))
+        torch.testing.assert_close(got, plain, equal_nan=True, msg=quantity)
+
+
+def test_a_bias_by_distance_takes_linear_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    attention = functional.attention
+
+    def look(*args: Any, **said: Any) -> Tensor:
+        given.append(said["bias"])
+        return attention(*args, **said)
+
+    monkeypatch.setattr(functional, "attention", look)
+    x = torch.randn(1, 11, E, dtype=torch.float64)
+    for option in ("alibi", "t5"):
+        with torch.no_grad():
+            module(**OPTIONS[option])(x, mask=causal())
+    learned = module(**OPTIONS["t5"])
+    learned(x)
+    assert [bias.untyped_storage().nbytes() // 8 for bias in given] == [H * 21, H * 21, H * 121]
+    assert all(bias.shape == (H, 11, 11) for bias in given)
+    monkeypatch.undo()
+    q = torch.randn(1, H, 11, 4, dtype=torch.float64)
+    for backend in ("sdpa", "blocked"):  # where there are no native kernels
+        got = functional.attention(q, q, q, bias=given[0], backend=backend)
+        torch.testing.assert_close(got, functional.attention(q, q, q, bias=given[0].contiguous(), backend="reference"))
+
+
+def test_masks_are_turned_and_turned_back() -> None:
+    for name, mask in MASKS.items():
+        known = as_mask(mask)
+        if known is None or name == "odd":
+            continue
+        there = turned(known, Q, Q)
+        assert there is not None
+        back = turned(there, Q, Q)
+        assert back is not None
+        torch.testing.assert_close(there.dense(B, H, Q, Q), known.dense(B, H, Q, Q).flip(-2))
+        torch.testing.assert_close(back.dense(B, H, Q, Q), known.dense(B, H, Q, Q))
+    assert turned(Odd(), Q, Q) is None
+    assert turned(causal() & Odd(), Q, Q) is None
+    assert turned(causal(), Q, Q) == turned(causal(), Q, Q), "by value, so that a plan is kept"

@@ -196,6 +196,13 @@ def test_dropout_with_weights_is_that_of_torch() -> None:
     torch.testing.assert_close(results[1], results[0])
     assert (results[1][1] == 0).any()
     ours = modules[1]
+    with headscope.watch(ours) as recording:
+        torch.manual_seed(5)
+        torch.testing.assert_close(ours(x, x, x, average_attn_weights=False), results[1], rtol=0, atol=0)
+    assert recording.forwards == 1
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    torch.manual_seed(5)
+    torch.testing.assert_close(compiled(x, x, x, average_attn_weights=False), results[1])
     once, again = (ours(x, x, x, need_weights=False)[0] for _ in range(2))
     assert not torch.equal(once, again)
     ours.eval()
@@ -338,6 +345,22 @@ def test_a_watch_sees_what_it_sees_of_torch(need_weights: bool) -> None:
         seen.append(recording)
     assert seen[1].kinds == seen[0].kinds == {"self": "self", "cross": "cross"}
     assert seen[1].flat() == pytest.approx(seen[0].flat(), rel=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_its_heads_can_be_ablated(need_weights: bool, training: bool) -> None:
+    """As with the columns of the output projection set to zero."""
+    _, ours = pair(batch_first=True, dropout=0.3)
+    model, zeroed = nn.ModuleDict({"one": ours.train(training)}), copy.deepcopy(ours)
+    with torch.no_grad():
+        zeroed.out_proj.weight[:, : E // H] = 0
+    x = torch.randn(N, L, E, dtype=torch.float64)
+    torch.manual_seed(7)
+    with headscope.ablate(model, {"one": 0}):
+        out, _ = model["one"](x, x, x, need_weights=need_weights)
+    torch.manual_seed(7)
+    torch.testing.assert_close(out, zeroed(x, x, x, need_weights=need_weights)[0])
 
 
 @pytest.mark.parametrize("need_weights", [False, True])

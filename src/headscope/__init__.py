@@ -12,13 +12,17 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Attended": "functional",
+    "Findings": "checking",
     "HeadStats": "stats",
     "MultiHeadAttention": "module",
     "Observe": "stats",
     "Recording": "watching",
     "Trace": "tracing",
+    "ablate": "heads",
     "attend": "functional",
     "attention": "functional",
+    "check": "checking",
+    "head_importance": "heads",
     "load_example": "examples",
     "observe": "functional",
     "trace": "tracing",
@@ -27,14 +31,18 @@ _HOME = {
 
 __all__ = [
     "Attended",
+    "Findings",
     "HeadStats",
     "MultiHeadAttention",
     "Observe",
     "Recording",
     "Trace",
+    "ablate",
     "attend",
     "attention",
     "cache",
+    "check",
+    "head_importance",
     "layouts",
     "load_example",
     "masks",
@@ -47,8 +55,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from headscope import cache, layouts, masks, nn_compat, positions
+    from headscope.checking import Findings, check
     from headscope.examples import load_example
     from headscope.functional import Attended, attend, attention, observe
+    from headscope.heads import ablate, head_importance
     from headscope.module import MultiHeadAttention
     from headscope.stats import HeadStats, Observe
     from headscope.tracing import Trace, trace

@@ -14,7 +14,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix
+from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, Turned
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 AXES = ("B", "H", "Q", "K")
@@ -294,6 +294,8 @@ def check_mask(mask: Mask, sizes: tuple[int, int, int, int], device: torch.devic
         match leaf:
             case Band():
                 _check_band(leaf, batch)
+            case Turned():
+                _check_band(leaf.band, batch)
             case Prefix():
                 if not isinstance(leaf.n, int) or leaf.n < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
                     raise ValueError(f"mask: Prefix(n) wants a whole number from 0, got {leaf.n!r}")

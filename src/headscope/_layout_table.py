@@ -136,8 +136,8 @@ def packed(name: str, parts: tuple[str, ...] = QKV, form: Form = "rows", *, mayb
 
 def norms(*parts: str, maybe: bool = False) -> tuple[Part, ...]:
     """Norms of q and k under our own names."""
-    return tuple(Part(key, (key,), optional=maybe) for name in ("q_norm", "k_norm") for key in (f"{name}.{part}"
-                 for part in parts))  # fmt: skip
+    keys = [f"{name}.{part}" for name in ("q_norm", "k_norm") for part in parts]
+    return tuple(Part(key, (key,), optional=maybe) for key in keys)
 
 
 def kernels() -> tuple[Part, ...]:
@@ -234,17 +234,18 @@ def torch_layouts() -> tuple[Layout, ...]:
 
 def tutorial_layouts() -> tuple[Layout, ...]:
     """Four linears, under the names of tutorials; the number of heads is an attribute, or is given."""
-    reads = {"num_heads": "num_heads"}
+
+    def plain(name: str, names: str) -> Layout:
+        return Layout(name, ", ".join(names.split()), linears(names, "", "q k v out"), plain=True)
+
     return (
-        Layout("q_linear", "q_linear, k_linear, v_linear, out_proj", linears("q_linear k_linear v_linear out_proj"),
-               reads=reads, plain=True),
+        plain("q_linear", "q_linear k_linear v_linear out_proj"),
+        plain("QKV", "Q K V o_w"),
+        plain("query_key_value", "query key value out"),
+        plain("w_q", "w_q w_k w_v w_o"),
         Layout("tokeys", "toqueries, tokeys, tovalues without biases, unifyheads; scaled by sqrt(embed_dim)",
-               linears("toqueries tokeys tovalues unifyheads", "out"), reads={"num_heads": "heads"}, plain=True,
+               linears("toqueries tokeys tovalues unifyheads", "out"), plain=True,
                scale=lambda embed_dim, head_dim: embed_dim**-0.5),
-        Layout("QKV", "Q, K, V, o_w", linears("Q K V o_w"), reads=reads, plain=True),
-        Layout("query_key_value", "query, key, value, out", linears("query key value out"), reads=reads, plain=True),
-        Layout("w_q", "w_q, w_k, w_v, w_o", linears("w_q w_k w_v w_o", "", "q k v out"), reads={"num_heads": "h"},
-               plain=True),
     )  # fmt: skip
 
 

@@ -14,14 +14,14 @@ from headscope.positions import restarting
 
 
 def forward(
-    attend: Callable[..., Tensor], x: Tensor, context: Any, mask: Mask | Tensor | None, located: bool, **others: object
+    attend: Callable[..., Tensor], x: Tensor, context: Any, mask: Mask | Tensor | None, restart: bool, **others: object
 ) -> Tensor:
     """The forward pass of a nested x [B, ragged, E]: each row sees itself, or the same row of a nested context.
 
     Args:
         attend: the forward pass of ordinary tensors.
         mask: ``causal()``, ``window(n)`` or another combination of bands.
-        located: whether the module asks for positions; they begin anew in each row.
+        restart: whether to give positions that begin anew in each row.
         others: arguments that do not go with it, unless None or False.
 
     Raises:
@@ -43,7 +43,7 @@ def forward(
             raise ValueError(f"context: has {len(k_offsets) - 1} rows, x has {len(offsets) - 1}")
         documents = Documents.from_cu_seqlens(offsets, k_offsets)
         sources = {"context": context.values()[None]}
-    positions = {"positions": restarting(offsets)} if located else {}
+    positions = {"positions": restarting(offsets)} if restart else {}
     out = attend(x.values()[None], mask=_within(documents, mask), **sources, **positions)  # [1, total, E]
     return torch.nested.nested_tensor_from_jagged(out[0], offsets)
 

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from headscope import _watch_calls, _watch_masks, _watch_torch, functional, nn_compat
 from headscope._watch_calls import Call
-from headscope.masks import Mask
+from headscope.masks import Mask, Turned, turned
 from headscope.module import MultiHeadAttention
 
 
@@ -46,9 +46,16 @@ class Forward(Protocol):
         """A module has made its attention call."""
         ...
 
+    def factors(self, name: str, heads: int) -> Tensor | None:
+        """What the outputs of a module's heads are to be multiplied by, [H]; None = they stay as they are."""
+        ...
+
 
 class Watcher(Protocol):
-    """A watch, as the modules' calls see it."""
+    """A watch, or what acts on heads, as the modules' calls see it."""
+
+    again: bool
+    """Whether it takes part in what a checkpoint computes again in the backward pass."""
 
     def begin(self) -> Forward:
         """A forward pass starts."""
@@ -140,6 +147,23 @@ class Frame:
             for forward, name in self.forwards.values():
                 if forward.active:
                     forward.see(self, name, call)
+
+    def factors(self, heads: int) -> Tensor | None:
+        """What the outputs of this module's heads are to be multiplied by, [H]; None = they stay as they are."""
+        found: Tensor | None = None
+        for forward, name in self.forwards.values():
+            each = forward.factors(name, heads) if forward.active else None
+            if each is not None:
+                found = each if found is None else found * each
+        return found
+
+    def scaled(self, out: Tensor, axis: int) -> Tensor:
+        """The outputs of this module's heads, which lie along an axis counted from the end."""
+        factors = self.factors(out.shape[axis] if out.ndim >= -axis else 1)
+        if factors is None:
+            return out
+        factors = factors.to(out.device, out.dtype)
+        return out * (factors.view(-1, *(1,) * (-axis - 1)) if out.ndim >= -axis else factors)
 
     def within(self, module: nn.Module) -> Frame:
         """A frame for a module that this one computes without calling it."""
@@ -244,8 +268,10 @@ def _call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
     if torch.compiler.is_compiling():
         raise _watch_calls.WatchError(_watch_calls.COMPILED)
-    if torch._C._current_graph_task_id() != -1:
-        return original(self, *args, **kwargs)  # a checkpoint computes again what was seen before
+    if torch._C._current_graph_task_id() != -1:  # a checkpoint computes again what was seen before
+        entries = tuple(entry for entry in entries if entry[0].again)
+        if not entries:
+            return original(self, *args, **kwargs)
     return _run(original, Frame(self, args, kwargs), entries)
 
 
@@ -356,7 +382,7 @@ def _sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         out = F.scaled_dot_product_attention(*args, **kwargs)
     frame.see(lambda: _watch_calls.sdpa(args, kwargs, frame.converted))
-    return out
+    return frame.scaled(out, -3)  # [B, H, Q, Dv]
 
 
 def _dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -365,20 +391,30 @@ def _dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
 
 def _multi_head(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     frame = innermost()
-    out = F.multi_head_attention_forward(*args, **kwargs)
-    if frame is not None and not frame.quiet:
-        frame.see(lambda: _watch_torch.functional_call(bound(F.multi_head_attention_forward, args, kwargs)))
+    if frame is None or frame.quiet:
+        return F.multi_head_attention_forward(*args, **kwargs)
+    given = bound(F.multi_head_attention_forward, args, kwargs)
+    factors = frame.factors(given["num_heads"]) if "num_heads" in given else None  # without it, torch will complain
+    if factors is None:
+        out = F.multi_head_attention_forward(*args, **kwargs)
+    else:  # the heads meet only in the output projection
+        changed: dict[str, Any] = {**given, "out_proj_weight": _watch_torch.of_heads(given["out_proj_weight"], factors)}
+        out = F.multi_head_attention_forward(**changed)
+    frame.see(lambda: _watch_torch.functional_call(given))
     return out
 
 
 def _native(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A fast path; that of an encoder layer attends for its ``self_attn``, which it does not call."""
     frame = innermost()
-    out = operator(*args, **kwargs)
-    if frame is not None and not frame.quiet:
-        inner: Any = getattr(frame.module, "self_attn", None)
-        frame = frame if inner is None else frame.within(inner)
-        frame.see(lambda: _watch_torch.native_call(_NATIVE[operator], args))
+    if frame is None or frame.quiet:
+        return operator(*args, **kwargs)
+    inner: Any = getattr(frame.module, "self_attn", None)
+    frame = frame if inner is None else frame.within(inner)
+    name = _NATIVE[operator]
+    factors = frame.factors(_watch_torch.heads_of_native(name, args))
+    out = operator(*(args if factors is None else _watch_torch.with_factors(name, args, factors)), **kwargs)
+    frame.see(lambda: _watch_torch.native_call(name, args))
     return out
 
 
@@ -397,6 +433,19 @@ def _headscope_attention(
         kind = "self" if frame.arguments.get("context") is None else "cross"
     elif isinstance(frame.module, nn_compat.MultiheadAttention):
         kind = "self" if frame.arguments["query"] is frame.arguments["key"] else "cross"
-    said: dict[str, Any] = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
-    frame.see(lambda: Call(q=q, k=k, v=v, lse=lse, kind=kind, **said))
-    return out, lse
+    said: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "kind": kind}
+    frame.see(lambda: Call(k=k, v=v, **_first_first(q, mask, bias, lse), **said))
+    scaled = frame.scaled(out, -3)  # [B, H, Q, Dv]
+    if scaled is not out and isinstance(frame.module, MultiHeadAttention) and frame.module.bias_k is not None:
+        raise _watch_calls.WatchError(
+            "heads: this module has bias_kv, whose value joins the heads' outputs later and cannot be reached"
+        )
+    return scaled, lse
+
+
+def _first_first(q: Tensor, mask: Any, bias: Tensor | None, lse: Tensor | None) -> dict[str, Any]:
+    """What depends on queries, in their usual order where our module has them last first."""
+    if isinstance(mask, Mask) and bias is not None and any(isinstance(leaf, Turned) for leaf in mask.leaves()):
+        mask, q, bias = turned(mask, q.shape[-2], bias.shape[-1]), q.flip(-2), bias.flip(-2)
+        lse = None if lse is None else lse.flip(-1)
+    return {"q": q, "mask": mask, "bias": bias, "lse": lse}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscope._watch_calls import Call, Kind
+from headscope._watch_calls import Call, Kind, WatchError
 from headscope._watch_masks import additive
 from headscope.masks import Band, Dense, KeyLengths, Mask
 
@@ -52,6 +52,32 @@ def native_call(operator: str, args: tuple[Any, ...]) -> Call:
     said: dict[str, Any] = {"mask": mask, "kind": "self"}
     none = (None, None)
     return _packed((x, x, x), given["weight"].chunk(3), given["bias"], given["num_heads"], (*none, False), none, said)
+
+
+def of_heads(weight: Tensor, factors: Tensor) -> Tensor:
+    """An output projection [E, H * Dv] that multiplies what it takes of each head by its factor, [H]."""
+    factors = factors.to(weight.device, weight.dtype)
+    return weight * factors.repeat_interleave(weight.shape[1] // len(factors))
+
+
+def heads_of_native(operator: str, args: tuple[Any, ...]) -> int:
+    """How many heads an operator of the fast path has."""
+    return args[NATIVE[operator].index("num_heads")]
+
+
+def with_factors(operator: str, args: tuple[Any, ...], factors: Tensor) -> list[Any]:
+    """The arguments of an operator of the fast path, with its heads multiplied.
+
+    Raises:
+        WatchError: a gradient is wanted, which these operators do not have.
+    """
+    if factors.requires_grad:
+        raise WatchError(
+            "torch's fast path has no gradient; "
+            "it is not taken in training, or where a parameter of the layer needs one"
+        )
+    at = NATIVE[operator].index("out_weight")
+    return [*args[:at], of_heads(args[at], factors), *args[at + 1 :]]
 
 
 def functional_call(given: Mapping[str, Any]) -> Call:

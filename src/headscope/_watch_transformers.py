@@ -103,7 +103,8 @@ def _attend(attend: Function, name: str, frame: Frame, given: dict[str, Any]) ->
             result = attend(*lead, **options)
     dropped = bool(options.get("dropout")) or frame.accelerate
     frame.see(lambda: described(attend, name, frame, given, None if dropped else result[0].transpose(1, 2)))
-    return result
+    out = frame.scaled(result[0], -2)  # [B, Q, H, Dv]
+    return result if out is result[0] else (out, result[1])
 
 
 def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any], out: Tensor | None) -> Call:

@@ -157,6 +157,20 @@ class Prefix(Mask):
         return torch.as_tensor(j < self.n)
 
 
+@dataclass(frozen=True)
+class Turned(Mask):
+    """A band with an offset, whose queries come last first: what ``turned`` makes of it."""
+
+    band: Band
+    queries: int
+
+    def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        return self.band.allows(b, h, self.queries - 1 - i, j)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.band.tensors()
+
+
 @dataclass(frozen=True, eq=False)
 class KeyLengths(Mask):
     """Keys before each batch entry's length, ``j < lengths[b]``; it does not move the diagonal.
@@ -309,6 +323,26 @@ def window(n: int) -> Band:
     return Band(n - 1, 0)
 
 
+def turned(mask: Mask, queries: int, keys: int) -> Mask | None:
+    """The same of queries that come last first, and back; None where that cannot be said without filling it in."""
+    match mask:
+        case Band():
+            return Turned(mask if mask.offset is not None else Band(mask.left, mask.right, keys - queries), queries)
+        case Turned():
+            return mask.band
+        case Prefix() | KeyLengths():
+            return mask
+        case Documents():
+            return Documents(mask.q_ids.flip(-1), mask.k_ids)
+        case Dense():
+            return Dense(mask.tensor.flip(-2)) if mask.tensor.ndim > 1 else mask
+        case And() | Or():
+            first, second = (turned(part, queries, keys) for part in (mask.first, mask.second))
+            return None if first is None or second is None else type(mask)(first, second)
+        case _:
+            return None
+
+
 # ---------------------------------------------------------------- the normal form
 
 
@@ -398,6 +432,8 @@ def _spans(mask: Mask, sizes: Sizes, device: torch.device) -> tuple[Tensor, Mask
     match mask:
         case Band():
             return _band(mask, sizes, device), None
+        case Turned():
+            return _band(mask.band, sizes, device).flip(1), None
         case Prefix():
             return _span(torch.zeros(1, 1, device=device), torch.full((1, 1), mask.n, device=device), keys), None
         case KeyLengths():

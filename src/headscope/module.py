@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headscope import functional
-from headscope._call import check_dropout, check_scale, check_softcap, kind
+from headscope._call import as_mask, check_dropout, check_scale, check_softcap, is_traced, kind
 from headscope._linear import Linear
 from headscope.cache import Cache
-from headscope.masks import Mask
-from headscope.positions import ALiBi, RelativeBias, Rotary, T5Buckets, bias_of, check_positions, matrix
+from headscope.masks import Band, Mask, Turned, turned
+from headscope.positions import ALiBi, RelativeBias, Rotary, T5Buckets, bias_of, check_positions, matrix, turned_matrix
 
 __all__ = ["MultiHeadAttention"]
 
@@ -199,6 +199,24 @@ class MultiHeadAttention(nn.Module):
         bias = self.qkv_proj.bias
         return self.qkv_proj.weight[rows], None if bias is None else bias[rows]  # pyright: ignore[reportUnnecessaryComparison]
 
+    def prune_heads(self, heads: Collection[int]) -> Self:
+        """A smaller module that computes what this one does without these heads; this one stays as it is.
+
+        Its output is that of this module with the heads' columns of ``out_proj`` set to zero. The heads that stay keep
+        their order and are numbered anew; a key/value head goes with the last query head that uses it.
+
+        Args:
+            heads: numbers of query heads, from 0.
+
+        Raises:
+            TypeError: they are not whole numbers.
+            ValueError: there is no such head, none would stay, or the key/value heads that stay would serve different
+                numbers of query heads; ``qk_norm="rms_all"``, which ties all heads together.
+        """
+        from headscope import _pruning
+
+        return _pruning.pruned(self, heads)
+
     @overload
     def forward(
         self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None, *, mask: Mask | Tensor | None = None,
@@ -244,8 +262,11 @@ class MultiHeadAttention(nn.Module):
                 x, context, mask, bias=bias, need_weights=need_weights, positions=positions, cache=cache
             )
         q, k, v = self.project(x, context)
+        last_first = False
         if cache is not None or positions is not None or not self.plain:
-            q, k, v, mask, bias = self._place((q, k, v), mask, bias, positions, cache, cross=context is not None)
+            q, k, v, mask, bias, last_first = self._place(
+                (q, k, v), mask, bias, positions, cache, cross=context is not None
+            )
         scale, softcap, sinks, dropout = self.scale, self.softcap, self.sinks, self.dropout if self.training else 0.0
         own: Tensor | None = None
         if self.bias_k is None:
@@ -258,14 +279,15 @@ class MultiHeadAttention(nn.Module):
             )
             own = self._own_share(q, rest.lse)
             heads = self._with_own_value(rest.out, own, dropout)
-        merged = merge_heads(heads)
+        merged = merge_heads(heads.flip(-2) if last_first else heads)
         if self.gate_proj is not None:
             merged = merged * self.gate_proj(x).sigmoid()
         out = self.out_proj(merged)
         if not need_weights:
             return out
         weights = functional.weights(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks)
-        return out, weights if own is None else weights * (1 - own)
+        weights = weights if own is None else weights * (1 - own)
+        return out, weights.flip(-2) if last_first else weights
 
     def _own_share(self, q: Tensor, lse: Tensor) -> Tensor:
         """The weight [B, H, Q, 1] of the key that belongs to no token, beside all others, whose log-sum-exp is lse."""
@@ -285,8 +307,8 @@ class MultiHeadAttention(nn.Module):
     def _of_nested(self, x: Tensor, context: Any, mask: Mask | Tensor | None, **others: object) -> Tensor:
         from headscope import _nested
 
-        located = self.rotary is not None or self.position_bias is not None
-        return _nested.forward(self.forward, x, context, mask, located, **others)
+        restart = self.rotary is not None and self.rotary.dynamic  # else distances count alone
+        return _nested.forward(self.forward, x, context, mask, restart, **others)
 
     def project(
         self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None
@@ -314,8 +336,11 @@ class MultiHeadAttention(nn.Module):
     def _place(
         self, heads: tuple[Tensor, Tensor, Tensor], mask: Mask | Tensor | None, bias: Tensor | None,
         positions: Tensor | None, cache: Cache | None, *, cross: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Mask | Tensor | None, Tensor | None]:  # fmt: skip
-        """q and k normalised and turned to their positions, with what came before; the bias with that by distance."""
+    ) -> tuple[Tensor, Tensor, Tensor, Mask | Tensor | None, Tensor | None, bool]:  # fmt: skip
+        """q and k normalised and turned to their positions, with what came before; the bias with that by distance.
+
+        The last: whether the queries, and so the rows of mask and bias, come last first; see ``turned_matrix``.
+        """
         q, k, v = heads
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
@@ -329,15 +354,24 @@ class MultiHeadAttention(nn.Module):
             q, k = self.rotary.turn(q, cos, sin), self.rotary.turn(k, cos, sin)
         if cache is not None:
             k, v, first, mask = cache.append(k, v, mask)
-        if self.position_bias is not None:
-            q_at = k_at = positions
-            if q_at is None or k_at is None:
-                k_at = torch.arange(first, stop, device=q.device)
-                q_at = k_at[start - first :]
-            dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-            by_distance = matrix(self.position_bias, q_at, k_at, dtype)  # [H, Q, K] or [B, H, Q, K]
-            bias = by_distance if bias is None else bias + by_distance
-        return q, k, v, mask, bias
+        if self.position_bias is None:
+            return q, k, v, mask, bias, False
+        queries, keys = q.shape[-2], k.shape[-2]
+        if positions is None and bias is None and _may_be_turned(self.position_bias, q):
+            asked = as_mask(mask)
+            known = turned(Band() if asked is None else asked, queries, keys)
+            if known is not None:
+                if not any(isinstance(leaf, Turned) for leaf in known.leaves()):  # which tells who looks on
+                    known = known & Turned(Band(offset=keys - queries), queries)
+                bias = turned_matrix(self.position_bias, queries, keys, start - first, q)
+                return q.flip(-2), k, v, known, bias, True
+        q_at = k_at = positions
+        if q_at is None or k_at is None:
+            k_at = torch.arange(first, stop, device=q.device)
+            q_at = k_at[start - first :]
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        by_distance = matrix(self.position_bias, q_at, k_at, dtype)  # [H, Q, K] or [B, H, Q, K]
+        return q, k, v, mask, by_distance if bias is None else bias + by_distance, False
 
     def _check_place(self, positions: Tensor | None, cache: Cache | None, *, cross: bool) -> None:
         located = self.rotary is not None or self.position_bias is not None
@@ -457,6 +491,12 @@ def _check_heads(embed_dim: int, num_heads: int, kv_heads: int, head_dim: int | 
         )
     if num_heads % kv_heads:
         raise ValueError(f"kv_heads: got {kv_heads}, wanted a divisor of num_heads {num_heads}")
+
+
+def _may_be_turned(bias: ALiBi | RelativeBias, q: Tensor) -> bool:
+    """Whether the kernels can read a bias whose rows overlap: not its gradient, and not behind a compiler's back."""
+    learns = isinstance(bias, RelativeBias) and bias.weight.requires_grad and torch.is_grad_enabled()
+    return q.shape[-2] > 1 and q.device.type == "cpu" and not learns and not is_traced()
 
 
 def _check_rotary(rotary: Rotary | None, head_dim: int) -> Rotary | None:

@@ -171,10 +171,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not need_weights:
             return functional.attention(q, k, v, mask=mask, bias=bias, dropout=dropout), None
         weights = functional.weights(q, k, mask=mask, bias=bias)
-        if dropout:  # the weights that are returned are those that made the output
+        if not dropout:
+            return functional.attention(q, k, v, mask=mask, bias=bias), weights
+        if torch.compiler.is_compiling():  # which knows no fork of the generator
             weights = F.dropout(weights, dropout)
             return (weights @ v.to(weights.dtype)).to(v.dtype), weights
-        return functional.attention(q, k, v, mask=mask, bias=bias), weights
+        with torch.random.fork_rng([q.device] if q.is_cuda else []):
+            weights = F.dropout(weights, dropout)
+        # the generator is where it was: the same weights are dropped once more, and a watch sees the call
+        return functional.attention(q, k, v, mask=mask, bias=bias, dropout=dropout, backend="reference"), weights
 
 
 def replace(model: nn.Module) -> list[str]:
@@ -271,7 +276,7 @@ def _seen(
     for hidden in (attn_mask, padding):
         if hidden is None:
             continue
-        hidden = F.pad(hidden, (extra, 0))  # False, or 0: nothing is hidden
+        hidden = F.pad(hidden, (extra, 0)) if extra else hidden  # False, or 0: nothing is hidden
         if hidden.dtype == torch.bool:
             mask = _and(mask, Dense(~hidden))
         else:

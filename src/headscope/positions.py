@@ -465,6 +465,19 @@ def matrix(bias: PositionBias, q_pos: Tensor, k_pos: Tensor, dtype: torch.dtype 
     return bias.of(between, dtype).movedim(-1, -3)  # [..., H, Q, K]
 
 
+def turned_matrix(bias: PositionBias, queries: int, keys: int, first: int, like: Tensor) -> Tensor:
+    """``matrix`` for queries that come last first, [H, Q, K]: a view of H x (Q + K - 1) numbers.
+
+    Query i of the result stands at first + queries - 1 - i, key j at j: the distance depends on i + j alone, so that
+    each row is the one before it, one number further on. (In their usual order it depends on j - i, and a tensor's
+    strides cannot be negative.)
+    """
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    distances = torch.arange(queries + keys - 1, device=like.device) - (first + queries - 1)
+    table = bias.of(distances, dtype).T.contiguous()  # [H, Q + K - 1]
+    return table.as_strided((len(table), queries, keys), (table.shape[1], 1, 1))
+
+
 def restarting(cu_seqlens: Tensor) -> Tensor:
     """Positions of packed sequences, from 0 in each: cumulative lengths 0, 3, 5 -> 0, 1, 2, 0, 1; integers [total]."""
     starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())  # [total]

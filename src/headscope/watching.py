@@ -385,6 +385,8 @@ class Watch:
         recording: what has been seen so far.
     """
 
+    again = False
+
     def __init__(
         self, model: nn.Module, options: Options, layers: Choice | None, texts: tuple[str, ...] | None
     ) -> None:
@@ -524,6 +526,10 @@ class Pass:
     def enter(self, name: str, module: nn.Module) -> None:
         """A module starts to run."""
         self.ran[name] = None
+
+    def factors(self, name: str, heads: int) -> Tensor | None:
+        """The heads stay as they are."""
+        return None
 
     def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
         """Measure the attention call that a module makes.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headscope._backends import Inputs, Work, accumulate_dtype, once
 from headscope._call import Call
-from headscope.masks import And, Band, Dense, Documents, KeyLengths, Mask, Or, Plan, Prefix
+from headscope.masks import And, Band, Dense, Documents, KeyLengths, Mask, Or, Plan, Prefix, Turned
 
 name = "cpu"
 
@@ -287,7 +287,7 @@ class _Rules:
                 self.add(mask.first, sizes)
                 self.add(mask.second, sizes)
                 self.made.append((3 if isinstance(mask, And) else 4, 0, none, 0, none))
-            case Band() | Prefix() | KeyLengths():
+            case Band() | Turned() | Prefix() | KeyLengths():
                 spans = mask.plan(*sizes).spans.to(torch.int32).contiguous()
                 self._rule(0, spans, (*_reach(spans), 0))
             case _:  # a mask of the caller's own

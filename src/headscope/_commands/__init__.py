@@ -8,6 +8,7 @@ import click
 
 from headscope import __version__
 from headscope._commands.bench import bench
+from headscope._commands.check import check
 from headscope._commands.doctor import doctor
 from headscope._commands.image import image
 from headscope._commands.report import report
@@ -42,10 +43,11 @@ def verbs(context: click.Context) -> None:
       headscope image --sample 3         a small trained vision model looks at a digit
       headscope trace                    every step of one attention layer, with shapes
       headscope watch text --file a.py   exact statistics of every head, also of a model of yours
+      headscope check hw.py:Attention    what is wrong with an attention module of yours
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
 
-for _verb in (text, image, trace, watch, report, doctor, bench):
+for _verb in (text, image, trace, watch, check, report, doctor, bench):
     verbs.add_command(_verb)

@@ -1,0 +1,252 @@
+"""What the weights of a forward pass say: softmax and its axis, the scale, and how a mask was applied."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headscope._check_heads import Heads
+
+HIDDEN = 1e-20  # a weight below this part of its row's largest is hidden
+
+
+@dataclass(frozen=True)
+class Applied:
+    """How a mask was applied.
+
+    Attributes:
+        how: "hidden", as it should be; "none"; or the name of what is wrong.
+        seen: what shows it.
+    """
+
+    how: str
+    seen: str = ""
+
+
+def visible(p: Tensor) -> Tensor:
+    """Which weights are more than rounding, as p."""
+    p = p.nan_to_num(0.0).abs()
+    return p > HIDDEN * p.amax(-1, keepdim=True).clamp_min(1e-300)
+
+
+def logs(p: Tensor) -> Tensor:
+    """log p, 0 where it is hidden."""
+    return torch.where(visible(p), p.clamp_min(1e-300).log(), 0.0).nan_to_num(0.0)
+
+
+def spread(p: Tensor) -> float:
+    """The largest difference of two visible logits of a row."""
+    seen, log = visible(p), logs(p)
+    high = torch.where(seen, log, -math.inf).amax(-1)
+    low = torch.where(seen, log, math.inf).amin(-1)
+    found = (high - low)[torch.isfinite(high - low)]
+    return float(found.max()) if len(found) else 0.0
+
+
+# ---------------------------------------------------------------- sums
+
+
+def sums(heads: Heads, tolerance: float) -> Applied | None:
+    """Whether the weights of each query sum to one; if not, which mistake explains it."""
+    p = heads.p
+    seen = visible(p).any(-1) & torch.isfinite(p).all(-1)
+    rows = (p.sum(-1) + heads.beside)[seen]
+
+    def ones(x: Tensor) -> bool:
+        return bool(((x - 1).abs() < 10 * tolerance).all())
+
+    if not len(rows) or ones(rows):
+        return None
+    low, high = float(rows.min()), float(rows.max())
+    said = f"the weights of a query sum to {low:.4g}" + (f" … {high:.4g}" if high - low > tolerance else "")
+    if ones(p.sum(-2)) and bool((p >= 0).all()):
+        return Applied("softmax-over-queries", f"{said}; those of a key, over the queries, to 1")
+    if heads.count > 1 and ones(p.sum(1)) and bool((p >= 0).all()):
+        return Applied("softmax-over-heads", f"{said}; those of a pair of tokens, over the heads, to 1")
+    if _proportional(p, heads.raw):
+        return Applied("no-softmax", f"{said}; each is a multiple of q·k")
+    if high - low < tolerance * 10:
+        return Applied("scaled-after-softmax", f"{said}, all alike (1/√D is {heads.width**-0.5:.4g})")
+    return Applied("rows-do-not-sum-to-one", said)
+
+
+def _proportional(p: Tensor, raw: Tensor) -> bool:
+    """Whether weights are q·k times a number, where they are not 0."""
+    at = (p.abs() > 1e-12) & (raw.abs() > 1e-12)
+    if not bool(at.any()) or bool((p >= 0).all()):
+        return False
+    ratio = (p / raw)[at]
+    return bool((ratio - ratio.median()).abs().max() < 1e-4 * ratio.median().abs())
+
+
+def has_sink(heads: Heads, slope: Tensor, tolerance: float) -> bool:
+    """Whether what is missing from the sums is one more term of each head's softmax."""
+    s = heads.raw * slope[:, None, None]
+    seen = visible(heads.p)
+    constant = torch.where(seen, logs(heads.p) - s, 0).sum(-1) / seen.sum(-1).clamp_min(1)  # -log of the whole sum
+    rest = (-constant).exp() - torch.where(seen, s.exp(), 0.0).sum(-1)  # [B, H, Q]
+    middle = rest.mean((0, 2), keepdim=True)
+    return bool((middle > 0).all()) and bool(((rest - middle).abs() < 1e3 * tolerance * (1 + middle)).all())
+
+
+# ---------------------------------------------------------------- scale
+
+
+@dataclass(frozen=True)
+class Slope:
+    """log p as a function of q·k.
+
+    Attributes:
+        of_raw: [H], the factor between the operands' bare product and the logit.
+        total: [H], the factor between the projections' product and the logit.
+        biased: something else is added to the logits, which does not depend on the input.
+    """
+
+    of_raw: Tensor
+    total: Tensor
+    biased: bool
+
+
+def slope(one: Heads, two: Heads, allowed: Tensor | None) -> Slope | str:
+    """Fit differences between two inputs, so that what is added to the logits cancels; or say why that fails.
+
+    Args:
+        allowed: pairs that are counted, broadcasting to [B, H, Q, K]; None = those that are visible.
+    """
+    at = visible(one.p) & visible(two.p)
+    if allowed is not None:
+        at = at & allowed
+    at = at & (at.sum(-1, keepdim=True) >= 2) & ~(_even(one.p, at) & _even(two.p, at))
+    if not bool(at.any((0, 2, 3)).all()):
+        return "no query sees two keys"
+
+    def centred(x: Tensor) -> Tensor:
+        mean = torch.where(at, x, 0.0).sum(-1, keepdim=True) / at.sum(-1, keepdim=True).clamp_min(1)
+        return torch.where(at, x - mean, 0.0)
+
+    log, raw = centred(logs(one.p) - logs(two.p)), centred(one.raw - two.raw)
+    found = (log * raw).sum((0, 2, 3)) / (raw * raw).sum((0, 2, 3)).clamp_min(1e-300)  # [H]
+    off = (log - found[:, None, None] * raw).abs().max()
+    if float(off) > 1e-3 * max(1e-3, float(log.abs().max())):
+        return "logits are no linear function of q·k: they are capped, or not made by a plain product"
+    alone = centred(logs(one.p)) - found[:, None, None] * centred(one.raw)
+    biased = float(alone.abs().max()) > 1e-3 * max(1e-3, float(log.abs().max()))
+    factor = one.factor.amax((0, 2, 3))
+    return Slope(found, found * factor, biased)
+
+
+def _even(p: Tensor, at: Tensor) -> Tensor:
+    """Rows whose weights are all alike: all keys were hidden by the same number."""
+    high, low = (torch.where(at, p, other) for other in (-math.inf, math.inf))
+    return high.amax(-1, keepdim=True) - low.amin(-1, keepdim=True) < 1e-9
+
+
+# ---------------------------------------------------------------- masks
+
+
+def applied(
+    p: Tensor, logit: Tensor | None, mask: Tensor, before: Tensor, plain: Tensor | None, tolerance: float
+) -> Applied:
+    """How a mask shows in the weights.
+
+    Args:
+        p: [B, H, Q, K].
+        logit: what the logits are without it, up to a number for each row, or None where that is not known.
+        mask: what may be seen, [B, Q, K].
+        before: what was visible without it, [B, H, Q, K].
+        plain: the weights without it, or None.
+    """
+    seen = visible(p)
+    wanted, turned = before & mask[:, None], before & ~mask[:, None]
+    rows = wanted.any(-1) & turned.any(-1)  # rows where something is hidden and something is not
+
+    def same(pattern: Tensor, where: Tensor) -> Tensor:
+        return (seen == pattern).all(-1) | ~where  # [B, H, Q]
+
+    right = same(wanted, rows)
+    if bool(right.all()):
+        return _after(p, logit, wanted, plain, rows, tolerance)
+    if bool(same(turned, rows).all()):
+        return Applied("mask-inverted", f"{_pair(~wanted & seen)} is seen, {_pair(wanted & ~seen)} is hidden")
+    across, unmasked = before & mask.transpose(-2, -1)[:, None], same(before, rows)
+    if not bool(unmasked.all()) and not torch.equal(across, wanted) and bool(same(across, across.any(-1)).all()):
+        said = f"{_pair(wanted & ~seen)} is hidden: the mask is applied with its axes swapped"
+        return Applied("mask-on-queries", said)
+    by_head, by_entry = right.all(2).all(0), right.all(2).all(1)
+    if bool(by_head.any()) and bool((by_head | unmasked.all(2).all(0)).all()):
+        said = ", ".join(str(h) for h in range(len(by_head)) if not by_head[h])
+        return Applied("mask-on-some-heads", f"heads that see what is hidden: {said}, of {len(by_head)}")
+    if bool(by_entry.any()) and bool((by_entry | unmasked.all(2).all(1)).all()) and bool((rows.any(2).any(1)).all()):
+        said = ", ".join(str(b) for b in range(len(by_entry)) if not by_entry[b])
+        return Applied("mask-on-some-batches", f"batch entries that see what is hidden: {said}, of {len(by_entry)}")
+    return _soft(p, logit, wanted, before, plain, tolerance)
+
+
+def _after(
+    p: Tensor, logit: Tensor | None, wanted: Tensor, plain: Tensor | None, rows: Tensor, tolerance: float
+) -> Applied:
+    """The right keys are hidden; but was it before the softmax?"""
+    full = plain
+    if full is None and logit is not None:
+        full = logit.softmax(-1)
+    gone = (1 - p.sum(-1))[rows]
+    if full is None or not bool((gone > 10 * tolerance).any()):
+        return Applied("hidden")
+    if bool(((p - full * wanted).abs().amax(-1)[rows] < 10 * tolerance).all()):
+        low, high = 1 - float(gone.max()), 1 - float(gone.min())
+        return Applied("mask-after-softmax", f"weights sum to {low:.3g} … {high:.3g}, as before what is hidden was cut")
+    return Applied("hidden")
+
+
+def _soft(
+    p: Tensor, logit: Tensor | None, wanted: Tensor, before: Tensor, plain: Tensor | None, tolerance: float
+) -> Applied:
+    """Nothing is hidden, or other keys than it says: what became of the logits instead?"""
+    seen = visible(p)
+    hidden = before & ~wanted
+    rows = (wanted.any(-1) & hidden.any(-1))[..., None]
+    if plain is not None and _on_queries(p, plain, wanted, before):
+        return Applied("mask-on-queries", "real tokens see padding as without the mask; its own rows have changed")
+    if not bool((seen == before)[rows.expand(seen.shape)].all()):
+        said = _pair(hidden & seen), _pair(wanted & ~seen)
+        return Applied(
+            "mask-applied-wrong",
+            " and ".join(f"{pair} is {what}" for pair, what in zip(said, ("seen", "hidden"), strict=True) if pair),
+        )
+    log = logs(p)
+    base = logit if logit is not None else logs(plain) if plain is not None else None
+    if base is None:
+        return Applied("none")
+    level = torch.where(wanted, log - base, 0.0).sum(-1, keepdim=True) / wanted.sum(-1, keepdim=True).clamp_min(1)
+    at = hidden & rows
+    loose = (torch.where(wanted & rows, log - base - level, 0.0)).abs().max()
+    if float(loose) > 1e-3:
+        return Applied("none")
+    gap, fill = (log - base - level)[at], (log - level)[at]
+    if float(gap.abs().max()) < 1e-3:
+        return Applied("none")
+    if float(gap.max() - gap.min()) < 1e-3:
+        said = f"logits of hidden pairs are {'lower' if gap[0] < 0 else 'higher'} by {abs(float(gap[0])):.4g}"
+        return Applied("bool-mask-added" if abs(abs(float(gap[0])) - 1) < 1e-2 else "mask-fill-too-small", said)
+    if logit is not None and float(fill.max() - fill.min()) < 1e-3:
+        value = float(fill.mean())
+        return Applied("mask-fill-too-small", f"logits of hidden pairs are {0.0 if abs(value) < 1e-6 else value:.4g}")
+    return Applied("none")
+
+
+def _on_queries(p: Tensor, plain: Tensor, wanted: Tensor, before: Tensor) -> bool:
+    """Whether rows of tokens that are themselves hidden have changed, and no others."""
+    padding = before.any(-2) & ~wanted.any(-2)  # [B, H, K], as they stand as keys
+    changed = (p.nan_to_num(-1) - plain).abs().amax(-1) > 1e-6  # [B, H, Q]
+    if padding.shape != changed.shape or not bool(padding.any()):
+        return False
+    return bool((changed & padding).any()) and not bool((changed & ~padding).any())
+
+
+def _pair(at: Tensor) -> str:
+    """The first pair of a pattern [B, H, Q, K], in words; "" if there is none."""
+    found = at.nonzero()
+    return f"key {int(found[0, 3])} of query {int(found[0, 2])}" if len(found) else ""

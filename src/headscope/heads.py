@@ -1,0 +1,325 @@
+"""Heads as things one can act on: scale or ablate them in any model, and measure how much a loss needs each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from headscope import _watch_frames, _watch_layers, _watch_transformers
+from headscope._call import kind
+from headscope._watch_calls import Call, WatchError
+from headscope._watch_frames import Frame
+from headscope._watch_layers import Choice
+
+__all__ = ["Ablation", "ablate", "head_importance"]
+
+Heads = int | Collection[int] | Literal["all"]
+Loss = Callable[[Any], Tensor]
+
+
+def ablate(model: nn.Module, heads: Mapping[str, Heads], scale: float = 0.0) -> Ablation:
+    """Multiply the outputs of single heads: ``with headscope.ablate(model, {"h.3.attn": [0, 7]}): model(**inputs)``.
+
+    What a head hands to the output projection is multiplied by ``scale``: with 0 the model computes what it would with
+    that head's slice of the projection set to zero. No parameter is touched, and on leaving the block all is as before.
+    docs/heads.md says which modules can be reached: those that ``watch`` sees. Blocks nest; their scales multiply.
+    Where gradients are wanted, call ``backward`` within the block.
+
+    Args:
+        model: any module, not compiled.
+        heads: module path or pattern, with all that is inside ("h.3", "decoder.*.self_attn") -> a head, heads, or
+            "all"; numbered from 0.
+        scale: 0 removes a head, 1 leaves it as it is; any finite number.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; a pattern that fits no module.
+        WatchError: the model runs compiled; later, a layer without such a head, or one that cannot be reached.
+    """
+    _check_model(model)
+    if not isinstance(heads, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"heads: got {kind(heads)}, wanted a mapping of module paths to heads")
+    if not heads:
+        raise ValueError("heads: got none, wanted at least one layer")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"scale: got {kind(scale)}, wanted a number")
+    if not abs(scale) < float("inf"):
+        raise ValueError(f"scale: got {scale}, wanted a finite number")
+    modules = _watch_layers.modules_of(model)
+    chosen: dict[str, set[int] | None] = {}
+    patterns: dict[str, list[str]] = {}
+    for pattern, which in heads.items():
+        patterns[pattern] = _watch_layers.fitting(modules, pattern, "heads")
+        numbers = _numbers(pattern, which)
+        for name in patterns[pattern]:
+            before = chosen.get(name, set[int]())
+            chosen[name] = None if numbers is None or before is None else before | numbers
+    return Ablation(modules, chosen, patterns, float(scale))
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {kind(model)}, wanted a torch.nn.Module")
+
+
+def _numbers(layer: str, heads: Heads) -> set[int] | None:
+    """The heads that were asked for; None = all."""
+    if heads == "all":
+        return None
+    found = [heads] if isinstance(heads, int) else heads
+    if isinstance(found, str) or isinstance(heads, bool) or not isinstance(found, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f'heads: got {heads!r} for {layer!r}, wanted a number, numbers or "all"')
+    if not found:
+        raise ValueError(f"heads: got none for {layer!r}, wanted at least one")
+    for number in found:
+        if isinstance(number, bool) or not isinstance(number, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"heads: got {kind(number)} for {layer!r}, wanted whole numbers")
+        if number < 0:
+            raise ValueError(f"heads: got {number} for {layer!r}, wanted numbers from 0")
+    return set(found)
+
+
+class _Acting:
+    """Something that multiplies heads while it is open, and knows which layers it has reached."""
+
+    again = True
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.modules = modules
+        self.reached: dict[str, int] = {}
+        """Layer -> its heads."""
+
+    def open(self) -> None:
+        if found := _watch_layers.compiled(self.modules):
+            raise WatchError(
+                "heads: the model, or a part of it, runs compiled, so that its heads cannot be reached; run it as it "
+                f"was before torch.compile or torch.jit; compiled: {', '.join(found[:8])}"
+            )
+        if refusal := _watch_transformers.refusal(self.modules):
+            raise WatchError(refusal.replace("watch:", "heads:", 1))
+        _watch_frames.open_(self, self.modules)
+
+    def close(self) -> None:
+        _watch_frames.close(self)
+        _watch_layers.forget_compiled(self.modules)
+
+    def begin(self) -> _Pass:
+        """A forward pass starts."""
+        return _Pass(self)
+
+    def end(self, forward: _Pass, *, finished: bool) -> None:
+        """It is over.
+
+        Raises:
+            WatchError: an attention layer that was meant ran in it and was not reached.
+        """
+        if not finished:
+            return
+        missing = _watch_layers.unseen(self.modules, forward.ran, forward.seen)
+        missing = [name for name in missing if self.means(name)]
+        if missing:
+            raise WatchError(
+                f"heads: {len(missing)} attention layers ran and their heads could not be reached: "
+                f"{', '.join(missing)}; they do not call scaled_dot_product_attention or anything else that headscope "
+                "knows"
+            )
+
+    def means(self, name: str) -> bool:
+        """Whether a layer is to be reached."""
+        raise NotImplementedError
+
+    def factors(self, name: str, heads: int) -> Tensor | None:
+        """What a layer's heads are multiplied by."""
+        raise NotImplementedError
+
+
+class _Pass:
+    """One forward pass: which modules ran in it, and which of them attended."""
+
+    active = True
+    accelerate = False
+
+    def __init__(self, acting: _Acting) -> None:
+        self.acting = acting
+        self.ran: dict[str, None] = {}
+        self.seen: set[str] = set()
+
+    def enter(self, name: str, module: nn.Module) -> None:
+        """A module starts to run."""
+        self.ran[name] = None
+
+    def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
+        """A module has made its attention call."""
+        self.seen.add(name)
+
+    def factors(self, name: str, heads: int) -> Tensor | None:
+        """What a module's heads are multiplied by."""
+        if not self.acting.means(name):
+            return None
+        before = self.acting.reached.setdefault(name, heads)
+        if before != heads:
+            raise WatchError(
+                f"heads: layer {name} attends with {heads} heads and, in another call, with {before}; which are meant "
+                "cannot be said"
+            )
+        return self.acting.factors(name, heads)
+
+
+class Ablation(_Acting):
+    """The context that ``ablate`` returns; it can be entered once."""
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], chosen: Mapping[str, set[int] | None],
+        patterns: Mapping[str, list[str]], scale: float,
+    ) -> None:  # fmt: skip
+        super().__init__(modules)
+        self._chosen = chosen
+        self._patterns = patterns
+        self._scale = scale
+        self._entered = False
+        self._made: dict[str, Tensor] = {}
+
+    def __enter__(self) -> Ablation:
+        if self._entered:
+            raise WatchError("ablate: this one has been used; make another")
+        self.open()
+        self._entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        if error is not None:
+            return
+        for pattern, names in self._patterns.items():
+            if not any(name in self.reached for name in names):
+                raise WatchError(
+                    f"ablate: {pattern!r}: no attention call of it was seen within the block, so nothing was changed"
+                )
+
+    def means(self, name: str) -> bool:
+        """Whether a layer has heads to be scaled."""
+        return name in self._chosen
+
+    def factors(self, name: str, heads: int) -> Tensor | None:
+        """``scale`` for those that were named, 1 for the others."""
+        if name not in self._made:
+            numbers = self._chosen[name]
+            beyond = [number for number in sorted(numbers or ()) if number >= heads]
+            if beyond:
+                raise WatchError(f"ablate: layer {name} has no head {beyond[0]}, wanted numbers from 0 to {heads - 1}")
+            made = torch.ones(heads, dtype=torch.float64)
+            made[list(range(heads)) if numbers is None else sorted(numbers)] = self._scale
+            self._made[name] = made
+        return self._made[name]
+
+
+# ---------------------------------------------------------------- importance
+
+
+def head_importance(
+    model: nn.Module, loss_fn: Loss, *, method: Literal["gradient", "ablation"] = "gradient",
+    layers: Choice | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """How much a loss needs each head: layer -> [H], float64, in the order of the model.
+
+    "gradient": |d loss / d scale| at scale 1, where scale multiplies the head's output; one backward pass for each
+    loss. "ablation": the loss with the head at scale 0, less the loss as it is: above 0, the head helps; one forward
+    pass for each head.
+
+    Args:
+        model: any module that ``watch`` can see into, not compiled. No parameter and no ``.grad`` of it is changed; it
+            runs as it is, in training with dropout.
+        loss_fn: runs the model and returns its loss: one number, or one for each example, [N]. Then "gradient" is the
+            mean of |d loss_n / d scale|, as in the paper, and "ablation" that of the losses.
+        method: see above.
+        layers: names or patterns, or a function of name and module, as for ``watch``; by default all that attend.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, or a loss without a gradient.
+        WatchError: a layer that cannot be reached, or no attention call at all.
+
+    Source: Michel et al. 2019, "Are Sixteen Heads Really Better than One?", equation 2 and section 3.
+    """
+    _check_model(model)
+    if method not in ("gradient", "ablation"):
+        raise ValueError(f'method: got {method!r}, wanted "gradient" or "ablation"')
+    modules = _watch_layers.modules_of(model)
+    gauge = _Gauge(modules, _watch_layers.chosen(modules, layers), learn=method == "gradient")
+    gauge.open()
+    try:
+        found = _by_gradient(model, loss_fn, gauge) if method == "gradient" else _by_ablation(model, loss_fn, gauge)
+    finally:
+        gauge.close()
+    return {name: found[name] for name in modules if name in found}
+
+
+class _Gauge(_Acting):
+    """Factors of one that gradients can reach, or that can be set."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], chosen: Collection[str], *, learn: bool) -> None:
+        super().__init__(modules)
+        self.chosen = chosen
+        self.learn = learn
+        self.scales: dict[str, Tensor] = {}
+
+    def means(self, name: str) -> bool:
+        """Whether a layer was chosen."""
+        return name in self.chosen
+
+    def factors(self, name: str, heads: int) -> Tensor | None:
+        """The layer's factors."""
+        if name not in self.scales:
+            with torch.inference_mode(False):
+                self.scales[name] = torch.ones(heads, dtype=torch.float64, requires_grad=self.learn)
+        return self.scales[name]
+
+
+def _by_gradient(model: nn.Module, loss_fn: Loss, gauge: _Gauge) -> dict[str, Tensor]:
+    with torch.enable_grad():
+        losses = _losses(loss_fn(model), gauge)
+    if not losses.requires_grad:
+        raise ValueError("loss_fn: its loss has no gradient; the model ran under torch.no_grad(), or it was detached")
+    names, scales = list(gauge.scales), list(gauge.scales.values())
+    found: dict[str, Tensor] = {}
+    for n, loss in enumerate(losses):
+        grads: Any = torch.autograd.grad(loss, scales, retain_graph=n + 1 < len(losses), allow_unused=True)
+        for name, grad in zip(names, grads, strict=True):
+            if grad is not None:
+                found[name] = found.get(name, 0.0) + grad.abs() / len(losses)
+    if lost := [name for name in names if name not in found]:
+        raise ValueError(
+            f"loss_fn: its loss does not depend on the heads of {', '.join(lost)}: their output is not used, or they "
+            "ran without gradients; leave them out with layers="
+        )
+    return found
+
+
+@torch.no_grad()
+def _by_ablation(model: nn.Module, loss_fn: Loss, gauge: _Gauge) -> dict[str, Tensor]:
+    whole = _losses(loss_fn(model), gauge).double().mean()
+    found = {name: torch.zeros_like(scale) for name, scale in gauge.scales.items()}
+    for name, scale in gauge.scales.items():
+        for head in range(len(scale)):
+            scale[head] = 0.0
+            found[name][head] = _losses(loss_fn(model), gauge).double().mean() - whole
+            scale[head] = 1.0
+    return found
+
+
+def _losses(loss: object, gauge: _Gauge) -> Tensor:
+    """One or several numbers, [N]."""
+    if not isinstance(loss, Tensor) or not loss.dtype.is_floating_point:
+        raise TypeError(f"loss_fn: returned {kind(loss)}, wanted a floating tensor")
+    if loss.ndim > 1 or loss.numel() == 0:
+        raise ValueError(
+            f"loss_fn: returned a tensor {list(loss.shape)}, wanted one number, or one for each example [N]"
+        )
+    if not gauge.scales:
+        names = _watch_layers.some_of(gauge.modules)
+        raise WatchError(f"head_importance: no attention call was seen while loss_fn ran; the model's modules: {names}")
+    return loss.reshape(-1)

@@ -1,0 +1,123 @@
+"""headscope check: code of a file is run in a process of its own, and what is found is said."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from headscope import _check_child
+from headscope._commands.screen import Mistake
+from headscope.cli import main
+
+HOMEWORK = """
+import socket, sys
+import torch
+from torch import nn
+from beside import SIZE
+
+print("\\x1b[31mprinted", file=sys.stderr)
+try:
+    socket.create_connection(("127.0.0.1", 9))
+except OSError as error:
+    REACHED = str(error)
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads=1, *, scaled=True):
+        super().__init__()
+        if "network is blocked" not in REACHED:
+            raise RuntimeError("the network was reached")
+        self.heads, self.scaled = heads, scaled
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        s = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if self.scaled else 1)
+        return self.out((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("beside.py").write_text("SIZE = 24\n")
+    Path("homework.py").write_text(HOMEWORK)
+    Path("small.py").write_text("import math\nclass Attention: pass\ndef attend(x): pass\n")
+    Path("broken.py").write_text("1 / 0\n")
+    Path("endless.py").write_text("while True: pass\n")
+    Path("leaves.py").write_text("import os, sys\nprint('gone\\x1b[2J', file=sys.stderr)\nos._exit(3)\n")
+
+
+def test_a_bug_is_said_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "homework.py:Attention", "--args", "24, heads=3, scaled=False"]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("Attention: 1 wrong\n\n✗ scale-missing  wrong\n  logits are 1 · q·k, wanted 0.3536 (1/√8)")
+    assert err == "headscope check: importing and running homework.py, in a process of its own\n"
+
+
+def test_nothing_found_is_exit_code_0_and_json_is_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "homework.py:Attention", "--args", "24, 3", "--heads", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kind"] == "headscope-findings"
+    assert (found["subject"], found["wrong"], found["findings"]) == ("Attention", False, [])
+    assert "3 heads of width 8" in found["understood"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["homework.py"], "target: got homework.py, wanted FILE.py:NAME"),
+        (["nothing.py:A"], "nothing.py: there is no such file"),
+        (["homework.py:A", "--args", "24, width"], "--args: got 24, width, wanted plain values as in a call"),
+        (["homework.py:A", "--args", "*[1]"], "--args: got *[1], wanted plain values"),
+        (["homework.py:A", "--args", "**{'a': 1}"], "wanted plain values"),
+        (["homework.py:A", "--args", "b'1'"], "wanted plain values"),
+        (["homework.py:A", "--args", "1) + f(2"], "wanted plain values"),
+        (["endless.py:A", "--timeout", "1"], "--timeout: the code was stopped after 1 seconds"),
+        (["small.py:Attentoin"], "small.py: has no Attentoin, only Attention, attend"),
+        (["broken.py:A"], "broken.py: fails when it is imported: ZeroDivisionError: division by zero"),
+        (["leaves.py:A"], "the code ended its process with 3 before there was an answer: gone\\x1b[2J"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err.splitlines()[-1]
+    assert err.splitlines()[-1].startswith("headscope check: ")
+    assert "\x1b" not in err
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "args", "said"),
+    [
+        ("small.py", "Attention", [1], r"Attention: cannot be made with --args '1': TypeError"),
+        ("small.py", "attend", [], r"embed_dim: missing; there are no weights to tell it from"),
+        ("notes.txt", "A", [], r"notes.txt: is no Python file"),
+    ],
+)
+def test_code_that_cannot_be_checked(
+    path: str, name: str, args: list[int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here in this process, which is left as it was."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setitem(sys.modules, "small", None)
+    Path("notes.txt").write_text("no code")
+    asked = {"path": path, "name": name, "args": args, "kwargs": {}, "given": "1" if args else "", "options": {}}
+    with pytest.raises(_check_child.MistakeError, match=said):
+        _check_child._check(asked)
+
+
+def test_arguments_are_those_of_a_call() -> None:
+    command = import_module("headscope._commands.check")
+    assert command._arguments("") == ([], {})
+    assert command._arguments("24, 'a', c=(1, None), d=-0.5") == ([24, "a"], {"c": (1, None), "d": -0.5})
+    with pytest.raises(Mistake, match="wanted plain values"):
+        command._arguments("open('x')")
