@@ -37,7 +37,7 @@ SHOTS = {
     "viewer_head": Shot("text", "view=head&layer=3&head=6&row=15&column=14", height=1010),
     "viewer_compare": Shot("text", "view=compare&layer=2&head=0&other=3&otherhead=3"),
     "viewer_image": Shot("image", "view=head&layer=2&head=1&row=35&column=35", height=760),
-    "viewer_long": Shot("long", "view=head&layer=1&head=2&row=20&column=18", height=1500),
+    "viewer_long": Shot("long", "view=head&layer=1&head=7&row=40&column=31&pool=max", height=1500),
     "viewer_narrow": Shot("text", "view=head&layer=3&head=6&row=15&column=14", width=360, height=1100),
     "viewer_dark": Shot("text", "view=head&layer=4&head=6", height=1100, width=900, scheme="dark"),
     "text_page": Shot("text", ""),

@@ -82,7 +82,7 @@ def names(folder: Path) -> list[str]:
     "arguments",
     [
         *("--help", "--version"),
-        *(f"{verb} --help" for verb in ("text", "image", "trace", "watch", "check", "doctor", "bench")),
+        *(f"{verb} --help" for verb in ("text", "image", "trace", "watch", "report", "check", "doctor", "bench")),
     ],
 )
 def test_help_imports_no_more_than_click(arguments: str, tmp_path: Path) -> None:

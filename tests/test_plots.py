@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from sheets import digit, picture, softmax
 
+from headscope import HeadStats, Observe, Recording, masks, observe
 from headscope.report.colours import colour_at
 from headscope.report.recording import visible
+from headscope.watching import About
 
 
 @pytest.fixture
@@ -87,3 +90,28 @@ def test_colours_are_magma(pyplot: Any) -> None:
     magma = pyplot.get_cmap("magma")
     for place in np.linspace(0, 1, 101):
         np.testing.assert_allclose(colour_at(place), 255 * np.array(magma(place)[:3]), atol=3)
+
+
+def test_what_was_observed_is_drawn(pyplot: Any) -> None:
+    from headscope.report.plots import plot_grid, plot_statistics
+
+    q, k = torch.randn(2, 1, 3, 7, 5)
+    parts = {
+        name: observe(q, layer * k, mask=masks.causal(), what=Observe(map=7)).parts["0"]
+        for layer, name in enumerate(("a", "b"))
+    }
+    stats = HeadStats(parts)
+    recording = Recording(stats, About())
+    for observed in (stats, recording):
+        axes = plot_grid(observed)
+        assert axes.shape == (2, 3)
+        drawn = np.ma.filled(axes[1, 2].get_images()[0].get_array(), np.nan)
+        np.testing.assert_allclose(drawn, parts["b"].map.mean[2].numpy())  # pyright: ignore[reportOptionalMemberAccess]
+        ax = plot_statistics(observed, "entropy")
+        figures = np.ma.filled(ax.get_images()[0].get_array(), np.nan)
+        np.testing.assert_allclose(figures[0], parts["a"].moments["entropy"].mean.numpy())
+        pyplot.close("all")
+    with pytest.raises(ValueError, match=r"weights: 0 has no map; observe with Observe\(map=64\)"):
+        plot_grid(observe(q, k))
+    with pytest.raises(ValueError, match=r"name: layer 0 has no 'entropi', it has "):
+        plot_statistics(stats, "entropi")

@@ -150,8 +150,8 @@ def test_every_view_opens_without_a_word_or_a_request(
         found = recorded(7, None, Observe())
     else:
         found = short if kind == "short" else long
-    page = look(found)
-    assert len(thumbs(page)) == 6
+    page = look(found, "layer=999&head=-1&zoom=NaN,1,1&row=1e9&sort=__proto__&least=Infinity&pool=x&view=toString")
+    assert len(thumbs(page)) == 6, "what an address says wrongly is as at first"
     tabs = page.get_by_role("tab").all()
     assert len(tabs) == (5 if kind in ("text", "image") else 4)
     for tab in tabs:
@@ -208,8 +208,10 @@ def test_heads_are_sorted_and_filtered_by_their_figures(look: Any, short: Record
     assert [label.split(", ")[:2] for label in thumbs(page)] == [name.split(", ") for name in ordered[::-1]]
     page.get_by_label("only heads with").select_option("entropy")
     limit = (entropy[ordered[1]] + entropy[ordered[2]]) / 2
-    page.locator("input[type=number]").fill(f"{limit}")
+    page.get_by_label("this").fill(f"{limit}")
     assert len(thumbs(page)) == 2
+    page.get_by_label("at least or at most").select_option("≤")
+    assert len(thumbs(page)) == 4
     page.wait_for_url(re.compile("least="))
     again = look(short, urlsplit(page.url).fragment)
     assert thumbs(again) == thumbs(page), "the address leads back"
@@ -280,6 +282,13 @@ def test_a_cell_is_pointed_at_and_pinned(look: Any, short: Recording) -> None:
     assert "may not be seen" in tip.inner_text()
     near(numbers(page.locator(".strip").first.locator("button").nth(3).get_attribute("title"))[-1], p[9, 3])
     near(numbers(page.locator(".strip").nth(1).locator("button").nth(12).get_attribute("title"))[-1], p[12, 5])
+    page.locator(".strip").first.locator("button").nth(5).hover()
+    assert page.locator(".pinned h4").all_inner_texts() == [
+        "Where it looks: query 5 “😀”",
+        "Who looks at it: key 5 “😀”",
+    ]
+    near(numbers(page.locator(".strip").nth(1).locator("button").nth(8).get_attribute("title"))[-1], p[8, 5])
+    page.mouse.move(1, 1)
     page.get_by_text("largest weights, exact").click()
     edge = short.stats[1].edges.of(2)[0]
     assert page.locator(".largest button b").first.inner_text() == figure(edge.p)
@@ -490,7 +499,7 @@ def test_a_notebook_shows_the_page_in_a_frame(chromium: BrowserContext, short: R
     watched.page.set_content(short._repr_html_())
     frame = watched.page.frame_locator("iframe")
     frame.locator(".thumb canvas[data-drawn]").first.wait_for()
-    frame.locator(".thumb").nth(4).click()
+    frame.locator(".thumb").nth(4).press("Enter")
     frame.get_by_role("heading", name="Layer 1, head 1").wait_for()
     watched.page.wait_for_timeout(250)
     assert watched.said == []

@@ -318,7 +318,7 @@ export function hasPatches(layer: Layer): boolean {
 }
 
 export function hasTexts(layer: Layer): boolean {
-  return data.image === null && data.tokens !== null && layer.lengths !== null && layer.lengths[1] === data.tokens.labels.length;
+  return data.image === null && layer.kind === "self" && data.tokens !== null && layer.lengths !== null && layer.lengths[1] === data.tokens.labels.length;
 }
 
 /** The position in the text of a query, which are the last ones. */

@@ -28,7 +28,10 @@ export function chosen(state: State): Place[] {
   let found = all();
   if (state.pattern) found = found.filter(({ layer, head }) => data.patterns[layer]?.[head]?.[0]?.[0] === state.pattern);
   if (state.by) {
-    found = found.filter(({ layer, head }) => (statistic(layer, head, state.by) ?? -Infinity) >= state.least);
+    found = found.filter(({ layer, head }) => {
+      const value = statistic(layer, head, state.by);
+      return value !== null && (state.under ? value <= state.least : value >= state.least);
+    });
   }
   if (!state.sort) return found;
   const of = ({ layer, head }: Place) => statistic(layer, head, state.sort);

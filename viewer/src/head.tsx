@@ -34,6 +34,8 @@ export function HeadView({ state, theme, change }: Props) {
     () => (found?.map ? field(found.map, state.pool, state.sink, layer.map!.exact) : null),
     [found, state.pool, state.sink],
   );
+  const [over, setOver] = useState<number | null>(null); // a token that is pointed at
+  const marked = over === null ? state : tokenBins(layer, over, state);
   const zoom: Zoom = useMemo(() => ({ at: state.zoom, change: (at) => change({ zoom: at }) }), [state.zoom, change]);
   const title = nameOf(state.layer, state.head);
   const pin = (row: number | null, column: number | null) => change({ row, column });
@@ -55,13 +57,13 @@ export function HeadView({ state, theme, change }: Props) {
             <Legend {...{ layer, field: shown, state }} />
             <MapView
               {...{ layer, head: found, field: shown, scale: state.scale, colours: state.colours, zoom, theme, pin }}
-              number={state.head} row={state.row} column={state.column} most={600} title={title}
+              number={state.head} row={marked.row} column={marked.column} most={600} title={title}
               exports={`headscope-layer-${state.layer}-head-${state.head}`}
             />
           </div>
         )}
         <div class="beside">
-          {shown && found && <Pinned {...{ layer, head: found, field: shown, state, change }} />}
+          {shown && found && <Pinned {...{ layer, head: found, field: shown, state, change, over, setOver }} />}
           {found?.top && state.row !== null && <Top key={state.row} layer={layer} top={found.top} row={state.row} />}
           {found && <Largest {...{ layer, head: found, change }} />}
           {data.image && <Regions layer={state.layer} head={state.head} />}
@@ -141,29 +143,76 @@ function zoomed(layer: Layer, state: State): string {
   return pooled && state.zoom[0] > 1 && !served(layer) ? " Zooming in shows these bins larger; the page holds nothing finer." : "";
 }
 
-function Pinned({ layer, head, field: of, state, change }: { layer: Layer; head: Head; field: Field; state: State; change: Props["change"] }) {
+/** The bins of a token as query and as key; as query those that were, where it is none. */
+function tokenBins(layer: Layer, at: number, otherwise: { row: number | null }): { row: number | null; column: number | null } {
+  const column = binAt(layer, "key", at);
+  const row = at >= queryAt(layer, 0) ? binAt(layer, "query", at - queryAt(layer, 0)) : otherwise.row;
+  return { row, column };
+}
+
+interface Pointed {
+  layer: Layer;
+  field: Field;
+  state: State;
+  change: Props["change"];
+  over: number | null;
+  setOver: (at: number | null) => void;
+}
+
+function Pinned({ head, ...rest }: Pointed & { head: Head }) {
+  const { layer, field: of, state, change } = rest;
   const { row, column } = state;
   return (
     <div class="pinned">
       <h3>Pinned</h3>
       {row === null || column === null ? (
-        <p class="hint">Click a cell{hasTexts(layer) && ", or a token below,"} to pin it: its row is where a query looks, its column who looks at a key.</p>
+        <p class="hint">Click a cell{chips(layer, state) && ", or a token below,"} to pin it: its row is where a query looks, its column who looks at a key.</p>
       ) : (
         <p aria-live="polite">
           <Cell {...{ layer, head, field: of, row, column }} />{" "}
           <button type="button" onClick={() => change({ row: null, column: null })}>Unpin</button>
         </p>
       )}
-      {hasTexts(layer) && layer.map!.ranges && <Strips {...{ layer, field: of, state, change }} />}
+      {layer.map!.ranges && (chips(layer, state) ? <Strips {...rest} /> : <Ranks {...{ layer, field: of, state, change }} />)}
     </div>
   );
 }
 
 const CHIPS = 160;
 
+/** Whether as few tokens are in sight as there is room for. */
+function chips(layer: Layer, state: State): boolean {
+  return hasTexts(layer) && Math.max(...layer.lengths!) / state.zoom[0] <= CHIPS;
+}
+
+/** The bins of the pinned row and column with the largest values, where there are too many keys to show all. */
+function Ranks({ layer, field: of, state, change }: { layer: Layer; field: Field; state: State; change: Props["change"] }) {
+  const { row, column } = state;
+  if (row === null || column === null) return null;
+  const list = (length: number, value: (at: number) => number) =>
+    Array.from({ length }, (_, at) => [at, value(at)]).filter(([, p]) => p === p && p > 0).sort((a, b) => b[1] - a[1]).slice(0, 6);
+  const keys = list(of.columns, (at) => of.values[row * of.columns + at]);
+  const queries = list(of.rows, (at) => of.values[at * of.columns + column]);
+  const line = (axis: "query" | "key") => ([at, p]: number[]) => (
+    <li key={at}>
+      <button type="button" onClick={() => change(axis === "key" ? { column: at } : { row: at })}><bdi>{bin(layer, axis, at)}</bdi></button>
+      <span class="meter" aria-hidden="true"><i style={{ width: `${Math.min(100, (100 * p) / of.top)}%` }} /></span>
+      <span>{figure(p)}</span>
+    </li>
+  );
+  return (
+    <>
+      <h4>Where it looks: <bdi>{bin(layer, "query", row)}</bdi></h4>
+      <ol class="ranks">{keys.map(line("key"))}</ol>
+      <h4>Who looks at it: <bdi>{bin(layer, "key", column)}</bdi></h4>
+      <ol class="ranks">{queries.map(line("query"))}</ol>
+      <p class="hint">{layer.map!.exact ? "The largest weights" : `The bins with the largest ${of.pool}`}.{hasTexts(layer) && " Zoom in to see the tokens."}</p>
+    </>
+  );
+}
+
 /** The tokens that are seen, coloured by where a query looks, and by who looks at a key. */
-function Strips({ layer, field: of, state, change }: { layer: Layer; field: Field; state: State; change: Props["change"] }) {
-  const [over, setOver] = useState<number | null>(null);
+function Strips({ layer, field: of, state, change, over, setOver }: Pointed) {
   const [k, x, y] = state.zoom;
   const keys = layer.lengths![1];
   const start = (middle: number) => Math.max(0, Math.min(keys - CHIPS, Math.floor((middle - 0.5 / k) * keys)));
@@ -171,7 +220,6 @@ function Strips({ layer, field: of, state, change }: { layer: Layer; field: Fiel
   const hoverRow = over === null ? null : binAt(layer, "query", over - queryAt(layer, 0));
   const row = hoverRow !== null && over! >= queryAt(layer, 0) ? hoverRow : state.row ?? layer.map!.rows - 1;
   const column = over === null ? state.column ?? layer.map!.columns - 1 : binAt(layer, "key", over);
-  const cut = Math.ceil(keys / k) > CHIPS;
   const strip = (which: "key" | "query") => {
     const middle = which === "key" ? x : y;
     return (
@@ -196,15 +244,13 @@ function Strips({ layer, field: of, state, change }: { layer: Layer; field: Fiel
       {strip("query")}
       <p class="hint">
         Point at a token or pin it by a click.{pooled}
-        {cut && ` The first ${CHIPS} of the part that the map shows; zoom in to see others.`}
       </p>
     </>
   );
 }
 
 function pinOf(layer: Layer, at: number, state: State): Partial<State> {
-  const column = binAt(layer, "key", at);
-  const row = at >= queryAt(layer, 0) ? binAt(layer, "query", at - queryAt(layer, 0)) : state.row;
+  const { row, column } = tokenBins(layer, at, state);
   return state.row === row && state.column === column ? { row: null, column: null } : { row, column };
 }
 
@@ -217,7 +263,7 @@ interface ChipProps {
   row: number | null;
   column: number | null;
   missing: boolean;
-  over: (at: number) => void;
+  over: (at: number | null) => void;
   pin: () => void;
 }
 
@@ -227,7 +273,7 @@ function Chip({ at, field: of, scale, colours, row, column, missing, over, pin }
   const style = shown ? { background: shown.fill, color: shown.white ? "white" : "black" } : {};
   return (
     <button type="button" style={style} title={`${at}: ${token(at, true)}${shown ? `, ${figure(value)}` : ""}`}
-      onMouseEnter={() => over(at)} onFocus={() => over(at)} onClick={pin}>
+      onMouseEnter={() => over(at)} onFocus={() => over(at)} onBlur={() => over(null)} onClick={pin}>
       <bdi>{token(at)}</bdi>
     </button>
   );

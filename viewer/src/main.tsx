@@ -140,7 +140,13 @@ function Switches({ state, change, theme, pick }: SwitchesProps) {
           )}
           <Select label="only heads with" value={state.by} options={[["", "any figure"], ...names]} choose={(by) => change({ by })} />
           {state.by && (
-            <label>≥ <input type="number" step="any" value={state.least} onInput={(event) => Number.isFinite(event.currentTarget.valueAsNumber) && change({ least: event.currentTarget.valueAsNumber })} /></label>
+            <label>
+              <select aria-label="at least or at most" value={state.under ? "1" : ""} onChange={(event) => change({ under: event.currentTarget.value !== "" })}>
+                <option value="">≥</option>
+                <option value="1">≤</option>
+              </select>
+              <input type="number" aria-label="this" step="any" value={state.least} onInput={(event) => Number.isFinite(event.currentTarget.valueAsNumber) && change({ least: event.currentTarget.valueAsNumber })} />
+            </label>
           )}
         </>
       )}

@@ -21,6 +21,7 @@ export interface State {
   pattern: string; // "" = all
   by: string; // the statistic to filter by, "" = none
   least: number;
+  under: boolean; // at most that, not at least
   row: number | null; // pinned bins
   column: number | null;
   thumbs: Thumbs; // of an image: what the small pictures show
@@ -28,16 +29,34 @@ export interface State {
   zoom: [number, number, number]; // scale, and the middle of what is seen as shares of keys and queries
 }
 
-const pooled = data.layers.some((layer) => layer.map && !layer.map.exact);
+/** With many keys most weights are small: linear colours would show few of them. */
+const small = data.layers.some((layer) => layer.map && (!layer.map.exact || (!data.image && layer.map.columns > 64)));
+
+const DULL = ["uniform", "first", "local"];
+
+/** The head to open first: the one that is likest to something telling. */
+function telling(): [number, number] {
+  let [best, place]: [number, [number, number]] = [-1, [0, 0]];
+  data.layers.forEach((layer, at) => {
+    for (let head = 0; head < layer.heads; head++) {
+      const found = data.image?.looks[at]?.[head] ?? data.patterns[at]?.[head]?.[0];
+      const value = found ? found[1] - (DULL.includes(found[0]) ? 1 : 0) : -1;
+      if (value > best) [best, place] = [value, [at, head]];
+    }
+  });
+  return place;
+}
+
+const [LAYER, HEAD] = telling();
 
 export const FIRST: State = {
   view: "heads",
-  layer: 0,
-  head: 0,
+  layer: LAYER,
+  head: HEAD,
   otherLayer: 0,
-  otherHead: data.layers[0].heads > 1 ? 1 : 0,
+  otherHead: data.layers[0].heads > 1 && LAYER === 0 && HEAD === 0 ? 1 : 0,
   pool: "mean",
-  scale: pooled ? "log" : "linear",
+  scale: small ? "log" : "linear",
   colours: "viridis",
   sink: false,
   sort: "",
@@ -45,6 +64,7 @@ export const FIRST: State = {
   pattern: "",
   by: "",
   least: 0,
+  under: false,
   row: null,
   column: null,
   thumbs: "received",
@@ -67,6 +87,8 @@ export const VIEWS: [View, string][] = [
   ...(data.trace ? ([["trace", "Step by step"]] as [View, string][]) : []),
 ];
 
+const MOST_ZOOM = 2 ** 17;
+
 function whole(text: string | null, most: number): number | null {
   const found = text === null ? NaN : Number(text);
   return Number.isInteger(found) && found >= 0 && found < most ? found : null;
@@ -87,7 +109,7 @@ export function parse(hash: string): State {
   return {
     view: oneOf(said.get("view"), VIEWS.map(([name]) => name), FIRST.view),
     layer,
-    head: whole(said.get("head"), data.layers[layer].heads) ?? FIRST.head,
+    head: whole(said.get("head"), data.layers[layer].heads) ?? FIRST.head % data.layers[layer].heads,
     otherLayer,
     otherHead: whole(said.get("otherhead"), data.layers[otherLayer].heads) ?? FIRST.otherHead % data.layers[otherLayer].heads,
     pool: oneOf(said.get("pool"), ["mean", "max"], FIRST.pool),
@@ -99,11 +121,12 @@ export function parse(hash: string): State {
     pattern: oneOf(said.get("pattern"), ["", ...Object.keys(data.patternWords)], ""),
     by: oneOf(said.get("by"), [...names, "score"], ""),
     least: Number.isFinite(Number(said.get("least"))) ? Number(said.get("least")) : 0,
+    under: said.get("under") === "1",
     row: map ? whole(said.get("row"), map.rows) : null,
     column: map ? whole(said.get("column"), map.columns) : null,
     thumbs: oneOf(said.get("thumbs"), ["received", "patch", "map"], FIRST.thumbs),
     over: said.has("over") ? said.get("over") === "1" : FIRST.over,
-    zoom: zoom.length === 3 && zoom.every(Number.isFinite) && zoom[0] >= 1 ? (zoom as State["zoom"]) : FIRST.zoom,
+    zoom: zoom.length === 3 && zoom.every(Number.isFinite) && zoom[0] >= 1 && zoom[0] <= MOST_ZOOM ? (zoom as State["zoom"]) : FIRST.zoom,
   };
 }
 
@@ -115,7 +138,7 @@ export function address(state: State): string {
   };
   add("view", state.view, FIRST.view);
   add("layer", state.layer, FIRST.layer);
-  add("head", state.head, FIRST.head);
+  add("head", state.head, FIRST.head % data.layers[state.layer].heads);
   if (state.view === "compare") {
     said.set("other", String(state.otherLayer));
     said.set("otherhead", String(state.otherHead));
@@ -124,6 +147,7 @@ export function address(state: State): string {
     add(name, state[name], FIRST[name]);
   }
   if (!state.down) said.set("down", "0");
+  if (state.under) said.set("under", "1");
   if (state.sink) said.set("sink", "hidden");
   if (state.over !== FIRST.over) said.set("over", state.over ? "1" : "0");
   if (state.zoom[0] > 1) said.set("zoom", state.zoom.map((each) => +each.toPrecision(5)).join(","));

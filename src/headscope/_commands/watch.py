@@ -28,7 +28,7 @@ BUDGETS = (16, 64, 256, 1024)
 BINS = 64
 WHOLE = 128  # up to this many tokens, and
 PATCHES = 256  # up to this many patches, every weight is in the map
-ROWS = 8192  # up to this many tokens the rows are kept, for the entropy beside the map
+ROWS = 2048  # up to this many tokens the rows are kept, for the entropy beside the map
 EDGES = 16
 MOVED = 1  # the exit code where something moved
 
@@ -358,11 +358,23 @@ def _save(recording: Recording, asked: Asked) -> str | None:
         return None
     try:
         with uninterrupted():
-            return str(recording.save(asked.out, qk=asked.keep_qk, force=asked.force))
+            return str(_lean(recording).save(asked.out, qk=asked.keep_qk, force=asked.force))
     except OSError as error:
         raise Mistake(f"--out: {asked.out}: cannot be written: {error.strerror or error}") from error
     except ValueError as error:  # a mask that is too large
         raise Mistake(f"--keep-qk: {error}") from error
+
+
+def _lean(recording: Recording) -> Recording:
+    """Of the rows that are kept, their entropy alone, which a page shows: all of them would be most of the file."""
+    from headscope.stats import HeadStats
+    from headscope.watching import Recording
+
+    parts = {
+        name: replace(part, kept=tuple(replace(rows, values={"entropy": rows.values["entropy"]}) for rows in part.kept))
+        for name, part in recording.stats.parts.items()
+    }
+    return Recording(HeadStats(parts), recording.about)
 
 
 def _save_page(watched: Watched, asked: Asked) -> str | None:

@@ -200,7 +200,7 @@ def _footer(recording: Recording, common: str) -> dict[str, str]:
         "Model": about.model or "not named",
         "Input": f"{source}{inputs}; {passes}",
         "Rows": f"each head's figures stand on {_span(rows)} rows at most",
-        **({"Layers": common.strip()} if common else {}),
+        **({"Layers": common.strip().removeprefix("Layers: ")} if common else {}),
         "Options": ", ".join(f"{name}={value}" for name, value in options.items()) or "none",
         "Versions": ", ".join(f"{name} {version}" for name, version in about.versions.items()) or "not said",
     }

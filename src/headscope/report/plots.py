@@ -14,6 +14,9 @@ from headscope.report.recording import visible
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from headscope.stats import HeadStats
+    from headscope.watching import Recording
+
 __all__ = ["plot_grid", "plot_head", "plot_patches", "plot_statistics"]
 
 MOST_LABELS = 40
@@ -50,19 +53,21 @@ def plot_head(weights: Weights, tokens: Sequence[str] | None = None, *, ax: Axes
     return ax
 
 
-def plot_grid(weights: Sequence[Weights], *, axes: NDArray[Any] | None = None) -> NDArray[Any]:
+def plot_grid(weights: Sequence[Weights] | HeadStats | Recording, *, axes: NDArray[Any] | None = None) -> NDArray[Any]:
     """The map of every head: a row of axes for each layer, a column for each head.
 
     Shapes: weights, one entry a layer, [H, Q, K]; axes [layers, H].
 
     Args:
-        weights: of each layer.
+        weights: of each layer; or what was observed with ``Observe(map=n)``, of which the mean of each bin is drawn.
         axes: where to draw, an array of axes as ``plt.subplots(layers, heads, squeeze=False)`` makes; by default a new
             figure.
 
     Raises:
-        ValueError: there is no layer, an entry has not three axes, or ``axes`` is too small.
+        ValueError: there is no layer, one has no map, an entry has not three axes, or ``axes`` is too small.
     """
+    if not isinstance(weights, Sequence):
+        weights = _maps(weights)
     layers = [_array(f"weights[{n}]", layer, "[H, Q, K]", 3) for n, layer in enumerate(weights)]
     if not layers:
         raise ValueError("weights: there is no layer, wanted at least 1")
@@ -84,18 +89,25 @@ def plot_grid(weights: Sequence[Weights], *, axes: NDArray[Any] | None = None) -
 
 
 def plot_statistics(
-    statistics: Sequence[Mapping[str, Sequence[float | None]]], name: str, *, ax: Axes | None = None
+    statistics: Sequence[Mapping[str, Sequence[float | None]]] | HeadStats | Recording,
+    name: str,
+    *,
+    ax: Axes | None = None,
 ) -> Axes:
     """One statistic of every head: a row for each layer, a column for each head; NaN where a head does not have it.
 
     Args:
-        statistics: for each layer name -> one figure a head, as ``Sheet.statistics`` or ``Sheet.regions``.
+        statistics: for each layer name -> one figure a head, as ``Sheet.statistics`` or ``Sheet.regions``; or what was
+            observed, of which the mean over rows is drawn.
         name: which of them.
         ax: where to draw; by default a new figure.
 
     Raises:
         ValueError: there is no layer, or a layer has no statistic of that name.
     """
+    if not isinstance(statistics, Sequence):
+        parts = _stats(statistics).parts.values()
+        statistics = [{each: part.moments[each].mean.tolist() for each in part.moments} for part in parts]
     if not statistics:
         raise ValueError("statistics: there is no layer, wanted at least 1")
     for number, layer in enumerate(statistics):
@@ -169,6 +181,19 @@ def plot_patches(
     ax.set_xticks([])
     ax.set_yticks([])
     return ax
+
+
+def _stats(observed: HeadStats | Recording) -> HeadStats:
+    from headscope.stats import HeadStats
+
+    return observed if isinstance(observed, HeadStats) else observed.stats
+
+
+def _maps(observed: HeadStats | Recording) -> list[Tensor]:
+    maps = {name: part.map for name, part in _stats(observed).parts.items()}
+    if missing := [name for name, found in maps.items() if found is None]:
+        raise ValueError(f"weights: {missing[0]} has no map; observe with Observe(map=64)")
+    return [found.mean for found in maps.values() if found is not None]
 
 
 def _axes(ax: Axes | None) -> Axes:

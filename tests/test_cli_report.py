@@ -1,0 +1,138 @@
+"""``headscope report``: the page of a recording, written or served, and mistakes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pages import Page
+from PIL import Image
+from test_cli import Run, run  # noqa: F401  # run is a fixture
+from test_cli_process import POSIX
+
+from headscope import Observe, masks, observe
+from headscope.report.page import MARKER
+from headscope.watching import About, Recording
+
+
+@pytest.fixture
+def saved(run: Run) -> Path:  # noqa: F811
+    """A recording with q and k in the folder that the command runs in."""
+    q, k = torch.randn(2, 1, 3, 11, 5)
+    found = observe(q, k, mask=masks.causal(), what=Observe(map=7, keep_qk=True)).named("a.0")
+    return Recording(found, About("m", {}, {}, {"a.0": "self"}, None, 1, 1)).save("seen.safetensors", qk=True)
+
+
+@pytest.mark.usefixtures("saved")
+def test_a_page_is_written(run: Run) -> None:  # noqa: F811
+    ran = run("report", "seen.safetensors", "--out", "page.html", "--title", "<b>mine</b>")
+    assert (ran.code, ran.err) == (0, "")
+    assert re.fullmatch(r"The page, to be opened in a browser: page\.html \(\d\.\d MiB\)\n", ran.out)
+    html = Path("page.html").read_text(encoding="utf-8")
+    assert MARKER in html[:256]
+    page = Page(html)
+    assert [h1.text for h1 in page.all("h1")] == ["<b>mine</b>"]
+    assert list(page.data["layers"][0]["strips"]["heads"]) == ["0", "1", "2"], "as it has q and k, strips are there"
+    assert run("report", "seen.safetensors", "--strip", "0.2").code == 0
+    page = Page(Path("headscope-report.html").read_text(encoding="utf-8"))
+    assert list(page.data["layers"][0]["strips"]["heads"]) == ["2"]
+
+
+def test_an_image_lies_below(run: Run) -> None:  # noqa: F811
+    q, k = torch.randn(2, 1, 3, 13, 5)
+    found = observe(q, k, what=Observe(map=13)).named("a")
+    Recording(found, About("m", {}, {}, {"a": "self"}, None, 1, 1)).save("seen.safetensors")
+    pixels = np.arange(6 * 8 * 3, dtype=np.uint8).reshape(6, 8, 3)
+    Image.fromarray(pixels).save("photo.png")
+    assert run("report", "seen.safetensors", "--image", "photo.png", "--grid", "3x4").code == 0
+    image = Page(Path("headscope-report.html").read_text(encoding="utf-8")).data["image"]
+    assert (image["height"], image["width"], image["grid"], image["special"]) == (6, 8, [3, 4], 1)
+    ran = run("report", "seen.safetensors", "--image", "photo.png", "--grid", "5x5")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == "headscope report: RECORDING: grid: 5 x 5 patches are not the 13 keys that there are\n"
+
+
+MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
+    "no file": (("no.safetensors",), "RECORDING: no.safetensors: no such file"),
+    "no recording": (("other.txt",), "RECORDING: other.txt: no file of headscope's statistics"),
+    "over a file": (("seen.safetensors", "--out", "other.txt"), "--out: other.txt: holds a file that is no page"),
+    "both": (("seen.safetensors", "--serve", "--out", "a.html"), "--serve: wanted either it or --out"),
+    "grid": (("seen.safetensors", "--grid", "14"), "--grid: got 14, wanted rows and columns, as 14x14"),
+    "grid alone": (("seen.safetensors", "--grid", "2x5"), "RECORDING: grid, special: wanted an image with them"),
+    "image": (("seen.safetensors", "--image", "other.txt"), "--image: no PNG or JPEG that can be read"),
+    "no image": (("seen.safetensors", "--image", "no.png"), "--image: No such file or directory"),
+    "strip": (("seen.safetensors", "--strip", "a.1"), "--strip: got a.1, wanted a layer and a head, counted from 0"),
+    "no such strip": (
+        ("seen.safetensors", "--strip", "0.3"),
+        "RECORDING: strips: got layer 0, head 3, which is not there",
+    ),
+    "served strips": (("seen.safetensors", "--serve", "--strip", "0.1"), "--strip: wanted none with --serve"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.usefixtures("saved")
+def test_a_mistake_is_one_line(name: str, run: Run) -> None:  # noqa: F811
+    Path("other.txt").write_text("mine", encoding="utf-8")
+    arguments, said = MISTAKES[name]
+    ran = run("report", *arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(f"headscope report: {said}"), ran.err
+    assert ran.err.count("\n") == 1
+    assert Path("other.txt").read_text(encoding="utf-8") == "mine"
+    assert sorted(os.listdir()) == ["other.txt", "seen.safetensors"]
+
+
+def test_serving_needs_q_and_k(run: Run, saved: Path) -> None:  # noqa: F811
+    Recording.load(saved).save("plain.safetensors")
+    ran = run("report", "plain.safetensors", "--serve")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("headscope report: --serve: q and k were not kept; wanted watch --keep-qk")
+
+
+@POSIX
+def test_it_serves_until_ctrl_c(saved: Path) -> None:
+    command: list[Any] = [sys.executable, "-u", "-m", "headscope.cli", "report", saved.name, "--serve"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path.cwd()
+    ) as running:
+        assert running.stdout is not None
+        said = running.stdout.readline()
+        url = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", said)
+        assert url is not None, said
+        with urllib.request.urlopen(url[0], timeout=20) as answer:
+            assert MARKER.encode() in answer.read(256)
+        tile = f"{url[0]}tile?layer=0&head=1&i0=0&i1=11&j0=0&j1=11&size=16"
+        with urllib.request.urlopen(tile, timeout=20) as answer:
+            both = np.frombuffer(answer.read(), "<f4").reshape(2, 11, 11)
+        wanted = Recording.load(saved).stats.tile(0, 11, 0, 11)[0, 1].numpy()
+        np.testing.assert_array_equal(np.nan_to_num(both[0]), wanted)
+        running.send_signal(signal.SIGINT)
+        out, error = running.communicate(timeout=20)
+        assert (running.returncode, out, error) == (130, "", "headscope: interrupted\n")
+
+
+def test_watch_keeps_q_and_k_in_the_recording(run: Run) -> None:  # noqa: F811
+    ran = run("watch", "text", "--text", "abc", "--keep-qk", "--no-page")
+    assert (ran.code, ran.err) == (2, "headscope watch: --keep-qk: wanted --out with it\n")
+    ran = run(
+        "watch", "text", "--text", "i love to code", "--keep-qk", "--out", "seen.safetensors", "--no-page", "--json"
+    )
+    assert ran.code == 0, ran.err
+    stats = Recording.load("seen.safetensors").stats
+    queries, keys = next(iter(stats.parts.values())).lengths or (0, 0)
+    for layer in range(len(stats.layers)):
+        p = stats[layer].tile(0, queries, 0, keys)[0].double()  # pyright: ignore[reportAttributeAccessIssue]
+        torch.testing.assert_close(
+            p.amax((1, 2)), stats[layer].map.max.nan_to_num(0).amax((1, 2)), rtol=1e-5, atol=1e-6
+        )
+        torch.testing.assert_close(p.sum(-1), torch.ones(8, queries, dtype=torch.float64), rtol=1e-5, atol=1e-6)
