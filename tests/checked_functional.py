@@ -104,6 +104,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pad: Tensor | None, s: Setting, trai
         p = p * s.size**-0.5
     if s.wrong == "heads averaged":
         p.mean((1, 2))
+    if s.wrong == "heads summed":
+        return torch.einsum("bgrij,jbgd->ibgrd", p, v).mean((2, 3), keepdim=True).expand_as(q)
     late = s.wrong == "dropout before softmax"
     p = drop(p, 0.25, True) if s.wrong == "dropout in eval" else drop(p, s.probability, training and not late)
     return torch.einsum("bgrij,jbgd->ibgrd", p, v)

@@ -89,6 +89,8 @@ class Loops(nn.Module):
         if self.fault == "merge without transpose":
             stacked = torch.stack(results, 1)  # [B, H, T, D]
             return stacked.view(stacked.size(0), stacked.size(2), -1)
+        if self.fault == "heads summed":
+            results = [torch.stack(results).mean(0)] * number
         return torch.cat(results, dim=-1)
 
     def products(self, q: Tensor, k: Tensor, head: int) -> Tensor:

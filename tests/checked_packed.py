@@ -64,6 +64,8 @@ class Packed(nn.Module):
         if bug == "heads averaged":
             _ = p.mean(1)
         b, h, t, d = out.shape
+        if bug == "heads summed":
+            out = out.sum(dim=1, keepdim=True).expand(b, h, t, d)
         out = out if bug == "merge without transpose" else out.transpose(1, 2)
         merged = out.reshape(b, t, h * d)
         if bug == "state":

@@ -391,6 +391,17 @@ def test_what_cannot_be_checked_is_said(error: type[Exception], given: Any, opti
         check(given, **options)
 
 
+def test_rows_that_relu_puts_to_sleep_are_not_blocked() -> None:
+    class Cut(SixSteps):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).relu()
+
+    module = Cut(24, 3)
+    with torch.no_grad():
+        module.out_proj.bias[:5] = -10.0
+    assert check(module).names == ()
+
+
 def test_the_module_and_the_random_numbers_stay_as_they_were() -> None:
     module = Packed(24, 3, dropout=0.3).train()
     module.out.requires_grad_(False)

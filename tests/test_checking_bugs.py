@@ -21,6 +21,7 @@ CAUSAL = {
 BUGS: dict[str, str] = {
     "view without transpose": "heads-split-wrong",
     "merge without transpose": "heads-merged-wrong",
+    "heads summed": "heads-not-joined",
     "heads interleaved": "heads-interleaved",
     "one head": "heads-not-split",
     "keys are queries": "keys-are-queries",

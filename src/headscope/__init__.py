@@ -48,13 +48,14 @@ __all__ = [
     "masks",
     "nn_compat",
     "observe",
+    "onnx",
     "positions",
     "trace",
     "watch",
 ]
 
 if TYPE_CHECKING:
-    from headscope import cache, layouts, masks, nn_compat, positions
+    from headscope import cache, layouts, masks, nn_compat, onnx, positions
     from headscope.checking import Findings, check
     from headscope.examples import load_example
     from headscope.functional import Attended, attend, attention, observe
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("cache", "layouts", "masks", "nn_compat", "positions"):
+    if name in ("cache", "layouts", "masks", "nn_compat", "onnx", "positions"):
         return import_module(f"headscope.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'headscope' has no attribute {name!r}; it has {', '.join(__all__)}")

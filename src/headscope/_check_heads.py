@@ -204,6 +204,8 @@ def _grouped(fq: Tensor, fk: Tensor) -> list[Fault]:
 
 def _merged(seen: Seen) -> list[Fault]:
     """Whether what the heads give is put together token by token."""
+    if seen.summed:
+        return [Fault("heads-not-joined", "what the heads give is summed over the heads before it is projected")]
     for ids in seen.projections:
         if not bool((seen.kind[ids] == HEADS).all()):
             continue

@@ -69,6 +69,7 @@ class Seen:
         projections: the ids of what was multiplied by weights, [N, rows, width] each.
         fused: how often attention was left to a kernel.
         averaged: weights, summed or averaged over heads.
+        summed: what the heads give was summed over heads, before a projection.
         over_tokens: a product summed over tokens before there were weights.
         out_ids: the ids of the output.
     """
@@ -86,6 +87,7 @@ class Seen:
     operands: list[Operands] = field(default_factory=list[Operands])
     fused: int = 0
     averaged: list[Tensor] = field(default_factory=list[Tensor])
+    summed: bool = False
     over_tokens: bool = False
     out_ids: Tensor | None = None
 
@@ -221,10 +223,22 @@ class Tap(TorchDispatchMode):
             self._moved(func, first, args, kwargs)
         elif name not in _REDUCTIONS:
             self._elementwise(name, first, args, known)
-        elif name in ("mean", "sum") and first.ndim >= 2 and first.shape[-2:] == known[0].shape[-2:]:
-            ids = self.ids(known[0])
-            if ids is not None and ids.numel() and self._pairs(ids):
-                self.seen.averaged.append(first)
+        elif name in ("mean", "sum"):
+            self._reduced(first, args)
+
+    def _reduced(self, out: Tensor, args: tuple[Any, ...]) -> None:
+        """Weights, or what the heads give, summed over heads."""
+        ids = self.ids(args[0])
+        if ids is None or not ids.numel() or len(args) < 2 or args[1] is None:
+            return
+        seen, axes = self.seen, [axis % ids.ndim for axis in (args[1] if isinstance(args[1], list) else [args[1]])]
+        if self._pairs(ids):
+            if out.ndim >= 2 and out.shape[-2:] == ids.shape[-2:]:
+                seen.averaged.append(out)
+        elif bool((seen.kind[ids] == HEADS).all()) and ids.ndim - 1 not in axes:
+            token, feature = seen.token[ids], seen.feature[ids]
+            kept = bool((token.amax(axes) == token.amin(axes)).all())
+            seen.summed = seen.summed or (kept and bool((feature.amax(axes) > feature.amin(axes)).any()))
 
     def _moved(self, func: Any, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Numbers at other places: the shadows are moved alike."""

@@ -30,6 +30,12 @@ WORDS: dict[str, Words] = {
         "Move the heads back behind the length before joining them.",
         "out = out.transpose(1, 2).reshape(B, T, H * D)",
     ),
+    "heads-not-joined": Words(
+        "wrong",
+        "A sum or mean of heads forgets which head said what: together they say no more than one head's width.",
+        "Put the heads side by side, then project.",
+        "out = out.transpose(1, 2).reshape(B, T, H * D)",
+    ),
     "heads-interleaved": Words(
         "unusual",
         "It trains, but weights from or for another implementation do not fit: there a head's rows lie side by side.",
