@@ -176,7 +176,10 @@ def _notes(recording: Recording) -> list[str]:
     for name, part in recording.stats.parts.items():
         broken = int(part.broken.sum())
         if broken:
-            notes.append(f"{name}: {broken:,} rows of its heads hold NaN or infinity and are in no figure.")
+            what = "row of its heads holds" if broken == 1 else "rows of its heads hold"
+            notes.append(
+                f"{name}: {broken:,} {what} NaN or infinity and {'is' if broken == 1 else 'are'} in no figure."
+            )
     if recording.stats.sampled:
         looked = sum(part.looked_at for part in recording.stats.parts.values())
         of = sum(part.of for part in recording.stats.parts.values())
