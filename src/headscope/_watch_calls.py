@@ -214,6 +214,6 @@ def _rows(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
             seen, 0.0 if bias is None else bias, -math.inf
         )  # unlike a tensor in a mask, not planned anew
     numbers = (call.scale, call.softcap, 0.0, True)
-    out, lse = functional._run(q, k, v, None, bias, call.sinks, numbers, "reference")  # pyright: ignore[reportArgumentType]
+    out, lse = functional._run(q, k, v, None, bias, call.sinks, numbers, None)  # pyright: ignore[reportArgumentType]
     assert lse is not None  # it is asked for
     return out.float(), lse
