@@ -349,6 +349,16 @@ def test_a_module_that_keeps_its_weights_can_be_checked_after_a_call() -> None:
     assert check(module).names == ()
 
 
+def test_a_flag_is_no_mask() -> None:
+    class Flagged(SixSteps):
+        def forward(self, x: Tensor, use_mask: bool = False) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return super().forward(x)
+
+    found = check(Flagged(24, 3))
+    assert found.names == ()
+    assert found.not_tested["a mask that is handed over"].startswith("it takes none that is named so")
+
+
 def test_masks_that_may_not_be_none() -> None:
     class Needing(Packed):
         def forward(self, x: Tensor, mask: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
