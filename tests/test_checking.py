@@ -221,6 +221,13 @@ def test_seed_001_divides_by_the_width_of_the_model() -> None:
     assert not found, "unusual is not wrong"
 
 
+def test_as_many_heads_as_a_head_is_wide_leave_two_readings_of_a_scale() -> None:
+    found = check(FoldedHeads(16, 4))
+    assert found.names == ("scale-sqrt-embed-dim",)
+    assert found["scale-sqrt-embed-dim"].seen.endswith("it is 1/√16, the width of the model, or 1/4")
+    assert check(Packed(16, 4, bug="scaled twice")).names == ("scaled-twice",)
+
+
 def test_seed_002_takes_one_text() -> None:
     found = check(OneText(24, 3), call=lambda module, x, mask: torch.stack([module(text) for text in x]))
     assert found.names == (), str(found)
