@@ -322,6 +322,14 @@ def test_weights_that_come_back_are_those_that_were_used(
     assert check(Showing(24, 3)).names == names
 
 
+def test_keys_that_come_back_are_no_weights() -> None:
+    """As wide as the input is long: by their shape they might be."""
+    found = check(Packed(21, 3, causal=True))
+    assert found.names == ()
+    assert "3 heads of width 7" in found.understood
+    assert "decoding with its cache equals the full forward pass" in found.understood
+
+
 def test_rotary_positions_by_complex_numbers() -> None:
     """As in the first Llama: pairs of numbers are seen as complex ones, and turned."""
 

@@ -46,7 +46,7 @@ class Run:
         out: [B, T, E'].
         heads: the attention, or None where it could not be told: ``why`` says why.
         faults: what is wrong with the layout.
-        returned: all tensors that came back.
+        returned: the tensors that came back and may be weights: the others are made of one token each.
     """
 
     out: Tensor
@@ -140,7 +140,8 @@ class Subject:
         tap.seen.out_ids = tap.ids(out)
         tap.seen.fused += len(calls)
         heads, faults, why = arrange(tap.seen, batch, length)
-        return Run(out.detach().double(), heads, faults, why, tap.seen, tensors(result))
+        returned = [tensor for tensor in tensors(result) if not tap.knows_token(tensor)]
+        return Run(out.detach().double(), heads, faults, why, tap.seen, returned)
 
 
 def _called(target: Any, names: tuple[str, ...], way: Way, x: Tensor, more: dict[str, Any]) -> Any:
