@@ -60,7 +60,7 @@ class Alibi(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads, self.q, self.kv, self.out = heads, nn.Linear(width, width), nn.Linear(width, 2 * width), None
+        self.heads, self.q, self.kv = heads, nn.Linear(width, width), nn.Linear(width, 2 * width)
         self.o = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,6 +69,84 @@ class Alibi(nn.Module):
         slope = 2.0 ** -torch.arange(1, self.heads + 1)[:, None, None]
         bias = (-slope * (place[:, None] - place)).masked_fill(place > place[:, None], -math.inf).to(x.dtype)
         return self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
+
+
+class Tensors(nn.Module):
+    """Weights of three axes and einsum, as in Keras; heads of a width of their own."""
+
+    def __init__(self, width: int, heads: int, size: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Parameter(torch.randn(width, heads, size) * 0.2) for _ in range(3))
+        self.o = nn.Parameter(torch.randn(heads, size, width) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (torch.einsum("bte,ehd->bthd", x, w) for w in (self.q, self.k, self.v))
+        p = torch.einsum("bqhd,bkhd->bhqk", q * q.shape[-1] ** -0.5, k).softmax(-1)
+        return torch.einsum("bqhd,hde->bqe", torch.einsum("bhqk,bkhd->bqhd", p, v), self.o)
+
+
+class Folded(nn.Module):
+    """One key head; the query heads are folded into the length."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.q, self.kv = heads, nn.Linear(width, width), nn.Linear(width, 2 * width // heads)
+        self.o = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, e = x.shape
+        k, v = self.kv(x).chunk(2, -1)
+        q = self.q(x).view(b, t, self.heads, -1).transpose(1, 2).reshape(b, self.heads * t, -1)
+        out = (q @ k.mT * k.shape[-1] ** -0.5).softmax(-1) @ v
+        return self.o(out.view(b, self.heads, t, -1).transpose(1, 2).reshape(b, t, e))
+
+
+class Single(nn.Module):
+    """A head of Karpathy's, but for the scale."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.key, self.query, self.value = (nn.Linear(width, size, bias=False) for _ in range(3))
+        self.register_buffer("tril", torch.tril(torch.ones(32, 32)))
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        t, k = x.shape[1], self.key(x)
+        wei = self.query(x) @ k.transpose(-2, -1) * k.shape[-1] ** -0.5
+        wei = wei.masked_fill(self.tril[:t, :t] == 0, float("-inf"))
+        return self.dropout(wei.softmax(dim=-1)) @ self.value(x)
+
+
+class Listed(nn.Module):
+    """Heads as modules of their own."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([Single(width, width // heads) for _ in range(heads)])
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(torch.cat([head(x) for head in self.heads], dim=-1))
+
+
+class Piecewise(nn.Module):
+    """Query by query, written into tensors that were made beforehand."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, e = x.shape
+        q, k, v = (one(x).view(b, t, self.heads, -1) for one in (self.q, self.k, self.v))
+        scores, out = x.new_zeros(b, self.heads, t, t), torch.empty_like(v)
+        for h in range(self.heads):
+            for i in range(t):
+                scores[:, h, i] = torch.einsum("bd,bjd->bj", q[:, i, h], k[:, :, h])
+            scores[:, h] /= math.sqrt(e // self.heads)
+            out[:, :, h] = scores[:, h].softmax(-1) @ v[:, :, h]
+        return self.o(out.view(b, t, e))
 
 
 class Causal(nn.Module):
@@ -103,6 +181,10 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "timm, by hand": lambda: Timm(24, 3, fused=False),
     "timm, fused": lambda: Timm(24, 3, fused=True),
     "timm, normed": lambda: Timm(24, 3, fused=True, norm=True),
+    "weights of three axes": lambda: Tensors(24, 3, 5),
+    "heads folded into the length": lambda: Folded(24, 3),
+    "heads listed": lambda: Listed(24, 3),
+    "query by query": lambda: Piecewise(24, 3),
     "alibi": lambda: Alibi(24, 3),
     "BERT, eager": lambda: BertAttention(config(BertConfig(**BERT), "eager"), layer_idx=0),
     "GPT-2": lambda: GPT2Attention(config(GPT2Config(n_embd=24, n_head=3), "sdpa"), layer_idx=0),
@@ -137,6 +219,13 @@ def test_seed_001_divides_by_the_width_of_the_model() -> None:
     assert found["scale-sqrt-embed-dim"].severity == "unusual"
     assert "0.2041 · q·k, wanted 0.3536 (1/√8): it is 1/√24" in found["scale-sqrt-embed-dim"].seen
     assert not found, "unusual is not wrong"
+
+
+def test_as_many_heads_as_a_head_is_wide_leave_two_readings_of_a_scale() -> None:
+    found = check(FoldedHeads(16, 4))
+    assert found.names == ("scale-sqrt-embed-dim",)
+    assert found["scale-sqrt-embed-dim"].seen.endswith("it is 1/√16, the width of the model, or 1/4")
+    assert check(Packed(16, 4, bug="scaled twice")).names == ("scaled-twice",)
 
 
 def test_seed_002_takes_one_text() -> None:
@@ -233,6 +322,14 @@ def test_weights_that_come_back_are_those_that_were_used(
     assert check(Showing(24, 3)).names == names
 
 
+def test_keys_that_come_back_are_no_weights() -> None:
+    """As wide as the input is long: by their shape they might be."""
+    found = check(Packed(21, 3, causal=True))
+    assert found.names == ()
+    assert "3 heads of width 7" in found.understood
+    assert "decoding with its cache equals the full forward pass" in found.understood
+
+
 def test_rotary_positions_by_complex_numbers() -> None:
     """As in the first Llama: pairs of numbers are seen as complex ones, and turned."""
 
@@ -265,6 +362,16 @@ def test_a_module_that_keeps_its_weights_can_be_checked_after_a_call() -> None:
     module = Keeping(24, 3)
     module(torch.randn(2, 5, 24))
     assert check(module).names == ()
+
+
+def test_a_flag_is_no_mask() -> None:
+    class Flagged(SixSteps):
+        def forward(self, x: Tensor, use_mask: bool = False) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return super().forward(x)
+
+    found = check(Flagged(24, 3))
+    assert found.names == ()
+    assert found.not_tested["a mask that is handed over"].startswith("it takes none that is named so")
 
 
 def test_masks_that_may_not_be_none() -> None:
@@ -355,6 +462,17 @@ def test_a_function_is_checked_too() -> None:
     assert found.subject == "attention"
     assert found.not_tested["gradients of weights"] == "a function has no parameters"
     assert check(attention, embed_dim=24, heads=4).names == ("heads-not-split",)
+
+
+def test_a_function_that_takes_float32_alone() -> None:
+    module = Packed(24, 3, causal=True).eval()
+
+    def attention(x: Tensor) -> Tensor:
+        return module(x)[0]
+
+    assert check(attention, embed_dim=24, causal=True).names == ()
+    module.bug = "one ahead"
+    assert check(attention, embed_dim=24).names == ("sees-one-ahead",)
 
 
 def test_an_example_input_gives_the_only_length_there_is() -> None:

@@ -6,10 +6,11 @@ import json
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headscope import _check_child
+from headscope import Findings, _check_child
 from headscope._commands.screen import Mistake
 from headscope.cli import main
 
@@ -59,12 +60,26 @@ def test_a_bug_is_said_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> N
     assert err == "headscope check: importing and running homework.py, in a process of its own\n"
 
 
-def test_nothing_found_is_exit_code_0_and_json_is_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "homework.py:Attention", "--args", "24, 3", "--heads", "3", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["kind"] == "headscope-findings"
-    assert (found["subject"], found["wrong"], found["findings"]) == ("Attention", False, [])
-    assert "3 heads of width 8" in found["understood"]
+def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    nothing = Findings("A\x1b[2J", (), ("1 head",), {"speed": "no \x1b"}).to_dict()
+
+    def ask(what: dict[str, Any], timeout: int) -> dict[str, Any]:
+        asked.append({**what, "timeout": timeout})
+        return {"findings": nothing}
+
+    monkeypatch.setattr(import_module("headscope._commands.check"), "_ask", ask)
+    options = ["--heads", "3", "--causal", "--length-first", "--mask-means", "hide", "--timeout", "7"]
+    assert main(["check", "homework.py:A", "--args", "24, h=(3,)", *options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == nothing
+    assert asked[0]["options"] == {"heads": 3, "causal": True, "batch_first": False, "mask_means": "hide"}
+    assert (asked[0]["args"], asked[0]["kwargs"], asked[0]["timeout"]) == ([24], {"h": (3,)}, 7)
+    assert main(["check", "homework.py:A"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("A\\x1b[2J: nothing found\n\nunderstood\n  1 head")
+    assert "\x1b" not in out
 
 
 @pytest.mark.parametrize(

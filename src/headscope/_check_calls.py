@@ -46,7 +46,7 @@ class Run:
         out: [B, T, E'].
         heads: the attention, or None where it could not be told: ``why`` says why.
         faults: what is wrong with the layout.
-        returned: all tensors that came back.
+        returned: the tensors that came back and may be weights: the others are made of one token each.
     """
 
     out: Tensor
@@ -140,7 +140,8 @@ class Subject:
         tap.seen.out_ids = tap.ids(out)
         tap.seen.fused += len(calls)
         heads, faults, why = arrange(tap.seen, batch, length)
-        return Run(out.detach().double(), heads, faults, why, tap.seen, tensors(result))
+        returned = [tensor for tensor in tensors(result) if not tap.knows_token(tensor)]
+        return Run(out.detach().double(), heads, faults, why, tap.seen, returned)
 
 
 def _called(target: Any, names: tuple[str, ...], way: Way, x: Tensor, more: dict[str, Any]) -> Any:
@@ -223,7 +224,7 @@ def subject(target: Any, call: Call | None, embed_dim: int | None, inputs: Tenso
         raise TypeError(f"module: got {got}, wanted an nn.Module or a function")
     made = _copied(target)
     names = _names(made)
-    masks = _mask_names(names) if call is None else ("mask",)
+    masks = _mask_names(made) if call is None else ("mask",)
     batch = 2 if inputs is None else max(2, inputs.shape[0])
     failed = ""
     for dtype in (torch.float64, torch.float32):
@@ -329,8 +330,10 @@ def _names(target: Any) -> tuple[str, ...]:
     return tuple(p.name for p in _parameters(target) if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
 
 
-def _mask_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(n for n in names if ("mask" in n or "pad" in n) and not any(part in n for part in FOREIGN))
+def _mask_names(target: Any) -> tuple[str, ...]:
+    flags = {p.name for p in _parameters(target) if isinstance(p.default, bool)}  # whether, not what, to hide
+    named = (n for n in _names(target) if "mask" in n or "pad" in n)
+    return tuple(n for n in named if n not in flags and not any(part in n for part in FOREIGN))
 
 
 def _cache_name(names: tuple[str, ...]) -> str | None:

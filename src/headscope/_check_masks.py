@@ -92,10 +92,13 @@ def _scale(case: Case, heads: Heads, found: Slope) -> None:
         case.understood.append("scale 1 with a bias added to the logits, as in T5")
     elif close(1.0):
         case.find("scale-missing", said)
+    elif close(1 / width) and _parts(case) >= 2:
+        case.find("scaled-twice", f"{said}: it is 1/{width}")
     elif close(subject.embed_dim**-0.5):
-        case.find("scale-sqrt-embed-dim", f"{said}: it is 1/√{subject.embed_dim}, the width of the model")
+        either = f", or 1/{width}" if close(1 / width) else ""  # where there are as many heads as a head is wide
+        case.find("scale-sqrt-embed-dim", f"{said}: it is 1/√{subject.embed_dim}, the width of the model{either}")
     elif close(1 / width):
-        case.find("scaled-twice" if _parts(case) >= 2 else "scale-without-root", f"{said}: it is 1/{width}")
+        case.find("scale-without-root", f"{said}: it is 1/{width}")
     elif close(width**0.5) or close(width):
         case.find("scale-multiplied", said)
     elif close(subject.length**-0.5) or close(1 / subject.length):

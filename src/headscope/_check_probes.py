@@ -160,7 +160,7 @@ def dependence(case: Case) -> None:
 def _equivariance(case: Case, plain: Tensor) -> None:
     order = torch.arange(case.subject.length).flip(0)
     turned = case.subject.run(case.x[:, order])
-    if bool(_differs(plain[:, order], turned, 1e-6).any()):
+    if bool(_differs(plain[:, order], turned, case.subject.tolerance).any()):
         off = float((plain[:, order] - turned).abs().max())
         case.find("not-permutation-equivariant", f"for tokens in reverse order the outputs are off by up to {off:.3g}")
 
@@ -199,7 +199,7 @@ def one(case: Case) -> None:
     except Exception as error:  # whatever it raises is what was found
         case.find("fails-on-batch-of-one", line(error))
         return
-    if alone.shape != whole.shape or bool(_differs(whole, alone, 1e-6).any()):
+    if alone.shape != whole.shape or bool(_differs(whole, alone, subject.tolerance).any()):
         case.find("fails-on-batch-of-one", f"alone, batch entry 0 gives {list(alone.shape)} with other numbers")
 
 

@@ -113,6 +113,11 @@ class Tap(TorchDispatchMode):
         found = self._shadow(x)
         return None if found is None else found[0]
 
+    def knows_token(self, x: Tensor) -> bool:
+        """Whether a tensor is of something that belongs to one token: queries, keys, values, outputs."""
+        ids = self.ids(x)
+        return ids is not None and bool(ids.any()) and not self._pairs(ids)
+
     def _shadow(self, x: Tensor, part: int = 0) -> tuple[Tensor, Tensor] | None:
         """Ids and factors; of complex numbers those of the real part, or the imaginary one (part 1)."""
         if not _followed(x):
