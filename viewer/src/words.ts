@@ -76,8 +76,8 @@ export function binning(layer: Layer): string {
   if (map.exact) return "Each cell is one weight.";
   if (!map.ranges) return `Pooled: ${map.rows} × ${map.columns} bins over calls of different lengths, each in proportion.`;
   const [queries, keys] = layer.lengths!;
-  const texts = layer.of / queries;
-  const over = texts > 1 ? ` over ${whole(texts)} texts` : "";
+  const inputs = layer.of / queries;
+  const over = inputs > 1 ? ` over ${whole(inputs)} inputs` : "";
   if (queries === map.rows && keys === map.columns) return `Each cell is one query and key, pooled${over}.`;
   const each = (length: number, bins: number) => {
     const size = length / bins;
