@@ -354,7 +354,7 @@ class Plan:
         spans: integers [B or 1, Q or 1, n, 2] with n = 1 or 2: half-open key intervals, ascending and disjoint; an
             empty one is (K, K).
         rest: what the spans cannot say, or None. ``rest.allows`` is asked only inside the spans.
-        bounds: for each query the first and the last key + 1 over batch and spans, as numbers on the host, [Q or 1][2];
+        bounds: for each query the first and the last key + 1 over batch and spans, as numbers on the host, [Q or 1, 2];
             None where reading them would wait for a device or has no values (meta, compilation).
         full: the spans leave out no key of any query.
         everything: every query may see every key.
