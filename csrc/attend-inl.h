@@ -193,7 +193,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
     template <bool DROPS> void exponentials(int keys, const V<T>* m) {
         V<T> total[QV];  // these in registers: what is stored below might be they for all that the compiler knows
         T *const p = this->p, *const kept = this->kept;
-        UNROLL for (int v = 0; v < QV; v++) total[v] = sum[v];
+        UNROLL for (int v = 0; v < QV; v++) total[v] = V<T>{};  // of the block: long rows do not add small numbers to large ones
         typename Rider::Sums seen;
         const auto weight = [&](int j, int v) __attribute__((always_inline)) {
             const V<T> below = load(p + j * ROWS + v * L) - m[v], depth = Rider::LOOKS ? at_floor(below) : below, x = exp2(depth);
@@ -216,8 +216,8 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
         } else {
             for (int j = 0; j < keys; j++) UNROLL for (int v = 0; v < QV; v++) store(p + j * ROWS + v * L, weight(j, v));
         }
-        UNROLL for (int v = 0; v < QV; v++) sum[v] = total[v];
-        rider.add(seen);
+        UNROLL for (int v = 0; v < QV; v++) sum[v] += total[v];
+        rider.add(total, seen);
     }
 
     void scale_output(const V<T>* factor) {

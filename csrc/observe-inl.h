@@ -9,6 +9,8 @@
 // Keys and map need the weights normalised, which they are once the whole row is known. So where these are asked for, the block's
 // weights are kept for all keys, as they were relative to the maximum of the time, and swept through once more at the end: no
 // product and no exp is taken twice. This is ROWS numbers a key for each thread.
+INLINE std::int64_t row_bin(const RowStats& s, std::int64_t query) { return ((query + 1) * s.bins - 1) / s.all_queries; }
+
 template <class T, int QV> struct Look {
     static constexpr bool LOOKS = true;
     static constexpr int L = LANES<T>, ROWS = QV * L;
@@ -141,7 +143,6 @@ template <class T, int QV> struct Look {
         }
     }
     std::int64_t column_bin(const Forward& f, std::int64_t j) const { return ((j + 1) * s->bins - 1) / f.keys; }
-    std::int64_t row_bin(std::int64_t i) const { return ((i + 1) * s->bins - 1) / s->all_queries; }
 
     // Which rows have the token of key j for their own.
     INLINE I<T> matches(std::int64_t j, int v) const {
@@ -193,10 +194,10 @@ template <class T, int QV> struct Look {
             for (int n = REACH; n < WITHIN + s->windows; n++) store(at + n * ROWS, load(at + n * ROWS) * shrink[v]);
         }
     }
-    INLINE void add(const Sums& x) {
+    INLINE void add(const V<T>* mass, const Sums& x) {
         UNROLL for (int v = 0; v < QV; v++) {
-            block_mass[v] = x.mass[v];
-            plus(ONES, v, whole_number(x.mass[v] - x.beside[v])), plus(BESIDE, v, x.beside[v]);
+            block_mass[v] = mass[v];
+            plus(ONES, v, whole_number(mass[v] - x.beside[v])), plus(BESIDE, v, x.beside[v]);
             plus(DEPTH, v, x.depth[v]), plus(SQUARES, v, x.squares[v]);
         }
     }
@@ -210,7 +211,7 @@ template <class T, int QV> struct Look {
     template <class Block> void after(const Block& block, std::int64_t j0, int keys) {
         T* p = block.p;
         if (s->columns()) {
-            const std::int64_t n = (j0 - begin) / step;
+            const std::int64_t n = (j0 - begin) / Block::KEYS;
             there[n] = true;
             UNROLL for (int v = 0; v < QV; v++) store(tops + n * ROWS + v * L, block.top[v]);
             if (s->bins && !block.all_seen) for (int k = 0; k < keys * ROWS; k += L)
@@ -438,10 +439,10 @@ template <class T, int QV> struct Look {
                 if (high < f.keys) s->eligible[head * f.keys + high]--;
             }
             if (!s->bins) continue;
-            std::int64_t* cell = s->map_count + (head * s->bins + row_bin(block.query(r))) * s->bins;
+            std::int64_t* cell = s->map_count + (head * s->bins + row_bin(*s, block.query(r))) * s->bins;
             const std::int64_t x = column_bin(f, low), last = column_bin(f, high - 1);
-            for (std::int64_t y = x; y <= last; y++)
-                cell[y] += (y == last ? high : column_edge[y + 1]) - (y == x ? low : column_edge[y]);
+            for (std::int64_t y = x; y <= last; y++) cell[y] += column_edge[y + 1] - column_edge[y];
+            cell[x] -= low - column_edge[x], cell[last] -= column_edge[last + 1] - high;
         }
     }
 
@@ -455,8 +456,8 @@ template <class T, int QV> struct Look {
         if (!some) return;
         for (std::int64_t n = 0; n < blocks; n++) {
             if (!there[n]) continue;
-            const std::int64_t j0 = begin + n * step;
-            const int keys = int(end - j0 < step ? end - j0 : step);
+            const std::int64_t j0 = begin + n * Block::KEYS;
+            const int keys = int(end - j0 < Block::KEYS ? end - j0 : Block::KEYS);
             T* factor = tops + n * ROWS;
             UNROLL for (int v = 0; v < QV; v++) store(factor + v * L, exp2(load(factor + v * L) - top[v]) * scale[v]);
             if (s->bins) normalise<true>(f, j0, keys, factor);
@@ -477,7 +478,7 @@ template <class T, int QV> struct Look {
             const std::int64_t limit = MAP ? column_edge[bin + 1] - j0 : keys;
             last = int(limit < keys ? limit : keys);
             if constexpr (MAP) UNROLL for (int v = 0; v < QV; v++)
-                total[v] = load(cell_sum + bin * ROWS + v * L), high[v] = load_int<T>(cell_most + bin * ROWS + v * L);
+                total[v] = V<T>{}, high[v] = load_int<T>(cell_most + bin * ROWS + v * L);
             for (int j = n; j < last; j++) {
                 V<T> received{};
                 UNROLL for (int v = 0; v < QV; v++) {
@@ -491,7 +492,7 @@ template <class T, int QV> struct Look {
                 store(column + j * L, received);
             }
             if constexpr (MAP) UNROLL for (int v = 0; v < QV; v++)
-                store(cell_sum + bin * ROWS + v * L, total[v]), store_int<T>(cell_most + bin * ROWS + v * L, high[v]);
+                store(cell_sum + bin * ROWS + v * L, load(cell_sum + bin * ROWS + v * L) + total[v]), store_int<T>(cell_most + bin * ROWS + v * L, high[v]);
         }
     }
     template <class Block> void receive(const Block& block, std::int64_t j0, int keys, const T* factor) const {
@@ -522,9 +523,9 @@ template <class T, int QV> struct Look {
     // What each row of a vector has in each bin goes to the map.
     template <class Block> void fold(const Block& block, int v, const T* scales) {
         const int from = v * L, rows = block.count - from < L ? block.count - from : L;
-        const std::int64_t y = row_bin(block.query(from));
+        const std::int64_t y = row_bin(*s, block.query(from));
         bool together = block.group == 1;
-        for (int r = 1; together && r < rows; r++) together = row_bin(block.query(from + r)) == y;
+        for (int r = 1; together && r < rows; r++) together = row_bin(*s, block.query(from + r)) == y;
         for (int r = 0; r < L; r++) if (scales[from + r] == 0)  // does not count
             for (std::int64_t x = 0; x < s->bins; x++) cell_most[x * ROWS + from + r] = -1, pairs[x * ROWS + from + r] = 0;
         if (!together) {
@@ -563,9 +564,8 @@ template <class T, int QV> struct Look {
                 s->map_sum[first + k] += double(total[k]);
                 if (counts) for (int r = from; r < from + rows; r++) s->map_count[first + k] += pairs[(x + k) * ROWS + r];
                 if (!(of_bits(best[k]) > s->map_max[first + k])) continue;
-                int r = from;
-                while (cell_most[(x + k) * ROWS + r] != best[k]) r++;
-                put_largest(block, first + k, r, x + k);
+                const int r = first_lane<T>(load_int<T>(cell_most + (x + k) * ROWS + from) == best[k]);
+                put_largest(block, first + k, from + r, x + k);
             }
         }
     }
@@ -574,27 +574,33 @@ template <class T, int QV> struct Look {
         __builtin_memcpy(&x, &bits, sizeof(T));
         return bits < 0 ? -std::numeric_limits<double>::infinity() : double(x);
     }
-    // Goes on to the first key before `last` whose weight is this one; false where there is none.
-    bool find(Int<T> bits, int r, T factor, std::int64_t& j, std::int64_t last) const {
+    // The first key from j on and before `last` whose weight is this one; `last` where there is none.
+    std::int64_t find(Int<T> bits, int r, T factor, std::int64_t j, std::int64_t last) const {
         const T* p = kept + (j - begin) * ROWS + r;
-        for (; j < last; j++, p += ROWS) {
-            const T x = *p * factor;
-            Int<T> here;
-            __builtin_memcpy(&here, &x, sizeof(T));
-            if (here == bits) return true;
+        constexpr int some = 16;  // without a branch for each
+        for (; j < last; j += some, p += some * ROWS) {
+            const int n = last - j < some ? int(last - j) : some;
+            int at = some;
+            for (int k = n - 1; k >= 0; k--) {
+                const T x = p[k * ROWS] * factor;
+                Int<T> here;
+                __builtin_memcpy(&here, &x, sizeof(T));
+                at = here == bits ? k : at;
+            }
+            if (at < some) return j + at;
         }
-        return false;
+        return last;
     }
     template <class Block> std::int64_t cell_at(const Block& block, int r, std::int64_t x) const {
-        return ((share * block.f.heads + block.head(r)) * s->bins + row_bin(block.query(r))) * s->bins + x;
+        return ((share * block.f.heads + block.head(r)) * s->bins + row_bin(*s, block.query(r))) * s->bins + x;
     }
     template <class Block> void put_largest(const Block& block, std::int64_t cell, int r, std::int64_t x) const {
         const Int<T> bits = cell_most[x * ROWS + r];
         std::int64_t j = column_edge[x] > begin ? column_edge[x] : begin;
-        for (std::int64_t n = (j - begin) / step; n < blocks; n++) {
-            const std::int64_t last = begin + (n + 1) * step < end ? begin + (n + 1) * step : end;
-            if (!there[n]) j = last;
-            else if (find(bits, r, tops[n * ROWS + r], j, last)) break;
+        for (std::int64_t n = (j - begin) / Block::KEYS; n < blocks; n++) {
+            const std::int64_t next = begin + (n + 1) * Block::KEYS, last = next < end ? next : end;
+            if (there[n]) if (j = find(bits, r, tops[n * ROWS + r], j, last); j < last) break;
+            j = last;
         }
         s->map_max[cell] = of_bits(bits);
         std::int64_t* at = s->map_at + 4 * cell;

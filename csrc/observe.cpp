@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <numeric>
+#include <stdexcept>
 #include <vector>
 
 #include "threads.h"
@@ -102,55 +104,82 @@ struct Second {
     }
 };
 
-// Which bin of a histogram a value is in: bin k holds [edge k, edge k + 1), the outer two what lies beyond too.
-class Bins {
+// Which bin of a histogram a value is in: bin k holds [edge k, edge k + 1), the outer two what lies beyond too. A guess, and from
+// there to the bin: by a division where edges lie evenly, else by the value's power of two.
+template <class T> class Bins {
 public:
-    Bins(const double* edges, std::int64_t bins) : edges(edges), last(bins - 1), step((edges[bins] - edges[0]) / double(bins)) {
-        even = true;
-        for (std::int64_t k = 0; k <= bins; k++) even &= std::abs(edges[k] - (edges[0] + double(k) * step)) < 1e-6 * step;
+    static constexpr int MOST = 64;
+
+    Bins(const double* edges, int bins) : last(bins - 1) {
+        const double step = (edges[bins] - edges[0]) / bins;
+        scale = T(1 / step), offset = T(edges[0] / step);
+        even = std::abs(edges[0]) + std::abs(edges[bins]) < 1e5 * step;  // else a guess may be off by more than one
+        for (int k = 0; k <= bins; k++) {
+            even &= std::abs(edges[k] - (edges[0] + k * step)) < 1e-6 * step;
+            border[k] = T(edges[k]);  // the least T that is not below the edge: values compare with it as they do with the edge
+            if (double(border[k]) < edges[k]) border[k] = std::nextafter(border[k], std::numeric_limits<T>::infinity());
+        }
+        border[0] = border[bins] = std::numeric_limits<T>::quiet_NaN();  // nothing is beyond the outer bins
+        for (int k = 0, power = -POWERS; !even && power < POWERS; power++) {
+            while (k < last && border[k + 1] <= std::ldexp(T(1), power)) k++;
+            from_power[power + POWERS] = k;
+        }
     }
-    std::int64_t of(double x) const {
-        if (!even) return std::upper_bound(edges + 1, edges + last + 1, x) - (edges + 1);
-        const double guess = (x - edges[0]) / step;
-        std::int64_t k = guess > 0 ? (guess < double(last) ? std::int64_t(guess) : last) : 0;
-        if (k > 0 && x < edges[k]) k--;  // the edges are what they are, whatever the division rounds to
-        else if (k < last && x >= edges[k + 1]) k++;
+    int of(T x) const {
+        if (even) {
+            const int k = int(std::min(std::max(x * scale - offset, T(0)), T(last)));
+            return k - (x < border[k]) + (x >= border[k + 1]);
+        }
+        int k = x < std::ldexp(T(1), -POWERS) ? 0 : from_power[std::min(power_of(x), POWERS - 1) + POWERS];
+        while (x >= border[k + 1]) k++;
         return k;
     }
 
 private:
-    const double* edges;
-    std::int64_t last;
-    double step;
+    static constexpr int POWERS = 32;
+    static int power_of(float x) {
+        std::int32_t bits;
+        std::memcpy(&bits, &x, sizeof bits);
+        return (bits >> 23) - 127;
+    }
+    static int power_of(double x) { return std::isfinite(x) ? std::ilogb(x) : POWERS; }
+
+    int last;
     bool even;
+    T scale, offset, border[MOST + 1];
+    int from_power[2 * POWERS];
 };
 
 template <class T> void add_up(const Moments& m, const T* values, std::int64_t n) {
     const std::int64_t name = n / m.heads, head = n % m.heads;
     const double* edges = m.edges + name * (m.bins + 1);
-    std::int64_t bins = m.bins;
+    int bins = int(m.bins);
     while (bins > 1 && !std::isfinite(edges[bins])) bins--;
-    const Bins which(edges, bins);
-    std::int64_t* histogram = m.histogram + n * m.bins;
-    std::fill_n(histogram, m.bins, 0);
+    const Bins<T> which(edges, bins);
+    constexpr int CHAINS = 4;  // a sum and a bin wait for what came before
+    std::int64_t histogram[CHAINS][Bins<T>::MOST] = {}, count = 0;
+    double sums[CHAINS] = {}, squares[CHAINS] = {};
+    constexpr T far = std::numeric_limits<T>::infinity();
+    T least = far, largest = -far;
     const auto each_value = [&](const auto& body) {
         for (std::int64_t b = 0; b < m.batch; b++) {
             const T* at = values + ((name * m.batch + b) * m.heads + head) * m.rows;
-            for (std::int64_t r = 0; r < m.rows; r++) if (at[r] == at[r]) body(double(at[r]));
+            for (std::int64_t r = 0; r < m.rows; r++) if (at[r] == at[r]) body(at[r], r % CHAINS);
         }
     };
-    std::int64_t count = 0;
-    double sum = 0, M2 = 0, least = std::numeric_limits<double>::infinity(), largest = -least;
-    each_value([&](double x) {
-        count++, sum += x;
-        if (x < least) least = x;
-        if (x > largest) largest = x;
-        histogram[which.of(x)]++;
+    each_value([&](T x, std::int64_t chain) {
+        count++, sums[chain] += double(x), histogram[chain][which.of(x)]++;
+        least = std::min(least, x), largest = std::max(largest, x);
     });
-    const double none = std::numeric_limits<double>::quiet_NaN(), mean = count ? sum / double(count) : none;
-    each_value([&](double x) { M2 += (x - mean) * (x - mean); });
-    m.count[n] = count, m.mean[n] = mean, m.M2[n] = count ? M2 : none;
-    m.least[n] = count ? least : none, m.largest[n] = count ? largest : none;
+    const auto whole = [](const double* x) { return (x[0] + x[1]) + (x[2] + x[3]); };
+    const double none = std::numeric_limits<double>::quiet_NaN(), mean = count ? whole(sums) / double(count) : none;
+    each_value([&](T x, std::int64_t chain) { squares[chain] += (double(x) - mean) * (double(x) - mean); });
+    m.count[n] = count, m.mean[n] = mean, m.M2[n] = count ? whole(squares) : none;
+    m.least[n] = count ? double(least) : none, m.largest[n] = count ? double(largest) : none;
+    for (std::int64_t k = 0; k < m.bins; k++) {
+        m.histogram[n * m.bins + k] = 0;
+        for (int chain = 0; k < bins && chain < CHAINS; chain++) m.histogram[n * m.bins + k] += histogram[chain][k];
+    }
 }
 
 }  // namespace
@@ -199,6 +228,7 @@ void edges(const Forward& call, const RowStats& rows, const EdgeList& list, int 
 }
 
 void moments(const Moments& m, const void* values, bool wide, int threads) {
+    if (m.bins > Bins<float>::MOST) throw std::invalid_argument("moments: more bins than there is room for");
     Signals signals;
     const std::int64_t tasks = m.names * m.heads;
     each(signals, tasks, usable(threads, tasks), [&](std::int64_t n, int) {

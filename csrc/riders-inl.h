@@ -9,17 +9,16 @@ struct Alone {
     INLINE std::nullptr_t place_for(std::int64_t) { return nullptr; }
     template <class Block> INLINE void before(const Block&, std::int64_t, int) {}
     template <class X> INLINE void move(const X*, const X*, const X*) {}
-    INLINE void add(const Sums&) {}
+    template <class X> INLINE void add(const X*, const Sums&) {}
     template <class Block> INLINE void after(const Block&, std::int64_t, int) {}
     template <class Block> INLINE void finish(const Block&) {}
 };
 
-// What the loop that makes the weights of a block of keys sums for it.
+// What the loop that makes the weights of a block of keys sums for it, beside these.
 template <class T, int QV> struct RowSums {
-    V<T> mass[QV], beside[QV], depth[QV], squares[QV];
-    INLINE RowSums() { UNROLL for (int v = 0; v < QV; v++) mass[v] = beside[v] = depth[v] = squares[v] = V<T>{}; }
+    V<T> beside[QV], depth[QV], squares[QV];
+    INLINE RowSums() { UNROLL for (int v = 0; v < QV; v++) beside[v] = depth[v] = squares[v] = V<T>{}; }
     INLINE void add(int v, V<T> below, V<T> x) {  // finite, for 0 times -inf is no number
-        mass[v] += x;
         beside[v] += below < 0 ? x : V<T>{};
         depth[v] -= x * below;
         squares[v] += x * x;

@@ -275,7 +275,7 @@ template <class T> std::size_t look_scratch_of(const Forward& f) {
 std::size_t look_scratch(const Forward& f) { return is_double(f) ? look_scratch_of<double>(f) : look_scratch_of<float>(f); }
 // Keys and map: how many tasks share the row blocks of a key/value head. From the sizes alone.
 std::int64_t look_shares(const Forward& f) {
-    constexpr std::int64_t enough = 16, least = 1 << 21;  // tasks; pairs of a share: each has a map of its own to be filled
+    constexpr std::int64_t enough = 32, least = 1 << 19;  // tasks; pairs of a share: what each has of its own is to be added up
     const std::int64_t blocks = is_double(f) ? blocks_of<double>(f) : blocks_of<float>(f);
     const std::int64_t possible = f.batch * f.queries * f.keys * (f.heads / f.kv_heads) / least;
     std::int64_t wanted = (enough + f.kv_heads - 1) / f.kv_heads;
@@ -299,33 +299,45 @@ template <class T> void run_look_block(const Forward& f, std::int64_t head, std:
     rest.v_head_dim = 0, rest.lse = nullptr;
     with_look<T>(rest, head, number, scratch, look);
 }
-// What a share has of one query head.
+// What a share has of one query head: blocks of rows that follow each other, and of the map the cells of these. The first share
+// ends up with the whole.
 struct ShareOfHead {
     double *received, *sum, *max;
-    std::int64_t *eligible, *count, *at, cells;
+    std::int64_t *eligible, *count, *at, first_block, end_of_blocks, first_cell, end_of_cells;
     ShareOfHead(const Forward& f, std::int64_t share, std::int64_t head) {
         const RowStats& s = *f.look;
-        const std::int64_t n = share * f.heads + head;
-        cells = s.bins * s.bins;
+        const std::int64_t n = share * f.heads + head, cells = s.bins * s.bins;
         const auto part = [n](auto* all, std::int64_t size) { return all ? all + n * size : nullptr; };
         received = part(s.received, f.keys), eligible = part(s.eligible, f.keys);
         sum = part(s.map_sum, cells), max = part(s.map_max, cells), count = part(s.map_count, cells), at = part(s.map_at, 4 * cells);
+        const std::int64_t blocks = is_double(f) ? blocks_of<double>(f) : blocks_of<float>(f);
+        first_block = share * blocks / s.shares, end_of_blocks = (share + 1) * blocks / s.shares;
+        first_cell = 0, end_of_cells = cells;
+        if (share == 0 || f.rows || !s.bins) return;
+        const std::int64_t group = f.heads / f.kv_heads, rows = f.queries * group;
+        const auto query = [&](std::int64_t block) {  // of its first row
+            const std::int64_t row = is_double(f) ? rows_of<double>(f, block).first : rows_of<float>(f, block).first;
+            return (row < rows ? row : rows - 1) / group;
+        };
+        first_cell = row_bin(s, query(first_block)) * s.bins, end_of_cells = (row_bin(s, query(end_of_blocks)) + 1) * s.bins;
     }
 };
 template <class T> void run_look_task(const Forward& f, std::int64_t task, void* scratch) {
     const std::int64_t blocks = blocks_of<T>(f);
     const RowStats& s = *f.look;
     if (!s.columns()) return run_look_block<T>(f, task / blocks, blocks - 1 - task % blocks, 0, scratch);
-    const std::int64_t kv_head = task / s.shares, share = task % s.shares, group = f.heads / f.kv_heads;
+    // the last shares first: of a causal mask they are the longest
+    const std::int64_t kv_head = task % f.kv_heads, share = s.shares - 1 - task / f.kv_heads, group = f.heads / f.kv_heads;
     for (std::int64_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
         const ShareOfHead x(f, share, h);
         if (s.received) for (std::int64_t j = 0; j < f.keys; j++) x.received[j] = 0, x.eligible[j] = 0;
-        for (std::int64_t n = 0; n < x.cells; n++) {
+        for (std::int64_t n = x.first_cell; n < x.end_of_cells; n++) {
             x.sum[n] = 0, x.count[n] = 0, x.max[n] = -std::numeric_limits<double>::infinity();
             x.at[4 * n] = -1;  // the rest is not read before it is known
         }
     }
-    for (std::int64_t b = 0; b < f.batch; b++) for (std::int64_t n = share; n < blocks; n += s.shares) {
+    const ShareOfHead own(f, share, kv_head * group);
+    for (std::int64_t b = 0; b < f.batch; b++) for (std::int64_t n = own.first_block; n < own.end_of_blocks; n++) {
         if (stops(f)) return;
         run_look_block<T>(f, b * f.kv_heads + kv_head, n, share, scratch);
     }
@@ -341,7 +353,7 @@ void gather_look(const Forward& f, std::int64_t head) {
     for (std::int64_t share = 1; share < s.shares; share++) {
         const ShareOfHead x(f, share, head);
         if (s.received) for (std::int64_t j = 0; j < f.keys; j++) all.received[j] += x.received[j], all.eligible[j] += x.eligible[j];
-        for (std::int64_t n = 0; n < x.cells; n++) {
+        for (std::int64_t n = x.first_cell; n < x.end_of_cells; n++) {
             all.sum[n] += x.sum[n], all.count[n] += x.count[n];
             const std::int64_t *a = all.at + 4 * n, *z = x.at + 4 * n;
             if (z[0] < 0 || x.max[n] < all.max[n]) continue;
@@ -354,7 +366,7 @@ void gather_look(const Forward& f, std::int64_t head) {
     }
     const bool counted_by_spans = !f.visible.count && !f.bias.data;
     if (s.received && counted_by_spans) for (std::int64_t j = 1; j < f.keys; j++) all.eligible[j] += all.eligible[j - 1];
-    for (std::int64_t n = 0; n < all.cells; n++) if (all.at[4 * n] < 0) {
+    for (std::int64_t n = 0; n < all.end_of_cells; n++) if (all.at[4 * n] < 0) {
         all.max[n] = std::numeric_limits<double>::quiet_NaN();
         for (int k = 1; k < 4; k++) all.at[4 * n + k] = -1;
     }

@@ -81,6 +81,18 @@ template <class T> INLINE bool any(I<T> mask) {
     return all != 0;
 }
 
+// The first lane that is set; LANES if none is.
+template <class T> INLINE int first_lane(I<T> mask) {
+#if VECTOR_BYTES == 64
+    if constexpr (sizeof(T) == 4) return __builtin_ctz(_mm512_movepi32_mask((__m512i)mask) | 1u << LANES<T>);
+#elif VECTOR_BYTES == 32
+    if constexpr (sizeof(T) == 4) return __builtin_ctz(unsigned(_mm256_movemask_ps((__m256)mask)) | 1u << LANES<T>);
+#endif
+    int lane = 0;
+    while (lane < LANES<T> && !mask[lane]) lane++;
+    return lane;
+}
+
 // 2**t for t up to about 120; 0 where it would be less than a normal number. NaN stays NaN. The polynomials are minimax, of
 // relative error 8.2e-8 and 9.1e-8, and exactly 1 at 0.
 #if VECTOR_BYTES == 64
