@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -126,6 +127,12 @@ struct RowStats {
     bool columns() const { return received || bins; }
 };
 
+// What `pool` adds to.
+struct Pool {
+    std::int64_t count = 0;
+    double sum = 0, least = HUGE_VAL, largest = -HUGE_VAL;
+};
+
 // One instruction set. A call is cut into tasks that any threads may run in any order; each thread brings `scratch` bytes
 // of its own, aligned to 64.
 struct Target {
@@ -156,6 +163,9 @@ struct Target {
     std::size_t (*look_scratch)(const Forward&);
     void (*run_look)(const Forward&, std::int64_t task, void* scratch);
     void (*gather_look)(const Forward&, std::int64_t head);
+    // Of numbers, float or (wide) double, that are not NaN; and the sum of their squared distances from a mean.
+    void (*pool)(const void* values, bool wide, std::int64_t count, Pool&);
+    double (*squares)(const void* values, bool wide, std::int64_t count, double mean);
 };
 
 const Target* const* targets(int* count);  // best first

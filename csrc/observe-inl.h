@@ -23,8 +23,7 @@ template <class T, int QV> struct Look {
     T *highest, *place;          // [ROWS]: the largest logit where there are sinks; the position
     Int<T>*line, *seen, *own, *token;  // [ROWS]: the position; how many keys are seen; the own key and its token
     Int<T>*copies, *followers;   // [ROWS]: whether such a key is seen
-    T* most;                     // [s->most][ROWS], of each row a heap: the least comes first, of equal ones the last
-    Int<T>* most_key;
+    Largest<T, QV> most;
     std::int64_t lowest_line, highest_line;
     bool counts;                 // keys that are seen are counted one by one
     const T* norms;
@@ -50,7 +49,7 @@ template <class T, int QV> struct Look {
         sum = memory.take<T>(SUMS * ROWS), picked = memory.take<T>(PICKED * ROWS);
         highest = memory.take<T>(ROWS), place = memory.take<T>(ROWS);
         for (Int<T>** to : {&line, &seen, &own, &token, &copies, &followers}) *to = memory.take<Int<T>>(ROWS);
-        most = memory.take<T>(s->most * ROWS), most_key = memory.take<Int<T>>(s->most * ROWS);
+        most.take(memory, s->most);
         const std::int64_t keys = s->columns() ? f.keys + 2 * MOST_KEYS : 0;
         kept = memory.take<T>(keys * ROWS), tops = memory.take<T>(keys / 64 * ROWS), there = memory.take<bool>(keys / 64);
         column = memory.take<T>(keys ? MOST_KEYS * L : 0), hidden = memory.take<Int<T>>(s->bins ? MOST_KEYS * ROWS : 0);
@@ -66,10 +65,7 @@ template <class T, int QV> struct Look {
         constexpr T never = -std::numeric_limits<T>::infinity();
         for (int n = 0; n < SUMS * ROWS; n++) sum[n] = 0;
         for (int n = 0; n < PICKED * ROWS; n++) picked[n] = never;
-        for (int n = 0; n < s->most * ROWS; n++) {
-            most[n] = s->floor ? static_cast<const T*>(s->floor)[block.row(n % ROWS < block.count ? n % ROWS : 0)] : never;
-            most_key[n] = -1;
-        }
+        most.start([&](int r) { return s->floor ? static_cast<const T*>(s->floor)[block.row(r < block.count ? r : 0)] : never; });
         for (int r = 0; r < ROWS; r++) highest[r] = never, seen[r] = copies[r] = followers[r] = 0;
         counts = f.visible.count || f.bias.data;
         norms = s->norms ? static_cast<const T*>(s->norms) + (block.b * f.kv_heads + block.kv_head) * f.keys : nullptr;
@@ -120,7 +116,7 @@ template <class T, int QV> struct Look {
         if (s->bins && !block.all_seen) for (int j = 0; j < keys; j++) UNROLL for (int v = 0; v < QV; v++)
             store_int<T>(hidden + j * ROWS + v * L, is_seen(p, j, v) ? I<T>{} : I<T>{} + std::numeric_limits<Int<T>>::min());
         if (ids) look_for_tokens(p, j0, keys);
-        if (s->most) for (int j = 0; j < keys; j += 8) put_most(p, j0, j, j + 8 < keys ? j + 8 : keys);
+        if (s->most) most.put(p, j0, keys);
     }
     INLINE static I<T> is_seen(const T* p, int j, int v) {
         return load(p + j * ROWS + v * L) != -std::numeric_limits<T>::infinity();
@@ -159,25 +155,6 @@ template <class T, int QV> struct Look {
             }
             store_int<T>(copies + v * L, same), store_int<T>(followers + v * L, after);
         }
-    }
-    void put_most(const T* p, std::int64_t j0, int j, int end) {
-        I<T> some{};
-        for (int n = j; n < end; n++) UNROLL for (int v = 0; v < QV; v++) some |= load(p + n * ROWS + v * L) > load(most + v * L);
-        if (!any<T>(some)) return;
-        for (int r = 0; r < ROWS; r++) for (int n = j; n < end; n++)
-            if (p[n * ROWS + r] > most[r]) sift(r, s->most, p[n * ROWS + r], Int<T>(j0 + n));
-    }
-    // Puts x for the first of a row's heap.
-    void sift(int r, int size, T x, Int<T> key) const {
-        const auto before = [](T a, Int<T> i, T b, Int<T> j) { return a < b || (a == b && i > j); };
-        int at = r;
-        for (int n = 1; n < size; n = 2 * n + 1) {
-            int down = n * ROWS + r;
-            if (n + 1 < size && before(most[down + ROWS], most_key[down + ROWS], most[down], most_key[down])) n++, down += ROWS;
-            if (!before(most[down], most_key[down], x, key)) break;
-            most[at] = most[down], most_key[at] = most_key[down], at = down;
-        }
-        most[at] = x, most_key[at] = key;
     }
 
     // The maximum moves.
@@ -411,19 +388,13 @@ template <class T, int QV> struct Look {
         if (off <= s->rounding * (size > 1 ? size : 1)) return;
         norm = T(given), scale = T(std::exp(-given));
     }
-    void put_list(const Rows& rows, int r) const {
-        for (int size = s->most - 1; size > 0; size--) {  // the least to the end, until the largest is the first
-            const int last = size * ROWS + r;
-            const T x = most[last];
-            const Int<T> key = most_key[last];
-            most[last] = most[r], most_key[last] = most_key[r];
-            sift(r, size, x, key);
-        }
+    void put_list(const Rows& rows, int r) {
+        most.sort(r);
         for (int k = 0; k < s->most; k++) {
-            const bool known = rows.counted[r] && most_key[k * ROWS + r] >= 0;
-            const T weight = std::exp2(most[k * ROWS + r] - rows.top[r]) * rows.scale[r];
+            const bool known = rows.counted[r] && most.key[k * ROWS + r] >= 0;
+            const T weight = std::exp2(most.x[k * ROWS + r] - rows.top[r]) * rows.scale[r];
             static_cast<T*>(s->most_weight)[rows.at[r] * s->most + k] = known ? weight : std::numeric_limits<T>::quiet_NaN();
-            s->most_key[rows.at[r] * s->most + k] = known ? most_key[k * ROWS + r] : -1;
+            s->most_key[rows.at[r] * s->most + k] = known ? most.key[k * ROWS + r] : -1;
         }
     }
 

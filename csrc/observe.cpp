@@ -156,26 +156,22 @@ template <class T> void add_up(const Moments& m, const T* values, std::int64_t n
     int bins = int(m.bins);
     while (bins > 1 && !std::isfinite(edges[bins])) bins--;
     const Bins<T> which(edges, bins);
-    constexpr int CHAINS = 4;  // a sum and a bin wait for what came before
-    std::int64_t histogram[CHAINS][Bins<T>::MOST] = {}, count = 0;
-    double sums[CHAINS] = {}, squares[CHAINS] = {};
-    constexpr T far = std::numeric_limits<T>::infinity();
-    T least = far, largest = -far;
-    const auto each_value = [&](const auto& body) {
-        for (std::int64_t b = 0; b < m.batch; b++) {
-            const T* at = values + ((name * m.batch + b) * m.heads + head) * m.rows;
-            for (std::int64_t r = 0; r < m.rows; r++) if (at[r] == at[r]) body(at[r], r % CHAINS);
-        }
+    constexpr int CHAINS = 4;  // the same bin waits for what came before
+    std::int64_t histogram[CHAINS][Bins<T>::MOST] = {};
+    Pool pool;
+    const auto each_batch = [&](const auto& body) {
+        for (std::int64_t b = 0; b < m.batch; b++) body(values + ((name * m.batch + b) * m.heads + head) * m.rows);
     };
-    each_value([&](T x, std::int64_t chain) {
-        count++, sums[chain] += double(x), histogram[chain][which.of(x)]++;
-        least = std::min(least, x), largest = std::max(largest, x);
+    const Target& target = *chosen();
+    each_batch([&](const T* x) {
+        target.pool(x, sizeof(T) == 8, m.rows, pool);
+        for (std::int64_t r = 0; r < m.rows; r++) if (x[r] == x[r]) histogram[r % CHAINS][which.of(x[r])]++;
     });
-    const auto whole = [](const double* x) { return (x[0] + x[1]) + (x[2] + x[3]); };
-    const double none = std::numeric_limits<double>::quiet_NaN(), mean = count ? whole(sums) / double(count) : none;
-    each_value([&](T x, std::int64_t chain) { squares[chain] += (double(x) - mean) * (double(x) - mean); });
-    m.count[n] = count, m.mean[n] = mean, m.M2[n] = count ? whole(squares) : none;
-    m.least[n] = count ? double(least) : none, m.largest[n] = count ? double(largest) : none;
+    const double none = std::numeric_limits<double>::quiet_NaN(), mean = pool.count ? pool.sum / double(pool.count) : none;
+    double squares = 0;
+    each_batch([&](const T* x) { squares += target.squares(x, sizeof(T) == 8, m.rows, mean); });
+    m.count[n] = pool.count, m.mean[n] = mean, m.M2[n] = pool.count ? squares : none;
+    m.least[n] = pool.count ? pool.least : none, m.largest[n] = pool.count ? pool.largest : none;
     for (std::int64_t k = 0; k < m.bins; k++) {
         m.histogram[n * m.bins + k] = 0;
         for (int chain = 0; k < bins && chain < CHAINS; chain++) m.histogram[n * m.bins + k] += histogram[chain][k];

@@ -17,6 +17,8 @@ from torch import Tensor
 import headscope
 from headscope import Observe, _observe_native, attend, observe
 from headscope._backends import cpu
+from headscope._observe_native import _moments
+from headscope._stats_parts import Moments, histogram_edges
 from headscope.masks import Documents, KeyLengths, Mask, Prefix, causal, window
 from headscope.stats import HeadStats
 
@@ -472,3 +474,27 @@ def test_too_little_memory_is_a_memory_error() -> None:
 def test_many_edges_take_little_memory() -> None:
     done = run(MANY_EDGES)
     assert int(done.stdout) < 100, done.stdout + done.stderr  # MiB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["lse", "entropy", "mass", "effective_keys", "distance", "value_norm"])
+def test_moments_are_those_of_the_portable_form(name: str, dtype: torch.dtype) -> None:
+    """With values on the edges of the histogram and a rounding beside them, far outside, infinite and NaN."""
+    edges = torch.tensor(histogram_edges(name), dtype=dtype)
+    far = torch.tensor([-1e4, 1e30, -0.0, 1e-30, math.inf, -math.inf, math.nan], dtype=dtype)
+    sides = [edges.nextafter(torch.full_like(edges, side)) for side in (-math.inf, math.inf)]
+    special = torch.cat([edges, *sides, far])
+    for rows in (1, 15, 16, 17, 50, 333):
+        torch.manual_seed(rows)
+        values = torch.randn(3, 2, 4, rows, dtype=dtype) * 20  # [names, B, H, R]
+        values[1] = special[torch.randint(len(special), (2, 4, rows))]
+        values[2] = math.nan
+        packed = _moments((name, name, name), (2, 4, rows), dtype == torch.float64, values.data_ptr()).moments()
+        for n in range(3):
+            wanted = Moments.of(name, values[n])
+            for what in ("count", "histogram"):
+                assert torch.equal(getattr(packed, what)[n], getattr(wanted, what)), (rows, n, what)
+            for what in ("mean", "M2", "min", "max"):
+                torch.testing.assert_close(
+                    getattr(packed, what)[n], getattr(wanted, what), rtol=1e-12, atol=1e-12, equal_nan=True
+                )

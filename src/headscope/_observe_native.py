@@ -9,6 +9,8 @@ row only: the rows they can be in are looked at again.
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ from headscope._observe import Observed, row_names
 from headscope._observe_edges import Candidates
 from headscope._observe_scene import Scene, Work
 from headscope._observe_tile import ROUNDING
-from headscope._stats_parts import Edges, HeadMap, Moments, MomentsTable, histogram_edges
+from headscope._stats_parts import Edges, HeadMap, Moments, MomentsTable, Packed, histogram_edges
 
 QUANTITIES = (
     "lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "first", "distance",
@@ -127,9 +129,12 @@ def observe_rows(work: Work, scene: Scene, attending: Attending | None = None) -
     index = None if scene.whole else torch.tensor(list(scene.rows))
     queries = (len(scene.rows), cpu.address(index))
     names = row_names(work, scene) if work.rows else ["max_weight", "max_logit"] if work.edges else []
-    values, counted = torch.empty((len(names), *shape), dtype=dtype), torch.empty(shape, dtype=torch.bool)
-    size = counted.numel() * dtype.itemsize
-    rows = {name: values.data_ptr() + n * size for n, name in enumerate(names)}
+    counted = torch.empty(shape, dtype=torch.bool)
+    size = math.prod(shape) * dtype.itemsize
+    keeps = work.rows and work.argmax
+    room = torch.empty(size * len(names), dtype=torch.uint8) if keeps else _room.take(size * len(names))
+    values = room.data_ptr()
+    rows = {name: values + n * size for n, name in enumerate(names)}
     top = None
     if work.top or work.argmax:
         most = (*shape, max(1, work.top))
@@ -151,15 +156,22 @@ def observe_rows(work: Work, scene: Scene, attending: Attending | None = None) -
         into = (edges.p.data_ptr(), edges.at.data_ptr())
         native.edges(described.native, queries, asked, work.edges, *largest, *into, threads)
     del held
-    moments = _moments(tuple(names), values) if work.rows else {}
+    moments: Mapping[str, Moments] = {}
+    looked_at = None
+    if work.rows:
+        packed = _moments(tuple(names), shape, dtype == torch.float64, values)
+        moments, looked_at = MomentsTable(tuple(names), packed), packed.whole[: call.heads]  # rows that have an lse
     kept: dict[str, Tensor] = {}
-    if work.argmax and top is not None:  # rows are kept
-        kept = dict(zip(names, values.unbind(), strict=True)) if work.rows else {}
+    if keeps:
+        kept = dict(zip(names, room.view(dtype).view(len(names), *shape).unbind(), strict=True))
+    else:
+        _room.give_back(room)
+    if work.argmax and top is not None:
         kept["argmax"] = top.at[..., 0]
     received, eligible = (None if x is None else x[0] for x in (columns.received, columns.eligible))
     top = top if work.top else None
     broken = torch.zeros(call.heads, dtype=torch.int64)  # else the pass had ended above
-    return Observed(kept, counted, broken, received, eligible, columns.map(), edges, top, moments)
+    return Observed(kept, counted, broken, received, eligible, columns.map(), edges, top, moments, looked_at)
 
 
 def _asked(
@@ -200,21 +212,41 @@ def _by_batch(x: Tensor) -> tuple[Address, int]:
     return x.data_ptr(), 0 if x.shape[0] == 1 else x.stride(0)
 
 
-def _moments(names: tuple[str, ...], values: Tensor) -> MomentsTable:
-    """Of row quantities [names, B, H, R]; see ``Moments.of``, which is the same in torch."""
-    count, heads = len(names), values.shape[2]
+def _moments(names: tuple[str, ...], shape: tuple[int, int, int], wide: bool, values: Address) -> Packed:
+    """Of row quantities [names, *shape] = [names, B, H, R]; see ``Moments.of``, which is the same in torch."""
     edges = _edges_of(names)
-    most = edges.shape[1] - 1
-    whole, histogram = torch.empty(count, heads, dtype=torch.int64), torch.empty(count, heads, most, dtype=torch.int64)
-    numbers = torch.empty(4, count, heads, dtype=torch.float64)
-    mean, M2, least, largest = numbers.unbind()
-    found = Moments(whole, mean, M2, least, largest, histogram)
-    into = (found.count, found.histogram, found.mean, found.M2, found.min, found.max)
-    cpu.native.moments(
-        values.data_ptr(), values.dtype == torch.float64, tuple(values.shape), edges.data_ptr(), most,
-        [x.data_ptr() for x in into], torch.get_num_threads(),
-    )  # fmt: skip
-    return MomentsTable(names, found)
+    bins, numbers = edges.shape[1] - 1, len(names) * shape[1]
+    found = Packed(
+        torch.empty(numbers * (1 + bins), dtype=torch.int64),
+        torch.empty(4, len(names), shape[1], dtype=torch.float64),
+    )
+    whole, real = found.whole.data_ptr(), found.numbers.data_ptr()
+    into = (whole, whole + 8 * numbers, *(real + 8 * numbers * n for n in range(4)))
+    cpu.native.moments(values, wide, (len(names), *shape), edges.data_ptr(), bins, into, torch.get_num_threads())
+    return found
+
+
+class _Room(threading.local):
+    """Memory for row quantities that become moments and are forgotten: a thread's next call finds it warm.
+
+    Within a call there may be another, by a signal handler: it finds none, and makes its own.
+    """
+
+    MOST = 1 << 24  # bytes that are kept
+    kept: Tensor | None = None
+
+    def take(self, size: int) -> Tensor:
+        """At least so many bytes."""
+        found, self.kept = self.kept, None
+        return found if found is not None and found.numel() >= size else torch.empty(size, dtype=torch.uint8)
+
+    def give_back(self, room: Tensor) -> None:
+        """To be taken again."""
+        if room.numel() <= self.MOST:
+            self.kept = room
+
+
+_room = _Room()
 
 
 @cache

@@ -90,17 +90,44 @@ class Moments:
         return Moments(count, mean, M2, least, torch.fmax(self.max, other.max), self.histogram + other.histogram)
 
 
+class Packed(NamedTuple):
+    """Moments of N names and H heads in two tensors.
+
+    Attributes:
+        whole: count [N, H], then the histogram [N, H, bins]; int64, flat.
+        numbers: mean, M2, min and max [4, N, H].
+    """
+
+    whole: Tensor
+    numbers: Tensor
+
+    def moments(self) -> Moments:
+        """Views of them."""
+        _, names, heads = self.numbers.shape
+        mean, M2, least, largest = self.numbers.unbind()
+        count, histogram = self.whole[: names * heads], self.whole[names * heads :]
+        return Moments(count.view(names, heads), mean, M2, least, largest, histogram.view(names, heads, -1))
+
+
 class MomentsTable(Mapping[str, Moments]):
     """Row quantities by name, whose numbers lie together: to keep and to merge all costs what one does.
 
     Args:
         names: of the quantities.
-        together: what ``Moments`` holds, with an axis of names before each: [N, H], and [N, H, bins] filled up with 0.
+        together: what ``Moments`` holds, with an axis of names before each: [N, H], and [N, H, bins] filled up with 0;
+            or the same as ``Packed``, which is taken apart when it is first asked for.
     """
 
-    def __init__(self, names: tuple[str, ...], together: Moments) -> None:
+    def __init__(self, names: tuple[str, ...], together: Moments | Packed) -> None:
         self.names = names
-        self.together = together
+        self._together = together
+
+    @property
+    def together(self) -> Moments:
+        """What ``Moments`` holds, of all names."""
+        if isinstance(self._together, Packed):
+            self._together = self._together.moments()
+        return self._together
 
     def __getitem__(self, name: str) -> Moments:
         try:
