@@ -339,6 +339,15 @@ def test_strips_hold_the_weights_near_the_diagonal(look: Any, long: Recording) -
     page.mouse.move(box["x"] + 58 + 90.5 * side, box["y"] + 33.5 * 11 + 8)
     assert "→ key 1 “␣w1”" in readout.inner_text()
     assert numbers(readout.inner_text())[-1] == pytest.approx(p[90, 1], abs=5e-3)
+    with page.expect_download() as download:
+        page.locator(".strips").get_by_role("button", name="SVG").click()
+    assert download.value.suggested_filename == "headscope-layer-0-head-2-strip.svg"
+    svg = ElementTree.fromstring(Path(download.value.path()).read_text(encoding="utf-8"))
+    cells = [element for element in svg.iter() if element.tag.endswith("rect")]
+    shades = {cell.get("fill") for cell in cells if float(cell.get("x", 0)) >= 58}
+    assert len(shades) > 10, "a colour for each weight"
+    said = [element.text for element in svg.iter() if element.tag.endswith("text")]
+    assert {"itself", "key 0"} <= set(said)
 
 
 def zoom_of(url: str) -> list[float]:

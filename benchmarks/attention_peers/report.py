@@ -124,7 +124,9 @@ def markdown(report: Report) -> str:
         f"{versions or 'Nobody was measured'}.",
         f"Peak, measured before and after the run: {_peak(report.peak)}.",
         "Times are medians. Each × is a ratio of medians: how many times as fast as torch's SDPA, in the same rounds. "
-        "A dash is explained under the tables. GFLOP/s count visible pairs only; of peak: ours.",
+        "A dash is explained under the tables. GFLOP/s count visible pairs only; of peak: ours. At the peak: the × of a "
+        "kernel that did nothing but these products at the machine's peak, or read the cache once at its read rate; no "
+        "kernel can have more, but where caches hold what is read.",
         "Shapes, (B, H, Hkv, Q, K, D): " + "; ".join(f"{name} {sizes}" for name, sizes in SHAPES.items()) + ".",
     ]
     for title, kind, table in (
@@ -148,17 +150,18 @@ def _speed(rows: list[Row], peak: Peak) -> str:
     decode = rows[0].case.kind == DECODE
     peers = [name for name in PEERS if name != BASE and any(name in row.seconds or name in row.absent for row in rows)]
     head = ["", "dtype", "mask", "torch, ms", "ours, ms", *(f"× {PEERS[name].title}" for name in peers)]
-    head += ["GB/s", "of read rate"] if decode else ["GFLOP/s", "of peak"]
+    head += ["× at the peak", *(["GB/s", "of read rate"] if decode else ["GFLOP/s", "of peak"])]
     lines = []
     for row in rows:
         case, mine = row.case, row.median(OURS)
         best = peak.read if decode else peak.flops[case.dtype]
         done = case.cache_bytes if decode else case.flops
-        rate = None if mine is None else done / mine
+        rate, base = None if mine is None else done / mine, row.median(BASE)
+        most = None if base is None or not best else base * best / done
         lines.append(
             [case.shape, case.dtype, "causal" if case.causal else "", _ms(row.median(BASE)), _ms(mine)]
             + [_number(row.ratio(name)) for name in peers]
-            + _of_peak(rate, best)
+            + [_number(most), *_of_peak(rate, best)]
         )
     return table(head, lines)
 

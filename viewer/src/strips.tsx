@@ -5,6 +5,7 @@ import { hasTexts, type Layer, queryAt, strip, token } from "./data";
 import { colour, type Colours } from "./field";
 import { save } from "./map";
 import type { State } from "./state";
+import { CanvasSurface, type Surface, SvgSurface } from "./surface";
 import { served, stripOf } from "./tiles";
 import { figure, nameOf, position, whole } from "./words";
 
@@ -96,6 +97,22 @@ function Strip({ layer, state, theme }: Props) {
     return code === undefined || code === HIDDEN ? NaN : (code / 254) ** 2;
   };
   const top = (line: number) => line * LINE + (line >= near ? 8 : 0);
+  const paint = (surface: Surface) => {
+    const style = getComputedStyle(document.documentElement);
+    const [quiet, hidden] = ["--quiet", "--hidden"].map((each) => style.getPropertyValue(each));
+    for (let line = 0; line < lines; line++) {
+      if (line >= near || line % 4 === 0) surface.text(name(line), LEFT - 5, top(line) + LINE / 2, { fill: quiet, anchor: "end", size: 10 });
+      for (let n = 0; n < count; n++) {
+        const p = value(start + n, line);
+        surface.box({ x: LEFT + n * side, y: top(line), width: Math.ceil(side), height: LINE - 1 }, p === p ? shade(p, state) : hidden);
+      }
+    }
+    const every = step(44 / side);
+    for (let query = Math.ceil(start / every) * every; query < start + count; query += every) {
+      const x = Math.max(LEFT + 8, Math.min(width - 16, LEFT + (query - start + 0.5) * side));
+      surface.text(whole(query), x, height - 8, { fill: quiet, anchor: "middle", size: 10 });
+    }
+  };
   useEffect(() => {
     const ratio = window.devicePixelRatio || 1;
     const element = canvas.current!;
@@ -104,28 +121,16 @@ function Strip({ layer, state, theme }: Props) {
     const context = element.getContext("2d")!;
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     if (!band) return;
-    const style = getComputedStyle(document.documentElement);
-    context.font = "10px system-ui, 'DejaVu Sans', sans-serif";
-    context.textBaseline = "middle";
-    context.textAlign = "right";
-    for (let line = 0; line < lines; line++) {
-      context.fillStyle = style.getPropertyValue("--quiet");
-      if (line >= near || line % 4 === 0) context.fillText(name(line), LEFT - 5, top(line) + LINE / 2);
-      for (let n = 0; n < count; n++) {
-        const p = value(start + n, line);
-        context.fillStyle = p === p ? shade(p, state) : style.getPropertyValue("--hidden");
-        context.fillRect(LEFT + n * side, top(line), Math.ceil(side), LINE - (LINE > 6 ? 1 : 0));
-      }
-    }
-    context.textAlign = "center";
-    context.fillStyle = style.getPropertyValue("--quiet");
-    const every = step(44 / side);
-    for (let query = Math.ceil(start / every) * every; query < start + count; query += every) {
-      context.fillText(whole(query), Math.max(LEFT + 8, Math.min(width - 16, LEFT + (query - start + 0.5) * side)), height - 8);
-    }
+    paint(new CanvasSurface(context));
     element.dataset.drawn = "yes";
   }, [band, start, count, width, state.scale, state.colours, theme]);
   const label = useMemo(() => `Weights of ${nameOf(layer.index, state.head)} near the diagonal, queries ${start} to ${start + count - 1}`, [start, count, state.head]);
+  const file = `headscope-layer-${layer.index}-head-${state.head}-strip`;
+  const svg = () => {
+    const surface = new SvgSurface();
+    paint(surface);
+    save(`${file}.svg`, new Blob([surface.written(width, height, label)], { type: "image/svg+xml" }));
+  };
   const point = (event: MouseEvent) => {
     const box = canvas.current!.getBoundingClientRect();
     const query = start + Math.floor((event.clientX - box.left - LEFT) / side);
@@ -147,7 +152,8 @@ function Strip({ layer, state, theme }: Props) {
             {[...new Set([...sizes, Math.min(queries, 1000)])].map((n) => <option key={n} value={n}>{whole(n)}</option>)}
           </select></label>
         )}
-        <button type="button" onClick={() => canvas.current!.toBlob((blob) => blob && save(`headscope-layer-${layer.index}-head-${state.head}-strip.png`, blob))}>PNG</button>
+        <button type="button" onClick={() => canvas.current!.toBlob((blob) => blob && save(`${file}.png`, blob))}>PNG</button>
+        {band && <button type="button" onClick={svg}>SVG</button>}
       </p>
       <canvas ref={canvas} class="band" role="img" aria-label={label} style={{ width: `${width}px`, height: `${height}px` }}
         onMouseMove={point} onMouseLeave={() => setOver("")} />
