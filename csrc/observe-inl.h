@@ -1,5 +1,8 @@
 // What is measured of the weights while they are attended, or on its own. docs/statistics.md defines every number.
 
+// The row of the map that a query belongs to.
+INLINE std::int64_t row_bin(const RowStats& s, std::int64_t query) { return ((query + 1) * s.bins - 1) / s.all_queries; }
+
 // The quantities of a block of rows, and what it adds to those of keys and of the map. Sums over weights are kept relative to
 // the running maximum, as the output is, and block by block, so that long rows do not add small numbers to large ones.
 //
@@ -9,8 +12,6 @@
 // Keys and map need the weights normalised, which they are once the whole row is known. So where these are asked for, the block's
 // weights are kept for all keys, as they were relative to the maximum of the time, and swept through once more at the end: no
 // product and no exp is taken twice. This is ROWS numbers a key for each thread.
-INLINE std::int64_t row_bin(const RowStats& s, std::int64_t query) { return ((query + 1) * s.bins - 1) / s.all_queries; }
-
 template <class T, int QV> struct Look {
     static constexpr bool LOOKS = true;
     static constexpr int L = LANES<T>, ROWS = QV * L;

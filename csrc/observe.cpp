@@ -105,7 +105,7 @@ struct Second {
 };
 
 // Which bin of a histogram a value is in: bin k holds [edge k, edge k + 1), the outer two what lies beyond too. A guess, and from
-// there to the bin: by a division where edges lie evenly, else by the value's power of two.
+// there to the bin: by a product where edges lie evenly, else by the value's power of two.
 template <class T> class Bins {
 public:
     static constexpr int MOST = 64;

@@ -275,7 +275,8 @@ template <class T> std::size_t look_scratch_of(const Forward& f) {
 std::size_t look_scratch(const Forward& f) { return is_double(f) ? look_scratch_of<double>(f) : look_scratch_of<float>(f); }
 // Keys and map: how many tasks share the row blocks of a key/value head. From the sizes alone.
 std::int64_t look_shares(const Forward& f) {
-    constexpr std::int64_t enough = 32, least = 1 << 19;  // tasks; pairs of a share: what each has of its own is to be added up
+    // tasks, fewer where what each has of its own is long; pairs of a share, for all that is to be added up
+    const std::int64_t enough = f.keys > 16384 ? 16 : 32, least = 1 << 19;
     const std::int64_t blocks = is_double(f) ? blocks_of<double>(f) : blocks_of<float>(f);
     const std::int64_t possible = f.batch * f.queries * f.keys * (f.heads / f.kv_heads) / least;
     std::int64_t wanted = (enough + f.kv_heads - 1) / f.kv_heads;

@@ -124,9 +124,10 @@ def markdown(report: Report) -> str:
         f"{versions or 'Nobody was measured'}.",
         f"Peak, measured before and after the run: {_peak(report.peak)}.",
         "Times are medians. Each × is a ratio of medians: how many times as fast as torch's SDPA, in the same rounds. "
-        "A dash is explained under the tables. GFLOP/s count visible pairs only; of peak: ours. At the peak: the × of a "
-        "kernel that did nothing but these products at the machine's peak, or read the cache once at its read rate; no "
-        "kernel can have more, but where caches hold what is read.",
+        "A dash is explained under the tables. GFLOP/s count visible pairs only; of peak: ours. At the peak: the × of "
+        "a kernel that did nothing but these products at the machine's peak, or read the cache once at its read rate; "
+        "no kernel can have more, but where caches hold what is read, or where a backward pass keeps the weights (six "
+        "products of the seven that are counted).",
         "Shapes, (B, H, Hkv, Q, K, D): " + "; ".join(f"{name} {sizes}" for name, sizes in SHAPES.items()) + ".",
     ]
     for title, kind, table in (

@@ -98,7 +98,7 @@ class _Columns(NamedTuple):
 
     @staticmethod
     def empty(work: Work, call: Call, shares: int) -> _Columns:
-        """Not filled yet: each share clears its own."""
+        """Not filled yet: each share clears what its rows can reach, and leaves the rest."""
         keys, cells = (shares, call.heads, call.keys), (shares, call.heads, work.bins, work.bins)
         double, whole = torch.float64, torch.int64
         received = (torch.empty(keys, dtype=double), torch.empty(keys, dtype=whole)) if work.received else (None, None)
@@ -111,7 +111,12 @@ class _Columns(NamedTuple):
         """The map of all shares, from the first."""
         if self.sum is None or self.pairs is None or self.max is None or self.at is None:
             return None
-        return HeadMap(self.sum[0], self.pairs[0], self.max[0], self.at[0])
+        return HeadMap(*(_first_share(x) for x in (self.sum, self.pairs, self.max, self.at)))
+
+
+def _first_share(x: Tensor) -> Tensor:
+    """Without the memory of the others."""
+    return x[0] if len(x) == 1 else x[0].clone()
 
 
 def observe_rows(work: Work, scene: Scene, attending: Attending | None = None) -> Observed | None:
@@ -160,7 +165,8 @@ def observe_rows(work: Work, scene: Scene, attending: Attending | None = None) -
     looked_at = None
     if work.rows:
         packed = _moments(tuple(names), shape, dtype == torch.float64, values)
-        moments, looked_at = MomentsTable(tuple(names), packed), packed.whole[: call.heads]  # rows that have an lse
+        moments = MomentsTable(tuple(names), packed)
+        looked_at = packed.whole[: call.heads].clone()  # rows that have an lse
     kept: dict[str, Tensor] = {}
     if keeps:
         kept = dict(zip(names, room.view(dtype).view(len(names), *shape).unbind(), strict=True))
@@ -168,7 +174,7 @@ def observe_rows(work: Work, scene: Scene, attending: Attending | None = None) -
         _room.give_back(room)
     if work.argmax and top is not None:
         kept["argmax"] = top.at[..., 0]
-    received, eligible = (None if x is None else x[0] for x in (columns.received, columns.eligible))
+    received, eligible = (None if x is None else _first_share(x) for x in (columns.received, columns.eligible))
     top = top if work.top else None
     broken = torch.zeros(call.heads, dtype=torch.int64)  # else the pass had ended above
     return Observed(kept, counted, broken, received, eligible, columns.map(), edges, top, moments, looked_at)

@@ -85,12 +85,11 @@ template <class A> Results attention(const Problem& p, Element store, Element mu
 // For each number of the results, the sum of the sizes of the terms it is made of; lse gets that of the row's largest logit.
 inline Results sizes(const Problem& p, const Results& exact) {
     Results r(p);
-    std::vector<double> s(static_cast<std::size_t>(p.K)), terms(s);
+    std::vector<double> weight(static_cast<std::size_t>(p.K)), direct(weight);
     for (std::int64_t b = 0; b < p.B; b++) for (std::int64_t h = 0; h < p.H; h++) for (std::int64_t i = 0; i < p.Q; i++) {
         const std::int64_t g = h / p.group();
         const double lse = exact.lse(b, h, i, 0);
-        double top = 0, delta = p.grad_lse.given ? std::fabs(p.grad_lse(b, h, i, 0)) : 0;
-        for (std::int64_t c = 0; c < p.Dv; c++) delta += std::fabs(exact.out(b, h, i, c) * p.grad_out(b, h, i, c));
+        double top = 0;
         for (std::int64_t j = 0; j < p.K; j++) {
             if (!p.seen(b, h, i, j)) continue;
             double x = 0, size = 0;
@@ -105,7 +104,13 @@ inline Results sizes(const Problem& p, const Results& exact) {
                 r.out(b, h, i, c) += std::fabs(met * p.v(b, g, j, c));
                 r.dv(b, g, j, c) += std::fabs(met * p.grad_out(b, h, i, c));
             }
-            const double ds = met * dot + w * delta;
+            weight[std::size_t(j)] = w, direct[std::size_t(j)] = met * dot;
+        }
+        double delta = p.grad_lse.given ? std::fabs(p.grad_lse(b, h, i, 0)) : 0;  // of the terms of out, which may cancel
+        for (std::int64_t c = 0; c < p.Dv; c++) delta += r.out(b, h, i, c) * std::fabs(p.grad_out(b, h, i, c));
+        for (std::int64_t j = 0; j < p.K; j++) {
+            if (!p.seen(b, h, i, j)) continue;
+            const double ds = direct[std::size_t(j)] + weight[std::size_t(j)] * delta;
             if (p.bias.given) r.dbias(b, h, i, j) += ds;
             for (std::int64_t d = 0; d < p.D; d++) {
                 r.dq(b, h, i, d) += ds * std::fabs(p.scale * p.k(b, g, j, d));
