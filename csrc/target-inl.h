@@ -327,8 +327,8 @@ template <class T> void run_look_task(const Forward& f, std::int64_t task, void*
     const std::int64_t blocks = blocks_of<T>(f);
     const RowStats& s = *f.look;
     if (!s.columns()) return run_look_block<T>(f, task / blocks, blocks - 1 - task % blocks, 0, scratch);
-    // the last shares first: of a causal mask they are the longest
-    const std::int64_t kv_head = task % f.kv_heads, share = s.shares - 1 - task / f.kv_heads, group = f.heads / f.kv_heads;
+    // Threads meet at the same keys and values; the last shares come first, for of a causal mask they are the longest.
+    const std::int64_t kv_head = task / s.shares, share = s.shares - 1 - task % s.shares, group = f.heads / f.kv_heads;
     for (std::int64_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
         const ShareOfHead x(f, share, h);
         if (s.received) for (std::int64_t j = 0; j < f.keys; j++) x.received[j] = 0, x.eligible[j] = 0;

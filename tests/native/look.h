@@ -197,7 +197,8 @@ template <class A> Measured measured(const Problem& p, const Look& x, double rou
     m.counted = Array(p.B, p.H, x.R, 1), m.weights = Array(p.B, p.H, x.R, p.K, -1);
     m.received = Array(1, p.H, p.K, 1), m.eligible = m.received;
     m.map_sum = Array(1, p.H, x.bins, x.bins), m.map_count = m.map_sum, m.map_max = Array(1, p.H, x.bins, x.bins, NOT);
-    std::vector<long double> map_sum(m.map_sum.x.size());  // of thousands of equal weights double would lose as much as is allowed
+    // of thousands of equal weights double would lose as much as is allowed
+    std::vector<long double> map_sum(m.map_sum.x.size()), received(m.received.x.size());
     for (std::int64_t b = 0; b < p.B; b++) for (std::int64_t h = 0; h < p.H; h++) for (std::int64_t r = 0; r < x.R; r++) {
         const MeasuredRow<A> row = measured_row<A>(p, x, rounding, b, h, r);
         if (row.keys.empty() || (x.may_count.given && x.may_count(b, h, r, 0) == 0)) continue;
@@ -207,7 +208,7 @@ template <class A> Measured measured(const Problem& p, const Look& x, double rou
         for (std::size_t n = 0; n < row.keys.size(); n++) {
             const std::int64_t j = row.keys[n];
             const double w = m.weights(b, h, r, j) = double(row.weight[n]);
-            m.received(0, h, j, 0) += w, m.eligible(0, h, j, 0)++;
+            received[m.received.where(0, h, j, 0)] += w, m.eligible(0, h, j, 0)++;
             if (!x.bins) continue;
             const std::size_t cell = m.map_sum.where(0, h, y, bin_of(j, x.bins, p.K));
             map_sum[cell] += w, m.map_count.x[cell]++;
@@ -215,6 +216,7 @@ template <class A> Measured measured(const Problem& p, const Look& x, double rou
         }
     }
     for (std::size_t n = 0; n < map_sum.size(); n++) m.map_sum.x[n] = double(map_sum[n]);
+    for (std::size_t n = 0; n < received.size(); n++) m.received.x[n] = double(received[n]);
     return m;
 }
 
