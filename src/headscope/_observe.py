@@ -56,7 +56,7 @@ class Observed(NamedTuple):
         map, edges: see there; or None.
         top: keys, int64, and weights of each row's largest, [B, H, R, k] both, or None.
         moments: of the rows, where they are known already.
-        looked_at: how many of each head count, int64 [H], where that is known already.
+        rows_counted: how many rows of each head count, int64 [H], where that is known already.
     """
 
     rows: dict[str, Tensor]
@@ -68,7 +68,7 @@ class Observed(NamedTuple):
     edges: Edges | None
     top: Candidates | None
     moments: Mapping[str, Moments] | None = None
-    looked_at: Tensor | None = None
+    rows_counted: Tensor | None = None
 
 
 def observe_rows(work: Work, scene: Scene) -> Observed:

@@ -162,11 +162,11 @@ def observe_rows(work: Work, scene: Scene, attending: Attending | None = None) -
         native.edges(described.native, queries, asked, work.edges, *largest, *into, threads)
     del held
     moments: Mapping[str, Moments] = {}
-    looked_at = None
+    rows_counted = None
     if work.rows:
         packed = _moments(tuple(names), shape, dtype == torch.float64, values)
         moments = MomentsTable(tuple(names), packed)
-        looked_at = packed.whole[: call.heads].clone()  # rows that have an lse
+        rows_counted = packed.whole[: call.heads].clone()  # rows that have an lse
     kept: dict[str, Tensor] = {}
     if keeps:
         kept = dict(zip(names, room.view(dtype).view(len(names), *shape).unbind(), strict=True))
@@ -177,7 +177,7 @@ def observe_rows(work: Work, scene: Scene, attending: Attending | None = None) -
     received, eligible = (None if x is None else _first_share(x) for x in (columns.received, columns.eligible))
     top = top if work.top else None
     broken = torch.zeros(call.heads, dtype=torch.int64)  # else the pass had ended above
-    return Observed(kept, counted, broken, received, eligible, columns.map(), edges, top, moments, looked_at)
+    return Observed(kept, counted, broken, received, eligible, columns.map(), edges, top, moments, rows_counted)
 
 
 def _asked(

@@ -61,7 +61,7 @@ def layer_stats(given: Given, scene: Scene, observed: Observed) -> LayerStats:
         runs=1,
         looked_at=call.batch * looked_at,
         of=call.batch * call.queries,
-        rows=observed.counted.sum((0, 2)) if observed.looked_at is None else observed.looked_at,
+        rows=observed.counted.sum((0, 2)) if observed.rows_counted is None else observed.rows_counted,
         broken=observed.broken,
         moments=moments,
         received=received,
