@@ -32,7 +32,7 @@ import sys, pytest
 from headscope._backends import cpu
 assert cpu.native.target() == {target!r}, cpu.native.target()
 slice = "every_dtype or numbers_of_rows or every_option and (prefix or dense or sinks or softcap)"
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", {file!r}, "-k", slice]))
+sys.exit(pytest.main(["-q", "-n0", "-p", "no:cacheprovider", {file!r}, "-k", slice]))
 """
 
 # The weights of a block of rows are kept for all keys, and edges are listed: both are too much.
