@@ -90,6 +90,21 @@ enum Quantity : int {
     INDUCTION, VALUE_NORM, CHANCE, QUANTITIES
 };
 constexpr int MOST_WINDOWS = 8, MOST_FIRST = 16;
+
+// What is summed over rows: of keys, and of the cells of the map, row by row.
+struct Columns {
+    double* received = nullptr;           // [.., K]; or null
+    std::int64_t* eligible = nullptr;
+    double *sum = nullptr, *max = nullptr;              // [.., bins]
+    std::int64_t *count = nullptr, *largest = nullptr;  // [.., bins] and [.., bins, 4]: 0, and batch entry, query and key of the largest
+};
+
+// A weight: of which batch entry, query and key.
+struct Edge {
+    double p;
+    std::int64_t b, i, j;
+};
+
 struct RowStats {
     void* value[QUANTITIES] = {};
     int windows = 0;
@@ -115,16 +130,18 @@ struct RowStats {
     const void* floor = nullptr;          // [B, H, Q]: those whose logit times log2(e) is not above this are not wanted; or null
     std::atomic<bool>* spoilt = nullptr;  // set where a row that sees keys is not finite: nothing of the rest then holds
 
-    // Of keys and of the map, over counted rows and batch entries. Each share of the row blocks has its own, [shares, H, ...],
-    // and `gather_look` adds them up into the first, in a fixed order.
-    double* received = nullptr;           // [H, K]; or null
-    std::int64_t* eligible = nullptr;     // [H, K]
-    std::int64_t bins = 0;                // of the map, [H, bins, bins]; 0: none
+    // Of keys and of the map, over counted rows and batch entries. The row blocks are shared out; what two shares may both add to,
+    // each share but the first has apart, and `gather_look` adds it to the whole, in a fixed order.
+    std::int64_t bins = 0;                // of the map; 0: none
     std::int64_t all_queries = 0;         // over which the map's rows reach
-    double *map_sum = nullptr, *map_max = nullptr;
-    std::int64_t *map_count = nullptr, *map_at = nullptr;  // [.., 4]: 0, and batch entry, query and key of the largest
     std::int64_t shares = 1;
-    bool columns() const { return received || bins; }
+    Columns whole;                        // out, [H, K] and [H, bins, bins]
+    Columns apart;                        // [shares - 1, H, K] and [shares - 1, H, lines_apart, bins]
+    bool columns() const { return whole.received || bins; }
+    // With a map, the largest weights of each head, of each share for itself and in no order.
+    int edges = 0;                        // how many are kept
+    Edge* edge = nullptr;                 // [shares, H, edges]
+    std::int64_t* edges_found = nullptr;  // [shares, H]
 };
 
 // What `pool` adds to.
@@ -159,6 +176,7 @@ struct Target {
 
     // Attending while `look` is measured, without dropout and with all keys of a row in one task; where Dv is 0, measuring alone.
     std::int64_t (*look_shares)(const Forward&);  // for keys and map
+    std::int64_t (*lines_apart)(const Forward&);  // rows of the map that a share has apart
     std::int64_t (*look_tasks)(const Forward&);
     std::size_t (*look_scratch)(const Forward&);
     void (*run_look)(const Forward&, std::int64_t task, void* scratch);

@@ -170,7 +170,7 @@ NB_MODULE(_native, m) {
                         std::array<Address, 2> own, Address ids, std::array<Address, 3> first, Address norms,
                         std::array<Address, 4> may_count, Address given, double rounding, Address counted,
                         std::array<Address, 3> most, std::array<Address, 2> received, std::array<std::int64_t, 2> bins,
-                        std::array<Address, 4> map, std::int64_t shares) {
+                        std::array<Address, 4> map) {
         new (s) RowStats();
         for (int n = 0; n < QUANTITIES; n++) s->value[n] = reinterpret_cast<void*>(values[n]);
         if (windows.size() > MOST_WINDOWS || first[2] > MOST_FIRST) throw std::invalid_argument("RowStats: too many windows or first keys");
@@ -188,10 +188,10 @@ NB_MODULE(_native, m) {
         s->given = reinterpret_cast<const void*>(given), s->rounding = rounding;
         s->counted = reinterpret_cast<std::uint8_t*>(counted);
         s->most = int(most[0]), s->most_weight = reinterpret_cast<void*>(most[1]), s->most_key = reinterpret_cast<std::int64_t*>(most[2]);
-        s->received = reinterpret_cast<double*>(received[0]), s->eligible = reinterpret_cast<std::int64_t*>(received[1]);
-        s->bins = bins[0], s->all_queries = bins[1], s->shares = shares;
-        s->map_sum = reinterpret_cast<double*>(map[0]), s->map_max = reinterpret_cast<double*>(map[1]);
-        s->map_count = reinterpret_cast<std::int64_t*>(map[2]), s->map_at = reinterpret_cast<std::int64_t*>(map[3]);
+        s->whole.received = reinterpret_cast<double*>(received[0]), s->whole.eligible = reinterpret_cast<std::int64_t*>(received[1]);
+        s->bins = bins[0], s->all_queries = bins[1];
+        s->whole.sum = reinterpret_cast<double*>(map[0]), s->whole.max = reinterpret_cast<double*>(map[1]);
+        s->whole.count = reinterpret_cast<std::int64_t*>(map[2]), s->whole.largest = reinterpret_cast<std::int64_t*>(map[3]);
     });
     using Queries = std::array<std::int64_t, 2>;  // how many rows, and the address of which queries they are; 0: all in order
     const auto with_rows = [](const Forward& call, const Queries& queries) {
@@ -199,8 +199,13 @@ NB_MODULE(_native, m) {
         f.queries = queries[0], f.rows = reinterpret_cast<const std::int64_t*>(queries[1]);
         return f;
     };
-    m.def("look_shares", [with_rows](const Forward& call, Queries queries) { return chosen()->look_shares(with_rows(call, queries)); });
-    m.def("look", [with_rows](const Forward& call, Queries queries, const RowStats& stats, Address out, Address lse, int threads) {
+    using Edges = std::array<Address, 3>;  // how many are wanted, and where they go
+    const auto edge_list = [](const Edges& edges, Address maxima, Address max_logits) {
+        return EdgeList{int(edges[0]), reinterpret_cast<double*>(edges[1]), reinterpret_cast<std::int64_t*>(edges[2]),
+                        reinterpret_cast<const void*>(maxima), reinterpret_cast<const void*>(max_logits)};
+    };
+    m.def("look", [with_rows, edge_list](const Forward& call, Queries queries, const RowStats& stats, const Edges& edges, Address out,
+                                         Address lse, int threads) {
         Forward f = with_rows(call, queries);
         RowStats s = stats;
         f.out = reinterpret_cast<void*>(out), f.lse = reinterpret_cast<void*>(lse);
@@ -212,14 +217,13 @@ NB_MODULE(_native, m) {
             f.out = f.lse = f.partial = f.paired_v = nullptr;
         }
         if (!f.out) f.v_head_dim = 0;
-        return look(f, s, threads) && !spoilt;
+        const EdgeList list = edge_list(edges, 0, 0);
+        return look(f, s, list.k ? &list : nullptr, threads) && !spoilt;
     });
-    m.def("edges", [with_rows](const Forward& call, Queries queries, const RowStats& stats, int k, Address maxima, Address max_logits,
-                               Address p, Address at, int threads) {
-        const EdgeList list{k, reinterpret_cast<const void*>(maxima), reinterpret_cast<const void*>(max_logits),
-                            reinterpret_cast<double*>(p), reinterpret_cast<std::int64_t*>(at)};
+    m.def("edges", [with_rows, edge_list](const Forward& call, Queries queries, const RowStats& stats, const Edges& into, Address maxima,
+                                          Address max_logits, int threads) {
         nb::gil_scoped_release unlocked;
-        edges(with_rows(call, queries), stats, list, threads);
+        edges(with_rows(call, queries), stats, edge_list(into, maxima, max_logits), threads);
     });
     m.def("moments", [](Address values, bool wide, std::array<std::int64_t, 4> sizes, Address edges, std::int64_t bins,
                         std::array<Address, 6> into, int threads) {

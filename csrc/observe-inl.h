@@ -3,6 +3,33 @@
 // The row of the map that a query belongs to.
 INLINE std::int64_t row_bin(const RowStats& s, std::int64_t query) { return ((query + 1) * s.bins - 1) / s.all_queries; }
 
+// Where a share of the row blocks adds up what it has of a query head. Blocks follow each other, and so do their rows of the map:
+// all but the first are the share's alone, so that these lie in the whole. Where rows are picked, each may be in any.
+std::int64_t lines_apart(const Forward& f) { return !f.look->bins ? 0 : f.rows ? f.look->bins : 1; }
+struct ShareOfHead {
+    const Forward& f;
+    const std::int64_t share, head, apart;
+    const std::int64_t first_line;  // of the map; the share before may have it too
+
+    ShareOfHead(const Forward& call, std::int64_t share_number, std::int64_t head_number, std::int64_t first)
+        : f(call), share(share_number), head(head_number), apart((share - 1) * f.heads + head), first_line(first) {}
+    double* received() const { return share ? f.look->apart.received + apart * f.keys : f.look->whole.received + head * f.keys; }
+    std::int64_t* eligible() const { return share ? f.look->apart.eligible + apart * f.keys : f.look->whole.eligible + head * f.keys; }
+    bool is_apart(std::int64_t line) const { return share && (f.rows || line == first_line); }
+    Columns map_line(std::int64_t line) const {
+        const RowStats& s = *f.look;
+        return is_apart(line) ? line_of(s.apart, apart * lines_apart(f) + (f.rows ? line : 0)) : line_of(s.whole, head * s.bins + line);
+    }
+    Edge* edges() const { return f.look->edge + (share * f.heads + head) * f.look->edges; }
+    std::int64_t& edges_found() const { return f.look->edges_found[share * f.heads + head]; }
+
+private:
+    Columns line_of(const Columns& all, std::int64_t n) const {
+        n *= f.look->bins;
+        return {nullptr, nullptr, all.sum + n, all.max + n, all.count + n, all.largest + 4 * n};
+    }
+};
+
 // The quantities of a block of rows, and what it adds to those of keys and of the map. Sums over weights are kept relative to
 // the running maximum, as the output is, and block by block, so that long rows do not add small numbers to large ones.
 //
@@ -38,9 +65,9 @@ template <class T, int QV> struct Look {
     Int<T>* hidden;              // [MOST_KEYS][ROWS]: the sign bit where a key is not seen
     std::int64_t* column_edge;   // [bins + 1]: the first key of each column of the map
     T* cell_sum;                 // [bins][ROWS]: of each row
-    Int<T>*cell_most, *pairs;    // the same: the largest weight, as a whole number; how many keys are seen
+    Int<T>*cell_most, *cell_key, *pairs;  // the same: the largest weight, as a whole number, and its key; how many keys are seen
     V<T> block_mass[QV];         // of the last block of keys
-    std::int64_t begin, end, blocks, share = 0;
+    std::int64_t begin, end, blocks, share = 0, first_line = 0;
     int step;
 
     using Sums = RowSums<T, QV>;
@@ -55,7 +82,7 @@ template <class T, int QV> struct Look {
         kept = memory.take<T>(keys * ROWS), tops = memory.take<T>(keys / 64 * ROWS), there = memory.take<bool>(keys / 64);
         column = memory.take<T>(keys ? MOST_KEYS * L : 0), hidden = memory.take<Int<T>>(s->bins ? MOST_KEYS * ROWS : 0);
         column_edge = memory.take<std::int64_t>(s->bins + 1), cell_sum = memory.take<T>(s->bins * ROWS);
-        cell_most = memory.take<Int<T>>(s->bins * ROWS), pairs = memory.take<Int<T>>(s->bins * ROWS);
+        for (Int<T>** to : {&cell_most, &cell_key, &pairs}) *to = memory.take<Int<T>>(s->bins * ROWS);
     }
 
     template <class Block> void start(const Block& block, std::int64_t first_key, std::int64_t end_of_keys) {
@@ -132,14 +159,15 @@ template <class T, int QV> struct Look {
                 if (cell) store_int<T>(cell + v * L, load_int<T>(cell + v * L) - x);
             }
         }
-        if (!s->received) return;
+        if (!s->whole.received) return;
         for (int r = 0; r < block.count; r++) {
             if (!may_count(block, r)) continue;
-            std::int64_t* eligible = s->eligible + (share * block.f.heads + block.head(r)) * block.f.keys + j0;
+            std::int64_t* eligible = part_of(block, r).eligible() + j0;
             for (int j = 0; j < keys; j++) eligible[j] += block.p[j * ROWS + r] != -std::numeric_limits<T>::infinity();
         }
     }
     std::int64_t column_bin(const Forward& f, std::int64_t j) const { return ((j + 1) * s->bins - 1) / f.keys; }
+    template <class Block> ShareOfHead part_of(const Block& block, int r) const { return {block.f, share, block.head(r), first_line}; }
 
     // Which rows have the token of key j for their own.
     INLINE I<T> matches(std::int64_t j, int v) const {
@@ -402,16 +430,17 @@ template <class T, int QV> struct Look {
     // The pairs of a row that counts, where spans say all. What keys are eligible for is kept as its differences until the end.
     template <class Block> void count_spans(const Block& block, int r) const {
         const Forward& f = block.f;
-        const std::int64_t head = share * f.heads + block.head(r), all[2] = {0, f.keys};
+        const ShareOfHead part = part_of(block, r);
+        const std::int64_t all[2] = {0, f.keys};
         for (int n = 0; n < (f.visible.spans.data ? 4 : 2); n += 2) {
             const std::int64_t low = f.visible.spans.data ? block.span[n][r] : all[n], high = f.visible.spans.data ? block.span[n + 1][r] : all[n + 1];
             if (low >= high) continue;
-            if (s->received) {
-                s->eligible[head * f.keys + low]++;
-                if (high < f.keys) s->eligible[head * f.keys + high]--;
+            if (s->whole.received) {
+                part.eligible()[low]++;
+                if (high < f.keys) part.eligible()[high]--;
             }
             if (!s->bins) continue;
-            std::int64_t* cell = s->map_count + (head * s->bins + row_bin(*s, block.query(r))) * s->bins;
+            std::int64_t* cell = part.map_line(row_bin(*s, block.query(r))).count;
             const std::int64_t x = column_bin(f, low), last = column_bin(f, high - 1);
             for (std::int64_t y = x; y <= last; y++) cell[y] += column_edge[y + 1] - column_edge[y];
             cell[x] -= low - column_edge[x], cell[last] -= column_edge[last + 1] - high;
@@ -434,8 +463,9 @@ template <class T, int QV> struct Look {
             UNROLL for (int v = 0; v < QV; v++) store(factor + v * L, exp2(load(factor + v * L) - top[v]) * scale[v]);
             if (s->bins) normalise<true>(f, j0, keys, factor);
             else normalise<false>(f, j0, keys, factor);
-            if (s->received) receive(block, j0, keys, factor);
+            if (s->whole.received) receive(block, j0, keys, factor);
         }
+        if (s->edges) keep_edges(block, scales);
         if (s->bins) for (int v = 0; v < QV && v * L < block.count; v++) fold(block, v, scales);
     }
     template <bool MAP> void normalise(const Forward& f, std::int64_t j0, int keys, const T* factors) {
@@ -445,12 +475,12 @@ template <class T, int QV> struct Look {
         std::int64_t bin = MAP ? column_bin(f, j0) : 0;
         for (int n = 0, last; n < keys; n = last, bin++) {
             V<T> total[QV];
-            I<T> high[QV];
+            I<T> high[QV], key[QV];
             if (MAP) while (column_edge[bin + 1] <= j0 + n) bin++;  // some are empty where there are more bins than keys
             const std::int64_t limit = MAP ? column_edge[bin + 1] - j0 : keys;
             last = int(limit < keys ? limit : keys);
             if constexpr (MAP) UNROLL for (int v = 0; v < QV; v++)
-                total[v] = V<T>{}, high[v] = load_int<T>(cell_most + bin * ROWS + v * L);
+                total[v] = V<T>{}, high[v] = load_int<T>(cell_most + bin * ROWS + v * L), key[v] = load_int<T>(cell_key + bin * ROWS + v * L);
             for (int j = n; j < last; j++) {
                 V<T> received{};
                 UNROLL for (int v = 0; v < QV; v++) {
@@ -458,18 +488,19 @@ template <class T, int QV> struct Look {
                     received += x;
                     if constexpr (MAP) {
                         total[v] += x;
-                        high[v] = (I<T>)x > high[v] ? (I<T>)x : high[v];  // as numbers that are not negative compare
+                        const I<T> more = (I<T>)x > high[v];  // as numbers that are not negative compare
+                        high[v] = more ? (I<T>)x : high[v], key[v] = more ? I<T>{} + Int<T>(j0 + j) : key[v];
                     }
                 }
                 store(column + j * L, received);
             }
             if constexpr (MAP) UNROLL for (int v = 0; v < QV; v++)
-                store(cell_sum + bin * ROWS + v * L, load(cell_sum + bin * ROWS + v * L) + total[v]), store_int<T>(cell_most + bin * ROWS + v * L, high[v]);
+                store(cell_sum + bin * ROWS + v * L, load(cell_sum + bin * ROWS + v * L) + total[v]),
+                store_int<T>(cell_most + bin * ROWS + v * L, high[v]), store_int<T>(cell_key + bin * ROWS + v * L, key[v]);
         }
     }
     template <class Block> void receive(const Block& block, std::int64_t j0, int keys, const T* factor) const {
-        const Forward& f = block.f;
-        const auto line_of = [&](int r) { return s->received + (share * f.heads + block.head(r)) * f.keys + j0; };
+        const auto line_of = [&](int r) { return part_of(block, r).received() + j0; };
         if (block.group == 1) {
             double* to = line_of(0);
             for (int n = 0; n < keys; n += L) {
@@ -495,87 +526,133 @@ template <class T, int QV> struct Look {
     // What each row of a vector has in each bin goes to the map.
     template <class Block> void fold(const Block& block, int v, const T* scales) {
         const int from = v * L, rows = block.count - from < L ? block.count - from : L;
-        const std::int64_t y = row_bin(*s, block.query(from));
-        bool together = block.group == 1;
-        for (int r = 1; together && r < rows; r++) together = row_bin(*s, block.query(from + r)) == y;
         for (int r = 0; r < L; r++) if (scales[from + r] == 0)  // does not count
             for (std::int64_t x = 0; x < s->bins; x++) cell_most[x * ROWS + from + r] = -1, pairs[x * ROWS + from + r] = 0;
-        if (!together) {
-            for (int r = from, next = from; r < from + rows; r = next) {  // so many rows go to one row of the map
-                const std::int64_t first = cell_at(block, r, 0);
-                while (next < from + rows && cell_at(block, next, 0) == first) next++;
-                for (std::int64_t x = 0; x < s->bins; x++) {
-                    double total = 0;
-                    std::int64_t pairs_of = 0;
-                    int best = r;
-                    for (int k = r; k < next; k++) {
-                        const std::int64_t at = x * ROWS + k;
-                        total += double(cell_sum[at]), pairs_of += pairs[at];
-                        if (cell_most[at] > cell_most[x * ROWS + best]) best = k;
-                    }
-                    const Int<T> most_of = cell_most[x * ROWS + best];
-                    if (most_of < 0) continue;  // nothing is seen there
-                    s->map_sum[first + x] += total;
-                    if (counts) s->map_count[first + x] += pairs_of;
-                    if (of_bits(most_of) > s->map_max[first + x]) put_largest(block, first + x, best, x);
+        std::int64_t line[L];  // of the map
+        bool together = block.group == 1;
+        for (int r = 0; r < rows; r++) line[r] = row_bin(*s, block.query(from + r)), together &= line[r] == line[0];
+        for (std::int64_t x = 0; x < s->bins; x += L) {
+            const int width = int(s->bins - x < L ? s->bins - x : L);
+            if (together) fold_together(block, from, rows, line[0], x, width);
+            else fold_apart(block, from, rows, line, x, width);
+        }
+    }
+    // Of a vector of cells from x on, where they lie. Beyond the last cell: some cell.
+    template <class Read> INLINE void read_cells(std::int64_t x, int width, V<T>* to, const Read& read) const {
+        for (int k = 0; k < L; k++) to[k] = read((x + (k < width ? k : 0)) * ROWS);
+    }
+    // All rows of the vector go to one line.
+    template <class Block> void fold_together(const Block& block, int from, int rows, std::int64_t line, std::int64_t x, int width) const {
+        V<T> some[L], most_of[L];
+        read_cells(x, width, some, [&](std::int64_t at) { return load(cell_sum + at + from); });
+        read_cells(x, width, most_of, [&](std::int64_t at) { return (V<T>)load_int<T>(cell_most + at + from); });
+        Cells cells;
+        store(cells.sum, sums<T>(some)), store_int<T>(cells.most, largest<T>(most_of));
+        for (int k = 0; k < width; k++) {
+            const std::int64_t at = (x + k) * ROWS + from;
+            const int r = first_lane<T>(load_int<T>(cell_most + at) == cells.most[k]);
+            cells.row[k] = from + r, cells.key[k] = cell_key[at + r], cells.count[k] = 0;
+            if (counts) for (int n = 0; n < rows; n++) cells.count[k] += pairs[at + n];
+        }
+        add_to_map(block, part_of(block, from).map_line(line), x, width, cells);
+    }
+    // Bins in the lanes: one vector for each row.
+    template <class Block> void fold_apart(const Block& block, int from, int rows, const std::int64_t* line, std::int64_t x, int width) const {
+        V<T> some[L], most_of[L], key[L], seen_of[L];
+        read_cells(x, width, some, [&](std::int64_t at) { return load(cell_sum + at + from); }), transpose<T>(some);
+        read_cells(x, width, most_of, [&](std::int64_t at) { return (V<T>)load_int<T>(cell_most + at + from); }), transpose<T>(most_of);
+        read_cells(x, width, key, [&](std::int64_t at) { return (V<T>)load_int<T>(cell_key + at + from); }), transpose<T>(key);
+        if (counts) read_cells(x, width, seen_of, [&](std::int64_t at) { return (V<T>)load_int<T>(pairs + at + from); }), transpose<T>(seen_of);
+        bool done[L] = {};
+        for (int r = 0; r < rows; r++) {
+            if (done[r]) continue;
+            V<T> total{};
+            I<T> best = I<T>{} - 1, of{}, row{}, count{};
+            for (int n = r; n < rows; n++) {
+                if (line[n] != line[r] || block.head(from + n) != block.head(from + r)) continue;
+                done[n] = true;
+                const I<T> more = (I<T>)most_of[n] > best;
+                total += some[n], best = more ? (I<T>)most_of[n] : best, of = more ? (I<T>)key[n] : of;
+                row = more ? I<T>{} + Int<T>(from + n) : row;
+                if (counts) count += (I<T>)seen_of[n];
+            }
+            Cells cells;
+            store(cells.sum, total), store_int<T>(cells.most, best), store_int<T>(cells.key, of);
+            store_int<T>(cells.row, row), store_int<T>(cells.count, count);
+            add_to_map(block, part_of(block, from + r).map_line(line[r]), x, width, cells);
+        }
+    }
+    struct Cells {
+        T sum[L] __attribute__((aligned(64)));
+        Int<T> most[L] __attribute__((aligned(64)));  // the largest weight, as a whole number; -1: nothing is seen
+        Int<T> key[L] __attribute__((aligned(64)));   // its key, and which row of the block
+        Int<T> row[L] __attribute__((aligned(64)));
+        Int<T> count[L] __attribute__((aligned(64)));
+    };
+    template <class Block> void add_to_map(const Block& block, const Columns& to, std::int64_t x, int width, const Cells& cells) const {
+        for (int k = 0; k < width; k++) to.sum[x + k] += double(cells.sum[k]);
+        if (counts) for (int k = 0; k < width; k++) to.count[x + k] += cells.count[k];
+        for (int k = 0; k < width; k++) {
+            const double p = of_bits(cells.most[k]);
+            if (!(p > to.max[x + k])) continue;
+            to.max[x + k] = p;
+            std::int64_t* at = to.largest + 4 * (x + k);
+            at[0] = 0, at[1] = block.b, at[2] = block.query(int(cells.row[k])), at[3] = cells.key[k];
+        }
+    }
+
+    // The largest weights of each head, looked for in the cells whose largest is above the least of those that there are.
+    template <class Block> void keep_edges(const Block& block, const T* scales) const {
+        Int<T> highest_of[ROWS] __attribute__((aligned(64)));
+        for (int v = 0; v < QV; v++) {
+            I<T> high = I<T>{} - 1;
+            for (std::int64_t x = 0; x < s->bins; x++) {
+                const I<T> here = load_int<T>(cell_most + x * ROWS + v * L);
+                high = here > high ? here : high;
+            }
+            store_int<T>(highest_of + v * L, high);
+        }
+        for (int r = 0; r < block.count; r++) {
+            if (scales[r] == 0) continue;
+            const ShareOfHead part = part_of(block, r);
+            Edge* const edges = part.edges();
+            std::int64_t& found = part.edges_found();
+            const auto wanted = [&](double p) { return p > (found < s->edges ? -1 : edges[0].p); };
+            if (!wanted(of_bits(highest_of[r]))) continue;
+            for (std::int64_t x = 0; x < s->bins; x++) {
+                if (!wanted(of_bits(cell_most[x * ROWS + r]))) continue;
+                const std::int64_t first = column_edge[x] > begin ? column_edge[x] : begin, last = column_edge[x + 1] < end ? column_edge[x + 1] : end;
+                for (std::int64_t j = first, n; j < last; j++) {
+                    if (n = (j - begin) / Block::KEYS; !there[n]) continue;
+                    const double p = of_bits(bits_of(kept[(j - begin) * ROWS + r] * tops[n * ROWS + r]));
+                    if (wanted(p)) put_edge(edges, found, {p, block.b, block.query(r), j});
                 }
             }
-            return;
         }
-        for (std::int64_t x = 0; x < s->bins; x += L) {
-            V<T> some[L], most_of[L];
-            for (int k = 0; k < L; k++) {
-                const std::int64_t at = (x + k < s->bins ? x + k : x) * ROWS + from;
-                some[k] = load(cell_sum + at), most_of[k] = (V<T>)load_int<T>(cell_most + at);
-            }
-            T total[L] __attribute__((aligned(64)));
-            Int<T> best[L] __attribute__((aligned(64)));
-            store(total, sums<T>(some)), store_int<T>(best, largest<T>(most_of));
-            const std::int64_t first = cell_at(block, from, x);
-            for (int k = 0; k < L && x + k < s->bins; k++) {
-                s->map_sum[first + k] += double(total[k]);
-                if (counts) for (int r = from; r < from + rows; r++) s->map_count[first + k] += pairs[(x + k) * ROWS + r];
-                if (!(of_bits(best[k]) > s->map_max[first + k])) continue;
-                const int r = first_lane<T>(load_int<T>(cell_most + (x + k) * ROWS + from) == best[k]);
-                put_largest(block, first + k, from + r, x + k);
-            }
+    }
+    // Into a heap, of which the least is the first, of equal ones the last.
+    void put_edge(Edge* edges, std::int64_t& found, const Edge& x) const {
+        const auto before = [](const Edge& a, const Edge& z) {
+            return a.p != z.p ? a.p < z.p : a.b != z.b ? a.b > z.b : a.i != z.i ? a.i > z.i : a.j > z.j;
+        };
+        std::int64_t at = 0;
+        if (found < s->edges) {
+            for (at = found++; at > 0 && before(x, edges[(at - 1) / 2]); at = (at - 1) / 2) edges[at] = edges[(at - 1) / 2];
+        } else for (std::int64_t n = 1; n < found; n = 2 * at + 1) {
+            if (n + 1 < found && before(edges[n + 1], edges[n])) n++;
+            if (!before(edges[n], x)) break;
+            edges[at] = edges[n], at = n;
         }
+        edges[at] = x;
+    }
+    static Int<T> bits_of(T x) {
+        Int<T> bits;
+        __builtin_memcpy(&bits, &x, sizeof(T));
+        return bits;
     }
     static double of_bits(Int<T> bits) {  // -infinity where nothing is seen
         T x;
         __builtin_memcpy(&x, &bits, sizeof(T));
         return bits < 0 ? -std::numeric_limits<double>::infinity() : double(x);
-    }
-    // The first key from j on and before `last` whose weight is this one; `last` where there is none.
-    std::int64_t find(Int<T> bits, int r, T factor, std::int64_t j, std::int64_t last) const {
-        const T* p = kept + (j - begin) * ROWS + r;
-        constexpr int some = 16;  // without a branch for each
-        for (; j < last; j += some, p += some * ROWS) {
-            const int n = last - j < some ? int(last - j) : some;
-            int at = some;
-            for (int k = n - 1; k >= 0; k--) {
-                const T x = p[k * ROWS] * factor;
-                Int<T> here;
-                __builtin_memcpy(&here, &x, sizeof(T));
-                at = here == bits ? k : at;
-            }
-            if (at < some) return j + at;
-        }
-        return last;
-    }
-    template <class Block> std::int64_t cell_at(const Block& block, int r, std::int64_t x) const {
-        return ((share * block.f.heads + block.head(r)) * s->bins + row_bin(*s, block.query(r))) * s->bins + x;
-    }
-    template <class Block> void put_largest(const Block& block, std::int64_t cell, int r, std::int64_t x) const {
-        const Int<T> bits = cell_most[x * ROWS + r];
-        std::int64_t j = column_edge[x] > begin ? column_edge[x] : begin;
-        for (std::int64_t n = (j - begin) / Block::KEYS; n < blocks; n++) {
-            const std::int64_t next = begin + (n + 1) * Block::KEYS, last = next < end ? next : end;
-            if (there[n]) if (j = find(bits, r, tops[n * ROWS + r], j, last); j < last) break;
-            j = last;
-        }
-        s->map_max[cell] = of_bits(bits);
-        std::int64_t* at = s->map_at + 4 * cell;
-        at[0] = 0, at[1] = block.b, at[2] = block.query(r), at[3] = j;
     }
 };

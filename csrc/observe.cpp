@@ -19,11 +19,23 @@ double number(const void* values, std::int64_t n, bool wide) {
     return wide ? static_cast<const double*>(values)[n] : double(static_cast<const float*>(values)[n]);
 }
 
-struct Edge {
-    double p;
-    std::int64_t b, i, j;
-    bool operator<(const Edge& x) const { return p != x.p ? p > x.p : b != x.b ? b < x.b : i != x.i ? i < x.i : j < x.j; }
-};
+bool larger(const Edge& x, const Edge& z) {  // of equal ones the first
+    return x.p != z.p ? x.p > z.p : x.b != z.b ? x.b < z.b : x.i != z.i ? x.i < z.i : x.j < z.j;
+}
+// The largest of them come first; how many there are then, at most k.
+std::int64_t keep_largest(Edge* edges, std::int64_t found, std::int64_t k) {
+    const std::int64_t kept = std::min(found, k);
+    std::partial_sort(edges, edges + kept, edges + found, larger);
+    return kept;
+}
+void put(const EdgeList& list, std::int64_t head, const Edge* edges, std::int64_t found) {
+    for (std::int64_t n = 0; n < list.k; n++) {
+        const bool has = n < found;
+        std::int64_t* at = list.at + 4 * (head * list.k + n);
+        list.p[head * list.k + n] = has ? edges[n].p : std::numeric_limits<double>::quiet_NaN();
+        at[0] = has ? 0 : -1, at[1] = has ? edges[n].b : -1, at[2] = has ? edges[n].i : -1, at[3] = has ? edges[n].j : -1;
+    }
+}
 
 // The rows that edges can be in: of each batch entry and head those with the largest maxima.
 constexpr std::int64_t AT_ONCE = 1 << 20;  // weights that are listed at a time
@@ -41,11 +53,11 @@ struct Rows {
         each(signals, heads, usable(threads, heads), [&](std::int64_t head, int) {
             const auto from = order.begin() + head * queries;
             std::iota(from, from + queries, 0);
-            const auto larger = [&](std::int64_t r, std::int64_t z) {
+            const auto before = [&](std::int64_t r, std::int64_t z) {
                 const double x = maximum(head, r), y = maximum(head, z);
                 return x != y ? x > y : r < z;
             };
-            std::nth_element(from, from + (count - 1), from + queries, larger);
+            std::nth_element(from, from + (count - 1), from + queries, before);
             least[head] = count == list.k ? maximum(head, from[count - 1]) : 0;  // with fewer rows, smaller ones are wanted too
         });
         signals.raise();
@@ -98,9 +110,7 @@ struct Second {
             const std::int64_t row = (b * call.heads + h) * n + m / few.most, at = row * few.most + m % few.most;
             if (keys[at] >= 0) edges[found++] = {number(weights.data(), at, size == 8), b, queries[row], keys[at]};
         }
-        const std::int64_t kept = std::min(found, k);
-        std::partial_sort(edges, edges + kept, edges + found);
-        return kept;
+        return keep_largest(edges, found, k);
     }
 };
 
@@ -178,23 +188,55 @@ template <class T> void add_up(const Moments& m, const T* values, std::int64_t n
     }
 }
 
+// What the shares have apart, and the edges of all of them: from `next` on, if that is known. How many bytes it is.
+std::size_t lay_out_shares(const Forward& f, RowStats& s, std::size_t lines_apart, char* next) {
+    std::size_t size = 0;
+    const auto take = [&](auto*& to, std::size_t count) {
+        if (next) to = reinterpret_cast<std::decay_t<decltype(to)>>(next + size);
+        size += count * sizeof *to;
+    };
+    const std::size_t apart = std::size_t((s.shares - 1) * f.heads), all = std::size_t(s.shares * f.heads);
+    const std::size_t keys = s.whole.received ? apart * std::size_t(f.keys) : 0, cells = apart * lines_apart * std::size_t(s.bins);
+    take(s.apart.received, keys), take(s.apart.eligible, keys);
+    take(s.apart.sum, cells), take(s.apart.max, cells), take(s.apart.count, cells), take(s.apart.largest, 4 * cells);
+    if (s.edges) take(s.edge, all * std::size_t(s.edges)), take(s.edges_found, all);
+    return size;
+}
+
+// What the shares have found of a head's edges.
+void gather_edges(const Forward& f, const RowStats& s, const EdgeList& list, std::int64_t head) {
+    std::int64_t found = s.edges_found[head];
+    Edge* const edges = s.edge + head * s.edges;
+    std::vector<Edge> all(edges, edges + found);
+    for (std::int64_t share = 1; share < s.shares; share++) {
+        const std::int64_t n = share * f.heads + head;
+        all.insert(all.end(), s.edge + n * s.edges, s.edge + n * s.edges + s.edges_found[n]);
+    }
+    found = keep_largest(all.data(), std::int64_t(all.size()), list.k);
+    put(list, head, all.data(), found);
+}
+
 }  // namespace
 
-bool look(Forward& f, RowStats& rows, int threads) {
+bool look(Forward& f, RowStats& rows, const EdgeList* list, int threads) {
     Signals signals;
     std::atomic<bool> spoilt{false};
     rows.spoilt = f.spoilt = &spoilt, f.look = &rows, f.watch = &signals;
     const Target* target = chosen();
+    rows.shares = rows.columns() ? target->look_shares(f) : 1, rows.edges = list ? list->k : 0;
     const std::int64_t tasks = target->look_tasks(f);
     threads = usable(threads, tasks);
     const std::size_t own = (target->look_scratch(f) + 127) / 64 * 64;
-    const Scratch scratch(own * std::size_t(threads));
+    const std::size_t lines_apart = std::size_t(target->lines_apart(f)), shared = own * std::size_t(threads);
+    const Scratch scratch(shared + lay_out_shares(f, rows, lines_apart, nullptr));
+    lay_out_shares(f, rows, lines_apart, scratch.at(shared));
     const Memory made = prepared(*target, f, signals, threads);
     each(signals, tasks, threads, [&](std::int64_t n, int thread) {
         target->run_look(f, n, scratch.at(own * std::size_t(thread)));
     });
     if (rows.columns()) each(signals, f.heads, usable(threads, f.heads), [&](std::int64_t n, int) { target->gather_look(f, n); });
     signals.raise();
+    if (list) for (std::int64_t head = 0; head < f.heads; head++) gather_edges(f, rows, *list, head);
     return !spoilt;
 }
 
@@ -208,19 +250,13 @@ void edges(const Forward& call, const RowStats& rows, const EdgeList& list, int 
     std::vector<std::int64_t> found(call.heads);
     for (std::int64_t first = 0; first < chosen_rows.count; first += step) {
         Second again(call, rows, chosen_rows, first, std::min(step, chosen_rows.count - first), int(most));
-        look(again.f, again.few, threads);
+        look(again.f, again.few, nullptr, threads);
         each(signals, call.heads, usable(threads, call.heads), [&](std::int64_t h, int) {
             found[h] = again.add_to(&candidates[h * room], found[h], h, list.k);
         });
         signals.raise();
     }
-    for (std::int64_t h = 0; h < call.heads; h++) for (std::int64_t n = 0; n < list.k; n++) {
-        const bool has = n < found[h];
-        const Edge& edge = candidates[h * room + (has ? n : 0)];
-        std::int64_t* at = list.at + 4 * (h * list.k + n);
-        list.p[h * list.k + n] = has ? edge.p : std::numeric_limits<double>::quiet_NaN();
-        at[0] = has ? 0 : -1, at[1] = has ? edge.b : -1, at[2] = has ? edge.i : -1, at[3] = has ? edge.j : -1;
-    }
+    for (std::int64_t h = 0; h < call.heads; h++) put(list, h, &candidates[h * room], found[h]);
 }
 
 void moments(const Moments& m, const void* values, bool wide, int threads) {

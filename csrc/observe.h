@@ -7,18 +7,21 @@
 
 namespace headscope {
 
-// Attends while rows are measured; true where every row that sees keys is finite.
-bool look(Forward& f, RowStats& rows, int threads);
-
-// The k largest weights of each head over batch entries, rows and keys; of equal ones the first. They lie in the k rows of each batch
-// entry and head with the largest maxima, which are looked at once more, and are no smaller than the least of these.
+// The k largest weights of each head over batch entries, rows and keys; of equal ones the first.
 struct EdgeList {
     int k;
+    double* p;           // out, [H, k], largest first; NaN where there are fewer
+    std::int64_t* at;    // out, [H, k, 4]: 0, batch entry, query and key; -1 where there are fewer
     const void* maxima;      // [B, H, Q] of the arithmetic's type: each row's largest weight; NaN where it does not count
     const void* max_logits;  // the same: and its largest logit
-    double* p;           // [H, k], largest first; NaN where there are fewer
-    std::int64_t* at;    // [H, k, 4]: 0, batch entry, query and key; -1 where there are fewer
 };
+
+// Attends while rows are measured; true where every row that sees keys is finite. With a map the edges, if there is a list for them,
+// are found on the way.
+bool look(Forward& f, RowStats& rows, const EdgeList* list, int threads);
+
+// Without a map: they lie in the k rows of each batch entry and head with the largest maxima, which are looked at once more, and are
+// no smaller than the least of these.
 void edges(const Forward& f, const RowStats& rows, const EdgeList& list, int threads);
 
 // Of each name and head: count, mean, M2, least, largest and histogram of the values that are not NaN.

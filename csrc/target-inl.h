@@ -288,9 +288,10 @@ std::int64_t look_tasks(const Forward& f) {
     if (f.look->columns()) return f.kv_heads * f.look->shares;
     return f.batch * f.kv_heads * (is_double(f) ? blocks_of<double>(f) : blocks_of<float>(f));
 }
-template <class T> void run_look_block(const Forward& f, std::int64_t head, std::int64_t number, std::int64_t share, void* scratch) {
+template <class T> void run_look_block(const Forward& f, std::int64_t head, std::int64_t number, std::int64_t share, std::int64_t first_line,
+                                         void* scratch) {
     const auto look = [&](auto&& attend, std::int64_t first, int count) {
-        attend.rider.share = share;
+        attend.rider.share = share, attend.rider.first_line = first_line;
         attend.run(first, count, 0, 1, nullptr);
     };
     if (f.v_head_dim == 0 || rows_of<T>(f, number).count > LANES<T>) return with_look<T>(f, head, number, scratch, look);
@@ -300,75 +301,86 @@ template <class T> void run_look_block(const Forward& f, std::int64_t head, std:
     rest.v_head_dim = 0, rest.lse = nullptr;
     with_look<T>(rest, head, number, scratch, look);
 }
-// What a share has of one query head: blocks of rows that follow each other, and of the map the cells of these. The first share
-// ends up with the whole.
-struct ShareOfHead {
-    double *received, *sum, *max;
-    std::int64_t *eligible, *count, *at, first_block, end_of_blocks, first_cell, end_of_cells;
-    ShareOfHead(const Forward& f, std::int64_t share, std::int64_t head) {
+// A share of the row blocks of a head: its blocks, and the lines of the map that these can reach.
+struct Share {
+    std::int64_t first_block, end_of_blocks, first_line, last_line;
+    Share(const Forward& f, std::int64_t share) {
         const RowStats& s = *f.look;
-        const std::int64_t n = share * f.heads + head, cells = s.bins * s.bins;
-        const auto part = [n](auto* all, std::int64_t size) { return all ? all + n * size : nullptr; };
-        received = part(s.received, f.keys), eligible = part(s.eligible, f.keys);
-        sum = part(s.map_sum, cells), max = part(s.map_max, cells), count = part(s.map_count, cells), at = part(s.map_at, 4 * cells);
         const std::int64_t blocks = is_double(f) ? blocks_of<double>(f) : blocks_of<float>(f);
         first_block = share * blocks / s.shares, end_of_blocks = (share + 1) * blocks / s.shares;
-        first_cell = 0, end_of_cells = cells;
-        if (share == 0 || f.rows || !s.bins) return;
+        first_line = 0, last_line = s.bins - 1;
+        if (f.rows || !s.bins) return;
         const std::int64_t group = f.heads / f.kv_heads, rows = f.queries * group;
-        const auto query = [&](std::int64_t block) {  // of its first row
+        const auto line = [&](std::int64_t block) {  // of its first row
             const std::int64_t row = is_double(f) ? rows_of<double>(f, block).first : rows_of<float>(f, block).first;
-            return (row < rows ? row : rows - 1) / group;
+            return row_bin(s, (row < rows ? row : rows - 1) / group);
         };
-        first_cell = row_bin(s, query(first_block)) * s.bins, end_of_cells = (row_bin(s, query(end_of_blocks)) + 1) * s.bins;
+        if (share > 0) first_line = line(first_block);
+        if (share + 1 < s.shares) last_line = line(end_of_blocks);
     }
 };
 template <class T> void run_look_task(const Forward& f, std::int64_t task, void* scratch) {
     const std::int64_t blocks = blocks_of<T>(f);
     const RowStats& s = *f.look;
-    if (!s.columns()) return run_look_block<T>(f, task / blocks, blocks - 1 - task % blocks, 0, scratch);
+    if (!s.columns()) return run_look_block<T>(f, task / blocks, blocks - 1 - task % blocks, 0, 0, scratch);
     // Threads meet at the same keys and values; the last shares come first, for of a causal mask they are the longest.
     const std::int64_t kv_head = task / s.shares, share = s.shares - 1 - task % s.shares, group = f.heads / f.kv_heads;
+    const Share own(f, share);
     for (std::int64_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
-        const ShareOfHead x(f, share, h);
-        if (s.received) for (std::int64_t j = 0; j < f.keys; j++) x.received[j] = 0, x.eligible[j] = 0;
-        for (std::int64_t n = x.first_cell; n < x.end_of_cells; n++) {
-            x.sum[n] = 0, x.count[n] = 0, x.max[n] = -std::numeric_limits<double>::infinity();
-            x.at[4 * n] = -1;  // the rest is not read before it is known
+        const ShareOfHead x(f, share, h, own.first_line);
+        if (s.whole.received) {
+            double* const received = x.received();
+            std::int64_t* const eligible = x.eligible();
+            for (std::int64_t j = 0; j < f.keys; j++) received[j] = 0, eligible[j] = 0;
+        }
+        if (s.edges) x.edges_found() = 0;
+        for (std::int64_t y = own.first_line; y <= own.last_line; y++) {
+            const Columns line = x.map_line(y);
+            for (std::int64_t n = 0; n < s.bins; n++) line.sum[n] = 0, line.count[n] = 0, line.max[n] = -std::numeric_limits<double>::infinity();
+            for (std::int64_t n = 0; n < s.bins; n++) line.largest[4 * n] = -1;  // the rest is not read before it is known
         }
     }
-    const ShareOfHead own(f, share, kv_head * group);
     for (std::int64_t b = 0; b < f.batch; b++) for (std::int64_t n = own.first_block; n < own.end_of_blocks; n++) {
         if (stops(f)) return;
-        run_look_block<T>(f, b * f.kv_heads + kv_head, n, share, scratch);
+        run_look_block<T>(f, b * f.kv_heads + kv_head, n, share, own.first_line, scratch);
     }
 }
 void run_look(const Forward& f, std::int64_t task, void* scratch) {
     if (is_double(f)) return run_look_task<double>(f, task, scratch);
     run_look_task<float>(f, task, scratch);
 }
-// All shares of a query head into the first.
+// What shares have apart of a query head goes to the whole.
 void gather_look(const Forward& f, std::int64_t head) {
     const RowStats& s = *f.look;
-    const ShareOfHead all(f, 0, head);
+    const ShareOfHead all(f, 0, head, 0);
     for (std::int64_t share = 1; share < s.shares; share++) {
-        const ShareOfHead x(f, share, head);
-        if (s.received) for (std::int64_t j = 0; j < f.keys; j++) all.received[j] += x.received[j], all.eligible[j] += x.eligible[j];
-        for (std::int64_t n = x.first_cell; n < x.end_of_cells; n++) {
-            all.sum[n] += x.sum[n], all.count[n] += x.count[n];
-            const std::int64_t *a = all.at + 4 * n, *z = x.at + 4 * n;
-            if (z[0] < 0 || x.max[n] < all.max[n]) continue;
-            const auto earlier = [&] { return z[1] != a[1] ? z[1] < a[1] : z[2] != a[2] ? z[2] < a[2] : z[3] < a[3]; };
-            if (x.max[n] > all.max[n] || earlier()) {
-                all.max[n] = x.max[n];
-                for (int k = 0; k < 4; k++) all.at[4 * n + k] = z[k];
+        const Share own(f, share);
+        const ShareOfHead x(f, share, head, own.first_line);
+        if (s.whole.received) {
+            const double* const received = x.received();
+            const std::int64_t* const eligible = x.eligible();
+            for (std::int64_t j = 0; j < f.keys; j++) all.received()[j] += received[j], all.eligible()[j] += eligible[j];
+        }
+        for (std::int64_t y = own.first_line; y < own.first_line + lines_apart(f); y++) {
+            const Columns to = all.map_line(y), from = x.map_line(y);
+            for (std::int64_t n = 0; n < s.bins; n++) {
+                to.sum[n] += from.sum[n], to.count[n] += from.count[n];
+                std::int64_t *a = to.largest + 4 * n, *z = from.largest + 4 * n;
+                if (z[0] < 0 || from.max[n] < to.max[n]) continue;
+                const auto earlier = [&] { return z[1] != a[1] ? z[1] < a[1] : z[2] != a[2] ? z[2] < a[2] : z[3] < a[3]; };
+                if (from.max[n] == to.max[n] && !earlier()) continue;
+                to.max[n] = from.max[n];
+                for (int k = 0; k < 4; k++) a[k] = z[k];
             }
         }
     }
     const bool counted_by_spans = !f.visible.count && !f.bias.data;
-    if (s.received && counted_by_spans) for (std::int64_t j = 1; j < f.keys; j++) all.eligible[j] += all.eligible[j - 1];
-    for (std::int64_t n = 0; n < all.end_of_cells; n++) if (all.at[4 * n] < 0) {
-        all.max[n] = std::numeric_limits<double>::quiet_NaN();
-        for (int k = 1; k < 4; k++) all.at[4 * n + k] = -1;
+    if (s.whole.received && counted_by_spans) for (std::int64_t j = 1; j < f.keys; j++) all.eligible()[j] += all.eligible()[j - 1];
+    for (std::int64_t y = 0; y < s.bins; y++) {
+        const Columns line = all.map_line(y);
+        for (std::int64_t n = 0; n < s.bins; n++) if (line.largest[4 * n] < 0) {
+            line.max[n] = std::numeric_limits<double>::quiet_NaN();
+            for (int k = 1; k < 4; k++) line.largest[4 * n + k] = -1;
+        }
     }
 }

@@ -261,7 +261,7 @@ def test_parts_alone() -> None:
     given = made() | {"mask": causal()}
     for said in (
         {"row_stats": False, "received": False, "edges": 5},
-        {"row_stats": False, "map": 4},
+        {"row_stats": False, "map": 4, "edges": 5},
         {"received": False},
     ):
         same(*both(Observe(**said), given))
@@ -420,9 +420,22 @@ def test_many_of_each_row() -> None:
     torch.testing.assert_close(ours["top_weights"], theirs["top_weights"])
 
 
-def test_more_edges_than_are_listed_at_a_time() -> None:
+@pytest.mark.parametrize("bins", [0, 8])
+def test_more_edges_than_are_listed_at_a_time(bins: int) -> None:
     given = {"q": normal(B, H, 307, 8), "k": normal(B, H, 311, 8)}
-    same(*both(Observe(row_stats=False, received=False, edges=300), given))
+    same(*both(Observe(row_stats=False, received=False, map=bins or None, edges=300), given))
+
+
+@pytest.mark.parametrize("bins", [0, 5])
+def test_of_equal_weights_the_first_are_named(bins: int) -> None:
+    length = 1111  # of which several tasks share the rows
+    q = torch.zeros(B, H, length, 4)
+    seen = next(iter(observe(q, q, what=Observe(map=bins or None, edges=7)).parts.values()))
+    assert seen.edges is not None
+    assert seen.edges.at.tolist() == [[[0, 0, 0, key] for key in range(7)]] * H
+    if seen.map is not None:
+        first = [n * length // bins for n in range(bins)]
+        assert seen.map.argmax.tolist() == [[[[0, 0, i, j] for j in first] for i in first]] * H
 
 
 # ---------------------------------------------------------------- processes and threads

@@ -28,5 +28,5 @@ using Half = _Float16;
 // What target-inl.h defines, in the order of Target.
 #define OFFERS                                                                                                               \
     runs_here, prepare_tasks, prepared, prepare, tasks, scratch, run, shares, partial, merge, gradient_scratch, sums, run_gradient, \
-        gather, bias_tasks, run_bias_gradient, look_shares, look_tasks, \
+        gather, bias_tasks, run_bias_gradient, look_shares, lines_apart, look_tasks, \
         look_scratch, run_look, gather_look, pool, squares

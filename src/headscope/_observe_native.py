@@ -32,6 +32,9 @@ QUANTITIES = (
 """In the order of ``Quantity`` in csrc/attention.h."""
 
 MOST_WINDOWS, MOST_FIRST = 8, 16  # as there
+MOST_KEPT_EDGES = (
+    256  # of a head, that each share of the work keeps beside the map; with more, rows are looked at again
+)
 
 Address = int
 """Of memory; 0 = there is none."""
@@ -82,11 +85,11 @@ class Attending(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """What is summed over rows, once for each share of the work; the first share ends up with the whole.
+    """What is summed over rows.
 
     Attributes:
-        received, eligible: float64 and int64 [shares, H, K], or None.
-        sum, max, pairs, at: of the map [shares, H, n, n], at int64 with run, batch entry, query and key; or None.
+        received, eligible: float64 and int64 [H, K], or None.
+        sum, max, pairs, at: of the map [H, n, n], at int64 with run, batch entry, query and key; or None.
     """
 
     received: Tensor | None
@@ -97,9 +100,9 @@ class _Columns(NamedTuple):
     at: Tensor | None
 
     @staticmethod
-    def empty(work: Work, call: Call, shares: int) -> _Columns:
-        """Not filled yet: each share clears what its rows can reach, and leaves the rest."""
-        keys, cells = (shares, call.heads, call.keys), (shares, call.heads, work.bins, work.bins)
+    def empty(work: Work, call: Call) -> _Columns:
+        """Not filled yet."""
+        keys, cells = (call.heads, call.keys), (call.heads, work.bins, work.bins)
         double, whole = torch.float64, torch.int64
         received = (torch.empty(keys, dtype=double), torch.empty(keys, dtype=whole)) if work.received else (None, None)
         if not work.bins:
@@ -108,15 +111,10 @@ class _Columns(NamedTuple):
         return _Columns(*received, *sums, torch.empty(cells, dtype=whole), torch.empty((*cells, 4), dtype=whole))
 
     def map(self) -> HeadMap | None:
-        """The map of all shares, from the first."""
+        """The map, if there is one."""
         if self.sum is None or self.pairs is None or self.max is None or self.at is None:
             return None
-        return HeadMap(*(_first_share(x) for x in (self.sum, self.pairs, self.max, self.at)))
-
-
-def _first_share(x: Tensor) -> Tensor:
-    """Without the memory of the others."""
-    return x[0] if len(x) == 1 else x[0].clone()
+        return HeadMap(self.sum, self.pairs, self.max, self.at)
 
 
 def observe_rows(work: Work, scene: Scene, attending: Attending | None = None) -> Observed | None:
@@ -133,7 +131,8 @@ def observe_rows(work: Work, scene: Scene, attending: Attending | None = None) -
     described = cpu.describe(call, scene.plan, scene.inputs)  # a name of its own: it keeps alive what it points into
     index = None if scene.whole else torch.tensor(list(scene.rows))
     queries = (len(scene.rows), cpu.address(index))
-    names = row_names(work, scene) if work.rows else ["max_weight", "max_logit"] if work.edges else []
+    later = work.edges > (MOST_KEPT_EDGES if work.bins else 0)  # they are looked for in a pass of their own
+    names = row_names(work, scene) if work.rows else ["max_weight", "max_logit"] if later else []
     counted = torch.empty(shape, dtype=torch.bool)
     size = math.prod(shape) * dtype.itemsize
     keeps = work.rows and work.argmax
@@ -144,22 +143,21 @@ def observe_rows(work: Work, scene: Scene, attending: Attending | None = None) -
     if work.top or work.argmax:
         most = (*shape, max(1, work.top))
         top = Candidates(torch.empty(most, dtype=dtype), torch.empty(most, dtype=torch.int64))
-    shares = native.look_shares(described.native, queries) if work.received or work.bins else 1
-    columns = _Columns.empty(work, call, shares)
-    asked, held = _asked(work, scene, rows, counted, top, columns, shares)
-    into = (0, 0) if attending is None else (attending.out.data_ptr(), attending.lse.data_ptr())
-    threads = torch.get_num_threads()
-    if not native.look(described.native, queries, asked, *into, threads):
-        return None
-    edges = None
+    columns = _Columns.empty(work, call)
+    asked, held = _asked(work, scene, rows, counted, top, columns)
+    edges, edges_at = None, (0, 0, 0)
     if work.edges:
         edges = Edges(
             torch.empty(call.heads, work.edges, dtype=torch.float64),
             torch.empty(call.heads, work.edges, 4, dtype=torch.int64),
         )
-        largest = (rows["max_weight"], rows["max_logit"])
-        into = (edges.p.data_ptr(), edges.at.data_ptr())
-        native.edges(described.native, queries, asked, work.edges, *largest, *into, threads)
+        edges_at = (work.edges, edges.p.data_ptr(), edges.at.data_ptr())
+    into = (0, 0) if attending is None else (attending.out.data_ptr(), attending.lse.data_ptr())
+    threads = torch.get_num_threads()
+    if not native.look(described.native, queries, asked, (0, 0, 0) if later else edges_at, *into, threads):
+        return None
+    if later:
+        native.edges(described.native, queries, asked, edges_at, rows["max_weight"], rows["max_logit"], threads)
     del held
     moments: Mapping[str, Moments] = {}
     rows_counted = None
@@ -174,15 +172,15 @@ def observe_rows(work: Work, scene: Scene, attending: Attending | None = None) -
         _room.give_back(room)
     if work.argmax and top is not None:
         kept["argmax"] = top.at[..., 0]
-    received, eligible = (None if x is None else _first_share(x) for x in (columns.received, columns.eligible))
     top = top if work.top else None
     broken = torch.zeros(call.heads, dtype=torch.int64)  # else the pass had ended above
-    return Observed(kept, counted, broken, received, eligible, columns.map(), edges, top, moments, rows_counted)
+    return Observed(
+        kept, counted, broken, columns.received, columns.eligible, columns.map(), edges, top, moments, rows_counted
+    )
 
 
 def _asked(
     work: Work, scene: Scene, rows: dict[str, Address], counted: Tensor, top: Candidates | None, columns: _Columns,
-    shares: int,
 ) -> tuple[Any, Any]:  # fmt: skip
     """What is to be measured, and where to, as the extension knows it; and what has to stay alive for it."""
     address = cpu.address
@@ -207,7 +205,7 @@ def _asked(
         address(given), 0.0 if scene.lse is None else ROUNDING[scene.lse.dtype], counted.data_ptr(),
         (0, 0, 0) if top is None else (top.p.shape[-1], top.p.data_ptr(), top.at.data_ptr()),
         (address(columns.received), address(columns.eligible)), (work.bins, scene.call.queries),
-        tuple(address(x) for x in (columns.sum, columns.max, columns.pairs, columns.at)), shares,
+        tuple(address(x) for x in (columns.sum, columns.max, columns.pairs, columns.at)),
     )  # fmt: skip
     return made, (ids, norms, may_count, given)
 

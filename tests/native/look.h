@@ -19,7 +19,7 @@ struct Look {
     Array norms, may_count, given;   // [B, Hkv, K, 1], [B or 1, H or 1, R or 1, 1], [B, H, R, 1]
     std::vector<double> reach;
     bool attends, received, values, floor;  // floor: none of the largest weights is below it
-    std::int64_t most, bins, shares;
+    std::int64_t most, bins, shares, edges;
 
     std::int64_t query(std::int64_t b, std::int64_t h, std::int64_t r) const {
         return queries.given ? std::int64_t(queries(b, h, 0, r)) : r;
@@ -35,7 +35,7 @@ struct Look {
         if (attends) text += ", attending";
         if (received) text += ", received";
         text += ", " + std::to_string(reach.size()) + " windows, first " + std::to_string(first.n[3]) + ", most " + std::to_string(most);
-        return text + ", bins " + std::to_string(bins) + ", shares " + std::to_string(shares);
+        return text + ", bins " + std::to_string(bins) + ", shares " + std::to_string(shares) + ", edges " + std::to_string(edges);
     }
 };
 
@@ -89,6 +89,7 @@ inline Look draw_look(Random& r, const Problem& p, const Array& lse) {
     x.most = r.one_in(2) ? 0 : r.one_in(6) ? p.K + 2 : r.range(1, 4), x.floor = r.one_in(2);
     x.bins = r.one_in(2) ? 0 : r.one_in(4) ? p.K + r.range(0, 9) : r.range(1, 9);
     if (x.shares * p.H * x.bins * x.bins > 100'000) x.bins = 3;
+    x.edges = !x.bins || r.one_in(2) ? 0 : r.one_in(3) ? r.range(1, 40) : r.range(1, 3);
     return x;
 }
 

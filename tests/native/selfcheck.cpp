@@ -124,7 +124,7 @@ struct Looking {
     std::atomic<bool> spoilt{false};
     std::vector<std::unique_ptr<Placed>> out;
     Placed *value[QUANTITIES], *window[MOST_WINDOWS], *streaming[MOST_WINDOWS], *counted, *most_weight, *most_key, *received, *eligible, *sum,
-        *max, *count, *at;
+        *max, *count, *at, *edge, *edges_found;
 
     Looking(Random& r, const Problem& p, const Look& x, const Array& floor, double rounding, Call& call) {
         const Element wide = arithmetic(p.dtype);
@@ -157,17 +157,27 @@ struct Looking {
         s.most = int(x.most);
         s.most_weight = (most_weight = place(r, Array(p.B, p.H, x.R, x.most), wide, x.most > 0))->data();
         s.most_key = reinterpret_cast<std::int64_t*>((most_key = place(r, Array(p.B, p.H, x.R, x.most), Element::i64, x.most > 0))->data());
-        const Array keys(x.shares, p.H, p.K, 1), cells(x.shares, p.H, x.bins, x.bins), places(x.shares, p.H, x.bins * x.bins, 4);
-        s.received = reinterpret_cast<double*>((received = place(r, keys, Element::f64, x.received))->data());
-        s.eligible = reinterpret_cast<std::int64_t*>((eligible = place(r, keys, Element::i64, x.received))->data());
         s.bins = x.bins, s.all_queries = p.Q, s.shares = x.shares, s.spoilt = &spoilt;
-        s.map_sum = reinterpret_cast<double*>((sum = place(r, cells, Element::f64, x.bins > 0))->data());
-        s.map_max = reinterpret_cast<double*>((max = place(r, cells, Element::f64, x.bins > 0))->data());
-        s.map_count = reinterpret_cast<std::int64_t*>((count = place(r, cells, Element::i64, x.bins > 0))->data());
-        s.map_at = reinterpret_cast<std::int64_t*>((at = place(r, places, Element::i64, x.bins > 0))->data());
+        place_columns(r, s.whole, 1, p, x, x.bins);
+        const std::size_t of_whole = out.size();
+        place_columns(r, s.apart, x.shares - 1, p, x, x.queries.given ? x.bins : 1);
+        const auto piece = [&](std::size_t n) { return out[of_whole - 6 + n].get(); };
+        received = piece(0), eligible = piece(1), sum = piece(2), max = piece(3), count = piece(4), at = piece(5);
+        s.edges = int(x.edges);
+        const auto of_edges = [&](std::int64_t n) { return place(r, Array(x.shares, p.H, n, 1), Element::i64, x.edges > 0); };
+        s.edge = reinterpret_cast<headscope::Edge*>((edge = of_edges(4 * x.edges))->data());
+        s.edges_found = reinterpret_cast<std::int64_t*>((edges_found = of_edges(1))->data());
     }
 
 private:
+    void place_columns(Random& r, headscope::Columns& to, std::int64_t shares, const Problem& p, const Look& x, std::int64_t lines) {
+        const Array keys(shares, p.H, p.K, 1), cells(shares, p.H, lines, x.bins), places(shares, p.H, lines * x.bins, 4);
+        const auto numbers = [&](const Array& a, bool asked) { return reinterpret_cast<double*>(place(r, a, Element::f64, asked)->data()); };
+        const auto whole = [&](const Array& a, bool asked) { return reinterpret_cast<std::int64_t*>(place(r, a, Element::i64, asked)->data()); };
+        to.received = numbers(keys, x.received), to.eligible = whole(keys, x.received);
+        to.sum = numbers(cells, x.bins > 0), to.max = numbers(cells, x.bins > 0);
+        to.count = whole(cells, x.bins > 0), to.largest = whole(places, x.bins > 0);
+    }
     Placed* place(Random& r, const Array& shape, Element e, bool asked = true) {
         out.push_back(std::make_unique<Placed>(r, asked ? shape : Array(), e, true, true));
         return out.back().get();
@@ -247,6 +257,10 @@ public:
             if (std::isnan(exact.x[n]) ? !std::isnan(x.x[n]) : !(off <= allowed)) return fail(name, "got %.9g, wanted %.9g", x.x[n], exact.x[n]);
             if (off > worst.share * allowed) worst.share = off / allowed, worst.where = name;
         }
+    }
+    void near(const char* name, double got, double exact, double roundings) {
+        const double unit = roundings * (p.dtype == Dtype::f64 ? epsilon(Dtype::f64) : epsilon(Dtype::f32));
+        if (!(std::fabs(got - exact) <= exact * unit + small())) fail(name, "got %.9g, wanted %.9g", got, exact);
     }
     void equal(const char* name, const Placed& got, const Array& exact) {
         guard(name, got);
@@ -376,6 +390,31 @@ void check_map(Check& found, const Looking& got, const Look& x, const Measured& 
     }
     found.near("map at", *got.max, largest, m.map_max, roundings);
 }
+// Of each head the largest, over all shares, and each where it says.
+void check_edges(Check& found, const Looking& got, const Look& x, const Measured& m, const Problem& p, double roundings) {
+    found.guard("edges", *got.edge), found.guard("edges_found", *got.edges_found);
+    for (std::int64_t h = 0; h < p.H; h++) {
+        std::vector<double> kept, wanted;
+        for (std::int64_t share = 0; share < x.shares; share++) {
+            const std::int64_t n = share * p.H + h, count = got.s.edges_found[n];
+            if (count < 0 || count > x.edges) return found.fail("edges_found", "got %g of %g", double(count), double(x.edges));
+            for (const headscope::Edge* e = got.s.edge + n * x.edges; e < got.s.edge + n * x.edges + count; e++) {
+                if (e->b < 0 || e->b >= p.B || e->j < 0 || e->j >= p.K) return found.fail("edges", "at batch entry %g, key %g", double(e->b), double(e->j));
+                double there = -1;
+                for (std::int64_t r = 0; r < x.R; r++)
+                    if (x.query(e->b, h, r) == e->i) there = std::max(there, m.weights(e->b, h, r, e->j));
+                if (there < 0) return found.fail("edges", "nothing is seen at query %g, key %g", double(e->i), double(e->j));
+                found.near("edges", e->p, there, roundings), kept.push_back(e->p);
+            }
+        }
+        for (std::int64_t b = 0; b < p.B; b++) for (std::int64_t r = 0; r < x.R; r++) for (std::int64_t j = 0; j < p.K; j++)
+            if (m.weights(b, h, r, j) >= 0) wanted.push_back(m.weights(b, h, r, j));
+        std::sort(kept.begin(), kept.end(), std::greater<>()), std::sort(wanted.begin(), wanted.end(), std::greater<>());
+        const std::size_t least = std::min(wanted.size(), std::size_t(x.edges));
+        if (kept.size() < least || kept.size() > wanted.size()) return found.fail("edges", "got %g of %g", double(kept.size()), double(wanted.size()));
+        for (std::size_t n = 0; n < least; n++) found.near("edges", kept[n], wanted[n], roundings);
+    }
+}
 void check_numbers(Check& found, const Looking& got, const Problem& p, const Look& x, const Measured& m, double roundings) {
     for (int n = 0; n < QUANTITIES; n++) if (got.s.value[n]) found.near(NAMES[n], *got.value[n], m.value[n], m.size[n], roundings);
     for (int n = 0; n < got.s.windows; n++) {
@@ -387,6 +426,7 @@ void check_numbers(Check& found, const Looking& got, const Problem& p, const Loo
     const double of_sums = p.dtype == Dtype::f64 ? roundings + double(p.B * x.R) / 8 : roundings;
     if (x.received) found.near("received", *got.received, m.received, m.received, of_sums), found.equal("eligible", *got.eligible, m.eligible);
     if (x.bins) check_map(found, got, x, m, p, roundings, of_sums);
+    if (x.edges) check_edges(found, got, x, m, p, roundings);
     if (x.most) check_most(found, got, x, m, roundings);
 }
 // A row that sees a NaN is told of.
