@@ -88,6 +88,46 @@ void run(Backward& g, int threads) {
     signals.raise();
 }
 
+// An observation of calls that differ in nothing but where their tensors lie, which `Places` says; 0 = there is none.
+enum Place { Q, K, V, OUT, LSE, NORMS, VALUES, COUNTED, MOST_WEIGHT, MOST_KEY, RECEIVED, ELIGIBLE, MAP_SUM, MAP_MAX, MAP_COUNT, MAP_AT,
+             EDGE_P, EDGE_AT, PLACES };
+using Places = std::array<std::uintptr_t, PLACES>;
+
+struct Observation {
+    Forward call;
+    RowStats stats;
+    std::int64_t rows;
+    std::array<std::int64_t, QUANTITIES> value_at;  // in the list of row quantities; -1: not asked for
+    std::array<std::int64_t, MOST_WINDOWS> window_at, streaming_at;
+    int edges;
+    bool later;  // they are looked for in a pass of their own
+
+    void* quantity(const Places& places, std::int64_t n) const {
+        const std::int64_t size = call.batch * call.heads * rows * (call.q.dtype == Dtype::f64 ? 8 : 4);
+        return n < 0 ? nullptr : reinterpret_cast<void*>(places[VALUES] + std::uintptr_t(n * size));
+    }
+};
+
+Observation placed(const Observation& observation, const Places& places) {
+    Observation x = observation;  // several threads may use one
+    const auto at = [&]<class T>(T*& to, Place n) { to = reinterpret_cast<T*>(places[n]); };
+    Forward& f = x.call;
+    RowStats& s = x.stats;
+    at(f.q.data, Q), at(f.k.data, K), at(f.v.data, V), at(f.out, OUT), at(f.lse, LSE), at(s.norms, NORMS), at(s.counted, COUNTED);
+    at(s.most_weight, MOST_WEIGHT), at(s.most_key, MOST_KEY), at(s.whole.received, RECEIVED), at(s.whole.eligible, ELIGIBLE);
+    at(s.whole.sum, MAP_SUM), at(s.whole.max, MAP_MAX), at(s.whole.count, MAP_COUNT), at(s.whole.largest, MAP_AT);
+    for (int n = 0; n < QUANTITIES; n++) s.value[n] = x.quantity(places, x.value_at[std::size_t(n)]);
+    for (int n = 0; n < s.windows; n++) {
+        s.window[n] = x.quantity(places, x.window_at[std::size_t(n)]);
+        s.streaming[n] = x.quantity(places, x.streaming_at[std::size_t(n)]);
+    }
+    return x;
+}
+
+EdgeList edge_list(const Observation& x, const Places& places) {
+    return {x.edges, reinterpret_cast<double*>(places[EDGE_P]), reinterpret_cast<std::int64_t*>(places[EDGE_AT]), nullptr, nullptr};
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -165,65 +205,51 @@ NB_MODULE(_native, m) {
     });
     // Observing; see _observe_native.py. Each argument of several numbers is told there.
     using Address = std::uintptr_t;
-    nb::class_<RowStats>(m, "RowStats").def("__init__", [](RowStats* s, const std::array<Address, QUANTITIES>& values,
-                        const std::vector<std::tuple<double, Address, Address>>& windows, std::array<Address, 2> line,
-                        std::array<Address, 2> own, Address ids, std::array<Address, 3> first, Address norms,
-                        std::array<Address, 4> may_count, Address given, double rounding, Address counted,
-                        std::array<Address, 3> most, std::array<Address, 2> received, std::array<std::int64_t, 2> bins,
-                        std::array<Address, 4> map) {
-        new (s) RowStats();
-        for (int n = 0; n < QUANTITIES; n++) s->value[n] = reinterpret_cast<void*>(values[n]);
-        if (windows.size() > MOST_WINDOWS || first[2] > MOST_FIRST) throw std::invalid_argument("RowStats: too many windows or first keys");
+    using Windows = std::vector<std::tuple<double, std::int64_t, std::int64_t>>;
+    nb::class_<Observation>(m, "Observation").def("__init__", [](Observation* x, const Forward& call, std::array<std::int64_t, 2> rows,
+                        const std::array<std::int64_t, QUANTITIES>& values, const Windows& windows, std::array<Address, 2> line,
+                        std::array<Address, 2> own, Address ids, std::array<Address, 3> first,
+                        std::array<Address, 4> may_count, Address given, double rounding, int most, std::int64_t bins, int edges,
+                        bool later) {
+        new (x) Observation{call, {}, rows[0], values, {}, {}, edges, later};
+        RowStats& s = x->stats;
+        s.all_queries = call.queries, s.bins = bins, s.most = most;
+        x->call.queries = rows[0], x->call.rows = reinterpret_cast<const std::int64_t*>(rows[1]);
+        if (windows.size() > MOST_WINDOWS || first[2] > MOST_FIRST) throw std::invalid_argument("Observation: too many windows or first keys");
         for (const auto& [reach, window, streaming] : windows) {
-            s->reach[s->windows] = reach, s->window[s->windows] = reinterpret_cast<void*>(window);
-            s->streaming[s->windows++] = reinterpret_cast<void*>(streaming);
+            s.reach[s.windows] = reach, x->window_at[s.windows] = window;
+            x->streaming_at[s.windows++] = streaming;
         }
-        s->line = reinterpret_cast<const std::int64_t*>(line[0]), s->line_stride = std::int64_t(line[1]);
-        s->own = reinterpret_cast<const std::int64_t*>(own[0]), s->own_stride = std::int64_t(own[1]);
-        s->ids = reinterpret_cast<const std::int32_t*>(ids);
-        s->first = reinterpret_cast<const std::int64_t*>(first[0]), s->first_stride = std::int64_t(first[1]), s->firsts = int(first[2]);
-        s->norms = reinterpret_cast<const void*>(norms);
-        s->may_count = reinterpret_cast<const std::uint8_t*>(may_count[0]);
-        for (int n = 0; n < 3; n++) s->may_count_stride[n] = std::int64_t(may_count[n + 1]);
-        s->given = reinterpret_cast<const void*>(given), s->rounding = rounding;
-        s->counted = reinterpret_cast<std::uint8_t*>(counted);
-        s->most = int(most[0]), s->most_weight = reinterpret_cast<void*>(most[1]), s->most_key = reinterpret_cast<std::int64_t*>(most[2]);
-        s->whole.received = reinterpret_cast<double*>(received[0]), s->whole.eligible = reinterpret_cast<std::int64_t*>(received[1]);
-        s->bins = bins[0], s->all_queries = bins[1];
-        s->whole.sum = reinterpret_cast<double*>(map[0]), s->whole.max = reinterpret_cast<double*>(map[1]);
-        s->whole.count = reinterpret_cast<std::int64_t*>(map[2]), s->whole.largest = reinterpret_cast<std::int64_t*>(map[3]);
+        s.line = reinterpret_cast<const std::int64_t*>(line[0]), s.line_stride = std::int64_t(line[1]);
+        s.own = reinterpret_cast<const std::int64_t*>(own[0]), s.own_stride = std::int64_t(own[1]);
+        s.ids = reinterpret_cast<const std::int32_t*>(ids);
+        s.first = reinterpret_cast<const std::int64_t*>(first[0]), s.first_stride = std::int64_t(first[1]), s.firsts = int(first[2]);
+        s.may_count = reinterpret_cast<const std::uint8_t*>(may_count[0]);
+        for (int n = 0; n < 3; n++) s.may_count_stride[n] = std::int64_t(may_count[n + 1]);
+        s.given = reinterpret_cast<const void*>(given), s.rounding = rounding;
     });
-    using Queries = std::array<std::int64_t, 2>;  // how many rows, and the address of which queries they are; 0: all in order
-    const auto with_rows = [](const Forward& call, const Queries& queries) {
-        Forward f = call;
-        f.queries = queries[0], f.rows = reinterpret_cast<const std::int64_t*>(queries[1]);
-        return f;
-    };
-    using Edges = std::array<Address, 3>;  // how many are wanted, and where they go
-    const auto edge_list = [](const Edges& edges, Address maxima, Address max_logits) {
-        return EdgeList{int(edges[0]), reinterpret_cast<double*>(edges[1]), reinterpret_cast<std::int64_t*>(edges[2]),
-                        reinterpret_cast<const void*>(maxima), reinterpret_cast<const void*>(max_logits)};
-    };
-    m.def("look", [with_rows, edge_list](const Forward& call, Queries queries, const RowStats& stats, const Edges& edges, Address out,
-                                         Address lse, int threads) {
-        Forward f = with_rows(call, queries);
-        RowStats s = stats;
-        f.out = reinterpret_cast<void*>(out), f.lse = reinterpret_cast<void*>(lse);
-        std::atomic<bool> spoilt{false};
+    // True where every row that sees keys is finite.
+    m.def("look", [](const Observation& observation, const Places& places, int threads) {
         nb::gil_scoped_release unlocked;
-        if (out && chosen()->shares(f) > 1) {  // by itself, so that it is to the bit what it is when nobody looks
+        Observation x = placed(observation, places);
+        std::atomic<bool> spoilt{false};
+        Forward& f = x.call;
+        if (f.out && chosen()->shares(f) > 1) {  // by itself, so that it is to the bit what it is when nobody looks
             f.spoilt = &spoilt;
             run(f, threads);
             f.out = f.lse = f.partial = f.paired_v = nullptr;
         }
         if (!f.out) f.v_head_dim = 0;
-        const EdgeList list = edge_list(edges, 0, 0);
-        return look(f, s, list.k ? &list : nullptr, threads) && !spoilt;
+        const EdgeList list = edge_list(x, places);
+        return look(f, x.stats, x.edges && !x.later ? &list : nullptr, threads) && !spoilt;
     });
-    m.def("edges", [with_rows, edge_list](const Forward& call, Queries queries, const RowStats& stats, const Edges& into, Address maxima,
-                                          Address max_logits, int threads) {
+    // Those that `look` left; maxima and max_logits are places in its list of row quantities.
+    m.def("edges", [](const Observation& observation, const Places& places, int maxima, int max_logits, int threads) {
         nb::gil_scoped_release unlocked;
-        edges(with_rows(call, queries), stats, edge_list(into, maxima, max_logits), threads);
+        Observation x = placed(observation, places);
+        EdgeList list = edge_list(x, places);
+        list.maxima = x.quantity(places, maxima), list.max_logits = x.quantity(places, max_logits);
+        edges(x.call, x.stats, list, threads);
     });
     m.def("moments", [](Address values, bool wide, std::array<std::int64_t, 4> sizes, Address edges, std::int64_t bins,
                         std::array<Address, 6> into, int threads) {

@@ -18,7 +18,7 @@ from test_fuzz import Case, cases
 from torch import Tensor
 
 import headscope
-from headscope import _observe_native, _observe_scene
+from headscope import _observe_native, _observe_scene, _observe_sums
 from headscope._backends import accumulate_dtype
 from headscope.masks import Band, Mask
 from headscope.stats import HeadStats, Observe
@@ -185,11 +185,10 @@ def blocks_of(logits: int) -> Iterator[None]:
 @contextmanager
 def portable() -> Iterator[None]:
     """The portable form, also where the native kernels could observe."""
-    usual, _observe_native.refuses = _observe_native.refuses, lambda *_: ["this test wants the portable form"]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_observe_native, "refuses", lambda *_: ["this test wants the portable form"])
+        patch.setattr(_observe_sums, "_made_before", lambda _: None)
         yield
-    finally:
-        _observe_native.refuses = usual
 
 
 @contextmanager

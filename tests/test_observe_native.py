@@ -15,7 +15,7 @@ from test_cpu import TARGETS, run
 from torch import Tensor
 
 import headscope
-from headscope import Observe, _observe_native, attend, observe
+from headscope import Observe, _observe_native, _observe_sums, attend, observe
 from headscope._backends import cpu
 from headscope._observe_native import _moments
 from headscope._stats_parts import Moments, histogram_edges
@@ -168,6 +168,7 @@ WHAT: dict[str, Callable[[], Made]] = {
 def portable() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_observe_native, "refuses", lambda *_: ["this test wants the portable form"])
+        patch.setattr(_observe_sums, "_made_before", lambda _: None)
         yield
 
 
@@ -351,6 +352,7 @@ REFUSED: dict[str, Callable[[], tuple[Made, Made, Made]]] = {
 def test_what_the_kernels_refuse_is_observed_portably(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given, asked, places = REFUSED[word]()
     usual, reasons = _observe_native.refuses, []
+    monkeypatch.setattr(_observe_sums, "_made_before", lambda _: None)
 
     def told(*work: Any) -> list[str]:
         reasons.extend(usual(*work))
@@ -418,6 +420,48 @@ def test_many_of_each_row() -> None:
     keys = ours["top_keys"]
     assert torch.equal(keys[..., 0::2] + 200, keys[..., 1::2])  # of equal weights the first comes first
     torch.testing.assert_close(ours["top_weights"], theirs["top_weights"])
+
+
+AGAIN: dict[str, Made] = {
+    "usual": {"map": 16, "edges": 9},
+    "edges alone": {"row_stats": False, "received": False, "edges": 5},
+    "rows": {"keep_rows": True, "windows": [2, 50], "top": 3},
+    "a sample": {"rows": 37, "received": False},
+}
+
+
+@pytest.mark.parametrize("option", ["nothing", "causal", "window", "prefix"])
+@pytest.mark.parametrize("asked", AGAIN)
+def test_what_was_observed_before_is_described_once(option: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_observe_sums, "_before", {})
+    given = made() | OPTIONS[option]()
+    observe(**given, what=Observe(**AGAIN[asked]))
+    others = given | {name: x.flip(2) * 1.5 for name, x in made().items()}
+    with portable():
+        wanted = observe(**others, what=Observe(**AGAIN[asked]))
+    monkeypatch.setattr(_observe_sums, "build", None)  # what made it ready
+    same(observe(**others, what=Observe(**AGAIN[asked])), wanted)
+
+
+def test_what_tensors_say_is_read_each_time() -> None:
+    given, lengths = made(), torch.tensor([K, K // 2])
+    for said in (lengths, lengths.flip(0)):
+        same(*both(Observe(), given | {"mask": KeyLengths(said)}))
+    tokens = torch.randint(3, (B, K), generator=seeded())
+    for each in (tokens, tokens.flip(1)):
+        same(*both(Observe(tokens=each), given))
+    for lse in (attend(**given).lse, attend(**given).lse + 1):
+        same(*both(Observe(), given | {"lse": lse}))
+
+
+def test_a_row_that_is_not_finite_the_second_time() -> None:
+    given = made()
+    observe(**given)
+    given["q"][0, 1, 5] = math.nan
+    seen = observe(**given)
+    with portable():
+        same(seen, observe(**given))
+    assert next(iter(seen.parts.values())).broken.tolist() == [0, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("bins", [0, 8])

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headscope._backends import accumulate_dtype, cpu
+from headscope._backends import Inputs, accumulate_dtype, cpu
 from headscope._call import Call
 from headscope._observe import Observed, row_names
 from headscope._observe_edges import Candidates
@@ -117,57 +117,106 @@ class _Columns(NamedTuple):
         return HeadMap(self.sum, self.pairs, self.max, self.at)
 
 
-def observe_rows(work: Work, scene: Scene, attending: Attending | None = None) -> Observed | None:
+class Ready:
+    """An observation that is described once, and can be made of any tensors of the same sizes, dtypes and strides.
+
+    Whatever else it is made from (positions, masks, a given lse, rows) is that of the scene.
+
+    Attributes:
+        rows: as in ``Scene``.
+        first_key: likewise.
+    """
+
+    def __init__(self, work: Work, scene: Scene) -> None:
+        call = scene.call
+        self.call = call
+        self.work = work
+        self.rows = scene.rows
+        self.first_key = scene.first_key
+        self.has_norms = scene.norms is not None
+        self.shape = (call.batch, call.heads, len(scene.rows))
+        self.dtype = accumulate_dtype(call.dtype)
+        self.later = work.edges > (MOST_KEPT_EDGES if work.bins else 0)
+        self.names = tuple(row_names(work, scene) if work.rows else ["max_weight", "max_logit"] if self.later else [])
+        self.native, self.held = self._described(scene)
+
+    def _described(self, scene: Scene) -> tuple[Any, Any]:
+        """As the extension knows it; and what has to stay alive for it."""
+        address, work = cpu.address, self.work
+        described = cpu.describe(self.call, scene.plan, scene.inputs)
+        index = None if scene.whole else torch.tensor(list(scene.rows))
+        places = {name: place for place, name in enumerate(self.names)}
+        line, own, ids = (0, 0), (0, 0), None
+        if scene.line is not None:
+            line = _by_batch(scene.line)
+            if scene.ids is not None and scene.own is not None:
+                own, ids = _by_batch(scene.own), scene.ids.to(torch.int32).contiguous()
+        windows = [
+            (float(w), places.get(f"window_{w:g}", -1), places.get(f"streaming_{w:g}", -1))
+            for w in (work.windows if line[0] else ())
+        ]
+        may_count, strides = scene.may_count, (0, 0, 0)
+        if may_count is not None:
+            strides = tuple(0 if n == 1 else s for n, s in zip(may_count.shape, may_count.stride(), strict=True))
+        given = None if scene.lse is None else scene.lse.to(self.dtype).contiguous()
+        made = cpu.native.Observation(
+            described.native, (len(scene.rows), address(index)), [places.get(name, -1) for name in QUANTITIES], windows,
+            line, own, address(ids), (*_by_batch(scene.first), scene.first.shape[1]), (address(may_count), *strides),
+            address(given), 0.0 if scene.lse is None else ROUNDING[scene.lse.dtype],
+            max(1, work.top) if work.top or work.argmax else 0, work.bins, work.edges, self.later,
+        )  # fmt: skip
+        mine = described.held[3:]  # q, k and v will be others
+        return made, (mine, index, scene.line, scene.own, ids, scene.first, may_count, given)
+
+
+def observe_rows(ready: Ready, inputs: Inputs, attending: Attending | None = None) -> Observed | None:
     """Everything that was asked for; None where a row that sees keys is not finite, which the portable form untangles.
 
     Args:
-        work: what is to be reduced.
-        scene: from what.
+        ready: what is to be made of them.
+        inputs: q, k and v.
         attending: what to fill beside; then all rows have to be looked at.
     """
-    call, native = scene.call, cpu.native
-    shape = (call.batch, call.heads, len(scene.rows))
-    dtype = accumulate_dtype(call.dtype)
-    described = cpu.describe(call, scene.plan, scene.inputs)  # a name of its own: it keeps alive what it points into
-    index = None if scene.whole else torch.tensor(list(scene.rows))
-    queries = (len(scene.rows), cpu.address(index))
-    later = work.edges > (MOST_KEPT_EDGES if work.bins else 0)  # they are looked for in a pass of their own
-    names = row_names(work, scene) if work.rows else ["max_weight", "max_logit"] if later else []
+    call, work, names, shape = ready.call, ready.work, ready.names, ready.shape
     counted = torch.empty(shape, dtype=torch.bool)
-    size = math.prod(shape) * dtype.itemsize
+    size = math.prod(shape) * ready.dtype.itemsize * len(names)
     keeps = work.rows and work.argmax
-    room = torch.empty(size * len(names), dtype=torch.uint8) if keeps else _room.take(size * len(names))
+    room = torch.empty(size, dtype=torch.uint8) if keeps else _room.take(size)
     values = room.data_ptr()
-    rows = {name: values + n * size for n, name in enumerate(names)}
-    top = None
+    top_at, top = (0, 0), None
     if work.top or work.argmax:
         most = (*shape, max(1, work.top))
-        top = Candidates(torch.empty(most, dtype=dtype), torch.empty(most, dtype=torch.int64))
+        top = Candidates(torch.empty(most, dtype=ready.dtype), torch.empty(most, dtype=torch.int64))
+        top_at = (top.p.data_ptr(), top.at.data_ptr())
     columns = _Columns.empty(work, call)
-    asked, held = _asked(work, scene, rows, counted, top, columns)
-    edges, edges_at = None, (0, 0, 0)
+    edges, edges_at = None, (0, 0)
     if work.edges:
         edges = Edges(
             torch.empty(call.heads, work.edges, dtype=torch.float64),
             torch.empty(call.heads, work.edges, 4, dtype=torch.int64),
         )
-        edges_at = (work.edges, edges.p.data_ptr(), edges.at.data_ptr())
+        edges_at = (edges.p.data_ptr(), edges.at.data_ptr())
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3])
+    norms = torch.linalg.vector_norm(v, dim=-1, dtype=ready.dtype).contiguous() if ready.has_norms else None
     into = (0, 0) if attending is None else (attending.out.data_ptr(), attending.lse.data_ptr())
+    places = (
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), *into, cpu.address(norms), values, counted.data_ptr(), *top_at,
+        *map(cpu.address, columns), *edges_at,
+    )  # fmt: skip
     threads = torch.get_num_threads()
-    if not native.look(described.native, queries, asked, (0, 0, 0) if later else edges_at, *into, threads):
+    if not cpu.native.look(ready.native, places, threads):
         return None
-    if later:
-        native.edges(described.native, queries, asked, edges_at, rows["max_weight"], rows["max_logit"], threads)
-    del held
+    if ready.later:
+        cpu.native.edges(ready.native, places, names.index("max_weight"), names.index("max_logit"), threads)
     moments: Mapping[str, Moments] = {}
     rows_counted = None
     if work.rows:
-        packed = _moments(tuple(names), shape, dtype == torch.float64, values)
-        moments = MomentsTable(tuple(names), packed)
-        rows_counted = packed.whole[: call.heads].clone()  # rows that have an lse
+        packed = _moments(names, shape, ready.dtype == torch.float64, values)
+        moments = MomentsTable(names, packed)
+        rows_counted = packed.whole[: call.heads]  # rows that have an lse
     kept: dict[str, Tensor] = {}
     if keeps:
-        kept = dict(zip(names, room.view(dtype).view(len(names), *shape).unbind(), strict=True))
+        kept = dict(zip(names, room.view(ready.dtype).view(len(names), *shape).unbind(), strict=True))
     else:
         _room.give_back(room)
     if work.argmax and top is not None:
@@ -177,37 +226,6 @@ def observe_rows(work: Work, scene: Scene, attending: Attending | None = None) -
     return Observed(
         kept, counted, broken, columns.received, columns.eligible, columns.map(), edges, top, moments, rows_counted
     )
-
-
-def _asked(
-    work: Work, scene: Scene, rows: dict[str, Address], counted: Tensor, top: Candidates | None, columns: _Columns,
-) -> tuple[Any, Any]:  # fmt: skip
-    """What is to be measured, and where to, as the extension knows it; and what has to stay alive for it."""
-    address = cpu.address
-    dtype = accumulate_dtype(scene.call.dtype)
-    line, own, ids = (0, 0), (0, 0), None
-    if scene.line is not None:
-        line = _by_batch(scene.line)
-        if scene.ids is not None and scene.own is not None:
-            own, ids = _by_batch(scene.own), scene.ids.to(torch.int32).contiguous()
-    windows = [
-        (float(w), rows.get(f"window_{w:g}", 0), rows.get(f"streaming_{w:g}", 0))
-        for w in (work.windows if line[0] else ())
-    ]
-    norms = None if scene.norms is None else scene.norms.to(dtype).contiguous()
-    may_count, strides = scene.may_count, (0, 0, 0)
-    if may_count is not None:
-        strides = tuple(0 if n == 1 else s for n, s in zip(may_count.shape, may_count.stride(), strict=True))
-    given = None if scene.lse is None else scene.lse.to(dtype).contiguous()
-    made = cpu.native.RowStats(
-        [rows.get(name, 0) for name in QUANTITIES], windows, line, own, address(ids),
-        (*_by_batch(scene.first), scene.first.shape[1]), address(norms), (address(may_count), *strides),
-        address(given), 0.0 if scene.lse is None else ROUNDING[scene.lse.dtype], counted.data_ptr(),
-        (0, 0, 0) if top is None else (top.p.shape[-1], top.p.data_ptr(), top.at.data_ptr()),
-        (address(columns.received), address(columns.eligible)), (work.bins, scene.call.queries),
-        tuple(address(x) for x in (columns.sum, columns.max, columns.pairs, columns.at)),
-    )  # fmt: skip
-    return made, (ids, norms, may_count, given)
 
 
 def _by_batch(x: Tensor) -> tuple[Address, int]:

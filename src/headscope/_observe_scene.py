@@ -109,6 +109,8 @@ class Given:
     k_pos: Tensor | None
     kind: Kind
     what: Observe
+    like: object
+    """One thing for all calls of the same sizes, strides, dtypes and options, whatever their tensors hold."""
 
 
 def work(what: Observe) -> Work:

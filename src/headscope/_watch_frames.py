@@ -16,7 +16,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any, Protocol
 
@@ -124,14 +124,15 @@ class Frame:
             self._arguments = bound(self.module.forward, self.args, self.kwargs)
         return self._arguments
 
-    @contextmanager
-    def quietly(self) -> Generator[None]:
+    def quietly(self) -> _Quiet:
         """While what this module's attention calls is not to be seen: it is part of it, or ours."""
-        before, self.quiet = self.quiet, True
-        try:
-            yield
-        finally:
-            self.quiet = before
+        return _Quiet(self)
+
+    def argument(self, name: str, place: int) -> Any:
+        """One of ``arguments``, which headscope's own modules take at this place; None where it is not given."""
+        if type(self.module) not in (MultiHeadAttention, nn_compat.MultiheadAttention):
+            return self.arguments.get(name)
+        return self.args[place] if len(self.args) > place else self.kwargs.get(name)
 
     def converted(self, mask: Tensor) -> tuple[Mask | None, Tensor | None]:
         """``_watch_masks.split``, once for all layers that are given the same tensor."""
@@ -175,6 +176,20 @@ class Frame:
                 if forward.active:
                     forward.enter(name, module)
         return inner
+
+
+class _Quiet:
+    """See ``Frame.quietly``."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.before = False
+
+    def __enter__(self) -> None:
+        self.before, self.frame.quiet = self.frame.quiet, True
+
+    def __exit__(self, *_: object) -> None:
+        self.frame.quiet = self.before
 
 
 def bound(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -278,23 +293,31 @@ def _call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 def _run(original: Callable[..., Any], frame: Frame, entries: Entries) -> Any:
     begun: list[tuple[Watcher, Forward]] = []
     finished = False
+    stack = _here.stack
     for watcher, name in entries:
-        outer = next((above.forwards[watcher][0] for above in frames() if watcher in above.forwards), None)
+        outer = None
+        for above in reversed(stack):
+            if watcher in above.forwards:
+                outer = above.forwards[watcher][0]
+                break
         if outer is None:
             outer = watcher.begin()
             begun.append((watcher, outer))
         frame.forwards[watcher] = (outer, name)
         if outer.active:
             outer.enter(name, frame.module)
-    _here.stack.append(frame)
+    stack.append(frame)
     try:
-        with _mode(frame.active):
+        if not frame.active or _is_on():
             out = original(frame.module, *frame.args, **frame.kwargs)
+        else:
+            with _MODE:
+                out = original(frame.module, *frame.args, **frame.kwargs)
         finished = True
         return out
     finally:
-        _here.stack.pop()
-        if not _here.stack:
+        stack.pop()
+        if not stack:
             _here.masks.clear()
         for watcher, forward in begun:
             watcher.end(forward, finished=finished)
@@ -309,14 +332,13 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return _sdpa(args, kwargs)
+            return _sdpa(args, kwargs or {})
         if func is F.multi_head_attention_forward:
-            return _multi_head(args, kwargs)
+            return _multi_head(args, kwargs or {})
         if func in _NATIVE:
-            return _native(func, args, kwargs)
-        return func(*args, **kwargs)
+            return _native(func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 _MODE = _Mode()
@@ -324,12 +346,8 @@ _NATIVE: dict[Any, str] = {getattr(torch, name): name for name in _watch_torch.N
 _has_torch_function_originally = torch.overrides.has_torch_function
 
 
-def _mode(wanted: bool) -> AbstractContextManager[object]:
-    """With the function mode on in this thread, if that is wanted."""
-    return _MODE if wanted and not _is_on() else nullcontext()
-
-
 def _is_on() -> bool:
+    """Whether the function mode is on in this thread."""
     return _MODE in _get_current_function_mode_stack()
 
 
@@ -430,9 +448,9 @@ def _headscope_attention(
     scale, softcap = numbers[:2]
     kind = None
     if isinstance(frame.module, MultiHeadAttention):
-        kind = "self" if frame.arguments.get("context") is None else "cross"
+        kind = "self" if frame.argument("context", 1) is None else "cross"
     elif isinstance(frame.module, nn_compat.MultiheadAttention):
-        kind = "self" if frame.arguments["query"] is frame.arguments["key"] else "cross"
+        kind = "self" if frame.argument("query", 0) is frame.argument("key", 1) else "cross"
     said: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "kind": kind}
     frame.see(lambda: Call(k=k, v=v, **_first_first(q, mask, bias, lse), **said))
     scaled = frame.scaled(out, -3)  # [B, H, Q, Dv]

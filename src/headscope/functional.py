@@ -200,7 +200,8 @@ def _observe(
         prepared = prepare(q, k, values, mask, bias, sinks, numbers, "blocked")
         inputs = Inputs(*(x if x is None else x.detach() for x in canonical(prepared, q, k, values, bias, sinks)))  # pyright: ignore[reportArgumentType]
     call, known = prepared.call, prepared.mask
-    return _observe_sums.observe(Given(call, known, prepared.plan, inputs, v is not None, lse, *places, what))
+    given = Given(call, known, prepared.plan, inputs, v is not None, lse, *places, what, prepared)
+    return _observe_sums.observe(given)
 
 
 def _attend_and_observe(
@@ -219,7 +220,8 @@ def _attend_and_observe(
     if prepared.backend.name != cpu.name or call.form != "plain" or call.grad or call.bias_grad:
         return None
     inputs = canonical(prepared, q, k, v, bias, sinks)
-    given = Given(call, prepared.mask, prepared.plan, inputs, True, None, None, None, "self", what)
+    places = (None, None, "self")
+    given = Given(call, prepared.mask, prepared.plan, inputs, True, None, *places, what, prepared)
     done = _observe_sums.attend(given)
     if done is None:
         return None

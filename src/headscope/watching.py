@@ -547,9 +547,13 @@ class Pass:
             call = make()
             kind = _watch_layers.kind_of(name, call, watch.options.kinds, before)
             watch.compare(layer, call)
-            call = replace(call, kind=kind)
             if kind == "self":
-                call = placed(replace(call, tokens=watch.tokens_of(call)), watch.options.positions)
+                tokens = watch.tokens_of(call)
+                if tokens is not None or call.kind != kind:
+                    call = replace(call, kind=kind, tokens=tokens)
+                call = placed(call, watch.options.positions)
+            elif call.kind != kind:
+                call = replace(call, kind=kind)
             part = measure(call, watch.options.what)
         except (TypeError, ValueError, RuntimeError) as error:
             raise WatchError(f"watch: layer {layer}: {error}") from error
