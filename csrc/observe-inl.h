@@ -501,18 +501,22 @@ template <class T, int QV> struct Look {
     }
     template <class Block> void receive(const Block& block, std::int64_t j0, int keys, const T* factor) const {
         const auto line_of = [&](int r) { return part_of(block, r).received() + j0; };
-        if (block.group == 1) {
-            double* to = line_of(0);
+        const int group = int(block.group);
+        if (L % group == 0 && block.first % group == 0) {  // a lane is of the same head in every vector
             for (int n = 0; n < keys; n += L) {
+                const int width = keys - n < L ? keys - n : L;
                 V<T> x[L];
                 UNROLL for (int k = 0; k < L; k++) x[k] = load(column + (n + k) * L);  // beyond the last key: whatever is there
-                const V<T> all = sums<T>(x);
-                for (int k = 0; k < L && n + k < keys; k++) to[n + k] += double(all[k]);
-            }
-        } else if (L % block.group == 0 && block.first % block.group == 0) {  // a lane is of the same head in every vector
-            for (int r = 0; r < L; r++) {
-                double* to = line_of(r);
-                for (int j = 0; j < keys; j++) to[j] += double(column[j * L + r]);
+                if (group == 1) {
+                    add_line(line_of(0) + n, sums<T>(x), width);
+                    continue;
+                }
+                transpose<T>(x);  // keys in the lanes
+                for (int g = 0; g < group; g++) {
+                    V<T> all = x[g];
+                    for (int r = g + group; r < L; r += group) all += x[r];
+                    add_line(line_of(g) + n, all, width);
+                }
             }
         } else {
             const T* p = kept + (j0 - begin) * ROWS;
@@ -521,6 +525,12 @@ template <class T, int QV> struct Look {
                 for (int j = 0; j < keys; j++) to[j] += double(p[j * ROWS + r] * factor[r]);
             }
         }
+    }
+
+    static void add_line(double* to, V<T> x, int width) {
+        T line[L] __attribute__((aligned(64)));
+        store(line, x);
+        for (int k = 0; k < width; k++) to[k] += double(line[k]);
     }
 
     // What each row of a vector has in each bin goes to the map.
