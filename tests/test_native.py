@@ -22,7 +22,7 @@ EMULATOR, CROSS_COMPILER = "qemu-aarch64", "aarch64-linux-gnu-g++"
 
 
 def build(place: Path, *options: str) -> Path:
-    """The program, built without much optimization: that takes a fifth of the time."""
+    """The program, built without much optimization: that takes a fraction of the time."""
     cmake, source = shutil.which("cmake"), ROOT / "CMakeLists.txt"
     if cmake is None or not source.exists():
         pytest.skip("no cmake, or not in a checkout")

@@ -140,7 +140,7 @@ def row_names(work: Work, scene: Scene) -> list[str]:
         names += [f"window_{w:g}" for w in work.windows]
         names += [f"streaming_{w:g}" for w in work.windows]
         names += ["duplicate", "induction"] if scene.ids is not None else []
-    return names + (["value_norm"] if scene.norms is not None else [])
+    return names + (["value_norm"] if scene.has_norms else [])
 
 
 def row_values(work: Work, scene: Scene, block: Block, tile: Tile, names: list[str]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from headscope._backends import Inputs, accumulate_dtype, cpu
 from headscope._call import Call
 from headscope._observe import Observed, row_names
 from headscope._observe_edges import Candidates
-from headscope._observe_scene import Scene, Work
+from headscope._observe_scene import Scene, Work, value_norms
 from headscope._observe_tile import ROUNDING
 from headscope._stats_parts import Edges, HeadMap, Moments, MomentsTable, Packed, histogram_edges
 
@@ -133,7 +133,7 @@ class Ready:
         self.work = work
         self.rows = scene.rows
         self.first_key = scene.first_key
-        self.has_norms = scene.norms is not None
+        self.has_norms = scene.has_norms
         self.shape = (call.batch, call.heads, len(scene.rows))
         self.dtype = accumulate_dtype(call.dtype)
         self.later = work.edges > (MOST_KEPT_EDGES if work.bins else 0)
@@ -197,7 +197,7 @@ def observe_rows(ready: Ready, inputs: Inputs, attending: Attending | None = Non
         )
         edges_at = (edges.p.data_ptr(), edges.at.data_ptr())
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3])
-    norms = torch.linalg.vector_norm(v, dim=-1, dtype=ready.dtype).contiguous() if ready.has_norms else None
+    norms = value_norms(v, call).contiguous() if ready.has_norms else None
     into = (0, 0) if attending is None else (attending.out.data_ptr(), attending.lse.data_ptr())
     places = (
         q.data_ptr(), k.data_ptr(), v.data_ptr(), *into, cpu.address(norms), values, counted.data_ptr(), *top_at,

@@ -64,7 +64,7 @@ class Scene:
         own: the query's own key, int64 [B or 1, R], -1 = there is none; None in cross-attention.
         first: the first real keys of each batch entry, int64 [B or 1, n], -1 = there are fewer.
         ids: tokens of the keys [B, K], or None.
-        norms: lengths of the value vectors [B, Hkv, K], or None.
+        has_norms: the lengths of the value vectors are asked for.
         first_key: the absolute position of key 0, by which received and eligible are filed.
     """
 
@@ -81,13 +81,18 @@ class Scene:
     own: Tensor | None
     first: Tensor
     ids: Tensor | None
-    norms: Tensor | None
+    has_norms: bool
     first_key: int
 
     @cached_property
     def clean(self) -> bool:
         """Nothing is NaN, infinite or so large that a logit could overflow; on a CPU only: it would take waiting."""
         return _clean(self)
+
+    @cached_property
+    def norms(self) -> Tensor | None:
+        """Lengths of the value vectors [B, Hkv, K]; None where they are not asked for."""
+        return value_norms(self.inputs.v, self.call) if self.has_norms else None
 
     @property
     def whole(self) -> bool:
@@ -111,6 +116,11 @@ class Given:
     what: Observe
     like: object
     """One thing for all calls of the same sizes, strides, dtypes and options, whatever their tensors hold."""
+
+
+def value_norms(v: Tensor, call: Call) -> Tensor:
+    """Of values [B, Hkv, K, Dv], in the dtype of the arithmetic."""
+    return torch.linalg.vector_norm(v, dim=-1, dtype=accumulate_dtype(call.dtype))
 
 
 def work(what: Observe) -> Work:
@@ -137,9 +147,6 @@ def build(given: Given) -> Scene:
     if padding is not None:
         counts = ~padding[:, None] if counts is None else counts & ~padding[:, None]
     lse = None if given.lse is None else given.lse.detach().reshape(call.batch, call.heads, call.queries)
-    norms = None
-    if given.has_values and what.row_stats:
-        norms = torch.linalg.vector_norm(inputs.v, dim=-1, dtype=accumulate_dtype(call.dtype))
     return Scene(
         call=call,
         plan=given.plan,
@@ -154,7 +161,7 @@ def build(given: Given) -> Scene:
         own=None if own is None else _pick(own, index, 1),
         first=first,
         ids=None if what.tokens is None or own is None else _ids(what.tokens, call),
-        norms=norms,
+        has_norms=given.has_values and what.row_stats,
         first_key=_first_key(k_at) if what.received and given.k_pos is not None else 0,
     )
 

@@ -148,7 +148,7 @@ def _for_tiles(given: Given, scene: Scene) -> Scene:
     lse = None if given.lse is None else given.lse.detach().reshape(call.batch, call.heads, call.queries)
     return replace(
         scene, inputs=slim, rows=range(call.queries), q=inputs.q, lse=lse, may_count=None,
-        line=None, q_at=None, k_at=None, own=None, ids=None, norms=None,
+        line=None, q_at=None, k_at=None, own=None, ids=None, has_norms=False,
     )  # fmt: skip
 
 
