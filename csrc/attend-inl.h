@@ -225,8 +225,10 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
             for (int g = 0; g < count; g++) for (int c = 0; c < v_width; c += L)
                 store(o + g * v_width + c, load(o + g * v_width + c) * factor[0][g]);
         } else {
-            for (int c = 0; c < f.v_head_dim; c++) UNROLL for (int v = 0; v < QV; v++)
-                store(o + c * ROWS + v * L, load(o + c * ROWS + v * L) * factor[v]);
+            UNROLL for (int v = 0; v < QV; v++) {
+                if (!any<T>(factor[v] != 1)) continue;
+                for (int c = 0; c < f.v_head_dim; c++) store(o + c * ROWS + v * L, load(o + c * ROWS + v * L) * factor[v]);
+            }
         }
     }
 

@@ -95,8 +95,9 @@ constexpr int MOST_WINDOWS = 8, MOST_FIRST = 16;
 struct Columns {
     double* received = nullptr;           // [.., K]; or null
     std::int64_t* eligible = nullptr;
-    double *sum = nullptr, *max = nullptr;              // [.., bins]
-    std::int64_t *count = nullptr, *largest = nullptr;  // [.., bins] and [.., bins, 4]: 0, and batch entry, query and key of the largest
+    double *sum = nullptr, *max = nullptr;  // [.., bins]
+    std::int64_t* count = nullptr;          // [.., bins]
+    std::int32_t* largest = nullptr;        // [.., bins, 3]: batch entry, query and key of the largest
 };
 
 // A weight: of which batch entry, query and key.
@@ -180,10 +181,13 @@ struct Target {
     std::int64_t (*look_tasks)(const Forward&);
     std::size_t (*look_scratch)(const Forward&);
     void (*run_look)(const Forward&, std::int64_t task, void* scratch);
-    void (*gather_look)(const Forward&, std::int64_t head);
-    // Of numbers, float or (wide) double, that are not NaN; and the sum of their squared distances from a mean.
+    void (*gather_look)(const Forward&, std::int64_t head);  // head 0 before the others
+    void (*lengths)(const Forward&, std::int64_t head, void* to);  // of the values, [B, Hkv, K], those of one of the B * Hkv
+    // Of numbers, float or (wide) double, that are not NaN; the sum of their squared distances from a mean; and to reached[k] how
+    // many of them are not below border k.
     void (*pool)(const void* values, bool wide, std::int64_t count, Pool&);
     double (*squares)(const void* values, bool wide, std::int64_t count, double mean);
+    void (*reach)(const void* values, bool wide, std::int64_t count, const void* borders, std::int64_t bins, std::int64_t* reached);
 };
 
 const Target* const* targets(int* count);  // best first

@@ -89,8 +89,8 @@ void run(Backward& g, int threads) {
 }
 
 // An observation of calls that differ in nothing but where their tensors lie, which `Places` says; 0 = there is none.
-enum Place { Q, K, V, OUT, LSE, NORMS, VALUES, COUNTED, MOST_WEIGHT, MOST_KEY, RECEIVED, ELIGIBLE, MAP_SUM, MAP_MAX, MAP_COUNT, MAP_AT,
-             EDGE_P, EDGE_AT, PLACES };
+enum Place { Q, K, V, OUT, LSE, VALUES, COUNTED, MOST_WEIGHT, MOST_KEY, RECEIVED, ELIGIBLE, MAP_SUM, MAP_MAX, MAP_COUNT, MAP_AT,
+             EDGE_P, EDGE_AT, MOMENTS_WHOLE, MOMENTS_NUMBERS, PLACES };
 using Places = std::array<std::uintptr_t, PLACES>;
 
 struct Observation {
@@ -101,6 +101,9 @@ struct Observation {
     std::array<std::int64_t, MOST_WINDOWS> window_at, streaming_at;
     int edges;
     bool later;  // they are looked for in a pass of their own
+    std::int64_t names;   // of row quantities
+    const void* borders;  // of their histograms, [names, borders_of_each]
+    std::int64_t borders_of_each;
 
     void* quantity(const Places& places, std::int64_t n) const {
         const std::int64_t size = call.batch * call.heads * rows * (call.q.dtype == Dtype::f64 ? 8 : 4);
@@ -113,7 +116,7 @@ Observation placed(const Observation& observation, const Places& places) {
     const auto at = [&]<class T>(T*& to, Place n) { to = reinterpret_cast<T*>(places[n]); };
     Forward& f = x.call;
     RowStats& s = x.stats;
-    at(f.q.data, Q), at(f.k.data, K), at(f.v.data, V), at(f.out, OUT), at(f.lse, LSE), at(s.norms, NORMS), at(s.counted, COUNTED);
+    at(f.q.data, Q), at(f.k.data, K), at(f.v.data, V), at(f.out, OUT), at(f.lse, LSE), at(s.counted, COUNTED);
     at(s.most_weight, MOST_WEIGHT), at(s.most_key, MOST_KEY), at(s.whole.received, RECEIVED), at(s.whole.eligible, ELIGIBLE);
     at(s.whole.sum, MAP_SUM), at(s.whole.max, MAP_MAX), at(s.whole.count, MAP_COUNT), at(s.whole.largest, MAP_AT);
     for (int n = 0; n < QUANTITIES; n++) s.value[n] = x.quantity(places, x.value_at[std::size_t(n)]);
@@ -126,6 +129,15 @@ Observation placed(const Observation& observation, const Places& places) {
 
 EdgeList edge_list(const Observation& x, const Places& places) {
     return {x.edges, reinterpret_cast<double*>(places[EDGE_P]), reinterpret_cast<std::int64_t*>(places[EDGE_AT]), nullptr, nullptr};
+}
+
+// What rows come to: the counts [names, H] and the histograms [names, H, bins] in one place, the numbers [4, names, H] in another.
+Moments moments_of(const Observation& x, const Places& places) {
+    auto* const whole = reinterpret_cast<std::int64_t*>(places[MOMENTS_WHOLE]);
+    auto* const number = reinterpret_cast<double*>(places[MOMENTS_NUMBERS]);
+    const std::int64_t all = x.names * x.call.heads;
+    return {x.names, x.call.batch, x.call.heads, x.rows, x.borders, x.borders_of_each, whole, whole + all,
+            number, number + all, number + 2 * all, number + 3 * all};
 }
 
 }  // namespace
@@ -210,8 +222,9 @@ NB_MODULE(_native, m) {
                         const std::array<std::int64_t, QUANTITIES>& values, const Windows& windows, std::array<Address, 2> line,
                         std::array<Address, 2> own, Address ids, std::array<Address, 3> first,
                         std::array<Address, 4> may_count, Address given, double rounding, int most, std::int64_t bins, int edges,
-                        bool later) {
-        new (x) Observation{call, {}, rows[0], values, {}, {}, edges, later};
+                        bool later, std::array<Address, 3> borders) {
+        new (x) Observation{call, {}, rows[0], values, {}, {}, edges, later, std::int64_t(borders[0]),
+                            reinterpret_cast<const void*>(borders[1]), std::int64_t(borders[2])};
         RowStats& s = x->stats;
         s.all_queries = call.queries, s.bins = bins, s.most = most;
         x->call.queries = rows[0], x->call.rows = reinterpret_cast<const std::int64_t*>(rows[1]);
@@ -239,9 +252,11 @@ NB_MODULE(_native, m) {
             run(f, threads);
             f.out = f.lse = f.partial = f.paired_v = nullptr;
         }
-        if (!f.out) f.v_head_dim = 0;
         const EdgeList list = edge_list(x, places);
-        return look(f, x.stats, x.edges && !x.later ? &list : nullptr, threads) && !spoilt;
+        if (!look(f, x.stats, x.edges && !x.later ? &list : nullptr, threads) || spoilt) return false;
+        if (places[MOMENTS_WHOLE])
+            moments(moments_of(x, places), reinterpret_cast<const void*>(places[VALUES]), f.q.dtype == Dtype::f64, threads);
+        return true;
     });
     // Those that `look` left; maxima and max_logits are places in its list of row quantities.
     m.def("edges", [](const Observation& observation, const Places& places, int maxima, int max_logits, int threads) {
@@ -251,13 +266,15 @@ NB_MODULE(_native, m) {
         list.maxima = x.quantity(places, maxima), list.max_logits = x.quantity(places, max_logits);
         edges(x.call, x.stats, list, threads);
     });
-    m.def("moments", [](Address values, bool wide, std::array<std::int64_t, 4> sizes, Address edges, std::int64_t bins,
-                        std::array<Address, 6> into, int threads) {
-        const auto whole = [&](int n) { return reinterpret_cast<std::int64_t*>(into[n]); };
-        const auto number = [&](int n) { return reinterpret_cast<double*>(into[n]); };
-        const Moments task{sizes[0], sizes[1], sizes[2], sizes[3], reinterpret_cast<const double*>(edges), bins,
-                           whole(0), whole(1), number(2), number(3), number(4), number(5)};
+    // What `look` makes of row quantities, of any numbers [names, B, H, rows], so that it can be tested with such as are rare.
+    m.def("moments", [](Address values, bool wide, std::array<std::int64_t, 4> sizes, std::array<Address, 2> borders, Address whole,
+                        Address numbers, int threads) {
+        Observation x{};
+        x.names = sizes[0], x.call.batch = sizes[1], x.call.heads = sizes[2], x.rows = sizes[3];
+        x.borders = reinterpret_cast<const void*>(borders[0]), x.borders_of_each = std::int64_t(borders[1]);
+        Places places{};
+        places[MOMENTS_WHOLE] = whole, places[MOMENTS_NUMBERS] = numbers;
         nb::gil_scoped_release unlocked;
-        moments(task, reinterpret_cast<const void*>(values), wide, threads);
+        moments(moments_of(x, places), reinterpret_cast<const void*>(values), wide, threads);
     });
 }

@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <numeric>
-#include <stdexcept>
 #include <vector>
 
 #include "threads.h"
@@ -114,78 +112,26 @@ struct Second {
     }
 };
 
-// Which bin of a histogram a value is in: bin k holds [edge k, edge k + 1), the outer two what lies beyond too. A guess, and from
-// there to the bin: by a product where edges lie evenly, else by the value's power of two.
-template <class T> class Bins {
-public:
-    static constexpr int MOST = 64;
-
-    Bins(const double* edges, int bins) : last(bins - 1) {
-        const double step = (edges[bins] - edges[0]) / bins;
-        scale = T(1 / step), offset = T(edges[0] / step);
-        even = std::abs(edges[0]) + std::abs(edges[bins]) < 1e5 * step;  // else a guess may be off by more than one
-        for (int k = 0; k <= bins; k++) {
-            even &= std::abs(edges[k] - (edges[0] + k * step)) < 1e-6 * step;
-            border[k] = T(edges[k]);  // the least T that is not below the edge: values compare with it as they do with the edge
-            if (double(border[k]) < edges[k]) border[k] = std::nextafter(border[k], std::numeric_limits<T>::infinity());
-        }
-        border[0] = border[bins] = std::numeric_limits<T>::quiet_NaN();  // nothing is beyond the outer bins
-        for (int k = 0, power = -POWERS; !even && power < POWERS; power++) {
-            while (k < last && border[k + 1] <= std::ldexp(T(1), power)) k++;
-            from_power[power + POWERS] = k;
-        }
-    }
-    int of(T x) const {
-        if (even) {
-            const int k = int(std::min(std::max(x * scale - offset, T(0)), T(last)));
-            return k - (x < border[k]) + (x >= border[k + 1]);
-        }
-        int k = x < std::ldexp(T(1), -POWERS) ? 0 : from_power[std::min(power_of(x), POWERS - 1) + POWERS];
-        while (x >= border[k + 1]) k++;
-        return k;
-    }
-
-private:
-    static constexpr int POWERS = 32;
-    static int power_of(float x) {
-        std::int32_t bits;
-        std::memcpy(&bits, &x, sizeof bits);
-        return (bits >> 23) - 127;
-    }
-    static int power_of(double x) { return std::isfinite(x) ? std::ilogb(x) : POWERS; }
-
-    int last;
-    bool even;
-    T scale, offset, border[MOST + 1];
-    int from_power[2 * POWERS];
-};
-
-template <class T> void add_up(const Moments& m, const T* values, std::int64_t n) {
-    const std::int64_t name = n / m.heads, head = n % m.heads;
-    const double* edges = m.edges + name * (m.bins + 1);
-    int bins = int(m.bins);
-    while (bins > 1 && !std::isfinite(edges[bins])) bins--;
-    const Bins<T> which(edges, bins);
-    constexpr int CHAINS = 4;  // the same bin waits for what came before
-    std::int64_t histogram[CHAINS][Bins<T>::MOST] = {};
-    Pool pool;
-    const auto each_batch = [&](const auto& body) {
-        for (std::int64_t b = 0; b < m.batch; b++) body(values + ((name * m.batch + b) * m.heads + head) * m.rows);
-    };
+void add_up(const Moments& m, const void* values, bool wide, std::int64_t n) {
     const Target& target = *chosen();
-    each_batch([&](const T* x) {
-        target.pool(x, sizeof(T) == 8, m.rows, pool);
-        for (std::int64_t r = 0; r < m.rows; r++) if (x[r] == x[r]) histogram[r % CHAINS][which.of(x[r])]++;
+    const std::int64_t name = n / m.heads, head = n % m.heads, size = wide ? 8 : 4;
+    const auto each_batch = [&](const auto& body) {
+        for (std::int64_t b = 0; b < m.batch; b++)
+            body(static_cast<const char*>(values) + ((name * m.batch + b) * m.heads + head) * m.rows * size);
+    };
+    Pool pool;
+    std::int64_t* const histogram = m.histogram + n * m.bins;
+    std::fill_n(histogram, m.bins, 0);
+    each_batch([&](const char* x) {
+        target.pool(x, wide, m.rows, pool);
+        target.reach(x, wide, m.rows, static_cast<const char*>(m.borders) + name * m.bins * size, m.bins, histogram);
     });
+    for (std::int64_t k = 0; k + 1 < m.bins; k++) histogram[k] -= histogram[k + 1];
     const double none = std::numeric_limits<double>::quiet_NaN(), mean = pool.count ? pool.sum / double(pool.count) : none;
     double squares = 0;
-    each_batch([&](const T* x) { squares += target.squares(x, sizeof(T) == 8, m.rows, mean); });
+    each_batch([&](const char* x) { squares += target.squares(x, wide, m.rows, mean); });
     m.count[n] = pool.count, m.mean[n] = mean, m.M2[n] = pool.count ? squares : none;
     m.least[n] = pool.count ? pool.least : none, m.largest[n] = pool.count ? pool.largest : none;
-    for (std::int64_t k = 0; k < m.bins; k++) {
-        m.histogram[n * m.bins + k] = 0;
-        for (int chain = 0; k < bins && chain < CHAINS; chain++) m.histogram[n * m.bins + k] += histogram[chain][k];
-    }
 }
 
 // What the shares have apart, and the edges of all of them: from `next` on, if that is known. How many bytes it is.
@@ -198,8 +144,9 @@ std::size_t lay_out_shares(const Forward& f, RowStats& s, std::size_t lines_apar
     const std::size_t apart = std::size_t((s.shares - 1) * f.heads), all = std::size_t(s.shares * f.heads);
     const std::size_t keys = s.whole.received ? apart * std::size_t(f.keys) : 0, cells = apart * lines_apart * std::size_t(s.bins);
     take(s.apart.received, keys), take(s.apart.eligible, keys);
-    take(s.apart.sum, cells), take(s.apart.max, cells), take(s.apart.count, cells), take(s.apart.largest, 4 * cells);
+    take(s.apart.sum, cells), take(s.apart.max, cells), take(s.apart.count, cells);
     if (s.edges) take(s.edge, all * std::size_t(s.edges)), take(s.edges_found, all);
+    take(s.apart.largest, 3 * cells);  // last, for it is narrower
     return size;
 }
 
@@ -222,20 +169,32 @@ bool look(Forward& f, RowStats& rows, const EdgeList* list, int threads) {
     Signals signals;
     std::atomic<bool> spoilt{false};
     rows.spoilt = f.spoilt = &spoilt, f.look = &rows, f.watch = &signals;
+    const Forward with_values = f;
+    if (!f.out) f.v_head_dim = 0;
     const Target* target = chosen();
     rows.shares = rows.columns() ? target->look_shares(f) : 1, rows.edges = list ? list->k : 0;
-    const std::int64_t tasks = target->look_tasks(f);
-    threads = usable(threads, tasks);
+    const std::int64_t tasks = target->look_tasks(f), values = f.batch * f.kv_heads;
+    const int used = usable(threads, tasks);
     const std::size_t own = (target->look_scratch(f) + 127) / 64 * 64;
-    const std::size_t lines_apart = std::size_t(target->lines_apart(f)), shared = own * std::size_t(threads);
-    const Scratch scratch(shared + lay_out_shares(f, rows, lines_apart, nullptr));
-    lay_out_shares(f, rows, lines_apart, scratch.at(shared));
-    const Memory made = prepared(*target, f, signals, threads);
-    each(signals, tasks, threads, [&](std::int64_t n, int thread) {
+    const std::size_t lengths = own * std::size_t(used);  // from there on
+    const std::size_t apart = lengths + (rows.value[VALUE_NORM] ? std::size_t(values * f.keys) * (is_double(f) ? 8 : 4) + 64 : 0) / 64 * 64;
+    const std::size_t lines_apart = std::size_t(target->lines_apart(f));
+    const Scratch scratch(apart + lay_out_shares(f, rows, lines_apart, nullptr));
+    lay_out_shares(f, rows, lines_apart, scratch.at(apart));
+    if (rows.value[VALUE_NORM]) {
+        rows.norms = scratch.at(lengths);
+        each(signals, values, usable(threads, values), [&](std::int64_t n, int) { target->lengths(with_values, n, scratch.at(lengths)); });
+    }
+    const Memory made = prepared(*target, f, signals, used);
+    each(signals, tasks, used, [&](std::int64_t n, int thread) {
         target->run_look(f, n, scratch.at(own * std::size_t(thread)));
     });
-    if (rows.columns()) each(signals, f.heads, usable(threads, f.heads), [&](std::int64_t n, int) { target->gather_look(f, n); });
     signals.raise();
+    if (rows.columns()) {
+        target->gather_look(f, 0);
+        each(signals, f.heads - 1, usable(threads, f.heads - 1), [&](std::int64_t n, int) { target->gather_look(f, n + 1); });
+        signals.raise();
+    }
     if (list) for (std::int64_t head = 0; head < f.heads; head++) gather_edges(f, rows, *list, head);
     return !spoilt;
 }
@@ -260,13 +219,9 @@ void edges(const Forward& call, const RowStats& rows, const EdgeList& list, int 
 }
 
 void moments(const Moments& m, const void* values, bool wide, int threads) {
-    if (m.bins > Bins<float>::MOST) throw std::invalid_argument("moments: more bins than there is room for");
     Signals signals;
     const std::int64_t tasks = m.names * m.heads;
-    each(signals, tasks, usable(threads, tasks), [&](std::int64_t n, int) {
-        if (wide) add_up(m, static_cast<const double*>(values), n);
-        else add_up(m, static_cast<const float*>(values), n);
-    });
+    each(signals, tasks, usable(threads, tasks), [&](std::int64_t n, int) { add_up(m, values, wide, n); });
     signals.raise();
 }
 

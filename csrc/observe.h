@@ -16,8 +16,8 @@ struct EdgeList {
     const void* max_logits;  // the same: and its largest logit
 };
 
-// Attends while rows are measured; true where every row that sees keys is finite. With a map the edges, if there is a list for them,
-// are found on the way.
+// Attends, unless there is no place for that, while rows are measured; true where every row that sees keys is finite. With a map
+// the edges, if there is a list for them, are found on the way.
 bool look(Forward& f, RowStats& rows, const EdgeList* list, int threads);
 
 // Without a map: they lie in the k rows of each batch entry and head with the largest maxima, which are looked at once more, and are
@@ -27,8 +27,8 @@ void edges(const Forward& f, const RowStats& rows, const EdgeList& list, int thr
 // Of each name and head: count, mean, M2, least, largest and histogram of the values that are not NaN.
 struct Moments {
     std::int64_t names, batch, heads, rows;  // of values, contiguous
-    const double* edges;  // of the histograms, [names, bins + 1]; beyond a name's own: infinity
-    std::int64_t bins;
+    const void* borders;  // from where on values are in each bin of a histogram, [names, bins], of the values' type: the first is
+    std::int64_t bins;    // -infinity; where a name has fewer, the rest is NaN
     std::int64_t *count, *histogram;      // [names, H], [names, H, bins]
     double *mean, *M2, *least, *largest;  // [names, H]
 };

@@ -328,16 +328,19 @@ template <class T> void run_look_task(const Forward& f, std::int64_t task, void*
     const Share own(f, share);
     for (std::int64_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
         const ShareOfHead x(f, share, h, own.first_line);
+        const bool pairs = x.counts_pairs();
         if (s.whole.received) {
             double* const received = x.received();
             std::int64_t* const eligible = x.eligible();
-            for (std::int64_t j = 0; j < f.keys; j++) received[j] = 0, eligible[j] = 0;
+            for (std::int64_t j = 0; j < f.keys; j++) received[j] = 0;
+            for (std::int64_t j = 0; j < f.keys && pairs; j++) eligible[j] = 0;
         }
         if (s.edges) x.edges_found() = 0;
         for (std::int64_t y = own.first_line; y <= own.last_line; y++) {
             const Columns line = x.map_line(y);
-            for (std::int64_t n = 0; n < s.bins; n++) line.sum[n] = 0, line.count[n] = 0, line.max[n] = -std::numeric_limits<double>::infinity();
-            for (std::int64_t n = 0; n < s.bins; n++) line.largest[4 * n] = -1;  // the rest is not read before it is known
+            for (std::int64_t n = 0; n < s.bins; n++) line.sum[n] = 0, line.max[n] = -std::numeric_limits<double>::infinity();
+            for (std::int64_t n = 0; n < s.bins && pairs; n++) line.count[n] = 0;
+            for (std::int64_t n = 0; n < 3 * s.bins; n++) line.largest[n] = -1;
         }
     }
     for (std::int64_t b = 0; b < f.batch; b++) for (std::int64_t n = own.first_block; n < own.end_of_blocks; n++) {
@@ -352,35 +355,38 @@ void run_look(const Forward& f, std::int64_t task, void* scratch) {
 // What shares have apart of a query head goes to the whole.
 void gather_look(const Forward& f, std::int64_t head) {
     const RowStats& s = *f.look;
-    const ShareOfHead all(f, 0, head, 0);
+    const ShareOfHead all(f, 0, head, 0), first(f, 0, 0, 0);
+    const bool pairs = all.counts_pairs();
     for (std::int64_t share = 1; share < s.shares; share++) {
         const Share own(f, share);
         const ShareOfHead x(f, share, head, own.first_line);
         if (s.whole.received) {
             const double* const received = x.received();
             const std::int64_t* const eligible = x.eligible();
-            for (std::int64_t j = 0; j < f.keys; j++) all.received()[j] += received[j], all.eligible()[j] += eligible[j];
+            for (std::int64_t j = 0; j < f.keys; j++) all.received()[j] += received[j];
+            for (std::int64_t j = 0; j < f.keys && pairs; j++) all.eligible()[j] += eligible[j];
         }
         for (std::int64_t y = own.first_line; y < own.first_line + lines_apart(f); y++) {
             const Columns to = all.map_line(y), from = x.map_line(y);
+            for (std::int64_t n = 0; n < s.bins && pairs; n++) to.count[n] += from.count[n];
             for (std::int64_t n = 0; n < s.bins; n++) {
-                to.sum[n] += from.sum[n], to.count[n] += from.count[n];
-                std::int64_t *a = to.largest + 4 * n, *z = from.largest + 4 * n;
+                to.sum[n] += from.sum[n];
+                std::int32_t *a = to.largest + 3 * n, *z = from.largest + 3 * n;
                 if (z[0] < 0 || from.max[n] < to.max[n]) continue;
-                const auto earlier = [&] { return z[1] != a[1] ? z[1] < a[1] : z[2] != a[2] ? z[2] < a[2] : z[3] < a[3]; };
+                const auto earlier = [&] { return z[0] != a[0] ? z[0] < a[0] : z[1] != a[1] ? z[1] < a[1] : z[2] < a[2]; };
                 if (from.max[n] == to.max[n] && !earlier()) continue;
                 to.max[n] = from.max[n];
-                for (int k = 0; k < 4; k++) a[k] = z[k];
+                for (int k = 0; k < 3; k++) a[k] = z[k];
             }
         }
     }
-    const bool counted_by_spans = !f.visible.count && !f.bias.data;
-    if (s.whole.received && counted_by_spans) for (std::int64_t j = 1; j < f.keys; j++) all.eligible()[j] += all.eligible()[j - 1];
+    if (s.whole.received && pairs && counted_by_spans(f))
+        for (std::int64_t j = 1; j < f.keys; j++) all.eligible()[j] += all.eligible()[j - 1];
+    if (s.whole.received && !pairs) for (std::int64_t j = 0; j < f.keys; j++) all.eligible()[j] = first.eligible()[j];
     for (std::int64_t y = 0; y < s.bins; y++) {
         const Columns line = all.map_line(y);
-        for (std::int64_t n = 0; n < s.bins; n++) if (line.largest[4 * n] < 0) {
-            line.max[n] = std::numeric_limits<double>::quiet_NaN();
-            for (int k = 1; k < 4; k++) line.largest[4 * n + k] = -1;
-        }
+        for (std::int64_t n = 0; n < s.bins && !pairs; n++) line.count[n] = first.map_line(y).count[n];
+        for (std::int64_t n = 0; n < s.bins; n++)  // nothing was seen
+            if (line.max[n] == -std::numeric_limits<double>::infinity()) line.max[n] = std::numeric_limits<double>::quiet_NaN();
     }
 }

@@ -75,6 +75,11 @@ template <class T> INLINE V<T> greater(V<T> a, V<T> b) {
 }
 
 template <class T> INLINE bool any(I<T> mask) {
+#if VECTOR_BYTES == 64
+    if constexpr (sizeof(T) == 4) return _mm512_movepi32_mask((__m512i)mask) != 0;
+#elif VECTOR_BYTES == 32
+    if constexpr (sizeof(T) == 4) return _mm256_movemask_ps((__m256)mask) != 0;
+#endif
     std::int64_t words[VECTOR_BYTES / 8], all = 0;
     __builtin_memcpy(words, &mask, VECTOR_BYTES);
     for (std::int64_t word : words) all |= word;
@@ -146,6 +151,24 @@ INLINE V<float> tanh(V<float> x) {
 }
 INLINE V<double> tanh(V<double> x) {
     for (int lane = 0; lane < LANES<double>; lane++) x[lane] = std::tanh(x[lane]);
+    return x;
+}
+
+// log(1 + x) for x >= 0.
+INLINE V<float> log1p(V<float> x) {
+    const V<float> u = 1 + x;
+    const I<float> whole = ((I<float>)u - 0x3f3504f3) >> 23;            // u = m 2**whole with m from sqrt(1/2) to sqrt(2)
+    const V<float> f = (V<float>)((I<float>)u - (whole << 23)) - 1;
+    const V<float> r = f / (2 + f), z = r * r;
+    // log(m) = 2 artanh(r), minimax in z, relative error 8.1e-10
+    V<float> p = splat(0.29871735f);
+    p = p * z + 0.399775413f;
+    p = p * z + 0.666667764f;
+    p = p * z + 2.f;
+    return __builtin_convertvector(whole, V<float>) * 0.693147181f + (r * p + (x - (u - 1)) / u);  // the last: what u has lost of x
+}
+INLINE V<double> log1p(V<double> x) {
+    for (int lane = 0; lane < LANES<double>; lane++) x[lane] = std::log1p(x[lane]);
     return x;
 }
 

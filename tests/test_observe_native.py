@@ -17,8 +17,8 @@ from torch import Tensor
 import headscope
 from headscope import Observe, _observe_native, _observe_sums, attend, observe
 from headscope._backends import cpu
-from headscope._observe_native import _moments
-from headscope._stats_parts import Moments, histogram_edges
+from headscope._observe_native import borders_of
+from headscope._stats_parts import Moments, Packed, histogram_edges
 from headscope.masks import Documents, KeyLengths, Mask, Prefix, causal, window
 from headscope.stats import HeadStats
 
@@ -546,7 +546,13 @@ def test_moments_are_those_of_the_portable_form(name: str, dtype: torch.dtype) -
         values = torch.randn(3, 2, 4, rows, dtype=dtype) * 20  # [names, B, H, R]
         values[1] = special[torch.randint(len(special), (2, 4, rows))]
         values[2] = math.nan
-        packed = _moments((name, name, name), (2, 4, rows), dtype == torch.float64, values.data_ptr()).moments()
+        borders = borders_of((name, name, name), dtype)
+        found = Packed.empty(3, 4, borders.shape[1])
+        cpu.native.moments(
+            values.data_ptr(), dtype == torch.float64, values.shape, (borders.data_ptr(), borders.shape[1]),
+            found.whole.data_ptr(), found.numbers.data_ptr(), 1,
+        )  # fmt: skip
+        packed = found.moments()
         for n in range(3):
             wanted = Moments.of(name, values[n])
             for what in ("count", "histogram"):

@@ -29,4 +29,4 @@ using Half = _Float16;
 #define OFFERS                                                                                                               \
     runs_here, prepare_tasks, prepared, prepare, tasks, scratch, run, shares, partial, merge, gradient_scratch, sums, run_gradient, \
         gather, bias_tasks, run_bias_gradient, look_shares, lines_apart, look_tasks, \
-        look_scratch, run_look, gather_look, pool, squares
+        look_scratch, run_look, gather_look, lengths, pool, squares, reach

@@ -120,7 +120,7 @@ def _first_run(at: Tensor) -> Tensor:
 
 def _map(sums: MapSums) -> HeadMap:
     most = sums.max.masked_fill(sums.max == -math.inf, math.nan)
-    return HeadMap(sums.sum, sums.count, most, _first_run(sums.at))
+    return HeadMap(sums.sum, sums.count, most, sums.at)
 
 
 def _edges(found: Candidates) -> Edges:

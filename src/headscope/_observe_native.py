@@ -21,7 +21,7 @@ from headscope._backends import Inputs, accumulate_dtype, cpu
 from headscope._call import Call
 from headscope._observe import Observed, row_names
 from headscope._observe_edges import Candidates
-from headscope._observe_scene import Scene, Work, value_norms
+from headscope._observe_scene import Scene, Work
 from headscope._observe_tile import ROUNDING
 from headscope._stats_parts import Edges, HeadMap, Moments, MomentsTable, Packed, histogram_edges
 
@@ -89,7 +89,7 @@ class _Columns(NamedTuple):
 
     Attributes:
         received, eligible: float64 and int64 [H, K], or None.
-        sum, max, pairs, at: of the map [H, n, n], at int64 with run, batch entry, query and key; or None.
+        sum, max, pairs, at: of the map [H, n, n], at int32 with batch entry, query and key; or None.
     """
 
     received: Tensor | None
@@ -108,7 +108,7 @@ class _Columns(NamedTuple):
         if not work.bins:
             return _Columns(*received, None, None, None, None)
         sums = (torch.empty(cells, dtype=double), torch.empty(cells, dtype=double))
-        return _Columns(*received, *sums, torch.empty(cells, dtype=whole), torch.empty((*cells, 4), dtype=whole))
+        return _Columns(*received, *sums, torch.empty(cells, dtype=whole), torch.empty((*cells, 3), dtype=torch.int32))
 
     def map(self) -> HeadMap | None:
         """The map, if there is one."""
@@ -133,11 +133,11 @@ class Ready:
         self.work = work
         self.rows = scene.rows
         self.first_key = scene.first_key
-        self.has_norms = scene.has_norms
         self.shape = (call.batch, call.heads, len(scene.rows))
         self.dtype = accumulate_dtype(call.dtype)
         self.later = work.edges > (MOST_KEPT_EDGES if work.bins else 0)
         self.names = tuple(row_names(work, scene) if work.rows else ["max_weight", "max_logit"] if self.later else [])
+        self.borders = borders_of(self.names, self.dtype) if work.rows else None
         self.native, self.held = self._described(scene)
 
     def _described(self, scene: Scene) -> tuple[Any, Any]:
@@ -164,6 +164,7 @@ class Ready:
             line, own, address(ids), (*_by_batch(scene.first), scene.first.shape[1]), (address(may_count), *strides),
             address(given), 0.0 if scene.lse is None else ROUNDING[scene.lse.dtype],
             max(1, work.top) if work.top or work.argmax else 0, work.bins, work.edges, self.later,
+            (0, 0, 0) if self.borders is None else (len(self.names), self.borders.data_ptr(), self.borders.shape[1]),
         )  # fmt: skip
         mine = described.held[3:]  # q, k and v will be others
         return made, (mine, index, scene.line, scene.own, ids, scene.first, may_count, given)
@@ -196,12 +197,13 @@ def observe_rows(ready: Ready, inputs: Inputs, attending: Attending | None = Non
             torch.empty(call.heads, work.edges, 4, dtype=torch.int64),
         )
         edges_at = (edges.p.data_ptr(), edges.at.data_ptr())
+    packed = None if ready.borders is None else Packed.empty(len(names), call.heads, ready.borders.shape[1])
+    packed_at = (0, 0) if packed is None else (packed.whole.data_ptr(), packed.numbers.data_ptr())
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3])
-    norms = value_norms(v, call).contiguous() if ready.has_norms else None
     into = (0, 0) if attending is None else (attending.out.data_ptr(), attending.lse.data_ptr())
     places = (
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), *into, cpu.address(norms), values, counted.data_ptr(), *top_at,
-        *map(cpu.address, columns), *edges_at,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), *into, values, counted.data_ptr(), *top_at,
+        *map(cpu.address, columns), *edges_at, *packed_at,
     )  # fmt: skip
     threads = torch.get_num_threads()
     if not cpu.native.look(ready.native, places, threads):
@@ -210,8 +212,7 @@ def observe_rows(ready: Ready, inputs: Inputs, attending: Attending | None = Non
         cpu.native.edges(ready.native, places, names.index("max_weight"), names.index("max_logit"), threads)
     moments: Mapping[str, Moments] = {}
     rows_counted = None
-    if work.rows:
-        packed = _moments(names, shape, ready.dtype == torch.float64, values)
+    if packed is not None:
         moments = MomentsTable(names, packed)
         rows_counted = packed.whole[: call.heads]  # rows that have an lse
     kept: dict[str, Tensor] = {}
@@ -232,20 +233,6 @@ def _by_batch(x: Tensor) -> tuple[Address, int]:
     """The address of [B or 1, n], and how far batch entries lie apart."""
     assert (x.dtype, x.stride(-1)) == (torch.int64, 1)  # so _observe_scene makes them
     return x.data_ptr(), 0 if x.shape[0] == 1 else x.stride(0)
-
-
-def _moments(names: tuple[str, ...], shape: tuple[int, int, int], wide: bool, values: Address) -> Packed:
-    """Of row quantities [names, *shape] = [names, B, H, R]; see ``Moments.of``, which is the same in torch."""
-    edges = _edges_of(names)
-    bins, numbers = edges.shape[1] - 1, len(names) * shape[1]
-    found = Packed(
-        torch.empty(numbers * (1 + bins), dtype=torch.int64),
-        torch.empty(4, len(names), shape[1], dtype=torch.float64),
-    )
-    whole, real = found.whole.data_ptr(), found.numbers.data_ptr()
-    into = (whole, whole + 8 * numbers, *(real + 8 * numbers * n for n in range(4)))
-    cpu.native.moments(values, wide, (len(names), *shape), edges.data_ptr(), bins, into, torch.get_num_threads())
-    return found
 
 
 class _Room(threading.local):
@@ -272,8 +259,14 @@ _room = _Room()
 
 
 @cache
-def _edges_of(names: tuple[str, ...]) -> Tensor:
-    """The edges of their histograms, filled up with infinity."""
-    edges = [histogram_edges(name) for name in names]
+def borders_of(names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
+    """From where on values are in each bin of a histogram, [names, bins]; filled up with NaN.
+
+    An edge is no number of the dtype: its border is the least one that is not below it, with which values compare as
+    they do with the edge. The first bin takes what is below it, too.
+    """
+    edges = [(-math.inf, *histogram_edges(name)[1:-1]) for name in names]
     most = max(len(x) for x in edges)
-    return torch.tensor([[*x, *[math.inf] * (most - len(x))] for x in edges], dtype=torch.float64)
+    exact = torch.tensor([[*x, *[math.nan] * (most - len(x))] for x in edges], dtype=torch.float64)
+    border = exact.to(dtype)
+    return torch.where(border.double() < exact, border.nextafter(torch.tensor(math.inf, dtype=dtype)), border)

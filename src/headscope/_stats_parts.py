@@ -101,6 +101,12 @@ class Packed(NamedTuple):
     whole: Tensor
     numbers: Tensor
 
+    @staticmethod
+    def empty(names: int, heads: int, bins: int) -> Packed:
+        """Not filled yet."""
+        whole = torch.empty(names * heads * (1 + bins), dtype=torch.int64)
+        return Packed(whole, torch.empty(4, names, heads, dtype=torch.float64))
+
     def moments(self) -> Moments:
         """Views of them."""
         _, names, heads = self.numbers.shape
@@ -170,14 +176,25 @@ class HeadMap:
         sum: of the weights of each bin, [H, n, n].
         count: of the pairs that counted rows may see, int64 [H, n, n].
         max: the largest weight of each bin, [H, n, n]; NaN where count is 0.
-        argmax: where it stands, int64 [H, n, n, 4]: run, batch entry, query, key; -1 where count is 0. Of equal
-            weights the first in that order.
+        places: where it stands, whole numbers [H, n, n, 4] as ``argmax`` has them; or, of one run, [H, n, n, 3] without
+            the run.
     """
 
     sum: Tensor
     count: Tensor
     max: Tensor
-    argmax: Tensor
+    places: Tensor
+
+    @property
+    def argmax(self) -> Tensor:
+        """Where ``max`` stands, int64 [H, n, n, 4]: run, batch entry, query, key; -1 where count is 0.
+
+        Of equal weights the first in that order.
+        """
+        if self.places.shape[-1] == 4:
+            return self.places.long()
+        run = torch.where(self.places[..., :1] < 0, -1, 0)
+        return torch.cat([run, self.places], -1).long()
 
     @property
     def bins(self) -> int:

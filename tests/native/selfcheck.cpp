@@ -70,7 +70,10 @@ void look(const Target& target, Forward& f, Random& r) {
         scratch.fill(r.one_in(2) ? 0xff : 0x3f);
         target.run_look(f, task, scratch.data());
     }
-    if (f.look->columns()) for (std::int64_t head : shuffled(r, f.heads)) target.gather_look(f, head);
+    if (f.look->columns()) {
+        target.gather_look(f, 0);
+        for (std::int64_t head : shuffled(r, f.heads - 1)) target.gather_look(f, head + 1);
+    }
     f.paired_v = nullptr;
 }
 
@@ -171,12 +174,13 @@ struct Looking {
 
 private:
     void place_columns(Random& r, headscope::Columns& to, std::int64_t shares, const Problem& p, const Look& x, std::int64_t lines) {
-        const Array keys(shares, p.H, p.K, 1), cells(shares, p.H, lines, x.bins), places(shares, p.H, lines * x.bins, 4);
+        const Array keys(shares, p.H, p.K, 1), cells(shares, p.H, lines, x.bins), places(shares, p.H, lines * x.bins, 3);
         const auto numbers = [&](const Array& a, bool asked) { return reinterpret_cast<double*>(place(r, a, Element::f64, asked)->data()); };
         const auto whole = [&](const Array& a, bool asked) { return reinterpret_cast<std::int64_t*>(place(r, a, Element::i64, asked)->data()); };
         to.received = numbers(keys, x.received), to.eligible = whole(keys, x.received);
         to.sum = numbers(cells, x.bins > 0), to.max = numbers(cells, x.bins > 0);
-        to.count = whole(cells, x.bins > 0), to.largest = whole(places, x.bins > 0);
+        to.count = whole(cells, x.bins > 0);
+        to.largest = reinterpret_cast<std::int32_t*>(place(r, places, Element::i32, x.bins > 0)->data());
     }
     Placed* place(Random& r, const Array& shape, Element e, bool asked = true) {
         out.push_back(std::make_unique<Placed>(r, asked ? shape : Array(), e, true, true));
@@ -379,14 +383,14 @@ void check_map(Check& found, const Looking& got, const Look& x, const Measured& 
     for (std::int64_t h = 0; h < p.H; h++) for (std::int64_t cell = 0; cell < x.bins * x.bins; cell++) {
         const auto place = [&](int n) { return std::int64_t(at(0, h, cell, n)); };
         double& most = largest.x[std::size_t(h * x.bins * x.bins + cell)];
-        if (std::isnan(most) ? place(0) != -1 || place(1) != -1 || place(2) != -1 || place(3) != -1
-                             : place(0) != 0 || place(1) < 0 || place(1) >= p.B || place(3) < 0 || place(3) >= p.K ||
-                                   bin_of(place(2), x.bins, p.Q) != cell / x.bins || bin_of(place(3), x.bins, p.K) != cell % x.bins)
-            return found.fail("map at", "nothing of the kind is at query %g, key %g", double(place(2)), double(place(3)));
+        if (std::isnan(most) ? place(0) != -1 || place(1) != -1 || place(2) != -1
+                             : place(0) < 0 || place(0) >= p.B || place(2) < 0 || place(2) >= p.K ||
+                                   bin_of(place(1), x.bins, p.Q) != cell / x.bins || bin_of(place(2), x.bins, p.K) != cell % x.bins)
+            return found.fail("map at", "nothing of the kind is at query %g, key %g", double(place(1)), double(place(2)));
         if (std::isnan(most)) continue;
         most = -1;  // a query may have been picked more than once
         for (std::int64_t r = 0; r < x.R; r++)
-            if (x.query(place(1), h, r) == place(2)) most = std::max(most, m.weights(place(1), h, r, place(3)));
+            if (x.query(place(0), h, r) == place(1)) most = std::max(most, m.weights(place(0), h, r, place(2)));
     }
     found.near("map at", *got.max, largest, m.map_max, roundings);
 }
