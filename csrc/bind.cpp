@@ -46,7 +46,7 @@ void run(Forward& f, int threads) {
     const std::int64_t tasks = target->tasks(f), shares = target->shares(f);
     threads = usable(threads, tasks);
     const std::size_t own = (target->scratch(f) + 127) / 64 * 64;
-    const Scratch scratch(own * std::size_t(threads));
+    const Scratch<> scratch(own * std::size_t(threads));
     Memory partial;
     if (shares > 1) partial = allocate(target->partial(f));
     f.partial = partial.get();
@@ -70,7 +70,7 @@ void run(Backward& g, int threads) {
     const std::int64_t heads = f.batch * f.kv_heads, tasks = heads * g.shares;
     const int used = usable(threads, tasks);
     const std::size_t own = (target->gradient_scratch(g) + 127) / 64 * 64, sum = target->sums(f);
-    const Scratch scratch(own * std::size_t(used) + sum * std::size_t(tasks));
+    const Scratch<> scratch(own * std::size_t(used) + sum * std::size_t(tasks));
     char* const sums = scratch.at(own * std::size_t(used));
     each(signals, tasks, used, [&](std::int64_t n, int thread) {
         char* mine = sums + sum * std::size_t(n);
@@ -88,10 +88,11 @@ void run(Backward& g, int threads) {
     signals.raise();
 }
 
-// An observation of calls that differ in nothing but where their tensors lie, which `Places` says; 0 = there is none.
-enum Place { Q, K, V, OUT, LSE, VALUES, COUNTED, MOST_WEIGHT, MOST_KEY, RECEIVED, ELIGIBLE, MAP_SUM, MAP_MAX, MAP_COUNT, MAP_AT,
-             EDGE_P, EDGE_AT, MOMENTS_WHOLE, MOMENTS_NUMBERS, PLACES };
-using Places = std::array<std::uintptr_t, PLACES>;
+// An observation of calls that differ in nothing but where their tensors lie. What it finds lies in one piece of memory of the
+// caller's, each at an offset; what it only needs on the way lies in scratch, as if that followed. -1: not asked for.
+enum Place { COUNTED, VALUES, MOST_WEIGHT, MOST_KEY, RECEIVED, ELIGIBLE, MAP_SUM, MAP_MAX, MAP_COUNT, MAP_AT, EDGE_P, EDGE_AT,
+             MOMENTS_WHOLE, MOMENTS_NUMBERS, PLACES };
+using Places = std::array<std::int64_t, PLACES>;
 
 struct Observation {
     Forward call;
@@ -100,45 +101,61 @@ struct Observation {
     std::array<std::int64_t, QUANTITIES> value_at;  // in the list of row quantities; -1: not asked for
     std::array<std::int64_t, MOST_WINDOWS> window_at, streaming_at;
     int edges;
-    bool later;  // they are looked for in a pass of their own
+    std::int64_t maxima, max_logits;  // in that list, where edges are looked for in a pass of their own; else -1
     std::int64_t names;   // of row quantities
     const void* borders;  // of their histograms, [names, borders_of_each]
     std::int64_t borders_of_each;
-
-    void* quantity(const Places& places, std::int64_t n) const {
-        const std::int64_t size = call.batch * call.heads * rows * (call.q.dtype == Dtype::f64 ? 8 : 4);
-        return n < 0 ? nullptr : reinterpret_cast<void*>(places[VALUES] + std::uintptr_t(n * size));
-    }
+    Places places;
+    std::int64_t size, room;  // bytes of what it finds, and of what is needed on the way
 };
 
-Observation placed(const Observation& observation, const Places& places) {
-    Observation x = observation;  // several threads may use one
-    const auto at = [&]<class T>(T*& to, Place n) { to = reinterpret_cast<T*>(places[n]); };
-    Forward& f = x.call;
-    RowStats& s = x.stats;
-    at(f.q.data, Q), at(f.k.data, K), at(f.v.data, V), at(f.out, OUT), at(f.lse, LSE), at(s.counted, COUNTED);
-    at(s.most_weight, MOST_WEIGHT), at(s.most_key, MOST_KEY), at(s.whole.received, RECEIVED), at(s.whole.eligible, ELIGIBLE);
-    at(s.whole.sum, MAP_SUM), at(s.whole.max, MAP_MAX), at(s.whole.count, MAP_COUNT), at(s.whole.largest, MAP_AT);
-    for (int n = 0; n < QUANTITIES; n++) s.value[n] = x.quantity(places, x.value_at[std::size_t(n)]);
-    for (int n = 0; n < s.windows; n++) {
-        s.window[n] = x.quantity(places, x.window_at[std::size_t(n)]);
-        s.streaming[n] = x.quantity(places, x.streaming_at[std::size_t(n)]);
+// One of them, placed.
+class Placed {
+public:
+    Forward call;
+    RowStats stats;
+
+    Placed(const Observation& observation, char* found, char* scratch)
+        : call(observation.call), stats(observation.stats), all(observation), memory(found), room(scratch) {
+        RowStats& s = stats;
+        at(s.counted, COUNTED), at(s.most_weight, MOST_WEIGHT), at(s.most_key, MOST_KEY);
+        at(s.whole.received, RECEIVED), at(s.whole.eligible, ELIGIBLE);
+        at(s.whole.sum, MAP_SUM), at(s.whole.max, MAP_MAX), at(s.whole.count, MAP_COUNT), at(s.whole.largest, MAP_AT);
+        for (int n = 0; n < QUANTITIES; n++) s.value[n] = quantity(all.value_at[std::size_t(n)]);
+        for (int n = 0; n < s.windows; n++) {
+            s.window[n] = quantity(all.window_at[std::size_t(n)]);
+            s.streaming[n] = quantity(all.streaming_at[std::size_t(n)]);
+        }
     }
-    return x;
-}
+    void* quantity(std::int64_t n) const {
+        const std::int64_t size = call.batch * call.heads * all.rows * (call.q.dtype == Dtype::f64 ? 8 : 4);
+        return n < 0 ? nullptr : where(VALUES) + n * size;
+    }
+    EdgeList edge_list() const {
+        EdgeList list{all.edges, nullptr, nullptr, quantity(all.maxima), quantity(all.max_logits)};
+        at(list.p, EDGE_P), at(list.at, EDGE_AT);
+        return list;
+    }
+    // What rows come to: the counts [names, H] and the histograms [names, H, bins] in one place, the numbers [4, names, H] in another.
+    Moments moments() const {
+        return moments_at(all, reinterpret_cast<std::int64_t*>(where(MOMENTS_WHOLE)), reinterpret_cast<double*>(where(MOMENTS_NUMBERS)));
+    }
+    static Moments moments_at(const Observation& x, std::int64_t* whole, double* number) {
+        const std::int64_t n = x.names * x.call.heads;
+        return {x.names, x.call.batch, x.call.heads, x.rows, x.borders, x.borders_of_each, whole, whole + n,
+                number, number + n, number + 2 * n, number + 3 * n};
+    }
 
-EdgeList edge_list(const Observation& x, const Places& places) {
-    return {x.edges, reinterpret_cast<double*>(places[EDGE_P]), reinterpret_cast<std::int64_t*>(places[EDGE_AT]), nullptr, nullptr};
-}
+private:
+    const Observation& all;
+    char *const memory, *const room;
 
-// What rows come to: the counts [names, H] and the histograms [names, H, bins] in one place, the numbers [4, names, H] in another.
-Moments moments_of(const Observation& x, const Places& places) {
-    auto* const whole = reinterpret_cast<std::int64_t*>(places[MOMENTS_WHOLE]);
-    auto* const number = reinterpret_cast<double*>(places[MOMENTS_NUMBERS]);
-    const std::int64_t all = x.names * x.call.heads;
-    return {x.names, x.call.batch, x.call.heads, x.rows, x.borders, x.borders_of_each, whole, whole + all,
-            number, number + all, number + 2 * all, number + 3 * all};
-}
+    char* where(Place place) const {
+        const std::int64_t n = all.places[place];
+        return n < 0 ? nullptr : n < all.size ? memory + n : room + (n - all.size);
+    }
+    template <class T> void at(T*& to, Place place) const { to = reinterpret_cast<T*>(where(place)); }
+};
 
 }  // namespace
 
@@ -221,10 +238,11 @@ NB_MODULE(_native, m) {
     nb::class_<Observation>(m, "Observation").def("__init__", [](Observation* x, const Forward& call, std::array<std::int64_t, 2> rows,
                         const std::array<std::int64_t, QUANTITIES>& values, const Windows& windows, std::array<Address, 2> line,
                         std::array<Address, 2> own, Address ids, std::array<Address, 3> first,
-                        std::array<Address, 4> may_count, Address given, double rounding, int most, std::int64_t bins, int edges,
-                        bool later, std::array<Address, 3> borders) {
-        new (x) Observation{call, {}, rows[0], values, {}, {}, edges, later, std::int64_t(borders[0]),
-                            reinterpret_cast<const void*>(borders[1]), std::int64_t(borders[2])};
+                        std::array<Address, 4> may_count, Address given, double rounding, int most, std::int64_t bins,
+                        std::array<std::int64_t, 3> edges, std::array<Address, 3> borders, const Places& places, std::int64_t size,
+                        std::int64_t room) {
+        new (x) Observation{call, {}, rows[0], values, {}, {}, int(edges[0]), edges[1], edges[2], std::int64_t(borders[0]),
+                            reinterpret_cast<const void*>(borders[1]), std::int64_t(borders[2]), places, size, room};
         RowStats& s = x->stats;
         s.all_queries = call.queries, s.bins = bins, s.most = most;
         x->call.queries = rows[0], x->call.rows = reinterpret_cast<const std::int64_t*>(rows[1]);
@@ -241,30 +259,27 @@ NB_MODULE(_native, m) {
         for (int n = 0; n < 3; n++) s.may_count_stride[n] = std::int64_t(may_count[n + 1]);
         s.given = reinterpret_cast<const void*>(given), s.rounding = rounding;
     });
-    // True where every row that sees keys is finite.
-    m.def("look", [](const Observation& observation, const Places& places, int threads) {
+    // Measures, and attends beside if there is a place for out and lse. True where every row that sees keys is finite.
+    m.def("look", [](const Observation& observation, Address q, Address k, Address v, Address out, Address lse, Address found, int threads) {
         nb::gil_scoped_release unlocked;
-        Observation x = placed(observation, places);
-        std::atomic<bool> spoilt{false};
+        const Scratch<1 << 24> room(std::size_t(observation.room));
+        Placed x(observation, reinterpret_cast<char*>(found), room.at(0));
         Forward& f = x.call;
+        f.q.data = reinterpret_cast<const void*>(q), f.k.data = reinterpret_cast<const void*>(k);
+        f.v.data = reinterpret_cast<const void*>(v), f.out = reinterpret_cast<void*>(out), f.lse = reinterpret_cast<void*>(lse);
+        const Forward whole = f;
+        std::atomic<bool> spoilt{false};
         if (f.out && chosen()->shares(f) > 1) {  // by itself, so that it is to the bit what it is when nobody looks
             f.spoilt = &spoilt;
             run(f, threads);
             f.out = f.lse = f.partial = f.paired_v = nullptr;
         }
-        const EdgeList list = edge_list(x, places);
-        if (!look(f, x.stats, x.edges && !x.later ? &list : nullptr, threads) || spoilt) return false;
-        if (places[MOMENTS_WHOLE])
-            moments(moments_of(x, places), reinterpret_cast<const void*>(places[VALUES]), f.q.dtype == Dtype::f64, threads);
+        const EdgeList list = x.edge_list();
+        const bool later = observation.maxima >= 0;
+        if (!look(f, x.stats, list.k && !later ? &list : nullptr, threads) || spoilt) return false;
+        if (later) edges(whole, x.stats, list, threads);
+        if (observation.borders) moments(x.moments(), x.quantity(0), f.q.dtype == Dtype::f64, threads);
         return true;
-    });
-    // Those that `look` left; maxima and max_logits are places in its list of row quantities.
-    m.def("edges", [](const Observation& observation, const Places& places, int maxima, int max_logits, int threads) {
-        nb::gil_scoped_release unlocked;
-        Observation x = placed(observation, places);
-        EdgeList list = edge_list(x, places);
-        list.maxima = x.quantity(places, maxima), list.max_logits = x.quantity(places, max_logits);
-        edges(x.call, x.stats, list, threads);
     });
     // What `look` makes of row quantities, of any numbers [names, B, H, rows], so that it can be tested with such as are rare.
     m.def("moments", [](Address values, bool wide, std::array<std::int64_t, 4> sizes, std::array<Address, 2> borders, Address whole,
@@ -272,9 +287,8 @@ NB_MODULE(_native, m) {
         Observation x{};
         x.names = sizes[0], x.call.batch = sizes[1], x.call.heads = sizes[2], x.rows = sizes[3];
         x.borders = reinterpret_cast<const void*>(borders[0]), x.borders_of_each = std::int64_t(borders[1]);
-        Places places{};
-        places[MOMENTS_WHOLE] = whole, places[MOMENTS_NUMBERS] = numbers;
+        auto* const counts = reinterpret_cast<std::int64_t*>(whole);
         nb::gil_scoped_release unlocked;
-        moments(moments_of(x, places), reinterpret_cast<const void*>(values), wide, threads);
+        moments(Placed::moments_at(x, counts, reinterpret_cast<double*>(numbers)), reinterpret_cast<const void*>(values), wide, threads);
     });
 }

@@ -179,7 +179,7 @@ bool look(Forward& f, RowStats& rows, const EdgeList* list, int threads) {
     const std::size_t lengths = own * std::size_t(used);  // from there on
     const std::size_t apart = lengths + (rows.value[VALUE_NORM] ? std::size_t(values * f.keys) * (is_double(f) ? 8 : 4) + 64 : 0) / 64 * 64;
     const std::size_t lines_apart = std::size_t(target->lines_apart(f));
-    const Scratch scratch(apart + lay_out_shares(f, rows, lines_apart, nullptr));
+    const Scratch<> scratch(apart + lay_out_shares(f, rows, lines_apart, nullptr));
     lay_out_shares(f, rows, lines_apart, scratch.at(apart));
     if (rows.value[VALUE_NORM]) {
         rows.norms = scratch.at(lengths);

@@ -78,8 +78,9 @@ inline Memory allocate(std::size_t bytes) {
 }
 
 // Scratch for one call. What a thread used last it keeps for its next call, if it is not much: to ask for it anew would cost a
-// short call a tenth of its time. Within a call there may be another, by a signal handler: it finds nothing kept.
-class Scratch {
+// short call a tenth of its time. Within a call there may be another, by a signal handler or for another purpose: it finds nothing
+// kept, or what is kept with another limit.
+template <std::size_t MOST_KEPT = 4 << 20> class Scratch {
 public:
     explicit Scratch(std::size_t bytes) : memory(std::move(kept)), size(std::exchange(kept_size, 0)) {
         if (size < bytes) memory = nullptr, memory = allocate(bytes), size = bytes;
@@ -90,7 +91,6 @@ public:
     char* at(std::size_t offset) const { return static_cast<char*>(memory.get()) + offset; }
 
 private:
-    static constexpr std::size_t MOST_KEPT = 4 << 20;
     inline static thread_local Memory kept;
     inline static thread_local std::size_t kept_size = 0;
     Memory memory;

@@ -18,7 +18,7 @@ from test_fuzz import Case, cases
 from torch import Tensor
 
 import headscope
-from headscope import _observe_native, _observe_scene, _observe_sums
+from headscope import _observe_native, _observe_scene, functional
 from headscope._backends import accumulate_dtype
 from headscope.masks import Band, Mask
 from headscope.stats import HeadStats, Observe
@@ -187,7 +187,7 @@ def portable() -> Iterator[None]:
     """The portable form, also where the native kernels could observe."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_observe_native, "refuses", lambda *_: ["this test wants the portable form"])
-        patch.setattr(_observe_sums, "_made_before", lambda _: None)
+        patch.setattr(functional, "_kept", {})  # what was made ready before
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import threading
@@ -15,7 +16,7 @@ from test_cpu import TARGETS, run
 from torch import Tensor
 
 import headscope
-from headscope import Observe, _observe_native, _observe_sums, attend, observe
+from headscope import Observe, _observe_native, _observe_sums, attend, functional, observe
 from headscope._backends import cpu
 from headscope._observe_native import borders_of
 from headscope._stats_parts import Moments, Packed, histogram_edges
@@ -168,7 +169,7 @@ WHAT: dict[str, Callable[[], Made]] = {
 def portable() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_observe_native, "refuses", lambda *_: ["this test wants the portable form"])
-        patch.setattr(_observe_sums, "_made_before", lambda _: None)
+        patch.setattr(functional, "_kept", {})  # what was made ready before
         yield
 
 
@@ -352,7 +353,7 @@ REFUSED: dict[str, Callable[[], tuple[Made, Made, Made]]] = {
 def test_what_the_kernels_refuse_is_observed_portably(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given, asked, places = REFUSED[word]()
     usual, reasons = _observe_native.refuses, []
-    monkeypatch.setattr(_observe_sums, "_made_before", lambda _: None)
+    monkeypatch.setattr(functional, "_kept", {})  # what was made ready before
 
     def told(*work: Any) -> list[str]:
         reasons.extend(usual(*work))
@@ -433,7 +434,7 @@ AGAIN: dict[str, Made] = {
 @pytest.mark.parametrize("option", ["nothing", "causal", "window", "prefix"])
 @pytest.mark.parametrize("asked", AGAIN)
 def test_what_was_observed_before_is_described_once(option: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_observe_sums, "_before", {})
+    monkeypatch.setattr(functional, "_kept", {})
     given = made() | OPTIONS[option]()
     observe(**given, what=Observe(**AGAIN[asked]))
     others = given | {name: x.flip(2) * 1.5 for name, x in made().items()}
@@ -441,6 +442,37 @@ def test_what_was_observed_before_is_described_once(option: str, asked: str, mon
         wanted = observe(**others, what=Observe(**AGAIN[asked]))
     monkeypatch.setattr(_observe_sums, "build", None)  # what made it ready
     same(observe(**others, what=Observe(**AGAIN[asked])), wanted)
+
+
+@pytest.mark.parametrize("option", ["nothing", "causal", "window", "prefix"])
+@pytest.mark.parametrize("asked", ["usual", "rows", "edges alone"])
+def test_what_was_attended_before_is_described_once(option: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "_kept", {})
+    given, what = made() | OPTIONS[option](), Observe(**AGAIN[asked])
+    first = attend(**given, observe=what)
+    others = given | {name: x.flip(2) * 1.5 for name, x in made().items()}
+    with portable():
+        wanted, before = (attend(**tensors, observe=what) for tensors in (others, given))
+    monkeypatch.setattr(_observe_sums, "attend", None)  # what describes it
+    again = attend(**others, observe=what)
+    assert torch.equal(again.out, wanted.out)
+    assert torch.equal(again.lse, wanted.lse)
+    for seen, of in ((again, wanted), (first, before)):
+        assert seen.stats is not None
+        assert of.stats is not None
+        same(seen.stats, of.stats)
+    same(copy.deepcopy(again.stats), again.stats)
+
+
+def test_attending_a_row_that_is_not_finite_the_second_time() -> None:
+    given, what = made(), Observe()
+    attend(**given, observe=what)
+    given["q"][0, 1, 5] = math.nan
+    seen = attend(**given, observe=what).stats
+    with portable():
+        same(seen, attend(**given, observe=what).stats)
+    assert seen is not None
+    assert seen.broken.tolist() == [0, 1, 0, 0, 0, 0]
 
 
 def test_what_tensors_say_is_read_each_time() -> None:

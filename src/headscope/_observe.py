@@ -16,7 +16,7 @@ Three steps, of which the second has two forms:
    - per key: received and eligible;
    - the map: sum, count, max and the place of the max of each bin;
    - edges: the largest p of each row are enough to find the rows they are in, see ``_observe_edges``.
-3. **The aggregation**, ``_observe_sums.layer_stats``: means, histograms, sums over the batch, in float64.
+3. **The aggregation**, ``_observe_sums``: means, histograms, sums over the batch, in float64.
 
 A row is normalised by its own sum, as softmax is, so that it errs no more than softmax does: exp(s - lse) would carry
 lse's own rounding, which for logits of 50 is 2e-6, into every weight. A given lse that agrees with the row's own to
@@ -50,7 +50,7 @@ class Observed(NamedTuple):
     Attributes:
         rows: name -> [B, H, R], NaN where a row does not count or has no such quantity; argmax is int64, there -1.
             Where moments are known, only if rows are to be kept.
-        counted: which rows count, boolean [B, H, R].
+        counted: which rows count, boolean [B, H, R]; None where their number is known and they are not to be kept.
         broken: how many of each head are left out because they are not finite, int64 [H].
         received, eligible: over the batch, float64 and int64 [H, K], or None.
         map, edges: see there; or None.
@@ -60,7 +60,7 @@ class Observed(NamedTuple):
     """
 
     rows: dict[str, Tensor]
-    counted: Tensor
+    counted: Tensor | None
     broken: Tensor
     received: Tensor | None
     eligible: Tensor | None

@@ -9,8 +9,7 @@ row only: the rows they can be in are looked at again.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,9 +20,10 @@ from headscope._backends import Inputs, accumulate_dtype, cpu
 from headscope._call import Call
 from headscope._observe import Observed, row_names
 from headscope._observe_edges import Candidates
-from headscope._observe_scene import Scene, Work
+from headscope._observe_scene import Scene, Work, work
 from headscope._observe_tile import ROUNDING
 from headscope._stats_parts import Edges, HeadMap, Moments, MomentsTable, Packed, histogram_edges
+from headscope.stats import Observe
 
 QUANTITIES = (
     "lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "first", "distance",
@@ -71,50 +71,24 @@ def _fits(ids: Tensor) -> bool:
     return least >= -(2**31) and most < 2**31
 
 
-class Attending(NamedTuple):
-    """What the first pass fills beside the statistics, if it attends as well: out [B, H, Q, Dv] and lse [B, H, Q]."""
-
-    out: Tensor
-    lse: Tensor
-
-    @staticmethod
-    def empty(call: Call) -> Attending:
-        """Not filled yet."""
-        lse = torch.empty(call.batch, call.heads, call.queries, dtype=accumulate_dtype(call.dtype))
-        return Attending(cpu.rows_like(call, call.queries, call.heads, call.v_head_dim), lse)
+PLACES = (
+    "counted", "values", "most_weight", "most_key", "received", "eligible", "sum", "max", "pairs", "at",
+    "edge_weight", "edge_at", "whole", "numbers",
+)  # fmt: skip
+"""What is found of a call, in the order of ``Place`` in csrc/bind.cpp."""
 
 
-class _Columns(NamedTuple):
-    """What is summed over rows.
+class _Part(NamedTuple):
+    """One of them, in the memory that all of them share."""
 
-    Attributes:
-        received, eligible: float64 and int64 [H, K], or None.
-        sum, max, pairs, at: of the map [H, n, n], at int32 with batch entry, query and key; or None.
-    """
+    offset: int
+    bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
-    received: Tensor | None
-    eligible: Tensor | None
-    sum: Tensor | None
-    max: Tensor | None
-    pairs: Tensor | None
-    at: Tensor | None
-
-    @staticmethod
-    def empty(work: Work, call: Call) -> _Columns:
-        """Not filled yet."""
-        keys, cells = (call.heads, call.keys), (call.heads, work.bins, work.bins)
-        double, whole = torch.float64, torch.int64
-        received = (torch.empty(keys, dtype=double), torch.empty(keys, dtype=whole)) if work.received else (None, None)
-        if not work.bins:
-            return _Columns(*received, None, None, None, None)
-        sums = (torch.empty(cells, dtype=double), torch.empty(cells, dtype=double))
-        return _Columns(*received, *sums, torch.empty(cells, dtype=whole), torch.empty((*cells, 3), dtype=torch.int32))
-
-    def map(self) -> HeadMap | None:
-        """The map, if there is one."""
-        if self.sum is None or self.pairs is None or self.max is None or self.at is None:
-            return None
-        return HeadMap(self.sum, self.pairs, self.max, self.at)
+    def of(self, memory: Tensor) -> Tensor:
+        """A view of it."""
+        return memory[self.offset : self.offset + self.bytes].view(self.dtype).view(self.shape)
 
 
 class Ready:
@@ -123,24 +97,60 @@ class Ready:
     Whatever else it is made from (positions, masks, a given lse, rows) is that of the scene.
 
     Attributes:
+        what: what was asked.
         rows: as in ``Scene``.
         first_key: likewise.
     """
 
-    def __init__(self, work: Work, scene: Scene) -> None:
-        call = scene.call
+    def __init__(self, what: Observe, scene: Scene) -> None:
+        call, self.work = scene.call, work(what)
         self.call = call
-        self.work = work
+        self.what = what
         self.rows = scene.rows
         self.first_key = scene.first_key
-        self.shape = (call.batch, call.heads, len(scene.rows))
         self.dtype = accumulate_dtype(call.dtype)
-        self.later = work.edges > (MOST_KEPT_EDGES if work.bins else 0)
-        self.names = tuple(row_names(work, scene) if work.rows else ["max_weight", "max_logit"] if self.later else [])
-        self.borders = borders_of(self.names, self.dtype) if work.rows else None
-        self.native, self.held = self._described(scene)
+        later = self.work.edges > (MOST_KEPT_EDGES if self.work.bins else 0)
+        only = ["max_weight", "max_logit"] if later else []
+        self.names = tuple(row_names(self.work, scene) if self.work.rows else only)
+        self.borders = borders_of(self.names, self.dtype) if self.work.rows else None
+        self.parts, self.size, room = self._laid_out()
+        edges = (self.work.edges, *((self.names.index(x) if later else -1) for x in ("max_weight", "max_logit")))
+        self.native, self.held = self._described(scene, edges, room)
 
-    def _described(self, scene: Scene) -> tuple[Any, Any]:
+    def _laid_out(self) -> tuple[dict[str, _Part], int, int]:
+        """Where what is found lies; bytes of what stays, and of what is only needed on the way, which comes last."""
+        call, work = self.call, self.work
+        rows, keys = (call.batch, call.heads, len(self.rows)), (call.heads, call.keys)
+        cells = (call.heads, work.bins, work.bins)
+        double, whole = torch.float64, torch.int64
+        stay: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        passing = {"counted": (torch.bool, rows), "values": (self.dtype, (len(self.names), *rows))}
+        if work.top or work.argmax:
+            most = (*rows, max(1, work.top))
+            stay |= {"most_weight": (self.dtype, most), "most_key": (whole, most)}
+        if work.top or work.argmax or not work.rows:
+            stay["counted"] = passing.pop("counted")
+        if work.rows and work.argmax:
+            stay["values"] = passing.pop("values")
+        if work.received:
+            stay |= {"received": (double, keys), "eligible": (whole, keys)}
+        if work.bins:
+            stay |= {"sum": (double, cells), "max": (double, cells), "pairs": (whole, cells)}
+            stay["at"] = (torch.int32, (*cells, 3))
+        if work.edges:
+            stay |= {"edge_weight": (double, (call.heads, work.edges)), "edge_at": (whole, (call.heads, work.edges, 4))}
+        if self.borders is not None:
+            counts = len(self.names) * call.heads * (1 + self.borders.shape[1])
+            stay |= {"whole": (whole, (counts,)), "numbers": (double, (4, len(self.names), call.heads))}
+        parts: dict[str, _Part] = {}
+        size = end = 0
+        for name, (dtype, shape) in (stay | passing).items():
+            parts[name] = _Part(end, math.prod(shape) * dtype.itemsize, dtype, shape)
+            end += (parts[name].bytes + 63) // 64 * 64
+            size = end if name in stay else size
+        return parts, size, end - size
+
+    def _described(self, scene: Scene, edges: tuple[int, ...], room: int) -> tuple[Any, Any]:
         """As the extension knows it; and what has to stay alive for it."""
         address, work = cpu.address, self.work
         described = cpu.describe(self.call, scene.plan, scene.inputs)
@@ -163,99 +173,84 @@ class Ready:
             described.native, (len(scene.rows), address(index)), [places.get(name, -1) for name in QUANTITIES], windows,
             line, own, address(ids), (*_by_batch(scene.first), scene.first.shape[1]), (address(may_count), *strides),
             address(given), 0.0 if scene.lse is None else ROUNDING[scene.lse.dtype],
-            max(1, work.top) if work.top or work.argmax else 0, work.bins, work.edges, self.later,
+            max(1, work.top) if work.top or work.argmax else 0, work.bins, edges,
             (0, 0, 0) if self.borders is None else (len(self.names), self.borders.data_ptr(), self.borders.shape[1]),
+            [self.parts[name].offset if name in self.parts else -1 for name in PLACES], self.size, room,
         )  # fmt: skip
         mine = described.held[3:]  # q, k and v will be others
         return made, (mine, index, scene.line, scene.own, ids, scene.first, may_count, given)
 
+    def observed(self, memory: Tensor) -> Observed:
+        """What was found, as views of the memory it lies in."""
+        call, work = self.call, self.work
+        at = {name: part.of(memory) for name, part in self.parts.items() if part.offset < self.size}
+        moments: Mapping[str, Moments] = {}
+        if "whole" in at:
+            moments = MomentsTable(self.names, Packed(at["whole"], at["numbers"]))
+        rows = dict(zip(self.names, at["values"].unbind(), strict=True)) if "values" in at else {}
+        if work.argmax:
+            rows["argmax"] = at["most_key"][..., 0]
+        return Observed(
+            rows,
+            at.get("counted"),
+            torch.zeros(call.heads, dtype=torch.int64),  # broken; else there were nothing
+            at.get("received"),
+            at.get("eligible"),
+            HeadMap(at["sum"], at["pairs"], at["max"], at["at"]) if work.bins else None,
+            Edges(at["edge_weight"], at["edge_at"]) if work.edges else None,
+            Candidates(at["most_weight"], at["most_key"]) if work.top else None,
+            moments,
+            at["whole"][: call.heads] if "whole" in at else None,  # rows that have an lse
+        )
 
-def observe_rows(ready: Ready, inputs: Inputs, attending: Attending | None = None) -> Observed | None:
+
+Attending = tuple[Tensor, Tensor]
+"""What is filled beside the statistics, where the kernels attend as well: out [B, H, Q, Dv] and lse [B, H, Q]."""
+
+
+def attending(call: Call) -> Attending:
+    """Not filled yet."""
+    lse = torch.empty(call.batch, call.heads, call.queries, dtype=accumulate_dtype(call.dtype))
+    return cpu.rows_like(call, call.queries, call.heads, call.v_head_dim), lse
+
+
+def observe_rows(ready: Ready, inputs: Inputs, into: Attending | None = None) -> Observed | None:
     """Everything that was asked for; None where a row that sees keys is not finite, which the portable form untangles.
 
     Args:
         ready: what is to be made of them.
         inputs: q, k and v.
-        attending: what to fill beside; then all rows have to be looked at.
+        into: what to fill beside; then all rows have to be looked at.
     """
-    call, work, names, shape = ready.call, ready.work, ready.names, ready.shape
-    counted = torch.empty(shape, dtype=torch.bool)
-    size = math.prod(shape) * ready.dtype.itemsize * len(names)
-    keeps = work.rows and work.argmax
-    room = torch.empty(size, dtype=torch.uint8) if keeps else _room.take(size)
-    values = room.data_ptr()
-    top_at, top = (0, 0), None
-    if work.top or work.argmax:
-        most = (*shape, max(1, work.top))
-        top = Candidates(torch.empty(most, dtype=ready.dtype), torch.empty(most, dtype=torch.int64))
-        top_at = (top.p.data_ptr(), top.at.data_ptr())
-    columns = _Columns.empty(work, call)
-    edges, edges_at = None, (0, 0)
-    if work.edges:
-        edges = Edges(
-            torch.empty(call.heads, work.edges, dtype=torch.float64),
-            torch.empty(call.heads, work.edges, 4, dtype=torch.int64),
-        )
-        edges_at = (edges.p.data_ptr(), edges.at.data_ptr())
-    packed = None if ready.borders is None else Packed.empty(len(names), call.heads, ready.borders.shape[1])
-    packed_at = (0, 0) if packed is None else (packed.whole.data_ptr(), packed.numbers.data_ptr())
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3])
-    into = (0, 0) if attending is None else (attending.out.data_ptr(), attending.lse.data_ptr())
-    places = (
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), *into, values, counted.data_ptr(), *top_at,
-        *map(cpu.address, columns), *edges_at, *packed_at,
-    )  # fmt: skip
-    threads = torch.get_num_threads()
-    if not cpu.native.look(ready.native, places, threads):
-        return None
-    if ready.later:
-        cpu.native.edges(ready.native, places, names.index("max_weight"), names.index("max_logit"), threads)
-    moments: Mapping[str, Moments] = {}
-    rows_counted = None
-    if packed is not None:
-        moments = MomentsTable(names, packed)
-        rows_counted = packed.whole[: call.heads]  # rows that have an lse
-    kept: dict[str, Tensor] = {}
-    if keeps:
-        kept = dict(zip(names, room.view(ready.dtype).view(len(names), *shape).unbind(), strict=True))
-    else:
-        _room.give_back(room)
-    if work.argmax and top is not None:
-        kept["argmax"] = top.at[..., 0]
-    top = top if work.top else None
-    broken = torch.zeros(call.heads, dtype=torch.int64)  # else the pass had ended above
-    return Observed(
-        kept, counted, broken, columns.received, columns.eligible, columns.map(), edges, top, moments, rows_counted
-    )
+    out, lse = (0, 0) if into is None else (x.data_ptr() for x in into)
+    memory = torch.empty(ready.size, dtype=torch.uint8)
+    at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out, lse, memory.data_ptr())
+    return ready.observed(memory) if cpu.native.look(ready.native, *at, torch.get_num_threads()) else None
+
+
+def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
+    """A short way to attend and observe again: out, lse, and the memory that ``Ready.observed`` makes views of.
+
+    It takes q, k and v with the sizes, dtypes and strides of the call, the last stride 1; and returns None where
+    ``observe_rows`` does. Every line is felt: after a call of some milliseconds no cache holds anything of Python.
+    """
+    look, described, threads, empty = cpu.native.look, ready.native, torch.get_num_threads, torch.empty_like
+    like, lse_like = (cpu.hollow(x) for x in attending(ready.call))
+    memory_like = cpu.hollow(torch.empty(ready.size, dtype=torch.uint8))
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        out, lse, memory = empty(like), empty(lse_like), empty(memory_like)
+        at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), memory.data_ptr())
+        return (out, lse, memory) if look(described, *at, threads()) else None
+
+    return run
 
 
 def _by_batch(x: Tensor) -> tuple[Address, int]:
     """The address of [B or 1, n], and how far batch entries lie apart."""
     assert (x.dtype, x.stride(-1)) == (torch.int64, 1)  # so _observe_scene makes them
     return x.data_ptr(), 0 if x.shape[0] == 1 else x.stride(0)
-
-
-class _Room(threading.local):
-    """Memory for row quantities that become moments and are forgotten: a thread's next call finds it warm.
-
-    Within a call there may be another, by a signal handler: it finds none, and makes its own.
-    """
-
-    MOST = 1 << 24  # bytes that are kept
-    kept: Tensor | None = None
-
-    def take(self, size: int) -> Tensor:
-        """At least so many bytes."""
-        found, self.kept = self.kept, None
-        return found if found is not None and found.numel() >= size else torch.empty(size, dtype=torch.uint8)
-
-    def give_back(self, room: Tensor) -> None:
-        """To be taken again."""
-        if room.numel() <= self.MOST:
-            self.kept = room
-
-
-_room = _Room()
 
 
 @cache

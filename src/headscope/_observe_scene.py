@@ -114,8 +114,10 @@ class Given:
     k_pos: Tensor | None
     kind: Kind
     what: Observe
-    like: object
-    """One thing for all calls of the same sizes, strides, dtypes and options, whatever their tensors hold."""
+    before: dict[Any, Any]
+    """What was made ready for calls of the same sizes, strides, dtypes and options, whatever their tensors hold."""
+    has_place: bool
+    """q, k and v are as they came, with a last stride of 1; ``before`` is then looked into for them."""
 
 
 def value_norms(v: Tensor, call: Call) -> Tensor:

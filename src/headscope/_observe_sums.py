@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from headscope import _observe_native, _observe_scene
 from headscope._backends import Inputs, full_precision
+from headscope._call import Call
 from headscope._kept_weights import MOST_REST, KeptWeights
 from headscope._observe import Observed, observe_rows
 from headscope._observe_native import Ready
-from headscope._observe_scene import Given, Scene, Work, build, work
+from headscope._observe_scene import Given, Scene, build, work
 from headscope._observe_tile import Rows, weights
 from headscope._select import select
 from headscope._stats_parts import Kept, LayerStats, Moments
@@ -25,99 +27,140 @@ from headscope.stats import HeadStats, Observe
 def observe(given: Given) -> HeadStats:
     """All three steps; see ``_observe``."""
     with torch.no_grad(), full_precision(given.call):
-        ready = _made_before(given)
-        if ready is not None:
-            observed = _observe_native.observe_rows(ready, given.inputs)
-            if observed is not None:
-                return HeadStats({"0": layer_stats(given, ready, observed)})
-        scene, asked = build(given), work(given.what)
-        observed = None
-        if not _observe_native.refuses(asked, scene):
-            observed = _observe_native.observe_rows(_ready(given, asked, scene), given.inputs)
+        known, ready = _known(given)
+        observed = None if ready is None else _observe_native.observe_rows(ready, given.inputs)
         if observed is None:
-            observed = observe_rows(asked, scene)
-        return HeadStats({"0": layer_stats(given, scene, observed)})
+            known = known if isinstance(known, Scene) else build(given)
+            observed = observe_rows(work(given.what), known)
+        return HeadStats({"0": _layer_stats(given.call, given.what, known, observed, _tiles(given, known))})
 
 
-def attend(given: Given) -> tuple[Tensor, Tensor, HeadStats] | None:
+def attend(given: Given) -> Result | None:
     """Attend natively and measure on the way: out [B, H, Q, Dv], lse [B, H, Q] and the statistics.
 
     None where that cannot be: attend first then, and observe after it. All query rows are looked at.
     """
-    call, seen = given.call, _made_before(given)
-    with torch.no_grad(), full_precision(call):
-        ready = seen
+    with torch.no_grad(), full_precision(given.call):
+        known, ready = _known(given)
         if ready is None:
-            seen, asked = build(given), work(given.what)
-            if _observe_native.refuses(asked, seen):
-                return None
-            ready = _ready(given, asked, seen)
-        into = _observe_native.Attending.empty(call)
+            return None
+        into = _observe_native.attending(given.call)
         observed = _observe_native.observe_rows(ready, given.inputs, into)
         if observed is None:
             return None
-        return into.out, into.lse, HeadStats({"0": layer_stats(given, seen or ready, observed)})
+        if _is_simple(given) and given.has_place and id(given.what) not in given.before:
+            _remember(given, id(given.what), _again(ready, given.what))
+        return *into, HeadStats({"0": _layer_stats(given.call, given.what, known, observed, _tiles(given, known))})
 
 
-_before: dict[Any, tuple[object, Ready]] = {}
-_MOST_BEFORE = 64  # some megabytes each, where sequences are long
+Result = tuple[Tensor, Tensor, HeadStats]
 
 
-def _made_before(given: Given) -> Ready | None:
-    """An observation of a call like this one, of which nothing is checked or described again."""
-    if not _before or not _is_simple(given):
-        return None
-    found = _before.get(_key(given))
-    return None if found is None else found[1]
+def _again(ready: Ready, what: Observe) -> Callable[[Tensor, Tensor, Tensor], Result | None]:
+    """``attend`` for a call that comes again with the same object for what is asked: nothing is said anew."""
+    run = _observe_native.repeater(ready)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Result | None:
+        done = run(q, k, v)
+        return None if done is None else (done[0], done[1], HeadStats(_Later(ready, what, done[2])))
+
+    return attend
 
 
-def _ready(given: Given, asked: Work, scene: Scene) -> Ready:
-    ready = Ready(asked, scene)
-    if _is_simple(given) and (given.mask is None or not given.mask.tensors()):
-        if len(_before) >= _MOST_BEFORE:
-            _before.clear()
-        _before[_key(given)] = given.like, ready
-    return ready
+class _Later(Mapping[str, LayerStats]):
+    """The layer of one call, put together when it is first asked for."""
+
+    def __init__(self, ready: Ready, what: Observe, memory: Tensor) -> None:
+        self._made: LayerStats | tuple[Ready, Observe, Tensor] = ready, what, memory
+
+    def __getitem__(self, name: str) -> LayerStats:
+        if name != "0":
+            raise KeyError(name)
+        made = self._made
+        if isinstance(made, tuple):
+            ready, what, memory = made
+            self._made = made = _layer_stats(ready.call, what, ready, ready.observed(memory), ())
+        return made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("0",))
+
+    def __len__(self) -> int:
+        return 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def _known(given: Given) -> tuple[Scene | Ready, Ready | None]:
+    """What the observation is made from, and as the native kernels take it, if they do."""
+    if _is_simple(given):
+        found = given.before.get(_key(given))
+        if found is not None:
+            return found, found
+    scene = build(given)
+    if _observe_native.refuses(work(given.what), scene):
+        return scene, None
+    ready = Ready(given.what, scene)
+    if _is_simple(given):
+        _remember(given, _key(given), ready)
+    return scene, ready
 
 
 def _is_simple(given: Given) -> bool:
     """Whether tensors say nothing but what is to be measured."""
-    what, inputs = given.what, given.inputs
+    what, inputs, mask = given.what, given.inputs, given.mask
     said = (given.lse, given.q_pos, given.k_pos, inputs.bias, inputs.sinks, what.tokens)
-    return all(x is None for x in said) and not isinstance(what.rows, Tensor) and not what.keep_qk
+    quiet = all(x is None for x in said) and not isinstance(what.rows, Tensor) and not what.keep_qk
+    return quiet and (mask is None or not mask.tensors())
 
 
 def _key(given: Given) -> Any:
-    return id(given.like), _asked(given.what), given.kind, given.has_values
+    return _asked(given.what), given.kind, given.has_values
 
 
 _asked = attrgetter(*(each.name for each in fields(Observe)))
+_remembered: list[dict[Any, Any]] = []
+_MOST_REMEMBERED = 64  # some megabytes each, where sequences are long
 
 
-def layer_stats(given: Given, scene: Scene | Ready, observed: Observed) -> LayerStats:
+def _remember(given: Given, key: Any, made: object) -> None:
+    if len(_remembered) >= _MOST_REMEMBERED:
+        for each in _remembered:
+            each.clear()
+        _remembered.clear()
+    _remembered.append(given.before)
+    given.before[key] = made
+
+
+def _layer_stats(
+    call: Call, what: Observe, known: Scene | Ready, observed: Observed, tiles: tuple[_Tiles, ...]
+) -> LayerStats:
     """The statistics of one call as one layer of one run."""
-    call, what = given.call, given.what
-    looked_at = call.queries if not isinstance(what.rows, int) else len(scene.rows)
+    looked_at = call.queries if not isinstance(what.rows, int) else len(known.rows)
     moments = observed.moments
     if moments is None:
         moments = {name: Moments.of(name, rows) for name, rows in observed.rows.items() if name != "argmax"}
-    received, eligible = None, None
+    received, eligible, rows = None, None, observed.rows_counted
     if observed.received is not None and observed.eligible is not None:
-        received, eligible = (_filed(x, scene.first_key) for x in (observed.received, observed.eligible))
+        received, eligible = (_filed(x, known.first_key) for x in (observed.received, observed.eligible))
+    if rows is None:
+        assert observed.counted is not None  # one of them is there
+        rows = observed.counted.sum((0, 2))
     return LayerStats(
         heads=call.heads,
         runs=1,
         looked_at=call.batch * looked_at,
         of=call.batch * call.queries,
-        rows=observed.counted.sum((0, 2)) if observed.rows_counted is None else observed.rows_counted,
+        rows=rows,
         broken=observed.broken,
         moments=moments,
         received=received,
         eligible=eligible,
         map=observed.map,
         edges=observed.edges,
-        kept=_kept(given, scene, observed),
-        tiles=(_Tiles(_for_tiles(given, scene)),) if isinstance(scene, Scene) and what.keep_qk else (),
+        kept=_kept(what, known, observed),
+        tiles=tiles,
         lengths=(call.queries, call.keys),
     )
 
@@ -129,16 +172,22 @@ def _filed(columns: Tensor, first_key: int) -> Tensor:
     return torch.nn.functional.pad(columns, (first_key, 0))
 
 
-def _kept(given: Given, scene: Scene | Ready, observed: Observed) -> tuple[Kept, ...]:
-    values: dict[str, Tensor] = dict(observed.rows) if given.what.keep_rows else {}
+def _kept(what: Observe, known: Scene | Ready, observed: Observed) -> tuple[Kept, ...]:
+    values: dict[str, Tensor] = dict(observed.rows) if what.keep_rows else {}
     if observed.top is not None:
         values |= {"top_keys": observed.top.at, "top_weights": observed.top.p}
     if not values:
         return ()
-    return (Kept(torch.tensor(list(scene.rows), dtype=torch.long), observed.counted, values),)
+    assert observed.counted is not None  # it is, wherever rows are kept
+    return (Kept(torch.tensor(list(known.rows), dtype=torch.long), observed.counted, values),)
 
 
 # ---------------------------------------------------------------- exact pieces of the weights
+
+
+def _tiles(given: Given, known: Scene | Ready) -> tuple[_Tiles, ...]:
+    """A way to the weights, if it was asked for."""
+    return (_Tiles(_for_tiles(given, known)),) if isinstance(known, Scene) and given.what.keep_qk else ()
 
 
 def _for_tiles(given: Given, scene: Scene) -> Scene:
