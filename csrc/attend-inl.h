@@ -17,6 +17,8 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
     Word* weights;          // [KEYS / PER_WORD][ROWS]; plain ones are p
     Word* few_q;            // [G][k_width / PER_WORD]
     V<T> top[QV], sum[QV];
+    V<T> shrink[QV];        // by how much the last block of keys shrinks what was before
+    bool moved = false;     // whether it does
     Rider rider;
 
     static int whole(std::int64_t n) { return int((n + FewProducts::STEP - 1) / FewProducts::STEP * FewProducts::STEP); }
@@ -63,7 +65,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
             if (!logits(j, keys)) continue;
             if (f.dropout > 0) this->keep(j, keys, kept);
             rider.before(*this, j, keys);
-            weigh(keys, fresh);
+            weigh(j, keys, fresh);
             mix(j, keys, fresh);
             rider.after(*this, j, keys);
             fresh = false;
@@ -104,7 +106,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
                 const int word = from / Op::PER_WORD;
                 Base::template Part<hidden / L>::mixes(weights + word * ROWS + hidden, {v.data + word * v.stride, v.stride},
                                                        (count + Op::PER_WORD - 1) / Op::PER_WORD, int(f.v_head_dim), o + hidden,
-                                                       fresh && from == 0);
+                                                       fresh && from == 0, hidden == 0 && moved ? shrink : nullptr);
             });
         }
     }
@@ -166,7 +168,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
     }
 
     // Scores to weights relative to the running maximum: p = exp2(s - top); the output so far moves along with it.
-    void weigh(int keys, bool fresh) {
+    void weigh(std::int64_t j0, int keys, bool fresh) {
         constexpr int CHAINS = QV > 2 ? 2 : 4;  // a maximum waits for the one before it
         V<T> found[CHAINS][QV], m[QV];
         UNROLL for (int n = 0; n < CHAINS; n++) UNROLL for (int v = 0; v < QV; v++) found[n][v] = top[v];
@@ -178,58 +180,57 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
             m[v] = found[0][v];
             UNROLL for (int n = 1; n < CHAINS; n++) m[v] = greater<T>(found[n][v], m[v]);
         }
-        I<T> moved{};
-        UNROLL for (int v = 0; v < QV; v++) moved |= m[v] > top[v];
-        if (any<T>(moved)) {
-            V<T> shrink[QV];
+        I<T> up{};
+        UNROLL for (int v = 0; v < QV; v++) up |= m[v] > top[v];
+        moved = any<T>(up);
+        if (moved) {
             UNROLL for (int v = 0; v < QV; v++) shrink[v] = exp2(top[v] - m[v]), sum[v] *= shrink[v];
             rider.move(top, m, shrink);
             UNROLL for (int v = 0; v < QV; v++) top[v] = m[v];
-            if (!fresh) scale_output(shrink);
+            if (G > 0 && !fresh) scale_output(shrink);
         }
-        if (f.dropout > 0) exponentials<true>(keys, m);
-        else exponentials<false>(keys, m);
+        if constexpr (Rider::LOOKS) {  // there is no dropout
+            if (this->all_seen && keys % Op::PER_WORD == 0) exponentials<false, false>(j0, keys, m);
+            else exponentials<false, true>(j0, keys, m);
+        } else {
+            if (f.dropout > 0) exponentials<true, false>(j0, keys, m);
+            else exponentials<false, false>(j0, keys, m);
+        }
     }
-    template <bool DROPS> void exponentials(int keys, const V<T>* m) {
+    // HIDES: some logits may be -infinity, times which 0 is no number.
+    template <bool DROPS, bool HIDES> void exponentials(std::int64_t j0, int keys, const V<T>* m) {
         V<T> total[QV];  // these in registers: what is stored below might be they for all that the compiler knows
         T *const p = this->p, *const kept = this->kept;
         UNROLL for (int v = 0; v < QV; v++) total[v] = V<T>{};  // of the block: long rows do not add small numbers to large ones
-        typename Rider::Sums seen;
+        typename Rider::Sums seen(rider);
         const auto weight = [&](int j, int v) __attribute__((always_inline)) {
-            const V<T> below = load(p + j * ROWS + v * L) - m[v], depth = Rider::LOOKS ? at_floor(below) : below, x = exp2(depth);
+            const V<T> below = load(p + j * ROWS + v * L) - m[v], depth = HIDES ? at_floor(below) : below, x = exp2(depth);
             total[v] += x;
-            seen.add(v, depth, x);
+            seen.add(j, v, depth, x);
             if constexpr (Rider::LOOKS && PAIRS) store(p + j * ROWS + v * L, x);
             return DROPS ? x * load(kept + j * ROWS + v * L) : x;
         };
+        constexpr int AT_ONCE = Rider::LOOKS ? 1 : QV;  // vectors of rows: its sums are too many to go through all of them at once
         if constexpr (PAIRS) {
             if (keys % 2) UNROLL for (int v = 0; v < QV; v++) {
                 store(p + keys * ROWS + v * L, splat(-std::numeric_limits<T>::infinity()));
                 if (DROPS) store(kept + keys * ROWS + v * L, V<T>{});
             }
-            for (int j = 0; j < keys; j += 2) UNROLL for (int v = 0; v < QV; v++) {
+            UNROLL for (int u = 0; u < QV; u += AT_ONCE) for (int j = 0; j < keys; j += 2) UNROLL for (int v = u; v < u + AT_ONCE; v++) {
                 const V<T> x = weight(j, v), y = weight(j + 1, v);
                 store_pair(weights + j / 2 * ROWS + v * L, x, y);
             }
-        } else if constexpr (Rider::LOOKS) {  // its sums are too many to go through all vectors at once
-            UNROLL for (int v = 0; v < QV; v++) for (int j = 0; j < keys; j++) store(p + j * ROWS + v * L, weight(j, v));
         } else {
-            for (int j = 0; j < keys; j++) UNROLL for (int v = 0; v < QV; v++) store(p + j * ROWS + v * L, weight(j, v));
+            UNROLL for (int u = 0; u < QV; u += AT_ONCE) for (int j = 0; j < keys; j++) UNROLL for (int v = u; v < u + AT_ONCE; v++)
+                store(p + j * ROWS + v * L, weight(j, v));
         }
         UNROLL for (int v = 0; v < QV; v++) sum[v] += total[v];
-        rider.add(total, seen);
+        rider.add(*this, j0, keys, total, seen);
     }
 
     void scale_output(const V<T>* factor) {
-        if constexpr (G > 0) {
-            for (int g = 0; g < count; g++) for (int c = 0; c < v_width; c += L)
-                store(o + g * v_width + c, load(o + g * v_width + c) * factor[0][g]);
-        } else {
-            UNROLL for (int v = 0; v < QV; v++) {
-                if (!any<T>(factor[v] != 1)) continue;
-                for (int c = 0; c < f.v_head_dim; c++) store(o + c * ROWS + v * L, load(o + c * ROWS + v * L) * factor[v]);
-            }
-        }
+        for (int g = 0; g < count; g++) for (int c = 0; c < v_width; c += L)
+            store(o + g * v_width + c, load(o + g * v_width + c) * factor[0][g]);
     }
 
     // What a share of the keys leaves: o, top and sum; and from these the whole.

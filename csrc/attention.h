@@ -143,6 +143,7 @@ struct RowStats {
     int edges = 0;                        // how many are kept
     Edge* edge = nullptr;                 // [shares, H, edges]
     std::int64_t* edges_found = nullptr;  // [shares, H]
+    std::atomic<double>* edge_least = nullptr;  // [H]: some share has as many that are no smaller, so that nothing below is wanted
 };
 
 // What `pool` adds to.

@@ -22,7 +22,10 @@ template <class T, int QV> struct Look : Sweep<T, QV> {
     const T* norms;
     const std::int32_t* ids;
 
-    V<T> block_mass[QV];         // of the last block of keys
+    // Of a block of keys: how far each is from the last of them, or from the first, where all rows are on that side; and the lengths
+    // of their values. 0 where it is not asked for, and at one key more.
+    T *steps, *block_norms;      // [MOST_KEYS + 1]
+    enum Side { AFTER, BEFORE, AMONG } side;  // where all rows are
 
     using Sums = RowSums<T, QV>;
 
@@ -30,6 +33,7 @@ template <class T, int QV> struct Look : Sweep<T, QV> {
         Base::take(f, memory);
         sum = memory.take<T>(SUMS * ROWS), picked = memory.take<T>(PICKED * ROWS);
         highest = memory.take<T>(ROWS), place = memory.take<T>(ROWS);
+        for (T** to : {&steps, &block_norms}) *to = memory.take<T>(Base::MOST_KEYS + 1);
         for (Int<T>** to : {&line, &seen, &own, &token, &copies, &followers}) *to = memory.take<Int<T>>(ROWS);
         most.take(memory, s->most);
     }
@@ -44,6 +48,7 @@ template <class T, int QV> struct Look : Sweep<T, QV> {
         for (int r = 0; r < ROWS; r++) highest[r] = never, seen[r] = copies[r] = followers[r] = 0;
         norms = s->norms ? static_cast<const T*>(s->norms) + (block.b * f.kv_heads + block.kv_head) * f.keys : nullptr;
         ids = s->ids ? s->ids + block.b * f.keys : nullptr;
+        for (int j = 0; j <= Base::MOST_KEYS; j++) steps[j] = block_norms[j] = 0;
         if (!s->line) return;
         lowest_line = std::numeric_limits<std::int64_t>::max(), highest_line = std::numeric_limits<std::int64_t>::min();
         for (int r = 0; r < ROWS; r++) {
@@ -61,6 +66,13 @@ template <class T, int QV> struct Look : Sweep<T, QV> {
     // Of a block of logits.
     template <class Block> void before(const Block& block, std::int64_t j0, int keys) {
         const T* p = block.p;
+        if (norms) for (int j = 0; j < keys; j++) block_norms[j] = norms[j0 + j];
+        if (norms) block_norms[keys] = 0;
+        if (measures_distance()) {
+            side = lowest_line >= j0 + keys - 1 ? AFTER : highest_line <= j0 ? BEFORE : AMONG;
+            for (int j = 0; j < keys; j++) steps[j] = side == AFTER ? T(keys - 1 - j) : side == BEFORE ? T(j) : T(0);
+            steps[keys] = 0;
+        }
         if (s->line) for (int n = 0; n < 3; n++) {
             const std::int64_t step = n == AT_SELF ? 0 : n == AT_PREVIOUS ? -1 : 1;
             if (highest_line + step < j0 || lowest_line + step >= j0 + keys) continue;
@@ -136,13 +148,18 @@ template <class T, int QV> struct Look : Sweep<T, QV> {
             for (int n = REACH; n < WITHIN + s->windows; n++) store(at + n * ROWS, load(at + n * ROWS) * shrink[v]);
         }
     }
-    INLINE void add(const V<T>* mass, const Sums& x) {
+    // Where all keys are on one side of all rows, a distance is that to the nearest key of the block and, from there, a number below
+    // the block's size: two sums of what is never negative.
+    template <class Block> INLINE void add(const Block&, std::int64_t j0, int keys, const V<T>* mass, const Sums& x) {
         UNROLL for (int v = 0; v < QV; v++) {
-            block_mass[v] = mass[v];
             plus(ONES, v, whole_number(mass[v] - x.beside[v])), plus(BESIDE, v, x.beside[v]);
-            plus(DEPTH, v, x.depth[v]), plus(SQUARES, v, x.squares[v]);
+            plus(DEPTH, v, x.depth[v]), plus(SQUARES, v, x.squares[v]), plus(LENGTH, v, x.length[v]);
+            if (!measures_distance() || side == AMONG) continue;
+            const V<T> at = load(place + v * L), gap = side == AFTER ? at - T(j0 + keys - 1) : T(j0) - at;
+            plus(REACH, v, x.far[v] + mass[v] * gap);
         }
     }
+    bool measures_distance() const { return s->line && s->value[DISTANCE]; }
     INLINE static V<T> whole_number(V<T> x) {  // the nearest, of what is small
         const V<T> magic = splat(T(sizeof(T) == 4 ? 12582912.0 : 6755399441055744.0));  // 1.5 * 2**23 or 2**52
         return x + magic - magic;
@@ -153,10 +170,7 @@ template <class T, int QV> struct Look : Sweep<T, QV> {
     template <class Block> void after(const Block& block, std::int64_t j0, int keys) {
         T* p = block.p;
         if (s->columns()) Base::keep(block, j0, keys);
-        const bool far = s->line && s->value[DISTANCE];
-        if (far && norms) reach<true, true>(p, j0, keys);
-        else if (far) reach<true, false>(p, j0, keys);
-        else if (norms) reach<false, true>(p, j0, keys);
+        if (measures_distance() && side == AMONG) reach(p, j0, keys);
         for (int n = 0; n < s->windows; n++) within(n, p, j0, keys);
         if (ids) UNROLL for (int v = 0; v < QV; v++) {
             V<T> same{}, after{};
@@ -168,33 +182,15 @@ template <class T, int QV> struct Look : Sweep<T, QV> {
             plus(COPIES, v, same), plus(FOLLOWERS, v, after);
         }
     }
-    // Distances and value lengths. Where all keys are on one side of all rows, a distance is that to the nearest key of the block
-    // and, from there, a number below the block's size: two sums of what is never negative.
-    template <bool REACHES, bool WEIGHS> void reach(const T* p, std::int64_t j0, int keys) {
-        const std::int64_t j1 = j0 + keys - 1;
-        if (!REACHES) return reach_from<0, WEIGHS>(p, j0, keys);
-        if (lowest_line >= j1) reach_from<1, WEIGHS>(p, j0, keys);
-        else if (highest_line <= j0) reach_from<-1, WEIGHS>(p, j0, keys);
-        else reach_from<2, WEIGHS>(p, j0, keys);
-    }
-    template <int SIDE, bool WEIGHS> void reach_from(const T* p, std::int64_t j0, int keys) {  // 1: rows after, -1: before, 2: among
-        V<T> far[QV], length[QV], at[QV];
-        UNROLL for (int v = 0; v < QV; v++) far[v] = length[v] = V<T>{}, at[v] = load(place + v * L);
+    // Distances, where there are keys on both sides of rows.
+    void reach(const T* p, std::int64_t j0, int keys) {
+        V<T> far[QV], at[QV];
+        UNROLL for (int v = 0; v < QV; v++) far[v] = V<T>{}, at[v] = load(place + v * L);
         for (int j = 0; j < keys; j++) UNROLL for (int v = 0; v < QV; v++) {
-            const V<T> x = load(p + j * ROWS + v * L);
-            if constexpr (SIDE == 2) {
-                const V<T> gap = at[v] - T(j0 + j);
-                far[v] += x * greater<T>(gap, -gap);
-            } else if constexpr (SIDE != 0) {
-                far[v] += x * T(SIDE == 1 ? keys - 1 - j : j);
-            }
-            if constexpr (WEIGHS) length[v] += x * norms[j0 + j];
+            const V<T> gap = at[v] - T(j0 + j);
+            far[v] += load(p + j * ROWS + v * L) * greater<T>(gap, -gap);
         }
-        UNROLL for (int v = 0; v < QV; v++) {
-            if constexpr (SIDE == 1) far[v] += block_mass[v] * (at[v] - T(j0 + keys - 1));
-            if constexpr (SIDE == -1) far[v] += block_mass[v] * (T(j0) - at[v]);
-            plus(REACH, v, far[v]), plus(LENGTH, v, length[v]);
-        }
+        UNROLL for (int v = 0; v < QV; v++) plus(REACH, v, far[v]);
     }
     T reach_of(int n) const { return T(std::floor(s->reach[n])); }  // distances are whole; in float 2.9999999999 would be 3
     void within(int n, const T* p, std::int64_t j0, int keys) {

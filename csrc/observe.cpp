@@ -122,10 +122,13 @@ void add_up(const Moments& m, const void* values, bool wide, std::int64_t n) {
     Pool pool;
     std::int64_t* const histogram = m.histogram + n * m.bins;
     std::fill_n(histogram, m.bins, 0);
-    each_batch([&](const char* x) {
-        target.pool(x, wide, m.rows, pool);
-        target.reach(x, wide, m.rows, static_cast<const char*>(m.borders) + name * m.bins * size, m.bins, histogram);
-    });
+    each_batch([&](const char* x) { target.pool(x, wide, m.rows, pool); });
+    const auto border = [&](std::int64_t k) { return number(m.borders, name * m.bins + k, wide); };
+    std::int64_t first = 0, last = 0;  // borders that part the values
+    while (first < m.bins && border(first) <= pool.least) histogram[first++] = pool.count;
+    for (last = first; last < m.bins && border(last) <= pool.largest;) last++;
+    const char* const borders = static_cast<const char*>(m.borders) + (name * m.bins + first) * size;
+    if (last > first) each_batch([&](const char* x) { target.reach(x, wide, m.rows, borders, last - first, histogram + first); });
     for (std::int64_t k = 0; k + 1 < m.bins; k++) histogram[k] -= histogram[k + 1];
     const double none = std::numeric_limits<double>::quiet_NaN(), mean = pool.count ? pool.sum / double(pool.count) : none;
     double squares = 0;
@@ -145,7 +148,7 @@ std::size_t lay_out_shares(const Forward& f, RowStats& s, std::size_t lines_apar
     const std::size_t keys = s.whole.received ? apart * std::size_t(f.keys) : 0, cells = apart * lines_apart * std::size_t(s.bins);
     take(s.apart.received, keys), take(s.apart.eligible, keys);
     take(s.apart.sum, cells), take(s.apart.max, cells), take(s.apart.count, cells);
-    if (s.edges) take(s.edge, all * std::size_t(s.edges)), take(s.edges_found, all);
+    if (s.edges) take(s.edge, all * std::size_t(s.edges)), take(s.edges_found, all), take(s.edge_least, std::size_t(f.heads));
     take(s.apart.largest, 3 * cells);  // last, for it is narrower
     return size;
 }
@@ -181,6 +184,7 @@ bool look(Forward& f, RowStats& rows, const EdgeList* list, int threads) {
     const std::size_t lines_apart = std::size_t(target->lines_apart(f));
     const Scratch<> scratch(apart + lay_out_shares(f, rows, lines_apart, nullptr));
     lay_out_shares(f, rows, lines_apart, scratch.at(apart));
+    if (list) std::uninitialized_fill_n(rows.edge_least, f.heads, -1.0);
     if (rows.value[VALUE_NORM]) {
         rows.norms = scratch.at(lengths);
         each(signals, values, usable(threads, values), [&](std::int64_t n, int) { target->lengths(with_values, n, scratch.at(lengths)); });

@@ -78,11 +78,12 @@ template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct
             store(s + r * ROWS + v * L, Op::PER_WORD > 1 ? a[r][v] * factor : a[r][v]);
     }
 
-    // o[c][row] (+)= Σ_j p[j][row] value[j][c], for N columns
-    template <int N> static void mix(const Word* p, Lines value, int keys, T* o, bool fresh) {
+    // o[c][row] = (o[c][row] factor[row], or 0 if it is fresh) + Σ_j p[j][row] value[j][c], for N columns; no factor: 1
+    template <int N> static void mix(const Word* p, Lines value, int keys, T* o, bool fresh, const V<T>* factor) {
         V<T> a[N][QV];
-        UNROLL for (int c = 0; c < N; c++) UNROLL for (int v = 0; v < QV; v++)
+        if (fresh || !factor) UNROLL for (int c = 0; c < N; c++) UNROLL for (int v = 0; v < QV; v++)
             a[c][v] = fresh ? V<T>{} : load(o + c * ROWS + v * L);
+        else UNROLL for (int c = 0; c < N; c++) UNROLL for (int v = 0; v < QV; v++) a[c][v] = load(o + c * ROWS + v * L) * factor[v];
         for (int j = 0; j < keys; j++, value.data += value.stride)
             UNROLL for (int c = 0; c < N; c++) {
                 const Word x = word(value.data, c);
@@ -102,13 +103,13 @@ template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct
         else if (keys > 1) dot<2>(q, k, keys, depth, factor, s);
         else if (keys > 0) dot<1>(q, k, keys, depth, factor, s);
     }
-    static void mixes(const Word* p, Lines v, int keys, int width, T* o, bool fresh) {
+    static void mixes(const Word* p, Lines v, int keys, int width, T* o, bool fresh, const V<T>* factor = nullptr) {
         int c = 0;
-        for (; c + R <= width; c += R) mix<R>(p, at_column(v, c), keys, o + c * ROWS, fresh);
+        for (; c + R <= width; c += R) mix<R>(p, at_column(v, c), keys, o + c * ROWS, fresh, factor);
         if constexpr (R > 4)
-            for (; c + 4 <= width; c += 4) mix<4>(p, at_column(v, c), keys, o + c * ROWS, fresh);
-        for (; c + 2 <= width; c += 2) mix<2>(p, at_column(v, c), keys, o + c * ROWS, fresh);
-        for (; c < width; c++) mix<1>(p, at_column(v, c), keys, o + c * ROWS, fresh);
+            for (; c + 4 <= width; c += 4) mix<4>(p, at_column(v, c), keys, o + c * ROWS, fresh, factor);
+        for (; c + 2 <= width; c += 2) mix<2>(p, at_column(v, c), keys, o + c * ROWS, fresh, factor);
+        for (; c < width; c++) mix<1>(p, at_column(v, c), keys, o + c * ROWS, fresh, factor);
     }
     static Lines at_column(Lines x, int c) { return {x.data + c * sizeof(Word), x.stride}; }
 

@@ -29,6 +29,7 @@ struct ShareOfHead {
     }
     Edge* edges() const { return f.look->edge + (share * f.heads + head) * f.look->edges; }
     std::int64_t& edges_found() const { return f.look->edges_found[share * f.heads + head]; }
+    std::atomic<double>& edge_least() const { return f.look->edge_least[head]; }
 
 private:
     Columns line_of(const Columns& all, std::int64_t n) const {
@@ -71,7 +72,8 @@ template <class T, int QV> struct Sweep {
         const Forward& f = block.f;
         begin = first_key, end = end_of_keys, blocks = 0, step = Block::KEYS, counts = !counted_by_spans(f);
         for (std::int64_t n = 0; s->bins && n <= s->bins; n++) column_edge[n] = n * f.keys / s->bins;
-        for (std::int64_t n = 0; n < s->bins * ROWS; n++) cell_sum[n] = 0, cell_most[n] = -1, pairs[n] = 0;
+        for (std::int64_t n = 0; n < s->bins * ROWS; n++) cell_sum[n] = 0, cell_most[n] = -1;
+        for (std::int64_t n = 0; counts && n < s->bins * ROWS; n++) pairs[n] = 0;
     }
 
     // Where the logits of the keys from j on belong, if they are kept.
@@ -209,7 +211,10 @@ template <class T, int QV> struct Sweep {
     template <class Block> void fold(const Block& block, int v, const T* scales) {
         const int from = v * L, rows = block.count - from < L ? block.count - from : L;
         for (int r = 0; r < L; r++) if (scales[from + r] == 0)  // does not count
-            for (std::int64_t x = 0; x < s->bins; x++) cell_most[x * ROWS + from + r] = -1, pairs[x * ROWS + from + r] = 0;
+            for (std::int64_t x = 0; x < s->bins; x++) {
+                cell_most[x * ROWS + from + r] = -1;
+                if (counts) pairs[x * ROWS + from + r] = 0;
+            }
         std::int64_t line[L];  // of the map
         const auto line_of = [&](int r) { return row_bin(*s, block.query(from + r)); };
         bool together = block.group == 1;
@@ -296,20 +301,31 @@ template <class T, int QV> struct Sweep {
         }
         const std::int64_t words = (s->bins + 63) / 64;
         for (std::int64_t n = 0; n < ROWS * words; n++) wanted[n] = 0;
-        for (std::int64_t x = 0; x < s->bins; x++) UNROLL for (int v = 0; v < QV; v++) {
-            const I<T> more = load_int<T>(cell_most + x * ROWS + v * L) > load_int<T>(least + v * L);
-            if (any<T>(more)) for (int r = 0; r < L; r++) if (more[r]) wanted[(v * L + r) * words + x / 64] |= std::uint64_t(1) << x % 64;
+        for (std::int64_t x = 0; x < s->bins; x++) UNROLL for (int v = 0; v < QV; v++)
+            for (unsigned some = lanes_of<T>(load_int<T>(cell_most + x * ROWS + v * L) > load_int<T>(least + v * L)); some; some &= some - 1)
+                wanted[(v * L + __builtin_ctz(some)) * words + x / 64] |= std::uint64_t(1) << x % 64;
+        for (int r = 0; r < block.count; r++) {
+            const ShareOfHead part = part_of(block, r);
+            for (std::int64_t word = 0; word < words; word++)
+                for (std::uint64_t some = wanted[r * words + word]; some; some &= some - 1)
+                    keep_edges_of_cell(block, r, word * 64 + __builtin_ctzll(some), least[r], part.edges(), part.edges_found());
+            if (part.edges_found() == s->edges) raise(part.edge_least(), part.edges()[0].p);
         }
-        for (int r = 0; r < block.count; r++) for (std::int64_t word = 0; word < words; word++)
-            for (std::uint64_t some = wanted[r * words + word]; some; some &= some - 1) {
-                const ShareOfHead part = part_of(block, r);
-                keep_edges_of_cell(block, r, word * 64 + __builtin_ctzll(some), part.edges(), part.edges_found());
-            }
     }
-    // What a weight of the block has to be above.
+    static void raise(std::atomic<double>& least, double to) {
+        double now = least.load(std::memory_order_relaxed);
+        while (now < to && !least.compare_exchange_weak(now, to, std::memory_order_relaxed)) {
+        }
+    }
+    // What a weight of the block has to be above. Of one that is as large as the least of another share's, the place decides.
     template <class Block> Int<T> least_of(const Block& block, const ShareOfHead& part) const {
-        if (part.edges_found() == s->edges) return bits_of(T(part.edges()[0].p));
-        if (block.group > 1 || block.count < s->edges) return -1;
+        const double elsewhere = part.edge_least().load(std::memory_order_relaxed);
+        const Int<T> least = elsewhere > 0 ? bits_of(T(elsewhere)) - 1 : -1;
+        if (part.edges_found() == s->edges) {
+            const Int<T> here = bits_of(T(part.edges()[0].p));
+            return here > least ? here : least;
+        }
+        if (least >= 0 || block.group > 1 || block.count < s->edges) return least;
         // as many rows as there are to be edges have weights that are not below
         Int<T> highest_of[ROWS] __attribute__((aligned(64)));
         for (int v = 0; v < QV; v++) {
@@ -327,8 +343,10 @@ template <class T, int QV> struct Sweep {
         }
         return -1;
     }
-    template <class Block> void keep_edges_of_cell(const Block& block, int r, std::int64_t x, Edge* edges, std::int64_t& found) const {
-        const auto above = [&](double p) { return p > (found < s->edges ? -1 : edges[0].p); };
+    template <class Block> void keep_edges_of_cell(const Block& block, int r, std::int64_t x, Int<T> least, Edge* edges,
+                                                   std::int64_t& found) const {
+        const double below = of_bits(least);
+        const auto above = [&](double p) { return p > below && (found < s->edges || p > edges[0].p); };
         if (!above(of_bits(cell_most[x * ROWS + r]))) return;
         const std::int64_t first = column_edge[x] > begin ? column_edge[x] : begin, last = column_edge[x + 1] < end ? column_edge[x + 1] : end;
         for (std::int64_t j = first, n; j < last; j++) {

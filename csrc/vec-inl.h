@@ -74,29 +74,26 @@ template <class T> INLINE V<T> greater(V<T> a, V<T> b) {
     return a > b ? a : b;
 }
 
-template <class T> INLINE bool any(I<T> mask) {
+// A bit for each lane that is set.
+template <class T> INLINE unsigned lanes_of(I<T> mask) {
 #if VECTOR_BYTES == 64
-    if constexpr (sizeof(T) == 4) return _mm512_movepi32_mask((__m512i)mask) != 0;
+    if constexpr (sizeof(T) == 4) return _mm512_movepi32_mask((__m512i)mask);
 #elif VECTOR_BYTES == 32
-    if constexpr (sizeof(T) == 4) return _mm256_movemask_ps((__m256)mask) != 0;
+    if constexpr (sizeof(T) == 4) return unsigned(_mm256_movemask_ps((__m256)mask));
 #endif
+    unsigned lanes = 0;
+    UNROLL for (int lane = 0; lane < LANES<T>; lane++) lanes |= unsigned(mask[lane] != 0) << lane;
+    return lanes;
+}
+template <class T> INLINE bool any(I<T> mask) {
+    if constexpr (sizeof(T) == 4 && VECTOR_BYTES >= 32) return lanes_of<T>(mask) != 0;
     std::int64_t words[VECTOR_BYTES / 8], all = 0;
     __builtin_memcpy(words, &mask, VECTOR_BYTES);
     for (std::int64_t word : words) all |= word;
     return all != 0;
 }
-
 // The first lane that is set; LANES if none is.
-template <class T> INLINE int first_lane(I<T> mask) {
-#if VECTOR_BYTES == 64
-    if constexpr (sizeof(T) == 4) return __builtin_ctz(_mm512_movepi32_mask((__m512i)mask) | 1u << LANES<T>);
-#elif VECTOR_BYTES == 32
-    if constexpr (sizeof(T) == 4) return __builtin_ctz(unsigned(_mm256_movemask_ps((__m256)mask)) | 1u << LANES<T>);
-#endif
-    int lane = 0;
-    while (lane < LANES<T> && !mask[lane]) lane++;
-    return lane;
-}
+template <class T> INLINE int first_lane(I<T> mask) { return __builtin_ctz(lanes_of<T>(mask) | 1u << LANES<T>); }
 
 // 2**t for t up to about 120; 0 where it would be less than a normal number. NaN stays NaN. The polynomials are minimax, of
 // relative error 8.2e-8 and 9.1e-8, and exactly 1 at 0.

@@ -36,7 +36,8 @@ for number, dtype, softcap in [(n, dtype, softcap) for n in range(4) for dtype i
     documents = masks.Documents(ids[:, -queries:], ids)
     mask = (None, masks.causal(), masks.window(5) | masks.Prefix(2), documents)[number]
     q = torch.randn(batch, heads, queries, depth).to(dtype)
-    k, v = torch.randn(batch, kv_heads, keys, depth).to(dtype), torch.randn(batch, kv_heads, keys, width).to(dtype)
+    k = torch.randn(batch, kv_heads, keys, depth) * torch.linspace(0.5, 4, keys)[:, None]  # maxima move to the last
+    k, v = k.to(dtype), torch.randn(batch, kv_heads, keys, width).to(dtype)
     options = dict(mask=mask, softcap=softcap, bias=torch.randn(heads, 1, keys), sinks=torch.randn(heads))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     exact = [x.clone().double().requires_grad_() for x in (q, k, v)]
@@ -194,6 +195,16 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     done = run(code)
     assert done.stdout == "0\n", done.stderr
+
+
+@pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(70), masks.window(9)])
+@pytest.mark.parametrize("length", [39, 96, 144, 300])
+def test_maxima_that_move_with_every_block_of_keys(mask: masks.Mask | None, length: int) -> None:
+    q, k, v = (torch.randn(1, 2, length, 64) for _ in range(3))
+    k = k * torch.linspace(0, 9, length)[:, None]
+    ours = attention(q, k, v, mask=mask, backend="cpu")
+    exact = attention(q.double(), k.double(), v.double(), mask=mask, backend="reference")
+    torch.testing.assert_close(ours.double(), exact, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(5)])

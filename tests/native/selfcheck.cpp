@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <tuple>
 
 #include "look.h"
 #include "memory.h"
@@ -170,6 +171,20 @@ struct Looking {
         const auto of_edges = [&](std::int64_t n) { return place(r, Array(x.shares, p.H, n, 1), Element::i64, x.edges > 0); };
         s.edge = reinterpret_cast<headscope::Edge*>((edge = of_edges(4 * x.edges))->data());
         s.edges_found = reinterpret_cast<std::int64_t*>((edges_found = of_edges(1))->data());
+        s.edge_least = reinterpret_cast<std::atomic<double>*>(place(r, Array(1, p.H, 1, 1), Element::f64, x.edges > 0)->data());
+        if (x.edges > 0) std::uninitialized_fill_n(s.edge_least, p.H, -1.0);
+    }
+
+    // The edges of a head: where each is, and how large. What shares keep beside depends on what others had found by then.
+    static constexpr std::size_t OF_EDGES = 3;  // the last of `out`
+    std::vector<std::tuple<double, std::int64_t, std::int64_t, std::int64_t>> largest(std::int64_t heads, std::int64_t h) const {
+        std::vector<std::tuple<double, std::int64_t, std::int64_t, std::int64_t>> all;
+        for (std::int64_t n = h; s.edges && n < s.shares * heads; n += heads)
+            for (const headscope::Edge* e = s.edge + n * s.edges; e < s.edge + n * s.edges + s.edges_found[n]; e++)
+                all.emplace_back(-e->p, e->b, e->i, e->j);
+        std::sort(all.begin(), all.end());
+        all.resize(std::min(all.size(), std::size_t(s.edges)));
+        return all;
     }
 
 private:
@@ -477,7 +492,9 @@ void check_look(const Target& target, const Problem& p, Call& call, Random& r, c
     Looking second(again, p, x, floor, rounding, call);
     f.look = &second.s, f.spoilt = &second.spoilt;
     look(target, f, r);
-    for (std::size_t n = 0; n < got.out.size(); n++) found.same("what is measured", *got.out[n], *second.out[n]);
+    for (std::size_t n = 0; n + got.OF_EDGES < got.out.size(); n++) found.same("what is measured", *got.out[n], *second.out[n]);
+    for (std::int64_t h = 0; h < p.H; h++)
+        if (got.largest(p.H, h) != second.largest(p.H, h)) found.fail("edges", "a second run gave others", 0, 0);
 }
 
 bool check(const Target& target, Random& r, Worst* worst) {
