@@ -117,7 +117,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
         const auto run = [&](auto* v) __attribute__((always_inline)) {
             using E = std::remove_const_t<std::remove_pointer_t<decltype(v)>>;
             const auto* next = reinterpret_cast<const E*>(at(f.k, b, this->kv_head, j + keys, sizeof(E)));
-            const Ahead<E, N> ahead{next, f.k.stride[2], FEW ? int(f.head_dim) : 0};
+            const Ahead<E> ahead{next, f.k.stride[2], FEW ? int(f.head_dim) : 0};
             Rows::mixes(weights + row, v, f.v.stride[2], keys, width, o + row * v_width, v_width, fresh, ahead);
         };
         if constexpr (PAIRS) run(reinterpret_cast<const BFloat16*>(at(f.v, b, this->kv_head, j, 2)));
@@ -133,7 +133,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
     }
     // Rows from j on of the other tensor, of the same dtype.
     template <class E> auto ahead(const E*, const Tensor4& x, std::int64_t j, int width) const {
-        return Ahead<E, G>{reinterpret_cast<const E*>(at(x, b, this->kv_head, j, sizeof(E))), x.stride[2], width};
+        return Ahead<E>{reinterpret_cast<const E*>(at(x, b, this->kv_head, j, sizeof(E))), x.stride[2], width};
     }
     // body(row j of a tensor [B, Hkv, K, .] as what it is)
     template <class Body> INLINE void of_dtype(const Tensor4& x, std::int64_t j, const Body& body) const {
@@ -284,20 +284,19 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
     // The output times a factor for each row; whether it is finite.
     bool put(const V<T>* factor) {
         if constexpr (G == 0) return this->put_rows(o, int(f.v_head_dim), factor, f.out, f.out_stride);
-        const int width = int(f.v_head_dim);
+        constexpr int STEP = FewProducts::STEP;
         V<T> zero{};
         for (int g = 0; g < count; g++) {
-            T* from = o + g * v_width;
-            for (int c = 0; c < v_width; c += L) {
-                const V<T> x = load(from + c) * factor[0][g];
-                zero += x * T(0);  // NaN or infinity times 0 is NaN
-                store(from + c, x);
+            char* row = this->place_of(f.out, f.out_stride, g);
+            for (int c = 0; c < v_width; c += STEP) {
+                V<T> x[STEP / L];
+                UNROLL for (int n = 0; n < STEP / L; n++) {
+                    x[n] = load(o + g * v_width + c + n * L) * factor[0][g];
+                    zero += x[n] * T(0);  // NaN or infinity times 0 is NaN
+                }
+                FewProducts::in_order(x);
+                UNROLL for (int n = 0; n < STEP / L; n++) Base::put(row, c + n * L, x[n], int(f.v_head_dim));
             }
-            if constexpr (PAIRS) {
-                for (int c = 0; c < width; c++) this->line[c] = from[FewProducts::column(c)];
-                from = this->line;
-            }
-            Base::put(this->place_of(f.out, f.out_stride, g), 0, from, width);
         }
         return !any<T>(zero != zero);
     }

@@ -5,61 +5,80 @@
 template <class T> constexpr int MOST_FEW = LANES<T> < 8 ? LANES<T> : 8;  // rows that Few takes
 
 // Rows that will be read soon, asked for while the other tensor is computed with.
-template <class E, int G> struct Ahead {
+template <class E> struct Ahead {
     const E* line;
     std::int64_t stride;
     int width;
     INLINE void expect(int j) const {
-        if constexpr (G == 1 && sizeof(E) >= 4) return;  // too little is computed with a line to ask for another beside it
-        for (int c = 0; c < width; c += 64 / int(sizeof(E))) __builtin_prefetch(line + j * stride + c);
+        // as far as the second cache: the first is as small as a block
+        for (int c = 0; c < width; c += 64 / int(sizeof(E))) __builtin_prefetch(line + j * stride + c, 0, 2);
     }
 };
 
+// COUNT lanes from lane FROM on, then zeros.
+template <class T, int COUNT, int FROM, int... LANE> INLINE V<T> first_lanes(V<T> x, std::integer_sequence<int, LANE...>) {
+    return __builtin_shufflevector(x, V<T>{}, (LANE < COUNT ? FROM + LANE : LANES<T>)...);
+}
+// Sums of L / G keys, G of each, to the first lanes of their lines; zeros beyond.
+template <class T, int G, int... N> INLINE void put_dots(V<T> sums, T* s, std::integer_sequence<int, N...>) {
+    constexpr int L = LANES<T>;
+    (store(s + N * L, first_lanes<T, G, N * G>(sums, std::make_integer_sequence<int, L>{})), ...);
+}
+template <class T, int G> INLINE void put_dots(V<T> sums, T* s) {
+    put_dots<T, G>(sums, s, std::make_integer_sequence<int, LANES<T> / G>{});
+}
+
 template <class T, int G> struct Few {
     static constexpr int L = LANES<T>;
-    static constexpr int N = L / G;  // keys at a time: they make L sums
+    static constexpr int N = L / G;             // keys at a time: they make L sums
+    static constexpr int READ = N < 2 ? N : 2;  // of these: few, since what fetches ahead of the reader follows few lines best
 
     static constexpr int STEP = L;  // numbers that are multiplied at once
-    INLINE static int column(int c) { return c; }  // where a column of o lies
+    INLINE static void in_order(V<T>*) {}
 
     // s[j][g] = k[j] · q[g]; s is [keys][L], q is [G][q_width] with zeros beyond `depth`.
     template <class E> static void dots(const T* q, int q_width, const E* k, std::int64_t k_stride, int keys, int depth, T* s,
-                                         Ahead<E, G> ahead) {
+                                         Ahead<E> ahead) {
         for (int j = 0; j < keys; j += N) {
-            for (int n = 0; n < N; n++) ahead.expect(j + n);
             V<T> a[L];
-            UNROLL for (int n = 0; n < L; n++) a[n] = V<T>{};
-            const E* key[N];
-            UNROLL for (int n = 0; n < N; n++) key[n] = k + (j + n < keys ? j + n : keys - 1) * k_stride;
-            int d = 0;
-            for (; d + L <= depth; d += L) {
-                V<T> x[N];
-                UNROLL for (int n = 0; n < N; n++) x[n] = load_wide<T>(key[n] + d);
-                add(a, x, q + d, q_width);
+            UNROLL for (int n = 0; n < N; n += READ) {
+                for (int m = n; m < n + READ; m++) ahead.expect(j + m);
+                const E* key[READ];
+                UNROLL for (int m = 0; m < READ; m++) key[m] = k + (j + n + m < keys ? j + n + m : keys - 1) * k_stride;
+                dots_of(q, q_width, key, depth, a + n * G);
             }
-            if (d < depth) {
-                V<T> x[N];
-                UNROLL for (int n = 0; n < N; n++) {
-                    E rest[L]{};
-                    for (int c = 0; d + c < depth; c++) rest[c] = key[n][d + c];
-                    x[n] = load_wide<T>(rest);
-                }
-                add(a, x, q + d, q_width);
-            }
-            const V<T> sum = sums<T>(a);
-            UNROLL for (int n = 0; n < N; n++) UNROLL for (int g = 0; g < G; g++) s[(j + n) * L + g] = sum[n * G + g];
+            put_dots<T, G>(sums<T>(a), s + j * L);
         }
     }
-    INLINE static void add(V<T>* a, const V<T>* x, const T* q, int q_width) {
-        UNROLL for (int g = 0; g < G; g++) {
-            const V<T> y = load(q + g * q_width);
-            UNROLL for (int n = 0; n < N; n++) a[n * G + g] += x[n] * y;
+    template <class E> INLINE static void dots_of(const T* q, int q_width, const E* const* key, int depth, V<T>* to) {
+        V<T> a[READ * G];
+        UNROLL for (int n = 0; n < READ * G; n++) a[n] = V<T>{};
+        const auto add = [&](const V<T>* x, int d) __attribute__((always_inline)) {
+            UNROLL for (int g = 0; g < G; g++) {
+                const V<T> y = load(q + g * q_width + d);
+                UNROLL for (int n = 0; n < READ; n++) a[n * G + g] += x[n] * y;
+            }
+        };
+        V<T> x[READ];
+        int d = 0;
+        for (; d + L <= depth; d += L) {
+            UNROLL for (int n = 0; n < READ; n++) x[n] = load_wide<T>(key[n] + d);
+            add(x, d);
         }
+        if (d < depth) {
+            UNROLL for (int n = 0; n < READ; n++) {
+                E rest[L]{};
+                for (int c = 0; d + c < depth; c++) rest[c] = key[n][d + c];
+                x[n] = load_wide<T>(rest);
+            }
+            add(x, d);
+        }
+        UNROLL for (int n = 0; n < READ * G; n++) to[n] = a[n];
     }
 
     // o[g] (+)= Σ_j p[j][g] v[j]; o is [G][o_width].
     template <class E> static void mixes(const T* p, const E* v, std::int64_t v_stride, int keys, int width, T* o, int o_width, bool fresh,
-                                          Ahead<E, G> ahead) {
+                                          Ahead<E> ahead) {
         constexpr int C = REGISTER_TILE * 2 / 3 / G > 1 ? REGISTER_TILE * 2 / 3 / G : 1;
         int c = 0;
         for (; c + C * L <= width; c += C * L, ahead.width = 0) mix<C>(p, v + c, v_stride, keys, o + c, o_width, fresh, ahead);
@@ -75,7 +94,7 @@ template <class T, int G> struct Few {
         }
     }
     template <int C, class E> static void mix(const T* p, const E* v, std::int64_t v_stride, int keys, T* o, int o_width, bool fresh,
-                                              Ahead<E, G> ahead) {
+                                              Ahead<E> ahead) {
         V<T> a[G][C];
         UNROLL for (int g = 0; g < G; g++) UNROLL for (int c = 0; c < C; c++)
             a[g][c] = fresh ? V<T>{} : load(o + g * o_width + c * L);
@@ -94,12 +113,16 @@ template <class T, int G> struct Few {
 
 #if defined(BF16_DOT)
 // The same with products of pairs of bf16: of q and k as they lie, of weights and v with two keys to a word. Two rows of v are
-// interleaved in pieces of 16 bytes, so columns of o lie in another order, which `column` tells.
+// interleaved in pieces of 16 bytes, so columns of o lie in another order, until `in_order`.
 template <int G> struct FewPairs {
-    static constexpr int L = 16, N = L / G, STEP = 32;
+    static constexpr int L = 16, N = L / G, READ = N < 2 ? N : 2, STEP = 32;
     using Word = std::uint32_t;
     using Words = I<float>;
-    INLINE static int column(int c) { return c / 32 * 32 + c % 8 / 4 * 16 + c % 32 / 8 * 4 + c % 4; }
+    INLINE static void in_order(V<float>* x) {  // of STEP columns
+        const V<float> low = x[0], high = x[1];
+        x[0] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        x[1] = __builtin_shufflevector(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    }
 
     INLINE static Words load_words(const BFloat16* at) { return (Words)_mm512_loadu_si512(at); }
     // `width` numbers from a line, then zeros; none at all from no line
@@ -110,29 +133,43 @@ template <int G> struct FewPairs {
     }
 
     static void dots(const Word* q, int q_width, const BFloat16* k, std::int64_t k_stride, int keys, int depth, float factor, float* s,
-                     Ahead<BFloat16, G> ahead) {
+                     Ahead<BFloat16> ahead) {
         for (int j = 0; j < keys; j += N) {
             V<float> a[L];
-            UNROLL for (int n = 0; n < L; n++) a[n] = V<float>{};
-            const BFloat16* key[N];
-            UNROLL for (int n = 0; n < N; n++) key[n] = k + (j + n < keys ? j + n : keys - 1) * k_stride, ahead.expect(j + n);
-            for (int d = 0; d < depth; d += STEP) {
-                Words x[N];
-                if (d + STEP <= depth) UNROLL for (int n = 0; n < N; n++) x[n] = load_words(key[n] + d);
-                else UNROLL for (int n = 0; n < N; n++) x[n] = load_words(key[n] + d, depth - d);
-                UNROLL for (int g = 0; g < G; g++) {
-                    const Words y = load_int<float>(reinterpret_cast<const Int<float>*>(q + g * q_width + d / 2));
-                    UNROLL for (int n = 0; n < N; n++) a[n * G + g] = BF16_DOT(a[n * G + g], x[n], y);
-                }
+            UNROLL for (int n = 0; n < N; n += READ) {
+                for (int m = n; m < n + READ; m++) ahead.expect(j + m);
+                const BFloat16* key[READ];
+                UNROLL for (int m = 0; m < READ; m++) key[m] = k + (j + n + m < keys ? j + n + m : keys - 1) * k_stride;
+                dots_of(q, q_width, key, depth, a + n * G);
             }
-            const V<float> sum = sums<float>(a) * factor;
-            UNROLL for (int n = 0; n < N; n++) UNROLL for (int g = 0; g < G; g++) s[(j + n) * L + g] = sum[n * G + g];
+            put_dots<float, G>(sums<float>(a) * factor, s + j * L);
         }
+    }
+    INLINE static void dots_of(const Word* q, int q_width, const BFloat16* const* key, int depth, V<float>* to) {
+        V<float> a[READ * G];
+        UNROLL for (int n = 0; n < READ * G; n++) a[n] = V<float>{};
+        const auto add = [&](const Words* x, int d) __attribute__((always_inline)) {
+            UNROLL for (int g = 0; g < G; g++) {
+                const Words y = load_int<float>(reinterpret_cast<const Int<float>*>(q + g * q_width + d / 2));
+                UNROLL for (int n = 0; n < READ; n++) a[n * G + g] = BF16_DOT(a[n * G + g], x[n], y);
+            }
+        };
+        Words x[READ];
+        int d = 0;
+        for (; d + STEP <= depth; d += STEP) {
+            UNROLL for (int n = 0; n < READ; n++) x[n] = load_words(key[n] + d);
+            add(x, d);
+        }
+        if (d < depth) {
+            UNROLL for (int n = 0; n < READ; n++) x[n] = load_words(key[n] + d, depth - d);
+            add(x, d);
+        }
+        UNROLL for (int n = 0; n < READ * G; n++) to[n] = a[n];
     }
 
     // p is [(keys + 1) / 2][L], o is [G][o_width] with o_width a multiple of 32.
     static void mixes(const Word* p, const BFloat16* v, std::int64_t v_stride, int keys, int width, float* o, int o_width, bool fresh,
-                      Ahead<BFloat16, G> ahead) {
+                      Ahead<BFloat16> ahead) {
         constexpr int C = 8 / G > 1 ? 8 / G : 1;  // pieces of 32 columns
         int c = 0;
         for (; c + C * STEP <= width; c += C * STEP, ahead.width = 0) mix<C>(p, v + c, v_stride, keys, STEP, o + c, o_width, fresh, ahead);
@@ -140,7 +177,7 @@ template <int G> struct FewPairs {
             mix<1>(p, v + c, v_stride, keys, width - c < STEP ? width - c : STEP, o + c, o_width, fresh, ahead);
     }
     template <int C> static void mix(const Word* p, const BFloat16* v, std::int64_t v_stride, int keys, int width, float* o, int o_width,
-                                     bool fresh, Ahead<BFloat16, G> ahead) {
+                                     bool fresh, Ahead<BFloat16> ahead) {
         V<float> a[G][2 * C];
         UNROLL for (int g = 0; g < G; g++) UNROLL for (int c = 0; c < 2 * C; c++)
             a[g][c] = fresh ? V<float>{} : load(o + g * o_width + c * L);

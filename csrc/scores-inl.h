@@ -22,6 +22,20 @@ INLINE std::uint16_t narrow(float x, Dtype dtype) {
     return std::uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to nearest, ties to even
 }
 
+// Of a row of the given dtype: a number, and a vector of numbers as far as the row goes.
+template <class T> INLINE void put_number(char* row, std::int64_t c, T x, Dtype dtype) {
+    if (sizeof(T) == 8 || dtype == Dtype::f32) reinterpret_cast<T*>(row)[c] = x;
+    else reinterpret_cast<std::uint16_t*>(row)[c] = narrow(float(x), dtype);
+}
+template <class T> INLINE void put_numbers(char* row, std::int64_t c, V<T> x, std::int64_t width, Dtype dtype) {
+    if (c + LANES<T> > width) for (int n = 0; c + n < width; n++) put_number<T>(row, c + n, x[n], dtype);
+    else if (sizeof(T) == 8 || dtype == Dtype::f32) store_anywhere(reinterpret_cast<T*>(row) + c, x);
+    else if constexpr (sizeof(T) == 4) {
+        if (dtype == Dtype::bf16) store_bf16(reinterpret_cast<std::uint16_t*>(row) + c, x);
+        else store_f16(reinterpret_cast<std::uint16_t*>(row) + c, x);
+    }
+}
+
 INLINE const char* at(const Tensor4& x, std::int64_t a, std::int64_t b, std::int64_t c, int size) {
     return static_cast<const char*>(x.data) + (a * x.stride[0] + b * x.stride[1] + c * x.stride[2]) * size;
 }
@@ -327,15 +341,12 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
                     zero += lanes[n] * T(0);  // NaN or infinity times 0 is NaN
                 }
                 transpose<T>(lanes);
-                for (int r = 0; r < rows; r++) put(row[r], c, reinterpret_cast<const T*>(&lanes[r]), L);
+                for (int r = 0; r < rows; r++) put(row[r], c, lanes[r], width);
             }
             for (; c < width; c++) {
                 const V<T> x = load(from + c * ROWS + v * L) * factor[v];
                 zero += x * T(0);
-                for (int r = 0; r < rows; r++) {
-                    const T value = x[r];
-                    put(row[r], c, &value, 1);
-                }
+                for (int r = 0; r < rows; r++) put_number(row[r], c, x[r], f.q.dtype);
             }
         }
         return !any<T>(zero != zero);
@@ -344,12 +355,8 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         const std::int64_t where = b * stride[0] + head(r) * stride[1] + query(r) * stride[2];
         return static_cast<char*>(to) + where * (sizeof(T) == 8 ? 8 : f.q.dtype == Dtype::f32 ? 4 : 2);
     }
-    void put(char* row, int c, const T* x, int n) const {
-        if (sizeof(T) == 8 || f.q.dtype == Dtype::f32)
-            for (int d = 0; d < n; d++) reinterpret_cast<T*>(row)[c + d] = x[d];
-        else
-            for (int d = 0; d < n; d++) reinterpret_cast<std::uint16_t*>(row)[c + d] = narrow(float(x[d]), f.q.dtype);
-    }
+    // Columns from c on of a row of q's dtype that is `width` wide.
+    INLINE void put(char* row, int c, V<T> x, int width) const { put_numbers<T>(row, c, x, width, f.q.dtype); }
 
     void load_spans() {
         UNROLL for (int v = 0; v < QV; v++) ends[v] = f.keys;

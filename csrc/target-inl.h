@@ -177,22 +177,11 @@ template <class T> void gather_rows(const Backward& g, const char* from, int pad
                                     std::int64_t stride) {
     const Forward& f = g.forward;
     const std::size_t share = sums_of<T>(f);
-    constexpr int L = LANES<T>;
-    T line[L];
-    for (std::int64_t j = 0; j < f.keys; j++) for (std::int64_t d = 0; d < width; d += L) {
+    const int size = sizeof(T) == 8 ? 8 : is_half(f) ? 2 : 4;
+    for (std::int64_t j = 0; j < f.keys; j++) for (std::int64_t d = 0; d < width; d += LANES<T>) {
         V<T> total{};
         for (int n = 0; n < g.shares; n++) total += load(reinterpret_cast<const T*>(from + n * share) + j * padded + d);
-        total *= factor;
-        const std::int64_t first = j * stride + d;
-        if (!is_half(f) && d + L <= width) {
-            store_anywhere(reinterpret_cast<T*>(to) + first, total);
-            continue;
-        }
-        store_anywhere(line, total);
-        for (int n = 0; n < L && d + n < width; n++) {
-            if (is_half(f)) reinterpret_cast<std::uint16_t*>(to)[first + n] = narrow(float(line[n]), f.q.dtype);
-            else reinterpret_cast<T*>(to)[first + n] = line[n];
-        }
+        put_numbers<T>(to + j * stride * size, d, total * factor, width, f.q.dtype);
     }
 }
 template <class T> void gather_head(const Backward& g, std::int64_t head, const void* sums) {

@@ -63,6 +63,30 @@ template <class T> INLINE V<T> load_wide(const Float16* at) {
     return __builtin_convertvector(*reinterpret_cast<const Halves*>(at), V<T>);
 }
 #endif
+// And narrowed, to nearest, ties to even; NaN stays NaN.
+INLINE void store_words(std::uint16_t* at, I<float> words) {  // the lower half of each
+#if VECTOR_BYTES == 64
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), _mm512_cvtepi32_epi16((__m512i)words));
+#else
+    typedef std::uint16_t Words __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+    *reinterpret_cast<Words*>(at) = __builtin_convertvector(words, Words);
+#endif
+}
+INLINE void store_bf16(std::uint16_t* at, V<float> x) {
+    typedef std::uint32_t Bits __attribute__((vector_size(VECTOR_BYTES)));
+    const Bits bits = (Bits)x;
+    store_words(at, (I<float>)(x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : bits >> 16 | 64));
+}
+INLINE void store_f16(std::uint16_t* at, V<float> x) {
+#if VECTOR_BYTES == 64
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#elif VECTOR_BYTES == 32
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+    typedef Half Halves __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+    *reinterpret_cast<Halves*>(at) = __builtin_convertvector(x, Halves);
+#endif
+}
 template <class T> INLINE V<T> splat(T x) { return x - V<T>{}; }
 // b where one is NaN. Of a comparison with a constant the compiler would make two instructions.
 template <class T> INLINE V<T> greater(V<T> a, V<T> b) {
@@ -185,17 +209,34 @@ template <class T> INLINE void transpose(V<T>* x) {
     }
 }
 
-// LANES vectors to one: lane n is what `join`, two at a time, makes of the lanes of vector n.
-template <class T, class Join> INLINE V<T> over_lanes(V<T>* x, const Join& join) {
-    constexpr int L = LANES<T>;
-    UNROLL for (int left = L / 2; left > 0; left /= 2) {
-        UNROLL for (int n = 0; n < left; n++) {
-            V<T> low, high;
-            interleave<T>(x[n], x[n + left], low, high, std::make_integer_sequence<int, L>{});
-            x[n] = join(low, high);
+// LANES vectors to one: lane n is what `join`, two at a time, makes of the lanes of vector n. Two rounds stay within fours of
+// lanes, where moving them costs least, and two move whole fours.
+constexpr int over_lanes_from(int lanes, int round, int lane, bool high) {
+    const int w = lane % 4, four = lane / 4;
+    if (round == 0) return w % 2 * lanes + four * 4 + w / 2 + 2 * high;
+    if (round == 1) return w / 2 * lanes + four * 4 + w % 2 + 2 * high;
+    if (lanes == 8) return four * lanes + 4 * high + w;
+    return four / 2 * lanes + (round == 2 ? four % 2 + 2 * high : four % 2 * 2 + high) * 4 + w;
+}
+template <class T, int ROUND, class Join, int... N>
+INLINE V<T> join_lanes(V<T> a, V<T> b, const Join& join, std::integer_sequence<int, N...>) {
+    return join(__builtin_shufflevector(a, b, over_lanes_from(LANES<T>, ROUND, N, false)...),
+                __builtin_shufflevector(a, b, over_lanes_from(LANES<T>, ROUND, N, true)...));
+}
+template <class T, int ROUND = 0, class Join> INLINE V<T> over_lanes(V<T>* x, const Join& join) {
+    constexpr int L = LANES<T>, LEFT = L >> (ROUND + 1);
+    if constexpr (LEFT == 0) return x[0];
+    else {
+        UNROLL for (int n = 0; n < LEFT; n++) {
+            if constexpr (L >= 4) x[n] = join_lanes<T, ROUND>(x[2 * n], x[2 * n + 1], join, std::make_integer_sequence<int, L>{});
+            else {
+                V<T> low, high;
+                interleave<T>(x[n], x[n + LEFT], low, high, std::make_integer_sequence<int, L>{});
+                x[n] = join(low, high);
+            }
         }
+        return over_lanes<T, ROUND + 1>(x, join);
     }
-    return x[0];
 }
 template <class T> INLINE V<T> sums(V<T>* x) {
     return over_lanes<T>(x, [](V<T> a, V<T> b) __attribute__((always_inline)) { return a + b; });
