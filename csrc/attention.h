@@ -168,7 +168,8 @@ struct Target {
     std::size_t (*partial)(const Forward&);  // bytes, of all shares
     void (*merge)(const Forward&, std::int64_t block, void* scratch);
 
-    // Backward: batch * kv_heads * shares tasks, each with a zeroed buffer of `sums` bytes; then `gather` for each head.
+    // Backward: batch * kv_heads * shares tasks, each with a zeroed buffer of `sums` bytes; then, for each head, `gather` from its
+    // buffers, which follow each other.
     std::size_t (*gradient_scratch)(const Backward&);
     std::size_t (*sums)(const Forward&);
     void (*run_gradient)(const Backward&, std::int64_t task, void* scratch, void* sums);

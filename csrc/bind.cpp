@@ -70,14 +70,18 @@ void run(Backward& g, int threads) {
     const std::int64_t heads = f.batch * f.kv_heads, tasks = heads * g.shares;
     const int used = usable(threads, tasks);
     const std::size_t own = (target->gradient_scratch(g) + 127) / 64 * 64, sum = target->sums(f);
-    const Scratch<> scratch(own * std::size_t(used) + sum * std::size_t(tasks));
+    const bool apart = g.shares > 1;  // else what a task adds up is all there is of its head
+    const Scratch<> scratch(own * std::size_t(used) + sum * std::size_t(apart ? tasks : used));
     char* const sums = scratch.at(own * std::size_t(used));
     each(signals, tasks, used, [&](std::int64_t n, int thread) {
-        char* mine = sums + sum * std::size_t(n);
+        char* mine = sums + sum * std::size_t(apart ? n : thread);
         std::memset(mine, 0, sum);
         target->run_gradient(g, n, scratch.at(own * std::size_t(thread)), mine);
+        if (!apart) target->gather(g, n, mine);
     });
-    each(signals, heads, usable(threads, heads), [&](std::int64_t n, int) { target->gather(g, n, sums); });
+    if (apart) each(signals, heads, usable(threads, heads), [&](std::int64_t n, int) {
+        target->gather(g, n, sums + sum * std::size_t(n * g.shares));
+    });
     signals.raise();
     if (!g.dbias) return;
     const std::int64_t bias_tasks = target->bias_tasks(g);

@@ -17,7 +17,7 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
     Word* dout;                 // [Dv / PER_WORD][ROWS]
     T* dq;                      // [D][ROWS]
     Word *q_rows, *dout_rows;   // [ROWS / PER_WORD][k_width], [ROWS / PER_WORD][v_width]
-    Word *by_rows, *by_keys;    // what is multiplied next: [KEYS][ROWS / PER_WORD], [KEYS / PER_WORD][ROWS]
+    Word *weight_rows, *by_rows, *by_keys;  // the weights and dS as they are multiplied: [KEYS][ROWS / PER_WORD], [KEYS / PER_WORD][ROWS]
     V<T> lse[QV], delta[QV];
 
     static int whole(std::int64_t n) { return int((n + L - 1) / L * L); }
@@ -36,8 +36,8 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         dq = memory.take<T>(f.head_dim * ROWS);
         q_rows = memory.take<Word>(k_width * ROWS);
         dout_rows = memory.take<Word>(v_width * ROWS);
-        by_rows = memory.take<Word>(PAIRS ? KEYS * ROWS / 2 : 0);
-        by_keys = memory.take<Word>(PAIRS ? KEYS * ROWS / 2 : 0);
+        if constexpr (PAIRS) for (Word** to : {&weight_rows, &by_rows, &by_keys}) *to = memory.take<Word>(KEYS * ROWS / 2);
+        else weight_rows = kept, by_rows = by_keys = this->p;
     }
 
     // dk [K][k_width] and dv [K][v_width] are added to.
@@ -59,54 +59,46 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
 
     void block(std::int64_t j, int keys, T* dk, T* dv) {
         const int words = (count + Op::PER_WORD - 1) / Op::PER_WORD, depth = int(f.head_dim);
-        const T* weights = logit_gradient(j, keys);
-        Products::outer_all(rows_of(weights, keys), dout_rows, keys, words, v_width, dv);
-        uncap(keys);
+        logit_gradient(j, keys, f.softcap > 0);
+        Products::outer_all(weight_rows, dout_rows, keys, words, v_width, dv);
         const Lines k = this->across(f.k, j, keys, depth, this->wide_k);
-        Products::mixes(keys_of(p, keys), k, (keys + Op::PER_WORD - 1) / Op::PER_WORD, depth, dq, false);
-        Products::outer_all(rows_of(p, keys), q_rows, keys, words, k_width, dk);
-    }
-    // [KEYS][ROWS] as words of two rows, and of two keys; plain as it is.
-    const Word* rows_of(const T* x, int keys) {
-        if constexpr (PAIRS) {
-            for (int n = 0; n < keys * QV; n++) store_narrow(reinterpret_cast<std::uint16_t*>(by_rows) + n * L, load(x + n * L));
-            return by_rows;
-        } else {
-            return x;
-        }
-    }
-    const Word* keys_of(const T* x, int keys) {
-        if constexpr (PAIRS) {
-            for (int j = 0; j < keys; j += 2) UNROLL for (int v = 0; v < QV; v++)
-                store_pair(by_keys + j / 2 * ROWS + v * L, load(x + j * ROWS + v * L),
-                           j + 1 < keys ? load(x + (j + 1) * ROWS + v * L) : V<T>{});
-            return by_keys;
-        } else {
-            return x;
-        }
+        Products::mixes(by_keys, k, (keys + Op::PER_WORD - 1) / Op::PER_WORD, depth, dq, false);
+        Products::outer_all(by_rows, q_rows, keys, words, k_width, dk);
     }
 
-    // Logits in p become their gradients dS; returns the weights that met the values.
-    const T* logit_gradient(std::int64_t j, int keys) {
+    // From the logits in p: the weights that met the values, and dS, of the logits as they were before the cap if `uncapped`.
+    void logit_gradient(std::int64_t j, int keys, bool uncapped) {
         const int width = int(f.v_head_dim);
-        Products::dots(dout, this->natural(f.v, j, keys, width, this->wide_v), keys, width / Op::PER_WORD, T(1), dots);
         const bool drops = f.dropout > 0;
+        Products::dots(dout, this->natural(f.v, j, keys, width, this->wide_v), keys, width / Op::PER_WORD, T(1), dots);
         if (drops) this->keep(j, keys, kept);
-        for (int n = 0; n < keys; n++) UNROLL for (int v = 0; v < QV; v++) {
-            const int at_tile = n * ROWS + v * L;
-            const V<T> weight = exp2(load(p + at_tile) - lse[v]);
-            const V<T> factor = drops ? load(kept + at_tile) : splat(T(1));
-            store(kept + at_tile, weight * factor);
-            store(p + at_tile, weight * (load(dots + at_tile) * factor - delta[v]));
-        }
-        return kept;
+        if (drops || uncapped) weights_and_gradients<true>(keys, drops, uncapped);
+        else weights_and_gradients<false>(keys, false, false);
     }
-    // From the gradient of the capped logits to that of the uncapped.
-    void uncap(int keys) {
-        if (f.softcap <= 0) return;
-        for (int n = 0; n < keys * QV; n++) {
-            const V<T> t = load(tangent + n * L);
-            store(p + n * L, load(p + n * L) * (1 - t * t));
+    template <bool OPTIONS> void weights_and_gradients(int keys, bool drops, bool uncapped) {
+        const auto gradient = [&](int n, int v, V<T>& weight) __attribute__((always_inline)) {
+            const int at_tile = n * ROWS + v * L;
+            V<T> factor = splat(T(1)), slope = factor;
+            if (OPTIONS && drops) factor = load(kept + at_tile);
+            if (OPTIONS && uncapped) slope -= load(tangent + at_tile) * load(tangent + at_tile);
+            weight = exp2(load(p + at_tile) - lse[v]);
+            const V<T> change = weight * (load(dots + at_tile) * factor - delta[v]) * slope;
+            weight *= factor;
+            return change;
+        };
+        for (int n = 0; n < keys; n += Op::PER_WORD) UNROLL for (int v = 0; v < QV; v++) {
+            V<T> weight[2], change[2];
+            UNROLL for (int w = 0; w < Op::PER_WORD; w++) change[w] = gradient(n + w, v, weight[w]);
+            if constexpr (PAIRS) {
+                if (n + 1 == keys) change[1] = V<T>{};  // of no key
+                UNROLL for (int w = 0; w < 2; w++) {
+                    store_narrow(reinterpret_cast<std::uint16_t*>(weight_rows) + (n + w) * ROWS + v * L, weight[w]);
+                    store_narrow(reinterpret_cast<std::uint16_t*>(by_rows) + (n + w) * ROWS + v * L, change[w]);
+                }
+                store_pair(by_keys + n / 2 * ROWS + v * L, change[0], change[1]);
+            } else {
+                store(kept + n * ROWS + v * L, weight[0]), store(p + n * ROWS + v * L, change[0]);
+            }
         }
     }
 
@@ -129,7 +121,7 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         for (std::int64_t j = begin; j < end; j += KEYS) {
             const int keys = int(end - j < KEYS ? end - j : KEYS);
             if (!this->logits(j, keys, tangent)) continue;
-            logit_gradient(j, keys);
+            logit_gradient(j, keys, false);
             for (int n = 0; n < keys; n++) {
                 T* key = to + (j + n) * g.dbias_stride[3];
                 T total = 0;
@@ -156,24 +148,37 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
     }
 
     void load_row_sums() {
-        const int width = int(f.v_head_dim);
-        for (int r = 0; r < ROWS; r++) {
-            const int real = r < count ? r : count - 1;
-            const T* out = this->row_of(g.out, real, width, this->line);
-            const T* grad = this->row_of(g.grad_out, real, width, this->line + width);
-            const std::int64_t at_row = row(real);
-            const T value = static_cast<const T*>(f.lse)[at_row];
-            lse[r / L][r % L] = value <= -std::numeric_limits<T>::max() ? T(0) : value * T(LOG2E);  // weights will be 0
-            delta[r / L][r % L] = product(out, grad, width) - (g.grad_lse ? static_cast<const T*>(g.grad_lse)[at_row] : T(0));
+        const T* logs = static_cast<const T*>(f.lse);
+        for (int v = 0; v < QV; v++) {
+            T log[L] __attribute__((aligned(64))), less[L] __attribute__((aligned(64)));
+            V<T> products[L];
+            for (int r = 0; r < L; r++) {
+                const int real = v * L + r < count ? v * L + r : count - 1;
+                const std::int64_t at_row = row(real);
+                log[r] = logs[at_row] <= -std::numeric_limits<T>::max() ? T(0) : logs[at_row] * T(LOG2E);  // weights will be 0
+                less[r] = g.grad_lse ? static_cast<const T*>(g.grad_lse)[at_row] : T(0);
+                products[r] = out_times_gradient(real);
+            }
+            lse[v] = load(log), delta[v] = sums<T>(products) - load(less);
         }
     }
-    static T product(const T* x, const T* y, int width) {
-        V<T> lanes{};
-        int d = 0;
-        for (; d + L <= width; d += L) lanes += load_anywhere(x + d) * load_anywhere(y + d);
-        T sum = 0;
-        for (; d < width; d++) sum += x[d] * y[d];
-        for (int n = 0; n < L; n++) sum += lanes[n];
-        return sum;
+    // Of one row, still to be summed over the lanes.
+    V<T> out_times_gradient(int r) const {
+        const auto product = [&](auto number) __attribute__((always_inline)) {
+            using E = decltype(number);
+            const E *x = reinterpret_cast<const E*>(this->address_of(g.out, r)), *y = reinterpret_cast<const E*>(this->address_of(g.grad_out, r));
+            V<T> lanes{};
+            int d = 0;
+            for (; d + L <= f.v_head_dim; d += L) lanes += load_wide<T>(x + d) * load_wide<T>(y + d);
+            if (d == f.v_head_dim) return lanes;
+            E rest[2][L]{};
+            for (int n = 0; d + n < f.v_head_dim; n++) rest[0][n] = x[d + n], rest[1][n] = y[d + n];
+            return lanes + load_wide<T>(rest[0]) * load_wide<T>(rest[1]);
+        };
+        if constexpr (sizeof(T) == 4) {
+            if (f.q.dtype == Dtype::bf16) return product(BFloat16{});
+            if (f.q.dtype == Dtype::f16) return product(Float16{});
+        }
+        return product(T{});
     }
 };

@@ -171,7 +171,8 @@ struct Arena {
 template <class Row> void pair_rows(int rows, int width, int padded, std::uint32_t* to, const Row& row) {
     for (int n = 0; n < rows; n += 2, to += padded) {
         const std::uint16_t *low = row(n), *high = n + 1 < rows ? row(n + 1) : nullptr;
-        for (int c = 0; c < width; c++) to[c] = (low ? low[c] : 0) | std::uint32_t(high ? high[c] : 0) << 16;
+        if (low && high) for (int c = 0; c < width; c++) to[c] = low[c] | std::uint32_t(high[c]) << 16;
+        else for (int c = 0; c < width; c++) to[c] = (low ? low[c] : 0) | std::uint32_t(high ? high[c] : 0) << 16;
         for (int c = width; c < padded; c++) to[c] = 0;
     }
 }

@@ -189,7 +189,7 @@ template <class T> void gather_head(const Backward& g, std::int64_t head, const 
     constexpr int L = LANES<T>;
     const int k_width = int((f.head_dim + L - 1) / L * L), v_width = int((f.v_head_dim + L - 1) / L * L);
     const std::int64_t b = head / f.kv_heads, h = head % f.kv_heads, size = is_half(f) ? 2 : sizeof(T);
-    const char* from = static_cast<const char*>(sums) + head * g.shares * sums_of<T>(f);
+    const char* from = static_cast<const char*>(sums);
     char* dk = static_cast<char*>(g.dk) + (b * g.dk_stride[0] + h * g.dk_stride[1]) * size;
     char* dv = static_cast<char*>(g.dv) + (b * g.dv_stride[0] + h * g.dv_stride[1]) * size;
     gather_rows<T>(g, from, k_width, f.head_dim, T(f.scale), dk, g.dk_stride[2]);

@@ -54,7 +54,7 @@ void run(const Target& target, const Backward& g, Random& r) {
         scratch.fill(0xff);
         target.run_gradient(g, task, scratch.data(), sums.data() + sum * std::size_t(task));
     }
-    for (std::int64_t head : shuffled(r, heads)) target.gather(g, head, sums.data());
+    for (std::int64_t head : shuffled(r, heads)) target.gather(g, head, sums.data() + sum * std::size_t(head * g.shares));
     if (!g.dbias) return;
     for (std::int64_t task : shuffled(r, target.bias_tasks(g))) {
         scratch.fill(0xff);
