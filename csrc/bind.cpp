@@ -197,14 +197,18 @@ NB_MODULE(_native, m) {
         for (int n = 0; n < 3; n++) f->out_stride[n] = out_stride[n];
         f->scale = scale, f->softcap = softcap, f->dropout = dropout, f->seed = seed;
     });
+    // True where all of out is finite.
     m.def("forward", [](const Forward& call, std::uintptr_t out, std::uintptr_t lse, int threads) {
         Forward f = call;
         f.out = reinterpret_cast<void*>(out);
         f.lse = reinterpret_cast<void*>(lse);
+        std::atomic<bool> spoilt{false};
+        f.spoilt = &spoilt;
         nb::gil_scoped_release unlocked;
         run(f, threads);
+        return !spoilt.load();
     });
-    // A call whose tensors keep their strides: only the addresses change; 0 = none. True where all of out is finite.
+    // The same of a call whose tensors keep their strides: only the addresses change; 0 = none.
     m.def("repeat", [](const Forward& call, std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t bias,
                        std::uintptr_t sinks, std::uintptr_t out, std::uintptr_t lse, int threads) {
         Forward f = call;  // several threads may repeat one call

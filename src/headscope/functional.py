@@ -283,16 +283,20 @@ def _run(
     if call.form == "traced" and prepared.backend.name in _operator.BACKENDS:
         out, lse = _operator.attend(call, prepared.mask, inputs, prepared.backend.name)
     else:
-        out, lse = _attend_now(prepared, inputs, prepared.backend.attend)
+        out, lse = _attend_now(prepared, inputs, prepared.backend)
     if len(call.lead) != 1:
         out = out.reshape(*call.lead, *out.shape[1:])  # [*lead, H, Q, Dv]
         lse = None if lse is None else lse.reshape(*call.lead, *lse.shape[1:])  # [*lead, H, Q]
     return out, lse
 
 
-def _attend_now(prepared: Prepared, inputs: Inputs, attend: _nonfinite.Attend) -> tuple[Tensor, Tensor | None]:
+def _attend_now(prepared: Prepared, inputs: Inputs, backend: Any, **seed: int) -> tuple[Tensor, Tensor | None]:
     call, plan = prepared.call, prepared.plan
+    attend = partial(backend.attend, **seed) if seed else backend.attend
     with full_precision(call):
+        if hasattr(backend, "attend_finite") and not call.dropout:  # its kernels notice themselves
+            done = backend.attend_finite(call, plan, inputs)
+            return _nonfinite.attend(attend, call, plan, inputs) if done is None else done
         if _nonfinite.suspicious(call, inputs):
             return _nonfinite.attend(attend, call, plan, inputs)
         return attend(call, plan, inputs)
@@ -308,8 +312,8 @@ def _operate(
         prepared = prepare(q, k, v, _operator.decode(codes, parts), bias, sinks, numbers, backend)
         done = prepared.repeat(q, k, v, bias, sinks) if prepared.repeat is not None else None
         if done is None:
-            attend = partial(_OF_OPERATOR[backend].attend, seed=0 if seed is None else int(seed))
-            done = _attend_now(prepared, Inputs(q, k, v, bias, sinks), attend)
+            inputs = Inputs(q, k, v, bias, sinks)
+            done = _attend_now(prepared, inputs, _OF_OPERATOR[backend], seed=0 if seed is None else int(seed))
     out, lse = done
     assert lse is not None  # it is asked for
     return out, lse

@@ -49,10 +49,30 @@ def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = Non
     """out, and lse if it is asked for. The seed of dropout is drawn from torch's generator unless it is given."""
     if seed is None:
         seed = int(torch.randint(2**62, (), device="cpu").item()) if call.dropout else 0
-    grad = call.grad or call.bias_grad
     with torch.no_grad():
-        out, lse = _forward(call, plan, inputs, seed, need_lse=call.lse or grad)
-    if not grad or lse is None:
+        out, lse, _ = _forward(call, plan, inputs, seed, need_lse=call.lse or call.grad or call.bias_grad)
+    return _tied(call, plan, inputs, seed, out, lse)
+
+
+def attend_finite(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None] | None:
+    """As ``attend``, without dropout; None where NaN or infinity may have reached what must not see it."""
+    with torch.no_grad():
+        out, lse, finite = _forward(call, plan, inputs, 0, need_lse=call.lse or call.grad or call.bias_grad)
+    if not finite and (lse is not None or hides(call)):
+        return None
+    return _tied(call, plan, inputs, 0, out, lse)
+
+
+def hides(call: Call) -> bool:
+    """Whether there may be keys that a row does not see."""
+    return call.spans != "all" or call.rest != "none" or call.bias is not None
+
+
+def _tied(
+    call: Call, plan: Plan | None, inputs: Inputs, seed: int, out: Tensor, lse: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """out and lse with their gradients, where the call has any."""
+    if not (call.grad or call.bias_grad) or lse is None:
         return out, lse
     tied = _Differentiable.apply((Work(call, plan, seed), call.lse, out, lse), *inputs)
     return tied if call.lse else (tied, None)  # pyright: ignore[reportReturnType]
@@ -81,7 +101,7 @@ def repeater(
     repeat, threads, empty = native.repeat, torch.get_num_threads, torch.empty_like
     like = hollow(rows_like(call, call.queries, call.heads, call.v_head_dim))
     lse_like = hollow(torch.empty((call.batch, call.heads, call.queries), dtype=dtype, device="cpu"))
-    hides = call.spans != "all" or call.bias is not None
+    hidden = hides(call)
     work, grad, asked = Work(call, plan, 0), call.grad or call.bias_grad, call.lse
     need_lse, beside = grad or asked, bias is not None or sinks is not None
 
@@ -93,7 +113,7 @@ def repeater(
             described.native, q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if bias is None else bias.data_ptr(),
             0 if sinks is None else sinks.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), threads(),
         )  # fmt: skip
-        if not finite and (lse is not None or hides):
+        if not finite and (lse is not None or hidden):
             return None
         if not grad or lse is None:
             return out, lse
@@ -168,7 +188,7 @@ def gradients(
     bad = [~x.isfinite() for x in inputs[:3]]  # none, perhaps: a sum may overflow
     q, k, v = (x.masked_fill(b, 0) for x, b in zip(inputs[:3], bad, strict=True))
     clean = Inputs(q, k, v, inputs.bias, inputs.sinks)
-    out, lse = _forward(work.call, work.plan, clean, work.seed, need_lse=True)
+    out, lse, _ = _forward(work.call, work.plan, clean, work.seed, need_lse=True)
     assert lse is not None  # it is asked for
     *found, dbias, dsinks = _gradients(work, clean, (out, lse), grads, wanted)
     zeroed = (x.masked_fill(b, 0) if x is not None else None for x, b in zip(found, bad, strict=True))
@@ -224,15 +244,18 @@ class _Described:
         self.held = held
 
 
-def _forward(call: Call, plan: Plan | None, inputs: Inputs, seed: int, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _forward(
+    call: Call, plan: Plan | None, inputs: Inputs, seed: int, need_lse: bool
+) -> tuple[Tensor, Tensor | None, bool]:
+    """out, lse, and whether all of out is finite."""
     out = rows_like(call, call.queries, call.heads, call.v_head_dim)
     lse = None
     if need_lse:
         rows = (call.batch, call.heads, call.queries)
         lse = torch.empty(rows, dtype=accumulate_dtype(call.dtype), device="cpu")
     described = describe(call, plan, inputs, seed)  # a name of its own: it keeps alive what it points into
-    native.forward(described.native, out.data_ptr(), address(lse), torch.get_num_threads())
-    return out, lse
+    finite = native.forward(described.native, out.data_ptr(), address(lse), torch.get_num_threads())
+    return out, lse, finite
 
 
 def rows_like(call: Call, length: int, heads: int, width: int) -> Tensor:
