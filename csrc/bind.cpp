@@ -222,6 +222,7 @@ NB_MODULE(_native, m) {
         run(f, threads);
         return !spoilt.load();
     });
+    // True where all of dq, dk and dv is finite.
     m.def("backward", [](const Forward& f, std::uintptr_t out, Axes out_stride, std::uintptr_t lse, std::uintptr_t grad_out,
                          Axes grad_out_stride, std::uintptr_t grad_lse, std::uintptr_t dq, Axes dq_stride, std::uintptr_t dk,
                          Axes dk_stride, std::uintptr_t dv, Axes dv_stride, std::uintptr_t dbias, Axes dbias_stride,
@@ -237,8 +238,11 @@ NB_MODULE(_native, m) {
         g.dbias = reinterpret_cast<void*>(dbias);
         for (int n = 0; n < 4; n++) g.dbias_stride[n] = dbias_stride[n];
         g.shares = shares;
+        std::atomic<bool> spoilt{false};
+        g.spoilt = &spoilt;
         nb::gil_scoped_release unlocked;
         run(g, threads);
+        return !spoilt.load();
     });
     // Observing; see _observe_native.py. Each argument of several numbers is told there.
     using Address = std::uintptr_t;

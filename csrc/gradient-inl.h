@@ -54,7 +54,7 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         }
         V<T> scale[QV];
         UNROLL for (int v = 0; v < QV; v++) scale[v] = splat(T(f.scale));
-        this->put_rows(dq, int(f.head_dim), scale, g.dq, g.dq_stride);
+        if (!this->put_rows(dq, int(f.head_dim), scale, g.dq, g.dq_stride)) g.spoil();
     }
 
     void block(std::int64_t j, int keys, T* dk, T* dv) {

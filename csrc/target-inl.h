@@ -178,11 +178,14 @@ template <class T> void gather_rows(const Backward& g, const char* from, int pad
     const Forward& f = g.forward;
     const std::size_t share = sums_of<T>(f);
     const int size = sizeof(T) == 8 ? 8 : is_half(f) ? 2 : 4;
+    V<T> zero{};
     for (std::int64_t j = 0; j < f.keys; j++) for (std::int64_t d = 0; d < width; d += LANES<T>) {
         V<T> total{};
         for (int n = 0; n < g.shares; n++) total += load(reinterpret_cast<const T*>(from + n * share) + j * padded + d);
-        put_numbers<T>(to + j * stride * size, d, total * factor, width, f.q.dtype);
+        total *= factor, zero += total * T(0);  // NaN or infinity times 0 is NaN
+        put_numbers<T>(to + j * stride * size, d, total, width, f.q.dtype);
     }
+    if (any<T>(zero != zero)) g.spoil();
 }
 template <class T> void gather_head(const Backward& g, std::int64_t head, const void* sums) {
     const Forward& f = g.forward;

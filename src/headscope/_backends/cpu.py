@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -182,22 +181,25 @@ def gradients(
         grads: those of out and lse, or None.
         wanted: whether those of bias and sinks are.
     """
-    dtype = accumulate_dtype(work.call.dtype)
-    if math.isfinite(sum(float(x.sum(dtype=dtype)) for x in inputs[:3])):
-        return _gradients(work, inputs, results, grads, wanted)
-    bad = [~x.isfinite() for x in inputs[:3]]  # none, perhaps: a sum may overflow
+    found, finite = _gradients(work, inputs, results, grads, wanted)
+    if finite:  # a NaN that met anything, and be it a weight of 0, would be in one of them
+        return found
+    bad = [~x.isfinite() for x in inputs[:3]]
+    if not any(x.any() for x in bad):
+        return found
     q, k, v = (x.masked_fill(b, 0) for x, b in zip(inputs[:3], bad, strict=True))
     clean = Inputs(q, k, v, inputs.bias, inputs.sinks)
     out, lse, _ = _forward(work.call, work.plan, clean, work.seed, need_lse=True)
     assert lse is not None  # it is asked for
-    *found, dbias, dsinks = _gradients(work, clean, (out, lse), grads, wanted)
-    zeroed = (x.masked_fill(b, 0) if x is not None else None for x, b in zip(found, bad, strict=True))
-    return *zeroed, dbias, dsinks
+    found, _ = _gradients(work, clean, (out, lse), grads, wanted)
+    zeroed = (x.masked_fill(b, 0) if x is not None else None for x, b in zip(found[:3], bad, strict=True))
+    return *zeroed, *found[3:]
 
 
 def _gradients(
     work: Work, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, wanted: tuple[bool, ...]
-) -> tuple[Tensor | None, ...]:
+) -> tuple[tuple[Tensor | None, ...], bool]:
+    """These, and whether all of dq, dk and dv is finite."""
     call, (out, lse) = work.call, results
     grad_out = torch.zeros_like(out) if grads[0] is None else _unit_stride(grads[0])
     grad_lse = grads[1].contiguous() if grads[1] is not None else None
@@ -208,7 +210,7 @@ def _gradients(
     if inputs.bias is not None and wanted[0]:
         dbias = torch.zeros(inputs.bias.shape, dtype=lse.dtype, device="cpu")
     described = describe(call, work.plan, inputs, work.seed)  # a name of its own: it keeps alive what it points into
-    native.backward(
+    finite = native.backward(
         described.native, out.data_ptr(), out.stride(), lse.data_ptr(),
         grad_out.data_ptr(), grad_out.stride(), address(grad_lse), dq.data_ptr(), dq.stride(),
         dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(), address(dbias), _strides(dbias),
@@ -219,7 +221,7 @@ def _gradients(
         dsinks = _sinks_gradient(inputs.sinks, out, lse, grad_out, grad_lse)
     if dbias is not None and inputs.bias is not None:
         dbias = dbias.to(inputs.bias.dtype)
-    return dq, dk, dv, dbias, dsinks
+    return (dq, dk, dv, dbias, dsinks), finite
 
 
 def _shares(call: Call) -> int:
