@@ -22,7 +22,10 @@ ROWS = 1 << 19  # elements of one block of visibility
 
 
 def suspicious(call: Call, inputs: Inputs) -> bool:
-    """Whether q, k or v may hold NaN or infinity. Looks at sums alone: one that overflows is suspicious too."""
+    """Whether q, k or v may hold NaN or infinity, for backends that do not say it of what they return.
+
+    Looks at sums alone: one that overflows is suspicious too.
+    """
     if call.device != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     if type(inputs.q) not in (Tensor, torch.nn.Parameter):  # a subclass may have no values
