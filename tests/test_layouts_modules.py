@@ -107,7 +107,9 @@ def test_torch_with_a_key_of_its_own(more: dict[str, bool]) -> None:
         out.square().sum().backward()
         own = (parameter.grad.flatten() for parameter in (module.bias_k, module.bias_v, module.out_proj.weight))
         results.append((out, x.grad, *own))
-    torch.testing.assert_close(results[1], results[0])
+    for expected, ours in zip(*results, strict=True):
+        size = float(expected.detach().abs().max())  # sixty and more, of a gradient: it rounds relative to that
+        torch.testing.assert_close(ours, expected, rtol=1.3e-6, atol=3e-6 * size)
 
 
 def test_a_key_of_its_own_with_grouped_heads_softcap_and_dropout() -> None:
