@@ -592,3 +592,15 @@ def test_logits_that_overflow_spoil_their_rows_alone() -> None:
     hidden = observe(q, k, mask=Dense(torch.arange(3) < 2), what=Observe(rows=torch.arange(3) != 1))
     assert hidden.broken.tolist() == [0]
     assert hidden.rows.tolist() == [1], "the last row is padding"
+
+
+def test_no_batch_entry_with_positions_of_keys_and_an_offset_each() -> None:
+    """What a mask or a position has for each batch entry may be for none."""
+    q = torch.randn(0, 2, 3, 4)
+    none = torch.empty(0, dtype=torch.int64)
+    for offset in (none, ()):
+        mask = Band(right=0, offset=offset)
+        assert headscope.attention(q, q, q, mask=mask).shape == q.shape
+        found = headscope.observe(q, q, mask=mask, k_pos=torch.arange(3))
+        assert found["entropy"].count.numel() == 2
+        assert not found["entropy"].count.any()

@@ -294,7 +294,7 @@ def _places(given: Given) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
 
 def _at(k_at: Tensor, index: Tensor, keys: int) -> Tensor:
     """The positions of the keys at these places, [B or 1, Q, axes]; NaN beyond them."""
-    batch = max(len(k_at), len(index))
+    batch = len(index) if len(k_at) == 1 else len(k_at)  # none, perhaps
     k_at, index = k_at.expand(batch, -1, -1), index.expand(batch, -1)
     inside = (index >= 0) & (index < keys)
     found = k_at.gather(1, index.clamp(0, keys - 1)[..., None].expand(-1, -1, k_at.shape[-1]))

@@ -402,7 +402,12 @@ def _plan(mask: Mask, sizes: Sizes) -> Plan:
     spans, rest = _spans(mask, sizes, device)
     readable = device.type == "cpu" and spans.numel() > 0 and not torch.compiler.is_compiling()
     if not readable:
-        square = isinstance(mask, Band) and (mask.left, mask.right, mask.offset) == (None, 0, 0) and queries == keys
+        square = (
+            queries == keys
+            and isinstance(mask, Band)
+            and isinstance(mask.offset, int)  # one for each batch entry does not compare
+            and (mask.left, mask.right, mask.offset) == (None, 0, 0)
+        )
         full = isinstance(mask, Dense)
         return Plan(spans, rest, None, full=full, everything=False, is_causal=square, may_be_empty=True)
     low, high = spans[..., 0], spans[..., 1]
