@@ -405,7 +405,7 @@ def _plan(mask: Mask, sizes: Sizes) -> Plan:
         square = (
             queries == keys
             and isinstance(mask, Band)
-            and isinstance(mask.offset, int)  # one for each batch entry does not compare
+            and not isinstance(mask.offset, Tensor)  # one for each batch entry does not compare; a traced number does
             and (mask.left, mask.right, mask.offset) == (None, 0, 0)
         )
         full = isinstance(mask, Dense)
