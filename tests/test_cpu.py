@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headscope import attend, attention, masks
 from headscope._backends import cpu
+from headscope.masks import Dense, Documents, KeyLengths
 
 pytestmark = pytest.mark.skipif(cpu.native is None, reason="the native extension was not built: no C++ compiler")
 
@@ -228,6 +229,19 @@ def test_a_tensor_changed_after_the_call_is_noticed_by_the_backward_pass() -> No
     scaled.data.add_(0)
     with torch.no_grad():
         scaled.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "blocked"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_mask_changed_after_the_call_is_noticed_by_the_backward_pass(backend: str, documents: bool) -> None:
+    q, k, v = (x[:1].requires_grad_() for x in tensors(7, 7))
+    own = torch.arange(7)[None] % 3 if documents else torch.ones(7, 7, dtype=torch.bool).tril()
+    mask = KeyLengths(torch.tensor([3])) | Documents(own) if documents else Dense(own)
+    attention(q, k, v, mask=mask, backend=backend).sum().backward()
+    out = attention(q, k, v, mask=mask, backend=backend)
+    own.fill_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 

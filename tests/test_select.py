@@ -76,6 +76,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "bias of another dtype": ({"bias": torch.zeros(Q, K, dtype=torch.float64)}, "bias: dtype torch.float64 beside"),
     "no queries": ({"queries": 0}, "an axis of size 0"),
+    "causal and a scale": ({"scale": -0.5, "mask": causal()}, "scale: at or below 0; torch's kernels hide keys"),
+    "causal and no scale": ({"scale": 0.0, "mask": causal()}, "scale: at or below 0; torch's kernels hide keys"),
+    "scale on an accelerator": ({"scale": -0.5, "device": "meta"}, "scale: at or below 0; torch's kernels hide keys"),
 }  # fmt: skip
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.overrides import _get_current_function_mode_stack as mode_stack
 from torch.utils.checkpoint import checkpoint
-from watched_small import Alone, Attention, Small, input_of
+from watched_small import Alone, Attention, Raw, Small, input_of
 
 import headscope
 from headscope import Observe, Recording, functional, watch, watching
@@ -390,6 +392,72 @@ def test_accelerate_attends_with_our_kernel() -> None:
             out = model(x)
     torch.testing.assert_close(out, plain)
     torch.testing.assert_close(ours["entropy"].mean, seen["entropy"].mean)
+
+
+class Learned(nn.Module):
+    """Two attentions that share a learned bias; the first as it is, without gradients, or recomputed."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.bias = nn.Parameter(torch.zeros(3, 6, 6))
+        self.first = Raw()
+        self.second = Raw()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "frozen":
+            with torch.no_grad():
+                x = self.first(x, x, attn_mask=self.bias)
+        elif self.way == "plain":
+            x = self.first(x, x, attn_mask=self.bias)
+        else:
+            run = functools.partial(self.first, attn_mask=self.bias)
+            x = checkpoint(run, x, x, use_reentrant=self.way == "reentrant")
+        return self.second(x, x, attn_mask=self.bias)
+
+
+@pytest.mark.parametrize("way", ["plain", "frozen", "reentrant", "recomputed"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_accelerate_leaves_gradients_of_a_learned_bias(way: str, nested: bool) -> None:
+    model = Learned(way)
+    x = torch.randn(2, 3, 6, 4, requires_grad=True)
+    model(x).square().sum().backward()
+    wanted, model.bias.grad = model.bias.grad, None
+    with watch(model.second if nested else model, accelerate=True) as seen, watch(model) if nested else nullcontext():
+        model(x).square().sum().backward()
+    torch.testing.assert_close(model.bias.grad, wanted)
+    assert seen.forwards == 1
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_accelerate_recomputes_by_our_kernel(every: int) -> None:
+    def recomputed(x: Tensor) -> Tensor:
+        return checkpoint(lambda y: inner(y), x, use_reentrant=False)
+
+    inner = Attention()
+    model = Calls(inner, recomputed)
+    x = input_of(inner).requires_grad_()
+    model(x).square().sum().backward()
+    wanted, x.grad = x.grad, None
+    with watch(model, accelerate=True, every=every) as seen:
+        for _ in range(2):
+            x.grad = None
+            model(x).square().sum().backward()
+            torch.testing.assert_close(x.grad, wanted)
+    assert seen.forwards == 2 // every
+    assert seen["entropy"].count.unique().tolist() == [14 * seen.forwards]
+
+
+class Calls(nn.Module):
+    """A module that runs as a function says."""
+
+    def __init__(self, inner: nn.Module, run: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)
 
 
 def test_a_recording_can_be_copied_and_pickled() -> None:

@@ -127,6 +127,80 @@ def test_other_numbers_of_axes() -> None:
     assert seen["entropy"].count.tolist() == [[70] * 3]
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 1, 1, 6), (2, 3, 1, 5, 6), (3, 1, 5, 6), (1, 3, 4, 1, 6), (4, 5, 6), (6,)])
+@pytest.mark.parametrize("accelerate", [False, True])
+def test_masks_beside_many_axes(shape: tuple[int, ...], accelerate: bool) -> None:
+    model = Raw()
+    q, k = torch.randn(2, 3, 4, 5, 8), torch.randn(2, 3, 4, 6, 8)
+    seen = torch.rand(shape) < 0.7
+    wanted = model(q, k, attn_mask=seen)
+    with watch(model, accelerate=accelerate) as found:
+        torch.testing.assert_close(model(q, k, attn_mask=seen), wanted)
+    pairs = seen.expand(2, 3, 4, 5, 6).sum((0, 1, 3))  # [H, K]
+    assert found[0].eligible.tolist() == pairs.tolist()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_that_is_refilled_between_layers(inference: bool, dtype: torch.dtype) -> None:
+    class Refills(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.three = Raw(), Raw(), Raw()
+
+        def forward(self, x: Tensor) -> Tensor:
+            later = torch.ones(1, 1, 5, 5).triu(1).bool()
+            mask = ~later if dtype == torch.bool else torch.zeros(1, 1, 5, 5).masked_fill(later, -math.inf)
+            x = self.one(x, x, attn_mask=mask)
+            x = self.two(x, x, attn_mask=mask)
+            mask.fill_(True if dtype == torch.bool else 0.0)
+            return self.three(x, x, attn_mask=mask)
+
+    model = Refills()
+    x = torch.randn(1, 2, 5, 4)
+    wanted = model(x)
+    for accelerate in (False, True):
+        with torch.inference_mode(inference), watch(model, accelerate=accelerate) as seen:
+            torch.testing.assert_close(model(x), wanted)
+        assert [seen[n].eligible[0].tolist() for n in range(3)] == [[5, 4, 3, 2, 1]] * 2 + [[5] * 5]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused(layout: torch.layout) -> None:
+    x = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=layout).transpose(1, 2)
+    x = x.contiguous() if layout == torch.strided else x
+    model = Raw()
+    with pytest.raises(WatchError, match=r"layer Raw: its tensors are nested; pass padded ones"), watch(model):
+        model(x, x)
+
+
+def test_tiles_are_of_what_was_observed() -> None:
+    """A learned query that the optimizer has moved since, and a bias."""
+    model = Raw()
+    q, k, bias = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 6, 4), torch.zeros(3, 6)
+    with watch(model, what=Observe(keep_qk=True, keep_rows=True)) as seen:
+        model(q, k, attn_mask=bias)
+        model(q, k, attn_mask=torch.ones(3, 6).bool())
+    before = seen[0].tile(0, 3, 0, 6)
+    q.zero_()
+    k.zero_()
+    torch.testing.assert_close(seen[0].tile(0, 3, 0, 6), before, rtol=0, atol=0)
+    torch.testing.assert_close(before[0].amax(-1), seen[0].kept[0].values["max_weight"].float()[0])
+
+
+@pytest.mark.parametrize("what", ["bias", "mask"])
+def test_tiles_of_what_has_been_written_to_are_refused(what: str) -> None:
+    q, seen = torch.randn(1, 2, 3, 4), torch.rand(3, 3) < 0.5
+    tensor = seen if what == "mask" else torch.randn(3, 3)
+    given = {"mask": Dense(tensor)} if what == "mask" else {"bias": tensor}
+    stats = headscope.observe(q, q, what=Observe(keep_qk=True), **given)
+    assert stats.tile(0, 3, 0, 3).shape == (1, 2, 3, 3)
+    tensor.zero_()
+    with pytest.raises(ValueError, match=rf"tile: {what} \[.*3, 3\] has been written to since it was observed"):
+        stats.tile(0, 3, 0, 3)
+
+
 def test_a_mask_that_is_as_low_as_can_be_hides() -> None:
     hidden = torch.tensor([False, False, True, True])
     q = torch.randn(1, 1, 4, 4)

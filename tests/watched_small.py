@@ -62,5 +62,5 @@ class Raw(nn.Module):
         super().__init__()
         self.options = options
 
-    def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, k, **self.options)
+    def forward(self, q: Tensor, k: Tensor, **more: Any) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, k, **self.options, **more)

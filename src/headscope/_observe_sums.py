@@ -187,27 +187,52 @@ def _kept(what: Observe, known: Scene | Ready, observed: Observed) -> tuple[Kept
 
 def _tiles(given: Given, known: Scene | Ready) -> tuple[_Tiles, ...]:
     """A way to the weights, if it was asked for."""
-    return (_Tiles(_for_tiles(given, known)),) if isinstance(known, Scene) and given.what.keep_qk else ()
+    if not (isinstance(known, Scene) and given.what.keep_qk):
+        return ()
+    scene = _for_tiles(given, known)
+    read = {"bias": scene.inputs.bias, "sinks": scene.inputs.sinks}
+    if scene.plan is not None:
+        read |= {f"mask {n}": x for n, x in enumerate(scene.plan.read_again())}
+    versions = {name: (x, x._version) for name, x in read.items() if x is not None and not x.is_inference()}
+    return (_Tiles(scene, versions),)
 
 
 def _for_tiles(given: Given, scene: Scene) -> Scene:
     """A scene of all rows, with nothing but what the weights are computed from."""
     call, inputs = given.call, given.inputs
-    slim = Inputs(inputs.q, inputs.k, inputs.k[..., :0], inputs.bias, inputs.sinks)
+    # copies: the model may write to its own, a cache is made to be written to
+    q, k = inputs.q.detach().clone(), inputs.k.detach().clone()
+    slim = Inputs(q, k, k[..., :0], inputs.bias, inputs.sinks)
     lse = None if given.lse is None else given.lse.detach().reshape(call.batch, call.heads, call.queries)
     return replace(
-        scene, inputs=slim, rows=range(call.queries), q=inputs.q, lse=lse, may_count=None,
+        scene, inputs=slim, rows=range(call.queries), q=q, lse=lse, may_count=None,
         line=None, q_at=None, k_at=None, own=None, ids=None, has_norms=False,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class _Tiles:
-    """p[i0:i1, j0:j1] on demand, [*lead, H, i, j]."""
+    """p[i0:i1, j0:j1] on demand, [*lead, H, i, j].
+
+    Attributes:
+        scene: what the weights are computed from: copies of q and k, and the caller's own bias, sinks and mask, which
+            may be as large as the weights.
+        versions: these, and how often they had been written to.
+    """
 
     scene: Scene
+    versions: Mapping[str, tuple[Tensor, int]]
+
+    def _check_unchanged(self) -> None:
+        for name, (tensor, version) in self.versions.items():
+            if tensor._version != version:
+                raise ValueError(
+                    f"tile: {name.split()[0]} [{', '.join(map(str, tensor.shape))}] has been written to since it was "
+                    "observed, so that these weights are gone; take tiles before, give a copy, or save without qk"
+                )
 
     def __call__(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
+        self._check_unchanged()
         call = self.scene.call
         for names, start, stop, letter, size in (
             ("i0, i1", i0, i1, "Q", call.queries),
@@ -229,8 +254,10 @@ class _Tiles:
         """The same from tensors alone, with the lse that its rows have.
 
         Raises:
-            ValueError: a mask that is no spans has more pairs than ``MOST_REST``.
+            ValueError: a mask that is no spans has more pairs than ``MOST_REST``; or a bias, sinks or mask have been
+                written to.
         """
+        self._check_unchanged()
         call, scene = self.scene.call, self.scene
         with torch.no_grad(), full_precision(call):
             lse = self._lse() if scene.lse is None else scene.lse

@@ -143,11 +143,18 @@ def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> Cal
 
     Args:
         convert: ``_watch_masks.split``, or one that remembers what it has split.
+
+    Raises:
+        WatchError: its tensors are nested.
     """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    if any(given[name].is_nested for name in names[:3]):
+        raise WatchError("its tensors are nested; pass padded ones with a mask, or leave it out with layers=")
     q, k, v = (one_head(given[name]) for name in names[:3])
     attn_mask = given.get("attn_mask")
+    if attn_mask is not None and q.ndim > 4:
+        attn_mask = _four_axes(attn_mask, q.shape[:-3])
     mask, bias = (None, None) if attn_mask is None else convert(attn_mask)
     if given.get("is_causal"):
         top_left = Band(None, 0, offset=0)
@@ -174,6 +181,14 @@ def attend(call: Call, dropout: float) -> Tensor:
 def one_head(tensor: Tensor) -> Tensor:
     """SDPA takes [length, width] as well: one head."""
     return tensor[None] if tensor.ndim == 2 else tensor
+
+
+def _four_axes(mask: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """A mask of SDPA beside these leading axes, as one beside their product."""
+    own = mask.shape[:-3]
+    if all(n == 1 for n in own):
+        return mask.reshape(mask.shape[len(own) :])
+    return mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
 
 
 Convert = Callable[[Tensor], tuple[Mask | None, Tensor | None]]

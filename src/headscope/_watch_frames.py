@@ -136,10 +136,13 @@ class Frame:
 
     def converted(self, mask: Tensor) -> tuple[Mask | None, Tensor | None]:
         """``_watch_masks.split``, once for all layers that are given the same tensor."""
-        key = (id(mask), None if mask.is_inference() else mask._version)
-        if key not in _here.masks:
-            _here.masks[key] = (mask, *_watch_masks.split(mask))
-        return _here.masks[key][1:]
+        version = None if mask.is_inference() else mask._version
+        key = (id(mask), version, torch.is_grad_enabled() and mask.requires_grad)
+        found = _here.masks.get(key)
+        if found is None or (version is None and not torch.equal(found[1], mask)):
+            as_it_was = mask if version is not None else mask.clone()  # nobody counts what is written to this one
+            found = _here.masks[key] = (mask, as_it_was, *_watch_masks.split(mask))
+        return found[2:]
 
     def see(self, call: Callable[[], Call]) -> None:
         """Hand an attention call to everybody who watches; it is made where somebody wants it."""
@@ -215,7 +218,8 @@ def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
 class _Here(threading.local):
     def __init__(self) -> None:
         self.stack: list[Frame] = []
-        self.masks: dict[Any, tuple[Tensor, Mask | None, Tensor | None]] = {}  # kept with the tensor: ids are reused
+        # kept with the tensor, for ids are reused; and as it was
+        self.masks: dict[Any, tuple[Tensor, Tensor, Mask | None, Tensor | None]] = {}
 
 
 _here = _Here()

@@ -24,6 +24,8 @@ def split(mask: Tensor) -> tuple[Mask | None, Tensor | None]:
     if mask.dtype == torch.bool:
         return known(mask), None
     bias = additive(mask)
+    if bias.requires_grad:  # it may be all 0 and yet be learned
+        return None, bias
     hidden = bias == -math.inf
     if mask.device.type == "cpu" and bool((hidden | (bias == 0)).all()):  # elsewhere to look would be to wait
         return known(~hidden), None

@@ -375,6 +375,10 @@ class Plan:
         """What may be seen is the same for every query of a batch entry."""
         return self.spans.shape[1] == 1 and self.rest is None
 
+    def read_again(self) -> tuple[Tensor, ...]:
+        """The caller's own tensors that a backward pass reads: it saves them, so that to write to them is an error."""
+        return () if self.rest is None else tuple(x for x in self.rest.tensors() if not x.is_inference())
+
     def tile(self, b: slice, h: slice, i: slice, j: slice) -> Tensor:
         """What may be seen in a block, boolean, broadcastable to [b, h, i, j]."""
         spans = self.spans[_within(b, self.spans.shape[0]), _within(i, self.spans.shape[1])]  # [b, i, n, 2]

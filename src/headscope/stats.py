@@ -79,7 +79,7 @@ class Observe:
         first: over how many of the first real keys ``first`` and ``streaming_{w}`` sum, from 1.
         tokens: ids of the keys, whole numbers [K] or [B, K]: adds duplicate and induction.
         keep_rows: keep the row quantities of every row, and the argmax, [B, H, R].
-        keep_qk: keep q and k, so that ``HeadStats.tile`` can give any exact piece of the weights.
+        keep_qk: keep copies of q and k, so that ``HeadStats.tile`` can give any exact piece of the weights.
 
     Raises:
         TypeError: an argument is not of the right kind.
@@ -360,7 +360,8 @@ class HeadStats:
         What may not be seen, and every row that may see nothing, is 0. Time and memory are those of the rows.
 
         Raises:
-            ValueError: q and k were not kept, or not saved, several layers, or out of range.
+            ValueError: q and k were not kept, or not saved, several layers, or out of range; or a bias, sinks or a
+                mask have been written to since they were observed.
         """
         tiles = self._only("tile").tiles
         if not tiles:

@@ -385,13 +385,13 @@ class Watch:
         recording: what has been seen so far.
     """
 
-    again = False
-
     def __init__(
         self, model: nn.Module, options: Options, layers: Choice | None, texts: tuple[str, ...] | None
     ) -> None:
         self.monitor = options.monitor
         self.options = options
+        self.again = options.accelerate  # what is computed again has to be computed alike
+        self._last_active = False
         self.modules = _watch_layers.modules_of(model)
         self.chosen = _watch_layers.chosen(self.modules, layers)
         for pattern in options.kinds:
@@ -446,11 +446,14 @@ class Watch:
     # ------------------------------------------------------------ as the modules' calls see it
 
     def begin(self) -> Pass:
-        """A forward pass starts."""
+        """A forward pass starts, or a piece of the last one is computed again."""
+        if torch._C._current_graph_task_id() != -1:
+            return Again(self, self.recording.about.ran, self._last_active)
         with self.recording._lock:
             about = self.recording.about
             active = about.ran % self.options.every == 0
             self.recording.about = replace(about, ran=about.ran + 1, forwards=about.forwards + active)
+            self._last_active = active
         return Pass(self, about.ran, active)
 
     def tokens_of(self, call: Call) -> Tensor | None:
@@ -490,7 +493,7 @@ class Watch:
         Raises:
             WatchError: an attention layer ran in it and was not seen.
         """
-        if not finished or not forward.active:
+        if not finished or not forward.active or isinstance(forward, Again):
             return
         if self.monitor is not None:
             with self._lock, torch.no_grad():
@@ -560,6 +563,13 @@ class Pass:
         watch.recording._add(layer, (watch.places[name], frame.calls), part, kind)
         if watch.monitor is not None:
             self.parts[layer] = self.parts[layer].merge(part) if layer in self.parts else part
+
+
+class Again(Pass):
+    """A piece of a forward pass that a checkpoint computes once more: by the same kernels, and nobody looks."""
+
+    def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
+        """It has been seen."""
 
 
 def register_transformers(name: str = "headscope") -> None:

@@ -146,13 +146,13 @@ class _Attend(torch.autograd.Function):
             out[at] = _per_head(call, block, tile_out).flatten(1, 2).to(out.dtype)  # [b, H, i, Dv]
             lse[at] = _per_head(call, block, tile_lse)[..., 0].flatten(1, 2)  # [b, H, i]
         ctx.call, ctx.plan, ctx.seed = call, plan, seed
-        ctx.save_for_backward(q, k, v, bias, sinks, out, lse)
+        ctx.save_for_backward(q, k, v, bias, sinks, out, lse, *(() if plan is None else plan.read_again()))
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
-        *tensors, out, lse = saved
+        tensors, (out, lse) = saved[:5], saved[5:7]
         work = Work(ctx.call, ctx.plan, ctx.seed)
         with torch.no_grad():
             found = gradients(work, Inputs(*tensors), (out, lse), grads, ctx.needs_input_grad[6:])

@@ -137,7 +137,8 @@ class _Differentiable(torch.autograd.Function):
         ctx: Any, made: tuple[Work, bool, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, *beside: Tensor | None
     ) -> Result:
         ctx.work, asked, out, lse = made
-        ctx.save_for_backward(q, k, v, out, lse, *beside)  # beside: bias and sinks, or nothing
+        masks = () if ctx.work.plan is None else ctx.work.plan.read_again()
+        ctx.save_for_backward(q, k, v, out, lse, *beside, *masks)  # beside: bias and sinks, or nothing
         if not asked:
             return out
         ctx.set_materialize_grads(False)
@@ -146,7 +147,8 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
-        q, k, v, out, lse, *beside = saved
+        q, k, v, out, lse, *rest = saved
+        beside = rest[: len(ctx.needs_input_grad) - 4]
         bias, sinks = beside or (None, None)
         inputs, wanted = Inputs(q, k, v, four_axes(bias), sinks), ctx.needs_input_grad[4:] or (False, False)
         with torch.no_grad():
