@@ -19,6 +19,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
     V<T> top[QV], sum[QV];
     V<T> shrink[QV];        // by how much the last block of keys shrinks what was before
     bool moved = false;     // whether it does
+    bool packed = false;    // the logits of this block are [keys][G], not [keys][ROWS]: where nothing hides or changes them
     Rider rider;
 
     static int whole(std::int64_t n) { return int((n + FewProducts::STEP - 1) / FewProducts::STEP * FewProducts::STEP); }
@@ -80,13 +81,17 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
             bool whole;
             if (!this->visible(j, keys, whole)) return false;
             const int depth = int(f.head_dim), width = int(f.v_head_dim);
+            packed = !Rider::LOOKS && whole && !f.visible.count && !f.bias.data && !(f.softcap > 0) && !(f.dropout > 0);
             if constexpr (PAIRS) {
                 const auto* k = reinterpret_cast<const BFloat16*>(at(f.k, b, this->kv_head, j, 2));
-                FewProducts::dots(few_q, k_width / 2, k, f.k.stride[2], keys, depth, this->query_factor(), p, ahead(k, f.v, j, width));
+                FewProducts::dots(few_q, k_width / 2, k, f.k.stride[2], keys, depth, this->query_factor(), p, packed,
+                                  ahead(k, f.v, j, width));
             } else {
-                of_dtype(f.k, j, [&](auto* k) { FewProducts::dots(few_q, k_width, k, f.k.stride[2], keys, depth, p, ahead(k, f.v, j, width)); });
+                of_dtype(f.k, j, [&](auto* k) {
+                    FewProducts::dots(few_q, k_width, k, f.k.stride[2], keys, depth, p, packed, ahead(k, f.v, j, width));
+                });
             }
-            this->adjust(j, keys, whole);
+            if (!packed) this->adjust(j, keys, whole);
             return true;
         }
         return Base::logits(j, keys);
@@ -118,7 +123,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
             using E = std::remove_const_t<std::remove_pointer_t<decltype(v)>>;
             const auto* next = reinterpret_cast<const E*>(at(f.k, b, this->kv_head, j + keys, sizeof(E)));
             const Ahead<E> ahead{next, f.k.stride[2], FEW ? int(f.head_dim) : 0};
-            Rows::mixes(weights + row, v, f.v.stride[2], keys, width, o + row * v_width, v_width, fresh, ahead);
+            Rows::mixes(weights + row, packed ? G : ROWS, v, f.v.stride[2], keys, width, o + row * v_width, v_width, fresh, ahead);
         };
         if constexpr (PAIRS) run(reinterpret_cast<const BFloat16*>(at(f.v, b, this->kv_head, j, 2)));
         else of_dtype(f.v, j, run);
@@ -169,6 +174,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
 
     // Scores to weights relative to the running maximum: p = exp2(s - top); the output so far moves along with it.
     void weigh(std::int64_t j0, int keys, bool fresh) {
+        if constexpr (FEW) if (packed) return weigh_packed(keys, fresh);
         constexpr int CHAINS = QV > 2 ? 2 : 4;  // a maximum waits for the one before it
         V<T> found[CHAINS][QV], m[QV];
         UNROLL for (int n = 0; n < CHAINS; n++) UNROLL for (int v = 0; v < QV; v++) found[n][v] = top[v];
@@ -196,6 +202,42 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
             if (f.dropout > 0) exponentials<true, false>(j0, keys, m);
             else exponentials<false, false>(j0, keys, m);
         }
+    }
+    // The same with several keys in a vector.
+    void weigh_packed(int keys, bool fresh) {
+        constexpr int AT_ONCE = L / G * Op::PER_WORD, CHAINS = 4;  // keys; maxima
+        constexpr auto LANE = std::make_integer_sequence<int, L>{};
+        const int end = (keys + AT_ONCE - 1) / AT_ONCE * AT_ONCE * G;
+        for (int n = keys * G; n < end; n++) p[n] = -std::numeric_limits<T>::infinity();
+        top[0] = repeated<T, G>(top[0], LANE);
+        V<T> found[CHAINS], total{};
+        UNROLL for (int n = 0; n < CHAINS; n++) found[n] = top[0];
+        int at = 0;
+        for (; at + CHAINS * L <= end; at += CHAINS * L)
+            UNROLL for (int n = 0; n < CHAINS; n++) found[n] = greater<T>(load(p + at + n * L), found[n]);
+        for (; at < end; at += L) found[0] = greater<T>(load(p + at), found[0]);
+        const V<T> several = greater<T>(greater<T>(found[0], found[1]), greater<T>(found[2], found[3]));
+        const V<T> m = over_keys<T, G>(several, [](V<T> a, V<T> b) __attribute__((always_inline)) { return greater<T>(a, b); }, LANE);
+        moved = any<T>(m > top[0]);
+        if (moved) {
+            shrink[0] = exp2(top[0] - m), sum[0] *= shrink[0], top[0] = m;
+            if (!fresh) scale_output(shrink);
+        }
+        if constexpr (PAIRS) {
+            for (int n = 0; n < end; n += 2 * L) {
+                V<T> x = exp2(load(p + n) - m), y = exp2(load(p + n + L) - m);
+                total += x + y;
+                paired_keys<T, G>(x, y, LANE);
+                store_pair(weights + n / 2, x, y);
+            }
+        } else {
+            for (int n = 0; n < end; n += L) {
+                const V<T> x = exp2(load(p + n) - m);
+                total += x;
+                store(p + n, x);
+            }
+        }
+        sum[0] += over_keys<T, G>(total, [](V<T> a, V<T> b) __attribute__((always_inline)) { return a + b; }, LANE);
     }
     // HIDES: some logits may be -infinity, times which 0 is no number.
     template <bool DROPS, bool HIDES> void exponentials(std::int64_t j0, int keys, const V<T>* m) {

@@ -28,6 +28,23 @@ template <class T, int G> INLINE void put_dots(V<T> sums, T* s) {
     put_dots<T, G>(sums, s, std::make_integer_sequence<int, LANES<T> / G>{});
 }
 
+// A vector may hold the G rows of L / G keys. The first G lanes, for each of these keys:
+template <class T, int G, int... N> INLINE V<T> repeated(V<T> x, std::integer_sequence<int, N...>) {
+    return __builtin_shufflevector(x, x, (N % G)...);
+}
+// What `join` makes of all of these keys, for each of them:
+template <class T, int STEP, class Join, int... N> INLINE V<T> over_keys(V<T> x, const Join& join, std::integer_sequence<int, N...> lanes) {
+    if constexpr (STEP < LANES<T>)
+        return over_keys<T, 2 * STEP>(join(x, __builtin_shufflevector(x, x, ((N + STEP) % LANES<T>)...)), join, lanes);
+    else return x;
+}
+// Two such vectors by pairs of keys: the even ones, and the odd ones.
+template <class T, int G, int... N> INLINE void paired_keys(V<T>& x, V<T>& y, std::integer_sequence<int, N...>) {
+    const V<T> a = x, b = y;
+    x = __builtin_shufflevector(a, b, (N / G * 2 * G + N % G)...);
+    y = __builtin_shufflevector(a, b, (N / G * 2 * G + N % G + G)...);
+}
+
 template <class T, int G> struct Few {
     static constexpr int L = LANES<T>;
     static constexpr int N = L / G;             // keys at a time: they make L sums
@@ -36,9 +53,9 @@ template <class T, int G> struct Few {
     static constexpr int STEP = L;  // numbers that are multiplied at once
     INLINE static void in_order(V<T>*) {}
 
-    // s[j][g] = k[j] · q[g]; s is [keys][L], q is [G][q_width] with zeros beyond `depth`.
+    // s[j][g] = k[j] · q[g]; s is [keys][L], or [keys][G] if packed; q is [G][q_width] with zeros beyond `depth`.
     template <class E> static void dots(const T* q, int q_width, const E* k, std::int64_t k_stride, int keys, int depth, T* s,
-                                         Ahead<E> ahead) {
+                                         bool packed, Ahead<E> ahead) {
         for (int j = 0; j < keys; j += N) {
             V<T> a[L];
             UNROLL for (int n = 0; n < N; n += READ) {
@@ -47,7 +64,8 @@ template <class T, int G> struct Few {
                 UNROLL for (int m = 0; m < READ; m++) key[m] = k + (j + n + m < keys ? j + n + m : keys - 1) * k_stride;
                 dots_of(q, q_width, key, depth, a + n * G);
             }
-            put_dots<T, G>(sums<T>(a), s + j * L);
+            if (packed) store(s + j * G, sums<T>(a));
+            else put_dots<T, G>(sums<T>(a), s + j * L);
         }
     }
     template <class E> INLINE static void dots_of(const T* q, int q_width, const E* const* key, int depth, V<T>* to) {
@@ -76,34 +94,34 @@ template <class T, int G> struct Few {
         UNROLL for (int n = 0; n < READ * G; n++) to[n] = a[n];
     }
 
-    // o[g] (+)= Σ_j p[j][g] v[j]; o is [G][o_width].
-    template <class E> static void mixes(const T* p, const E* v, std::int64_t v_stride, int keys, int width, T* o, int o_width, bool fresh,
+    // o[g] (+)= Σ_j p[j][g] v[j]; p is [keys][p_width], o is [G][o_width].
+    template <class E> static void mixes(const T* p, int p_width, const E* v, std::int64_t v_stride, int keys, int width, T* o, int o_width, bool fresh,
                                           Ahead<E> ahead) {
         constexpr int C = REGISTER_TILE * 2 / 3 / G > 1 ? REGISTER_TILE * 2 / 3 / G : 1;
         int c = 0;
-        for (; c + C * L <= width; c += C * L, ahead.width = 0) mix<C>(p, v + c, v_stride, keys, o + c, o_width, fresh, ahead);
+        for (; c + C * L <= width; c += C * L, ahead.width = 0) mix<C>(p, p_width, v + c, v_stride, keys, o + c, o_width, fresh, ahead);
         if constexpr (C > 1)
-            for (; c + L <= width; c += L, ahead.width = 0) mix<1>(p, v + c, v_stride, keys, o + c, o_width, fresh, ahead);
+            for (; c + L <= width; c += L, ahead.width = 0) mix<1>(p, p_width, v + c, v_stride, keys, o + c, o_width, fresh, ahead);
         if (c == width) return;
         for (int g = 0; fresh && g < G; g++) store(o + g * o_width + c, V<T>{});
         for (int j = 0; j < keys; j++) {
             E rest[L]{};
             for (int n = 0; c + n < width; n++) rest[n] = v[j * v_stride + c + n];
             const V<T> x = load_wide<T>(rest);
-            for (int g = 0; g < G; g++) store(o + g * o_width + c, load(o + g * o_width + c) + x * p[j * L + g]);
+            for (int g = 0; g < G; g++) store(o + g * o_width + c, load(o + g * o_width + c) + x * p[j * p_width + g]);
         }
     }
-    template <int C, class E> static void mix(const T* p, const E* v, std::int64_t v_stride, int keys, T* o, int o_width, bool fresh,
-                                              Ahead<E> ahead) {
+    template <int C, class E> static void mix(const T* p, int p_width, const E* v, std::int64_t v_stride, int keys, T* o, int o_width,
+                                              bool fresh, Ahead<E> ahead) {
         V<T> a[G][C];
         UNROLL for (int g = 0; g < G; g++) UNROLL for (int c = 0; c < C; c++)
             a[g][c] = fresh ? V<T>{} : load(o + g * o_width + c * L);
-        for (int j = 0; j < keys; j++, v += v_stride) {
+        for (int j = 0; j < keys; j++, v += v_stride, p += p_width) {
             ahead.expect(j);
             V<T> x[C];
             UNROLL for (int c = 0; c < C; c++) x[c] = load_wide<T>(v + c * L);
             UNROLL for (int g = 0; g < G; g++) {
-                const V<T> w = splat(p[j * L + g]);
+                const V<T> w = splat(p[g]);
                 UNROLL for (int c = 0; c < C; c++) a[g][c] += w * x[c];
             }
         }
@@ -133,7 +151,7 @@ template <int G> struct FewPairs {
     }
 
     static void dots(const Word* q, int q_width, const BFloat16* k, std::int64_t k_stride, int keys, int depth, float factor, float* s,
-                     Ahead<BFloat16> ahead) {
+                     bool packed, Ahead<BFloat16> ahead) {
         for (int j = 0; j < keys; j += N) {
             V<float> a[L];
             UNROLL for (int n = 0; n < N; n += READ) {
@@ -142,7 +160,8 @@ template <int G> struct FewPairs {
                 UNROLL for (int m = 0; m < READ; m++) key[m] = k + (j + n + m < keys ? j + n + m : keys - 1) * k_stride;
                 dots_of(q, q_width, key, depth, a + n * G);
             }
-            put_dots<float, G>(sums<float>(a) * factor, s + j * L);
+            if (packed) store(s + j * G, sums<float>(a) * factor);
+            else put_dots<float, G>(sums<float>(a) * factor, s + j * L);
         }
     }
     INLINE static void dots_of(const Word* q, int q_width, const BFloat16* const* key, int depth, V<float>* to) {
@@ -167,21 +186,22 @@ template <int G> struct FewPairs {
         UNROLL for (int n = 0; n < READ * G; n++) to[n] = a[n];
     }
 
-    // p is [(keys + 1) / 2][L], o is [G][o_width] with o_width a multiple of 32.
-    static void mixes(const Word* p, const BFloat16* v, std::int64_t v_stride, int keys, int width, float* o, int o_width, bool fresh,
-                      Ahead<BFloat16> ahead) {
+    // p is [(keys + 1) / 2][p_width], o is [G][o_width] with o_width a multiple of 32.
+    static void mixes(const Word* p, int p_width, const BFloat16* v, std::int64_t v_stride, int keys, int width, float* o, int o_width,
+                      bool fresh, Ahead<BFloat16> ahead) {
         constexpr int C = 8 / G > 1 ? 8 / G : 1;  // pieces of 32 columns
         int c = 0;
-        for (; c + C * STEP <= width; c += C * STEP, ahead.width = 0) mix<C>(p, v + c, v_stride, keys, STEP, o + c, o_width, fresh, ahead);
+        for (; c + C * STEP <= width; c += C * STEP, ahead.width = 0)
+            mix<C>(p, p_width, v + c, v_stride, keys, STEP, o + c, o_width, fresh, ahead);
         for (; c < width; c += STEP, ahead.width = 0)
-            mix<1>(p, v + c, v_stride, keys, width - c < STEP ? width - c : STEP, o + c, o_width, fresh, ahead);
+            mix<1>(p, p_width, v + c, v_stride, keys, width - c < STEP ? width - c : STEP, o + c, o_width, fresh, ahead);
     }
-    template <int C> static void mix(const Word* p, const BFloat16* v, std::int64_t v_stride, int keys, int width, float* o, int o_width,
-                                     bool fresh, Ahead<BFloat16> ahead) {
+    template <int C> static void mix(const Word* p, int p_width, const BFloat16* v, std::int64_t v_stride, int keys, int width, float* o,
+                                     int o_width, bool fresh, Ahead<BFloat16> ahead) {
         V<float> a[G][2 * C];
         UNROLL for (int g = 0; g < G; g++) UNROLL for (int c = 0; c < 2 * C; c++)
             a[g][c] = fresh ? V<float>{} : load(o + g * o_width + c * L);
-        for (int j = 0; j < keys; j += 2, v += 2 * v_stride) {
+        for (int j = 0; j < keys; j += 2, v += 2 * v_stride, p += p_width) {
             ahead.expect(j), ahead.expect(j + 1);
             const bool whole = width == STEP && j + 1 < keys;
             Words x[2 * C];
@@ -193,7 +213,7 @@ template <int G> struct FewPairs {
                 x[2 * c + 1] = (Words)_mm512_unpackhi_epi16((__m512i)even, (__m512i)odd);
             }
             UNROLL for (int g = 0; g < G; g++) {
-                const Words w = Words{} + Int<float>(p[j / 2 * L + g]);
+                const Words w = Words{} + Int<float>(p[g]);
                 UNROLL for (int c = 0; c < 2 * C; c++) a[g][c] = BF16_DOT(a[g][c], x[c], w);
             }
         }

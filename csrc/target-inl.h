@@ -54,8 +54,10 @@ bool in_pairs([[maybe_unused]] const Forward& f) {
 // Values as words of two keys: made once where several blocks of rows will read them.
 constexpr std::int64_t PREPARED_KEYS = 512;  // of a task; even
 std::size_t prepared(const Forward& f) {
-    if (!in_pairs(f) || blocks_of<float>(f) < 2) return 0;
-    return std::size_t(f.batch * f.kv_heads * ((f.keys + 1) / 2) * f.v_head_dim * 4);
+    constexpr std::int64_t little = 1 << 16;  // words that are made again sooner than threads have met once more
+    const std::int64_t words = f.batch * f.kv_heads * ((f.keys + 1) / 2) * f.v_head_dim;
+    if (!in_pairs(f) || (blocks_of<float>(f) - 1) * words < little) return 0;
+    return std::size_t(words * 4);
 }
 std::int64_t prepare_tasks(const Forward& f) { return f.batch * f.kv_heads * ((f.keys + PREPARED_KEYS - 1) / PREPARED_KEYS); }
 void prepare(const Forward& f, std::int64_t task) {
