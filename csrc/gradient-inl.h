@@ -19,6 +19,7 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
     Word *q_rows, *dout_rows;   // [ROWS / PER_WORD][k_width], [ROWS / PER_WORD][v_width]
     Word *weight_rows, *by_rows, *by_keys;  // the weights and dS as they are multiplied: [KEYS][ROWS / PER_WORD], [KEYS / PER_WORD][ROWS]
     V<T> lse[QV], delta[QV];
+    std::int64_t begin, end;    // the keys that any row may see
 
     static int whole(std::int64_t n) { return int((n + L - 1) / L * L); }
     static std::size_t scratch(const Backward& g) {
@@ -40,18 +41,25 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         else weight_rows = kept, by_rows = by_keys = this->p;
     }
 
-    // dk [K][k_width] and dv [K][v_width] are added to.
-    void run(std::int64_t first, int rows, T* dk, T* dv) {
+    // What lies here between two blocks of keys stays; the rest may be another's, who works in turn.
+    void share(const Gradient& other) {
+        p = other.p, this->wide_k = other.wide_k, this->wide_v = other.wide_v, this->line = other.line;
+        dots = other.dots, kept = other.kept, tangent = other.tangent;
+        weight_rows = other.weight_rows, by_rows = other.by_rows, by_keys = other.by_keys;
+    }
+    void start(std::int64_t first, int rows) {
         open(first, rows);
         copy_rows(f.q, int(f.head_dim), k_width, q_rows);
         copy_rows(g.grad_out, int(f.v_head_dim), v_width, dout_rows);
         for (int n = 0; n < f.head_dim * QV; n++) store(dq + n * L, V<T>{});
-        std::int64_t begin, end;
         this->reach(begin, end);
-        for (std::int64_t j = begin; j < end; j += KEYS) {
-            const int keys = int(end - j < KEYS ? end - j : KEYS);
-            if (this->logits(j, keys, tangent)) block(j, keys, dk + j * k_width, dv + j * v_width);
-        }
+    }
+    // What the block of keys from j on, as far as these rows may see it, adds to dq, dk [K][k_width] and dv [K][v_width].
+    void add(std::int64_t j, T* dk, T* dv) {
+        const std::int64_t from = j > begin ? j : begin, to = j + KEYS < end ? j + KEYS : end;
+        if (from < to && this->logits(from, int(to - from), tangent)) block(from, int(to - from), dk + from * k_width, dv + from * v_width);
+    }
+    void finish() {
         V<T> scale[QV];
         UNROLL for (int v = 0; v < QV; v++) scale[v] = splat(T(f.scale));
         if (!this->put_rows(dq, int(f.head_dim), scale, g.dq, g.dq_stride)) g.spoil();
@@ -116,7 +124,6 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         open(first, rows);
         T* to = static_cast<T*>(g.dbias) + b * g.dbias_stride[0];
         const bool one_row = g.dbias_stride[1] == 0 && g.dbias_stride[2] == 0;
-        std::int64_t begin, end;
         this->reach(begin, end);
         for (std::int64_t j = begin; j < end; j += KEYS) {
             const int keys = int(end - j < KEYS ? end - j : KEYS);

@@ -142,31 +142,58 @@ template <class T> std::size_t gradient_scratch_of(const Backward& g) {
 #endif
     return Gradient<T, QUERY_VECTORS>::scratch(g);
 }
+// Row blocks of which each block of keys meets several in turn: dK and dV of long sequences are then read and written seldom.
+constexpr int TOGETHER = 4;
 std::size_t gradient_scratch(const Backward& g) {
-    return is_double(g.forward) ? gradient_scratch_of<double>(g) : gradient_scratch_of<float>(g);
+    const std::int64_t blocks = is_double(g.forward) ? blocks_of<double>(g.forward) : blocks_of<float>(g.forward);
+    const std::int64_t of_share = (blocks + g.shares - 1) / g.shares;
+    const std::size_t one = is_double(g.forward) ? gradient_scratch_of<double>(g) : gradient_scratch_of<float>(g);
+    return one * std::size_t(of_share < 1 ? 1 : of_share < TOGETHER ? of_share : TOGETHER);
 }
 
-template <class T, int QV> void run_gradient_block(const Backward& g, std::int64_t b, std::int64_t h, void* scratch, std::int64_t first,
-                                                   int count, T* dk, T* dv) {
+template <class T, int QV, class Op = Plain<T>> void run_gradient_blocks(const Backward& g, std::int64_t head, void* scratch, const Rows* rows,
+                                                                         int count, T* dk, T* dv) {
+    using Block = Gradient<T, QV, Op>;
+    const Forward& f = g.forward;
     Arena memory{reinterpret_cast<std::uintptr_t>(scratch)};
-#if defined(BF16_DOT)
-    if constexpr (sizeof(T) == 4)
-        if (gradient_in_pairs(g.forward)) return Gradient<T, QV, Pairs>(g, b, h, memory).run(first, count, dk, dv);
-#endif
-    Gradient<T, QV>(g, b, h, memory).run(first, count, dk, dv);
+    alignas(Block) unsigned char room[TOGETHER][sizeof(Block)];
+    Block* block[TOGETHER];
+    std::int64_t begin = f.keys, end = 0;
+    for (int n = 0; n < count; n++) {
+        block[n] = new (room[n]) Block(g, head / f.kv_heads, head % f.kv_heads, memory);
+        if (n) block[n]->share(*block[0]);
+        block[n]->start(rows[n].first, rows[n].count);
+        if (block[n]->begin < begin) begin = block[n]->begin;
+        if (block[n]->end > end) end = block[n]->end;
+    }
+    for (std::int64_t j = begin; j < end; j += Block::KEYS) for (int n = 0; n < count; n++) block[n]->add(j, dk, dv);
+    for (int n = 0; n < count; n++) block[n]->finish();
 }
 template <class T> void run_gradient_task(const Backward& g, std::int64_t task, void* scratch, void* sums) {
     const Forward& f = g.forward;
-    const std::int64_t head = task / g.shares, b = head / f.kv_heads, h = head % f.kv_heads;
-    const std::int64_t rows = f.queries * (f.heads / f.kv_heads);
+    const std::int64_t head = task / g.shares, rows = f.queries * (f.heads / f.kv_heads), blocks = blocks_of<T>(f);
     constexpr int L = LANES<T>, most = QUERY_VECTORS * L;
     T* dk = static_cast<T*>(sums);
     T* dv = dk + f.keys * ((f.head_dim + L - 1) / L * L);
-    for (std::int64_t number = task % g.shares; number < blocks_of<T>(f); number += g.shares) {
-        const std::int64_t first = number * most;
-        const int count = int(rows - first < most ? rows - first : most);
-        if (count <= L) run_gradient_block<T, 1>(g, b, h, scratch, first, count, dk, dv);
-        else run_gradient_block<T, QUERY_VECTORS>(g, b, h, scratch, first, count, dk, dv);
+    for (std::int64_t number = task % g.shares; number < blocks;) {
+        Rows some[TOGETHER];
+        int count = 0;
+        for (; count < TOGETHER && number < blocks; number += g.shares) {
+            const std::int64_t first = number * most, left = rows - first;
+            some[count++] = {first, int(left < most ? left : most)};
+        }
+        const int few = count && some[count - 1].count <= L;  // the last of all
+        const auto run = [&](auto vectors, const Rows* these, int n) {
+            constexpr int QV = decltype(vectors)::value;
+            if (n == 0) return;
+#if defined(BF16_DOT)
+            if constexpr (sizeof(T) == 4)
+                if (gradient_in_pairs(f)) return run_gradient_blocks<T, QV, Pairs>(g, head, scratch, these, n, dk, dv);
+#endif
+            run_gradient_blocks<T, QV>(g, head, scratch, these, n, dk, dv);
+        };
+        run(std::integral_constant<int, QUERY_VECTORS>{}, some, count - few);
+        run(std::integral_constant<int, 1>{}, some + count - few, few);
     }
 }
 void run_gradient(const Backward& g, std::int64_t task, void* scratch, void* sums) {
