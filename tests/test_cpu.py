@@ -12,6 +12,7 @@ import threading
 
 import pytest
 import torch
+from tolerance import assert_as_accurate
 from torch import Tensor
 
 from headscope import attend, attention, masks
@@ -244,6 +245,26 @@ def test_a_mask_changed_after_the_call_is_noticed_by_the_backward_pass(backend: 
     own.fill_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("lengths", [None, (2999, 2051), (1, 2048)])
+def test_a_step_of_decoding(group: int, lengths: tuple[int, int] | None, dtype: torch.dtype) -> None:
+    """Several keys share a vector, but not in the block in which some are hidden; and the keys are shared out."""
+    random = torch.Generator().manual_seed(group)
+    q = torch.randn(2, 2 * group, 1, 24, generator=random).to(dtype)
+    k, v = (torch.randn(2, 2, 2999, 24, generator=random).to(dtype) for _ in range(2))
+    sinks = torch.randn(2 * group, generator=random)
+    mask = None if lengths is None else KeyLengths(torch.tensor(lengths))
+    found = attend(q, k, v, mask=mask, sinks=sinks, backend="cpu")
+    exact = attend(q.double(), k.double(), v.double(), mask=mask, sinks=sinks.double(), backend="reference")
+    if dtype == torch.float64:  # nothing is more exact
+        torch.testing.assert_close((found.out, found.lse), (exact.out, exact.lse), rtol=1e-12, atol=1e-13)
+        return
+    plain = attend(q, k, v, mask=mask, sinks=sinks, backend="reference")
+    assert_as_accurate(found.out, exact.out, plain.out)
+    assert_as_accurate(found.lse, exact.lse, plain.lse)
 
 
 def test_dropout_drops_the_same_in_both_passes() -> None:
