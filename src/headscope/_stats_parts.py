@@ -7,8 +7,10 @@ merging keeps the order of the runs, and ties are decided by it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import reduce
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -206,19 +208,29 @@ class HeadMap:
         """The mean weight of each bin over its eligible pairs, [H, n, n]; NaN where there is none."""
         return self.sum / self.count
 
-    def merge(self, other: HeadMap, runs: int) -> HeadMap:
-        """Of both; ``other``'s runs come after the ``runs`` of this one."""
-        if self.bins != other.bins:
-            raise ValueError(f"map: cannot merge {self.bins} bins with {other.bins}; maps merge for equal n only")
-        later = other.argmax.clone()
-        later[..., 0] += torch.where(later[..., 0] >= 0, runs, 0)
-        better = (other.max > self.max) | self.max.isnan()
-        return HeadMap(
-            self.sum + other.sum,
-            self.count + other.count,
-            torch.where(better, other.max, self.max),
-            torch.where(better[..., None], later, self.argmax),
-        )
+    @staticmethod
+    def merged(maps: Sequence[HeadMap], before: Sequence[int]) -> HeadMap:
+        """Of all; ``before`` each there are so many runs."""
+        first = maps[0]
+        if other := next((each for each in maps if each.bins != first.bins), None):
+            raise ValueError(f"map: cannot merge {first.bins} bins with {other.bins}; maps merge for equal n only")
+        sum_, count, largest = first.sum.clone(), first.count.clone(), first.max
+        best, run = torch.zeros_like(count), torch.zeros_like(count)
+        for n, (each, runs) in enumerate(zip(maps[1:], before[1:], strict=True), 1):
+            sum_ += each.sum
+            count += each.count
+            better = (each.max > largest) | largest.isnan()
+            largest = torch.where(better, each.max, largest)
+            best.masked_fill_(better, n)
+            run.masked_fill_(better, runs)
+        for n, each in enumerate(maps):
+            if each.places.shape[-1] == 4:
+                run += torch.where(best == n, each.places[..., 0], 0)
+        cells = best.numel()
+        place = torch.cat([each.places[..., -3:].reshape(cells, 3).int() for each in maps])  # [maps * H * n * n, 3]
+        place = place[(best.flatten() * cells).add_(torch.arange(cells, device=best.device))].view(*best.shape, 3)
+        run.masked_fill_(place[..., -1] < 0, -1)  # nothing is seen there
+        return HeadMap(sum_, count, largest, torch.cat([run[..., None], place], -1))
 
 
 class Edge(NamedTuple):
@@ -251,14 +263,17 @@ class Edges:
             if run >= 0
         ]
 
-    def merge(self, other: Edges, runs: int) -> Edges:
-        """The k largest of both; ``other``'s runs come after the ``runs`` of this one."""
-        k = self.p.shape[1]
-        if k != other.p.shape[1]:
+    @staticmethod
+    def merged(several: Sequence[Edges], before: Sequence[int]) -> Edges:
+        """The k largest of all; ``before`` each there are so many runs."""
+        k = several[0].p.shape[1]
+        if other := next((each for each in several if each.p.shape[1] != k), None):
             raise ValueError(f"edges: cannot merge {k} a head with {other.p.shape[1]}")
-        later = other.at.clone()
-        later[..., 0] += torch.where(later[..., 0] >= 0, runs, 0)
-        p, at = torch.cat([self.p, other.p], 1), torch.cat([self.at, later], 1)
+        places: list[Tensor] = []
+        for each, runs in zip(several, before, strict=True):
+            places.append(each.at.clone())
+            places[-1][..., 0] += torch.where(each.at[..., 0] >= 0, runs, 0)
+        p, at = torch.cat([each.p for each in several], 1), torch.cat(places, 1)
         order = largest_first(p)[:, :k]
         return Edges(p.gather(1, order), at.gather(1, order[..., None].expand(-1, -1, 4)))
 
@@ -321,32 +336,37 @@ class LayerStats:
     tiles: tuple[Tiles, ...] = ()
     lengths: tuple[int, int] | None = None
 
-    def merge(self, other: LayerStats) -> LayerStats:
-        """Of the runs of both, this one's first.
+    def merge(self, *others: LayerStats) -> LayerStats:
+        """Of the runs of all, in this order.
 
         Raises:
-            ValueError: other heads, bins or edges, or a part that only one of them has.
+            ValueError: other heads, bins or edges, or a part that only some of them have.
         """
-        if self.heads != other.heads:
-            raise ValueError(f"heads: cannot merge {self.heads} heads with {other.heads}")
-        for part in ("received", "map", "edges"):
-            if (getattr(self, part) is None) != (getattr(other, part) is None):
-                raise ValueError(f"{part}: cannot merge, for only one of the two has it; observe both alike")
+        for other in others:
+            if self.heads != other.heads:
+                raise ValueError(f"heads: cannot merge {self.heads} heads with {other.heads}")
+            for part in ("received", "map", "edges"):
+                if (getattr(self, part) is None) != (getattr(other, part) is None):
+                    raise ValueError(f"{part}: cannot merge, for only one of the two has it; observe both alike")
+        several = (self, *others)
+        before = [0, *accumulate(each.runs for each in several[:-1])]
+        maps = [each.map for each in several if each.map is not None]
+        edges = [each.edges for each in several if each.edges is not None]
         return LayerStats(
             self.heads,
-            self.runs + other.runs,
-            self.looked_at + other.looked_at,
-            self.of + other.of,
-            self.rows + other.rows,
-            self.broken + other.broken,
-            merged(self.moments, other.moments),
-            _longer(self.received, other.received),
-            _longer(self.eligible, other.eligible),
-            self.map and other.map and self.map.merge(other.map, self.runs),
-            self.edges and other.edges and self.edges.merge(other.edges, self.runs),
-            self.kept + other.kept,
-            self.tiles + other.tiles,
-            self.lengths if self.lengths == other.lengths else None,
+            sum(each.runs for each in several),
+            sum(each.looked_at for each in several),
+            sum(each.of for each in several),
+            reduce(torch.add, [each.rows for each in several]),
+            reduce(torch.add, [each.broken for each in several]),
+            reduce(merged, [each.moments for each in several]),
+            reduce(_longer, [each.received for each in several]),
+            reduce(_longer, [each.eligible for each in several]),
+            HeadMap.merged(maps, before) if maps else None,
+            Edges.merged(edges, before) if edges else None,
+            tuple(kept for each in several for kept in each.kept),
+            tuple(tiles for each in several for tiles in each.tiles),
+            self.lengths if all(each.lengths == self.lengths for each in others) else None,
         )
 
     def to(self, device: torch.device | str) -> LayerStats:

@@ -378,13 +378,16 @@ class HeadStats:
         Raises:
             ValueError: a layer with other heads, bins or edges, or with a part that only one of them has.
         """
-        parts = dict(self.parts)
-        for other in others:
-            for name, part in other.parts.items():
-                try:
-                    parts[name] = parts[name].merge(part) if name in parts else part
-                except ValueError as error:
-                    raise ValueError(f"layer {name}: {error}") from error
+        several: dict[str, list[LayerStats]] = {}
+        for stats in (self, *others):
+            for name, part in stats.parts.items():
+                several.setdefault(name, []).append(part)
+        parts: dict[str, LayerStats] = {}
+        for name, (first, *rest) in several.items():
+            try:
+                parts[name] = first.merge(*rest) if rest else first
+            except ValueError as error:
+                raise ValueError(f"layer {name}: {error}") from error
         return HeadStats(parts)
 
     def named(self, *names: str) -> HeadStats:
