@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -105,6 +107,24 @@ def test_a_long_text_is_read_in_windows_and_merged_exactly(folder: Path, start: 
     assert said["about"]["forwards"] == 3
     assert said["kv_budget"]["pooled"] is True
     assert said["notes"] == ["the text is read in 3 windows of 24 or 25 tokens, each from position 0, and merged"]
+
+
+def test_transformers_has_nothing_to_say_of_a_long_text(folder: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    shutil.copytree(folder, tmp_path / "short")
+    config = tmp_path / "short" / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_max_length": 20}))
+    loaded = load(str(tmp_path / "short"))
+    assert loaded.encode is not None
+    assert loaded.context == 20
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        assert len(loaded.encode(TEXT)) > 20
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert said == []
 
 
 def test_windows_are_even_and_hold_every_token_once() -> None:
@@ -272,6 +292,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "recording in no folder": (["watch", "text", "--out", "no/a"], "--out: no/a: there is no such folder"),
     "recording over a folder": (["watch", "text", "--out", "empty"], "--out: empty: is no regular file"),
     "zero byte": (["watch", "text", "--out", "a\0b"], r"--out: a\\x00b: "),
+    "one file for both": (["watch", "text", "--out", "a", "--page", "./a"], r"--page: \./a: is where --out puts the"),
     "no older one": (["watch", "text", "--against", "no.safetensors"], "--against: no.safetensors: no such file"),
     "older one is none": (["watch", "text", "--against", "given.txt"], "--against: given.txt: no file of headscope"),
     "threshold alone": (["watch", "text", "--threshold", "map=1"], "--threshold: wanted --against with it"),

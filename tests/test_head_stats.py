@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import os
+import pickle
 import sys
 import types
 from dataclasses import replace
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -279,6 +283,8 @@ def test_a_table_can_be_sorted_by_any_column() -> None:
             assert numbers == sorted(numbers, reverse=descending)
             assert cells == sorted(cells, key=lambda cell: cell == "–"), "what a head does not have comes last"
     assert len(stats.table(limit=2).rows) == 2
+    with pytest.raises(ValueError, match="limit: got -1, wanted a whole number from 0 or None"):
+        stats.table(limit=-1)
     assert "window_2" in console(stats.table(sort="window_2"))
     with pytest.raises(ValueError, match=r"sort: got 'entropi', wanted one of layer, head, rows, lse"):
         stats.table(sort="entropi")
@@ -367,6 +373,48 @@ def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"format 2, this version of headscope reads up to 1"):
         HeadStats.load(path)
+
+
+def damaged(path: Path, entry: str, without: str = "") -> Path:
+    """The file of statistics at a path with another header, or without a tensor."""
+    with safe_open(path, framework="pt") as file:
+        held = {name: file.get_tensor(name) for name in file.keys() if name != without}  # noqa: SIM118
+        said = file.metadata()
+    save_file(held, path, {**said, "headscope.stats": entry or said["headscope.stats"]})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("entry", "without", "message"),
+    [
+        ("{bad", "", r"is damaged: its header is no JSON"),
+        ("[]", "", r"is damaged: 'list' object"),
+        ("{}", "", r"is damaged: it lacks 'version'"),
+        ('{"version": "2"}', "", r"is damaged: '>' not supported"),
+        ('{"version": 1, "layers": [3]}', "", r"is damaged: 'int' object"),
+        ("", "0/rows", r"is damaged: it lacks '0/rows'"),
+    ],
+)
+def test_a_damaged_file_is_told_as_such(entry: str, without: str, message: str, tmp_path: Path) -> None:
+    path = damaged(stats_of().save(tmp_path / "heads.safetensors"), entry, without)
+    with pytest.raises(ValueError, match=rf"heads.safetensors: {message}"):
+        HeadStats.load(path)
+    if entry in ("{bad", "[]"):  # what cannot be read is not replaced unasked
+        with pytest.raises(FileExistsError, match="is no file of headscope's statistics"):
+            stats_of().save(path)
+
+
+def test_a_name_that_could_not_be_read_again_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is no UTF-8, and safetensors opens no file of such a name"):
+        stats_of().save(tmp_path / os.fsdecode(b"o\xff.safetensors"))
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_loaded_weights_can_be_copied_and_pickled(tmp_path: Path) -> None:
+    _stats_files.save(stats_of(what=replace(ALL, keep_qk=True)), tmp_path / "qk.safetensors", False, qk=True)
+    stats = HeadStats.load(tmp_path / "qk.safetensors")
+    for again in (copy.deepcopy(stats), pickle.loads(pickle.dumps(stats))):
+        assert torch.equal(again.tile(0, 11, 0, 11), stats.tile(0, 11, 0, 11))
 
 
 def test_nothing_is_left_of_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import json
+import math
 import pickle
 import threading
 from collections.abc import Callable
@@ -471,6 +473,21 @@ def test_a_recording_can_be_copied_and_pickled() -> None:
     assert (early.forwards, seen.forwards) == (1, 2)
     assert early["plain", 0, "entropy"].count == 14
     assert seen["plain", 0, "entropy"].count == 28
+
+
+def test_what_a_recording_says_is_strict_json(tmp_path: Path) -> None:
+    model = Small()
+    with watch(model, what=Observe(windows=(1.0, math.inf))) as seen:
+        model(input_of(model))
+    assert json.loads(json.dumps(seen.to_dict(), allow_nan=False))["about"]["options"]["windows"] == [1.0, "inf"]
+    assert Recording.load(seen.save(tmp_path / "seen.safetensors")).to_dict() == seen.to_dict()
+
+
+def test_a_recording_of_no_positions_has_a_page(tmp_path: Path) -> None:
+    model = headscope.MultiHeadAttention(8, 2)
+    with watch(model, what=Observe(map=4)) as seen:
+        model(torch.randn(1, 0, 8))
+    assert seen.save_html(tmp_path / "none.html").stat().st_size > 0
 
 
 def test_a_notebook_shows_a_recording_of_nothing() -> None:

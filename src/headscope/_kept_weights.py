@@ -61,6 +61,10 @@ class KeptWeights:
         """All but the tensors, ready for JSON."""
         return {"parts": [*self.parts], "lead": [*self.lead], "scale": self.scale, "softcap": self.softcap}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """With the parts whole: slices of a file cannot be copied."""
+        return {**self.__dict__, "parts": self.tensors()}
+
     def tensors(self) -> dict[str, Tensor]:
         """The parts, whole."""
         return {name: x if isinstance(x, Tensor) else x[:] for name, x in self.parts.items()}

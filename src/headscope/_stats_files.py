@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def save(stats: HeadStats, path: Path, force: bool, more: Mapping[str, str] | No
 
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
-    if path.exists() and not force and header(path) is None:
+    check_name(path)
+    if path.exists() and not force and not is_ours(path):
         raise FileExistsError(
             f"{path}: is there and is no file of headscope's statistics; give force=True to replace it"
         )
@@ -48,13 +50,19 @@ def save(stats: HeadStats, path: Path, force: bool, more: Mapping[str, str] | No
 
 def load(path: Path) -> HeadStats:
     """See ``HeadStats.load``."""
-    from safetensors import safe_open
 
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
     said = header(path)
     if said is None:
         raise ValueError(f"{path}: no file of headscope's statistics")
+    with sound(path):
+        return _load(path, said)
+
+
+def _load(path: Path, said: dict[str, Any]) -> HeadStats:
+    from safetensors import safe_open
+
     if said["version"] > VERSION:
         raise ValueError(f"{path}: format {said['version']}, this version of headscope reads up to {VERSION}")
     with safe_open(path, framework="pt") as file:  # pyright: ignore[reportUnknownVariableType, reportGeneralTypeIssues]
@@ -66,7 +74,11 @@ def load(path: Path) -> HeadStats:
 
 
 def header(path: Path, key: str = _KEY) -> dict[str, Any] | None:
-    """What the header says under a key, or None for any other file."""
+    """What the header says under a key, or None for any other file.
+
+    Raises:
+        ValueError: what it says cannot be read.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -74,7 +86,39 @@ def header(path: Path, key: str = _KEY) -> dict[str, Any] | None:
             said: Mapping[str, str] = file.metadata() or {}
     except (SafetensorError, OSError):
         return None
-    return json.loads(said[key]) if key in said else None
+    if key not in said:
+        return None
+    with sound(path):
+        return {**json.loads(said[key])}
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file is one of headscope's statistics that can be read, and so may be replaced."""
+    try:
+        return header(path) is not None
+    except ValueError:
+        return False
+
+
+def check_name(path: Path) -> None:
+    """Raises: ValueError: a file of this name could be written, but not read again."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{str(path)!a}: is no UTF-8, and safetensors opens no file of such a name") from error
+
+
+@contextmanager
+def sound(path: Path) -> Generator[None]:
+    """Whatever is found amiss in a file's header or tensors is told as the damage that it is."""
+    try:
+        yield
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: is damaged: its header is no JSON ({error})") from error
+    except KeyError as error:
+        raise ValueError(f"{path}: is damaged: it lacks {error}") from error
+    except (TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{path}: is damaged: {error}") from error
 
 
 def _put(part: LayerStats, name: str, under: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -31,15 +31,16 @@ def load(path: Path) -> Recording:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no recording, or one of a newer format.
+        ValueError: it is no recording, or one of a newer format, or damaged.
     """
     stats = HeadStats.load(path)
     header = _stats_files.header(path, _KEY)
     if header is None:
         raise ValueError(f"{path}: holds statistics, but is no recording; HeadStats.load reads it")
-    if header["version"] > VERSION:
-        raise ValueError(f"{path}: format {header['version']}, this version of headscope reads up to {VERSION}")
-    about: dict[str, Any] = header["about"]
-    if about["texts"] is not None:
-        about["texts"] = tuple(about["texts"])
-    return Recording(stats, About(**about))
+    with _stats_files.sound(path):
+        if header["version"] > VERSION:
+            raise ValueError(f"{path}: format {header['version']}, this version of headscope reads up to {VERSION}")
+        about: dict[str, Any] = header["about"]
+        if about["texts"] is not None:
+            about["texts"] = tuple(about["texts"])
+        return Recording(stats, About(**about))

@@ -459,9 +459,12 @@ class HeadStats:
             limit: how many lines at most.
 
         Raises:
-            ValueError: there is no such column.
+            ValueError: there is no such column, or a limit below 0.
         """
         from headscope._stats_show import as_table
+
+        if limit is not None:
+            _whole("limit", limit, 0, " or None")
 
         return as_table(self, sort, names, descending, limit)
 

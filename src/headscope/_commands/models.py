@@ -206,12 +206,17 @@ def _language(transformers: Any, model: Any, label: str, name: str, options: dic
         decoded = {"decoder_input_ids": _later(ids, model.config)} if paired else {}
         return model(input_ids=ids, **decoded, **extra)
 
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]  # how long it may be is our concern
+
     def piece(token: int) -> str:
         return tokenizer.decode([token])
 
     return Loaded(
         model, label, "text", _context(config, tokenizer), model.get_input_embeddings().num_embeddings,
-        None if tokenizer is None else lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
+        None if tokenizer is None else encode,
         ([], []) if tokenizer is None else _ends(tokenizer), None if tokenizer is None else piece, run, paired,
         getattr(config, "num_key_value_heads", None),
     )  # fmt: skip

@@ -146,6 +146,8 @@ def _asked(
         _check_out(Path(out), force)
     if page is not None:
         check_page(page, force)
+    if out is not None and page is not None and Path(out).resolve() == Path(page).resolve():
+        raise Mistake(f"--page: {page}: is where --out puts the recording")
     old = None if against is None else _old(against)
     return Asked(
         out=out,
@@ -189,7 +191,11 @@ def _check_out(path: Path, force: bool) -> None:
         raise Mistake(f"--out: {path}: there is no such folder")
     if path.exists() and not path.is_file():
         raise Mistake(f"--out: {path}: is no regular file")
-    if path.exists() and not force and _stats_files.header(path) is None:
+    try:
+        _stats_files.check_name(path)
+    except ValueError as error:
+        raise Mistake(f"--out: {error}") from error
+    if path.exists() and not force and not _stats_files.is_ours(path):
         raise Mistake(f"--out: {path}: holds a file that is no recording; choose another name, or force it")
 
 

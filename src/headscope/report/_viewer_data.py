@@ -217,7 +217,7 @@ class Map:
         seen = count > 0
         mean = np.divide(total, count, out=np.full_like(total, math.nan), where=seen)
         weight = np.where(seen, total, 0).sum(-1)
-        first = np.divide(total[..., 0], weight, out=np.full_like(weight, math.nan), where=weight > 0)
+        first = np.divide(total[..., :1].sum(-1), weight, out=np.full_like(weight, math.nan), where=weight > 0)
         singles = lengths is not None and (len(rows), len(columns)) == lengths
         exact = singles and int(count.max(initial=0)) <= 1
         run, entry, query, key = np.moveaxis(at, -1, 0)
