@@ -465,7 +465,6 @@ class HeadStats:
 
         if limit is not None:
             _whole("limit", limit, 0, " or None")
-
         return as_table(self, sort, names, descending, limit)
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:

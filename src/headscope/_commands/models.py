@@ -207,9 +207,8 @@ def _language(transformers: Any, model: Any, label: str, name: str, options: dic
         return model(input_ids=ids, **decoded, **extra)
 
     def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]  # how long it may be is our concern
+        # verbose: it would warn of a text that is longer than the context, which is read in windows
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def piece(token: int) -> str:
         return tokenizer.decode([token])
