@@ -17,6 +17,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
     Word* weights;          // [KEYS / PER_WORD][ROWS]; plain ones are p
     Word* few_q;            // [G][k_width / PER_WORD]
     V<T> top[QV], sum[QV];
+    V<T> most[QV];          // the largest of top and of the logits of this block
     V<T> shrink[QV];        // by how much the last block of keys shrinks what was before
     bool moved = false;     // whether it does
     bool packed = false;    // the logits of this block are [keys][G], not [keys][ROWS]: where nothing hides or changes them
@@ -77,6 +78,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
     }
 
     bool logits(std::int64_t j, int keys) {
+        UNROLL for (int v = 0; v < QV; v++) most[v] = top[v];
         if constexpr (FEW) {
             bool whole;
             if (!this->visible(j, keys, whole)) return false;
@@ -94,7 +96,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
             if (!packed) this->adjust(j, keys, whole);
             return true;
         }
-        return Base::logits(j, keys);
+        return Base::logits(j, keys, nullptr, most);
     }
     void mix(std::int64_t j, int keys, bool fresh) {
         if constexpr (FEW) mix_rows<G>(0, j, keys, fresh);
@@ -175,17 +177,9 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
     // Scores to weights relative to the running maximum: p = exp2(s - top); the output so far moves along with it.
     void weigh(std::int64_t j0, int keys, bool fresh) {
         if constexpr (FEW) if (packed) return weigh_packed(keys, fresh);
-        constexpr int CHAINS = QV > 2 ? 2 : 4;  // a maximum waits for the one before it
-        V<T> found[CHAINS][QV], m[QV];
-        UNROLL for (int n = 0; n < CHAINS; n++) UNROLL for (int v = 0; v < QV; v++) found[n][v] = top[v];
-        int j = 0;
-        for (; j + CHAINS <= keys; j += CHAINS) UNROLL for (int n = 0; n < CHAINS; n++)
-            UNROLL for (int v = 0; v < QV; v++) found[n][v] = greater<T>(load(p + (j + n) * ROWS + v * L), found[n][v]);
-        for (; j < keys; j++) UNROLL for (int v = 0; v < QV; v++) found[0][v] = greater<T>(load(p + j * ROWS + v * L), found[0][v]);
-        UNROLL for (int v = 0; v < QV; v++) {
-            m[v] = found[0][v];
-            UNROLL for (int n = 1; n < CHAINS; n++) m[v] = greater<T>(found[n][v], m[v]);
-        }
+        if (FEW || !this->untouched()) find_most(keys);
+        V<T> m[QV];
+        UNROLL for (int v = 0; v < QV; v++) m[v] = most[v];
         I<T> up{};
         UNROLL for (int v = 0; v < QV; v++) up |= m[v] > top[v];
         moved = any<T>(up);
@@ -201,6 +195,19 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
         } else {
             if (f.dropout > 0) exponentials<true, false>(j0, keys, m);
             else exponentials<false, false>(j0, keys, m);
+        }
+    }
+    void find_most(int keys) {
+        constexpr int CHAINS = QV > 2 ? 2 : 4;  // a maximum waits for the one before it
+        V<T> found[CHAINS][QV];
+        UNROLL for (int n = 0; n < CHAINS; n++) UNROLL for (int v = 0; v < QV; v++) found[n][v] = most[v];
+        int j = 0;
+        for (; j + CHAINS <= keys; j += CHAINS) UNROLL for (int n = 0; n < CHAINS; n++)
+            UNROLL for (int v = 0; v < QV; v++) found[n][v] = greater<T>(load(p + (j + n) * ROWS + v * L), found[n][v]);
+        for (; j < keys; j++) UNROLL for (int v = 0; v < QV; v++) found[0][v] = greater<T>(load(p + j * ROWS + v * L), found[0][v]);
+        UNROLL for (int v = 0; v < QV; v++) {
+            most[v] = found[0][v];
+            UNROLL for (int n = 1; n < CHAINS; n++) most[v] = greater<T>(found[n][v], most[v]);
         }
     }
     // The same with several keys in a vector.

@@ -5,6 +5,9 @@
 // A task is a share of the row blocks of one key/value head. Its dQ is its own; dK and dV it sums into a buffer of its own,
 // and the buffers of a head are added in a fixed order afterwards, so that the result does not depend on the threads.
 
+// Row blocks of which each block of keys meets several in turn: dK and dV of long sequences are then read and written seldom.
+constexpr int TOGETHER = 4;
+
 template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, Op> {
     using Base = Scores<T, QV, Op>;
     using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS, Base::head, Base::query, Base::row, Base::b;
@@ -16,10 +19,13 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
     T *dots, *kept, *tangent;   // [KEYS][ROWS]
     Word* dout;                 // [Dv / PER_WORD][ROWS]
     T* dq;                      // [D][ROWS]
-    Word *q_rows, *dout_rows;   // [ROWS / PER_WORD][k_width], [ROWS / PER_WORD][v_width]
+    Word *q_rows, *dout_rows;   // k_width and v_width columns in panels, see Tile
     Word *weight_rows, *by_rows, *by_keys;  // the weights and dS as they are multiplied: [KEYS][ROWS / PER_WORD], [KEYS / PER_WORD][ROWS]
     V<T> lse[QV], delta[QV];
     std::int64_t begin, end;    // the keys that any row may see
+    std::int64_t from, to;      // of those met last
+    struct Made { std::int64_t from; int keys; };
+    Made* shared;               // which keys wide_k holds by pairs
 
     static int whole(std::int64_t n) { return int((n + L - 1) / L * L); }
     static std::size_t scratch(const Backward& g) {
@@ -30,22 +36,24 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
 
     Gradient(const Backward& call, std::int64_t batch, std::int64_t head, Arena& memory)
         : Base(call.forward, batch, head, memory), g(call), k_width(whole(f.head_dim)), v_width(whole(f.v_head_dim)) {
+        shared = memory.take<Made>(1);
         dots = memory.take<T>(KEYS * ROWS);
         kept = memory.take<T>(KEYS * ROWS);
         tangent = memory.take<T>(f.softcap > 0 ? KEYS * ROWS : 0);
         dout = memory.take<Word>(f.v_head_dim * ROWS);
         dq = memory.take<T>(f.head_dim * ROWS);
-        q_rows = memory.take<Word>(k_width * ROWS);
-        dout_rows = memory.take<Word>(v_width * ROWS);
+        q_rows = memory.take<Word>(k_width * Products::LINE);
+        dout_rows = memory.take<Word>(v_width * Products::LINE);
         if constexpr (PAIRS) for (Word** to : {&weight_rows, &by_rows, &by_keys}) *to = memory.take<Word>(KEYS * ROWS / 2);
         else weight_rows = kept, by_rows = by_keys = this->p;
     }
 
-    // What lies here between two blocks of keys stays; the rest may be another's, who works in turn.
+    // What lies here until all who meet a block of keys have met it stays; the rest may be another's, who works in turn.
     void share(const Gradient& other) {
-        p = other.p, this->wide_k = other.wide_k, this->wide_v = other.wide_v, this->line = other.line;
-        dots = other.dots, kept = other.kept, tangent = other.tangent;
-        weight_rows = other.weight_rows, by_rows = other.by_rows, by_keys = other.by_keys;
+        this->wide_k = other.wide_k, this->wide_v = other.wide_v, this->line = other.line;
+        dots = other.dots, tangent = other.tangent;
+        shared = other.shared;
+        if constexpr (PAIRS) p = other.p, kept = other.kept, by_keys = other.by_keys;
     }
     void start(std::int64_t first, int rows) {
         open(first, rows);
@@ -53,25 +61,45 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         copy_rows(g.grad_out, int(f.v_head_dim), v_width, dout_rows);
         for (int n = 0; n < f.head_dim * QV; n++) store(dq + n * L, V<T>{});
         this->reach(begin, end);
+        *shared = {-1, 0};
     }
-    // What the block of keys from j on, as far as these rows may see it, adds to dq, dk [K][k_width] and dv [K][v_width].
-    void add(std::int64_t j, T* dk, T* dv) {
-        const std::int64_t from = j > begin ? j : begin, to = j + KEYS < end ? j + KEYS : end;
-        if (from < to && this->logits(from, int(to - from), tangent)) block(from, int(to - from), dk + from * k_width, dv + from * v_width);
+    // Meets the block of keys from j on: what of it these rows may see, from `from` to `to`, of which they add to dq; and whether
+    // there is any.
+    bool meet(std::int64_t j) {
+        from = j > begin ? j : begin, to = j + KEYS < end ? j + KEYS : end;
+        if (from >= to) return false;
+        const int keys = int(to - from);
+        if (!this->logits(from, keys, tangent)) return false;
+        logit_gradient(from, keys, f.softcap > 0);
+        Products::mixes(by_keys, keys_across(from, keys), (keys + Op::PER_WORD - 1) / Op::PER_WORD, int(f.head_dim), dq, false);
+        return true;
+    }
+    // By pairs they are made once for all who share them.
+    Lines keys_across(std::int64_t j, int keys) {
+        const int depth = int(f.head_dim);
+        if (!PAIRS || shared->from != j || shared->keys != keys) {
+            *shared = {j, keys};
+            return this->across(f.k, j, keys, depth, this->wide_k);
+        }
+        return {reinterpret_cast<const char*>(this->wide_k), depth * std::int64_t(sizeof(Word))};
+    }
+    // What some who have met the same keys add to dk [K][k_width] and dv [K][v_width].
+    static void add(Gradient* const* some, int number, T* dk, T* dv) {
+        typename Products::Part weights[TOGETHER], changes[TOGETHER];
+        for (int n = 0; n < number; n++) {
+            const Gradient& x = *some[n];
+            const int words = (x.count + Op::PER_WORD - 1) / Op::PER_WORD;
+            weights[n] = {x.weight_rows, x.dout_rows, words}, changes[n] = {x.by_rows, x.q_rows, words};
+        }
+        const Gradient& x = *some[0];
+        const int keys = int(x.to - x.from);
+        Products::outer_all(weights, number, keys, x.v_width, dv + x.from * x.v_width);
+        Products::outer_all(changes, number, keys, x.k_width, dk + x.from * x.k_width);
     }
     void finish() {
         V<T> scale[QV];
         UNROLL for (int v = 0; v < QV; v++) scale[v] = splat(T(f.scale));
         if (!this->put_rows(dq, int(f.head_dim), scale, g.dq, g.dq_stride)) g.spoil();
-    }
-
-    void block(std::int64_t j, int keys, T* dk, T* dv) {
-        const int words = (count + Op::PER_WORD - 1) / Op::PER_WORD, depth = int(f.head_dim);
-        logit_gradient(j, keys, f.softcap > 0);
-        Products::outer_all(weight_rows, dout_rows, keys, words, v_width, dv);
-        const Lines k = this->across(f.k, j, keys, depth, this->wide_k);
-        Products::mixes(by_keys, k, (keys + Op::PER_WORD - 1) / Op::PER_WORD, depth, dq, false);
-        Products::outer_all(by_rows, q_rows, keys, words, k_width, dk);
     }
 
     // From the logits in p: the weights that met the values, and dS, of the logits as they were before the cap if `uncapped`.
@@ -84,14 +112,18 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         else weights_and_gradients<false>(keys, false, false);
     }
     template <bool OPTIONS> void weights_and_gradients(int keys, bool drops, bool uncapped) {
+        V<T> log[QV], less[QV];  // these in registers: what is stored below might be they for all that the compiler knows
+        T *const p = this->p, *const dots = this->dots, *const kept = this->kept, *const tangent = this->tangent;
+        Word *const weight_rows = this->weight_rows, *const by_rows = this->by_rows, *const by_keys = this->by_keys;
+        UNROLL for (int v = 0; v < QV; v++) log[v] = lse[v], less[v] = delta[v];
         const auto gradient = [&](int n, int v, V<T>& weight) __attribute__((always_inline)) {
             const int at_tile = n * ROWS + v * L;
             V<T> factor = splat(T(1)), slope = factor;
             if (OPTIONS && drops) factor = load(kept + at_tile);
             if (OPTIONS && uncapped) slope -= load(tangent + at_tile) * load(tangent + at_tile);
-            weight = exp2(load(p + at_tile) - lse[v]);
-            const V<T> change = weight * (load(dots + at_tile) * factor - delta[v]) * slope;
-            weight *= factor;
+            weight = exp2(load(p + at_tile) - log[v]);
+            V<T> change = weight * (OPTIONS ? load(dots + at_tile) * factor - less[v] : load(dots + at_tile) - less[v]);
+            if (OPTIONS) change *= slope, weight *= factor;
             return change;
         };
         for (int n = 0; n < keys; n += Op::PER_WORD) UNROLL for (int v = 0; v < QV; v++) {
@@ -99,11 +131,14 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
             UNROLL for (int w = 0; w < Op::PER_WORD; w++) change[w] = gradient(n + w, v, weight[w]);
             if constexpr (PAIRS) {
                 if (n + 1 == keys) change[1] = V<T>{};  // of no key
-                UNROLL for (int w = 0; w < 2; w++) {
-                    store_narrow(reinterpret_cast<std::uint16_t*>(weight_rows) + (n + w) * ROWS + v * L, weight[w]);
-                    store_narrow(reinterpret_cast<std::uint16_t*>(by_rows) + (n + w) * ROWS + v * L, change[w]);
-                }
-                store_pair(by_keys + n / 2 * ROWS + v * L, change[0], change[1]);
+                const auto apart = [&](Word* to, auto both) __attribute__((always_inline)) {
+                    auto* const key = reinterpret_cast<std::uint16_t*>(to) + n * ROWS + v * L;
+                    store_apart(key, key + ROWS, both);
+                };
+                const auto changes = narrowed(change[0], change[1]);
+                apart(weight_rows, narrowed(weight[0], weight[1]));
+                apart(by_rows, changes);
+                store_words_of(by_keys + n / 2 * ROWS + v * L, changes);
             } else {
                 store(kept + n * ROWS + v * L, weight[0]), store(p + n * ROWS + v * L, change[0]);
             }
@@ -141,17 +176,20 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         }
     }
 
-    // The block's rows as they lie, or as words of two rows; padded with zeros to whole vectors.
+    // The block's rows in panels, as words of two rows by pairs; padded with zeros to whole vectors.
     void copy_rows(const Tensor4& x, int depth, int width, Word* to) {
-        if constexpr (PAIRS) {
-            pair_rows(count, depth, width, to, [&](int r) { return reinterpret_cast<const std::uint16_t*>(this->address_of(x, r)); });
-            return;
-        }
-        for (int r = 0; r < count; r++, to += width) {
-            const T* from = this->row_of(x, r, depth, this->line);
-            for (int d = 0; d < depth; d++) to[d] = from[d];
-            for (int d = depth; d < width; d++) to[d] = 0;
-        }
+        Products::panels(width, [&](int c, auto vectors) {
+            constexpr int panel = decltype(vectors)::value * L;
+            const int real = depth - c < panel ? depth - c : panel;
+            Word* row_to = to + c * Products::LINE;
+            if constexpr (PAIRS) {
+                pair_rows(count, real, panel, row_to, [&](int r) { return reinterpret_cast<const std::uint16_t*>(this->address_of(x, r)) + c; });
+            } else for (int r = 0; r < count; r++, row_to += panel) {
+                const T* from = this->row_of(x, r, depth, this->line) + c;
+                for (int d = 0; d < real; d++) row_to[d] = from[d];
+                for (int d = real; d < panel; d++) row_to[d] = 0;
+            }
+        });
     }
 
     void load_row_sums() {

@@ -75,8 +75,9 @@ template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct
 
     INLINE static Word word(const char* line, std::int64_t n) { return reinterpret_cast<const typename Op::Anywhere*>(line)[n]; }
 
-    // s[r][row] = factor k[r] · q[row], for N keys of which the first `keys` are real; q is [depth][ROWS]
-    template <int N> static void dot(const Word* q, Lines k, int keys, int depth, T factor, T* s) {
+    // s[r][row] = factor k[r] · q[row], for N keys of which the first `keys` are real; q is [depth][ROWS]. With `most`, most[row] =
+    // max(most[row], s[..][row]), which costs nothing here: products leave what compares idle.
+    template <int N, bool SCALES, bool MOST> static void dot(const Word* q, Lines k, int keys, int depth, T factor, T* s, V<T>* most) {
         V<T> a[N][QV];
         const char* key[N];
         UNROLL for (int r = 0; r < N; r++) {
@@ -88,8 +89,9 @@ template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct
                 const Word x = word(key[r], d);
                 UNROLL for (int v = 0; v < QV; v++) a[r][v] = Op::add(a[r][v], x, q + d * ROWS + v * L);
             }
-        UNROLL for (int r = 0; r < N; r++) UNROLL for (int v = 0; v < QV; v++)
-            store(s + r * ROWS + v * L, Op::PER_WORD > 1 ? a[r][v] * factor : a[r][v]);
+        if (SCALES) UNROLL for (int r = 0; r < N; r++) UNROLL for (int v = 0; v < QV; v++) a[r][v] *= factor;
+        UNROLL for (int r = 0; r < N; r++) UNROLL for (int v = 0; v < QV; v++) store(s + r * ROWS + v * L, a[r][v]);
+        if (MOST) UNROLL for (int r = 0; r < N; r++) UNROLL for (int v = 0; v < QV; v++) most[v] = greater<T>(a[r][v], most[v]);
     }
 
     // o[c][row] = (o[c][row] factor[row], or 0 if it is fresh) + Σ_j p[j][row] value[j][c], for N columns; no factor: 1
@@ -108,14 +110,20 @@ template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct
 
     // Keys left over share one tile with copies of the last of them; no tile ends beyond KEYS. `depth` and, in mixes, `keys`
     // count words. The factor is for pairs alone: plain queries bring it with them.
-    static void dots(const Word* q, Lines k, int keys, int depth, T factor, T* s) {
-        for (; keys >= R; keys -= R, k.data += R * k.stride, s += R * ROWS) dot<R>(q, k, R, depth, factor, s);
-        if (keys > 12) dot<R>(q, k, keys, depth, factor, s);
-        else if (keys > 8) dot<R < 12 ? R : 12>(q, k, keys, depth, factor, s);
-        else if (keys > 4) dot<R < 8 ? R : 8>(q, k, keys, depth, factor, s);
-        else if (keys > 2) dot<R < 4 ? R : 4>(q, k, keys, depth, factor, s);
-        else if (keys > 1) dot<2>(q, k, keys, depth, factor, s);
-        else if (keys > 0) dot<1>(q, k, keys, depth, factor, s);
+    static void dots(const Word* q, Lines k, int keys, int depth, T factor, T* s, V<T>* most = nullptr) {
+        constexpr bool MAY_SCALE = Op::PER_WORD > 1;
+        if (most) dots_of<MAY_SCALE, true>(q, k, keys, depth, factor, s, most);
+        else if (MAY_SCALE && factor != 1) dots_of<MAY_SCALE, false>(q, k, keys, depth, factor, s, most);
+        else dots_of<false, false>(q, k, keys, depth, factor, s, most);
+    }
+    template <bool SCALES, bool MOST> static void dots_of(const Word* q, Lines k, int keys, int depth, T factor, T* s, V<T>* most) {
+        for (; keys >= R; keys -= R, k.data += R * k.stride, s += R * ROWS) dot<R, SCALES, MOST>(q, k, R, depth, factor, s, most);
+        if (keys > 12) dot<R, SCALES, MOST>(q, k, keys, depth, factor, s, most);
+        else if (keys > 8) dot<(R < 12 ? R : 12), SCALES, MOST>(q, k, keys, depth, factor, s, most);
+        else if (keys > 4) dot<(R < 8 ? R : 8), SCALES, MOST>(q, k, keys, depth, factor, s, most);
+        else if (keys > 2) dot<(R < 4 ? R : 4), SCALES, MOST>(q, k, keys, depth, factor, s, most);
+        else if (keys > 1) dot<2, SCALES, MOST>(q, k, keys, depth, factor, s, most);
+        else if (keys > 0) dot<1, SCALES, MOST>(q, k, keys, depth, factor, s, most);
     }
     static void mixes(const Word* p, Lines v, int keys, int width, T* o, bool fresh, const V<T>* factor = nullptr) {
         int c = 0;
@@ -127,41 +135,59 @@ template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct
     }
     static Lines at_column(Lines x, int c) { return {x.data + c * sizeof(Word), x.stride}; }
 
-    // to[j][c] += Σ_row a[j][row] from[row][c], for N keys and C vectors of columns; a is [.][ROWS / PER_WORD], `from` and
-    // `to` are [.][width]
-    template <int N, int C> static void outer(const Word* a, const Word* from, int rows, int width, T* to) {
+    // Rows of `width` columns, whole vectors of them, as `outer` reads them: panels of up to four vectors of columns, each [LINE][.],
+    // so that what it reads again and again lies together. body(first column, std::integral_constant of how many vectors)
+    static constexpr int LINE = ROWS / Op::PER_WORD;
+    template <class Body> INLINE static void panels(int width, const Body& body) {
+        int c = 0;
+        for (; c + 4 * L <= width; c += 4 * L) body(c, std::integral_constant<int, 4>{});
+        for (; c + 2 * L <= width; c += 2 * L) body(c, std::integral_constant<int, 2>{});
+        for (; c < width; c += L) body(c, std::integral_constant<int, 1>{});
+    }
+
+    // to[j][c] += Σ_row a[j][row] from[row][c], for N keys and a panel of C vectors of columns, over the rows of all parts; `a` is
+    // [.][LINE], `to` is [.][width].
+    struct Part {
+        const Word *a, *from;
+        int rows;  // in words
+    };
+    template <int N, int C> static void outer(const Part* parts, int count, int j0, int c0, int width, T* to) {
         V<T> sum[N][C];
+        to += j0 * width + c0;
         UNROLL for (int j = 0; j < N; j++) UNROLL for (int c = 0; c < C; c++) sum[j][c] = load(to + j * width + c * L);
-        for (int r = 0; r < rows; r++)
-            UNROLL for (int j = 0; j < N; j++)
-                UNROLL for (int c = 0; c < C; c++) sum[j][c] = Op::add(sum[j][c], a[j * ROWS / Op::PER_WORD + r], from + r * width + c * L);
+        for (const Part* part = parts; part < parts + count; part++) {
+            const Word *a = part->a + j0 * LINE, *from = part->from + c0 * LINE;
+            const int rows = part->rows;
+            for (int r = 0; r < rows; r++, from += C * L)
+                UNROLL for (int j = 0; j < N; j++)
+                    UNROLL for (int c = 0; c < C; c++) sum[j][c] = Op::add(sum[j][c], a[j * LINE + r], from + c * L);
+        }
         UNROLL for (int j = 0; j < N; j++) UNROLL for (int c = 0; c < C; c++) store(to + j * width + c * L, sum[j][c]);
     }
-    template <int C> static void outers(const Word* a, const Word* from, int keys, int rows, int width, T* to) {
-        constexpr int N = REGISTER_TILE / C < 12 ? REGISTER_TILE / C : 12, line = ROWS / Op::PER_WORD;
+    template <int C> static void outers(const Part* parts, int count, int keys, int c, int width, T* to) {
+        constexpr int N = REGISTER_TILE / C < 12 ? REGISTER_TILE / C : 12;
         int j = 0;
-        for (; j + N <= keys; j += N) outer<N, C>(a + j * line, from, rows, width, to + j * width);
+        for (; j + N <= keys; j += N) outer<N, C>(parts, count, j, c, width, to);
         if constexpr (N > 4)
-            for (; j + 4 <= keys; j += 4) outer<4, C>(a + j * line, from, rows, width, to + j * width);
+            for (; j + 4 <= keys; j += 4) outer<4, C>(parts, count, j, c, width, to);
         if constexpr (N > 2)
-            for (; j + 2 <= keys; j += 2) outer<2, C>(a + j * line, from, rows, width, to + j * width);
-        for (; j < keys; j++) outer<1, C>(a + j * line, from, rows, width, to + j * width);
+            for (; j + 2 <= keys; j += 2) outer<2, C>(parts, count, j, c, width, to);
+        for (; j < keys; j++) outer<1, C>(parts, count, j, c, width, to);
     }
-    // All columns; `width` is a multiple of L.
-    static void outer_all(const Word* a, const Word* from, int keys, int rows, int width, T* to) {
-        int c = 0;
-        for (; c + 4 * L <= width; c += 4 * L) outers<4>(a, from + c, keys, rows, width, to + c);
-        for (; c + 2 * L <= width; c += 2 * L) outers<2>(a, from + c, keys, rows, width, to + c);
-        for (; c < width; c += L) outers<1>(a, from + c, keys, rows, width, to + c);
+    static void outer_all(const Part* parts, int count, int keys, int width, T* to) {
+        panels(width, [&](int c, auto vectors) { outers<decltype(vectors)::value>(parts, count, keys, c, width, to); });
     }
 };
 
-// Memory for a task, cut off piece by piece; beginning at 0, the end says how much is needed.
+// Memory for a task, cut off piece by piece; beginning at 0, the end says how much is needed. Pieces are whole pages often enough:
+// a gap keeps what is read and written side by side from the same lines of the first cache, where some CPUs take one for another.
 struct Arena {
+    static constexpr std::size_t PAGE = 4096, GAP = 5 * 64;
     std::uintptr_t next;
     template <class X> X* take(std::int64_t count) {
         X* const piece = reinterpret_cast<X*>(next);
-        next += (std::uintptr_t(count) * sizeof(X) + 63) / 64 * 64;
+        const std::size_t size = std::size_t(count) * sizeof(X);
+        next += (size + 63) / 64 * 64 + (size >= PAGE ? GAP : 0);
         return piece;
     }
 };
@@ -240,22 +266,24 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         else return lines(x, j, keys, width, wide);
     }
 
-    // The logits of keys j .. j + keys into p; false if no row may see any of them. `tangent`, if there is a softcap, takes
-    // tanh of what it caps.
-    bool logits(std::int64_t j, int keys, T* tangent = nullptr) {
+    // The logits of keys j .. j + keys into p; false if no row may see any of them. `tangent`, if there is a
+    // softcap, takes tanh of what it caps. `most`, if they are `untouched`, is raised to the largest of them.
+    bool logits(std::int64_t j, int keys, T* tangent = nullptr, V<T>* most = nullptr) {
         bool whole;
         if (!visible(j, keys, whole)) return false;
+        all_seen = whole && !f.visible.count && !f.bias.data;
         const int depth = int(f.head_dim);
         const Lines k = natural(f.k, j, keys, depth, wide_k);
         in_steps(j, keys, [&](auto part, int from, int count) {
             constexpr int hidden = decltype(part)::value * L;
             Part<hidden / L>::dots(q + hidden, {k.data + from * k.stride, k.stride}, count, depth / Op::PER_WORD, query_factor(),
-                                   p + from * ROWS + hidden);
+                                   p + from * ROWS + hidden, untouched() ? most : nullptr);
         });
         adjust(j, keys, whole, tangent);
-        all_seen = whole && !f.visible.count && !f.bias.data;
         return true;
     }
+    // Whether the logits of the last block are nothing but products, times the factor.
+    bool untouched() const { return all_seen && !(f.softcap > 0); }
     // The products of all vectors of rows but the first ones.
     template <int HIDDEN> using Part = Tile<T, QV - HIDDEN, Op, ROWS>;
     // Cuts keys j .. j + keys where the first vectors of rows see no further, as on the diagonal of a causal mask:

@@ -142,8 +142,6 @@ template <class T> std::size_t gradient_scratch_of(const Backward& g) {
 #endif
     return Gradient<T, QUERY_VECTORS>::scratch(g);
 }
-// Row blocks of which each block of keys meets several in turn: dK and dV of long sequences are then read and written seldom.
-constexpr int TOGETHER = 4;
 std::size_t gradient_scratch(const Backward& g) {
     const std::int64_t blocks = is_double(g.forward) ? blocks_of<double>(g.forward) : blocks_of<float>(g.forward);
     const std::int64_t of_share = (blocks + g.shares - 1) / g.shares;
@@ -166,7 +164,16 @@ template <class T, int QV, class Op = Plain<T>> void run_gradient_blocks(const B
         if (block[n]->begin < begin) begin = block[n]->begin;
         if (block[n]->end > end) end = block[n]->end;
     }
-    for (std::int64_t j = begin; j < end; j += Block::KEYS) for (int n = 0; n < count; n++) block[n]->add(j, dk, dv);
+    for (std::int64_t j = begin; j < end; j += Block::KEYS) {
+        Block* met[TOGETHER];
+        int alike = 0;  // of those that met, how many still to be added have met the same keys
+        for (int n = 0; n < count; n++) {
+            if (!block[n]->meet(j)) continue;
+            if (alike && (met[0]->from != block[n]->from || met[0]->to != block[n]->to)) Block::add(met, alike, dk, dv), alike = 0;
+            met[alike++] = block[n];
+        }
+        if (alike) Block::add(met, alike, dk, dv);
+    }
     for (int n = 0; n < count; n++) block[n]->finish();
 }
 template <class T> void run_gradient_task(const Backward& g, std::int64_t task, void* scratch, void* sums) {

@@ -26,15 +26,24 @@ template <class T> INLINE void store_int(Int<T>* at, I<T> x) { *reinterpret_cast
 template <class T> INLINE void store_anywhere(T* at, V<T> x) { *reinterpret_cast<typename VecTypes<T>::U*>(at) = x; }
 template <class T> INLINE V<T> load_wide(const T* at) { return load_anywhere(at); }
 #if defined(BF16_DOT)
-// Rounded to bf16, half away from zero: two vectors as the words (x, y), and one as it lies in memory.
+// Rounded to bf16, half away from zero, as the words (x, y).
 INLINE void store_pair(std::uint32_t* at, V<float> x, V<float> y) {
     const __m512i half = _mm512_set1_epi32(0x8000);
     const __m512i low = _mm512_srli_epi32(_mm512_add_epi32((__m512i)x, half), 16), high = _mm512_add_epi32((__m512i)y, half);
     _mm512_store_si512(at, _mm512_mask_blend_epi16(0xaaaaaaaa, low, high));
 }
-INLINE void store_narrow(std::uint16_t* at, V<float> x) {
-    const __m512i bits = _mm512_srli_epi32(_mm512_add_epi32((__m512i)x, _mm512_set1_epi32(0x8000)), 16);
-    _mm256_store_si256(reinterpret_cast<__m256i*>(at), _mm512_cvtepi32_epi16(bits));
+// Two vectors rounded to bf16, to nearest: x, then y; as they lie in memory, and as the words (x, y).
+INLINE __m512i narrowed(V<float> x, V<float> y) { return BF16_PAIR(x, y); }
+INLINE void store_apart(std::uint16_t* x_at, std::uint16_t* y_at, __m512i both) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(x_at), _mm512_castsi512_si256(both));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(y_at), _mm512_extracti64x4_epi64(both, 1));
+}
+template <int... N> INLINE __m512i words_of(__m512i both, std::integer_sequence<int, N...>) {
+    typedef std::int16_t Halves __attribute__((vector_size(64), may_alias));
+    return (__m512i)__builtin_shufflevector((Halves)both, (Halves)both, (N / 2 + N % 2 * 16)...);
+}
+INLINE void store_words_of(std::uint32_t* at, __m512i both) {
+    _mm512_store_si512(at, words_of(both, std::make_integer_sequence<int, 32>{}));
 }
 #endif
 
