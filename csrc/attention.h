@@ -81,6 +81,7 @@ struct Backward {
     int shares = 1;                // of the row blocks of one key/value head
     void* dbias = nullptr;         // zeroed, float or double as the arithmetic; strides of 0 where the bias repeats
     std::int64_t dbias_stride[4];
+    bool wide_dbias = false;       // dbias is double in any case: sums over many rows
     std::atomic<bool>* spoilt = nullptr;  // set where dq, dk or dv holds NaN or infinity; may be null
     void spoil() const {
         if (spoilt) spoilt->store(true, std::memory_order_relaxed);

@@ -212,6 +212,8 @@ NB_MODULE(_native, m) {
     m.def("repeat", [](const Forward& call, std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t bias,
                        std::uintptr_t sinks, std::uintptr_t out, std::uintptr_t lse, int threads) {
         Forward f = call;  // several threads may repeat one call
+        if ((!q && f.batch * f.heads * f.queries) || (!(k && v) && f.batch * f.kv_heads * f.keys))
+            throw std::invalid_argument("q, k, v: one has no memory");
         f.q.data = reinterpret_cast<const void*>(q), f.k.data = reinterpret_cast<const void*>(k);
         f.v.data = reinterpret_cast<const void*>(v), f.out = reinterpret_cast<void*>(out);
         f.bias.data = reinterpret_cast<const void*>(bias), f.sinks = reinterpret_cast<const void*>(sinks);
@@ -226,7 +228,7 @@ NB_MODULE(_native, m) {
     m.def("backward", [](const Forward& f, std::uintptr_t out, Axes out_stride, std::uintptr_t lse, std::uintptr_t grad_out,
                          Axes grad_out_stride, std::uintptr_t grad_lse, std::uintptr_t dq, Axes dq_stride, std::uintptr_t dk,
                          Axes dk_stride, std::uintptr_t dv, Axes dv_stride, std::uintptr_t dbias, Axes dbias_stride,
-                         int shares, int threads) {
+                         bool wide_dbias, int shares, int threads) {
         Backward g;
         g.forward = f;
         g.forward.lse = reinterpret_cast<void*>(lse);
@@ -235,7 +237,7 @@ NB_MODULE(_native, m) {
         g.grad_lse = reinterpret_cast<const void*>(grad_lse);
         g.dq = reinterpret_cast<void*>(dq), g.dk = reinterpret_cast<void*>(dk), g.dv = reinterpret_cast<void*>(dv);
         for (int n = 0; n < 3; n++) g.dq_stride[n] = dq_stride[n], g.dk_stride[n] = dk_stride[n], g.dv_stride[n] = dv_stride[n];
-        g.dbias = reinterpret_cast<void*>(dbias);
+        g.dbias = reinterpret_cast<void*>(dbias), g.wide_dbias = wide_dbias;
         for (int n = 0; n < 4; n++) g.dbias_stride[n] = dbias_stride[n];
         g.shares = shares;
         std::atomic<bool> spoilt{false};

@@ -156,8 +156,12 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
 
     // Adds dS to the gradient of the bias, which may repeat along any axis.
     void add_to_bias(std::int64_t first, int rows) {
+        if (g.wide_dbias) add_to_bias<double>(first, rows);
+        else add_to_bias<T>(first, rows);
+    }
+    template <class Sum> void add_to_bias(std::int64_t first, int rows) {
         open(first, rows);
-        T* to = static_cast<T*>(g.dbias) + b * g.dbias_stride[0];
+        Sum* to = static_cast<Sum*>(g.dbias) + b * g.dbias_stride[0];
         const bool one_row = g.dbias_stride[1] == 0 && g.dbias_stride[2] == 0;
         this->reach(begin, end);
         for (std::int64_t j = begin; j < end; j += KEYS) {
@@ -165,8 +169,8 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
             if (!this->logits(j, keys, tangent)) continue;
             logit_gradient(j, keys, false);
             for (int n = 0; n < keys; n++) {
-                T* key = to + (j + n) * g.dbias_stride[3];
-                T total = 0;
+                Sum* key = to + (j + n) * g.dbias_stride[3];
+                Sum total = 0;
                 for (int r = 0; r < count; r++) {
                     if (one_row) total += p[n * ROWS + r];
                     else key[head(r) * g.dbias_stride[1] + query(r) * g.dbias_stride[2]] += p[n * ROWS + r];

@@ -296,6 +296,57 @@ def test_a_repeated_call_with_other_tensors() -> None:
         )
 
 
+def test_tensors_whose_numbers_are_not_what_lies_in_memory() -> None:
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    attention(q, q, q, backend="cpu").sgn().sum().backward()  # its gradient is a zero that has no memory
+    assert q.grad is not None
+    assert not q.grad.any()
+    with pytest.raises(ValueError, match="q, k, v: one has no memory"):
+        attention(torch._efficientzerotensor((1, 2, 4, 8)), q, q, backend="cpu")
+    lazy = torch.randn(2, 4, 4, dtype=torch.complex64).conj().imag
+    assert lazy.is_neg()
+    x = torch.randn(3, 1, 2, 4, 8)
+    assert torch.equal(attention(*x, bias=lazy, backend="cpu"), attention(*x, bias=lazy.clone(), backend="cpu"))
+    negated = torch._neg_view(x)
+    assert torch.equal(attention(*negated, bias=lazy, backend="cpu"), attention(*-x, bias=lazy, backend="cpu"))
+
+
+def test_hooks_may_lay_out_what_is_saved_anew() -> None:
+    def laid_out(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    torch.manual_seed(0)
+    x = [torch.randn(2, 3, 65, 8, requires_grad=True) for _ in range(3)]
+    grads = (torch.randn(2, 3, 65, 8), torch.randn(2, 3, 65))
+    wanted = torch.autograd.grad(attend(*x, backend="cpu")[:2], x, grads)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, laid_out):
+        results = attend(*x, backend="cpu")[:2]
+    torch.testing.assert_close(torch.autograd.grad(results, x, grads), wanted, rtol=0, atol=0)
+
+
+def test_the_gradient_of_a_bias_of_many_rows() -> None:
+    torch.manual_seed(0)
+    q, k, v, change = (
+        torch.randn(16, 2, 8192, 4),
+        torch.randn(16, 2, 4, 4),
+        torch.rand(16, 2, 4, 4),
+        torch.rand(16, 2, 8192, 4),
+    )
+    v[..., 0] += 1
+    v[:, :, 0] += 1
+
+    def gradient(shape: tuple[int, ...], dtype: torch.dtype, backend: str) -> Tensor:
+        bias = torch.zeros(shape, dtype=dtype, requires_grad=True)
+        out = attention(q.to(dtype), k.to(dtype), v.to(dtype), bias=bias, backend=backend)
+        return torch.autograd.grad(out, bias, change.to(dtype))[0]
+
+    for shape in ((2, 1, 4), (4,), (16, 1, 1, 4)):
+        exact = gradient(shape, torch.float64, "reference")
+        found, plain = (gradient(shape, torch.float32, backend) for backend in ("cpu", "reference"))
+        assert_as_accurate(found, exact, plain, message=f"dbias {list(shape)}")
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and RLIMIT_AS")
 def test_too_little_memory_is_a_memory_error() -> None:
     done = run(STARVED)

@@ -156,10 +156,14 @@ def test_a_mask_has_no_truth_value(use: Callable[[Mask], object]) -> None:
 
 
 def test_only_masks_combine() -> None:
-    with pytest.raises(TypeError, match="unsupported operand"):
+    with pytest.raises(TypeError, match="a mask combines with masks by & and"):
         causal() & torch.tensor(True)  # pyright: ignore[reportOperatorIssue]
-    with pytest.raises(TypeError, match="unsupported operand"):
+    with pytest.raises(TypeError, match="a mask combines with masks by & and"):
         causal() | 1  # pyright: ignore[reportOperatorIssue]
+    with pytest.raises(TypeError, match=r"got Tensor; a boolean tensor is one as masks.Dense\(tensor\)"):
+        torch.tensor(True) & causal()  # pyright: ignore[reportOperatorIssue]
+    with pytest.raises(TypeError, match="a mask has no complement"):
+        ~causal()
 
 
 def test_lengths_and_ids_may_be_lists() -> None:

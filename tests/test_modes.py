@@ -135,6 +135,22 @@ def test_compiles_without_a_break(option: str) -> None:
     torch.testing.assert_close(gradients(results, leaves), gradients(wanted_results, leaves), rtol=1e-4, atol=1e-5)
 
 
+def test_bf16_of_many_rows_compiles_without_a_break() -> None:
+    q = torch.randn(1, 2, 33, 16).bfloat16()  # where torch is asked for matrix tiles
+    torch.compiler.reset()
+    out = torch.compile(lambda x: headscope.attention(x, x, x), backend="aot_eager", fullgraph=True)(q)
+    torch.testing.assert_close(out, headscope.attention(q, q, q))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "blocked"])
+def test_batches_of_gradients_are_refused_by_name(backend: str) -> None:
+    x = torch.randn(3, 1, 2, 4, 8)
+    with pytest.raises(RuntimeError, match="takes no batch of gradients at once"):
+        torch.autograd.functional.jacobian(
+            lambda q: headscope.attention(q, x[1], x[2], backend=backend), x[0], vectorize=True
+        )
+
+
 # ---------------------------------------------------------------- the weights
 
 

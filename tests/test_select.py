@@ -126,6 +126,8 @@ def test_unknown_names() -> None:
         ValueError, match="backend: got 'flash', wanted one of cpu, sdpa, blocked, reference, or None to choose"
     ):
         select(call(), "flash")
+    with pytest.raises(ValueError, match=r"backend: got \['cpu'\], wanted one of"):
+        select(call(), ["cpu"])  # pyright: ignore[reportArgumentType]
 
 
 def test_every_order_names_every_backend_and_ends_with_one_that_refuses_nothing() -> None:

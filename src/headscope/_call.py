@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, Turned
+from headscope.masks import FAR, Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, Turned
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 AXES = ("B", "H", "Q", "K")
@@ -182,6 +183,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
             raise TypeError(f"{name}: got {kind(tensor)}, wanted a torch.Tensor")
+        _check_layout(name, tensor)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in FLOATS:
             raise TypeError(f"{name}: dtype is {kind(tensor)}, wanted float32, bfloat16, float16 or float64")
@@ -194,7 +196,9 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
                 f"{name}: has {tensor.ndim} axes, wanted at least 3 ([..., H, length, D]); {shapes(q=q, k=k, v=v)}"
             )
         if tensor.shape[-1] == 0:
-            raise ValueError(f"{name}: axis {tensor.ndim - 1} (D) is 0, wanted at least 1; {shapes(q=q, k=k, v=v)}")
+            letter = "Dv" if name == "v" else "D"
+            where = f"axis {tensor.ndim - 1} ({letter})"
+            raise ValueError(f"{name}: {where} is 0, wanted at least 1; {shapes(q=q, k=k, v=v)}")
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"k: axis {k.ndim - 1} (D) is {k.shape[-1]}, q has {q.shape[-1]}; {shapes(q=q, k=k, v=v)}")
     if v.shape[-2] != k.shape[-2]:
@@ -214,9 +218,17 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
         raise ValueError(f"q, k, v: the leading axes (B) do not broadcast; {shapes(q=q, k=k, v=v)}") from error
 
 
+def _check_layout(name: str, tensor: Tensor) -> None:
+    if tensor.layout not in (torch.strided, torch.jagged):
+        raise TypeError(f"{name}: layout is {tensor.layout}, wanted an ordinary tensor (torch.strided): .to_dense()")
+    if tensor.layout == torch.strided and tensor.is_nested:
+        raise TypeError(f"{name}: is a nested tensor of layout torch.strided, wanted an ordinary one")
+
+
 def _bias(bias: Tensor, lead: tuple[int, ...], last: tuple[int, int, int], q: Tensor) -> None:
     if not isinstance(bias, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"bias: got {kind(bias)}, wanted a torch.Tensor")
+    _check_layout("bias", bias)
     if bias.dtype not in FLOATS:
         hint = "; a boolean tensor is a mask: pass it as mask=" if bias.dtype == torch.bool else ""
         raise TypeError(f"bias: dtype is {kind(bias)}, wanted a floating one{hint}")
@@ -246,6 +258,7 @@ def _broadcasts(name: str, tensor: Tensor, lead: tuple[int, ...], last: tuple[in
 def _sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
     if not isinstance(sinks, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"sinks: got {kind(sinks)}, wanted a torch.Tensor")
+    _check_layout("sinks", sinks)
     if sinks.dtype not in FLOATS:
         raise TypeError(f"sinks: dtype is {kind(sinks)}, wanted a floating one")
     if sinks.device != q.device:
@@ -289,6 +302,7 @@ def check_mask(mask: Mask, sizes: tuple[int, int, int, int], device: torch.devic
     batch, heads, queries, keys = sizes
     for leaf in mask.leaves():
         for tensor in leaf.tensors():
+            _check_layout(f"mask: a tensor of {type(leaf).__name__}", tensor)
             if tensor.device != device:
                 raise ValueError(f"mask: a tensor of {type(leaf).__name__} is on {tensor.device}, q is on {device}")
         match leaf:
@@ -299,6 +313,8 @@ def check_mask(mask: Mask, sizes: tuple[int, int, int, int], device: torch.devic
             case Prefix():
                 if not isinstance(leaf.n, int) or leaf.n < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
                     raise ValueError(f"mask: Prefix(n) wants a whole number from 0, got {leaf.n!r}")
+                if leaf.n > FAR:
+                    raise ValueError(f"mask: Prefix(n) wants a whole number up to {FAR}, got {leaf.n}")
             case KeyLengths():
                 _check_ids("KeyLengths.lengths", leaf.lengths, {"B": batch})
             case Documents():
@@ -323,6 +339,8 @@ def _check_band(band: Band, batch: int) -> None:
     each = offset if isinstance(offset, tuple) else () if offset is None else (offset,)
     if not all(isinstance(number, int) for number in each):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"mask: Band(offset=...) wants a whole number, or one for each batch entry, got {offset!r}")
+    if any(abs(number) > FAR for number in each):
+        raise ValueError(f"mask: Band(offset=...) wants numbers from {-FAR} to {FAR}, got {offset!r}")
     if isinstance(offset, tuple) and len(offset) != batch:
         raise ValueError(f"mask: Band.offset has {len(offset)} numbers, wanted {batch}, one for each batch entry (B)")
 
@@ -361,7 +379,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"scale: got {kind(scale)}, wanted a number")
-    if not abs(scale) < math.inf:  # NaN neither; a compiler can follow this, but not math.isfinite
+    if not abs(scale) <= sys.float_info.max:  # NaN neither; a compiler can follow this, but not math.isfinite
         raise ValueError(f"scale: got {scale}, wanted a finite number")
     return float(scale)
 
@@ -372,7 +390,7 @@ def check_softcap(softcap: float | None) -> float | None:
         return None
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"softcap: got {kind(softcap)}, wanted a number")
-    if not 0 < softcap < math.inf:
+    if not 0 < softcap <= sys.float_info.max:
         raise ValueError(f"softcap: got {softcap}, wanted a finite number above 0, or None")
     return float(softcap)
 

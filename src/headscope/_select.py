@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from headscope._backends import Backend, blocked, cpu, reference, sdpa
@@ -29,11 +27,17 @@ def order(call: Call) -> tuple[str, ...]:
     return ORDER.get(call.device, ORDER["default"])
 
 
-@cache
-def has_amx() -> bool:
-    """Whether torch finds the matrix tiles of AMX here; False where this torch cannot say."""
+def _find_amx() -> bool:
     asked = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return bool(asked()) if asked is not None else False
+
+
+_AMX = _find_amx()  # once and now: a compiler cannot follow the question
+
+
+def has_amx() -> bool:
+    """Whether torch finds the matrix tiles of AMX here; False where this torch cannot say."""
+    return _AMX
 
 
 def select(call: Call, name: str | None = None) -> Backend:
@@ -48,7 +52,7 @@ def select(call: Call, name: str | None = None) -> Backend:
     """
     if name is None:
         return next(BACKENDS[each] for each in order(call) if not BACKENDS[each].refuses(call))
-    if name not in BACKENDS:
+    if not isinstance(name, str) or name not in BACKENDS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"backend: got {name!r}, wanted one of {', '.join(BACKENDS)}, or None to choose")
     reasons = BACKENDS[name].refuses(call)
     if reasons:

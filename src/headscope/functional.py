@@ -363,7 +363,11 @@ def prepare(
                 found = _kept.get(key)
                 if found is not None:
                     return found
-        except (AttributeError, TypeError):  # not tensors, no mask, or not hashable: the checks will say what is wrong
+        except (
+            AttributeError,
+            TypeError,
+            RuntimeError,
+        ):  # not such tensors, no mask, not hashable: the checks will tell
             key = None
     found = _prepare(q, k, v, mask, bias, sinks, numbers, backend)
     if key is not None:

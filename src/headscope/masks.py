@@ -80,16 +80,32 @@ class Mask(ABC):
         return kept[sizes][1]
 
     def __and__(self, other: Mask) -> Mask:
-        return And(self, other) if isinstance(other, Mask) else NotImplemented  # pyright: ignore[reportUnnecessaryIsInstance]
+        return And(self, _operand(other))
 
     def __or__(self, other: Mask) -> Mask:
-        return Or(self, other) if isinstance(other, Mask) else NotImplemented  # pyright: ignore[reportUnnecessaryIsInstance]
+        return Or(self, _operand(other))
+
+    def __rand__(self, other: object) -> Mask:
+        return And(_operand(other), self)
+
+    def __ror__(self, other: object) -> Mask:
+        return Or(_operand(other), self)
+
+    def __invert__(self) -> Mask:
+        raise TypeError("a mask has no complement; a boolean tensor has one: masks.Dense(~tensor)")
 
     def __bool__(self) -> bool:
         raise TypeError("a mask has no truth value: combine masks with & and |, not with `and` and `or`")
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_plans"}
+
+
+def _operand(other: object) -> Mask:
+    if isinstance(other, Mask):
+        return other
+    hint = "; a boolean tensor is one as masks.Dense(tensor)" if isinstance(other, Tensor) else ""
+    raise TypeError(f"a mask combines with masks by & and |, got {type(other).__name__}{hint}")
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from headscope._call import Call
 from headscope.masks import Plan
 
+NO_BATCHED_GRADIENTS = (
+    "attention: this backend takes no batch of gradients at once (is_grads_batched, vectorize=True); torch.func.jacrev "
+    'and torch.vmap do, and so does backend="reference"'
+)
 NO_SECOND_DERIVATIVE = (
     'attention: this backend has no second derivative; backend="reference" has one, in memory quadratic in the length'
 )
@@ -65,6 +70,12 @@ def full_precision(call: Call) -> AbstractContextManager[object]:
     if call.device == "meta" or not torch.is_autocast_enabled(call.device):
         return _AS_IT_IS
     return torch.autocast(call.device, enabled=False)
+
+
+def refuse_batched(*grads: Tensor | None) -> None:
+    """Raise where autograd hands in several gradients in the place of each."""
+    if any(x is not None and is_legacy_batchedtensor(x) for x in grads):
+        raise RuntimeError(NO_BATCHED_GRADIENTS)
 
 
 def once(gradients: tuple[Tensor | None, ...], *made_from: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope._backends import Inputs, Work, accumulate_dtype, full_precision, once
+from headscope._backends import Inputs, Work, accumulate_dtype, full_precision, once, refuse_batched
 from headscope._call import Call
 from headscope.masks import Plan
 
@@ -151,6 +151,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_batched(*grads)
         saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
         tensors, (out, lse) = saved[:5], saved[5:7]
         work = Work(ctx.call, ctx.plan, ctx.seed)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope._backends import Inputs, Work, accumulate_dtype, once
+from headscope._backends import Inputs, Work, accumulate_dtype, once, refuse_batched
 from headscope._call import Call
 from headscope.masks import And, Band, Dense, Documents, KeyLengths, Mask, Or, Plan, Prefix, Turned
 
@@ -146,6 +146,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_batched(grad_out, grad_lse)
         saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
         q, k, v, out, lse, *rest = saved
         beside = rest[: len(ctx.needs_input_grad) - 4]
@@ -202,21 +203,23 @@ def _gradients(
     work: Work, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, wanted: tuple[bool, ...]
 ) -> tuple[tuple[Tensor | None, ...], bool]:
     """These, and whether all of dq, dk and dv is finite."""
-    call, (out, lse) = work.call, results
+    call = work.call
+    out, lse = _unit_stride(results[0]), results[1].contiguous()  # hooks on what is saved may have laid them out anew
     grad_out = torch.zeros_like(out) if grads[0] is None else _unit_stride(grads[0])
-    grad_lse = grads[1].contiguous() if grads[1] is not None else None
+    grad_lse = _readable(grads[1]).contiguous() if grads[1] is not None else None
     dq = rows_like(call, call.queries, call.heads, call.head_dim)
     dk = rows_like(call, call.keys, call.kv_heads, call.head_dim)
     dv = rows_like(call, call.keys, call.kv_heads, call.v_head_dim)
     dbias = None
     if inputs.bias is not None and wanted[0]:
-        dbias = torch.zeros(inputs.bias.shape, dtype=lse.dtype, device="cpu")
+        repeats = tuple(inputs.bias.shape) != (call.batch, call.heads, call.queries, call.keys)
+        dbias = torch.zeros(inputs.bias.shape, dtype=torch.float64 if repeats else lse.dtype, device="cpu")
     described = describe(call, work.plan, inputs, work.seed)  # a name of its own: it keeps alive what it points into
     finite = native.backward(
         described.native, out.data_ptr(), out.stride(), lse.data_ptr(),
         grad_out.data_ptr(), grad_out.stride(), address(grad_lse), dq.data_ptr(), dq.stride(),
         dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(), address(dbias), _strides(dbias),
-        _shares(call), torch.get_num_threads(),
+        dbias is not None and dbias.dtype == torch.float64, _shares(call), torch.get_num_threads(),
     )  # fmt: skip
     dsinks = None
     if inputs.sinks is not None and wanted[1]:
@@ -276,8 +279,8 @@ def describe(call: Call, plan: Plan | None, inputs: Inputs, seed: int = 0) -> _D
     """A call as the extension knows it."""
     q, k, v = (_unit_stride(x) for x in inputs[:3])
     dtype = accumulate_dtype(call.dtype)
-    bias = inputs.bias.detach().to(dtype) if inputs.bias is not None else None
-    sinks = inputs.sinks.detach().to(dtype).contiguous() if inputs.sinks is not None else None
+    bias = _readable(inputs.bias.detach().to(dtype)) if inputs.bias is not None else None
+    sinks = _readable(inputs.sinks.detach().to(dtype)).contiguous() if inputs.sinks is not None else None
     spans, spans_at, rules = None, (0, 0, 0), _Rules()
     if plan is not None and not plan.everything:
         spans = plan.spans.to(torch.int32).contiguous()
@@ -333,7 +336,13 @@ def _reach(spans: Tensor) -> tuple[int, int, int]:
 
 
 def _unit_stride(x: Tensor) -> Tensor:
+    x = _readable(x)
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _readable(x: Tensor) -> Tensor:
+    """The numbers as they lie in memory: neither lazily negated nor zeros that have none."""
+    return x.clone() if x.is_neg() or x._is_zerotensor() else x
 
 
 def address(x: Tensor | None) -> int:
