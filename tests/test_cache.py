@@ -96,7 +96,7 @@ def test_reordered_rows_go_on_as_what_they_were(kind: str) -> None:
     for rows in ([2, 0, 0], [1, 1, 0, 2, 2], [4, 3]):  # as many, more, fewer
         x = x[rows]
         before = cache.padding
-        cache.reorder(torch.tensor(rows))
+        cache.reorder(torch.tensor(rows, dtype=torch.int16))
         assert cache.padding == tuple(before[row] for row in rows)
         m(x[:, cache.length : cache.length + 2], cache=cache)
     out = m(x[:, 15:], cache=cache)

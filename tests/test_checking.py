@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -507,6 +508,30 @@ def test_an_example_input_gives_the_only_length_there_is() -> None:
 def test_what_cannot_be_checked_is_said(error: type[Exception], given: Any, options: Any, said: str) -> None:
     with pytest.raises(error, match=said):
         check(given, **options)
+
+
+def test_code_that_leaves_does_not_take_the_caller_along() -> None:
+    """sys.exit is an error like any other; Ctrl-C passes."""
+
+    class Leaves(SixSteps):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            if mask is None and self.training:
+                raise SystemExit
+            return super().forward(x) if mask is None else sys.exit(3)
+
+    def leave(x: Tensor) -> Tensor:
+        sys.exit(0)
+
+    def interrupted(x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(CheckError, match=r"tried first \(x\) with x \[2, 7, 4\]: SystemExit: 0; give"):
+        check(leave, embed_dim=4)
+    with pytest.raises(KeyboardInterrupt):
+        check(interrupted, embed_dim=4)
+    found = check(Leaves(24, 3))
+    assert "SystemExit" in found.not_tested.values()
+    assert found.names == ()
 
 
 def test_rows_that_relu_puts_to_sleep_are_not_blocked() -> None:

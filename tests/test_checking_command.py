@@ -50,6 +50,10 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Path("small.py").write_text("import math\nclass Attention: pass\ndef attend(x): pass\n")
     Path("broken.py").write_text("1 / 0\n")
     Path("endless.py").write_text("while True: pass\n")
+    Path("silent.py").write_text("import os\nos._exit(3)\n")
+    Path("exits.py").write_text(
+        "import sys\nclass A:\n    def __init__(self): sys.exit(0)\ndef attend(x): sys.exit(0)\n"
+    )
     Path("leaves.py").write_text("import os, sys\nprint('gone\\x1b[2J', file=sys.stderr)\nos._exit(3)\n")
 
 
@@ -86,6 +90,9 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
     ("arguments", "said"),
     [
         (["homework.py"], "target: got homework.py, wanted FILE.py:NAME"),
+        ([":x"], "target: got :x, wanted FILE.py:NAME"),
+        (["exits.py:A"], "A: cannot be made with --args '': SystemExit: 0"),
+        (["exits.py:attend", "--embed-dim", "4"], "tried first (x) with x [2, 7, 4]: SystemExit: 0; give"),
         (["nothing.py:A"], "nothing.py: there is no such file"),
         (["homework.py:A", "--args", "24, width"], "--args: got 24, width, wanted plain values as in a call"),
         (["homework.py:A", "--args", "*[1]"], "--args: got *[1], wanted plain values"),
@@ -107,6 +114,11 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert said in err.splitlines()[-1]
     assert err.splitlines()[-1].startswith("headscope check: ")
     assert "\x1b" not in err
+
+
+def test_code_that_ends_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "silent.py:A"]) == 2
+    assert capsys.readouterr().err.endswith("check: the code ended its process with 3 before there was an answer\n")
 
 
 @pytest.mark.parametrize(

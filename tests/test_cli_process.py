@@ -154,6 +154,17 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     assert process.stderr == "headscope: stdout: cannot be written: No space left on device\n"
 
 
+@POSIX
+@pytest.mark.parametrize("verb", [("text", "x", "--no-page"), ("trace",)], ids=" ".join)
+def test_a_closed_stdout_is_one_line(verb: tuple[str, ...], tmp_path: Path) -> None:
+    process = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "headscope.cli", *verb],
+        cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert process.returncode == 2
+    assert process.stderr == "headscope: stdout: cannot be written: it is closed\n"
+
+
 def test_an_encoding_that_lacks_characters_does_not_stop_it(tmp_path: Path) -> None:
     process = subprocess.run(
         [sys.executable, "-m", "headscope.cli", "text", "naïve 漢字 ☃", "--explain"],

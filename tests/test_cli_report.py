@@ -61,6 +61,23 @@ def test_an_image_lies_below(run: Run) -> None:  # noqa: F811
     assert ran.err == "headscope report: RECORDING: grid: 5 x 5 patches are not the 13 keys that there are\n"
 
 
+@pytest.mark.parametrize("read", ["seen.safetensors", "link.safetensors"])
+@pytest.mark.parametrize("out", ["seen.safetensors", "./seen.safetensors", "link.safetensors"])
+def test_what_is_read_is_not_replaced(read: str, out: str, saved: Path, run: Run) -> None:  # noqa: F811
+    Path("link.safetensors").symlink_to(saved)
+    before = saved.read_bytes()
+    ran = run("report", read, "--out", out, "--force")
+    assert (ran.code, ran.out, ran.err) == (2, "", f"headscope report: --out: {out}: is the recording itself\n")
+    Image.new("RGB", (8, 6)).save("photo.png")
+    ran = run(
+        "report", "seen.safetensors", "--image", "photo.png", "--out", f"../{Path.cwd().name}/photo.png", "--force"
+    )
+    assert ran.code == 2
+    assert "photo.png: is the image itself" in ran.err
+    assert saved.read_bytes() == before
+    assert Path("link.safetensors").is_symlink()
+
+
 MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "no file": (("no.safetensors",), "RECORDING: no.safetensors: no such file"),
     "no recording": (("other.txt",), "RECORDING: other.txt: no file of headscope's statistics"),

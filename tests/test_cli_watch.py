@@ -22,7 +22,7 @@ from test_cli import Run, answer, run  # noqa: F401  # run is a fixture
 from test_cli_process import POSIX, STRIKE, headscope, names
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from headscope import HeadStats, Recording
+from headscope import HeadStats, Recording, observe
 from headscope._commands.models import load
 from headscope._commands.screen import Mistake
 from headscope._commands.windows import windows
@@ -295,6 +295,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "one file for both": (["watch", "text", "--out", "a", "--page", "./a"], r"--page: \./a: is where --out puts the"),
     "no older one": (["watch", "text", "--against", "no.safetensors"], "--against: no.safetensors: no such file"),
     "older one is none": (["watch", "text", "--against", "given.txt"], "--against: given.txt: no file of headscope"),
+    "no name of a model": (["watch", "", "--ids", "5"], 'model: is empty, wanted "text", "digits", a folder or a name'),
+    "no name of a file": (["watch", "text", "--file", ""], "--file: is empty, wanted a path"),
+    "no name of a picture": (["watch", "digits", "--image", ""], "image: is empty, wanted the path of a picture"),
+    "no name of a digit": (["image", ""], "image: is empty, wanted the path of a picture"),
     "threshold alone": (["watch", "text", "--threshold", "map=1"], "--threshold: wanted --against with it"),
     "text with digits": (["text", "a", "--model", "digits"], "--model: the shipped vision model looks at images"),
     "text drawn": (["text", "a", "--model", "x", "--seed-random"], "--seed-random: wanted the shipped model"),
@@ -312,6 +316,40 @@ def test_a_mistake_is_one_line_and_exit_code_2(mistake: str, run: Run, offline: 
     assert re.fullmatch(rf"headscope \w+: .*{message}.*\n", ran.err), ran.err
     assert Path("given.txt").read_text(encoding="utf-8") == "given"
     assert not Path("headscope-report.html").exists()
+
+
+OVER: dict[str, tuple[list[str], str]] = {
+    "text": (["text", "--file", "a", "--out", "./a"], "--out: ./a: is the text itself"),
+    "text, through a link": (["text", "--file", "link", "--out", "a"], "--out: a: is the text itself"),
+    "text, the default": (["text", "--file", "headscope-report.html"], "--out: headscope-report.html: is the text"),
+    "image": (["image", "a", "--out", "link"], "--out: link: is the picture itself"),
+    "watched text": (["watch", "text", "--file", "a", "--out", "a"], "--out: a: is the text itself"),
+    "watched text, page": (["watch", "text", "--file", "a", "--page", "a"], "--page: a: is the text itself"),
+    "watched image": (["watch", "digits", "--image", "a", "--page", "a"], "--page: a: is the image itself"),
+    "older recording": (
+        ["watch", "text", "--text", "b", "--against", "old.safetensors", "--page", "old.safetensors"],
+        "--page: old.safetensors: is the older recording itself",
+    ),
+    "model": (["watch", "model", "--ids", "1", "--out", "model/w.safetensors"], "is a file of the model itself"),
+    "model, page": (["text", "b", "--model", "model", "--out", "model/config.json"], "is a file of the model itself"),
+}
+
+
+@pytest.mark.parametrize("case", OVER)
+def test_what_is_read_is_not_written_over(case: str, run: Run, offline: None) -> None:  # noqa: F811
+    Path("model").mkdir()
+    for name in ("a", "headscope-report.html", "model/w.safetensors", "model/config.json"):
+        Path(name).write_text(f"{MARKER if name[0] == 'h' else ''}given", encoding="utf-8")
+    Path("link").symlink_to("a")
+    q = torch.randn(1, 2, 3, 4)
+    observe(q, q).named("a").save("old.safetensors")
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    arguments, message = OVER[case]
+    ran = run(*arguments, *(() if "default" in case else ("--force",)))
+    assert (ran.code, ran.out) == (2, "")
+    assert message in ran.err
+    assert ran.err.count("\n") == 1
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 from watched_small import Alone, Attention, Small, input_of
 
@@ -358,3 +360,19 @@ def test_a_pruned_module_can_be_pruned_ablated_and_trained() -> None:
 def test_heads_that_cannot_be_pruned_are_named(said: Any, heads: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=re.escape(says)):
         MultiHeadAttention(24, 6, **said).prune_heads(heads)
+
+
+def test_a_module_whose_weights_are_made_anew_cannot_be_pruned() -> None:
+    for change in (
+        lambda m: prune.l1_unstructured(m.qkv_proj, "weight", 0.5),
+        lambda m: weight_norm(m.out_proj),
+        lambda m: prune.random_unstructured(m, "sinks", 0.5),
+    ):
+        m = MultiHeadAttention(24, 6, sinks=True)
+        change(m)
+        with pytest.raises(ValueError, match="is made anew for each call, by a pruning mask or a parametrization"):
+            m.prune_heads([0])
+    wrapped = MultiHeadAttention(24, 6)
+    wrapped.out_proj = nn.Sequential(wrapped.out_proj)  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValueError, match=r"module: out_proj is a Sequential, wanted nn\.Linear"):
+        wrapped.prune_heads([0])

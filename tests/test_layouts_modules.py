@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from headscope import MultiHeadAttention, ablate, attention, functional, layouts, nn_compat, trace
 from headscope._watch_calls import WatchError
 from headscope.masks import Band, KeyLengths, Mask, causal
+from headscope.positions import ALiBi, RelativeBias, T5Buckets
 
 B, H, T, E = 3, 2, 5, 12  # batch, heads, length, width
 LENGTHS = torch.tensor([2, T, 4])
@@ -380,8 +381,101 @@ def test_a_layout_may_be_named() -> None:
         ({"v_head_dim": 3}, "timm", r"layout 'timm' has qkv.weight for parts of one size; q.weight \[12, 12\], k.w"),
         ({"softcap": 5.0}, "torch", "module: softcap is 5.0, which a module of layout 'torch' does not have"),
         ({}, "qwen3", r"module: has no q_norm.weight, which the layout wants"),
+        ({"position_bias": ALiBi(H)}, "torch", "module: has position_bias ALiBi, which a module of layout 'torch'"),
+        ({"qk_norm": "rms_all"}, "timm", "module: qk_norm is 'rms_all'; a module of layout 'timm' has a norm for each"),
+        ({"qk_norm": "rms_all"}, "qwen3", "module: qk_norm is 'rms_all'; a module of layout 'qwen3' has a norm"),
+        ({"head_dim": 4}, "torch", "module: head_dim is 4; a module of layout 'torch' has 6"),
+        ({"kdim": 7}, "llama", "module: kdim is 7; a module of layout 'llama' has 12"),
+        ({"kdim": 7}, "bert", "module: kdim is 7; a module of layout 'bert' has 12"),
+        ({"kdim": 7, "bias": False, "scale": 1.0}, "t5", "module: kdim is 7; a module of layout 't5' has 12"),
+        ({"head_dim": 4}, "torch_separate", "module: head_dim is 4; a module of layout 'torch_separate' has 6"),
+        ({"v_head_dim": 3}, "llama", "module: v_head_dim is 3; a module of layout 'llama' has 6"),
     ],
 )  # fmt: skip
 def test_what_a_layout_cannot_express(options: dict[str, Any], layout: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MultiHeadAttention(E, H, **options).to_state_dict(layout)
+
+
+def test_what_is_more_than_a_linear_is_not_written() -> None:
+    made = MultiHeadAttention(E, H)
+    made.out_proj = nn.Sequential(made.out_proj, nn.ReLU())  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValueError, match=r"module: out_proj is a Sequential, wanted nn\.Linear"):
+        made.to_state_dict("torch")
+
+
+# ---------------------------------------------------------------- what must stay as it is
+
+
+def test_what_is_frozen_stays_frozen_and_the_rest_does_not() -> None:
+    theirs = nn.MultiheadAttention(E, H, add_bias_kv=True)
+    theirs.in_proj_weight.requires_grad_(False)
+    theirs.out_proj.bias.requires_grad_(False)
+    made = MultiHeadAttention.from_module(theirs)
+    frozen = {name for name, parameter in made.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"qkv_proj.weight", "out_proj.bias"}
+    partly = layout_modules.QKV(E, H)
+    partly.Q.weight.requires_grad_(False)
+    assert MultiHeadAttention.from_module(partly, num_heads=H).qkv_proj.weight.requires_grad
+
+
+def test_a_table_that_is_passed_in_is_left_alone() -> None:
+    table = RelativeBias(H, T5Buckets(8, 10))
+    nn.init.normal_(table.weight)
+    weight, before = table.weight, table.weight.detach().clone()
+    state = {f"{name}.weight": torch.randn(E, E) for name in "qkvo"}
+    state["relative_attention_bias.weight"] = torch.randn(8, H)  # a table of its own
+    for own in (state, {key: x for key, x in state.items() if "bias" not in key}):
+        made = MultiHeadAttention.from_state_dict(own, "t5", num_heads=H, position_bias=table)
+        assert made.position_bias is table
+        assert table.weight is weight
+        torch.testing.assert_close(table.weight.detach(), before, rtol=0, atol=0)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.o = (nn.Linear(E, E, bias=False) for _ in range(4))
+
+    frozen = Layer().requires_grad_(False)
+    made = MultiHeadAttention.from_module(frozen, "t5", num_heads=H, position_bias=table)
+    assert table.weight.requires_grad
+    assert [name for name, parameter in made.named_parameters() if parameter.requires_grad] == ["position_bias.weight"]
+
+
+# ---------------------------------------------------------------- states that do not fit
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"kv_heads": 1}, "kv_heads: got 1, wanted none: it comes from the weights, which say 2"),
+        ({"head_dim": 3}, "head_dim: got 3, wanted none: it comes from the weights, which say 6"),
+        ({"bias": True}, "bias: got True, wanted none: it comes from the weights"),
+        ({"dtype": torch.float64}, "dtype: got torch.float64, wanted none: it comes from the weights"),
+        ({"device": "cpu"}, "device: got 'cpu', wanted none: it comes from the weights"),
+    ],
+)
+def test_what_the_weights_say_is_no_option(option: dict[str, Any], message: str) -> None:
+    state = MultiHeadAttention(E, H).to_state_dict("torch")
+    with pytest.raises(ValueError, match=message):
+        MultiHeadAttention.from_state_dict(state, "torch", num_heads=H, **option)
+
+
+def test_states_of_another_kind_are_named(tmp_path: Path) -> None:
+    state: dict[Any, Any] = dict(MultiHeadAttention(E, H).to_state_dict("w_q"))
+
+    def refused(state: Any, error: type[Exception], message: str, layout: Any = "w_q") -> None:
+        with pytest.raises(error, match=message):
+            MultiHeadAttention.from_state_dict(state, layout, num_heads=H)
+
+    refused(tmp_path, ValueError, "is a directory, wanted a safetensors file in it")
+    refused({**state, 3: torch.zeros(1)}, TypeError, "state: has the key 3 of int, wanted strings")
+    refused({**state, "w_q.weight": None}, TypeError, "w_q.weight: got NoneType, wanted a tensor or an array")
+    refused(state, TypeError, "layout: got list, wanted a name", layout=["llama"])
+    index = tmp_path / "model.safetensors.index.json"
+    for text, message in {
+        "{": "is no JSON", "[]": 'has no "weight_map"', '{"metadata": {}}': 'has no "weight_map"',
+        '{"weight_map": ["a"]}': 'has no "weight_map"', '{"weight_map": {"a": 1}}': 'has no "weight_map"',
+    }.items():  # fmt: skip
+        index.write_text(text)
+        refused(index, ValueError, message)

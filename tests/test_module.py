@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 
 from headscope import MultiHeadAttention
 from headscope.masks import Band, KeyLengths, Prefix, causal, window
@@ -486,6 +488,102 @@ def test_hooks_on_its_projections_run() -> None:
         part.register_forward_hook(lambda *_, name=name: seen.append(name))
     ours(torch.randn(B, Q, E))
     assert seen == ["qkv_proj", "out_proj", ""]
+    apart, seen = module(kdim=7), []
+    for name, part in apart.named_modules():
+        part.register_forward_hook(lambda *_, name=name: seen.append(name))
+    apart(torch.randn(B, Q, E), torch.randn(B, K, 7))
+    assert seen == ["q_proj", "k_proj", "v_proj", "out_proj", ""]
+
+
+class Wrapped(nn.Module):
+    """A linear with something added to it, as LoRA does; it still shows the weight of what it wraps."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.more = base, nn.Linear(base.in_features, base.out_features)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor:
+        return self.base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.more(x)
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
+def test_what_takes_the_place_of_a_projection_is_called(cross: bool) -> None:
+    ours, x = module(bias=("q", "v")), torch.randn(B, Q, E)
+    given = (x, torch.randn(B, K, E)) if cross else (x,)
+    added = copy.deepcopy(ours)
+    for name in PROJECTIONS:
+        wrapped = Wrapped(getattr(ours, f"{name}_proj"))
+        setattr(ours, f"{name}_proj", wrapped)
+        both = nn.Linear(E, E)
+        with torch.no_grad():
+            both.weight.copy_(wrapped.weight + wrapped.more.weight)
+            both.bias.copy_(wrapped.more.bias if wrapped.bias is None else wrapped.bias + wrapped.more.bias)  # pyright: ignore[reportUnnecessaryComparison]
+        setattr(added, f"{name}_proj", both)
+    torch.testing.assert_close(ours(*given), added(*given), rtol=1e-4, atol=1e-5)
+
+
+def test_separate_projections_may_be_pruned_and_trained() -> None:
+    ours, x = module(bias=("q", "v")), torch.randn(B, Q, E)
+    for name in PROJECTIONS:
+        prune.random_unstructured(getattr(ours, f"{name}_proj"), "weight", 0.5)
+    for _ in range(2):  # the masked weight is made anew
+        ours(x, x + 1).sum().backward()
+    assert ours.q_proj.weight_orig.grad is not None
+    with torch.no_grad():
+        ours.q_proj.weight_orig.zero_()
+        ours.q_proj.bias.zero_()
+        weights = ours(x, need_weights=True)[1]
+    torch.testing.assert_close(weights, torch.full((B, H, Q, Q), 1 / Q))
+
+
+def test_cross_attention_passes_nothing_by() -> None:
+    x = torch.randn(B, Q, E)
+
+    def refused(change: Any, message: str) -> None:
+        ours = module()
+        change(ours)
+        ours(x)
+        with pytest.raises(ValueError, match=f"^qkv_proj: {message}, which cross-attention would pass by.*separate"):
+            ours(x, x + 1)
+
+    refused(lambda ours: setattr(ours, "qkv_proj", Wrapped(ours.qkv_proj)), "is a Wrapped")
+    refused(lambda ours: ours.qkv_proj.register_forward_hook(lambda *_: None), "has hooks")
+    refused(lambda ours: prune.random_unstructured(ours.qkv_proj, "weight", 0.5), "has hooks")
+    ours = module()
+    expected = ours(x, x + 1)
+    weight_norm(ours.qkv_proj)  # a parametrization: its weight is right wherever it is read
+    torch.testing.assert_close(ours(x, x + 1), expected)
+
+
+@pytest.mark.parametrize("name", ["usual", "kdim"])
+def test_another_dtype_or_device_is_named(name: str) -> None:
+    ours = module(**VARIANTS[name])
+    x, context = torch.randn(B, Q, E), (torch.randn(B, K, ours.kdim), torch.randn(B, K, ours.vdim))
+    for wrong, error, message in (
+        (torch.Tensor.double, TypeError, "dtype is float64, the module has float32"),
+        (torch.Tensor.half, TypeError, "dtype is float16, the module has float32"),
+        (torch.Tensor.long, TypeError, "dtype is int64, the module has float32"),
+        (lambda x: x.to("meta"), ValueError, "is on meta, the module on cpu"),
+    ):
+        with pytest.raises(error, match=f"^x: {message}"):
+            ours(wrong(x), context)
+        with pytest.raises(error, match=f"^context: {message}"):
+            ours(x, (context[0], wrong(context[1])))
+        if ours.packed:
+            with pytest.raises(error, match=f"^x: {message}"):
+                ours(wrong(x))
+    with pytest.raises(TypeError, match=r"^x: dtype is float64, the module has float32"):
+        copy.deepcopy(ours).to("meta")(x.double().to("meta"), tuple(each.to("meta") for each in context))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert ours(x.bfloat16(), context).dtype == torch.bfloat16
 
 
 def test_empty_sequences_and_batches() -> None:

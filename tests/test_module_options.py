@@ -192,6 +192,12 @@ def test_it_says_what_it_is_made_of() -> None:
         ({"qk_norm": "l2"}, ValueError, "qk_norm: got 'l2', wanted \"rms\""),
         ({"qk_norm": "rms", "qk_norm_eps": 0}, ValueError, "qk_norm_eps: got 0, wanted a finite number above 0"),
         ({"qk_norm": "rms", "qk_norm_eps": None}, TypeError, "qk_norm_eps: got NoneType, wanted a number"),
+        ({"rotary": Rotary(8), "kdim": 8}, ValueError, "kdim: got 8 beside rotary, .* wanted embed_dim 24"),
+        (
+            {"position_bias": ALiBi(3), "vdim": 8},
+            ValueError,
+            "vdim: got 8 beside position_bias, .* wanted embed_dim 24",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_named(said: dict[str, Any], error: type[Exception], says: str) -> None:
@@ -306,3 +312,16 @@ def test_masks_are_turned_and_turned_back() -> None:
     assert turned(Odd(), Q, Q) is None
     assert turned(causal() & Odd(), Q, Q) is None
     assert turned(causal(), Q, Q) == turned(causal(), Q, Q), "by value, so that a plan is kept"
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.uint16, torch.uint64], ids=str)
+@pytest.mark.parametrize("name", ["rotary", "dynamic", "alibi", "t5"])
+def test_positions_of_any_integer_dtype(name: str, dtype: torch.dtype) -> None:
+    m, x = module(**OPTIONS[name]), torch.randn(B, Q, E, dtype=torch.float64)
+    for at in (torch.tensor([5, 0, 3, 100, 1]), torch.tensor([[4, 3, 2, 1, 0], [0, 7, 0, 9, 0]])):
+        torch.testing.assert_close(m(x, positions=at.to(dtype)), m(x, positions=at), rtol=0, atol=0)
+
+
+def test_no_tokens_where_the_length_counts() -> None:
+    m = module(**OPTIONS["dynamic"])
+    assert m(torch.zeros(B, 0, E, dtype=torch.float64), positions=torch.arange(0)).shape == (B, 0, E)

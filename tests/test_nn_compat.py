@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrize import register_parametrization
 
 import headscope
 from headscope import functional, masks
@@ -315,6 +317,27 @@ def test_replace_keeps_what_is_shared() -> None:
     assert replace(model) == []
     with pytest.raises(TypeError, match="model: is itself a MultiheadAttention; wanted a model that holds some"):
         replace(one)
+    twice = nn.Module()
+    twice.a = twice.b = one
+    assert replace(twice) == ["a", "b"]
+    assert type(twice.a) is MultiheadAttention
+    assert twice.a is twice.b
+
+
+@pytest.mark.parametrize("how", ["pruned", "parametrized"])
+def test_weights_that_are_made_anew_are_refused(how: str) -> None:
+    theirs = nn.MultiheadAttention(E, H)
+    if how == "pruned":
+        prune.l1_unstructured(theirs, "in_proj_weight", 0.5)
+    else:
+        register_parametrization(theirs, "in_proj_weight", nn.Identity())
+    whole = nn.Sequential(nn.MultiheadAttention(E, H), theirs)
+    for change in (MultiheadAttention.from_torch, headscope.MultiHeadAttention.from_module):
+        with pytest.raises(ValueError, match="module: in_proj_weight is made anew for each call, by a pruning mask"):
+            change(theirs)
+    with pytest.raises(ValueError, match="module: in_proj_weight is made anew for each call, by a pruning mask"):
+        replace(whole)
+    assert type(whole[0]) is nn.MultiheadAttention
 
 
 def test_it_can_be_watched() -> None:

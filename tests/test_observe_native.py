@@ -19,8 +19,9 @@ import headscope
 from headscope import Observe, _observe_native, _observe_sums, attend, functional, observe
 from headscope._backends import cpu
 from headscope._observe_native import borders_of
+from headscope._observe_scene import Continued
 from headscope._stats_parts import Moments, Packed, histogram_edges
-from headscope.masks import Documents, KeyLengths, Mask, Prefix, causal, window
+from headscope.masks import Dense, Documents, KeyLengths, Mask, Prefix, causal, window
 from headscope.stats import HeadStats
 
 pytestmark = pytest.mark.skipif(cpu.native is None, reason="the native extension is not installed")
@@ -364,6 +365,21 @@ def test_what_the_kernels_refuse_is_observed_portably(word: str, monkeypatch: py
     assert [reason.partition(":")[0] for reason in reasons] == [word]
     with portable():
         same(seen, observe(**given, what=Observe(**asked), **places))
+
+
+def test_a_token_before_the_first_key_is_looked_at_portably() -> None:
+    """Where a sliding cache has dropped the keys before."""
+    ids = torch.randint(0, 9, (B, K + 1), generator=seeded())
+    given, asked = made(), {"received": False, "keep_rows": True}
+    what = Continued(**asked, tokens=ids[:, 1:], token_before=ids[:, 0])
+    seen = observe(**given, what=what)
+    longer = {name: torch.cat([x[:, :, :1], x], 2) if name != "q" else x for name, x in given.items()}
+    hidden = Dense(torch.arange(K + 1) > 0)
+    whole = observe(**longer, what=Observe(**asked, tokens=ids), mask=hidden)
+    without = observe(**given, what=Observe(**asked, tokens=ids[:, 1:]))
+    for name in ("duplicate", "induction"):
+        torch.testing.assert_close(seen.kept[0].values[name], whole.kept[0].values[name], equal_nan=True)
+    assert (seen.kept[0].values["induction"] > without.kept[0].values["induction"]).any()
 
 
 def test_tokens_of_no_keys() -> None:

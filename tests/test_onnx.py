@@ -151,6 +151,25 @@ def test_a_causal_mask_over_equal_lengths_is_the_operators_own(tmp_path: Path) -
     torch.testing.assert_close(ran(session, x=x[:2]), (model(x[:2]),), rtol=1e-5, atol=2e-6)
 
 
+class CausalSinks(nn.Module):
+    """A module with a causal mask and sinks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = MultiHeadAttention(24, 6, sinks=True)
+        nn.init.normal_(self.attention.get_parameter("sinks"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, mask=masks.causal())
+
+
+def test_a_causal_mask_with_sinks(tmp_path: Path) -> None:
+    model = CausalSinks()
+    session = exported(model, (torch.randn(2, 7, 24),), ({1: Dim("length", min=2, max=999)},), tmp_path / "model.onnx")
+    x = torch.randn(2, 11, 24)
+    torch.testing.assert_close(ran(session, x=x), (model(x),), rtol=1e-5, atol=2e-6)
+
+
 @pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode")
 def test_dropout_is_refused() -> None:
     with pytest.raises(torch.onnx.OnnxExporterError) as error:

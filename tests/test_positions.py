@@ -11,7 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from headscope.positions import NTK, ALiBi, LinearScaling, Llama3, RelativeBias, Rotary, T5Buckets, YaRN, matrix
+from headscope import positions
+from headscope.positions import (
+    NTK,
+    ALiBi,
+    LinearScaling,
+    Llama3,
+    RelativeBias,
+    Rotary,
+    T5Buckets,
+    YaRN,
+    matrix,
+    restarting,
+)
 
 B, H, T, D = 2, 3, 7, 10
 
@@ -231,8 +243,72 @@ def test_a_learned_bias_is_a_look_into_its_table() -> None:
         (lambda: Rotary(12).rotate(torch.zeros(1, 1, 2, 8), slice(0, 2)), ValueError, r"x: axis 3 \(D\) is 8, wanted"),
         (lambda: Rotary(8).rotate(torch.zeros(1, 1, 2, 8), torch.zeros(3).long()), ValueError, r"wanted \[2\] or"),
         (lambda: Rotary(8).rotate(torch.zeros(1, 1, 2, 8), torch.zeros(2)), TypeError, "positions: got float32"),
+        (lambda: Rotary(8).rotate(torch.zeros(1, 1, 2, 8), slice(0, 1)), ValueError, r"slice\(0, 1, None\), wanted 2"),
+        (lambda: Rotary(8).rotate(torch.zeros(1, 1, 2, 8), slice(0, 3)), ValueError, r"slice\(0, 3, None\), wanted 2"),
+        (lambda: Rotary(8).rotate(torch.zeros(1, 1, 2, 8), slice(0, None)), ValueError, "positions: got slice"),
+        (lambda: Rotary(8).rotate(torch.zeros(1, 1, 2, 8), slice(0, 4, 2)), ValueError, "positions: got slice"),
+        (lambda: Rotary(8).rotate(torch.zeros(1, 1, 2, 8), slice(-2, 0)), ValueError, "positions: got slice"),
+        (lambda: ALiBi(2, "ab"), TypeError, "slopes: got 'ab', wanted numbers"),  # pyright: ignore[reportArgumentType]
+        (lambda: ALiBi(2, 3), TypeError, "slopes: got 3, wanted numbers"),  # pyright: ignore[reportArgumentType]
+        (lambda: restarting([0, 3]), TypeError, "cu_seqlens: got list, wanted integers"),  # pyright: ignore[reportArgumentType]
+        (lambda: restarting(torch.zeros(2)), TypeError, "cu_seqlens: got float32, wanted integers"),
+        (lambda: restarting(torch.tensor(3)), ValueError, r"cu_seqlens: cu_seqlens \[\], wanted \[n \+ 1\]"),
+        (
+            lambda: restarting(torch.tensor([0, 3, 2])),
+            ValueError,
+            r"cu_seqlens: got \[0, 3, 2\], wanted numbers from 0",
+        ),
+        (lambda: restarting(torch.tensor([2, 5])), ValueError, r"cu_seqlens: got \[2, 5\], wanted numbers from 0"),
+        (lambda: matrix(ALiBi(2), torch.arange(2), torch.rand(2)), TypeError, "k_pos: got float32, wanted integers"),
+        (
+            lambda: matrix(ALiBi(2), torch.zeros(1, 1, 2).long(), torch.arange(2)),
+            ValueError,
+            r"q_pos \[1, 1, 2\], k_pos",
+        ),
+        (
+            lambda: matrix(ALiBi(2), torch.zeros(2, 3).long(), torch.zeros(3, 3).long()),
+            ValueError,
+            "k_pos: q_pos .2, 3",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(make: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         make()
+
+
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_positions_of_any_integer_dtype(dtype: torch.dtype) -> None:
+    at = torch.tensor([5, 3, 0, 1, 100, 2, 4])
+    x = torch.randn(B, H, T, D)
+    for rotary in (Rotary(D), Rotary(D, scaling=NTK(2, 4))):
+        torch.testing.assert_close(rotary.rotate(x, at.to(dtype)), rotary.rotate(x, at), rtol=0, atol=0)
+    table = RelativeBias(H)
+    torch.nn.init.normal_(table.weight)
+    for bias in (ALiBi(H), table):
+        torch.testing.assert_close(matrix(bias, at.to(dtype), at.to(dtype)), matrix(bias, at, at), rtol=0, atol=0)
+    assert restarting(torch.tensor([0, 2, 3]).to(dtype)).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scaling", [None, YaRN(4, 64)])
+def test_far_positions_make_no_table(scaling: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(positions, "_tables", {})
+    rotary, x = Rotary(D, scaling=scaling), torch.randn(B, H, T, D, dtype=dtype)
+    at = torch.randint(70_000, (B, T))
+    at[0, 0] = 70_000
+    far = rotary.rotate(x, at)
+    assert not positions._tables
+    rotary.rotate(torch.zeros(1, 1, 70_001, D, dtype=dtype), slice(0, 70_001))  # makes one
+    torch.testing.assert_close(rotary.rotate(x, at), far, rtol=0, atol=0)
+    assert rotary.rotate(x, at * 10_000_000).isfinite().all()
+    assert max(len(cos) for cos, _ in positions._tables.values()) < 200_000
+
+
+def test_no_positions_at_all() -> None:
+    for scaling in (None, NTK(2, 4)):
+        out = Rotary(D, scaling=scaling).rotate(torch.zeros(B, H, 0, D), torch.zeros(0, dtype=torch.int64))
+        assert out.shape == (B, H, 0, D)

@@ -81,6 +81,34 @@ def test_steps_with_a_cache_add_up_to_one_pass(family: str, kind: str, implement
         assert int(steps[0, name].count[0]) < int(whole[0, name].count[0]), "left out once the first keys are gone"
 
 
+@pytest.mark.parametrize("tokens", ["inputs", "given", "given twice"])
+@pytest.mark.parametrize("steps", [(1,) * 14, (9, 5), (3, 7, 4)], ids=str)
+def test_the_token_before_the_oldest_key_that_is_kept(tokens: str, steps: tuple[int, ...]) -> None:
+    """The last query's induction key is the oldest in the window: that of the token before it has been dropped."""
+    config = transformers.MistralConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=99,
+        intermediate_size=32, sliding_window=8,
+    )  # fmt: skip
+    model: Any = transformers.MistralForCausalLM(config).eval()
+    first, second = (
+        [5, 6, 7, 8, 9, 50, 11, 12, 20, 21, 22, 23, 24, 50],
+        [5, 6, 7, 8, 9, 3, 11, 12, 20, 21, 22, 3, 24, 2],
+    )
+    ids = torch.tensor([first, second if tokens != "given" else first])
+    known: Any = {"inputs": "inputs", "given": ids[0], "given twice": ids}[tokens]
+    found: list[Recording] = []
+    for parts in ((14,), steps):
+        cache, start = None, 0
+        with torch.no_grad(), watch(model, tokens=known) as seen:
+            for length in parts:
+                part = ids[:, start : start + length]
+                cache = model(part, past_key_values=cache, use_cache=True).past_key_values
+                start += length
+        found.append(seen)
+    assert found[0][0, "induction"].count.tolist() == [2] * 4
+    assert_same(found[1], found[0], leave=("first",))
+
+
 @pytest.mark.parametrize("family", ["t5", "whisper"])
 def test_an_encoder_once_and_a_decoder_step_by_step(family: str) -> None:
     model = model_of(family)

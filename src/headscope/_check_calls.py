@@ -25,6 +25,10 @@ FOREIGN = ("encoder", "memory", "cross", "head_mask")  # parts of the names of m
 Call = Callable[..., Any]
 
 
+RAISED = (Exception, SystemExit)
+"""What code that nobody knows may raise and that is told; Ctrl-C passes."""
+
+
 class CheckError(ValueError):
     """What was given cannot be called, or gives nothing that can be checked."""
 
@@ -234,7 +238,7 @@ def subject(target: Any, call: Call | None, embed_dim: int | None, inputs: Tenso
             try:
                 if _hidden(way, found.run(found.input(0), target=trial)):
                     raise CheckError("output: the same at all positions, or not finite")
-            except Exception as error:  # whatever it raises: this is not the way
+            except RAISED as error:  # whatever it raises: this is not the way
                 failed = failed or f"{way.said} with x [{batch}, {length}, {width}]: {line(error)}"
             else:
                 return found
@@ -254,7 +258,8 @@ def _tries(target: Any, call: Call | None, widths: list[int], inputs: Tensor | N
 
 def line(error: BaseException) -> str:
     """What was raised, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    said = " ".join(str(error).split())[:160]
+    return type(error).__name__ + (f": {said}" if said else "")
 
 
 def in_type(target: Any, dtype: torch.dtype) -> Any:

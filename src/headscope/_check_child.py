@@ -65,13 +65,17 @@ def _check(asked: dict[str, Any]) -> dict[str, Any]:
     if isinstance(found, type) or asked["args"] or asked["kwargs"]:
         try:
             found = found(*asked["args"], **asked["kwargs"])
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            raise MistakeError(f"{asked['name']}: cannot be made with --args {asked['given']!r}: {said}") from error
+        except (Exception, SystemExit) as error:
+            said = f"cannot be made with --args {asked['given']!r}: {_line(error)}"
+            raise MistakeError(f"{asked['name']}: {said}") from error
     try:
         return check(found, **asked["options"]).to_dict()
     except (CheckError, TypeError) as error:
         raise MistakeError(str(error)) from error
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _load(path: Path, name: str) -> Any:
@@ -86,7 +90,7 @@ def _load(path: Path, name: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise MistakeError(f"{path}: fails when it is imported: {type(error).__name__}: {error}") from error
+        raise MistakeError(f"{path}: fails when it is imported: {_line(error)}") from error
     found = getattr(module, name, None)
     if found is None:
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headscope import _check_weights as weights
-from headscope._check_calls import Run, line
+from headscope._check_calls import RAISED, Run, line
 from headscope._check_case import Case
 from headscope._check_heads import Heads
 from headscope._check_probes import TELLS_MASK
@@ -315,7 +315,7 @@ def _try(case: Case, name: str, form: Form) -> Applied | None:
 def _run(case: Case, name: str, mask: Any) -> Run | None:
     try:
         return case.subject.tapped(case.x, **{name: mask})
-    except Exception:  # a mask of this form is not taken: the next one is tried, and none at all is said
+    except RAISED:  # a mask of this form is not taken: the next one is tried, and none at all is said
         return None
 
 
@@ -376,7 +376,7 @@ def empty_rows(case: Case) -> None:
             seen[..., 1, :] = False
         try:
             out = subject.run(case.x, **{name: make(seen)})
-        except Exception as error:  # it is the module's to refuse
+        except RAISED as error:  # it is the module's to refuse
             case.not_tested["a row that may see nothing"] = line(error)
             continue
         if not bool(torch.isfinite(out).all()):

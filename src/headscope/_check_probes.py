@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headscope._check_calls import Subject, duplicate, line, takes_input
+from headscope._check_calls import RAISED, Subject, duplicate, line, takes_input
 from headscope._check_case import Case
 from headscope._check_tap import HEADS
 
@@ -42,7 +42,7 @@ def state(case: Case) -> None:
     try:
         subject.results(y.clone(), target=target)
         again = subject.output(subject.results(x.clone(), target=target), x).detach().double()
-    except Exception as error:  # the first call went well
+    except RAISED as error:  # the first call went well
         case.find("state-between-calls", f"another call after the first fails: {line(error)}")
         subject.stateful = True
         return
@@ -196,7 +196,7 @@ def one(case: Case) -> None:
     whole = subject.run(x)[:1]
     try:
         alone = subject.run(x[:1])
-    except Exception as error:  # whatever it raises is what was found
+    except RAISED as error:  # whatever it raises is what was found
         case.find("fails-on-batch-of-one", line(error))
         return
     if alone.shape != whole.shape or bool(_differs(whole, alone, subject.tolerance).any()):

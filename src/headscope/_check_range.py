@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headscope import _check_weights as weights
-from headscope._check_calls import duplicate, in_type, line, tensors
+from headscope._check_calls import RAISED, duplicate, in_type, line, tensors
 from headscope._check_case import Case
 
 LONG = 1024  # from this length on, a matrix of all pairs is worth a word
@@ -59,7 +59,7 @@ def _low(case: Case, x: Tensor, dtype: torch.dtype) -> bool | str:
     try:
         with torch.no_grad():
             out = subject.output(subject.results(x.to(dtype), target=target, **more), x)
-    except Exception as error:  # said by the caller
+    except RAISED as error:  # said by the caller
         return line(error)
     return bool(torch.isfinite(out).all())
 
@@ -113,7 +113,7 @@ def decoding(case: Case) -> None:
             steps = tensors(asked(duplicate(subject.target), x))[0].detach().double()
         else:
             steps = _step_by_step(case, x)
-    except Exception as error:  # its protocol is not known: that is no finding
+    except RAISED as error:  # its protocol is not known: that is no finding
         case.not_tested[what] = line(error)
         return
     if steps is None:

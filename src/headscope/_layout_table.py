@@ -55,6 +55,7 @@ class Layout:
         ignores: keys that are no weights of the attention.
         plain: its keys say all there is to know, so that a module of unknown class with these keys is taken for one.
         grouped: it may have fewer key/value heads than heads.
+        widths: which of our ``head_dim``, ``v_head_dim``, ``kdim`` and ``vdim`` may be other than the usual.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Layout:
     ignores: tuple[str, ...] = ()
     plain: bool = False
     grouped: bool = False
+    widths: tuple[str, ...] = ()
 
     def fit(self, keys: set[str]) -> tuple[list[str], list[str]]:
         """The keys that are missing, and those that it does not have."""
@@ -114,6 +116,7 @@ def write(part: Part, x: Tensor, heads: tuple[int, int]) -> Tensor:
 
 PROJECTIONS = ("q", "k", "v", "out")
 QKV = ("q", "k", "v")
+WIDTHS = ("head_dim", "v_head_dim", "kdim", "vdim")
 
 
 def linears(names: str, biases: str = "q k v out", maybe: str = "") -> tuple[Part, ...]:
@@ -228,7 +231,13 @@ def torch_layouts() -> tuple[Layout, ...]:
     in_proj = (Part("in_proj_weight", tuple(f"{name}.weight" for name in QKV)), TORCH_IN_BIAS)
     return (
         Layout("torch", "nn.MultiheadAttention", (*in_proj, *rest), **each),
-        Layout("torch_separate", "nn.MultiheadAttention with kdim or vdim", (*separate, TORCH_IN_BIAS, *rest), **each),
+        Layout(
+            "torch_separate",
+            "nn.MultiheadAttention with kdim or vdim",
+            (*separate, TORCH_IN_BIAS, *rest),
+            widths=("kdim", "vdim"),
+            **each,
+        ),
     )
 
 
@@ -236,7 +245,7 @@ def tutorial_layouts() -> tuple[Layout, ...]:
     """Four linears, under the names of tutorials; the number of heads is an attribute, or is given."""
 
     def plain(name: str, names: str) -> Layout:
-        return Layout(name, ", ".join(names.split()), linears(names, "", "q k v out"), plain=True)
+        return Layout(name, ", ".join(names.split()), linears(names, "", "q k v out"), plain=True, widths=WIDTHS)
 
     return (
         plain("q_linear", "q_linear k_linear v_linear out_proj"),
@@ -244,7 +253,7 @@ def tutorial_layouts() -> tuple[Layout, ...]:
         plain("query_key_value", "query key value out"),
         plain("w_q", "w_q w_k w_v w_o"),
         Layout("tokeys", "toqueries, tokeys, tovalues without biases, unifyheads; scaled by sqrt(embed_dim)",
-               linears("toqueries tokeys tovalues unifyheads", "out"), plain=True,
+               linears("toqueries tokeys tovalues unifyheads", "out"), plain=True, widths=WIDTHS,
                scale=lambda embed_dim, head_dim: embed_dim**-0.5),
     )  # fmt: skip
 
@@ -285,7 +294,7 @@ def encoder_layouts() -> tuple[Layout, ...]:
                (*linears("q k v o", ""),
                 Part("relative_attention_bias.weight", ("position_bias.weight",), optional=True)),
                ("transformers:T5Attention",), reads={"num_heads": "n_heads", "dropout": "dropout"},
-               more={"position_bias": buckets}, scale=lambda embed_dim, head_dim: 1.0),
+               more={"position_bias": buckets}, scale=lambda embed_dim, head_dim: 1.0, widths=("head_dim",)),
     )  # fmt: skip
 
 
@@ -298,6 +307,7 @@ def decoder_layouts() -> tuple[Layout, ...]:
         "needs": ("num_heads", "rotary"),
         "ignores": ("rotary_emb",),
         "grouped": True,
+        "widths": ("head_dim",),
     }
     eps = {"qk_norm_eps": "q_norm.variance_epsilon"}
     qwen3: dict[str, Any] = {**each, "reads": {**each["reads"], **eps}, "fixed": {"qk_norm": "rms"}}
@@ -317,7 +327,7 @@ def other_layouts() -> tuple[Layout, ...]:
         Layout("timm", "timm's Attention", timm, ("timm:Attention",), more={"qk_norm": kind_of_norm}, plain=True,
                reads={"num_heads": "num_heads", "dropout": "attn_drop", "scale": "scale", "qk_norm_eps": "q_norm.eps"}),
         Layout("keras", "Keras MultiHeadAttention and GroupQueryAttention: query/kernel [E, H, D], ...", kernels(),
-               needs=(), grouped=True),
+               needs=(), grouped=True, widths=WIDTHS),
     )  # fmt: skip
 
 

@@ -75,8 +75,12 @@ def _by_token(scene: Scene, block: Block, tile: Tile) -> dict[str, Tensor]:
     own = own[..., None]
     keys = torch.arange(block.j.start, block.j.stop, device=ids.device)
     before = ids[:, (keys - 1).clamp_min(0)]  # [b, j]: of the key before
+    known = (keys > 0).expand(before.shape)
+    if scene.id_before is not None:
+        before = torch.where(known, before, scene.id_before[block.b, None])
+        known = torch.ones_like(known)
     duplicate = (ids[:, None, block.j] == token) & (keys != own) & (own >= 0)
-    induction = (before[:, None] == token) & (own >= 0) & (keys > 0)
+    induction = (before[:, None] == token) & (own >= 0) & known[:, None]
     return {"duplicate": _mass_on(tile, duplicate[:, None]), "induction": _mass_on(tile, induction[:, None])}
 
 

@@ -49,6 +49,17 @@ class Work:
 
 
 @dataclass(frozen=True, eq=False)
+class Continued(Observe):
+    """What is asked of keys that come after others, which a sliding cache has dropped.
+
+    Attributes:
+        token_before: the token of the key before the first one, [] or [B].
+    """
+
+    token_before: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Scene:
     """The tensors of one observation. R counts the query rows that are looked at.
 
@@ -64,6 +75,7 @@ class Scene:
         own: the query's own key, int64 [B or 1, R], -1 = there is none; None in cross-attention.
         first: the first real keys of each batch entry, int64 [B or 1, n], -1 = there are fewer.
         ids: tokens of the keys [B, K], or None.
+        id_before: of the key before the first one [B], or None.
         has_norms: the lengths of the value vectors are asked for.
         first_key: the absolute position of key 0, by which received and eligible are filed.
     """
@@ -81,6 +93,7 @@ class Scene:
     own: Tensor | None
     first: Tensor
     ids: Tensor | None
+    id_before: Tensor | None
     has_norms: bool
     first_key: int
 
@@ -163,6 +176,7 @@ def build(given: Given) -> Scene:
         own=None if own is None else _pick(own, index, 1),
         first=first,
         ids=None if what.tokens is None or own is None else _ids(what.tokens, call),
+        id_before=None if own is None else _id_before(what, call),
         has_norms=given.has_values and what.row_stats,
         first_key=_first_key(k_at) if what.received and given.k_pos is not None else 0,
     )
@@ -468,6 +482,11 @@ def _check_tokens(given: Given) -> None:
 
 def _ids(tokens: Tensor, call: Call) -> Tensor:
     return tokens.detach().reshape(math.prod(tokens.shape[:-1]), call.keys).expand(call.batch, -1)  # [B, K]
+
+
+def _id_before(what: Observe, call: Call) -> Tensor | None:
+    known = what.token_before if isinstance(what, Continued) else None
+    return None if known is None else known.detach().reshape(-1).expand(call.batch)  # [B]
 
 
 def _clean(scene: Scene) -> bool:

@@ -206,7 +206,7 @@ def _for_tiles(given: Given, scene: Scene) -> Scene:
     lse = None if given.lse is None else given.lse.detach().reshape(call.batch, call.heads, call.queries)
     return replace(
         scene, inputs=slim, rows=range(call.queries), q=q, lse=lse, may_count=None,
-        line=None, q_at=None, k_at=None, own=None, ids=None, has_norms=False,
+        line=None, q_at=None, k_at=None, own=None, ids=None, id_before=None, has_norms=False,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from headscope._call import kind
 from headscope.positions import ALiBi, RelativeBias
@@ -20,8 +21,12 @@ def pruned(module: Any, heads: Collection[int]) -> Any:
         TypeError, ValueError: see ``MultiHeadAttention.prune_heads``.
     """
     kept, kv_kept = _kept(heads, module.num_heads, module.kv_heads)
+    check_kept(module, *module.modules())
     if module.qk_norm == "rms_all":
         raise ValueError("heads: this module has qk_norm='rms_all', which normalises all heads together: none can go")
+    for name, part in module.named_children():
+        if name.endswith("_proj") and not isinstance(part, nn.Linear):
+            raise ValueError(f"module: {name} is a {type(part).__name__}, wanted nn.Linear, whose rows can be cut")
     made = copy.deepcopy(module)
     q_rows, k_rows = _rows(kept, module.head_dim), _rows(kv_kept, module.head_dim)
     v_rows, out_columns = _rows(kv_kept, module.v_head_dim), _rows(kept, module.v_head_dim)
@@ -49,6 +54,24 @@ def pruned(module: Any, heads: Collection[int]) -> Any:
     made.num_heads, made.kv_heads = len(kept), len(kv_kept)
     made.splits = (len(q_rows), len(k_rows), len(v_rows))
     return made
+
+
+def check_kept(module: nn.Module, *parts: nn.Module) -> None:
+    """Whether a module keeps its weights as they are, in itself or in these parts of it.
+
+    Raises:
+        ValueError: one is made anew for each call, by a mask of ``torch.nn.utils.prune`` or a parametrization.
+    """
+    names = {part: name for name, part in module.named_modules()}
+    for part in parts or (module,):
+        made = list(part.parametrizations) if parametrize.is_parametrized(part) else []  # pyright: ignore[reportArgumentType, reportUnknownArgumentType]
+        made += [name for name in vars(part) if {f"{name}_orig", f"{name}_g"} & part._parameters.keys()]
+        if made:
+            path = f"{names[part]}.{made[0]}".lstrip(".")
+            raise ValueError(
+                f"module: {path} is made anew for each call, by a pruning mask or a parametrization; wanted a "
+                "parameter: see torch.nn.utils.prune.remove, torch.nn.utils.parametrize.remove_parametrizations"
+            )
 
 
 def _kept(heads: Collection[int], num_heads: int, kv_heads: int) -> tuple[list[int], list[int]]:

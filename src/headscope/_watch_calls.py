@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensor
 
 from headscope import functional
 from headscope._call import as_mask
+from headscope._observe_scene import Continued
 from headscope._stats_parts import LayerStats
 from headscope.masks import Band, Mask
 from headscope.stats import Observe
@@ -30,6 +31,13 @@ class WatchError(RuntimeError):
     """A model, or a part of it, that cannot be watched."""
 
 
+class Ids(NamedTuple):
+    """The token ids of the keys, [K] or [B, K], and of the key before the first one, [] or [B], None = not known."""
+
+    keys: Tensor
+    before: Tensor | None
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Call:
     """One attention, with arguments as ``headscope.observe`` takes them.
@@ -38,7 +46,7 @@ class Call:
         total: how many positions a layer with a cache has seen, this call's included; None = as many as keys.
         out: what the model got, [B, H, Q, Dv], where it is to be compared with what these arguments give.
         kind: "self", "cross", or None where the call itself does not say.
-        tokens: ids of the keys, [K] or [B, K].
+        tokens: ids of the keys.
     """
 
     q: Tensor
@@ -53,7 +61,7 @@ class Call:
     q_pos: Tensor | None = None
     k_pos: Tensor | None = None
     kind: Kind | None = None
-    tokens: Tensor | None = None
+    tokens: Ids | None = None
     total: int | Tensor | None = None
     out: Tensor | None = None
 
@@ -71,7 +79,7 @@ def measure(call: Call, what: Observe) -> LayerStats:
         raise WatchError("the model runs within torch.func or torch.jit.trace, where its tensors are stand-ins")
     call = rounded(call)
     if call.tokens is not None and call.kind != "cross":
-        what = replace(what, tokens=call.tokens)
+        what = _with_tokens(what, call.tokens)
     stats = functional.observe(
         call.q,
         call.k,
@@ -89,6 +97,14 @@ def measure(call: Call, what: Observe) -> LayerStats:
     )
     part = next(iter(stats.parts.values()))
     return _without_first(part) if _has_forgotten(call) else part
+
+
+def _with_tokens(what: Observe, ids: Ids) -> Observe:
+    if ids.before is None:
+        return replace(what, tokens=ids.keys)
+    asked: dict[str, Any] = {each.name: getattr(what, each.name) for each in fields(what)}
+    asked["tokens"] = ids.keys
+    return Continued(**asked, token_before=ids.before)
 
 
 def placed(call: Call, positions: Tensor | None) -> Call:

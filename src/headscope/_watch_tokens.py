@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscope._watch_calls import Call
+from headscope._watch_calls import Call, Ids
 from headscope._watch_frames import Frame
 
 _NOT_IDS = ("mask", "position", "type", "label")
@@ -25,8 +25,8 @@ class Streams:
         self._seen: dict[int, tuple[weakref.ref[Frame], Tensor | None]] = {}
         self._lock = threading.Lock()
 
-    def of(self, call: Call, frames: Iterable[Frame]) -> Tensor | None:
-        """Ids of the keys [B, K], from the innermost module that was called with ids; None where there are none."""
+    def of(self, call: Call, frames: Iterable[Frame]) -> Ids | None:
+        """Ids of the keys, from the innermost module that was called with ids; None where there are none."""
         queries = call.q.shape[-2]
         for frame in frames:
             ids = _ids(frame, queries)
@@ -51,7 +51,7 @@ class Streams:
         return stream
 
 
-def given(ids: Tensor, call: Call) -> Tensor:
+def given(ids: Tensor, call: Call) -> Ids:
     """Of ids that stand for all keys, those of the keys that are there.
 
     Raises:
@@ -63,12 +63,13 @@ def given(ids: Tensor, call: Call) -> Tensor:
     return cut(ids.to(call.k.device), call)
 
 
-def cut(ids: Tensor, call: Call) -> Tensor:
+def cut(ids: Tensor, call: Call) -> Ids:
     """Of ids from position 0 on, those of the keys that are there; -1 for room that no key has taken yet."""
     keys = call.k.shape[-2]
     total = _total(call)
     first = max(0, total - keys)
-    return F.pad(ids[..., first : first + keys], (0, max(0, keys - ids.shape[-1])), value=-1)
+    there = F.pad(ids[..., first : first + keys], (0, max(0, keys - ids.shape[-1])), value=-1)
+    return Ids(there, ids[..., first - 1] if first else None)
 
 
 def _total(call: Call) -> int:

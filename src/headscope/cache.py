@@ -120,6 +120,7 @@ class Cache(ABC):
         rows = torch.as_tensor(rows, device=k.device)
         if rows.dtype.is_floating_point or rows.dtype == torch.bool or rows.ndim != 1:
             raise TypeError(f"rows: got {kind(rows)} {list(rows.shape)}, wanted integers [B]")
+        rows = rows.long()  # small ones index differently, or not at all
         if any(not 0 <= row < len(k) for row in rows.tolist()):
             raise ValueError(f"rows: got {rows.tolist()}, wanted numbers from 0 to {len(k) - 1}")
         held = self._length - self._first

@@ -54,10 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _flushed(arguments: Sequence[str] | None) -> int:
     """Run the command line, and see to it that what it printed has left the process."""
+    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]  # it is None where it was closed
+        print("headscope: stdout: cannot be written: it is closed", file=sys.stderr)
+        return 2
     try:
         code = _run(arguments)
-        if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]  # it is None where it was closed
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError as error:  # the system would not take what was printed
         if isinstance(error, BrokenPipeError):
             code = PIPE_CLOSED

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from headscope._call import kind
 from headscope._layout_table import HEADS, LAYOUTS, PROJECTIONS, QKV, Layout, Part, read, write
+from headscope._pruning import check_kept
 from headscope.module import MultiHeadAttention
-from headscope.positions import RelativeBias
+from headscope.positions import ALiBi, RelativeBias
 
 __all__ = ["from_module", "from_state_dict", "known", "to_state_dict"]
 
@@ -57,11 +58,15 @@ def from_module(
         raise TypeError(f"module: got {kind(module)}, wanted a torch.nn.Module")
     if isinstance(module, MultiHeadAttention):
         raise TypeError("module: is a headscope.MultiHeadAttention already; copy.deepcopy makes another")
+    check_kept(module, *module.modules())
     state = module.state_dict(keep_vars=True)
     found = _recognised(module, set(state)) if layout is None else _named(layout)
-    made = from_state_dict(state, found.name, into=into, **_options(module, found, options))
-    if not any(isinstance(x, Tensor) and x.requires_grad for x in state.values()):
-        made.requires_grad_(False)
+    made, keys = _made(found, _state(state, ""), into, _options(module, found, options))
+    learns = {key: isinstance(x, Tensor) and x.requires_grad for key, x in state.items()}
+    for name, parameter in made.named_parameters():
+        sources = [learns[keys[ours]] for ours in _our_names(name) if ours in keys]
+        if sources:  # a table that was passed in stays as it is
+            parameter.requires_grad_(any(sources))
     return made.train(module.training)
 
 
@@ -85,8 +90,13 @@ def from_state_dict(
         ValueError: an unknown layout, keys that are missing or unexpected, sizes that do not fit, an option that is
             missing.
     """
-    found = _named(layout)
-    taken = _state(state, prefix)
+    return _made(_named(layout), _state(state, prefix), into, options)[0]
+
+
+def _made(
+    found: Layout, taken: dict[str, Any], into: type[Made], options: dict[str, Any]
+) -> tuple[Made, dict[str, str]]:
+    """The module, and the key that each of its tensors, by our name, came from."""
     missing, unexpected = found.fit(set(taken))
     if missing or unexpected:
         fits = [other.name for other in LAYOUTS.values() if other.fit(set(taken)) == ([], [])]
@@ -98,19 +108,20 @@ def from_state_dict(
         if name in tensors:
             tensors[name] = tensors[name].unflatten(0, (sizes["kv_heads"], -1))  # [Hkv, D]
     extras = _extras(found, tensors, sizes, options)
+    if isinstance(extras.get("position_bias"), RelativeBias):  # another layer's: shared, and left as it is
+        tensors["position_bias.weight"] = extras["position_bias"].weight
+        keys.pop("position_bias.weight", None)
     made = into(**sizes, **extras, device="meta")
     frozen = made.sinks is not None and "sinks" not in tensors
     if frozen:
         tensors["sinks"] = tensors["q.weight"].new_zeros(made.num_heads)
-    if isinstance(extras.get("position_bias"), RelativeBias):
-        tensors.setdefault("position_bias.weight", extras["position_bias"].weight)  # another layer's: shared
     lacking = [name for name in _parameters(made) if name not in tensors]
     if lacking:
-        raise ValueError(f"options: layout {layout!r} has no weights for {_listed(lacking)}, which they call for")
+        raise ValueError(f"options: layout {found.name!r} has no weights for {_listed(lacking)}, which they call for")
     made.load_state_dict({_our_key(name): x for name, x in tensors.items()}, assign=True)
     if frozen and made.sinks is not None:
         made.sinks.requires_grad_(False)
-    return made
+    return made, keys
 
 
 def to_state_dict(module: MultiHeadAttention, layout: str, *, prefix: str = "") -> dict[str, Tensor]:
@@ -127,6 +138,9 @@ def to_state_dict(module: MultiHeadAttention, layout: str, *, prefix: str = "") 
         ValueError: an unknown layout, or the module has something that this layout has no place for.
     """
     found = _named(layout)
+    for name, part in module.named_children():
+        if name.endswith("_proj") and not isinstance(part, nn.Linear):
+            raise ValueError(f"module: {name} is a {type(part).__name__}, wanted nn.Linear: its weight may not be all")
     tensors = _parameters(module)
     _check_expressible(module, found, tensors)
     shapes = {**dict.fromkeys(QKV, (module.kv_heads, module.head_dim)), "q": (module.num_heads, module.head_dim)}
@@ -147,6 +161,8 @@ def to_state_dict(module: MultiHeadAttention, layout: str, *, prefix: str = "") 
 
 
 def _named(layout: str) -> Layout:
+    if not isinstance(layout, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"layout: got {kind(layout)}, wanted a name, one of {_listed(LAYOUTS, 99)}")
     if layout not in LAYOUTS:
         raise ValueError(f"layout: got {layout!r}, wanted one of {_listed(LAYOUTS, 99)}")
     return LAYOUTS[layout]
@@ -211,13 +227,18 @@ def _state(state: State | str | Path, prefix: str) -> dict[str, Any]:
     if not taken:
         there = _listed(state) if isinstance(state, Mapping) else str(state)
         raise ValueError(f"prefix: no key begins with {prefix!r}; {there}")
+    for key in taken:
+        if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"state: has the key {key!r} of {kind(key)}, wanted strings")
     return {key.removeprefix(prefix): x for key, x in taken.items()}
 
 
 def _read_safetensors(path: Path, prefix: str) -> dict[str, Tensor]:
     """What begins with the prefix in one file, or in those that a ``.index.json`` beside them names."""
+    if path.is_dir():
+        raise ValueError(f"state: {path} is a directory, wanted a safetensors file in it, or its .index.json")
     if path.name.endswith(".index.json"):
-        places: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        places = _weight_map(path)
         files = sorted({file for key, file in places.items() if key.startswith(prefix)})
         return {key: x for file in files for key, x in _read_safetensors(path.parent / file, prefix).items()}
     from safetensors import SafetensorError, safe_open
@@ -227,6 +248,18 @@ def _read_safetensors(path: Path, prefix: str) -> dict[str, Tensor]:
             return {key: file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"state: {path} is no safetensors file ({error}); pickles are not read") from error
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Which file each key is in."""
+    try:
+        said: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"state: {path} is no JSON ({error})") from error
+    places: Any = said.get("weight_map") if isinstance(said, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):  # pyright: ignore[reportUnknownVariableType]
+        raise ValueError(f'state: {path} has no "weight_map" of keys and the files that they are in')
+    return places  # pyright: ignore[reportUnknownVariableType]
 
 
 def _prefix(prefix: str) -> str:
@@ -259,7 +292,10 @@ def _ours(layout: Layout, state: dict[str, Any]) -> tuple[dict[str, Tensor], dic
 
 def _tensor(part: Part, x: Any) -> Tensor:
     """One entry of a state as [rows, width], or [rows]."""
-    tensor = x if isinstance(x, Tensor) else torch.tensor(x)  # a copy: arrays may not be writable
+    try:
+        tensor = x if isinstance(x, Tensor) else torch.tensor(x)  # a copy: arrays may not be writable
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{part.key}: got {kind(x)}, wanted a tensor or an array") from None
     if not tensor.is_floating_point():
         raise TypeError(f"{part.key}: dtype is {kind(tensor)}, wanted a floating one")
     flat = part.holds[0].split(".")[-1] == "bias" or "_norm." in part.holds[0]
@@ -302,12 +338,17 @@ def _sizes(
     for name, shape in wanted.items():
         if name in tensors and list(tensors[name].shape) != shape:
             raise ValueError(f"{keys[name]}: holds {name} as {list(tensors[name].shape)}, wanted {shape}")
-    biased = [name for name in QKV if f"{name}.bias" in tensors]
-    return {
+    biased = tuple(name for name in QKV if f"{name}.bias" in tensors)
+    sizes: dict[str, Any] = {
         "embed_dim": embed_dim, "num_heads": heads, "kv_heads": kv_heads, "head_dim": head_dim,
         "v_head_dim": v_head_dim, "kdim": tensors["k.weight"].shape[1], "vdim": tensors["v.weight"].shape[1],
         "bias": biased, "out_bias": "out.bias" in tensors, "dtype": tensors["q.weight"].dtype,
     }  # fmt: skip
+    told = {**sizes, "device": tensors["q.weight"].device, **layout.fixed}
+    for name, value in options.items():
+        if name != "num_heads" and name in told:
+            raise ValueError(f"{name}: got {value!r}, wanted none: it comes from the weights, which say {told[name]!r}")
+    return sizes
 
 
 def _extras(
@@ -341,6 +382,15 @@ def _our_key(name: str) -> str:
     return f"{first}_proj.{rest}" if first in PROJECTIONS else name
 
 
+def _our_names(key: str) -> list[str]:
+    """The inverse; a packed projection holds three."""
+    first, _, rest = key.partition(".")
+    if first == "qkv_proj":
+        return [f"{name}.{rest}" for name in QKV]
+    first = first.removesuffix("_proj")
+    return [f"{first}.{rest}" if first in PROJECTIONS else key]
+
+
 def _parameters(module: MultiHeadAttention) -> dict[str, Tensor]:
     """A module's parameters by our names."""
     found: dict[str, Tensor] = {}
@@ -371,6 +421,10 @@ def _check_expressible(module: MultiHeadAttention, layout: Layout, tensors: dict
         raise ValueError(f"module: has {_listed(homeless)}, for which layout {layout.name!r} has no place")
     if module.kv_heads != module.num_heads and not layout.grouped:
         raise ValueError(f"module: kv_heads is {module.kv_heads}; layout {layout.name!r} has one for each of its heads")
+    if isinstance(module.position_bias, ALiBi):
+        raise ValueError(f"module: has position_bias ALiBi, which a module of layout {layout.name!r} does not have")
+    if module.qk_norm == "rms_all":
+        raise ValueError(f"module: qk_norm is 'rms_all'; a module of layout {layout.name!r} has a norm for each head")
     for part in layout.parts:
         each = [tensors[name] for name in part.holds if name in tensors]
         if any(x.shape != each[0].shape for x in each):
@@ -380,6 +434,11 @@ def _check_expressible(module: MultiHeadAttention, layout: Layout, tensors: dict
     for name, value in options.items():
         if value is not None and name not in layout.needs:
             raise ValueError(f"module: {name} is {value}, which a module of layout {layout.name!r} does not have")
+    usual = {"head_dim": module.embed_dim / module.num_heads, "v_head_dim": module.head_dim}
+    for name, width in {**usual, "kdim": module.embed_dim, "vdim": module.embed_dim}.items():
+        if name not in layout.widths and getattr(module, name) != width:
+            got = getattr(module, name)
+            raise ValueError(f"module: {name} is {got}; a module of layout {layout.name!r} has {width:g}")
     if layout.scale is not None:
         wanted = layout.scale(module.embed_dim, module.head_dim)
         if not math.isclose(module.scale, wanted, rel_tol=1e-6):

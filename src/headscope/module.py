@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, overload
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from headscope import functional
 from headscope._call import as_mask, check_dropout, check_scale, check_softcap, is_traced, kind
@@ -64,6 +65,9 @@ class MultiHeadAttention(nn.Module):
     Rows of a projection are ordered by head. Weights start as ``xavier_uniform_`` of each projection by itself, biases
     and sinks as zero. With the options: ``q_norm`` and ``k_norm``; ``gate_proj``, with a bias where q has one;
     ``position_bias.weight``; ``bias_k`` [kv_heads, head_dim], ``bias_v`` [kv_heads, v_head_dim].
+
+    Projections are called, so that hooks and modules that took their place run; but cross-attention takes parts of the
+    packed weight, and refuses a ``qkv_proj`` that is more than a plain linear.
 
     Raises:
         TypeError: a size or number of the wrong kind.
@@ -129,6 +133,7 @@ class MultiHeadAttention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(num_heads, **made)) if sinks else None
         self.rotary = _check_rotary(rotary, self.head_dim)
         self.position_bias = bias_of(position_bias, num_heads, made)
+        self._check_located()
         self.qk_norm: QKNorm | None = qk_norm
         self.q_norm = _norm(qk_norm, num_heads, self.head_dim, qk_norm_eps, made)
         self.k_norm = _norm(qk_norm, kv_heads, self.head_dim, qk_norm_eps, made)
@@ -211,7 +216,8 @@ class MultiHeadAttention(nn.Module):
         Raises:
             TypeError: they are not whole numbers.
             ValueError: there is no such head, none would stay, or the key/value heads that stay would serve different
-                numbers of query heads; ``qk_norm="rms_all"``, which ties all heads together.
+                numbers of query heads; ``qk_norm="rms_all"``, which ties all heads together; a weight that is made
+                anew for each call, by a pruning mask or a parametrization; a projection that is no ``nn.Linear``.
         """
         from headscope import _pruning
 
@@ -316,6 +322,7 @@ class MultiHeadAttention(nn.Module):
         """The heads' queries [B, H, Q, D], keys [B, Hkv, K, D] and values [B, Hkv, K, Dv]."""
         k_from, v_from = self._sources(x, context)
         self._check_inputs(x, k_from, v_from)
+        self._check_kinds(x, k_from, v_from)
         if context is None and self.packed and self.splits[0] == self.splits[1] == self.splits[2]:  # one cut for all
             packed = self.qkv_proj(x).view(*x.shape[:-1], 3, self.num_heads, self.head_dim)  # [B, Q, 3, H, D]
             q, k, v = packed.permute(_PARTS_FIRST[x.ndim]).unbind(0)  # each [B, H, Q, D]
@@ -323,10 +330,12 @@ class MultiHeadAttention(nn.Module):
         if context is None and self.packed:
             q, k, v = self.qkv_proj(x).split(self.splits, -1)  # each [B, Q, H * D]
         else:
-            q, k, v = (
-                F.linear(source, *self.projection(name))
-                for name, source in zip(PROJECTIONS, (x, k_from, v_from), strict=True)
-            )
+            sources = zip(PROJECTIONS, (x, k_from, v_from), strict=True)
+            if self.packed:
+                self._check_sliced()
+                q, k, v = (F.linear(source, *self.projection(name)) for name, source in sources)
+            else:  # called, so that wrappers and hooks of theirs run
+                q, k, v = (getattr(self, f"{name}_proj")(source) for name, source in sources)
         return (
             split_heads(q, self.num_heads, self.head_dim),
             split_heads(k, self.kv_heads, self.head_dim),
@@ -347,8 +356,8 @@ class MultiHeadAttention(nn.Module):
         self._check_place(positions, cache, cross=cross)
         start, first = (0, 0) if cache is None else (cache.length, 0)
         stop = start + q.shape[-2]
+        positions = None if positions is None else check_positions(positions, q)
         places = slice(start, stop) if positions is None else positions
-        check_positions(places, q)
         if self.rotary is not None:
             cos, sin = self.rotary.cos_sin(places, q)
             q, k = self.rotary.turn(q, cos, sin), self.rotary.turn(k, cos, sin)
@@ -412,6 +421,29 @@ class MultiHeadAttention(nn.Module):
         hint = "; a mask goes by its name, mask=" if isinstance(context, Mask) else ""
         raise TypeError(f"context: got {got}, wanted a torch.Tensor, or a pair (for the keys, for the values){hint}")
 
+    def _check_located(self) -> None:
+        """Positions are those of x alone, so that keys and values must be projected from it."""
+        if self.rotary is None and self.position_bias is None:
+            return
+        option = "position_bias" if self.rotary is None else "rotary"
+        for name, width in (("kdim", self.kdim), ("vdim", self.vdim)):
+            if width != self.embed_dim:
+                raise ValueError(
+                    f"{name}: got {width} beside {option}, which is for self-attention; wanted embed_dim "
+                    f"{self.embed_dim}"
+                )
+
+    def _check_sliced(self) -> None:
+        """Cross-attention takes parts of the packed weight, past whatever else the module in its place does."""
+        if _is_plain(self.qkv_proj):
+            return
+        ours = type(self.qkv_proj) in (Linear, nn.Linear)
+        what = "has hooks" if ours else f"is a {type(self.qkv_proj).__name__}"
+        raise ValueError(
+            f"qkv_proj: {what}, which cross-attention would pass by: it takes parts of the weight; wanted separate "
+            'projections, as a module has with bias=("q", "v"), or with a kdim or vdim that is not embed_dim'
+        )
+
     def _check_inputs(self, x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
         if k_from is x and self.packed and isinstance(x, Tensor) and x.ndim in (2, 3) and x.shape[-1] == self.embed_dim:  # pyright: ignore[reportUnnecessaryIsInstance]
             return
@@ -421,6 +453,15 @@ class MultiHeadAttention(nn.Module):
                 raise TypeError(f"{name}: got {kind(tensor)}, wanted a torch.Tensor")
             if tensor.shape[-1:] != (width,) or tensor.ndim not in (2, 3) or tensor.ndim != x.ndim:
                 self._refuse(name, tensor, width, x)
+
+    def _check_kinds(self, x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
+        """Dtypes and devices; apart from the sizes, which a trace asks for by themselves."""
+        if k_from is x and self.packed:
+            _check_kind("x", x, self.qkv_proj)
+            return
+        for part, source in zip(PROJECTIONS, (x, k_from, v_from), strict=True):
+            linear: nn.Module = self.qkv_proj if self.packed else getattr(self, f"{part}_proj")
+            _check_kind("x" if source is x else "context", source, linear)
 
     def _refuse(self, name: str, tensor: Tensor, width: int, x: Tensor) -> None:
         got = f"{name} {list(tensor.shape)}" + ("" if name == "x" else f", x {list(x.shape)}")
@@ -491,6 +532,28 @@ def _check_heads(embed_dim: int, num_heads: int, kv_heads: int, head_dim: int | 
         )
     if num_heads % kv_heads:
         raise ValueError(f"kv_heads: got {kv_heads}, wanted a divisor of num_heads {num_heads}")
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether it is ``nn.Linear``, or ours, whose call is its weight's product and nothing more."""
+    kind_of = type(linear).__base__ if parametrize.is_parametrized(linear) else type(linear)
+    hooked = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
+    return kind_of in (Linear, nn.Linear) and not hooked
+
+
+def _check_kind(name: str, x: Tensor, linear: nn.Module) -> None:
+    """Whether x has the dtype and device of what projects it; a module that took its place may take any."""
+    weight = linear._parameters.get("weight")
+    if weight is None or (x.dtype == weight.dtype and x.device == weight.device):
+        return
+    if not _is_plain(linear):
+        return
+    if x.device != weight.device:
+        raise ValueError(f"{name}: is on {x.device}, the module on {weight.device}")
+    where = x.device.type
+    cast = torch.amp.is_autocast_available(where) and torch.is_autocast_enabled(where) and x.is_floating_point()
+    if not cast:
+        raise TypeError(f"{name}: dtype is {kind(x)}, the module has {kind(weight)}")
 
 
 def _may_be_turned(bias: ALiBi | RelativeBias, q: Tensor) -> bool:

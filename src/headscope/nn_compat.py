@@ -7,14 +7,17 @@ headscope's in two places: True in a mask means *hidden*, and the batch comes se
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from headscope import functional
 from headscope._call import is_traced, kind, shapes
 from headscope._linear import linear
+from headscope._pruning import check_kept
 from headscope.masks import Band, Dense, KeyLengths, Mask
 from headscope.module import split_heads
 
@@ -69,7 +72,12 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> MultiheadAttention:
-        """The same module, over the same parameters (not copies of them), in the same mode."""
+        """The same module, over the same parameters (not copies of them), in the same mode.
+
+        Raises:
+            ValueError: a weight of it is no parameter: it has a pruning mask or a parametrization.
+        """
+        check_kept(module)
         made = cls(
             module.embed_dim, module.num_heads, module.dropout, module._parameters["in_proj_bias"] is not None,
             add_zero_attn=module.add_zero_attn, kdim=module.kdim, vdim=module.vdim, batch_first=module.batch_first,
@@ -192,13 +200,15 @@ def replace(model: nn.Module) -> list[str]:
 
     Raises:
         TypeError: the model is itself a ``nn.MultiheadAttention``, which cannot be replaced where it is.
+        ValueError: see ``MultiheadAttention.from_torch``; nothing is replaced then.
     """
-    if type(model) is nn.MultiheadAttention:
+    if _is_torchs(model):
         raise TypeError("model: is itself a MultiheadAttention; wanted a model that holds some. See from_torch")
     found = list(_places(model))
     made: dict[nn.MultiheadAttention, MultiheadAttention] = {}  # a shared module stays shared
-    for parent, name, _, module in found:
+    for *_, module in found:
         made[module] = made.get(module) or MultiheadAttention.from_torch(module)
+    for parent, name, _, module in found:
         setattr(parent, name, made[module])
     for each in model.modules():
         if isinstance(each, nn.TransformerEncoder):
@@ -209,9 +219,17 @@ def replace(model: nn.Module) -> list[str]:
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.MultiheadAttention]]:
     """Where torch's modules are: the module that holds each, by which name, its path, itself."""
     for path, parent in model.named_modules():
-        for name, child in parent.named_children():
-            if type(child) is nn.MultiheadAttention:
+        for name, child in parent._modules.items():  # by every name that it has
+            if _is_torchs(child):
                 yield parent, name, f"{path}.{name}".lstrip("."), child
+
+
+def _is_torchs(module: nn.Module | None) -> TypeGuard[nn.MultiheadAttention]:
+    """Whether it is torch's own class; a parametrization makes a subclass of it."""
+    own = type(module)
+    if module is not None and parametrize.is_parametrized(module):
+        own = own.__base__
+    return own is nn.MultiheadAttention
 
 
 def _check_inputs(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> None:

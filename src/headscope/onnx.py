@@ -60,7 +60,7 @@ def _attend(
     if sinks is not None:
         k, v, added = _with_sink(op, q, k, v, sinks, added)
     lse = _lse(op, q, k, added, scale, softcap)
-    if list(codes) == _CAUSAL and q.shape[2] == k.shape[2] and bias is None and sinks is None:
+    if sinks is None and bias is None and list(codes) == _CAUSAL and q.shape[2] == k.shape[2]:  # with a sink, no shape
         return op.Attention(q, k, v, is_causal=1, **settings)[0], lse
     if added is None:
         return op.Attention(q, k, v, **settings)[0], lse

@@ -248,7 +248,7 @@ class Rotary:
 
         Args:
             x: [B, H, T, D] or [H, T, D], D at least ``dim``.
-            positions: where each stands: integers [T] or [B, T]; or a slice of 0, 1, 2, …
+            positions: where each stands: integers [T] or [B, T]; or a slice of 0, 1, 2, …, with T in it.
             length: of the call, for ``NTK(original_length=...)``; by default one more than the largest position.
 
         Raises:
@@ -258,8 +258,7 @@ class Rotary:
             raise ValueError(
                 f"x: axis {x.ndim - 1} (D) is {x.shape[-1]}, wanted at least dim {self.dim}; {shapes(x=x)}"
             )
-        check_positions(positions, x)
-        return self.turn(x, *self.cos_sin(positions, x, length))
+        return self.turn(x, *self.cos_sin(_places(positions, x), x, length))
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``rotate`` by what ``cos_sin`` gave: x [..., T, D], cos and sin [T, dim / 2] or [B, 1, T, dim / 2]."""
@@ -280,18 +279,19 @@ class Rotary:
         """What ``turn`` takes, in float32 (float64 for float64), on the device of ``like``."""
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         if self.dynamic and length is None:
-            length = positions.stop if isinstance(positions, slice) else int(positions.max()) + 1
+            length = positions.stop if isinstance(positions, slice) else _most(positions) + 1
         if not self.dynamic and not is_traced() and like.device.type != "meta":
             if isinstance(positions, slice):
                 cos, sin = _table(self, positions.stop, like.device, dtype)
                 return cos[positions], sin[positions]
             if positions.device.type == "cpu" and positions.numel():
                 least, most = (int(each) for each in positions.aminmax())
-                if least >= 0:
+                sparse = most + 1 > FAR_APART * positions.numel() + FREE  # no table is made for those
+                if least >= 0 and (not sparse or _has(self, most + 1, like.device, dtype)):
                     cos, sin = _table(self, most + 1, like.device, dtype)
                     return _rows(cos[positions]), _rows(sin[positions])
         if isinstance(positions, slice):
-            positions = torch.arange(positions.start, positions.stop, device=like.device)
+            positions = torch.arange(positions.start or 0, positions.stop, device=like.device)
         cos, sin = self._angles(positions, length, like.device, dtype)
         return _rows(cos), _rows(sin)
 
@@ -304,6 +304,11 @@ class Rotary:
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
+def _most(positions: Tensor) -> int:
+    """The largest position; -1 if there is none."""
+    return int(positions.max()) if positions.numel() else -1
+
+
 def _rows(x: Tensor) -> Tensor:
     """[T, dim / 2] as it is; [B, T, dim / 2] -> [B, 1, T, dim / 2]: the same for all heads."""
     return x if x.ndim == 2 else x[:, None]
@@ -311,6 +316,12 @@ def _rows(x: Tensor) -> Tensor:
 
 _tables: dict[tuple[Rotary, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 _TABLES = 16
+FAR_APART, FREE = 4, 4096  # a table is made for positions up to 4 times their number + 4096
+
+
+def _has(rotary: Rotary, length: int, device: torch.device, dtype: torch.dtype) -> bool:
+    found = _tables.get((rotary, device, dtype))
+    return found is not None and len(found[0]) >= length
 
 
 def _table(rotary: Rotary, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -348,7 +359,7 @@ class ALiBi:
 
     def __post_init__(self) -> None:
         _whole("num_heads", self.num_heads)
-        slopes = tuple(float(slope) for slope in self.slopes) or _slopes(self.num_heads)
+        slopes = _numbers("slopes", self.slopes) or _slopes(self.num_heads)
         if len(slopes) != self.num_heads:
             raise ValueError(f"slopes: got {len(slopes)}, wanted one a head, {self.num_heads}")
         for slope in slopes:
@@ -460,7 +471,17 @@ def matrix(bias: PositionBias, q_pos: Tensor, k_pos: Tensor, dtype: torch.dtype 
     """A bias by distance as ``attention`` takes it.
 
     Shapes: q_pos [Q] and k_pos [K] -> [H, Q, K]; q_pos [B, Q] and k_pos [B, K] -> [B, H, Q, K].
+
+    Raises:
+        TypeError: positions that are no integers.
+        ValueError: their axes do not fit.
     """
+    q_pos, k_pos = _integers("q_pos", q_pos, "[Q] or [B, Q]"), _integers("k_pos", k_pos, "[K] or [B, K]")
+    rows = {len(each) for each in (q_pos, k_pos) if each.ndim == 2} - {1}
+    if q_pos.ndim not in (1, 2) or k_pos.ndim not in (1, 2) or len(rows) > 1:
+        raise ValueError(
+            f"k_pos: {shapes(q_pos=q_pos, k_pos=k_pos)}, wanted q_pos [Q] and k_pos [K], or [B, Q] and [B, K]"
+        )
     between = k_pos[..., None, :] - q_pos[..., None]  # [..., Q, K]
     return bias.of(between, dtype).movedim(-1, -3)  # [..., H, Q, K]
 
@@ -479,7 +500,19 @@ def turned_matrix(bias: PositionBias, queries: int, keys: int, first: int, like:
 
 
 def restarting(cu_seqlens: Tensor) -> Tensor:
-    """Positions of packed sequences, from 0 in each: cumulative lengths 0, 3, 5 -> 0, 1, 2, 0, 1; integers [total]."""
+    """Positions of packed sequences, from 0 in each: cumulative lengths 0, 3, 5 -> 0, 1, 2, 0, 1; integers [total].
+
+    Raises:
+        TypeError: they are no tensor of integers.
+        ValueError: they do not begin with 0, or fall.
+    """
+    cu_seqlens = _integers("cu_seqlens", cu_seqlens, "[n + 1]")
+    if cu_seqlens.ndim != 1 or not len(cu_seqlens):
+        raise ValueError(f"cu_seqlens: {shapes(cu_seqlens=cu_seqlens)}, wanted [n + 1]")
+    if cu_seqlens.device.type != "meta" and not is_traced():
+        offsets: list[int] = cu_seqlens.tolist()
+        if offsets[0] or offsets != sorted(offsets):
+            raise ValueError(f"cu_seqlens: got {offsets}, wanted numbers from 0 on that do not fall")
     starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())  # [total]
     return torch.arange(len(starts), device=starts.device) - starts
 
@@ -487,16 +520,40 @@ def restarting(cu_seqlens: Tensor) -> Tensor:
 # ---------------------------------------------------------------- checks
 
 
-def check_positions(positions: object, x: Tensor) -> None:
-    """Whether positions fit x [B, H, T, D] or [H, T, D]; a slice is taken as it is."""
-    if isinstance(positions, slice):
-        return
-    if not isinstance(positions, Tensor) or positions.dtype.is_floating_point or positions.dtype == torch.bool:
-        raise TypeError(f"positions: got {kind(positions)}, wanted integers [T] or [B, T]")
-    wanted = [(x.shape[-2],)] + ([(x.shape[0], x.shape[-2]), (1, x.shape[-2])] if x.ndim == 4 else [])
-    if tuple(positions.shape) not in wanted:
+def _places(positions: object, x: Tensor) -> Places:
+    """``check_positions``, for which a slice will do as well."""
+    if not isinstance(positions, slice):
+        return check_positions(positions, x)
+    start, stop, length = 0 if positions.start is None else positions.start, positions.stop, x.shape[-2]
+    whole = all(isinstance(end, (int, torch.SymInt)) and not isinstance(end, bool) for end in (start, stop))
+    if not whole or positions.step not in (None, 1) or start < 0 or stop - start != length:
+        raise ValueError(f"positions: got {positions}, wanted {length} (T) of 0, 1, 2, …; {shapes(x=x)}")
+    return slice(start, stop)
+
+
+def check_positions(positions: object, x: Tensor) -> Tensor:
+    """Positions of x [B, H, T, D] or [H, T, D] as int64, if they fit it."""
+    length = x.shape[-2]
+    places = _integers("positions", positions, "[T] or [B, T]")
+    wanted = [(length,)] + ([(x.shape[0], length), (1, length)] if x.ndim == 4 else [])
+    if tuple(places.shape) not in wanted:
         text = " or ".join(str(list(size)) for size in wanted[:2])
-        raise ValueError(f"positions: {shapes(positions=positions)}, wanted {text}")
+        raise ValueError(f"positions: {shapes(positions=places)}, wanted {text}")
+    return places
+
+
+def _integers(name: str, x: object, axes: str) -> Tensor:
+    """A tensor of any integer dtype as int64: small ones wrap, and uint8 picks like a mask."""
+    if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise TypeError(f"{name}: got {kind(x)}, wanted integers {axes}")
+    return x.long()
+
+
+def _numbers(name: str, values: Any) -> tuple[float, ...]:
+    try:
+        return tuple(float(value) for value in values)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: got {values!r}, wanted numbers") from None
 
 
 def _number(name: str, value: object, *, least: float = -math.inf, above: float = -math.inf) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headscope import __version__, _watch_frames, _watch_layers, _watch_transformers
 from headscope._stats_parts import LayerStats
-from headscope._watch_calls import COMPILED, TOLERANCE, Call, Kind, WatchError, error_of, measure, placed
+from headscope._watch_calls import COMPILED, TOLERANCE, Call, Ids, Kind, WatchError, error_of, measure, placed
 from headscope._watch_frames import Frame
 from headscope._watch_layers import Choice
 from headscope._watch_monitor import Alarm, AttentionWarning, Limits, Monitor, writer
@@ -457,7 +457,7 @@ class Watch:
             self._last_active = active
         return Pass(self, about.ran, active)
 
-    def tokens_of(self, call: Call) -> Tensor | None:
+    def tokens_of(self, call: Call) -> Ids | None:
         """The ids of a call's keys, if they were asked for and are known."""
         if self.options.tokens is None:
             return None

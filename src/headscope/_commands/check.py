@@ -73,7 +73,7 @@ def check(target: str, given: str, timeout: int, as_json: bool, **options: Any) 
 
 def _target(target: str) -> tuple[Path, str]:
     file, colon, name = target.rpartition(":")
-    if not colon or not name.isidentifier():
+    if not file or not colon or not name.isidentifier():
         raise Mistake(f"target: got {target}, wanted FILE.py:NAME, as homework.py:MultiHeadAttention")
     path = Path(file)
     if "\0" in file or not path.is_file():
@@ -125,7 +125,8 @@ def _ask(asked: dict[str, Any], timeout: int) -> dict[str, Any]:
         return json.loads(answer.text())
     except ValueError:
         last = printed.text().strip().rpartition("\n")[2]
-        raise Mistake(f"the code ended its process with {code} before there was an answer: {last}") from None
+        said = f": {last}" if last else ""
+        raise Mistake(f"the code ended its process with {code} before there was an answer{said}") from None
 
 
 class _Reader(threading.Thread):

@@ -56,6 +56,8 @@ def with_picture(path: str, use: Callable[[Image], Result]) -> Result:
     """
     from PIL import Image, UnidentifiedImageError
 
+    if not path:
+        raise Mistake("image: is empty, wanted the path of a picture")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's remarks on odd metadata would stand in the way of the answer
         try:

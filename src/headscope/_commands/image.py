@@ -21,7 +21,7 @@ from headscope._commands.looking import (
     run,
     trace_layer,
 )
-from headscope._commands.pages import save_page
+from headscope._commands.pages import check_apart, save_page
 from headscope._commands.screen import INDEX, Mistake, busy, console, print_json, say, visible
 from headscope._commands.showing import ATTENTION, heading, meanings, show_closing, show_steps
 
@@ -86,6 +86,7 @@ def image(
     if path is not None and sample is not None:
         raise Mistake("wanted one digit: a PATH or --sample, not both")
     asked = Asked.of(**options)
+    check_apart("--out", asked.page, {"the picture": path})
     with busy("loading torch"):
         import_module("torch")
     with busy("looking"), one_thread():

@@ -71,6 +71,8 @@ def load(name: str) -> Loaded:
         return _text()
     if name == "digits":
         return _digits()
+    if not name.strip():
+        raise Mistake('model: is empty, wanted "text", "digits", a folder or a name on the hub')
     return _hugging_face(name)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import os
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headscope._commands.screen import Mistake, uninterrupted
@@ -50,6 +52,46 @@ def check_page(path: str, force: bool, option: str = "--page") -> None:
 
     with _told(option, path):
         check(path, force=force)
+
+
+def check_apart(option: str, path: str | None, read: Mapping[str, str | None], model: str | None = None) -> None:
+    """See to it that nothing is written over what is read, which is gone then: also with --force.
+
+    Args:
+        option: what named the path of what is written.
+        read: what is read -> its path, or None or "-" where that is no file.
+        model: what may be a folder with a model; in it, nothing but pages and recordings is written over.
+
+    Raises:
+        Mistake: it would be.
+    """
+    if path is None:
+        return
+    for what, other in read.items():
+        if other is not None and _is_one(path, other):
+            raise Mistake(f"{option}: {path}: is {what} itself")
+    if model is not None and _is_one(os.path.dirname(os.path.realpath(path)), model) and not _is_ours(path):
+        raise Mistake(f"{option}: {path}: is a file of the model itself")
+
+
+def _is_one(path: str, other: str) -> bool:
+    """Whether both are there and are the same file, by whatever names."""
+    try:
+        return os.path.samefile(path, other)
+    except (OSError, ValueError):  # ValueError: a zero byte in the path
+        return False
+
+
+def _is_ours(path: str) -> bool:
+    """Whether a page or a recording is there, or nothing."""
+    from headscope import _stats_files
+    from headscope.report.page import SaveError, check
+
+    try:
+        check(path)
+    except SaveError:
+        return _stats_files.is_ours(Path(path))
+    return True
 
 
 @contextmanager

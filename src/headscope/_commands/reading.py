@@ -60,6 +60,8 @@ def _source(argument: str | None, file: str | None) -> tuple[Iterable[bytes], st
     if argument is not None:
         return [os.fsencode(argument)], "text"
     assert file is not None
+    if not file:
+        raise Mistake("--file: is empty, wanted a path")
     return _file(file), file
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from headscope._commands.pages import PAGE, check_page, write_page
+from headscope._commands.pages import PAGE, check_apart, check_page, write_page
 from headscope._commands.screen import Mistake, busy, visible
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def report(recording: str, out: str | None, serve: bool, port: int, force: bool,
     if serve and out is not None:
         raise Mistake("--serve: wanted either it or --out")
     if not serve:
+        check_apart("--out", out or PAGE, {"the recording": recording, "the image": options["image"]})
         check_page(out or PAGE, force, "--out")
     with busy("loading torch"):
         import_module("torch")

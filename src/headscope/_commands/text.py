@@ -21,7 +21,7 @@ from headscope._commands.looking import (
     run,
     trace_layer,
 )
-from headscope._commands.pages import save_page
+from headscope._commands.pages import check_apart, save_page
 from headscope._commands.reading import Given, read_text
 from headscope._commands.screen import Mistake, busy, console, print_json, say, visible
 from headscope._commands.showing import ATTENTION, heading, meanings, show_closing, show_steps
@@ -75,8 +75,9 @@ def text(
     Prints the tokens, one layer step by step, all heads with the pattern each matches best, and a picture of one head;
     writes a page with every head's map.
     """
-    given = read_text(text, file)
     asked = Asked.of(**options)
+    check_apart("--out", asked.page, {"the text": file}, model)
+    given = read_text(text, file)
     with busy("loading torch"):
         import_module("torch")
     if model is None or model == "text":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headscope._commands.looking import one_thread
-from headscope._commands.pages import PAGE, check_page, write_page
+from headscope._commands.pages import PAGE, check_apart, check_page, write_page
 from headscope._commands.screen import SIZE, Mistake, busy, console, one_line, print_json, say, uninterrupted, visible
 
 if TYPE_CHECKING:
@@ -108,6 +108,9 @@ def watch(
     with busy("loading torch"):
         import_module("torch")
     asked = _asked(**options)
+    read = {"the text": file, "the image": image}
+    check_apart("--out", asked.out, read, model)
+    check_apart("--page", asked.page, {**read, "the older recording": asked.against}, model)
     with busy(f"loading {visible(model)}"):
         loaded = models.load(model)
     given = windows.read_input(loaded, text, file, ids, image, context)

@@ -61,7 +61,8 @@ class TextModel(nn.Module):
             need_weights: Also return the attention weights, one tensor per layer.
 
         Raises:
-            ValueError: tokens has not two axes, or is longer than the context.
+            ValueError: tokens has not two axes, is longer than the context, or has an id that there is not (on a GPU
+                CUDA's own error tells of that).
         """
         if tokens.ndim != 2:
             raise ValueError(f"tokens: has {tokens.ndim} axes, wanted 2 (B, T); tokens {list(tokens.shape)}")
@@ -70,7 +71,12 @@ class TextModel(nn.Module):
             raise ValueError(
                 f"tokens: axis 1 (T) is {length}, the context is {self.config.context}; tokens {list(tokens.shape)}"
             )
-        x = self.token_embedding(tokens) + self.position_embedding.weight[:length]
+        try:
+            embedded = self.token_embedding(tokens)
+        except IndexError:  # so a forward pass in range does not wait for a check
+            wanted = f"wanted 0 to {self.config.vocab_size - 1}"
+            raise ValueError(f"tokens: are {int(tokens.min())} to {int(tokens.max())}, {wanted}") from None
+        x = embedded + self.position_embedding.weight[:length]
         weights: list[Tensor] | None = [] if need_weights else None
         for layer in self.layers:
             x = layer(x, masks.causal(), weights=weights)
@@ -100,7 +106,13 @@ class TextTokenizer:
         return self._tokenizer.encode(text).ids
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of token ids; bytes that are no UTF-8 become U+FFFD.
+
+        Raises:
+            ValueError: There is no such token.
+        """
+        for token in ids:
+            self._check(token)
         return self._tokenizer.decode(ids)
 
     def pieces(self, text: str) -> list[str]:
@@ -117,10 +129,14 @@ class TextTokenizer:
         Raises:
             ValueError: There is no such token.
         """
+        self._check(token)
         written = self._tokenizer.id_to_token(token)
-        if written is None:
-            raise ValueError(f"token: {token} is no token id, wanted 0 to {len(self) - 1}")
+        assert written is not None  # there is such a token
         return bytes(self._byte_of[character] for character in written).decode("utf-8", errors="backslashreplace")
+
+    def _check(self, token: int) -> None:
+        if not 0 <= token < len(self):
+            raise ValueError(f"token: {token} is no token id, wanted 0 to {len(self) - 1}")
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Return where each token lies in the text, as (start, stop) in characters.
