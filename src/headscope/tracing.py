@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headscope import _trace_rows as steps
 from headscope._trace_attention import Attention, Heads
@@ -234,12 +234,17 @@ def _check_what_is_given(
 
 
 def _untraced(module: MultiHeadAttention) -> list[str]:
-    """The options of a module that no row shows."""
+    """What a module has that no row shows."""
     options = {
         "rotary": module.rotary, "position_bias": module.position_bias, "qk_norm": module.qk_norm,
         "gate": module.gate_proj, "bias_kv": module.bias_k,
     }  # fmt: skip
-    return [name for name, value in options.items() if value is not None]
+    others = [
+        f"a {type(part).__name__} as {name}"
+        for name, part in module.named_children()
+        if name.endswith("_proj") and not isinstance(part, nn.Linear)
+    ]
+    return [name for name, value in options.items() if value is not None] + others
 
 
 def _from_sizes(module: MultiHeadAttention, batch: int, seq: int, context_seq: int | None, asked: Asked) -> Setting:
