@@ -76,7 +76,7 @@ template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct
     INLINE static Word word(const char* line, std::int64_t n) { return reinterpret_cast<const typename Op::Anywhere*>(line)[n]; }
 
     // s[r][row] = factor k[r] · q[row], for N keys of which the first `keys` are real; q is [depth][ROWS]. With `most`, most[row] =
-    // max(most[row], s[..][row]), which costs nothing here: products leave what compares idle.
+    // max(most[row], s[..][row]): less than to read them once more.
     template <int N, bool SCALES, bool MOST> static void dot(const Word* q, Lines k, int keys, int depth, T factor, T* s, V<T>* most) {
         V<T> a[N][QV];
         const char* key[N];

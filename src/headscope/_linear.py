@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+from headscope._call import kind
 
 TABLE = "linear_table.json"
 
@@ -56,6 +59,34 @@ def fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
     )
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """Whether it is ``nn.Linear``, or ours, whose call is its weight's product and nothing more."""
+    kind_of = type(linear).__base__ if parametrize.is_parametrized(linear) else type(linear)
+    hooked = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
+    return kind_of in (Linear, nn.Linear) and not hooked
+
+
+def check_kind(name: str, x: Tensor, linear: nn.Module) -> None:
+    """Whether x has the dtype and device of what projects it; a module that took its place may take any."""
+    weight = linear._parameters.get("weight")
+    if weight is None or (x.dtype == weight.dtype and x.device == weight.device):
+        return
+    if not is_plain(linear):
+        return
+    if x.device != weight.device:
+        raise ValueError(f"{name}: is on {x.device}, the module on {weight.device}")
+    where = x.device.type
+    cast = torch.amp.is_autocast_available(where) and torch.is_autocast_enabled(where) and x.is_floating_point()
+    if not cast:
+        raise TypeError(f"{name}: dtype is {kind(x)}, the module has {kind(weight)}")
+
+
+def strangers(module: nn.Module) -> dict[str, nn.Module]:
+    """Projections of a module that are no linears, as a LoRA wrapper: their weight, if they have one, may not be all."""
+    parts = module.named_children()
+    return {name: part for name, part in parts if name.endswith("_proj") and not isinstance(part, nn.Linear)}
 
 
 @cache

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from headscope._call import kind
+from headscope._linear import strangers
 from headscope.positions import ALiBi, RelativeBias
 
 
@@ -24,9 +25,8 @@ def pruned(module: Any, heads: Collection[int]) -> Any:
     check_kept(module, *module.modules())
     if module.qk_norm == "rms_all":
         raise ValueError("heads: this module has qk_norm='rms_all', which normalises all heads together: none can go")
-    for name, part in module.named_children():
-        if name.endswith("_proj") and not isinstance(part, nn.Linear):
-            raise ValueError(f"module: {name} is a {type(part).__name__}, wanted nn.Linear, whose rows can be cut")
+    for name, part in strangers(module).items():
+        raise ValueError(f"module: {name} is a {type(part).__name__}, wanted nn.Linear, whose rows can be cut")
     made = copy.deepcopy(module)
     q_rows, k_rows = _rows(kept, module.head_dim), _rows(kv_kept, module.head_dim)
     v_rows, out_columns = _rows(kv_kept, module.v_head_dim), _rows(kept, module.v_head_dim)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from headscope._call import kind
 from headscope._layout_table import HEADS, LAYOUTS, PROJECTIONS, QKV, Layout, Part, read, write
+from headscope._linear import strangers
 from headscope._pruning import check_kept
 from headscope.module import MultiHeadAttention
 from headscope.positions import ALiBi, RelativeBias
@@ -138,9 +139,8 @@ def to_state_dict(module: MultiHeadAttention, layout: str, *, prefix: str = "") 
         ValueError: an unknown layout, or the module has something that this layout has no place for.
     """
     found = _named(layout)
-    for name, part in module.named_children():
-        if name.endswith("_proj") and not isinstance(part, nn.Linear):
-            raise ValueError(f"module: {name} is a {type(part).__name__}, wanted nn.Linear: its weight may not be all")
+    for name, part in strangers(module).items():
+        raise ValueError(f"module: {name} is a {type(part).__name__}, wanted nn.Linear: its weight may not be all")
     tensors = _parameters(module)
     _check_expressible(module, found, tensors)
     shapes = {**dict.fromkeys(QKV, (module.kv_heads, module.head_dim)), "q": (module.num_heads, module.head_dim)}

@@ -10,11 +10,10 @@ from typing import Any, Literal, Self, overload
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
 
 from headscope import functional
 from headscope._call import as_mask, check_dropout, check_scale, check_softcap, is_traced, kind
-from headscope._linear import Linear
+from headscope._linear import Linear, check_kind, is_plain
 from headscope.cache import Cache
 from headscope.masks import Band, Mask, Turned, turned
 from headscope.positions import ALiBi, RelativeBias, Rotary, T5Buckets, bias_of, check_positions, matrix, turned_matrix
@@ -435,7 +434,7 @@ class MultiHeadAttention(nn.Module):
 
     def _check_sliced(self) -> None:
         """Cross-attention takes parts of the packed weight, past whatever else the module in its place does."""
-        if _is_plain(self.qkv_proj):
+        if is_plain(self.qkv_proj):
             return
         ours = type(self.qkv_proj) in (Linear, nn.Linear)
         what = "has hooks" if ours else f"is a {type(self.qkv_proj).__name__}"
@@ -457,11 +456,11 @@ class MultiHeadAttention(nn.Module):
     def _check_kinds(self, x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
         """Dtypes and devices; apart from the sizes, which a trace asks for by themselves."""
         if k_from is x and self.packed:
-            _check_kind("x", x, self.qkv_proj)
+            check_kind("x", x, self.qkv_proj)
             return
         for part, source in zip(PROJECTIONS, (x, k_from, v_from), strict=True):
             linear: nn.Module = self.qkv_proj if self.packed else getattr(self, f"{part}_proj")
-            _check_kind("x" if source is x else "context", source, linear)
+            check_kind("x" if source is x else "context", source, linear)
 
     def _refuse(self, name: str, tensor: Tensor, width: int, x: Tensor) -> None:
         got = f"{name} {list(tensor.shape)}" + ("" if name == "x" else f", x {list(x.shape)}")
@@ -532,28 +531,6 @@ def _check_heads(embed_dim: int, num_heads: int, kv_heads: int, head_dim: int | 
         )
     if num_heads % kv_heads:
         raise ValueError(f"kv_heads: got {kv_heads}, wanted a divisor of num_heads {num_heads}")
-
-
-def _is_plain(linear: nn.Module) -> bool:
-    """Whether it is ``nn.Linear``, or ours, whose call is its weight's product and nothing more."""
-    kind_of = type(linear).__base__ if parametrize.is_parametrized(linear) else type(linear)
-    hooked = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
-    return kind_of in (Linear, nn.Linear) and not hooked
-
-
-def _check_kind(name: str, x: Tensor, linear: nn.Module) -> None:
-    """Whether x has the dtype and device of what projects it; a module that took its place may take any."""
-    weight = linear._parameters.get("weight")
-    if weight is None or (x.dtype == weight.dtype and x.device == weight.device):
-        return
-    if not _is_plain(linear):
-        return
-    if x.device != weight.device:
-        raise ValueError(f"{name}: is on {x.device}, the module on {weight.device}")
-    where = x.device.type
-    cast = torch.amp.is_autocast_available(where) and torch.is_autocast_enabled(where) and x.is_floating_point()
-    if not cast:
-        raise TypeError(f"{name}: dtype is {kind(x)}, the module has {kind(weight)}")
 
 
 def _may_be_turned(bias: ALiBi | RelativeBias, q: Tensor) -> bool:

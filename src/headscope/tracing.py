@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headscope import _trace_rows as steps
+from headscope._linear import strangers
 from headscope._trace_attention import Attention, Heads
 from headscope._trace_rows import Pages, Row
 from headscope._trace_setting import Asked, Context, Setting, of_sizes, of_values
@@ -239,11 +240,7 @@ def _untraced(module: MultiHeadAttention) -> list[str]:
         "rotary": module.rotary, "position_bias": module.position_bias, "qk_norm": module.qk_norm,
         "gate": module.gate_proj, "bias_kv": module.bias_k,
     }  # fmt: skip
-    others = [
-        f"a {type(part).__name__} as {name}"
-        for name, part in module.named_children()
-        if name.endswith("_proj") and not isinstance(part, nn.Linear)
-    ]
+    others = [f"a {type(part).__name__} as {name}" for name, part in strangers(module).items()]
     return [name for name, value in options.items() if value is not None] + others
 
 
