@@ -84,7 +84,7 @@ def check_kind(name: str, x: Tensor, linear: nn.Module) -> None:
 
 
 def strangers(module: nn.Module) -> dict[str, nn.Module]:
-    """Projections of a module that are no linears, as a LoRA wrapper: their weight, if they have one, may not be all."""
+    """Projections of a module that are no linears, as a LoRA wrapper: their weight, if any, may not be all."""
     parts = module.named_children()
     return {name: part for name, part in parts if name.endswith("_proj") and not isinstance(part, nn.Linear)}
 
