@@ -342,7 +342,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         widen_row(from, x.dtype, depth, converted);
         return converted;
     }
-    static void widen_row(const char* from, Dtype dtype, int width, T* to) {
+    APART static void widen_row(const char* from, Dtype dtype, int width, T* to) {
         const auto* half = reinterpret_cast<const std::uint16_t*>(from);
         int d = 0;
         if constexpr (sizeof(T) == 4) {
@@ -556,7 +556,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
 
     // What dropout leaves of a weight: 0 or 1 / (1 - dropout), by the hash of (seed, b, h, i, j), so that every pass and every
     // size of block drops the same.
-    void keep(std::int64_t j0, int keys, T* factor) const {
+    APART void keep(std::int64_t j0, int keys, T* factor) const {
         const std::uint32_t limit = std::uint32_t(f.dropout * 4294967296.0);
         const T kept = T(1 / (1 - f.dropout));
         for (int r = 0; r < ROWS; r++) {

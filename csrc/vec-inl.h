@@ -158,7 +158,7 @@ INLINE V<float> exp2(V<float> t) {
 #endif
 
 // For checking, not for speed.
-INLINE V<double> exp2(V<double> t) {
+APART V<double> exp2(V<double> t) {
     for (int lane = 0; lane < LANES<double>; lane++) t[lane] = std::exp2(t[lane]);
     return t;
 }
@@ -179,7 +179,7 @@ INLINE V<float> tanh(V<float> x) {
     p = p * y + 0.9999999961f;
     return size < 0.625f ? x * p : x < 0 ? -far : far;
 }
-INLINE V<double> tanh(V<double> x) {
+APART V<double> tanh(V<double> x) {
     for (int lane = 0; lane < LANES<double>; lane++) x[lane] = std::tanh(x[lane]);
     return x;
 }
@@ -197,7 +197,7 @@ INLINE V<float> log1p(V<float> x) {
     p = p * z + 2.f;
     return __builtin_convertvector(whole, V<float>) * 0.693147181f + (r * p + (x - (u - 1)) / u);  // the last: what u has lost of x
 }
-INLINE V<double> log1p(V<double> x) {
+APART V<double> log1p(V<double> x) {
     for (int lane = 0; lane < LANES<double>; lane++) x[lane] = std::log1p(x[lane]);
     return x;
 }

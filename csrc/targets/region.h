@@ -24,6 +24,7 @@ using Half = _Float16;
 #endif
 
 #define INLINE inline __attribute__((always_inline))
+#define APART __attribute__((noinline))  // once for all who call it: what is large and not called often
 #define UNROLL _Pragma("GCC unroll 64")
 
 // What target-inl.h defines, in the order of Target.
