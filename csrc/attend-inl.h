@@ -47,7 +47,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
         if constexpr (FEW) load_few_queries();
         else this->load_queries();
         this->load_spans();
-        start(share == 0);
+        this->start_sums(top, sum, share == 0);
         bool fresh = true;
         std::int64_t begin, end;
         this->reach(begin, end);
@@ -164,16 +164,6 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
             }
         }
     }
-    void start(bool with_sinks) {
-        UNROLL for (int v = 0; v < QV; v++) top[v] = splat(-std::numeric_limits<T>::max()), sum[v] = V<T>{};
-        if (!f.sinks || !with_sinks) return;
-        for (int r = 0; r < ROWS; r++) {
-            const T sink = static_cast<const T*>(f.sinks)[head(r < count ? r : count - 1)] * T(LOG2E);
-            if (sink == -std::numeric_limits<T>::infinity()) continue;
-            top[r / L][r % L] = sink, sum[r / L][r % L] = 1;
-        }
-    }
-
     // Scores to weights relative to the running maximum: p = exp2(s - top); the output so far moves along with it.
     void weigh(std::int64_t j0, int keys, bool fresh) {
         if constexpr (FEW) if (packed) return weigh_packed(keys, fresh);

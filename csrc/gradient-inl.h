@@ -16,12 +16,14 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
 
     const Backward& g;
     int k_width, v_width;       // D and Dv, rounded up to whole vectors
-    T *dots, *kept, *tangent;   // [KEYS][ROWS]
+    T *dots, *kept, *slopes;    // [KEYS][ROWS]
     Word* dout;                 // [Dv / PER_WORD][ROWS]
     T* dq;                      // [D][ROWS]
     Word *q_rows, *dout_rows;   // k_width and v_width columns in panels, see Tile
     Word *weight_rows, *by_rows, *by_keys;  // the weights and dS as they are multiplied: [KEYS][ROWS / PER_WORD], [KEYS / PER_WORD][ROWS]
     V<T> lse[QV], delta[QV];
+    V<T> top[QV];               // if it is apart from lse: the largest logit
+    bool top_apart = false;
     std::int64_t begin, end;    // the keys that any row may see
     std::int64_t from, to;      // of those met last
     struct Made { std::int64_t from; int keys; };
@@ -39,7 +41,7 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         shared = memory.take<Made>(1);
         dots = memory.take<T>(KEYS * ROWS);
         kept = memory.take<T>(KEYS * ROWS);
-        tangent = memory.take<T>(f.softcap > 0 ? KEYS * ROWS : 0);
+        slopes = memory.take<T>(f.softcap > 0 ? KEYS * ROWS : 0);
         dout = memory.take<Word>(f.v_head_dim * ROWS);
         dq = memory.take<T>(f.head_dim * ROWS);
         q_rows = memory.take<Word>(k_width * Products::LINE);
@@ -51,7 +53,7 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
     // What lies here until all who meet a block of keys have met it stays; the rest may be another's, who works in turn.
     void share(const Gradient& other) {
         this->wide_k = other.wide_k, this->wide_v = other.wide_v, this->line = other.line;
-        dots = other.dots, tangent = other.tangent;
+        dots = other.dots, slopes = other.slopes;
         shared = other.shared;
         if constexpr (PAIRS) p = other.p, kept = other.kept, by_keys = other.by_keys;
     }
@@ -60,7 +62,6 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         copy_rows(f.q, int(f.head_dim), k_width, q_rows);
         copy_rows(g.grad_out, int(f.v_head_dim), v_width, dout_rows);
         for (int n = 0; n < f.head_dim * QV; n++) store(dq + n * L, V<T>{});
-        this->reach(begin, end);
         *shared = {-1, 0};
     }
     // Meets the block of keys from j on: what of it these rows may see, from `from` to `to`, of which they add to dq; and whether
@@ -69,7 +70,7 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         from = j > begin ? j : begin, to = j + KEYS < end ? j + KEYS : end;
         if (from >= to) return false;
         const int keys = int(to - from);
-        if (!this->logits(from, keys, tangent)) return false;
+        if (!this->logits(from, keys, slopes)) return false;
         logit_gradient(from, keys, f.softcap > 0);
         Products::mixes(by_keys, keys_across(from, keys), (keys + Op::PER_WORD - 1) / Op::PER_WORD, int(f.head_dim), dq, false);
         return true;
@@ -106,6 +107,8 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
     void logit_gradient(std::int64_t j, int keys, bool uncapped) {
         const int width = int(f.v_head_dim);
         const bool drops = f.dropout > 0;
+        if (top_apart)
+            for (int n = 0; n < keys; n++) UNROLL for (int v = 0; v < QV; v++) store(p + n * ROWS + v * L, load(p + n * ROWS + v * L) - top[v]);
         Products::dots(dout, this->natural(f.v, j, keys, width, this->wide_v), keys, width / Op::PER_WORD, T(1), dots);
         if (drops) this->keep(j, keys, kept);
         if (drops || uncapped) weights_and_gradients<true>(keys, drops, uncapped);
@@ -113,14 +116,14 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
     }
     template <bool OPTIONS> void weights_and_gradients(int keys, bool drops, bool uncapped) {
         V<T> log[QV], less[QV];  // these in registers: what is stored below might be they for all that the compiler knows
-        T *const p = this->p, *const dots = this->dots, *const kept = this->kept, *const tangent = this->tangent;
+        T *const p = this->p, *const dots = this->dots, *const kept = this->kept, *const slopes = this->slopes;
         Word *const weight_rows = this->weight_rows, *const by_rows = this->by_rows, *const by_keys = this->by_keys;
         UNROLL for (int v = 0; v < QV; v++) log[v] = lse[v], less[v] = delta[v];
         const auto gradient = [&](int n, int v, V<T>& weight) __attribute__((always_inline)) {
             const int at_tile = n * ROWS + v * L;
             V<T> factor = splat(T(1)), slope = factor;
             if (OPTIONS && drops) factor = load(kept + at_tile);
-            if (OPTIONS && uncapped) slope -= load(tangent + at_tile) * load(tangent + at_tile);
+            if (OPTIONS && uncapped) slope = load(slopes + at_tile);
             weight = exp2(load(p + at_tile) - log[v]);
             V<T> change = weight * (OPTIONS ? load(dots + at_tile) * factor - less[v] : load(dots + at_tile) - less[v]);
             if (OPTIONS) change *= slope, weight *= factor;
@@ -151,7 +154,30 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         this->load_queries();
         this->load_spans();
         this->load_words(g.grad_out, int(f.v_head_dim), T(1), dout);
+        this->reach(begin, end);
         load_row_sums();
+        I<T> coarse{};
+        UNROLL for (int v = 0; v < QV; v++) coarse |= (lse[v] > COARSE) | (lse[v] < -COARSE);
+        top_apart = any<T>(coarse);
+        if (top_apart) sum_again();
+    }
+    // A number as large as this has lost of a sum of weights what comes after the twelfth bit; and the largest has lost all.
+    static constexpr T COARSE = sizeof(T) == 4 ? T(1 << 12) : T(std::int64_t(1) << 41);
+    // The largest logit of each row and, in lse, the logarithm of the sum: from the logits.
+    APART void sum_again() {
+        V<T> sum[QV];
+        this->start_sums(top, sum, true);
+        for (std::int64_t j = begin; j < end; j += KEYS) {
+            const int keys = int(end - j < KEYS ? end - j : KEYS);
+            if (!this->logits(j, keys)) continue;
+            for (int v = 0; v < QV; v++) {
+                V<T> most = top[v], total{};
+                for (int n = 0; n < keys; n++) most = greater<T>(load(p + n * ROWS + v * L), most);
+                for (int n = 0; n < keys; n++) total += exp2(load(p + n * ROWS + v * L) - most);
+                sum[v] = sum[v] * exp2(top[v] - most) + total, top[v] = most;
+            }
+        }
+        for (int v = 0; v < QV; v++) for (int r = 0; r < L; r++) lse[v][r] = sum[v][r] > 0 ? std::log2(sum[v][r]) : sum[v][r];
     }
 
     // Adds dS to the gradient of the bias, which may repeat along any axis.
@@ -163,10 +189,9 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         open(first, rows);
         Sum* to = static_cast<Sum*>(g.dbias) + b * g.dbias_stride[0];
         const bool one_row = g.dbias_stride[1] == 0 && g.dbias_stride[2] == 0;
-        this->reach(begin, end);
         for (std::int64_t j = begin; j < end; j += KEYS) {
             const int keys = int(end - j < KEYS ? end - j : KEYS);
-            if (!this->logits(j, keys, tangent)) continue;
+            if (!this->logits(j, keys, slopes)) continue;
             logit_gradient(j, keys, false);
             for (int n = 0; n < keys; n++) {
                 Sum* key = to + (j + n) * g.dbias_stride[3];
@@ -204,7 +229,7 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
             for (int r = 0; r < L; r++) {
                 const int real = v * L + r < count ? v * L + r : count - 1;
                 const std::int64_t at_row = row(real);
-                log[r] = logs[at_row] <= -std::numeric_limits<T>::max() ? T(0) : logs[at_row] * T(LOG2E);  // weights will be 0
+                log[r] = logs[at_row] == -std::numeric_limits<T>::infinity() ? T(0) : logs[at_row] * T(LOG2E);  // weights will be 0
                 less[r] = g.grad_lse ? static_cast<const T*>(g.grad_lse)[at_row] : T(0);
                 products[r] = out_times_gradient(real);
             }

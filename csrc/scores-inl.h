@@ -266,9 +266,9 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         else return lines(x, j, keys, width, wide);
     }
 
-    // The logits of keys j .. j + keys into p; false if no row may see any of them. `tangent`, if there is a
-    // softcap, takes tanh of what it caps. `most`, if they are `untouched`, is raised to the largest of them.
-    bool logits(std::int64_t j, int keys, T* tangent = nullptr, V<T>* most = nullptr) {
+    // The logits of keys j .. j + keys into p; false if no row may see any of them. `slope`, if there is a softcap, takes
+    // its derivative. `most`, if they are `untouched`, is raised to the largest of them.
+    bool logits(std::int64_t j, int keys, T* slope = nullptr, V<T>* most = nullptr) {
         bool whole;
         if (!visible(j, keys, whole)) return false;
         all_seen = whole && !f.visible.count && !f.bias.data;
@@ -279,7 +279,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
             Part<hidden / L>::dots(q + hidden, {k.data + from * k.stride, k.stride}, count, depth / Op::PER_WORD, query_factor(),
                                    p + from * ROWS + hidden, untouched() ? most : nullptr);
         });
-        adjust(j, keys, whole, tangent);
+        adjust(j, keys, whole, slope);
         return true;
     }
     // Whether the logits of the last block are nothing but products, times the factor.
@@ -296,11 +296,22 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
             if (to < keys) in_steps<HIDDEN + 1>(j, keys, body, int(to));
     }
     // From products of queries and keys to logits.
-    void adjust(std::int64_t j, int keys, bool whole, T* tangent = nullptr) {
-        if (f.softcap > 0) cap(keys, tangent);
+    void adjust(std::int64_t j, int keys, bool whole, T* slope = nullptr) {
+        if (f.softcap > 0) cap(keys, slope);
         if (f.bias.data) add_bias(j, keys);
         if (!whole) hide(j, keys);
         if (f.visible.count) hide_judged(keys);
+    }
+
+    // What rows begin with, before any key: a sink, if there is one.
+    void start_sums(V<T>* top, V<T>* sum, bool with_sinks) const {
+        UNROLL for (int v = 0; v < QV; v++) top[v] = splat(-std::numeric_limits<T>::max()), sum[v] = V<T>{};
+        if (!f.sinks || !with_sinks) return;
+        for (int r = 0; r < ROWS; r++) {
+            const T sink = static_cast<const T*>(f.sinks)[head(r < count ? r : count - 1)] * T(LOG2E);
+            if (sink == -std::numeric_limits<T>::infinity()) continue;
+            top[r / L][r % L] = sink, sum[r / L][r % L] = 1;
+        }
     }
 
     // With this factor products of queries and keys are logits times log2(e), or the argument of tanh.
@@ -436,12 +447,12 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         return any<T>(some);
     }
 
-    void cap(int keys, T* tangent) {
+    void cap(int keys, T* slope) {
         const T factor = T(f.softcap * LOG2E);
         for (int n = 0; n < keys * QV; n++) {
-            const V<T> x = tanh(load(p + n * L));
-            if (tangent) store(tangent + n * L, x);
-            store(p + n * L, x * factor);
+            const V<T> x = load(p + n * L), y = tanh(x);
+            if (slope) store(slope + n * L, slope_of_tanh(x, y));
+            store(p + n * L, y * factor);
         }
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,33 @@ def test_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line.split("  ")[0] for line in shown.stdout.splitlines() if line.startswith("(2")] == ["(2, 5, 6, 3)"] * 2
     found = json.loads(CliRunner().invoke(verbs, ["bench", "--seconds", "0.001", "--dtype", "fp32", "--json"]).stdout)
     assert [row["mode"] for row in found["timings"]] == list(_bench.MODES)
+
+
+def test_no_line_of_the_table_is_longer_than_80_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> Iterator[_bench.Timing]:
+        for shape in _bench.SHAPES:
+            for mode in _bench.MODES:
+                medians = {_bench.OURS: 9_999_999.0, **dict.fromkeys(_bench.PEERS, 5e8)}
+                yield _bench.Timing(*shape, mode, "fp32", 5, medians)
+
+    monkeypatch.setattr(_bench, "run", run)
+    for columns in ("80", "40"):  # a line is one line, also where the terminal is narrower
+        shown = CliRunner().invoke(verbs, ["bench"], env={"COLUMNS": columns})
+        head, *rows = shown.stdout.splitlines()[1:]
+        assert head.split() == [
+            "(B,",
+            "T,",
+            "E,",
+            "H)",
+            "mode",
+            "dtype",
+            "ours,",
+            "ms",
+            *"×torch ×need_weights ×plain".replace("×", "× ").split(),
+        ]
+        assert len(rows) == len(_bench.SHAPES) * len(_bench.MODES)
+        assert all(row.endswith("50.00") for row in rows)
+        assert max(map(len, [head, *rows])) <= 80
 
 
 def test_seconds_out_of_range() -> None:

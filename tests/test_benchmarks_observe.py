@@ -162,7 +162,7 @@ def test_files_are_added_to(tmp_path: Path) -> None:
     ]
     assert both.rows[0].seconds == {"SDPA": [2.0]}
     assert both.commands == ["python benchmarks/observe.py", "again"]
-    assert "Made by 2 runs (see the JSON)" in report.markdown(both)
+    assert "Made by `python benchmarks/observe.py`, then `again`" in report.markdown(both)
     report.save(both, path)
     assert path.with_suffix(".md").read_text() == report.markdown(report.load(path))
     assert sorted(each.name for each in tmp_path.iterdir()) == ["some.json", "some.md"]

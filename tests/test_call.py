@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -163,6 +165,26 @@ def test_a_mistake_does_not_hide_behind_a_call_that_was_kept(message: str) -> No
         headscope.attention(**made(**fits))
     with pytest.raises((TypeError, ValueError), match="^" + re.escape(message)):
         headscope.attention(**made(**(WRONG_KINDS | WRONG_SIZES)[message]))
+
+
+@pytest.mark.parametrize("scale", [np.float32(0.5), np.float16(0.5), np.float64(0.5), Fraction(1, 2)], ids=repr)
+def test_numbers_of_other_kinds_are_numbers(scale: Any) -> None:
+    given = made()
+    wanted = headscope.attention(**given, scale=0.5, softcap=0.5)
+    torch.testing.assert_close(headscope.attention(**given, scale=scale, softcap=scale), wanted, rtol=0, atol=0)
+    assert headscope.attention(**given, scale=np.int64(1)).shape == wanted.shape
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_numbers_beyond_the_dtype_of_the_logits_are_refused(name: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        given = {key: x.to(dtype) for key, x in made().items()}
+        with pytest.raises(ValueError, match=rf"{name}: got 1e\+39, wanted at most 3.4.*: logits are float32; q"):
+            headscope.attention(**given, **{name: 1e39})
+    with pytest.raises(ValueError, match=f"{name}: got inf, wanted a finite number"):
+        headscope.attention(**made(), **{name: np.float32("inf")})
+    out = headscope.attention(**{key: x.double() for key, x in made().items()}, **{name: 1e39})
+    assert out.isfinite().all()
 
 
 def test_leading_axes_in_messages() -> None:

@@ -41,6 +41,16 @@ class Attention(nn.Module):
         return self.out((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
 """
 
+MAKES = """
+from homework import Attention
+
+def plain(): return Attention(24, 3, scaled=False)
+def with_defaults(width=24, **rest): return Attention(width, 3, scaled=False)
+def fails(): raise RuntimeError("no")
+def sometimes(x=None): return x
+"""
+IN_PYTHON = "; give --embed-dim, or use headscope.check with inputs= or call="
+
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -48,6 +58,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Path("beside.py").write_text("SIZE = 24\n")
     Path("homework.py").write_text(HOMEWORK)
     Path("small.py").write_text("import math\nclass Attention: pass\ndef attend(x): pass\n")
+    Path("makes.py").write_text(MAKES)
     Path("broken.py").write_text("1 / 0\n")
     Path("endless.py").write_text("while True: pass\n")
     Path("silent.py").write_text("import os\nos._exit(3)\n")
@@ -62,6 +73,16 @@ def test_a_bug_is_said_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> N
     out, err = capsys.readouterr()
     assert out.startswith("Attention: 1 wrong\n\n✗ scale-missing  wrong\n  logits are 1 · q·k, wanted 0.3536 (1/√8)")
     assert err == "headscope check: importing and running homework.py, in a process of its own\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["plain"], ["plain", "--args", ""], ["with_defaults"], ["with_defaults", "--args="]]
+)
+def test_what_a_function_makes_that_needs_no_arguments_is_checked(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", f"makes.py:{arguments[0]}", *arguments[1:]]) == 1
+    assert capsys.readouterr().out.startswith("Attention: 1 wrong\n\n✗ scale-missing")
 
 
 def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
@@ -94,6 +115,16 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
         (["exits.py:A"], "A: cannot be made with --args '': SystemExit: 0"),
         (["exits.py:attend", "--embed-dim", "4"], "tried first (x) with x [2, 7, 4]: SystemExit: 0; give"),
         (["nothing.py:A"], "nothing.py: there is no such file"),
+        ([".:A"], ".: is a directory, wanted a Python file"),
+        (["homework.py:Attention", "--args", "25, 5", "--embed-dim", "24"], IN_PYTHON),
+        (["small.py:attend"], "--embed-dim: missing; there are no weights to tell it from"),
+        (["small.py:attend", "--args", ""], "attend: cannot be made with --args '': TypeError"),
+        (["makes.py:fails"], "fails: cannot be made with --args '': RuntimeError: no"),
+        (["makes.py:sometimes"], "--embed-dim: missing"),
+        (["small.py:attend", "--scale", "nan"], "--scale: got nan, wanted a finite number above 0"),
+        (["small.py:attend", "--scale", "inf"], "--scale: got inf, wanted a finite number above 0"),
+        (["small.py:attend", "--scale", "0"], "--scale: got 0, wanted a finite number above 0"),
+        (["small.py:attend", "--scale", "-1"], "--scale: got -1, wanted a finite number above 0"),
         (["homework.py:A", "--args", "24, width"], "--args: got 24, width, wanted plain values as in a call"),
         (["homework.py:A", "--args", "*[1]"], "--args: got *[1], wanted plain values"),
         (["homework.py:A", "--args", "**{'a': 1}"], "wanted plain values"),
@@ -137,7 +168,7 @@ def test_code_that_cannot_be_checked(
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setitem(sys.modules, "small", None)
     Path("notes.txt").write_text("no code")
-    asked = {"path": path, "name": name, "args": args, "kwargs": {}, "given": "1" if args else "", "options": {}}
+    asked = {"path": path, "name": name, "args": args, "kwargs": {}, "given": "1" if args else None, "options": {}}
     with pytest.raises(_check_child.MistakeError, match=said):
         _check_child._check(asked)
 

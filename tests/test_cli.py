@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 from headscope import __version__, load_example, masks
 from headscope._backends import cpu
+from headscope._commands.screen import console
 from headscope.cli import main
 from headscope.stats import pattern_scores
 
@@ -66,6 +67,12 @@ def test_help_lists_every_verb(run: Run, arguments: tuple[str, ...]) -> None:
     assert all(re.search(rf"^  {verb} ", ran.out, re.MULTILINE) for verb in VERBS), ran.out
 
 
+def test_what_help_says_of_a_verb_is_not_cut(run: Run) -> None:
+    commands = run("--help").out.partition("Commands:\n")[2].splitlines()
+    assert len(commands) == 8
+    assert all(line.endswith(".") and not line.endswith("...") for line in commands), commands
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help(run: Run, verb: str) -> None:
     ran = run(verb, "--help")
@@ -93,9 +100,12 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "an argument that is not UTF-8": (["text", "caf\udce9"], r"text: byte 3 \(0xe9\) is not UTF-8"),
     "layer": (["text", "a", "--layer", "6"], "--layer: got 6, wanted 0 to 5"),
     "head": (["text", "a", "--head", "8"], "--head: got 8, wanted 0 to 7"),
-    "negative layer": (["text", "a", "--layer", "-1"], "--layer: got -1, wanted a whole number from 0"),
+    "negative layer": (["text", "a", "--layer", "-1"], "--layer: got -1, wanted 0 to 5"),
+    "negative head": (["text", "a", "--head", "-1"], "--head: got -1, wanted 0 to 7"),
+    "a head that is no number": (["text", "a", "--head", "x"], "--head: got x, wanted a whole number from 0$"),
+    "negative sample": (["image", "--sample", "-1"], "--sample: got -1, wanted 0 to 19"),
     "page and no page": (["text", "a", "--out", "b.html", "--no-page"], "--no-page: wanted either it or --out"),
-    "page over a file": (["text", "a", "--out", "given.txt"], "--out: given.txt: holds a file that is no page"),
+    "page over a file": (["text", "a", "--out", "given.txt"], "--out: given.txt: holds a file .* give --force$"),
     "page over a directory": (["text", "a", "--out", "."], r"--out: \.: is a directory"),
     "page in no folder": (["text", "a", "--out", "no/such.html"], "--out: no/such.html: cannot be written"),
     "page named -": (["text", "a", "--out", "-"], "--out: got -, wanted the name of a file"),
@@ -116,8 +126,8 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "trace over a file": (["trace", "--html", "given.txt"], "--html: given.txt: holds a file"),
     "trace twice": (["trace", "--html", "a.html", "--json"], "--json: wanted either it or --html"),
     "device": (["doctor", "--device", "tpu"], "--device: got 'tpu', wanted cpu, cuda, mps or xpu"),
-    "softcap": (["doctor", "--softcap", "0"], "softcap: got 0.0, wanted a finite number above 0"),
-    "dropout": (["doctor", "--dropout", "1"], "dropout: got 1.0, wanted a probability"),
+    "softcap": (["doctor", "--softcap", "0"], "--softcap: got 0.0, wanted a finite number above 0$"),
+    "dropout": (["doctor", "--dropout", "1"], "--dropout: got 1.0, wanted a probability"),
     "key/value heads": (["doctor", "--kv-heads", "3"], r"axis 1 \(Hkv\) is 3, wanted a divisor of q's 8 heads"),
     "sizes of doctor": (["doctor", "--seq", "1000000000", "--batch", "1000000000"], "more than a tensor holds"),
     "mask of doctor": (["doctor", "--seq", "1000000000", "--causal"], "to plan a mask here, wanted at most"),
@@ -168,6 +178,22 @@ def test_text_shows_tokens_steps_heads_a_map_and_writes_a_page(run: Run) -> None
     assert Path("headscope-report.html").read_text(encoding="utf-8").rstrip().endswith("</html>")
     assert "\x1b" not in ran.out, "no colours where there is no terminal"
     assert max(len(line) for line in ran.out.splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("text", "hi", "--no-page"), ("image", "--no-page"), ("trace",), ("doctor",), ("watch", "digits", "--no-page")],
+)
+def test_no_columns_stand_for_unset(arguments: tuple[str, ...], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = run(*arguments)
+    monkeypatch.setenv("COLUMNS", "0")
+    assert run(*arguments).out == usual.out != ""
+
+
+def test_a_console_has_a_least_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns, width in ((1, 20), (19, 20), (20, 20), (50, 50), (500, 120)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert console().width == width
 
 
 def test_text_fits_the_width_that_is_given(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,14 @@ The processes signal themselves at a chosen place in the code, so that no test d
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from headscope._backends import cpu
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="signals, pipes and pseudo-terminals of POSIX")
 
@@ -72,6 +75,14 @@ def headscope(
         timeout=120,
         check=False,
     )
+
+
+@pytest.mark.parametrize("arguments", [("text", "hi", "--no-page"), ("doctor",)])
+@pytest.mark.skipif(cpu.native is None, reason="there are no native kernels here")
+def test_a_native_target_that_is_not_here_is_a_mistake(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    done = headscope(*arguments, cwd=tmp_path, environment={"HEADSCOPE_CPU_TARGET": "abacus"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"headscope: HEADSCOPE_CPU_TARGET: got 'abacus', this CPU has .*\n", done.stderr)
 
 
 def names(folder: Path) -> list[str]:

@@ -58,7 +58,7 @@ def test_an_image_lies_below(run: Run) -> None:  # noqa: F811
     assert (image["height"], image["width"], image["grid"], image["special"]) == (6, 8, [3, 4], 1)
     ran = run("report", "seen.safetensors", "--image", "photo.png", "--grid", "5x5")
     assert (ran.code, ran.out) == (2, "")
-    assert ran.err == "headscope report: RECORDING: grid: 5 x 5 patches are not the 13 keys that there are\n"
+    assert ran.err == "headscope report: --grid: 5 x 5 patches are not the 13 keys that there are\n"
 
 
 @pytest.mark.parametrize("read", ["seen.safetensors", "link.safetensors"])
@@ -84,13 +84,20 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "over a file": (("seen.safetensors", "--out", "other.txt"), "--out: other.txt: holds a file that is no page"),
     "both": (("seen.safetensors", "--serve", "--out", "a.html"), "--serve: wanted either it or --out"),
     "grid": (("seen.safetensors", "--grid", "14"), "--grid: got 14, wanted rows and columns, as 14x14"),
-    "grid alone": (("seen.safetensors", "--grid", "2x5"), "RECORDING: grid, special: wanted an image with them"),
-    "image": (("seen.safetensors", "--image", "other.txt"), "--image: no PNG or JPEG that can be read"),
-    "no image": (("seen.safetensors", "--image", "no.png"), "--image: No such file or directory"),
+    "grid alone": (("seen.safetensors", "--grid", "2x5"), "--grid: wanted --image with it"),
+    "image": (("seen.safetensors", "--image", "other.txt"), "--image: other.txt: is no PNG or JPEG that can be read"),
+    "no image": (("seen.safetensors", "--image", "no.png"), "--image: no.png: No such file or directory"),
     "strip": (("seen.safetensors", "--strip", "a.1"), "--strip: got a.1, wanted a layer and a head, counted from 0"),
     "no such strip": (
         ("seen.safetensors", "--strip", "0.3"),
-        "RECORDING: strips: got layer 0, head 3, which is not there",
+        "--strip: got 0.3, wanted a head of layer 0, from 0 to 2\n",
+    ),
+    "no such layer": (("seen.safetensors", "--strip", "1.0"), "--strip: got 1.0, wanted a layer from 0 to 0\n"),
+    "17 strips": (("seen.safetensors", *("--strip", "0.1") * 17), "--strip: got 17 heads, wanted at most 16\n"),
+    "port": (("seen.safetensors", "--port", "80"), "--port: wanted --serve with it\n"),
+    "force": (
+        ("seen.safetensors", "--out", "other.txt"),
+        "--out: other.txt: holds a file that is no page of headscope's own; choose another name, or give --force\n",
     ),
     "served strips": (("seen.safetensors", "--serve", "--strip", "0.1"), "--strip: wanted none with --serve"),
 }
@@ -107,6 +114,24 @@ def test_a_mistake_is_one_line(name: str, run: Run) -> None:  # noqa: F811
     assert ran.err.count("\n") == 1
     assert Path("other.txt").read_text(encoding="utf-8") == "mine"
     assert sorted(os.listdir()) == ["other.txt", "seen.safetensors"]
+
+
+def test_strips_need_q_and_k(run: Run, saved: Path) -> None:  # noqa: F811
+    Recording.load(saved).save("plain.safetensors")
+    ran = run("report", "plain.safetensors", "--strip", "0.0")
+    said = "--strip: got 0.0, wanted a recording with q and k, as watch --keep-qk writes it"
+    assert (ran.code, ran.out, ran.err) == (2, "", f"headscope report: {said}\n")
+
+
+@pytest.mark.parametrize("kept", [0.5, -1])
+def test_a_recording_that_is_cut_short_is_called_so(kept: float, run: Run, saved: Path) -> None:  # noqa: F811
+    whole = saved.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    Path("cut.safetensors").write_bytes(whole[: round(header * 0.9) if kept == 0.5 else -1])
+    said = "cut.safetensors: is cut short, its end is missing"
+    assert run("report", "cut.safetensors").err == f"headscope report: RECORDING: {said}\n"
+    ran = run("watch", "text", "--text", "a", "--no-page", "--against", "cut.safetensors")
+    assert (ran.code, ran.err) == (2, f"headscope watch: --against: {said}\n")
 
 
 def test_serving_needs_q_and_k(run: Run, saved: Path) -> None:  # noqa: F811

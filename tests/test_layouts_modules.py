@@ -358,6 +358,22 @@ def test_modules_that_are_not_known() -> None:
         MultiHeadAttention.from_module(MultiHeadAttention(E, H))
 
 
+def test_a_forward_of_its_own_is_refused() -> None:
+    class Doubled(nn.MultiheadAttention):
+        def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(2 * query, *args, **kwargs)
+
+    class Plain(nn.MultiheadAttention):
+        pass
+
+    with pytest.raises(
+        ValueError, match=r"module: Doubled is a MultiheadAttention with a forward of its own, .*; pass layout='torch'"
+    ):
+        MultiHeadAttention.from_module(Doubled(E, H))
+    for made in (MultiHeadAttention.from_module(Doubled(E, H), "torch"), MultiHeadAttention.from_module(Plain(E, H))):
+        assert made.num_heads == H
+
+
 def test_a_layout_may_be_named() -> None:
     """Where keys leave a doubt, the caller says; the number of heads is found under its usual names."""
     theirs = Ambiguous()

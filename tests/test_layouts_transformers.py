@@ -281,6 +281,24 @@ def test_scalings(rope: str) -> None:
     torch.testing.assert_close(made(x, mask=causal()), expected)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_default_turns_whole_heads_whatever_the_factor(kind: str) -> None:
+    theirs, angles = rotated(kind, {"rope_type": "default", "partial_rotary_factor": 0.5})
+    made = MultiHeadAttention.from_module(theirs)
+    x = torch.randn(B, T, E)
+    expected = theirs(x, position_embeddings=angles(x), attention_mask=added(causal(), T, T))[0]
+    torch.testing.assert_close(made(x, mask=causal()), expected)
+
+
+@pytest.mark.parametrize("rope", sorted(ROPES))
+def test_scalings_turn_as_much_as_theirs(rope: str) -> None:
+    """Of theirs cos and sin alone: with a part of a head their forward fails."""
+    theirs, angles = rotated("qwen3", {**ROPES[rope][0], "partial_rotary_factor": 0.7})
+    made = MultiHeadAttention.from_module(theirs)
+    assert made.rotary is not None
+    assert made.rotary.dim == angles(torch.randn(B, T, E))[0].shape[-1] == (6 if rope == "default" else 4)
+
+
 def test_positions_may_be_given() -> None:
     theirs, _ = rotated("qwen3")
     named = models.qwen3.modeling_qwen3.Qwen3RotaryEmbedding(theirs.config)
@@ -332,6 +350,36 @@ def test_kinds_of_rotary_that_are_not_known() -> None:
         MultiHeadAttention.from_module(theirs)
     made = MultiHeadAttention.from_module(theirs, rotary=Rotary(D))
     assert made.rotary == Rotary(D)
+
+
+def test_a_forward_of_its_own_is_refused() -> None:
+    """The weights of a subclass are those of a Llama; what it computes is not."""
+    known: Any = models.llama.modeling_llama.LlamaAttention
+
+    class Doubled(known):
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(2 * hidden_states, *args, **kwargs)
+
+    class Inherits(Doubled):
+        pass
+
+    class Plain(known):
+        pass
+
+    theirs, _ = rotated("llama")
+    x = torch.randn(B, T, E)
+    wanted = MultiHeadAttention.from_module(theirs)(x)
+    for kind in (Doubled, Inherits, Plain):
+        theirs.__class__ = kind
+        if kind is not Plain:
+            error = (
+                f"module: {kind.__name__} is a LlamaAttention with a forward of its own, so that its weights do not "
+                "say what it computes; pass layout='llama' if its attention is that of LlamaAttention"
+            )
+            with pytest.raises(ValueError, match=error):
+                MultiHeadAttention.from_module(theirs)
+        given = {} if kind is Plain else {"layout": "llama"}
+        torch.testing.assert_close(MultiHeadAttention.from_module(theirs, **given)(x), wanted)
 
 
 def test_every_layout_of_transformers_is_here() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import headscope
@@ -69,6 +71,51 @@ def test_what_the_table_does_not_speak_of_goes_to_torch(preferred: list[int]) ->
             torch.testing.assert_close(layer.to(other.dtype)(other), wanted)
         assert layer.to("meta", torch.float32)(x.to("meta")).shape == (ROWS, OUT)
     assert not preferred
+
+
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's, of its own rules for tangents
+def test_tangents_are_never_lost(preferred: list[int]) -> None:
+    layer, x, tangent = Linear(WIDTH, OUT), torch.randn(1, ROWS, WIDTH), torch.randn(1, ROWS, WIDTH)
+    with torch.no_grad(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, tangent)
+        found = forward_ad.unpack_dual(layer(dual)).tangent
+        with pytest.raises(RuntimeError, match="this backend has no gradient in forward mode"):
+            headscope.MultiHeadAttention(WIDTH, 4)(dual)
+    assert not preferred
+    torch.testing.assert_close(found, F.linear(tangent, layer.weight))
+
+
+def test_the_route_does_not_depend_on_where_it_is_first_asked_for() -> None:
+    if _linear.onednn() is None:
+        pytest.skip("this torch has no oneDNN product")
+    layer, x = Linear(WIDTH, OUT), torch.randn(ROWS, WIDTH)
+    with torch.device("meta"):
+        assert _linear.onednn.__wrapped__() is not None
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert _linear.onednn.__wrapped__() is not None
+    finally:
+        torch.set_default_dtype(torch.float32)
+    _linear.onednn.cache_clear()
+    _linear.route.cache_clear()
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert layer(mode.from_tensor(x)).shape == (ROWS, OUT)
+    assert _linear.onednn() is not None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_dynamic_quantization_takes_what_is_exactly_torchs() -> None:
+    module = nn.Sequential(headscope.MultiHeadAttention(WIDTH, 4)).eval()
+    x = torch.randn(1, ROWS, WIDTH)
+    wanted = module(x)
+    for part in module.modules():
+        if type(part) is Linear:
+            part.__class__ = nn.Linear
+    smaller = torch.ao.quantization.quantize_dynamic(module)
+    assert not isinstance(smaller[0].qkv_proj, nn.Linear)
+    torch.testing.assert_close(smaller(x), wanted, rtol=0, atol=0.1)
 
 
 def test_wrong_width_is_torchs_error(preferred: list[int]) -> None:

@@ -12,10 +12,14 @@ import torch
 from cases import FUSED, INF, NATIVE, OPTIONS, SIZES, D, H, K, Q, gradients, pairs, run_by, tensors
 from tolerance import assert_as_accurate
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import headscope
-from headscope import functional, masks
-from headscope.masks import Band, Prefix, causal, window
+from headscope import Observe, attend, functional, masks, observe
+from headscope._observe_native import borders_of
+from headscope._observe_scene import _frames
+from headscope.masks import Band, KeyLengths, Mask, Prefix, causal, window
 
 REPEATED = ["nothing", "mask: causal & documents | dense", "everything", "bias that hides", "mask: dense"]
 
@@ -102,6 +106,114 @@ def test_the_default_device_does_not_matter(said: dict[str, Any]) -> None:
     finally:
         torch.set_default_device(None)
     assert out.device.type == "cpu"
+
+
+def forget() -> None:
+    """As in a new process."""
+    for kept in (functional._kept, _frames):
+        kept.clear()
+    for made in (borders_of, masks._plan_by_value):
+        made.cache_clear()
+
+
+def test_the_default_device_does_not_matter_to_observe() -> None:
+    q = torch.randn(2, 3, 11, 5)
+    what = Observe(rows=7, top=2, keep_rows=True, edges=3, map=4, windows=(2,))
+    asked = [lambda: observe(q, q), lambda: observe(q, q, what=what), lambda: attend(q, q, q, observe=Observe()).stats]
+    wanted = [run().flat() for run in asked]
+    forget()
+    with torch.device("meta"):
+        found = [run() for run in asked]
+    assert [stats.flat() for stats in found] == wanted
+    assert [run().flat() for run in asked] == wanted
+
+
+def faked(q: Tensor) -> Tensor:
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(q)
+
+
+def within_a_fake_mode(q: Tensor) -> Any:
+    with FakeTensorMode():
+        return observe(q, q)
+
+
+def faked_in_a_mode(q: Tensor) -> Any:
+    with FakeTensorMode():
+        fake = torch.randn(q.shape)
+        return observe(fake, fake)
+
+
+WITHOUT_VALUES = {
+    "meta": lambda q: observe(q.to("meta"), q.to("meta")),
+    "fake": lambda q: observe(faked(q), faked(q)),
+    "fake mode": faked_in_a_mode,
+    "fake mode, real tensors": within_a_fake_mode,
+    "make_fx": make_fx(lambda q: q + observe(q, q)["entropy"].mean.sum()),
+    "attend": lambda q: attend(q.to("meta"), q.to("meta"), q.to("meta"), observe=Observe()),
+}
+
+
+@pytest.mark.parametrize("under", WITHOUT_VALUES)
+def test_what_has_no_values_is_not_observed_and_leaves_nothing_behind(under: str) -> None:
+    q = torch.randn(2, 4, 9, 8)
+    wanted = observe(q, q).flat()
+    forget()
+    with pytest.raises(ValueError, match="observe: its tensors have no values to look at"):
+        WITHOUT_VALUES[under](q)
+    assert observe(q, q).flat() == wanted
+
+
+def test_observing_under_a_transform_leaves_nothing_behind() -> None:
+    q = torch.randn(2, 4, 9, 8)
+    wanted = observe(q, q).flat()
+    forget()
+    torch.func.grad(lambda x: x.sum() + 0 * observe(x, x)["entropy"].mean.sum())(q)
+    assert observe(q, q).flat() == wanted
+
+
+@pytest.mark.filterwarnings("ignore:.*Graph break from `Tensor.item:UserWarning")
+def test_observing_leaves_a_compilers_graph() -> None:
+    q = torch.randn(2, 4, 9, 8)
+    wanted = attend(q, q, q, observe=Observe()).stats
+    for run in (lambda x: attend(x, x, x, observe=Observe()).stats, lambda x: observe(x, x, x)):
+        torch.compiler.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="observe looks at numbers"):
+            torch.compile(run, backend="eager", fullgraph=True)(q)
+        found = torch.compile(run, backend="eager")(q)
+        torch.testing.assert_close(found["entropy"].mean, wanted["entropy"].mean)
+
+
+def fakely(run: Any, q: Tensor) -> Tensor:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        return run(mode.from_tensor(q))
+
+
+TRACED = {
+    "fake": fakely,
+    "make_fx": lambda run, q: make_fx(run)(q)(q),
+    "symbolic": lambda run, q: make_fx(run, tracing_mode="symbolic")(q)(q),
+}
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("mask", [causal(), window(2) | Prefix(1), KeyLengths(torch.tensor([3, 9]))], ids=str)
+@pytest.mark.parametrize("how", TRACED)
+def test_the_definition_is_traced_whatever_ran_before(how: str, mask: Mask, warm: bool) -> None:
+    q = torch.randn(2, 4, 9, 8)
+    if how == "symbolic" and mask.tensors():
+        pytest.skip("torch takes no tensors from around a function that it traces with fake ones")
+    asked = (lambda q: headscope.attention(q, q, q, mask=mask, backend="reference"),
+             lambda q: functional.weights(q, q, mask=mask))  # fmt: skip
+    forget()
+    vars(mask).pop("_plans", None)
+    wanted = [run(q) for run in asked] if warm else []
+    found = [TRACED[how](run, q) for run in asked]
+    wanted = wanted or [run(q) for run in asked]
+    for got, right in zip(found, wanted, strict=True):
+        assert got.shape == right.shape
+        if how != "fake":
+            torch.testing.assert_close(got, right)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

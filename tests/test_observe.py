@@ -567,6 +567,8 @@ def test_other_devices_are_refused() -> None:
         observe(q, k, lse=torch.zeros(1, 2, 5, device="meta"))
     with pytest.raises(ValueError, match=r"rows: is on meta, q is on cpu"):
         observe(q, k, what=Observe(rows=torch.ones(5, dtype=torch.bool, device="meta")))
+    with pytest.raises(TypeError, match=r"lse: layout is torch.sparse_coo, wanted an ordinary tensor"):
+        observe(q, k, lse=torch.zeros(1, 2, 5).to_sparse())
     with pytest.raises(TypeError, match=r"k: got list, wanted a torch.Tensor"):
         observe(q, [1])  # pyright: ignore[reportArgumentType]
 

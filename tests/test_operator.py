@@ -357,6 +357,20 @@ def test_vmap_over_one_tensor_along_another_axis() -> None:
     torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "blocked"])
+def test_vmap_over_nothing(backend: str) -> None:
+    q, k, lengths = torch.randn(2, 0, 3, 5, 11), torch.randn(0, 2, 3, 7, 11), torch.zeros(0, 2, dtype=torch.int64)
+
+    def out(q: Tensor, k: Tensor, lengths: Tensor) -> Tensor:
+        return headscope.attention(q, k, k[..., :2], mask=KeyLengths(lengths), backend=backend)
+
+    many = torch.func.vmap(out, in_dims=(1, 0, 0))
+    assert many(q, k, lengths).shape == (0, 2, 3, 5, 2)
+    per_entry = torch.func.vmap(torch.func.grad(lambda *x: out(*x).sum()), in_dims=(1, 0, 0))
+    assert per_entry(q, k, lengths).shape == (0, 2, 3, 5, 11)
+    assert torch.func.grad(lambda q: many(q, k, lengths).sum())(q).shape == q.shape
+
+
 def test_jacrev() -> None:
     q = torch.randn(1, 3, 2, dtype=torch.float64)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headscope import MultiHeadAttention
+from headscope import MultiHeadAttention, attend, attention, observe
 from headscope.cache import GrowingCache
 from headscope.masks import Band, Documents, Mask, Prefix, causal, window
 from headscope.positions import NTK, ALiBi, Rotary, restarting
@@ -83,13 +83,14 @@ def test_gradients_flow_through_nested_tensors() -> None:
     torch.testing.assert_close(got, torch.autograd.grad(alone, [*leaves, m.qkv_proj.weight]))
 
 
+def refused(says: str, act: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match=says):
+        act()
+
+
 def test_what_does_not_go_with_nested_tensors_is_named() -> None:
     m, parts = module(), rows()
     x = nested(parts)
-
-    def refused(says: str, act: Callable[[], Any]) -> None:
-        with pytest.raises(ValueError, match=says):
-            act()
 
     refused("need_weights: got one beside a nested x", lambda: m(x, need_weights=True))
     refused("bias: got one beside a nested x", lambda: m(x, bias=torch.zeros(1)))
@@ -98,12 +99,43 @@ def test_what_does_not_go_with_nested_tensors_is_named() -> None:
     refused("mask: got bool beside a nested x, wanted causal", lambda: m(x, mask=torch.ones(1, 1).bool()))
     refused("mask: got one beside a nested context", lambda: m(x, nested(rows()), mask=causal()))
     refused("context: got a tensor of 3 axes beside a nested x", lambda: m(x, torch.zeros(3, 2, E)))
+    refused("context: got a nested tensor beside an x of 3 axes", lambda: m(torch.zeros(3, 2, E), x))
     refused("context: has 2 rows, x has 3", lambda: m(x, nested(rows((2, 3)))))
     holed = torch.nested.narrow(
         torch.zeros(2, 7, E), 1, torch.tensor([0, 0]), torch.tensor([5, 3]), layout=torch.jagged
     )
     refused("x: is a nested tensor with gaps between its rows", lambda: m(holed))
     refused(r"x: is a nested tensor of 4 axes, wanted \[B, ragged, E\]", lambda: m(nested([p[:, None] for p in parts])))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_functions_take_nested_tensors_without_options() -> None:
+    parts = [p.unflatten(-1, (2, -1)) for p in rows()]  # [length, H, D] each
+    x = nested(parts).transpose(1, 2)  # [B, H, ragged, D]
+    for part, out in zip(parts, attention(x, x, x, scale=0.5).unbind(), strict=True):
+        alone = part.transpose(0, 1)
+        torch.testing.assert_close(out, attention(alone, alone, alone, scale=0.5))
+    options: dict[str, Any] = {
+        "mask": causal(), "bias": torch.zeros(2, 1, 1), "softcap": 2.0, "sinks": torch.zeros(2), "dropout": 0.5,
+    }  # fmt: skip
+    for name, value in options.items():
+        refused(
+            f"{name}: got one beside nested q, k and v, wanted none; Multi",
+            lambda n=name, o=value: attention(x, x, x, **{n: o}),
+        )
+    for name in ("cpu", "blocked", "reference"):
+        refused(f"backend: got '{name}' beside nested q, k and v", lambda name=name: attention(x, x, x, backend=name))
+    refused("q, k, v: are nested, wanted ordinary tensors, as attend", lambda: attend(x, x, x))
+    flat = nested(rows())
+    refused(r"q: is a nested tensor, wanted \[B, H, ragged, D\]", lambda: attention(flat, flat, flat))
+    dense = torch.zeros(3, 2, 5, x.shape[-1])
+    for run, message in (
+        (lambda: attention(dense, x, x), "k: layout is torch.jagged, q has torch.strided"),
+        (lambda: attention(dense, dense, dense, bias=x), "bias: is a nested tensor of layout torch.jagged"),
+        (lambda: observe(x, x), "q: is a nested tensor of layout torch.jagged, wanted an ordinary one"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            run()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")

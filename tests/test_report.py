@@ -202,7 +202,8 @@ def test_save_leaves_other_files_alone(tmp_path: Path) -> None:
     path.write_text("<!DOCTYPE html><p>mine" + " " * 500 + page.MARKER, encoding="utf-8")
     before = path.read_bytes()
     with pytest.raises(
-        SaveError, match=r"thesis\.html: holds a file that is no page of headscope's own; choose another"
+        SaveError,
+        match=r"thesis\.html: holds a file that is no page of headscope's own; choose another name, or give force=True",
     ):
         save(text(words(3)), path)
     assert path.read_bytes() == before

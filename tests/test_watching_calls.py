@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from watched_small import Attention, Raw, Small, input_of
 
 import headscope
-from headscope import Observe, watch
+from headscope import Observe, Recording, _watch_calls, watch
 from headscope._watch_masks import known, split
 from headscope.masks import Dense
+from headscope.stats import HeadStats, merge
 from headscope.watching import WatchError
 
 # ---------------------------------------------------------------- which layers, and what they are
@@ -71,6 +72,13 @@ def test_planted_patterns_keep_their_orientation() -> None:
         ("cross_attn", 7, {}, "cross"),
         ("cross_attn", 7, {"cross*": "self"}, "self"),
         ("attn", 9, {"attn": "self"}, "self"),
+        ("self_attn", 9, {}, "self"),
+        ("self_attention", 9, {}, "self"),
+        ("SelfAttention", 9, {}, "self"),
+        ("selfattn", 9, {}, "self"),
+        ("self_attn", 9, {"self_attn": "cross"}, "cross"),
+        ("self_attn", 5, {}, "cross"),
+        ("cross_self_attn", 9, {}, "cross"),
     ],
 )
 def test_self_or_cross(name: str, keys: int, kinds: Any, wanted: str) -> None:
@@ -90,6 +98,127 @@ def test_a_cache_that_grows_is_self_attention() -> None:
             model["attn"](k[:, :, n - 1 : n], k[:, :, :n])
     assert seen.kinds == {"attn": "self"}
     assert seen["previous"].count.tolist() == [[6, 6]], "row 0 has none"
+
+
+ROOM = 11
+
+
+class Static(nn.Module):
+    """Self-attention over a buffer that is made before, each batch entry written from a place of its own."""
+
+    def __init__(self, width: int = 6, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.embed = nn.Embedding(19, width)
+        self.additive = False
+
+    def forward(self, input_ids: Tensor, cache: Tensor, first: list[int], hidden: Tensor | None = None) -> Tensor:
+        """``cache``: [2, B, H, ROOM, D]; ``hidden``: keys that nobody may see, [B, ROOM]."""
+        length = input_ids.shape[1]
+        q, k, v = self.qkv(self.embed(input_ids)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        for b, n in enumerate(first):
+            cache[0, b, :, n : n + length], cache[1, b, :, n : n + length] = k[b], v[b]
+        place = torch.tensor(first)[:, None] + torch.arange(length)  # [B, T]
+        mask = torch.arange(cache.shape[-2]) <= place[:, None, :, None]  # [B, 1, T, K]
+        if hidden is not None:
+            mask = mask & ~hidden[:, None, None, : cache.shape[-2]]
+            own = hidden.gather(1, place)
+            mask = mask & ~own[:, None, :, None]
+        given = torch.zeros(mask.shape).masked_fill(~mask, -math.inf) if self.additive else mask
+        return F.scaled_dot_product_attention(q, cache[0], cache[1], attn_mask=given)
+
+
+def cache_of(model: Static, batch: int, keys: int) -> Tensor:
+    return torch.zeros(2, batch, model.heads, keys, 6 // model.heads)
+
+
+def assert_same(got: Recording, wanted: Recording) -> None:
+    """The same statistics, to rounding; the keys that have not come got nothing."""
+    assert set(got.names) == set(wanted.names)
+    for name in wanted.names:
+        one, other = got[0, name], wanted[0, name]
+        assert one.count.tolist() == other.count.tolist(), name
+        torch.testing.assert_close(one.mean, other.mean, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")
+    keys = wanted.stats[0].received.shape[1]
+    for part in ("received", "eligible"):
+        one, other = getattr(got.stats[0], part), getattr(wanted.stats[0], part)
+        torch.testing.assert_close(one[:, :keys], other)
+        assert not one[:, keys:].any()
+
+
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("chunk", [1, 1 << 22])
+@pytest.mark.parametrize("steps", [(7,), (4, 3), (5, 1, 1), (1,) * 7], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_buffer_with_room_for_more(
+    padded: bool, steps: tuple[int, ...], chunk: int, additive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows stand where the mask says, not at the end of the room."""
+    monkeypatch.setattr(_watch_calls, "AT_ONCE", chunk)
+    model, ids = Static(), torch.randint(0, 3, (3, 7))
+    model.additive = additive
+    hidden = torch.arange(ROOM) < torch.tensor([[0], [2], [5]]) if padded else None
+    options: Any = {"kinds": {"*": "self"}, "what": Observe(windows=(2,)), "tokens": "inputs"}
+    with torch.no_grad():
+        with watch(model, **options) as wanted:
+            model(ids, cache_of(model, 3, 7), [0] * 3, hidden)
+        for tokens in ("inputs", ids):
+            cache, n = cache_of(model, 3, ROOM), 0
+            with watch(model, **{**options, "tokens": tokens}) as seen:
+                for length in steps:
+                    model(ids[:, n : n + length], cache, [n] * 3, hidden)
+                    n += length
+            assert_same(seen, wanted)
+
+
+def test_a_buffer_in_which_each_text_has_its_own_place() -> None:
+    model, ids = Static(), torch.randint(0, 19, (3, 6))
+    options: Any = {"kinds": {"*": "self"}, "what": Observe(windows=(2,))}
+    first = [0, 2, 4]
+    with torch.no_grad():
+        cache = cache_of(model, 3, ROOM)
+        with watch(model, **options) as seen:
+            model(ids[:, :4], cache, first)
+            model(ids[:, 4:], cache, [n + 4 for n in first])
+        parts: list[HeadStats] = []
+        for b, n in enumerate(first):
+            with watch(model, **options) as alone:
+                for start, stop in ((0, 4), (4, 6)):
+                    model(ids[b : b + 1, start:stop], cache[:, b : b + 1, :, : n + stop], [n + start])
+            parts.append(alone.stats)
+    wanted = Recording(merge(*parts), seen.about)
+    assert_same(seen, wanted)
+
+
+def test_positions_of_a_buffer_with_room_for_more() -> None:
+    model, ids = Static(), torch.randint(0, 19, (2, 6))
+    positions = torch.arange(ROOM).double() ** 2
+    for first in ([0, 0], [0, 3]):
+        with torch.no_grad(), watch(model, kinds={"*": "self"}, positions=positions) as seen:
+            model(ids, cache_of(model, 2, ROOM), first)
+        assert seen[0, "self"].count.tolist() == [12, 12]
+        assert seen[0, "previous"].count.tolist() == [2 - (first[1] > 0)] * 2, "0 and 1 alone are neighbours"
+
+
+@pytest.mark.parametrize("name", ["usual", "both ways", "some rows", "heads", "before", "none"])
+def test_a_mask_that_does_not_say_where_rows_stand(name: str) -> None:
+    """They stay at the end of the keys."""
+    gap = torch.arange(9) - torch.arange(5)[:, None]  # [Q, K]
+    masks = {
+        "usual": (gap <= 4).expand(2, 1, 5, 9),
+        "both ways": (torch.arange(9) < 6).expand(2, 1, 5, 9),
+        "some rows": ((gap <= 2) | (torch.arange(5)[:, None] == 1)).expand(2, 1, 5, 9),
+        "heads": torch.stack([gap <= 1, gap <= 2]).expand(2, 2, 5, 9),
+        "before": (gap < 0).expand(2, 1, 5, 9),
+        "none": torch.zeros(2, 1, 5, 9, dtype=torch.bool),
+    }
+    q, k = torch.randn(2, 2, 5, 4), torch.randn(2, 2, 9, 4)
+    model = Raw()
+    with watch(model, kinds={"Raw": "self"}) as seen:
+        model(q, k, attn_mask=masks[name])
+    wanted = headscope.observe(q, k, k, mask=masks[name])
+    assert seen.stats.named("0").to_dict() == wanted.to_dict()
 
 
 def test_positions_on_a_grid() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from watched import FAMILIES, IDS, PADDING, TARGET
 
 from headscope import Observe, Recording, _watch_transformers, watch
@@ -217,6 +219,65 @@ def test_a_function_of_ones_own_is_seen(attention: Any) -> None:
             model(IDS, attention_mask=PADDING)
         recordings.append(seen)
     assert_same(*recordings)
+
+
+class Capped:
+    """An attention function that is an object; its cap comes with each call, or from a partial."""
+
+    def __call__(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, softcap: float | None = None,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        return _watch_transformers.attention_forward(
+            module, query, key, value, attention_mask, softcap=softcap, **kwargs
+        )
+
+
+class Within(torch.nn.Module):
+    """One that is a module."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _watch_transformers.attention_forward(*args, **kwargs)
+
+
+def sdpa_of_transformers(**options: Any) -> Any:
+    return functools.partial(sdpa_attention_forward, **options)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        sdpa_of_transformers(),
+        functools.partial(sdpa_of_transformers(cache=None), position_bias=None),
+        functools.update_wrapper(sdpa_of_transformers(), Capped.__call__),
+        Capped(),
+        Capped().__call__,
+        Within(),
+    ],
+    ids=["partial", "nested", "updated", "object", "method", "module"],
+)
+def test_a_function_that_is_no_plain_one_is_seen(attention: Any, function: Any) -> None:
+    attention(function)
+    mine, plain = model_of("llama", "mine"), model_of("llama", "eager")
+    with torch.no_grad(), watch(mine) as seen:
+        mine(IDS, attention_mask=PADDING)
+    with torch.no_grad(), watch(plain) as wanted:
+        plain(IDS, attention_mask=PADDING)
+    assert_same(seen, wanted)
+
+
+def test_what_a_partial_binds_counts(attention: Any) -> None:
+    """The outermost of several; what the layer gives goes before all."""
+    bound = functools.partial(functools.partial(Capped(), softcap=9.0), softcap=0.1)
+    attention(functools.update_wrapper(bound, Capped.__call__))
+    mine = model_of("llama", "mine")
+    with torch.no_grad(), watch(mine) as seen:
+        mine(IDS, attention_mask=PADDING)
+    torch.testing.assert_close(seen["max_logit"].max.max().float(), torch.tensor(0.1))
+    capped = model_of("gemma2", "mine")
+    with torch.no_grad(), watch(capped) as seen:
+        capped(IDS, attention_mask=PADDING)
+    assert seen["max_logit"].max.max() > 0.1
 
 
 def test_a_rule_that_is_not_known_is_an_error(attention: Any) -> None:

@@ -63,7 +63,7 @@ def told(machine: dict[str, Any]) -> str:
 
 def markdown(report: Report) -> str:
     """The whole page."""
-    made = f"`{report.commands[0]}`" if len(report.commands) == 1 else f"{len(report.commands)} runs (see the JSON)"
+    made = ", then ".join(f"`{command}`" for command in report.commands)
     parts = ["# Observing attention", f"Made by {made} on {told(report.machine)}. Medians of interleaved rounds; fp32."]
     for kind, title, table in (
         (attention.TIME, TIME_TEXT, time_tables),

@@ -5,23 +5,24 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _is_tracing, _len_torch_dispatch_stack
+from torch._C import _are_functorch_transforms_active
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from headscope.masks import FAR, Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, Turned
+from headscope.masks import FAR, Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, Turned, is_traced
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 AXES = ("B", "H", "Q", "K")
+LARGEST = torch.finfo(torch.float32).max
 
 Spans = Literal["all", "causal", "keys", "rows"]
-Rest = Literal["none", "dense", "other"]
+Rest = Literal["none", "dense", "other", "many"]
 Form = Literal["plain", "traced", "transformed", "subclass"]
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
@@ -36,7 +37,8 @@ class Call:
         lead: the leading axes of the result, before [H, Q, Dv]; their product is B.
         spans: how much of the matrix may be seen: all; j <= i of a square one; the same keys for each query of a batch
             entry; or other spans.
-        rest: whether a boolean tensor ("dense"), or another rule, says more than the spans.
+        rest: whether a boolean tensor ("dense"), or another rule, says more than the spans; "many" = more of them than
+            the native kernels take.
         bias: the shape of the bias, or None.
         lse: whether the row log-sum-exp is asked for.
         grad: whether a gradient may be asked for, of q, k, v or sinks.
@@ -106,6 +108,8 @@ def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor
     heads, queries, head_dim = q.shape[-3:]
     kv_heads, keys, v_head_dim = max(k.shape[-3], v.shape[-3]), k.shape[-2], v.shape[-1]
     sizes = (math.prod(lead), heads, queries, keys)
+    if q.layout == torch.jagged:
+        _check_nested(q, k, v, bias, sinks, options)
     if bias is not None:
         _bias(bias, lead, (heads, queries, keys), q)
     if sinks is not None:
@@ -114,6 +118,11 @@ def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor
         check_mask(options.mask, sizes, q.device)
     plan = options.mask.plan(*sizes) if options.mask is not None and options.planned else None
     unknown = options.mask is not None and plan is None
+    scale, softcap = check_scale(options.scale, head_dim), check_softcap(options.softcap)
+    if q.dtype != torch.float64:
+        for name, number in (("scale", scale), ("softcap", softcap)):
+            if number is not None and abs(number) > LARGEST:
+                raise ValueError(f"{name}: got {number}, wanted at most {LARGEST}: logits are float32; {shapes(q=q)}")
     grad = torch.is_grad_enabled()
     return Call(
         lead=lead,
@@ -126,33 +135,18 @@ def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor
         dtype=q.dtype,
         device=q.device.type,
         spans="rows" if unknown else _spans(plan),
-        rest="other" if unknown else _rest(plan),
+        rest=_rest(options.mask) if unknown else _rest(None if plan is None else plan.rest),
         may_be_empty=unknown or keys == 0 or (plan is not None and plan.may_be_empty) or bias is not None,
         bias=None if bias is None else tuple(bias.shape),
         bias_dtype=None if bias is None else bias.dtype,
         bias_grad=grad and bias is not None and bias.requires_grad,
-        scale=check_scale(options.scale, head_dim),
-        softcap=check_softcap(options.softcap),
+        scale=scale,
+        softcap=softcap,
         sinks=sinks is not None,
         dropout=check_dropout(options.dropout),
         lse=options.lse,
         grad=grad and any(x is not None and x.requires_grad for x in (q, k, v, sinks)),
         form=form(q, k, v, bias, sinks),
-    )
-
-
-def is_traced() -> bool:
-    """Whether somebody looks at the operators that run, not only at what they return.
-
-    torch.compile, torch.export, torch.func, torch.jit.trace, forward-mode gradients, or a mode such as a fake tensor's
-    or a counter of operations.
-    """
-    return (
-        is_dynamo_compiling()  # a constant to the compiler, which then traces no further
-        or _len_torch_dispatch_stack() > 0
-        or _are_functorch_transforms_active()
-        or _is_tracing()
-        or forward_ad._current_level >= 0
     )
 
 
@@ -183,7 +177,10 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
             raise TypeError(f"{name}: got {kind(tensor)}, wanted a torch.Tensor")
-        _check_layout(name, tensor)
+        if tensor.layout != torch.jagged:
+            check_layout(name, tensor)
+        if tensor.layout != q.layout:
+            raise TypeError(f"{name}: layout is {tensor.layout}, q has {q.layout}; {shapes(q=q, k=k, v=v)}")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in FLOATS:
             raise TypeError(f"{name}: dtype is {kind(tensor)}, wanted float32, bfloat16, float16 or float64")
@@ -218,17 +215,38 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
         raise ValueError(f"q, k, v: the leading axes (B) do not broadcast; {shapes(q=q, k=k, v=v)}") from error
 
 
-def _check_layout(name: str, tensor: Tensor) -> None:
-    if tensor.layout not in (torch.strided, torch.jagged):
+def check_layout(name: str, tensor: Tensor) -> None:
+    """Whether it is an ordinary tensor, neither sparse nor nested."""
+    if tensor.layout == torch.jagged or (tensor.layout == torch.strided and tensor.is_nested):
+        raise TypeError(f"{name}: is a nested tensor of layout {tensor.layout}, wanted an ordinary one")
+    if tensor.layout != torch.strided:
         raise TypeError(f"{name}: layout is {tensor.layout}, wanted an ordinary tensor (torch.strided): .to_dense()")
-    if tensor.layout == torch.strided and tensor.is_nested:
-        raise TypeError(f"{name}: is a nested tensor of layout torch.strided, wanted an ordinary one")
+
+
+INSTEAD_OF_NESTED = (
+    "MultiHeadAttention takes nested tensors, with bands for masks; this function takes their rows one behind the "
+    "other, with mask=Documents.from_cu_seqlens(offsets)"
+)
+
+
+def _check_nested(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, options: Options) -> None:
+    """Nested q, k and v go to torch, which takes no option beside them but the scale."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4 or getattr(tensor, "_ragged_idx", 2) != 2:
+            raise ValueError(f"{name}: is a nested tensor, wanted [B, H, ragged, D]; {shapes(q=q, k=k, v=v)}")
+    dropout = options.dropout or None
+    said = {"mask": options.mask, "bias": bias, "softcap": options.softcap, "sinks": sinks, "dropout": dropout}
+    for name, value in said.items():
+        if value is not None:
+            raise ValueError(f"{name}: got one beside nested q, k and v, wanted none; {INSTEAD_OF_NESTED}")
+    if options.lse:
+        raise ValueError(f"q, k, v: are nested, wanted ordinary tensors, as attend asks for lse; {INSTEAD_OF_NESTED}")
 
 
 def _bias(bias: Tensor, lead: tuple[int, ...], last: tuple[int, int, int], q: Tensor) -> None:
     if not isinstance(bias, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"bias: got {kind(bias)}, wanted a torch.Tensor")
-    _check_layout("bias", bias)
+    check_layout("bias", bias)
     if bias.dtype not in FLOATS:
         hint = "; a boolean tensor is a mask: pass it as mask=" if bias.dtype == torch.bool else ""
         raise TypeError(f"bias: dtype is {kind(bias)}, wanted a floating one{hint}")
@@ -258,7 +276,7 @@ def _broadcasts(name: str, tensor: Tensor, lead: tuple[int, ...], last: tuple[in
 def _sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
     if not isinstance(sinks, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"sinks: got {kind(sinks)}, wanted a torch.Tensor")
-    _check_layout("sinks", sinks)
+    check_layout("sinks", sinks)
     if sinks.dtype not in FLOATS:
         raise TypeError(f"sinks: dtype is {kind(sinks)}, wanted a floating one")
     if sinks.device != q.device:
@@ -302,7 +320,7 @@ def check_mask(mask: Mask, sizes: tuple[int, int, int, int], device: torch.devic
     batch, heads, queries, keys = sizes
     for leaf in mask.leaves():
         for tensor in leaf.tensors():
-            _check_layout(f"mask: a tensor of {type(leaf).__name__}", tensor)
+            check_layout(f"mask: a tensor of {type(leaf).__name__}", tensor)
             if tensor.device != device:
                 raise ValueError(f"mask: a tensor of {type(leaf).__name__} is on {tensor.device}, q is on {device}")
         match leaf:
@@ -367,18 +385,23 @@ def _spans(plan: Plan | None) -> Spans:
     return "keys" if plan.spans.shape[1] == 1 and plan.bounds is not None else "rows"
 
 
-def _rest(plan: Plan | None) -> Rest:
-    if plan is None or plan.rest is None:
+MOST_RULES = 16
+"""Boolean tensors, documents and so on that the native kernels take beside the spans of a mask."""
+
+
+def _rest(rest: Mask | None) -> Rest:
+    if rest is None:
         return "none"
-    return "dense" if isinstance(plan.rest, Dense) else "other"
+    if isinstance(rest, Dense):
+        return "dense"
+    return "many" if sum(1 for _ in rest.leaves()) > MOST_RULES else "other"
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:
     """The factor of the dot products; by default head_dim ** -0.5."""
     if scale is None:
         return head_dim**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"scale: got {kind(scale)}, wanted a number")
+    scale = _number("scale", scale)
     if not abs(scale) <= sys.float_info.max:  # NaN neither; a compiler can follow this, but not math.isfinite
         raise ValueError(f"scale: got {scale}, wanted a finite number")
     return float(scale)
@@ -388,8 +411,7 @@ def check_softcap(softcap: float | None) -> float | None:
     """The bound of the logits, or None."""
     if softcap is None:
         return None
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"softcap: got {kind(softcap)}, wanted a number")
+    softcap = _number("softcap", softcap)
     if not 0 < softcap <= sys.float_info.max:
         raise ValueError(f"softcap: got {softcap}, wanted a finite number above 0, or None")
     return float(softcap)
@@ -397,8 +419,18 @@ def check_softcap(softcap: float | None) -> float | None:
 
 def check_dropout(dropout: float) -> float:
     """The probability with which a weight is dropped."""
-    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"dropout: got {kind(dropout)}, wanted a number")
+    dropout = _number("dropout", dropout)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout: got {dropout}, wanted a probability in [0, 1)")
     return float(dropout)
+
+
+def _number(name: str, value: object) -> float:
+    """It, as an int or a float: numpy has numbers of its own. A bool is none."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name}: got bool, wanted a number")
+    if isinstance(value, (int, float)):
+        return value
+    if isinstance(value, Real):
+        return float(value)
+    raise TypeError(f"{name}: got {kind(value)}, wanted a number")

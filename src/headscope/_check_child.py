@@ -6,6 +6,7 @@ This is no sandbox. Code in this process can do what its user can; only what goe
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import socket
@@ -62,16 +63,44 @@ def _check(asked: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(1)  # inputs are small
     torch.manual_seed(0)
-    if isinstance(found, type) or asked["args"] or asked["kwargs"]:
-        try:
-            found = found(*asked["args"], **asked["kwargs"])
-        except (Exception, SystemExit) as error:
-            said = f"cannot be made with --args {asked['given']!r}: {_line(error)}"
-            raise MistakeError(f"{asked['name']}: {said}") from error
+    if isinstance(found, type) or asked["given"] is not None:
+        found = _made(found, asked)
+    elif inspect.isroutine(found):
+        found = _made_of_nothing(found, asked)
     try:
         return check(found, **asked["options"]).to_dict()
     except (CheckError, TypeError) as error:
         raise MistakeError(str(error)) from error
+
+
+def _made(found: Any, asked: dict[str, Any]) -> Any:
+    try:
+        return found(*asked["args"], **asked["kwargs"])
+    except (Exception, SystemExit) as error:
+        said = f"cannot be made with --args {asked['given'] or ''!r}: {_line(error)}"
+        raise MistakeError(f"{asked['name']}: {said}") from error
+
+
+def _made_of_nothing(found: Any, asked: dict[str, Any]) -> Any:
+    """The module that a function makes of no arguments; or the function, which then is one that attends.
+
+    Where all arguments have defaults, what it returns tells the two apart.
+    """
+    try:
+        takes = inspect.signature(found).parameters.values()
+    except (ValueError, TypeError):
+        return found
+    if not takes:
+        return _made(found, asked)
+    if any(each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in takes):
+        return found
+    from torch import nn
+
+    try:
+        made = _made(found, asked)
+    except MistakeError:
+        return found
+    return made if isinstance(made, nn.Module) else found
 
 
 def _line(error: BaseException) -> str:

@@ -191,7 +191,9 @@ def rotary(module: Any) -> Rotary:
             raise ValueError(
                 f"module: its rope_type is {kind!r}; known are default, linear, dynamic, llama3 and yarn; pass rotary="
             )
-    dim = int(module.head_dim * said.get("partial_rotary_factor", 1.0))
+    # the default of these models turns whole heads, whatever the factor
+    share = 1.0 if kind == "default" else said.get("partial_rotary_factor", 1.0)
+    dim = int(module.head_dim * share)
     return Rotary(dim, float(said["rope_theta"]), scaling=scaling)
 
 

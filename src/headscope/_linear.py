@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from headscope._call import kind
+from headscope.masks import is_traced
 
 TABLE = "linear_table.json"
 
@@ -36,7 +37,7 @@ class Linear(nn.Linear):
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` by the faster route."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or (fast := route()) is None:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_traced() or (fast := route()) is None:
         return F.linear(input, weight, bias)
     if not fits(input, weight, bias):
         return F.linear(input, weight, bias)
@@ -56,8 +57,6 @@ def fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and input.shape[-1] == weight.shape[1]
         and input.numel() * weight.shape[0] >= table()["least_products"]
         and not torch.is_autocast_enabled("cpu")
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
     )
 
 
@@ -103,7 +102,8 @@ def onednn() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
         return None
     try:
         product: Any = torch.ops.mkldnn._linear_pointwise
-        x, weight, bias = torch.ones(2, 16), torch.eye(16), torch.ones(16)
+        said: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
+        x, weight, bias = torch.ones(2, 16, **said), torch.eye(16, **said), torch.ones(16, **said)
         right = torch.equal(product(x, weight, bias, "none", [], ""), x + 1)
     except (AttributeError, RuntimeError, TypeError):
         return None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headscope._backends import Inputs, accumulate_dtype
 from headscope._call import Call
-from headscope.masks import Plan
+from headscope.masks import Plan, has_no_values
 
 ROWS = 1 << 19  # elements of one block of visibility
 
@@ -26,7 +26,7 @@ def suspicious(call: Call, inputs: Inputs) -> bool:
 
     Looks at sums alone: one that overflows is suspicious too.
     """
-    if call.device != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if call.device != "cpu" or has_no_values() or torch._C._are_functorch_transforms_active():
         return False
     if type(inputs.q) not in (Tensor, torch.nn.Parameter):  # a subclass may have no values
         return False

@@ -156,7 +156,7 @@ class Ready:
         """As the extension knows it; and what has to stay alive for it."""
         address, work = cpu.address, self.work
         described = cpu.describe(self.call, scene.plan, scene.inputs)
-        index = None if scene.whole else torch.tensor(list(scene.rows))
+        index = None if scene.whole else torch.tensor(list(scene.rows), device="cpu")
         places = {name: place for place, name in enumerate(self.names)}
         line, own, ids = (0, 0), (0, 0), None
         if scene.line is not None:
@@ -195,7 +195,7 @@ class Ready:
         return Observed(
             rows,
             at.get("counted"),
-            torch.zeros(call.heads, dtype=torch.int64),  # broken; else there were nothing
+            torch.zeros(call.heads, dtype=torch.int64, device="cpu"),  # broken; else there were nothing
             at.get("received"),
             at.get("eligible"),
             HeadMap(at["sum"], at["pairs"], at["max"], at["at"]) if work.bins else None,
@@ -212,7 +212,8 @@ Attending = tuple[Tensor, Tensor]
 
 def attending(call: Call) -> Attending:
     """Not filled yet."""
-    lse = torch.empty(call.batch, call.heads, call.queries, dtype=accumulate_dtype(call.dtype))
+    rows = (call.batch, call.heads, call.queries)
+    lse = torch.empty(rows, dtype=accumulate_dtype(call.dtype), device="cpu")
     return cpu.rows_like(call, call.queries, call.heads, call.v_head_dim), lse
 
 
@@ -226,7 +227,7 @@ def observe_rows(ready: Ready, inputs: Inputs, into: Attending | None = None) ->
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3])
     out, lse = (0, 0) if into is None else (x.data_ptr() for x in into)
-    memory = torch.empty(ready.size, dtype=torch.uint8)
+    memory = torch.empty(ready.size, dtype=torch.uint8, device="cpu")
     at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out, lse, memory.data_ptr())
     return ready.observed(memory) if cpu.native.look(ready.native, *at, torch.get_num_threads()) else None
 
@@ -239,7 +240,7 @@ def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, T
     """
     look, described, threads, empty = cpu.native.look, ready.native, torch.get_num_threads, torch.empty_like
     like, lse_like = (cpu.hollow(x) for x in attending(ready.call))
-    memory_like = cpu.hollow(torch.empty(ready.size, dtype=torch.uint8))
+    memory_like = cpu.hollow(torch.empty(ready.size, dtype=torch.uint8, device="cpu"))
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         out, lse, memory = empty(like), empty(lse_like), empty(memory_like)
@@ -264,6 +265,7 @@ def borders_of(names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
     """
     edges = [(-math.inf, *histogram_edges(name)[1:-1]) for name in names]
     most = max(len(x) for x in edges)
-    exact = torch.tensor([[*x, *[math.nan] * (most - len(x))] for x in edges], dtype=torch.float64)
+    filled = [[*x, *[math.nan] * (most - len(x))] for x in edges]
+    exact = torch.tensor(filled, dtype=torch.float64, device="cpu")
     border = exact.to(dtype)
-    return torch.where(border.double() < exact, border.nextafter(torch.tensor(math.inf, dtype=dtype)), border)
+    return torch.where(border.double() < exact, border.nextafter(torch.full_like(border, math.inf)), border)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from headscope._backends import Inputs, accumulate_dtype
-from headscope._call import FLOATS, Call, kind, shapes
+from headscope._call import FLOATS, Call, check_layout, kind, shapes
 from headscope._stats_parts import wide
-from headscope.masks import Band, Mask, Plan
+from headscope.masks import Band, Mask, Plan, is_traced
 from headscope.stats import Observe
 
 BLOCK = 1 << 19  # logits in one block: 2 MiB of float32, about one core's second-level cache
@@ -202,7 +202,7 @@ def _frame(given: Given) -> _Frame:
     call, mask = given.call, given.mask
     if given.q_pos is not None or given.k_pos is not None or given.inputs.bias is not None:
         return _made_frame(given)
-    if mask is not None and mask.tensors():
+    if is_traced() or (mask is not None and mask.tensors()):  # what is made for a tracer is of no use to others
         return _made_frame(given)
     key = (call.batch, call.heads, call.queries, call.keys, call.device, mask, given.kind, given.what.first)
     found = _frames.get(key)
@@ -270,6 +270,7 @@ def _check_lse(given: Given) -> None:
         return
     if not isinstance(lse, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"lse: got {kind(lse)}, wanted a torch.Tensor or None")
+    check_layout("lse", lse)
     if lse.dtype not in FLOATS:
         raise TypeError(f"lse: dtype is {kind(lse)}, wanted a floating one")
     if lse.device != q.device:
@@ -318,6 +319,7 @@ def _at(k_at: Tensor, index: Tensor, keys: int) -> Tensor:
 def _positions(name: str, given: Tensor, letter: str, length: int, asked: Given) -> Tensor:
     if not isinstance(given, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"{name}: got {kind(given)}, wanted a torch.Tensor or None")
+    check_layout(name, given)
     if given.dtype == torch.bool or given.dtype.is_complex:
         raise TypeError(f"{name}: dtype is {kind(given)}, wanted numbers")
     batch = asked.call.batch

@@ -179,7 +179,8 @@ def _kept(what: Observe, known: Scene | Ready, observed: Observed) -> tuple[Kept
     if not values:
         return ()
     assert observed.counted is not None  # it is, wherever rows are kept
-    return (Kept(torch.tensor(list(known.rows), dtype=torch.long), observed.counted, values),)
+    index = torch.tensor(list(known.rows), dtype=torch.long, device="cpu")
+    return (Kept(index, observed.counted, values),)
 
 
 # ---------------------------------------------------------------- exact pieces of the weights

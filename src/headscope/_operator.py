@@ -273,12 +273,18 @@ def _gathered(args: tuple[Any, ...], count: int) -> tuple[Any, ...]:
 
 
 def _one_by_one(run: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Under vmap one run for each entry, as the mask of each may be another."""
+    """Under vmap one run for each entry, as the mask of each may be another; of none, one of zeros tells the sizes."""
+    if info.batch_size == 0:
+        args = tuple(
+            x.new_zeros((*x.shape[:dim], 1, *x.shape[dim:][1:])) if isinstance(dim, int) else x
+            for x, dim in zip(args, in_dims, strict=True)
+        )
     each = [
         run(*(x.select(dim, n) if isinstance(dim, int) else x for x, dim in zip(args, in_dims, strict=True)))
-        for n in range(info.batch_size)
+        for n in range(max(1, info.batch_size))
     ]
-    return tuple(torch.stack(results) for results in zip(*each, strict=True)), (0,) * len(each[0])
+    results = (torch.stack(parts)[: info.batch_size] for parts in zip(*each, strict=True))
+    return tuple(results), (0,) * len(each[0])
 
 
 torch.library.register_fake(FORWARD, _fake_forward, lib=_library)

@@ -27,6 +27,9 @@ COMPILED = (
 )
 
 
+AT_ONCE = 1 << 22  # entries of a mask that are looked at at once
+
+
 class WatchError(RuntimeError):
     """A model, or a part of it, that cannot be watched."""
 
@@ -73,10 +76,7 @@ def measure(call: Call, what: Observe) -> LayerStats:
         WatchError: the call has no values to look at, or is a transform's and not the model's own.
         TypeError, ValueError: it cannot be observed so.
     """
-    if call.q.device.type == "meta" or isinstance(call.q, FakeTensor):
-        raise WatchError("its tensors have no values (meta or fake tensors)")
-    if _are_functorch_transforms_active() or _is_tracing():
-        raise WatchError("the model runs within torch.func or torch.jit.trace, where its tensors are stand-ins")
+    _check_values(call)
     call = rounded(call)
     if call.tokens is not None and call.kind != "cross":
         what = _with_tokens(what, call.tokens)
@@ -99,6 +99,13 @@ def measure(call: Call, what: Observe) -> LayerStats:
     return _without_first(part) if _has_forgotten(call) else part
 
 
+def _check_values(call: Call) -> None:
+    if call.q.device.type == "meta" or isinstance(call.q, FakeTensor):
+        raise WatchError("its tensors have no values (meta or fake tensors)")
+    if _are_functorch_transforms_active() or _is_tracing():
+        raise WatchError("the model runs within torch.func or torch.jit.trace, where its tensors are stand-ins")
+
+
 def _with_tokens(what: Observe, ids: Ids) -> Observe:
     if ids.before is None:
         return replace(what, tokens=ids.keys)
@@ -107,8 +114,72 @@ def _with_tokens(what: Observe, ids: Ids) -> Observe:
     return Continued(**asked, token_before=ids.before)
 
 
+def standing(call: Call) -> Call:
+    """A call of self-attention with its queries where its mask says that they stand, if it does.
+
+    A buffer for a cache has room behind the queries, for keys that have not come yet; these are hidden. So where the
+    last key that row i may see is n + i, with one n for a batch entry, its rows stand at n, n + 1, …, and not at the
+    end of the keys. Rows that may see nothing do not say; a mask with a ``Band`` has said already.
+
+    Raises:
+        WatchError: the mask has no values to look at.
+    """
+    queries, keys, mask = call.q.shape[-2], call.k.shape[-2], as_mask(call.mask)
+    if keys <= queries or mask is None or any(each is not None for each in (call.q_pos, call.k_pos, call.total)):
+        return call
+    if 0 in call.q.shape or not mask.tensors() or any(isinstance(leaf, Band) for leaf in mask.leaves()):
+        return call
+    _check_values(call)
+    first = _first_rows(mask, call)
+    if first is None:
+        return call
+    places = first[:, None] + torch.arange(queries, device=first.device)  # [B or 1, Q]
+    same = len(first) == 1 or bool((first == first[0]).all())
+    return replace(
+        call,
+        q_pos=(places[0] if same else places[..., None]).to(call.q.device),
+        k_pos=torch.arange(keys, device=call.q.device),
+        total=int(first[0]) + queries if same else None,
+    )
+
+
+def _first_rows(mask: Mask, call: Call) -> Tensor | None:
+    """Where the first row of each batch entry stands, [B or 1]; None = at the end, or the mask does not say."""
+    queries, keys = call.q.shape[-2], call.k.shape[-2]
+    sizes = math.prod(call.q.shape[:-3]), call.q.shape[-3], keys
+    mask = mask.at(queries, keys)
+    device = mask.tensors()[0].device
+    last = _last_seen(mask, sizes, torch.tensor([queries - 1], device=device))
+    at_end = last == keys - 1
+    if bool(at_end.any() & (at_end | (last < 0)).all()):
+        return None
+    low, high = torch.tensor(keys, device=device), torch.tensor(-queries, device=device)
+    step = max(1, AT_ONCE // (last.numel() * keys))
+    for start in range(0, queries, step):
+        rows = torch.arange(start, min(start + step, queries), device=device)
+        last = _last_seen(mask, sizes, rows)
+        low = low.minimum(torch.where(last < 0, keys, last - rows).amin((1, 2)))
+        high = high.maximum(torch.where(last < 0, -queries, last - rows).amax((1, 2)))
+        if bool((low < high).any()):
+            return None
+    known = high >= low  # not of an entry that may see nothing
+    fits = known & (low >= 0) & (low <= keys - queries)
+    if not bool(known.any() & (fits == known).all()):
+        return None
+    return torch.where(known, low, low.amin())
+
+
+def _last_seen(mask: Mask, sizes: tuple[int, int, int], rows: Tensor) -> Tensor:
+    """The last key that each row may see, [B or 1, H or 1, R]; -1 = none. ``sizes``: B, H, K."""
+    b, h, j = (torch.arange(n, device=rows.device) for n in sizes)
+    seen = mask.allows(b[:, None, None, None], h[:, None, None], rows[:, None], j)
+    seen = seen.expand(torch.broadcast_shapes(seen.shape, (1, 1, len(rows), len(j))))
+    last = len(j) - 1 - seen.flip(-1).byte().argmax(-1)
+    return torch.where(seen.any(-1), last, -1)
+
+
 def placed(call: Call, positions: Tensor | None) -> Call:
-    """The call with its keys at these positions, and its queries at the last of them.
+    """The call with its keys at these positions, and its queries at the last of those that have come.
 
     Raises:
         ValueError: there are not as many positions as keys, or more queries than keys.
@@ -121,7 +192,11 @@ def placed(call: Call, positions: Tensor | None) -> Call:
             f"positions: are of {len(positions)} keys, this layer has {keys}, and {queries} queries; choose layers="
         )
     at = positions.to(call.k.device)
-    return replace(call, q_pos=at[keys - queries :], k_pos=at)
+    if call.q_pos is not None and call.q_pos.ndim == 3:  # as `standing` has found, which numbers the keys from 0
+        q_at = at[call.q_pos[..., 0]]
+        return replace(call, q_pos=q_at if at.ndim > 1 else q_at[..., None], k_pos=at)
+    end = min(call.total, keys) if isinstance(call.total, int) else keys
+    return replace(call, q_pos=at[end - queries : end], k_pos=at)
 
 
 def _has_forgotten(call: Call) -> bool:

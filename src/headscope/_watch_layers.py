@@ -14,6 +14,7 @@ Choice = str | Collection[str] | Callable[[str, nn.Module], bool]
 Kinds = Mapping[str, Kind]
 
 _ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
+_SELF = re.compile(r"self_?att(n|ention)", re.IGNORECASE)
 _CROSS = re.compile(r"cross|encoder_attn|encdecattention|enc_dec", re.IGNORECASE)
 
 
@@ -122,7 +123,8 @@ def _within(name: str, around: str) -> bool:
 def kind_of(name: str, call: Call, said: Kinds, before: Kind | None) -> Kind:
     """Self- or cross-attention: what the caller says, else the call, else the module's path, else the lengths.
 
-    With as many queries as keys, or where the layer has been seen so before (a cache that grows), it is self-attention.
+    With as many queries as keys, or where the layer has been seen so before (a cache that grows), it is self-attention;
+    with more keys also where the module is called so.
 
     Args:
         said: pattern -> kind.
@@ -135,7 +137,9 @@ def kind_of(name: str, call: Call, said: Kinds, before: Kind | None) -> Kind:
         return call.kind
     if is_cross(name):
         return "cross"
-    return "self" if before == "self" or call.q.shape[-2] == call.k.shape[-2] else "cross"
+    queries, keys = call.q.shape[-2], call.k.shape[-2]
+    called = keys > queries and _SELF.search(name.rsplit(".", 1)[-1])
+    return "self" if before == "self" or queries == keys or called else "cross"
 
 
 def is_cross(name: str) -> bool:

@@ -11,6 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from types import CodeType
 from typing import Any
 
 import torch
@@ -94,14 +95,16 @@ def _get_interface(self: Any, attn_implementation: str, default: Function) -> Fu
 def _attend(attend: Function, name: str, frame: Frame, given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     lead = [given.get(each) for each in _LEAD]
     options = {key: value for key, value in given.items() if key not in _LEAD}
+    given = {**_bound(attend), **given}
+    dropout = given.get("dropout") or 0.0
     with frame.quietly():  # its own call of SDPA is this call
         if frame.accelerate:
             call = described(attend, name, frame, given, None)
-            out = _watch_calls.attend(call, options.get("dropout") or 0.0).transpose(1, 2).contiguous()
+            out = _watch_calls.attend(call, dropout).transpose(1, 2).contiguous()
             result: tuple[Tensor, Tensor | None] = (out, None)
         else:
             result = attend(*lead, **options)
-    dropped = bool(options.get("dropout")) or frame.accelerate
+    dropped = bool(dropout) or frame.accelerate
     frame.see(lambda: described(attend, name, frame, given, None if dropped else result[0].transpose(1, 2)))
     out = frame.scaled(result[0], -2)  # [B, Q, H, Dv]
     return result if out is result[0] else (out, result[1])
@@ -111,7 +114,10 @@ def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any
     """An attention function's call in headscope's words.
 
     Which options count is up to the function: one that does not name ``softcap`` or ``position_bias``, or does not look
-    at ``module.sinks``, does not use it.
+    at ``module.sinks``, does not use it; nor does one without code to look into, and its output then tells.
+
+    Args:
+        given: what it is called with, by name, and what partials bind.
 
     Raises:
         WatchError: its masks cannot be read.
@@ -124,15 +130,15 @@ def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any
         )
     assert isinstance(q, Tensor)
     assert isinstance(k, Tensor)
-    code = inspect.unwrap(attend).__code__
-    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    code = _code(attend)
+    named = () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     seen, bias = (None, None) if mask is None else frame.converted(mask)
     if mask is None:
         seen = _causal(name, frame.module, given, q.shape[-2])
     if "position_bias" in named and given.get("position_bias") is not None:
         bias = given["position_bias"] if bias is None else given["position_bias"] + bias
     sinks = given.get("s_aux") if "s_aux" in named else None
-    if sinks is None and "sinks" in code.co_names:
+    if sinks is None and code is not None and "sinks" in code.co_names:
         sinks = getattr(frame.module, "sinks", None)
     kind = _kind(frame)
     total = None if kind == "cross" else _length(frame)
@@ -141,6 +147,35 @@ def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any
         q=q, k=k, v=v, mask=seen, bias=bias, scale=given.get("scaling"), sinks=sinks, out=out, kind=kind,
         softcap=given.get("softcap") if "softcap" in named else None, q_pos=q_pos, k_pos=k_pos, total=total,
     )  # fmt: skip
+
+
+def _bound(attend: Any) -> dict[str, Any]:
+    """The options that partials bind, by name; the outermost counts."""
+    bound: dict[str, Any] = {}
+    while (inner := _inner(attend)) is not None:
+        if isinstance(attend, functools.partial):
+            bound = {**attend.keywords, **bound}
+        attend = inner
+    return bound
+
+
+def _code(attend: Any) -> CodeType | None:
+    """The code of a function, or of what a wrapper, a partial or an object calls; None = it has none."""
+    while (inner := _inner(attend)) is not None:
+        attend = inner
+    return getattr(attend, "__code__", None)
+
+
+def _inner(attend: Any) -> Any:
+    """What a partial, a wrapper or an object calls; None of a function, or of what cannot be looked into."""
+    if isinstance(attend, functools.partial):
+        return attend.func
+    if hasattr(attend, "__wrapped__"):
+        return attend.__wrapped__
+    if isinstance(attend, nn.Module):
+        return attend.forward
+    own = inspect.getattr_static(type(attend), "__call__", None)
+    return own if hasattr(own, "__code__") or hasattr(own, "__wrapped__") else None
 
 
 def _causal(name: str, module: nn.Module, given: Mapping[str, Any], queries: int) -> Mask | None:

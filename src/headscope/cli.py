@@ -37,8 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows the program's name; by default those of the process.
 
     Returns:
-        0; 2 after a user's mistake, which is told in one line on stderr; 141 if whoever read the output closed the
-        pipe. Ctrl-C ends the process with 130, after one line on stderr.
+        0; 1 where ``check`` found something, or ``watch --against`` that something moved; 2 after a user's mistake,
+        which is told in one line on stderr; 141 if whoever read the output closed the pipe. Ctrl-C ends the process
+        with 130, after one line on stderr.
     """
     before = signal.signal(signal.SIGINT, _interrupted)
     codecs.register_error("headscope", _without)

@@ -10,12 +10,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.compiler import is_dynamo_compiling
 
 from headscope import _nonfinite, _operator
 from headscope._backends import Backend, Inputs, Work, blocked, cpu, full_precision
-from headscope._call import Call, Options, as_mask, describe, fold, fold_mask, form, is_traced
+from headscope._call import Call, Options, as_mask, check_layout, describe, fold, fold_mask, form
 from headscope._select import select
-from headscope.masks import Mask, Plan
+from headscope.masks import Mask, Plan, has_no_values, is_traced
 from headscope.stats import HeadStats, Observe
 
 __all__ = ["Attended", "attend", "attention", "observe"]
@@ -191,12 +193,16 @@ def _observe(
     tensors: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], mask: Mask | Tensor | None,
     numbers: _Numbers, lse: Tensor | None, what: Observe, places: _Places = (None, None, "self"),
 ) -> HeadStats:  # fmt: skip
+    _check_readable(*tensors[:3])
     from headscope import _observe_sums
     from headscope._observe_scene import Given
 
     if not isinstance(what, Observe):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"what: got {type(what).__name__}, wanted a headscope.Observe")
     q, k, v, bias, sinks = tensors
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            check_layout(name, x)
     values = v if v is not None else k[..., :1] if isinstance(k, Tensor) else k  # pyright: ignore[reportUnnecessaryIsInstance]
     with torch.no_grad():
         prepared = prepare(q, k, values, mask, bias, sinks, numbers, "blocked")
@@ -204,6 +210,18 @@ def _observe(
     call, known = prepared.call, prepared.mask
     given = Given(call, known, prepared.plan, inputs, v is not None, lse, *places, what, prepared.before, False)
     return _observe_sums.observe(given)
+
+
+def _check_readable(*tensors: Tensor | None) -> None:
+    """Whether tensors hold numbers that can be looked at; leaves a compiler's graph first."""
+    if is_dynamo_compiling():
+        torch._dynamo.graph_break(msg="headscope: observe looks at numbers, of which a compiled graph has none")
+        return
+    if has_no_values() or any(isinstance(x, Tensor) and (x.is_meta or isinstance(x, FakeTensor)) for x in tensors):
+        raise ValueError(
+            "observe: its tensors have no values to look at (meta or fake tensors, make_fx, torch.export); observe "
+            "where the model runs"
+        )
 
 
 def _attend_and_observe(
@@ -394,6 +412,10 @@ def _prepare(
     planned = not traced or backend not in (None, *_operator.BACKENDS) or (backend is None and cpu.native is None)
     call = describe(q, k, v, bias, sinks, Options(known, scale, softcap, dropout, lse, planned))
     same = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]
+    if q.layout == torch.jagged:
+        if backend not in (None, "sdpa"):
+            raise ValueError(f'backend: got {backend!r} beside nested q, k and v, wanted "sdpa" or None')
+        backend = "sdpa"
     chosen = select(call, backend)
     plan = None
     if known is not None and (not traced or chosen.name not in _operator.BACKENDS):

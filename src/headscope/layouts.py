@@ -53,7 +53,7 @@ def from_module(
     Raises:
         TypeError: it is no module, or already ours.
         ValueError: no layout is known for it, or its weights do not fit; the message says which keys, and what is
-            known.
+            known. Or it is of a known class but for a forward of its own, and no ``layout`` is given.
     """
     if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"module: got {kind(module)}, wanted a torch.nn.Module")
@@ -171,13 +171,18 @@ def _named(layout: str) -> Layout:
 def _recognised(module: nn.Module, keys: set[str]) -> Layout:
     """The layout of a module: by its class, else by its keys, where those say all there is to know."""
     mro = type(module).__mro__
-    names = {f"{each.__module__.split('.')[0]}:{each.__name__}" for each in mro}
+    names = {_full_name(each) for each in mro}
     ours = [layout for layout in LAYOUTS.values() if names & set(layout.classes)]
     fitting = [layout for layout in ours or LAYOUTS.values() if layout.fit(keys) == ([], [])]
     plain = [layout for layout in fitting if layout in ours or layout.plain]
-    if plain:
-        return plain[0]
     name = type(module).__name__
+    if plain:
+        if (known := _with_other_forward(mro)) is not None:
+            raise ValueError(
+                f"module: {name} is a {known} with a forward of its own, so that its weights do not say what it "
+                f"computes; pass layout={plain[0].name!r} if its attention is that of {known}"
+            )
+        return plain[0]
     for layout in LAYOUTS.values():
         if name in layout.inner:
             parent = layout.classes[0].split(":")[1]
@@ -188,6 +193,20 @@ def _recognised(module: nn.Module, keys: set[str]) -> Layout:
         nearest = min(ours or LAYOUTS.values(), key=lambda each: sum(map(len, each.fit(keys))))
         hint = f"nearest is {nearest.name!r}: {_amiss(*nearest.fit(keys))}"
     raise ValueError(f"module: no layout is known for {name}; {hint}; known layouts: {_listed(LAYOUTS, 99)}")
+
+
+def _with_other_forward(mro: tuple[type, ...]) -> str | None:
+    """The known class that a class inherits from, if it does not take its forward from there."""
+    known = {name for layout in LAYOUTS.values() for name in layout.classes}
+    for n, each in enumerate(mro):
+        if _full_name(each) in known:
+            return each.__name__ if any("forward" in vars(below) for below in mro[:n]) else None
+    return None
+
+
+def _full_name(kind_of: type) -> str:
+    """As the table has it, "package:Class"."""
+    return f"{kind_of.__module__.split('.')[0]}:{kind_of.__name__}"
 
 
 def _options(module: nn.Module, layout: Layout, given: dict[str, Any]) -> dict[str, Any]:

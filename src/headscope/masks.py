@@ -16,6 +16,15 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_dispatch_mode,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _TorchDispatchModeKey,
+)
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 __all__ = ["Band", "Dense", "Documents", "KeyLengths", "Mask", "Plan", "Prefix", "causal", "window"]
 
@@ -64,7 +73,7 @@ class Mask(ABC):
     def plan(self, batch: int, heads: int, queries: int, keys: int) -> Plan:
         """The normal form of this mask for the given sizes; kept, so that asking twice costs one look."""
         sizes = (batch, heads, queries, keys)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_traced():  # what is made then is of no use to other calls
             return _plan(self, sizes)
         held = self.tensors()
         if not held:
@@ -359,6 +368,34 @@ def turned(mask: Mask, queries: int, keys: int) -> Mask | None:
             return None
 
 
+# ---------------------------------------------------------------- who looks on
+
+
+_WITHOUT_VALUES = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FUNCTIONAL)
+
+
+def is_traced() -> bool:
+    """Whether somebody looks at the operators that run, not only at what they return.
+
+    torch.compile, torch.export, torch.func, torch.jit.trace, forward-mode gradients, or a mode such as a fake tensor's
+    or a counter of operations. A tensor that is made then may be of no use afterwards.
+    """
+    return (
+        is_dynamo_compiling()  # a constant to the compiler, which then traces no further
+        or _len_torch_dispatch_stack() > 0
+        or _are_functorch_transforms_active()
+        or _is_tracing()
+        or forward_ad._current_level >= 0
+    )
+
+
+def has_no_values() -> bool:
+    """Whether tensors that are made now hold no numbers that could be read: those of a compiler, fake ones, make_fx."""
+    if torch.compiler.is_compiling():
+        return True
+    return _len_torch_dispatch_stack() > 0 and any(_get_dispatch_mode(key) is not None for key in _WITHOUT_VALUES)
+
+
 # ---------------------------------------------------------------- the normal form
 
 
@@ -420,7 +457,7 @@ def _plan(mask: Mask, sizes: Sizes) -> Plan:
     tensors = mask.tensors()
     device = tensors[0].device if tensors else torch.device("cpu")
     spans, rest = _spans(mask, sizes, device)
-    readable = device.type == "cpu" and spans.numel() > 0 and not torch.compiler.is_compiling()
+    readable = device.type == "cpu" and spans.numel() > 0 and not has_no_values()
     if not readable:
         square = (
             queries == keys
@@ -508,7 +545,7 @@ def _documents(mask: Documents, keys: int) -> tuple[Tensor, Mask | None]:
     last = order.gather(-1, (stop - 1).clamp(min=0))
     found = stop > start
     spans = _span(torch.where(found, first, 0), torch.where(found, last + 1, 0), keys)
-    unbroken = not torch.compiler.is_compiling() and ids.device.type == "cpu"
+    unbroken = not has_no_values() and ids.device.type == "cpu"
     unbroken = unbroken and bool(((last + 1 - first == stop - start) | ~found).all())
     return spans, None if unbroken else mask
 

@@ -450,6 +450,8 @@ class MultiHeadAttention(nn.Module):
         for name, tensor, width in wanted:
             if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
                 raise TypeError(f"{name}: got {kind(tensor)}, wanted a torch.Tensor")
+            if tensor.is_nested and not x.is_nested:
+                raise ValueError(f"{name}: got a nested tensor beside an x of {x.ndim} axes, wanted x nested as well")
             if tensor.shape[-1:] != (width,) or tensor.ndim not in (2, 3) or tensor.ndim != x.ndim:
                 self._refuse(name, tensor, width, x)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headscope import __version__, _watch_frames, _watch_layers, _watch_transformers
 from headscope._stats_parts import LayerStats
-from headscope._watch_calls import COMPILED, TOLERANCE, Call, Ids, Kind, WatchError, error_of, measure, placed
+from headscope._watch_calls import COMPILED, TOLERANCE, Call, Ids, Kind, WatchError, error_of, measure, placed, standing
 from headscope._watch_frames import Frame
 from headscope._watch_layers import Choice
 from headscope._watch_monitor import Alarm, AttentionWarning, Limits, Monitor, writer
@@ -552,6 +552,7 @@ class Pass:
             kind = _watch_layers.kind_of(name, call, watch.options.kinds, before)
             watch.compare(layer, call)
             if kind == "self":
+                call = standing(call)
                 tokens = watch.tokens_of(call)
                 if tokens is not None or call.kind != kind:
                     call = replace(call, kind=kind, tokens=tokens)

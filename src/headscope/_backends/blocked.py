@@ -2,14 +2,14 @@
 
 A block is a run of query rows of some heads against every key those rows may see, so each softmax is a plain one.
 The number of rows is what fits into ``BLOCK`` logits: it falls as the keys grow, and depends on nothing but shapes.
-The backward pass computes the weights again from q, k and lse.
+The backward pass computes the weights again from q and k.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,6 +123,8 @@ def _sink_rows(call: Call, block: Block, sinks: Tensor) -> Tensor:
 
 def _keep(call: Call, block: Block, seed: int, like: Tensor) -> Tensor:
     """What dropout keeps of a block, already divided by its probability; the same in both passes."""
+    if like.device.type == "meta":
+        return torch.empty_like(like)
     generator = torch.Generator(like.device).manual_seed(seed + block.number)
     kept = torch.rand(like.shape, generator=generator, device=like.device) >= call.dropout
     return kept.to(like.dtype).mul_(1 / (1 - call.dropout))
@@ -177,12 +179,12 @@ def gradients(
         wanted: whether those of bias and sinks are: a bias may be as large as the matrix.
     """
     call, plan, seed = work
-    out, lse = results
+    out = results[0]
     grad_out, grad_lse = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grads, strict=True))
     sums = _zeros(inputs, (True, True, True, *wanted), accumulate_dtype(call.dtype))
     with full_precision(call):
         for block in blocks(call, plan):
-            _backward(_Backward(call, plan, block, inputs, out, lse, grad_out, grad_lse, seed), sums)
+            _backward(_Backward(call, plan, block, inputs, out, grad_out, grad_lse, seed), sums)
     return tuple(_like(total, tensor) for total, tensor in zip(sums, inputs, strict=True))
 
 
@@ -204,22 +206,36 @@ def _forward(call: Call, plan: Plan | None, block: Block, inputs: Inputs, seed: 
     if block.j.start == block.j.stop:
         return _nothing_seen(call, block, inputs)
     s, _ = tile_logits(call, plan, block, inputs)
+    w = _weights(call, block, inputs, s)
+    p = w.p * _keep(call, block, seed, w.p) if call.dropout else w.p
+    out = p @ inputs.v[block.b, block.h, block.j].to(p.dtype)
+    return out / w.divisor, w.top + w.total.log()
+
+
+class _Weights(NamedTuple):
+    """The weights of a block before they are divided, [b, h, g * i, j], and what each row has of its own, [.., 1]."""
+
+    p: Tensor
+    sink: Tensor | None
+    top: Tensor
+    total: Tensor
+    divisor: Tensor
+
+
+def _weights(call: Call, block: Block, inputs: Inputs, s: Tensor) -> _Weights:
+    """From logits, in whose place p lies. An empty row is divided by 1."""
     top = s.amax(-1, keepdim=True)
-    sink = None
-    if inputs.sinks is not None:
-        sink = _sink_rows(call, block, inputs.sinks)
+    sink = None if inputs.sinks is None else _sink_rows(call, block, inputs.sinks)
+    if sink is not None:
         top = torch.maximum(top, sink)
     if call.may_be_empty:
         top = top.masked_fill(top == -torch.inf, 0)
     p = s.sub_(top).exp_()
     total = p.sum(-1, keepdim=True)
     if sink is not None:
-        total = total + (sink - top).exp()
-    if call.dropout:
-        p = p * _keep(call, block, seed, p)
-    out = p @ inputs.v[block.b, block.h, block.j].to(p.dtype)
-    divisor = total.masked_fill(total == 0, 1) if call.may_be_empty else total
-    return out / divisor, top + total.log()
+        sink = (sink - top).exp()
+        total = total + sink
+    return _Weights(p, sink, top, total, total.masked_fill(total == 0, 1) if call.may_be_empty else total)
 
 
 def _nothing_seen(call: Call, block: Block, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -240,7 +256,6 @@ class _Backward:
     block: Block
     inputs: Inputs
     out: Tensor
-    lse: Tensor
     grad_out: Tensor
     grad_lse: Tensor
     seed: int
@@ -250,20 +265,20 @@ def _backward(a: _Backward, sums: Inputs) -> None:
     """Add one block's gradients to the sums: ds = p (dp - Σ out·dout + dlse), then through cap, scale and products."""
     call, block, inputs = a.call, a.block, a.inputs
     dtype = accumulate_dtype(call.dtype)
-    lse, grad_lse = (_grouped(call, block, x[..., None]).to(dtype) for x in (a.lse, a.grad_lse))  # [b, h, g * i, 1]
+    grad_lse = _grouped(call, block, a.grad_lse[..., None]).to(dtype)  # [b, h, g * i, 1]
     grad_out = _grouped(call, block, a.grad_out).to(dtype)
     delta = (grad_out * _grouped(call, block, a.out).to(dtype)).sum(-1, keepdim=True)
-    if call.may_be_empty:
-        lse = lse.masked_fill(lse == -torch.inf, 0)  # its logits are all -inf: p = 0
-    if inputs.sinks is not None and sums.sinks is not None:
-        p_sink = (_sink_rows(call, block, inputs.sinks) - lse).exp()
-        per_row = _per_head(call, block, p_sink * (grad_lse - delta))  # [b, h, g, i, 1]
-        sums.sinks[block.heads(call.group)] += per_row.sum((0, 3, 4)).flatten()
     if block.j.start == block.j.stop:
+        if inputs.sinks is not None:  # it has it all, or there is nothing
+            there = _sink_rows(call, block, inputs.sinks) != -torch.inf
+            _add_sink_gradient(call, block, (grad_lse - delta) * there, sums)
         return
     s, tanh = tile_logits(call, a.plan, block, inputs)
     hidden = s == -torch.inf
-    p = s.sub_(lse).exp_()
+    w = _weights(call, block, inputs, s)  # anew, not by lse: where that is large it has lost the sum
+    p = w.p.div_(w.divisor)
+    if w.sink is not None:
+        _add_sink_gradient(call, block, w.sink / w.divisor * (grad_lse - delta), sums)
     v = inputs.v[block.b, block.h, block.j].to(dtype)
     grad_p = grad_out @ v.transpose(-2, -1)  # [b, h, g * i, j]
     dropped = p
@@ -281,6 +296,11 @@ def _backward(a: _Backward, sums: Inputs) -> None:
     sums.k[block.b, block.h, block.j] += grad_s.transpose(-2, -1) @ q
     grad_q = _per_head(call, block, grad_s @ k).flatten(1, 2)  # [b, H, i, D]
     sums.q[block.b, block.heads(call.group), block.i] += grad_q
+
+
+def _add_sink_gradient(call: Call, block: Block, grad_s: Tensor, sums: Inputs) -> None:
+    if sums.sinks is not None:
+        sums.sinks[block.heads(call.group)] += _per_head(call, block, grad_s).sum((0, 3, 4)).flatten()
 
 
 def _add_bias_gradient(call: Call, block: Block, grad_s: Tensor, total: Tensor) -> None:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from headscope._backends import Inputs, Work, accumulate_dtype, once, refuse_batched
-from headscope._call import Call
+from headscope._call import MOST_RULES, Call
 from headscope.masks import And, Band, Dense, Documents, KeyLengths, Mask, Or, Plan, Prefix, Turned
 
 name = "cpu"
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+MOST_POSITIONS = 2**31  # in a mask they are numbers of 32 bits
 TASKS = 8  # of the backward pass, where there are fewer heads: enough for eight threads
 
 
@@ -41,6 +42,10 @@ def refuses(call: Call) -> list[str]:
         reasons.append("torch.func: within torch.compile, which does not trace their operators' gradients there")
     if call.form == "subclass":
         reasons.append("tensors: of a subclass of Tensor; these kernels read plain memory")
+    if call.rest == "many":
+        reasons.append(f"mask: of more than {MOST_RULES} parts")
+    if max(call.queries, call.keys) >= MOST_POSITIONS:
+        reasons.append(f"sizes: from {MOST_POSITIONS:,} queries or keys on")
     return reasons
 
 

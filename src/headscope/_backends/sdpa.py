@@ -32,7 +32,7 @@ def refuses(call: Call) -> list[str]:
         reasons.append("dropout: torch has no fused kernel for it on a CPU")
     if call.v_head_dim != call.head_dim:
         reasons.append(f"Dv: torch has no fused kernel for Dv {call.v_head_dim} beside D {call.head_dim}")
-    if call.rest == "other" or (call.rest == "dense" and call.spans != "all"):
+    if call.rest in ("other", "many") or (call.rest == "dense" and call.spans != "all"):
         reasons.append("mask: this combination would have to be filled in as a Q x K matrix")
     elif call.spans == "rows":
         reasons.append("mask: a band other than the square causal one would have to be filled in as a Q x K matrix")

@@ -12,7 +12,7 @@ from headscope._commands.check import check
 from headscope._commands.doctor import doctor
 from headscope._commands.image import image
 from headscope._commands.report import report
-from headscope._commands.screen import PipeClosedError
+from headscope._commands.screen import Mistake, PipeClosedError
 from headscope._commands.text import text
 from headscope._commands.trace import trace
 from headscope._commands.watch import watch
@@ -20,15 +20,26 @@ from headscope._commands.watch import watch
 __all__ = ["verbs"]
 
 
+TARGET = "HEADSCOPE_CPU_TARGET:"  # so begins what the native kernels say of a target that is not here
+
+
 class Verbs(click.Group):
     """click ends the process by itself when a pipe is closed; ``headscope.cli`` shall."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a verb."""
+        """Run a verb.
+
+        Raises:
+            Mistake: the environment asks for native kernels that this CPU does not run.
+        """
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
             raise PipeClosedError from None
+        except ValueError as error:
+            if not str(error).startswith(TARGET):
+                raise
+            raise Mistake(str(error)) from error
 
 
 @click.group(cls=Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})

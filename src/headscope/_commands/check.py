@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from headscope._check_findings import Findings
 
 FOUND = 1  # the exit code where something was found
+IN_PYTHON = "; give --embed-dim, or use headscope.check with inputs= or call="
 CHILD = """
 import sys
 root = sys.argv[1]  # the same package as here, wherever it was found
@@ -29,9 +31,9 @@ main()
 """
 
 
-@click.command()
+@click.command(short_help="Find what is wrong with an attention module of yours.")
 @click.argument("target", metavar="FILE.py:NAME")
-@click.option("--args", "given", default="", metavar="ARGS", help='What it is made with: --args "512, 8, causal=True".')
+@click.option("--args", "given", metavar="ARGS", help='What it is made with: --args "512, 8, causal=True".')
 @click.option("--embed-dim", type=SIZE, help="E, width of the input.  [default: from the weights]")
 @click.option("--heads", type=SIZE, help="H that was meant.")
 @click.option("--causal/--not-causal", default=None, help="Whether no token may see a later one.")
@@ -43,17 +45,19 @@ main()
 @click.option("--length", type=SIZE, help="At what length it will be used; from 1024 on, slow paths are told.")
 @click.option("--timeout", type=SIZE, default=60, show_default=True, help="Seconds after which it is stopped.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
-def check(target: str, given: str, timeout: int, as_json: bool, **options: Any) -> int:
+def check(target: str, given: str | None, timeout: int, as_json: bool, **options: Any) -> int:
     """Find what is wrong with an attention module, from outside, by what it computes.
 
-    NAME is a class, which is made with --args, a function that makes a module (with --args), a module, or a function
+    NAME is a class or a function that makes a module, with --args; both may need none. Or it is a module, or a function
     that attends (with --embed-dim).
 
     The code in FILE.py is imported and run, in a process of its own with a time limit and without network for Python.
     That is no sandbox: check only code that you would run. Exit code 0: nothing found; 1: something found.
     """
     path, name = _target(target)
-    args, kwargs = _arguments(given)
+    args, kwargs = _arguments(given or "")
+    if (scale := options["scale"]) is not None and not (math.isfinite(scale) and scale > 0):
+        raise Mistake(f"--scale: got {scale:g}, wanted a finite number above 0")
     say(f"headscope check: importing and running {visible(str(path))}, in a process of its own")
     asked = {
         "path": str(path.resolve()), "name": name, "args": args, "kwargs": kwargs, "given": given,
@@ -62,7 +66,7 @@ def check(target: str, given: str, timeout: int, as_json: bool, **options: Any) 
     with busy("checking"):
         answer = _ask(asked, timeout)
     if "mistake" in answer:
-        raise Mistake(str(answer["mistake"]))
+        raise Mistake(_by_option(str(answer["mistake"])))
     found = answer["findings"]
     if as_json:
         print_json(found)
@@ -76,9 +80,17 @@ def _target(target: str) -> tuple[Path, str]:
     if not file or not colon or not name.isidentifier():
         raise Mistake(f"target: got {target}, wanted FILE.py:NAME, as homework.py:MultiHeadAttention")
     path = Path(file)
+    if "\0" not in file and path.is_dir():
+        raise Mistake(f"{file}: is a directory, wanted a Python file")
     if "\0" in file or not path.is_file():
         raise Mistake(f"{file}: there is no such file")
     return path, name
+
+
+def _by_option(message: str) -> str:
+    """A message of ``headscope.check``, with its arguments named as the options they come from."""
+    message = message.replace("; give embed_dim=, inputs=, or call=lambda module, x, mask: ...", IN_PYTHON)
+    return f"--embed-dim:{message.removeprefix('embed_dim:')}" if message.startswith("embed_dim:") else message
 
 
 def _arguments(given: str) -> tuple[list[Any], dict[str, Any]]:
@@ -101,6 +113,10 @@ def _arguments(given: str) -> tuple[list[Any], dict[str, Any]]:
 
 def _ask(asked: dict[str, Any], timeout: int) -> dict[str, Any]:
     """What the process that runs the code answers. What the code prints is not shown.
+
+    Args:
+        asked: as that process takes it.
+        timeout: seconds.
 
     Raises:
         Mistake: it was stopped, or ended without an answer.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -67,8 +67,9 @@ def doctor(
 ) -> None:
     """Show the machine, and which backend takes which call.
 
-    Without sizes or options it judges a list of typical calls; with any of them, the one call they describe. Nothing of
-    that size is allocated. --matrix goes through the options instead, one by one.
+    By itself, or with --dtype and --device alone, it judges a list of typical calls; with any size or option of a call
+    (--batch to --grad), the one call they describe. Nothing of that size is allocated. --matrix goes through the
+    options instead, one by one.
     """
     if device not in ("cpu", "cuda", "mps", "xpu"):
         raise Mistake(f"--device: got {device!r}, wanted cpu, cuda, mps or xpu")
@@ -90,11 +91,17 @@ def doctor(
             for title, ask in asks.items()
         }
     except (TypeError, ValueError) as error:
-        raise Mistake(str(error)) from error
+        raise Mistake(_by_option(str(error), own)) from error
     if as_json:
         print_json(_as_dict(_doctor.machine(), device, asks, verdicts))
         return
     _print(_doctor.machine(), device, asks, verdicts)
+
+
+def _by_option(message: str, own: Iterable[str]) -> str:
+    """A message of ``attention``, with the argument it begins with named as the option it came from."""
+    name, colon, rest = message.partition(":")
+    return f"--{name}{colon}{rest.removesuffix(', or None')}" if name in own else message
 
 
 def _show_matrix(dtypes: tuple[str, ...], device: str, as_json: bool) -> None:

@@ -69,7 +69,7 @@ class Look:
         return max(range(len(self.probabilities)), key=lambda each: self.probabilities[each])
 
 
-@click.command()
+@click.command(short_help="See what each head of a vision model looks at in a digit.")
 @click.argument("path", required=False)
 @click.option("--sample", type=INDEX, help=f"A shipped digit, not trained on.  [default: {SAMPLE}]")
 @looking_options

@@ -138,8 +138,8 @@ def trace_layer(passed: Pass, layer: int) -> Trace:
 
 
 def check_range(option: str, value: int | None, count: int) -> None:
-    """Raises: Mistake: there is no such layer or head."""
-    if value is not None and value >= count:
+    """Raises: Mistake: there is no such layer, head or sample."""
+    if value is not None and not 0 <= value < count:
         raise Mistake(f"{option}: got {value}, wanted 0 to {count - 1}")
 
 

@@ -96,11 +96,12 @@ def _is_ours(path: str) -> bool:
 
 @contextmanager
 def _told(option: str, path: str) -> Generator[None]:
-    """Write without interruption; what the system says of the file becomes a mistake of the option that named it."""
+    """Write without interruption; what is said of the file becomes a mistake of the option that named it."""
     if path == "-":
         raise Mistake(f"{option}: got -, wanted the name of a file")
     try:
         with uninterrupted():
             yield
     except OSError as error:
-        raise Mistake(f"{option}: {error.strerror or error}") from error
+        said = error.strerror or str(error).replace("give force=True", "give --force")
+        raise Mistake(f"{option}: {said}") from error

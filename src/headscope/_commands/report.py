@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headscope._commands.pages import PAGE, check_apart, check_page, write_page
+from headscope._commands.recordings import why_unreadable
 from headscope._commands.screen import Mistake, busy, visible
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 LARGEST = 4096  # pixels of a side of an image; larger ones are made smaller
 
 
-@click.command()
+@click.command(short_help="Write or serve the page of a recording.")
 @click.argument("recording")
 @click.option("--out", metavar="PATH", help=f"Where to write the page.  [default: {PAGE}]")
 @click.option("--title", metavar="TEXT", default="", help="What stands above it.  [default: the model]")
@@ -25,9 +27,9 @@ LARGEST = 4096  # pixels of a side of an image; larger ones are made smaller
 @click.option("--grid", metavar="ROWSxCOLUMNS", help="Its patches, as 14x14.  [default: a square]")
 @click.option("--strip", "strips", multiple=True, metavar="LAYER.HEAD", help="A head with strips; up to 16 times.")
 @click.option("--serve", is_flag=True, help="Serve it to this machine instead, with exact tiles at any zoom.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Where, with --serve.  [default: any]")
+@click.option("--port", type=click.IntRange(0, 65535), help="Where, with --serve.  [default: any]")
 @click.option("--force", is_flag=True, help="Replace a file there, even if it is no page of headscope's own.")
-def report(recording: str, out: str | None, serve: bool, port: int, force: bool, **options: Any) -> None:
+def report(recording: str, out: str | None, serve: bool, port: int | None, force: bool, **options: Any) -> None:
     """Write the page of a RECORDING that ``watch --out`` or ``Recording.save`` wrote.
 
     One file that opens from disk and asks for nothing: maps of all heads, one head or two large, figures as CSV. With
@@ -35,6 +37,8 @@ def report(recording: str, out: str | None, serve: bool, port: int, force: bool,
     """
     if serve and out is not None:
         raise Mistake("--serve: wanted either it or --out")
+    if port is not None and not serve:
+        raise Mistake("--port: wanted --serve with it")
     if not serve:
         check_apart("--out", out or PAGE, {"the recording": recording, "the image": options["image"]})
         check_page(out or PAGE, force, "--out")
@@ -46,18 +50,19 @@ def report(recording: str, out: str | None, serve: bool, port: int, force: bool,
         with busy(f"reading {visible(recording)}"):
             found = Recording.load(recording)
     except (OSError, ValueError, KeyError) as error:
-        raise Mistake(f"RECORDING: {getattr(error, 'strerror', None) or error}") from error
+        raise Mistake(f"RECORDING: {why_unreadable(recording, error)}") from error
     given = _options(**options)
     if serve:
-        _serve(found, port, given)
+        _serve(found, port or 0, given)
         return
     from headscope.report.viewer import render_recording
 
+    _check_strips(found, given.get("strips", ()))
     try:
         with busy("writing the page"):
             html = render_recording(found, **given)
     except ValueError as error:
-        raise Mistake(f"RECORDING: {error}") from error
+        raise Mistake(_by_option(str(error), "RECORDING")) from error
     path = write_page(out or PAGE, html, force, "--out")
     click.echo(f"The page, to be opened in a browser: {visible(path)} ({Path(path).stat().st_size / 2**20:.1f} MiB)")
 
@@ -75,6 +80,8 @@ def _options(title: str, image: str | None, grid: str | None, strips: tuple[str,
         sides = [part for part in grid.split("x") if part.isdecimal() and len(part) < 6]
         if len(sides) != 2 or grid.count("x") != 1:
             raise Mistake(f"--grid: got {visible(grid)}, wanted rows and columns, as 14x14")
+        if image is None:
+            raise Mistake("--grid: wanted --image with it")
         found["grid"] = (int(sides[0]), int(sides[1]))
     if strips:
         places: list[tuple[int, int]] = []
@@ -85,6 +92,31 @@ def _options(title: str, image: str | None, grid: str | None, strips: tuple[str,
             places.append((int(layer), int(head)))
         found["strips"] = places
     return found
+
+
+def _check_strips(found: Recording, strips: Sequence[tuple[int, int]]) -> None:
+    """Raises: Mistake: too many, of a head that is not there, or of one whose q and k are not."""
+    from headscope.report._viewer_recording import MOST_STRIPS
+
+    parts = list(found.stats.parts.values())
+    if len(strips) > MOST_STRIPS:
+        raise Mistake(f"--strip: got {len(strips)} heads, wanted at most {MOST_STRIPS}")
+    for layer, head in strips:
+        got = f"--strip: got {layer}.{head}, wanted"
+        if layer >= len(parts):
+            raise Mistake(f"{got} a layer from 0 to {len(parts) - 1}")
+        if head >= parts[layer].heads:
+            raise Mistake(f"{got} a head of layer {layer}, from 0 to {parts[layer].heads - 1}")
+        if not parts[layer].tiles:
+            raise Mistake(f"{got} a recording with q and k, as watch --keep-qk writes it")
+
+
+def _by_option(message: str, otherwise: str) -> str:
+    """What the page says of an argument, with that named as the option it came from; else of what is named."""
+    name, colon, rest = message.partition(":")
+    return (
+        f"--{name}{colon}{rest}" if name in ("grid", "image") else f"{otherwise}: {message.removeprefix('recording: ')}"
+    )
 
 
 def _pixels(path: str) -> Any:
@@ -98,7 +130,8 @@ def _pixels(path: str) -> Any:
             upright.thumbnail((LARGEST, LARGEST))
             return np.asarray(upright)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise Mistake(f"--image: {getattr(error, 'strerror', None) or 'no PNG or JPEG that can be read'}") from error
+        said = getattr(error, "strerror", None) or "is no PNG or JPEG that can be read"
+        raise Mistake(f"--image: {visible(path)}: {said}") from error
 
 
 def _serve(found: Recording, port: int, options: dict[str, Any]) -> None:
@@ -111,7 +144,7 @@ def _serve(found: Recording, port: int, options: dict[str, Any]) -> None:
         with busy("preparing the page"):
             server = Server(found, port=port, **options)
     except ValueError as error:
-        raise Mistake(f"--serve: {error}") from error
+        raise Mistake(_by_option(str(error), "--serve")) from error
     except OSError as error:
         raise Mistake(f"--port: {port}: {error.strerror or error}") from error
     with server:

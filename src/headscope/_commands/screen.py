@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WIDEST = 120  # tables and sentences wider than this are hard to read
+NARROWEST = 20  # in less, words are cut
 
 
 class Mistake(click.ClickException):
@@ -54,8 +56,25 @@ class Whole(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]  # i
         return number
 
 
+class Index(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]  # as Whole
+    """A number that is counted from 0; how far it goes is known once there is a model, and looked at then."""
+
+    name = "index"
+
+    def get_metavar(self, *args: Any, **kwargs: Any) -> str:
+        return "N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Raises: Mistake: it is no whole number."""
+        try:
+            return int(value)
+        except ValueError:
+            name = param.opts[0] if param is not None else "number"
+            raise Mistake(f"{name}: got {value}, wanted a whole number from 0") from None
+
+
 SIZE = Whole(1)
-INDEX = Whole(0)
+INDEX = Index()
 
 
 class PipeClosedError(Exception):
@@ -75,7 +94,7 @@ def one_line(message: str) -> str:
 
 
 def console() -> Console:
-    """The console of stdout: as wide as the terminal, up to what can be read; plain where stdout is no terminal."""
+    """The console of stdout: as wide as the terminal, within what can be read; plain where stdout is no terminal."""
     from rich.console import Console
 
     class Quiet(Console):
@@ -85,8 +104,8 @@ def console() -> Console:
             raise PipeClosedError
 
     made = Quiet(highlight=False, markup=False, emoji=False)
-    if made.width > WIDEST:
-        made.width = WIDEST
+    wide = made.width or shutil.get_terminal_size().columns  # 0 where COLUMNS says so, which stands for unset
+    made.width = min(max(wide, NARROWEST), WIDEST)
     return made
 
 

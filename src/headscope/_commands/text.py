@@ -57,7 +57,7 @@ class Reading:
     page: str | None
 
 
-@click.command()
+@click.command(short_help="See what each head of a language model looks at in a text.")
 @click.argument("text", required=False)
 @click.option("--file", metavar="PATH", help="Read the text from a file (UTF-8).")
 @click.option("--model", metavar="MODEL", help="A folder with a Hugging Face model, or a name on the hub.")

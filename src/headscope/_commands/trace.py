@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MOST_BYTES = 2 << 30  # of all steps together, if they are to be computed
 
 
-@click.command()
+@click.command(short_help="Show every step of multi-head attention, with shapes.")
 @click.option("--batch", type=SIZE, default=32, show_default=True, help="B, sequences.")
 @click.option("--seq", type=SIZE, default=10, show_default=True, help="Q, tokens in each.")
 @click.option("--dim", type=SIZE, default=512, show_default=True, help="E, width of the model.")

@@ -13,6 +13,7 @@ import click
 
 from headscope._commands.looking import one_thread
 from headscope._commands.pages import PAGE, check_apart, check_page, write_page
+from headscope._commands.recordings import why_unreadable
 from headscope._commands.screen import SIZE, Mistake, busy, console, one_line, print_json, say, uninterrupted, visible
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Watched:
     notes: tuple[str, ...]
 
 
-@click.command()
+@click.command(short_help="Measure every head of a model while it runs.")
 @click.argument("model")
 @click.option("--text", metavar="TEXT", help='Watch it read this text ("-" = stdin).')
 @click.option("--file", metavar="PATH", help="Watch it read a file (UTF-8), in windows if it is long.")
@@ -199,7 +200,7 @@ def _check_out(path: Path, force: bool) -> None:
     except ValueError as error:
         raise Mistake(f"--out: {error}") from error
     if path.exists() and not force and not _stats_files.is_ours(path):
-        raise Mistake(f"--out: {path}: holds a file that is no recording; choose another name, or force it")
+        raise Mistake(f"--out: {path}: holds a file that is no recording; choose another name, or give --force")
 
 
 def _old(path: str) -> HeadStats:
@@ -208,7 +209,7 @@ def _old(path: str) -> HeadStats:
     try:
         return HeadStats.load(path)
     except (OSError, ValueError, KeyError) as error:
-        raise Mistake(f"--against: {getattr(error, 'strerror', None) or error}") from error
+        raise Mistake(f"--against: {why_unreadable(path, error)}") from error
 
 
 # ---------------------------------------------------------------- watching

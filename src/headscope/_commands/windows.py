@@ -81,7 +81,9 @@ def _tokens(loaded: Loaded, text: str | None, file: str | None, ids: str | None,
             raise Mistake(f"{read.source}: has no tokens")
     if (largest := max(every)) >= loaded.vocabulary:
         raise Mistake(f"--ids: got {largest}, wanted 0 to {loaded.vocabulary - 1}")
-    parts = windows(every, min(loaded.context, context or loaded.context), ends)
+    if context is not None and context > loaded.context:
+        raise Mistake(f"--context: got {context}, wanted at most {loaded.context}, as many as are read at once")
+    parts = windows(every, context or loaded.context, ends)
     return Input(source, parts, len(every), _digest(*parts))
 
 

@@ -90,7 +90,8 @@ def _check_target(target: Path, force: bool) -> None:
         raise SaveError(f"{_shown(target)}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not ours and not force:
         raise SaveError(
-            f"{_shown(target)}: holds a file that is no page of headscope's own; choose another name, or force it"
+            f"{_shown(target)}: holds a file that is no page of headscope's own; choose another name, or give "
+            "force=True"
         )
 
 

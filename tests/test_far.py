@@ -1,0 +1,105 @@
+"""Numbers far from 1, and more keys and rules than the kernels count: what is rare and must be right nevertheless."""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import and_
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headscope import MultiHeadAttention, attention
+from headscope._backends import cpu
+from headscope._call import Options, describe
+from headscope._select import select
+from headscope.masks import Dense, window
+
+N, D = 50, 8
+NATIVE = pytest.mark.skipif(cpu.native is None, reason="the native extension was not built: no C++ compiler")
+BACKENDS = ["blocked", "reference", pytest.param("cpu", marks=NATIVE)]
+
+
+def made(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """q, k, v and a gradient of the output, [1, N, D]."""
+    random = torch.Generator().manual_seed(0)
+    return [torch.randn(1, N, D, generator=random).to(dtype) for _ in range(4)]
+
+
+def weights_of(out: Tensor, v: Tensor) -> Tensor:
+    """Those of the first row, as its gradient says."""
+    return torch.autograd.grad(out[:, 0].sum(), v, retain_graph=True)[0][0, :, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_of_the_smallest_biases_has_even_weights_in_the_backward_too(backend: Any, dtype: torch.dtype) -> None:
+    q, k, v, grad = made(dtype)
+    v.requires_grad_()
+    bias = torch.zeros(N, N, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    bias[0] = torch.finfo(bias.dtype).min
+    out = attention(q, k, v, bias=bias, backend=backend)
+    torch.testing.assert_close(weights_of(out, v).double(), torch.full((N,), 1 / N).double(), rtol=0.01, atol=0)
+    even = attention(torch.cat((torch.zeros_like(q[:, :1]), q[:, 1:]), 1), k, v)
+    rest = (2e-3, 0.05)[dtype == torch.bfloat16]
+    ours, theirs = (torch.autograd.grad(x, v, grad)[0] for x in (out, even))
+    torch.testing.assert_close(ours, theirs, rtol=rest, atol=rest)
+
+
+@NATIVE
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_of_rows_far_from_zero_are_weights(dtype: torch.dtype, sinks: bool) -> None:
+    """lse cannot hold both the largest logit and the sum: by it alone they came to 1e19."""
+    q, k, v, _ = made(dtype)
+    v.requires_grad_()
+    random = torch.Generator().manual_seed(1)
+    given = {"sinks": torch.zeros(1)} if sinks else {}
+    for size in (10.0 ** (3 + 6 * torch.rand(60, generator=random))).tolist():
+        for far in (size, -size):
+            bias = torch.zeros(N, N)
+            bias[0] = far
+            weights = weights_of(attention(q, k, v, bias=bias, backend="cpu", **given), v).double()
+            gone = 1.0 if sinks and far < 0 else 0.0
+            assert abs(float(weights.sum()) - 1 + gone) < (0.02 if dtype == torch.bfloat16 else 1e-3), far
+            assert float(weights.max()) < 1.01, far
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("at", [0.3, 0.7, 3.0, 6.0, 8.0])
+def test_the_gradient_through_a_softcap_where_it_is_flat(backend: Any, at: float) -> None:
+    """1 - tanh² has lost its digits there; relative to float64."""
+    q = torch.tensor([[[at]]])
+    k, v = torch.tensor([[[1.0], [0.0]]]), torch.tensor([[[1.0], [0.0]]])
+
+    def gradient(dtype: torch.dtype, backend: Any) -> float:
+        x = q.clone().to(dtype).requires_grad_()
+        attention(x, k.to(dtype), v.to(dtype), softcap=1.0, scale=1.0, backend=backend).sum().backward()
+        assert x.grad is not None
+        return float(x.grad)
+
+    truth = gradient(torch.float64, "reference")
+    plain = abs(gradient(torch.float32, "reference") - truth)
+    assert abs(gradient(torch.float32, backend) - truth) <= 2 * plain + 1e-6 * abs(truth)
+
+
+@pytest.mark.parametrize("parts", [16, 17, 40])
+def test_a_mask_of_many_parts(parts: int) -> None:
+    random = torch.Generator().manual_seed(2)
+    tables = [torch.rand(N, N, generator=random) < 0.97 for _ in range(parts)]
+    q, k, v, _ = made()
+    ours = attention(q, k, v, mask=reduce(and_, map(Dense, tables)))
+    torch.testing.assert_close(ours, attention(q, k, v, mask=reduce(and_, tables), backend="reference"))
+
+
+def test_more_keys_than_a_number_of_32_bits_are_refused_by_the_kernels() -> None:
+    k = torch.zeros(1, 1, 1, 1).expand(1, 1, 2**31 + 100, 1)
+    call = describe(torch.zeros(1, 1, 1, 1), k, k, None, None, Options(window(10), None, None, 0.0, False))
+    assert any(reason.startswith("sizes: from 2,147,483,648") for reason in cpu.refuses(call))
+    assert select(call).name != "cpu"
+
+
+def test_dropout_without_values() -> None:
+    module = MultiHeadAttention(16, 4, dropout=0.1, sinks=True, device="meta")
+    assert module(torch.randn(2, 5, 16, device="meta")).shape == (2, 5, 16)
