@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 import oracle
@@ -16,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import headscope
-from headscope import Observe, attend, functional, masks, observe
+from headscope import HeadStats, Observe, attend, comparing, decisions, functional, masks, observe
 from headscope._observe_native import borders_of
 from headscope._observe_scene import _frames
 from headscope.masks import Band, KeyLengths, Mask, Prefix, causal, window
@@ -126,6 +127,26 @@ def test_the_default_device_does_not_matter_to_observe() -> None:
         found = [run() for run in asked]
     assert [stats.flat() for stats in found] == wanted
     assert [run().flat() for run in asked] == wanted
+
+
+READ: dict[str, Callable[[HeadStats], Any]] = {
+    "columns": lambda stats: stats["entropy"].mean.tolist(),
+    "merged": lambda stats: stats.merge(stats).flat(),
+    "duplicates": lambda stats: decisions.near_duplicates(stats),
+    "patterns": lambda stats: decisions.patterns(stats),
+    "streaming": lambda stats: decisions.streaming_heads(stats),
+    "compared": lambda stats: comparing.compare(stats, stats).to_dict(),
+    "tile": lambda stats: stats.tile(3, 9, 0, 5).tolist(),
+}
+
+
+@pytest.mark.parametrize("read", READ)
+def test_the_default_device_does_not_matter_to_who_reads(read: str) -> None:
+    q = torch.randn(2, 3, 11, 5)
+    stats = observe(q, q, what=Observe(keep_rows=True, keep_qk=True, map=4, windows=(2,)))
+    wanted = repr(READ[read](stats))
+    with torch.device("meta"):
+        assert repr(READ[read](stats)) == wanted
 
 
 def faked(q: Tensor) -> Tensor:

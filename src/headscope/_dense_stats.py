@@ -313,7 +313,7 @@ def _gap(q_pos: Tensor | None, k_pos: Tensor | None, p: Tensor) -> Tensor:
     """The way from each query to each key, [Q, K, axes]; NaN where one of them has no position."""
     queries, keys = p.shape[2:]
     if k_pos is None:
-        k_pos = torch.arange(keys)
+        k_pos = torch.arange(keys, device="cpu")
     k_at = _positions("k_pos", k_pos, "K", keys, p)
     if q_pos is None:
         if queries > keys:

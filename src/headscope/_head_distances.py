@@ -55,7 +55,7 @@ def profiles(parts: Collection[LayerStats]) -> Tensor:
     """The means of the quantities of ``PROFILE`` of all heads, [heads, quantities]; NaN where a head has none."""
     rows: list[Tensor] = []
     for part in parts:
-        none = torch.full((part.heads,), math.nan, dtype=torch.float64)
+        none = torch.full((part.heads,), math.nan, dtype=torch.float64, device="cpu")
         means = [part.moments[name].mean.cpu().double() if name in part.moments else none for name in PROFILE]
         rows.append(torch.stack(means, -1))  # [H, quantities]
     return torch.cat(rows)
@@ -63,7 +63,7 @@ def profiles(parts: Collection[LayerStats]) -> Tensor:
 
 def largest_gap(x: Tensor, y: Tensor) -> Tensor:
     """The largest difference that is defined between each row of x [a, n] and of y [b, n], [a, b]; 0 if none is."""
-    gap = torch.zeros(len(x), len(y), dtype=torch.float64)
+    gap = x.new_zeros(len(x), len(y), dtype=torch.float64)
     for a, b in zip(x.unbind(-1), y.unbind(-1), strict=True):
         gap = torch.maximum(gap, (a[:, None] - b).abs().nan_to_num(0.0))
     return gap

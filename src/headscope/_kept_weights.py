@@ -79,7 +79,7 @@ class KeptWeights:
                 raise ValueError(f"{names}: got {start}, {stop}, wanted 0 <= start <= stop <= {size} ({letter})")
         batch, heads = self.sizes["q"][:2]
         every = [self.piece(b, h, (i0, i1), (j0, j1)) for b in range(batch) for h in range(heads)]
-        p = torch.stack(every) if every else torch.zeros(0, i1 - i0, j1 - j0)
+        p = torch.stack(every) if every else torch.zeros(0, i1 - i0, j1 - j0, device="cpu")
         return p.nan_to_num(nan=0.0).reshape(*self.lead, heads, i1 - i0, j1 - j0)  # [*lead, H, i, j]
 
     def piece(self, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> Tensor:
@@ -91,7 +91,7 @@ class KeptWeights:
         s = (q * self.scale) @ k.T  # [i, j]
         if self.softcap is not None:
             s = torch.tanh(s / self.softcap) * self.softcap
-        hidden = torch.zeros(s.shape, dtype=torch.bool)
+        hidden = torch.zeros_like(s, dtype=torch.bool)
         if "bias" in self.parts:
             bias = self._block("bias", b, head, i, j).to(dtype)
             s, hidden = s + bias, hidden | (bias == -torch.inf)
@@ -101,7 +101,7 @@ class KeptWeights:
             size = self.sizes["spans"]
             rows = slice(*i) if size[1] > 1 else slice(0, 1)
             spans = self.parts["spans"][min(b, size[0] - 1), rows][..., None]  # [i or 1, n, 2, 1]
-            at = torch.arange(*j)
+            at = torch.arange(*j, device=spans.device)
             hidden = hidden | ~((at >= spans[:, :, 0]) & (at < spans[:, :, 1])).any(1)
         p = (s - self._part("lse", b, head, slice(*i)).to(dtype)[:, None]).exp()
         return p.masked_fill(hidden, torch.nan)

@@ -106,8 +106,8 @@ class Packed(NamedTuple):
     @staticmethod
     def empty(names: int, heads: int, bins: int) -> Packed:
         """Not filled yet."""
-        whole = torch.empty(names * heads * (1 + bins), dtype=torch.int64)
-        return Packed(whole, torch.empty(4, names, heads, dtype=torch.float64))
+        whole = torch.empty(names * heads * (1 + bins), dtype=torch.int64, device="cpu")
+        return Packed(whole, torch.empty(4, names, heads, dtype=torch.float64, device="cpu"))
 
     def moments(self) -> Moments:
         """Views of them."""

@@ -279,11 +279,12 @@ class HeadStats:
         for what in (each.name for each in fields(Column)):
             rows: list[Tensor] = []
             for part in parts:
-                found = getattr(part.moments[name], what).cpu() if name in part.moments else torch.empty(0)
-                row = (
-                    torch.zeros(wide, dtype=torch.int64) if what == "count" else torch.full((wide,), math.nan).double()
-                )
-                row[: len(found)] = found
+                if what == "count":
+                    row = torch.zeros(wide, dtype=torch.int64, device="cpu")
+                else:
+                    row = torch.full((wide,), math.nan, dtype=torch.float64, device="cpu")
+                if name in part.moments:
+                    row[: part.heads] = getattr(part.moments[name], what).cpu()
                 rows.append(row)
             columns.append(torch.stack(rows))
         return Column(*columns)
