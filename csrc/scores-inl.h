@@ -308,9 +308,9 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         UNROLL for (int v = 0; v < QV; v++) top[v] = splat(-std::numeric_limits<T>::max()), sum[v] = V<T>{};
         if (!f.sinks || !with_sinks) return;
         for (int r = 0; r < ROWS; r++) {
-            const T sink = static_cast<const T*>(f.sinks)[head(r < count ? r : count - 1)] * T(LOG2E);
+            const T least = -std::numeric_limits<T>::max(), sink = static_cast<const T*>(f.sinks)[head(r < count ? r : count - 1)];
             if (sink == -std::numeric_limits<T>::infinity()) continue;
-            top[r / L][r % L] = sink, sum[r / L][r % L] = 1;
+            top[r / L][r % L] = sink * T(LOG2E) < least ? least : sink * T(LOG2E), sum[r / L][r % L] = 1;
         }
     }
 

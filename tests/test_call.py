@@ -179,7 +179,7 @@ def test_numbers_of_other_kinds_are_numbers(scale: Any) -> None:
 def test_numbers_beyond_the_dtype_of_the_logits_are_refused(name: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         given = {key: x.to(dtype) for key, x in made().items()}
-        with pytest.raises(ValueError, match=rf"{name}: got 1e\+39, wanted at most 3.4.*: logits are float32; q"):
+        with pytest.raises(ValueError, match=r"scale: got .*, wanted factors below 1.7e\+38; q"):
             headscope.attention(**given, **{name: 1e39})
     with pytest.raises(ValueError, match=f"{name}: got inf, wanted a finite number"):
         headscope.attention(**made(), **{name: np.float32("inf")})

@@ -191,6 +191,24 @@ def test_a_buffer_in_which_each_text_has_its_own_place() -> None:
     assert_same(seen, wanted)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 1, 2, 6), (1, 3, 1, 2, 6), (3, 1, 2, 6), (2, 6)], ids=str)
+def test_a_buffer_beside_two_axes_of_batches(shape: tuple[int, ...]) -> None:
+    class SelfAttention(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+            return headscope.attention(q, k, k, mask=mask)
+
+    model, q, k = SelfAttention(), torch.randn(2, 3, 2, 2, 4), torch.randn(2, 3, 2, 6, 4)
+    mask = torch.arange(6) <= torch.arange(1, 3)[:, None]
+    with watch(model) as seen:
+        model(q, k, mask.expand(shape))
+    with watch(model) as wanted:
+        model(q, k[..., :3, :], mask[:, :3])
+    assert seen.kinds == {"SelfAttention": "self"}
+    for name in ("entropy", "distance", "self", "previous"):
+        ours, theirs = seen[0, name], wanted[0, name]
+        torch.testing.assert_close((ours.count, ours.mean), (theirs.count, theirs.mean))
+
+
 def test_positions_of_a_buffer_with_room_for_more() -> None:
     model, ids = Static(), torch.randint(0, 19, (2, 6))
     positions = torch.arange(ROOM).double() ** 2

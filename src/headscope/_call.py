@@ -19,7 +19,7 @@ from headscope.masks import FAR, Band, Dense, Documents, KeyLengths, Mask, Plan,
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 AXES = ("B", "H", "Q", "K")
-LARGEST = torch.finfo(torch.float32).max
+LARGEST = torch.finfo(torch.float32).max / 2  # of a factor: logits are float32
 
 Spans = Literal["all", "causal", "keys", "rows"]
 Rest = Literal["none", "dense", "other", "many"]
@@ -120,9 +120,9 @@ def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor
     unknown = options.mask is not None and plan is None
     scale, softcap = check_scale(options.scale, head_dim), check_softcap(options.softcap)
     if q.dtype != torch.float64:
-        for name, number in (("scale", scale), ("softcap", softcap)):
-            if number is not None and abs(number) > LARGEST:
-                raise ValueError(f"{name}: got {number}, wanted at most {LARGEST}: logits are float32; {shapes(q=q)}")
+        beside = "" if softcap is None else f" beside softcap {softcap}"
+        if abs(scale) / (softcap or 1) > LARGEST or (softcap or 0) > LARGEST:
+            raise ValueError(f"scale: got {scale}{beside}, wanted factors below {LARGEST:.3g}; {shapes(q=q)}")
     grad = torch.is_grad_enabled()
     return Call(
         lead=lead,

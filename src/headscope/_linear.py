@@ -37,9 +37,9 @@ class Linear(nn.Linear):
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` by the faster route."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_traced() or (fast := route()) is None:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not fits(input, weight, bias):
         return F.linear(input, weight, bias)
-    if not fits(input, weight, bias):
+    if is_traced() or (fast := route()) is None:
         return F.linear(input, weight, bias)
     return fast(input, weight, bias)
 

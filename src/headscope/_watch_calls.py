@@ -125,6 +125,8 @@ def standing(call: Call) -> Call:
         WatchError: the mask has no values to look at.
     """
     queries, keys, mask = call.q.shape[-2], call.k.shape[-2], as_mask(call.mask)
+    if isinstance(call.mask, Tensor) and call.q.ndim > 4:
+        mask = as_mask(_four_axes(call.mask, call.q.shape[:-3]))
     if keys <= queries or mask is None or any(each is not None for each in (call.q_pos, call.k_pos, call.total)):
         return call
     if 0 in call.q.shape or not mask.tensors() or any(isinstance(leaf, Band) for leaf in mask.leaves()):

@@ -77,15 +77,15 @@ def _visible_keys(call: Call, plan: Plan | None, i: slice) -> slice:
 
 
 def tile_logits(call: Call, plan: Plan | None, block: Block, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """The final logits of a block, [b, h, g * i, j], and tanh(s / softcap) where there is a softcap."""
+    """The final logits of a block, [b, h, g * i, j], and what tanh was taken of where there is a softcap."""
     dtype = accumulate_dtype(call.dtype)
     q = _grouped(call, block, inputs.q).to(dtype) * call.scale
     k = inputs.k[block.b, block.h, block.j].to(dtype)
     s = q @ k.transpose(-2, -1)  # [b, h, g * i, j]
-    tanh = None
+    uncapped = None
     if call.softcap is not None:
-        tanh = torch.tanh(s / call.softcap)
-        s = call.softcap * tanh
+        uncapped = s / call.softcap
+        s = call.softcap * torch.tanh(uncapped)
     if inputs.bias is not None:
         bias = _bias_tile(call, block, inputs.bias)
         s = _per_head(call, block, s).add(bias).masked_fill(bias == -torch.inf, -torch.inf).view_as(s)
@@ -93,7 +93,7 @@ def tile_logits(call: Call, plan: Plan | None, block: Block, inputs: Inputs) -> 
         seen = plan.tile(block.b, block.heads(call.group), block.i, block.j).to(s.device)
         seen = seen.unflatten(1, (-1, call.group)) if seen.shape[1] > 1 else seen[:, :, None]  # [b, h, g, i, j]
         s = _per_head(call, block, s).masked_fill(~seen, -torch.inf).view_as(s)
-    return s, tanh
+    return s, uncapped
 
 
 def _grouped(call: Call, block: Block, tensor: Tensor) -> Tensor:
@@ -212,6 +212,21 @@ def _forward(call: Call, plan: Plan | None, block: Block, inputs: Inputs, seed: 
     return out / w.divisor, w.top + w.total.log()
 
 
+def weights_of_sinks(call: Call, plan: Plan | None, inputs: Inputs) -> Tensor:
+    """What of each row falls to the sink, [B, H, Q]."""
+    assert inputs.sinks is not None
+    found = inputs.q.new_zeros((call.batch, call.heads, call.queries), dtype=accumulate_dtype(call.dtype))
+    for block in blocks(call, plan):
+        if block.j.start == block.j.stop:
+            rows = (_sink_rows(call, block, inputs.sinks) != -torch.inf).to(found.dtype)
+        else:
+            w = _weights(call, block, inputs, tile_logits(call, plan, block, inputs)[0])
+            assert w.sink is not None
+            rows = w.sink / w.divisor
+        found[block.b, block.heads(call.group), block.i] = _per_head(call, block, rows)[..., 0].flatten(-3, -2)
+    return found
+
+
 class _Weights(NamedTuple):
     """The weights of a block before they are divided, [b, h, g * i, j], and what each row has of its own, [.., 1]."""
 
@@ -273,7 +288,7 @@ def _backward(a: _Backward, sums: Inputs) -> None:
             there = _sink_rows(call, block, inputs.sinks) != -torch.inf
             _add_sink_gradient(call, block, (grad_lse - delta) * there, sums)
         return
-    s, tanh = tile_logits(call, a.plan, block, inputs)
+    s, uncapped = tile_logits(call, a.plan, block, inputs)
     hidden = s == -torch.inf
     w = _weights(call, block, inputs, s)  # anew, not by lse: where that is large it has lost the sum
     p = w.p.div_(w.divisor)
@@ -289,8 +304,8 @@ def _backward(a: _Backward, sums: Inputs) -> None:
     grad_s = (p * (grad_p - delta + grad_lse)).masked_fill_(hidden, 0)
     if sums.bias is not None:
         _add_bias_gradient(call, block, _per_head(call, block, grad_s), sums.bias)
-    if tanh is not None:
-        grad_s = grad_s * (1 - tanh * tanh)
+    if uncapped is not None:
+        grad_s = grad_s / uncapped.cosh().square()  # not 1 - tanh², which loses its digits where tanh is flat
     grad_s = grad_s * call.scale
     q, k = _grouped(call, block, inputs.q).to(dtype), inputs.k[block.b, block.h, block.j].to(dtype)
     sums.k[block.b, block.h, block.j] += grad_s.transpose(-2, -1) @ q

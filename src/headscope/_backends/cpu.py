@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope._backends import Inputs, Work, accumulate_dtype, once, refuse_batched
+from headscope._backends import Inputs, Work, accumulate_dtype, blocked, once, refuse_batched
 from headscope._call import MOST_RULES, Call
 from headscope.masks import And, Band, Dense, Documents, KeyLengths, Mask, Or, Plan, Prefix, Turned
 
 name = "cpu"
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+COARSE = {torch.float32: 2.0**12, torch.float64: 2.0**41}  # numbers that have lost what comes after the twelfth bit
 MOST_POSITIONS = 2**31  # in a mask they are numbers of 32 bits
 TASKS = 8  # of the backward pass, where there are fewer heads: enough for eight threads
 
@@ -228,7 +229,9 @@ def _gradients(
     )  # fmt: skip
     dsinks = None
     if inputs.sinks is not None and wanted[1]:
-        dsinks = _sinks_gradient(inputs.sinks, out, lse, grad_out, grad_lse)
+        p = _weights_of_sinks(work, inputs, inputs.sinks, lse)
+        rows = -(out.to(lse.dtype) * grad_out.to(lse.dtype)).sum(-1)  # [B, H, Q]
+        dsinks = (p * (rows if grad_lse is None else rows + grad_lse)).sum((0, 2)).to(inputs.sinks.dtype)
     if dbias is not None and inputs.bias is not None:
         dbias = dbias.to(inputs.bias.dtype)
     return (dq, dk, dv, dbias, dsinks), finite
@@ -240,12 +243,12 @@ def _shares(call: Call) -> int:
     return max(1, min(TASKS // heads, call.queries * call.group // 64))
 
 
-def _sinks_gradient(sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """Σ p_sink (dlse - out · dout) over batch and rows, [H]."""
-    rows = -(out.to(lse.dtype) * grad_out.to(lse.dtype)).sum(-1)  # [B, H, Q]
-    rows = rows if grad_lse is None else rows + grad_lse
-    p = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill(lse == -torch.inf, 0)
-    return (p * rows).sum((0, 2)).to(sinks.dtype)
+def _weights_of_sinks(work: Work, inputs: Inputs, sinks: Tensor, lse: Tensor) -> Tensor:
+    """What of each row falls to the sink, [B, H, Q]; by lse, unless that has lost the sum beside the largest logit."""
+    coarse = (lse.abs() > COARSE[lse.dtype]) & (lse != -torch.inf)
+    if bool(coarse.any()):
+        return blocked.weights_of_sinks(work.call, work.plan, inputs)
+    return torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill(lse == -torch.inf, 0)
 
 
 class _Described:
