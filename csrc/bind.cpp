@@ -212,7 +212,7 @@ NB_MODULE(_native, m) {
     m.def("repeat", [](const Forward& call, std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t bias,
                        std::uintptr_t sinks, std::uintptr_t out, std::uintptr_t lse, int threads) {
         Forward f = call;  // several threads may repeat one call
-        if ((!q && f.batch * f.heads * f.queries) || (!(k && v) && f.batch * f.kv_heads * f.keys))
+        if ((!q && f.batch * f.heads * f.queries != 0) || (!(k && v) && f.batch * f.kv_heads * f.keys != 0))
             throw std::invalid_argument("q, k, v: one has no memory");
         f.q.data = reinterpret_cast<const void*>(q), f.k.data = reinterpret_cast<const void*>(k);
         f.v.data = reinterpret_cast<const void*>(v), f.out = reinterpret_cast<void*>(out);
