@@ -129,6 +129,8 @@ def test_a_recording_that_is_cut_short_is_called_so(kept: float, run: Run, saved
     header = 8 + int.from_bytes(whole[:8], "little")
     Path("cut.safetensors").write_bytes(whole[: round(header * 0.9) if kept == 0.5 else -1])
     said = "cut.safetensors: is cut short, its end is missing"
+    with pytest.raises(ValueError, match=said):
+        Recording.load("cut.safetensors")
     assert run("report", "cut.safetensors").err == f"headscope report: RECORDING: {said}\n"
     ran = run("watch", "text", "--text", "a", "--no-page", "--against", "cut.safetensors")
     assert (ran.code, ran.err) == (2, f"headscope watch: --against: {said}\n")

@@ -17,6 +17,7 @@ from headscope._stats_parts import Edges, HeadMap, Kept, LayerStats, Moments
 from headscope.stats import HeadStats
 
 VERSION = 1
+_LONGEST = 100_000_000  # of a header, by safetensors
 _KEY = "headscope.stats"
 _NUMBERS = ("heads", "runs", "looked_at", "of")
 _PARTS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
@@ -55,6 +56,8 @@ def load(path: Path) -> HeadStats:
         raise FileNotFoundError(f"{path}: no such file")
     said = header(path)
     if said is None:
+        if _is_cut_short(path):
+            raise ValueError(f"{path}: is cut short, its end is missing")
         raise ValueError(f"{path}: no file of headscope's statistics")
     with sound(path):
         return _load(path, said)
@@ -90,6 +93,23 @@ def header(path: Path, key: str = _KEY) -> dict[str, Any] | None:
         return None
     with sound(path):
         return {**json.loads(said[key])}
+
+
+def _is_cut_short(path: Path) -> bool:
+    """Whether a file that safetensors does not read has our header, or its beginning, and less than that tells of."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            head = file.read(min(length, size)) if length <= _LONGEST else b""
+        if f'"{_KEY}"'.encode() not in head:
+            return False
+        if len(head) < length:
+            return True
+        tensors = (said for name, said in json.loads(head).items() if name != "__metadata__")
+        return size < 8 + length + max((said["data_offsets"][1] for said in tensors), default=0)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False  # it is damaged in another way
 
 
 def is_ours(path: Path) -> bool:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headscope._commands.pages import PAGE, check_apart, check_page, write_page
-from headscope._commands.recordings import why_unreadable
 from headscope._commands.screen import Mistake, busy, visible
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def report(recording: str, out: str | None, serve: bool, port: int | None, force
         with busy(f"reading {visible(recording)}"):
             found = Recording.load(recording)
     except (OSError, ValueError, KeyError) as error:
-        raise Mistake(f"RECORDING: {why_unreadable(recording, error)}") from error
+        raise Mistake(f"RECORDING: {getattr(error, 'strerror', None) or error}") from error
     given = _options(**options)
     if serve:
         _serve(found, port or 0, given)

@@ -13,7 +13,6 @@ import click
 
 from headscope._commands.looking import one_thread
 from headscope._commands.pages import PAGE, check_apart, check_page, write_page
-from headscope._commands.recordings import why_unreadable
 from headscope._commands.screen import SIZE, Mistake, busy, console, one_line, print_json, say, uninterrupted, visible
 
 if TYPE_CHECKING:
@@ -209,7 +208,7 @@ def _old(path: str) -> HeadStats:
     try:
         return HeadStats.load(path)
     except (OSError, ValueError, KeyError) as error:
-        raise Mistake(f"--against: {why_unreadable(path, error)}") from error
+        raise Mistake(f"--against: {getattr(error, 'strerror', None) or error}") from error
 
 
 # ---------------------------------------------------------------- watching
