@@ -121,6 +121,16 @@ def test_what_only_one_of_them_has_is_listed() -> None:
     assert "and 1 more. Only after: layer d." in found.caption()
 
 
+def test_sums_over_other_numbers_of_first_keys_are_not_compared() -> None:
+    q, k, v = tensors()
+    one, four = (stats_of(q, k, v, what=Observe(map=8, windows=(3,), first=n)) for n in (1, 4))
+    found = compare(one, four)
+    assert found.notes == ("Other first keys: 1 before, 4 after",)
+    assert not {"first", "streaming_3"} & {change.name for head in found.heads for change in head.changes}
+    assert not found.differs
+    assert {"first", "streaming_3"} <= {change.name for change in compare(four, four).heads[0].changes}
+
+
 def test_other_rows_and_lengths_are_noted() -> None:
     q, k, v = tensors()
     old = stats_of(q, k, v)

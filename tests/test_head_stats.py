@@ -156,6 +156,10 @@ def test_what_does_not_merge() -> None:
         (stats_of(what=replace(ALL, map=None)), r"layer 0: map: cannot merge, for only one of the two has it"),
         (stats_of(what=replace(ALL, edges=3)), r"layer 0: edges: cannot merge 7 a head with 3"),
         (stats_of(what=replace(ALL, received=False)), r"layer 0: received: cannot merge, for only one"),
+        (
+            stats_of(what=replace(ALL, first=4)),
+            r"layer 0: first: cannot merge sums over the first 1 keys with .* over 4",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             base.merge(other)

@@ -162,6 +162,7 @@ def _layer_stats(
         kept=_kept(what, known, observed),
         tiles=tiles,
         lengths=(call.queries, call.keys),
+        first=what.first if what.row_stats else None,
     )
 
 

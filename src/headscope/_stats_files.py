@@ -162,6 +162,7 @@ def _put(part: LayerStats, name: str, under: str, tensors: dict[str, Tensor]) ->
         **{which: getattr(part, which) is not None for which in _PARTS},
         "kept": [list(kept.values) for kept in part.kept],
         "lengths": part.lengths,
+        "first": part.first,
     }
 
 
@@ -202,7 +203,8 @@ def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor], mappe
     lengths = said.get("lengths")  # older files do not say it
     tiles = tuple(_take_qk(each, f"{under}/qk/{run}", mapped) for run, each in enumerate(said.get("qk", ())))
     lengths = tuple(lengths) if lengths else None
-    return LayerStats(**found, moments=moments, **parts, kept=kept, tiles=tiles, lengths=lengths)
+    first = said.get("first")
+    return LayerStats(**found, moments=moments, **parts, kept=kept, tiles=tiles, lengths=lengths, first=first)
 
 
 def _replace(path: Path, content: bytes) -> None:

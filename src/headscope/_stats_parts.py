@@ -319,6 +319,7 @@ class LayerStats:
         kept: rows as they are, one entry a run.
         tiles: a way to the weights, one entry a run; saved only if asked for.
         lengths: how many queries and keys each run had; None where they differ.
+        first: over how many of the first real keys ``first`` and ``streaming_{w}`` sum; None where it is not known.
     """
 
     heads: int
@@ -335,12 +336,13 @@ class LayerStats:
     kept: tuple[Kept, ...] = ()
     tiles: tuple[Tiles, ...] = ()
     lengths: tuple[int, int] | None = None
+    first: int | None = None
 
     def merge(self, *others: LayerStats) -> LayerStats:
         """Of the runs of all, in this order.
 
         Raises:
-            ValueError: other heads, bins or edges, or a part that only some of them have.
+            ValueError: other heads, bins, edges or first keys, or a part that only some of them have.
         """
         for other in others:
             if self.heads != other.heads:
@@ -349,6 +351,9 @@ class LayerStats:
                 if (getattr(self, part) is None) != (getattr(other, part) is None):
                     raise ValueError(f"{part}: cannot merge, for only one of the two has it; observe both alike")
         several = (self, *others)
+        first = [each.first for each in several if each.first is not None]
+        if other := next((n for n in first if n != first[0]), None):
+            raise ValueError(f"first: cannot merge sums over the first {first[0]} keys with those over {other}")
         before = [0, *accumulate(each.runs for each in several[:-1])]
         maps = [each.map for each in several if each.map is not None]
         edges = [each.edges for each in several if each.edges is not None]
@@ -367,6 +372,7 @@ class LayerStats:
             tuple(kept for each in several for kept in each.kept),
             tuple(tiles for each in several for tiles in each.tiles),
             self.lengths if all(each.lengths == self.lengths for each in others) else None,
+            first[0] if first else None,
         )
 
     def to(self, device: torch.device | str) -> LayerStats:

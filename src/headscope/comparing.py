@@ -259,7 +259,7 @@ def _heads(layer: str, old: LayerStats, new: LayerStats, limits: Thresholds) -> 
         changes = tuple(
             _change(name, old.moments[name], new.moments[name], head, limits)
             for name in old.moments
-            if name in new.moments and name not in OF_INPUT
+            if name in new.moments and name not in OF_INPUT and _is_one_measure(name, old, new)
         )
         moved = [each.name for each in changes if each.moved]
         apart = {"map": maps, "received": received}
@@ -268,6 +268,13 @@ def _heads(layer: str, old: LayerStats, new: LayerStats, limits: Thresholds) -> 
         broken = int(old.broken[head]), int(new.broken[head])
         moved += ["broken"] if (broken[0] > 0) != (broken[1] > 0) else []
         yield HeadChange(layer, head, changes, found["map"], found["received"], broken, tuple(moved))
+
+
+def _is_one_measure(name: str, old: LayerStats, new: LayerStats) -> bool:
+    """Whether a name means the same on both sides: sums over other numbers of first keys are other quantities."""
+    if name != "first" and not name.startswith("streaming_"):
+        return True
+    return old.first == new.first or old.first is None or new.first is None
 
 
 def _change(name: str, old: Moments, new: Moments, head: int, limits: Thresholds) -> Change:
@@ -328,7 +335,7 @@ def _notes(old: HeadStats, new: HeadStats) -> tuple[str, ...]:
     """How the two differ in what was looked at."""
     shared = [(old.parts[layer], new.parts[layer]) for layer in old.parts if layer in new.parts]
     notes: list[str] = []
-    for what in ("forwards", "rows looked at", "keys", "bins of the map"):
+    for what in ("forwards", "rows looked at", "keys", "first keys", "bins of the map"):
         numbers = [tuple(_looked_at(part).get(what) for part in pair) for pair in shared]
         sides = [{n for n in side if n is not None} for side in zip(*numbers, strict=True)]
         if any(a != b for a, b in numbers) and all(sides):
@@ -347,6 +354,7 @@ def _looked_at(part: LayerStats) -> dict[str, int]:
     """How much a layer's statistics were made from."""
     found = {"forwards": part.runs, "rows looked at": part.looked_at}
     found |= {"keys": part.received.shape[-1]} if part.received is not None else {}
+    found |= {"first keys": part.first} if part.first is not None else {}
     return found | ({"bins of the map": part.map.bins} if part.map is not None else {})
 
 

@@ -377,7 +377,7 @@ class HeadStats:
         """The statistic of the runs of all: layers by name, new ones at the end. Also ``HeadStats.merge(a, b)``.
 
         Raises:
-            ValueError: a layer with other heads, bins or edges, or with a part that only one of them has.
+            ValueError: a layer with other heads, bins, edges or first keys, or with a part that only one of them has.
         """
         several: dict[str, list[LayerStats]] = {}
         for stats in (self, *others):
