@@ -183,7 +183,8 @@ def _notes(recording: Recording) -> list[str]:
     if recording.stats.sampled:
         looked = sum(part.looked_at for part in recording.stats.parts.values())
         of = sum(part.of for part in recording.stats.parts.values())
-        notes.append(f"A sample: {looked:,} of {of:,} query rows were looked at, and every figure stands on these.")
+        each = "of each head" if len(recording.stats.parts) == 1 else "of each head, all layers together,"
+        notes.append(f"A sample: {looked:,} of {of:,} query rows {each} were looked at; every figure stands on these.")
     return notes
 
 
