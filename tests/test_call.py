@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -33,6 +34,14 @@ def yes(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.bool)
 
 
+@dataclass
+class Every(Mask):
+    n: int
+
+    def allows(self, b: object, h: object, i: object, j: Tensor) -> Tensor:
+        return j % self.n == 0
+
+
 WRONG_KINDS = {
     "q: got list, wanted a torch.Tensor": {"q": [1.0]},
     "k: got NoneType, wanted a torch.Tensor": {"k": None},
@@ -59,6 +68,17 @@ WRONG_KINDS = {
     "mask: Dense holds float32, wanted bool (True = may be seen)": {"mask": Dense(torch.zeros(Q, K)) & causal()},
     "mask: Band(left=...) wants a whole number or None, got float": {"mask": Band(1.5, 0)},
     "mask: Band(right=...) wants a whole number or None, got str": {"mask": Prefix(1) | Band(None, "0")},  # pyright: ignore[reportArgumentType]
+    "mask: Band(left=...) wants a whole number or None, got bool": {"mask": Band(True, 0)},
+    "mask: Band(right=...) wants a whole number or None, got float": {"mask": Band(None, 1.0)},
+    "mask: Band(offset=...) wants a whole number, or one for each batch entry, got True": {
+        "mask": Band(None, 0, offset=True)
+    },
+    "mask: Band(offset=...) wants a whole number, or one for each batch entry, got (1, 1.0)": {
+        "mask": Band(None, 0, offset=[1, 1.0])
+    },
+    "mask: Every cannot be hashed; masks without tensors compare and hash by value, as of a @dataclass(frozen=True)": {
+        "mask": Every(2)
+    },
     "mask: Band(offset=...) wants a whole number, or one for each batch entry, got 1.5": {
         "mask": Band(None, 0, offset=1.5)  # pyright: ignore[reportArgumentType]
     },
@@ -108,6 +128,8 @@ WRONG_SIZES = {
     "mask: has 5 axes, wanted at most 4 ([B, H, Q, K]); mask [1, 2, 6, 5, 7]": {"mask": yes(1, B, H, Q, K)},
     "mask: axis 0 (B) is 3, wanted 2 or 1": {"mask": causal() & Dense(yes(3, 1, 1, K))},
     "mask: Prefix(n) wants a whole number from 0, got -1": {"mask": Prefix(-1)},
+    "mask: Prefix(n) wants a whole number from 0, got True": {"mask": Prefix(True)},
+    "mask: Prefix(n) wants a whole number from 0, got 1.0": {"mask": Prefix(1.0)},  # pyright: ignore[reportArgumentType]
     "mask: Prefix(n) wants a whole number from 0, got 1.5": {"mask": Prefix(1.5)},  # pyright: ignore[reportArgumentType]
     "mask: KeyLengths.lengths axis 0 (B) is 3, wanted 2; it is [3]": {"mask": KeyLengths(ids(3))},
     "mask: KeyLengths.lengths is [2, 7], wanted [B] = [2]": {"mask": KeyLengths(ids(B, K))},
@@ -161,7 +183,8 @@ def test_a_wrong_size_is_a_value_error(message: str) -> None:
 @pytest.mark.parametrize("message", WRONG_KINDS | WRONG_SIZES)
 def test_a_mistake_does_not_hide_behind_a_call_that_was_kept(message: str) -> None:
     """True equals 1 and 1.0 equals 1: a kept call must not answer for one that is wrong."""
-    for fits in ({}, {"scale": 1.0}, {"softcap": 1.0}, {"dropout": 0.0}):
+    one = [{"mask": mask} for mask in (Prefix(1), Band(1, 0), Band(None, 1), Band(None, 0, 1), Band(None, 0, (1, 1)))]
+    for fits in ({}, {"scale": 1.0}, {"softcap": 1.0}, {"dropout": 0.0}, *one):
         headscope.attention(**made(**fits))
     with pytest.raises((TypeError, ValueError), match="^" + re.escape(message)):
         headscope.attention(**made(**(WRONG_KINDS | WRONG_SIZES)[message]))

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -146,6 +147,15 @@ def test_window_and_causal() -> None:
     assert window(4) == Band(3, 0)
     with pytest.raises(ValueError, match=re.escape("n: window(0) would see nothing; wanted at least 1")):
         window(0)
+    with pytest.raises(TypeError, match=re.escape("n: window wants a whole number, got NoneType")):
+        window(None)  # pyright: ignore[reportArgumentType]
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    two = np.int64(2)
+    assert (window(two), Prefix(two)) == (window(2), Prefix(2))
+    assert Band(two, two, offset=[two, 1]) == Band(2, 2, offset=(2, 1))
+    assert {type(x) for x in (Prefix(two).n, Band(two).left, Band(None, two).right)} == {int}
 
 
 @pytest.mark.parametrize("use", [bool, lambda mask: mask and mask, lambda mask: not mask], ids=["bool", "and", "not"])
@@ -172,6 +182,7 @@ def test_lengths_and_ids_may_be_lists() -> None:
         [True, False, False],
         [False, True, True],
     ]
+    assert Dense([[True], [False]]).dense(1, 1, 2, 2)[0, 0].tolist() == [[True, True], [False, False]]
 
 
 @pytest.mark.parametrize("name", list(primitives((2, 3, 5, 7))))
@@ -247,8 +258,6 @@ def test_what_plans_know_of_themselves() -> None:
     assert not plan(Prefix(6)).everything
     assert plan(Dense(torch.ones(7, 7, dtype=torch.bool))).full
     assert not plan(Dense(torch.ones(7, 7, dtype=torch.bool))).everything, "its values are not read"
-    assert plan(KeyLengths(torch.tensor([3, 1]))).by_key
-    assert not plan(causal()).by_key
     assert plan(causal(), 9).may_be_empty, "more queries than keys: the first rows stand before the first key"
     assert not plan(causal(), 5).may_be_empty
     assert plan(KeyLengths(torch.tensor([3, 0]))).may_be_empty
@@ -373,6 +382,8 @@ def test_plans_do_not_depend_on_the_default_device() -> None:
     masks._plan_by_value.cache_clear()
     torch.set_default_device("meta")
     try:
+        for held in (KeyLengths(torch.tensor([3], device="cpu")), Documents(torch.tensor([[3]], device="cpu"))):
+            assert {x.device.type for x in held.tensors()} == {"cpu"}
         plan = window(3).plan(1, 1, 5, 5)
         square = causal().plan(1, 1, 11, 11)
     finally:

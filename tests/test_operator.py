@@ -62,7 +62,7 @@ def arguments(asked: Asked, backend: str, dropout: float = 0.0) -> tuple[Any, ..
     parts: list[Tensor] = []
     if "mask" in asked.said:
         mask = asked.said["mask"]
-        _operator.encode(mask if isinstance(mask, Mask) else Dense(mask), (B, H, q.shape[2], K), codes, parts)
+        _operator.encode(mask if isinstance(mask, Mask) else Dense(mask), (B, H, q.shape[2], K), q.device, codes, parts)
     bias, sinks = cpu.four_axes(asked.tensors.get("bias")), asked.tensors.get("sinks")
     if bias is not None:
         bias = bias.detach().requires_grad_(bias.requires_grad)  # a leaf again
@@ -85,7 +85,7 @@ MASKS = [
 def test_a_mask_survives_as_numbers_and_tensors(mask: Mask) -> None:
     codes: list[int] = []
     parts: list[Tensor] = []
-    _operator.encode(mask, SIZES, codes, parts)
+    _operator.encode(mask, SIZES, torch.device("cpu"), codes, parts)
     assert all(type(code) is int for code in codes)
     again = _operator.decode(codes, parts)
     assert again is not None

@@ -159,6 +159,14 @@ def test_turning_is_that_of_transformers() -> None:
         torch.testing.assert_close(got, wanted)
 
 
+def test_what_is_given_away_may_be_written_to() -> None:
+    rotary, x = Rotary(D), torch.randn(1, 1, 5, D)
+    wanted = rotary.rotate(x, slice(0, 5))
+    for each in rotary.cos_sin(slice(0, 5), x):
+        each.zero_()
+    assert torch.equal(rotary.rotate(x, slice(0, 5)), wanted)
+
+
 def test_ntk_by_its_definition() -> None:
     """The fastest pair is as it was; the slowest turns ``factor`` times as slowly."""
     plain, fixed = Rotary(D).frequencies(), Rotary(D, scaling=NTK(5)).frequencies()

@@ -329,7 +329,7 @@ def check_mask(mask: Mask, sizes: tuple[int, int, int, int], device: torch.devic
             case Turned():
                 _check_band(leaf.band, batch)
             case Prefix():
-                if not isinstance(leaf.n, int) or leaf.n < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+                if not _is_whole(leaf.n) or leaf.n < 0:
                     raise ValueError(f"mask: Prefix(n) wants a whole number from 0, got {leaf.n!r}")
                 if leaf.n > FAR:
                     raise ValueError(f"mask: Prefix(n) wants a whole number up to {FAR}, got {leaf.n}")
@@ -343,19 +343,25 @@ def check_mask(mask: Mask, sizes: tuple[int, int, int, int], device: torch.devic
                     raise TypeError(f"mask: Dense holds {kind(leaf.tensor)}, wanted bool (True = may be seen)")
                 _broadcasts("mask", leaf.tensor, (batch,), (heads, queries, keys))
             case _:
-                pass
+                if type(leaf).__hash__ is None and not leaf.tensors():  # pyright: ignore[reportUnnecessaryComparison]
+                    hint = "masks without tensors compare and hash by value, as of a @dataclass(frozen=True)"
+                    raise TypeError(f"mask: {type(leaf).__name__} cannot be hashed; {hint}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_band(band: Band, batch: int) -> None:
     for name, reach in (("left", band.left), ("right", band.right)):
-        if reach is not None and not isinstance(reach, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if reach is not None and not _is_whole(reach):
             raise TypeError(f"mask: Band({name}=...) wants a whole number or None, got {kind(reach)}")
     offset = band.offset
     if isinstance(offset, Tensor):
         _check_ids("Band.offset", offset, {"B": batch} if offset.ndim else {})  # a single number serves the whole batch
         return
     each = offset if isinstance(offset, tuple) else () if offset is None else (offset,)
-    if not all(isinstance(number, int) for number in each):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not all(map(_is_whole, each)):
         raise TypeError(f"mask: Band(offset=...) wants a whole number, or one for each batch entry, got {offset!r}")
     if any(abs(number) > FAR for number in each):
         raise ValueError(f"mask: Band(offset=...) wants numbers from {-FAR} to {FAR}, got {offset!r}")

@@ -3,7 +3,8 @@
 Every backend multiplies whole blocks, and 0 x NaN is NaN: a NaN in a hidden key would leak into rows that may not see
 it. And torch's fused kernel for a CPU takes a row whose logits are all NaN for one that may see nothing, if there are
 fewer keys than fit into a vector. So where something is not finite, the backend runs on inputs in which the non-finite
-entries are zero, and the rows that may see one are spoilt afterwards. Finite inputs never come here.
+entries are zero, and the rows that may see one are spoilt afterwards. Finite inputs come here only where a sum
+overflows, and then nothing is spoilt.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def _frame(given: Given) -> _Frame:
         return _made_frame(given)
     if is_traced() or (mask is not None and mask.tensors()):  # what is made for a tracer is of no use to others
         return _made_frame(given)
-    key = (call.batch, call.heads, call.queries, call.keys, call.device, mask, given.kind, given.what.first)
+    key = (call.batch, call.heads, call.queries, call.keys, given.inputs.q.device, mask, given.kind, given.what.first)
     found = _frames.get(key)
     if found is None:
         if len(_frames) >= _FRAMES:

@@ -59,7 +59,7 @@ def attend(call: Call, mask: Mask | None, inputs: Inputs, backend: str) -> tuple
     codes: list[int] = []
     parts: list[Tensor] = []
     if mask is not None:
-        encode(mask, (call.batch, call.heads, call.queries, call.keys), codes, parts)
+        encode(mask, (call.batch, call.heads, call.queries, call.keys), inputs.q.device, codes, parts)
     seed = torch.randint(2**62, (), device="cpu") if call.dropout else None
     numbers = (call.scale, call.softcap or 0.0, call.dropout)
     args = (*inputs, codes, parts, *numbers, seed, backend)
@@ -80,7 +80,9 @@ class Code:
     NO_OFFSET, ONE_OFFSET, OFFSETS, OFFSET_TENSOR = range(4)  # of a band
 
 
-def encode(mask: Mask, sizes: tuple[int, int, int, int], codes: list[int], parts: list[Tensor]) -> None:
+def encode(
+    mask: Mask, sizes: tuple[int, int, int, int], device: torch.device, codes: list[int], parts: list[Tensor]
+) -> None:
     """Append a mask's codes and tensors; parts of a mask come before what joins them.
 
     A mask of the caller's own class is filled in as a Q x K tensor: an operator knows nothing of it.
@@ -107,12 +109,12 @@ def encode(mask: Mask, sizes: tuple[int, int, int, int], codes: list[int], parts
             codes += [Code.DOCUMENTS]
             parts += [mask.q_ids, mask.k_ids]
         case And() | Or():
-            encode(mask.first, sizes, codes, parts)
-            encode(mask.second, sizes, codes, parts)
+            encode(mask.first, sizes, device, codes, parts)
+            encode(mask.second, sizes, device, codes, parts)
             codes += [Code.BOTH if isinstance(mask, And) else Code.EITHER]
         case _:
             codes += [Code.DENSE]
-            parts += [mask.tensor if isinstance(mask, Dense) else mask.dense(*sizes)]
+            parts += [mask.tensor if isinstance(mask, Dense) else mask.dense(*sizes, device)]
 
 
 def decode(codes: Sequence[int], parts: Sequence[Tensor]) -> Mask | None:

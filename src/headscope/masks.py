@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from numbers import Integral
 from typing import TypeAlias
 
 import torch
@@ -82,11 +83,12 @@ class Mask(ABC):
             return _plan(self, sizes)
         versions = tuple(tensor._version for tensor in held)
         kept: dict[Sizes, tuple[tuple[int, ...], Plan]] = vars(self).setdefault("_plans", {})
-        if sizes not in kept or kept[sizes][0] != versions:
+        found = kept.get(sizes)
+        if found is None or found[0] != versions:
             if len(kept) >= PLANS:  # as many sizes come by only when a length grows with every call
                 kept.clear()
-            kept[sizes] = (versions, _plan(self, sizes))
-        return kept[sizes][1]
+            found = kept[sizes] = (versions, _plan(self, sizes))
+        return found[1]
 
     def __and__(self, other: Mask) -> Mask:
         return And(self, _operand(other))
@@ -136,8 +138,10 @@ class Band(Mask):
     offset: int | tuple[int, ...] | Tensor | None = None
 
     def __post_init__(self) -> None:
+        for name in ("left", "right", "offset"):
+            object.__setattr__(self, name, _as_int(getattr(self, name)))
         if isinstance(self.offset, Sequence):
-            object.__setattr__(self, "offset", tuple(self.offset))
+            object.__setattr__(self, "offset", tuple(map(_as_int, self.offset)))
 
     def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
         offset = self.offset
@@ -169,7 +173,8 @@ class Band(Mask):
         return id(self) if self.tensors() else hash((self.left, self.right, self.offset))
 
     def _value(self) -> tuple[object, ...]:
-        return (self.left, self.right, self.offset)
+        said = (self.left, self.right, *(self.offset if isinstance(self.offset, tuple) else (self.offset,)))
+        return type(self.offset), said, tuple(map(type, said))  # 1.0 is 1, but no number of positions
 
 
 @dataclass(frozen=True)
@@ -177,6 +182,15 @@ class Prefix(Mask):
     """The first ``n`` keys: ``j < n``."""
 
     n: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", _as_int(self.n))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Prefix) and type(self.n) is type(other.n) and self.n == other.n
+
+    def __hash__(self) -> int:
+        return hash((Prefix, self.n))
 
     def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
         return torch.as_tensor(j < self.n)
@@ -207,7 +221,7 @@ class KeyLengths(Mask):
     lengths: Tensor
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", torch.as_tensor(self.lengths))
+        object.__setattr__(self, "lengths", _as_tensor(self.lengths))
 
     def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
         return j < self.lengths[b]
@@ -229,8 +243,8 @@ class Documents(Mask):
     k_ids: Tensor = field(default=None)  # pyright: ignore[reportAssignmentType]  # filled in __post_init__
 
     def __post_init__(self) -> None:
-        q_ids = torch.as_tensor(self.q_ids)
-        k_ids = torch.as_tensor(self.k_ids) if self.k_ids is not None else q_ids  # pyright: ignore[reportUnnecessaryComparison]
+        q_ids = _as_tensor(self.q_ids)
+        k_ids = _as_tensor(self.k_ids) if self.k_ids is not None else q_ids  # pyright: ignore[reportUnnecessaryComparison]
         object.__setattr__(self, "q_ids", q_ids)
         object.__setattr__(self, "k_ids", k_ids)
 
@@ -260,6 +274,18 @@ class Documents(Mask):
         return (self.q_ids, self.k_ids)
 
 
+def _as_int(given: object) -> object:
+    """A whole number of another library as an int; anything else as it is, for ``Call`` to judge."""
+    if given is None or type(given) in (int, bool, tuple, Tensor) or not isinstance(given, Integral):
+        return given
+    return int(given)
+
+
+def _as_tensor(given: object) -> Tensor:
+    """A tensor stays where it is, whatever the default device."""
+    return given if isinstance(given, Tensor) else torch.as_tensor(given)
+
+
 def _ids_of(name: str, cu_seqlens: Tensor) -> Tensor:
     """[n + 1] cumulative lengths -> [1, total], the number of each token's sequence."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype.is_floating_point or cu_seqlens.dtype == torch.bool:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -280,6 +306,9 @@ class Dense(Mask):
     """
 
     tensor: Tensor
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensor", _as_tensor(self.tensor))
 
     def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
         full = self._four_axes()
@@ -343,6 +372,9 @@ def causal() -> Band:
 
 def window(n: int) -> Band:
     """The last ``n`` keys, the query's own included: a sliding window (with ``causal`` already in it)."""
+    n = _as_int(n)  # pyright: ignore[reportAssignmentType]  # checked in the next line
+    if isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"n: window wants a whole number, got {type(n).__name__}")
     if n < 1:
         raise ValueError(f"n: window({n}) would see nothing; wanted at least 1 (the query's own key)")
     return Band(n - 1, 0)
@@ -422,11 +454,6 @@ class Plan:
     everything: bool
     is_causal: bool
     may_be_empty: bool
-
-    @property
-    def by_key(self) -> bool:
-        """What may be seen is the same for every query of a batch entry."""
-        return self.spans.shape[1] == 1 and self.rest is None
 
     def read_again(self) -> tuple[Tensor, ...]:
         """The caller's own tensors that a backward pass reads: it saves them, so that to write to them is an error."""

@@ -358,7 +358,7 @@ class MultiHeadAttention(nn.Module):
         positions = None if positions is None else check_positions(positions, q)
         places = slice(start, stop) if positions is None else positions
         if self.rotary is not None:
-            cos, sin = self.rotary.cos_sin(places, q)
+            cos, sin = self.rotary.shared_cos_sin(places, q)
             q, k = self.rotary.turn(q, cos, sin), self.rotary.turn(k, cos, sin)
         if cache is not None:
             k, v, first, mask = cache.append(k, v, mask)

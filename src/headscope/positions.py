@@ -258,7 +258,7 @@ class Rotary:
             raise ValueError(
                 f"x: axis {x.ndim - 1} (D) is {x.shape[-1]}, wanted at least dim {self.dim}; {shapes(x=x)}"
             )
-        return self.turn(x, *self.cos_sin(_places(positions, x), x, length))
+        return self.turn(x, *self.shared_cos_sin(_places(positions, x), x, length))
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``rotate`` by what ``cos_sin`` gave: x [..., T, D], cos and sin [T, dim / 2] or [B, 1, T, dim / 2]."""
@@ -277,6 +277,11 @@ class Rotary:
 
     def cos_sin(self, positions: Places, like: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
         """What ``turn`` takes, in float32 (float64 for float64), on the device of ``like``."""
+        cos, sin = self.shared_cos_sin(positions, like, length)
+        return cos.clone(), sin.clone()
+
+    def shared_cos_sin(self, positions: Places, like: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
+        """``cos_sin`` that must not be written to: it may be a piece of a table that later calls read."""
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         if self.dynamic and length is None:
             length = positions.stop if isinstance(positions, slice) else _most(positions) + 1

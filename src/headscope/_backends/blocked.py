@@ -88,11 +88,11 @@ def tile_logits(call: Call, plan: Plan | None, block: Block, inputs: Inputs) -> 
         s = call.softcap * torch.tanh(uncapped)
     if inputs.bias is not None:
         bias = _bias_tile(call, block, inputs.bias)
-        s = _per_head(call, block, s).add(bias).masked_fill(bias == -torch.inf, -torch.inf).view_as(s)
+        s = _per_head(call, s).add(bias).masked_fill(bias == -torch.inf, -torch.inf).view_as(s)
     if plan is not None and not plan.everything:
         seen = plan.tile(block.b, block.heads(call.group), block.i, block.j).to(s.device)
         seen = seen.unflatten(1, (-1, call.group)) if seen.shape[1] > 1 else seen[:, :, None]  # [b, h, g, i, j]
-        s = _per_head(call, block, s).masked_fill(~seen, -torch.inf).view_as(s)
+        s = _per_head(call, s).masked_fill(~seen, -torch.inf).view_as(s)
     return s, uncapped
 
 
@@ -102,7 +102,7 @@ def _grouped(call: Call, block: Block, tensor: Tensor) -> Tensor:
     return rows.unflatten(1, (-1, call.group)).flatten(2, 3)  # [b, h, g * i, D]
 
 
-def _per_head(call: Call, block: Block, tile: Tensor) -> Tensor:
+def _per_head(call: Call, tile: Tensor) -> Tensor:
     """[b, h, g * i, j] -> [b, h, g, i, j]"""
     return tile.unflatten(2, (call.group, -1))
 
@@ -145,8 +145,8 @@ class _Attend(torch.autograd.Function):
         for block in blocks(call, plan):
             tile_out, tile_lse = _forward(call, plan, block, inputs, seed)
             at = (block.b, block.heads(call.group), block.i)
-            out[at] = _per_head(call, block, tile_out).flatten(1, 2).to(out.dtype)  # [b, H, i, Dv]
-            lse[at] = _per_head(call, block, tile_lse)[..., 0].flatten(1, 2)  # [b, H, i]
+            out[at] = _per_head(call, tile_out).flatten(1, 2).to(out.dtype)  # [b, H, i, Dv]
+            lse[at] = _per_head(call, tile_lse)[..., 0].flatten(1, 2)  # [b, H, i]
         ctx.call, ctx.plan, ctx.seed = call, plan, seed
         ctx.save_for_backward(q, k, v, bias, sinks, out, lse, *(() if plan is None else plan.read_again()))
         return out, lse
@@ -223,7 +223,7 @@ def weights_of_sinks(call: Call, plan: Plan | None, inputs: Inputs) -> Tensor:
             w = _weights(call, block, inputs, tile_logits(call, plan, block, inputs)[0])
             assert w.sink is not None
             rows = w.sink / w.divisor
-        found[block.b, block.heads(call.group), block.i] = _per_head(call, block, rows)[..., 0].flatten(-3, -2)
+        found[block.b, block.heads(call.group), block.i] = _per_head(call, rows)[..., 0].flatten(-3, -2)
     return found
 
 
@@ -303,19 +303,19 @@ def _backward(a: _Backward, sums: Inputs) -> None:
     sums.v[block.b, block.h, block.j] += dropped.transpose(-2, -1) @ grad_out
     grad_s = (p * (grad_p - delta + grad_lse)).masked_fill_(hidden, 0)
     if sums.bias is not None:
-        _add_bias_gradient(call, block, _per_head(call, block, grad_s), sums.bias)
+        _add_bias_gradient(call, block, _per_head(call, grad_s), sums.bias)
     if uncapped is not None:
         grad_s = grad_s / uncapped.cosh().square()  # not 1 - tanh², which loses its digits where tanh is flat
     grad_s = grad_s * call.scale
     q, k = _grouped(call, block, inputs.q).to(dtype), inputs.k[block.b, block.h, block.j].to(dtype)
     sums.k[block.b, block.h, block.j] += grad_s.transpose(-2, -1) @ q
-    grad_q = _per_head(call, block, grad_s @ k).flatten(1, 2)  # [b, H, i, D]
+    grad_q = _per_head(call, grad_s @ k).flatten(1, 2)  # [b, H, i, D]
     sums.q[block.b, block.heads(call.group), block.i] += grad_q
 
 
 def _add_sink_gradient(call: Call, block: Block, grad_s: Tensor, sums: Inputs) -> None:
     if sums.sinks is not None:
-        sums.sinks[block.heads(call.group)] += _per_head(call, block, grad_s).sum((0, 3, 4)).flatten()
+        sums.sinks[block.heads(call.group)] += _per_head(call, grad_s).sum((0, 3, 4)).flatten()
 
 
 def _add_bias_gradient(call: Call, block: Block, grad_s: Tensor, total: Tensor) -> None:
