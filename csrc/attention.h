@@ -34,7 +34,7 @@ struct Rule {
     Spans reach;       // spans
     Tensor4 q, k;      // same_id: int64 [B, Q] and [B, K], strides 0 and 1; bytes: q is a byte a pair, [B, H, Q, K]
 };
-constexpr int MOST_RULES = 32;
+constexpr int MOST_RULES = 32;  // sixteen parts of a mask, and what joins them
 
 // What may be seen: what is inside the spans (no data: every key), and the rules, if there are any, allow.
 struct Visible {

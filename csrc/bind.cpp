@@ -187,7 +187,7 @@ NB_MODULE(_native, m) {
         f->bias = tensor(bias, bias_stride, dtype);
         f->sinks = reinterpret_cast<const void*>(sinks);
         f->visible.spans = reach(spans, spans_at);
-        if (rules.size() > MOST_RULES) throw std::invalid_argument("mask: more than 32 parts");
+        if (rules.size() > MOST_RULES) throw std::invalid_argument("mask: more parts than there is room for");
         for (const auto& [kind, first, stride, second, second_stride] : rules) {
             Rule& rule = f->visible.rules[f->visible.count++];
             rule.kind = static_cast<Rule::Kind>(kind);

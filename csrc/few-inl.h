@@ -1,6 +1,6 @@
-// The inner products where there are at most eight rows: a step of decoding. Rows in the lanes would leave most lanes empty,
-// so here the width of a head lies in the lanes, and G rows share each key and value that is read. Keys and values are
-// widened as they are loaded.
+// The inner products where there are few rows, at most eight and no more than lanes: a step of decoding. Rows in the lanes would
+// leave most lanes empty, so here the width of a head lies in the lanes, and G rows share each key and value that is read. Keys and
+// values are widened as they are loaded.
 
 template <class T> constexpr int MOST_FEW = LANES<T> < 8 ? LANES<T> : 8;  // rows that Few takes
 

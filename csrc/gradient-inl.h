@@ -75,14 +75,13 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         Products::mixes(by_keys, keys_across(from, keys), (keys + Op::PER_WORD - 1) / Op::PER_WORD, int(f.head_dim), dq, false);
         return true;
     }
-    // By pairs they are made once for all who share them.
+    // By pairs they are made once for all who share them; others have been widened for the logits.
     Lines keys_across(std::int64_t j, int keys) {
         const int depth = int(f.head_dim);
-        if (!PAIRS || shared->from != j || shared->keys != keys) {
-            *shared = {j, keys};
-            return this->across(f.k, j, keys, depth, this->wide_k);
-        }
-        return {reinterpret_cast<const char*>(this->wide_k), depth * std::int64_t(sizeof(Word))};
+        const bool there = PAIRS ? shared->from == j && shared->keys == keys : sizeof(T) == 4 && f.k.dtype != Dtype::f32;
+        if (there) return {reinterpret_cast<const char*>(this->wide_k), depth * std::int64_t(sizeof(Word))};
+        *shared = {j, keys};
+        return this->across(f.k, j, keys, depth, this->wide_k);
     }
     // What some who have met the same keys add to dk [K][k_width] and dv [K][v_width].
     static void add(Gradient* const* some, int number, T* dk, T* dv) {
@@ -161,8 +160,9 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         top_apart = any<T>(coarse);
         if (top_apart) sum_again();
     }
-    // A number as large as this has lost of a sum of weights what comes after the twelfth bit; and the largest has lost all.
-    static constexpr T COARSE = sizeof(T) == 4 ? T(1 << 12) : T(std::int64_t(1) << 41);
+    // A number as large as this has lost of a sum of weights what comes after the 17th bit, or the twelfth, where the weights are
+    // rounded to bf16; and the largest has lost all.
+    static constexpr T COARSE = sizeof(T) == 8 ? T(std::int64_t(1) << 36) : T(PAIRS ? 1 << 12 : 1 << 7);
     // The largest logit of each row and, in lse, the logarithm of the sum: from the logits.
     APART void sum_again() {
         V<T> sum[QV];

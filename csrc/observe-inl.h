@@ -193,14 +193,18 @@ template <class T, int QV> struct Look : Sweep<T, QV> {
         UNROLL for (int v = 0; v < QV; v++) plus(REACH, v, far[v]);
     }
     T reach_of(int n) const { return T(std::floor(s->reach[n])); }  // distances are whole; in float 2.9999999999 would be 3
+    // How far a vector of rows stands behind a key; not the difference of two numbers, which a float rounds from 2^24 on.
+    INLINE V<T> behind(std::int64_t key, int v) const {
+        return __builtin_convertvector(load_int<T>(line + v * L) - Int<T>(key), V<T>);
+    }
     void within(int n, const T* p, std::int64_t j0, int keys) {
         const T w = reach_of(n);
-        if (T(j0) - T(highest_line) > w || T(lowest_line) - T(j0 + keys - 1) > w) return;
+        if (T(j0 - highest_line) > w || T(lowest_line - (j0 + keys - 1)) > w) return;
         UNROLL for (int v = 0; v < QV; v++) {
-            const V<T> at = load(place + v * L);
+            const V<T> at = behind(j0, v);
             V<T> near{};
             for (int j = 0; j < keys; j++) {
-                const V<T> gap = at - T(j0 + j);
+                const V<T> gap = at - T(j);
                 near += greater<T>(gap, -gap) <= w ? load(p + j * ROWS + v * L) : V<T>{};
             }
             plus(WITHIN + n, v, near);
@@ -315,7 +319,7 @@ template <class T, int QV> struct Look : Sweep<T, QV> {
         say(rows, s->value[MAX_WEIGHT], [&](int v) { return exp2(load(highest + v * L) - load(rows.top + v * L)) * scale(v); });
         say(rows, s->value[EFFECTIVE_KEYS], [&](int v) {
             const V<T> squares = of(SQUARES, v) * scale(v) * scale(v);
-            return squares > 0 ? 1 / squares : none;
+            return squares >= std::numeric_limits<T>::min() ? 1 / squares : none;  // what is less may have infinity for its inverse
         });
         say(rows, s->value[MASS], mass);
         say(rows, s->value[CHANCE], [&](int v) { return 1 / choices_of(v); });
@@ -337,7 +341,7 @@ template <class T, int QV> struct Look : Sweep<T, QV> {
             say(rows, s->streaming[k], [&](int v) {
                 V<T> x = of(WITHIN + k, v) * scale(v);
                 for (int n = 0; n < s->firsts; n++) {  // and the first keys, where they are not within
-                    const V<T> gap = load(place + v * L) - T(s->first[block.b * s->first_stride + n]);
+                    const V<T> gap = behind(s->first[block.b * s->first_stride + n], v);
                     x += greater<T>(gap, -gap) > reach_of(k) ? weight(AT_FIRST + n, v) : V<T>{};
                 }
                 return x;

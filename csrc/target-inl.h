@@ -1,4 +1,4 @@
-// What a target offers to dispatch.cpp; included last inside each target's namespace.
+// What a target offers to dispatch.cpp, but for what pool-inl.h does; included inside each target's namespace.
 
 template <class T> std::int64_t blocks_of(const Forward& f) {
     constexpr int most = QUERY_VECTORS * LANES<T>;
@@ -165,6 +165,7 @@ template <class T, int QV, class Op = Plain<T>> void run_gradient_blocks(const B
         if (block[n]->end > end) end = block[n]->end;
     }
     for (std::int64_t j = begin; j < end; j += Block::KEYS) {
+        if (stops(f)) return;
         Block* met[TOGETHER];
         int alike = 0;  // of those that met, how many still to be added have met the same keys
         for (int n = 0; n < count; n++) {

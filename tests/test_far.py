@@ -81,6 +81,24 @@ def test_weights_of_rows_far_from_zero_are_weights(dtype: torch.dtype, sinks: bo
 
 
 @pytest.mark.parametrize("backend", [each for each in BACKENDS if each != "reference"])
+@pytest.mark.parametrize("size", [3.0, 30.0, 100.0, 300.0])
+def test_gradients_beside_large_logits_are_as_exact_as_torchs(backend: Any, size: float) -> None:
+    """A weight near 1 shows each digit that lse has lost."""
+    random = torch.Generator().manual_seed(0)
+    made = torch.randn(4, 4, 128, 64, generator=random)
+
+    def gradients(dtype: torch.dtype, backend: Any) -> list[Tensor]:
+        q, k, v, grad = made.clone().to(dtype)
+        leaves = [x.requires_grad_() for x in (q * size, k, v)]
+        return [x.double() for x in torch.autograd.grad(attention(*leaves, backend=backend), leaves, grad)]
+
+    exact, plain = (gradients(dtype, "reference") for dtype in (torch.float64, torch.float32))
+    for name, got, theirs, truth in zip("qkv", gradients(torch.float32, backend), plain, exact, strict=True):
+        ours, torchs = ((x - truth).square().mean().sqrt() for x in (got, theirs))
+        assert ours < 2 * torchs, f"d{name}: {ours:.3g}, torch has {torchs:.3g}"
+
+
+@pytest.mark.parametrize("backend", [each for each in BACKENDS if each != "reference"])
 @pytest.mark.parametrize("at", [0.3, 0.7, 3.0, 6.0, 8.0])
 def test_the_gradient_through_a_softcap_where_it_is_flat(backend: Any, at: float) -> None:
     """1 - tanh² has lost its digits there; relative to float64."""

@@ -421,6 +421,22 @@ def test_a_window_is_not_rounded_up() -> None:
         assert torch.equal(ours.kept[0].values[f"{name}_3"], two.kept[0].values[f"{name}_2"])
 
 
+def test_a_window_where_float32_has_no_odd_numbers() -> None:
+    keys = 2**24 + 70
+    q, k = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, keys, 1)
+    k[..., -2, :] = 60.0  # all weight is one before its own
+    for seen in both(Observe(windows=(0, 1), received=False), {"q": q, "k": k}):
+        assert float(seen["window_0"].mean) == float(seen["self"].mean) < 1e-20
+        assert float(seen["window_1"].mean) == pytest.approx(1)
+
+
+def test_weights_too_small_to_be_squared() -> None:
+    """1 / Σ p² is not infinity, which would be the mean of all rows."""
+    for seen in both(Observe(), made() | {"sinks": torch.full((H,), 48.0)}):
+        assert not seen["effective_keys"].mean.isinf().any()
+        assert seen["max_weight"].count.tolist() == [[B * Q] * H]
+
+
 def test_few_rows_and_many_keys_are_attended_as_ever() -> None:
     given = {"q": normal(1, 2, 3, 16), "k": normal(1, 2, 4099, 16), "v": normal(1, 2, 4099, 8)}
     plain, seen = attend(**given, backend="cpu"), attend(**given, backend="cpu", observe=Observe())

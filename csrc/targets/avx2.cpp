@@ -19,7 +19,8 @@ namespace headscope::avx2 {
 namespace {
 // __builtin_cpu_supports also asks XGETBV whether the operating system saves the registers.
 bool runs_here() {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+           __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
 }
 }  // namespace
 extern const Target target;

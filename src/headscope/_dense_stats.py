@@ -120,7 +120,7 @@ def row_statistics(
         "entropy": entropy,
         "normalized_entropy": torch.where(choices >= 2, entropy / choices.double().log(), math.nan),
         "max_weight": at.p.amax(-1),
-        "effective_keys": torch.where(squares > 0, 1 / squares, math.nan),
+        "effective_keys": torch.where(squares >= torch.finfo(squares.dtype).tiny, 1 / squares, math.nan),
         "mass": at.p.sum(-1),
         "first": (at.p * at.first_keys(first)).sum(-1),
     }

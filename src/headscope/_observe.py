@@ -168,7 +168,7 @@ def _of_weights(tile: Tile) -> dict[str, Tensor]:
         "max_logit": tile.max_logit,
         "entropy": entropy,
         "normalized_entropy": torch.where(tile.choices >= 2, entropy / tile.choices.to(entropy.dtype).log(), math.nan),
-        "effective_keys": torch.where(squares > 0, 1 / squares, math.nan),
+        "effective_keys": torch.where(squares >= torch.finfo(squares.dtype).tiny, 1 / squares, math.nan),
         "mass": mass,
         "chance": (1 / tile.choices.to(mass.dtype)).expand_as(mass),
     }

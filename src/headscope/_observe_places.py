@@ -38,9 +38,10 @@ def _on_a_line(scene: Scene, block: Block, tile: Tile) -> Places:
     """Keys at 0, 1, 2, …: the masses on single keys can be picked."""
     assert scene.line is not None
     line = cut(scene.line, block.b, block.r)[:, None]  # [b or 1, 1, i]
-    dtype = tile.p.dtype
-    keys = torch.arange(block.j.start, block.j.stop, device=line.device, dtype=dtype)
-    reach = (keys - line[..., None].to(dtype)).abs_()  # [b or 1, 1, i, j]
+    keys = torch.arange(block.j.start, block.j.stop, device=line.device)
+    reach = (
+        (keys - line[..., None]).abs_().to(tile.p.dtype)
+    )  # [b or 1, 1, i, j]; float32 has no odd numbers from 2^24 on
     values: dict[str, Tensor] = {}
     for name, step in NEAR.items():
         index = (line + step)[..., None]  # [b or 1, 1, i, 1]
