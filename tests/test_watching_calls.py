@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -346,6 +349,25 @@ def test_tiles_of_what_has_been_written_to_are_refused(what: str) -> None:
     tensor.zero_()
     with pytest.raises(ValueError, match=rf"tile: {what} \[.*3, 3\] has been written to since it was observed"):
         stats.tile(0, 3, 0, 3)
+
+
+COPIED: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
+
+
+@pytest.mark.parametrize("how", COPIED)
+@pytest.mark.parametrize("writes", [0, 2])
+def test_a_copys_tiles_are_those_of_the_original_whatever_had_been_written_to_before(how: str, writes: int) -> None:
+    q, bias = torch.randn(1, 2, 3, 4), torch.zeros(3, 3)
+    for _ in range(writes):
+        bias.normal_()
+    stats = headscope.observe(q, q, bias=bias, what=Observe(keep_qk=True))
+    wanted, again = stats.tile(0, 3, 0, 3), COPIED[how](stats)
+    bias.normal_()
+    torch.testing.assert_close(COPIED[how](again).tile(0, 3, 0, 3), wanted, rtol=0, atol=0)
+    late = COPIED[how](COPIED[how](stats))
+    with pytest.raises(ValueError, match=r"tile: bias \[.*3, 3\] has been written to since it was observed"):
+        late.tile(0, 3, 0, 3)
+    torch.testing.assert_close(late.flat(), stats.flat(), rtol=0, atol=0)
 
 
 def test_a_mask_that_is_as_low_as_can_be_hides() -> None:

@@ -12,12 +12,21 @@ from torch import Tensor
 MOST_REST = 2**28
 """How many pairs a mask that is no spans may have to be saved."""
 
-NAMES = ("q", "k", "lse", "spans", "rest", "bias")
-
 
 def kept_of(tiles: Any) -> KeptWeights:
     """What a layer's ``tiles`` are made from; computed if it was observed here, as it is if it was read from a file."""
     return tiles if isinstance(tiles, KeptWeights) else tiles.kept()
+
+
+def check_within(i: tuple[int, int], j: tuple[int, int], queries: int, keys: int) -> None:
+    """Whether p[i0:i1, j0:j1] is a piece of the weights.
+
+    Raises:
+        ValueError: it is not.
+    """
+    for names, (start, stop), letter, size in (("i0, i1", i, "Q", queries), ("j0, j1", j, "K", keys)):
+        if not 0 <= start <= stop <= size:
+            raise ValueError(f"{names}: got {start}, {stop}, wanted 0 <= start <= stop <= {size} ({letter})")
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +80,7 @@ class KeptWeights:
 
     def __call__(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
         """Of every batch entry and head, [*lead, H, i, j]."""
-        for names, start, stop, letter, size in (
-            ("i0, i1", i0, i1, "Q", self.queries),
-            ("j0, j1", j0, j1, "K", self.keys),
-        ):
-            if not 0 <= start <= stop <= size:
-                raise ValueError(f"{names}: got {start}, {stop}, wanted 0 <= start <= stop <= {size} ({letter})")
+        check_within((i0, i1), (j0, j1), self.queries, self.keys)
         batch, heads = self.sizes["q"][:2]
         every = [self.piece(b, h, (i0, i1), (j0, j1)) for b in range(batch) for h in range(heads)]
         p = torch.stack(every) if every else torch.zeros(0, i1 - i0, j1 - j0, device="cpu")

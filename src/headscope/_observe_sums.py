@@ -13,7 +13,7 @@ from torch import Tensor
 from headscope import _observe_native, _observe_scene
 from headscope._backends import Inputs, full_precision
 from headscope._call import Call
-from headscope._kept_weights import MOST_REST, KeptWeights
+from headscope._kept_weights import MOST_REST, KeptWeights, check_within
 from headscope._observe import Observed, observe_rows
 from headscope._observe_native import Ready
 from headscope._observe_scene import Given, Scene, build, work
@@ -195,8 +195,12 @@ def _tiles(given: Given, known: Scene | Ready) -> tuple[_Tiles, ...]:
     read = {"bias": scene.inputs.bias, "sinks": scene.inputs.sinks}
     if scene.plan is not None:
         read |= {f"mask {n}": x for n, x in enumerate(scene.plan.read_again())}
-    versions = {name: (x, x._version) for name, x in read.items() if x is not None and not x.is_inference()}
-    return (_Tiles(scene, versions),)
+    return (_Tiles(scene, {name: (x, _version(x)) for name, x in read.items() if x is not None}),)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it has been written to, from 0; nobody counts that of an inference tensor."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _for_tiles(given: Given, scene: Scene) -> Scene:
@@ -225,9 +229,18 @@ class _Tiles:
     scene: Scene
     versions: Mapping[str, tuple[Tensor, int]]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """With what holds for a copy's own tensors, too: not how often they had been written to, but whether since."""
+        unchanged = {name: (x, _version(x) == version) for name, (x, version) in self.versions.items()}
+        return {"scene": self.scene, "unchanged": unchanged}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        versions = {name: (x, _version(x) if same else -1) for name, (x, same) in state["unchanged"].items()}
+        self.__dict__.update(scene=state["scene"], versions=versions)
+
     def _check_unchanged(self) -> None:
         for name, (tensor, version) in self.versions.items():
-            if tensor._version != version:
+            if _version(tensor) != version:
                 raise ValueError(
                     f"tile: {name.split()[0]} [{', '.join(map(str, tensor.shape))}] has been written to since it was "
                     "observed, so that these weights are gone; take tiles before, give a copy, or save without qk"
@@ -236,12 +249,7 @@ class _Tiles:
     def __call__(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
         self._check_unchanged()
         call = self.scene.call
-        for names, start, stop, letter, size in (
-            ("i0, i1", i0, i1, "Q", call.queries),
-            ("j0, j1", j0, j1, "K", call.keys),
-        ):
-            if not 0 <= start <= stop <= size:
-                raise ValueError(f"{names}: got {start}, {stop}, wanted 0 <= start <= stop <= {size} ({letter})")
+        check_within((i0, i1), (j0, j1), call.queries, call.keys)
         step = max(1, _observe_scene.BLOCK // max(1, call.heads * call.keys))
         parts = [self.scene.q.new_zeros(call.batch, call.heads, 0, j1 - j0)]
         with torch.no_grad(), full_precision(call):
