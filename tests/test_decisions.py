@@ -240,6 +240,14 @@ def test_pooled_budgets_are_lower_bounds_and_say_so() -> None:
     assert kv_budget(one, (1,)).heads[0].kept == pytest.approx((1.0,))
 
 
+@pytest.mark.parametrize(("batch", "queries", "pooled"), [(2, 1, True), (1, 13, False), (1, 1, False)])
+def test_several_batch_entries_are_pooled_however_many_queries_they_have(
+    batch: int, queries: int, pooled: bool
+) -> None:
+    q, k = torch.randn(batch, 3, queries, 5), torch.randn(batch, 3, 11, 5)
+    assert kv_budget(observe(q, k, kind="cross")).pooled is pooled
+
+
 # ---------------------------------------------------------------- near-duplicates
 
 

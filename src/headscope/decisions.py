@@ -257,7 +257,7 @@ def kv_budget(
         groups = kv_heads.get(layer) if isinstance(kv_heads, Mapping) else kv_heads
         lines += _budgets(layer, part, budgets, groups)
     rows = [n for part in parts.values() for n in part.rows.tolist()]
-    pooled = any(part.runs > 1 or part.of > _length(part) for part in parts.values())
+    pooled = any(part.runs > 1 or part.of > _queries(part) for part in parts.values())
     caveat = "The keys are chosen with hindsight, which no cache has while it fills."
     if pooled:
         caveat += " Several forwards or batch entries are summed by position: steps of one sequence are exact, of"
@@ -270,7 +270,10 @@ def kv_budget(
     return KVBudget(basis, caveat, budgets, pooled, tuple(lines))
 
 
-def _length(part: LayerStats) -> int:
+def _queries(part: LayerStats) -> int:
+    """How many a batch entry has, of one run; of an older file, which does not say it, at most."""
+    if part.lengths is not None:
+        return part.lengths[0]
     return 0 if part.received is None else part.received.shape[-1]
 
 
