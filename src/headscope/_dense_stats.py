@@ -35,9 +35,9 @@ LOCAL_REACH = 3.0
 """How far the pattern "local" reaches on either side, in positions."""
 
 MINIMUM_ROWS = {"duplicate": 8, "induction": 8}
-"""How many rows a score has to stand on to be offered; 2 for the patterns not named here."""
+"""How many rows a score has to stand on to be offered; ``FEW`` for the patterns not named here."""
 
-_FEW = 2
+FEW = 2
 
 
 class HeadMeans(NamedTuple):
@@ -206,7 +206,7 @@ def pattern_scores(
         count = telling.sum((0, 2))
         gain = torch.where(telling, overlap - chance, 0.0).sum((0, 2))
         score = (gain / torch.where(telling, 1 - chance, 0.0).sum((0, 2))).clamp(0, 1)
-        enough = count >= MINIMUM_ROWS.get(name, _FEW)
+        enough = count >= MINIMUM_ROWS.get(name, FEW)
         if enough.any():
             scores.score[name] = torch.where(enough, score, math.nan)
             scores.rows[name] = count

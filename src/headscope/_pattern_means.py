@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headscope._dense_stats import MINIMUM_ROWS
+from headscope._dense_stats import FEW, MINIMUM_ROWS
 from headscope._stats_parts import LayerStats, Moments
 
 SINGLE_KEYS = ("previous", "next", "self", "first")
@@ -24,7 +24,6 @@ KNOWN = {1: 19, 2: 10, 3: 6, 4: 5, 5: 4, 6: 3}
 MOST_EVEN = 0.5
 """Local is offered only where an even row has at most this share of its weight within the window."""
 
-_FEW = 2
 _ROUNDING = 1e-4
 
 
@@ -140,7 +139,7 @@ def _total(moments: Moments) -> Tensor:
 def _score(name: str, total: Tensor, even: Tensor, rows: Tensor, telling: Tensor, exact: Tensor) -> Scores:
     room = rows - even
     score = ((total - even) / room).clamp(0, 1)
-    enough = (telling >= MINIMUM_ROWS.get(name, _FEW)) & (room > _ROUNDING)
+    enough = (telling >= MINIMUM_ROWS.get(name, FEW)) & (room > _ROUNDING)
     return Scores(torch.where(enough, score, math.nan), telling, exact & enough)
 
 

@@ -376,7 +376,7 @@ class LayerStats:
         )
 
     def to(self, device: torch.device | str) -> LayerStats:
-        """With every tensor on a device."""
+        """With every tensor on a device, but for what ``tiles`` are computed from."""
         return moved(self, torch.device(device))
 
 

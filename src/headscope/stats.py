@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
+from headscope._call import kind
 from headscope._dense_stats import (
     LOCAL_REACH,
     MINIMUM_ROWS,
@@ -74,7 +75,7 @@ class Observe:
         map: n from 1: mean, max and argmax of the weights in n x n bins.
         edges: how many of the largest weights of each head to keep, from 0.
         top: how many of the largest weights of each row to keep, from 0.
-        windows: distances w from 0, in positions: each adds ``window_{w}``, the mass within w of the query, and
+        windows: finite distances w from 0, in positions: each adds ``window_{w}``, the mass within w of the query, and
             ``streaming_{w}``, the mass within w or on the first keys.
         first: over how many of the first real keys ``first`` and ``streaming_{w}`` sum, from 1.
         tokens: ids of the keys, whole numbers [K] or [B, K]: adds duplicate and induction.
@@ -101,47 +102,43 @@ class Observe:
     def __post_init__(self) -> None:
         for name in ("row_stats", "received", "keep_rows", "keep_qk"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}: got {_kind(getattr(self, name))}, wanted True or False")
+                raise TypeError(f"{name}: got {kind(getattr(self, name))}, wanted True or False")
         self._check_rows()
         if self.map is not None:
             _whole("map", self.map, 1, " or None")
         for name, least in (("edges", 0), ("top", 0), ("first", 1)):
             _whole(name, getattr(self, name), least)
         if not isinstance(self.windows, Collection) or isinstance(self.windows, (str, Tensor)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"windows: got {_kind(self.windows)}, wanted a tuple of distances")
+            raise TypeError(f"windows: got {kind(self.windows)}, wanted a tuple of distances")
         for w in self.windows:
             if isinstance(w, bool) or not isinstance(w, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise TypeError(f"windows: got {_kind(w)}, wanted numbers")
-            if not w >= 0:
-                raise ValueError(f"windows: got {w}, wanted at least 0")
+                raise TypeError(f"windows: got {kind(w)}, wanted numbers")
+            if not 0 <= w < math.inf:
+                raise ValueError(f"windows: got {w}, wanted a finite number from 0")
         names = [f"window_{w:g}" for w in self.windows]
         if len({*names}) < len(names):
             raise ValueError(f"windows: got {tuple(self.windows)}, wanted each distance once (to six digits)")
         object.__setattr__(self, "windows", tuple(self.windows))
         if self.tokens is not None:
             if not isinstance(self.tokens, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise TypeError(f"tokens: got {_kind(self.tokens)}, wanted a tensor of whole numbers")
+                raise TypeError(f"tokens: got {kind(self.tokens)}, wanted a tensor of whole numbers")
             if self.tokens.dtype not in _INTEGERS:
-                raise TypeError(f"tokens: dtype is {_kind(self.tokens)}, wanted whole numbers")
+                raise TypeError(f"tokens: dtype is {kind(self.tokens)}, wanted whole numbers")
         if self.keep_rows and not self.row_stats:
             raise ValueError("keep_rows: got True beside row_stats=False; there would be no rows to keep")
 
     def _check_rows(self) -> None:
         if isinstance(self.rows, Tensor):
             if self.rows.dtype != torch.bool:
-                raise TypeError(f"rows: dtype is {_kind(self.rows)}, wanted bool (True = counts)")
+                raise TypeError(f"rows: dtype is {kind(self.rows)}, wanted bool (True = counts)")
         elif self.rows is not None:
             _whole("rows", self.rows, 1, ", a boolean tensor or None")
-
-
-def _kind(value: object) -> str:
-    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
 
 
 def _whole(name: str, got: object, least: int, otherwise: str = "") -> None:
     wanted = f"wanted a whole number from {least}{otherwise}"
     if isinstance(got, bool) or not isinstance(got, int):
-        raise TypeError(f"{name}: got {_kind(got)}, {wanted}")
+        raise TypeError(f"{name}: got {kind(got)}, {wanted}")
     if got < least:
         raise ValueError(f"{name}: got {got}, {wanted}")
 
@@ -262,7 +259,7 @@ class HeadStats:
             known = ", ".join((*self.names, *self.layers)) or "nothing"
             raise KeyError(f"{at}: neither a quantity nor a layer; there is {known}")
         if isinstance(at, bool) or not isinstance(at, int):
-            raise TypeError(f"layer: got {_kind(at)}, wanted a number or a name")
+            raise TypeError(f"layer: got {kind(at)}, wanted a number or a name")
         if not -len(self.parts) <= at < len(self.parts):
             raise IndexError(f"layer: got {at}, there are {len(self.parts)}: {', '.join(self.layers) or 'none'}")
         return self.layers[at]
@@ -402,7 +399,7 @@ class HeadStats:
         return HeadStats(dict(zip(names, self.parts.values(), strict=True)))
 
     def to(self, device: torch.device | str) -> HeadStats:
-        """With every tensor on a device."""
+        """With every tensor on a device, but for what ``tile`` computes from, which stays where it is."""
         return HeadStats({name: part.to(device) for name, part in self.parts.items()})
 
     # ------------------------------------------------------------ handing on
