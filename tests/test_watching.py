@@ -477,9 +477,10 @@ def test_a_recording_can_be_copied_and_pickled() -> None:
 
 def test_what_a_recording_says_is_strict_json(tmp_path: Path) -> None:
     model = Small()
-    with watch(model, what=Observe(windows=(1.0, math.inf))) as seen:
+    with watch(model, what=Observe(windows=(1.5, 3)), positions=torch.full((7,), math.nan)) as seen:
         model(input_of(model))
-    assert json.loads(json.dumps(seen.to_dict(), allow_nan=False))["about"]["options"]["windows"] == [1.0, "inf"]
+    options = json.loads(json.dumps(seen.to_dict(), allow_nan=False))["about"]["options"]
+    assert (options["windows"], options["positions"]) == ([1.5, 3], "Tensor")
     assert Recording.load(seen.save(tmp_path / "seen.safetensors")).to_dict() == seen.to_dict()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -601,8 +600,6 @@ def _about(model: nn.Module, options: Options, layers: Choice | None, texts: tup
 
 def _plain(value: Any) -> Any:
     """An option as JSON has it; a tensor or a function by its kind."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple, set, frozenset)):
