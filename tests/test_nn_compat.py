@@ -355,8 +355,9 @@ def test_it_can_be_watched() -> None:
 
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_a_watch_sees_what_it_sees_of_torch(need_weights: bool) -> None:
-    """The same kinds and numbers, in self- and in cross-attention of equal lengths."""
-    theirs = nn.ModuleDict({name: nn.MultiheadAttention(E, H, batch_first=True) for name in ("self", "cross")}).eval()
+    """The same kinds and numbers, in self-attention, also of views, and in cross-attention of equal lengths."""
+    names = ("self", "views", "cross")
+    theirs = nn.ModuleDict({name: nn.MultiheadAttention(E, H, batch_first=True) for name in names}).eval()
     ours = copy.deepcopy(theirs)
     replace(ours)
     x, y = torch.randn(2, N, L, E)
@@ -364,9 +365,10 @@ def test_a_watch_sees_what_it_sees_of_torch(need_weights: bool) -> None:
     for model in (theirs, ours):
         with headscope.watch(model) as recording, torch.no_grad():
             model["self"](x, x, x, need_weights=need_weights)
+            model["views"](x[:], x[:], value=x[:], need_weights=need_weights)
             model["cross"](x, y, y, need_weights=need_weights)
         seen.append(recording)
-    assert seen[1].kinds == seen[0].kinds == {"self": "self", "cross": "cross"}
+    assert seen[1].kinds == seen[0].kinds == {"self": "self", "views": "self", "cross": "cross"}
     assert seen[1].flat() == pytest.approx(seen[0].flat(), rel=1e-5, nan_ok=True)
 
 

@@ -454,7 +454,7 @@ def _headscope_attention(
     if isinstance(frame.module, MultiHeadAttention):
         kind = "self" if frame.argument("context", 1) is None else "cross"
     elif isinstance(frame.module, nn_compat.MultiheadAttention):
-        kind = "self" if frame.argument("query", 0) is frame.argument("key", 1) else "cross"
+        kind = "self" if _watch_torch.same(frame.argument("query", 0), frame.argument("key", 1)) else "cross"
     said: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "kind": kind}
     frame.see(lambda: Call(k=k, v=v, **_first_first(q, mask, bias, lse), **said))
     scaled = frame.scaled(out, -3)  # [B, H, Q, Dv]

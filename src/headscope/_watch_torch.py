@@ -83,7 +83,7 @@ def with_factors(operator: str, args: tuple[Any, ...], factors: Tensor) -> list[
 def functional_call(given: Mapping[str, Any]) -> Call:
     """The attention of ``torch.nn.functional.multi_head_attention_forward``; lengths come first, then the batch."""
     query, key, value = (given[name] for name in ("query", "key", "value"))
-    kind: Kind = "self" if _same(query, key) else "cross"
+    kind: Kind = "self" if same(query, key) else "cross"
     sources = tuple(x[None] if x.ndim == 2 else x.transpose(0, 1) for x in (query, key, value))  # [B, length, E]
     padding, mask = given.get("key_padding_mask"), given.get("attn_mask")
     hinted = bool(given.get("is_causal")) and padding is None and not given.get("need_weights", True)
@@ -157,6 +157,6 @@ def _masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[int, i
     return {"mask": None if seen is None else Dense(seen), "bias": bias}
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same(a: Tensor, b: Tensor) -> bool:
     """Whether these are one tensor, or two views of it that are alike."""
     return a is b or (a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr())
