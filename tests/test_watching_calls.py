@@ -351,6 +351,22 @@ def test_tiles_of_what_has_been_written_to_are_refused(what: str) -> None:
         stats.tile(0, 3, 0, 3)
 
 
+def test_the_default_device_does_not_matter_to_who_watches() -> None:
+    """Nor to who logs, also where there is nothing to log."""
+    seen = torch.tensor([[True, True, False], [True, True, True]])[:, None, None].expand(2, 1, 3, 3)
+    q, model = torch.randn(2, 3, 3, 4), Raw()
+    with watch(model) as wanted:
+        model(q, q, attn_mask=seen)
+    logged: list[dict[str, float]] = []
+    with torch.device("meta"):
+        for what in (Observe(), Observe(row_stats=False)):
+            with watch(model, what=what, log=lambda values, step: logged.append(values)) as found:
+                model(q, q, attn_mask=seen)
+            torch.testing.assert_close(found[0].received, wanted[0].received, rtol=0, atol=0)
+    assert wanted.flat().items() <= logged[0].items()
+    assert logged[1] == {}
+
+
 COPIED: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
 
 

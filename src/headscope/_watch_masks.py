@@ -72,4 +72,4 @@ def _same(rule: Mask, seen: Tensor) -> bool:
 
 def among(keys: Tensor, queries: int) -> Mask:
     """Which keys may be seen, boolean [B, K], the same ones by every query."""
-    return Documents(torch.ones(len(keys), queries, dtype=torch.long), keys.long())
+    return Documents(keys.new_ones(len(keys), queries, dtype=torch.long), keys.long())

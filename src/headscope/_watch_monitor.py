@@ -200,11 +200,11 @@ def _fetch(number: int, parts: Mapping[str, LayerStats], places: Mapping[str, in
                 names.append((layer, places[layer], "max_logit_max"))
                 found.append(moments.max)
     device = found[0].device if found else torch.device("cpu")
-    values = torch.cat([each.to(device, non_blocking=True) for each in found]) if found else torch.empty(0)
+    values = torch.cat([torch.empty(0, device=device), *(each.to(device, non_blocking=True) for each in found)])
     heads = [len(each) for each in found]
     if device.type == "cpu":
         return _Step(number, names, heads, values, None)
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=device.type == "cuda")
+    host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=device.type == "cuda")
     host.copy_(values, non_blocking=True)
     arrived = torch.Event(device)
     arrived.record()
