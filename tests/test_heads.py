@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -117,6 +119,22 @@ def test_heads_of_hugging_face_models(name: str, layer: str, projection: str, im
     torch.testing.assert_close(out, cut(model, projection, [1], 3, 0.0, conv=name == "gpt2")(ids, **said)[0])
 
 
+def test_eager_models_are_reached_whatever_else_has_been_imported() -> None:
+    """In a new process, for here other tests have imported watch."""
+    code = """
+import torch, transformers, headscope
+said = dict(n_embd=12, n_layer=2, n_head=3, n_positions=16, vocab_size=31, attn_implementation="eager")
+model, ids = transformers.GPT2Model(transformers.GPT2Config(**said)).eval(), torch.tensor([[3, 1, 4]])
+before = model(ids)[0]
+with headscope.ablate(model, {"h.1.attn": 1}):
+    assert not torch.allclose(model(ids)[0], before)
+print(*headscope.head_importance(model, lambda model: model(ids)[0].square().sum((1, 2))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["h.0.attn", "h.1.attn"]
+
+
 def test_blocks_nest_and_patterns_take_all_that_is_inside() -> None:
     model = double(Stack())
     x = input_of(model, 12)
@@ -147,6 +165,34 @@ def test_gradients_are_those_of_the_ablated_model_also_under_checkpointing() -> 
             out.square().sum().backward()
         torch.testing.assert_close((x.grad, model.qkv.weight.grad), wanted)
         x.grad = model.qkv.weight.grad = model.qkv.bias.grad = None
+
+
+def test_a_block_can_be_trained_in_after_a_pass_in_inference_mode() -> None:
+    model = double(Attention())
+    x = input_of(model)
+    with ablate(model, {"Attention": [1]}):
+        with torch.inference_mode():
+            before = model(x)
+        out = model(x)
+        out.sum().backward()
+    torch.testing.assert_close(out, before.clone())
+    assert model.qkv.weight.grad is not None
+
+
+def test_the_default_device_does_not_matter() -> None:
+    model = double(Small())
+    attention = double(MultiHeadAttention(24, 6, kv_heads=3, sinks=True, position_bias=T5Buckets(6, 8)))
+    x, wide = input_of(model), torch.randn(2, 5, 24, dtype=torch.float64)
+    wanted = [head_importance(model, loss_of(x), method=method) for method in ("gradient", "ablation")]
+    small = cut(attention, "out_proj", [0, 3, 4], 6, 0.0)(wide)
+    out = cut(model, "plain.out", [1], 3, 0.0)(x)
+    with torch.device("meta"):
+        found = [head_importance(model, loss_of(x), method=method) for method in ("gradient", "ablation")]
+        with ablate(model, {"plain": 1}):
+            ablated = model(x)
+        pruned = attention.prune_heads([0, 3, 4])(wide)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close((ablated, pruned), (out, small))
 
 
 class ProductAttention(nn.Module):
@@ -235,6 +281,21 @@ def test_importance_by_ablation_is_what_the_loss_gains() -> None:
         for head, value in enumerate(values):
             with ablate(model, {layer: [head]}):
                 torch.testing.assert_close(value, (loss_fn(model) - loss_fn_before(model, loss_fn)).detach())
+
+
+def test_importance_by_ablation_takes_layers_that_run_later() -> None:
+    """As in training with layer drop: the first pass leaves one out."""
+    model = double(nn.ModuleDict({"a": Attention(), "b": Attention()}))
+    x = input_of(model)
+    passes: list[int] = []
+
+    def loss(model: Any) -> Tensor:
+        passes.append(len(passes))
+        return (model["a"](x) if passes == [0] else model["a"](model["b"](x))).square().sum()
+
+    found = head_importance(model, loss, method="ablation")
+    assert {name: len(values) for name, values in found.items()} == {"a": 3, "b": 3}
+    assert len(passes) == 1 + 3 + 3
 
 
 def loss_fn_before(model: Any, loss_fn: Callable[[Any], Tensor]) -> Tensor:

@@ -40,12 +40,12 @@ def pruned(module: Any, heads: Collection[int]) -> Any:
     made.out_proj.in_features = len(out_columns)
     if made.gate_proj is not None:
         _cut(made.gate_proj, out_columns)
-    at = torch.tensor(kept)
+    at = torch.tensor(kept, device="cpu")
     if made.sinks is not None:
         _select(made, "sinks", at)
     if made.bias_k is not None:
         for name in ("bias_k", "bias_v"):
-            _select(made, name, torch.tensor(kv_kept))
+            _select(made, name, torch.tensor(kv_kept, device="cpu"))
     if isinstance(made.position_bias, ALiBi):
         made.position_bias = ALiBi(len(kept), tuple(made.position_bias.slopes[head] for head in kept))
     elif isinstance(made.position_bias, RelativeBias):
@@ -99,7 +99,8 @@ def _kept(heads: Collection[int], num_heads: int, kv_heads: int) -> tuple[list[i
 
 def _rows(heads: list[int], width: int) -> Tensor:
     """The rows of a projection that make these heads."""
-    return (torch.tensor(heads)[:, None] * width + torch.arange(width)).flatten()
+    first = torch.tensor(heads, device="cpu")[:, None] * width
+    return (first + torch.arange(width, device="cpu")).flatten()
 
 
 def _cut(linear: nn.Linear, rows: Tensor) -> None:

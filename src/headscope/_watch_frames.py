@@ -66,19 +66,8 @@ class Watcher(Protocol):
         ...
 
 
-class Patch(Protocol):
-    """Something else that is replaced while a watch is open."""
-
-    def install(self) -> None:
-        """The first watch opens."""
-        ...
-
-    def remove(self) -> None:
-        """The last one has closed."""
-        ...
-
-
-patches: list[Patch] = []
+patches: list[tuple[Callable[[], None], Callable[[], None]]] = []
+"""What else is replaced while a watch is open: what is done when the first one opens, and when the last one closes."""
 
 Entries = tuple[tuple[Watcher, str], ...]
 """Who watches a module, and under which name."""
@@ -251,8 +240,8 @@ def open_(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
             nn.Module.__call__ = torch.compiler.disable(_call) if "torch._dynamo" in sys.modules else _call
             functional.watched = _headscope_attention
             torch.overrides.has_torch_function = _has_torch_function
-            for each in patches:
-                each.install()
+            for install, _ in patches:
+                install()
         for name, module in modules.items():
             _watched[id(module)] = (*_watched.get(id(module), ()), (watcher, name))
 
@@ -271,8 +260,8 @@ def close(watcher: Watcher) -> None:
             nn.Module.__call__ = _original_call
             functional.watched = None
             torch.overrides.has_torch_function = _has_torch_function_originally
-            for each in patches:
-                each.remove()
+            for _, remove in patches:
+                remove()
             _original_call = None
 
 

@@ -53,6 +53,9 @@ def remove() -> None:
     _original = None
 
 
+_watch_frames.patches.append((install, remove))
+
+
 def _interface() -> Any:
     loaded = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
     return loaded if hasattr(loaded, "get_interface") else None

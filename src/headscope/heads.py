@@ -212,8 +212,9 @@ class Ablation(_Acting):
             beyond = [number for number in sorted(numbers or ()) if number >= heads]
             if beyond:
                 raise WatchError(f"ablate: layer {name} has no head {beyond[0]}, wanted numbers from 0 to {heads - 1}")
-            made = torch.ones(heads, dtype=torch.float64)
-            made[list(range(heads)) if numbers is None else sorted(numbers)] = self._scale
+            with torch.inference_mode(False):  # it outlives this pass: a later one may want gradients
+                made = torch.ones(heads, dtype=torch.float64, device="cpu")
+                made[list(range(heads)) if numbers is None else sorted(numbers)] = self._scale
             self._made[name] = made
         return self._made[name]
 
@@ -275,7 +276,8 @@ class _Gauge(_Acting):
         """The layer's factors."""
         if name not in self.scales:
             with torch.inference_mode(False):
-                self.scales[name] = torch.ones(heads, dtype=torch.float64, requires_grad=self.learn)
+                made = torch.ones(heads, dtype=torch.float64, device="cpu", requires_grad=self.learn)
+            self.scales[name] = made
         return self.scales[name]
 
 
@@ -302,12 +304,15 @@ def _by_gradient(model: nn.Module, loss_fn: Loss, gauge: _Gauge) -> dict[str, Te
 @torch.no_grad()
 def _by_ablation(model: nn.Module, loss_fn: Loss, gauge: _Gauge) -> dict[str, Tensor]:
     whole = _losses(loss_fn(model), gauge).double().mean()
-    found = {name: torch.zeros_like(scale) for name, scale in gauge.scales.items()}
-    for name, scale in gauge.scales.items():
-        for head in range(len(scale)):
-            scale[head] = 0.0
-            found[name][head] = _losses(loss_fn(model), gauge).double().mean() - whole
-            scale[head] = 1.0
+    found: dict[str, Tensor] = {}
+    while waiting := [name for name in gauge.scales if name not in found]:  # a layer may first run in a later pass
+        for name in waiting:
+            scale = gauge.scales[name]
+            found[name] = torch.zeros_like(scale)
+            for head in range(len(scale)):
+                scale[head] = 0.0
+                found[name][head] = _losses(loss_fn(model), gauge).double().mean() - whole
+                scale[head] = 1.0
     return found
 
 

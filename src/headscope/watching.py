@@ -40,8 +40,6 @@ __all__ = [
     "watch",
 ]
 
-_watch_frames.patches.append(_watch_transformers)
-
 PENDING = 16  # calls of a layer that are kept before they are merged
 
 
