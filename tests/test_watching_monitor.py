@@ -77,6 +77,42 @@ def test_layers_keep_their_numbers() -> None:
     assert found == [{"L00"}, {"L01"}, {"L00"}]
 
 
+class Dropping(nn.ModuleDict):
+    """Runs the layers that it is told, in the order that it is told; each has a largest logit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__({"a": Steered(), "b": Steered(), "c": Steered()})
+
+    def forward(self, names: str) -> None:
+        for name in names:
+            run(self[name], "abc".index(name))
+
+
+def test_a_layer_that_is_first_seen_later_gets_the_next_number() -> None:
+    """Within a step the order of the model counts, not that of the calls."""
+    model, found = Dropping(), list[dict[str, float]]()
+    with watch(model, log=lambda values, step: found.append(values)):
+        for names in ("ca", "cab", "b"):
+            model(names)
+    largest = [{at[5:8]: x for at, x in values.items() if at.endswith("H00/max_logit_max")} for values in found]
+    assert largest == [{"L00": 0, "L01": 2}, {"L00": 0, "L02": 1, "L01": 2}, {"L02": 1}]
+
+
+@pytest.mark.timeout(60)
+def test_a_log_function_may_run_the_model_which_is_recorded_and_not_logged() -> None:
+    model, steps = Steered(), list[int]()
+
+    def log(values: dict[str, float], step: int) -> None:
+        steps.append(step)
+        run(model, 200.0)
+
+    with watch(model, log=log, alarms=True) as seen:
+        run(model, 1.0)
+        run(model, 1.0)
+    assert (seen.forwards, seen.stats.parts["Steered"].runs, seen.alarms) == (4, 4, ())
+    assert steps == [0, 2]
+
+
 def test_what_is_no_tracker_is_refused() -> None:
     with pytest.raises(TypeError, match="log: got int, wanted something with add_scalar or log, or a function"):
         watch(Steered(), log=3)
@@ -158,10 +194,10 @@ def test_values_are_handed_on_in_order_once_they_have_arrived() -> None:
     for number, event in enumerate(events):
         monitor._waiting.append(_Step(number, [("a", 0, "entropy")], [1], torch.ones(1), event))
     events[1].done = True
-    monitor.step(3, {}, {})
+    monitor.step(3, {})
     assert found == [], "the first has not arrived"
     events[0].done = True
-    monitor.step(3, {}, {})
+    monitor.step(3, {})
     assert found == [0, 1]
     monitor.finish()
     assert found == [0, 1, 2]

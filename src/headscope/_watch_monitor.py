@@ -108,7 +108,7 @@ class _Step:
     """Values on their way to the host: a name for each, and what says that they have arrived."""
 
     number: int
-    names: list[tuple[str, int, str]]  # layer, place of the layer, quantity; its heads follow one another
+    names: list[tuple[str, int, str]]  # layer, number of the layer, quantity; its heads follow one another
     heads: list[int]
     values: Tensor
     arrived: Any
@@ -126,18 +126,23 @@ class Monitor:
         self.limits = limits
         self.alarms: list[Alarm] = []
         self._waiting: deque[_Step] = deque()
+        self._numbers: dict[str, int] = {}  # of layers; a name that was written once has to stay that layer's
+        self._writing = False
         self._references: dict[tuple[str, int, str], float] = {}
         self._raised: set[tuple[str, int, str]] = set()
 
-    def step(self, number: int, parts: Mapping[str, LayerStats], places: Mapping[str, int]) -> None:
-        """Start to fetch the values of a step, and hand on those that have arrived.
+    def step(self, number: int, parts: Mapping[str, LayerStats]) -> None:
+        """Start to fetch the values of a step, and hand on those that have arrived; nothing while a writer runs.
 
         Args:
-            parts: layer -> its statistics in this step alone.
-            places: layer -> its number among all layers.
+            parts: layer -> its statistics in this step alone, in the order of the model.
         """
+        if self._writing:  # the writer runs the model itself: to hand that on would never end
+            return
+        for layer in parts:
+            self._numbers.setdefault(layer, len(self._numbers))
         if parts:
-            self._waiting.append(_fetch(number, parts, places))
+            self._waiting.append(_fetch(number, parts, self._numbers))
         while self._waiting and (self._waiting[0].arrived is None or self._waiting[0].arrived.query()):
             self._hand_on(self._waiting.popleft())
 
@@ -152,16 +157,20 @@ class Monitor:
     def _hand_on(self, step: _Step) -> None:
         flat: dict[str, float] = {}
         numbers = iter(step.values.tolist())
-        for (layer, place, quantity), heads in zip(step.names, step.heads, strict=True):
+        for (layer, at, quantity), heads in zip(step.names, step.heads, strict=True):
             for head in range(heads):
                 value = next(numbers)
                 if math.isnan(value):
                     continue  # no row of the head has it
-                flat[f"attn/L{place:02d}/H{head:02d}/{quantity}"] = value
+                flat[f"attn/L{at:02d}/H{head:02d}/{quantity}"] = value
                 if self.limits is not None:
                     self._look(self.limits, step.number, (layer, head, quantity), value)
-        for write in self.writers:
-            write(flat, step.number)
+        self._writing = True
+        try:
+            for write in self.writers:
+                write(flat, step.number)
+        finally:
+            self._writing = False
 
     def _look(self, limits: Limits, step: int, at: tuple[str, int, str], value: float) -> None:
         """Raise an alarm where a limit is passed; the next one of that head not before it has gone back."""
@@ -188,16 +197,16 @@ class Monitor:
             warnings.warn(str(alarm), AttentionWarning, stacklevel=2)
 
 
-def _fetch(number: int, parts: Mapping[str, LayerStats], places: Mapping[str, int]) -> _Step:
+def _fetch(number: int, parts: Mapping[str, LayerStats], layers: Mapping[str, int]) -> _Step:
     """The means of all quantities, and the largest logit, copied to the host without waiting."""
     names: list[tuple[str, int, str]] = []
     found: list[Tensor] = []
     for layer, part in parts.items():
         for quantity, moments in part.moments.items():
-            names.append((layer, places[layer], quantity))
+            names.append((layer, layers[layer], quantity))
             found.append(moments.mean)
             if quantity == "max_logit":
-                names.append((layer, places[layer], "max_logit_max"))
+                names.append((layer, layers[layer], "max_logit_max"))
                 found.append(moments.max)
     device = found[0].device if found else torch.device("cpu")
     values = torch.cat([torch.empty(0, device=device), *(each.to(device, non_blocking=True) for each in found)])

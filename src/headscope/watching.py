@@ -253,11 +253,6 @@ class Recording:
             if len(waiting) >= PENDING:
                 self._fold(name)
 
-    def _places(self) -> dict[str, int]:
-        """Layer -> its number, in the order of the model."""
-        with self._lock:
-            return {name: n for n, name in enumerate(sorted(self._order, key=self._order.__getitem__))}
-
     def _all(self) -> dict[str, LayerStats]:
         """Layer -> all of its calls, merged."""
         for name in list(self._pending):
@@ -316,7 +311,9 @@ def watch(
         accelerate: let headscope's kernel attend as well. Outputs are then equal up to rounding, not to the bit.
         unseen: "error": a module called attention that ran and could not be seen into is an error that names it.
         log: where the values of each forward pass that is looked at go, under flat names (``attn/L03/H05/entropy``): a
-            TensorBoard ``SummaryWriter``, a Weights & Biases run, a function of the values and the step, or several.
+            TensorBoard ``SummaryWriter``, a Weights & Biases run, a function of the values and the step, or several. A
+            layer keeps its number: those of a step are numbered in the order of the model, layers that are first seen
+            in a later step get the next ones.
         alarms: warn of entropy collapse, growing logits and a rising sink; ``Limits`` says when.
 
     Raises:
@@ -397,7 +394,7 @@ class Watch:
         self.places = {name: place for place, name in enumerate(self.modules)}
         self.recording = Recording(HeadStats({}), _about(model, options, layers, texts))
         self.recording._monitor = options.monitor
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what a monitor writes to may run the model itself
         self._entered = False
         self._streams = Streams()
         self._complete: set[tuple[frozenset[str], frozenset[str]]] = set()  # what ran and was seen, with nothing amiss
@@ -494,8 +491,10 @@ class Watch:
         if not finished or not forward.active or isinstance(forward, Again):
             return
         if self.monitor is not None:
+            order = self.recording._order
+            parts = {layer: forward.parts[layer] for layer in sorted(forward.parts, key=order.__getitem__)}
             with self._lock, torch.no_grad():
-                self.monitor.step(forward.number, forward.parts, self.recording._places())
+                self.monitor.step(forward.number, parts)
         if self.options.unseen == "ignore":
             return
         both = (frozenset(forward.ran), frozenset(forward.seen))
