@@ -156,6 +156,8 @@ def test_what_does_not_merge() -> None:
         (stats_of(what=replace(ALL, map=None)), r"layer 0: map: cannot merge, for only one of the two has it"),
         (stats_of(what=replace(ALL, edges=3)), r"layer 0: edges: cannot merge 7 a head with 3"),
         (stats_of(what=replace(ALL, received=False)), r"layer 0: received: cannot merge, for only one"),
+        (stats_of(what=Observe(map=4, edges=7, row_stats=False)), r"layer 0: row_stats: cannot merge, for only one"),
+        (stats_of(what=replace(ALL, keep_rows=False, top=0)), r"layer 0: kept: cannot merge, for only one"),
         (
             stats_of(what=replace(ALL, first=4)),
             r"layer 0: first: cannot merge sums over the first 1 keys with .* over 4",

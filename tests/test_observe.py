@@ -350,6 +350,8 @@ def test_queries_stand_where_the_mask_says() -> None:
     assert mean(observe(q, k, mask=Band(None, 0, offset=3)), "self") == pytest.approx(1, abs=1e-6)
     assert mean(observe(q, k, mask=Band(None, 1, offset=2)), "next") == pytest.approx(1, abs=1e-6)
     assert mean(observe(q, k), "distance") == pytest.approx(3, abs=1e-4), "bottom-right: at 6, 7 and 8"
+    two = causal() & Band(None, None, offset=3)
+    assert mean(observe(q, k, mask=two), "distance") == pytest.approx(3, abs=1e-4), "one of the bands is bottom-right"
     both = observe(q.expand(2, -1, -1, -1), k, mask=Band(None, None, offset=(3, 4)), what=Observe(keep_rows=True))
     torch.testing.assert_close(
         both.kept[0].values["distance"][:, 0], torch.tensor([[0.0] * 3, [1.0] * 3]), atol=1e-5, rtol=0

@@ -335,12 +335,13 @@ def _positions(name: str, given: Tensor, letter: str, length: int, asked: Given)
 
 def _offset(given: Given) -> Tensor:
     """The position of query 0, int64 [B or 1, 1]: what the bands of the mask say if they agree, else K - Q."""
-    leaves = given.mask.leaves() if given.mask is not None else ()
-    said = [leaf.offset for leaf in leaves if isinstance(leaf, Band) and leaf.offset is not None]
-    device, batch = given.inputs.q.device, given.call.batch
+    call, device = given.call, given.inputs.q.device
+    leaves = given.mask.at(call.queries, call.keys).leaves() if given.mask is not None else ()
+    said = [leaf.offset for leaf in leaves if isinstance(leaf, Band)]
     columns = [torch.as_tensor(offset, dtype=torch.long, device=device).reshape(-1, 1) for offset in said]
-    if not columns or any(not torch.equal(one.expand(batch, 1), columns[0].expand(batch, 1)) for one in columns[1:]):
-        return torch.tensor([[given.call.keys - given.call.queries]], device=device)
+    whole = [column.expand(call.batch, 1) for column in columns]
+    if not columns or any(not torch.equal(one, whole[0]) for one in whole[1:]):
+        return torch.tensor([[call.keys - call.queries]], device=device)
     return columns[0]
 
 

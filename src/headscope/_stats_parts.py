@@ -347,9 +347,10 @@ class LayerStats:
         for other in others:
             if self.heads != other.heads:
                 raise ValueError(f"heads: cannot merge {self.heads} heads with {other.heads}")
-            for part in ("received", "map", "edges"):
-                if (getattr(self, part) is None) != (getattr(other, part) is None):
-                    raise ValueError(f"{part}: cannot merge, for only one of the two has it; observe both alike")
+            for part in ("moments", "received", "map", "edges", "kept"):
+                if _has(self, part) != _has(other, part):
+                    said = "row_stats" if part == "moments" else part
+                    raise ValueError(f"{said}: cannot merge, for only one of the two has it; observe both alike")
         several = (self, *others)
         first = [each.first for each in several if each.first is not None]
         if other := next((n for n in first if n != first[0]), None):
@@ -378,6 +379,11 @@ class LayerStats:
     def to(self, device: torch.device | str) -> LayerStats:
         """With every tensor on a device, but for what ``tiles`` are computed from."""
         return moved(self, torch.device(device))
+
+
+def _has(stats: LayerStats, part: str) -> bool:
+    found = getattr(stats, part)
+    return found is not None and (not isinstance(found, (Mapping, tuple)) or len(found) > 0)
 
 
 def _longer(a: Tensor | None, b: Tensor | None) -> Tensor | None:
