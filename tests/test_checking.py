@@ -488,6 +488,20 @@ def test_an_example_input_gives_the_only_length_there_is() -> None:
     assert check(Fixed(24, 3), inputs=torch.zeros(1, 11, 24)).names == ()
 
 
+def test_what_came_furthest_is_said_beside_what_was_tried_first() -> None:
+    class Late(SixSteps):
+        def forward(self, x: Tensor, position_embeddings: Any = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            cos, _ = position_embeddings
+            if cos.shape[-1] != 8:
+                raise ValueError("wanted angles for 8 numbers")
+            raise NotImplementedError("soft caps")
+
+    with pytest.raises(
+        CheckError, match=r"tried first \(x\) with x .*TypeError.*furthest.* cos and sin .*soft caps; giv"
+    ):
+        check(Late(24, 3))
+
+
 @pytest.mark.parametrize(
     ("error", "given", "options", "said"),
     [

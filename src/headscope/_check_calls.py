@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -230,7 +231,7 @@ def subject(target: Any, call: Call | None, embed_dim: int | None, inputs: Tenso
     names = _names(made)
     masks = _mask_names(made) if call is None else ("mask",)
     batch = 2 if inputs is None else max(2, inputs.shape[0])
-    failed = ""
+    failed: list[tuple[list[int], str]] = []
     for dtype in (torch.float64, torch.float32):
         made, trial = in_type(made, dtype), in_type(duplicate(made), dtype)  # what is returned has not been called
         for length, width, way in islice(_tries(made, call, _widths(made, embed_dim, inputs), inputs), MOST):
@@ -239,11 +240,13 @@ def subject(target: Any, call: Call | None, embed_dim: int | None, inputs: Tenso
                 if _hidden(way, found.run(found.input(0), target=trial)):
                     raise CheckError("output: the same at all positions, or not finite")
             except RAISED as error:  # whatever it raises: this is not the way
-                failed = failed or f"{way.said} with x [{batch}, {length}, {width}]: {line(error)}"
+                failed.append((_reached(error), f"{way.said} with x [{batch}, {length}, {width}]: {line(error)}"))
             else:
                 return found
+    (_, first), (_, furthest) = failed[0], max(failed, key=lambda each: each[0])  # the first of those that are alike
+    tried = first if first == furthest else f"{first}; what came furthest was {furthest}"
     raise CheckError(
-        f"module: no way to call it was found; tried first {failed}; give embed_dim=, inputs=, or "
+        f"module: no way to call it was found; tried first {tried}; give embed_dim=, inputs=, or "
         "call=lambda module, x, mask: ..."
     )
 
@@ -254,6 +257,14 @@ def _tries(target: Any, call: Call | None, widths: list[int], inputs: Tensor | N
         for width in widths:
             for way in _ways(target, width) if call is None else (Way((...,), {}, "its own call"),):
                 yield length, width, way
+
+
+def _reached(error: BaseException) -> list[int]:
+    """How far a call came before it raised: the lines, from ours inward, to be compared by the first that differs.
+
+    What looks at the output stands below what makes it, here as in ``Subject``.
+    """
+    return [number for _, number in traceback.walk_tb(error.__traceback__)]
 
 
 def line(error: BaseException) -> str:
