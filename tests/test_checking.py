@@ -150,6 +150,24 @@ class Piecewise(nn.Module):
         return self.o(out.view(b, t, e))
 
 
+class Sparse(nn.Module):
+    """Causal; each query keeps its two largest logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(24, 72), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (3, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        s = (q @ k.transpose(-2, -1) * 8**-0.5).masked_fill(causal_hidden(x.shape[1]), torch.finfo(q.dtype).min)
+        s = s.masked_fill(s < s.topk(2).values[..., -1:], -math.inf)
+        return self.o((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def causal_hidden(length: int) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool).triu(1)
+
+
 class Causal(nn.Module):
     """Ours, causal."""
 
@@ -187,6 +205,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "heads listed": lambda: Listed(24, 3),
     "query by query": lambda: Piecewise(24, 3),
     "alibi": lambda: Alibi(24, 3),
+    "largest logits alone": Sparse,
     "BERT, eager": lambda: BertAttention(config(BertConfig(**BERT), "eager"), layer_idx=0),
     "GPT-2": lambda: GPT2Attention(config(GPT2Config(n_embd=24, n_head=3), "sdpa"), layer_idx=0),
     "GPT-2, eager": lambda: GPT2Attention(config(GPT2Config(n_embd=24, n_head=3), "eager"), layer_idx=0),
@@ -238,7 +257,7 @@ def test_every_kind_of_finding_is_tested() -> None:
     elsewhere = {
         *("kv-heads-tiled", "values-misplaced", "unused-parameter", "input-ignored", "rows-do-not-sum-to-one"),
         *("returned-weights-differ", "scale-unusual", "mask-applied-wrong", "not-finite", "quadratic-memory"),
-        "not-permutation-equivariant",
+        *("not-permutation-equivariant", "softmax-twice"),
     }
     assert {*BUGS.values(), *elsewhere} == WORDS.keys()
 
@@ -282,7 +301,8 @@ class Changed(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         made = (self.q(query), self.k(key), self.v(self.steps["source"](query) if "source" in self.steps else value))
         q, k, v = (y.unflatten(-1, (3, 8)).transpose(1, 2) for y in made)
-        p = self.do("p", self.do("s", q @ k.transpose(-2, -1) * 8**-0.5).softmax(-1))
+        s = self.do("s", q @ k.transpose(-2, -1) * 8**-0.5)
+        p = self.steps["weights"](s) if "weights" in self.steps else self.do("p", s.softmax(-1))
         return self.do("out", self.o((p @ self.do("v", v)).transpose(1, 2).flatten(2)))
 
 
@@ -294,6 +314,17 @@ class Changed(nn.Module):
         ("input-ignored", {"source": lambda query: query}),
         ("rows-do-not-sum-to-one", {"p": lambda p: p**2}),
         ("scale-unusual", {"s": lambda s: s * 1.7}),
+        ("no-softmax", {"weights": lambda s: s / s.sum(-1, keepdim=True)}),
+        ("no-softmax", {"weights": lambda s: F.normalize(s, p=1, dim=-1)}),
+        ("no-softmax", {"weights": lambda s: s.square() / s.square().sum(-1, keepdim=True)}),
+        ("no-softmax", {"weights": lambda s: s.relu() / s.relu().sum(-1, keepdim=True).clamp_min(1e-9)}),
+        ("no-softmax", {"weights": lambda s: s.sigmoid() / s.sigmoid().sum(-1, keepdim=True)}),
+        ("no-softmax", {"weights": lambda s: F.softplus(s) / F.softplus(s).sum(-1, keepdim=True)}),
+        ("no-softmax", {"weights": lambda s: s.relu().tril() / s.shape[-1]}),
+        ("softmax-twice", {"p": lambda p: p.softmax(-1)}),
+        ("softmax-twice", {"s": lambda s: s.masked_fill(causal_hidden(7), -math.inf).softmax(-1)}),
+        ("softmax-over-heads", {"weights": lambda s: s.masked_fill(causal_hidden(7), -math.inf).softmax(1)}),
+        ("looks-into-the-future", {"s": lambda s: s.masked_fill(causal_hidden(7).T, -math.inf)}),
         ("not-finite", {"out": lambda y: y / torch.zeros(())}),
     ],
 )
@@ -423,6 +454,34 @@ def test_a_mask_that_hides_something_else() -> None:
             return super().weights(q, k, None if mask is None else mask.roll(2, -1))
 
     assert check(Other(24, 3)).names == ("mask-applied-wrong",)
+
+
+@pytest.mark.parametrize("by", [10.0, 0.01, 1e-9])
+def test_a_mask_that_hides_too_little_is_not_taken_for_one_that_is_added(by: float) -> None:
+    """With 0 and -inf handed over it would hide: (1 - -inf) * -10 is -inf."""
+
+    class Soft(Packed):
+        def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+            s = self.scores(q, k)
+            return (s if mask is None else s - (1 - mask.to(s.dtype)) * by).softmax(-1)
+
+    expected = "mask-ignored" if by == 1e-9 else "mask-fill-too-small"
+    assert check(Soft(24, 3)).names == (expected,)
+    assert check(Soft(24, 3), mask_means="keep").names == (expected,)
+
+
+@pytest.mark.parametrize("scale_first", [True, False])
+def test_a_mask_of_numbers_is_added_before_or_after_the_scale(scale_first: bool) -> None:
+    class Adding(Packed):
+        def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+            mask = torch.zeros(()) if mask is None else mask
+            s = q @ k.transpose(-2, -1)
+            return (s * 8**-0.5 + mask if scale_first else (s + mask) * 8**-0.5).softmax(-1)
+
+    found = check(Adding(24, 3))
+    assert "mask= [T, T] of 0 and -inf: added to the logits" in found.understood
+    assert ("mask= boolean: added as 0 and 1, which hides nothing" in found.understood) == scale_first
+    assert found.names == ()
 
 
 # ---------------------------------------------------------------- how it is called

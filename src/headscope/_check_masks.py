@@ -37,9 +37,11 @@ def softmax_and_scale(case: Case) -> None:
         lower = weights.slope(heads, other, tri)  # logits above the diagonal may be something else
         if isinstance(lower, Slope) and not (isinstance(found, Slope) and lower.biased):
             found = lower
-    if wrong is not None and wrong.how in ("softmax-over-queries", "softmax-over-heads", "no-softmax"):
+    if isinstance(found, str) or bool((heads.p < 0).any()):
+        wrong = weights.no_exp(heads, other) or wrong
+    if wrong is not None and wrong.how in {"softmax-over-queries", *NO_SOFTMAX}:
         case.find(wrong.how, wrong.seen)
-        case.not_tested["scale"] = "there is no softmax over the keys"
+        case.not_tested["scale"] = "the weights are not from one softmax over the keys"
         return
     if isinstance(found, str):
         case.not_tested["scale"] = found
@@ -50,6 +52,9 @@ def softmax_and_scale(case: Case) -> None:
         return
     if isinstance(found, Slope):
         _scale(case, heads, found)
+
+
+NO_SOFTMAX = {"softmax-over-heads", "no-softmax", "softmax-twice"}  # which keys these hide says nothing of a mask
 
 
 def late_sums(case: Case) -> None:
@@ -67,8 +72,8 @@ def late_sums(case: Case) -> None:
 
 
 EXPLAINS_SUMS = {
-    *("mask-after-softmax", "softmax-over-queries", "softmax-over-heads", "no-softmax", "scaled-after-softmax"),
-    "cannot-see-itself",
+    *("mask-after-softmax", "softmax-over-queries", "scaled-after-softmax", "cannot-see-itself"),
+    *NO_SOFTMAX,
 }
 
 
@@ -131,8 +136,8 @@ def built_in(case: Case) -> None:
     if case.random or heads is None:
         case.not_tested["built-in mask"] = case.why_no_heads()
         return
-    if case.found.keys() & {"softmax-over-heads", "no-softmax"}:
-        case.not_tested["built-in mask"] = "weights are not from a softmax over the keys"
+    if case.found.keys() & NO_SOFTMAX:
+        case.not_tested["built-in mask"] = "the weights are not from one softmax over the keys"
         return
     seen = visible(heads.p)
     size = seen.shape[-1]
@@ -145,7 +150,7 @@ def built_in(case: Case) -> None:
         case.allowed = tri[None]
         _within(case, seen, tri)
         return
-    if found.how in ("none", "mask-applied-wrong"):
+    if found.how in ("none", "mask-applied-wrong", "mask-on-queries"):  # there is no padding
         _other_pattern(case, seen, tri)
         return
     case.allowed = tri[None]
@@ -163,11 +168,17 @@ def _within(case: Case, seen: Tensor, tri: Tensor) -> None:
         case.find("cannot-see-itself", "query 1 sees key 0 and not key 1; query 0 sees nothing")
     elif bool((seen == torch.eye(size, dtype=torch.bool)).all()):
         case.find("cannot-see-the-past", "each query sees its own key and no other")
+    elif case.other is not None and case.other.heads is not None and _apart(seen, visible(case.other.heads.p)):
+        case.understood.append("causal; which earlier keys a query sees depends on the input")
     elif not bool((seen == tri)[..., 1:, :].all()):
         b, h, i, j = (~seen & tri).nonzero()[0].tolist()
         case.find("cannot-see-the-past", f"query {i} of head {h} of batch entry {b} does not see key {j}")
     else:
         case.understood.append("causal: no query sees a later key")
+
+
+def _apart(seen: Tensor, other: Tensor) -> bool:
+    return seen.shape == other.shape and not torch.equal(seen, other)
 
 
 def _other_pattern(case: Case, seen: Tensor, tri: Tensor) -> None:
@@ -181,6 +192,9 @@ def _other_pattern(case: Case, seen: Tensor, tri: Tensor) -> None:
         case.find("sees-one-ahead", "query 0 sees keys 0 and 1, query 1 sees keys 0 to 2, and so on")
     elif bool((seen[..., 1:, :] == tri.tril(-1)[1:]).all()):
         case.find("cannot-see-itself", "query 1 sees key 0 and not key 1")
+    elif bool((seen == tri.T).all()):
+        said = "built-in mask: each query sees its own key and later ones, and none before, as by triu instead of tril"
+        case.find("looks-into-the-future", said)
     elif bool((seen[..., :-1, :] == tri.T.triu(1)[:-1]).all()):
         case.find("mask-inverted", "built-in mask: each query sees later keys alone")
     else:
@@ -250,8 +264,8 @@ def given(case: Case) -> None:
     if not subject.mask_names:
         case.not_tested["a mask that is handed over"] = "it takes none that is named so; give call= if it takes one"
         return
-    if case.random or case.heads is None or case.found.keys() & {"softmax-over-heads", "no-softmax"}:
-        why = case.why_no_heads() if case.heads is None or case.random else "weights are not from a softmax"
+    if case.random or case.heads is None or case.found.keys() & NO_SOFTMAX:
+        why = case.why_no_heads() if case.heads is None or case.random else "the weights are not from one softmax"
         case.not_tested["a mask that is handed over"] = why
         return
     if case.found.keys() & (TELLS_MASK | {"softmax-over-queries"}):
@@ -277,6 +291,8 @@ def _one_name(case: Case, name: str) -> None:
             continue
         if found.how in ("hidden", "mask-inverted") and not (form.adds and found.how == "mask-inverted"):
             _works(case, name, form, found)
+            if form.adds and first is not None and first[1].how == "bool-mask-added":
+                case.understood.append(f"{name}= boolean: added as 0 and 1, which hides nothing")
             return
         if found.how == "none":
             ran = ran or (form, found)
@@ -308,8 +324,25 @@ def _try(case: Case, name: str, form: Form) -> Applied | None:
     found = weights.applied(run.heads.p, case.logit, mask, visible(heads.p), heads.p, subject.tolerance)
     if found.how == "mask-applied-wrong" and case.causal:  # it may take the place of the built-in one
         alone = weights.applied(run.heads.p, None, mask, torch.ones_like(visible(heads.p)), None, subject.tolerance)
-        return alone if alone.how in ("hidden", "mask-inverted") else found
+        found = alone if alone.how in ("hidden", "mask-inverted") else found
+    if form.adds and found.how == "hidden" and case.asked.mask_means is None and not _adds(case, name, form):
+        return None
     return found
+
+
+def _adds(case: Case, name: str, form: Form) -> bool:
+    """Whether a mask is added: minus infinity also hides where it is not, as in (1 - mask) * -10."""
+    assert case.heads is not None
+    mask, seen = _pattern(form.kind, case.subject.batch, case.subject.length)
+    run = _run(case, name, form.make(seen).clamp_min(-0.5))
+    if run is None or run.heads is None or run.heads.p.shape != case.heads.p.shape:
+        return True
+    p, plain = run.heads.p, case.heads.p
+    by = weights.lowered(p, plain, mask)
+    if by is None or torch.equal(p, plain):  # then it is compared with a number, or put in otherwise
+        return True
+    factors = [1.0] if case.slope is None else [1.0, *case.slope.of_raw.tolist()]  # before or after q·k is scaled
+    return any(math.isclose(by, 0.5 * factor, rel_tol=1e-3) for factor in factors)
 
 
 def _run(case: Case, name: str, mask: Any) -> Run | None:

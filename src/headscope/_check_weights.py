@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from headscope._check_heads import Heads
 
@@ -64,22 +65,47 @@ def sums(heads: Heads, tolerance: float) -> Applied | None:
     said = f"the weights of a query sum to {low:.4g}" + (f" … {high:.4g}" if high - low > tolerance else "")
     if ones(p.sum(-2)) and bool((p >= 0).all()):
         return Applied("softmax-over-queries", f"{said}; those of a key, over the queries, to 1")
-    if heads.count > 1 and ones(p.sum(1)) and bool((p >= 0).all()):
+    over_heads = p.sum(1)
+    over_heads = over_heads[torch.isfinite(over_heads)]  # where all heads hide a pair there is NaN
+    if heads.count > 1 and ones(over_heads) and not bool((p < 0).any()):
         return Applied("softmax-over-heads", f"{said}; those of a pair of tokens, over the heads, to 1")
-    if _proportional(p, heads.raw):
-        return Applied("no-softmax", f"{said}; each is a multiple of q·k")
     if high - low < tolerance * 10:
         return Applied("scaled-after-softmax", f"{said}, all alike (1/√D is {heads.width**-0.5:.4g})")
     return Applied("rows-do-not-sum-to-one", said)
 
 
-def _proportional(p: Tensor, raw: Tensor) -> bool:
-    """Whether weights are q·k times a number, where they are not 0."""
-    at = (p.abs() > 1e-12) & (raw.abs() > 1e-12)
-    if not bool(at.any()) or bool((p >= 0).all()):
-        return False
-    ratio = (p / raw)[at]
-    return bool((ratio - ratio.median()).abs().max() < 1e-4 * ratio.median().abs())
+def no_exp(one: Heads, two: Heads) -> Applied | None:
+    """Which mistake explains weights of two inputs that are no exp of a linear function of q·k, if one does."""
+    plain = one.raw * one.factor
+    scaled = plain * one.width**-0.5
+    for said, functions in {
+        "q·k": (plain,), "|q·k|": (plain.abs(),), "(q·k)²": (plain**2,),
+        "the sigmoid of q·k": (plain.sigmoid(), scaled.sigmoid()),
+        "the softplus of q·k": (F.softplus(plain), F.softplus(scaled)),
+    }.items():  # fmt: skip
+        if any(_proportional(one.p, x) for x in functions):
+            return Applied("no-softmax", f"the weights of a query that are not 0 are proportional to {said}")
+    inner = [replace(heads, p=_inner(heads.p)) for heads in (one, two)]
+    if all(bool((heads.p >= 0).all()) for heads in inner) and isinstance(slope(inner[0], inner[1], None), Slope):
+        ratio = float((one.p / one.p.amin(-1, keepdim=True)).nan_to_num(1.0, 1.0).max())
+        return Applied("softmax-twice", f"log p is a softmax of q·k: no weight is more than {ratio:.3g} times another")
+    return None
+
+
+def _proportional(p: Tensor, x: Tensor) -> bool:
+    """Whether the weights of each query are x times a number, where they are not 0."""
+    at = visible(p) & (x.abs() > 1e-12)
+    at = at & (at.sum(-1, keepdim=True) >= 2)
+    ratio = torch.where(at, p / x, 0.0)
+    middle = ratio.sum(-1, keepdim=True) / at.sum(-1, keepdim=True).clamp_min(1)
+    return bool(at.any()) and bool((torch.where(at, ratio - middle, 0.0).abs() <= 1e-4 * middle.abs()).all())
+
+
+def _inner(p: Tensor) -> Tensor:
+    """The weights that p is a softmax of, if it is one: log p, raised so that it sums to one. Negative if it is not."""
+    seen, log = visible(p), logs(p)
+    inner = torch.where(seen, log + (1 - log.sum(-1, keepdim=True)) / seen.sum(-1, keepdim=True).clamp_min(1), 0.0)
+    return torch.where(inner.abs() > 1e-5, inner, 0.0)
 
 
 def has_sink(heads: Heads, slope: Tensor, tolerance: float) -> bool:
@@ -250,3 +276,15 @@ def _pair(at: Tensor) -> str:
     """The first pair of a pattern [B, H, Q, K], in words; "" if there is none."""
     found = at.nonzero()
     return f"key {int(found[0, 3])} of query {int(found[0, 2])}" if len(found) else ""
+
+
+def lowered(p: Tensor, plain: Tensor, mask: Tensor) -> float | None:
+    """By how much the logits of hidden pairs are lower than without a mask [B, Q, K]; None if by no one number."""
+    both, shift = visible(p) & visible(plain), logs(p) - logs(plain)
+    kept = both & mask[:, None]
+    level = torch.where(kept, shift, 0.0).sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp_min(1)
+    gap = (level - shift)[both & ~kept & kept.any(-1, keepdim=True)]
+    loose = float(torch.where(kept, shift - level, 0.0).abs().max())
+    if loose > 1e-3 or not len(gap) or float(gap.max() - gap.min()) > 1e-3:
+        return None
+    return float(gap.mean())

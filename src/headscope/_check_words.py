@@ -123,8 +123,15 @@ WORDS: dict[str, Words] = {
     ),
     "no-softmax": Words(
         "wrong",
-        "Raw scores may be negative and of any size; outputs grow with the length.",
-        "Turn scores into weights.",
+        "Scores, or a power, ReLU or sigmoid of them, do not sharpen as exp does. Raw ones may be negative; where they "
+        "are not divided by their sum, outputs grow with the length.",
+        "Turn scores into weights by a softmax.",
+        "p = scores.softmax(dim=-1)",
+    ),
+    "softmax-twice": Words(
+        "wrong",
+        "Weights lie between 0 and 1, their exp between 1 and e: nearly even, and a key that was hidden is seen again.",
+        "Take the softmax once; scaled_dot_product_attention already does.",
         "p = scores.softmax(dim=-1)",
     ),
     "scaled-after-softmax": Words(

@@ -112,6 +112,8 @@ FOLLOWS: dict[str, set[str]] = {
     "mask-inverted": {"nan-on-empty-row", "rows-do-not-sum-to-one", "not-finite", "cannot-see-the-past",
                       "looks-into-the-future"},
     "softmax-over-queries": {"looks-into-the-future", "nan-on-empty-row"},
+    "softmax-over-heads": {"nan-on-empty-row", "not-finite"},
+    "softmax-twice": {"looks-into-the-future"},
     "input-modified": {"state-between-calls", "fails-on-batch-of-one", "batches-mixed"},
     "state-between-calls": {"fails-on-batch-of-one", "batches-mixed"},
     "cannot-see-the-past": {"input-ignored", "unused-parameter"},
