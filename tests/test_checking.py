@@ -150,6 +150,31 @@ class Piecewise(nn.Module):
         return self.o(out.view(b, t, e))
 
 
+class Registered(SixSteps):
+    """Tokens of its own, before and behind the others; their outputs are cut off."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.first, self.last = (nn.Parameter(torch.randn(1, 1, width)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = (token.expand(len(x), -1, -1) for token in (self.first, self.last))
+        return super().forward(torch.cat([first, x, last], 1))[:, 1:-1]
+
+
+class Padded(SixSteps):
+    """Pads the length to a multiple of 4, hides the padding, and cuts it off again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = x.shape[1]
+        x = F.pad(x, (0, 0, 0, -t % 4))
+        q, k, v = (
+            one(x).unflatten(-1, (3, 8)).transpose(1, 2) for one in (self.q_linear, self.k_linear, self.v_linear)
+        )
+        s = (q @ k.transpose(-2, -1) * 8**-0.5).masked_fill(torch.arange(x.shape[1]) >= t, -math.inf)
+        return self.out_proj((s.softmax(-1) @ v).transpose(1, 2).flatten(2))[:, :t]
+
+
 class Sparse(nn.Module):
     """Causal; each query keeps its two largest logits."""
 
@@ -205,6 +230,8 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "heads listed": lambda: Listed(24, 3),
     "query by query": lambda: Piecewise(24, 3),
     "alibi": lambda: Alibi(24, 3),
+    "tokens of its own": lambda: Registered(24, 3),
+    "padded inside": lambda: Padded(24, 3),
     "largest logits alone": Sparse,
     "BERT, eager": lambda: BertAttention(config(BertConfig(**BERT), "eager"), layer_idx=0),
     "GPT-2": lambda: GPT2Attention(config(GPT2Config(n_embd=24, n_head=3), "sdpa"), layer_idx=0),
@@ -266,23 +293,51 @@ def test_every_kind_of_finding_is_tested() -> None:
 
 
 class Grouped(nn.Module):
-    """Grouped heads, shared in a way to be given."""
+    """Grouped heads, shared in a way to be given, the values in another if it is given."""
 
-    def __init__(self, share: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, share: Callable[[Tensor], Tensor], values: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
-        self.q, self.kv, self.o, self.share = nn.Linear(24, 24), nn.Linear(24, 16), nn.Linear(24, 24), share
+        self.q, self.kv, self.o = nn.Linear(24, 24), nn.Linear(24, 16), nn.Linear(24, 24)
+        self.share, self.share_values = share, values or share
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in (self.q(x), *self.kv(x).chunk(2, -1)))
-        out = F.scaled_dot_product_attention(q, self.share(k), self.share(v))
-        return self.o(out.transpose(1, 2).flatten(2))
+        return self.o(self.attend(q, self.share(k), self.share_values(v)).transpose(1, 2).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def repeated(k: Tensor) -> Tensor:
+    return k.repeat_interleave(3, 1)
+
+
+def tiled(k: Tensor) -> Tensor:
+    return k.repeat(1, 3, 1, 1)
 
 
 def test_tiled_key_heads_are_unusual() -> None:
-    assert check(Grouped(lambda k: k.repeat_interleave(3, 1))).names == ()
-    found = check(Grouped(lambda k: k.repeat(1, 3, 1, 1)))
+    assert check(Grouped(repeated)).names == ()
+    found = check(Grouped(tiled))
     assert found.names == ("kv-heads-tiled",)
     assert found["kv-heads-tiled"].seen.endswith("use key heads 0, 1, 0, 1, 0, 1")
+
+
+@pytest.mark.parametrize(("keys", "values"), [(repeated, tiled), (tiled, repeated)])
+def test_keys_and_values_that_are_grouped_in_different_orders(
+    keys: Callable[[Tensor], Tensor], values: Callable[[Tensor], Tensor]
+) -> None:
+    found = check(Grouped(keys, values))
+    assert found.names == ("kv-heads-tiled",)
+    assert found["kv-heads-tiled"].seen.endswith("keys and values are grouped in different orders")
+
+
+def test_weights_of_grouped_heads_that_are_transposed() -> None:
+    class Turned(Grouped):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return (q @ k.transpose(-2, -1) * 0.5).softmax(-1).transpose(-2, -1) @ v
+
+    assert check(Turned(repeated)).names == ("softmax-over-queries",)
 
 
 class Changed(nn.Module):

@@ -73,7 +73,9 @@ def arrange(seen: Seen, batch: int, length: int) -> tuple[Heads | None, list[Fau
     if not seen.mixings:
         why = "tokens were summed before there were scores of queries with keys, as in linear attention"
         return None, [], why if seen.over_tokens else "no product of attention weights with values was seen"
-    rows = [_rows(seen, mixing) for mixing in seen.mixings]
+    rows = [part for part in (_rows(seen, mixing) for mixing in seen.mixings) if len(part.u)]
+    if not rows:
+        return None, [], "no query was made of a token"
     faults = _faults(rows, length) or _unsplit(seen, rows)
     faults += _merged(seen)
     if any(fault.name in ("heads-split-wrong", "batches-mixed", "values-misplaced") for fault in faults):
@@ -100,11 +102,14 @@ def _rows(seen: Seen, mixing: Mixing) -> _Rows:
     token = seen.token[values]
     low = token.amin(-1)
     v = torch.where(low == token.amax(-1), low, MIXED)
-    return _Rows(
-        u=of_row(first), w=torch.where(ids > 0, second, NONE).reshape(-1, keys), fq=of_row(fq), fk=fk.reshape(-1, keys),
+    u = of_row(first)
+    found = _Rows(
+        u=u, w=torch.where(ids > 0, second, NONE).reshape(-1, keys), fq=of_row(fq), fk=fk.reshape(-1, keys),
         fv=by_key(seen.feature[values].amin(-1)), v=by_key(v), p=mixing.p.double().reshape(-1, keys),
         raw=seen.value[ids].reshape(-1, keys), factor=seen.factor[ids].reshape(-1, keys),
     )  # fmt: skip
+    ours = u != NONE  # queries of padding, or of a token of the module's own, are cut off behind
+    return _Rows(**{name: x[ours] for name, x in vars(found).items()})
 
 
 def _varies(x: Tensor, known: Tensor) -> bool:
@@ -118,7 +123,7 @@ def _faults(rows: list[_Rows], length: int) -> list[Fault]:
     """Whether each query meets the keys of its own batch entry, each once, and each key its own value."""
     if all(_in_place(part, length) for part in rows):
         return []
-    partners: dict[int, int] = {}
+    pairs, misplaced = set[tuple[int, int]](), list[Fault]()
     for part in rows:
         valid = part.valid
         for i in range(len(part.u)):
@@ -132,14 +137,23 @@ def _faults(rows: list[_Rows], length: int) -> list[Fault]:
                 return [_split("the keys of one query of one head", tokens, length)]
             if any(token // length != u // length for token in tokens):
                 return [_leak(u, tokens, length)]
-            if partners.setdefault(int(part.fq[i]), int(fk[0])) != int(fk[0]):
-                return [Fault("heads-split-wrong", "queries of one head meet keys of several heads")]
+            pairs.add((int(part.fq[i]), int(fk[0])))
             v, fv = part.v[i][at], part.fv[i][at]
             if v.tolist() != tokens or len(set(fv.tolist())) > 1:
                 said = f"the weights of keys {_places(tokens, length)} fall on values {_places(v.tolist(), length)}"
                 name = "heads-split-wrong" if len(set(fv.tolist())) > 1 else "values-misplaced"
-                return [Fault(name, said)]
-    return []
+                misplaced.append(Fault(name, said))
+    if not _paired(torch.tensor(sorted(pairs)).view(-1, 2)):
+        return [Fault("heads-split-wrong", "queries of one head meet keys of several heads")]
+    return misplaced[:1]
+
+
+def _paired(pairs: Tensor) -> bool:
+    """Whether of pairs of heads [N, 2], each once, the second follows from the first, or the first from the second.
+
+    The latter is so where heads are grouped and the weights transposed, so that queries stand for keys.
+    """
+    return len(pairs) == max((len(one.unique()) for one in pairs.T), default=0)
 
 
 def _in_place(part: _Rows, length: int) -> bool:
@@ -152,8 +166,7 @@ def _in_place(part: _Rows, length: int) -> bool:
     at = valid.int().argmax(-1, keepdim=True)
     same = [((x == x.gather(-1, at)) | ~valid).all() for x in (part.fk, part.fv)]
     pairs = torch.stack([part.fq, part.fk.gather(-1, at)[:, 0]], -1).unique(dim=0)
-    alone = len(pairs) == len(part.fq.unique())
-    return bool((once != 0).all()) and bool(here.all()) and all(same) and alone
+    return bool((once != 0).all()) and bool(here.all()) and all(same) and _paired(pairs)
 
 
 def _split(what: str, tokens: list[int], length: int) -> Fault:
@@ -189,17 +202,21 @@ def _unsplit(seen: Seen, rows: list[_Rows]) -> list[Fault]:
     if len(steps) and int(steps.amin()) == int(steps.amax()) > 1:
         said = f"a head takes numbers of the projection that are {int(steps[0])} apart, wanted neighbours"
         faults.append(Fault("heads-interleaved", said))
-    return faults + _grouped(fq, fk)
+    keys, values = _groups(fq, fk), _groups(fq, fv)
+    said = f"query heads 0, 1, 2, … use key heads {', '.join(map(str, keys))}"
+    if len(set(keys)) == len(set(values)) < len(keys) and keys != values:
+        both = f"{said} with value heads {', '.join(map(str, values))}: keys and values are grouped in different orders"
+        faults.append(Fault("kv-heads-tiled", both))
+    elif len(set(keys)) < len(keys) and keys != sorted(keys):
+        faults.append(Fault("kv-heads-tiled", said))
+    return faults
 
 
-def _grouped(fq: Tensor, fk: Tensor) -> list[Fault]:
-    """Which key head each query head shares."""
-    partner = dict(sorted(zip(fq.tolist(), fk.tolist(), strict=True)))
+def _groups(fq: Tensor, other: Tensor) -> list[int]:
+    """The number of the key or value head that each query head uses, in their order."""
+    partner = dict(sorted(zip(fq.tolist(), other.tolist(), strict=True)))
     order = sorted(set(partner.values()))
-    groups = [order.index(key) for key in partner.values()]
-    if len(order) == len(groups) or groups == sorted(groups):
-        return []
-    return [Fault("kv-heads-tiled", f"query heads 0, 1, 2, … use key heads {', '.join(map(str, groups))}")]
+    return [order.index(head) for head in partner.values()]
 
 
 def _merged(seen: Seen) -> list[Fault]:

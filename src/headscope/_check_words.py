@@ -51,7 +51,7 @@ WORDS: dict[str, Words] = {
     "kv-heads-tiled": Words(
         "unusual",
         "Grouped-query attention gives neighbouring query heads one key head; published weights rely on it.",
-        "Repeat each key head for its group instead of tiling all of them.",
+        "Repeat each key head, and each value head, for its group instead of tiling all of them.",
         "k = k.repeat_interleave(H // Hkv, dim=1)  # not k.repeat(1, H // Hkv, 1, 1)",
     ),
     "batches-mixed": Words(
