@@ -688,6 +688,24 @@ def test_the_module_and_the_random_numbers_stay_as_they_were() -> None:
         assert_close(p, before[name], rtol=0, atol=0, msg=name)
 
 
+MODES = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "meta": lambda: torch.device("meta")}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bug", ["", "no scale"])
+def test_the_mode_it_is_called_under_does_not_matter(mode: str, bug: str) -> None:
+    module = MultiHeadAttention(24, 3) if not bug else Packed(24, 3, bug=bug)
+    wanted = check(module).to_dict()
+    with MODES[mode]():
+        found = check(module)
+    assert found.to_dict() == wanted
+
+
+def test_a_module_made_under_inference_mode_has_gradients_to_check() -> None:
+    with torch.inference_mode():
+        assert check(MultiHeadAttention(24, 3)).names == ()
+
+
 def test_a_second_check_finds_the_same() -> None:
     module = Packed(24, 3, bug="no scale")
     assert check(module).to_dict() == check(module).to_dict()

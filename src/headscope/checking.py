@@ -64,7 +64,12 @@ def check(
         CheckError: no way to call it was found.
     """
     asked = Asked(heads, causal, batch_first, mask_means, scale, length, decode)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),  # which enable_grad does not end
+        torch.enable_grad(),
+        torch.device("cpu"),  # whatever the default device is
+    ):
         case = Case(subject(module, call, embed_dim, inputs), asked)
         case.understood.append(f"called as {case.subject.way.said} with E = {case.subject.embed_dim}")
         for probe in PROBES:
