@@ -86,6 +86,14 @@ def test_padded_rows_are_as_if_alone(name: str, kind: str, cuts: str) -> None:
         torch.testing.assert_close(out[b, :count], nothing.expand(count, E) if nothing is not None else out[b, :0])
 
 
+def test_the_default_device_does_not_matter() -> None:
+    m, x = module(rotary=Rotary(6)), inputs()
+    wanted = decoded(m, x, GrowingCache(padding=[1, 0, 2]), [1] * T)
+    with torch.device("meta"):
+        found = decoded(m, x, GrowingCache(padding=[1, 0, 2]), [1] * T)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kind", CACHES)
 def test_reordered_rows_go_on_as_what_they_were(kind: str) -> None:
     m, x = module(**OPTIONS["alibi, sinks"]), inputs()

@@ -84,6 +84,22 @@ def test_seed_random_is_untrained_and_always_the_same(name: str) -> None:
     assert (states[0][attention] - states[1][attention]).abs().max() > 1e-2
 
 
+def test_loading_seeds_no_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    torch.manual_seed(3)
+    load_example("digits", seed_random=True)
+    assert seeded == [3]
+
+
+def test_the_default_device_does_not_matter() -> None:
+    wanted = load_example("digits")
+    with torch.device("meta"):
+        found = load_example("digits")
+    torch.testing.assert_close(found.model.state_dict(), wanted.model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(found.samples[0].image, wanted.samples[0].image, rtol=0, atol=0)
+
+
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"name: got 'txet', wanted one of 'text', 'digits'"):
         load_example("txet")

@@ -461,6 +461,13 @@ def test_a_table_that_is_passed_in_is_left_alone() -> None:
 # ---------------------------------------------------------------- states that do not fit
 
 
+def test_arrays_are_the_hosts_whatever_the_default_device() -> None:
+    state = MultiHeadAttention(E, H).to_state_dict("torch")
+    with torch.device("meta"):
+        made = MultiHeadAttention.from_state_dict({key: x.numpy() for key, x in state.items()}, "torch", num_heads=H)
+    assert_same_state(made, "torch", state)
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [

@@ -167,6 +167,16 @@ def test_padding_at_the_end_is_never_read(kind: str) -> None:
     torch.testing.assert_close(again, out, rtol=0, atol=0)
 
 
+def test_the_default_device_does_not_matter() -> None:
+    _, ours = pair(batch_first=True)
+    query, key, _ = inputs("cross", "NLE")
+    scattered = list(padding_masks(N, S))[2]
+    wanted = ours(query, key, key, key_padding_mask=scattered)
+    with torch.device("meta"):
+        found = ours(query, key, key, key_padding_mask=scattered)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("options", ASKED, ids=["out", "mean", "each"])
 def test_a_row_that_may_see_nothing_is_zero(options: dict[str, bool]) -> None:
     theirs, ours = pair(batch_first=True)

@@ -277,6 +277,23 @@ def test_position_maps_take_part() -> None:
     assert [look and look[0] for look in sheet.looks[0]] == ["layout", "layout"]
 
 
+def test_layers_may_have_other_numbers_of_heads() -> None:
+    weights = [softmax(2, 35, causal=False), softmax(3, 35, causal=False)[None]]
+    sheet = image_sheet("x", digit(), (5, 7), weights, position_maps=[weights[0][None], weights[1][0]])
+    assert [len(layer["layout_r2"]) for layer in sheet.regions] == [2, 3]
+    assert sheet.regions[1]["layout_r2"] == pytest.approx([1, 1, 1])
+
+
+def test_the_default_device_does_not_matter() -> None:
+    ids = [n % 3 for n in range(7)]
+    wanted = text(words(7), ids=ids), picture()
+    of_text, of_image = ([torch.from_numpy(layer) for layer in sheet.weights] for sheet in wanted)
+    with torch.device("meta"):
+        found = text_sheet("", words(7), of_text, ids=ids), image_sheet("", digit(), (5, 7), of_image)
+    for got, sheet in zip(found, wanted, strict=True):
+        assert (got.statistics, got.patterns, got.regions) == (sheet.statistics, sheet.patterns, sheet.regions)
+
+
 def test_sheets_refuse_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"tokens: there is none, wanted at least 1"):
         text_sheet("x", [], [torch.zeros(2, 0, 0)])
@@ -292,6 +309,8 @@ def test_sheets_refuse_what_does_not_fit() -> None:
         text_sheet("x", words(5), [softmax(2, 5)], ids=[1, 2, 3])
     with pytest.raises(ValueError, match=r"position_maps: has 2 layers, weights has 1"):
         image_sheet("x", digit(), (5, 7), [softmax(1, 35)], position_maps=[softmax(1, 35)] * 2)
+    with pytest.raises(ValueError, match=r"position_maps: layer 0 is \[2, 35, 35\], wanted \[1, 35, 35\] as weights"):
+        image_sheet("x", digit(), (5, 7), [softmax(1, 35)], position_maps=[softmax(2, 35)])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import torch
 from headscope import Observe, masks, observe
 from headscope._kept_weights import KeptWeights, kept_of
 from headscope.report import serving
+from headscope.report._viewer_strips import strip_of
 from headscope.report.serving import Server, pooled_tile
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
@@ -108,6 +109,16 @@ def test_tiles_are_pooled_by_bins() -> None:
         rows, columns = min(size, 15), min(size, 11)
         np.testing.assert_allclose(mean, naive(p, rows, columns, np.nanmean), rtol=1e-6)
         np.testing.assert_allclose(largest, naive(p, rows, columns, np.nanmax), rtol=1e-6)
+
+
+def test_the_default_device_does_not_matter() -> None:
+    kept = kept_of(recorded(mask=masks.causal()).stats.parts["a"].tiles[-1])
+    asked = (lambda: pooled_tile(kept, 1, (2, 17), (1, 12), 5), lambda: strip_of(kept, 0, 1, (2, 17), -3, 3, 2))
+    wanted = [run() for run in asked]
+    with torch.device("meta"):
+        found = [run() for run in asked]
+    np.testing.assert_array_equal(found[0], wanted[0])
+    np.testing.assert_array_equal(found[1], wanted[1])
 
 
 # ---------------------------------------------------------------- the server

@@ -239,6 +239,16 @@ def test_a_context_without_keys_gives_zero() -> None:
     torch.testing.assert_close(torch.tensor(found.row("concatenation").corner), torch.zeros(4, 4))
 
 
+@pytest.mark.parametrize("length", [7, 2000])
+def test_the_default_device_does_not_matter(length: int) -> None:
+    module, x = MultiHeadAttention(24, 3, bias=False), torch.randn(1, length, 24)
+    wanted = trace(module, x, causal=True)
+    with torch.device("meta"):
+        found = trace(module, x, causal=True)
+    assert found.held
+    assert found.to_dict() == wanted.to_dict()
+
+
 def test_autocast_is_traced_as_it_runs() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = trace(made(15, 3), torch.randn(2, 7, 15), causal=True)

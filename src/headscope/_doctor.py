@@ -160,11 +160,10 @@ def _mask(ask: Ask, keys: int, device: str) -> masks.Mask | None:
     if ask.prefix is not None:
         parts = [masks.Prefix(ask.prefix) | part for part in parts] or [masks.Prefix(ask.prefix)]
     if ask.padded:
-        lengths = torch.arange(ask.batch) % max(1, keys) + 1
-        parts.append(masks.KeyLengths(lengths.to(device)))
+        parts.append(masks.KeyLengths(torch.arange(ask.batch, device=device) % max(1, keys) + 1))
     if ask.documents or ask.interleaved:
-        at = torch.arange(keys)
-        ids = (at % 3 if ask.interleaved else at * 3 // max(1, keys)).expand(ask.batch, keys).to(device)
+        at = torch.arange(keys, device=device)
+        ids = (at % 3 if ask.interleaved else at * 3 // max(1, keys)).expand(ask.batch, keys)
         parts.append(masks.Documents(ids[:, max(0, keys - ask.queries) :], ids))
     if ask.dense:
         seen = torch.ones((), dtype=torch.bool, device=device)

@@ -41,7 +41,7 @@ class Sample(NamedTuple):
 def sample(batch: int, heads: int, queries: int, keys: int, width: int) -> Sample:
     """All rows of [B, H, Q, K] while they fit into ``MATRIX`` weights; else the first ones and others evenly spread."""
     if batch * heads * queries * keys <= MATRIX:
-        return Sample(torch.arange(batch), torch.arange(heads), torch.arange(queries), whole=True)
+        return Sample(*(torch.arange(size, device="cpu") for size in (batch, heads, queries)), whole=True)
     pairs = max(1, MATRIX // max(1, keys * width))  # of batch entry and head: each brings its keys along
     h = spread(heads, min(8, pairs))
     b = spread(batch, min(4, max(1, pairs // len(h))))
@@ -52,9 +52,10 @@ def sample(batch: int, heads: int, queries: int, keys: int, width: int) -> Sampl
 def spread(size: int, wanted: int) -> Tensor:
     """``wanted`` indices of an axis, evenly spread, with the first four among them if as many are wanted."""
     if wanted >= size:
-        return torch.arange(size)
-    first = torch.arange(min(4, wanted))
-    rest = torch.linspace(0, size - 1, max(1, wanted - 3 if wanted >= 4 else wanted), dtype=torch.float64).long()
+        return torch.arange(size, device="cpu")
+    first = torch.arange(min(4, wanted), device="cpu")
+    others = max(1, wanted - 3 if wanted >= 4 else wanted)
+    rest = torch.linspace(0, size - 1, others, dtype=torch.float64, device="cpu").long()
     return torch.cat([first, rest]).unique() if wanted >= 4 else rest.unique()
 
 

@@ -171,7 +171,7 @@ def _positions(source: Tensor, weight: Tensor) -> tuple[Tensor, str]:
 def _linear(source: Tensor, weight: Tensor, bias: Tensor | None, at: Tensor) -> tuple[Tensor, Tensor]:
     """The projection of some positions in float64, and the sum of the magnitudes of what was added up for it."""
     x, w = exact(source.flatten(0, 1)[at]), exact(weight)
-    b = torch.zeros(len(w), dtype=torch.float64) if bias is None else exact(bias)
+    b = torch.zeros(len(w), dtype=torch.float64, device="cpu") if bias is None else exact(bias)
     return x @ w.T + b, x.abs() @ w.abs().T + b.abs()
 
 

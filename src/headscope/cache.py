@@ -317,7 +317,7 @@ def _reordered(buffer: Tensor, rows: Tensor, held: int) -> Tensor:
 def _counts(padding: Tensor | Sequence[int] | None) -> tuple[int, ...]:
     if padding is None:
         return ()
-    counts: Tensor = torch.as_tensor(padding)
+    counts: Tensor = torch.as_tensor(padding, device="cpu")
     if counts.dtype.is_floating_point or counts.dtype == torch.bool or counts.ndim != 1:
         raise TypeError(f"padding: got {kind(counts)} {list(counts.shape)}, wanted integers [B]")
     found = tuple(int(count) for count in counts)

@@ -312,7 +312,7 @@ def _ours(layout: Layout, state: dict[str, Any]) -> tuple[dict[str, Tensor], dic
 def _tensor(part: Part, x: Any) -> Tensor:
     """One entry of a state as [rows, width], or [rows]."""
     try:
-        tensor = x if isinstance(x, Tensor) else torch.tensor(x)  # a copy: arrays may not be writable
+        tensor = x if isinstance(x, Tensor) else torch.tensor(x, device="cpu")  # a copy: arrays may not be writable
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{part.key}: got {kind(x)}, wanted a tensor or an array") from None
     if not tensor.is_floating_point():

@@ -322,7 +322,7 @@ def _lengths(padding: Tensor) -> Tensor | None:
     if padding.dtype != torch.bool or not _readable(padding):
         return None
     lengths = (~padding).sum(-1)
-    beyond = torch.arange(padding.shape[-1]) >= lengths[:, None]  # [N, S]
+    beyond = torch.arange(padding.shape[-1], device="cpu") >= lengths[:, None]  # [N, S]
     return lengths if torch.equal(beyond, padding) else None
 
 

@@ -96,7 +96,7 @@ def _computed(sizes: Trace, batch: int, seq: int, context_seq: int | None, causa
         )
     options = sizes.module
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed seeds every device
         made = {name: options[name] for name in ("embed_dim", "num_heads", "kv_heads", "head_dim")}
         module = MultiHeadAttention(**made).eval()
         x = torch.randn(batch, seq, options["embed_dim"])

@@ -32,7 +32,7 @@ def write_weights(path: Path, model: nn.Module, config: dict[str, Any]) -> None:
 
 
 def build(make: Callable[[dict[str, Any]], Model], path: Path, *, random_seed: int | None) -> Model:
-    """Return the model of a weights file in eval mode, float32.
+    """Return the model of a weights file in eval mode, float32, on the CPU whatever the default device is.
 
     Args:
         make: From a configuration to an untrained model.
@@ -43,8 +43,8 @@ def build(make: Callable[[dict[str, Any]], Model], path: Path, *, random_seed: i
     with safe_open(path, framework="pt") as file:
         config: dict[str, Any] = json.loads(file.metadata()["config"])
         # Drawing weights that the file replaces takes 15 ms; the meta device would import seconds' worth of torch.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(random_seed or 0)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(random_seed or 0)  # torch.manual_seed seeds every device
             model = make(config)
         if random_seed is None:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict

@@ -49,7 +49,8 @@ def strip_of(
         begin = max(0, min(start + away + low, kept.keys - 1))
         end = max(begin + 1, min(stop + away + high, kept.keys))
         near = kept.piece(entry, head, (start, stop), (begin, end))
-        index = torch.arange(start, stop)[:, None] + away + torch.arange(low, high + 1) - begin  # [i, near]
+        i, step = torch.arange(start, stop, device="cpu"), torch.arange(low, high + 1, device="cpu")
+        index = i[:, None] + away + step - begin  # [i, near]
         outside = (index < 0) | (index >= end - begin)
         found = near.gather(1, index.clamp(0, end - begin - 1)).masked_fill(outside, torch.nan)
         both = torch.cat([found, kept.piece(entry, head, (start, stop), (0, first))], 1)

@@ -131,8 +131,8 @@ def text_sheet(
     _check(tokens, maps)
     if ids is not None and len(ids) != len(tokens):
         raise ValueError(f"ids: has {len(ids)} entries, tokens has {len(tokens)}")
-    seen = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril() if causal else None
-    given: dict[str, Any] = {"seen": seen, "tokens": None if ids is None else torch.tensor(list(ids))}
+    seen = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device="cpu").tril() if causal else None
+    given: dict[str, Any] = {"seen": seen, "tokens": None if ids is None else torch.tensor(list(ids), device="cpu")}
     measured = _measure(maps, given)
     return Sheet(
         title,
@@ -183,9 +183,12 @@ def image_sheet(
     _check(places, maps)
     if position_maps is not None and len(position_maps) != len(maps):
         raise ValueError(f"position_maps: has {len(position_maps)} layers, weights has {len(maps)}")
-    at = torch.tensor([(row, column) for row in range(height) for column in range(width)])
+    at = torch.tensor([(row, column) for row in range(height) for column in range(width)], device="cpu")
     measured = _measure(maps, {"k_pos": at})
-    expected = [None] * len(maps) if position_maps is None else [m.reshape(maps[0].shape[1:]) for m in position_maps]
+    if position_maps is None:
+        expected = [None] * len(maps)
+    else:
+        expected = [_position_map(layer, *both) for layer, both in enumerate(zip(position_maps, maps, strict=True))]
     regions_of = [
         regions.measure(weight[0], image, grid, position_map=expectation)
         for weight, expectation in zip(maps, expected, strict=True)
@@ -250,6 +253,16 @@ def _map(layer: int, weight: Tensor, tokens: int) -> Tensor:
             f"weights: layer {layer} is {shape}, wanted [H, {tokens}, {tokens}], one row and column a token"
         )
     return weight.detach().to("cpu", torch.float32)
+
+
+def _position_map(layer: int, position_map: Tensor, weight: Tensor) -> Tensor:
+    """One layer's map of positions as [H, T, T] on the host."""
+    wanted = weight.shape[1:]
+    if position_map.shape not in (wanted, weight.shape):
+        raise ValueError(
+            f"position_maps: layer {layer} is {list(position_map.shape)}, wanted {list(wanted)} as weights"
+        )
+    return position_map.detach().to("cpu").reshape(wanted)
 
 
 def _check(tokens: Sequence[str], maps: Sequence[Tensor]) -> None:

@@ -65,7 +65,7 @@ def measure(
     members: dict[str, Tensor] = {name: torch.from_numpy(part) for name, part in image_regions(image, grid).items()}
     members |= {"layout": _largest(expected), "near": _largest(-distance), "far": _largest(distance)}
     count = usable.sum(-1).double()
-    values = {name: torch.full((len(p),), torch.nan, dtype=torch.float64) for name in REGIONS}
+    values = {name: p.new_full((len(p),), torch.nan) for name in REGIONS}
     for name, member in members.items():
         share = member.mean(-1)  # of the patches
         values[name] = ((p * member).sum(-1) / share * usable).sum(-1) / count
@@ -196,7 +196,7 @@ def _largest(score: Tensor) -> Tensor:
 
 def _places(grid: tuple[int, int]) -> Tensor:
     """Row and column of each patch, [T, 2]."""
-    return torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1]))
+    return torch.cartesian_prod(*(torch.arange(size, device="cpu") for size in grid))
 
 
 def _distances(grid: tuple[int, int]) -> Tensor:
@@ -211,13 +211,12 @@ def _by_offset(p: Tensor, usable: Tensor, grid: tuple[int, int]) -> Tensor:
     [H, T, T]; where no other usable row goes that way, an even spread is predicted.
     """
     places = _places(grid)
-    way = places[None] - places[:, None] + torch.tensor(grid) - 1  # [T, T, 2], from 0
+    way = places[None] - places[:, None] + torch.tensor(grid, device="cpu") - 1  # [T, T, 2], from 0
     which = (way[..., 0] * (2 * grid[1] - 1) + way[..., 1]).flatten()  # [T * T]
     ways = (2 * grid[0] - 1) * (2 * grid[1] - 1)
     there = usable[..., None].expand_as(p).double()
-    total = torch.zeros(len(p), ways, dtype=torch.float64).index_add(1, which, p.flatten(1))[:, which].reshape(p.shape)
-    count = (
-        torch.zeros(len(p), ways, dtype=torch.float64).index_add(1, which, there.flatten(1))[:, which].reshape(p.shape)
+    total, count = (
+        x.new_zeros(len(p), ways).index_add(1, which, x.flatten(1))[:, which].reshape(p.shape) for x in (p, there)
     )
     others = count - there
     return torch.where(others > 0, (total - p) / others, 1 / p.shape[-1])

@@ -166,7 +166,7 @@ def pooled_tile(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Mean and max of p[i0:i1, j0:j1] of one head in at most size x size bins; NaN where nothing may be seen."""
     rows, columns = (min(size, stop - start) for start, stop in (i, j))
-    bins = torch.arange(j[1] - j[0])
+    bins = torch.arange(j[1] - j[0], device="cpu")
     column = ((bins + 1) * columns - 1) // (j[1] - j[0])  # the bin b with ⌊bn/m⌋ <= key < ⌊(b+1)n/m⌋
     mean, largest = np.full((rows, columns), np.nan), np.full((rows, columns), np.nan)
     edges = [i[0] + row * (i[1] - i[0]) // rows for row in range(rows + 1)]
@@ -182,10 +182,11 @@ def pooled_tile(
 def _pooled(p: Tensor, column: Tensor, columns: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Mean and max of rows [i, j] by bins of columns."""
     there = ~p.isnan()
-    count = torch.zeros(columns, dtype=torch.float64).index_add_(0, column, there.sum(0).double())
-    total = torch.zeros(columns, dtype=torch.float64).index_add_(0, column, p.nan_to_num(0.0).sum(0).double())
+    zeros = torch.zeros(columns, dtype=torch.float64, device="cpu")
+    count = zeros.index_add(0, column, there.sum(0).double())
+    total = zeros.index_add(0, column, p.nan_to_num(0.0).sum(0).double())
     top = p.nan_to_num(-1.0).amax(0).double()
-    most = torch.full((columns,), -1.0, dtype=torch.float64).scatter_reduce_(0, column, top, "amax")
+    most = (zeros - 1).scatter_reduce(0, column, top, "amax")
     return (total / count).numpy(), most.masked_fill(most < 0, torch.nan).numpy()
 
 
