@@ -195,6 +195,40 @@ def test_a_full_cache_says_so_and_stays_as_it_was() -> None:
     torch.testing.assert_close(m(x[:, 6:8], cache=cache), m(x[:, :8], mask=causal())[:, 6:])
 
 
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize(("before", "new"), [(0, 1), (0, 11), (3, 2), (8, 1), (8, 9), (9, 3)])
+def test_a_call_that_raises_leaves_the_cache_as_it_was(before: int, new: int, kind: str) -> None:
+    m, x, cache = module(rotary=Rotary(6)), inputs(), CACHES[kind]()
+    mask = window(W) if kind == "rolling" else causal()
+    for t in range(before):
+        m(x[:, t : t + 1], cache=cache)
+    said, held = repr(cache), None if not before else (cache.keys.clone(), cache.values.clone())
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    def refuse(error: type[Exception], **given: Any) -> None:
+        with pytest.raises(error):
+            m(x[:, before : before + new], cache=cache, **given)
+        assert repr(cache) == said
+        if held is not None:
+            torch.testing.assert_close((cache.keys, cache.values), held, rtol=0, atol=0)
+
+    refuse(ValueError, bias=torch.zeros(99, 99))
+    refuse(ValueError, mask=Dense(torch.ones(99, 99) > 0))
+    hook = m.out_proj.register_forward_hook(fails)
+    refuse(RuntimeError)
+    hook.remove()
+    wanted = m(x[:, : before + new], mask=mask)[:, before:]
+    torch.testing.assert_close(m(x[:, before : before + new], cache=cache), wanted)
+
+
+def test_a_first_call_that_raises_leaves_the_sizes_open() -> None:
+    m, x, cache = module(), inputs(), GrowingCache()
+    refused(ValueError, "bias: ", lambda: m(x, cache=cache, bias=torch.zeros(99, 99)))
+    assert m(x[:2], cache=cache).shape == (2, T, E)
+
+
 def test_what_does_not_fit_is_named() -> None:
     m, x, cache = module(), inputs(), GrowingCache()
     refused(ValueError, "cache: holds nothing yet", lambda: cache.reorder([0]))

@@ -1,7 +1,8 @@
 """Caches of keys and values, so that decoding projects each token once: growing, preallocated, rolling.
 
 One cache serves one layer: ``MultiHeadAttention.forward(x, cache=cache)`` appends the keys and values of x and attends
-to all that are held. What is given to the kernels is a view of the buffer; nothing is copied from step to step.
+to all that are held; a call that raises leaves the cache as it was. What is given to the kernels is a view of the
+buffer; nothing is copied from step to step.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Cache(ABC):
         self._v: Tensor | None = None
         self._first = 0  # the token in slot 0
         self._length = 0
+        self._staged: tuple[Tensor, Tensor, int, int] | None = None  # these four as they are to be
 
     # ------------------------------------------------------------ reading
 
@@ -101,13 +103,23 @@ class Cache(ABC):
         Raises:
             TypeError, ValueError: they do not fit what is held, need gradients, or there is no room for them.
         """
+        held = self._stage(k, v, mask)
+        self._commit()
+        return held
+
+    def _stage(self, k: Tensor, v: Tensor, mask: Mask | Tensor | None = None) -> Held:
+        """As ``append``, which counts only from ``_commit`` on: a call that fails in between has changed nothing."""
         self._check(k, v)
         known = as_mask(mask)
         if self.forgets and known is not None:
             _check_reach(known)
         keys, values, first = self._add(k, v)
-        self._length += k.shape[-2]
         return Held(keys, values, first, self._sees(known, k.shape[-2], keys.shape[-2], first, k.device))
+
+    def _commit(self) -> None:
+        assert self._staged is not None  # _stage went before
+        self._k, self._v, self._first, self._length = self._staged
+        self._staged = None
 
     def reorder(self, rows: Tensor | Sequence[int]) -> None:
         """Row b becomes what row ``rows[b]`` was, as beam search wants it; there may be more or fewer than before.
@@ -135,28 +147,32 @@ class Cache(ABC):
 
     @abstractmethod
     def _add(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Store keys and values; return those to look at, and the token that the first of them belongs to."""
+        """Stage keys and values; return those to look at, and the token that the first of them belongs to.
 
-    def _store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write behind what is held, where there is room; all that is held."""
-        into_k, into_v = self._made(self._k), self._made(self._v)
-        start = self._length - self._first
+        What is held is not written over: that goes behind it, or into a buffer of its own.
+        """
+
+    def _store(self, into: tuple[Tensor, Tensor], first: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stage k and v in buffers that begin with token ``first``, behind what is held; all that is there."""
+        into_k, into_v = into
+        start = self._length - first
         stop = start + k.shape[-2]
         into_k[:, :, start:stop] = k
         into_v[:, :, start:stop] = v
+        self._staged = into_k, into_v, first, first + stop
         return into_k[:, :, :stop], into_v[:, :, :stop]
 
-    def _make(self, k: Tensor, v: Tensor, tokens: int) -> None:
-        """Make room for so many tokens; what is held stays."""
+    def _make(self, k: Tensor, v: Tensor, tokens: int, kept: int) -> tuple[Tensor, Tensor]:
+        """Buffers with room for so many tokens, the last ``kept`` of what is held in front."""
         held = self._length - self._first
         made: list[Tensor] = []
         with torch.inference_mode(False):  # later calls, outside of it, write here too
             for before, new in ((self._k, k), (self._v, v)):
                 room = new.new_empty((*new.shape[:2], tokens, new.shape[3]))  # [B, Hkv, tokens, D]
                 if before is not None:
-                    room[:, :, :held] = before[:, :, :held]
+                    room[:, :, :kept] = before[:, :, held - kept : held]
                 made.append(room)
-        self._k, self._v = made
+        return made[0], made[1]
 
     def _made(self, tensor: Tensor | None) -> Tensor:
         if tensor is None:
@@ -209,9 +225,11 @@ class GrowingCache(Cache):
 
     def _add(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
         needed = self._length + k.shape[-2]
-        if self._k is None or needed > self.capacity:
-            self._make(k, v, max(needed, 2 * self.capacity, LEAST))
-        return *self._store(k, v), 0
+        if self._k is None or self._v is None or needed > self.capacity:
+            into = self._make(k, v, max(needed, 2 * self.capacity, LEAST), self._length)
+        else:
+            into = self._k, self._v
+        return *self._store(into, 0, k, v), 0
 
 
 class StaticCache(Cache):
@@ -238,16 +256,17 @@ class StaticCache(Cache):
                 f"cache: is full: its capacity is {self._capacity}, it holds {self._length} tokens, got "
                 f"{k.shape[-2]} more, wanted a capacity of at least {needed}"
             )
-        if self._k is None:
-            self._make(k, v, self._capacity)
-        return *self._store(k, v), 0
+        into = (
+            (self._k, self._v) if self._k is not None and self._v is not None else self._make(k, v, self._capacity, 0)
+        )
+        return *self._store(into, 0, k, v), 0
 
 
 class RollingCache(Cache):
     """A cache for a sliding window: each query sees the last ``window`` tokens, its own included, as by ``window(n)``.
 
     What no later token may see is forgotten. It has room for twice the window; where that is full, the last ones move
-    to the front, so that a token is copied about once.
+    to the front of another such buffer, so that a token is copied about once.
 
     Args:
         window: how many tokens are seen, from 1. The layer attends by it, whether its mask says so or not.
@@ -261,35 +280,28 @@ class RollingCache(Cache):
         self.window = _at_least_one("window", window)
 
     def _add(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        new, held = k.shape[-2], self._length - self._first
-        if self._k is None:
-            self._make(k, v, 2 * self.window)
+        new, held, room = k.shape[-2], self._length - self._first, 2 * self.window
         kept = min(self.window - 1, held)  # what the first of the new ones may see
-        if kept + new > self.capacity:
+        if kept + new > room:
             return self._pass_through(k, v, kept)
-        if held + new > self.capacity:
-            self._forget(kept)
-        keys, values = self._store(k, v)
+        if self._k is None or self._v is None or held + new > room:
+            into, first = self._make(k, v, room, kept), self._length - kept
+        else:
+            into, first = (self._k, self._v), self._first
+        keys, values = self._store(into, first, k, v)
         unseen = keys.shape[-2] - new - kept
-        return keys[:, :, unseen:], values[:, :, unseen:], self._first + unseen
+        return keys[:, :, unseen:], values[:, :, unseen:], first + unseen
 
     def _pass_through(self, k: Tensor, v: Tensor, kept: int) -> tuple[Tensor, Tensor, int]:
         """More than there is room for: attend to a copy of what may be seen, and keep the end of it."""
-        start = self._length - kept
-        self._forget(kept)
-        into_k, into_v = self._made(self._k), self._made(self._v)
-        all_k, all_v = torch.cat([into_k[:, :, :kept], k], 2), torch.cat([into_v[:, :, :kept], v], 2)
-        end = min(self.window, all_k.shape[-2])
+        length = self._length + k.shape[-2]
+        all_k, all_v = self._make(k, v, kept + k.shape[-2], kept)
+        all_k[:, :, kept:], all_v[:, :, kept:] = k, v
+        into_k, into_v = self._make(k, v, 2 * self.window, 0)
+        end = self.window
         into_k[:, :, :end], into_v[:, :, :end] = all_k[:, :, -end:], all_v[:, :, -end:]
-        self._first = self._length + k.shape[-2] - end
-        return all_k, all_v, start
-
-    def _forget(self, kept: int) -> None:
-        """Move the last ``kept`` tokens to the front."""
-        held = self._length - self._first
-        for each in (self._made(self._k), self._made(self._v)):
-            each[:, :, :kept] = each[:, :, held - kept : held].clone()
-        self._first = self._length - kept
+        self._staged = into_k, into_v, length - end, length
+        return all_k, all_v, self._length - kept
 
     def _sees(self, mask: Mask | None, queries: int, keys: int, first: int, device: torch.device) -> Mask | None:
         reach = Band(self.window - 1, 0)

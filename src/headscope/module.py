@@ -287,12 +287,14 @@ class MultiHeadAttention(nn.Module):
         merged = merge_heads(heads.flip(-2) if last_first else heads)
         if self.gate_proj is not None:
             merged = merged * self.gate_proj(x).sigmoid()
-        out = self.out_proj(merged)
-        if not need_weights:
-            return out
-        weights = functional.weights(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks)
-        weights = weights if own is None else weights * (1 - own)
-        return out, weights.flip(-2) if last_first else weights
+        out, weights = self.out_proj(merged), None
+        if need_weights:
+            weights = functional.weights(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks)
+            weights = weights if own is None else weights * (1 - own)
+            weights = weights.flip(-2) if last_first else weights
+        if cache is not None:
+            cache._commit()
+        return out if weights is None else (out, weights)
 
     def _own_share(self, q: Tensor, lse: Tensor) -> Tensor:
         """The weight [B, H, Q, 1] of the key that belongs to no token, beside all others, whose log-sum-exp is lse."""
@@ -361,7 +363,7 @@ class MultiHeadAttention(nn.Module):
             cos, sin = self.rotary.shared_cos_sin(places, q)
             q, k = self.rotary.turn(q, cos, sin), self.rotary.turn(k, cos, sin)
         if cache is not None:
-            k, v, first, mask = cache.append(k, v, mask)
+            k, v, first, mask = cache._stage(k, v, mask)
         if self.position_bias is None:
             return q, k, v, mask, bias, False
         queries, keys = q.shape[-2], k.shape[-2]
