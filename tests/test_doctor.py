@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from dataclasses import replace
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
 import torch
 
+import headscope
 from headscope import _observe_native, attention, masks
 from headscope._backends import cpu
 from headscope._doctor import DTYPES, TYPICAL, Ask, judge, machine
@@ -61,6 +64,24 @@ def test_the_machine_is_described() -> None:
     assert found["versions"]["torch"] == torch.__version__
     assert found["torch"]["threads"] == torch.get_num_threads()
     assert found["machine"]["cores"] >= 1
+
+
+def test_an_extension_that_is_not_built_is_told_from_one_that_cannot_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "headscope._native", None)  # as where there is no such file
+    assert cpu._load() == (None, "")
+    monkeypatch.delitem(sys.modules, "headscope._native")
+    monkeypatch.setattr(headscope, "__path__", [str(tmp_path)])
+    (tmp_path / f"_native{EXTENSION_SUFFIXES[0]}").write_bytes(b"\x7fELF")
+    native, why = cpu._load()
+    assert native is None
+    assert str(tmp_path) in why
+    for name, value in (("native", native), ("unloadable", why)):
+        monkeypatch.setattr(cpu, name, value)
+    assert machine()["native kernels"] == {"target": f"built, and cannot be loaded: {why}"}
+    refusals = judge(TYPICAL["plain"], torch.float32, "cpu").refusals
+    assert refusals["cpu"] == [f"build: the native extension cannot be loaded: {why}"]
 
 
 # ---------------------------------------------------------------- the matrix

@@ -36,7 +36,7 @@ class Ask:
         dense: a boolean tensor [B, H, Q, K] is the mask, or part of it.
         bias: an additive bias [H, Q, K].
         lse: the row log-sum-exp is asked for too.
-        grad: in training: q, k, v and the bias want gradients.
+        grad: in training: q, k, v, the bias and the sinks want gradients.
         form: of the tensors: "plain"; "traced", seen by a compiler or a transform; "subclass", of a subclass of Tensor.
     """
 
@@ -177,6 +177,8 @@ def machine() -> dict[str, dict[str, Any]]:
 
 
 def _native() -> dict[str, Any]:
+    if cpu.unloadable:
+        return {"target": f"built, and cannot be loaded: {cpu.unloadable}"}
     if cpu.native is None:
         return {"target": "not installed: there was no C++ compiler when the package was built"}
     return {"target": cpu.native.target(), "targets of this CPU": ", ".join(cpu.native.targets())}

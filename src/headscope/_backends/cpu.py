@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,16 +21,17 @@ MOST_POSITIONS = 2**31  # in a mask they are numbers of 32 bits
 TASKS = 8  # of the backward pass, where there are fewer heads: enough for eight threads
 
 
-def _load() -> Any:
+def _load() -> tuple[Any, str]:
+    """The extension, or None; and why it was built and cannot be loaded, if that is so."""
     try:
-        from headscope import _native  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
-    except ImportError:
-        return None
-    return _native
+        return import_module("headscope._native"), ""
+    except ModuleNotFoundError:  # it was not built
+        return None, ""
+    except ImportError as error:
+        return None, str(error)
 
 
-native = _load()
-"""The extension, or None where it was not built."""
+native, unloadable = _load()
 
 
 def refuses(call: Call) -> list[str]:
@@ -38,7 +40,8 @@ def refuses(call: Call) -> list[str]:
     if call.device != "cpu":
         reasons.append(f"device: these kernels run on the CPU, not on {call.device}")
     elif native is None:
-        reasons.append("build: the native extension is not installed")
+        why = f"cannot be loaded: {unloadable}" if unloadable else "is not installed"
+        reasons.append(f"build: the native extension {why}")
     if call.form == "transformed":
         reasons.append("torch.func: within torch.compile, which does not trace their operators' gradients there")
     if call.form == "subclass":

@@ -40,7 +40,7 @@ OWN_CALL = (
         "--dropout", type=float, metavar="P", default=0.0, help="Probability of dropping a weight.  [default: 0]"
     ),
     click.option("--lse", is_flag=True, help="The log-sum-exp of each row is wanted."),
-    click.option("--grad", is_flag=True, help="In training: gradients are wanted, the bias's included."),
+    click.option("--grad", is_flag=True, help="In training: gradients are wanted, those of bias and sinks included."),
 )
 ASK_NAMES = {"seq": "queries", "context_seq": "keys"}
 
