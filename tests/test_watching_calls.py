@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+
+
+import functools
 import math
 import pickle
 from collections.abc import Callable
@@ -545,8 +548,8 @@ def test_a_compiled_model_is_refused() -> None:
     with pytest.raises(WatchError, match=r"runs compiled.*; compiled: OptimizedModule"), watch(compiled):
         pass
     compiled(x)
-    with pytest.raises(WatchError, match=r"no forward pass of the model ran .*compiled"), watch(model):
-        compiled(x)
+    with pytest.raises(WatchError, match="watch: the model, or a part of it, runs compiled"), watch(model):
+        model(compiled(x))
     within = nn.Sequential(Attention())
     within[0].compile(backend="eager")
     with pytest.raises(WatchError, match=r"compiled: 0$"), watch(within):
@@ -566,18 +569,68 @@ def test_a_compiled_function_around_the_model_lets_it_run_as_it_is() -> None:
     assert seen["entropy"].count.tolist() == [[28] * 3]
 
 
+def counting(made: list[Any], ran: list[int]) -> Any:
+    """A backend for torch.compile that tells which graphs are made, and that one runs."""
+
+    def backend(graph: Any, _: Any) -> Any:
+        made.append(graph)
+        return lambda *args: (ran.append(1), graph(*args))[1]
+
+    return backend
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_function_that_was_compiled_before_lets_the_model_run_as_it_is_while_it_is_watched(patched: bool) -> None:
+    made: list[Any] = []
+    ran: list[int] = []
+    model = Attention()
+    if patched:
+        model.forward = functools.partial(Attention.forward, model)
+    x = input_of(model)
+    around = torch.compile(lambda x: model(x) + 1, backend=counting(made, ran))
+    other = torch.compile(lambda x: x.sin(), backend=counting(made, ran))
+    with torch.no_grad():
+        expected = around(x)
+        other(x)
+        with watch(model) as seen:
+            model(x)
+            assert torch.equal(around(x), expected)
+            assert len(ran) == 2
+            other(x)
+        around(x)
+    assert seen.about.ran == 2
+    assert seen["entropy"].count.tolist() == [[28] * 3]
+    assert (len(made), len(ran)) == (2, 4), "afterwards they run from the graphs that they had"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_functions_are_seen_by_each_of_several_watches_until_it_closes() -> None:
+    made: list[Any] = []
+    model = Attention()
+    x = input_of(model)
+    around = torch.compile(lambda x: model(x) + 1, backend=counting(made, []))
+    around(x)
+    first, second = watch(model), watch(model)
+    with first as one:
+        second.__enter__()
+        around(x)
+    around(x)
+    second.__exit__(None, None, None)
+    around(x)
+    assert (one.about.ran, second.recording.about.ran) == (1, 2)
+    assert len(made) == 1
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_function_within_the_model_stays_compiled() -> None:
     ran: list[int] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        return lambda *args: (ran.append(1), graph(*args))[1]
 
     class Model(Attention):
         def forward(self, x: Tensor) -> Tensor:
             return act(super().forward(x))
 
-    act = torch.compile(lambda x: x.sin() + 1, backend=backend)
+    act = torch.compile(lambda x: x.sin() + 1, backend=counting([], ran))
     model = Model()
     x = input_of(model)
     with watch(model):

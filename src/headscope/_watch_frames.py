@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from headscope import _watch_calls, _watch_masks, _watch_torch, functional, nn_compat
+from headscope import _watch_calls, _watch_compiled, _watch_masks, _watch_torch, functional, nn_compat
 from headscope._watch_calls import Call
 from headscope.masks import Mask, Turned, turned
 from headscope.module import MultiHeadAttention
@@ -244,6 +244,7 @@ def open_(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
                 install()
         for name, module in modules.items():
             _watched[id(module)] = (*_watched.get(id(module), ()), (watcher, name))
+        _watch_compiled.set_aside(watcher, modules.values())
 
 
 def close(watcher: Watcher) -> None:
@@ -263,6 +264,7 @@ def close(watcher: Watcher) -> None:
             for _, remove in patches:
                 remove()
             _original_call = None
+        _watch_compiled.put_back(watcher)
 
 
 # ---------------------------------------------------------------- a module runs
@@ -272,9 +274,9 @@ def _call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """``nn.Module.__call__`` while a watch is open."""
     original = _original_call or nn.Module._wrapped_call_impl  # closed by another thread just now
     entries = _watched.get(id(self))
-    if entries is None:
+    if entries is None and id(_watch_compiled.inside(self)) not in _watched:
         return original(self, *args, **kwargs)
-    if torch.compiler.is_compiling():
+    if entries is None or torch.compiler.is_compiling():
         raise _watch_calls.WatchError(_watch_calls.COMPILED)
     if torch._C._current_graph_task_id() != -1:  # a checkpoint computes again what was seen before
         entries = tuple(entry for entry in entries if entry[0].again)

@@ -1,0 +1,77 @@
+"""What dynamo has compiled of functions that call a watched module: set aside while the watch is open.
+
+dynamo guards on what a module is made of, not on ``nn.Module.__call__``. So a graph that was made before the watch
+would run in the place of the modules whose calls are in it, and nothing would be seen. Such functions run uncompiled
+until the last watch that they concern closes, and then from the same graphs as before. All others stay compiled.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import weakref
+from collections.abc import Iterable
+from types import CodeType
+from typing import Any, Literal
+
+from torch import nn
+
+_aside: dict[object, set[CodeType]] = {}
+_known: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()  # to read guards takes a while
+
+# wherever the call of a module has been inlined, dynamo guards that its forward is that of its class, or what it is
+_CALLED = re.compile(r"(?:___dict_contains\('forward', |source=)(\S+?)(?:\.__dict__\)|\.forward,)")
+_TYPE = re.compile(r"___check_type_id\((.*?), (\d+)\)")
+
+
+def set_aside(watcher: object, modules: Iterable[nn.Module]) -> None:
+    """Let functions whose graphs hold calls of such modules, or of others of their classes, run uncompiled."""
+    # what a Sequential calls has a class of its own, and half of all other models have a Sequential, too
+    types = {id(type(module)) for module in modules if type(module) is not nn.Sequential}
+    _aside[watcher] = {code for code in _compiled() if any(types & called for called in _called(code))}
+    _set(_aside[watcher], "SKIP")
+
+
+def put_back(watcher: object) -> None:
+    """Let them run from their graphs again, but for what another watch has set aside, too."""
+    codes = _aside.pop(watcher, set[CodeType]())
+    _set(codes.difference(*_aside.values()), "DEFAULT")
+
+
+def inside(module: nn.Module) -> nn.Module | None:
+    """The module that this one of ``torch.compile`` runs, past ``nn.Module.__call__``; None for any other."""
+    return module._orig_mod if type(module).__module__ == "torch._dynamo.eval_frame" else None  # pyright: ignore[reportReturnType]
+
+
+def _compiled() -> list[CodeType]:
+    """The functions that dynamo has looked at."""
+    convert: Any = sys.modules.get("torch._dynamo.convert_frame")
+    if convert is None or not hasattr(sys.modules["torch._dynamo.eval_frame"], "set_code_exec_strategy"):
+        return []  # nothing has been compiled; or a torch before 2.7, where a graph cannot be set aside
+    return [code for each in list(convert.input_codes.seen) if (code := each()) is not None]
+
+
+def _called(code: CodeType) -> list[frozenset[int]]:
+    """Of each graph of a function, the ids of the classes of modules whose calls are in it."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    found: list[frozenset[int]] = []
+    for entry in _debug_get_cache_entry_list(code):
+        guards: Any = entry.guard_manager
+        if guards not in _known:
+            text = str(guards)
+            called = set(_CALLED.findall(text))
+            _known[guards] = frozenset(int(number) for source, number in _TYPE.findall(text) if source in called)
+        found.append(_known[guards])
+    return found
+
+
+def _set(codes: set[CodeType], action: Literal["SKIP", "DEFAULT"]) -> None:
+    """Say how dynamo runs these functions, and what they call."""
+    if not codes:
+        return  # and dynamo is not imported, which takes a while
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    each = getattr(_FrameAction, action)
+    for code in codes:
+        set_code_exec_strategy(code, _FrameExecStrategy(each, each))
