@@ -63,6 +63,7 @@ CORE = [
     *("_decision_parts", "_head_distances", "_pattern_means", "decisions", "comparing"),
     *("_layout_table", "layouts", "nn_compat"),
     *(
+        "_watch_compiled",
         "_watch_masks",
         "_watch_calls",
         "_watch_torch",
