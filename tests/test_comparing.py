@@ -200,6 +200,12 @@ def test_thresholds_are_checked(given: dict[str, float], message: str) -> None:
         Thresholds(**given)
 
 
+@pytest.mark.parametrize("given", ["a", None, True])
+def test_thresholds_are_numbers(given: Any) -> None:
+    with pytest.raises(TypeError, match=rf"share: got {type(given).__name__}, wanted a number"):
+        Thresholds(share=given)
+
+
 def test_it_takes_statistics_alone() -> None:
     stats = stats_of(*tensors())
     with pytest.raises(TypeError, match=r"before: got int, wanted HeadStats or a recording"):

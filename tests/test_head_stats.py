@@ -165,6 +165,10 @@ def test_what_does_not_merge() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             base.merge(other)
+    with pytest.raises(TypeError, match="merge: got int, wanted HeadStats"):
+        merge(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="merge: got NoneType, wanted HeadStats"):
+        base.merge(base, None)  # pyright: ignore[reportArgumentType]
 
 
 def test_layers_are_kept_apart() -> None:

@@ -296,6 +296,7 @@ STATE = layout_modules.WQ(E, H).state_dict()
         (STATE, {"layout": "torch"}, "does not fit layout 'torch': missing in_proj_weight, out_proj.weight; unexpected "
          "w_k.bias, .* and 2 more; these keys are those of w_q"),
         ({"a": STATE["w_q.bias"]}, {"layout": "w_q"}, "missing w_q.weight, .*; unexpected a; known layouts: torch, "),
+        ({}, {"layout": "w_q"}, "state: is empty, wanted a mapping of tensors"),
         (STATE, {"layout": "w_q", "prefix": "layers.0"}, "prefix: no key begins with 'layers.0.'; w_q.weight, w_q.bi"),
         ({**STATE, "w_k.weight": torch.zeros(7, 12)}, {"layout": "w_q", "num_heads": H},
          "w_k.weight: its 7 rows of k are not a divisor of num_heads 2 times head_dim 6"),

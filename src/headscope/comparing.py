@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headscope._call import kind
 from headscope._decision_parts import Answer, Basis, HasStats, decimal, plural, stats_of
 from headscope._head_distances import normalised
 
@@ -45,6 +47,7 @@ class Thresholds:
         received: total variation between what the keys receive, 0 to 1.
 
     Raises:
+        TypeError: one of them is no number.
         ValueError: a number is out of range.
     """
 
@@ -59,6 +62,8 @@ class Thresholds:
     def __post_init__(self) -> None:
         for each in fields(self):
             got = getattr(self, each.name)
+            if type(got) is bool or not issubclass(type(got), Real):
+                raise TypeError(f"{each.name}: got {kind(got)}, wanted a number")
             if each.name == "ratio" and not got > 1:
                 raise ValueError(f"ratio: got {got}, wanted above 1")
             if each.name == "errors" and not got >= 0:

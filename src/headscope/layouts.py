@@ -243,6 +243,8 @@ def _state(state: State | str | Path, prefix: str) -> dict[str, Any]:
         taken = {key: state[key] for key in state if str(key).startswith(prefix)}
     else:
         raise TypeError(f"state: got {kind(state)}, wanted a mapping of tensors, or the path of a safetensors file")
+    if isinstance(state, Mapping) and not state:
+        raise ValueError("state: is empty, wanted a mapping of tensors")
     if not taken:
         there = _listed(state) if isinstance(state, Mapping) else str(state)
         raise ValueError(f"prefix: no key begins with {prefix!r}; {there}")

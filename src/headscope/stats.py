@@ -374,10 +374,13 @@ class HeadStats:
         """The statistic of the runs of all: layers by name, new ones at the end. Also ``HeadStats.merge(a, b)``.
 
         Raises:
+            TypeError: one of them is no HeadStats.
             ValueError: a layer with other heads, bins, edges or first keys, or with a part that only one of them has.
         """
         several: dict[str, list[LayerStats]] = {}
         for stats in (self, *others):
+            if not isinstance(stats, HeadStats):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"merge: got {_kind(stats)}, wanted HeadStats")
             for name, part in stats.parts.items():
                 several.setdefault(name, []).append(part)
         parts: dict[str, LayerStats] = {}
@@ -507,7 +510,7 @@ class HeadStats:
 
 def merge(first: HeadStats, *others: HeadStats) -> HeadStats:
     """The statistic of the runs of all; see ``HeadStats.merge``."""
-    return first.merge(*others)
+    return HeadStats.merge(first, *others)
 
 
 def _on_host(moments: Moments) -> Moments:
