@@ -199,6 +199,8 @@ def test_the_sizes_of_its_parameters(name: str) -> None:
         weight, _ = ours.projection(each)
         assert weight.shape == (rows[each], widths[each])
     assert ours.projection("out")[0].shape == (E, H * ours.v_head_dim)
+    with pytest.raises(ValueError, match="name: got 'z', wanted q, k, v or out"):
+        ours.projection("z")
     assert ours.packed == (ours.kdim == ours.vdim == E)
 
 
@@ -627,6 +629,10 @@ SIZES_WRONG: dict[str, tuple[type[Exception], tuple[Any, Any], dict[str, Any]]] 
     "scale: got str, wanted a number": (TypeError, (12, 3), {"scale": "1"}),
     "softcap: got -1, wanted a finite number above 0, or None": (ValueError, (12, 3), {"softcap": -1}),
     "dropout: got 1.0, wanted a probability in [0, 1)": (ValueError, (12, 3), {"dropout": 1.0}),
+    "out_bias: got str, wanted True or False": (TypeError, (12, 3), {"out_bias": "no"}),
+    "sinks: got int, wanted True or False": (TypeError, (12, 3), {"sinks": 4}),
+    "gate: got NoneType, wanted True or False": (TypeError, (12, 3), {"gate": None}),
+    "dtype: got int64, wanted a floating one": (TypeError, (12, 3), {"dtype": torch.int64}),
 }
 
 INPUTS_WRONG: dict[str, tuple[type[Exception], tuple[Any, ...]]] = {
@@ -655,11 +661,14 @@ INPUTS_WRONG: dict[str, tuple[type[Exception], tuple[Any, ...]]] = {
         TypeError,
         (torch.zeros(2, 5, 12), causal()),
     ),
-    "v: axis 2 (K) is 3, k has 7": (
+    "context: axis 1 (K) is 3 for the values, wanted 7, as for the keys; keys [2, 7, 12], values [2, 3, 12]": (
         ValueError,
         (torch.zeros(2, 5, 12), (torch.zeros(2, 7, 12), torch.zeros(2, 3, 12))),
     ),
-    "q, k, v: the leading axes (B) do not broadcast": (ValueError, (torch.zeros(2, 5, 12), torch.zeros(3, 7, 12))),
+    "context: axis 0 (B) is 3, wanted 2, as x; context [3, 7, 12], x [2, 5, 12]": (
+        ValueError,
+        (torch.zeros(2, 5, 12), torch.zeros(3, 7, 12)),
+    ),
 }
 
 

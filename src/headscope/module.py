@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headscope import functional
-from headscope._call import as_mask, check_dropout, check_scale, check_softcap, is_traced, kind
+from headscope._call import as_mask, check_dropout, check_scale, check_softcap, is_traced, kind, shapes
 from headscope._linear import Linear, check_kind, is_plain
 from headscope.cache import Cache
 from headscope.masks import Band, Mask, Turned, turned
@@ -119,6 +119,9 @@ class MultiHeadAttention(nn.Module):
         self.dropout = check_dropout(dropout)
 
         biased = _biased(bias)
+        _check_flags(sinks=sinks, gate=gate, bias_kv=bias_kv, **({} if out_bias is None else {"out_bias": out_bias}))
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"dtype: got {str(dtype).removeprefix('torch.')}, wanted a floating one")
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.splits = (num_heads * self.head_dim, kv_heads * self.head_dim, kv_heads * self.v_head_dim)
         self.packed = self.kdim == self.vdim == embed_dim and len(biased) in (0, 3)
@@ -194,6 +197,8 @@ class MultiHeadAttention(nn.Module):
 
     def projection(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Weight [rows, width] and bias [rows] of the projection "q", "k", "v" or "out"; views, if they are packed."""
+        if name not in (*PROJECTIONS, "out"):
+            raise ValueError(f"name: got {name!r}, wanted {', '.join(PROJECTIONS)} or out")
         if not self.packed or name == "out":
             linear: nn.Linear = getattr(self, f"{name}_proj")
             return linear.weight, linear.bias
@@ -456,6 +461,20 @@ class MultiHeadAttention(nn.Module):
                 raise ValueError(f"{name}: got a nested tensor beside an x of {x.ndim} axes, wanted x nested as well")
             if tensor.shape[-1:] != (width,) or tensor.ndim not in (2, 3) or tensor.ndim != x.ndim:
                 self._refuse(name, tensor, width, x)
+        if k_from is not x or v_from is not x:
+            self._check_context(x, k_from, v_from)
+
+    @staticmethod
+    def _check_context(x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
+        if x.is_nested:
+            return
+        for tensor in (k_from, v_from):
+            if x.ndim == 3 and tensor.shape[0] != x.shape[0] and 1 not in (tensor.shape[0], x.shape[0]):
+                wanted = f"{x.shape[0]}, as x; {shapes(context=tensor, x=x)}"
+                raise ValueError(f"context: axis 0 (B) is {tensor.shape[0]}, wanted {wanted}")
+        if k_from.shape[-2] != v_from.shape[-2]:
+            got = f"{v_from.shape[-2]} for the values, wanted {k_from.shape[-2]}, as for the keys"
+            raise ValueError(f"context: axis {v_from.ndim - 2} (K) is {got}; {shapes(keys=k_from, values=v_from)}")
 
     def _check_kinds(self, x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
         """Dtypes and devices; apart from the sizes, which a trace asks for by themselves."""
@@ -567,6 +586,12 @@ def _norm(
     if qk_norm == "layer":
         return nn.LayerNorm(head_dim, eps, **made)
     return nn.RMSNorm(heads * head_dim if qk_norm == "rms_all" else head_dim, eps, **made)
+
+
+def _check_flags(**flags: bool) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{name}: got {kind(flag)}, wanted True or False")
 
 
 def _biased(bias: bool | Collection[str]) -> frozenset[str]:

@@ -380,7 +380,7 @@ class HeadStats:
         several: dict[str, list[LayerStats]] = {}
         for stats in (self, *others):
             if not isinstance(stats, HeadStats):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise TypeError(f"merge: got {_kind(stats)}, wanted HeadStats")
+                raise TypeError(f"merge: got {kind(stats)}, wanted HeadStats")
             for name, part in stats.parts.items():
                 several.setdefault(name, []).append(part)
         parts: dict[str, LayerStats] = {}
