@@ -118,6 +118,17 @@ def test_dynamic_quantization_takes_what_is_exactly_torchs() -> None:
     torch.testing.assert_close(smaller(x), wanted, rtol=0, atol=0.1)
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")  # torch's, of what flags() sets beside
+def test_onednn_switched_off_is_not_used(preferred: list[int]) -> None:
+    module, x = Linear(WIDTH, OUT), torch.randn(ROWS, WIDTH)
+    with torch.no_grad():
+        with torch.backends.mkldnn.flags(enabled=False):
+            module(x)
+        assert not preferred
+        module(x)
+        assert preferred
+
+
 def test_wrong_width_is_torchs_error(preferred: list[int]) -> None:
     with torch.no_grad(), pytest.raises(RuntimeError, match="cannot be multiplied"):
         Linear(WIDTH, OUT)(torch.randn(ROWS, WIDTH + 1))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import operator
 import os
 import platform
-import sys
 from dataclasses import dataclass, replace
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from torch import Tensor
 from headscope import __version__, _observe_native, masks
 from headscope._backends import cpu
 from headscope._call import Call, Form, Options, describe
+from headscope._cpuinfo import processor
 from headscope._select import BACKENDS, order
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -200,21 +199,12 @@ def _hardware() -> dict[str, Any]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "system": f"{platform.system()} {platform.release()}",
-        "processor": _processor(),
+        "processor": processor(),
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
         "usable cores": usable,
         "memory (GiB)": _memory(),
     }
-
-
-def _processor() -> str:
-    """The name of the CPU, as far as the system tells."""
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
 
 
 def _memory() -> float | None:

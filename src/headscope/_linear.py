@@ -9,11 +9,9 @@ it is not there, or the call is not an ordinary one, ``F.linear`` runs.
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from headscope._call import kind
+from headscope._cpuinfo import vendor
 from headscope.masks import is_traced
 
 TABLE = "linear_table.json"
@@ -39,7 +38,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` by the faster route."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not fits(input, weight, bias):
         return F.linear(input, weight, bias)
-    if is_traced() or (fast := route()) is None:
+    if is_traced() or not torch._C._get_mkldnn_enabled() or (fast := route()) is None:
         return F.linear(input, weight, bias)
     return fast(input, weight, bias)
 
@@ -114,15 +113,3 @@ def onednn() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
 def table() -> dict[str, Any]:
     """The shipped table."""
     return json.loads(files("headscope").joinpath(TABLE).read_text(encoding="utf-8"))
-
-
-@cache
-def vendor() -> str:
-    """The CPU's vendor as the system names it: GenuineIntel, AuthenticAMD, …; else what Python knows."""
-    described = Path("/proc/cpuinfo")  # on Linux
-    if described.is_file():
-        with described.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if line.startswith("vendor_id"):
-                    return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

@@ -1,0 +1,28 @@
+"""What the system says of the CPU."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from pathlib import Path
+
+
+def processor() -> str:
+    """The CPU's name, as "AMD EPYC 9R14"; else what Python knows."""
+    return _said("model name") or platform.processor() or platform.machine()
+
+
+def vendor() -> str:
+    """The CPU's vendor as the system names it: GenuineIntel, AuthenticAMD, …; else what Python knows."""
+    return _said("vendor_id") or platform.processor() or platform.machine()
+
+
+@cache
+def _said(name: str) -> str | None:
+    described = Path("/proc/cpuinfo")  # on Linux
+    if described.is_file():
+        with described.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith(name):
+                    return line.partition(":")[2].strip()
+    return None
