@@ -57,6 +57,16 @@ def test_saved_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
+def test_saved_for_others_to_read_and_nothing_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    (tmp_path / "folder").mkdir()
+    _bench.save([timing()], tmp_path / "out.json")
+    assert (tmp_path / "out.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    with pytest.raises(OSError, match="folder"):
+        _bench.save([timing()], tmp_path / "folder")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "out.json", "plain"]
+
+
 def test_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_bench, "SHAPES", (SMALL,))
     shown = CliRunner().invoke(verbs, ["bench", "--seconds", "0.001", "--dtype", "fp32"])

@@ -10,7 +10,6 @@ import math
 import os
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -20,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headscope._cpuinfo import processor
+from headscope._files import replace
 from headscope.module import MultiHeadAttention, merge_heads
 
 SHAPES = ((32, 10, 512, 8), (2, 10, 6, 2), (1, 64, 128, 8), (1, 1024, 512, 8), (8, 512, 768, 12), (1, 4096, 512, 8))
@@ -156,12 +157,8 @@ def _interleave(runs: dict[str, Run], seconds: float) -> dict[str, list[float]]:
 
 def machine() -> dict[str, Any]:
     """What the timings were taken on."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        cpu = next((line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line), cpu)
     return {
-        "cpu": cpu,
+        "cpu": processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -196,6 +193,4 @@ def as_dict(timings: list[Timing]) -> dict[str, Any]:
 def save(timings: list[Timing], path: Path) -> None:
     """Write the timings and the machine as JSON, whole or not at all."""
     text = json.dumps(as_dict(timings), indent=1)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-        file.write(text + "\n")
-    Path(file.name).replace(path)
+    replace(path, f"{text}\n".encode())

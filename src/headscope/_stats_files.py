@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from headscope._files import replace
 from headscope._kept_weights import KeptWeights, kept_of
 from headscope._stats_parts import Edges, HeadMap, Kept, LayerStats, Moments
 from headscope.stats import HeadStats
@@ -45,7 +45,7 @@ def save(stats: HeadStats, path: Path, force: bool, more: Mapping[str, str] | No
             said["qk"] = [_put_qk(each, f"{number}/qk/{run}", tensors) for run, each in enumerate(part.tiles)]
     entries = {_KEY: json.dumps({"version": VERSION, "layers": layers}), **(more or {})}
     plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
-    _replace(path, encode(plain, entries))
+    replace(path, encode(plain, entries))
     return path
 
 
@@ -205,18 +205,3 @@ def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor], mappe
     lengths = tuple(lengths) if lengths else None
     first = said.get("first")
     return LayerStats(**found, moments=moments, **parts, kept=kept, tiles=tiles, lengths=lengths, first=first)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write to a file beside the target, then put it in the target's place."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".headscope-", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # mkstemp's are for the owner only
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
+
+from headscope._files import replace
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -25,10 +26,7 @@ def write_weights(path: Path, model: nn.Module, config: dict[str, Any]) -> None:
         config: What `build` hands to its `make`; JSON values only.
     """
     state = {name: value.detach().to(torch.float16).contiguous() for name, value in model.state_dict().items()}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    save_file(state, temporary, metadata={"format": "pt", "config": json.dumps(config, sort_keys=True)})
-    temporary.chmod(0o644)  # safetensors makes files that only their owner may read
-    os.replace(temporary, path)
+    replace(path, save(state, metadata={"format": "pt", "config": json.dumps(config, sort_keys=True)}))
 
 
 def build(make: Callable[[dict[str, Any]], Model], path: Path, *, random_seed: int | None) -> Model:

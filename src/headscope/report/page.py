@@ -5,13 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from headscope._files import replace
 from headscope.report.recording import Sheet, visible
 
 __all__ = ["MARKER", "SaveError", "asset", "check", "digest", "embedded", "render", "save", "write"]
@@ -48,7 +47,7 @@ def write(html: str, path: str | Path, *, force: bool = False) -> Path:
     target = Path(path)
     _check_target(target, force)
     try:
-        _replace(target, html.encode("utf-8"))
+        replace(target, html.encode("utf-8"))
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise SaveError(f"{_shown(target)}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
     return target
@@ -59,19 +58,6 @@ def check(path: str | Path, *, force: bool = False) -> None:
     _check_target(Path(path), force)
     if not Path(path).parent.is_dir():
         raise SaveError(f"{_shown(Path(path))}: cannot be written: there is no such folder")
-
-
-def _replace(target: Path, content: bytes) -> None:
-    """Write to a file beside the target, then put it in the target's place."""
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".headscope-", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp's are for the owner only
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def _check_target(target: Path, force: bool) -> None:
@@ -98,13 +84,6 @@ def _check_target(target: Path, force: bool) -> None:
 def _shown(path: Path) -> str:
     """A path fit for one line."""
     return visible(str(path), limit=1000, blanks=False)
-
-
-def _umask() -> int:
-    """The process's umask, which can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 # ---------------------------------------------------------------- the page
