@@ -304,6 +304,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no name of a picture": (["watch", "digits", "--image", ""], "image: is empty, wanted the path of a picture"),
     "no name of a digit": (["image", ""], "image: is empty, wanted the path of a picture"),
     "threshold alone": (["watch", "text", "--threshold", "map=1"], "--threshold: wanted --against with it"),
+    "no such layer": (["watch", "text", "--text", "a", "--layers", "x"], "model: --layers: 'x' fits no module"),
     "text with digits": (["text", "a", "--model", "digits"], "--model: the shipped vision model looks at images"),
     "text drawn": (["text", "a", "--model", "x", "--seed-random"], "--seed-random: wanted the shipped model"),
 }
@@ -434,6 +435,24 @@ def test_a_model_that_fails_is_one_line(run: Run, folder: Path, monkeypatch: pyt
     monkeypatch.setattr(transformers.GPT2LMHeadModel, "forward", fail)
     ran = run("watch", str(folder), "--ids", "3 4")
     assert (ran.code, "the forward pass failed: out of luck and more" in ran.err) == (2, True)
+
+
+def test_a_layer_that_cannot_be_seen_is_told_with_the_option_for_it(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    gptj = transformers.GPTJConfig(n_embd=24, n_layer=1, n_head=3, n_positions=16, rotary_dim=4, **SIZES)
+    at = save(transformers.GPTJForCausalLM(gptj), tmp_path / "gptj", tokenizer=False)
+    ran = run("watch", str(at), "--ids", "3 4")
+    assert ran.code == 2
+    assert re.search(r"headscope watch: .* 1 attention layers ran .*\. Leave them out with --layers\n$", ran.err), (
+        ran.err
+    )
+
+
+def test_transformers_has_nothing_to_say_of_a_model_that_cannot_be_watched(tmp_path: Path) -> None:
+    config = transformers.MambaConfig(hidden_size=24, state_size=4, num_hidden_layers=1, **SIZES)
+    save(transformers.MambaForCausalLM(config), tmp_path / "mamba", tokenizer=False)
+    done = headscope("watch", "mamba", "--ids", "3 4", cwd=tmp_path)
+    assert done.returncode == 2
+    assert re.fullmatch(r"headscope watch: .* no attention call was seen in .*\n", done.stderr), done.stderr
 
 
 def test_what_comes_from_outside_is_escaped(run: Run, folder: Path, tmp_path: Path) -> None:  # noqa: F811

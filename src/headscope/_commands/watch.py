@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -286,9 +287,9 @@ def _recorded(loaded: Loaded, given: Input, asked: Asked) -> Recording:
             stats = seen.stats if stats is None else stats.merge(seen.stats)
             last = seen
     except WatchError as error:
-        raise Mistake(f"{loaded.name}: {str(error).removeprefix('watch: ')}") from error
+        raise Mistake(f"{loaded.name}: {_by_option(str(error).removeprefix('watch: '))}") from error
     except (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError, torch.OutOfMemoryError) as error:
-        option = "" if "layers:" in str(error) else "the forward pass failed: "
+        option = "--" if str(error).startswith("layers:") else "the forward pass failed: "
         raise Mistake(f"{loaded.name}: {option}{one_line(str(error))[:300]}") from error
     assert stats is not None
     assert last is not None
@@ -298,6 +299,11 @@ def _recorded(loaded: Loaded, given: Input, asked: Asked) -> Recording:
     count = len(given.parts)
     options = {**about.options, "tokens": None, "input": said}
     return Recording(stats, replace(about, options=options, texts=texts, forwards=count, ran=count))
+
+
+def _by_option(message: str) -> str:
+    """A message of ``headscope.watch``, with its arguments named as the options they come from."""
+    return message.replace(', or give unseen="ignore"', "").replace("layers=", "--layers")
 
 
 def _texts(loaded: Loaded, given: Input) -> tuple[str, ...] | None:
@@ -329,9 +335,17 @@ def _one(loaded: Loaded, given: Input, part: Any, asked: Asked) -> Recording:
     )
     options: dict[str, Any] = {"layers": asked.layers or None}
     options |= {"tokens": "inputs"} if loaded.paired else {}  # its two halves read different ids
-    with torch.inference_mode(), headscope.watch(loaded.model, what=what, **options) as seen:
+    with _quiet(), torch.inference_mode(), headscope.watch(loaded.model, what=what, **options) as seen:
         loaded.run(part)
     return seen
+
+
+def _quiet() -> AbstractContextManager[None]:
+    """Without what transformers, if the model is one of its, would remark while it runs."""
+    from headscope._commands import models
+
+    transformers = sys.modules.get("transformers")
+    return nullcontext() if transformers is None else models._quiet(transformers)
 
 
 def _patches(loaded: Loaded) -> int:
@@ -347,7 +361,6 @@ def _patches(loaded: Loaded) -> int:
 def _progress(parts: tuple[Any, ...]) -> Iterator[Any]:
     """The windows one by one, with how far it is on stderr, if that is a terminal."""
     import os
-    import sys
 
     if len(parts) == 1 or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         with busy("watching"):
