@@ -28,8 +28,16 @@ def set_aside(watcher: object, modules: Iterable[nn.Module]) -> None:
     """Let functions whose graphs hold calls of such modules, or of others of their classes, run uncompiled."""
     # what a Sequential calls has a class of its own, and half of all other models have a Sequential, too
     types = {id(type(module)) for module in modules if type(module) is not nn.Sequential}
-    _aside[watcher] = {code for code in _compiled() if any(types & called for called in _called(code))}
-    _set(_aside[watcher], "SKIP")
+    try:
+        codes = {code for code in _compiled() if any(types & called for called in _called(code))}
+        _set(codes, "SKIP")
+    except (
+        ImportError,
+        AttributeError,
+        TypeError,
+    ):  # these names are dynamo's own; a torch that has others hides such calls
+        return
+    _aside[watcher] = codes
 
 
 def put_back(watcher: object) -> None:
