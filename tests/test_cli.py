@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import signal
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -79,6 +83,22 @@ def test_every_verb_has_help(run: Run, verb: str) -> None:
     assert ran.code == 0
     assert "Usage: headscope " + verb in ran.out
     assert "--json" in ran.out
+
+
+def test_it_runs_in_another_thread() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(main, ["--version"]).result() == 0
+
+
+def test_the_callers_streams_and_signals_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors=errors) for errors in ("strict", "replace")]
+    for name, stream in zip(("stdout", "stderr"), streams, strict=True):
+        monkeypatch.setattr(sys, name, stream)
+    handler = signal.getsignal(signal.SIGINT)
+    assert main(["trace", "--seq", "3", "--dim", "4", "--heads", "2"]) == 0
+    assert [stream.errors for stream in streams] == ["strict", "replace"]
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert "sqrt" in cast(io.BytesIO, streams[0].buffer).getvalue().decode("ascii")
 
 
 def test_version(run: Run) -> None:

@@ -70,6 +70,8 @@ def test_plots_refuse_what_does_not_fit(pyplot: Any) -> None:
         plot_head(weights)
     with pytest.raises(ValueError, match=r"tokens: has 2 entries, weights has 7 keys; weights \[7, 7\]"):
         plot_head(weights[0], ["a", "b"])
+    with pytest.raises(ValueError, match=r"tokens: the queries are the last Q of 3 \(K\), and there are 7; weights"):
+        plot_head(weights[0, :, :3], ["a", "b", "c"])
     with pytest.raises(ValueError, match=r"weights\[0\]: has 2 axes, wanted 3 \(\[H, Q, K\]\)"):
         plot_grid([weights[0]])
     with pytest.raises(ValueError, match=r"weights: there is no layer"):

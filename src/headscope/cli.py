@@ -12,6 +12,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import unicodedata
 from collections.abc import Sequence
 from types import FrameType
@@ -41,16 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         which is told in one line on stderr; 141 if whoever read the output closed the pipe. Ctrl-C ends the process
         with 130, after one line on stderr.
     """
-    before = signal.signal(signal.SIGINT, _interrupted)
+    main_thread = threading.current_thread() is threading.main_thread()  # others may set no handler, and get no Ctrl-C
+    before = signal.signal(signal.SIGINT, _interrupted) if main_thread else None
     codecs.register_error("headscope", _without)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # where its encoding lacks a character, something like it
-            stream.reconfigure(errors="headscope")
+    streams = [(s, s.errors) for s in (sys.stdout, sys.stderr) if isinstance(s, io.TextIOWrapper)]
+    for stream, _ in streams:  # where its encoding lacks a character, something like it
+        stream.reconfigure(errors="headscope")
     try:
         return _flushed(arguments)
     finally:
-        # once all is done, an end by Ctrl-C would only look like a failure
-        signal.signal(signal.SIGINT, signal.SIG_IGN if arguments is None else before or signal.SIG_DFL)
+        if main_thread:  # once all is done, an end by Ctrl-C would only look like a failure
+            signal.signal(signal.SIGINT, signal.SIG_IGN if arguments is None else before or signal.SIG_DFL)
+        for stream, errors in streams:
+            stream.reconfigure(errors=errors)
 
 
 def _flushed(arguments: Sequence[str] | None) -> int:

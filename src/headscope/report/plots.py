@@ -36,12 +36,16 @@ def plot_head(weights: Weights, tokens: Sequence[str] | None = None, *, ax: Axes
         ax: where to draw; by default a new figure.
 
     Raises:
-        ValueError: weights has not two axes, or tokens another length than K.
+        ValueError: weights has not two axes, tokens another length than K, or there are more queries than tokens.
     """
     p = _array("weights", weights, "[Q, K]", 2)
     queries, keys = p.shape
     if tokens is not None and len(tokens) != keys:
         raise ValueError(f"tokens: has {len(tokens)} entries, weights has {keys} keys; weights {list(p.shape)}")
+    if tokens is not None and queries > keys:
+        raise ValueError(
+            f"tokens: the queries are the last Q of {keys} (K), and there are {queries}; weights {list(p.shape)}"
+        )
     ax = _axes(ax)
     ax.imshow(p, cmap="magma", vmin=0, interpolation="nearest")
     ax.set_xlabel("key: is looked at")
