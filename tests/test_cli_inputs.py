@@ -15,7 +15,7 @@ from PIL import Image
 
 from headscope import cli, load_example
 from headscope._commands import reading
-from headscope._commands.digit import SIDE, prepare, read_picture
+from headscope._commands.digit import SIDE, prepare, read_picture, with_picture
 from headscope._commands.reading import read_text
 from headscope._commands.screen import Mistake, finite, one_line, visible
 
@@ -175,6 +175,13 @@ def test_the_orientation_of_a_photograph_is_followed(tmp_path: Path) -> None:
     turned.save(tmp_path / "turned.jpg", exif=exif, quality=100, subsampling=0)
     got = read_picture(str(tmp_path / "turned.jpg")).pixels
     assert np.abs(got - prepare(drawn()).pixels).max() < 0.05
+
+
+def test_a_picture_stands_upright_whoever_reads_it(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (3, 7)).save(tmp_path / "turned.jpg", exif=exif)
+    assert with_picture(str(tmp_path / "turned.jpg"), lambda picture: picture.size) == (7, 3)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("x.gif", "GIF"), ("x.bmp", "BMP"), ("x.eps", "EPS")])

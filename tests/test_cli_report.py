@@ -85,8 +85,8 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "both": (("seen.safetensors", "--serve", "--out", "a.html"), "--serve: wanted either it or --out"),
     "grid": (("seen.safetensors", "--grid", "14"), "--grid: got 14, wanted rows and columns, as 14x14"),
     "grid alone": (("seen.safetensors", "--grid", "2x5"), "--grid: wanted --image with it"),
-    "image": (("seen.safetensors", "--image", "other.txt"), "--image: other.txt: is no PNG or JPEG that can be read"),
-    "no image": (("seen.safetensors", "--image", "no.png"), "--image: no.png: No such file or directory"),
+    "image": (("seen.safetensors", "--image", "other.txt"), "other.txt: is no picture that can be read, wanted a PNG"),
+    "no image": (("seen.safetensors", "--image", "no.png"), "no.png: cannot be read: No such file or directory"),
     "strip": (("seen.safetensors", "--strip", "a.1"), "--strip: got a.1, wanted a layer and a head, counted from 0"),
     "no such strip": (
         ("seen.safetensors", "--strip", "0.3"),

@@ -49,12 +49,12 @@ def read_picture(path: str) -> Prepared:
 
 
 def with_picture(path: str, use: Callable[[Image], Result]) -> Result:
-    """What is made of a PNG or JPEG.
+    """What is made of a PNG or JPEG, upright as its EXIF says.
 
     Raises:
         Mistake: there is no such file, it is no picture, it is damaged, or it is too large.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     if not path:
         raise Mistake("image: is empty, wanted the path of a picture")
@@ -67,7 +67,7 @@ def with_picture(path: str, use: Callable[[Image], Result]) -> Result:
                         f"{path}: {picture.width} x {picture.height} pixels, wanted at most {MOST_PIXELS} in all"
                     )
                 picture.load()
-                return use(picture)
+                return use(ImageOps.exif_transpose(picture))
         except UnidentifiedImageError as error:
             raise Mistake(f"{path}: is no picture that can be read, wanted a PNG or a JPEG") from error
         except Image.DecompressionBombError as error:
@@ -79,7 +79,7 @@ def with_picture(path: str, use: Callable[[Image], Result]) -> Result:
 
 
 def prepare(picture: Image) -> Prepared:
-    """Grey, upright, strokes bright on dark, cut to the strokes, 8 x 8, full contrast."""
+    """Grey, strokes bright on dark, cut to the strokes, 8 x 8, full contrast."""
     done = [f"{picture.width} x {picture.height} {picture.mode}"]
     grey = _grey(picture, done)
     low, high = float(grey.min()), float(grey.max())
@@ -99,19 +99,17 @@ def prepare(picture: Image) -> Prepared:
 
 def _grey(picture: Image, done: list[str]) -> NDArray[np.float64]:
     """Light of each pixel, [height, width], in any unit."""
-    from PIL import ImageOps
-
-    upright = ImageOps.exif_transpose(picture)
-    if upright.mode.startswith(("I", "F")):  # 16 or 32 bits a pixel: Pillow's own conversion would cut them off at 255
-        upright = upright.convert("F")
-    if max(upright.size) > LARGE:
-        upright.thumbnail((LARGE, LARGE), reducing_gap=2)
-        done.append(f"shrunk to {upright.width} x {upright.height}")
-    if upright.mode == "F":
-        return np.asarray(upright, dtype=np.float64)
-    if not upright.has_transparency_data:
-        return np.asarray(upright.convert("L"), dtype=np.float64)
-    colours = np.asarray(upright.convert("LA"), dtype=np.float64) / 255
+    if picture.mode.startswith(("I", "F")):  # 16 or 32 bits a pixel: Pillow's own conversion would cut them off at 255
+        picture = picture.convert("F")
+    if max(picture.size) > LARGE:
+        picture = picture.copy()
+        picture.thumbnail((LARGE, LARGE), reducing_gap=2)
+        done.append(f"shrunk to {picture.width} x {picture.height}")
+    if picture.mode == "F":
+        return np.asarray(picture, dtype=np.float64)
+    if not picture.has_transparency_data:
+        return np.asarray(picture.convert("L"), dtype=np.float64)
+    colours = np.asarray(picture.convert("LA"), dtype=np.float64) / 255
     light, cover = colours[..., 0], colours[..., 1]
     if not cover.any():
         done.append("all of it is transparent")

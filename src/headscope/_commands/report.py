@@ -13,6 +13,8 @@ from headscope._commands.pages import PAGE, check_apart, check_page, write_page
 from headscope._commands.screen import Mistake, busy, visible
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from headscope.watching import Recording
 
 LARGEST = 4096  # pixels of a side of an image; larger ones are made smaller
@@ -121,16 +123,15 @@ def _by_option(message: str, otherwise: str) -> str:
 def _pixels(path: str) -> Any:
     """An image file as uint8 [h, w, 3]."""
     import numpy as np
-    from PIL import Image, ImageOps
 
-    try:
-        with Image.open(path, formats=("PNG", "JPEG")) as opened:
-            upright = ImageOps.exif_transpose(opened).convert("RGB")
-            upright.thumbnail((LARGEST, LARGEST))
-            return np.asarray(upright)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        said = getattr(error, "strerror", None) or "is no PNG or JPEG that can be read"
-        raise Mistake(f"--image: {visible(path)}: {said}") from error
+    from headscope._commands.digit import with_picture
+
+    def rgb(picture: Image) -> Any:
+        small = picture.convert("RGB")
+        small.thumbnail((LARGEST, LARGEST))
+        return np.asarray(small)
+
+    return with_picture(path, rgb)
 
 
 def _serve(found: Recording, port: int, options: dict[str, Any]) -> None:
