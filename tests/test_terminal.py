@@ -99,6 +99,11 @@ def test_the_table_fits(width: int) -> None:
     assert row[:3] == ["0.1", match.pattern, f"{match.score:.2f}"]
 
 
+def test_marks_of_what_cannot_be_seen_have_words_in_ascii() -> None:
+    shown = printed(terminal.tokens_line(text(["", " a", "\u0301", "é"])), encoding="ascii")
+    assert shown.split() == ["0", "(empty)", "1", "_a", "2", r"o\u0301", "3", r"\xe9"]
+
+
 def test_one_token() -> None:
     sheet = text_sheet("x", ["a"], [torch.ones(2, 1, 1)], ids=[0])
     assert printed(terminal.map_picture(sheet, 0, 1)).splitlines()[1].split() == ["a", "1.00"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from headscope._ascii import LIKE
+
 STAGES = {
     1: "Input",
     2: "Linear projections for Q, K and V",
@@ -154,9 +156,9 @@ def memory(size: int) -> str:
     return f"{amount:.3g} {unit}"
 
 
-def number(value: float | None, digits: int) -> str:
+def number(value: float, digits: int) -> str:
     """One value of a corner with ``digits`` decimals; a negative number of digits means scientific notation."""
-    if value is None or value != value:
+    if value != value:
         return "NaN"
     if value in (float("inf"), float("-inf")):
         return "∞" if value > 0 else "−∞"
@@ -180,7 +182,6 @@ def plain(text: str) -> str:
 
 _PLAIN_POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789")
 _ASCII = {
+    "Σⱼ": "sum_j", **LIKE, "ᵀ": "^T", "·": "*", "✓": "ok", "✗": "NOT HELD",
     **dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True)),
-    "ᵀ": "^T", "√": "sqrt ", "Σⱼ": "sum_j", "·": "*", "←": "<-", "−": "-", "∞": "inf", "≤": "<=", "×": "x", "…": "...",
-    "⌊": "floor(", "⌋": ")", "✓": "ok", "✗": "NOT HELD", "±": "+-", "–": "-", "“": '"', "”": '"',
 }  # fmt: skip

@@ -17,18 +17,12 @@ import unicodedata
 from collections.abc import Sequence
 from types import FrameType
 
+from headscope._ascii import LIKE
+
 __all__ = ["main"]
 
 INTERRUPTED = 128 + signal.SIGINT
 PIPE_CLOSED = 128 + 13  # what a shell reports for a program that SIGPIPE ended
-
-
-LIKE = {
-    "␣": "_", "⏎": "\\n", "⇥": "\\t", "␍": "\\r", "∅": "(empty)", "◌": "o", "·": ".", "×": "x", "•": "*", "✓": "+",
-    "–": "-", "—": "-", "−": "-", "“": '"', "”": '"', "‘": "'", "’": "'", "←": "<-", "→": "->", "≤": "<=", "≥": ">=",
-    "√": "sqrt ", "∞": "inf", "Σ": "sum ", "✗": "x",
-    "░": ".", "▒": ":", "▓": "*", "█": "#", "▀": "'", "▄": ",", "■": "#", "─": "-", "━": "-", "│": "|", "┃": "|",
-}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

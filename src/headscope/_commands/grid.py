@@ -12,11 +12,11 @@ from rich.text import Text
 from headscope._commands.looking import Choice, strongest
 from headscope.report import Sheet
 from headscope.report.terminal import statistics_table
+from headscope.report.words import strength
 
 PLACE = 9  # characters a head, the gap included
 SHORT = {"duplicate": "duplic.", "induction": "induct."}  # names that are longer than a place
-STRONG, WEAK = 0.5, 0.3  # scores that are bold from here, dim below there
-FAR_FROM_CHANCE = 2.0  # likewise of a ratio
+FAR_FROM_CHANCE = 2.0  # ratios that are bold from here
 
 Figure = Callable[[int, int], Text]
 
@@ -52,8 +52,7 @@ class HeadGrid:
             match = self.sheet.patterns[layer][head]
             if match is None:
                 return Text("-")
-            style = "bold" if match.score >= STRONG else "dim" if match.score < WEAK else ""
-            return Text(SHORT.get(match.pattern, match.pattern), style)
+            return Text(SHORT.get(match.pattern, match.pattern), strength(match.score))
 
         def score(layer: int, head: int) -> Text:
             match = self.sheet.patterns[layer][head]

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from headscope._commands.looking import strongest
 from headscope.report import Sheet
-from headscope.report.terminal import _ability, _brightness, _Ink, _looked_at, _patches
+from headscope.report.terminal import Ink, ability, brightness, looked_at, patches
 
 GAP = 3  # blanks between pictures
 
@@ -24,8 +24,8 @@ class Digit:
     sheet: Sheet
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        ink = _Ink(_ability(console, options), 255.0, grey=True)
-        yield _patches(_brightness(self.sheet), ink, None)
+        ink = Ink(ability(console, options), 255.0, grey=True)
+        yield patches(brightness(self.sheet), ink, None)
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Gallery:
     layer: int
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        able = _ability(console, options)
+        able = ability(console, options)
         heads = range(len(self.sheet.weights[self.layer]))
-        maps = [_looked_at(self.sheet, self.layer, head, None) for head in heads]
+        maps = [looked_at(self.sheet, self.layer, head, None) for head in heads]
         wide = 2 * maps[0].shape[1]
         room = max(1, (options.max_width + GAP) // (wide + GAP))
         across = math.ceil(len(maps) / math.ceil(len(maps) / room))  # rows of equal length
@@ -46,7 +46,7 @@ class Gallery:
             table = Table.grid(padding=(0, GAP, 0, 0))
             shown = heads[start : start + across]
             table.add_row(*(self._title(head, wide) for head in shown))
-            table.add_row(*(_patches(maps[head], _Ink(able, self._most(maps[head])), None) for head in shown))
+            table.add_row(*(patches(maps[head], Ink(able, self._most(maps[head])), None) for head in shown))
             yield table
 
     def _title(self, head: int, wide: int) -> Text:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from headscope._commands.screen import visible
 from headscope._commands.showing import heading, meanings
 from headscope._decision_parts import TEXTS, Answer, decimal, plural, share, short_layers
-from headscope.report.words import PATTERNS
+from headscope.report.words import PATTERNS, STRONG, strength
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 LINES = 48  # of heads in the terminal; the page has all
 MOVES = 20
-STRONG, WEAK = 0.5, 0.3  # scores that are bold from here, dim below there
 
 COLUMNS = ("layer", "head", "pattern", "score", "entropy", "first", "distance", "window", "kept")
 
@@ -119,7 +118,7 @@ def _table(cells: list[tuple[str, ...]]) -> Table:
         table.add_column(name, justify="left" if name in TEXTS else "right", no_wrap=name != "layer", overflow="fold")
     for line in cells:
         score = _as_number(line[COLUMNS.index("score")])
-        table.add_row(*map(Text, line), style="bold" if score >= STRONG else "dim" if score < WEAK else "")
+        table.add_row(*map(Text, line), style=strength(score))
     return table
 
 

@@ -16,9 +16,10 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from headscope._ascii import LIKE
 from headscope.report.colours import Colour, colour_at, ink_on
 from headscope.report.recording import Sheet
-from headscope.report.words import REGIONS, STATISTICS
+from headscope.report.words import REGIONS, STATISTICS, strength
 
 __all__ = ["image_picture", "map_picture", "statistics_table", "tokens_line"]
 
@@ -30,9 +31,6 @@ WORTH = (
     *("previous", "self", "first", "induction", "duplicate"),
 )
 """The statistics of the table, first those that stay when there is little room."""
-
-WEAK, STRONG = 0.3, 0.5
-"""Scores below the first are dimmed, from the second on they are bold."""
 
 Values = NDArray[np.float64]
 
@@ -71,10 +69,11 @@ def image_picture(sheet: Sheet, layer: int, head: int, *, query: int | None = No
 # ---------------------------------------------------------------- what the console can show
 
 
-_PLAIN = str.maketrans({"␣": "_", "⏎": "\\n", "⇥": "\\t", "␍": "\\r", "…": "~", "²": "^2"})
+_PLAIN = str.maketrans({mark: LIKE[mark] for mark in "␣⏎⇥␍∅◌"} | {"…": "~", "²": "^2"})
+"""For the marks that ``visible`` makes, and in headings; letters of a token are escaped."""
 
 
-class _Ability(NamedTuple):
+class Ability(NamedTuple):
     """What a console can show."""
 
     colour: bool
@@ -88,9 +87,9 @@ class _Ability(NamedTuple):
         return text.translate(_PLAIN).encode("ascii", "backslashreplace").decode("ascii")
 
 
-def _ability(console: Console, options: ConsoleOptions) -> _Ability:
+def ability(console: Console, options: ConsoleOptions) -> Ability:
     wide = not options.ascii_only and not console.is_dumb_terminal and not console.legacy_windows
-    return _Ability(colour=console.color_system is not None and not console.no_color, wide=wide)
+    return Ability(colour=console.color_system is not None and not console.no_color, wide=wide)
 
 
 # ---------------------------------------------------------------- tokens, table
@@ -101,7 +100,7 @@ class _Tokens:
     labels: Sequence[str]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        able = _ability(console, options)
+        able = ability(console, options)
         line = Text()
         for n, label in enumerate(self.labels):
             token = Text().append(f"{n} ", "dim").append(able.label(label), "bold")
@@ -135,7 +134,7 @@ class _Statistics:
     sheet: Sheet
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        able = _ability(console, options)
+        able = ability(console, options)
         columns: list[_Column] = []
         room = options.max_width
         for column in _columns(self.sheet, able):
@@ -158,14 +157,14 @@ class _Statistics:
                 number += 1
 
 
-def _columns(sheet: Sheet, able: _Ability) -> list[_Column]:
+def _columns(sheet: Sheet, able: Ability) -> list[_Column]:
     """The columns in the order of their worth."""
     heads = [(layer, head) for layer, weights in enumerate(sheet.weights) for head in range(len(weights))]
     columns = [_Column("head", [f"{layer}.{head}" for layer, head in heads], [""] * len(heads), words=True)]
     if sheet.kind == "image":
         looks = [sheet.looks[layer][head] for layer, head in heads]
         names = ["-" if look is None else look[0] for look in looks]
-        columns += [_Column("looks most at", names, [_strength(look and look[1] - 1) for look in looks], words=True)]
+        columns += [_Column("looks most at", names, [strength(look and look[1] - 1) for look in looks], words=True)]
         columns += [_figures("x chance", [look and look[1] for look in looks], 2)]
         for name, word in REGIONS.items():
             figures = [sheet.regions[layer][name][head] for layer, head in heads]
@@ -173,7 +172,7 @@ def _columns(sheet: Sheet, able: _Ability) -> list[_Column]:
         return columns
     matches = [sheet.patterns[layer][head] for layer, head in heads]
     names = ["-" if match is None else match.pattern for match in matches]
-    columns += [_Column("best match", names, [_strength(match and match.score) for match in matches], words=True)]
+    columns += [_Column("best match", names, [strength(match and match.score) for match in matches], words=True)]
     columns += [_figures("score", [match and match.score for match in matches], 2)]
     for name in WORTH:
         figures = [sheet.statistics[layer].get(name, [None] * sheet.heads)[head] for layer, head in heads]
@@ -187,10 +186,6 @@ def _figures(heading: str, figures: Sequence[float | None], decimals: int) -> _C
     return _Column(heading, cells, [""] * len(cells))
 
 
-def _strength(score: float | None) -> str:
-    return "dim" if score is None or score < WEAK else "bold" if score >= STRONG else ""
-
-
 # ---------------------------------------------------------------- places of a map
 
 
@@ -202,7 +197,7 @@ BROKEN = (0, 140, 255)
 
 
 @dataclass(frozen=True)
-class _Ink:
+class Ink:
     """How a weight is drawn: as a colour, or as a shade of ASCII.
 
     Attributes:
@@ -212,7 +207,7 @@ class _Ink:
         grey: whether they are greys.
     """
 
-    able: _Ability
+    able: Ability
     most: float
     root: bool = False
     grey: bool = False
@@ -262,13 +257,13 @@ class _Map:
     head: int
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        able = _ability(console, options)
+        able = ability(console, options)
         values, most = _values(self.sheet, self.layer, self.head)
         labels = [able.label(label) for label in self.sheet.labels]
         length = len(labels)
         side = min(max(cell_len(label) for label in labels), max(4, options.max_width // 5), 16)
         room = max(1, options.max_width - side - 1)
-        ink = _Ink(able, most, root=length > 40)
+        ink = Ink(able, most, root=length > 40)
         note = f"Rows look, columns are looked at; strongest: {most:.2f}{', square-root scale' if ink.root else ''}."
         if 5 * length <= room:
             lines = _numbered(values, ink, labels, side)
@@ -299,19 +294,19 @@ def _pooled(values: Values, bins: int) -> Values:
     return np.maximum.reduceat(np.maximum.reduceat(values, start, axis=0), start, axis=1)
 
 
-def _fit(label: str, cells: int, able: _Ability) -> str:
+def _fit(label: str, cells: int, able: Ability) -> str:
     """A label in exactly so many cells, on the right."""
     if cell_len(label) > cells:
         label = set_cell_size(label, cells - 1) + ("…" if able.wide else "~")
     return " " * (cells - cell_len(label)) + label
 
 
-def _row(label: str, side: int, able: _Ability) -> Text:
+def _row(label: str, side: int, able: Ability) -> Text:
     """The beginning of a line: the token that looks."""
     return Text().append(_fit(label, side, able) + " ", "dim")
 
 
-def _numbered(values: Values, ink: _Ink, labels: list[str], side: int) -> Iterator[Text]:
+def _numbered(values: Values, ink: Ink, labels: list[str], side: int) -> Iterator[Text]:
     """Every weight as a number on its colour, for a few tokens."""
     yield Text(" " * (side + 1) + "".join(_fit(label, 4, ink.able) + " " for label in labels), "dim")
     for label, row in zip(labels, values, strict=True):
@@ -321,7 +316,7 @@ def _numbered(values: Values, ink: _Ink, labels: list[str], side: int) -> Iterat
         yield line
 
 
-def _two_wide(values: Values, ink: _Ink, labels: list[str], side: int) -> Iterator[Text]:
+def _two_wide(values: Values, ink: Ink, labels: list[str], side: int) -> Iterator[Text]:
     """Two characters a place; above each column its token, downwards."""
     height = min(8, max(len(label) for label in labels))
     for line in range(height):
@@ -331,7 +326,7 @@ def _two_wide(values: Values, ink: _Ink, labels: list[str], side: int) -> Iterat
         yield _row(label, side, ink.able).append_text(Text().join(ink.cell(value, 2) for value in row))
 
 
-def _one_wide(values: Values, ink: _Ink, labels: list[str], side: int) -> Iterator[Text]:
+def _one_wide(values: Values, ink: Ink, labels: list[str], side: int) -> Iterator[Text]:
     """One character a place, or two places in the halves of a character; above the columns their numbers."""
     bins, length = len(values), len(labels)
     ruler = ""
@@ -358,13 +353,13 @@ class _ImagePicture:
     query: int | None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        able = _ability(console, options)
-        looked = _looked_at(self.sheet, self.layer, self.head, self.query)
+        able = ability(console, options)
+        looked = looked_at(self.sheet, self.layer, self.head, self.query)
         columns = looked.shape[1]
         most = float(np.nanmax(looked)) if np.isfinite(looked).any() else 0.0
         marked = None if self.query is None else divmod(self.query, columns)
-        grey = _patches(_brightness(self.sheet), _Ink(able, 255.0, grey=True), marked)
-        seen = _patches(looked, _Ink(able, most or 1.0), marked)
+        grey = patches(brightness(self.sheet), Ink(able, 255.0, grey=True), marked)
+        seen = patches(looked, Ink(able, most or 1.0), marked)
         pictures = Table.grid(padding=(0, 4, 0, 0))
         if 4 * columns + 4 <= options.max_width:
             pictures.add_row(grey, seen)
@@ -375,7 +370,7 @@ class _ImagePicture:
         yield Text(_caption(self.sheet, looked, self.query), "dim")
 
 
-def _looked_at(sheet: Sheet, layer: int, head: int, query: int | None) -> Values:
+def looked_at(sheet: Sheet, layer: int, head: int, query: int | None) -> Values:
     """The weight on each patch, from one patch or on average over those with finite weights; [rows, columns]."""
     assert sheet.grid is not None  # image_picture has asked
     weights = sheet.weights[layer][head].astype(np.float64)
@@ -385,7 +380,7 @@ def _looked_at(sheet: Sheet, layer: int, head: int, query: int | None) -> Values
     return (whole.mean(0) if len(whole) else np.full(len(weights), math.nan)).reshape(sheet.grid)
 
 
-def _brightness(sheet: Sheet) -> Values:
+def brightness(sheet: Sheet) -> Values:
     """Mean brightness of each patch, [rows, columns]."""
     assert sheet.image is not None  # image_picture has asked
     assert sheet.grid is not None
@@ -395,7 +390,7 @@ def _brightness(sheet: Sheet) -> Values:
     return pixels.mean((1, 3, 4))  # [rows, columns]
 
 
-def _patches(values: Values, ink: _Ink, marked: tuple[int, int] | None) -> Text:
+def patches(values: Values, ink: Ink, marked: tuple[int, int] | None) -> Text:
     """Two characters a patch."""
     lines = [
         Text().join(ink.cell(value, 2, "[]" if (row, column) == marked else "") for column, value in enumerate(line))

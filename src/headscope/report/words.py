@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["PATTERNS", "REGIONS", "STATISTICS", "Word"]
+__all__ = ["PATTERNS", "REGIONS", "STATISTICS", "STRONG", "WEAK", "Word", "strength"]
 
 
 class Word(NamedTuple):
@@ -52,3 +52,11 @@ PATTERNS = {
     "local": "weight spread evenly over the places within 3",
     "uniform": "weight spread evenly over everything",
 }
+
+WEAK, STRONG = 0.3, 0.5
+"""Scores below the first are dimmed, from the second on they are bold."""
+
+
+def strength(score: float | None) -> str:
+    """The style in which what has this score is printed."""
+    return "dim" if score is None or score < WEAK else "bold" if score >= STRONG else ""
