@@ -19,7 +19,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from headscope import MultiHeadAttention
 from headscope.masks import Band, KeyLengths, Prefix, causal, window
-from headscope.module import PROJECTIONS, merge_heads, split_heads
+from headscope.module import QKV, merge_heads, split_heads
 
 B, Q, K, E, H = 2, 5, 7, 12, 3
 
@@ -70,10 +70,10 @@ def pair(**said: Any) -> tuple[MultiHeadAttention, nn.MultiheadAttention]:
         nn.init.normal_(theirs.in_proj_bias)
     ours = MultiHeadAttention(E, H, kdim=said.get("kdim"), vdim=said.get("vdim", E), bias=said.get("bias", True))
     packed = theirs.in_proj_weight
-    weights = packed.chunk(3) if packed is not None else [getattr(theirs, f"{n}_proj_weight") for n in PROJECTIONS]
-    state = {f"{name}_proj.weight": weight for name, weight in zip(PROJECTIONS, weights, strict=True)}
+    weights = packed.chunk(3) if packed is not None else [getattr(theirs, f"{n}_proj_weight") for n in QKV]
+    state = {f"{name}_proj.weight": weight for name, weight in zip(QKV, weights, strict=True)}
     if theirs.in_proj_bias is not None:
-        state |= {f"{n}_proj.bias": bias for n, bias in zip(PROJECTIONS, theirs.in_proj_bias.chunk(3), strict=True)}
+        state |= {f"{n}_proj.bias": bias for n, bias in zip(QKV, theirs.in_proj_bias.chunk(3), strict=True)}
     state |= {f"out_proj.{name}": value for name, value in theirs.out_proj.state_dict().items()}
     ours.load_state_dict(state)
     return ours, theirs
@@ -195,7 +195,7 @@ def test_the_sizes_of_its_parameters(name: str) -> None:
     ours = MultiHeadAttention(E, H, **VARIANTS[name])
     rows = {"q": H * ours.head_dim, "k": ours.kv_heads * ours.head_dim, "v": ours.kv_heads * ours.v_head_dim}
     widths = {"q": E, "k": ours.kdim, "v": ours.vdim}
-    for each in PROJECTIONS:
+    for each in QKV:
         weight, _ = ours.projection(each)
         assert weight.shape == (rows[each], widths[each])
     assert ours.projection("out")[0].shape == (E, H * ours.v_head_dim)
@@ -225,7 +225,7 @@ def test_which_projections_have_a_bias(bias: Any, names: set[str]) -> None:
 def test_starts_as_each_projection_by_itself() -> None:
     torch.manual_seed(0)
     ours = MultiHeadAttention(64, 8, kv_heads=2, sinks=True)
-    for name in (*PROJECTIONS, "out"):
+    for name in (*QKV, "out"):
         weight, bias = ours.projection(name)
         bound = (6 / sum(weight.shape)) ** 0.5
         assert 0.95 * bound < weight.detach().abs().max() <= bound, name
@@ -295,7 +295,7 @@ def test_dropout_is_for_training() -> None:
 def separate(ours: MultiHeadAttention) -> dict[str, Tensor]:
     """The state of a packed module in separate projections."""
     state = {name: x for name, x in ours.state_dict().items() if not name.startswith("qkv_proj")}
-    for name in PROJECTIONS:
+    for name in QKV:
         weight, bias = ours.projection(name)
         state[f"{name}_proj.weight"] = weight.detach()
         if bias is not None:
@@ -331,7 +331,7 @@ def test_a_separate_module_takes_a_packed_projection() -> None:
     fresh = MultiHeadAttention(E, H, bias=("q", "v"))
     missing, unexpected = fresh.load_state_dict(ours.state_dict(), strict=False)
     assert (missing, unexpected) == (["q_proj.bias", "v_proj.bias"], [])
-    for name in (*PROJECTIONS, "out"):
+    for name in (*QKV, "out"):
         torch.testing.assert_close(fresh.projection(name)[0], ours.projection(name)[0], rtol=0, atol=0)
 
 
@@ -521,7 +521,7 @@ def test_what_takes_the_place_of_a_projection_is_called(cross: bool) -> None:
     ours, x = module(bias=("q", "v")), torch.randn(B, Q, E)
     given = (x, torch.randn(B, K, E)) if cross else (x,)
     added = copy.deepcopy(ours)
-    for name in PROJECTIONS:
+    for name in QKV:
         wrapped = Wrapped(getattr(ours, f"{name}_proj"))
         setattr(ours, f"{name}_proj", wrapped)
         both = nn.Linear(E, E)
@@ -534,7 +534,7 @@ def test_what_takes_the_place_of_a_projection_is_called(cross: bool) -> None:
 
 def test_separate_projections_may_be_pruned_and_trained() -> None:
     ours, x = module(bias=("q", "v")), torch.randn(B, Q, E)
-    for name in PROJECTIONS:
+    for name in QKV:
         prune.random_unstructured(getattr(ours, f"{name}_proj"), "weight", 0.5)
     for _ in range(2):  # the masked weight is made anew
         ours(x, x + 1).sum().backward()

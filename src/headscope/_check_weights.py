@@ -208,7 +208,7 @@ def applied(
     if bool(by_entry.any()) and bool((by_entry | unmasked.all(2).all(1)).all()) and bool((rows.any(2).any(1)).all()):
         said = ", ".join(str(b) for b in range(len(by_entry)) if not by_entry[b])
         return Applied("mask-on-some-batches", f"batch entries that see what is hidden: {said}, of {len(by_entry)}")
-    return _soft(p, logit, wanted, before, plain, tolerance)
+    return _soft(p, logit, wanted, before, plain)
 
 
 def _after(
@@ -227,9 +227,7 @@ def _after(
     return Applied("hidden")
 
 
-def _soft(
-    p: Tensor, logit: Tensor | None, wanted: Tensor, before: Tensor, plain: Tensor | None, tolerance: float
-) -> Applied:
+def _soft(p: Tensor, logit: Tensor | None, wanted: Tensor, before: Tensor, plain: Tensor | None) -> Applied:
     """Nothing is hidden, or other keys than it says: what became of the logits instead?"""
     seen = visible(p)
     hidden = before & ~wanted

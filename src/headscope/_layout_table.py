@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from headscope.module import QKV
 from headscope.positions import NTK, LinearScaling, Llama3, Rotary, T5Buckets, YaRN
 
 Form = Literal["rows", "columns", "to heads", "from heads", "token"]
@@ -114,8 +115,7 @@ def write(part: Part, x: Tensor, heads: tuple[int, int]) -> Tensor:
 
 # ---------------------------------------------------------------- parts that come again
 
-PROJECTIONS = ("q", "k", "v", "out")
-QKV = ("q", "k", "v")
+PROJECTIONS = (*QKV, "out")
 WIDTHS = ("head_dim", "v_head_dim", "kdim", "vdim")
 
 

@@ -20,7 +20,7 @@ from headscope.positions import ALiBi, RelativeBias, Rotary, T5Buckets, bias_of,
 
 __all__ = ["MultiHeadAttention"]
 
-PROJECTIONS = ("q", "k", "v")
+QKV = ("q", "k", "v")
 QKNorm = Literal["rms", "layer", "rms_all"]
 
 
@@ -128,7 +128,7 @@ class MultiHeadAttention(nn.Module):
         if self.packed:
             self.qkv_proj = Linear(embed_dim, sum(self.splits), bias=bool(biased), **made)
         else:
-            for name, width, rows in zip(PROJECTIONS, (embed_dim, self.kdim, self.vdim), self.splits, strict=True):
+            for name, width, rows in zip(QKV, (embed_dim, self.kdim, self.vdim), self.splits, strict=True):
                 self.add_module(f"{name}_proj", Linear(width, rows, bias=name in biased, **made))
         out_bias = bool(biased) if out_bias is None else out_bias
         self.out_proj = Linear(num_heads * self.v_head_dim, embed_dim, bias=out_bias, **made)
@@ -151,7 +151,7 @@ class MultiHeadAttention(nn.Module):
 
         A ``position_bias`` is left alone, as other layers may share it: it has a ``reset_parameters`` of its own.
         """
-        for name in PROJECTIONS:
+        for name in QKV:
             weight, bias = self.projection(name)
             nn.init.xavier_uniform_(weight)
             if bias is not None:
@@ -202,7 +202,7 @@ class MultiHeadAttention(nn.Module):
         if not self.packed or name == "out":
             linear: nn.Linear = getattr(self, f"{name}_proj")
             return linear.weight, linear.bias
-        at = PROJECTIONS.index(name)
+        at = QKV.index(name)
         start = sum(self.splits[:at])
         rows = slice(start, start + self.splits[at])
         bias = self.qkv_proj.bias
@@ -336,7 +336,7 @@ class MultiHeadAttention(nn.Module):
         if context is None and self.packed:
             q, k, v = self.qkv_proj(x).split(self.splits, -1)  # each [B, Q, H * D]
         else:
-            sources = zip(PROJECTIONS, (x, k_from, v_from), strict=True)
+            sources = zip(QKV, (x, k_from, v_from), strict=True)
             if self.packed:
                 self._check_sliced()
                 q, k, v = (F.linear(source, *self.projection(name)) for name, source in sources)
@@ -481,7 +481,7 @@ class MultiHeadAttention(nn.Module):
         if k_from is x and self.packed:
             check_kind("x", x, self.qkv_proj)
             return
-        for part, source in zip(PROJECTIONS, (x, k_from, v_from), strict=True):
+        for part, source in zip(QKV, (x, k_from, v_from), strict=True):
             linear: nn.Module = self.qkv_proj if self.packed else getattr(self, f"{part}_proj")
             check_kind("x" if source is x else "context", source, linear)
 
@@ -497,7 +497,7 @@ class MultiHeadAttention(nn.Module):
         """Take packed and separate projections alike."""
         for part in ("weight", "bias"):
             packed = f"{prefix}qkv_proj.{part}"
-            separate = [f"{prefix}{name}_proj.{part}" for name in PROJECTIONS]
+            separate = [f"{prefix}{name}_proj.{part}" for name in QKV]
             if self.packed and packed not in state_dict and self._fit([state_dict.get(key) for key in separate]):
                 state_dict[packed] = torch.cat([state_dict.pop(key) for key in separate])
             elif not self.packed and packed in state_dict and state_dict[packed].shape[0] == sum(self.splits):
@@ -597,12 +597,10 @@ def _check_flags(**flags: bool) -> None:
 def _biased(bias: bool | Collection[str]) -> frozenset[str]:
     """The names of the projections that have a bias."""
     if isinstance(bias, bool):
-        return frozenset(PROJECTIONS if bias else ())
+        return frozenset(QKV if bias else ())
     if not isinstance(bias, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"bias: got {kind(bias)}, wanted True, False, or names among {', '.join(PROJECTIONS)}")
+        raise TypeError(f"bias: got {kind(bias)}, wanted True, False, or names among {', '.join(QKV)}")
     names = frozenset(bias)
-    if not names <= set(PROJECTIONS):
-        raise ValueError(
-            f"bias: got {sorted(map(str, names))}, wanted True, False, or names among {', '.join(PROJECTIONS)}"
-        )
+    if not names <= set(QKV):
+        raise ValueError(f"bias: got {sorted(map(str, names))}, wanted True, False, or names among {', '.join(QKV)}")
     return names

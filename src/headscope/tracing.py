@@ -17,7 +17,7 @@ from headscope._trace_attention import Attention, Heads
 from headscope._trace_rows import Pages, Row
 from headscope._trace_setting import Asked, Context, Setting, of_sizes, of_values
 from headscope.masks import Mask
-from headscope.module import PROJECTIONS, MultiHeadAttention, _check_sizes
+from headscope.module import QKV, MultiHeadAttention, _check_sizes
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -272,12 +272,12 @@ def _walk(setting: Setting, *, own_module: bool) -> Trace:
     """Every step of the forward pass that ``setting`` describes."""
     module, pages = setting.module, Pages(setting)
     steps.inputs(pages)
-    flat = {name: steps.project(pages, name) for name in PROJECTIONS}
+    flat = {name: steps.project(pages, name) for name in QKV}
     own: tuple[Tensor | None, ...] = (None, None, None)
     if setting.values:
         context = {"self": None, "cross": setting.k_from, "pair": (setting.k_from, setting.v_from)}[setting.source]
         own = module.project(setting.x, context)
-    heads = Heads(*(steps.split(pages, name, flat[name], mine) for name, mine in zip(PROJECTIONS, own, strict=True)))
+    heads = Heads(*(steps.split(pages, name, flat[name], mine) for name, mine in zip(QKV, own, strict=True)))
     steps.finish(pages, steps.concatenate(pages, Attention(pages, heads).walk()))
     return Trace(_title(setting), pages.rows, setting.returned, _describe(module), _setup(setting, own_module))
 
