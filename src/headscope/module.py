@@ -197,8 +197,8 @@ class MultiHeadAttention(nn.Module):
 
     def projection(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Weight [rows, width] and bias [rows] of the projection "q", "k", "v" or "out"; views, if they are packed."""
-        if name not in (*PROJECTIONS, "out"):
-            raise ValueError(f"name: got {name!r}, wanted {', '.join(PROJECTIONS)} or out")
+        if name not in (*QKV, "out"):
+            raise ValueError(f"name: got {name!r}, wanted {', '.join(QKV)} or out")
         if not self.packed or name == "out":
             linear: nn.Linear = getattr(self, f"{name}_proj")
             return linear.weight, linear.bias
