@@ -223,6 +223,41 @@ def test_a_call_that_raises_leaves_the_cache_as_it_was(before: int, new: int, ki
     torch.testing.assert_close(m(x[:, before : before + new], cache=cache), wanted)
 
 
+@pytest.mark.parametrize("kind", CACHES)
+def test_tokens_of_a_call_within_a_call_are_not_taken_for_its_own(kind: str) -> None:
+    ours, cache, x = MultiHeadAttention(E, 2).eval(), CACHES[kind](), torch.randn(1, 4, E)
+
+    def inner(*_: object) -> None:
+        hook.remove()
+        with pytest.raises(ValueError, match="bias"):
+            ours(x[:, :2], cache=cache, bias=torch.zeros(7, 7))
+        ours(x[:, :1], cache=cache)
+
+    hook = ours.out_proj.register_forward_hook(inner)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="cache: tokens of another call came in while this one ran"):
+        ours(x, cache=cache)
+    assert cache.length == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_step_holds_no_cache(strict: bool) -> None:
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend, self.cache = MultiHeadAttention(E, 2).eval(), GrowingCache()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attend(x, cache=self.cache)
+
+    step = Step()
+    with (
+        torch.no_grad(),
+        pytest.raises(Exception, match=r"cache: a program of torch\.export keeps none|Observed exception"),
+    ):
+        torch.export.export(step, (torch.randn(1, 1, E),), strict=strict)
+    assert step.cache.length == 0
+
+
 def test_a_first_call_that_raises_leaves_the_sizes_open() -> None:
     m, x, cache = module(), inputs(), GrowingCache()
     refused(ValueError, "bias: ", lambda: m(x, cache=cache, bias=torch.zeros(99, 99)))

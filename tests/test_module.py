@@ -629,9 +629,9 @@ SIZES_WRONG: dict[str, tuple[type[Exception], tuple[Any, Any], dict[str, Any]]] 
     "scale: got str, wanted a number": (TypeError, (12, 3), {"scale": "1"}),
     "softcap: got -1, wanted a finite number above 0, or None": (ValueError, (12, 3), {"softcap": -1}),
     "dropout: got 1.0, wanted a probability in [0, 1)": (ValueError, (12, 3), {"dropout": 1.0}),
-    "out_bias: got str, wanted True or False": (TypeError, (12, 3), {"out_bias": "no"}),
-    "sinks: got int, wanted True or False": (TypeError, (12, 3), {"sinks": 4}),
-    "gate: got NoneType, wanted True or False": (TypeError, (12, 3), {"gate": None}),
+    "out_bias: got 'no', wanted True or False": (TypeError, (12, 3), {"out_bias": "no"}),
+    "sinks: got 4, wanted True or False": (TypeError, (12, 3), {"sinks": 4}),
+    "gate: got None, wanted True or False": (TypeError, (12, 3), {"gate": None}),
     "dtype: got int64, wanted a floating one": (TypeError, (12, 3), {"dtype": torch.int64}),
 }
 

@@ -447,6 +447,41 @@ def test_subclasses_are_refused() -> None:
                                headscope.attention(q, q, q))  # fmt: skip
 
 
+@pytest.mark.parametrize("backend", [None, "blocked"])
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: type(mask).__name__)
+def test_subclasses_are_masked_as_others(mask: Mask, backend: str | None) -> None:
+    class Own(Tensor):
+        pass
+
+    q, k, v = (torch.randn(B, H, length, 4) for length in (Q, K, K))
+    (seen, wanted) = (
+        headscope.attend(each, k.clone().requires_grad_(), v, mask=mask, backend=backend)
+        for each in (q.as_subclass(Own), q)
+    )
+    for name in ("out", "lse"):
+        torch.testing.assert_close(getattr(seen, name).as_subclass(Tensor), getattr(wanted, name))
+    looked, truth = (headscope.observe(each, k, mask=mask).flat() for each in (q.as_subclass(Own), q))
+    assert looked == pytest.approx(truth)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("transform", ["vmap", "vjp", "grad"])
+@pytest.mark.parametrize("mask", [causal(), Band(1, 0, offset=-1), Prefix(2), KeyLengths(torch.tensor([3])), None])
+def test_transforms_inside_a_compiled_function_are_masked_as_elsewhere(mask: Mask | None, transform: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 5, 4)
+
+    def attend(q: Tensor) -> Tensor:
+        return headscope.attention(q, k, v, mask=mask, bias=torch.linspace(0, 1, 5))
+
+    def vjp(q: Tensor) -> Tensor:
+        return torch.func.vjp(attend, q)[1](torch.ones_like(q))[0]
+
+    grad = torch.func.grad(lambda q: attend(q).square().sum())
+    run = {"vmap": torch.func.vmap(attend), "vjp": vjp, "grad": grad}[transform]
+    given = torch.stack([q, -q]) if transform == "vmap" else q
+    torch.testing.assert_close(compiled(run)(given), run(given))
+
+
 # ---------------------------------------------------------------- the direct path, with gradients
 
 

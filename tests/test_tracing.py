@@ -345,7 +345,7 @@ def test_sizes_of_the_input_of_a_module() -> None:
         ((made(20, 4), torch.ones(1, 5, 20, device="meta")), ValueError, "x: is on meta, the module is on cpu"),
         ((made(20, 4), torch.ones(1, 5, 21)), ValueError, "x: axis 2 .E. is 21, wanted 20"),
         ((made(20, 4), torch.ones(1, 5, 20), torch.ones(1, 5, 2)), ValueError, "context: axis 2 .E. is 2, wanted 20"),
-        ((made(20, 4), torch.ones(2, 5, 20), torch.ones(3, 5, 20)), ValueError, "leading axes .B. do not broadcast"),
+        ((made(20, 4), torch.ones(2, 5, 20), torch.ones(3, 5, 20)), ValueError, "context: axis 0 .B. is 3, wanted 2"),
         ((made(20, 4), torch.ones(2, 5, 20), {"mask": torch.ones(5, 4).bool()}), ValueError, "mask: axis 1 .K. is 4"),
     ],
 )  # fmt: skip

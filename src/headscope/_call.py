@@ -349,7 +349,7 @@ def check_mask(mask: Mask, sizes: tuple[int, int, int, int], device: torch.devic
 
 
 def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
 def _check_band(band: Band, batch: int) -> None:

@@ -235,7 +235,10 @@ class _Tiles:
         return {"scene": self.scene, "unchanged": unchanged}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        versions = {name: (x, _version(x) if same else -1) for name, (x, same) in state["unchanged"].items()}
+        unchanged = state.get("unchanged")
+        if unchanged is None:  # by an older headscope, which did not say it
+            unchanged = {name: (x, True) for name, (x, _) in state["versions"].items()}
+        versions = {name: (x, _version(x) if same else -1) for name, (x, same) in unchanged.items()}
         self.__dict__.update(scene=state["scene"], versions=versions)
 
     def _check_unchanged(self) -> None:

@@ -20,7 +20,7 @@ _aside: dict[object, set[CodeType]] = {}
 _known: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()  # to read guards takes a while
 
 # wherever the call of a module has been inlined, dynamo guards that its forward is that of its class, or what it is
-_CALLED = re.compile(r"(?:___dict_contains\('forward', |source=)(\S+?)(?:\.__dict__\)|\.forward,)")
+_CALLED = re.compile(r"(?:___dict_contains\('forward', |source=)(.+?)(?:\.__dict__\)|\.forward,)")
 _TYPE = re.compile(r"___check_type_id\((.*?), (\d+)\)")
 
 
@@ -31,12 +31,8 @@ def set_aside(watcher: object, modules: Iterable[nn.Module]) -> None:
     try:
         codes = {code for code in _compiled() if any(types & called for called in _called(code))}
         _set(codes, "SKIP")
-    except (
-        ImportError,
-        AttributeError,
-        TypeError,
-    ):  # these names are dynamo's own; a torch that has others hides such calls
-        return
+    except (ImportError, AttributeError, TypeError):
+        return  # these names are dynamo's own; where a torch has others, such calls are not seen
     _aside[watcher] = codes
 
 

@@ -244,7 +244,12 @@ def open_(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
                 install()
         for name, module in modules.items():
             _watched[id(module)] = (*_watched.get(id(module), ()), (watcher, name))
-        _watch_compiled.set_aside(watcher, modules.values())
+    try:
+        with _lock:
+            _watch_compiled.set_aside(watcher, modules.values())
+    except BaseException:  # Ctrl-C, say
+        close(watcher)
+        raise
 
 
 def close(watcher: Watcher) -> None:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.compiler import is_dynamo_compiling
 
 from headscope._call import as_mask, kind, shapes
 from headscope.masks import Band, Documents, Mask, causal
@@ -37,6 +39,25 @@ class Held(NamedTuple):
     mask: Mask | None
 
 
+class Staged(NamedTuple):
+    """What a cache is to hold once a call has its output, and how many tokens had come in before."""
+
+    before: int
+    k: Tensor
+    v: Tensor
+    first: int
+    length: int
+
+
+class Added(NamedTuple):
+    """Keys and values to look at, the token that the first of them belongs to, and what is to be held."""
+
+    keys: Tensor
+    values: Tensor
+    first: int
+    staged: Staged
+
+
 class Cache(ABC):
     """Keys and values of the tokens so far, of one layer.
 
@@ -58,7 +79,6 @@ class Cache(ABC):
         self._v: Tensor | None = None
         self._first = 0  # the token in slot 0
         self._length = 0
-        self._staged: tuple[Tensor, Tensor, int, int] | None = None  # these four as they are to be
 
     # ------------------------------------------------------------ reading
 
@@ -103,23 +123,23 @@ class Cache(ABC):
         Raises:
             TypeError, ValueError: they do not fit what is held, need gradients, or there is no room for them.
         """
-        held = self._stage(k, v, mask)
-        self._commit()
+        held, staged = self._stage(k, v, mask)
+        self._commit(staged)
         return held
 
-    def _stage(self, k: Tensor, v: Tensor, mask: Mask | Tensor | None = None) -> Held:
+    def _stage(self, k: Tensor, v: Tensor, mask: Mask | Tensor | None = None) -> tuple[Held, Staged]:
         """As ``append``, which counts only from ``_commit`` on: a call that fails in between has changed nothing."""
         self._check(k, v)
         known = as_mask(mask)
         if self.forgets and known is not None:
             _check_reach(known)
-        keys, values, first = self._add(k, v)
-        return Held(keys, values, first, self._sees(known, k.shape[-2], keys.shape[-2], first, k.device))
+        keys, values, first, staged = self._add(k, v)
+        return Held(keys, values, first, self._sees(known, k.shape[-2], keys.shape[-2], first, k.device)), staged
 
-    def _commit(self) -> None:
-        assert self._staged is not None  # _stage went before
-        self._k, self._v, self._first, self._length = self._staged
-        self._staged = None
+    def _commit(self, staged: Staged) -> None:
+        if self._length != staged.before:
+            raise RuntimeError("cache: tokens of another call came in while this one ran; use it in one call at a time")
+        _, self._k, self._v, self._first, self._length = staged
 
     def reorder(self, rows: Tensor | Sequence[int]) -> None:
         """Row b becomes what row ``rows[b]`` was, as beam search wants it; there may be more or fewer than before.
@@ -146,21 +166,21 @@ class Cache(ABC):
         self._first = self._length = 0
 
     @abstractmethod
-    def _add(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+    def _add(self, k: Tensor, v: Tensor) -> Added:
         """Stage keys and values; return those to look at, and the token that the first of them belongs to.
 
         What is held is not written over: that goes behind it, or into a buffer of its own.
         """
 
-    def _store(self, into: tuple[Tensor, Tensor], first: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _store(self, into: tuple[Tensor, Tensor], first: int, k: Tensor, v: Tensor) -> Added:
         """Stage k and v in buffers that begin with token ``first``, behind what is held; all that is there."""
         into_k, into_v = into
         start = self._length - first
         stop = start + k.shape[-2]
         into_k[:, :, start:stop] = k
         into_v[:, :, start:stop] = v
-        self._staged = into_k, into_v, first, first + stop
-        return into_k[:, :, :stop], into_v[:, :, :stop]
+        staged = Staged(self._length, into_k, into_v, first, first + stop)
+        return Added(into_k[:, :, :stop], into_v[:, :, :stop], first, staged)
 
     def _make(self, k: Tensor, v: Tensor, tokens: int, kept: int) -> tuple[Tensor, Tensor]:
         """Buffers with room for so many tokens, the last ``kept`` of what is held in front."""
@@ -200,6 +220,8 @@ class Cache(ABC):
     # ------------------------------------------------------------ checks
 
     def _check(self, k: Tensor, v: Tensor) -> None:
+        if torch.compiler.is_exporting() or (isinstance(k, FakeTensor) and not is_dynamo_compiling()):
+            raise ValueError("cache: a program of torch.export keeps none; hand k and v in and out, and call attention")
         if k.ndim != 4:
             raise ValueError(f"cache: wanted x with three axes, [B, T, E], and so k with four; {shapes(k=k, v=v)}")
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
@@ -223,13 +245,13 @@ class Cache(ABC):
 class GrowingCache(Cache):
     """A cache without a limit: where it is full, its room doubles, so that tokens are copied less than twice in all."""
 
-    def _add(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+    def _add(self, k: Tensor, v: Tensor) -> Added:
         needed = self._length + k.shape[-2]
         if self._k is None or self._v is None or needed > self.capacity:
             into = self._make(k, v, max(needed, 2 * self.capacity, LEAST), self._length)
         else:
             into = self._k, self._v
-        return *self._store(into, 0, k, v), 0
+        return self._store(into, 0, k, v)
 
 
 class StaticCache(Cache):
@@ -249,7 +271,7 @@ class StaticCache(Cache):
         """How many tokens there is room for."""
         return self._capacity
 
-    def _add(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+    def _add(self, k: Tensor, v: Tensor) -> Added:
         needed = self._length + k.shape[-2]
         if needed > self._capacity:
             raise ValueError(
@@ -259,7 +281,7 @@ class StaticCache(Cache):
         into = (
             (self._k, self._v) if self._k is not None and self._v is not None else self._make(k, v, self._capacity, 0)
         )
-        return *self._store(into, 0, k, v), 0
+        return self._store(into, 0, k, v)
 
 
 class RollingCache(Cache):
@@ -279,7 +301,7 @@ class RollingCache(Cache):
         super().__init__(padding=padding)
         self.window = _at_least_one("window", window)
 
-    def _add(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+    def _add(self, k: Tensor, v: Tensor) -> Added:
         new, held, room = k.shape[-2], self._length - self._first, 2 * self.window
         kept = min(self.window - 1, held)  # what the first of the new ones may see
         if kept + new > room:
@@ -288,11 +310,11 @@ class RollingCache(Cache):
             into, first = self._make(k, v, room, kept), self._length - kept
         else:
             into, first = (self._k, self._v), self._first
-        keys, values = self._store(into, first, k, v)
+        keys, values, first, staged = self._store(into, first, k, v)
         unseen = keys.shape[-2] - new - kept
-        return keys[:, :, unseen:], values[:, :, unseen:], first + unseen
+        return Added(keys[:, :, unseen:], values[:, :, unseen:], first + unseen, staged)
 
-    def _pass_through(self, k: Tensor, v: Tensor, kept: int) -> tuple[Tensor, Tensor, int]:
+    def _pass_through(self, k: Tensor, v: Tensor, kept: int) -> Added:
         """More than there is room for: attend to a copy of what may be seen, and keep the end of it."""
         length = self._length + k.shape[-2]
         all_k, all_v = self._make(k, v, kept + k.shape[-2], kept)
@@ -300,8 +322,8 @@ class RollingCache(Cache):
         into_k, into_v = self._make(k, v, 2 * self.window, 0)
         end = self.window
         into_k[:, :, :end], into_v[:, :, :end] = all_k[:, :, -end:], all_v[:, :, -end:]
-        self._staged = into_k, into_v, length - end, length
-        return all_k, all_v, self._length - kept
+        staged = Staged(self._length, into_k, into_v, length - end, length)
+        return Added(all_k, all_v, self._length - kept, staged)
 
     def _sees(self, mask: Mask | None, queries: int, keys: int, first: int, device: torch.device) -> Mask | None:
         reach = Band(self.window - 1, 0)

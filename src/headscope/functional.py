@@ -408,7 +408,7 @@ def _prepare(
         mask = fold_mask(mask, q, k, v)
     known = as_mask(mask)
     # the operator plans when it runs: to plan here would fill a compiler's graph with what nobody reads
-    traced = form(q, k, v, bias, sinks) != "plain"
+    traced = form(q, k, v, bias, sinks) == "traced"
     planned = not traced or backend not in (None, *_operator.BACKENDS) or (backend is None and cpu.native is None)
     call = describe(q, k, v, bias, sinks, Options(known, scale, softcap, dropout, lse, planned))
     same = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from headscope import functional
 from headscope._call import as_mask, check_dropout, check_scale, check_softcap, is_traced, kind, shapes
 from headscope._linear import Linear, check_kind, is_plain
-from headscope.cache import Cache
+from headscope.cache import Cache, Staged
 from headscope.masks import Band, Mask, Turned, turned
 from headscope.positions import ALiBi, RelativeBias, Rotary, T5Buckets, bias_of, check_positions, matrix, turned_matrix
 
@@ -272,9 +272,9 @@ class MultiHeadAttention(nn.Module):
                 x, context, mask, bias=bias, need_weights=need_weights, positions=positions, cache=cache
             )
         q, k, v = self.project(x, context)
-        last_first = False
+        last_first, staged = False, None
         if cache is not None or positions is not None or not self.plain:
-            q, k, v, mask, bias, last_first = self._place(
+            q, k, v, mask, bias, last_first, staged = self._place(
                 (q, k, v), mask, bias, positions, cache, cross=context is not None
             )
         scale, softcap, sinks, dropout = self.scale, self.softcap, self.sinks, self.dropout if self.training else 0.0
@@ -297,8 +297,8 @@ class MultiHeadAttention(nn.Module):
             weights = functional.weights(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks)
             weights = weights if own is None else weights * (1 - own)
             weights = weights.flip(-2) if last_first else weights
-        if cache is not None:
-            cache._commit()
+        if cache is not None and staged is not None:
+            cache._commit(staged)
         return out if weights is None else (out, weights)
 
     def _own_share(self, q: Tensor, lse: Tensor) -> Tensor:
@@ -351,12 +351,14 @@ class MultiHeadAttention(nn.Module):
     def _place(
         self, heads: tuple[Tensor, Tensor, Tensor], mask: Mask | Tensor | None, bias: Tensor | None,
         positions: Tensor | None, cache: Cache | None, *, cross: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Mask | Tensor | None, Tensor | None, bool]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Mask | Tensor | None, Tensor | None, bool, Staged | None]:  # fmt: skip
         """q and k normalised and turned to their positions, with what came before; the bias with that by distance.
 
-        The last: whether the queries, and so the rows of mask and bias, come last first; see ``turned_matrix``.
+        Then: whether the queries, and so the rows of mask and bias, come last first; see ``turned_matrix``. The last:
+        what the cache is to hold.
         """
         q, k, v = heads
+        staged = None
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
         self._check_place(positions, cache, cross=cross)
@@ -368,9 +370,9 @@ class MultiHeadAttention(nn.Module):
             cos, sin = self.rotary.shared_cos_sin(places, q)
             q, k = self.rotary.turn(q, cos, sin), self.rotary.turn(k, cos, sin)
         if cache is not None:
-            k, v, first, mask = cache._stage(k, v, mask)
+            (k, v, first, mask), staged = cache._stage(k, v, mask)
         if self.position_bias is None:
-            return q, k, v, mask, bias, False
+            return q, k, v, mask, bias, False, staged
         queries, keys = q.shape[-2], k.shape[-2]
         if positions is None and bias is None and _may_be_turned(self.position_bias, q):
             asked = as_mask(mask)
@@ -379,14 +381,14 @@ class MultiHeadAttention(nn.Module):
                 if not any(isinstance(leaf, Turned) for leaf in known.leaves()):  # which tells who looks on
                     known = known & Turned(Band(offset=keys - queries), queries)
                 bias = turned_matrix(self.position_bias, queries, keys, start - first, q)
-                return q.flip(-2), k, v, known, bias, True
+                return q.flip(-2), k, v, known, bias, True, staged
         q_at = k_at = positions
         if q_at is None or k_at is None:
             k_at = torch.arange(first, stop, device=q.device)
             q_at = k_at[start - first :]
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         by_distance = matrix(self.position_bias, q_at, k_at, dtype)  # [H, Q, K] or [B, H, Q, K]
-        return q, k, v, mask, by_distance if bias is None else bias + by_distance, False
+        return q, k, v, mask, by_distance if bias is None else bias + by_distance, False, staged
 
     def _check_place(self, positions: Tensor | None, cache: Cache | None, *, cross: bool) -> None:
         located = self.rotary is not None or self.position_bias is not None
@@ -591,7 +593,7 @@ def _norm(
 def _check_flags(**flags: bool) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"{name}: got {kind(flag)}, wanted True or False")
+            raise TypeError(f"{name}: got {flag!r}, wanted True or False")
 
 
 def _biased(bias: bool | Collection[str]) -> frozenset[str]:

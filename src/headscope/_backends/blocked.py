@@ -245,7 +245,8 @@ def _weights(call: Call, block: Block, inputs: Inputs, s: Tensor) -> _Weights:
         top = torch.maximum(top, sink)
     if call.may_be_empty:
         top = top.masked_fill(top == -torch.inf, 0)
-    p = s.sub_(top).exp_()
+    # torch.func within torch.compile differentiates what it sees here, and not as _Attend says
+    p = (s - top).exp() if call.form == "transformed" else s.sub_(top).exp_()
     total = p.sum(-1, keepdim=True)
     if sink is not None:
         sink = (sink - top).exp()
