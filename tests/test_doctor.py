@@ -6,13 +6,14 @@ import inspect
 import re
 import sys
 from dataclasses import replace
-from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.abc import MetaPathFinder
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
 import torch
 
-import headscope
 from headscope import _observe_native, attention, masks
 from headscope._backends import cpu
 from headscope._doctor import DTYPES, TYPICAL, Ask, judge, machine
@@ -72,8 +73,15 @@ def test_an_extension_that_is_not_built_is_told_from_one_that_cannot_be_loaded(
     monkeypatch.setitem(sys.modules, "headscope._native", None)  # as where there is no such file
     assert cpu._load() == (None, "")
     monkeypatch.delitem(sys.modules, "headscope._native")
-    monkeypatch.setattr(headscope, "__path__", [str(tmp_path)])
-    (tmp_path / f"_native{EXTENSION_SUFFIXES[0]}").write_bytes(b"\x7fELF")
+    broken = tmp_path / f"_native{EXTENSION_SUFFIXES[0]}"
+    broken.write_bytes(b"\x7fELF")
+
+    class Finder(MetaPathFinder):  # before all others, an editable install's too
+        @staticmethod
+        def find_spec(name: str, *_: object) -> ModuleSpec | None:
+            return spec_from_file_location(name, broken) if name == "headscope._native" else None
+
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
     native, why = cpu._load()
     assert native is None
     assert str(tmp_path) in why
