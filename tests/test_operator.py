@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import shutil
 import subprocess
@@ -480,6 +481,65 @@ def test_transforms_inside_a_compiled_function_are_masked_as_elsewhere(mask: Mas
     run = {"vmap": torch.func.vmap(attend), "vjp": vjp, "grad": grad}[transform]
     given = torch.stack([q, -q]) if transform == "vmap" else q
     torch.testing.assert_close(compiled(run)(given), run(given))
+
+
+@pytest.mark.parametrize("backend", [None, *_operator.BACKENDS])
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: type(mask).__name__)
+def test_masks_hold_while_forward_mode_gradients_are_open(mask: Mask, backend: str | None) -> None:
+    """With nothing to differentiate: what is frozen, beside what is not."""
+    q, k, v = (torch.randn(B, H, length, 4, requires_grad=True) for length in (Q, K, K))
+    wanted = headscope.attend(q, k, v, mask=mask, backend=backend)[:2]
+    outer = torch.autograd.grad(wanted[0].square().sum(), (q, k, v), retain_graph=True)
+    with forward_ad.dual_level():
+        seen = headscope.attend(q, k, v, mask=mask, backend=backend)[:2]
+        inner = torch.autograd.grad(seen[0].square().sum(), (q, k, v))
+        late = torch.autograd.grad(wanted[0].square().sum(), (q, k, v))
+    torch.testing.assert_close(seen, wanted)
+    torch.testing.assert_close(inner, outer)
+    torch.testing.assert_close(late, outer)
+
+
+HELD: dict[str, Callable[[Tensor], Mask]] = {
+    "lengths": KeyLengths,
+    "dense": lambda x: Dense(x[:, None, None, None] > 4),
+    "both": lambda x: causal() & KeyLengths(x),
+}
+
+
+@pytest.mark.parametrize("hold", HELD.values(), ids=HELD)
+def test_a_mask_may_hold_tensors_of_a_subclass(hold: Callable[[Tensor], Mask]) -> None:
+    two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
+    q, k, v = (torch.randn(2, H, 6, 4) for _ in range(3))
+    held = torch.tensor([6, 3])
+    seen, wanted = (headscope.attention(q, k, v, mask=hold(x)) for x in (two(held, held.clone()), held))
+    torch.testing.assert_close(seen.a if type(seen) is two else seen, wanted)
+
+
+def test_a_hidden_nan_of_a_subclass_stays_hidden() -> None:
+    class Own(Tensor):
+        pass
+
+    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    k[:, :, 3:] = torch.nan
+    wanted = headscope.attention(q, k, v, mask=Prefix(3), backend="reference")
+    assert wanted.isfinite().all()
+    for given in ((q.as_subclass(Own), k, v), [x.as_subclass(Own) for x in (q, k, v)]):
+        torch.testing.assert_close(headscope.attention(*given, mask=Prefix(3)).as_subclass(Tensor), wanted)
+
+
+@pytest.mark.parametrize("backend", _operator.BACKENDS)
+@pytest.mark.parametrize("mask", [Prefix(3), causal()])
+def test_a_nan_spoils_the_same_gradients_under_a_mode(mask: Mask, backend: str) -> None:
+    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    k[:, :, 3:] = v[:, :, 4] = torch.nan
+    found: list[tuple[Tensor, ...]] = []
+    for mode in (contextlib.nullcontext(), FlopCounterMode(display=False)):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        with mode:
+            out = headscope.attention(*leaves, mask=mask, backend=backend)
+            found.append((out.detach(), *torch.autograd.grad(out[:, :, :3].sum(), leaves)))
+    torch.testing.assert_close(*found, equal_nan=True)
+    assert all(x.isfinite().all() for x in found[0][1:])
 
 
 # ---------------------------------------------------------------- the direct path, with gradients

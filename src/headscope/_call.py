@@ -146,7 +146,7 @@ def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor
         dropout=check_dropout(options.dropout),
         lse=options.lse,
         grad=grad and any(x is not None and x.requires_grad for x in (q, k, v, sinks)),
-        form=form(q, k, v, bias, sinks),
+        form=form(q, k, v, bias, sinks, *(() if options.mask is None else options.mask.tensors())),
     )
 
 

@@ -327,7 +327,7 @@ def _operate(
     """What the operator for the forward pass runs: the same as a call without gradients."""
     with torch.no_grad():
         numbers = (scale, softcap or None, dropout, True)
-        prepared = prepare(q, k, v, _operator.decode(codes, parts), bias, sinks, numbers, backend)
+        prepared = _planned(prepare(q, k, v, _operator.decode(codes, parts), bias, sinks, numbers, backend))
         done = prepared.repeat(q, k, v, bias, sinks) if prepared.repeat is not None else None
         if done is None:
             inputs = Inputs(q, k, v, bias, sinks)
@@ -345,14 +345,24 @@ def _operate_backward(
     """What the operator for the backward pass runs; a gradient that is not wanted has no elements."""
     with torch.no_grad():
         numbers = (scale, softcap or None, dropout, True)
-        prepared = prepare(q, k, v, _operator.decode(codes, parts), bias, sinks, numbers, backend)
+        prepared = _planned(prepare(q, k, v, _operator.decode(codes, parts), bias, sinks, numbers, backend))
         work = Work(prepared.call, prepared.plan, 0 if seed is None else int(seed))
         inputs = Inputs(q, k, v, bias, sinks)
         with full_precision(prepared.call):
             found = _OF_OPERATOR[backend].gradients(work, inputs, (out, lse), (grad_out, grad_lse), (dbias, dsinks))
+            if backend == blocked.name:
+                found = _nonfinite.gradients(blocked, work, inputs, found, (grad_out, grad_lse), (dbias, dsinks))
         if backend == blocked.name:
             found = tuple(None if x is None else x.contiguous() for x in found)  # as the fake kernel says
         return tuple(q.new_empty(0) if x is None else x for x in found)
+
+
+def _planned(prepared: Prepared) -> Prepared:
+    """With its mask's plan: somebody may look on where an operator runs, but nobody else will run one for it."""
+    call, mask = prepared.call, prepared.mask
+    if mask is None or prepared.plan is not None:
+        return prepared
+    return prepared._replace(plan=mask.plan(call.batch, call.heads, call.queries, call.keys))
 
 
 _OF_OPERATOR = {cpu.name: cpu, blocked.name: blocked}
@@ -408,7 +418,7 @@ def _prepare(
         mask = fold_mask(mask, q, k, v)
     known = as_mask(mask)
     # the operator plans when it runs: to plan here would fill a compiler's graph with what nobody reads
-    traced = form(q, k, v, bias, sinks) == "traced"
+    traced = form(q, k, v, bias, sinks, *(() if known is None else known.tensors())) == "traced"
     planned = not traced or backend not in (None, *_operator.BACKENDS) or (backend is None and cpu.native is None)
     call = describe(q, k, v, bias, sinks, Options(known, scale, softcap, dropout, lse, planned))
     same = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]

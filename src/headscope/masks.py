@@ -457,7 +457,10 @@ class Plan:
 
     def read_again(self) -> tuple[Tensor, ...]:
         """The caller's own tensors that a backward pass reads: it saves them, so that to write to them is an error."""
-        return () if self.rest is None else tuple(x for x in self.rest.tensors() if not x.is_inference())
+        if self.rest is None:
+            return ()
+        held = self.rest.tensors()  # a compiler cannot follow the question of the next line
+        return held if is_dynamo_compiling() else tuple(x for x in held if not x.is_inference())
 
     def tile(self, b: slice, h: slice, i: slice, j: slice) -> Tensor:
         """What may be seen in a block, boolean, broadcastable to [b, h, i, j]."""
