@@ -16,5 +16,5 @@ def replace(path: Path, content: bytes) -> None:
             file.write(content)
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)
         raise

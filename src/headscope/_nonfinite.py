@@ -10,14 +10,13 @@ overflows, and then nothing is spoilt.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from headscope._backends import Inputs, Work, accumulate_dtype
+from headscope._backends import Inputs, accumulate_dtype
 from headscope._call import Call
 from headscope.masks import Plan, has_no_values
 
@@ -44,7 +43,6 @@ def suspicious(call: Call, inputs: Inputs) -> bool:
 
 
 Attend = Callable[[Call, Plan | None, Inputs], tuple[Tensor, Tensor | None]]
-Gradients: TypeAlias = "tuple[Tensor | None, ...]"
 
 
 def attend(run: Attend, call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -73,23 +71,6 @@ def attend(run: Attend, call: Call, plan: Plan | None, inputs: Inputs) -> tuple[
     if lse is not None:
         lse = lse + torch.zeros_like(lse).masked_fill(spoilt, torch.nan)
     return out + addend, lse
-
-
-def gradients(
-    backend: Any, work: Work, inputs: Inputs, found: Gradients, grads: Sequence[Tensor | None], wanted: tuple[bool, ...]
-) -> Gradients:
-    """What a backend's ``gradients`` found; if NaN or infinity in q, k, v spoilt it, that of zeros in their place."""
-    if work.call.device != "cpu" or all(x is None or bool(x.isfinite().all()) for x in found[:3]):
-        return found
-    bad = [~x.isfinite() for x in inputs[:3]]
-    if not any(bool(x.any()) for x in bad):
-        return found
-    q, k, v = (x.masked_fill(b, 0) for x, b in zip(inputs[:3], bad, strict=True))
-    clean = Inputs(q, k, v, inputs.bias, inputs.sinks)
-    results = backend.attend(work.call, work.plan, clean, seed=work.seed)
-    found = backend.gradients(work, clean, results, grads, wanted)
-    zeroed = (x if x is None else x.masked_fill(b, 0) for x, b in zip(found[:3], bad, strict=True))
-    return *zeroed, *found[3:]
 
 
 def _seen_by_rows(call: Call, plan: Plan | None, bias: Tensor | None, signs: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def _compiled() -> list[CodeType]:
     """The functions that dynamo has looked at."""
     convert: Any = sys.modules.get("torch._dynamo.convert_frame")
     if convert is None or not hasattr(sys.modules["torch._dynamo.eval_frame"], "set_code_exec_strategy"):
-        return []  # nothing has been compiled; or a torch before 2.7, where a graph cannot be set aside
+        return []  # nothing has been compiled; or a torch where a graph cannot be set aside
     return [code for each in list(convert.input_codes.seen) if (code := each()) is not None]
 
 

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor
 from torch.compiler import is_dynamo_compiling
 
 from headscope import _nonfinite, _operator
-from headscope._backends import Backend, Inputs, Work, blocked, cpu, full_precision
+from headscope._backends import Backend, Inputs, Work, blocked, cpu, full_precision, with_zeros
 from headscope._call import Call, Options, as_mask, check_layout, describe, fold, fold_mask, form
 from headscope._select import select
 from headscope.masks import Mask, Plan, has_no_values, is_traced
@@ -349,9 +349,15 @@ def _operate_backward(
         work = Work(prepared.call, prepared.plan, 0 if seed is None else int(seed))
         inputs = Inputs(q, k, v, bias, sinks)
         with full_precision(prepared.call):
-            found = _OF_OPERATOR[backend].gradients(work, inputs, (out, lse), (grad_out, grad_lse), (dbias, dsinks))
-            if backend == blocked.name:
-                found = _nonfinite.gradients(blocked, work, inputs, found, (grad_out, grad_lse), (dbias, dsinks))
+            rest = (grad_out, grad_lse), (dbias, dsinks)
+            found = _OF_OPERATOR[backend].gradients(work, inputs, (out, lse), *rest)
+            if backend == blocked.name and q.is_cpu and not all(x is None or x.isfinite().all() for x in found[:3]):
+
+                def again(clean: Inputs) -> tuple[Tensor | None, ...]:
+                    results = blocked.attend(work.call, work.plan, clean, seed=work.seed)
+                    return blocked.gradients(work, clean, results, *rest)  # pyright: ignore[reportArgumentType]  # with lse
+
+                found = with_zeros(inputs, again) or found
         if backend == blocked.name:
             found = tuple(None if x is None else x.contiguous() for x in found)  # as the fake kernel says
         return tuple(q.new_empty(0) if x is None else x for x in found)

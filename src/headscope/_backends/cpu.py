@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope._backends import Inputs, Work, accumulate_dtype, blocked, once, refuse_batched
+from headscope._backends import Inputs, Work, accumulate_dtype, blocked, once, refuse_batched, with_zeros
 from headscope._call import MOST_RULES, Call
 from headscope.masks import And, Band, Dense, Documents, KeyLengths, Mask, Or, Plan, Prefix, Turned
 
@@ -196,16 +196,13 @@ def gradients(
     found, finite = _gradients(work, inputs, results, grads, wanted)
     if finite:  # a NaN that met anything, and be it a weight of 0, would be in one of them
         return found
-    bad = [~x.isfinite() for x in inputs[:3]]
-    if not any(x.any() for x in bad):
-        return found
-    q, k, v = (x.masked_fill(b, 0) for x, b in zip(inputs[:3], bad, strict=True))
-    clean = Inputs(q, k, v, inputs.bias, inputs.sinks)
-    out, lse, _ = _forward(work.call, work.plan, clean, work.seed, need_lse=True)
-    assert lse is not None  # it is asked for
-    found, _ = _gradients(work, clean, (out, lse), grads, wanted)
-    zeroed = (x.masked_fill(b, 0) if x is not None else None for x, b in zip(found[:3], bad, strict=True))
-    return *zeroed, *found[3:]
+
+    def again(clean: Inputs) -> tuple[Tensor | None, ...]:
+        out, lse, _ = _forward(work.call, work.plan, clean, work.seed, need_lse=True)
+        assert lse is not None  # it is asked for
+        return _gradients(work, clean, (out, lse), grads, wanted)[0]
+
+    return with_zeros(inputs, again) or found
 
 
 def _gradients(
