@@ -1,7 +1,7 @@
 """Caches of keys and values, so that decoding projects each token once: growing, preallocated, rolling.
 
 One cache serves one layer: ``MultiHeadAttention.forward(x, cache=cache)`` appends the keys and values of x and attends
-to all that are held; a call that raises leaves the cache as it was. What is given to the kernels is a view of the
+to all that are held; until a call has its output the cache is as it was. What is given to the kernels is a view of the
 buffer; nothing is copied from step to step.
 """
 
