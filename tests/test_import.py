@@ -47,7 +47,7 @@ def test_watching_waits_for_transformers_until_a_model_brings_it() -> None:
 
 
 CORE = [
-    *("_files", "_cpuinfo", "masks", "_call", "_backends", "_select", "_nonfinite", "_operator"),
+    *("_files", "_cpuinfo", "_onlookers", "masks", "_call", "_backends", "_select", "_nonfinite", "_operator"),
     *("_dense_stats", "_stats_parts", "stats", "_stats_show", "_kept_weights", "_stats_files"),
     *(
         "_observe_scene",
@@ -59,7 +59,7 @@ CORE = [
         "_observe_native",
         "_observe_sums",
     ),
-    *("functional", "onnx", "_linear", "positions", "cache", "_nested", "_pruning", "module"),
+    *("functional", "onnx", "_linear", "positions", "cache", "_nested", "_pruning", "_module_options", "module"),
     *("_decision_parts", "_head_distances", "_pattern_means", "decisions", "comparing"),
     *("_layout_table", "layouts", "nn_compat"),
     *(
@@ -71,6 +71,7 @@ CORE = [
         "_watch_layers",
         "_watch_tokens",
         "_watch_monitor",
+        "_watch_options",
     ),
     *("_watch_transformers", "watching", "_watch_files", "heads"),
     *("_check_words", "_check_findings", "_check_show", "_check_tap", "_check_heads", "_check_calls", "_check_weights"),

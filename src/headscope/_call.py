@@ -15,7 +15,8 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 
-from headscope.masks import FAR, Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, Turned, is_traced
+from headscope._onlookers import is_traced
+from headscope.masks import FAR, Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, Turned
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 AXES = ("B", "H", "Q", "K")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from headscope.module import QKV
+from headscope._module_options import QKV
 from headscope.positions import NTK, LinearScaling, Llama3, Rotary, T5Buckets, YaRN
 
 Form = Literal["rows", "columns", "to heads", "from heads", "token"]

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 
 from headscope._call import kind
 from headscope._cpuinfo import vendor
-from headscope.masks import is_traced
+from headscope._onlookers import is_traced
 
 TABLE = "linear_table.json"
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from headscope._backends import Inputs, accumulate_dtype
 from headscope._call import Call
-from headscope.masks import Plan, has_no_values
+from headscope._onlookers import has_no_values
+from headscope.masks import Plan
 
 ROWS = 1 << 19  # elements of one block of visibility
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from headscope._backends import Inputs, accumulate_dtype
 from headscope._call import FLOATS, Call, check_layout, kind, shapes
+from headscope._onlookers import is_traced
 from headscope._stats_parts import wide
-from headscope.masks import Band, Mask, Plan, is_traced
+from headscope.masks import Band, Mask, Plan
 from headscope.stats import Observe
 
 BLOCK = 1 << 19  # logits in one block: 2 MiB of float32, about one core's second-level cache

@@ -16,8 +16,9 @@ from torch.compiler import is_dynamo_compiling
 from headscope import _nonfinite, _operator
 from headscope._backends import Backend, Inputs, Work, blocked, cpu, full_precision, with_zeros
 from headscope._call import Call, Options, as_mask, check_layout, describe, fold, fold_mask, form
+from headscope._onlookers import has_no_values, is_traced
 from headscope._select import select
-from headscope.masks import Mask, Plan, has_no_values, is_traced
+from headscope.masks import Mask, Plan
 from headscope.stats import HeadStats, Observe
 
 __all__ = ["Attended", "attend", "attention", "observe"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, overload
@@ -12,16 +11,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headscope import functional
-from headscope._call import as_mask, check_dropout, check_scale, check_softcap, is_traced, kind, shapes
+from headscope._call import as_mask, check_dropout, check_scale, check_softcap, kind, shapes
 from headscope._linear import Linear, check_kind, is_plain
+from headscope._module_options import (
+    QKV,
+    QKNorm,
+    biased_parts,
+    check_flags,
+    check_heads,
+    check_rotary,
+    check_sizes,
+    norm_of,
+)
+from headscope._onlookers import is_traced
 from headscope.cache import Cache, Staged
 from headscope.masks import Band, Mask, Turned, turned
 from headscope.positions import ALiBi, RelativeBias, Rotary, T5Buckets, bias_of, check_positions, matrix, turned_matrix
 
 __all__ = ["MultiHeadAttention"]
-
-QKV = ("q", "k", "v")
-QKNorm = Literal["rms", "layer", "rms_all"]
 
 
 class MultiHeadAttention(nn.Module):
@@ -104,8 +111,8 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = num_heads if kv_heads is None else kv_heads
-        _check_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_heads=kv_heads)
-        _check_heads(embed_dim, num_heads, kv_heads, head_dim)
+        check_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_heads=kv_heads)
+        check_heads(embed_dim, num_heads, kv_heads, head_dim)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.kv_heads = kv_heads
@@ -113,13 +120,13 @@ class MultiHeadAttention(nn.Module):
         self.v_head_dim = self.head_dim if v_head_dim is None else v_head_dim
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = self.kdim if vdim is None else vdim
-        _check_sizes(head_dim=self.head_dim, v_head_dim=self.v_head_dim, kdim=self.kdim, vdim=self.vdim)
+        check_sizes(head_dim=self.head_dim, v_head_dim=self.v_head_dim, kdim=self.kdim, vdim=self.vdim)
         self.scale = check_scale(scale, self.head_dim)
         self.softcap = check_softcap(softcap)
         self.dropout = check_dropout(dropout)
 
-        biased = _biased(bias)
-        _check_flags(sinks=sinks, gate=gate, bias_kv=bias_kv, **({} if out_bias is None else {"out_bias": out_bias}))
+        biased = biased_parts(bias)
+        check_flags(sinks=sinks, gate=gate, bias_kv=bias_kv, **({} if out_bias is None else {"out_bias": out_bias}))
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype: got {str(dtype).removeprefix('torch.')}, wanted a floating one")
         made: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -133,12 +140,12 @@ class MultiHeadAttention(nn.Module):
         out_bias = bool(biased) if out_bias is None else out_bias
         self.out_proj = Linear(num_heads * self.v_head_dim, embed_dim, bias=out_bias, **made)
         self.sinks = nn.Parameter(torch.empty(num_heads, **made)) if sinks else None
-        self.rotary = _check_rotary(rotary, self.head_dim)
+        self.rotary = check_rotary(rotary, self.head_dim)
         self.position_bias = bias_of(position_bias, num_heads, made)
         self._check_located()
         self.qk_norm: QKNorm | None = qk_norm
-        self.q_norm = _norm(qk_norm, num_heads, self.head_dim, qk_norm_eps, made)
-        self.k_norm = _norm(qk_norm, kv_heads, self.head_dim, qk_norm_eps, made)
+        self.q_norm = norm_of(qk_norm, num_heads, self.head_dim, qk_norm_eps, made)
+        self.k_norm = norm_of(qk_norm, kv_heads, self.head_dim, qk_norm_eps, made)
         gates = num_heads * self.v_head_dim
         self.gate_proj = Linear(embed_dim, gates, bias="q" in biased, **made) if gate else None
         self.bias_k = nn.Parameter(torch.empty(kv_heads, self.head_dim, **made)) if bias_kv else None
@@ -540,69 +547,7 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(-3, -2).flatten(-2)  # [B, length, heads * head_dim]
 
 
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"{name}: got {type(size).__name__}, wanted a whole number")
-        if size < 1:
-            raise ValueError(f"{name}: got {size}, wanted at least 1")
-
-
-def _check_heads(embed_dim: int, num_heads: int, kv_heads: int, head_dim: int | None) -> None:
-    if head_dim is None and embed_dim % num_heads:
-        raise ValueError(
-            f"num_heads: embed_dim {embed_dim} is not divisible by num_heads {num_heads}, so that d_k = d_model / h is "
-            f"not a whole number; choose a divisor of {embed_dim}, or give head_dim"
-        )
-    if num_heads % kv_heads:
-        raise ValueError(f"kv_heads: got {kv_heads}, wanted a divisor of num_heads {num_heads}")
-
-
 def _may_be_turned(bias: ALiBi | RelativeBias, q: Tensor) -> bool:
     """Whether the kernels can read a bias whose rows overlap: not its gradient, and not behind a compiler's back."""
     learns = isinstance(bias, RelativeBias) and bias.weight.requires_grad and torch.is_grad_enabled()
     return q.shape[-2] > 1 and q.device.type == "cpu" and not learns and not is_traced()
-
-
-def _check_rotary(rotary: Rotary | None, head_dim: int) -> Rotary | None:
-    if rotary is None:
-        return None
-    if not isinstance(rotary, Rotary):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"rotary: got {kind(rotary)}, wanted headscope.positions.Rotary or None")
-    if rotary.dim > head_dim:
-        raise ValueError(f"rotary: its dim is {rotary.dim}, wanted at most head_dim {head_dim}")
-    return rotary
-
-
-def _norm(
-    qk_norm: QKNorm | None, heads: int, head_dim: int, eps: float, made: dict[str, Any]
-) -> nn.RMSNorm | nn.LayerNorm | None:
-    if qk_norm is None:
-        return None
-    if qk_norm not in ("rms", "layer", "rms_all"):
-        raise ValueError(f'qk_norm: got {qk_norm!r}, wanted "rms", "layer", "rms_all" or None')
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"qk_norm_eps: got {kind(eps)}, wanted a number")
-    if not 0 < eps < math.inf:
-        raise ValueError(f"qk_norm_eps: got {eps}, wanted a finite number above 0")
-    if qk_norm == "layer":
-        return nn.LayerNorm(head_dim, eps, **made)
-    return nn.RMSNorm(heads * head_dim if qk_norm == "rms_all" else head_dim, eps, **made)
-
-
-def _check_flags(**flags: bool) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"{name}: got {flag!r}, wanted True or False")
-
-
-def _biased(bias: bool | Collection[str]) -> frozenset[str]:
-    """The names of the projections that have a bias."""
-    if isinstance(bias, bool):
-        return frozenset(QKV if bias else ())
-    if not isinstance(bias, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"bias: got {kind(bias)}, wanted True, False, or names among {', '.join(QKV)}")
-    names = frozenset(bias)
-    if not names <= set(QKV):
-        raise ValueError(f"bias: got {sorted(map(str, names))}, wanted True, False, or names among {', '.join(QKV)}")
-    return names

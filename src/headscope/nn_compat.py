@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from headscope import functional
-from headscope._call import is_traced, kind, shapes
+from headscope._call import kind, shapes
 from headscope._linear import linear
+from headscope._onlookers import is_traced
 from headscope._pruning import check_kept
 from headscope.masks import Band, Dense, KeyLengths, Mask
 from headscope.module import split_heads

@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from headscope._call import is_traced, kind, shapes
+from headscope._call import kind, shapes
+from headscope._onlookers import is_traced
 
 __all__ = [
     "NTK",

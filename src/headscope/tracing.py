@@ -13,11 +13,12 @@ from torch import Tensor
 
 from headscope import _trace_rows as steps
 from headscope._linear import strangers
+from headscope._module_options import QKV, check_sizes
 from headscope._trace_attention import Attention, Heads
 from headscope._trace_rows import Pages, Row
 from headscope._trace_setting import Asked, Context, Setting, of_sizes, of_values
 from headscope.masks import Mask
-from headscope.module import QKV, MultiHeadAttention, _check_sizes
+from headscope.module import MultiHeadAttention
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -231,7 +232,7 @@ def _check_what_is_given(
         if missing:
             wanted = "a module and its input x, or the sizes seq, dim and heads"
             raise ValueError(f"{', '.join(missing)}: missing; give {wanted}")
-        _check_sizes(**lengths)
+        check_sizes(**lengths)
 
 
 def _untraced(module: MultiHeadAttention) -> list[str]:

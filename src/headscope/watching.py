@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import html
-import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from headscope import __version__, _watch_frames, _watch_layers, _watch_transformers
+from headscope import _watch_frames, _watch_layers, _watch_transformers
 from headscope._stats_parts import LayerStats
 from headscope._watch_calls import COMPILED, TOLERANCE, Call, Ids, Kind, WatchError, error_of, measure, placed, standing
 from headscope._watch_frames import Frame
 from headscope._watch_layers import Choice
 from headscope._watch_monitor import Alarm, AttentionWarning, Limits, Monitor, writer
+from headscope._watch_options import About, Options, about_of, check
 from headscope._watch_tokens import Streams, given
 from headscope.stats import Column, HeadStats, Observe, Summary, merge
 
@@ -41,29 +41,6 @@ __all__ = [
 ]
 
 PENDING = 16  # calls of a layer that are kept before they are merged
-
-
-@dataclass(frozen=True)
-class About:
-    """What a recording is of.
-
-    Attributes:
-        model: its class, and the name it was loaded under if it says one.
-        options: what was asked for, as text or numbers.
-        versions: of headscope, torch and, where it is loaded, transformers.
-        kinds: layer -> "self" or "cross".
-        texts: the text of each token, or None.
-        forwards: how many forward passes were looked at.
-        ran: how many there were.
-    """
-
-    model: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    versions: Mapping[str, str] = field(default_factory=dict[str, str])
-    kinds: Mapping[str, Kind] = field(default_factory=dict[str, Kind])
-    texts: tuple[str, ...] | None = None
-    forwards: int = 0
-    ran: int = 0
 
 
 class Recording:
@@ -333,7 +310,7 @@ def watch(
     if kinds is not None and not isinstance(kinds, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"kinds: got {type(kinds).__name__}, wanted a mapping of patterns to kinds")
     kinds = dict(kinds or {})
-    _check(every, tokens, kinds, unseen, alarms)
+    check(every, tokens, kinds, unseen, alarms)
     if not isinstance(accelerate, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"accelerate: got {type(accelerate).__name__}, wanted True or False")
     targets = [] if log is None else list(log) if isinstance(log, (list, tuple)) else [log]
@@ -341,36 +318,6 @@ def watch(
     monitor = Monitor([writer(target) for target in targets], limits) if targets or limits else None
     options = Options(what, every, tokens, kinds, positions, accelerate, unseen, monitor)
     return Watch(model, options, layers, None if texts is None else tuple(texts))
-
-
-def _check(every: object, tokens: object, kinds: Mapping[str, object], unseen: object, alarms: object) -> None:
-    if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(f"every: got {type(every).__name__}, wanted a whole number from 1")
-    if every < 1:
-        raise ValueError(f"every: got {every}, wanted a whole number from 1")
-    if not (tokens is None or isinstance(tokens, Tensor) or tokens == "inputs"):
-        raise ValueError(f'tokens: got {tokens!r}, wanted a tensor of ids or "inputs"')
-    for kind in kinds.values():
-        if kind not in ("self", "cross"):
-            raise ValueError(f'kinds: got {kind!r}, wanted "self" or "cross"')
-    if unseen not in ("error", "ignore"):
-        raise ValueError(f'unseen: got {unseen!r}, wanted "error" or "ignore"')
-    if not isinstance(alarms, (bool, Limits)):
-        raise TypeError(f"alarms: got {type(alarms).__name__}, wanted True, False or Limits")
-
-
-@dataclass(frozen=True, eq=False)
-class Options:
-    """What was asked for; see ``watch``."""
-
-    what: Observe
-    every: int
-    tokens: Tensor | Literal["inputs"] | None
-    kinds: Mapping[str, Kind]
-    positions: Tensor | None
-    accelerate: bool
-    unseen: Literal["error", "ignore"]
-    monitor: Monitor | None
 
 
 class Watch:
@@ -392,7 +339,7 @@ class Watch:
         for pattern in options.kinds:
             _watch_layers.fitting(self.modules, pattern, "kinds")
         self.places = {name: place for place, name in enumerate(self.modules)}
-        self.recording = Recording(HeadStats({}), _about(model, options, layers, texts))
+        self.recording = Recording(HeadStats({}), about_of(model, options, layers, texts))
         self.recording._monitor = options.monitor
         self._lock = threading.RLock()  # what a monitor writes to may run the model itself
         self._entered = False
@@ -580,27 +527,3 @@ def register_transformers(name: str = "headscope") -> None:
         ImportError: transformers is not installed, or older than 5.
     """
     _watch_transformers.register(name)
-
-
-def _about(model: nn.Module, options: Options, layers: Choice | None, texts: tuple[str, ...] | None) -> About:
-    loaded = getattr(getattr(model, "config", None), "_name_or_path", "")
-    name = type(model).__name__ + (f" ({loaded})" if loaded else "")
-    what = options.what
-    said: dict[str, Any] = {each.name: _plain(getattr(what, each.name)) for each in fields(what)}
-    said |= {each: _plain(getattr(options, each)) for each in ("every", "kinds", "positions", "accelerate")}
-    said |= {"tokens": _plain(options.tokens) or said["tokens"], "layers": _plain(layers)}
-    versions = {"headscope": __version__, "torch": torch.__version__}
-    if "transformers" in sys.modules:
-        versions["transformers"] = sys.modules["transformers"].__version__
-    return About(name, said, versions, {}, texts)
-
-
-def _plain(value: Any) -> Any:
-    """An option as JSON has it; a tensor or a function by its kind."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(each) for each in value]
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    return type(value).__name__

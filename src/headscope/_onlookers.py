@@ -1,0 +1,38 @@
+"""Who looks on while tensors are made: a compiler, a tracer, a transform of torch.func, a mode."""
+
+from __future__ import annotations
+
+import torch
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_dispatch_mode,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _TorchDispatchModeKey,
+)
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+_WITHOUT_VALUES = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FUNCTIONAL)
+
+
+def is_traced() -> bool:
+    """Whether somebody looks at the operators that run, not only at what they return.
+
+    torch.compile, torch.export, torch.func, torch.jit.trace, forward-mode gradients, or a mode such as a fake tensor's
+    or a counter of operations. A tensor that is made then may be of no use afterwards.
+    """
+    return (
+        is_dynamo_compiling()  # a constant to the compiler, which then traces no further
+        or _len_torch_dispatch_stack() > 0
+        or _are_functorch_transforms_active()
+        or _is_tracing()
+        or forward_ad._current_level >= 0
+    )
+
+
+def has_no_values() -> bool:
+    """Whether tensors that are made now hold no numbers that could be read: those of a compiler, fake ones, make_fx."""
+    if torch.compiler.is_compiling():
+        return True
+    return _len_torch_dispatch_stack() > 0 and any(_get_dispatch_mode(key) is not None for key in _WITHOUT_VALUES)

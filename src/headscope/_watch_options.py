@@ -1,0 +1,96 @@
+"""What ``watch`` was asked for, and what a recording says of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from headscope import __version__
+from headscope._watch_calls import Kind
+from headscope._watch_layers import Choice
+from headscope._watch_monitor import Limits, Monitor
+from headscope.stats import Observe
+
+
+@dataclass(frozen=True)
+class About:
+    """What a recording is of.
+
+    Attributes:
+        model: its class, and the name it was loaded under if it says one.
+        options: what was asked for, as text or numbers.
+        versions: of headscope, torch and, where it is loaded, transformers.
+        kinds: layer -> "self" or "cross".
+        texts: the text of each token, or None.
+        forwards: how many forward passes were looked at.
+        ran: how many there were.
+    """
+
+    model: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    kinds: Mapping[str, Kind] = field(default_factory=dict[str, Kind])
+    texts: tuple[str, ...] | None = None
+    forwards: int = 0
+    ran: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """What was asked for; see ``watch``."""
+
+    what: Observe
+    every: int
+    tokens: Tensor | Literal["inputs"] | None
+    kinds: Mapping[str, Kind]
+    positions: Tensor | None
+    accelerate: bool
+    unseen: Literal["error", "ignore"]
+    monitor: Monitor | None
+
+
+def check(every: object, tokens: object, kinds: Mapping[str, object], unseen: object, alarms: object) -> None:
+    """Refuse what ``watch`` cannot be asked for."""
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f"every: got {type(every).__name__}, wanted a whole number from 1")
+    if every < 1:
+        raise ValueError(f"every: got {every}, wanted a whole number from 1")
+    if not (tokens is None or isinstance(tokens, Tensor) or tokens == "inputs"):
+        raise ValueError(f'tokens: got {tokens!r}, wanted a tensor of ids or "inputs"')
+    for kind in kinds.values():
+        if kind not in ("self", "cross"):
+            raise ValueError(f'kinds: got {kind!r}, wanted "self" or "cross"')
+    if unseen not in ("error", "ignore"):
+        raise ValueError(f'unseen: got {unseen!r}, wanted "error" or "ignore"')
+    if not isinstance(alarms, (bool, Limits)):
+        raise TypeError(f"alarms: got {type(alarms).__name__}, wanted True, False or Limits")
+
+
+def about_of(model: nn.Module, options: Options, layers: Choice | None, texts: tuple[str, ...] | None) -> About:
+    """What a recording of ``model`` is of, before the first forward pass."""
+    loaded = getattr(getattr(model, "config", None), "_name_or_path", "")
+    name = type(model).__name__ + (f" ({loaded})" if loaded else "")
+    what = options.what
+    said: dict[str, Any] = {each.name: _plain(getattr(what, each.name)) for each in fields(what)}
+    said |= {each: _plain(getattr(options, each)) for each in ("every", "kinds", "positions", "accelerate")}
+    said |= {"tokens": _plain(options.tokens) or said["tokens"], "layers": _plain(layers)}
+    versions = {"headscope": __version__, "torch": torch.__version__}
+    if "transformers" in sys.modules:
+        versions["transformers"] = sys.modules["transformers"].__version__
+    return About(name, said, versions, {}, texts)
+
+
+def _plain(value: Any) -> Any:
+    """An option as JSON has it; a tensor or a function by its kind."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    return type(value).__name__
