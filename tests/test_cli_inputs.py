@@ -17,7 +17,8 @@ from headscope import cli, load_example
 from headscope._commands import reading
 from headscope._commands.digit import SIDE, prepare, read_picture, with_picture
 from headscope._commands.reading import read_text
-from headscope._commands.screen import Mistake, finite, one_line, visible
+from headscope._commands.screen import Mistake, one_line, visible
+from headscope._json import plain
 
 HELDOUT = Path(__file__).parent / "data" / "digits_heldout.npz"
 
@@ -100,7 +101,7 @@ def test_what_a_terminal_would_obey_is_written_as_an_escape() -> None:
 
 def test_json_knows_no_nan() -> None:
     value = {"a": [1.5, float("nan"), (float("inf"), 2)], 3: {"b": -float("inf"), "c": None, "d": "text", "e": True}}
-    assert finite(value) == {"a": [1.5, None, [None, 2]], "3": {"b": None, "c": None, "d": "text", "e": True}}
+    assert plain(value) == {"a": [1.5, None, [None, 2]], 3: {"b": None, "c": None, "d": "text", "e": True}}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from headscope._json import plain
 from headscope.stats import HeadStats
 
 if TYPE_CHECKING:
@@ -179,15 +180,6 @@ def short_layers(names: Sequence[str]) -> tuple[dict[str, str], str]:
     short = {name: ".".join(part[start : len(part) - stop]) for name, part in zip(names, parts, strict=True)}
     pattern = ".".join([*parts[0][:start], "*", *parts[0][len(parts[0]) - stop :]])
     return short, f"Layers: {pattern}. "
-
-
-def plain(value: Any) -> Any:
-    """The value with lists for tuples and None for NaN and infinity."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: plain(each) for name, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def share(value: float) -> str:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+from headscope._json import plain
 from headscope.stats import HeadStats
 
 if TYPE_CHECKING:
@@ -34,15 +35,11 @@ def as_dict(stats: HeadStats) -> dict[str, Any]:
     for layer, head, name, summary in stats.summaries():
         layers[layer]["heads"][head][name] = {
             "count": summary.count,
-            **{what: _finite(getattr(summary, what)) for what in ("mean", "std", "min", "max")},
+            **{what: plain(getattr(summary, what)) for what in ("mean", "std", "min", "max")},
             "histogram": list(summary.histogram),
             "edges": list(summary.edges),
         }
     return {"layers": layers}
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 def as_frame(stats: HeadStats) -> Any:

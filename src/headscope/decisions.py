@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headscope._decision_parts import Basis, Decision, HasStats, decimal, plain, plural, share, stats_of
+from headscope._decision_parts import Basis, Decision, HasStats, decimal, plural, share, stats_of
 from headscope._dense_stats import PATTERNS
 from headscope._head_distances import PROFILE, bins_of, distributions, largest_gap, mass_of, profiles, variation
+from headscope._json import plain
 from headscope._pattern_means import pattern_means, smallest_window
 from headscope._stats_parts import histogram_edges
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from headscope._json import plain
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -116,16 +118,7 @@ def say(note: str) -> None:
 
 def print_json(value: dict[str, Any]) -> None:
     """A result for programs: ASCII, numbers that are not finite as null."""
-    print(json.dumps(finite(value), indent=2, allow_nan=False))
-
-
-def finite(value: Any) -> Any:
-    """The value with null for NaN and infinity, which JSON does not know."""
-    if isinstance(value, float):
-        return value if value - value == 0 else None
-    if isinstance(value, dict):
-        return {str(name): finite(each) for name, each in value.items()}
-    return [finite(each) for each in value] if isinstance(value, (list, tuple)) else value
+    print(json.dumps(plain(value), indent=2, allow_nan=False))
 
 
 @contextmanager
