@@ -59,7 +59,18 @@ CORE = [
         "_observe_native",
         "_observe_sums",
     ),
-    *("functional", "onnx", "_linear", "positions", "cache", "_nested", "_pruning", "_module_options", "module"),
+    *(
+        "functional",
+        "_uncompiled",
+        "onnx",
+        "_linear",
+        "positions",
+        "cache",
+        "_nested",
+        "_pruning",
+        "_module_options",
+        "module",
+    ),
     *("_decision_parts", "_head_distances", "_pattern_means", "decisions", "comparing"),
     *("_layout_table", "layouts", "nn_compat"),
     *(
@@ -78,6 +89,7 @@ CORE = [
     *("_check_case", "_check_probes", "_check_masks", "_check_range", "checking", "_check_child"),
 ]
 LATER = {
+    "functional": {"_uncompiled"},
     "module": {"layouts"},
     "stats": {"_stats_show", "_stats_files"},
     "watching": {"_watch_files", "report"},

@@ -327,6 +327,18 @@ def test_a_packed_module_takes_separate_projections(name: str, assign: bool) -> 
         torch.testing.assert_close(fresh.state_dict()[key], value, rtol=0, atol=0, msg=key)
 
 
+def test_a_projection_without_a_tensor_for_a_weight_says_so() -> None:
+    class Quantized(nn.Module):
+        def weight(self) -> None: ...
+
+        bias = weight
+
+    module = MultiHeadAttention(8, 2)
+    module.qkv_proj = Quantized()  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(TypeError, match="qkv_proj: Quantized has no weight that is a tensor"):
+        module.projection("k")
+
+
 def test_a_separate_module_takes_a_packed_projection() -> None:
     ours = module(bias=False, out_bias=True)
     fresh = MultiHeadAttention(E, H, bias=("q", "v"))

@@ -205,19 +205,24 @@ def test_a_reach_that_changes_does_not_compile_forever() -> None:
     assert counter.frame_count <= 2
 
 
-def test_the_seed_of_dropout_is_drawn_by_each_run() -> None:
+@pytest.mark.parametrize("backend", _operator.BACKENDS)
+def test_the_seed_of_dropout_is_drawn_by_each_run(backend: str) -> None:
     given = tensors(torch.float32)
 
     def run() -> Tensor:
-        return headscope.attention(**given, dropout=0.4)
+        return headscope.attention(**given, dropout=0.4, backend=backend)
 
     graph = compiled(run)
     torch.manual_seed(3)
     first, second = graph(), graph()
     torch.manual_seed(3)
     torch.testing.assert_close(graph(), first, rtol=0, atol=0)
-    torch.manual_seed(3)
-    torch.testing.assert_close(run(), first, rtol=0, atol=0)
+    for seed in range(6):
+        drawn = []
+        for each in (run, graph):
+            torch.manual_seed(seed)
+            drawn.append(each())
+        torch.testing.assert_close(*drawn, rtol=0, atol=0)
     assert not torch.equal(first, second), "the seed is part of the graph"
 
 
@@ -407,6 +412,32 @@ def test_vmap_inside_a_compiled_function_is_left_to_others() -> None:
     torch.testing.assert_close(compiled(run)(q), run(q))
     with pytest.raises(Exception, match=r"backend: cpu refuses this call: torch\.func: within torch\.compile"):
         compiled(torch.func.vmap(lambda q: headscope.attention(q, q, q, backend="cpu")))(q)
+
+
+@pytest.mark.parametrize("backend", _operator.BACKENDS)
+def test_gradients_have_the_strides_of_eager_mode(backend: str) -> None:
+    q = torch.randn(1, 4, 2, 8).transpose(1, 2).requires_grad_()
+
+    def run(q: Tensor) -> Tensor:
+        return headscope.attention(q, q * 1, q * 1, backend=backend).sum()
+
+    strides = [torch.autograd.grad(each(q), q)[0].stride() for each in (run, compiled(run))]
+    assert strides[0] == strides[1]
+
+
+@pytest.mark.parametrize("transform", ["jvp", "hessian"])
+def test_blocked_has_every_derivative_inside_a_compiled_function(transform: str) -> None:
+    q = torch.randn(1, 2, 5, 4)
+
+    def run(backend: str) -> Callable[[Tensor], Tensor]:
+        def loss(q: Tensor) -> Tensor:
+            return headscope.attention(q, q, q, mask=causal(), backend=backend).square().sum()
+
+        if transform == "jvp":
+            return lambda q: torch.func.jvp(loss, (q,), (torch.ones_like(q),))[1]
+        return torch.func.hessian(loss)
+
+    torch.testing.assert_close(compiled(run("blocked"))(q), run("reference")(q), rtol=1e-4, atol=1e-4)
 
 
 def test_modes_see_the_operators() -> None:

@@ -194,6 +194,10 @@ def _observe(
     tensors: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], mask: Mask | Tensor | None,
     numbers: _Numbers, lse: Tensor | None, what: Observe, places: _Places = (None, None, "self"),
 ) -> HeadStats:  # fmt: skip
+    if is_dynamo_compiling():  # all of it runs outside of the graph, which has no numbers to look at
+        from headscope import _uncompiled
+
+        return _uncompiled.observe(tensors, mask, numbers, lse, what, places)
     _check_readable(*tensors[:3])
     from headscope import _observe_sums
     from headscope._observe_scene import Given
@@ -214,10 +218,7 @@ def _observe(
 
 
 def _check_readable(*tensors: Tensor | None) -> None:
-    """Whether tensors hold numbers that can be looked at; leaves a compiler's graph first."""
-    if is_dynamo_compiling():
-        torch._dynamo.graph_break(msg="headscope: observe looks at numbers, of which a compiled graph has none")
-        return
+    """Whether tensors hold numbers that can be looked at."""
     if has_no_values() or any(isinstance(x, Tensor) and (x.is_meta or isinstance(x, FakeTensor)) for x in tensors):
         raise ValueError(
             "observe: its tensors have no values to look at (meta or fake tensors, make_fx, torch.export); observe "
@@ -231,7 +232,7 @@ def _attend_and_observe(
 ) -> Attended | None:  # fmt: skip
     """Both in one pass, where the native kernels attend, no gradient is wanted and all rows are seen; else None."""
     q, k, v, bias, sinks = tensors
-    prepared = prepare(q, k, v, mask, bias, sinks, numbers, backend)
+    prepared = _prepare(q, k, v, mask, bias, sinks, numbers, backend)
     again = prepared.before.get(id(what))
     if again is not None and bias is None and sinks is None:
         done = again(q, k, v)
@@ -291,7 +292,7 @@ def _run(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     numbers: _Numbers, backend: str | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    prepared = prepare(q, k, v, mask, bias, sinks, numbers, backend)
+    prepared = _prepare(q, k, v, mask, bias, sinks, numbers, backend)
     if prepared.repeat is not None:
         plain = bias is None and sinks is None
         done = prepared.repeat(q, k, v) if plain else prepared.repeat(q, k, v, bias, sinks)
@@ -328,7 +329,7 @@ def _operate(
     """What the operator for the forward pass runs: the same as a call without gradients."""
     with torch.no_grad():
         numbers = (scale, softcap or None, dropout, True)
-        prepared = _planned(prepare(q, k, v, _operator.decode(codes, parts), bias, sinks, numbers, backend))
+        prepared = prepare(q, k, v, _operator.decode(codes, parts), bias, sinks, numbers, backend)
         done = prepared.repeat(q, k, v, bias, sinks) if prepared.repeat is not None else None
         if done is None:
             inputs = Inputs(q, k, v, bias, sinks)
@@ -346,7 +347,7 @@ def _operate_backward(
     """What the operator for the backward pass runs; a gradient that is not wanted has no elements."""
     with torch.no_grad():
         numbers = (scale, softcap or None, dropout, True)
-        prepared = _planned(prepare(q, k, v, _operator.decode(codes, parts), bias, sinks, numbers, backend))
+        prepared = prepare(q, k, v, _operator.decode(codes, parts), bias, sinks, numbers, backend)
         work = Work(prepared.call, prepared.plan, 0 if seed is None else int(seed))
         inputs = Inputs(q, k, v, bias, sinks)
         with full_precision(prepared.call):
@@ -364,14 +365,6 @@ def _operate_backward(
         return tuple(q.new_empty(0) if x is None else x for x in found)
 
 
-def _planned(prepared: Prepared) -> Prepared:
-    """With its mask's plan: somebody may look on where an operator runs, but nobody else will run one for it."""
-    call, mask = prepared.call, prepared.mask
-    if mask is None or prepared.plan is not None:
-        return prepared
-    return prepared._replace(plan=mask.plan(call.batch, call.heads, call.queries, call.keys))
-
-
 _OF_OPERATOR = {cpu.name: cpu, blocked.name: blocked}
 _operator.implement(_operate, _operate_backward)
 atexit.register(_kept.clear)  # torch keeps the operators, and with them this table, until the extension is gone
@@ -381,7 +374,19 @@ def prepare(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     numbers: _Numbers, backend: str | None,
 ) -> Prepared:  # fmt: skip
-    """Check a call, plan its mask and choose its backend; a call seen before costs one look into a table."""
+    """Check a call, choose its backend and plan its mask."""
+    found = _prepare(q, k, v, mask, bias, sinks, numbers, backend)
+    call, known = found.call, found.mask
+    if known is None or found.plan is not None:
+        return found
+    return found._replace(plan=known.plan(call.batch, call.heads, call.queries, call.keys))
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    numbers: _Numbers, backend: str | None,
+) -> Prepared:  # fmt: skip
+    """``prepare``, but for the plan of a call that an operator will run; one seen before costs a look into a table."""
     key = None
     if not is_traced() and (mask is None or not isinstance(mask, Tensor)):
         try:
@@ -404,7 +409,7 @@ def prepare(
             RuntimeError,
         ):  # not such tensors, no mask, not hashable: the checks will tell
             key = None
-    found = _prepare(q, k, v, mask, bias, sinks, numbers, backend)
+    found = _prepare_anew(q, k, v, mask, bias, sinks, numbers, backend)
     if key is not None:
         if len(_kept) >= _KEPT:
             _kept.clear()
@@ -416,7 +421,7 @@ def _key(x: Tensor) -> tuple[Any, ...]:
     return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad
 
 
-def _prepare(
+def _prepare_anew(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     numbers: _Numbers, backend: str | None,
 ) -> Prepared:  # fmt: skip

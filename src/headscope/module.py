@@ -206,14 +206,18 @@ class MultiHeadAttention(nn.Module):
         """Weight [rows, width] and bias [rows] of the projection "q", "k", "v" or "out"; views, if they are packed."""
         if name not in (*QKV, "out"):
             raise ValueError(f"name: got {name!r}, wanted {', '.join(QKV)} or out")
-        if not self.packed or name == "out":
-            linear: nn.Linear = getattr(self, f"{name}_proj")
-            return linear.weight, linear.bias
+        packed = self.packed and name != "out"
+        held = "qkv_proj" if packed else f"{name}_proj"
+        linear: nn.Linear = getattr(self, held)
+        weight, bias = linear.weight, linear.bias
+        if not isinstance(weight, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{held}: {type(linear).__name__} has no weight that is a tensor; wanted an nn.Linear")
+        if not packed:
+            return weight, bias
         at = QKV.index(name)
         start = sum(self.splits[:at])
         rows = slice(start, start + self.splits[at])
-        bias = self.qkv_proj.bias
-        return self.qkv_proj.weight[rows], None if bias is None else bias[rows]  # pyright: ignore[reportUnnecessaryComparison]
+        return weight[rows], None if bias is None else bias[rows]  # pyright: ignore[reportUnnecessaryComparison]
 
     def prune_heads(self, heads: Collection[int]) -> Self:
         """A smaller module that computes what this one does without these heads; this one stays as it is.

@@ -31,7 +31,7 @@ def refuses(call: Call) -> list[str]:
 def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = None) -> tuple[Tensor, Tensor | None]:
     """out and lse, block by block. The seed of dropout is drawn from torch's generator unless it is given."""
     if seed is None:
-        seed = int(torch.randint(2**31, (), device="cpu").item()) if call.dropout else 0
+        seed = int(torch.randint(2**62, (), device="cpu").item()) if call.dropout else 0
     out, lse = _Attend.apply(call, plan, seed, *inputs)  # pyright: ignore[reportGeneralTypeIssues, reportUnknownVariableType]
     return out, lse
 
@@ -191,7 +191,7 @@ def gradients(
 def _zeros(inputs: Inputs, wanted: tuple[bool, ...], dtype: torch.dtype) -> Inputs:
     """A sum for each gradient that is wanted."""
     made = (
-        torch.zeros_like(x, dtype=dtype) if x is not None and want else None
+        torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if x is not None and want else None
         for x, want in zip(inputs, wanted, strict=True)
     )
     return Inputs(*made)  # pyright: ignore[reportArgumentType]  # q, k, v are always wanted

@@ -1,0 +1,14 @@
+"""What torch.compile leaves its graph for: imported where one is made, for ``torch.compiler`` takes long to load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from headscope import functional
+from headscope.stats import HeadStats
+
+observe: Callable[..., HeadStats] = torch.compiler.disable(  # pyright: ignore[reportAssignmentType]  # not as declared
+    functional._observe, reason="headscope: observe looks at numbers, of which a compiled graph has none"
+)
