@@ -59,7 +59,8 @@ CORE = [
         "_observe_native",
         "_observe_sums",
     ),
-    *(
+    *("functional", "_uncompiled", "onnx", "_linear", "positions", "cache", "_nested", "_pruning"),
+    *("_module_options", "module"),
         "functional",
         "_uncompiled",
         "onnx",
