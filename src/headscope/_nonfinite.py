@@ -10,7 +10,7 @@ overflows, and then nothing is spoilt.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 import torch
@@ -59,13 +59,13 @@ def attend(run: Attend, call: Call, plan: Plan | None, inputs: Inputs) -> tuple[
         inputs.sinks,
     )
     out, lse = run(call, plan, clean)
-    v = inputs.v.detach()
-    bad_key = bad_k.any(-1, keepdim=True)
-    signs = torch.cat([~bad_key, bad_key, v.isnan(), v == torch.inf, v == -torch.inf], -1)
-    seen = _seen_by_rows(call, plan, inputs.bias, signs)  # [B, H, Q, 2 + 3 Dv]
-    sees_good, sees_bad, values = seen[..., 0], seen[..., 1], seen[..., 2:].unflatten(-1, (3, -1))
-    spoilt = sees_bad | (bad_q.any(-1) & (sees_good | sees_bad))  # [B, H, Q]
-    nan, plus, minus = values.unbind(-2)  # [B, H, Q, Dv]
+    bad_key, v = bad_k.any(-1, keepdim=True), inputs.v.detach()
+    signs = (~bad_key & sign for sign in (v.isnan(), v == torch.inf, v == -torch.inf))  # a bad key spoils the whole row
+    seen = _seen_by_rows(call, plan, inputs.bias, torch.cat([bad_key, *signs], -1))  # [B, H, Q, 1 + 3 Dv]
+    spoilt = seen[..., 0]  # [B, H, Q]
+    if bad_q.any():
+        spoilt = spoilt | (bad_q.any(-1) & _sees_any(call, plan, inputs.bias, bad_q.device))
+    nan, plus, minus = seen[..., 1:].unflatten(-1, (3, -1)).unbind(-2)  # [B, H, Q, Dv]
     addend = torch.zeros_like(nan, dtype=out.dtype)
     addend = addend.masked_fill(plus, torch.inf).masked_fill(minus, -torch.inf)
     addend = addend.masked_fill(nan | (plus & minus) | spoilt[..., None], torch.nan)
@@ -75,19 +75,48 @@ def attend(run: Attend, call: Call, plan: Plan | None, inputs: Inputs) -> tuple[
 
 
 def _seen_by_rows(call: Call, plan: Plan | None, bias: Tensor | None, signs: Tensor) -> Tensor:
-    """For each row and each column of ``signs`` [B, Hkv, K, C]: may the row see a key with that sign? [B, H, Q, C]"""
-    dtype = accumulate_dtype(call.dtype)
-    columns = signs.repeat_interleave(call.group, 1).to(dtype)  # [B, H, K, C]
-    step = max(1, ROWS // max(1, call.batch * call.heads * call.keys))
-    found = [columns.new_empty((call.batch, call.heads, 0, columns.shape[-1]), dtype=torch.bool)]
+    """For each row and each column of ``signs`` [B, Hkv, K, C]: may the row see a key with that sign? [B, H, Q, C]
+
+    What is not finite is rare, or everywhere at once: only keys and columns that have a sign are looked at.
+    """
+    seen = signs.new_zeros((call.batch, call.heads, call.queries, signs.shape[-1]))
+    keys, columns = (signs.any(0).any(0).any(axis).nonzero().flatten() for axis in (1, 0))
+    if len(keys) == 0:
+        return seen
+    first = int(keys[0])
+    signs = signs[:, :, keys][..., columns].to(accumulate_dtype(call.dtype))  # [B, Hkv, marked keys, marked columns]
+    for rows, visible in _visible(call, plan, bias, slice(first, int(keys[-1]) + 1), signs.device):
+        visible = visible[..., keys - first].to(signs.dtype)  # [B or 1, H or 1, rows, marked keys]
+        if visible.shape[:2] == (1, 1):  # one product for all
+            found = torch.einsum("ij,bhjc->bhic", visible[0, 0], signs).repeat_interleave(call.group, 1)
+        else:
+            found = visible @ signs.repeat_interleave(call.group, 1)
+        seen[:, :, rows, columns] = found > 0
+    return seen
+
+
+def _sees_any(call: Call, plan: Plan | None, bias: Tensor | None, device: torch.device) -> Tensor:
+    """Whether a row may see any key at all, [B, H, Q]."""
+    shape = (call.batch, call.heads, call.queries)
+    if call.keys and bias is None and (plan is None or not plan.may_be_empty):
+        return torch.ones(shape, dtype=torch.bool, device=device)
+    sees = torch.zeros(shape, dtype=torch.bool, device=device)
+    for rows, visible in _visible(call, plan, bias, slice(0, call.keys), device):
+        sees[:, :, rows] = visible.any(-1)
+    return sees
+
+
+def _visible(
+    call: Call, plan: Plan | None, bias: Tensor | None, keys: slice, device: torch.device
+) -> Iterator[tuple[slice, Tensor]]:
+    """Block by block of rows, which of some keys they may see: [B or 1, H or 1, rows, keys]."""
+    step = max(1, ROWS // max(1, call.batch * call.heads * (keys.stop - keys.start)))
     for start in range(0, call.queries, step):
-        i = slice(start, min(start + step, call.queries))
-        every = (slice(0, call.batch), slice(0, call.heads), i, slice(0, call.keys))
-        rows = (call.batch, call.heads, i.stop - i.start, call.keys)
-        seen = torch.ones(rows, dtype=torch.bool, device=signs.device)
+        rows = slice(start, min(start + step, call.queries))
+        seen = torch.ones((1, 1, rows.stop - rows.start, keys.stop - keys.start), dtype=torch.bool, device=device)
         if plan is not None:
-            seen = seen & plan.tile(*every)
+            seen = seen & plan.tile(slice(0, call.batch), slice(0, call.heads), rows, keys)
         if bias is not None:
-            seen = seen & (bias[:, :, slice(None) if bias.shape[2] == 1 else i] != -torch.inf)
-        found.append(seen.to(dtype) @ columns > 0)
-    return torch.cat(found, 2)
+            cut = bias[:, :, slice(None) if bias.shape[2] == 1 else rows]
+            seen = seen & (cut[..., slice(None) if bias.shape[3] == 1 else keys] != -torch.inf)
+        yield rows, seen
