@@ -17,7 +17,7 @@ import torch
 from headscope import Observe, masks, observe
 from headscope._kept_weights import KeptWeights, kept_of
 from headscope.report import serving
-from headscope.report._viewer_strips import strip_of
+from headscope.report._viewer_strips import empty_strips, strip_of
 from headscope.report.serving import Server, pooled_tile
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
@@ -113,7 +113,12 @@ def test_tiles_are_pooled_by_bins() -> None:
 
 def test_the_default_device_does_not_matter() -> None:
     kept = kept_of(recorded(mask=masks.causal()).stats.parts["a"].tiles[-1])
-    asked = (lambda: pooled_tile(kept, 1, (2, 17), (1, 12), 5), lambda: strip_of(kept, 0, 1, (2, 17), -3, 3, 2))
+    strips = empty_strips(kept, [1])
+    assert strips is not None
+    asked = (
+        lambda: pooled_tile(kept, 1, (2, 17), (1, 12), 5),
+        lambda: strip_of(kept, 1, (2, 17), strips),
+    )
     wanted = [run() for run in asked]
     with torch.device("meta"):
         found = [run() for run in asked]
@@ -153,14 +158,15 @@ def test_a_tile_is_exact(server: Server) -> None:
     both = np.frombuffer(content, "<f4").reshape(2, 13, 17)
     wanted = kept.piece(0, 5, (3, 16), (2, 19)).numpy()
     np.testing.assert_array_equal(both, np.stack([wanted, wanted]))
-    status, content, _ = ask(server, f"/{server.token}/strip?layer=0&head=1&i0=0&i1=17&low=-3&high=0&first=2")
-    strip = np.frombuffer(content, np.uint8).reshape(17, 6)
+    status, content, _ = ask(server, f"/{server.token}/strip?layer=0&head=1&i0=0&i1=17")
+    strip = np.frombuffer(content, np.uint8).reshape(17, 32 + 4)
     p = kept.piece(0, 1, (0, 17), (0, 19)).numpy()
     assert status == 200
-    assert strip[9].tolist() == [round(np.sqrt(p[9, key]) * 254) for key in (8, 9, 10, 11, 0, 1)], (
-        "query 9 stands at 11"
-    )
-    assert strip[0].tolist()[:2] == [255, round(np.sqrt(p[0, 0]) * 254)], "there is no key at -1"
+    near, first = strip[9, 32 - 12 : 32], strip[9, 32:]
+    codes = np.rint(np.sqrt(p[9, :12]) * 254)
+    np.testing.assert_array_equal(near, codes, "query 9 stands at 11")
+    np.testing.assert_array_equal(first, codes[:4])
+    assert set(strip[9, : 32 - 12]) == {255}, "there is no key at -1"
 
 
 def test_the_page_is_at_a_random_path_alone(server: Server) -> None:
@@ -202,9 +208,7 @@ def test_another_name_for_this_machine_is_refused(server: Server) -> None:
         ("tile?layer=0&head=0&i0=0&i1=5&j0=0&j1=5&size=1e3", "wanted whole numbers"),
         ("tile?layer=0&head=0&i0=0&i1=5&j0=0&j1=999999999999999", "j1: wanted 1 to 19"),
         ("tile?" + "&".join(["a=1"] * 17), "wanted whole numbers"),
-        ("strip?layer=0&head=0&i0=0&i1=5&low=-65&high=0&first=1", "low: wanted -64 to 64"),
-        ("strip?layer=0&head=0&i0=0&i1=5&low=2&high=1&first=1", "low, high: wanted low <= high"),
-        ("strip?layer=0&head=0&i0=0&i1=5&low=0&high=0&first=17", "first: wanted 1 to 16"),
+        ("strip?layer=0&head=0&i0=0&i1=18", "i1: wanted 1 to 17"),
     ],
 )
 def test_what_is_out_of_bounds_is_refused(query: str, said: str, server: Server) -> None:
@@ -217,7 +221,7 @@ def test_requests_are_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -
     query = "layer=0&head=0&i0=0&i1=5&j0=0&j1=5&size=2"
     assert ask(server, f"/{server.token}/tile?{query}")[:2] == (400, b"i0 to j1: wanted at most 10 pairs\n")
     monkeypatch.setattr(serving, "STRIP", 3)
-    query = "layer=0&head=0&i0=0&i1=5&low=0&high=0&first=1"
+    query = "layer=0&head=0&i0=0&i1=5"
     assert ask(server, f"/{server.token}/strip?{query}")[:2] == (400, b"i0, i1: wanted at most 3 queries\n")
 
 

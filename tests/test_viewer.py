@@ -24,6 +24,7 @@ from headscope.report import save
 from headscope.report.recording import visible
 from headscope.report.serving import Server
 from headscope.report.viewer import render_recording
+from headscope.stats import HeadStats
 from headscope.watching import About, Recording
 
 try:
@@ -314,7 +315,7 @@ def test_a_pooled_map_says_that_it_is(look: Any, long: Recording) -> None:
     near(largest, p.max())
     query, key = np.unravel_index(p.argmax(), p.shape)
     assert f"at query {rows.start + query} “␣w{rows.start + query}” → key {columns.start + key}" in cell.inner_text()
-    assert "Pooled: a bin stands for 8–9 × 8–9 pairs of query and key." in page.locator(".legend").inner_text()
+    assert "Pooled: a bin stands for 8–9 × 8–9 pairs of query and key." in page.locator(".legend").first.inner_text()
     page.get_by_role("button", name="Closer").click()
     page.get_by_text("the page holds nothing finer").wait_for()
     top = page.locator(".largest li b").all()[:3]
@@ -348,6 +349,25 @@ def test_strips_hold_the_weights_near_the_diagonal(look: Any, long: Recording) -
     assert len(shades) > 10, "a colour for each weight"
     said = [element.text for element in svg.iter() if element.tag.endswith("text")]
     assert {"itself", "key 0"} <= set(said)
+
+
+def test_strips_have_a_legend_and_the_name_of_their_layer(look: Any) -> None:
+    what = Observe(map=5, keep_qk=True)
+    parts = {
+        name: recorded(length, None, what).stats.parts["layers.0.attention"] for name, length in (("0", 300), ("1", 20))
+    }
+    kinds: Any = dict.fromkeys(parts, "self")
+    page = look(Recording(HeadStats(parts), About("m", {}, {}, kinds, None, 1, 1)), "view=head&layer=0&head=1")
+    band, strips = page.locator("canvas.band[data-drawn]"), page.locator(".strips")
+    assert band.get_attribute("aria-label") == "Weights of layer 0, head 1 near the diagonal, queries 0 to 99"
+    assert strips.locator(".legend").inner_text().split("\n")[:3] == ["weight, log", "≤ 0.000100", "1"]
+    strips.get_by_label("at a time").select_option("200")
+    page.get_by_role("button", name="↓ layer").click()
+    page.get_by_role("heading", name="Layer 1, head 1").wait_for()
+    assert band.get_attribute("aria-label") == "Weights of layer 1, head 1 near the diagonal, queries 0 to 19"
+    page.get_by_role("button", name="↑ layer").click()
+    page.get_by_role("heading", name="Layer 0, head 1").wait_for()
+    assert strips.get_by_label("at a time").input_value() == "200"
 
 
 def zoom_of(url: str) -> list[float]:
@@ -431,6 +451,15 @@ def test_a_served_page_computes_what_one_zooms_into(chromium: BrowserContext, lo
         assert j0 <= key <= j1
         assert figure(float(np.float32(weight(long, 1, 2)[query, key]))) in tip
         assert "exact" in tip
+        band = page.locator("canvas.band[data-drawn]")
+        band.scroll_into_view_if_needed()
+        box = band.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + 58 + 40.5 * (box["width"] - 58) / LONG, box["y"] + 3.5 * 11)
+        near(
+            numbers(page.locator(".strips .readout").inner_text())[-1],
+            (round(weight(long, 1, 2)[40, 37] ** 0.5 * 254) / 254) ** 2,
+        )
         assert watched.said == []
         assert all(url.startswith(server.url) for url in watched.asked)
         watched.close()

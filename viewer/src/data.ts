@@ -11,6 +11,7 @@ export interface MapSaid {
 }
 
 export interface StripsSaid {
+  offset: number; // the position of query 0 among the keys
   low: number; // distances key - query that are there, both inclusive
   high: number;
   first: number; // how many of the first keys
@@ -321,7 +322,7 @@ export function hasTexts(layer: Layer): boolean {
   return data.image === null && layer.kind === "self" && data.tokens !== null && layer.lengths !== null && layer.lengths[1] === data.tokens.labels.length;
 }
 
-/** The position in the text of a query, which are the last ones. */
+/** The position in the text of a query: they are the last ones, or stand where the mask has them. */
 export function queryAt(layer: Layer, query: number): number {
-  return layer.lengths && layer.kind === "self" ? query + layer.lengths[1] - layer.lengths[0] : query;
+  return layer.lengths && layer.kind === "self" ? query + (layer.strips?.offset ?? layer.lengths[1] - layer.lengths[0]) : query;
 }

@@ -3,6 +3,7 @@
 import { binOf, type Head, hasTokens, type Layer, queryAt, token } from "./data";
 import type { Field, Pictures } from "./field";
 import { type Box, FONT, type Surface } from "./surface";
+import { step } from "./words";
 
 export interface Inks {
   ink: string;
@@ -183,12 +184,6 @@ function fitted(text: string, room: number): string {
   if (fits.size > 5000) fits.clear();
   fits.set(key, shown);
   return shown;
-}
-
-/** The next of 1, 2, 5, 10, … */
-function step(least: number): number {
-  const ten = 10 ** Math.max(0, Math.floor(Math.log10(Math.max(1, least))));
-  return [1, 2, 5, 10].map((each) => each * ten).find((each) => each >= least) ?? 10 * ten;
 }
 
 // ---------------------------------------------------------------- along the axes

@@ -3,6 +3,7 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { data, type Head, hasPatches, hasTexts, head as decoded, type Layer, queryAt, token } from "./data";
 import { type Colours, colour, type Field, field, place, type Scale } from "./field";
+import { Bar } from "./legend";
 import { Cell, MapView, type Zoom } from "./map";
 import { Images, Regions } from "./picture";
 import type { State } from "./state";
@@ -121,17 +122,13 @@ export function opened(state: State, layer: number, head: number): Partial<State
 // ---------------------------------------------------------------- under the map
 
 export function Legend({ layer, field: of, state }: { layer: Layer; field: Field; state: State }) {
-  const steps = Array.from({ length: 24 }, (_, n) => colour(n / 23, state.colours, of.signed).fill);
   const low = of.signed ? figure(-of.top) : state.scale === "log" ? `≤ ${figure(of.top / 1e4)}` : "0";
   const scale = of.signed ? "linear" : state.scale;
   const what = of.signed ? "difference" : layer.map!.exact ? "weight" : `${of.pool} of a bin`;
   const codes = 2 ** data.bits - 1;
   return (
     <p class="hint legend">
-      <span>{what}, {scale}</span>
-      <span>{low}</span>
-      <i class="bar" style={{ background: `linear-gradient(90deg, ${steps.join(", ")})` }} />
-      <span>{figure(of.top)}</span>
+      <Bar what={`${what}, ${scale}`} low={low} high={figure(of.top)} colours={state.colours} signed={of.signed} />
       <span class="binning" title={`Kept in ${data.bits} bits: value = largest × (c / ${whole(codes)})², within ${(1 / codes).toPrecision(1)} of the largest.`}>{binning(layer)}{zoomed(layer, state)}</span>
     </p>
   );

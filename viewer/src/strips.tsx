@@ -1,13 +1,14 @@
 // Weights near the diagonal and on the first keys, at full resolution: a column for each query, a line for each distance.
 
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { hasTexts, type Layer, queryAt, strip, token } from "./data";
 import { colour, type Colours } from "./field";
+import { Bar } from "./legend";
 import { save } from "./map";
 import type { State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
 import { served, stripOf } from "./tiles";
-import { figure, nameOf, position, whole } from "./words";
+import { figure, nameOf, position, step, whole } from "./words";
 
 const LINE = 11; // pixels
 const LEFT = 58;
@@ -15,36 +16,28 @@ const HIDDEN = 255;
 const ASKED = 2048; // queries at a time of a server
 
 interface Band {
-  low: number;
-  high: number;
-  first: number;
   from: number; // the first query that is here
   codes: Uint8Array;
 }
 
 /** The strip of a head around some query: from the page, or from the server. */
 function useBand(layer: Layer, head: number, from: number): Band | null {
-  const said = layer.strips;
-  const place = said?.heads[head];
+  const place = layer.strips!.heads[head];
   const [found, setFound] = useState<{ key: string; band: Band } | null>(null);
   const start = place ? 0 : Math.max(0, Math.min(Math.floor(from / 1024) * 1024, layer.lengths![0] - ASKED));
   const key = `${layer.index}.${head}.${start}`;
   useEffect(() => {
     let stale = false;
     const keep = (band: Band) => !stale && setFound({ key, band });
-    if (said && place) void strip(place).then((codes) => keep({ low: said.low, high: said.high, first: said.first, from: 0, codes }));
-    else if (served(layer)) {
-      const [low, high, first] = [-31, 0, Math.min(4, layer.lengths![1])];
-      const stop = Math.min(layer.lengths![0], start + ASKED);
-      void stripOf(layer, head, [start, stop], low, high, first).then((codes) => keep({ low, high, first, from: start, codes }));
-    }
+    if (place) void strip(place).then((codes) => keep({ from: 0, codes }));
+    else void stripOf(layer, head, [start, Math.min(layer.lengths![0], start + ASKED)]).then((codes) => keep({ from: start, codes }));
     return () => void (stale = true);
   }, [key]);
   return found?.key === key ? found.band : null;
 }
 
 export function hasStrips(layer: Layer): boolean {
-  return layer.lengths !== null && (layer.strips !== null || served(layer));
+  return layer.strips !== null;
 }
 
 interface Props {
@@ -56,8 +49,8 @@ interface Props {
 
 export function Strips(props: Props) {
   const { layer, state } = props;
-  const there = layer.strips?.heads[state.head] || served(layer);
-  const others = Object.keys(layer.strips?.heads ?? {});
+  const there = layer.strips!.heads[state.head] || served(layer);
+  const others = Object.keys(layer.strips!.heads);
   return (
     <div class="strips">
       <h3>Near the diagonal, and on the first keys</h3>
@@ -69,11 +62,12 @@ export function Strips(props: Props) {
 }
 
 function Strip({ layer, state, theme }: Props) {
-  const [queries] = layer.lengths!;
+  const [queries, keys] = layer.lengths!;
   const canvas = useRef<HTMLCanvasElement>(null);
   const frame = useRef<HTMLDivElement>(null);
   const [width, setWidth] = useState(600);
-  const [count, setCount] = useState(Math.min(queries, 100));
+  const [most, setMost] = useState(100); // at a time
+  const count = Math.min(queries, most);
   const [from, setFrom] = useState(0);
   const [over, setOver] = useState<string>("");
   const pinned = state.row !== null && layer.map?.ranges ? Math.floor((state.row * queries) / layer.map.rows) : null;
@@ -87,11 +81,12 @@ function Strip({ layer, state, theme }: Props) {
   }, []);
   const band = useBand(layer, state.head, from);
   const start = Math.max(0, Math.min(from, queries - count));
-  const near = band ? band.high - band.low + 1 : 0;
-  const lines = near + (band?.first ?? 0);
+  const { low, high, first } = layer.strips!;
+  const near = high - low + 1;
+  const lines = near + first;
   const height = lines * LINE + 8 + 16;
   const side = (width - LEFT) / count;
-  const name = (line: number) => (line < near ? distance(band!.high - line) : `key ${line - near}`);
+  const name = (line: number) => (line < near ? distance(high - line) : `key ${line - near}`);
   const value = (query: number, line: number) => {
     const code = band!.codes[(query - band!.from) * lines + (line < near ? near - 1 - line : line)];
     return code === undefined || code === HIDDEN ? NaN : (code / 254) ** 2;
@@ -101,7 +96,7 @@ function Strip({ layer, state, theme }: Props) {
     const style = getComputedStyle(document.documentElement);
     const [quiet, hidden] = ["--quiet", "--hidden"].map((each) => style.getPropertyValue(each));
     for (let line = 0; line < lines; line++) {
-      if (line >= near || line % 4 === 0) surface.text(name(line), LEFT - 5, top(line) + LINE / 2, { fill: quiet, anchor: "end", size: 10 });
+      if (line >= near || (high - line) % 4 === 0) surface.text(name(line), LEFT - 5, top(line) + LINE / 2, { fill: quiet, anchor: "end", size: 10 });
       for (let n = 0; n < count; n++) {
         const p = value(start + n, line);
         surface.box({ x: LEFT + n * side, y: top(line), width: Math.ceil(side), height: LINE - 1 }, p === p ? shade(p, state) : hidden);
@@ -124,7 +119,7 @@ function Strip({ layer, state, theme }: Props) {
     paint(new CanvasSurface(context));
     element.dataset.drawn = "yes";
   }, [band, start, count, width, state.scale, state.colours, theme]);
-  const label = useMemo(() => `Weights of ${nameOf(layer.index, state.head)} near the diagonal, queries ${start} to ${start + count - 1}`, [start, count, state.head]);
+  const label = `Weights of ${nameOf(layer.index, state.head)} near the diagonal, queries ${start} to ${start + count - 1}`;
   const file = `headscope-layer-${layer.index}-head-${state.head}-strip`;
   const svg = () => {
     const surface = new SvgSurface();
@@ -137,9 +132,9 @@ function Strip({ layer, state, theme }: Props) {
     const y = event.clientY - box.top;
     const line = Math.floor((y >= near * LINE + 8 ? y - 8 : y) / LINE);
     if (!band || query < start || query >= start + count || line < 0 || line >= lines) return setOver("");
-    const key = line < near ? queryAt(layer, query) + band.high - line : line - near;
+    const key = line < near ? queryAt(layer, query) + high - line : line - near;
     const p = value(query, line);
-    setOver(`query ${position(layer, "query", query)} → key ${key < 0 ? "none" : position(layer, "key", key)}: ${p === p ? figure(p) : "may not be seen"}`);
+    setOver(`query ${position(layer, "query", query)} → key ${key < 0 || key >= keys ? "none" : position(layer, "key", key)}: ${p === p ? figure(p) : "may not be seen"}`);
   };
   const sizes = [20, 50, 100, 200, 500].filter((n) => n < queries);
   return (
@@ -148,8 +143,8 @@ function Strip({ layer, state, theme }: Props) {
         <label>queries from <input type="number" min={0} max={Math.max(0, queries - count)} value={start} onInput={(event) => Number.isInteger(event.currentTarget.valueAsNumber) && setFrom(Math.max(0, event.currentTarget.valueAsNumber))} /></label>
         <input type="range" aria-label="First query" min={0} max={Math.max(0, queries - count)} value={start} onInput={(event) => setFrom(event.currentTarget.valueAsNumber)} />
         {sizes.length > 0 && (
-          <label>at a time <select value={count} onChange={(event) => setCount(Number(event.currentTarget.value))}>
-            {[...new Set([...sizes, Math.min(queries, 1000)])].map((n) => <option key={n} value={n}>{whole(n)}</option>)}
+          <label>at a time <select value={count} onChange={(event) => setMost(Number(event.currentTarget.value))}>
+            {[...new Set([...sizes, Math.min(queries, 1000), count])].sort((a, b) => a - b).map((n) => <option key={n} value={n}>{whole(n)}</option>)}
           </select></label>
         )}
         <button type="button" onClick={() => canvas.current!.toBlob((blob) => blob && save(`${file}.png`, blob))}>PNG</button>
@@ -157,6 +152,10 @@ function Strip({ layer, state, theme }: Props) {
       </p>
       <canvas ref={canvas} class="band" role="img" aria-label={label} style={{ width: `${width}px`, height: `${height}px` }}
         onMouseMove={point} onMouseLeave={() => setOver("")} />
+      <p class="hint legend">
+        <Bar what={`weight, ${state.scale}`} low={state.scale === "log" ? `≤ ${figure(1e-4)}` : "0"} high="1" colours={state.colours} />
+        <span>A scale of its own, the same for every head.</span>
+      </p>
       <p class="readout" aria-live="polite"><bdi>{over || "A column is a query; lines are keys by their distance from it, below them the first keys. Every weight is here, in 8 bits."}</bdi></p>
     </div>
   );
@@ -169,11 +168,6 @@ function distance(by: number): string {
 function shade(p: number, state: { scale: string; colours: Colours }): string {
   const at = state.scale === "log" ? Math.max(0, 1 + Math.log10(Math.max(p, 1e-9)) / 4) : p;
   return colour(at, state.colours).fill;
-}
-
-function step(least: number): number {
-  const ten = 10 ** Math.max(0, Math.floor(Math.log10(Math.max(1, least))));
-  return [1, 2, 5, 10].map((each) => each * ten).find((each) => each >= least) ?? 10 * ten;
 }
 
 // ---------------------------------------------------------------- the largest weights of a row

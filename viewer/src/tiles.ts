@@ -50,6 +50,6 @@ export function asField(from: Tile, pool: Pool, top: number): Field {
 }
 
 /** The strip of some queries of a head. */
-export async function stripOf(layer: Layer, head: number, queries: [number, number], low: number, high: number, first: number): Promise<Uint8Array> {
-  return new Uint8Array(await ask("strip", { layer: layer.index, head, i0: queries[0], i1: queries[1], low, high, first }));
+export async function stripOf(layer: Layer, head: number, queries: [number, number]): Promise<Uint8Array> {
+  return new Uint8Array(await ask("strip", { layer: layer.index, head, i0: queries[0], i1: queries[1] }));
 }

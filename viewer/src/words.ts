@@ -19,10 +19,20 @@ export function plural(count: number, word: string): string {
   return count === 1 ? word : word === "query" ? "queries" : `${word}s`;
 }
 
+/** The next of 1, 2, 5, 10, … */
+export function step(least: number): number {
+  const ten = 10 ** Math.max(0, Math.floor(Math.log10(Math.max(1, least))));
+  return [1, 2, 5, 10].map((each) => each * ten).find((each) => each >= least) ?? 10 * ten;
+}
+
+export function layerName(layer: number): string {
+  const { short } = data.layers[layer];
+  return /^\d+$/.test(short) ? `layer ${short}` : short;
+}
+
 /** A head by its layer and number. */
 export function nameOf(layer: number, head: number): string {
-  const { short } = data.layers[layer];
-  return `${/^\d+$/.test(short) ? `layer ${short}` : short}, head ${head}`;
+  return `${layerName(layer)}, head ${head}`;
 }
 
 /** A position with its token, if there is one. */

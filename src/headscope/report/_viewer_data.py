@@ -83,11 +83,13 @@ class Strips:
     """Weights near the diagonal and on the first keys, of some heads, at full resolution.
 
     Attributes:
+        offset: the position of query 0 among the keys.
         low, high: the distances key - query that are there, both inclusive.
         first: how many of the first keys.
         codes: head -> uint8 [queries, high - low + 1 + first].
     """
 
+    offset: int
     low: int
     high: int
     first: int
@@ -151,7 +153,8 @@ def pack(made: Sequence[Source]) -> Packed:
                 )
         if strips is not None:
             of_heads = {str(head): put(np.ascontiguousarray(codes).tobytes()) for head, codes in strips.codes.items()}
-            said["strips"] = {"low": strips.low, "high": strips.high, "first": strips.first, "heads": of_heads}
+            sizes = {name: getattr(strips, name) for name in ("offset", "low", "high", "first")}
+            said["strips"] = {**sizes, "heads": of_heads}
         layers.append(said)
         blocks.append(places)
     return Packed(layers, [_text(mask) for mask in masks], blocks, _text(bytes(content)), bits)

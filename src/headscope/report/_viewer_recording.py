@@ -36,7 +36,7 @@ def shown(
         raise ValueError("grid, special: wanted an image with them")
     patterns = _patterns(recording)
     short, common = short_layers(recording.layers)
-    of_heads = _strips(stats.parts, patterns, strips)
+    of_heads = _strips(stats.parts, patterns, strips, about.kinds)
     layers = [
         Layer(
             name,
@@ -108,13 +108,14 @@ def _strips(
     parts: Mapping[str, LayerStats],
     patterns: Sequence[Sequence[Sequence[Scored]]],
     asked: Sequence[tuple[int | str, int]] | None,
+    kinds: Mapping[str, str],
 ) -> list[Strips | None]:
     """Of each layer the strips of those of its heads that are to have them."""
     from headscope.report._viewer_strips import strips_of
 
     names = list(parts)
     if asked is None:
-        chosen = _telling(parts, patterns)
+        chosen = _telling(parts, patterns, kinds)
     else:
         chosen = [(names.index(layer) if layer in names else layer, head) for layer, head in asked]
         if len(chosen) > MOST_STRIPS:
@@ -124,6 +125,9 @@ def _strips(
                 raise ValueError(f"strips: got layer {layer}, head {head}, which is not there")
             if not parts[names[layer]].tiles:
                 raise ValueError("strips: q and k were not kept; observe with Observe(keep_qk=True)")
+            if kinds.get(names[layer]) == "cross":
+                why = "in cross-attention no key is near a query"
+                raise ValueError(f"strips: got layer {layer}, wanted one of self-attention: {why}")
     found: list[Strips | None] = []
     for n, part in enumerate(parts.values()):
         heads = [head for layer, head in chosen if layer == n]
@@ -132,12 +136,12 @@ def _strips(
 
 
 def _telling(
-    parts: Mapping[str, LayerStats], patterns: Sequence[Sequence[Sequence[Scored]]]
+    parts: Mapping[str, LayerStats], patterns: Sequence[Sequence[Sequence[Scored]]], kinds: Mapping[str, str]
 ) -> list[tuple[int | str, int]]:
-    """The heads that are likest to some pattern other than none, of the layers whose q and k were kept."""
+    """The heads likest to some pattern other than none, of the layers of self-attention whose q and k were kept."""
     scores: list[tuple[float, int, int]] = []
-    for n, part in enumerate(parts.values()):
-        if part.tiles:
+    for n, (name, part) in enumerate(parts.items()):
+        if part.tiles and kinds.get(name) != "cross":
             for head in range(part.heads):
                 best = patterns[n][head][:1] if patterns else []
                 scores.append((-best[0][1] if best and best[0][0] != "uniform" else 0.0, n, head))

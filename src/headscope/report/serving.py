@@ -4,7 +4,7 @@ Only this machine can reach it, only under a random path, and only what is liste
 
     GET /TOKEN/                                             the page
     GET /TOKEN/tile?layer&head&i0&i1&j0&j1&size             float32 [2, rows, columns]: mean and max, little-endian
-    GET /TOKEN/strip?layer&head&i0&i1&low&high&first        uint8 [i1 - i0, near + first], codes as in the page
+    GET /TOKEN/strip?layer&head&i0&i1                       uint8 [i1 - i0, near + first], codes as in the page
 
 A tile has at most ``size`` rows and columns; a cell of it stands for one weight where the piece is no larger than that,
 else for a bin ⌊b·n/size⌋ to ⌊(b+1)·n/size⌋ - 1 of queries or keys. NaN stands for what may not be seen. Tiles are of
@@ -18,6 +18,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -28,8 +29,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headscope._kept_weights import KeptWeights, kept_of
-from headscope.report._viewer_strips import strip_of
-from headscope.report.viewer import render_shown, shown_recording
+from headscope.report._viewer_data import Strips
+from headscope.report._viewer_strips import empty_strips, strip_of
+from headscope.report.viewer import Layer, render_shown, shown_recording
 from headscope.watching import Recording
 
 __all__ = ["Server", "pooled_tile"]
@@ -83,7 +85,13 @@ class Server(ThreadingHTTPServer):
             )
         self.kept: list[KeptWeights | None] = [None if each is None else kept_of(each) for each in tiles]
         shown = shown_recording(recording, title=title, strips=(), **options)
-        html = render_shown(shown, served=True, tiles=[each is not None for each in self.kept])
+        layers = [
+            replace(layer, source=replace(layer.source, strips=_strips(layer, kept)))
+            for layer, kept in zip(shown.layers, self.kept, strict=True)
+        ]
+        self.strips = [layer.source.strips for layer in layers]
+        tiles = [each is not None for each in self.kept]
+        html = render_shown(replace(shown, layers=layers), served=True, tiles=tiles)
         self.page = html.encode("utf-8")
         self.token = secrets.token_urlsafe(24)
         self.computing = threading.Lock()  # one tile at a time: torch uses all cores for it
@@ -135,12 +143,11 @@ class Server(ThreadingHTTPServer):
         i = _span(asked, "i", kept.queries)
         if i[1] - i[0] > STRIP:
             raise RefusedError(f"i0, i1: wanted at most {STRIP:,} queries")
-        low, high = _number(asked, "low", -64, 64), _number(asked, "high", -64, 64)
-        first = _number(asked, "first", 1, min(16, kept.keys))
-        if high < low:
-            raise RefusedError("low, high: wanted low <= high")
+        strips = self.strips[asked["layer"]]
+        if strips is None:
+            raise RefusedError("layer: it has no strips")
         with self.computing, torch.no_grad():
-            return strip_of(kept, 0, asked["head"], i, low, high, first).tobytes()
+            return strip_of(kept, asked["head"], i, strips).tobytes()
 
     def _layer(self, asked: Mapping[str, int]) -> KeptWeights:
         kept = self.kept[_number(asked, "layer", 0, len(self.kept) - 1)]
@@ -148,6 +155,13 @@ class Server(ThreadingHTTPServer):
             raise RefusedError("layer: its q and k were not kept")
         _number(asked, "head", 0, kept.sizes["q"][1] - 1)
         return kept
+
+
+def _strips(layer: Layer, kept: KeptWeights | None) -> Strips | None:
+    """What the strips are of that may be asked for, if there are any."""
+    if kept is None or layer.facts["kind"] == "cross" or layer.facts["lengths"] is None:
+        return None
+    return empty_strips(kept, range(layer.source.heads))
 
 
 def _number(asked: Mapping[str, int], name: str, least: int, most: int) -> int:

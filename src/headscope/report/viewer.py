@@ -136,8 +136,8 @@ def render_recording(
         grid: rows and columns of patches; by default a square.
         special: how many keys stand before the patches (CLS, registers); by default what the grid leaves over.
         strips: layers and heads whose weights near the diagonal and on the first keys are in the page at full
-            resolution, at most 16, if q and k were kept (``Observe(keep_qk=True)``); by default those with the highest
-            scores of patterns.
+            resolution, at most 16, of self-attention, if q and k were kept (``Observe(keep_qk=True)``); by default
+            those with the highest scores of patterns.
 
     Raises:
         ValueError: the maps do not fit one page, an image or grid does not fit the keys, or there is no such head.

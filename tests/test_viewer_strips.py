@@ -1,0 +1,129 @@
+"""Strips: where a query stands, which keys are near it, and which layers have any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headscope import Observe, masks, observe
+from headscope._kept_weights import kept_of
+from headscope.report._viewer_data import Strips
+from headscope.report.serving import RefusedError, Server
+from headscope.report.viewer import render_recording, shown_recording
+from headscope.watching import About, Recording
+
+HEADS = 3
+
+
+def recorded(
+    queries: int, keys: int, *, batch: int = 2, kind: Any = "self", mask: Any = None, what: Any = None, **given: Any
+) -> Recording:
+    q, k = torch.randn(batch, HEADS, queries, 8), torch.randn(batch, HEADS, keys, 8)
+    found = observe(q, k, mask=mask, kind=kind, what=what or Observe(keep_qk=True), **given).named("a")
+    return Recording(found, About("m", {}, {}, {"a": kind}, None, 1, 1))
+
+
+def strips(recording: Recording) -> Strips:
+    found = shown_recording(recording).layers[0].source.strips
+    assert found is not None
+    return found
+
+
+def near(recording: Recording, head: int, offset: int, low: int, high: int) -> np.ndarray[Any, Any]:
+    """Codes of the weights at these distances from i + offset, from all weights."""
+    kept = kept_of(recording.stats.parts["a"].tiles[-1])
+    p = kept.piece(0, head, (0, kept.queries), (0, kept.keys)).numpy()
+    codes = np.full((kept.queries, high - low + 1), 255)
+    for i, j in np.argwhere(~np.isnan(p)):
+        if low <= j - i - offset <= high:
+            codes[i, j - i - offset - low] = round(float(np.sqrt(p[i, j])) * 254)
+    return codes
+
+
+@pytest.mark.parametrize("queries", [1, 2, 5])
+@pytest.mark.parametrize("offset", [5, 35])
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_query_of_a_static_cache_stands_at_the_offset_of_the_mask(queries: int, offset: int, dense: bool) -> None:
+    band = masks.Band(None, 0, offset=offset)
+    mask = torch.ones(queries, 41, dtype=torch.bool).tril(offset) if dense else band
+    recording = recorded(queries, 41, mask=mask)
+    found = strips(recording)
+    assert (found.offset, found.low, found.high) == (offset, -31, 0)
+    for head, codes in found.codes.items():
+        np.testing.assert_array_equal(codes[:, :32], near(recording, head, offset, -31, 0))
+    with Server(recording) as server:
+        served = server.strip({"layer": 0, "head": 1, "i0": 0, "i1": queries})
+    assert served == found.codes[1].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("mask", "given"),
+    [
+        (None, {}),
+        (masks.window(3), {}),
+        (masks.Band(None, 2), {}),
+        (masks.KeyLengths(torch.tensor([11, 5])), {}),
+        (masks.causal() & masks.KeyLengths(torch.tensor([11, 5])), {}),
+        (masks.Dense(torch.zeros(13, 29, dtype=torch.bool)), {}),
+        (None, {"bias": torch.randn(HEADS, 13, 29)}),
+    ],
+)
+def test_elsewhere_queries_are_the_last_ones(mask: Any, given: dict[str, Any]) -> None:
+    recording = recorded(13, 29, mask=mask, **given)
+    found = strips(recording)
+    assert found.offset == 29 - 13
+    for head, codes in found.codes.items():
+        wanted = near(recording, head, 29 - 13, found.low, found.high)
+        np.testing.assert_array_equal(codes[:, : found.high - found.low + 1], wanted)
+
+
+@pytest.mark.parametrize("what", [Observe(keep_qk=True), Observe(keep_qk=True, map=9)], ids=["no map", "a map"])
+@pytest.mark.parametrize(
+    ("mask", "queries", "near"),
+    [
+        (None, 60, (-16, 16)),
+        (masks.Band(2, 2), 60, (-16, 16)),
+        (masks.causal() | masks.Prefix(3), 60, (-16, 16)),
+        (masks.causal(), 60, (-31, 0)),
+        (masks.causal(), 4, (-31, 0)),
+    ],
+)
+def test_keys_after_a_query_are_near_it_where_they_may_be_seen(
+    mask: Any, queries: int, near: tuple[int, int], what: Observe
+) -> None:
+    recording = recorded(queries, 60, mask=mask, what=what)
+    found = strips(recording)
+    assert (found.low, found.high) == near
+    with Server(recording) as server:
+        served = server.strips[0]
+        assert served is not None
+        assert (served.offset, served.low, served.high) == (60 - queries, *near)
+
+
+def test_one_head_that_sees_ahead_is_enough() -> None:
+    seen = torch.ones(1, HEADS, 11, 11, dtype=torch.bool).tril()
+    seen[:, 2, 4, 6] = True
+    assert strips(recorded(11, 11, mask=masks.Dense(seen))).high == 16
+
+
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 3, 7), (2, 0, 7), (2, 3, 0)])
+def test_without_weights_there_are_no_strips(batch: int, queries: int, keys: int) -> None:
+    recording = recorded(queries, keys, batch=batch)
+    assert shown_recording(recording).layers[0].source.strips is None
+    with Server(recording) as server:
+        assert server.strips == [None]
+
+
+def test_cross_attention_has_no_strips() -> None:
+    recording = recorded(3, 7, kind="cross")
+    assert shown_recording(recording).layers[0].source.strips is None
+    with pytest.raises(ValueError, match=r"strips: got layer 0, wanted one of self-attention"):
+        render_recording(recording, strips=[(0, 0)])
+    with Server(recording) as server:
+        assert b'"strips":null' in server.page
+        assert len(server.tile({"layer": 0, "head": 0, "i0": 0, "i1": 3, "j0": 0, "j1": 7, "size": 8})) == 2 * 3 * 7 * 4
+        with pytest.raises(RefusedError, match=r"layer: it has no strips"):
+            server.strip({"layer": 0, "head": 0, "i0": 0, "i1": 3})

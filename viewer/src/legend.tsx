@@ -1,0 +1,16 @@
+// What the colours stand for.
+
+import { type Colours, colour } from "./field";
+
+/** A bar of all colours between the least and the largest value. */
+export function Bar({ what, low, high, colours, signed }: { what: string; low: string; high: string; colours: Colours; signed?: boolean }) {
+  const steps = Array.from({ length: 24 }, (_, n) => colour(n / 23, colours, signed).fill);
+  return (
+    <>
+      <span>{what}</span>
+      <span>{low}</span>
+      <i class="bar" style={{ background: `linear-gradient(90deg, ${steps.join(", ")})` }} />
+      <span>{high}</span>
+    </>
+  );
+}
