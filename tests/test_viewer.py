@@ -370,6 +370,19 @@ def test_strips_have_a_legend_and_the_name_of_their_layer(look: Any) -> None:
     assert strips.get_by_label("at a time").input_value() == "200"
 
 
+def test_a_map_of_calls_of_different_lengths_has_axes_of_bins(look: Any) -> None:
+    what = Observe(map=8)
+    both = [recorded(length, None, what).stats for length in (16, 64)]
+    kinds: Any = dict.fromkeys(both[0].parts, "self")
+    page = look(Recording(both[0].merge(both[1]), About("m", {}, {}, kinds, None, 2, 2)), "view=head&row=7&column=0")
+    assert page.locator(".pinned .cell").inner_text().startswith("query bin 7 of 8 → key bin 0 of 8")
+    with page.expect_download() as download:
+        page.locator(".map").get_by_role("button", name="SVG").click()
+    svg = ElementTree.fromstring(Path(download.value.path()).read_text(encoding="utf-8"))
+    said = [element.text for element in svg.iter() if element.tag.endswith("text")]
+    assert sorted(said) == sorted([str(n) for n in range(8)] * 2 + ["query bin", "key bin"]), "no profile by position"
+
+
 def zoom_of(url: str) -> list[float]:
     """The scale, and the middle of what is seen, that an address names."""
     return [float(part) for part in parse_qs(urlsplit(url).fragment).get("zoom", ["1,0.5,0.5"])[0].split(",")]

@@ -48,7 +48,7 @@ const PROFILE = 34;
 export function geometry(width: number, most: number, layer: Layer): Geometry {
   const narrow = width < 480 || !hasTokens(layer);
   const left = narrow ? 58 : 92;
-  const top = (narrow ? 58 : 80) + (layer.received ? PROFILE : 0);
+  const top = (narrow ? 58 : 80) + (hasReceived(layer) ? PROFILE : 0);
   const right = layer.entropy ? PROFILE + 8 : 8;
   const side = Math.max(120, Math.min(width - left - right, most));
   return { width: left + side + right, height: top + side + 8, plot: { x: left, y: top, width: side, height: side } };
@@ -74,12 +74,12 @@ export function draw(surface: Surface, scene: Scene): void {
   surface.frame(plot, inks.quiet, 1);
   axis(surface, scene, "query");
   axis(surface, scene, "key");
-  if (scene.layer.received && !field.signed) profile(surface, scene, "key");
+  if (hasReceived(scene.layer) && !field.signed) profile(surface, scene, "key");
   if (scene.layer.entropy && !field.signed) profile(surface, scene, "query");
 }
 
 function picture(surface: Surface, { geometry: { plot }, sight, pictures, field, ratio }: Scene): void {
-  const { canvas } = pictures.fit(plot.width * sight.k * ratio);
+  const canvas = pictures.fit(plot.width * sight.k * ratio);
   // only the part that is seen: scaled whole, a small part of a large map is slow
   const across = canvas.width / (plot.width * sight.k);
   const down = canvas.height / (plot.height * sight.k);
@@ -91,7 +91,7 @@ function picture(surface: Surface, { geometry: { plot }, sight, pictures, field,
 function finer(surface: Surface, { geometry: { plot }, sight, layer, tile, inks }: Scene): void {
   if (!tile) return;
   const [queries, keys] = layer.lengths!;
-  const { canvas } = tile.pictures.fit(Infinity);
+  const canvas = tile.pictures.fit(Infinity);
   const at = (from: number, length: number) => (from / length) * plot.width * sight.k;
   const box = {
     x: plot.x + sight.x + at(tile.keys[0], keys),
@@ -143,16 +143,22 @@ function axis(surface: Surface, scene: Scene, which: "query" | "key"): void {
     else surface.text(text, at, plot.y - 10, { ...options, anchor: "middle" });
   }
   const quiet = { fill: inks.quiet, size: 11 } as const;
-  if (which === "query") surface.text("query", 9, plot.y + plot.height / 2, { ...quiet, anchor: "middle", upright: true });
-  else surface.text("key", plot.x + plot.width, profileTop(scene) - 9, { ...quiet, anchor: "end" });
+  const name = layer.map!.ranges ? which : `${which} bin`;
+  if (which === "query") surface.text(name, 9, plot.y + plot.height / 2, { ...quiet, anchor: "middle", upright: true });
+  else surface.text(name, plot.x + plot.width, profileTop(scene) - 9, { ...quiet, anchor: "end" });
 }
 
 function profileTop({ geometry: { plot }, layer }: Scene): number {
-  return (layer.received ? PROFILE : 0) > 0 ? 18 : plot.y - 40;
+  return hasReceived(layer) ? 18 : plot.y - 40;
 }
 
 function profileBottom({ layer }: Scene): number {
-  return layer.received ? 18 + PROFILE - 6 : 0;
+  return hasReceived(layer) ? 18 + PROFILE - 6 : 0;
+}
+
+/** Whether received weight stands above the map: of calls of different lengths keys and bins do not stand in one line. */
+function hasReceived({ received, map }: Layer): boolean {
+  return received > 0 && map!.ranges;
 }
 
 /** Whether a bin is one position. */

@@ -163,11 +163,11 @@ export class Pictures {
   }
 
   /** With at least one pixel of the screen for each bin; `pixels` is how many the whole map has. */
-  fit(pixels: number): { canvas: HTMLCanvasElement; level: number } {
+  fit(pixels: number): HTMLCanvasElement {
     const most = Math.max(this.fields[0].rows, this.fields[0].columns);
     let level = 0;
     while (most / 2 ** level > Math.max(1, pixels)) level++;
     while (this.fields.length <= level) this.fields.push(halved(this.fields[this.fields.length - 1]));
-    return { canvas: (this.made[level] ??= picture(this.fields[level], this.scale, this.colours)), level };
+    return (this.made[level] ??= picture(this.fields[level], this.scale, this.colours));
   }
 }

@@ -191,7 +191,7 @@ function small(surface: Surface, map: HeadMap, layer: number, state: State, side
     surface.image(canvas, { x: 0, y: 0, width: size[0], height: size[1] }, { x: x + (side - size[0]) / 2, y: y + (side - size[1]) / 2, width: size[0], height: size[1] });
     return;
   }
-  const { canvas } = new Pictures(of, state.scale, state.colours).fit(side);
+  const canvas = new Pictures(of, state.scale, state.colours).fit(side);
   surface.image(canvas, { x: 0, y: 0, width: canvas.width, height: canvas.height }, { x, y, width: side, height: side });
 }
 

@@ -45,7 +45,7 @@ export function position(layer: Layer, axis: "query" | "key", at: number): strin
 export function bin(layer: Layer, axis: "query" | "key", at: number): string {
   const map = layer.map!;
   const bins = axis === "query" ? map.rows : map.columns;
-  if (!map.ranges) return `${axis} bin ${at + 1} of ${bins}`;
+  if (!map.ranges) return `${axis} bin ${at} of ${bins}`;
   const [start, stop] = range(at, bins, layer.lengths![axis === "query" ? 0 : 1]);
   if (stop - start === 1) return `${axis} ${position(layer, axis, start)}`;
   return `${plural(2, axis)} ${whole(start)}–${whole(stop - 1)}`;
