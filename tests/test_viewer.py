@@ -17,10 +17,10 @@ import pytest
 import torch
 from pages import HOSTILE, browser
 from PIL import Image
-from sheets import TRACE, picture, text, words
+from sheets import TRACE, digit, picture, softmax, text, words
 
 from headscope import Observe, masks, observe
-from headscope.report import save
+from headscope.report import image_sheet, save
 from headscope.report.recording import visible
 from headscope.report.serving import Server
 from headscope.report.viewer import render_recording
@@ -252,6 +252,23 @@ def test_keys_move_among_heads_and_layers(look: Any, short: Recording) -> None:
     assert heading.inner_text() == "Layer 0, head 1"
     page.get_by_role("tab", selected=True).press("ArrowRight")
     assert page.get_by_role("tab", selected=True).inner_text() == "Compare"
+
+
+def test_tab_leads_to_one_head_that_the_filters_leave(look: Any, short: Recording) -> None:
+    stop = ".thumb[tabindex='0']"
+    page = look(short, "layer=0&head=1")
+    assert page.locator(stop).get_attribute("aria-label") == thumbs(page)[1]
+    one, other = (short.stats[0, head, "entropy"].mean for head in (0, 1))
+    page = look(short, f"layer=0&head=0&by=entropy&least={(one + other) / 2}&under={int(other < one)}")
+    left = thumbs(page)
+    assert not any(label.startswith("layer 0, head 0") for label in left)
+    assert page.locator(stop).get_attribute("aria-label") == left[0]
+
+
+def test_each_small_picture_says_that_its_scale_is_its_own(look: Any, short: Recording, tmp_path: Path) -> None:
+    for found in (short, save(picture(), tmp_path / "sheet.html")):
+        assert "its own scale of colours" in look(found).locator("#heads-title + .hint").inner_text()
+    assert "scale" not in look(recorded(7, None, Observe())).locator("#heads-title + .hint").inner_text()
 
 
 # ---------------------------------------------------------------- one head
@@ -512,6 +529,27 @@ def test_keys_before_the_patches_are_no_patches(look: Any, tmp_path: Path) -> No
     near(numbers(buttons.first.inner_text())[-1], p[13, 0])
     buttons.nth(1).click()
     assert page.locator("figcaption").nth(1).inner_text().startswith("Where register 1 looks.")
+
+
+def test_a_patch_whose_row_is_broken_looks_at_none(look: Any, tmp_path: Path) -> None:
+    weights = [softmax(3, 35, causal=False)]
+    weights[0][0, 9] = torch.nan
+    path = save(image_sheet("a digit", digit(), (5, 7), weights), tmp_path / "sheet.html")
+    page = look(path, "view=head&layer=0&head=0&row=9&column=9")
+    captions = page.locator("figcaption")
+    assert captions.nth(1).inner_text().startswith("Where row 1, column 2 looks. No weight on a patch is known.")
+    page = look(path, "view=head&layer=0&head=1&row=0&column=0&sink=hidden")
+    row = weights[0][1, 0]
+    assert (
+        f"Most on {patch(int(row.argmax()))}: {figure(float(row.max()))}"
+        in page.locator("figcaption").nth(1).inner_text()
+    )
+    p = figure(float(row[0]))
+    assert page.locator(".pinned .cell b").inner_text() == p, "no column is a sink, whatever the address says"
+
+
+def patch(at: int) -> str:
+    return f"row {at // 7}, column {at % 7}"
 
 
 def test_an_image_has_to_fit(short: Recording) -> None:

@@ -7,7 +7,7 @@ import { save } from "./map";
 import { drawPatches, received, rowOf, topOf } from "./picture";
 import type { State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
-import { figure, nameOf, statistic } from "./words";
+import { figure, layerName, nameOf, statistic } from "./words";
 
 export interface Place {
   layer: number;
@@ -74,7 +74,8 @@ export function Grid({ state, theme, open }: Props) {
     event.preventDefault();
     buttons[to].focus();
   };
-  const thumb = (place: Place) => <Thumb key={`${place.layer}.${place.head}`} {...{ place, state, theme, open }} />;
+  const stop = found.find((place) => isOpened(place, state)) ?? found[0]; // where Tab leads to
+  const thumb = (place: Place) => <Thumb key={`${place.layer}.${place.head}`} {...{ place, state, theme, open }} stop={place === stop} />;
   const rows = state.sort ? [] : data.layers.map((_, layer) => found.filter((place) => place.layer === layer));
   return (
     <div ref={element} onKeyDown={key} class={WIDEST > 16 ? "many" : ""} style={{ "--heads": String(WIDEST) }}>
@@ -85,7 +86,7 @@ export function Grid({ state, theme, open }: Props) {
         rows.map((row, layer) =>
           row.length > 0 && (
             <div class="layer" key={layer}>
-              <h3 title={data.layers[layer].name}>{/^\d+$/.test(data.layers[layer].short) && "layer "}{data.layers[layer].short}</h3>
+              <h3 title={data.layers[layer].name}>{layerName(layer)}</h3>
               <div class="heads">{row.map(thumb)}</div>
             </div>
           ),
@@ -114,7 +115,11 @@ function neighbour(buttons: HTMLElement[], at: number, key: string): number | nu
   return best ?? at;
 }
 
-function Thumb({ place, state, theme, open }: Props & { place: Place }) {
+function isOpened({ layer, head }: Place, state: State): boolean {
+  return layer === state.layer && head === state.head;
+}
+
+function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop: boolean }) {
   const { layer, head } = place;
   const canvas = useRef<HTMLCanvasElement>(null);
   const said = data.layers[layer].map;
@@ -140,15 +145,14 @@ function Thumb({ place, state, theme, open }: Props & { place: Place }) {
   }, [layer, head, state.pool, state.sink, state.scale, state.colours, state.thumbs, state.over, state.thumbs === "patch" ? state.row : 0, theme]);
   const value = state.sort ? statistic(layer, head, state.sort) : null;
   const pattern = bestPattern(place);
-  const opened = layer === state.layer && head === state.head;
   const heading = data.names.find((each) => each.name === state.sort)?.heading ?? state.sort;
   return (
     <button
       type="button"
-      class={`thumb${opened ? " opened" : ""}`}
+      class={`thumb${isOpened(place, state) ? " opened" : ""}`}
       aria-label={`${nameOf(layer, head)}${pattern && `, ${pattern}`}${state.sort && `, ${heading} ${figure(value)}`}`}
       title={`${nameOf(layer, head)}${pattern && `: ${pattern}`}`}
-      tabIndex={opened || (layer === 0 && head === 0) ? 0 : -1}
+      tabIndex={stop ? 0 : -1}
       onClick={() => open(place)}
     >
       {said ? <canvas ref={canvas} /> : <Tile place={place} name={state.sort || TILE} colours={state.colours} />}
@@ -158,10 +162,25 @@ function Thumb({ place, state, theme, open }: Props & { place: Place }) {
   );
 }
 
+const spans = new Map<string, [number, number]>();
+
+/** The least and the most of a statistic of all heads. */
+function spanOf(name: string): [number, number] {
+  let found = spans.get(name);
+  if (!found) {
+    found = [Infinity, -Infinity];
+    for (const { layer, head } of all()) {
+      const value = statistic(layer, head, name);
+      if (value !== null) found = [Math.min(found[0], value), Math.max(found[1], value)];
+    }
+    spans.set(name, found);
+  }
+  return found;
+}
+
 /** Where no map was recorded: the colour of a statistic between the least and the most of all heads. */
 function Tile({ place, name, colours }: { place: Place; name: string; colours: Colours }) {
-  const values = all().map(({ layer, head }) => statistic(layer, head, name)).filter((value) => value !== null);
-  const [least, most] = [Math.min(...values), Math.max(...values)];
+  const [least, most] = spanOf(name);
   const value = statistic(place.layer, place.head, name);
   const { fill, white } = colour(value === null || most === least ? 0 : (value - least) / (most - least), colours);
   return <i class="tile" style={{ background: value === null ? "none" : fill, color: white ? "white" : "black" }}>{figure(value)}</i>;

@@ -7,7 +7,7 @@ import { data } from "./data";
 import { exported, Grid, type Place, TILE } from "./grid";
 import { HeadView, opened } from "./head";
 import { Found } from "./found";
-import { address, parse, type State, VIEWS, type View } from "./state";
+import { address, parse, SINK, type State, VIEWS, type View } from "./state";
 import { Table } from "./table";
 import { Trace } from "./trace";
 import "./style.css";
@@ -64,7 +64,7 @@ function App() {
         {state.view === "heads" && (
           <section aria-labelledby="heads-title">
             <h2 id="heads-title">Every head</h2>
-            <p class="hint">{data.image ? "Where each head looks: the mean over all patches, where one patch looks, or the whole map." : data.layers.some((layer) => layer.map) ? "A small map of each: rows are queries, columns the keys that they look at." : `No map was recorded. Of each head the mean of ${headingOf(state.sort || TILE)}.`} A click opens it; arrows move.{" "}
+            <p class="hint">{data.image ? "Where each head looks: the mean over all patches, where one patch looks, or the whole map. Each picture has its own scale of colours." : data.layers.some((layer) => layer.map) ? "A small map of each: rows are queries, columns the keys that they look at. Each has its own scale of colours." : `No map was recorded. Of each head the mean of ${headingOf(state.sort || TILE)}.`} A click opens it; arrows move.{" "}
               {data.layers.some((layer) => layer.map) && <><button type="button" onClick={() => void exported("png", state)}>PNG</button> <button type="button" onClick={() => void exported("svg", state)}>SVG</button></>}
             </p>
             <Grid {...{ state, theme, open }} />
@@ -126,7 +126,7 @@ function Switches({ state, change, theme, pick }: SwitchesProps) {
           {pooled && <Select label="bins show their" value={state.pool} options={[["mean", "mean"], ["max", "max"]]} choose={(pool) => change({ pool })} />}
           <Select label="scale" value={state.scale} options={[["linear", "linear"], ["log", "log"]]} choose={(scale) => change({ scale })} />
           <Select label="colours" value={state.colours} options={[["viridis", "viridis"], ["cividis", "cividis"], ["magma", "magma"]]} choose={(colours) => change({ colours })} />
-          {(data.image === null || data.image.special > 0) && <label title="Leaves out the first column, and divides what is left of each row by its sum. The max of a bin of several weights stays as it is.">
+          {SINK && <label title="Leaves out the first column, and divides what is left of each row by its sum. The max of a bin of several weights stays as it is.">
             <input type="checkbox" checked={state.sink} onChange={(event) => change({ sink: event.currentTarget.checked })} /> without {firstColumn()}
           </label>}
         </>

@@ -135,8 +135,9 @@ export function Images({ layer, field: of, state, theme, change }: Props) {
   const say = (text: string | null) => setOver(text ?? "");
   const rest = { state, theme, pin, chosen, head: [layer.index, state.head] as [number, number] };
   const best = (values: Float32Array) => {
-    let at = special;
-    for (let n = special; n < values.length; n++) if (values[n] > values[at]) at = n;
+    let at: number | null = null; // no patch, where the row is broken or sees none
+    for (let n = special; n < values.length; n++) if (values[n] === values[n] && (at === null || values[n] > values[at])) at = n;
+    if (at === null) return "No weight on a patch is known.";
     return `Most on ${token(at, true)}: ${figure(values[at])}, ${(values[at] * values.length).toFixed(1)} × an even spread.`;
   };
   return (

@@ -77,6 +77,9 @@ function coarse(): boolean {
   return data.image !== null && data.image.height / data.image.grid[0] >= 4;
 }
 
+/** Whether the first column may be left out: where patches alone are looked at, it is one as any other. */
+export const SINK = data.image === null || data.image.special > 0;
+
 /** The views that this page has something for. */
 export const VIEWS: [View, string][] = [
   ["heads", "All heads"],
@@ -115,7 +118,7 @@ export function parse(hash: string): State {
     pool: oneOf(said.get("pool"), ["mean", "max"], FIRST.pool),
     scale: oneOf(said.get("scale"), ["linear", "log"], FIRST.scale),
     colours: oneOf(said.get("colours"), ["viridis", "cividis", "magma"], FIRST.colours),
-    sink: said.get("sink") === "hidden",
+    sink: SINK && said.get("sink") === "hidden",
     sort: oneOf(said.get("sort"), [...names, "score"], FIRST.sort),
     down: said.get("down") !== "0",
     pattern: oneOf(said.get("pattern"), ["", ...Object.keys(data.patternWords)], ""),
