@@ -191,6 +191,23 @@ def test_keras(heads: int, kv_heads: int, value_dim: int, bias: bool, mask: str)
     torch.testing.assert_close(again, {f"layer/{key}": torch.tensor(x) for key, x in weights.items()}, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("changed", "options", "message"),
+    [
+        ({}, {"num_heads": 2}, "num_heads: got 2, wanted 4, as query/kernel has"),
+        ({"key/kernel": (12, 2, 6), "value/kernel": (12, 2, 6)}, {}, "key/kernel: has 2 heads of 6, wanted 4 of 3"),
+        ({"attention_output/kernel": (2, 6, 12)}, {}, "attention_output/kernel: has 2 heads of 6, wanted 4 of 3"),
+        ({"query/bias": (2, 6)}, {}, "query/bias: has 2 heads of 6, wanted 4 of 3"),
+    ],
+)
+def test_heads_of_keras_that_contradict_each_other(changed: Any, options: dict[str, int], message: str) -> None:
+    weights = layout_modules.keras_weights(12, 4, 4, 3, 3, np.random.default_rng(1), bias=True)
+    assert MultiHeadAttention.from_state_dict(weights, "keras", num_heads=4).num_heads == 4
+    weights |= {key: np.zeros(shape) for key, shape in changed.items()}
+    with pytest.raises(ValueError, match=message):
+        MultiHeadAttention.from_state_dict(weights, "keras", **options)
+
+
 # ---------------------------------------------------------------- what is kept
 
 

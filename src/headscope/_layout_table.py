@@ -83,6 +83,17 @@ class Layout:
         return missing, sorted(unexpected)
 
 
+def cut(part: Part, x: Tensor) -> tuple[int, int] | None:
+    """Into how many heads of what width what stands at a key is cut; None where its axes do not tell."""
+    match part.form:
+        case "to heads":
+            return x.shape[-2], x.shape[-1]
+        case "from heads":
+            return x.shape[0], x.shape[1]
+        case _:
+            return None
+
+
 def read(part: Part, x: Tensor) -> Tensor:
     """What stands at a key as [rows, width], or [rows]."""
     match part.form:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headscope._call import kind
-from headscope._layout_table import HEADS, LAYOUTS, PROJECTIONS, QKV, Layout, Part, read, write
+from headscope._layout_table import HEADS, LAYOUTS, PROJECTIONS, QKV, Layout, Part, cut, read, write
 from headscope._linear import strangers
 from headscope._pruning import check_kept
 from headscope.module import MultiHeadAttention
@@ -103,8 +103,8 @@ def _made(
         fits = [other.name for other in LAYOUTS.values() if other.fit(set(taken)) == ([], [])]
         hint = f"; these keys are those of {_listed(fits)}" if fits else f"; known layouts: {_listed(LAYOUTS, 99)}"
         raise ValueError(f"state: does not fit layout {found.name!r}: {_amiss(missing, unexpected)}{hint}")
-    tensors, keys = _ours(found, taken)
-    sizes = _sizes(found, tensors, keys, taken, options)
+    tensors, keys, cuts = _ours(found, taken)
+    sizes = _sizes(found, tensors, keys, cuts, options)
     for name in ("bias_k", "bias_v"):
         if name in tensors:
             tensors[name] = tensors[name].unflatten(0, (sizes["kv_heads"], -1))  # [Hkv, D]
@@ -143,8 +143,7 @@ def to_state_dict(module: MultiHeadAttention, layout: str, *, prefix: str = "") 
         raise ValueError(f"module: {name} is a {type(part).__name__}, wanted nn.Linear: its weight may not be all")
     tensors = _parameters(module)
     _check_expressible(module, found, tensors)
-    shapes = {**dict.fromkeys(QKV, (module.kv_heads, module.head_dim)), "q": (module.num_heads, module.head_dim)}
-    shapes |= {"v": (module.kv_heads, module.v_head_dim), "out": (module.num_heads, module.v_head_dim)}
+    cuts = _cuts(module.num_heads, module.kv_heads, module.head_dim, module.v_head_dim)
     written: dict[str, Tensor] = {}
     for part in found.parts:
         there = [name for name in part.holds if name in tensors]
@@ -152,7 +151,7 @@ def to_state_dict(module: MultiHeadAttention, layout: str, *, prefix: str = "") 
             continue
         each = [tensors[name] if name in tensors else _no_bias(module, name) for name in part.holds]
         x = each[0] if len(each) == 1 else torch.cat(each)
-        x = write(part, x, shapes.get(part.holds[0].split(".")[0], (1, 1)))
+        x = write(part, x, cuts.get(part.holds[0].split(".")[0], (1, 1)))
         written[_prefix(prefix) + part.key] = x.clone(memory_format=torch.contiguous_format)
     return written
 
@@ -287,32 +286,37 @@ def _prefix(prefix: str) -> str:
     return prefix if not prefix or prefix[-1] in "./" else f"{prefix}."
 
 
-def _ours(layout: Layout, state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Our tensors by our names, as copies, and the key that each came from."""
+def _ours(
+    layout: Layout, state: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, str], dict[str, tuple[int, int]]]:
+    """Our tensors by our names, as copies, the key that each came from, and the heads that its axes tell."""
     tensors: dict[str, Tensor] = {}
     keys: dict[str, str] = {}
+    cuts: dict[str, tuple[int, int]] = {}
     for part in layout.parts:
         if part.key not in state:
             continue
-        x = _tensor(part, state[part.key])
+        there = _tensor(part, state[part.key])
+        x, heads = read(part, there), cut(part, there)
         if x.shape[0] % len(part.holds):
             raise ValueError(
                 f"{part.key}: holds {', '.join(part.holds)}, but its {x.shape[0]} rows are not divisible by "
-                f"{len(part.holds)}; it is {list(state[part.key].shape)}"
+                f"{len(part.holds)}; it is {list(there.shape)}"
             )
         for name, own in zip(part.holds, x.chunk(len(part.holds)), strict=True):
             tensors[name] = own.detach().clone(memory_format=torch.contiguous_format)
             keys[name] = part.key
+            cuts |= {} if heads is None else {name: heads}
     first = tensors["q.weight"]
     for name, x in tensors.items():
         if x.dtype != first.dtype or x.device != first.device:
             got, wanted = f"{kind(x)} on {x.device}", f"{kind(first)} on {first.device}, as {keys['q.weight']}"
             raise ValueError(f"{keys[name]}: is {got}, wanted {wanted}")
-    return tensors, keys
+    return tensors, keys, cuts
 
 
 def _tensor(part: Part, x: Any) -> Tensor:
-    """One entry of a state as [rows, width], or [rows]."""
+    """One entry of a state, with the axes that its form has."""
     try:
         tensor = x if isinstance(x, Tensor) else torch.tensor(x, device="cpu")  # a copy: arrays may not be writable
     except (TypeError, ValueError, RuntimeError):
@@ -325,16 +329,22 @@ def _tensor(part: Part, x: Any) -> Tensor:
     ]
     if tensor.ndim != axes:
         raise ValueError(f"{part.key}: has {tensor.ndim} axes, wanted {axes}; it is {list(tensor.shape)}")
-    return read(part, tensor)
+    return tensor
 
 
 def _sizes(
-    layout: Layout, tensors: dict[str, Tensor], keys: dict[str, str], state: dict[str, Any], options: dict[str, Any]
+    layout: Layout,
+    tensors: dict[str, Tensor],
+    keys: dict[str, str],
+    cuts: dict[str, tuple[int, int]],
+    options: dict[str, Any],
 ) -> dict[str, Any]:
     """The sizes that the weights have, for ``MultiHeadAttention``; and whether they fit each other."""
-    parts = {name: part for part in layout.parts for name in part.holds}
-    if parts["q.weight"].form == "to heads":
-        options = {"num_heads": state[keys["q.weight"]].shape[1], **options}
+    if "q.weight" in cuts:
+        told = cuts["q.weight"][0]
+        if (got := options.get("num_heads", told)) != told:
+            raise ValueError(f"num_heads: got {got!r}, wanted {told}, as {keys['q.weight']} has")
+        options = {**options, "num_heads": told}
     lacking = [name for name in layout.needs if name not in options]
     if lacking:
         raise ValueError(f"{lacking[0]}: the weights do not tell it, so that layout {layout.name!r} needs it")
@@ -359,6 +369,10 @@ def _sizes(
     for name, shape in wanted.items():
         if name in tensors and list(tensors[name].shape) != shape:
             raise ValueError(f"{keys[name]}: holds {name} as {list(tensors[name].shape)}, wanted {shape}")
+    cut_as = _cuts(heads, kv_heads, head_dim, v_head_dim)
+    for name, (count, width) in cuts.items():
+        if (count, width) != (fit := cut_as[name.split(".")[0]]):
+            raise ValueError(f"{keys[name]}: has {count} heads of {width}, wanted {fit[0]} of {fit[1]}")
     biased = tuple(name for name in QKV if f"{name}.bias" in tensors)
     sizes: dict[str, Any] = {
         "embed_dim": embed_dim, "num_heads": heads, "kv_heads": kv_heads, "head_dim": head_dim,
@@ -370,6 +384,12 @@ def _sizes(
         if name != "num_heads" and name in told:
             raise ValueError(f"{name}: got {value!r}, wanted none: it comes from the weights, which say {told[name]!r}")
     return sizes
+
+
+def _cuts(heads: int, kv_heads: int, head_dim: int, v_head_dim: int) -> dict[str, tuple[int, int]]:
+    """Into how many heads of what width each projection is cut."""
+    q, k, v, out = (heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim), (heads, v_head_dim)
+    return {"q": q, "k": k, "v": v, "out": out}
 
 
 def _extras(
