@@ -56,6 +56,18 @@ def test_a_module_of_another_width_fails() -> None:
     assert "the shape is [2, 7, 14]" in trace(Narrow(15, 3), torch.randn(2, 7, 15)).row("output").invariant
 
 
+def test_the_worst_error_is_said_beside_values_that_are_not_finite() -> None:
+    class AddsOne(MultiHeadAttention):
+        def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
+            return super().forward(x, *args, **options) + 1
+
+    x = torch.randn(2, 7, 15)
+    x[0, 6] = torch.inf
+    row = trace(AddsOne(15, 3), x, causal=True).row("output")
+    assert row.held is False
+    assert "error 1e+00, allowed" in row.invariant
+
+
 def failing(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, wrong: Any, **case: Any) -> list[str]:
     """The steps that fail once ``wrong`` stands in for something a trace uses."""
     module, x = made(15, 3, **case.pop("module", {})), torch.randn(2, 7, 15)

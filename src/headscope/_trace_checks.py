@@ -94,7 +94,7 @@ def close(claim: str, got: Tensor, wanted: Tensor, allowed: Tensor, suffix: str 
     allowed = allowed.nan_to_num(0, 0).expand_as(error)  # where the magnitudes are not finite only equality will do
     if not error.numel():
         return Check(claim, f"there is nothing to compare{suffix}", True)
-    at = int((error / allowed).argmax())
+    at = int((error / allowed).nan_to_num(0, torch.inf).argmax())  # 0 of 0 allowed is no error
     worst, limit = float(error.flatten()[at]), float(allowed.flatten()[at])
     found = f"error {_short(worst)}, allowed {_short(limit)}{suffix}"
     return Check(claim, found, bool((error <= allowed).all()))
