@@ -19,8 +19,11 @@ from torch.testing import assert_close
 
 from headscope import __version__, load_example, masks
 from headscope._backends import cpu
+from headscope._commands.looking import Choice
 from headscope._commands.screen import console
+from headscope._commands.text import _example
 from headscope.cli import main
+from headscope.report import text_sheet
 from headscope.stats import pattern_scores
 
 VERBS = ("text", "image", "trace", "watch", "doctor")
@@ -229,6 +232,19 @@ def test_text_explains_in_full_when_asked(run: Run) -> None:
     assert "torch.softmax(s, dim=-1)" in ran.out, "the code of a step"
     assert "Softmax over the wrong axis" in ran.out, "its common mistake"
     assert re.search(r"^5\.7 ", ran.out, re.MULTILINE), "a line for each head"
+
+
+def test_the_example_row_is_of_weights_that_there_are() -> None:
+    pieces = [f"w{n}" for n in range(6)]
+    weights = torch.stack([torch.eye(6), torch.eye(6)[[0, 0, 1, 2, 3, 4]], torch.full((6, 6), torch.nan)])
+    weights[1, 3] = torch.nan
+    sheet = text_sheet("x", pieces, [weights])
+    said = [_example(sheet, Choice(0, head, "")).plain for head in range(3)]
+    assert said[0] == "Each token looks at nothing but itself."
+    assert said[1].endswith("For example, w1 (1) gives 100% of its attention to w0 (0).")
+    assert said[2] == "Its weights are not finite."
+    alone = _example(text_sheet("x", ["a"], [torch.ones(1, 1, 1)]), Choice(0, 0, "")).plain
+    assert alone == "A single token can look at nothing but itself."
 
 
 def test_text_as_json(run: Run) -> None:

@@ -529,6 +529,33 @@ def test_text_with_an_encoder(run: Run, tmp_path: Path) -> None:  # noqa: F811
     assert "step by step" not in ran.out
 
 
+def test_text_with_a_sliding_window(run: Run, start: Start, tmp_path: Path) -> None:  # noqa: F811
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "sliding_window": 4}
+    config = transformers.MistralConfig(num_hidden_layers=2, num_key_value_heads=2, **sizes, **SIZES)
+    at = save(transformers.MistralForCausalLM(config), tmp_path / "mistral")
+    said = answer(run("text", TEXT, "--model", str(at), "--json"))
+    watched = [head for layer in start(at, "--text", TEXT)["layers"].values() for head in layer["heads"]]
+    for got, wanted in zip(said["heads"], watched, strict=True):
+        for name in ("entropy", "normalized_entropy", "distance"):
+            assert got["statistics"][name] == pytest.approx(wanted[name]["mean"], rel=1e-4)
+    ran = run("text", TEXT, "--model", str(at), "--no-page")
+    assert "itself and some of those before it" in " ".join(ran.out.split())
+
+
+def test_what_a_broken_model_did_is_in_no_statistic(run: Run, folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    with torch.no_grad():
+        model.transformer.wpe.weight[5] = torch.nan
+    shutil.copytree(folder, tmp_path / "broken")
+    model.save_pretrained(tmp_path / "broken")
+    ran = run("text", "abc, abc", "--model", str(tmp_path / "broken"), "--json")
+    rows = [head["rows"]["entropy"] for head in answer(ran)["heads"]]
+    assert rows == [5] * 3 + [0] * 3
+    assert "Layer 0, head 0: 4 of 9 rows hold NaN or infinity" in ran.err
+    ran = run("text", "abc, abc", "--model", str(tmp_path / "broken"), "--no-page", "--layer", "1", "--head", "0")
+    assert "Its weights are not finite." in ran.out
+
+
 def test_what_text_cannot_show_is_said(run: Run, folder: Path, tmp_path: Path) -> None:  # noqa: F811
     at = save(gpt2(), tmp_path / "bare", tokenizer=False)
     ran = run("text", "a", "--model", str(at))

@@ -41,9 +41,25 @@ def test_the_page_holds_the_weights(causal: bool, bits: int, monkeypatch: pytest
 def test_a_mask_of_any_shape_is_in_the_page() -> None:
     seen = torch.rand(7, 7, generator=torch.Generator().manual_seed(0)) < 0.5
     seen |= torch.eye(7, dtype=torch.bool)
-    sheet = replace(text(words(7), causal=False), seen=seen.numpy())
-    got = map_of(Page(render(sheet)), 1, 2)["mean"]
-    np.testing.assert_array_equal(~np.isnan(got), seen.numpy())
+    sheet = replace(text(words(7), causal=False), seen=[None, seen.expand(3, 7, 7).numpy()])
+    found = Page(render(sheet))
+    np.testing.assert_array_equal(~np.isnan(map_of(found, 1, 2)["mean"]), seen.numpy())
+    assert not np.isnan(map_of(found, 0, 2)["mean"]).any()
+
+
+def test_each_layer_is_measured_against_what_it_may_see() -> None:
+    seen = [torch.ones(7, 7, dtype=torch.bool).tril().triu(-2), torch.ones(2, 7, 7, dtype=torch.bool).tril()]
+    weights = [(each / each.sum(-1, keepdim=True)).expand(2, 7, 7) for each in seen]
+    sheet = text_sheet("x", words(7), weights, seen=seen)
+    for layer in range(2):
+        assert sheet.statistics[layer]["normalized_entropy"] == pytest.approx([1.0, 1.0])
+        assert [match.pattern for match in sheet.patterns[layer] if match] == ["uniform"] * 2
+    with pytest.raises(ValueError, match="seen: has 1 layers, weights has 2"):
+        text_sheet("x", words(7), weights, seen=seen[:1])
+    with pytest.raises(ValueError, match=r"seen: layer 0 is \[6, 7\], wanted \[2, 7, 7\] as weights"):
+        text_sheet("x", words(7), weights, seen=[seen[0][1:], seen[1]])
+    with pytest.raises(ValueError, match=r"seen: layer 1 is torch\.float32, wanted torch\.bool, True = attend"):
+        text_sheet("x", words(7), weights, seen=[seen[0], seen[1].float()])
 
 
 def test_every_figure_of_the_page_is_the_sheets() -> None:
@@ -155,8 +171,9 @@ def test_sizes_of_pages() -> None:
     assert short < 300_000
     assert digits < 1_000_000
     assert long < 6_000_000
+    weights = [np.zeros((8, 1, 1), np.float32)] * 6
     with pytest.raises(ValueError, match=r"sheet: .* weights do not fit one page, which holds 33,554,432; 3000 tokens"):
-        render(replace(text(words(2)), seen=None, tokens=["x"] * 3000, weights=[np.zeros((8, 1, 1), np.float32)] * 6))
+        render(replace(text(words(2)), seen=[None] * 6, tokens=["x"] * 3000, weights=weights))
 
 
 def test_weights_that_are_not_finite_are_left_out_with_their_rows() -> None:

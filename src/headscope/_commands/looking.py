@@ -168,10 +168,10 @@ def _striking_over_text(sheet: Sheet, places: list[tuple[int, int]], ids: list[i
 
     from headscope.stats import pattern_scores
 
-    seen = None if sheet.seen is None else torch.from_numpy(sheet.seen)
     found: list[tuple[float, str, tuple[int, int]]] = []
     for layer in sorted({layer for layer, _ in places}):
-        weights = torch.from_numpy(sheet.weights[layer])[None]
+        weights, sight = torch.from_numpy(sheet.weights[layer])[None], sheet.seen[layer]
+        seen = None if sight is None else torch.from_numpy(sight)
         scores = pattern_scores(weights, seen=seen, tokens=torch.tensor(ids)).score
         found += [
             (float(scores[name][head]), name, (layer, head))

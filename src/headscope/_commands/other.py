@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headscope._commands.models import Loaded
@@ -10,6 +10,8 @@ from headscope._commands.screen import Mistake, one_line, say
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from headscope._stats_parts import LayerStats
 
 MOST = 256  # tokens whose maps still fit a page and an eye, as many as the shipped model reads
 
@@ -22,8 +24,8 @@ class Passed:
         ids: the tokens, those that mark the ends among them.
         cut: how many tokens of the text were left out, from its start.
         layers: the names of the attention modules, in order.
-        weights: of each [1, H, T, T].
-        causal: whether no token sees a later one.
+        weights: of each [H, T, T]; NaN in rows that could not be computed.
+        seen: of each what its tokens may see, boolean [H, T, T].
         logits: of the next token [V], or None if the model predicts none.
     """
 
@@ -31,8 +33,13 @@ class Passed:
     cut: int
     layers: tuple[str, ...]
     weights: list[Tensor]
-    causal: bool
+    seen: list[Tensor]
     logits: Tensor | None
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return not any(bool(seen.triu(1).any()) for seen in self.seen)
 
 
 def read(loaded: Loaded, text: str) -> Passed:
@@ -68,10 +75,26 @@ def read(loaded: Loaded, text: str) -> Passed:
         raise Mistake(f"--model: {loaded.name}: the forward pass failed: {one_line(str(error))[:300]}") from error
     for note in loaded.notes:
         say(f"headscope text: {note}")
-    stats, length = seen.stats, len(ids)
-    weights = [stats[layer].tile(0, length, 0, length) for layer in stats.layers]
-    causal = not any(bool(part.moments["next"].count.any()) for part in stats.parts.values())
-    return Passed(ids, len(every) - len(kept), stats.layers, weights, causal, _logits(out))
+    parts = seen.stats.parts
+    weights, sights = zip(*(_layer(part) for part in parts.values()), strict=True)
+    return Passed(ids, len(every) - len(kept), tuple(parts), [*weights], [*sights], _logits(out))
+
+
+def _layer(part: LayerStats) -> tuple[Tensor, Tensor]:
+    """The weights of a layer, and what its tokens may see."""
+    import torch
+
+    from headscope._kept_weights import kept_of
+
+    kept = kept_of(part.tiles[-1])
+    whole = (0, kept.queries)
+    # a weight is NaN where it is hidden, and where it could not be computed; of zeros nothing but the mask hides one
+    zeros = {name: torch.zeros_like(kept.parts[name]) for name in ("q", "k", "lse")}
+    p, blank = (
+        torch.stack([each.piece(0, head, whole, whole) for head in range(part.heads)])
+        for each in (kept, replace(kept, parts={**kept.parts, **zeros}))
+    )  # [H, T, T]
+    return p.masked_fill(blank.isnan(), 0.0), ~blank.isnan()
 
 
 def _logits(out: Any) -> Tensor | None:

@@ -12,7 +12,6 @@ import click
 from headscope._commands.looking import (
     Asked,
     Choice,
-    Pass,
     check_range,
     choose_head,
     heads_as_dict,
@@ -123,7 +122,7 @@ def _read(given: Given, asked: Asked) -> Reading:
     trace = trace_layer(passed, choice.layer)
     shown = replace(sheet, trace=trace.to_dict()["rows"], trace_title=f"Layer {choice.layer}, step by step")
     page = save_page(shown, asked.page, asked.force)
-    return Reading(shown, ids, choice, trace, _guesses(passed, example.tokenizer.piece), page)
+    return Reading(shown, ids, choice, trace, _likely(passed.logits[0, -1], example.tokenizer.piece), page)
 
 
 def _read_with(model: str, given: Given, asked: Asked) -> Reading:
@@ -134,14 +133,14 @@ def _read_with(model: str, given: Given, asked: Asked) -> Reading:
     loaded = models.load(model)
     passed = other.read(loaded, given.text)
     check_range("--layer", asked.layer, len(passed.layers))
-    check_range("--head", asked.head, min(weights.shape[1] for weights in passed.weights))
+    check_range("--head", asked.head, min(weights.shape[0] for weights in passed.weights))
     piece = loaded.piece
     assert piece is not None  # it has a tokenizer: the text was split by it
     pieces = [piece(token) for token in passed.ids]
     notes = [note] if (note := _left_out(given, len(passed.ids) + passed.cut, len(passed.ids))) else []
-    layers = f"{len(passed.layers)} layers of {passed.weights[0].shape[1]} heads"
+    layers = f"{len(passed.layers)} layers of {passed.weights[0].shape[0]} heads"
     sheet = text_sheet(
-        _title(pieces), pieces, passed.weights, ids=passed.ids, causal=passed.causal,
+        _title(pieces), pieces, passed.weights, ids=passed.ids, seen=passed.seen,
         footer={"Model": f"{loaded.name}, {layers}", "Input": visible(given.source)}, notes=notes,
     )  # fmt: skip
     for each in sheet.notes:
@@ -165,12 +164,8 @@ def _left_out(given: Given, tokens: int, used: int) -> str | None:
     return None
 
 
-def _guesses(passed: Pass, piece: Callable[[int], str]) -> list[Guess]:
-    """The most probable next tokens."""
-    return _likely(passed.logits[0, -1], piece)
-
-
 def _likely(logits: Tensor, piece: Callable[[int], str]) -> list[Guess]:
+    """The most probable next tokens."""
     top = logits.float().softmax(-1).topk(min(GUESSES, len(logits)))
     return [Guess(piece(token), share) for share, token in zip(top.values.tolist(), top.indices.tolist(), strict=True)]
 
@@ -195,8 +190,7 @@ def _print(reading: Reading, explain: bool) -> None:
     sheet, choice = reading.sheet, reading.choice
     out = console()
     out.print(Text(f"headscope text: {sheet.footer['Model']}", style="dim"))
-    looks = "all of them" if sheet.seen is None else "itself and at those before it"
-    out.print(Text(f"{ATTENTION} Each token looks at {looks}."))
+    out.print(Text(f"{ATTENTION} Each token looks at {_looks(sheet)}."))
     count = len(sheet.tokens)
     pieces = (
         "the one piece that the model reads" if count == 1 else f"the {count} pieces that the model reads, in order"
@@ -218,16 +212,36 @@ def _print(reading: Reading, explain: bool) -> None:
     show_closing(out, sheet, reading.page)
 
 
+def _looks(sheet: Sheet) -> str:
+    """What the mask lets a token look at."""
+    import numpy as np
+
+    seen = [
+        np.ones(weights.shape, bool) if sight is None else sight
+        for weights, sight in zip(sheet.weights, sheet.seen, strict=True)
+    ]
+    if all((sight == np.tril(np.ones_like(sight))).all() for sight in seen):
+        return "itself and at those before it"
+    if all(sight.all() for sight in seen):
+        return "all of them"
+    ahead = any(np.triu(sight, 1).any() for sight in seen)
+    return "those that its layer lets it see" + ("" if ahead else ": itself and some of those before it")
+
+
 def _example(sheet: Sheet, choice: Choice) -> Text:
     """One row of the map in words: the strongest look of a token at another."""
     import numpy as np
     from rich.text import Text
 
     weights = sheet.weights[choice.layer][choice.head]
-    weights = np.tril(weights, -1) if sheet.seen is not None else weights * (1 - np.eye(len(weights)))
+    whole = np.isfinite(weights).all(-1)
+    if not whole.any():
+        return Text("Its weights are not finite.")
+    weights = np.where(whole[:, None] & ~np.eye(len(weights), dtype=bool), weights, 0)
     query, key = np.unravel_index(int(weights.argmax()), weights.shape)
-    if query == key:  # a single token
-        return Text("A single token can look at nothing but itself.")
+    if not weights[query, key]:
+        who = "A single token can look" if len(weights) == 1 else "Each token looks"
+        return Text(f"{who} at nothing but itself.")
     looks, at = (f"{sheet.labels[each]} ({each})" for each in (int(query), int(key)))
     return Text(f"Read it by rows. For example, {looks} gives {weights[query, key]:.0%} of its attention to {at}.")
 

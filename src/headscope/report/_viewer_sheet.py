@@ -27,14 +27,14 @@ def shown(sheet: Sheet) -> Shown:
         ValueError: there are more weights than ``MOST``.
     """
     length, layers = len(sheet.tokens), sheet.layers
-    seen = np.ones((length, length), bool) if sheet.seen is None else sheet.seen
-    cells = sum(len(weights) for weights in sheet.weights) * int(seen.sum() if seen.size < MOST else length**2)
+    both = zip(sheet.weights, sheet.seen, strict=True)
+    cells = sum(len(weights) * length**2 if seen is None else int(seen.sum()) for weights, seen in both)
     if cells > MOST:
         raise ValueError(
             f"sheet: {cells:,} weights do not fit one page, which holds {MOST:,}; {length} tokens, "
             f"{layers} layers of {sheet.heads} heads"
         )
-    made = [_layer(sheet, n, weights, seen) for n, weights in enumerate(sheet.weights)]
+    made = [_layer(sheet, n) for n in range(layers)]
     statistics: list[Mapping[str, Columns]] = [layer.statistics for layer in made]
     names = [name for name in (*REGIONS, *STATISTICS) if any(name in layer for layer in statistics)]
     names += [name for name in dict.fromkeys(name for layer in statistics for name in layer) if name not in names]
@@ -76,10 +76,11 @@ def _says_nothing(name: str, statistics: list[Mapping[str, Columns]]) -> bool:
     return name == "mass" and all(abs(x - 1) <= 1e-3 for x in means)
 
 
-def _layer(sheet: Sheet, n: int, weights: NDArray[np.float32], seen: NDArray[np.bool_]) -> Layer:
+def _layer(sheet: Sheet, n: int) -> Layer:
+    weights, seen = sheet.weights[n], sheet.seen[n]
     heads, length, _ = weights.shape
     whole: NDArray[np.bool_] = np.asarray(np.isfinite(weights).all(-1))  # [H, T]
-    there = seen & whole[..., None]  # [H, T, T]
+    there = np.broadcast_to(whole[..., None], weights.shape) if seen is None else seen & whole[..., None]  # [H, T, T]
     p = np.where(there, weights, 0)
     first = np.divide(p[..., 0], p.sum(-1), out=np.full((heads, length), np.nan), where=p.sum(-1) > 0)
     broken = (~whole).sum(-1)

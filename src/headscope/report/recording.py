@@ -43,7 +43,7 @@ class Sheet:
         kind: "text", or "image" where the tokens are patches of a grid.
         tokens: the text of each token, or the place of each patch.
         weights: for each layer the weights, float32 [H, T, T]: row = query (it looks), column = key (it is looked at).
-        seen: what each query may see, boolean [T, T]; None = everything.
+        seen: for each layer what each query of each head may see, boolean [H, T, T]; None = everything.
         statistics: for each layer name -> one mean a head.
         rows: for each layer name -> on how many rows each mean stands.
         patterns: for each layer the pattern that each head matches best, with its score, or None.
@@ -62,7 +62,7 @@ class Sheet:
     kind: Literal["text", "image"]
     tokens: Sequence[str]
     weights: Sequence[NDArray[np.float32]]
-    seen: NDArray[np.bool_] | None
+    seen: Sequence[NDArray[np.bool_] | None]
     statistics: Sequence[Mapping[str, Numbers]]
     rows: Sequence[Mapping[str, list[int]]]
     patterns: Sequence[Sequence[Match | None]]
@@ -104,6 +104,7 @@ def text_sheet(
     *,
     ids: Sequence[int] | None = None,
     causal: bool = True,
+    seen: Sequence[Tensor] | None = None,
     trace: Sequence[Mapping[str, Any]] = (),
     trace_title: str = "",
     footer: Mapping[str, str] | None = None,
@@ -111,7 +112,8 @@ def text_sheet(
 ) -> Sheet:
     """Measure a forward pass over text.
 
-    Shapes: weights, one tensor a layer, [H, T, T] or [1, H, T, T]; tokens and ids of length T.
+    Shapes: weights, one tensor a layer, [H, T, T] or [1, H, T, T]; seen, one a layer, broadcasts to [H, T, T]; tokens
+    and ids of length T.
 
     Args:
         title: what was run, one line.
@@ -119,6 +121,8 @@ def text_sheet(
         weights: of each layer, row = query.
         ids: token ids; without them duplicate and induction are left out.
         causal: whether a query sees its own token and those before it only.
+        seen: for each layer what each query may see, boolean, True = attend; in place of ``causal``, for layers that
+            see less or not all the same, such as those with a sliding window.
         trace: rows of ``Trace.to_dict()``.
         trace_title: what the trace is of.
         footer: model, input and options; the versions are added.
@@ -131,15 +135,14 @@ def text_sheet(
     _check(tokens, maps)
     if ids is not None and len(ids) != len(tokens):
         raise ValueError(f"ids: has {len(ids)} entries, tokens has {len(tokens)}")
-    seen = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device="cpu").tril() if causal else None
-    given: dict[str, Any] = {"seen": seen, "tokens": None if ids is None else torch.tensor(list(ids), device="cpu")}
-    measured = _measure(maps, given)
+    sights = _sights(seen, causal, maps)
+    measured = _measure(maps, sights, {"tokens": None if ids is None else torch.tensor(list(ids), device="cpu")})
     return Sheet(
         title,
         "text",
         tuple(tokens),
         [weight[0].numpy() for weight in maps],
-        None if seen is None else seen.numpy(),
+        [None if sight is None else sight.numpy() for sight in sights],
         *measured,
         trace=[dict(row) for row in trace],
         trace_title=trace_title,
@@ -184,7 +187,7 @@ def image_sheet(
     if position_maps is not None and len(position_maps) != len(maps):
         raise ValueError(f"position_maps: has {len(position_maps)} layers, weights has {len(maps)}")
     at = torch.tensor([(row, column) for row in range(height) for column in range(width)], device="cpu")
-    measured = _measure(maps, {"k_pos": at})
+    measured = _measure(maps, [None] * len(maps), {"k_pos": at})
     if position_maps is None:
         expected = [None] * len(maps)
     else:
@@ -198,7 +201,7 @@ def image_sheet(
         "image",
         tuple(places),
         [weight[0].numpy() for weight in maps],
-        None,
+        [None] * len(maps),
         *measured,
         trace=[dict(row) for row in trace],
         trace_title=trace_title,
@@ -272,17 +275,37 @@ def _check(tokens: Sequence[str], maps: Sequence[Tensor]) -> None:
         raise ValueError("weights: there is no layer, wanted at least 1")
 
 
+def _sights(seen: Sequence[Tensor] | None, causal: bool, maps: Sequence[Tensor]) -> list[Tensor | None]:
+    """What each layer may see, boolean [H, T, T] on the host; None = everything."""
+    if seen is None:
+        before = torch.ones(maps[0].shape[2:], dtype=torch.bool, device="cpu").tril()
+        return [before.expand(weight.shape[1:]) if causal else None for weight in maps]
+    if len(seen) != len(maps):
+        raise ValueError(f"seen: has {len(seen)} layers, weights has {len(maps)}")
+    return [_sight(layer, *both) for layer, both in enumerate(zip(seen, maps, strict=True))]
+
+
+def _sight(layer: int, seen: Tensor, weight: Tensor) -> Tensor:
+    wanted = weight.shape[1:]
+    if seen.dtype != torch.bool:
+        raise ValueError(f"seen: layer {layer} is {seen.dtype}, wanted torch.bool, True = attend")
+    try:
+        return seen.detach().to("cpu").expand(wanted)
+    except RuntimeError:
+        raise ValueError(f"seen: layer {layer} is {list(seen.shape)}, wanted {list(wanted)} as weights") from None
+
+
 def _measure(
-    maps: Sequence[Tensor], given: dict[str, Any]
+    maps: Sequence[Tensor], sights: Sequence[Tensor | None], given: dict[str, Any]
 ) -> tuple[list[dict[str, Numbers]], list[dict[str, list[int]]], list[list[Match | None]]]:
     statistics: list[dict[str, Numbers]] = []
     rows: list[dict[str, list[int]]] = []
     patterns: list[list[Match | None]] = []
-    for weight in maps:
-        means = head_means(row_statistics(weight, **given))
+    for weight, seen in zip(maps, sights, strict=True):
+        means = head_means(row_statistics(weight, seen=seen, **given))
         statistics.append({name: _numbers(values) for name, values in means.mean.items()})
         rows.append({name: counts.tolist() for name, counts in means.rows.items()})
-        patterns.append(best_matches(pattern_scores(weight, **given)) or [None] * weight.shape[1])
+        patterns.append(best_matches(pattern_scores(weight, seen=seen, **given)) or [None] * weight.shape[1])
     return statistics, rows, patterns
 
 

@@ -282,7 +282,8 @@ def _values(sheet: Sheet, layer: int, head: int) -> tuple[Values, float]:
     """One head's weights, ``HIDDEN`` where none may be, and the largest among rows that have a choice."""
     values = sheet.weights[layer][head].astype(np.float64)
     values[np.isinf(values)] = math.nan
-    seen = np.ones(values.shape, dtype=np.bool_) if sheet.seen is None else sheet.seen
+    sight = sheet.seen[layer]
+    seen = np.ones(values.shape, dtype=np.bool_) if sight is None else sight[head]
     free = values[seen & (seen.sum(-1, keepdims=True) > 1)]
     free = free[np.isfinite(free)]
     return np.where(seen, values, HIDDEN), float(free.max()) if free.size and free.max() > 0 else 1.0
