@@ -138,10 +138,8 @@ def describe_ask(ask: Ask, dtype: torch.dtype, device: str) -> Call:
 
 
 def _check_sizes(ask: Ask) -> None:
-    rows, masked = (
-        ask.batch * max(ask.queries, ask.keys or 0),
-        bool(ask.causal or ask.padded or ask.window or ask.prefix or ask.documents or ask.interleaved),
-    )
+    rows = ask.batch * max(ask.queries, ask.keys or 0)
+    masked = ask.causal or ask.padded or ask.window or ask.prefix or ask.documents or ask.interleaved
     if masked and rows > LARGEST_PLAN:
         raise ValueError(f"B x max(Q, K) is {rows}; to plan a mask here, wanted at most {LARGEST_PLAN}")
     widest = max(ask.head_dim, ask.v_head_dim or 0, ask.queries if ask.bias else 0)
