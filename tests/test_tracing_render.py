@@ -14,6 +14,7 @@ from traced import WithoutOutput, made, printed, rich_trace, words
 
 import headscope
 from headscope import MultiHeadAttention, masks, trace
+from headscope._trace_words import memory
 from headscope.tracing import Trace
 
 
@@ -103,13 +104,29 @@ def test_a_terminal_that_knows_only_ascii() -> None:
     assert text.isascii()
     assert "?" not in text, "a character has no plain form"
     assert "s[i, j] <- -inf where" in text
-    assert "8 x 10^12" in printed(trace(seq=1_000_000, dim=512, heads=8), encoding="ascii")
+    alone = printed(trace(seq=1_000_000, dim=512, heads=8), encoding="ascii")
+    assert "8 x 10^12" in alone
+    assert "- sizes alone: nothing was computed" in words(alone)
+
+
+def test_memory_has_three_digits() -> None:
+    assert [memory(size) for size in (0, 999, 1000, 102400)] == ["0 B", "999 B", "0.977 KiB", "100 KiB"]
+    assert [memory(int(kib * 1024)) for kib in (999.4, 999.7, 1000)] == ["999 KiB", "0.976 MiB", "0.977 MiB"]
 
 
 def test_printing_and_repr() -> None:
     found = trace(made(15, 3), torch.randn(2, 7, 15))
     assert words(str(found)) == words(printed(found))
     assert repr(found) == "<Trace of MultiHeadAttention(15, 3) on x [2, 7, 15]: 12 steps, 12 invariants held>"
+    for options in (
+        "bias=False",
+        "out_bias=False",
+        "bias=('q', 'v')",
+        "bias=('v',), out_bias=False",
+        "sinks=True, dropout=0.5",
+    ):
+        module = eval(f"MultiHeadAttention(15, 3, {options})")
+        assert trace(module, torch.randn(2, 7, 15)).title == f"MultiHeadAttention(15, 3, {options}) on x [2, 7, 15]"
     assert "failed at output" in repr(trace(WithoutOutput(15, 3), torch.randn(2, 7, 15)))
     console = Console(file=io.StringIO(), width=80)
     console.print(found)

@@ -133,8 +133,6 @@ class _Page:
         if row.corner and not self.wide:
             yield self.values(row, 4 if list(row.axes)[-2:] == ["Q", "K"] else 1)
         mark, style = MARKS[row.held]
-        if self.ascii_only:
-            mark = {"✓": "ok", "✗": "NOT HELD", "○": "-"}[mark]
         yield self.hanging((mark, style), row.invariant, "bold red" if row.held is False else "")
         if row.note:
             unusual = row.note.startswith("unusual")

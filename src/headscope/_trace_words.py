@@ -150,7 +150,7 @@ def memory(size: int) -> str:
     """102400 -> 100 KiB"""
     amount, unit = float(size), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
-        if amount < 1000 or unit == "EiB":
+        if amount < 999.5 or unit == "EiB":
             break
         amount /= 1024
     return f"{amount:.3g} {unit}"
@@ -182,6 +182,6 @@ def plain(text: str) -> str:
 
 _PLAIN_POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789")
 _ASCII = {
-    "Σⱼ": "sum_j", **LIKE, "ᵀ": "^T", "·": "*", "✓": "ok", "✗": "NOT HELD",
+    "Σⱼ": "sum_j", **LIKE, "ᵀ": "^T", "·": "*", "✓": "ok", "✗": "NOT HELD", "○": "-",
     **dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True)),
 }  # fmt: skip

@@ -16,7 +16,7 @@ from headscope._linear import strangers
 from headscope._module_options import QKV, check_sizes
 from headscope._trace_attention import Attention, Heads
 from headscope._trace_rows import Pages, Row
-from headscope._trace_setting import Asked, Context, Setting, of_sizes, of_values
+from headscope._trace_setting import Asked, Context, Setting, Source, of_sizes, of_values
 from headscope.masks import Mask
 from headscope.module import MultiHeadAttention
 
@@ -191,22 +191,21 @@ def trace(
         TypeError: ``module`` is something else, or an input is of a wrong kind or dtype.
         ValueError: sizes that are missing, given twice, or do not fit; the messages are those of the module.
     """
-    lengths = {"batch": batch, "seq": seq, "context_seq": context_seq}
+    sizes = {"batch": batch, "seq": seq, "context_seq": context_seq}
     made_of = {
         "dim": dim, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim, "kdim": kdim,
         "vdim": vdim, "scale": scale, "softcap": softcap, "sinks": sinks or None, "dtype": dtype,
     }  # fmt: skip
     given: dict[str, Any] = {name: value for name, value in made_of.items() if value is not None}
-    lengths = {name: value for name, value in lengths.items() if value is not None}
+    lengths = {name: value for name, value in sizes.items() if value is not None}
     _check_what_is_given(module, x, context, lengths, given)
-    asked = Asked(mask, causal, bias)
+    asked, own = Asked(mask, causal, bias), module is None
     with torch.no_grad():
         if module is None:
             module = MultiHeadAttention(given.pop("dim"), given.pop("heads"), device="meta", **given)
-            return _walk(_from_sizes(module, batch or 1, seq or 1, context_seq, asked), own_module=True)
         if x is None:
-            return _walk(_from_sizes(module, batch or 1, seq or 1, context_seq, asked), own_module=False)
-        return _walk(of_values(module, x, context, asked), own_module=False)
+            return _walk(_from_sizes(module, asked, **lengths), own_module=own)
+        return _walk(of_values(module, x, context, asked), own_module=own)
 
 
 def _check_what_is_given(
@@ -245,7 +244,9 @@ def _untraced(module: MultiHeadAttention) -> list[str]:
     return [name for name, value in options.items() if value is not None] + others
 
 
-def _from_sizes(module: MultiHeadAttention, batch: int, seq: int, context_seq: int | None, asked: Asked) -> Setting:
+def _from_sizes(
+    module: MultiHeadAttention, asked: Asked, seq: int, batch: int = 1, context_seq: int | None = None
+) -> Setting:
     """Inputs of these sizes on the meta device, and the code that would make them."""
     weight, _ = module.projection("out")
 
@@ -261,12 +262,12 @@ def _from_sizes(module: MultiHeadAttention, batch: int, seq: int, context_seq: i
     x, code = empty(seq, module.embed_dim), [f"x = {random(seq, module.embed_dim)}"]
     if context_seq is None:
         return of_sizes(module, (x, x, x), "self", asked, tuple(code))
-    k_from, v_from = empty(context_seq, module.kdim), empty(context_seq, module.vdim)
-    if module.kdim == module.vdim:
-        code.append(f"context = {random(context_seq, module.kdim)}")
-        return of_sizes(module, (x, k_from, v_from), "cross", asked, tuple(code))
-    code.append(f"context = {random(context_seq, module.kdim)}, {random(context_seq, module.vdim)}")
-    return of_sizes(module, (x, k_from, v_from), "pair", asked, tuple(code))
+    widths = (module.kdim, module.vdim)
+    source: Source = "cross" if module.kdim == module.vdim else "pair"
+    made = [random(context_seq, width) for width in (widths if source == "pair" else widths[:1])]
+    code.append(f"context = {', '.join(made)}")
+    k_from, v_from = (empty(context_seq, width) for width in widths)
+    return of_sizes(module, (x, k_from, v_from), source, asked, tuple(code))
 
 
 def _walk(setting: Setting, *, own_module: bool) -> Trace:
@@ -299,16 +300,19 @@ def _describe(module: MultiHeadAttention) -> dict[str, Any]:
 
 def _call_text(module: MultiHeadAttention, precision: str = "") -> str:
     """The module as it would be made: what is not the default, in the order of the signature."""
-    defaults: dict[str, Any] = {
+    biased = tuple(name for name in QKV if module.projection(name)[1] is not None)
+    bias = biased if 0 < len(biased) < len(QKV) else bool(biased)
+    usual: dict[str, Any] = {
         "kv_heads": module.num_heads, "head_dim": module.embed_dim / module.num_heads, "v_head_dim": module.head_dim,
-        "kdim": module.embed_dim, "vdim": module.kdim, "scale": module.head_dim**-0.5, "softcap": None, "dropout": 0.0,
+        "kdim": module.embed_dim, "vdim": module.kdim, "bias": True, "out_bias": bool(biased),
+        "scale": module.head_dim**-0.5, "softcap": None, "sinks": False, "dropout": 0.0,
     }  # fmt: skip
+    flags = {"bias": bias, "out_bias": module.projection("out")[1] is not None, "sinks": module.sinks is not None}
     options: list[str] = []
-    for name, usual in defaults.items():
-        value = getattr(module, name)
-        if value != usual:
-            options.append(f", {name}={value:{precision if isinstance(value, float) else ''}}")
-    options += [", sinks=True"] if module.sinks is not None else []
+    for name, default in usual.items():
+        value = flags[name] if name in flags else getattr(module, name)
+        if value != default:
+            options.append(f", {name}={format(value, precision) if isinstance(value, float) else value}")
     return f"{type(module).__name__}({module.embed_dim}, {module.num_heads}{''.join(options)})"
 
 
