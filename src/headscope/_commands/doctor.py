@@ -120,27 +120,28 @@ def _show_matrix(dtypes: tuple[str, ...], device: str, as_json: bool) -> None:
 
 
 def _print_matrix(cells: list[Cell], dtypes: tuple[str, ...], device: str) -> None:
-    """A row for each option, or for some of its dtypes; a column for each backend, or for some of its targets."""
+    """A row for each option, or for some of its dtypes; a column for each backend with all its targets."""
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
     numbers: dict[str, int] = {}  # of the reasons
-    columns: dict[tuple[str, str | None], dict[tuple[str, str], str]] = {}
+    columns: dict[str, dict[tuple[str, str], str]] = {}
     for cell in cells:
         notes = sorted(numbers.setdefault(f"{cell.backend}: {why}", len(numbers) + 1) for why in cell.reasons)
         word = f"no ({', '.join(map(str, notes))})" if notes else "yes"
-        columns.setdefault((cell.backend, cell.target), {})[cell.option, cell.dtype] = word
-    alike = _alike(columns)
+        columns.setdefault(cell.backend, {})[cell.option, cell.dtype] = word
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("", width=29)
-    for (backend, targets), words in alike.items():
+    for backend, words in columns.items():
+        # built from one source: what one target takes, all take
+        targets = dict.fromkeys(cell.target for cell in cells if cell.backend == backend and cell.target is not None)
         title = f"{backend}: {', '.join(targets)}" if targets else backend
         table.add_column(title, header_style="dim", width=min(12, max(map(len, (title, *words.values())))))
     for option in dict.fromkeys(cell.option for cell in cells):
         kinds: dict[tuple[str, ...], list[str]] = {}
         for dtype in dtypes:
-            kinds.setdefault(tuple(words[option, dtype] for words in alike.values()), []).append(dtype)
+            kinds.setdefault(tuple(words[option, dtype] for words in columns.values()), []).append(dtype)
         for words, names in kinds.items():
             only = "" if len(kinds) == 1 else f" ({', '.join(names)})"
             table.add_row(Text(option + only), *(Text(word) for word in words))
@@ -151,20 +152,6 @@ def _print_matrix(cells: list[Cell], dtypes: tuple[str, ...], device: str) -> No
     out.print()
     for reason, number in numbers.items():
         out.print(Padding(Text(f"({number}) {reason}", style="dim"), (0, 0, 0, 2)))
-
-
-def _alike(
-    columns: dict[tuple[str, str | None], dict[tuple[str, str], str]],
-) -> dict[tuple[str, tuple[str, ...]], dict[tuple[str, str], str]]:
-    """The columns with those targets of one backend together that say the same."""
-    joined: dict[str, list[tuple[list[str], dict[tuple[str, str], str]]]] = {}
-    for (backend, target), words in columns.items():
-        same = next((names for names, others in joined.setdefault(backend, []) if others == words), None)
-        if same is None:
-            joined[backend].append(([] if target is None else [target], words))
-        elif target is not None:
-            same.append(target)
-    return {(backend, tuple(names)): words for backend, parts in joined.items() for names, words in parts}
 
 
 def _as_dict(
