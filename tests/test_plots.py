@@ -41,7 +41,15 @@ def test_plots_draw_the_weights(pyplot: Any) -> None:
     assert axes.shape == (2, 3)
     np.testing.assert_array_equal(axes[0, 2].images[0].get_array(), weights[2].double().numpy())
     np.testing.assert_array_equal(axes[1, 1].images[0].get_array(), weights[1].double().numpy())
+    assert [ax.axison for ax in axes.flat] == [True] * 5 + [False], "there is no head 1.2"
+    for largest, ax in zip(weights.amax((1, 2)).tolist(), axes[0], strict=True):
+        assert ax.get_title().endswith(f"(0–{largest:.2g})"), "the colours of a map are its own"
+        assert ax.images[0].get_clim() == pytest.approx((0, largest))
     assert plot_grid([weights], axes=axes) is axes
+    together = torch.stack([weights, weights.flip(0)])
+    for given in (together, together.numpy()):
+        axes = plot_grid(given)
+        np.testing.assert_array_equal(axes[1, 0].images[0].get_array(), weights[2].double().numpy())
 
 
 def test_plots_of_statistics_and_patches(pyplot: Any) -> None:
@@ -76,6 +84,10 @@ def test_plots_refuse_what_does_not_fit(pyplot: Any) -> None:
         plot_grid([weights[0]])
     with pytest.raises(ValueError, match=r"weights: there is no layer"):
         plot_grid([])
+    with pytest.raises(ValueError, match=r"weights: there is no head, wanted at least 1"):
+        plot_grid([weights[:0]])
+    with pytest.raises(ValueError, match=r"weights: has 3 axes, wanted 4 \(\[layers, H, Q, K\]\); weights \[3, 7, 7\]"):
+        plot_grid(weights)
     with pytest.raises(ValueError, match=r"axes: shape is \[1, 2\], wanted at least \[1, 3\] \(layers, heads\)"):
         plot_grid([weights], axes=pyplot.subplots(1, 2, squeeze=False)[1])
     with pytest.raises(ValueError, match=r"statistics: there is no layer"):

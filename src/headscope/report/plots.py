@@ -57,10 +57,14 @@ def plot_head(weights: Weights, tokens: Sequence[str] | None = None, *, ax: Axes
     return ax
 
 
-def plot_grid(weights: Sequence[Weights] | HeadStats | Recording, *, axes: NDArray[Any] | None = None) -> NDArray[Any]:
+def plot_grid(
+    weights: Tensor | NDArray[Any] | Sequence[Weights] | HeadStats | Recording, *, axes: NDArray[Any] | None = None
+) -> NDArray[Any]:
     """The map of every head: a row of axes for each layer, a column for each head.
 
-    Shapes: weights, one entry a layer, [H, Q, K]; axes [layers, H].
+    The colours of each map go from 0 to its own largest weight, which stands above it: they do not compare heads.
+
+    Shapes: weights, one entry a layer, [H, Q, K], or all together [layers, H, Q, K]; axes [layers, H].
 
     Args:
         weights: of each layer; or what was observed with ``Observe(map=n)``, of which the mean of each bin is drawn.
@@ -68,14 +72,16 @@ def plot_grid(weights: Sequence[Weights] | HeadStats | Recording, *, axes: NDArr
             figure.
 
     Raises:
-        ValueError: there is no layer, one has no map, an entry has not three axes, or ``axes`` is too small.
+        ValueError: there is no layer or no head, one has no map, an entry has not three axes, or ``axes`` is too small.
     """
-    if not isinstance(weights, Sequence):
+    if isinstance(weights, (Tensor, np.ndarray)):
+        weights = [*_array("weights", weights, "[layers, H, Q, K]", 4)]
+    elif not isinstance(weights, Sequence):
         weights = _maps(weights)
     layers = [_array(f"weights[{n}]", layer, "[H, Q, K]", 3) for n, layer in enumerate(weights)]
-    if not layers:
-        raise ValueError("weights: there is no layer, wanted at least 1")
-    wanted = (len(layers), max(len(layer) for layer in layers))
+    wanted = (len(layers), max((len(layer) for layer in layers), default=0))
+    if 0 in wanted:
+        raise ValueError(f"weights: there is no {'head' if layers else 'layer'}, wanted at least 1")
     if axes is None:
         import matplotlib.pyplot as plt
 
@@ -83,12 +89,15 @@ def plot_grid(weights: Sequence[Weights] | HeadStats | Recording, *, axes: NDArr
     if axes.ndim != 2 or axes.shape[0] < wanted[0] or axes.shape[1] < wanted[1]:
         raise ValueError(f"axes: shape is {list(axes.shape)}, wanted at least {list(wanted)} (layers, heads)")
     for number, layer in enumerate(layers):
+        for unused in axes[number, len(layer) : wanted[1]]:  # another layer has more heads
+            unused.set_axis_off()
         for head, p in enumerate(layer):
             ax: Axes = axes[number, head]
             ax.imshow(p, cmap="magma", vmin=0, interpolation="nearest")
             ax.set_xticks([])
             ax.set_yticks([])
-            ax.set_title(f"{number}.{head}", fontsize="small", pad=2)
+            largest = p.max(initial=0.0, where=np.isfinite(p))
+            ax.set_title(f"{number}.{head} (0–{largest:.2g})", fontsize="small", pad=2)
     return axes
 
 
