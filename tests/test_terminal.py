@@ -70,6 +70,13 @@ def test_the_terminal_without_colours_or_unicode() -> None:
     assert [line[4:].rstrip() for line in lines] == ["  " * i + "@@" for i in range(23)]
 
 
+def test_a_number_above_a_column_is_whole_or_missing() -> None:
+    length = 61
+    sheet = text_sheet("x", [f"{n:02}" for n in range(length)], [torch.eye(length)[None]], causal=False)
+    ruler = printed(terminal.map_picture(sheet, 0, 0), width=80, encoding="ascii").splitlines()[0]
+    assert ruler.split() == ["0", "10", "20", "30", "40", "50"]
+
+
 def test_a_long_map_is_pooled_and_says_so() -> None:
     length = 101
     eye = torch.eye(length).expand(1, length, length)

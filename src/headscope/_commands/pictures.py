@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from headscope._commands.looking import strongest
 from headscope.report import Sheet
-from headscope.report.terminal import Ink, ability, brightness, looked_at, patches
+from headscope.report.terminal import Ink, ability, brightness, largest, looked_at, patches
 
 GAP = 3  # blanks between pictures
 
@@ -46,7 +45,7 @@ class Gallery:
             table = Table.grid(padding=(0, GAP, 0, 0))
             shown = heads[start : start + across]
             table.add_row(*(self._title(head, wide) for head in shown))
-            table.add_row(*(patches(maps[head], Ink(able, self._most(maps[head])), None) for head in shown))
+            table.add_row(*(patches(maps[head], Ink(able, largest(maps[head])), None) for head in shown))
             yield table
 
     def _title(self, head: int, wide: int) -> Text:
@@ -56,8 +55,3 @@ class Gallery:
         )
         title.truncate(wide)
         return title
-
-    @staticmethod
-    def _most(looked: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> float:
-        finite = looked[np.isfinite(looked)]
-        return float(finite.max()) if finite.size and finite.max() > 0 else 1.0

@@ -284,9 +284,7 @@ def _values(sheet: Sheet, layer: int, head: int) -> tuple[Values, float]:
     values[np.isinf(values)] = math.nan
     sight = sheet.seen[layer]
     seen = np.ones(values.shape, dtype=np.bool_) if sight is None else sight[head]
-    free = values[seen & (seen.sum(-1, keepdims=True) > 1)]
-    free = free[np.isfinite(free)]
-    return np.where(seen, values, HIDDEN), float(free.max()) if free.size and free.max() > 0 else 1.0
+    return np.where(seen, values, HIDDEN), largest(values[seen & (seen.sum(-1, keepdims=True) > 1)])
 
 
 def _pooled(values: Values, bins: int) -> Values:
@@ -332,8 +330,10 @@ def _one_wide(values: Values, ink: Ink, labels: list[str], side: int) -> Iterato
     bins, length = len(values), len(labels)
     ruler = ""
     for b in range(0, bins, 10):
-        ruler = ruler.ljust(b) + str(b * length // bins)
-    yield Text(" " * (side + 1) + ruler[:bins], "dim")
+        number = str(b * length // bins)
+        if b + len(number) <= bins:  # cut, it would be another number
+            ruler = ruler.ljust(b) + number
+    yield Text(" " * (side + 1) + ruler, "dim")
     halves = ink.able.colour and ink.able.wide
     for top in range(0, bins, 2 if halves else 1):
         line = _row(labels[top * length // bins], side, ink.able)
@@ -357,10 +357,9 @@ class _ImagePicture:
         able = ability(console, options)
         looked = looked_at(self.sheet, self.layer, self.head, self.query)
         columns = looked.shape[1]
-        most = float(np.nanmax(looked)) if np.isfinite(looked).any() else 0.0
         marked = None if self.query is None else divmod(self.query, columns)
         grey = patches(brightness(self.sheet), Ink(able, 255.0, grey=True), marked)
-        seen = patches(looked, Ink(able, most or 1.0), marked)
+        seen = patches(looked, Ink(able, largest(looked)), marked)
         pictures = Table.grid(padding=(0, 4, 0, 0))
         if 4 * columns + 4 <= options.max_width:
             pictures.add_row(grey, seen)
@@ -379,6 +378,12 @@ def looked_at(sheet: Sheet, layer: int, head: int, query: int | None) -> Values:
         return np.where(np.isfinite(weights[query]), weights[query], math.nan).reshape(sheet.grid)
     whole = weights[np.isfinite(weights).all(-1)]
     return (whole.mean(0) if len(whole) else np.full(len(weights), math.nan)).reshape(sheet.grid)
+
+
+def largest(values: Values) -> float:
+    """The largest of those that are finite, or 1 where none is above 0: what takes the full colour."""
+    most = float(values.max(initial=0.0, where=np.isfinite(values)))
+    return most or 1.0
 
 
 def brightness(sheet: Sheet) -> Values:
