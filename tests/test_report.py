@@ -9,6 +9,7 @@ import re
 import stat
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,6 +161,22 @@ def test_hostile_text_stays_text() -> None:
     data = html[html.index('id="data">') + 10 : html.index("</script>")]
     assert data.isascii()
     assert not set("<>&") & set(data)
+
+
+@pytest.mark.parametrize(
+    "image",
+    [np.zeros((5, 7)), np.zeros((5, 7), np.float32), np.zeros((5, 7, 4), np.uint8), np.zeros((5, 7, 1), np.uint8)],
+)
+def test_an_image_of_another_kind_is_refused(image: np.ndarray[Any, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"image: got {image.dtype} \[5, 7.*\], wanted uint8 \[h, w\] or \[h, w, 3\]"):
+        image_sheet("x", image, (5, 7), [softmax(1, 35)])
+
+
+def test_a_token_that_grows_when_it_is_shown_is_there_at_length() -> None:
+    texts = ["a", "\u200d" * 10, "b" * 25, "c" * 24]
+    found = Page(render(text(texts))).data["tokens"]
+    assert found["longer"] == {"1": "\\u200d" * 10, "2": "b" * 25}
+    assert found["labels"] == [visible(token) for token in texts]
 
 
 def test_sizes_of_pages() -> None:

@@ -6,12 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from headscope._decision_parts import short_layers
 from headscope._stats_parts import LayerStats
 from headscope.report._viewer_data import Strips, sources
+from headscope.report.regions import pixels_of
 from headscope.report.viewer import Columns, Layer, Picture, Scored, Shown
 from headscope.watching import Recording
 
@@ -117,9 +115,15 @@ def _strips(
     if asked is None:
         chosen = _telling(parts, patterns, kinds)
     else:
+        if len(asked) > MOST_STRIPS:
+            raise ValueError(f"strips: got {len(asked)} heads, wanted at most {MOST_STRIPS}")
+        for each in asked:
+            match each:
+                case (int() | str(), int()):
+                    pass
+                case _:
+                    raise ValueError(f"strips: got {each!r}, wanted pairs of a layer and the number of a head")
         chosen = [(names.index(layer) if layer in names else layer, head) for layer, head in asked]
-        if len(chosen) > MOST_STRIPS:
-            raise ValueError(f"strips: got {len(chosen)} heads, wanted at most {MOST_STRIPS}")
         for layer, head in chosen:
             if not (isinstance(layer, int) and 0 <= layer < len(names) and 0 <= head < parts[names[layer]].heads):
                 raise ValueError(f"strips: got layer {layer}, head {head}, which is not there")
@@ -152,19 +156,25 @@ def _telling(
 
 
 def _picture(parts: Sequence[LayerStats], image: Any, grid: tuple[int, int] | None, special: int | None) -> Picture:
-    pixels: NDArray[Any] = np.asarray(image)
-    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] != 3):
-        raise ValueError(f"image: got {pixels.dtype} {list(pixels.shape)}, wanted uint8 [h, w] or [h, w, 3]")
+    pixels = pixels_of(image)
     lengths = {part.lengths for part in parts}
     (found,) = lengths if len(lengths) == 1 else (None,)
     if found is None or found[0] != found[1]:
         raise ValueError("image: wanted as many queries as keys in every layer, and the same in all")
     keys = found[1]
+    if special is not None and not 0 <= special < keys:
+        raise ValueError(f"special: got {special}, wanted 0 to {keys - 1}, fewer than the {keys} keys that there are")
     if grid is None:
         side = math.isqrt(keys - (special or 0))
+        if special is not None and side**2 != keys - special:
+            raise ValueError(
+                f"grid: missing, for the {keys - special} keys after the {special} special ones are no square"
+            )
         grid = (side, side)
+    if len(grid) != 2 or min(grid) < 1:  # pyright: ignore[reportUnnecessaryComparison]
+        raise ValueError(f"grid: got {grid}, wanted rows and columns of patches, each at least 1")
     before = keys - grid[0] * grid[1] if special is None else special
-    if before < 0 or min(grid) < 1 or before + grid[0] * grid[1] != keys:
+    if before < 0 or before + grid[0] * grid[1] != keys:
         raise ValueError(
             f"grid: {grid[0]} x {grid[1]} patches{'' if special is None else f' and {special} keys before them'} are "
             f"not the {keys} keys that there are"

@@ -178,9 +178,10 @@ def image_sheet(
         trace, trace_title, footer, notes: as for ``text_sheet``.
 
     Raises:
-        ValueError: no layer, or sizes that do not fit.
+        ValueError: no layer, sizes that do not fit, or an image of another kind.
     """
     height, width = grid
+    image = regions.pixels_of(image)
     maps = [_map(layer, weight, height * width) for layer, weight in enumerate(weights)]
     places = [f"row {row}, column {column}" for row in range(height) for column in range(width)]
     _check(places, maps)

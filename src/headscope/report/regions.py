@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 __all__ = ["REGIONS", "image_regions", "looks_most_at", "measure", "object_mask"]
@@ -47,7 +47,7 @@ def measure(
         NaN where an image has no such region (an even image has no edges) or all rows are left out.
 
     Raises:
-        ValueError: a shape that does not fit.
+        ValueError: a shape that does not fit, or an image of another kind.
     """
     height, width = grid
     tokens = height * width
@@ -121,10 +121,23 @@ def object_mask(image: NDArray[np.uint8], grid: tuple[int, int]) -> NDArray[np.b
     return None if brightness.max() == brightness.min() else brightness > _threshold(brightness)
 
 
+def pixels_of(image: ArrayLike) -> NDArray[np.uint8]:
+    """An image as an array.
+
+    Raises:
+        ValueError: it is not uint8 [h, w] or [h, w, 3].
+    """
+    pixels = np.asarray(image)
+    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or pixels.shape[2:] not in ((), (3,)):
+        raise ValueError(f"image: got {pixels.dtype} {list(pixels.shape)}, wanted uint8 [h, w] or [h, w, 3]")
+    return pixels
+
+
 def _light(image: NDArray[np.uint8], grid: tuple[int, int]) -> NDArray[np.float64]:
     """Brightness of each pixel, [h, w]."""
     height, width = grid
-    if image.ndim not in (2, 3) or 0 in image.shape or image.shape[0] % height or image.shape[1] % width:
+    image = pixels_of(image)
+    if 0 in image.shape or image.shape[0] % height or image.shape[1] % width:
         raise ValueError(
             f"image: wanted [h, w] or [h, w, 3], multiples of the grid {height} x {width}; image {list(image.shape)}"
         )

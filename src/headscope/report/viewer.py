@@ -257,10 +257,9 @@ def _tokens(texts: Sequence[str] | None) -> dict[str, Any] | None:
     """The tokens as they are shown, and those that are longer than that in more of their length."""
     if texts is None:
         return None
-    known: dict[str, str] = {}
-    labels = [known.setdefault(text, visible(text, limit=LABEL)) for text in texts]
-    longer = {n: visible(text, limit=LONGEST) for n, text in enumerate(texts) if len(text) > LABEL}
-    return {"labels": labels, "longer": longer}
+    known = {text: (visible(text, limit=LABEL), visible(text, limit=LONGEST)) for text in dict.fromkeys(texts)}
+    longer = {n: known[text][1] for n, text in enumerate(texts) if known[text][1] != known[text][0]}
+    return {"labels": [known[text][0] for text in texts], "longer": longer}
 
 
 def _picture(picture: Picture) -> dict[str, Any]:
