@@ -40,6 +40,14 @@ def test_the_pages_that_hold_code_are_found() -> None:
     assert blocks("a\n```python\nb = 1\nc\n```\n```\nd\n```\n```python\ne\n```\n") == [(3, "b = 1\nc\n"), (10, "e\n")]
 
 
+def test_every_room_is_in_the_reference() -> None:
+    reference = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    package = ROOT / "src" / "headscope"
+    rooms = [f"headscope.{room.stem}" for room in package.glob("[!_]*.py") if room.stem != "cli"]  # command_line.md
+    rooms += [f"headscope.report.{room.stem}" for room in (package / "report").glob("[!_]*.py")]
+    assert [room for room in rooms if f"::: {room}\n" not in reference] == []
+
+
 @pytest.mark.parametrize("page", WITH_CODE, ids=named)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a page, in order, in one namespace and an empty folder."""
