@@ -272,6 +272,21 @@ def test_the_gradient_is_the_finite_difference(each: bool) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_rounded_once_and_not_in_the_sum_of_the_gradient(dtype: torch.dtype) -> None:
+    model, x = MultiHeadAttention(16, 4, dtype=dtype), torch.randn(4, 256, 16, dtype=dtype)
+    loss_fn = loss_of(x)
+    outs: list[Tensor] = []
+    keep = model.out_proj.register_forward_pre_hook(lambda _, given: outs.append(given[0]))
+    loss = loss_fn(model)
+    (grad,) = torch.autograd.grad(loss, outs)
+    (found,) = head_importance(model, loss_fn).values()
+    keep.remove()
+    products = (outs[0].detach() * grad.double()).unflatten(-1, (4, -1))  # [B, Q, H, Dv]
+    torch.testing.assert_close(found, products.sum((0, 1, 3)).abs(), rtol=1e-5, atol=1e-6 * float(products.abs().max()))
+    torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=0)
+
+
 def test_importance_by_ablation_is_what_the_loss_gains() -> None:
     model = double(Small())
     loss_fn = loss_of(input_of(model))

@@ -155,8 +155,9 @@ class Frame:
         factors = self.factors(out.shape[axis] if out.ndim >= -axis else 1)
         if factors is None:
             return out
-        factors = factors.to(out.device, out.dtype)
-        return out * (factors.view(-1, *(1,) * (-axis - 1)) if out.ndim >= -axis else factors)
+        wide = torch.promote_types(out.dtype, torch.float32)  # what a gradient sums, half precision would round first
+        factors = factors.to(out.device, wide)
+        return (out.to(wide) * (factors.view(-1, *(1,) * (-axis - 1)) if out.ndim >= -axis else factors)).to(out.dtype)
 
     def within(self, module: nn.Module) -> Frame:
         """A frame for a module that this one computes without calling it."""
