@@ -147,6 +147,27 @@ def test_equal_edges_are_ordered_by_run() -> None:
     assert both.edges.of(0)[4].run == 1
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 0, 1), (1, 1, 0)])
+def test_tiles_are_those_of_the_run_that_is_asked_for_also_where_others_have_none(
+    order: tuple[int, ...], tmp_path: Path
+) -> None:
+    with_qk, without = stats_of(what=replace(ALL, keep_qk=True)), stats_of(seed=1)
+    merged = merge(*([with_qk, without][n] for n in order))
+    saved = _stats_files.save(merged, tmp_path / "qk.safetensors", False, qk=True)
+    n, k = order.index(0), len(order)
+    for stats in (merged, HeadStats.load(saved), merged.to("cpu")):
+        for run in (n, n - k):
+            torch.testing.assert_close(stats.tile(0, 11, 0, 11, run=run), with_qk.tile(0, 11, 0, 11))
+        edge = next(edge for edge in stats.edges.of(0) if edge.run == n)
+        p = stats.tile(edge.i, edge.i + 1, edge.j, edge.j + 1, run=edge.run)[edge.b, 0]
+        torch.testing.assert_close(p.item(), edge.p)
+        for run in (run for run, which in enumerate(order) if which == 1):
+            with pytest.raises(ValueError, match=rf"run: got {run}, whose q and k were not kept; kept: those of {n}"):
+                stats.tile(0, 1, 0, 1, run=run)
+        with pytest.raises(ValueError, match=rf"run: got {k}, there are {k}"):
+            stats.tile(0, 1, 0, 1, run=k)
+
+
 def test_what_does_not_merge() -> None:
     base = stats_of()
     other_heads = observe(*tensors(1, heads=2), what=ALL)

@@ -42,7 +42,8 @@ def save(stats: HeadStats, path: Path, force: bool, more: Mapping[str, str] | No
     layers = [_put(part, name, f"{number}", tensors) for number, (name, part) in enumerate(stats.parts.items())]
     if qk:
         for number, (said, part) in enumerate(zip(layers, stats.parts.values(), strict=True)):
-            said["qk"] = [_put_qk(each, f"{number}/qk/{run}", tensors) for run, each in enumerate(part.tiles)]
+            said["qk"] = [_put_qk(each, f"{number}/qk/{n}", tensors) for n, each in enumerate(part.tiles)]
+            said["qk_runs"] = [*part.tiles_by_run]
     entries = {_KEY: json.dumps({"version": VERSION, "layers": layers}), **(more or {})}
     plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     replace(path, encode(plain, entries))
@@ -203,5 +204,8 @@ def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor], mappe
     lengths = said.get("lengths")  # older files do not say it
     tiles = tuple(_take_qk(each, f"{under}/qk/{run}", mapped) for run, each in enumerate(said.get("qk", ())))
     lengths = tuple(lengths) if lengths else None
-    first = said.get("first")
-    return LayerStats(**found, moments=moments, **parts, kept=kept, tiles=tiles, lengths=lengths, first=first)
+    runs = said.get("qk_runs")  # nor this: q and k are then of all runs
+    return LayerStats(
+        **found, moments=moments, **parts, kept=kept, tiles=tiles, lengths=lengths, first=said.get("first"),
+        tile_runs=tuple(runs) if runs else None,
+    )  # fmt: skip

@@ -317,7 +317,8 @@ class LayerStats:
         received, eligible: by key position, [H, K] and int64 [H, K].
         map, edges: see there.
         kept: rows as they are, one entry a run.
-        tiles: a way to the weights, one entry a run; saved only if asked for.
+        tiles: a way to the weights of each run whose q and k are kept; saved only if asked for.
+        tile_runs: which runs these are; None: the first ones.
         lengths: how many queries and keys each run had; None where they differ.
         first: over how many of the first real keys ``first`` and ``streaming_{w}`` sum; None where it is not known.
     """
@@ -337,6 +338,12 @@ class LayerStats:
     tiles: tuple[Tiles, ...] = ()
     lengths: tuple[int, int] | None = None
     first: int | None = None
+    tile_runs: tuple[int, ...] | None = None
+
+    @property
+    def tiles_by_run(self) -> dict[int, Tiles]:
+        """Run -> the way to its weights, for those whose q and k are kept."""
+        return dict(zip(self.tile_runs or range(len(self.tiles)), self.tiles, strict=True))
 
     def merge(self, *others: LayerStats) -> LayerStats:
         """Of the runs of all, in this order.
@@ -358,6 +365,7 @@ class LayerStats:
         before = [0, *accumulate(each.runs for each in several[:-1])]
         maps = [each.map for each in several if each.map is not None]
         edges = [each.edges for each in several if each.edges is not None]
+        tiles = {n + run: at for n, each in zip(before, several, strict=True) for run, at in each.tiles_by_run.items()}
         return LayerStats(
             self.heads,
             sum(each.runs for each in several),
@@ -371,9 +379,10 @@ class LayerStats:
             HeadMap.merged(maps, before) if maps else None,
             Edges.merged(edges, before) if edges else None,
             tuple(kept for each in several for kept in each.kept),
-            tuple(tiles for each in several for tiles in each.tiles),
+            tuple(tiles.values()),
             self.lengths if all(each.lengths == self.lengths for each in others) else None,
             first[0] if first else None,
+            tuple(tiles),
         )
 
     def to(self, device: torch.device | str) -> LayerStats:

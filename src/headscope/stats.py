@@ -361,12 +361,17 @@ class HeadStats:
             ValueError: q and k were not kept, or not saved, several layers, or out of range; or a bias, sinks or a
                 mask have been written to since they were observed.
         """
-        tiles = self._only("tile").tiles
+        part = self._only("tile")
+        tiles = part.tiles_by_run
         if not tiles:
             raise ValueError("tile: q and k were not kept; observe with Observe(keep_qk=True)")
-        if not -len(tiles) <= run < len(tiles):
-            raise ValueError(f"run: got {run}, there are {len(tiles)}")
-        return tiles[run](i0, i1, j0, j1)
+        if not -part.runs <= run < part.runs:
+            raise ValueError(f"run: got {run}, there are {part.runs}")
+        if run % part.runs not in tiles:
+            raise ValueError(
+                f"run: got {run}, whose q and k were not kept; kept: those of {', '.join(map(str, tiles))}"
+            )
+        return tiles[run % part.runs](i0, i1, j0, j1)
 
     # ------------------------------------------------------------ merging
 
@@ -375,7 +380,8 @@ class HeadStats:
 
         Raises:
             TypeError: one of them is no HeadStats.
-            ValueError: a layer with other heads, bins, edges or first keys, or with a part that only one of them has.
+            ValueError: a layer with other heads, bins, edges or first keys, or with a part that only one of them has (but
+                for q and k, which ``tile`` then has of some runs).
         """
         several: dict[str, list[LayerStats]] = {}
         for stats in (self, *others):
