@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 import os
@@ -446,6 +447,28 @@ def test_loaded_weights_can_be_copied_and_pickled(tmp_path: Path) -> None:
     stats = HeadStats.load(tmp_path / "qk.safetensors")
     for again in (copy.deepcopy(stats), pickle.loads(pickle.dumps(stats))):
         assert torch.equal(again.tile(0, 11, 0, 11), stats.tile(0, 11, 0, 11))
+
+
+def test_torch_saves_what_was_observed() -> None:
+    def again(what: Any) -> Any:
+        torch.save(what, file := io.BytesIO())
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+    stats = stats_of()
+    raw = {"received": stats.received, "eligible": stats.eligible, **vars(stats.map), **stats.kept[0].values}
+    assert_same(again(stats), stats, exactly=True)
+    torch.testing.assert_close(vars(again(stats.map)), vars(stats.map), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(again(raw), raw, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_pickle_holds_the_numbers_and_no_more() -> None:
+    stats = observe(*tensors(1, length=300), what=Observe(map=30, top=2, keep_rows=True))
+    stats.flat()
+    size = sum(x.nbytes for x in (stats.received, stats.eligible, *vars(stats.map).values()))
+    size += sum(x.nbytes for x in (stats.kept[0].counted, stats.kept[0].queries, *stats.kept[0].values.values()))
+    size += sum(x.nbytes for moments in stats.parts["0"].moments.values() for x in vars(moments).values())
+    assert size < len(pickle.dumps(stats)) < 1.3 * size
 
 
 def test_nothing_is_left_of_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

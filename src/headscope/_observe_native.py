@@ -89,8 +89,9 @@ class _Part(NamedTuple):
     shape: tuple[int, ...]
 
     def of(self, memory: Tensor) -> Tensor:
-        """A view of it."""
-        return memory[self.offset : self.offset + self.bytes].view(self.dtype).view(self.shape)
+        """A view of it, with a storage of its own: torch saves no storage that has two dtypes."""
+        storage = memory.untyped_storage()[self.offset : self.offset + self.bytes]
+        return torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, 0, self.shape)
 
 
 class Ready:

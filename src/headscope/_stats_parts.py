@@ -42,8 +42,23 @@ def wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+class _Part:
+    """What is copied and pickled with no more than its own numbers: a tensor drags along all that it is a view of."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: _alone(value) for name, value in self.__dict__.items()}
+
+
+def _alone(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, Packed):
+        return Packed(*map(_alone, value))
+    return {name: _alone(each) for name, each in value.items()} if isinstance(value, dict) else value
+
+
 @dataclass(frozen=True, eq=False)
-class Moments:
+class Moments(_Part):
     """One row quantity of every head.
 
     Attributes:
@@ -117,7 +132,7 @@ class Packed(NamedTuple):
         return Moments(count.view(names, heads), mean, M2, least, largest, histogram.view(names, heads, -1))
 
 
-class MomentsTable(Mapping[str, Moments]):
+class MomentsTable(_Part, Mapping[str, Moments]):
     """Row quantities by name, whose numbers lie together: to keep and to merge all costs what one does.
 
     Args:
@@ -171,7 +186,7 @@ def _either(a: Moments, b: Moments, what: str, both: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadMap:
+class HeadMap(_Part):
     """The weights of each head in n x n bins: bin b holds queries (rows) or keys (columns) ⌊bT/n⌋ to ⌊(b+1)T/n⌋ - 1.
 
     Attributes:
@@ -244,7 +259,7 @@ class Edge(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Edges:
+class Edges(_Part):
     """The k largest weights of each head.
 
     Attributes:
@@ -284,7 +299,7 @@ def largest_first(p: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class Kept(_Part):
     """The rows of one run as they are, batch entry by batch entry.
 
     Attributes:
@@ -304,7 +319,7 @@ Tiles = Callable[[int, int, int, int], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class LayerStats:
+class LayerStats(_Part):
     """The statistics of one layer.
 
     Attributes:
