@@ -28,6 +28,17 @@ def test_the_mode_is_what_the_umask_leaves(mask: int, tmp_path: Path, monkeypatc
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
 
 
+def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
+    for name, target in (("link", "a"), ("second", "link"), ("loop", "loop")):
+        (tmp_path / name).symlink_to(target)
+    for content in (b"new", b"replaced"):
+        replace(tmp_path / "second", content)
+        assert (tmp_path / "a").read_bytes() == content
+    with pytest.raises(OSError, match="symbolic links"):
+        replace(tmp_path / "loop", b"")
+    assert sorted(each.name for each in tmp_path.iterdir() if each.is_symlink()) == ["link", "loop", "second"]
+
+
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_what_cannot_be_put_in_place_leaves_nothing_behind(
     error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

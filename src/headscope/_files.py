@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from pathlib import Path
 
 
+def amiss(path: Path) -> str | None:
+    """Why what is there can be replaced by no file, whatever is forced; None where it can, or where nothing is."""
+    if path.is_dir():
+        return "is a directory, wanted the name of a file"
+    return "is no regular file" if path.exists() and not path.is_file() else None  # a device or a pipe
+
+
 def replace(path: Path, content: bytes) -> None:
-    """Write to a file beside the target, then put it in the target's place; its mode is what the umask leaves."""
+    """Write to a file beside the target, then put it in the target's place; its mode is what the umask leaves.
+
+    The target of a link is that of the path it leads to, there or not; the link stays.
+    """
+    path = Path(os.path.realpath(path))
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     temporary = path.parent / f".headscope-{secrets.token_hex(8)}.tmp"
     file = temporary.open("xb")
     try:

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from headscope._files import replace
+from headscope._files import amiss, replace
 from headscope.report.recording import Sheet, visible
 
 __all__ = ["MARKER", "SaveError", "asset", "check", "digest", "embedded", "render", "save", "write"]
@@ -62,12 +62,10 @@ def check(path: str | Path, *, force: bool = False) -> None:
 
 def _check_target(target: Path, force: bool) -> None:
     try:
-        if target.is_dir():
-            raise SaveError(f"{_shown(target)}: is a directory, wanted the name of a file")
+        if (said := amiss(target)) is not None:
+            raise SaveError(f"{_shown(target)}: {said}")
         if not target.exists():
             return
-        if not target.is_file():  # a device or a pipe: also with force
-            raise SaveError(f"{_shown(target)}: is no regular file")
         with target.open("rb") as file:
             ours = MARKER.encode() in file.read(256)
     except SaveError:
