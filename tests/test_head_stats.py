@@ -187,6 +187,10 @@ def test_what_does_not_merge() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             base.merge(other)
+    with pytest.raises(
+        ValueError, match=r"layer 0: device: cannot merge what is on cpu with what is on meta; bring both"
+    ):
+        base.merge(base.to("meta"))
     with pytest.raises(TypeError, match="merge: got int, wanted HeadStats"):
         merge(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="merge: got NoneType, wanted HeadStats"):
@@ -399,6 +403,39 @@ def test_only_files_of_statistics_are_replaced(tmp_path: Path) -> None:
         HeadStats.load(tmp_path / "absent")
 
 
+@pytest.mark.skipif(os.name != "posix", reason="pipes and links are POSIX's")
+@pytest.mark.parametrize("force", [False, True])
+def test_a_pipe_is_left_alone_and_a_link_stays(force: bool, tmp_path: Path) -> None:
+    stats = stats_of()
+    os.mkfifo(tmp_path / "pipe")
+    for name, message in (("pipe", "pipe: is no regular file"), (".", "is a directory")):
+        with pytest.raises(FileExistsError, match=message):
+            stats.save(tmp_path / name, force=force)
+    assert not _stats_files.is_ours(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="symbolic links"):
+        stats.save(tmp_path / "loop", force=force)
+    (tmp_path / "link").symlink_to("target")
+    stats.save(tmp_path / "link", force=force)
+    stats.merge(stats).save(tmp_path / "link", force=force)
+    assert (tmp_path / "link").is_symlink()
+    assert HeadStats.load(tmp_path / "target")[0, 0, "entropy"].count == 44
+    assert {each.name for each in tmp_path.iterdir()} == {"pipe", "loop", "link", "target"}
+
+
+def test_more_kept_rows_than_a_file_can_name_are_refused(tmp_path: Path) -> None:
+    stats = stats_of()
+    path = stats.save(tmp_path / "heads.safetensors")
+    before = path.read_bytes()
+    (part,) = stats.parts.values()
+    kept = replace(part.kept[0], values={"x" * 10**8: part.kept[0].counted})  # in place of some 60,000 calls
+    with pytest.raises(
+        ValueError, match=r"too much for one file .* rows of 1 calls are kept; observe without keep_rows and top"
+    ):
+        HeadStats({"0": replace(part, kept=(kept,))}).save(path)
+    assert path.read_bytes() == before
+
+
 def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_stats_files, "VERSION", 2)
     path = stats_of().save(tmp_path / "heads.safetensors")
@@ -407,33 +444,93 @@ def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         HeadStats.load(path)
 
 
-def damaged(path: Path, entry: str, without: str = "") -> Path:
-    """The file of statistics at a path with another header, or without a tensor."""
+def damaged(path: Path, entry: str = "", **tensors: Tensor | None) -> Path:
+    """The file of statistics at a path with another header, or other tensors, or without them."""
     with safe_open(path, framework="pt") as file:
-        held = {name: file.get_tensor(name) for name in file.keys() if name != without}  # noqa: SIM118
+        held: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()} | tensors  # noqa: SIM118
         said = file.metadata()
+    held = {name: x for name, x in held.items() if x is not None}
     save_file(held, path, {**said, "headscope.stats": entry or said["headscope.stats"]})
     return path
 
 
 @pytest.mark.parametrize(
-    ("entry", "without", "message"),
+    ("entry", "message"),
     [
-        ("{bad", "", r"is damaged: its header is no JSON"),
-        ("[]", "", r"is damaged: 'list' object"),
-        ("{}", "", r"is damaged: it lacks 'version'"),
-        ('{"version": "2"}', "", r"is damaged: '>' not supported"),
-        ('{"version": 1, "layers": [3]}', "", r"is damaged: 'int' object"),
-        ("", "0/rows", r"is damaged: it lacks '0/rows'"),
+        ("{bad", r"is damaged: its header is no JSON"),
+        ("[]", r"is damaged: 'list' object"),
+        ("[" * 100_000, r"is damaged: maximum recursion depth"),
+        ("{}", r"is damaged: it lacks 'version'"),
+        (f'{{"version": {"1" * 5000}}}', r"is damaged: Exceeds the limit"),
+        ('{"version": "2"}', r"is damaged: version: got str, wanted int"),
+        ('{"version": 1, "layers": [3]}', r"is damaged: layers: got int, wanted dict"),
     ],
 )
-def test_a_damaged_file_is_told_as_such(entry: str, without: str, message: str, tmp_path: Path) -> None:
-    path = damaged(stats_of().save(tmp_path / "heads.safetensors"), entry, without)
+def test_a_damaged_header_is_told_as_such(entry: str, message: str, tmp_path: Path) -> None:
+    path = damaged(stats_of().save(tmp_path / "heads.safetensors"), entry)
     with pytest.raises(ValueError, match=rf"heads.safetensors: {message}"):
         HeadStats.load(path)
-    if entry in ("{bad", "[]"):  # what cannot be read is not replaced unasked
+    if not entry.startswith("{") or entry == "{bad":  # what cannot be read is not replaced unasked
         with pytest.raises(FileExistsError, match="is no file of headscope's statistics"):
             stats_of().save(path)
+
+
+NUMBERS = ("heads", "runs", "looked_at", "of")
+SAID: list[tuple[str, Any, str]] = [
+    ("name", 3, "name: got int, wanted str"),
+    *(
+        (name, got, f"{name}: got {type(got).__name__}, wanted int")
+        for name in NUMBERS
+        for got in ("3", [], None, True)
+    ),
+    ("heads", 2, r"0/moments/lse/count: got \[3\], wanted \[H\]"),
+    ("moments", "lse", "moments: got str, wanted list"),
+    ("received", 1, "received: got int, wanted bool"),
+    ("lengths", [1], "lengths: got 1 numbers, wanted 2"),
+    ("first", "1", "first: got str, wanted int or NoneType"),
+    ("qk", {}, "qk: got dict, wanted list"),
+    ("qk_runs", [1], r"qk_runs: got \[1\] for 1 of 1 runs"),
+    ("qk_runs", [0, 0], r"qk_runs: got \[0, 0\] for 1 of 1 runs"),
+    ("scale", "1", "scale: got str, wanted float or int"),
+    ("softcap", [], "softcap: got list, wanted float or int or NoneType"),
+    ("lead", 2, "lead: got int, wanted list"),
+    ("lead", [3], r"lead \(3,\) and 3 key/value heads do not fit \(2, 3, 11, 5\)"),
+    ("parts", None, "parts: got NoneType, wanted list"),
+]
+
+
+@pytest.mark.parametrize(("name", "got", "message"), SAID)
+def test_what_a_header_says_in_another_kind_is_told_as_damage(name: str, got: Any, message: str, saved: Path) -> None:
+    with safe_open(saved, framework="pt") as file:
+        said = json.loads(file.metadata()["headscope.stats"])
+    (layer,) = said["layers"]
+    (layer if name in layer else layer["qk"][0])[name] = got
+    with pytest.raises(ValueError, match=rf"heads.safetensors: is damaged: (0/qk/0: )?{message}"):
+        HeadStats.load(damaged(saved, json.dumps(said)))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Statistics of one layer with all that there can be."""
+    what = replace(ALL, keep_qk=True)
+    return _stats_files.save(stats_of(what=what), tmp_path / "heads.safetensors", False, qk=True)
+
+
+@pytest.mark.parametrize("to", ["gone", "flat", "bool"])
+def test_a_tensor_that_is_another_is_told_as_damage(to: str, saved: Path) -> None:
+    before = saved.read_bytes()
+    with safe_open(saved, framework="pt") as file:
+        names = [*file.keys()]
+    assert len(names) > 100
+    for name in names:
+        saved.write_bytes(before)
+        with safe_open(saved, framework="pt") as file:
+            x = file.get_tensor(name)
+        if to == "bool" and ("/qk/" in name or x.dtype == torch.bool):
+            continue
+        other = {"gone": None, "flat": x[None], "bool": x.bool()}[to]
+        with pytest.raises(ValueError, match=r"heads.safetensors: is damaged: .*" + name.rpartition("/")[2]):
+            HeadStats.load(damaged(saved, **{name: other}))
 
 
 def test_a_name_that_could_not_be_read_again_is_refused(tmp_path: Path) -> None:

@@ -90,8 +90,8 @@ class _Part(NamedTuple):
 
     def of(self, memory: Tensor) -> Tensor:
         """A view of it, with a storage of its own: torch saves no storage that has two dtypes."""
-        storage = memory.untyped_storage()[self.offset : self.offset + self.bytes]
-        return torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, 0, self.shape)
+        storage: Any = memory.untyped_storage()[self.offset : self.offset + self.bytes]
+        return torch.empty(0, dtype=self.dtype, device="cpu").set_(storage).view(self.shape)
 
 
 class Ready:

@@ -3,37 +3,50 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from headscope._files import replace
+from headscope._files import amiss, replace
 from headscope._kept_weights import KeptWeights, kept_of
-from headscope._stats_parts import Edges, HeadMap, Kept, LayerStats, Moments
+from headscope._stats_parts import Edges, HeadMap, Kept, LayerStats, Moments, histogram_edges
 from headscope.stats import HeadStats
 
 VERSION = 1
 _LONGEST = 100_000_000  # of a header, by safetensors
 _KEY = "headscope.stats"
 _NUMBERS = ("heads", "runs", "looked_at", "of")
-_PARTS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
-    "map": (HeadMap, ("sum", "count", "max", "argmax")),
-    "edges": (Edges, ("p", "at")),
+Axes = tuple[str | int, ...]
+_PARTS: dict[str, tuple[type[Any], dict[str, Axes]]] = {
+    "map": (HeadMap, {**dict.fromkeys(("sum", "count", "max"), ("H", "n", "n")), "argmax": ("H", "n", "n", 4)}),
+    "edges": (Edges, {"p": ("H", "k"), "at": ("H", "k", 4)}),
 }
+_QK: dict[str, Axes] = {
+    "q": ("B", "H", "Q", "D"), "k": ("B", "Hkv", "K", "D"), "lse": ("B", "H", "Q"),
+    "spans": ("B", "Q", "n", 2), "rest": ("B", "H", "Q", "K"), "bias": ("B", "H", "Q", "K"),
+}  # fmt: skip
 _MOMENTS = ("count", "mean", "M2", "min", "max", "histogram")
+_WHOLE = ("rows", "broken", "count", "histogram", "eligible", "argmax", "at", "queries", "top_keys")
+_DTYPES = {"counted": torch.bool, **dict.fromkeys(_WHOLE, torch.int64)}  # all others are floating
 
 
 def save(stats: HeadStats, path: Path, force: bool, more: Mapping[str, str] | None = None, *, qk: bool = False) -> Path:
     """See ``HeadStats.save``; ``more`` are further entries of the header, ``qk``: also q, k and lse."""
+    from safetensors import SafetensorError
     from safetensors.torch import save as encode
 
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
     check_name(path)
+    if (said := amiss(path)) is not None:
+        raise FileExistsError(f"{path}: {said}")
     if path.exists() and not force and not is_ours(path):
         raise FileExistsError(
             f"{path}: is there and is no file of headscope's statistics; give force=True to replace it"
@@ -46,7 +59,15 @@ def save(stats: HeadStats, path: Path, force: bool, more: Mapping[str, str] | No
             said["qk_runs"] = [*part.tiles_by_run]
     entries = {_KEY: json.dumps({"version": VERSION, "layers": layers}), **(more or {})}
     plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
-    replace(path, encode(plain, entries))
+    try:
+        content = encode(plain, entries)
+    except SafetensorError as error:
+        runs = sum(len(part.kept) for part in stats.parts.values())
+        raise ValueError(
+            f"{path}: too much for one file ({error}): the header would name {len(plain)} tensors, for rows of {runs} "
+            "calls are kept; observe without keep_rows and top, or save and start anew more often"
+        ) from error
+    replace(path, content)
     return path
 
 
@@ -60,6 +81,7 @@ def load(path: Path) -> HeadStats:
         if _is_cut_short(path):
             raise ValueError(f"{path}: is cut short, its end is missing")
         raise ValueError(f"{path}: no file of headscope's statistics")
+    check_format(path, said, VERSION)
     with sound(path):
         return _load(path, said)
 
@@ -67,14 +89,23 @@ def load(path: Path) -> HeadStats:
 def _load(path: Path, said: dict[str, Any]) -> HeadStats:
     from safetensors import safe_open
 
-    if said["version"] > VERSION:
-        raise ValueError(f"{path}: format {said['version']}, this version of headscope reads up to {VERSION}")
+    layers = listed(said, "layers", dict)
     with safe_open(path, framework="pt") as file:  # pyright: ignore[reportUnknownVariableType, reportGeneralTypeIssues]
         names: list[str] = [name for name in file.keys() if "/qk/" not in name]  # noqa: SIM118
         tensors = {name: file.get_tensor(name) for name in names}
     # stays open: of q and k the pieces that are asked for are read, and no more
-    mapped = safe_open(path, framework="pt") if any(layer.get("qk") for layer in said["layers"]) else None
-    return HeadStats({layer["name"]: _take(layer, f"{n}", tensors, mapped) for n, layer in enumerate(said["layers"])})
+    mapped = safe_open(path, framework="pt") if any(layer.get("qk") for layer in layers) else None
+    return HeadStats(
+        {told(layer, "name", str): _take(layer, f"{n}", tensors, mapped) for n, layer in enumerate(layers)}
+    )
+
+
+def check_format(path: Path, said: Mapping[str, Any], most: int) -> None:
+    """Raises: ValueError: what a header says is of a newer format."""
+    with sound(path):
+        version = told(said, "version", int)
+    if version > most:
+        raise ValueError(f"{path}: format {version}, this version of headscope reads up to {most}")
 
 
 def header(path: Path, key: str = _KEY) -> dict[str, Any] | None:
@@ -109,14 +140,14 @@ def _is_cut_short(path: Path) -> bool:
             return True
         tensors = (said for name, said in json.loads(head).items() if name != "__metadata__")
         return size < 8 + length + max((said["data_offsets"][1] for said in tensors), default=0)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return False  # it is damaged in another way
 
 
 def is_ours(path: Path) -> bool:
     """Whether a file is one of headscope's statistics that can be read, and so may be replaced."""
     try:
-        return header(path) is not None
+        return path.is_file() and header(path) is not None  # to open a pipe is to wait
     except ValueError:
         return False
 
@@ -132,14 +163,35 @@ def check_name(path: Path) -> None:
 @contextmanager
 def sound(path: Path) -> Generator[None]:
     """Whatever is found amiss in a file's header or tensors is told as the damage that it is."""
+    from safetensors import SafetensorError
+
     try:
         yield
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: is damaged: its header is no JSON ({error})") from error
     except KeyError as error:
         raise ValueError(f"{path}: is damaged: it lacks {error}") from error
-    except (TypeError, AttributeError, IndexError) as error:
+    except (TypeError, ValueError, AttributeError, IndexError, RecursionError, SafetensorError) as error:
         raise ValueError(f"{path}: is damaged: {error}") from error
+
+
+def told(said: Mapping[str, Any], name: str, *kinds: type[Any]) -> Any:
+    """A value that a header says.
+
+    Raises:
+        KeyError: it does not.
+        TypeError: the value is of another kind; True and False are no whole numbers.
+    """
+    value = said[name]
+    if type(value) not in kinds:
+        wanted = " or ".join(each.__name__ for each in kinds)
+        raise TypeError(f"{name}: got {type(value).__name__}, wanted {wanted}")
+    return value
+
+
+def listed(said: Mapping[str, Any], name: str, kind: type[Any]) -> list[Any]:
+    """Several values of one kind; likewise."""
+    return [told({name: each}, name, kind) for each in told(said, name, list)]
 
 
 def _put(part: LayerStats, name: str, under: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -174,38 +226,78 @@ def _put_qk(tiles: Any, under: str, tensors: dict[str, Tensor]) -> dict[str, Any
     return kept.said()
 
 
-def _take_qk(said: dict[str, Any], under: str, file: Any) -> KeptWeights:
-    parts = {name: file.get_slice(f"{under}/{name}") for name in said["parts"]}
-    sizes = {name: tuple(x.get_shape()) for name, x in parts.items()}
-    wide = parts["q"].get_dtype() == "F64"
-    return KeptWeights(parts, sizes, tuple(said["lead"]), said["scale"], said["softcap"], wide)
+def _take_qk(said: dict[str, Any], under: str, file: Any, heads: int) -> KeptWeights:
+    names = {"q", "k", "lse", *listed(said, "parts", str)}
+    parts = {name: file.get_slice(f"{under}/{name}") for name in _QK if name in names}
+    shapes = {name: tuple(x.get_shape()) for name, x in parts.items()}
+    sizes = {"H": heads}
+    for name, shape in shapes.items():
+        _check_axes(f"{under}/{name}", shape, _QK[name], sizes, ones=name in ("spans", "rest", "bias"))
+    lead, kv_heads = tuple(listed(said, "lead", int)), sizes["Hkv"]
+    if math.prod(lead) != sizes["B"] or heads // max(1, kv_heads) * kv_heads != heads:
+        raise TypeError(f"{under}: lead {lead} and {kv_heads} key/value heads do not fit {shapes['q']}")
+    scale, softcap = told(said, "scale", float, int), told(said, "softcap", float, int, NoneType)
+    return KeptWeights(parts, shapes, lead, scale, softcap, parts["q"].get_dtype() == "F64")
 
 
-def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor], mapped: Any = None) -> LayerStats:
+def _check_axes(name: str, shape: tuple[int, ...], axes: Axes, sizes: dict[str, int], *, ones: bool = False) -> None:
+    """Raises: TypeError: a letter is not everywhere the same size (or 1, if ``ones``)."""
+    fit = len(shape) == len(axes)
+    for n, axis in zip(shape, axes, strict=False):
+        size = sizes.setdefault(axis, n) if isinstance(axis, str) else axis
+        fit &= n == size or (ones and n == 1 and isinstance(axis, str))
+    if not fit:
+        raise TypeError(f"{name}: got {list(shape)}, wanted [{', '.join(map(str, axes))}]")
+
+
+def _taker(tensors: Mapping[str, Tensor], under: str, sizes: dict[str, int]) -> Callable[..., Tensor]:
+    """What gives a tensor of a layer by its name, if it has these axes and the dtype that goes with the name."""
+
+    def take(name: str, *axes: str | int) -> Tensor:
+        name = f"{under}/{name}"
+        found, wanted = tensors[name], _DTYPES.get(name.rpartition("/")[2])
+        _check_axes(name, tuple(found.shape), axes, sizes)
+        if found.dtype != wanted and not (wanted is None and found.is_floating_point()):
+            raise TypeError(f"{name}: got {found.dtype}, wanted {wanted or 'a floating one'}")
+        return found
+
+    return take
+
+
+def _take_kept(names: list[str], run: int, take: Callable[..., Tensor]) -> Kept:
+    b, r, k = (f"{axis} of run {run}" for axis in "BRk")
+    at = f"kept/{run}"
+    queries, counted = take(f"{at}/queries", r), take(f"{at}/counted", b, "H", r)
+    deep = {name: (k,) if name.startswith("top_") else () for name in names}
+    return Kept(queries, counted, {name: take(f"{at}/values/{name}", b, "H", r, *more) for name, more in deep.items()})
+
+
+def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor], mapped: Any) -> LayerStats:
     """The reverse of ``_put``."""
-    moments = {
-        name: Moments(*(tensors[f"{under}/moments/{name}/{what}"] for what in _MOMENTS)) for name in said["moments"]
-    }
+    said = {"lengths": None, "first": None, "qk": [], "qk_runs": None} | said  # older files do not say these
+    numbers = {what: told(said, what, int) for what in _NUMBERS}
+    sizes = {"H": numbers["heads"]}
+    take = _taker(tensors, under, sizes)
+    moments: dict[str, Moments] = {}
+    for name in listed(said, "moments", str):
+        bins = {"histogram": [len(histogram_edges(name)) - 1]}
+        moments[name] = Moments(*(take(f"moments/{name}/{what}", "H", *bins.get(what, ())) for what in _MOMENTS))
     parts: dict[str, Any] = {
-        which: kind(*(tensors[f"{under}/{which}/{what}"] for what in whats)) if said[which] else None
+        which: kind(*(take(f"{which}/{what}", *axes) for what, axes in whats.items()))
         for which, (kind, whats) in _PARTS.items()
+        if told(said, which, bool)
     }
-    kept = tuple(
-        Kept(
-            tensors[f"{under}/kept/{run}/queries"],
-            tensors[f"{under}/kept/{run}/counted"],
-            {name: tensors[f"{under}/kept/{run}/values/{name}"] for name in names},
-        )
-        for run, names in enumerate(said["kept"])
-    )
-    found: dict[str, Any] = {what: tensors[f"{under}/{what}"] for what in ("rows", "broken")}
-    found |= {what: tensors[f"{under}/{what}"] if said["received"] else None for what in ("received", "eligible")}
-    found |= {what: said[what] for what in _NUMBERS}
-    lengths = said.get("lengths")  # older files do not say it
-    tiles = tuple(_take_qk(each, f"{under}/qk/{run}", mapped) for run, each in enumerate(said.get("qk", ())))
-    lengths = tuple(lengths) if lengths else None
-    runs = said.get("qk_runs")  # nor this: q and k are then of all runs
+    if told(said, "received", bool):
+        parts |= {what: take(what, "H", "K") for what in ("received", "eligible")}
+    kept = tuple(_take_kept(names, run, take) for run, names in enumerate(listed(said, "kept", list)))
+    tiles = [_take_qk(each, f"{under}/qk/{n}", mapped, sizes["H"]) for n, each in enumerate(listed(said, "qk", dict))]
+    runs = [*range(len(tiles))] if told(said, "qk_runs", list, NoneType) is None else listed(said, "qk_runs", int)
+    if len(runs) != len(tiles) or runs != sorted({*runs}) or not all(0 <= n < numbers["runs"] for n in runs):
+        raise TypeError(f"qk_runs: got {runs} for {len(tiles)} of {numbers['runs']} runs")
+    lengths = None if told(said, "lengths", list, NoneType) is None else tuple(listed(said, "lengths", int))
+    if lengths is not None and len(lengths) != 2:
+        raise TypeError(f"lengths: got {len(lengths)} numbers, wanted 2")
     return LayerStats(
-        **found, moments=moments, **parts, kept=kept, tiles=tiles, lengths=lengths, first=said.get("first"),
-        tile_runs=tuple(runs) if runs else None,
+        **numbers, rows=take("rows", "H"), broken=take("broken", "H"), moments=moments, **parts, kept=kept,
+        tiles=tuple(tiles), lengths=lengths, first=told(said, "first", int, NoneType), tile_runs=tuple(runs),
     )  # fmt: skip

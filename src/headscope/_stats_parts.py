@@ -364,11 +364,16 @@ class LayerStats(_Part):
         """Of the runs of all, in this order.
 
         Raises:
-            ValueError: other heads, bins, edges or first keys, or a part that only some of them have.
+            ValueError: other heads, device, bins, edges or first keys, or a part that only some of them have.
         """
         for other in others:
             if self.heads != other.heads:
                 raise ValueError(f"heads: cannot merge {self.heads} heads with {other.heads}")
+            if self.rows.device != other.rows.device:
+                raise ValueError(
+                    f"device: cannot merge what is on {self.rows.device} with what is on {other.rows.device}; "
+                    'bring both to one device first: stats.to("cpu")'
+                )
             for part in ("moments", "received", "map", "edges", "kept"):
                 if _has(self, part) != _has(other, part):
                     said = "row_stats" if part == "moments" else part

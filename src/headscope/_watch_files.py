@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from headscope import _stats_files
+from headscope._stats_files import listed, told
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
 
 VERSION = 1
 _KEY = "headscope.recording"
+_ABOUT: dict[str, tuple[type[Any], ...]] = {
+    "model": (str,), "options": (dict,), "versions": (dict,), "kinds": (dict,), "texts": (list, NoneType),
+    "forwards": (int,), "ran": (int,),
+}  # fmt: skip
 
 
 def said(about: About) -> dict[str, Any]:
@@ -37,10 +43,13 @@ def load(path: Path) -> Recording:
     header = _stats_files.header(path, _KEY)
     if header is None:
         raise ValueError(f"{path}: holds statistics, but is no recording; HeadStats.load reads it")
+    _stats_files.check_format(path, header, VERSION)
     with _stats_files.sound(path):
-        if header["version"] > VERSION:
-            raise ValueError(f"{path}: format {header['version']}, this version of headscope reads up to {VERSION}")
-        about: dict[str, Any] = header["about"]
+        if not stats.parts:
+            raise TypeError("layers: got none")
+        about: dict[str, Any] = told(header, "about", dict)
+        for name, kinds in _ABOUT.items():
+            told(about, name, *kinds)
         if about["texts"] is not None:
-            about["texts"] = tuple(about["texts"])
+            about["texts"] = tuple(listed(about, "texts", str))
         return Recording(stats, About(**about))

@@ -380,8 +380,8 @@ class HeadStats:
 
         Raises:
             TypeError: one of them is no HeadStats.
-            ValueError: a layer with other heads, bins, edges or first keys, or with a part that only one of them has (but
-                for q and k, which ``tile`` then has of some runs).
+            ValueError: a layer with other heads, bins, edges or first keys, on another device, or with a part that only
+                one of them has (q and k may be missing: ``tile`` then has some of the runs).
         """
         several: dict[str, list[LayerStats]] = {}
         for stats in (self, *others):
@@ -478,10 +478,11 @@ class HeadStats:
         """Write everything but ``tile``'s q and k into one safetensors file with a JSON header.
 
         The file is written beside its place and then moved there. Another file of statistics is replaced; any other is
-        left alone unless ``force``.
+        left alone unless ``force``; what is no regular file, always. A link stays, and what it leads to is replaced.
 
         Raises:
-            FileExistsError: there is a file that is no statistics of headscope.
+            FileExistsError: there is a file that is no statistics of headscope, or no regular file.
+            ValueError: there is too much for one file, as the kept rows of very many calls.
         """
         from headscope._stats_files import save
 
