@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -62,6 +64,33 @@ def test_a_recording_is_saved_and_loaded(tmp_path: Path) -> None:
     bare = seen.stats.save(tmp_path / "bare.safetensors")
     with pytest.raises(ValueError, match="holds statistics, but is no recording"):
         Recording.load(bare)
+
+
+@pytest.mark.parametrize(
+    ("about", "layers", "message"),
+    [
+        ([], None, "about: got list, wanted dict"),
+        ({"ran": None}, None, "ran: got NoneType, wanted int"),
+        ({"texts": "ab"}, None, "texts: got str, wanted list or NoneType"),
+        ({"texts": [3]}, None, "texts: got int, wanted str"),
+        ({"unknown": 3}, None, "unexpected keyword argument"),
+        ({}, [], "layers: got none"),
+    ],
+)
+def test_a_damaged_recording_is_told_as_such(about: Any, layers: Any, message: str, tmp_path: Path) -> None:
+    model = Small()
+    with watch(model) as seen:
+        model(input_of(model))
+    path = seen.save(tmp_path / "seen.safetensors")
+    with safe_open(path, framework="pt") as file:
+        said = {name: json.loads(entry) for name, entry in file.metadata().items()}
+        held: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    recording, stats = said["headscope.recording"], said["headscope.stats"]
+    recording["about"] = recording["about"] | about if isinstance(about, dict) else about
+    stats["layers"] = stats["layers"] if layers is None else layers
+    save_file(held, path, {name: json.dumps(entry) for name, entry in said.items()})
+    with pytest.raises(ValueError, match=f"seen.safetensors: is damaged: .*{message}"):
+        Recording.load(path)
 
 
 @pytest.mark.parametrize(
@@ -499,6 +528,11 @@ def test_a_notebook_shows_a_recording_of_nothing() -> None:
             seen.stats  # noqa: B018
         model(input_of(model))
     assert shown == "<p>Recording(Small: nothing seen so far)</p>"
+
+
+def test_texts_are_strings() -> None:
+    with pytest.raises(TypeError, match="texts: got bytes, wanted a str for each token"):
+        watch(Small(), texts=["a", b"b"])  # pyright: ignore[reportArgumentType]
 
 
 def test_accelerate_is_a_yes_or_no() -> None:

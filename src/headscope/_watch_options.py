@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -54,7 +54,9 @@ class Options:
     monitor: Monitor | None
 
 
-def check(every: object, tokens: object, kinds: Mapping[str, object], unseen: object, alarms: object) -> None:
+def check(
+    every: object, tokens: object, kinds: Mapping[str, object], unseen: object, alarms: object, texts: Iterable[object]
+) -> None:
     """Refuse what ``watch`` cannot be asked for."""
     if isinstance(every, bool) or not isinstance(every, int):
         raise TypeError(f"every: got {type(every).__name__}, wanted a whole number from 1")
@@ -69,6 +71,9 @@ def check(every: object, tokens: object, kinds: Mapping[str, object], unseen: ob
         raise ValueError(f'unseen: got {unseen!r}, wanted "error" or "ignore"')
     if not isinstance(alarms, (bool, Limits)):
         raise TypeError(f"alarms: got {type(alarms).__name__}, wanted True, False or Limits")
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"texts: got {type(text).__name__}, wanted a str for each token")
 
 
 def about_of(model: nn.Module, options: Options, layers: Choice | None, texts: tuple[str, ...] | None) -> About:

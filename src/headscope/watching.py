@@ -156,7 +156,7 @@ class Recording:
             force: replace any file.
 
         Raises:
-            FileExistsError: there is a file that is no statistics of headscope; see ``HeadStats.save``.
+            FileExistsError, ValueError: see ``HeadStats.save``.
             ValueError: ``qk``, and a mask that is too large to be saved.
         """
         from headscope._watch_files import save
@@ -310,14 +310,15 @@ def watch(
     if kinds is not None and not isinstance(kinds, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"kinds: got {type(kinds).__name__}, wanted a mapping of patterns to kinds")
     kinds = dict(kinds or {})
-    check(every, tokens, kinds, unseen, alarms)
+    texts = None if texts is None else tuple(texts)
+    check(every, tokens, kinds, unseen, alarms, texts or ())
     if not isinstance(accelerate, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"accelerate: got {type(accelerate).__name__}, wanted True or False")
     targets = [] if log is None else list(log) if isinstance(log, (list, tuple)) else [log]
     limits = Limits() if alarms is True else alarms or None
     monitor = Monitor([writer(target) for target in targets], limits) if targets or limits else None
     options = Options(what, every, tokens, kinds, positions, accelerate, unseen, monitor)
-    return Watch(model, options, layers, None if texts is None else tuple(texts))
+    return Watch(model, options, layers, texts)
 
 
 class Watch:
