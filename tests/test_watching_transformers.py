@@ -193,7 +193,10 @@ def test_padding_reaches_the_registered_function() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "t5", "whisper"])
-def test_accelerate(family: str) -> None:
+def test_accelerate(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows of the model's own function are enough to know its rule."""
+    monkeypatch.setattr(_watch_transformers, "ROWS", 4)
+    monkeypatch.setattr(_watch_transformers, "_own", functools.partial(own_of_few, _watch_transformers._own))
     case = FAMILIES[family][0]("eager")
     with torch.no_grad():
         plain = case.run(case.model)
@@ -205,6 +208,71 @@ def test_accelerate(family: str) -> None:
     rows = PADDING.bool() if family in ("llama", "gpt_oss") else slice(None)
     torch.testing.assert_close(one[rows], other[rows], rtol=1e-4, atol=1e-4)
     assert_same(ours, seen)
+
+
+def own_of_few(own: Any, *given: Any) -> Any:
+    call = own(*given)
+    assert call.out.shape[2] <= 4
+    return call
+
+
+def counting(rows: list[int], least: int = 0) -> Any:
+    """An attention function that keeps how many rows it is asked for, and wants no fewer than so many."""
+
+    def mine(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows.append(query.shape[2])
+        if query.shape[2] < least:
+            raise IndexError("too few")
+        return _watch_transformers.attention_forward(module, query, *args, **kwargs)
+
+    return mine
+
+
+@pytest.mark.parametrize(("least", "wanted"), [(0, [4, 4]), (11, [4, 11, 4, 11])])
+def test_accelerate_asks_the_models_own_function_once_a_layer(
+    least: int, wanted: list[int], attention: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a few rows; for all of them where it does not know of a few."""
+    monkeypatch.setattr(_watch_transformers, "ROWS", 4)
+    rows: list[int] = []
+    attention(counting(rows, least))
+    model = model_of("llama", "mine")
+    with torch.no_grad(), watch(model, accelerate=True):
+        for _ in range(2):
+            model(IDS, attention_mask=PADDING)
+    assert rows == wanted
+
+
+@pytest.mark.parametrize(("implementation", "wanted"), [("mine", 11), ("sdpa", 4)])
+def test_accelerate_compares_without_a_mask(
+    implementation: str, wanted: int, attention: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a function of one's own sees where it gets none may need all rows to show."""
+    monkeypatch.setattr(_watch_transformers, "ROWS", 4)
+    rows: list[int] = []
+    attention(counting(rows))
+    interface = transformers.AttentionInterface._global_mapping
+    monkeypatch.setitem(interface, "sdpa", interface["mine"])
+    model = model_of("llama", implementation)
+    with torch.no_grad():
+        plain = model(IDS).logits
+        rows.clear()
+        with watch(model, accelerate=True):
+            torch.testing.assert_close(model(IDS).logits, plain)
+    assert rows == [wanted] * 2
+
+
+def test_accelerate_leaves_the_layers_that_are_not_chosen(attention: Any) -> None:
+    def mine(module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        key = key.flip(-2) if module.layer_idx == 0 else key
+        return _watch_transformers.attention_forward(module, query, key, *args, **kwargs)
+
+    attention(mine)
+    model = model_of("llama", "mine")
+    with torch.no_grad():
+        plain = model(IDS).logits
+        with watch(model, accelerate=True, layers="model.layers.1"):
+            torch.testing.assert_close(model(IDS).logits, plain)
 
 
 def test_a_function_of_ones_own_is_seen(attention: Any) -> None:
@@ -280,7 +348,8 @@ def test_what_a_partial_binds_counts(attention: Any) -> None:
     assert seen["max_logit"].max.max() > 0.1
 
 
-def test_a_rule_that_is_not_known_is_an_error(attention: Any) -> None:
+@pytest.mark.parametrize("accelerate", [False, True])
+def test_a_rule_that_is_not_known_is_an_error(accelerate: bool, attention: Any) -> None:
     """Every layer's first output is compared with what its arguments give."""
 
     def mine(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
@@ -289,7 +358,7 @@ def test_a_rule_that_is_not_known_is_an_error(attention: Any) -> None:
     attention(mine)
     model = model_of("llama", "mine")
     error = r"layer model.layers.0.self_attn: its output differs by .* of the largest value from what its q, k, v"
-    watching = watch(model)
+    watching = watch(model, accelerate=accelerate)
     with torch.no_grad(), pytest.raises(WatchError, match=error), watching:
         model(IDS)
     assert not watching.recording._parts, "an error, and no statistic"

@@ -48,6 +48,8 @@ class Call:
     Attributes:
         total: how many positions a layer with a cache has seen, this call's included; None = as many as keys.
         out: what the model got, [B, H, Q, Dv], where it is to be compared with what these arguments give.
+        own: makes the call, or one of a few of its rows, with what the model's own function gives; where headscope has
+            attended in its place.
         kind: "self", "cross", or None where the call itself does not say.
         tokens: ids of the keys.
     """
@@ -67,6 +69,7 @@ class Call:
     tokens: Ids | None = None
     total: int | Tensor | None = None
     out: Tensor | None = None
+    own: Callable[[], Call] | None = None
 
 
 def measure(call: Call, what: Observe) -> LayerStats:
@@ -287,11 +290,11 @@ def _four_axes(mask: Tensor, lead: tuple[int, ...]) -> Tensor:
 Convert = Callable[[Tensor], tuple[Mask | None, Tensor | None]]
 
 
-def error_of(call: Call) -> Tensor | None:
+def error_of(call: Call) -> tuple[Tensor, float] | None:
     """How far the model's own output is from what these arguments give, relative to its largest value; one number.
 
-    On two rows of all heads, the last one and one in the middle; rows that may see nothing are left out. None where
-    there is nothing to compare.
+    On two rows of all heads, the last one and one in the middle; rows that may see nothing are left out. Beside it how
+    far it may be. None where there is nothing to compare.
     """
     if call.out is None or call.v is None or 0 in (*call.out.shape, call.k.shape[-2]):
         return None
@@ -300,7 +303,7 @@ def error_of(call: Call) -> Tensor | None:
     wanted, lse = _rows(rounded(call), rows)
     out = call.out.detach().index_select(-2, rows).float()
     apart = torch.where(lse == -math.inf, 0.0, (wanted - out).abs().amax(-1))
-    return apart.amax() / wanted.abs().amax().clamp_min(1e-30)
+    return apart.amax() / wanted.abs().amax().clamp_min(1e-30), TOLERANCE[call.out.dtype]
 
 
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}

@@ -36,10 +36,9 @@ class Forward(Protocol):
 
     active: bool
     """Whether anything of it is looked at."""
-    accelerate: bool
 
-    def enter(self, name: str, module: nn.Module) -> None:
-        """A module starts to run."""
+    def enter(self, name: str, module: nn.Module) -> bool | None:
+        """A module starts to run; True = headscope's kernel is to attend in it."""
         ...
 
     def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
@@ -79,6 +78,7 @@ class Frame:
     Attributes:
         forwards: watcher -> the forward pass that it is part of, and the module's name there.
         calls: how many attention calls it has made, one that is being seen included.
+        accelerate: headscope's kernel is to attend, too.
         quiet: its attention calls are being looked at from outside: what they call themselves is not.
     """
 
@@ -88,6 +88,7 @@ class Frame:
         self.kwargs = kwargs
         self.forwards: dict[Watcher, tuple[Forward, str]] = {}
         self.calls = 0
+        self.accelerate = False
         self.quiet = False
         self._arguments: Mapping[str, Any] | None = None
 
@@ -100,11 +101,6 @@ class Frame:
     def active(self) -> bool:
         """Whether somebody looks at this forward pass."""
         return any(forward.active for forward, _ in self.forwards.values())
-
-    @property
-    def accelerate(self) -> bool:
-        """Whether headscope's kernel is to attend, too."""
-        return any(forward.active and forward.accelerate for forward, _ in self.forwards.values())
 
     @property
     def arguments(self) -> Mapping[str, Any]:
@@ -305,8 +301,8 @@ def _run(original: Callable[..., Any], frame: Frame, entries: Entries) -> Any:
             outer = watcher.begin()
             begun.append((watcher, outer))
         frame.forwards[watcher] = (outer, name)
-        if outer.active:
-            outer.enter(name, frame.module)
+        if outer.active and outer.enter(name, frame.module):
+            frame.accelerate = True
     stack.append(frame)
     try:
         if not frame.active or _is_on():

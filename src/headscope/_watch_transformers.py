@@ -11,6 +11,8 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -28,6 +30,7 @@ _UNREADABLE = ("flash", "flex", "paged", "/")  # their masks are no tensors [B, 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 _CONTEXTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 _LEAD = ("module", "query", "key", "value", "attention_mask")
+ROWS = 16  # of the model's own function that are computed where headscope attends in its place
 
 Function = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -96,24 +99,81 @@ def _get_interface(self: Any, attn_implementation: str, default: Function) -> Fu
 
 
 def _attend(attend: Function, name: str, frame: Frame, given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    lead = [given.get(each) for each in _LEAD]
-    options = {key: value for key, value in given.items() if key not in _LEAD}
-    given = {**_bound(attend), **given}
+    asked, given = given, {**_bound(attend), **given}
     dropout = given.get("dropout") or 0.0
     with frame.quietly():  # its own call of SDPA is this call
         if frame.accelerate:
-            call = described(attend, name, frame, given, None)
+            call = described(attend, name, frame, given)
             out = _watch_calls.attend(call, dropout).transpose(1, 2).contiguous()
             result: tuple[Tensor, Tensor | None] = (out, None)
         else:
-            result = attend(*lead, **options)
-    dropped = bool(dropout) or frame.accelerate
-    frame.see(lambda: described(attend, name, frame, given, None if dropped else result[0].transpose(1, 2)))
+            result = _called(attend, asked)
+
+    def seen() -> Call:
+        call = described(attend, name, frame, given)
+        if dropout:  # there is nothing to compare
+            return call
+        if frame.accelerate:
+            return replace(call, own=lambda: _own(attend, name, frame, asked))
+        return replace(call, out=result[0].transpose(1, 2))
+
+    frame.see(seen)
     out = frame.scaled(result[0], -2)  # [B, Q, H, Dv]
     return result if out is result[0] else (out, result[1])
 
 
-def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any], out: Tensor | None) -> Call:
+def _called(attend: Function, asked: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """What the model's own function gives."""
+    options = {key: value for key, value in asked.items() if key not in _LEAD}
+    return attend(*(asked.get(each) for each in _LEAD), **options)
+
+
+def _own(attend: Function, name: str, frame: Frame, asked: Mapping[str, Any]) -> Call:
+    """A call with what the model's own function gives: of a few rows, for which there is always memory and time.
+
+    Where these are not what is expected it is asked for all of them: it may not know of a few.
+    """
+
+    def of(part: Mapping[str, Any]) -> Call:
+        out = _called(attend, part)[0].transpose(1, 2)
+        return replace(described(attend, name, frame, {**_bound(attend), **part}), out=out)
+
+    with suppress(Exception):
+        call = of(_few(name, frame.module, asked))
+        error = _watch_calls.error_of(call)
+        if error is not None and float(error[0]) <= error[1]:
+            return call
+    return of(asked)
+
+
+def _few(name: str, module: nn.Module, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a function is asked, for its last queries; the first ones, and their keys, where no mask says what they see.
+
+    A function of the caller's own may have a window where it gets no mask: it is asked for all rows.
+    """
+    q, k, v, mask = (asked.get(each) for each in _LEAD[1:])
+    assert isinstance(q, Tensor)
+    assert isinstance(k, Tensor)
+    assert isinstance(v, Tensor)
+    queries, keys = q.shape[-2], k.shape[-2]
+    fewer = queries - min(queries, ROWS)
+    rows, columns = slice(fewer, None), slice(None)
+    if mask is None and _causal(name, module, asked, queries) is not None:
+        if name not in ("sdpa", NAME):
+            return asked
+        rows, columns = slice(queries - fewer), slice(max(ROWS, keys - fewer))
+
+    def of(given: Any) -> Any:
+        """Of a mask, a bias, or anything else that the rows have."""
+        if not isinstance(given, Tensor) or given.ndim < 4 or given.shape[-2] != queries:
+            return given
+        return given[..., rows, columns if given.shape[-1] == keys else slice(None)]
+
+    part = {each: of(given) for each, given in asked.items()}
+    return {**part, "query": q[..., rows, :], "key": k[..., columns, :], "value": v[..., columns, :]}
+
+
+def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any]) -> Call:
     """An attention function's call in headscope's words.
 
     Which options count is up to the function: one that does not name ``softcap`` or ``position_bias``, or does not look
@@ -147,7 +207,7 @@ def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any
     total = None if kind == "cross" else _length(frame)
     q_pos, k_pos = _places(total, q.shape[-2], k.shape[-2], q.device)
     return Call(
-        q=q, k=k, v=v, mask=seen, bias=bias, scale=given.get("scaling"), sinks=sinks, out=out, kind=kind,
+        q=q, k=k, v=v, mask=seen, bias=bias, scale=given.get("scaling"), sinks=sinks, kind=kind,
         softcap=given.get("softcap") if "softcap" in named else None, q_pos=q_pos, k_pos=k_pos, total=total,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headscope import _watch_frames, _watch_layers, _watch_transformers
 from headscope._stats_parts import LayerStats
-from headscope._watch_calls import COMPILED, TOLERANCE, Call, Ids, Kind, WatchError, error_of, measure, placed, standing
+from headscope._watch_calls import COMPILED, Call, Ids, Kind, WatchError, error_of, measure, placed, standing
 from headscope._watch_frames import Frame
 from headscope._watch_layers import Choice
 from headscope._watch_monitor import Alarm, AttentionWarning, Limits, Monitor, writer
@@ -285,7 +285,8 @@ def watch(
         kinds: name or pattern -> "self" or "cross", where the calls do not say (see docs/watching.md).
         positions: where the keys of self-attention stand, [K], or [K, 2] on a grid of patches; NaN = nowhere (CLS). By
             default 0, 1, 2, …, a cache included.
-        accelerate: let headscope's kernel attend as well. Outputs are then equal up to rounding, not to the bit.
+        accelerate: let headscope's kernel attend as well, in the layers that are chosen. Outputs are then equal up to
+            rounding, not to the bit.
         unseen: "error": a module called attention that ran and could not be seen into is an error that names it.
         log: where the values of each forward pass that is looked at go, under flat names (``attn/L03/H05/entropy``): a
             TensorBoard ``SummaryWriter``, a Weights & Biases run, a function of the values and the step, or several. A
@@ -413,13 +414,13 @@ class Watch:
         Where the call was understood wrongly (a model with a rule of its own), this is an error and no statistic. On a
         device it is looked at when the watch ends, so that no step waits for it.
         """
-        if layer in self._errors or call.out is None:
+        if layer in self._errors:
             return
-        error = error_of(call)
+        error = error_of(call if call.own is None else call.own())
         if error is None:
             return
-        self._errors[layer] = (error, TOLERANCE[call.out.dtype])
-        if error.device.type == "cpu":
+        self._errors[layer] = error
+        if error[0].device.type == "cpu":
             self._judge(layer)
 
     def _judge(self, layer: str) -> None:
@@ -467,13 +468,13 @@ class Pass:
         self.number = number
         self.active = active
         self.parts: dict[str, LayerStats] = {}  # of this pass alone, for a monitor
-        self.accelerate = watch.options.accelerate
         self.ran: dict[str, None] = {}
         self.seen: set[str] = set()
 
-    def enter(self, name: str, module: nn.Module) -> None:
-        """A module starts to run."""
+    def enter(self, name: str, module: nn.Module) -> bool:
+        """A module starts to run; headscope's kernel attends in those that were chosen, if at all."""
         self.ran[name] = None
+        return self.watch.options.accelerate and name in self.watch.chosen
 
     def factors(self, name: str, heads: int) -> Tensor | None:
         """The heads stay as they are."""
