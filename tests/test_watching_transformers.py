@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from watched import FAMILIES, IDS, PADDING, TARGET
 
+import headscope
 from headscope import Observe, Recording, _watch_transformers, watch
 from headscope.watching import WatchError, register_transformers
 
@@ -157,6 +160,58 @@ def test_what_generate_has_compiled_is_refused_or_forgotten() -> None:
     model._compiled_call = model.__call__
     with pytest.raises(WatchError, match=r"runs compiled.*; compiled: LlamaForCausalLM"), watch(model):
         pass
+
+
+class Remembering(torch.nn.Module):
+    """Self-attention to what a cache holds, and behind that to keys that are no token's."""
+
+    layer_idx = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(6, 18)
+        self.memory = torch.nn.Parameter(torch.randn(2, 1, 2, 3, 3))  # k and v, [B, H, 3, D]
+
+    def heads(self, x: Tensor, cache: Any = None) -> list[Tensor]:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        k, v = (k, v) if cache is None else cache.update(k, v, 0)
+        return [q, *(torch.cat([own, more], -2) for own, more in zip((k, v), self.memory, strict=True))]
+
+    def forward(self, x: Tensor, attention_mask: Tensor, past_key_values: Any = None) -> Tensor:
+        attend = transformers.AttentionInterface().get_interface("sdpa", sdpa_attention_forward)
+        return attend(self, *self.heads(x, past_key_values), F.pad(attention_mask, (0, 3), value=True))[0]
+
+
+def test_keys_behind_those_of_tokens_stand_nowhere() -> None:
+    """With a cache that forgets, without one, and at positions of one's own."""
+    model, x, place = Remembering(), torch.randn(1, 11, 6), torch.arange(11)
+    gap = place[:, None] - place
+    mask = ((gap >= 0) & (gap < 4))[None, None]
+    tokens: Any = {"tokens": torch.zeros(11, dtype=torch.long)}
+    with torch.no_grad(), watch(model, **tokens) as whole:
+        model(x, mask)
+    with torch.no_grad(), watch(model, positions=place) as placed:
+        model(x, mask)
+    config = transformers.MistralConfig(sliding_window=4, num_hidden_layers=1)
+    cache = transformers.DynamicCache(config=config)
+    with torch.no_grad(), watch(model, **tokens) as steps:
+        for start, stop in STEPS:
+            oldest = max(0, start - 3)
+            model(x[:, start:stop], mask[:, :, start:stop, oldest:stop], past_key_values=cache)
+    with torch.no_grad():
+        k_pos = torch.cat([place.double(), torch.full((3,), math.nan)])
+        seen = F.pad(mask, (0, 3), value=True)
+        wanted = headscope.observe(*model.heads(x), mask=seen, q_pos=place.double(), k_pos=k_pos)
+    assert whole["self"].count.tolist() == [[11, 11]]
+    assert whole["next"].count.tolist() == [[0, 0]]
+    for name in wanted.names:
+        for got in (whole, placed):
+            one, other = got[0, name], wanted[0, name]
+            torch.testing.assert_close((one.count, one.mean), (other.count, other.mean), equal_nan=True)
+    assert wanted[0].received is not None
+    torch.testing.assert_close(whole[0].received, wanted[0].received[:, :11])
+    assert_same(steps, whole, leave=("first",))
+    assert "induction" not in whole.names, "the token before the first of these keys is a query's own"
 
 
 # ---------------------------------------------------------------- training

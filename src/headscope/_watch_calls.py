@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _is_tracing
 from torch._subclasses import FakeTensor
+from torch.nn import functional as F
 
 from headscope import functional
 from headscope._call import as_mask
@@ -47,6 +48,7 @@ class Call:
 
     Attributes:
         total: how many positions a layer with a cache has seen, this call's included; None = as many as keys.
+        beside: how many keys, at the end, stand for no token of their own.
         out: what the model got, [B, H, Q, Dv], where it is to be compared with what these arguments give.
         own: makes the call, or one of a few of its rows, with what the model's own function gives; where headscope has
             attended in its place.
@@ -68,6 +70,7 @@ class Call:
     kind: Kind | None = None
     tokens: Ids | None = None
     total: int | Tensor | None = None
+    beside: int = 0
     out: Tensor | None = None
     own: Callable[[], Call] | None = None
 
@@ -99,7 +102,9 @@ def measure(call: Call, what: Observe) -> LayerStats:
         what=what,
     )
     part = next(iter(stats.parts.values()))
-    return _without_first(part) if _has_forgotten(call) else part
+    if call.beside and call.kind != "cross":
+        part = _of_tokens(part, call)
+    return _without_first(part) if _forgotten(call) else part
 
 
 def _check_values(call: Call) -> None:
@@ -191,7 +196,7 @@ def placed(call: Call, positions: Tensor | None) -> Call:
     """
     if positions is None:
         return call
-    queries, keys = call.q.shape[-2], call.k.shape[-2]
+    queries, keys = call.q.shape[-2], call.k.shape[-2] - call.beside
     if len(positions) != keys or queries > keys:
         raise ValueError(
             f"positions: are of {len(positions)} keys, this layer has {keys}, and {queries} queries; choose layers="
@@ -201,12 +206,22 @@ def placed(call: Call, positions: Tensor | None) -> Call:
         q_at = at[call.q_pos[..., 0]]
         return replace(call, q_pos=q_at if at.ndim > 1 else q_at[..., None], k_pos=at)
     end = min(call.total, keys) if isinstance(call.total, int) else keys
-    return replace(call, q_pos=at[end - queries : end], k_pos=at)
+    nowhere = at.new_full((call.beside, *at.shape[1:]), math.nan, dtype=torch.float64)
+    return replace(call, q_pos=at[end - queries : end], k_pos=torch.cat([at, nowhere]) if call.beside else at)
 
 
-def _has_forgotten(call: Call) -> bool:
-    """Whether a sliding cache no longer holds the first keys."""
-    return isinstance(call.total, int) and call.total > call.k.shape[-2]
+def _forgotten(call: Call) -> int:
+    """How many of the first keys a sliding cache no longer holds."""
+    return max(0, call.total - call.k.shape[-2] + call.beside) if isinstance(call.total, int) else 0
+
+
+def _of_tokens(part: LayerStats, call: Call) -> LayerStats:
+    """With what the keys of tokens received, where these stand: the other keys' places are those of later tokens."""
+    if part.received is None or part.eligible is None:
+        return part
+    first, tokens = _forgotten(call), call.k.shape[-2] - call.beside
+    received, eligible = (F.pad(each[:, :tokens], (first, 0)) for each in (part.received, part.eligible))
+    return replace(part, received=received, eligible=eligible)
 
 
 def _without_first(part: LayerStats) -> LayerStats:

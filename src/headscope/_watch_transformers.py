@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from headscope import _watch_calls, _watch_frames, _watch_masks
 from headscope._watch_calls import Call, Kind
@@ -205,10 +207,12 @@ def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any
         sinks = getattr(frame.module, "sinks", None)
     kind = _kind(frame)
     total = None if kind == "cross" else _length(frame)
-    q_pos, k_pos = _places(total, q.shape[-2], k.shape[-2], q.device)
+    beside = _beside(frame, mask, k.shape[-2])
+    q_pos, k_pos = _places(total, q.shape[-2], k.shape[-2], beside, q.device)
     return Call(
         q=q, k=k, v=v, mask=seen, bias=bias, scale=given.get("scaling"), sinks=sinks, kind=kind,
         softcap=given.get("softcap") if "softcap" in named else None, q_pos=q_pos, k_pos=k_pos, total=total,
+        beside=beside,
     )  # fmt: skip
 
 
@@ -268,19 +272,33 @@ def _length(frame: Frame) -> int | Tensor | None:
     return cache.get_seq_length(layer)
 
 
+def _beside(frame: Frame, mask: Tensor | None, keys: int) -> int:
+    """How many keys a layer has put behind those of tokens: as many as it has added to the mask that it was given."""
+    given = frame.arguments.get("attention_mask")
+    if mask is None or not isinstance(given, Tensor) or given.ndim != 4 or mask.shape[-1] != keys:
+        return 0
+    tokens = given.shape[-1]
+    return keys - tokens if 1 < tokens < keys and torch.equal(mask[..., :tokens], given) else 0
+
+
 def _places(
-    total: int | Tensor | None, queries: int, keys: int, device: torch.device
+    total: int | Tensor | None, queries: int, keys: int, beside: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """Where queries and keys stand, None = as usual: the keys from 0 on, and the queries at their end.
 
-    A sliding cache has forgotten the first keys, and a static one has room for keys that have not come yet.
+    A sliding cache has forgotten the first keys, and a static one has room for keys that have not come yet. Keys that
+    are no token's stand nowhere.
     """
-    if total is None or (isinstance(total, int) and total == keys):
+    keys -= beside
+    if total is None:
+        total = keys
+    if not beside and isinstance(total, int) and total == keys:
         return None, None
     first = max(0, total - keys) if isinstance(total, int) else 0
     last = torch.arange(queries, device=device) - queries
     q_pos = last + (total.to(device) if isinstance(total, Tensor) else total)
-    return q_pos, torch.arange(keys, device=device) + first
+    k_pos = torch.arange(keys, device=device) + first
+    return q_pos, F.pad(k_pos.double(), (0, beside), value=math.nan) if beside else k_pos
 
 
 # ---------------------------------------------------------------- headscope's own attention function

@@ -402,7 +402,7 @@ class Watch:
 
     def tokens_of(self, call: Call) -> Ids | None:
         """The ids of a call's keys, if they were asked for and are known."""
-        if self.options.tokens is None:
+        if self.options.tokens is None or call.beside:  # a key that is no token's would pass for the next one
             return None
         if isinstance(self.options.tokens, Tensor):
             return given(self.options.tokens, call)
