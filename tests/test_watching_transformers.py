@@ -265,6 +265,28 @@ def test_accelerate(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(ours, seen)
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "headscope"])
+def test_our_kernel_rounds_under_autocast_as_theirs(implementation: str) -> None:
+    """Queries come in float32 and keys in bfloat16, or the other way round: matmul and SDPA take both."""
+    register_transformers()
+    config = transformers.DeepseekV3Config(
+        vocab_size=61, hidden_size=24, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, first_k_dense_replace=1, q_lora_rank=12, kv_lora_rank=12, qk_rope_head_dim=4,
+        qk_nope_head_dim=8, v_head_dim=8, attn_implementation=implementation,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = transformers.DeepseekV3Model(config).eval()
+    outs: list[Tensor] = []
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        handle = model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args: outs.append(args[0]))
+        model(IDS)
+        with watch(model, accelerate=True):
+            model(IDS)
+        handle.remove()
+    assert [out.dtype for out in outs] == [torch.bfloat16] * 2
+    torch.testing.assert_close(*outs, rtol=0.02, atol=0.02 * float(outs[0].abs().max()))
+
+
 def own_of_few(own: Any, *given: Any) -> Any:
     call = own(*given)
     assert call.out.shape[2] <= 4

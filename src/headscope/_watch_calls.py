@@ -276,6 +276,7 @@ def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> Cal
 
 def attend(call: Call, dropout: float) -> Tensor:
     """The output of the same call by headscope's own kernels."""
+    call = rounded(call)
     return functional.attention(
         call.q,
         call.k,
