@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -536,6 +537,39 @@ def test_a_layer_that_is_not_seen_is_named() -> None:
     assert seen.layers == ("parts.attn",)
     with pytest.raises(WatchError, match=r"parts.home_attention"), watch(whole, layers="*home*"):
         whole(x)
+
+
+class Part(nn.Module):
+    """A single matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(15, 15)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x)
+
+
+def test_a_part_of_a_layer_is_named_by_the_layer() -> None:
+    """A projection by the attention around it; one that mixes beside an attention that was seen is none."""
+
+    class Mixing(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(OrderedDict({"attn_mix": Part(), "attn": Attention()}))
+
+    class HomeAttention(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(OrderedDict({"c_attn": Part(), "c_proj": Part()}))
+
+    model = nn.Sequential(Mixing(), HomeAttention())
+    with pytest.raises(WatchError, match=r": 1 attention layers ran and were not seen: 1; "), watch(model):
+        model(input_of(Attention()))
+    with watch(model[:1]) as seen:
+        model[:1](input_of(Attention()))
+    assert seen.layers == ("0.attn",)
+    alone = nn.Sequential(nn.Sequential(OrderedDict({"attn_mix": Part()})), Attention())
+    with pytest.raises(WatchError, match=r"were not seen: 0.attn_mix; "), watch(alone):
+        alone(input_of(Attention()))
 
 
 @pytest.mark.filterwarnings("ignore")

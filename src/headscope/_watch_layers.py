@@ -106,6 +106,7 @@ def unseen(modules: Mapping[str, nn.Module], ran: Collection[str], seen: Collect
         if not any(_within(other, name) for other in seen)
         and not any(_within(name, other) and _is_attention(other, modules[other]) for other in seen)
     ]
+    missing = [name for name in missing if not _is_part(name, modules, ran, seen)]
     return [name for name in missing if not any(_within(other, name) and other != name for other in missing)]
 
 
@@ -113,7 +114,19 @@ def _is_attention(name: str, module: nn.Module) -> bool:
     """Whether it is called so, by its path or its class, and holds a matrix: a norm does not."""
     if not (_ATTENTION.search(name.rsplit(".", 1)[-1]) or _ATTENTION.search(type(module).__name__)):
         return False
-    return any(parameter.ndim >= 2 for parameter in module.parameters())
+    return _matrices(module) > 0
+
+
+def _is_part(name: str, modules: Mapping[str, nn.Module], ran: Collection[str], seen: Collection[str]) -> bool:
+    """Whether it holds a single matrix, in an attention layer or beside one that was seen: a projection or a mixer."""
+    around = max((other for other in ran if other != name and _within(name, other)), key=len, default=None)
+    if around is None or _matrices(modules[name]) > 1:
+        return False
+    return _is_attention(around, modules[around]) or any(_within(other, around) for other in seen)
+
+
+def _matrices(module: nn.Module) -> int:
+    return sum(parameter.ndim >= 2 for parameter in module.parameters())
 
 
 def _within(name: str, around: str) -> bool:
