@@ -140,7 +140,6 @@ class _Pass:
     """One forward pass: which modules ran in it, and which of them attended."""
 
     active = True
-    accelerate = False
 
     def __init__(self, acting: _Acting) -> None:
         self.acting = acting
