@@ -497,6 +497,59 @@ def test_a_served_page_computes_what_one_zooms_into(chromium: BrowserContext, lo
         thread.join()
 
 
+@pytest.mark.parametrize("bins", [8, BINS, 31], ids=lambda bins: f"{bins} bins")
+def test_of_calls_of_different_lengths_the_page_zooms_into_the_last(
+    chromium: BrowserContext, bins: int, tmp_path: Path
+) -> None:
+    both = [recorded(length, None, Observe(map=bins, keep_qk=True)) for length in (61, 29)]
+    found = Recording(both[0].stats.merge(both[1].stats), both[0].about)
+    with Server(Recording.load(found.save(tmp_path / "both.safetensors", qk=True))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        watched = Watched(chromium, f"{server.url}#view=head&layer=1&head=2&zoom=3,0.4,0.6")
+        page = watched.page
+        exact = page.get_by_text("Exact: each cell in sight is one weight")
+        exact.wait_for()
+        assert exact.inner_text().endswith("queries 12–22, keys 6–16 of the first input of the last call.")
+        page.mouse.move(*place(page, 0.5, 0.5))
+        query, key = int(0.6 * 29), int(0.4 * 29)
+        p = weight(both[1], 1, 2)
+        tip = page.locator(".tip").inner_text()
+        assert tip.startswith(f"query {query} → key {key}")
+        assert figure(float(np.float32(p[query, key]))) in tip
+        band = page.locator("canvas.band[data-drawn]")
+        assert "Of the first input of the last call." in page.locator(".strips .legend").inner_text()
+        band.scroll_into_view_if_needed()
+        box = band.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + 58 + 20.5 * (box["width"] - 58) / 29, box["y"] + 3.5 * 11)
+        readout = page.locator(".strips .readout").inner_text()
+        assert readout.startswith("query 20 → key 17: ")
+        near(numbers(readout)[-1], (round(p[20, 17] ** 0.5 * 254) / 254) ** 2)
+        with page.expect_download() as download:
+            page.locator(".map").get_by_role("button", name="SVG").click()
+        svg = ElementTree.fromstring(Path(download.value.path()).read_text(encoding="utf-8"))
+        said = {element.text for element in svg.iter() if element.tag.endswith("text")}
+        assert {"query of the last call", "key of the last call", "13", "21", "15"} <= said
+        page.get_by_role("button", name="Show all").click()
+        exact.wait_for(state="detached")
+        assert watched.said == []
+        watched.close()
+        server.shutdown()
+        thread.join()
+
+
+def test_of_calls_of_different_lengths_strips_are_those_of_the_last(look: Any, tmp_path: Path) -> None:
+    both = [recorded(length, None, Observe(map=8, keep_qk=True)) for length in (300, 200)]
+    found = Recording(both[0].stats.merge(both[1].stats), both[0].about)
+    path = found.save_html(tmp_path / "both.html", strips=[("layers.0.attention", 1)])
+    page = look(path, "view=head&layer=0&head=1&row=4&column=0")
+    band = page.locator("canvas.band[data-drawn]")
+    label = "Weights of layer 0, head 1 near the diagonal, queries 50 to 149"
+    assert band.get_attribute("aria-label") == label, "bin 4 of 8 is in the middle"
+    assert "Of the first input of the last call." in page.locator(".strips .legend").inner_text()
+
+
 # ---------------------------------------------------------------- images, steps, notebooks
 
 

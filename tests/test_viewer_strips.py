@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pages import Page
 
 from headscope import Observe, masks, observe
 from headscope._kept_weights import kept_of
@@ -113,8 +114,27 @@ def test_one_head_that_sees_ahead_is_enough() -> None:
 def test_without_weights_there_are_no_strips(batch: int, queries: int, keys: int) -> None:
     recording = recorded(queries, keys, batch=batch)
     assert shown_recording(recording).layers[0].source.strips is None
+    with pytest.raises(
+        ValueError, match=r"strips: got layer 0, wanted one whose last call has inputs, queries and key"
+    ):
+        render_recording(recording, strips=[(0, 2)])
     with Server(recording) as server:
         assert server.strips == [None]
+
+
+def test_of_calls_of_different_lengths_strips_and_tiles_are_those_of_the_last() -> None:
+    first, last = (recorded(length, length, mask=masks.causal()) for length in (11, 7))
+    both = Recording(first.stats.merge(last.stats), first.about)
+    found, wanted = strips(both), strips(last)
+    assert (found.lengths, list(found.codes)) == ((7, 7), [0, 1, 2])
+    for head, codes in found.codes.items():
+        np.testing.assert_array_equal(codes, wanted.codes[head])
+    (said,) = [layer["strips"] for layer in Page(render_recording(both, strips=[(0, 1)])).data["layers"]]
+    assert (said["lengths"], list(said["heads"])) == ([7, 7], ["1"])
+    with Server(both) as server:
+        data = Page(server.page.decode()).data
+        assert (data["served"], data["layers"][0]["strips"]["lengths"]) == ([[7, 7]], [7, 7])
+        assert server.strip({"layer": 0, "head": 1, "i0": 0, "i1": 7}) == wanted.codes[1].tobytes()
 
 
 def test_cross_attention_has_no_strips() -> None:

@@ -11,6 +11,7 @@ export interface MapSaid {
 }
 
 export interface StripsSaid {
+  lengths: [number, number]; // of the run that they are of
   offset: number; // the position of query 0 among the keys
   low: number; // distances key - query that are there, both inclusive
   high: number;
@@ -91,7 +92,7 @@ export interface Data {
   image: ImageSaid | null;
   trace: { title: string; stages: { name: string; steps: Step[] }[] } | null;
   tables: TableSaid[];
-  served: boolean[] | null; // by a server that has tiles of these layers
+  served: ([number, number] | null)[] | null; // by a server that has tiles of these layers: the lengths of their runs
 }
 
 export interface Edge {
@@ -286,10 +287,7 @@ export function range(bin: number, bins: number, length: number | null): [number
 
 /** The bin of a position. */
 export function binOf(position: number, bins: number, length: number | null): number {
-  if (length === null || length <= bins) return Math.min(position, bins - 1);
-  let bin = Math.min(bins - 1, Math.floor((position * bins) / length));
-  while (range(bin, bins, length)[1] <= position) bin++;
-  return bin;
+  return Math.min(bins - 1, length === null ? position : Math.ceil(((position + 1) * bins) / length) - 1);
 }
 
 /** A token as it is shown, if tokens are known and there is one at this position. */

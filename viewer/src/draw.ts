@@ -37,7 +37,7 @@ export interface Scene {
   geometry: Geometry;
   row: number | null;
   column: number | null;
-  tile: { pictures: Pictures; queries: [number, number]; keys: [number, number] } | null; // finer than the map
+  tile: { pictures: Pictures; queries: [number, number]; keys: [number, number]; lengths: [number, number] } | null; // finer than the map
   inks: Inks;
   ratio: number; // pixels of the screen for each of ours
 }
@@ -88,9 +88,9 @@ function picture(surface: Surface, { geometry: { plot }, sight, pictures, field,
 }
 
 /** The exact tile over the part of the map that it is of. */
-function finer(surface: Surface, { geometry: { plot }, sight, layer, tile, inks }: Scene): void {
+function finer(surface: Surface, { geometry: { plot }, sight, tile, inks }: Scene): void {
   if (!tile) return;
-  const [queries, keys] = layer.lengths!;
+  const [queries, keys] = tile.lengths;
   const canvas = tile.pictures.fit(Infinity);
   const at = (from: number, length: number) => (from / length) * plot.width * sight.k;
   const box = {
@@ -127,7 +127,9 @@ function axis(surface: Surface, scene: Scene, which: "query" | "key"): void {
   const [start, stop] = seen(bins, plot.width, sight, which === "query" ? "y" : "x");
   const size = (plot.width * sight.k) / bins;
   const tokens = hasTokens(layer) && singles(layer, which) && size >= LEAST;
-  const length = layer.map!.ranges ? layer.lengths![which === "query" ? 0 : 1] : bins;
+  const { ranges } = layer.map!;
+  const lengths = ranges ? layer.lengths : scene.tile?.lengths; // over calls of different lengths, of the one in sight
+  const length = lengths ? lengths[which === "query" ? 0 : 1] : bins;
   const each = (size * bins) / length; // pixels of a position
   const every = tokens ? 1 : step((LEAST * (which === "query" ? 1.6 : 3.6)) / each);
   const low = which === "query" ? plot.y : plot.x;
@@ -143,7 +145,7 @@ function axis(surface: Surface, scene: Scene, which: "query" | "key"): void {
     else surface.text(text, at, plot.y - 10, { ...options, anchor: "middle" });
   }
   const quiet = { fill: inks.quiet, size: 11 } as const;
-  const name = layer.map!.ranges ? which : `${which} bin`;
+  const name = ranges ? which : lengths ? `${which} of the last call` : `${which} bin`;
   if (which === "query") surface.text(name, 9, plot.y + plot.height / 2, { ...quiet, anchor: "middle", upright: true });
   else surface.text(name, plot.x + plot.width, profileTop(scene) - 9, { ...quiet, anchor: "end" });
 }

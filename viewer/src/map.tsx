@@ -8,7 +8,7 @@ import { draw, geometry, type Inks, type Scene, type Sight } from "./draw";
 import { type Colours, type Field, Pictures, type Scale } from "./field";
 import { CanvasSurface, SvgSurface } from "./surface";
 import { asField, isExact, served, tile as askTile, type Tile } from "./tiles";
-import { argmax, bin, figure, position, whole } from "./words";
+import { argmax, bin, figure, oneOf, position, whole } from "./words";
 
 export interface Zoom {
   at: [number, number, number];
@@ -79,7 +79,7 @@ export function MapView(props: Props) {
   const side = places.plot.width;
   const tile = useTile(props, at);
   const finer = useMemo(
-    () => tile && { pictures: new Pictures(asField(tile, field.pool, field.top), props.scale, props.colours), queries: tile.queries, keys: tile.keys },
+    () => tile && { pictures: new Pictures(asField(tile, field.pool, field.top), props.scale, props.colours), queries: tile.queries, keys: tile.keys, lengths: tile.lengths },
     [tile, field, props.scale, props.colours],
   );
   const scene = useRef<Scene | null>(null);
@@ -89,7 +89,7 @@ export function MapView(props: Props) {
     sight: sightOf(at, side), row: props.row, column: props.column, tile: finer,
   };
 
-  const closest = Math.max(8, (served(layer) && props.number !== undefined ? Math.max(...layer.lengths!) : Math.max(field.rows, field.columns)) / 4);
+  const closest = Math.max(8, ...((props.number !== undefined && served(layer)) || [field.rows, field.columns]).map((length) => length / 4));
 
   useLayoutEffect(() => {
     const watcher = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
@@ -197,7 +197,7 @@ export function MapView(props: Props) {
         onKeyDown={pressed}
       />
       {over && <Tooltip {...props} {...over} tile={tile} />}
-      {tile && <p class="hint exact" role="status">{isExact(tile) ? "Exact: each cell in sight is one weight" : "Computed for this zoom, pooled"}: queries {whole(tile.queries[0])}–{whole(tile.queries[1] - 1)}, keys {whole(tile.keys[0])}–{whole(tile.keys[1] - 1)}.</p>}
+      {tile && <p class="hint exact" role="status">{isExact(tile) ? "Exact: each cell in sight is one weight" : "Computed for this zoom, pooled"}: queries {whole(tile.queries[0])}–{whole(tile.queries[1] - 1)}, keys {whole(tile.keys[0])}–{whole(tile.keys[1] - 1)}{oneOf(layer) && ` of ${oneOf(layer)}`}.</p>}
       {props.exports && (
         <p class="tools">
           <button type="button" onClick={png}>PNG</button> <button type="button" onClick={svg}>SVG</button>{" "}
@@ -223,7 +223,7 @@ interface Hit {
 /** The tile of what is in sight once the map rests, if the page came from a server that has it. */
 function useTile({ layer, number, field }: Props, at: Zoom["at"]): Tile | null {
   const [found, setFound] = useState<Tile | null>(null);
-  const wanted = number !== undefined && served(layer) && !layer.map?.exact && layer.map?.ranges && !field.sink && !field.signed && at[0] > 1;
+  const wanted = number !== undefined && served(layer) && !layer.map?.exact && !field.sink && !field.signed && at[0] > 1;
   const [k, x, y] = at;
   useEffect(() => {
     if (!wanted) return setFound(null);
@@ -233,7 +233,7 @@ function useTile({ layer, number, field }: Props, at: Zoom["at"]): Tile | null {
     };
     const stop = new AbortController();
     const later = setTimeout(() => {
-      const [queries, keys] = layer.lengths!;
+      const [queries, keys] = served(layer)!;
       tileOf(layer, number, part(y, queries), part(x, keys), stop.signal, setFound);
     }, 150);
     return () => {
@@ -260,7 +260,7 @@ function Tooltip({ x, y, tile, across, down, ...rest }: Props & Hit & { tile: Ti
 
 /** A cell of a tile; null beside it. */
 function Finer({ layer, tile, across, down }: { layer: Layer; tile: Tile; across: number; down: number }) {
-  const [queries, keys] = layer.lengths!;
+  const [queries, keys] = tile.lengths;
   const [query, key] = [down * queries - tile.queries[0], across * keys - tile.keys[0]];
   const [high, wide] = [tile.queries[1] - tile.queries[0], tile.keys[1] - tile.keys[0]];
   if (query < 0 || key < 0 || query >= high || key >= wide) return null;

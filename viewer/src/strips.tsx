@@ -8,7 +8,7 @@ import { save } from "./map";
 import type { State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
 import { served, stripOf } from "./tiles";
-import { figure, nameOf, position, step, whole } from "./words";
+import { figure, nameOf, oneOf, position, step, whole } from "./words";
 
 const LINE = 11; // pixels
 const LEFT = 58;
@@ -22,15 +22,16 @@ interface Band {
 
 /** The strip of a head around some query: from the page, or from the server. */
 function useBand(layer: Layer, head: number, from: number): Band | null {
-  const place = layer.strips!.heads[head];
+  const { heads, lengths: [queries] } = layer.strips!;
+  const place = heads[head];
   const [found, setFound] = useState<{ key: string; band: Band } | null>(null);
-  const start = place ? 0 : Math.max(0, Math.min(Math.floor(from / 1024) * 1024, layer.lengths![0] - ASKED));
+  const start = place ? 0 : Math.max(0, Math.min(Math.floor(from / 1024) * 1024, queries - ASKED));
   const key = `${layer.index}.${head}.${start}`;
   useEffect(() => {
     let stale = false;
     const keep = (band: Band) => !stale && setFound({ key, band });
     if (place) void strip(place).then((codes) => keep({ from: 0, codes }));
-    else void stripOf(layer, head, [start, Math.min(layer.lengths![0], start + ASKED)]).then((codes) => keep({ from: start, codes }));
+    else void stripOf(layer, head, [start, Math.min(queries, start + ASKED)]).then((codes) => keep({ from: start, codes }));
     return () => void (stale = true);
   }, [key]);
   return found?.key === key ? found.band : null;
@@ -62,7 +63,7 @@ export function Strips(props: Props) {
 }
 
 function Strip({ layer, state, theme }: Props) {
-  const [queries, keys] = layer.lengths!;
+  const { lengths: [queries, keys], offset, low, high, first } = layer.strips!;
   const canvas = useRef<HTMLCanvasElement>(null);
   const frame = useRef<HTMLDivElement>(null);
   const [width, setWidth] = useState(600);
@@ -70,7 +71,7 @@ function Strip({ layer, state, theme }: Props) {
   const count = Math.min(queries, most);
   const [from, setFrom] = useState(0);
   const [over, setOver] = useState<string>("");
-  const pinned = state.row !== null && layer.map?.ranges ? Math.floor((state.row * queries) / layer.map.rows) : null;
+  const pinned = state.row !== null && layer.map ? Math.floor((state.row * queries) / layer.map.rows) : null;
   useEffect(() => {
     if (pinned !== null && queries > count) setFrom(Math.max(0, Math.min(queries - count, pinned - Math.floor(count / 2))));
   }, [pinned]);
@@ -81,7 +82,6 @@ function Strip({ layer, state, theme }: Props) {
   }, []);
   const band = useBand(layer, state.head, from);
   const start = Math.max(0, Math.min(from, queries - count));
-  const { low, high, first } = layer.strips!;
   const near = high - low + 1;
   const lines = near + first;
   const height = lines * LINE + 8 + 16;
@@ -132,7 +132,7 @@ function Strip({ layer, state, theme }: Props) {
     const y = event.clientY - box.top;
     const line = Math.floor((y >= near * LINE + 8 ? y - 8 : y) / LINE);
     if (!band || query < start || query >= start + count || line < 0 || line >= lines) return setOver("");
-    const key = line < near ? queryAt(layer, query) + high - line : line - near;
+    const key = line < near ? query + offset + high - line : line - near;
     const p = value(query, line);
     setOver(`query ${position(layer, "query", query)} → key ${key < 0 || key >= keys ? "none" : position(layer, "key", key)}: ${p === p ? figure(p) : "may not be seen"}`);
   };
@@ -154,7 +154,7 @@ function Strip({ layer, state, theme }: Props) {
         onMouseMove={point} onMouseLeave={() => setOver("")} />
       <p class="hint legend">
         <Bar what={`weight, ${state.scale}`} low={state.scale === "log" ? `≤ ${figure(1e-4)}` : "0"} high="1" colours={state.colours} />
-        <span>A scale of its own, the same for every head.</span>
+        <span>A scale of its own, the same for every head.{oneOf(layer) && ` Of ${oneOf(layer)}.`}</span>
       </p>
       <p class="readout" aria-live="polite"><bdi>{over || "A column is a query; lines are keys by their distance from it, below them the first keys. Every weight is here, in 8 bits."}</bdi></p>
     </div>

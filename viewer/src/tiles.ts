@@ -9,6 +9,7 @@ const LARGEST = 512;
 export interface Tile {
   layer: number;
   head: number;
+  lengths: [number, number]; // of the run that it is of
   queries: [number, number];
   keys: [number, number];
   rows: number;
@@ -17,8 +18,9 @@ export interface Tile {
   max: Float32Array;
 }
 
-export function served(layer: Layer): boolean {
-  return data.served?.[layer.index] ?? false;
+/** The queries and keys of the run that tiles of a layer are of, where a server has them. */
+export function served(layer: Layer): [number, number] | null {
+  return data.served?.[layer.index] ?? null;
 }
 
 /** Whether each cell of a tile is one weight. */
@@ -41,7 +43,7 @@ export async function tile(layer: Layer, head: number, queries: [number, number]
   const given = { layer: layer.index, head, i0: queries[0], i1: queries[1], j0: keys[0], j1: keys[1], size: LARGEST };
   const values = new Float32Array(await ask("tile", given, signal));
   const cells = rows * columns;
-  return { layer: layer.index, head, queries, keys, rows, columns, mean: values.subarray(0, cells), max: values.subarray(cells) };
+  return { layer: layer.index, head, lengths: served(layer)!, queries, keys, rows, columns, mean: values.subarray(0, cells), max: values.subarray(cells) };
 }
 
 /** As a field with the colours of the whole map. */

@@ -80,6 +80,11 @@ function single(layer: Layer): boolean {
   return layer.lengths !== null && layer.of === layer.runs * layer.lengths[0];
 }
 
+/** What tiles and strips are of, where the map is of more. */
+export function oneOf(layer: Layer): string {
+  return layer.lengths !== null && layer.of === layer.lengths[0] ? "" : "the first input of the last call";
+}
+
 /** What a bin of the map is. */
 export function binning(layer: Layer): string {
   const map = layer.map!;

@@ -83,12 +83,14 @@ class Strips:
     """Weights near the diagonal and on the first keys, of some heads, at full resolution.
 
     Attributes:
+        lengths: how many queries and keys the run has that they are of.
         offset: the position of query 0 among the keys.
         low, high: the distances key - query that are there, both inclusive.
         first: how many of the first keys.
         codes: head -> uint8 [queries, high - low + 1 + first].
     """
 
+    lengths: tuple[int, int]
     offset: int
     low: int
     high: int
@@ -153,7 +155,7 @@ def pack(made: Sequence[Source]) -> Packed:
                 )
         if strips is not None:
             of_heads = {str(head): put(np.ascontiguousarray(codes).tobytes()) for head, codes in strips.codes.items()}
-            sizes = {name: getattr(strips, name) for name in ("offset", "low", "high", "first")}
+            sizes = {name: getattr(strips, name) for name in ("lengths", "offset", "low", "high", "first")}
             said["strips"] = {**sizes, "heads": of_heads}
         layers.append(said)
         blocks.append(places)

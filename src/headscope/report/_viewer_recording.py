@@ -135,7 +135,10 @@ def _strips(
     found: list[Strips | None] = []
     for n, part in enumerate(parts.values()):
         heads = [head for layer, head in chosen if layer == n]
-        found.append(strips_of(part, heads, len(chosen)) if heads else None)
+        strips = strips_of(part, heads, len(chosen)) if heads else None
+        if asked is not None and heads and strips is None:
+            raise ValueError(f"strips: got layer {n}, wanted one whose last call has inputs, queries and keys")
+        found.append(strips)
     return found
 
 

@@ -25,13 +25,13 @@ LOOK = 64  # queries of each stretch in which keys after a query are looked for
 def strips_of(part: LayerStats, heads: list[int], of: int) -> Strips | None:
     """The strips of these heads of a layer of self-attention whose q and k are kept, of its last run and first entry.
 
+    None where that has no weights.
+
     Args:
         part: the layer.
         heads: which of its heads.
         of: how many heads of all layers share ``STRIP_BYTES``.
     """
-    if part.lengths is None:
-        return None
     kept = kept_of(part.tiles[-1])
     width = max(4, min(WIDEST, STRIP_BYTES // max(1, of * kept.queries) - FIRST))
     strips = empty_strips(kept, heads, width)
@@ -48,7 +48,7 @@ def empty_strips(kept: KeptWeights, heads: Sequence[int], width: int = WIDEST) -
     apart = any(kept.sizes[name][1] > 1 for name in ("bias", "rest") if name in kept.parts)
     ahead = any(_sees_ahead(kept, head, offset, width // 2) for head in (heads if apart else heads[:1]))
     low, high = (-(width // 2), width // 2) if ahead else (1 - width, 0)
-    return Strips(offset, low, high, min(FIRST, kept.keys), {})
+    return Strips((kept.queries, kept.keys), offset, low, high, min(FIRST, kept.keys), {})
 
 
 def strip_of(kept: KeptWeights, head: int, rows: tuple[int, int], strips: Strips) -> NDArray[np.uint8]:

@@ -78,19 +78,19 @@ class Server(ThreadingHTTPServer):
             ValueError: q and k of no layer were kept.
         """
         parts = list(recording.stats.parts.values())
-        tiles = [part.tiles[-1] if part.tiles else None for part in parts]
-        if not any(tiles):
+        runs = [part.tiles[-1] if part.tiles else None for part in parts]
+        if not any(runs):
             raise ValueError(
                 "q and k were not kept; wanted watch --keep-qk, or Observe(keep_qk=True) and save(path, qk=True)"
             )
-        self.kept: list[KeptWeights | None] = [None if each is None else kept_of(each) for each in tiles]
+        self.kept: list[KeptWeights | None] = [None if each is None else kept_of(each) for each in runs]
         shown = shown_recording(recording, title=title, strips=(), **options)
         layers = [
             replace(layer, source=replace(layer.source, strips=_strips(layer, kept)))
             for layer, kept in zip(shown.layers, self.kept, strict=True)
         ]
         self.strips = [layer.source.strips for layer in layers]
-        tiles = [each is not None for each in self.kept]
+        tiles = [None if each is None else (each.queries, each.keys) for each in self.kept]
         html = render_shown(replace(shown, layers=layers), served=True, tiles=tiles)
         self.page = html.encode("utf-8")
         self.token = secrets.token_urlsafe(24)
@@ -159,7 +159,7 @@ class Server(ThreadingHTTPServer):
 
 def _strips(layer: Layer, kept: KeptWeights | None) -> Strips | None:
     """What the strips are of that may be asked for, if there are any."""
-    if kept is None or layer.facts["kind"] == "cross" or layer.facts["lengths"] is None:
+    if kept is None or layer.facts["kind"] == "cross":
         return None
     return empty_strips(kept, range(layer.source.heads))
 

@@ -136,8 +136,8 @@ def render_recording(
         grid: rows and columns of patches; by default a square.
         special: how many keys stand before the patches (CLS, registers); by default what the grid leaves over.
         strips: layers and heads whose weights near the diagonal and on the first keys are in the page at full
-            resolution, at most 16, of self-attention, if q and k were kept (``Observe(keep_qk=True)``); by default
-            those with the highest scores of patterns.
+            resolution, at most 16, of self-attention, if q and k were kept (``Observe(keep_qk=True)``), of the first
+            input of the last call; by default those with the highest scores of patterns.
 
     Raises:
         ValueError: the maps do not fit one page, an image or grid does not fit the keys, or there is no such head.
@@ -164,13 +164,13 @@ def render_sheet(sheet: Sheet) -> str:
     return render_shown(shown(sheet))
 
 
-def render_shown(shown: Shown, *, served: bool = False, tiles: Sequence[bool] = ()) -> str:
+def render_shown(shown: Shown, *, served: bool = False, tiles: Sequence[tuple[int, int] | None] = ()) -> str:
     """The page as HTML.
 
     Args:
         shown: what it shows.
         served: whether it may ask the server that it came from for tiles, see ``headscope.report.serving``.
-        tiles: of which layers there are tiles.
+        tiles: of each layer how many queries and keys the run has that its tiles are of; None where it has none.
 
     Raises:
         ValueError: the maps do not fit one page.
