@@ -137,6 +137,18 @@ def test_of_calls_of_different_lengths_strips_and_tiles_are_those_of_the_last() 
         assert server.strip({"layer": 0, "head": 1, "i0": 0, "i1": 7}) == wanted.codes[1].tobytes()
 
 
+@pytest.mark.parametrize("lengths", [(11,), (7, 11)])
+def test_weights_that_are_gone_hinder_no_page(lengths: tuple[int, ...]) -> None:
+    mask = torch.ones(11, 11, dtype=torch.bool).tril()
+    calls = [recorded(n, n, mask=mask if n == 11 else None) for n in lengths]
+    stats = calls[0].stats.merge(*(each.stats for each in calls[1:]))
+    mask[3] = False
+    recording = Recording(stats, calls[0].about)
+    assert shown_recording(recording).layers[0].source.strips is None
+    with pytest.raises(ValueError, match=r"mask \[11, 11\] has been written to since it was observed"):
+        render_recording(recording, strips=[(0, 0)])
+
+
 def test_cross_attention_has_no_strips() -> None:
     recording = recorded(3, 7, kind="cross")
     assert shown_recording(recording).layers[0].source.strips is None
