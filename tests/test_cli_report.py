@@ -123,6 +123,14 @@ def test_strips_need_q_and_k(run: Run, saved: Path) -> None:  # noqa: F811
     assert (ran.code, ran.out, ran.err) == (2, "", f"headscope report: {said}\n")
 
 
+def test_strips_need_self_attention(run: Run, saved: Path) -> None:  # noqa: F811
+    crossed = Recording(Recording.load(saved).stats, About("m", {}, {}, {"a.0": "cross"}, None, 1, 1))
+    crossed.save("cross.safetensors", qk=True)
+    ran = run("report", "cross.safetensors", "--strip", "0.0")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("headscope report: --strip: got layer 0, wanted ")
+
+
 @pytest.mark.parametrize("kept", [0.5, -1])
 def test_a_recording_that_is_cut_short_is_called_so(kept: float, run: Run, saved: Path) -> None:  # noqa: F811
     whole = saved.read_bytes()

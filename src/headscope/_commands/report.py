@@ -115,9 +115,8 @@ def _check_strips(found: Recording, strips: Sequence[tuple[int, int]]) -> None:
 def _by_option(message: str, otherwise: str) -> str:
     """What the page says of an argument, with that named as the option it came from; else of what is named."""
     name, colon, rest = message.partition(":")
-    return (
-        f"--{name}{colon}{rest}" if name in ("grid", "image") else f"{otherwise}: {message.removeprefix('recording: ')}"
-    )
+    option = {"grid": "--grid", "image": "--image", "strips": "--strip"}.get(name)
+    return f"{otherwise}: {message.removeprefix('recording: ')}" if option is None else f"{option}{colon}{rest}"
 
 
 def _pixels(path: str) -> Any:

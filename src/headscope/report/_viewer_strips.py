@@ -23,7 +23,7 @@ LOOK = 64  # queries of each stretch in which keys after a query are looked for
 
 
 def strips_of(part: LayerStats, heads: list[int], of: int) -> Strips | None:
-    """The strips of these heads of a layer of self-attention whose q and k are kept, of its last run and first entry.
+    """The strips of these heads of a layer of self-attention whose q and k are kept, of the last run that kept them.
 
     None where that has no weights.
 

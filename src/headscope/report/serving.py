@@ -8,7 +8,7 @@ Only this machine can reach it, only under a random path, and only what is liste
 
 A tile has at most ``size`` rows and columns; a cell of it stands for one weight where the piece is no larger than that,
 else for a bin ⌊b·n/size⌋ to ⌊(b+1)·n/size⌋ - 1 of queries or keys. NaN stands for what may not be seen. Tiles are of
-the last run and of its first text.
+the last run that kept q and k, and of its first text.
 """
 
 from __future__ import annotations
