@@ -688,11 +688,16 @@ def test_the_module_and_the_random_numbers_stay_as_they_were() -> None:
         assert_close(p, before[name], rtol=0, atol=0, msg=name)
 
 
-MODES = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "meta": lambda: torch.device("meta")}
+MODES = {
+    "inference": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "meta": lambda: torch.device("meta"),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bug", ["", "no scale"])
+@pytest.mark.parametrize("bug", ["", "no scale", "fill of -1e9"])
 def test_the_mode_it_is_called_under_does_not_matter(mode: str, bug: str) -> None:
     module = MultiHeadAttention(24, 3) if not bug else Packed(24, 3, bug=bug)
     wanted = check(module).to_dict()

@@ -272,6 +272,17 @@ def test_the_gradient_is_the_finite_difference(each: bool) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("under", [torch.no_grad, torch.inference_mode])
+def test_importance_by_gradient_has_gradients_where_there_are_none(under: Any, each: bool) -> None:
+    model = Small()
+    loss_fn = loss_of(input_of(model), each)
+    wanted = head_importance(model, loss_fn)
+    with under():
+        found = head_importance(model, loss_fn)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_rounded_once_and_not_in_the_sum_of_the_gradient(dtype: torch.dtype) -> None:
     model, x = MultiHeadAttention(16, 4, dtype=dtype), torch.randn(4, 256, 16, dtype=dtype)

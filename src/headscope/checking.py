@@ -68,6 +68,7 @@ def check(
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),  # which enable_grad does not end
         torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),  # a probe that rounds says so itself
         torch.device("cpu"),  # whatever the default device is
     ):
         case = Case(subject(module, call, embed_dim, inputs), asked)

@@ -280,9 +280,10 @@ class _Gauge(_Acting):
         return self.scales[name]
 
 
+@torch.inference_mode(False)  # which enable_grad does not end
+@torch.enable_grad()
 def _by_gradient(model: nn.Module, loss_fn: Loss, gauge: _Gauge) -> dict[str, Tensor]:
-    with torch.enable_grad():
-        losses = _losses(loss_fn(model), gauge)
+    losses = _losses(loss_fn(model), gauge)
     if not losses.requires_grad:
         raise ValueError("loss_fn: its loss has no gradient; the model ran under torch.no_grad(), or it was detached")
     names, scales = list(gauge.scales), list(gauge.scales.values())
