@@ -275,6 +275,7 @@ def test_what_does_not_fit_is_named() -> None:
     refused(TypeError, "cache: got int, wanted a cache of headscope.cache", lambda: m(x, cache=3))  # pyright: ignore[reportArgumentType]
     refused(ValueError, "context: got one beside a cache", lambda: m(x, x, cache=cache))
     refused(ValueError, r"rows: got \[3\], wanted numbers from 0 to 2", lambda: cache.reorder([3]))
+    refused(ValueError, "rows: got none, wanted at least one number from 0 to 2", lambda: cache.reorder([]))
     refused(TypeError, r"rows: got float32 \[1\], wanted integers", lambda: cache.reorder(torch.zeros(1)))
     learning = module().requires_grad_()
     refused(ValueError, "cache: k and v need gradients", lambda: learning(x, cache=GrowingCache()))

@@ -118,7 +118,7 @@ class Documented(nn.Module):
         self.attention = MultiHeadAttention(24, 6, kv_heads=2)
 
     def forward(self, x: Tensor, ids: Tensor, seen: Tensor) -> Tensor:
-        return self.attention(x, mask=masks.Documents(ids) & masks.Dense(seen))
+        return self.attention(x, mask=masks.Documents(ids.int(), ids) & masks.Dense(seen))
 
 
 def test_a_module_with_documents(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import headscope
-from headscope import _operator
+from headscope import _operator, positions
 from headscope._backends import cpu
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, causal, window
 
@@ -412,6 +412,57 @@ def test_vmap_inside_a_compiled_function_is_left_to_others() -> None:
     torch.testing.assert_close(compiled(run)(q), run(q))
     with pytest.raises(Exception, match=r"backend: cpu refuses this call: torch\.func: within torch\.compile"):
         compiled(torch.func.vmap(lambda q: headscope.attention(q, q, q, backend="cpu")))(q)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    "bias", [positions.ALiBi(2), positions.RelativeBias(2, positions.T5Buckets()), None], ids=["alibi", "t5", "rotary"]
+)
+def test_an_exported_module_takes_positions_of_any_batch_and_length(bias: Any, strict: bool) -> None:
+    rotary = positions.Rotary(8) if bias is None else None
+    module = headscope.MultiHeadAttention(16, 2, position_bias=bias, rotary=rotary).eval()
+    batch, length = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("length", min=2, max=64)
+
+    def given(b: int, t: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(b, t, 16), (torch.arange(t) + torch.arange(b)[:, None])
+
+    x, places = given(3, 5)
+    dims = {"x": {0: batch, 1: length}, "positions": {0: batch, 1: length}}
+    program = torch.export.export(module, (x,), {"positions": places}, dynamic_shapes=dims, strict=strict).module()
+    for b, t in ((3, 5), (2, 2), (9, 9), (4, 9)):
+        x, places = given(b, t)
+        torch.testing.assert_close(program(x, positions=places), module(x, positions=places))
+
+
+def test_a_bias_with_a_fixed_number_of_heads_fits_a_graph_of_any_number() -> None:
+    run = compiled(lambda q, bias: headscope.attention(q, q, q, bias=bias.expand(-1, 2, -1, -1)), dynamic=True)
+    q, bias = torch.randn(3, 2, 5, 8), torch.randn(3, 1, 5, 5)
+    torch.testing.assert_close(run(q, bias), headscope.attention(q, q, q, bias=bias))
+
+
+@pytest.mark.parametrize("mask", [Band(3, 0), Prefix(2), Prefix(3) | causal(), causal()], ids=str)
+def test_queries_and_keys_are_open_apart_by_definition_too(mask: Mask) -> None:
+    counter = CompileCounterWithBackend("eager")
+    run = torch.compile(
+        lambda q, k: headscope.attention(q, k, k, mask=mask, backend="reference"),
+        backend=counter, dynamic=True, fullgraph=True,
+    )  # fmt: skip
+    torch.compiler.reset()
+    for queries, keys in ((5, 9), (6, 20), (7, 8), (9, 9), (20, 6), (3, 50)):
+        q, k = torch.randn(1, 2, queries, 8), torch.randn(1, 2, keys, 8)
+        torch.testing.assert_close(run(q, k), headscope.attention(q, k, k, mask=mask))
+    assert counter.frame_count <= (2 if mask == causal() else 1), "a causal mask is asked whether it is square"
+
+
+def test_a_decomposed_program_takes_more_queries_than_keys() -> None:
+    class Own(nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            return headscope.attention(q, k, k, backend="cpu")
+
+    q, k = torch.randn(2, 2, 7, 8), torch.randn(2, 2, 9, 8)
+    dims = {name: {2: torch.export.Dim.DYNAMIC} for name in "qk"}
+    program = torch.export.export(Own(), (q, k), dynamic_shapes=dims).run_decompositions().module()
+    torch.testing.assert_close(program(k, q), headscope.attention(k, q, q))
 
 
 @pytest.mark.parametrize("backend", _operator.BACKENDS)

@@ -266,7 +266,7 @@ def _broadcasts(name: str, tensor: Tensor, lead: tuple[int, ...], last: tuple[in
         raise ValueError(f"{name}: has {tensor.ndim} axes, wanted {wanted_axes}; {shapes(**{name: tensor})}")
     for axis in range(-1, -tensor.ndim - 1, -1):
         got = tensor.shape[axis]
-        if got not in (1, wanted[axis]):
+        if got != 1 and got != wanted[axis]:  # `not in` a compiler answers from the numbers that it knows
             where = f"axis {tensor.ndim + axis} ({letters[axis]})"
             raise ValueError(
                 f"{name}: {where} is {got}, wanted {wanted[axis]} or 1; {shapes(**{name: tensor})}, "

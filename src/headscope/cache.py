@@ -150,6 +150,8 @@ class Cache(ABC):
         """
         k, v = self._made(self._k), self._made(self._v)
         rows = torch.as_tensor(rows, device=k.device)
+        if rows.numel() == 0:
+            raise ValueError(f"rows: got none, wanted at least one number from 0 to {len(k) - 1}")
         if rows.dtype.is_floating_point or rows.dtype == torch.bool or rows.ndim != 1:
             raise TypeError(f"rows: got {kind(rows)} {list(rows.shape)}, wanted integers [B]")
         rows = rows.long()  # small ones index differently, or not at all

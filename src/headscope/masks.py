@@ -455,11 +455,12 @@ def _plan(mask: Mask, sizes: Sizes) -> Plan:
     spans, rest = _spans(mask, sizes, device)
     readable = device.type == "cpu" and spans.numel() > 0 and not has_no_values()
     if not readable:
-        square = (
-            queries == keys
-            and isinstance(mask, Band)
+        square = (  # sizes last: what is asked of those that are open is a guard of a compiler's graph
+            isinstance(mask, Band)
             and not isinstance(mask.offset, Tensor)  # one for each batch entry does not compare; a traced number does
-            and (mask.left, mask.right, mask.offset) == (None, 0, 0)
+            and (mask.left, mask.right) == (None, 0)
+            and queries == keys
+            and mask.offset == 0
         )
         full = isinstance(mask, Dense)
         return Plan(spans, rest, None, full=full, everything=False, is_causal=square, may_be_empty=True)
@@ -516,8 +517,10 @@ def _span(low: Tensor, high: Tensor, keys: int) -> Tensor:
 
 def _band(mask: Band, sizes: Sizes, device: torch.device) -> Tensor:
     _, _, queries, keys = sizes
-    offset = torch.as_tensor(mask.offset if mask.offset is not None else 0, device=device).reshape(-1, 1)  # [B or 1, 1]
-    position = torch.arange(queries, device=device) + offset  # [B or 1, Q]
+    offset = 0 if mask.offset is None else mask.offset  # a number stays one: it may be a compiler's
+    if isinstance(offset, (Tensor, tuple)):
+        offset = torch.as_tensor(offset, device=device).reshape(-1, 1)  # [B, 1]
+    position = torch.arange(queries, device=device)[None] + offset  # [B or 1, Q]
     low = position - _reach(mask.left) if mask.left is not None else torch.zeros_like(position)
     high = position + _reach(mask.right) + 1 if mask.right is not None else torch.full_like(position, keys)
     return _span(low, high, keys)

@@ -95,7 +95,7 @@ class _Masks:
                 case Code.LENGTHS:
                     made.append(op.Less(self.j, op.Unsqueeze(_whole(op, next(tensors)), [1, 2, 3])))
                 case Code.DOCUMENTS:
-                    q_ids, k_ids = next(tensors), next(tensors)
+                    q_ids, k_ids = _whole(op, next(tensors)), _whole(op, next(tensors))
                     same = op.Equal(op.Unsqueeze(q_ids, [2]), op.Unsqueeze(k_ids, [1]))  # [B, Q, K]
                     made.append(op.Unsqueeze(same, [1]))
                 case Code.DENSE:

@@ -483,8 +483,9 @@ def matrix(bias: PositionBias, q_pos: Tensor, k_pos: Tensor, dtype: torch.dtype 
         ValueError: their axes do not fit.
     """
     q_pos, k_pos = _integers("q_pos", q_pos, "[Q] or [B, Q]"), _integers("k_pos", k_pos, "[K] or [B, K]")
-    rows = {len(each) for each in (q_pos, k_pos) if each.ndim == 2} - {1}
-    if q_pos.ndim not in (1, 2) or k_pos.ndim not in (1, 2) or len(rows) > 1:
+    both = q_pos.ndim == k_pos.ndim == 2
+    apart = both and q_pos.shape[0] != 1 and k_pos.shape[0] != 1 and q_pos.shape[0] != k_pos.shape[0]
+    if q_pos.ndim not in (1, 2) or k_pos.ndim not in (1, 2) or apart:
         raise ValueError(
             f"k_pos: {shapes(q_pos=q_pos, k_pos=k_pos)}, wanted q_pos [Q] and k_pos [K], or [B, Q] and [B, K]"
         )
@@ -541,9 +542,9 @@ def check_positions(positions: object, x: Tensor) -> Tensor:
     """Positions of x [B, H, T, D] or [H, T, D] as int64, if they fit it."""
     length = x.shape[-2]
     places = _integers("positions", positions, "[T] or [B, T]")
-    wanted = [(length,)] + ([(x.shape[0], length), (1, length)] if x.ndim == 4 else [])
-    if tuple(places.shape) not in wanted:
-        text = " or ".join(str(list(size)) for size in wanted[:2])
+    fits = places.ndim in (1, x.ndim - 2) and places.shape[-1] == length
+    if not fits or (places.ndim == 2 and places.shape[0] != 1 and places.shape[0] != x.shape[0]):
+        text = f"[{length}]" + (f" or [{x.shape[0]}, {length}]" if x.ndim == 4 else "")
         raise ValueError(f"positions: {shapes(positions=places)}, wanted {text}")
     return places
 
