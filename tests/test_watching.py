@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.overrides import _get_current_function_mode_stack as mode_stack
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from watched_small import Alone, Attention, Raw, Small, input_of
 
 import headscope
@@ -268,6 +268,35 @@ def test_a_checkpoint_is_counted_once(reentrant: bool) -> None:
         assert (seen.forwards, seen.about.ran) == (1, 1)
         recordings.append(seen.to_dict()["layers"])
     assert recordings[0] == recordings[1]
+
+
+def test_a_selective_checkpoint_keeps_what_the_model_computes_alone() -> None:
+    """It hands out what it has kept by operator, in order: ours in between would pass for the model's."""
+
+    class Selective(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.theirs = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+            self.ours = headscope.MultiHeadAttention(16, 2)
+
+        def both(self, x: Tensor) -> Tensor:
+            y = self.ours(self.theirs(x))
+            return torch.bmm(y.mT, y)
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
+            contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+            return checkpoint(self.both, x, use_reentrant=False, context_fn=contexts)
+
+    model = Selective()
+    x = torch.randn(2, 7, 16)
+    found: list[list[Tensor | None]] = []
+    for looking in (False, True):
+        model.zero_grad()
+        with watch(model) if looking else nullcontext():
+            model(x).square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def test_dropout_in_training_draws_what_it_draws_without() -> None:

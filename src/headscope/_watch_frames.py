@@ -22,10 +22,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from headscope import _watch_calls, _watch_compiled, _watch_masks, _watch_torch, functional, nn_compat
+from headscope._onlookers import has_no_values
 from headscope._watch_calls import Call
 from headscope.masks import Mask, Turned, turned
 from headscope.module import MultiHeadAttention
@@ -380,10 +383,16 @@ def _take() -> list[Any]:
 
 @contextmanager
 def unobserved() -> Generator[None]:
-    """While we compute for ourselves: no function mode, and attention is not looked at."""
+    """While we compute for ourselves: no mode of others, and attention is not looked at.
+
+    A selective checkpoint keeps what runs under its mode and takes it, in order, for what the model computes again.
+    Modes of tensors without values stay: without them nobody could tell.
+    """
     frame = innermost()
     quietly = nullcontext() if frame is None else frame.quietly()
-    with quietly, torch.no_grad(), torch._C.DisableTorchFunction():
+    others = _len_torch_dispatch_stack() > 0 and not has_no_values()
+    lifted = _disable_current_modes() if others else nullcontext()
+    with quietly, torch.no_grad(), torch._C.DisableTorchFunction(), lifted:
         yield
 
 
