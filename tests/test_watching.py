@@ -330,6 +330,55 @@ def test_half_precision_and_autocast() -> None:
 # ---------------------------------------------------------------- several
 
 
+BY_DISTANCE = -(torch.arange(11.0)[:, None] - torch.arange(11.0)).abs() * 7.77 - 200.37
+
+
+@pytest.mark.parametrize("need_weights", [None, False, True])
+def test_a_float_mask_is_rounded_where_autocast_rounds_it(need_weights: bool | None) -> None:
+    """SDPA takes it so, and ``baddbmm``, where the weights are wanted."""
+    x = torch.randn(1, 2, 11, 8)
+    model: Any = Raw() if need_weights is None else nn.MultiheadAttention(8, 2, batch_first=True)
+    seen: list[Recording] = []
+    outs: list[Tensor] = []
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for mask in (BY_DISTANCE, BY_DISTANCE.bfloat16().float()):
+            with watch(model) as each:
+                if need_weights is None:
+                    outs.append(model(x, x, attn_mask=mask))
+                else:
+                    outs.append(model(x[0], x[0], x[0], attn_mask=mask, need_weights=need_weights)[0])
+            seen.append(each)
+    assert torch.equal(*outs)
+    assert seen[0].flat() == seen[1].flat()
+
+
+class Attends(nn.Module):
+    """``headscope.attend`` and nothing else."""
+
+    def forward(self, q: Tensor, bias: Tensor) -> Tensor:
+        return headscope.attend(q, q, q, bias=bias).out
+
+
+def test_headscope_attends_under_autocast_with_what_it_is_given_and_is_seen_so() -> None:
+    q = 8 * torch.randn(1, 2, 11, 8)
+    model = Attends()
+    with torch.autocast("cpu", torch.bfloat16), watch(model) as seen:
+        model(q, BY_DISTANCE)
+    with watch(model) as wanted:
+        model(q, BY_DISTANCE)
+    assert seen.flat() == wanted.flat()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_accelerate_rounds_under_autocast_as_sdpa(dtype: torch.dtype) -> None:
+    model, q, k = Raw(), torch.randn(1, 2, 11, 8), torch.randn(1, 2, 11, 8, dtype=dtype)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        wanted = model(q, k)
+        with watch(model, accelerate=True):
+            out = model(q, k)
+    torch.testing.assert_close(out, wanted, rtol=0.02, atol=0.02)
+
+
 def test_forward_passes_merge() -> None:
     model = Small()
     first, second = input_of(model), input_of(model)

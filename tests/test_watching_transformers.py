@@ -287,6 +287,21 @@ def test_our_kernel_rounds_under_autocast_as_theirs(implementation: str) -> None
     torch.testing.assert_close(*outs, rtol=0.02, atol=0.02 * float(outs[0].abs().max()))
 
 
+@pytest.mark.parametrize(("implementation", "rounds"), [("sdpa", True), ("eager", False)])
+def test_autocast_rounds_a_bias_where_sdpa_adds_it(implementation: str, rounds: bool) -> None:
+    case = FAMILIES["t5"][0](implementation)
+    weight = case.model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+    seen: list[Recording] = []
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        weight.mul_(7.77).sub_(200.37)
+        for _ in range(2):
+            with watch(case.model, layers="encoder.block.0.layer.0.SelfAttention") as each:
+                case.run(case.model)
+            seen.append(each)
+            weight.copy_(weight.bfloat16())
+    assert (seen[0].flat() == seen[1].flat()) == rounds
+
+
 def own_of_few(own: Any, *given: Any) -> Any:
     call = own(*given)
     assert call.out.shape[2] <= 4

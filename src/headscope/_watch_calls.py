@@ -83,7 +83,6 @@ def measure(call: Call, what: Observe) -> LayerStats:
         TypeError, ValueError: it cannot be observed so.
     """
     _check_values(call)
-    call = rounded(call)
     if call.tokens is not None and call.kind != "cross":
         what = _with_tokens(what, call.tokens)
     stats = functional.observe(
@@ -235,14 +234,17 @@ def _without_first(part: LayerStats) -> LayerStats:
     return replace(part, moments=moments, kept=kept)
 
 
-def rounded(call: Call) -> Call:
-    """The call as autocast makes it: matmul and SDPA round their arguments, and so the weights, to its dtype."""
+def rounded(call: Call, *, bias: bool) -> Call:
+    """The call as autocast makes it: SDPA rounds its arguments to its dtype, as matmul does all but the bias.
+
+    Headscope's own functions do not: their calls are described as they are.
+    """
     device = call.q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return call
     dtype = torch.get_autocast_dtype(device)
     changed: dict[str, Any] = {}
-    for name in ("q", "k", "v"):
+    for name in ("q", "k", "v", *(("bias",) if bias else ())):
         tensor: Tensor | None = getattr(call, name)
         if tensor is not None and tensor.dtype != torch.float64:
             changed[name] = tensor.to(dtype)
@@ -271,12 +273,11 @@ def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> Cal
         top_left = Band(None, 0, offset=0)
         mask = top_left if mask is None else top_left & mask
     kind: Kind | None = "self" if given.get("is_causal") else None
-    return Call(q=q, k=k, v=v, mask=mask, bias=bias, scale=given.get("scale"), kind=kind)
+    return rounded(Call(q=q, k=k, v=v, mask=mask, bias=bias, scale=given.get("scale"), kind=kind), bias=True)
 
 
 def attend(call: Call, dropout: float) -> Tensor:
     """The output of the same call by headscope's own kernels."""
-    call = rounded(call)
     return functional.attention(
         call.q,
         call.k,
@@ -316,7 +317,7 @@ def error_of(call: Call) -> tuple[Tensor, float] | None:
         return None
     queries = call.q.shape[-2]
     rows = torch.tensor(sorted({queries // 2, queries - 1}), device=call.q.device)
-    wanted, lse = _rows(rounded(call), rows)
+    wanted, lse = _rows(call, rows)
     out = call.out.detach().index_select(-2, rows).float()
     apart = torch.where(lse == -math.inf, 0.0, (wanted - out).abs().amax(-1))
     return apart.amax() / wanted.abs().amax().clamp_min(1e-30), TOLERANCE[call.out.dtype]

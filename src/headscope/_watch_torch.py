@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscope._watch_calls import Call, Kind, WatchError
+from headscope._watch_calls import Call, Kind, WatchError, rounded
 from headscope._watch_masks import additive
 from headscope.masks import Band, Dense, KeyLengths, Mask
 
@@ -115,7 +115,7 @@ def _packed(
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
     if added := k.shape[-2] - keys:
         said = {**said, **_beside(said, queries, keys, added, q.device)}
-    return Call(q=q, k=k, v=v, **said)
+    return rounded(Call(q=q, k=k, v=v, **said), bias=True)
 
 
 def _beside(said: dict[str, Any], queries: int, keys: int, added: int, device: torch.device) -> dict[str, Any]:

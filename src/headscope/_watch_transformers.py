@@ -209,11 +209,12 @@ def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any
     total = None if kind == "cross" else _length(frame)
     beside = _beside(frame, mask, k.shape[-2])
     q_pos, k_pos = _places(total, q.shape[-2], k.shape[-2], beside, q.device)
-    return Call(
+    call = Call(
         q=q, k=k, v=v, mask=seen, bias=bias, scale=given.get("scaling"), sinks=sinks, kind=kind,
         softcap=given.get("softcap") if "softcap" in named else None, q_pos=q_pos, k_pos=k_pos, total=total,
         beside=beside,
     )  # fmt: skip
+    return _watch_calls.rounded(call, bias=name == "sdpa")  # all others add it to what matmul gives
 
 
 def _bound(attend: Any) -> dict[str, Any]:
@@ -331,4 +332,5 @@ def attention_forward(
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
     call = Call(q=query, k=key, v=value, mask=seen, bias=bias, scale=scaling, softcap=softcap, sinks=s_aux)
+    call = _watch_calls.rounded(call, bias=False)
     return _watch_calls.attend(call, dropout).transpose(1, 2).contiguous(), None
