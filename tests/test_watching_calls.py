@@ -6,6 +6,8 @@ import copy
 import functools
 import math
 import pickle
+import subprocess
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -599,6 +601,24 @@ def test_a_compiled_function_around_the_model_lets_it_run_as_it_is() -> None:
         assert torch.equal(around(x), model(x) + 1)
     assert seen.forwards == 2
     assert seen["entropy"].count.tolist() == [[28] * 3]
+
+
+COMPILED_WITHIN = """
+import sys, torch, headscope
+assert "torch._dynamo" not in sys.modules
+model, x = headscope.MultiHeadAttention(16, 2), torch.randn(1, 6, 16)
+finders, call = list(sys.meta_path), torch.nn.Module.__call__
+with torch.no_grad(), headscope.ablate(model, {"MultiHeadAttention": "all"}), headscope.watch(model) as seen:
+    around = torch.compile(lambda x: model(x) + 1, backend="eager")
+    torch.testing.assert_close(around(x), model(x) + 1, rtol=0, atol=0)
+assert seen.forwards == 2, seen.forwards
+assert (sys.meta_path, torch.nn.Module.__call__) == (finders, call)
+"""
+
+
+def test_a_compiler_that_is_first_imported_while_a_model_is_watched_lets_it_run_as_it_is() -> None:
+    done = subprocess.run([sys.executable, "-c", COMPILED_WITHIN], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def counting(made: list[Any], ran: list[int]) -> Any:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from importlib.machinery import PathFinder
 from types import CodeType
 from typing import Any, Literal
 
@@ -40,6 +41,36 @@ def put_back(watcher: object) -> None:
     """Let them run from their graphs again, but for what another watch has set aside, too."""
     codes = _aside.pop(watcher, set[CodeType]())
     _set(codes.difference(*_aside.values()), "DEFAULT")
+
+
+class Import:
+    """Waits in ``sys.meta_path`` for dynamo to be imported.
+
+    What a module's ``__call__`` is by then dynamo takes for torch's own, and goes past it to the module's forward.
+    """
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.then = then
+
+    def find_spec(self, name: str, path: Any, target: object = None) -> Any:
+        """As of any finder: where this module is; once it has been loaded, ``then`` is called."""
+        spec: Any = PathFinder.find_spec(name, path) if name == "torch._dynamo" else None
+        if spec is not None:
+            load = spec.loader.exec_module
+
+            def load_and_tell(module: object) -> None:
+                load(module)
+                self.then()
+
+            spec.loader.exec_module = load_and_tell
+        return spec
+
+
+def say_original(call: Callable[..., Any]) -> None:
+    """Tell a dynamo that has just been imported which ``nn.Module.__call__`` is torch's own."""
+    for name in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
+        if name in sys.modules:  # a torch may have it elsewhere
+            vars(sys.modules[name])["unpatched_nn_module_call"] = call
 
 
 def inside(module: nn.Module) -> nn.Module | None:

@@ -233,11 +233,13 @@ def frames() -> Iterator[Frame]:
 def open_(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
     """Start to tell a watcher of the calls of these modules."""
     global _original_call
+    call = _uncompiled_call() if "torch._dynamo" in sys.modules else _call  # may wait for its import: not with the lock
     with _lock:
         if _original_call is None:
             _original_call = nn.Module.__call__
-            # a compiled function that calls a watched model leaves it alone: the model then runs as it is
-            nn.Module.__call__ = torch.compiler.disable(_call) if "torch._dynamo" in sys.modules else _call
+            nn.Module.__call__ = call
+            if call is _call:
+                sys.meta_path.insert(0, _IMPORT)
             functional.watched = _headscope_attention
             torch.overrides.has_torch_function = _has_torch_function
             for install, _ in patches:
@@ -252,6 +254,24 @@ def open_(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
         raise
 
 
+@functools.cache
+def _uncompiled_call() -> Callable[..., Any]:
+    """A compiled function that calls a watched model leaves it alone: the model then runs as it is."""
+    return torch.compiler.disable(_call)
+
+
+def _dynamo_has_come() -> None:
+    """It has been imported while a watch is open."""
+    call = _uncompiled_call()
+    with _lock:
+        if _original_call is not None:
+            nn.Module.__call__ = call
+            _watch_compiled.say_original(_original_call)
+
+
+_IMPORT: Any = _watch_compiled.Import(_dynamo_has_come)
+
+
 def close(watcher: Watcher) -> None:
     """Stop to tell it, and put everything back with the last one."""
     global _original_call
@@ -264,6 +284,8 @@ def close(watcher: Watcher) -> None:
                 del _watched[key]
         if not _watched and _original_call is not None:
             nn.Module.__call__ = _original_call
+            if _IMPORT in sys.meta_path:
+                sys.meta_path.remove(_IMPORT)
             functional.watched = None
             torch.overrides.has_torch_function = _has_torch_function_originally
             for _, remove in patches:
