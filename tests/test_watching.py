@@ -239,6 +239,21 @@ def test_modes_of_others_stay_in_their_order() -> None:
     assert outer.calls == inside
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_mode_of_others_changes_is_seen_changed(first: bool) -> None:
+    class Flat(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            changed = {"scale": 0.0} if func is F.scaled_dot_product_attention else {}
+            return func(*args, **{**(kwargs or {}), **changed})
+
+    model, q = Raw(), torch.randn(1, 2, 7, 8)
+    watching = watch(model)
+    with Flat() if first else watching, watching if first else Flat():
+        out = model(q, q)
+    torch.testing.assert_close(out, q.mean(-2, keepdim=True).expand_as(q))
+    assert watching.recording["entropy"].mean.tolist() == [[pytest.approx(math.log(7))] * 2]
+
+
 def test_gradients_are_those_without() -> None:
     model = Small()
     x = input_of(model)

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -333,7 +333,7 @@ def _run(original: Callable[..., Any], frame: Frame, entries: Entries) -> Any:
         if not frame.active or _is_on():
             out = original(frame.module, *frame.args, **frame.kwargs)
         else:
-            with _MODE:
+            with _MODE if _len_torch_function_stack() == 0 else _beneath():
                 out = original(frame.module, *frame.args, **frame.kwargs)
         finished = True
         return out
@@ -371,6 +371,18 @@ _has_torch_function_originally = torch.overrides.has_torch_function
 def _is_on() -> bool:
     """Whether the function mode is on in this thread."""
     return _MODE in _get_current_function_mode_stack()
+
+
+@contextmanager
+def _beneath() -> Generator[None]:
+    """With our mode below those of others, which may change what a function is called with."""
+    for mode in reversed([*(_pop_mode() for _ in range(_len_torch_function_stack())), _MODE]):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for mode in reversed(_take()):
+            _push_mode(mode)
 
 
 def _has_torch_function(relevant: Any) -> bool:
