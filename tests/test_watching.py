@@ -267,6 +267,18 @@ def test_gradients_are_those_without() -> None:
         assert torch.equal(plain, watched)
 
 
+def test_a_watch_within_what_a_checkpoint_computes_again_says_why_it_saw_nothing() -> None:
+    model = Attention()
+
+    def watched(x: Tensor) -> Tensor:
+        with watch(model):
+            return model(x)
+
+    out = checkpoint(watched, input_of(model).requires_grad_(), use_reentrant=True)
+    with pytest.raises(WatchError, match=r"no forward pass .*within a backward pass, as a checkpoint"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_is_counted_once(reentrant: bool) -> None:
     class Checkpointed(Small):

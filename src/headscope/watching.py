@@ -381,8 +381,8 @@ class Watch:
             return
         if recording.about.ran == 0:
             raise WatchError(
-                "watch: no forward pass of the model ran within the with block (a module that runs compiled, or a copy "
-                "of the model, is not seen)"
+                "watch: no forward pass of the model ran within the with block (a module that runs compiled, a copy of "
+                "the model, and what runs within a backward pass, as a checkpoint computes again, are not seen)"
             )
         hint = _watch_layers.some_of(self.modules)
         raise WatchError(f"watch: no attention call was seen in {recording.about.model}; its modules: {hint}")
