@@ -83,14 +83,15 @@ def _seen_by_rows(call: Call, plan: Plan | None, bias: Tensor | None, signs: Ten
     keys, columns = (signs.any(0).any(0).any(axis).nonzero().flatten() for axis in (1, 0))
     if len(keys) == 0:
         return seen
-    first = int(keys[0])
     signs = signs[:, :, keys][..., columns].to(accumulate_dtype(call.dtype))  # [B, Hkv, marked keys, marked columns]
-    for rows, visible in _visible(call, plan, bias, slice(first, int(keys[-1]) + 1), signs.device):
-        visible = visible[..., keys - first].to(signs.dtype)  # [B or 1, H or 1, rows, marked keys]
+    for rows, span, visible in _visible(call, plan, bias, slice(int(keys[0]), int(keys[-1]) + 1), signs.device):
+        here = slice(*torch.searchsorted(keys, torch.tensor([span.start, span.stop], device=keys.device)).tolist())
+        visible = visible[..., keys[here] - span.start].to(signs.dtype)  # [B or 1, H or 1, rows, marked keys]
+        marks = signs[:, :, here]
         if visible.shape[:2] == (1, 1):  # one product for all
-            found = torch.einsum("ij,bhjc->bhic", visible[0, 0], signs).repeat_interleave(call.group, 1)
+            found = torch.einsum("ij,bhjc->bhic", visible[0, 0], marks).repeat_interleave(call.group, 1)
         else:
-            found = visible @ signs.repeat_interleave(call.group, 1)
+            found = visible @ marks.repeat_interleave(call.group, 1)
         seen[:, :, rows, columns] = found > 0
     return seen
 
@@ -101,22 +102,30 @@ def _sees_any(call: Call, plan: Plan | None, bias: Tensor | None, device: torch.
     if call.keys and bias is None and (plan is None or not plan.may_be_empty):
         return torch.ones(shape, dtype=torch.bool, device=device)
     sees = torch.zeros(shape, dtype=torch.bool, device=device)
-    for rows, visible in _visible(call, plan, bias, slice(0, call.keys), device):
+    for rows, _, visible in _visible(call, plan, bias, slice(0, call.keys), device):
         sees[:, :, rows] = visible.any(-1)
     return sees
 
 
 def _visible(
     call: Call, plan: Plan | None, bias: Tensor | None, keys: slice, device: torch.device
-) -> Iterator[tuple[slice, Tensor]]:
-    """Block by block of rows, which of some keys they may see: [B or 1, H or 1, rows, keys]."""
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Block by block of rows, which of some keys they may see: rows, those of the keys that any of them may see, and
+    [B or 1, H or 1, rows, keys].
+    """
     step = max(1, ROWS // max(1, call.batch * call.heads * (keys.stop - keys.start)))
     for start in range(0, call.queries, step):
         rows = slice(start, min(start + step, call.queries))
-        seen = torch.ones((1, 1, rows.stop - rows.start, keys.stop - keys.start), dtype=torch.bool, device=device)
+        span = keys
+        if plan is not None and plan.bounds is not None:
+            low, high = plan.bounds[rows if len(plan.bounds) > 1 else slice(None)].unbind(-1)
+            span = slice(max(keys.start, int(low.amin())), min(keys.stop, int(high.amax())))
+        if span.start >= span.stop:
+            continue
+        seen = torch.ones((1, 1, rows.stop - rows.start, span.stop - span.start), dtype=torch.bool, device=device)
         if plan is not None:
-            seen = seen & plan.tile(slice(0, call.batch), slice(0, call.heads), rows, keys)
+            seen = seen & plan.tile(slice(0, call.batch), slice(0, call.heads), rows, span)
         if bias is not None:
             cut = bias[:, :, slice(None) if bias.shape[2] == 1 else rows]
-            seen = seen & (cut[..., slice(None) if bias.shape[3] == 1 else keys] != -torch.inf)
-        yield rows, seen
+            seen = seen & (cut[..., slice(None) if bias.shape[3] == 1 else span] != -torch.inf)
+        yield rows, span, seen

@@ -106,7 +106,7 @@ def unseen(modules: Mapping[str, nn.Module], ran: Collection[str], seen: Collect
         if not any(_within(other, name) for other in seen)
         and not any(_within(name, other) and _is_attention(other, modules[other]) for other in seen)
     ]
-    missing = [name for name in missing if not _is_part(name, modules, ran, seen)]
+    missing = [name for name in missing if not _is_projection(name, modules, ran, missing)]
     return [name for name in missing if not any(_within(other, name) and other != name for other in missing)]
 
 
@@ -117,12 +117,10 @@ def _is_attention(name: str, module: nn.Module) -> bool:
     return _matrices(module) > 0
 
 
-def _is_part(name: str, modules: Mapping[str, nn.Module], ran: Collection[str], seen: Collection[str]) -> bool:
-    """Whether it holds a single matrix, in an attention layer or beside one that was seen: a projection or a mixer."""
+def _is_projection(name: str, modules: Mapping[str, nn.Module], ran: Collection[str], missing: Collection[str]) -> bool:
+    """Whether it holds a single matrix and is called by a layer that is missing itself, which is named for both."""
     around = max((other for other in ran if other != name and _within(name, other)), key=len, default=None)
-    if around is None or _matrices(modules[name]) > 1:
-        return False
-    return _is_attention(around, modules[around]) or any(_within(other, around) for other in seen)
+    return around in missing and _matrices(modules[name]) == 1
 
 
 def _matrices(module: nn.Module) -> int:

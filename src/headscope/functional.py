@@ -181,7 +181,7 @@ def observe(
     """
     if backend is not None:
         given = k if v is None else v
-        prepare(q, k, given, mask, bias, sinks, (scale, softcap, dropout, False), backend)
+        _prepare(q, k, given, mask, bias, sinks, (scale, softcap, dropout, False), backend)  # whether it takes them
     places = (q_pos, k_pos, kind)
     numbers = (scale, softcap, dropout, False)
     return _observe((q, k, v, bias, sinks), mask, numbers, lse, Observe() if what is None else what, places)
