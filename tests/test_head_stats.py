@@ -493,6 +493,7 @@ SAID: list[tuple[str, Any, str]] = [
     ("qk_runs", [0, 0], r"qk_runs: got \[0, 0\] for 1 of 1 runs"),
     ("scale", "1", "scale: got str, wanted float or int"),
     ("softcap", [], "softcap: got list, wanted float or int or NoneType"),
+    ("offset", 0.5, "offset: got float, wanted int or NoneType"),
     ("lead", 2, "lead: got int, wanted list"),
     ("lead", [3], r"lead \(3,\) and 3 key/value heads do not fit \(2, 3, 11, 5\)"),
     ("parts", None, "parts: got NoneType, wanted list"),

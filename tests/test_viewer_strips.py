@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from pages import Page
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from headscope import Observe, masks, observe
 from headscope._kept_weights import kept_of
@@ -48,9 +52,11 @@ def near(recording: Recording, head: int, offset: int, low: int, high: int) -> n
 @pytest.mark.parametrize("offset", [5, 35])
 @pytest.mark.parametrize("dense", [False, True])
 def test_a_query_of_a_static_cache_stands_at_the_offset_of_the_mask(queries: int, offset: int, dense: bool) -> None:
-    band = masks.Band(None, 0, offset=offset)
-    mask = torch.ones(queries, 41, dtype=torch.bool).tril(offset) if dense else band
-    recording = recorded(queries, 41, mask=mask)
+    if dense:  # a watch gives the positions that such a mask stands for
+        mask = torch.ones(queries, 41, dtype=torch.bool).tril(offset)
+        recording = recorded(queries, 41, mask=mask, q_pos=torch.arange(queries) + offset)
+    else:
+        recording = recorded(queries, 41, mask=masks.Band(None, 0, offset=offset))
     found = strips(recording)
     assert (found.offset, found.low, found.high) == (offset, -31, 0)
     for head, codes in found.codes.items():
@@ -58,6 +64,59 @@ def test_a_query_of_a_static_cache_stands_at_the_offset_of_the_mask(queries: int
     with Server(recording) as server:
         served = server.strip({"layer": 0, "head": 1, "i0": 0, "i1": queries})
     assert served == found.codes[1].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("mask", "queries", "keys", "offset"),
+    [
+        (masks.Band(None, -1), 12, 12, 0),
+        (masks.Band(7, -2), 50, 50, 0),
+        (masks.Dense(torch.ones(5, 5, dtype=torch.bool).tril(-1)), 5, 5, 0),
+        (masks.Band(2, 2, offset=3), 4, 20, 3),
+        (masks.Band(None, 2, offset=3), 4, 20, 3),
+        (masks.Band(None, 0, offset=(6, 2)), 4, 20, 6),
+        (masks.Band(None, 0, offset=-3), 9, 5, -3),
+        (masks.KeyLengths(torch.tensor([5, 9])), 1, 9, 8),
+        (masks.Band(None, 0, offset=2) | masks.Band(2, 2, offset=3), 4, 20, 16),
+    ],
+)
+def test_how_far_a_mask_reaches_moves_no_query(
+    mask: masks.Mask, queries: int, keys: int, offset: int, tmp_path: Path
+) -> None:
+    recording = recorded(queries, keys, mask=mask)
+    for seen in (recording, Recording.load(recording.save(tmp_path / "r.safetensors", qk=True))):
+        found = strips(seen)
+        assert found.offset == offset
+        for head, codes in found.codes.items():
+            wanted = near(seen, head, offset, found.low, found.high)
+            np.testing.assert_array_equal(codes[:, : wanted.shape[1]], wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "offset"),
+    [
+        ({"q_pos": torch.tensor([7, 8, 9])}, 7),
+        ({"q_pos": torch.tensor([[7, 8, 9], [1, 2, 3]])[..., None]}, 7),
+        ({"k_pos": torch.arange(11) + 30}, 8),
+        ({"q_pos": torch.tensor([35, 36, 37]), "k_pos": torch.arange(11) + 30}, 5),
+        ({"q_pos": torch.tensor([9, 90, 91])}, 9),
+        ({"q_pos": torch.tensor([8, 4, 6])}, 8),
+        ({"q_pos": torch.tensor([90, 91, 92])}, 8),
+        ({"q_pos": torch.tensor([5, 6, 7]), "what": Observe(keep_qk=True, rows=1)}, 5),
+    ],
+)
+def test_queries_stand_at_the_keys_of_their_positions(given: dict[str, Any], offset: int) -> None:
+    assert strips(recorded(3, 11, **given)).offset == offset
+
+
+def test_a_file_that_says_no_offset_has_the_queries_last(tmp_path: Path) -> None:
+    path = recorded(3, 11, mask=masks.Band(None, 0, offset=2)).save(tmp_path / "r.safetensors", qk=True)
+    with safe_open(path, framework="pt") as file:
+        said, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    stats = json.loads(said["headscope.stats"])
+    assert stats["layers"][0]["qk"][0].pop("offset") == 2
+    save_file(tensors, path, {**said, "headscope.stats": json.dumps(stats)})
+    assert strips(Recording.load(path)).offset == 8
 
 
 @pytest.mark.parametrize(

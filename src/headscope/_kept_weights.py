@@ -41,6 +41,7 @@ class KeptWeights:
         lead: the leading axes, whose product is B.
         scale, softcap: of the logits.
         wide: whether to compute in float64.
+        offset: where query 0 stands among the keys; None: the queries are the last ones, at K - Q.
     """
 
     parts: Mapping[str, Any]
@@ -49,12 +50,19 @@ class KeptWeights:
     scale: float
     softcap: float | None
     wide: bool
+    offset: int | None = None
 
     @staticmethod
-    def of(tensors: Mapping[str, Tensor], lead: tuple[int, ...], scale: float, softcap: float | None) -> KeptWeights:
+    def of(
+        tensors: Mapping[str, Tensor],
+        lead: tuple[int, ...],
+        scale: float,
+        softcap: float | None,
+        offset: int | None = None,
+    ) -> KeptWeights:
         """From tensors."""
         sizes = {name: tuple(x.shape) for name, x in tensors.items()}
-        return KeptWeights(tensors, sizes, lead, scale, softcap, tensors["q"].dtype == torch.float64)
+        return KeptWeights(tensors, sizes, lead, scale, softcap, tensors["q"].dtype == torch.float64, offset)
 
     @property
     def queries(self) -> int:
@@ -68,7 +76,8 @@ class KeptWeights:
 
     def said(self) -> dict[str, Any]:
         """All but the tensors, ready for JSON."""
-        return {"parts": [*self.parts], "lead": [*self.lead], "scale": self.scale, "softcap": self.softcap}
+        numbers = {"scale": self.scale, "softcap": self.softcap, "offset": self.offset}
+        return {"parts": [*self.parts], "lead": [*self.lead], **numbers}
 
     def __getstate__(self) -> dict[str, Any]:
         """With the parts whole: slices of a file cannot be copied."""

@@ -195,7 +195,23 @@ def _tiles(given: Given, known: Scene | Ready) -> tuple[_Tiles, ...]:
     read = {"bias": scene.inputs.bias, "sinks": scene.inputs.sinks}
     if scene.plan is not None:
         read |= {f"mask {n}": x for n, x in enumerate(scene.plan.read_again())}
-    return (_Tiles(scene, {name: (x, _version(x)) for name, x in read.items() if x is not None}),)
+    versions = {name: (x, _version(x)) for name, x in read.items() if x is not None}
+    return (_Tiles(scene, versions, _offsets(known)),)
+
+
+_NOWHERE = -(2**62)
+
+
+def _offsets(scene: Scene) -> Tensor | None:
+    """How far behind its index each row of the first batch entry stands among the keys, int64 [R].
+
+    ``_NOWHERE`` where a given position is that of no key; None in cross-attention.
+    """
+    at = scene.own if scene.line is None else scene.line
+    if at is None:
+        return None
+    offsets = at[:1] - torch.tensor(list(scene.rows), dtype=torch.long, device=at.device)  # [1, R]
+    return (offsets if scene.line is not None else offsets.masked_fill(at[:1] < 0, _NOWHERE)).flatten()
 
 
 def _version(tensor: Tensor) -> int:
@@ -224,22 +240,24 @@ class _Tiles:
         scene: what the weights are computed from: copies of q and k, and the caller's own bias, sinks and mask, which
             may be as large as the weights.
         versions: these, and how often they had been written to.
+        offsets: see ``_offsets``; read no sooner than asked for, as that may mean to wait for a device.
     """
 
     scene: Scene
     versions: Mapping[str, tuple[Tensor, int]]
+    offsets: Tensor | None
 
     def __getstate__(self) -> dict[str, Any]:
         """With what holds for a copy's own tensors, too: not how often they had been written to, but whether since."""
         unchanged = {name: (x, _version(x) == version) for name, (x, version) in self.versions.items()}
-        return {"scene": self.scene, "unchanged": unchanged}
+        return {"scene": self.scene, "unchanged": unchanged, "offsets": self.offsets}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         unchanged = state.get("unchanged")
         if unchanged is None:  # by an older headscope, which did not say it
             unchanged = {name: (x, True) for name, (x, _) in state["versions"].items()}
         versions = {name: (x, _version(x) if same else -1) for name, (x, same) in unchanged.items()}
-        self.__dict__.update(scene=state["scene"], versions=versions)
+        self.__dict__.update(scene=state["scene"], versions=versions, offsets=state.get("offsets"))
 
     def _check_unchanged(self) -> None:
         for name, (tensor, version) in self.versions.items():
@@ -283,7 +301,12 @@ class _Tiles:
             if scene.plan.rest is not None:
                 parts["rest"] = self._rest(scene.plan.rest)
         kept = {name: x.detach().cpu().contiguous() for name, x in parts.items()}
-        return KeptWeights.of(kept, call.lead, call.scale, call.softcap)
+        return KeptWeights.of(kept, call.lead, call.scale, call.softcap, self._offset())
+
+    def _offset(self) -> int | None:
+        """Where query 0 stands, if all rows agree on it."""
+        found = {*(() if self.offsets is None else self.offsets.tolist())} - {_NOWHERE}
+        return found.pop() if len(found) == 1 else None
 
     def _lse(self) -> Tensor:
         """By whichever backend takes the call."""

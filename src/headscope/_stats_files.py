@@ -227,6 +227,7 @@ def _put_qk(tiles: Any, under: str, tensors: dict[str, Tensor]) -> dict[str, Any
 
 
 def _take_qk(said: dict[str, Any], under: str, file: Any, heads: int) -> KeptWeights:
+    said = {"offset": None} | said  # older files do not say it
     names = {"q", "k", "lse", *listed(said, "parts", str)}
     parts = {name: file.get_slice(f"{under}/{name}") for name in _QK if name in names}
     shapes = {name: tuple(x.get_shape()) for name, x in parts.items()}
@@ -237,7 +238,8 @@ def _take_qk(said: dict[str, Any], under: str, file: Any, heads: int) -> KeptWei
     if math.prod(lead) != sizes["B"] or heads // max(1, kv_heads) * kv_heads != heads:
         raise TypeError(f"{under}: lead {lead} and {kv_heads} key/value heads do not fit {shapes['q']}")
     scale, softcap = told(said, "scale", float, int), told(said, "softcap", float, int, NoneType)
-    return KeptWeights(parts, shapes, lead, scale, softcap, parts["q"].get_dtype() == "F64")
+    offset = told(said, "offset", int, NoneType)
+    return KeptWeights(parts, shapes, lead, scale, softcap, parts["q"].get_dtype() == "F64", offset)
 
 
 def _check_axes(name: str, shape: tuple[int, ...], axes: Axes, sizes: dict[str, int], *, ones: bool = False) -> None:

@@ -44,7 +44,7 @@ def empty_strips(kept: KeptWeights, heads: Sequence[int], width: int = WIDEST) -
     """What the strips of these heads, so many keys wide, are of, still without any; None where there are no weights."""
     if 0 in (kept.sizes["q"][0], kept.queries, kept.keys):
         return None
-    offset = _offset(kept, heads[0])
+    offset = kept.keys - kept.queries if kept.offset is None else kept.offset
     apart = any(kept.sizes[name][1] > 1 for name in ("bias", "rest") if name in kept.parts)
     ahead = any(_sees_ahead(kept, head, offset, width // 2) for head in (heads if apart else heads[:1]))
     low, high = (-(width // 2), width // 2) if ahead else (1 - width, 0)
@@ -68,23 +68,6 @@ def strip_of(kept: KeptWeights, head: int, rows: tuple[int, int], strips: Strips
         codes = (both.nan_to_num(0.0).clamp(0, 1).sqrt() * 254).round()
         parts.append(codes.masked_fill(both.isnan(), 255).to(torch.uint8).numpy())
     return np.concatenate(parts)
-
-
-def _offset(kept: KeptWeights, head: int) -> int:
-    """The position of query 0: K - Q, or where a causal mask has it (a static cache, where K is a capacity).
-
-    The mask itself is not kept. Such a one is known by the last key that a row sees: it moves with the rows.
-    """
-    middle, end = (kept.queries - 1) // 2, kept.queries - 1
-    of_middle, of_end = (_last_seen(kept, head, row) for row in (middle, end))
-    if of_middle is None or of_end is None or of_end - of_middle != end - middle:
-        return kept.keys - kept.queries
-    return of_end - end
-
-
-def _last_seen(kept: KeptWeights, head: int, row: int) -> int | None:
-    seen = (~kept.piece(0, head, (row, row + 1), (0, kept.keys))[0].isnan()).nonzero()
-    return int(seen[-1]) if len(seen) else None
 
 
 def _sees_ahead(kept: KeptWeights, head: int, offset: int, reach: int) -> bool:
