@@ -159,6 +159,7 @@ def test_tiles_are_those_of_the_run_that_is_asked_for_also_where_others_have_non
     for stats in (merged, HeadStats.load(saved), merged.to("cpu")):
         for run in (n, n - k):
             torch.testing.assert_close(stats.tile(0, 11, 0, 11, run=run), with_qk.tile(0, 11, 0, 11))
+        torch.testing.assert_close(stats.tile(0, 11, 0, 11), with_qk.tile(0, 11, 0, 11))
         edge = next(edge for edge in stats.edges.of(0) if edge.run == n)
         p = stats.tile(edge.i, edge.i + 1, edge.j, edge.j + 1, run=edge.run)[edge.b, 0]
         torch.testing.assert_close(p.item(), edge.p)

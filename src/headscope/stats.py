@@ -347,13 +347,13 @@ class HeadStats:
             raise ValueError("kept: was not asked for; observe with Observe(keep_rows=True) or Observe(top=8)")
         return part.kept
 
-    def tile(self, i0: int, i1: int, j0: int, j1: int, *, run: int = -1) -> Tensor:
+    def tile(self, i0: int, i1: int, j0: int, j1: int, *, run: int | None = None) -> Tensor:
         """Exact weights p[i0:i1, j0:j1] of an observed call, [B, H, i1 - i0, j1 - j0].
 
         Args:
             i0, i1: queries, half-open, 0 <= i0 <= i1 <= Q.
             j0, j1: keys, half-open, 0 <= j0 <= j1 <= K.
-            run: which of the observed calls, by default the last.
+            run: which of the observed calls, from 0, or from -1 backwards; None = the last whose q and k were kept.
 
         What may not be seen, and every row that may see nothing, is 0. Time and memory are those of the rows.
 
@@ -365,6 +365,8 @@ class HeadStats:
         tiles = part.tiles_by_run
         if not tiles:
             raise ValueError("tile: q and k were not kept; observe with Observe(keep_qk=True)")
+        if run is None:
+            run = max(tiles)
         if not -part.runs <= run < part.runs:
             raise ValueError(f"run: got {run}, there are {part.runs}")
         if run % part.runs not in tiles:
