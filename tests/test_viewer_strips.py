@@ -18,6 +18,7 @@ from headscope._kept_weights import kept_of
 from headscope.report._viewer_data import Strips
 from headscope.report.serving import RefusedError, Server
 from headscope.report.viewer import render_recording, shown_recording
+from headscope.stats import HeadStats
 from headscope.watching import About, Recording
 
 HEADS = 3
@@ -206,6 +207,31 @@ def test_weights_that_are_gone_hinder_no_page(lengths: tuple[int, ...]) -> None:
     assert shown_recording(recording).layers[0].source.strips is None
     with pytest.raises(ValueError, match=r"mask \[11, 11\] has been written to since it was observed"):
         render_recording(recording, strips=[(0, 0)])
+
+
+def test_weights_that_are_gone_hinder_no_server() -> None:
+    mask = torch.ones(11, 11, dtype=torch.bool).tril()
+    gone, there = recorded(11, 11, mask=mask), recorded(11, 11)
+    mask[3] = False
+    parts = {"a": gone.stats.parts["a"], "b": there.stats.parts["a"]}
+    with Server(Recording(HeadStats(parts), there.about)) as server:
+        assert Page(server.page.decode()).data["served"] == [None, [11, 11]]
+        assert [each is None for each in server.strips] == [True, False]
+        with pytest.raises(RefusedError, match=r"layer: its q and k were not kept"):
+            server.strip({"layer": 0, "head": 0, "i0": 0, "i1": 11})
+        served = server.strip({"layer": 1, "head": 2, "i0": 0, "i1": 11})
+    assert served == strips(there).codes[2].tobytes()
+    with pytest.raises(ValueError, match=r"mask \[11, 11\] has been written to since it was observed"):
+        Server(gone)
+
+
+def test_an_error_in_a_strip_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("strip_of is wrong")
+
+    monkeypatch.setattr("headscope.report._viewer_strips.strip_of", fail)
+    with pytest.raises(ValueError, match=r"strip_of is wrong"):
+        shown_recording(recorded(11, 11))
 
 
 def test_cross_attention_has_no_strips() -> None:

@@ -13,9 +13,25 @@ MOST_REST = 2**28
 """How many pairs a mask that is no spans may have to be saved."""
 
 
+class NoWeightsError(ValueError):
+    """The weights of a run whose q and k were kept cannot be had; the message says why."""
+
+
 def kept_of(tiles: Any) -> KeptWeights:
-    """What a layer's ``tiles`` are made from; computed if it was observed here, as it is if it was read from a file."""
+    """What a layer's ``tiles`` are made from; computed if it was observed here, as it is if it was read from a file.
+
+    Raises:
+        NoWeightsError: its bias, sinks or mask were written to, or its mask is too large.
+    """
     return tiles if isinstance(tiles, KeptWeights) else tiles.kept()
+
+
+def kept_if_any(tiles: Any) -> KeptWeights | None:
+    """``kept_of``, or None in place of the error: what shows many layers goes on without this one."""
+    try:
+        return kept_of(tiles)
+    except NoWeightsError:
+        return None
 
 
 def check_within(i: tuple[int, int], j: tuple[int, int], queries: int, keys: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from headscope import _observe_native, _observe_scene
 from headscope._backends import Inputs, full_precision
 from headscope._call import Call
-from headscope._kept_weights import MOST_REST, KeptWeights, check_within
+from headscope._kept_weights import MOST_REST, KeptWeights, NoWeightsError, check_within
 from headscope._observe import Observed, observe_rows
 from headscope._observe_native import Ready
 from headscope._observe_scene import Given, Scene, build, work
@@ -262,7 +262,7 @@ class _Tiles:
     def _check_unchanged(self) -> None:
         for name, (tensor, version) in self.versions.items():
             if _version(tensor) != version:
-                raise ValueError(
+                raise NoWeightsError(
                     f"tile: {name.split()[0]} [{', '.join(map(str, tensor.shape))}] has been written to since it was "
                     "observed, so that these weights are gone; take tiles before, give a copy, or save without qk"
                 )
@@ -285,8 +285,8 @@ class _Tiles:
         """The same from tensors alone, with the lse that its rows have.
 
         Raises:
-            ValueError: a mask that is no spans has more pairs than ``MOST_REST``; or a bias, sinks or mask have been
-                written to.
+            NoWeightsError: a mask that is no spans has more pairs than ``MOST_REST``; or a bias, sinks or mask have
+                been written to.
         """
         self._check_unchanged()
         call, scene = self.scene.call, self.scene
@@ -323,7 +323,7 @@ class _Tiles:
         if tensor is not None:
             return tensor.reshape((1,) * (4 - tensor.ndim) + tuple(tensor.shape))
         if call.batch * call.heads * call.queries * call.keys > MOST_REST:
-            raise ValueError(f"mask: {rest} has more than {MOST_REST:,} pairs, too many to be saved with q and k")
+            raise NoWeightsError(f"mask: {rest} has more than {MOST_REST:,} pairs, too many to be saved with q and k")
         b, h, i, j = (slice(0, n) for n in (call.batch, call.heads, call.queries, call.keys))
         return rest.tile(b, h, i, j, self.scene.q.device).expand(-1, -1, call.queries, call.keys)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headscope._decision_parts import short_layers
+from headscope._kept_weights import kept_if_any, kept_of
 from headscope._stats_parts import LayerStats
 from headscope.report._viewer_data import Strips, sources
 from headscope.report.regions import pixels_of
@@ -135,12 +136,10 @@ def _strips(
     found: list[Strips | None] = []
     for n, part in enumerate(parts.values()):
         heads = [head for layer, head in chosen if layer == n]
-        try:
-            strips = strips_of(part, heads, len(chosen)) if heads else None
-        except ValueError:  # the mask was written to since, or is too large: no matter, if nobody asked
-            if asked is not None:
-                raise
-            strips = None
+        kept = None
+        if heads:  # weights that cannot be had are told of if somebody asked
+            kept = kept_if_any(part.tiles[-1]) if asked is None else kept_of(part.tiles[-1])
+        strips = None if kept is None else strips_of(kept, heads, len(chosen))
         if asked is not None and heads and strips is None:
             raise ValueError(f"strips: got layer {n}, wanted one whose last call has inputs, queries and keys")
         found.append(strips)

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headscope._kept_weights import KeptWeights, kept_of
-from headscope._stats_parts import LayerStats
+from headscope._kept_weights import KeptWeights
 from headscope.report._viewer_data import Strips
 
 STRIP_BYTES = 8 * 2**20
@@ -22,17 +21,14 @@ STEP = 512  # queries at a time
 LOOK = 64  # queries of each stretch in which keys after a query are looked for
 
 
-def strips_of(part: LayerStats, heads: list[int], of: int) -> Strips | None:
-    """The strips of these heads of a layer of self-attention whose q and k are kept, of the last run that kept them.
-
-    None where that has no weights.
+def strips_of(kept: KeptWeights, heads: list[int], of: int) -> Strips | None:
+    """The strips of these heads of a layer of self-attention; None where there are no weights.
 
     Args:
-        part: the layer.
+        kept: its weights.
         heads: which of its heads.
         of: how many heads of all layers share ``STRIP_BYTES``.
     """
-    kept = kept_of(part.tiles[-1])
     width = max(4, min(WIDEST, STRIP_BYTES // max(1, of * kept.queries) - FIRST))
     strips = empty_strips(kept, heads, width)
     if strips is None:

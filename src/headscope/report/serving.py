@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headscope._kept_weights import KeptWeights, kept_of
+from headscope._kept_weights import KeptWeights, kept_if_any, kept_of
 from headscope.report._viewer_data import Strips
 from headscope.report._viewer_strips import empty_strips, strip_of
 from headscope.report.viewer import Layer, render_shown, shown_recording
@@ -68,14 +68,15 @@ class Server(ThreadingHTTPServer):
         """Bind to 127.0.0.1.
 
         Args:
-            recording: what is shown; of the layers whose q and k it has, tiles are served.
+            recording: what is shown; of the layers whose q and k it has, tiles are served, as far as the weights can
+                be had.
             port: which; 0 = any that is free.
             title: one line; by default the model.
             options: image, grid and special, as for ``render_recording``.
 
         Raises:
             OSError: the port is taken.
-            ValueError: q and k of no layer were kept.
+            ValueError: q and k of no layer were kept, or no weights can be had: their masks were written to.
         """
         parts = list(recording.stats.parts.values())
         runs = [part.tiles[-1] if part.tiles else None for part in parts]
@@ -83,7 +84,9 @@ class Server(ThreadingHTTPServer):
             raise ValueError(
                 "q and k were not kept; wanted watch --keep-qk, or Observe(keep_qk=True) and save(path, qk=True)"
             )
-        self.kept: list[KeptWeights | None] = [None if each is None else kept_of(each) for each in runs]
+        self.kept = [None if each is None else kept_if_any(each) for each in runs]
+        if not any(self.kept):
+            kept_of(next(filter(None, runs)))  # raises, and says why
         shown = shown_recording(recording, title=title, strips=(), **options)
         layers = [
             replace(layer, source=replace(layer.source, strips=_strips(layer, kept)))
