@@ -518,13 +518,13 @@ def saved(tmp_path: Path) -> Path:
     return _stats_files.save(stats_of(what=what), tmp_path / "heads.safetensors", False, qk=True)
 
 
-@pytest.mark.parametrize("to", ["gone", "flat", "bool"])
-def test_a_tensor_that_is_another_is_told_as_damage(to: str, saved: Path) -> None:
+@pytest.mark.parametrize(("to", "nth"), [("gone", 0), ("flat", 1), ("bool", 2)])
+def test_a_tensor_that_is_another_is_told_as_damage(to: str, nth: int, saved: Path) -> None:
     before = saved.read_bytes()
     with safe_open(saved, framework="pt") as file:
         names = [*file.keys()]
     assert len(names) > 100
-    for name in names:
+    for name in names[nth::3]:
         saved.write_bytes(before)
         with safe_open(saved, framework="pt") as file:
             x = file.get_tensor(name)
