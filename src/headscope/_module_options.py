@@ -16,6 +16,7 @@ QKNorm = Literal["rms", "layer", "rms_all"]
 
 
 def check_sizes(**sizes: int) -> None:
+    """Raise unless all are whole numbers from 1."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"{name}: got {type(size).__name__}, wanted a whole number")
@@ -24,6 +25,7 @@ def check_sizes(**sizes: int) -> None:
 
 
 def check_heads(embed_dim: int, num_heads: int, kv_heads: int, head_dim: int | None) -> None:
+    """Raise unless the width is divided among the heads, and the query heads among the key/value heads."""
     if head_dim is None and embed_dim % num_heads:
         raise ValueError(
             f"num_heads: embed_dim {embed_dim} is not divisible by num_heads {num_heads}, so that d_k = d_model / h is "
@@ -34,6 +36,7 @@ def check_heads(embed_dim: int, num_heads: int, kv_heads: int, head_dim: int | N
 
 
 def check_rotary(rotary: Rotary | None, head_dim: int) -> Rotary | None:
+    """The same, if it turns no more than a head has."""
     if rotary is None:
         return None
     if not isinstance(rotary, Rotary):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -46,6 +49,7 @@ def check_rotary(rotary: Rotary | None, head_dim: int) -> Rotary | None:
 def norm_of(
     qk_norm: QKNorm | None, heads: int, head_dim: int, eps: float, made: dict[str, Any]
 ) -> nn.RMSNorm | nn.LayerNorm | None:
+    """The norm of queries or keys: of each head, or of all heads together."""
     if qk_norm is None:
         return None
     if qk_norm not in ("rms", "layer", "rms_all"):
@@ -60,6 +64,7 @@ def norm_of(
 
 
 def check_flags(**flags: bool) -> None:
+    """Raise unless all are True or False."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"{name}: got {flag!r}, wanted True or False")
