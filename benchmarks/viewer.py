@@ -84,7 +84,7 @@ def of_heads(parts: Sequence[LayerStats], heads: Sequence[int]) -> LayerStats:
     names = ("rows", "broken", "received", "eligible", "map", "edges")
     plain = {name: taken([getattr(part, name) for part in parts]) for name in names}
     moments = {name: taken([part.moments[name] for part in parts]) for name in parts[0].moments}
-    tiles = tuple(kept_heads(kept_of(each), index) for each in parts[0].tiles)
+    tiles = {run: kept_heads(kept_of(each), index) for run, each in parts[0].tiles.items()}
     return replace(parts[0], heads=len(heads), moments=moments, tiles=tiles, **plain)
 
 

@@ -102,7 +102,7 @@ def naive(p: np.ndarray[Any, Any], rows: int, columns: int, what: Any) -> np.nda
 
 
 def test_tiles_are_pooled_by_bins() -> None:
-    kept = kept_of(recorded(mask=masks.causal()).stats.parts["a"].tiles[-1])
+    kept = kept_of(recorded(mask=masks.causal()).stats.parts["a"].last_tiles)
     p = kept.piece(0, 4, (2, 17), (1, 12)).double().numpy()
     for size in (1, 4, 7, 15):
         mean, largest = pooled_tile(kept, 4, (2, 17), (1, 12), size)
@@ -112,7 +112,7 @@ def test_tiles_are_pooled_by_bins() -> None:
 
 
 def test_the_default_device_does_not_matter() -> None:
-    kept = kept_of(recorded(mask=masks.causal()).stats.parts["a"].tiles[-1])
+    kept = kept_of(recorded(mask=masks.causal()).stats.parts["a"].last_tiles)
     strips = empty_strips(kept, [1])
     assert strips is not None
     asked = (

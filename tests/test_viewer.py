@@ -135,7 +135,7 @@ def thumbs(page: Page) -> list[str]:
 
 def weight(recording: Recording, layer: int, head: int) -> np.ndarray[Any, Any]:
     kept = recording.stats.parts[f"layers.{layer}.attention"]
-    return kept.tiles[-1](0, kept.lengths[0], 0, kept.lengths[1])[0, head].double().numpy()  # pyright: ignore[reportOptionalSubscript]
+    return kept.tiles[0](0, kept.lengths[0], 0, kept.lengths[1])[0, head].double().numpy()  # pyright: ignore[reportOptionalSubscript]
 
 
 # ---------------------------------------------------------------- opening

@@ -40,7 +40,7 @@ def strips(recording: Recording) -> Strips:
 
 def near(recording: Recording, head: int, offset: int, low: int, high: int) -> np.ndarray[Any, Any]:
     """Codes of the weights at these distances from i + offset, from all weights."""
-    kept = kept_of(recording.stats.parts["a"].tiles[-1])
+    kept = kept_of(recording.stats.parts["a"].last_tiles)
     p = kept.piece(0, head, (0, kept.queries), (0, kept.keys)).numpy()
     codes = np.full((kept.queries, high - low + 1), 255)
     for i, j in np.argwhere(~np.isnan(p)):

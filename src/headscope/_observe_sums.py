@@ -79,7 +79,7 @@ class _Later(Mapping[str, LayerStats]):
         made = self._made
         if isinstance(made, tuple):
             ready, what, memory = made
-            self._made = made = _layer_stats(ready.call, what, ready, ready.observed(memory), ())
+            self._made = made = _layer_stats(ready.call, what, ready, ready.observed(memory), None)
         return made
 
     def __iter__(self) -> Iterator[str]:
@@ -134,7 +134,7 @@ def _remember(given: Given, key: Any, made: object) -> None:
 
 
 def _layer_stats(
-    call: Call, what: Observe, known: Scene | Ready, observed: Observed, tiles: tuple[_Tiles, ...]
+    call: Call, what: Observe, known: Scene | Ready, observed: Observed, tiles: _Tiles | None
 ) -> LayerStats:
     """The statistics of one call as one layer of one run."""
     looked_at = call.queries if not isinstance(what.rows, int) else len(known.rows)
@@ -160,7 +160,7 @@ def _layer_stats(
         map=observed.map,
         edges=observed.edges,
         kept=_kept(what, known, observed),
-        tiles=tiles,
+        tiles={} if tiles is None else {0: tiles},
         lengths=(call.queries, call.keys),
         first=what.first if what.row_stats else None,
     )
@@ -187,16 +187,16 @@ def _kept(what: Observe, known: Scene | Ready, observed: Observed) -> tuple[Kept
 # ---------------------------------------------------------------- exact pieces of the weights
 
 
-def _tiles(given: Given, known: Scene | Ready) -> tuple[_Tiles, ...]:
+def _tiles(given: Given, known: Scene | Ready) -> _Tiles | None:
     """A way to the weights, if it was asked for."""
     if not (isinstance(known, Scene) and given.what.keep_qk):
-        return ()
+        return None
     scene = _for_tiles(given, known)
     read = {"bias": scene.inputs.bias, "sinks": scene.inputs.sinks}
     if scene.plan is not None:
         read |= {f"mask {n}": x for n, x in enumerate(scene.plan.read_again())}
     versions = {name: (x, _version(x)) for name, x in read.items() if x is not None}
-    return (_Tiles(scene, versions, _offsets(known)),)
+    return _Tiles(scene, versions, _offsets(known))
 
 
 _NOWHERE = -(2**62)

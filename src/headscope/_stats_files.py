@@ -55,8 +55,8 @@ def save(stats: HeadStats, path: Path, force: bool, more: Mapping[str, str] | No
     layers = [_put(part, name, f"{number}", tensors) for number, (name, part) in enumerate(stats.parts.items())]
     if qk:
         for number, (said, part) in enumerate(zip(layers, stats.parts.values(), strict=True)):
-            said["qk"] = [_put_qk(each, f"{number}/qk/{n}", tensors) for n, each in enumerate(part.tiles)]
-            said["qk_runs"] = [*part.tiles_by_run]
+            said["qk"] = [_put_qk(each, f"{number}/qk/{n}", tensors) for n, each in enumerate(part.tiles.values())]
+            said["qk_runs"] = [*part.tiles]
     entries = {_KEY: json.dumps({"version": VERSION, "layers": layers}), **(more or {})}
     plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     try:
@@ -301,5 +301,5 @@ def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor], mappe
         raise TypeError(f"lengths: got {len(lengths)} numbers, wanted 2")
     return LayerStats(
         **numbers, rows=take("rows", "H"), broken=take("broken", "H"), moments=moments, **parts, kept=kept,
-        tiles=tuple(tiles), lengths=lengths, first=told(said, "first", int, NoneType), tile_runs=tuple(runs),
+        tiles=dict(zip(runs, tiles, strict=True)), lengths=lengths, first=told(said, "first", int, NoneType),
     )  # fmt: skip

@@ -332,8 +332,7 @@ class LayerStats(_Part):
         received, eligible: by key position, [H, K] and int64 [H, K].
         map, edges: see there.
         kept: rows as they are, one entry a run.
-        tiles: a way to the weights of each run whose q and k are kept; saved only if asked for.
-        tile_runs: which runs these are; None: the first ones.
+        tiles: run -> a way to its weights, of those whose q and k are kept, in order; saved only if asked for.
         lengths: how many queries and keys each run had; None where they differ.
         first: over how many of the first real keys ``first`` and ``streaming_{w}`` sum; None where it is not known.
     """
@@ -350,15 +349,14 @@ class LayerStats(_Part):
     map: HeadMap | None = None
     edges: Edges | None = None
     kept: tuple[Kept, ...] = ()
-    tiles: tuple[Tiles, ...] = ()
+    tiles: Mapping[int, Tiles] = field(default_factory=dict[int, Tiles])
     lengths: tuple[int, int] | None = None
     first: int | None = None
-    tile_runs: tuple[int, ...] | None = None
 
     @property
-    def tiles_by_run(self) -> dict[int, Tiles]:
-        """Run -> the way to its weights, for those whose q and k are kept."""
-        return dict(zip(self.tile_runs or range(len(self.tiles)), self.tiles, strict=True))
+    def last_tiles(self) -> Tiles | None:
+        """The way to the weights of the last run whose q and k are kept."""
+        return self.tiles[max(self.tiles)] if self.tiles else None
 
     def merge(self, *others: LayerStats) -> LayerStats:
         """Of the runs of all, in this order.
@@ -385,7 +383,6 @@ class LayerStats(_Part):
         before = [0, *accumulate(each.runs for each in several[:-1])]
         maps = [each.map for each in several if each.map is not None]
         edges = [each.edges for each in several if each.edges is not None]
-        tiles = {n + run: at for n, each in zip(before, several, strict=True) for run, at in each.tiles_by_run.items()}
         return LayerStats(
             self.heads,
             sum(each.runs for each in several),
@@ -399,10 +396,9 @@ class LayerStats(_Part):
             HeadMap.merged(maps, before) if maps else None,
             Edges.merged(edges, before) if edges else None,
             tuple(kept for each in several for kept in each.kept),
-            tuple(tiles.values()),
+            {n + run: at for n, each in zip(before, several, strict=True) for run, at in each.tiles.items()},
             self.lengths if all(each.lengths == self.lengths for each in others) else None,
             first[0] if first else None,
-            tuple(tiles),
         )
 
     def to(self, device: torch.device | str) -> LayerStats:

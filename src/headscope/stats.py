@@ -362,7 +362,7 @@ class HeadStats:
                 mask have been written to since they were observed.
         """
         part = self._only("tile")
-        tiles = part.tiles_by_run
+        tiles = part.tiles
         if not tiles:
             raise ValueError("tile: q and k were not kept; observe with Observe(keep_qk=True)")
         if run is None:

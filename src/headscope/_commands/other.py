@@ -86,7 +86,7 @@ def _layer(part: LayerStats) -> tuple[Tensor, Tensor]:
 
     from headscope._kept_weights import kept_of
 
-    kept = kept_of(part.tiles[-1])
+    kept = kept_of(part.last_tiles)
     whole = (0, kept.queries)
     # a weight is NaN where it is hidden, and where it could not be computed; of zeros nothing but the mask hides one
     zeros = {name: torch.zeros_like(kept.parts[name]) for name in ("q", "k", "lse")}

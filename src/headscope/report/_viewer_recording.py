@@ -138,7 +138,7 @@ def _strips(
         heads = [head for layer, head in chosen if layer == n]
         kept = None
         if heads:  # weights that cannot be had are told of if somebody asked
-            kept = kept_if_any(part.tiles[-1]) if asked is None else kept_of(part.tiles[-1])
+            kept = kept_if_any(part.last_tiles) if asked is None else kept_of(part.last_tiles)
         strips = None if kept is None else strips_of(kept, heads, len(chosen))
         if asked is not None and heads and strips is None:
             raise ValueError(f"strips: got layer {n}, wanted one whose last call has inputs, queries and keys")

@@ -79,7 +79,7 @@ class Server(ThreadingHTTPServer):
             ValueError: q and k of no layer were kept, or no weights can be had: their masks were written to.
         """
         parts = list(recording.stats.parts.values())
-        runs = [part.tiles[-1] if part.tiles else None for part in parts]
+        runs = [part.last_tiles for part in parts]
         if not any(runs):
             raise ValueError(
                 "q and k were not kept; wanted watch --keep-qk, or Observe(keep_qk=True) and save(path, qk=True)"
