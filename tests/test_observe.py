@@ -376,6 +376,18 @@ def test_positions_can_be_given() -> None:
     assert mean(moved, "distance") == pytest.approx(mean(observe(q, k), "distance"), rel=1e-6)
 
 
+def test_what_stands_at_infinity_has_no_position() -> None:
+    q, k = looking([1, 3, 0, 2], 4)
+    nowhere, infinite = (torch.tensor([at, 0.0, 1.0, 2.0]) for at in (math.nan, INF))
+    kept = Observe(keep_rows=True)
+    wanted = observe(q, k, q_pos=nowhere, k_pos=nowhere, what=kept).kept[0].values["distance"][0, 0]
+    torch.testing.assert_close(wanted, torch.tensor([math.nan, 2, 0, 1]), equal_nan=True)
+    got = observe(q, k, q_pos=infinite, k_pos=infinite, what=kept).kept[0].values["distance"][0, 0]
+    dense = row_statistics(weights(q, k), q_pos=infinite, k_pos=infinite)["distance"][0, 0]
+    torch.testing.assert_close(got, wanted, equal_nan=True)
+    torch.testing.assert_close(dense.float(), wanted, equal_nan=True)
+
+
 def test_what_a_streaming_cache_keeps_and_what_an_even_row_gives() -> None:
     """Two keys of padding, then rows that look at the first real key, near it, and nowhere in particular."""
     q, k = looking([0, 0, 2, 2, 2, 5, 3], 7)

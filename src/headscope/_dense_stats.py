@@ -336,7 +336,8 @@ def _positions(name: str, given: Tensor, letter: str, length: int, p: Tensor) ->
         raise ValueError(
             f"{name}: wanted [{letter}] or [{letter}, 2], here {wanted}; {name} {list(given.shape)}, p {list(p.shape)}"
         )
-    return given.to(p.device).double().reshape(length, -1)  # [length, axes]
+    at = given.to(p.device).double().reshape(length, -1)  # [length, axes]
+    return at.masked_fill(at.isinf(), math.nan)
 
 
 def _ids(tokens: Tensor | None, batch: int, keys: int, p: Tensor) -> Tensor | None:

@@ -331,6 +331,7 @@ def _positions(name: str, given: Tensor, letter: str, length: int, asked: Given)
             f"B = {batch}; {shapes(**{name: given})}"
         )
     at = given.detach().to(device=asked.inputs.q.device, dtype=wide(asked.inputs.q.device))
+    at = at.masked_fill(at.isinf(), math.nan)
     return at if at.ndim == 3 else at[None] if at.ndim == 2 else at[None, :, None]  # [B or 1, length, axes]
 
 
