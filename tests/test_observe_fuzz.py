@@ -117,8 +117,9 @@ def _line(case: Case, batch: int, queries: int, keys: int) -> list[list[int]]:
     """The place of each query on the line: what the mask's bands agree on, else bottom-right."""
     said: list[list[int]] = []
     for leaf in case.mask.leaves() if isinstance(case.mask, Mask) else ():
-        if isinstance(leaf, Band) and leaf.offset is not None:
-            said.append(torch.as_tensor(leaf.offset).expand(batch).tolist())
+        if isinstance(leaf, Band):
+            offset = keys - queries if leaf.offset is None else leaf.offset
+            said.append(torch.as_tensor(offset).expand(batch).tolist())
     agreed = said[0] if said and all(each == said[0] for each in said) else [keys - queries] * batch
     return [[i + agreed[b] for i in range(queries)] for b in range(batch)]
 
