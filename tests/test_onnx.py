@@ -25,6 +25,7 @@ pytestmark = [
 
 NAMES = ("q", "k", "v", "lengths", "bias", "sinks")
 B, H, HKV, D, DV = 2, 6, 3, 8, 5
+CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 SIZES = ((7, 11), (11, 11), (9, 5), (1, 4))
 """Queries and keys; exported with the first. With more queries than keys the first rows of a causal mask are empty."""
 
@@ -105,9 +106,7 @@ def test_onnx_runtime_gives_the_same(option: str, tmp_path: Path) -> None:
     for size in SIZES:
         inputs = given(*size)
         got = ran(session, **dict(zip(NAMES, inputs, strict=True)))
-        torch.testing.assert_close(
-            got, model(*inputs), rtol=1e-5, atol=2e-6, msg=lambda said, size=size: f"{size}: {said}"
-        )
+        torch.testing.assert_close(got, model(*inputs), **CLOSE, msg=lambda said, size=size: f"{size}: {said}")
 
 
 class Documented(nn.Module):
@@ -128,7 +127,7 @@ def test_a_module_with_documents(tmp_path: Path) -> None:
         ({1: length}, {1: length}, {0: length}), tmp_path / "model.onnx",
     )  # fmt: skip
     x, ids, seen = torch.randn(2, 13, 24), torch.arange(13).expand(2, -1) // 5, torch.rand(13) < 0.7
-    torch.testing.assert_close(ran(session, x=x, ids=ids, seen=seen), (model(x, ids, seen),), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(ran(session, x=x, ids=ids, seen=seen), (model(x, ids, seen),), **CLOSE)
 
 
 class Causal(nn.Module):
@@ -148,7 +147,7 @@ def test_a_causal_mask_over_equal_lengths_is_the_operators_own(tmp_path: Path) -
     assert len(attention.input) == 3, "no mask is made"
     assert [each.i for each in attention.attribute if each.name == "is_causal"] == [1]
     x = torch.randn(3, 11, 24)
-    torch.testing.assert_close(ran(session, x=x[:2]), (model(x[:2]),), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(ran(session, x=x[:2]), (model(x[:2]),), **CLOSE)
 
 
 class CausalSinks(nn.Module):
@@ -167,7 +166,21 @@ def test_a_causal_mask_with_sinks(tmp_path: Path) -> None:
     model = CausalSinks()
     session = exported(model, (torch.randn(2, 7, 24),), ({1: Dim("length", min=2, max=999)},), tmp_path / "model.onnx")
     x = torch.randn(2, 11, 24)
-    torch.testing.assert_close(ran(session, x=x), (model(x),), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(ran(session, x=x), (model(x),), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bias"), [(torch.float16, torch.float32), (torch.float32, torch.float16), (torch.float64, torch.float32)]
+)
+def test_a_bias_of_another_dtype(dtype: torch.dtype, bias: torch.dtype, tmp_path: Path) -> None:
+    model = Attend(lambda lengths, bias, sinks: {"mask": masks.window(3), "bias": bias, "sinks": sinks})
+    q, k, v, lengths, added, sinks = given(7, 11)
+    inputs = (*(x.to(dtype) for x in (q, k, v)), lengths, added.to(bias), sinks.to(dtype))
+    session = exported(model, inputs, None, tmp_path / "model.onnx")
+    got = ran(session, **dict(zip(NAMES, inputs, strict=True)))
+    torch.testing.assert_close(
+        got, model(*inputs), **({"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float16 else CLOSE)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode")

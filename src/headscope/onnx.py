@@ -23,7 +23,7 @@ __all__ = ["translations"]
 Value = Any
 """A tensor of the ONNX graph that is being made, or a number."""
 
-_FLOAT, _INT64 = 1, 7  # as ONNX numbers dtypes
+_FLOAT, _INT64, _DOUBLE = 1, 7, 11  # as ONNX numbers dtypes
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -131,9 +131,12 @@ def _whole(op: Any, tensor: Value) -> Value:
 
 
 def _added(op: Any, q: Value, k: Value, seen: Value | None, bias: Value | None) -> Value | None:
-    """What is added to the logits, [B or 1, H or 1, Q, K] in q's dtype; None = nothing."""
+    """What is added to the logits, [B or 1, H or 1, Q, K] in q's dtype, or a wider one; None = nothing."""
+    if bias is not None and bias.dtype != q.dtype:
+        bias = op.Cast(bias, to=_DOUBLE if q.dtype == _DOUBLE else _FLOAT)
     if seen is not None:
-        bias = op.Where(seen, op.CastLike(0.0, q) if bias is None else bias, op.CastLike(-math.inf, q))
+        bias = op.CastLike(0.0, q) if bias is None else bias
+        bias = op.Where(seen, bias, op.CastLike(-math.inf, bias))
     if bias is None:
         return None
     return op.Expand(bias, _sizes(op, 1, 1, _size(op, q, 2), _size(op, k, 2)))
@@ -145,7 +148,9 @@ def _with_sink(op: Any, q: Value, k: Value, v: Value, sinks: Value, added: Value
     if added is None:
         added = op.Expand(op.CastLike(0.0, q), _sizes(op, 1, 1, queries, _size(op, k, 2)))
     added = op.Expand(added, _sizes(op, 1, heads, 1, 1))  # [B or 1, H, Q, K]
-    column = op.Expand(op.Unsqueeze(op.CastLike(sinks, q), [0, 2, 3]), _sizes(op, _size(op, added, 0), 1, queries, 1))
+    column = op.Expand(
+        op.Unsqueeze(op.CastLike(sinks, added), [0, 2, 3]), _sizes(op, _size(op, added, 0), 1, queries, 1)
+    )
     k, v = (
         op.Concat(
             x, op.Expand(op.CastLike(0.0, x), _sizes(op, op.Shape(x, start=0, end=2), 1, _size(op, x, 3))), axis=2

@@ -48,7 +48,8 @@ def refuses(call: Call) -> list[str]:
         reasons.append("tensors: of a subclass of Tensor; these kernels read plain memory")
     if call.rest == "many":
         reasons.append(f"mask: of more than {MOST_RULES} parts")
-    if call.queries >= MOST_POSITIONS or call.keys >= MOST_POSITIONS:  # a max would tie the two in an exported program
+    # where sizes may be open, their operator looks when it runs: an exported program would be tied to what was found
+    if call.form != "traced" and (call.queries >= MOST_POSITIONS or call.keys >= MOST_POSITIONS):
         reasons.append(f"sizes: from {MOST_POSITIONS:,} queries or keys on")
     return reasons
 
