@@ -281,6 +281,29 @@ def test_one_attention_of_several_files(tmp_path: Path) -> None:
     torch.testing.assert_close(made.to_state_dict("w_q", prefix="a"), state, rtol=0, atol=0)
 
 
+def test_the_index_decides_which_file_a_key_is_from(tmp_path: Path) -> None:
+    state = randomized(layout_modules.WQ(E, H)).state_dict()
+    save_file(state, tmp_path / "0.safetensors")
+    save_file({key: torch.zeros_like(x) for key, x in state.items()}, tmp_path / "1.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    files = {key: "1.safetensors" if key == "w_o.bias" else "0.safetensors" for key in state}
+    index.write_text(json.dumps({"weight_map": files}), encoding="utf-8")
+    made = MultiHeadAttention.from_state_dict(index, "w_q", num_heads=H)
+    state["w_o.bias"] = torch.zeros(E)
+    torch.testing.assert_close(made.to_state_dict("w_q"), state, rtol=0, atol=0)
+
+
+def test_what_an_index_names_must_be_there(tmp_path: Path) -> None:
+    """Biases are optional, and would be taken for what the module never had."""
+    state = layout_modules.WQ(E, H).state_dict()
+    save_file({key: x for key, x in state.items() if "bias" not in key}, tmp_path / "0.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(state, "0.safetensors")}), encoding="utf-8")
+    message = r"index.json names w_q.bias in 0.safetensors, .*, but it is not there: the checkpoint is damaged"
+    with pytest.raises(ValueError, match=message):
+        MultiHeadAttention.from_state_dict(index, "w_q", num_heads=H)
+
+
 def test_pickles_are_not_read(tmp_path: Path) -> None:
     torch.save(nn.MultiheadAttention(E, H).state_dict(), tmp_path / "model.pt")
     with pytest.raises(ValueError, match=r"model.pt is no safetensors file .*; pickles are not read"):
@@ -510,6 +533,7 @@ def test_states_of_another_kind_are_named(tmp_path: Path) -> None:
             MultiHeadAttention.from_state_dict(state, layout, num_heads=H)
 
     refused(tmp_path, ValueError, "is a directory, wanted a safetensors file in it")
+    refused("/dev/null", ValueError, "/dev/null is no file, wanted a safetensors file")
     refused({**state, 3: torch.zeros(1)}, TypeError, "state: has the key 3 of int, wanted strings")
     refused({**state, "w_q.weight": None}, TypeError, "w_q.weight: got NoneType, wanted a tensor or an array")
     refused(state, TypeError, "layout: got list, wanted a name", layout=["llama"])
@@ -517,6 +541,7 @@ def test_states_of_another_kind_are_named(tmp_path: Path) -> None:
     for text, message in {
         "{": "is no JSON", "[]": 'has no "weight_map"', '{"metadata": {}}': 'has no "weight_map"',
         '{"weight_map": ["a"]}': 'has no "weight_map"', '{"weight_map": {"a": 1}}': 'has no "weight_map"',
+        "[" * 100_000: "is no JSON", json.dumps({"weight_map": {"a": index.name}}): "is no safetensors file",
     }.items():  # fmt: skip
         index.write_text(text)
         refused(index, ValueError, message)

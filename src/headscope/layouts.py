@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,7 +89,8 @@ def from_state_dict(
     Raises:
         TypeError: a state or an option of the wrong kind.
         ValueError: an unknown layout, keys that are missing or unexpected, sizes that do not fit, an option that is
-            missing.
+            missing or contradicts the weights, an index that names what its files do not have.
+        FileNotFoundError: there is no such file.
     """
     return _made(_named(layout), _state(state, prefix), into, options)[0]
 
@@ -255,17 +256,28 @@ def _state(state: State | str | Path, prefix: str) -> dict[str, Any]:
 
 def _read_safetensors(path: Path, prefix: str) -> dict[str, Tensor]:
     """What begins with the prefix in one file, or in those that a ``.index.json`` beside them names."""
-    if path.is_dir():
-        raise ValueError(f"state: {path} is a directory, wanted a safetensors file in it, or its .index.json")
-    if path.name.endswith(".index.json"):
-        places = _weight_map(path)
-        files = sorted({file for key, file in places.items() if key.startswith(prefix)})
-        return {key: x for file in files for key, x in _read_safetensors(path.parent / file, prefix).items()}
+    if not (path.name.endswith(".index.json") and path.is_file()):
+        return _read_file(path, prefix)
+    places = {key: file for key, file in _weight_map(path).items() if key.startswith(prefix)}
+    found: dict[str, Tensor] = {}
+    for file in sorted(set(places.values())):
+        found |= _read_file(path.parent / file, prefix, {key for key, where in places.items() if where != file})
+    if lacking := [f"{key} in {file}" for key, file in places.items() if key not in found]:
+        raise ValueError(f"state: {path} names {_listed(lacking)}, but it is not there: the checkpoint is damaged")
+    return found
+
+
+def _read_file(path: Path, prefix: str, elsewhere: Collection[str] = ()) -> dict[str, Tensor]:
+    """What begins with the prefix in one file, but for keys that are another's by the index."""
+    if path.exists() and not path.is_file():
+        what = "a directory, wanted a safetensors file in it" if path.is_dir() else "no file, wanted a safetensors file"
+        raise ValueError(f"state: {path} is {what}, or its .index.json")
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:  # pyright: ignore[reportArgumentType]
-            return {key: file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118
+            there = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118
+            return {key: file.get_tensor(key) for key in there if key not in elsewhere}
     except SafetensorError as error:
         raise ValueError(f"state: {path} is no safetensors file ({error}); pickles are not read") from error
 
@@ -274,7 +286,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     """Which file each key is in."""
     try:
         said: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"state: {path} is no JSON ({error})") from error
     places: Any = said.get("weight_map") if isinstance(said, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):  # pyright: ignore[reportUnknownVariableType]
