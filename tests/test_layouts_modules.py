@@ -174,6 +174,62 @@ def test_timm(norm: Any, bias: bool, mask: str) -> None:
     assert_same_state(made, "timm", theirs.state_dict())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_norms_of_timm_without_an_eps_have_torchs(dtype: torch.dtype) -> None:
+    theirs = randomized(layout_modules.Timm(E, H, norm=nn.RMSNorm)).to(dtype)
+    x = torch.randn(B, T, E, dtype=dtype) * 1e-3
+    with torch.no_grad():
+        theirs.qkv.bias.zero_()
+    torch.testing.assert_close(MultiHeadAttention.from_module(theirs)(x), theirs(x))
+
+
+@pytest.mark.parametrize(("scale", "wanted"), [(torch.tensor(0.25), 0.25), (None, (E // H) ** -0.5)])
+def test_a_scale_may_be_a_tensor_or_the_usual_one(scale: Any, wanted: float) -> None:
+    theirs = randomized(layout_modules.Timm(E, H))
+    theirs.scale = scale
+    assert MultiHeadAttention.from_module(theirs).scale == wanted
+
+
+class ByVariance(nn.Module):
+    """A LayerNorm without bias, under a name that does not say so."""
+
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+
+class RmsNorm(ByVariance):
+    """As timm calls it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
+
+
+def test_norms_of_timm_are_known_by_their_classes() -> None:
+    theirs = randomized(layout_modules.Timm(E, H, norm=RmsNorm))
+    x = torch.randn(B, T, E)
+    torch.testing.assert_close(MultiHeadAttention.from_module(theirs)(x), theirs(x))
+    unknown = layout_modules.Timm(E, H, norm=ByVariance)
+    with pytest.raises(ValueError, match='q_norm is a ByVariance, of a kind that is not known; pass qk_norm="rms" or'):
+        MultiHeadAttention.from_module(unknown)
+    assert MultiHeadAttention.from_module(unknown, qk_norm="rms").qk_norm == "rms"
+
+
+@pytest.mark.parametrize(
+    ("k_norm", "message"),
+    [
+        (RmsNorm(E // H, eps=1e-2), "module: q_norm.eps is 1e-06, k_norm.eps is 0.01; wanted one number, as ours has"),
+        (nn.LayerNorm(E // H, eps=1e-6), "module: q_norm is 'rms' and k_norm 'layer', wanted one kind"),
+        (nn.Identity(), "module: q_norm is 'rms' and k_norm None, wanted one kind"),
+    ],
+)
+def test_norms_of_q_and_k_must_agree(k_norm: nn.Module, message: str) -> None:
+    theirs = layout_modules.Timm(E, H, norm=RmsNorm)
+    theirs.k_norm = k_norm
+    with pytest.raises(ValueError, match=message):
+        MultiHeadAttention.from_module(theirs)
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "value_dim"), [(2, 2, 7), (2, 2, 3), (4, 2, 5)])

@@ -299,6 +299,15 @@ def test_scalings_turn_as_much_as_theirs(rope: str) -> None:
     assert made.rotary.dim == angles(torch.randn(B, T, E))[0].shape[-1] == (6 if rope == "default" else 4)
 
 
+def test_norms_of_q_and_k_must_agree() -> None:
+    theirs: Any = rotated("qwen3")[0]
+    theirs.k_norm.variance_epsilon = 0.1
+    with pytest.raises(
+        ValueError, match=r"module: q_norm.variance_epsilon is 0.001, k_norm.variance_epsilon is 0.1; w"
+    ):
+        MultiHeadAttention.from_module(theirs)
+
+
 def test_positions_may_be_given() -> None:
     theirs, _ = rotated("qwen3")
     named = models.qwen3.modeling_qwen3.Qwen3RotaryEmbedding(theirs.config)

@@ -48,7 +48,7 @@ class Layout:
         parts: its keys.
         classes: "package:Class" of the modules that have it.
         inner: classes of modules that hold only a part of it.
-        reads: which attribute of such a module holds which option of ours.
+        reads: which attribute of such a module holds which option of ours; where it names two, they must agree.
         more: options that take more than an attribute.
         needs: options that the weights do not tell: they come from the module, or from the caller.
         fixed: options that such a module always has.
@@ -217,11 +217,28 @@ def buckets(module: Any) -> T5Buckets | None:
 
 
 def kind_of_norm(module: Any) -> str | None:
-    """Of q and k in timm, by its class."""
-    norm = getattr(module, "q_norm", None)
-    if norm is None or isinstance(norm, nn.Identity):
-        return None
-    return "layer" if isinstance(norm, nn.LayerNorm) else "rms"
+    """Of q and k in timm, by their classes.
+
+    Raises:
+        ValueError: a class that is neither torch's nor says what it is by its name, or one for q and another for k.
+    """
+    kinds: dict[str, str | None] = {}
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(module, name, None)
+        called = type(norm).__name__
+        if norm is None or isinstance(norm, nn.Identity):
+            kinds[name] = None
+        elif isinstance(norm, nn.LayerNorm):
+            kinds[name] = "layer"
+        elif isinstance(norm, nn.RMSNorm) or "rmsnorm" in called.lower().replace("_", ""):
+            kinds[name] = "rms"
+        else:
+            raise ValueError(
+                f'module: {name} is a {called}, of a kind that is not known; pass qk_norm="rms" or "layer"'
+            )
+    if kinds["q_norm"] != kinds["k_norm"]:
+        raise ValueError(f"module: q_norm is {kinds['q_norm']!r} and k_norm {kinds['k_norm']!r}, wanted one kind")
+    return kinds["q_norm"]
 
 
 def zero_sink(module: Any) -> bool:
@@ -322,7 +339,7 @@ def decoder_layouts() -> tuple[Layout, ...]:
         "grouped": True,
         "widths": ("head_dim",),
     }
-    eps = {"qk_norm_eps": "q_norm.variance_epsilon"}
+    eps = {"qk_norm_eps": "q_norm.variance_epsilon k_norm.variance_epsilon"}
     qwen3: dict[str, Any] = {**each, "reads": {**each["reads"], **eps}, "fixed": {"qk_norm": "rms"}}
     any_bias = linears(names, "", "q k v out")
     return (
@@ -338,7 +355,8 @@ def other_layouts() -> tuple[Layout, ...]:
     timm = (*packed("qkv", maybe=True), *packed("proj", ("out",)), *norms("weight", "bias", maybe=True))
     return (
         Layout("timm", "timm's Attention", timm, ("timm:Attention",), more={"qk_norm": kind_of_norm}, plain=True,
-               reads={"num_heads": "num_heads", "dropout": "attn_drop", "scale": "scale", "qk_norm_eps": "q_norm.eps"}),
+               reads={"num_heads": "num_heads", "dropout": "attn_drop", "scale": "scale",
+                      "qk_norm_eps": "q_norm.eps k_norm.eps"}),
         Layout("keras", "Keras MultiHeadAttention and GroupQueryAttention: query/kernel [E, H, D], ...", kernels(),
                needs=(), grouped=True, widths=WIDTHS),
     )  # fmt: skip

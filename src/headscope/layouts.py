@@ -212,18 +212,33 @@ def _full_name(kind_of: type) -> str:
 def _options(module: nn.Module, layout: Layout, given: dict[str, Any]) -> dict[str, Any]:
     """Our options: those given, and what the module's attributes say of the others."""
     told: dict[str, Any] = {}
-    for option, path in layout.reads.items():
+    for option, paths in layout.reads.items():
+        if option in given:
+            continue
         try:
-            value: Any = attrgetter(path)(module)
+            values: list[Any] = [attrgetter(path)(module) for path in paths.split()]
         except AttributeError:  # of another class, with the same keys: ``needs`` says what must be given
             continue
-        told[option] = value.p if isinstance(value, nn.Dropout) else value
+        if any(value != values[0] for value in values):
+            said = ", ".join(f"{path} is {value}" for path, value in zip(paths.split(), values, strict=True))
+            raise ValueError(f"module: {said}; wanted one number, as ours has one {option}")
+        told[option] = _told(option, values[0], module)
     if "num_heads" in layout.needs and "num_heads" not in told:
         named = [value for name in HEADS if isinstance(value := getattr(module, name, None), int)]
         told |= {"num_heads": named[0]} if named else {}
     if layout.plain or _is_of(module, layout):
         told |= {option: tell(module) for option, tell in layout.more.items() if option not in given}
     return {**told, **given}
+
+
+def _told(option: str, value: Any, module: nn.Module) -> Any:
+    """What an attribute comes to as an option of ours."""
+    if isinstance(value, nn.Dropout):
+        return value.p
+    if option == "qk_norm_eps" and value is None:  # of nn.RMSNorm: that of the type that it computes in
+        double = next(module.parameters()).dtype == torch.float64
+        return torch.finfo(torch.float64 if double else torch.float32).eps
+    return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
 def _is_of(module: nn.Module, layout: Layout) -> bool:
