@@ -460,6 +460,14 @@ def test_a_module_whose_weights_are_made_anew_cannot_be_pruned() -> None:
         with pytest.raises(ValueError, match="is made anew for each call, by a pruning mask or a parametrization"):
             m.prune_heads([0])
     wrapped = MultiHeadAttention(24, 6)
-    wrapped.out_proj = nn.Sequential(wrapped.out_proj)  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(ValueError, match=r"module: out_proj is a Sequential, wanted nn\.Linear"):
-        wrapped.prune_heads([0])
+    for part in (nn.Sequential(wrapped.out_proj), Gained(24, 24)):
+        wrapped.out_proj = part  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(ValueError, match=rf"module: out_proj is a {type(part).__name__}, wanted nn\.Linear"):
+            wrapped.prune_heads([0])
+
+
+class Gained(nn.Linear):
+    """More than its weight's product."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)

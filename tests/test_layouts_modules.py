@@ -464,11 +464,65 @@ def test_a_forward_of_its_own_is_refused() -> None:
         pass
 
     with pytest.raises(
-        ValueError, match=r"module: Doubled is a MultiheadAttention with a forward of its own, .*; pass layout='torch'"
+        ValueError, match=r"module: Doubled is a MultiheadAttention with a forward of its own, .*; pass layout='torch' "
     ):
         MultiHeadAttention.from_module(Doubled(E, H))
     for made in (MultiHeadAttention.from_module(Doubled(E, H), "torch"), MultiHeadAttention.from_module(Plain(E, H))):
         assert made.num_heads == H
+
+
+class Tripled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 3 * super().forward(input)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: setattr(m, "forward", m.forward), "WQ has a forward that was set on it"),
+        (lambda m: setattr(m.w_o, "forward", m.w_o.forward), "w_o has a forward that was set on it"),
+        (lambda m: setattr(m, "w_k", Tripled(E, E)), "w_k is a Tripled, whose forward is not that of a Linear"),
+        (lambda m: m.w_v.register_forward_hook(lambda *_: None), "w_v has hooks"),
+        (lambda m: m.w_q.register_forward_pre_hook(lambda *_: None), "w_q has hooks"),
+    ],
+)
+def test_what_runs_beside_the_weights_is_refused(change: Any, message: str) -> None:
+    """Unless the caller says which layout it is."""
+    theirs = layout_modules.WQ(E, H)
+    change(theirs)
+    with pytest.raises(
+        ValueError, match=f"module: {message}, so that its weights may not say .*; pass layout='w_q' if they do"
+    ):
+        MultiHeadAttention.from_module(theirs)
+    assert_same_state(MultiHeadAttention.from_module(theirs, "w_q"), "w_q", theirs.state_dict())
+
+
+def test_hooks_of_the_module_itself_are_around_its_attention() -> None:
+    """Those of transformers stay on a module that was asked for its weights."""
+    theirs = layout_modules.WQ(E, H)
+    x = torch.randn(B, T, E)
+    wanted = theirs(x)
+    theirs.register_forward_hook(lambda *_: torch.zeros(()))
+    torch.testing.assert_close(MultiHeadAttention.from_module(theirs)(x), wanted)
+
+
+def test_linears_that_inherit_their_forward_are_linears() -> None:
+    class Named(nn.Linear):
+        pass
+
+    theirs = layout_modules.WQ(E, H)
+    theirs.w_q = Named(E, E)
+    x = torch.randn(B, T, E)
+    torch.testing.assert_close(MultiHeadAttention.from_module(theirs)(x), theirs(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_modules_are_known_by_their_keys() -> None:
+    theirs = torch.jit.script(nn.MultiheadAttention(E, H, batch_first=True))
+    with pytest.raises(ValueError, match="no layout is known for RecursiveScriptModule; its keys are those of torch: "):
+        MultiHeadAttention.from_module(theirs)
+    x = torch.randn(B, T, E)
+    torch.testing.assert_close(MultiHeadAttention.from_module(theirs, "torch")(x), theirs(x, x, x)[0])
 
 
 def test_a_layout_may_be_named() -> None:
@@ -514,6 +568,9 @@ def test_what_is_more_than_a_linear_is_not_written() -> None:
     made = MultiHeadAttention(E, H)
     made.out_proj = nn.Sequential(made.out_proj, nn.ReLU())  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ValueError, match=r"module: out_proj is a Sequential, wanted nn\.Linear"):
+        made.to_state_dict("torch")
+    made.out_proj = Tripled(E, E)  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValueError, match=r"module: out_proj is a Tripled, wanted nn\.Linear, or one with its forward"):
         made.to_state_dict("torch")
 
 

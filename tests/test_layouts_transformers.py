@@ -382,13 +382,25 @@ def test_a_forward_of_its_own_is_refused() -> None:
         theirs.__class__ = kind
         if kind is not Plain:
             error = (
-                f"module: {kind.__name__} is a LlamaAttention with a forward of its own, so that its weights do not "
-                "say what it computes; pass layout='llama' if its attention is that of LlamaAttention"
+                f"module: {kind.__name__} is a LlamaAttention with a forward of its own, so that its weights may not "
+                "say what it computes; pass layout='llama' if they do"
             )
             with pytest.raises(ValueError, match=error):
                 MultiHeadAttention.from_module(theirs)
         given = {} if kind is Plain else {"layout": "llama"}
         torch.testing.assert_close(MultiHeadAttention.from_module(theirs, **given)(x), wanted)
+
+
+def test_a_projection_of_gpt2_with_a_forward_of_its_own_is_refused() -> None:
+    theirs: Any = gpt2(False)
+
+    class Doubled(type(theirs.c_attn)):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(2 * x)
+
+    theirs.c_attn.__class__ = Doubled
+    with pytest.raises(ValueError, match="module: c_attn is a Doubled, whose forward is not that of a Conv1D, so that"):
+        MultiHeadAttention.from_module(theirs)
 
 
 def test_every_layout_of_transformers_is_here() -> None:

@@ -350,6 +350,20 @@ def test_weights_that_are_made_anew_are_refused(how: str) -> None:
     assert type(whole[0]) is nn.MultiheadAttention
 
 
+def test_a_forward_that_is_not_torchs_is_refused() -> None:
+    class Doubled(nn.MultiheadAttention):
+        def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(2 * query, *args, **kwargs)
+
+    changed = nn.MultiheadAttention(E, H)
+    changed.forward = changed.forward
+    for theirs in (Doubled(E, H), changed):
+        with pytest.raises(ValueError, match=f"module: {type(theirs).__name__} has a forward of its own, wanted nn.Mu"):
+            MultiheadAttention.from_torch(theirs)
+    with pytest.raises(ValueError, match="module: MultiheadAttention has a forward of its own"):
+        replace(nn.Sequential(changed))
+
+
 def test_it_can_be_watched() -> None:
     model = encoder(1).eval()
     replace(model)

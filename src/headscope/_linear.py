@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
 
 from headscope._call import kind
 from headscope._cpuinfo import vendor
@@ -59,11 +58,15 @@ def fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear by its class: ``nn.Linear``, ours, or one that inherits its forward from them."""
+    return isinstance(module, nn.Linear) and type(module).forward in (Linear.forward, nn.Linear.forward)
+
+
 def is_plain(linear: nn.Module) -> bool:
-    """Whether it is ``nn.Linear``, or ours, whose call is its weight's product and nothing more."""
-    kind_of = type(linear).__base__ if parametrize.is_parametrized(linear) else type(linear)
+    """Whether it is a linear whose call is its weight's product and nothing more."""
     hooked = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
-    return kind_of in (Linear, nn.Linear) and not hooked
+    return is_linear(linear) and not hooked
 
 
 def check_kind(name: str, x: Tensor, linear: nn.Module) -> None:
@@ -82,9 +85,8 @@ def check_kind(name: str, x: Tensor, linear: nn.Module) -> None:
 
 
 def strangers(module: nn.Module) -> dict[str, nn.Module]:
-    """Projections of a module that are no linears, as a LoRA wrapper: their weight, if any, may not be all."""
-    parts = module.named_children()
-    return {name: part for name, part in parts if name.endswith("_proj") and not isinstance(part, nn.Linear)}
+    """Projections of a module that are no linears, as those of LoRA: their weight, if any, may not be all."""
+    return {name: part for name, part in module.named_children() if name.endswith("_proj") and not is_linear(part)}
 
 
 @cache

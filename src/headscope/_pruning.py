@@ -26,7 +26,7 @@ def pruned(module: Any, heads: Collection[int]) -> Any:
     if module.qk_norm == "rms_all":
         raise ValueError("heads: this module has qk_norm='rms_all', which normalises all heads together: none can go")
     for name, part in strangers(module).items():
-        raise ValueError(f"module: {name} is a {type(part).__name__}, wanted nn.Linear, whose rows can be cut")
+        raise ValueError(f"module: {name} is a {type(part).__name__}, wanted nn.Linear, or one with its forward")
     made = copy.deepcopy(module)
     q_rows, k_rows = _rows(kept, module.head_dim), _rows(kv_kept, module.head_dim)
     v_rows, out_columns = _rows(kv_kept, module.v_head_dim), _rows(kept, module.v_head_dim)
@@ -65,7 +65,8 @@ def check_kept(module: nn.Module, *parts: nn.Module) -> None:
     names = {part: name for name, part in module.named_modules()}
     for part in parts or (module,):
         made = list(part.parametrizations) if parametrize.is_parametrized(part) else []  # pyright: ignore[reportArgumentType, reportUnknownArgumentType]
-        made += [name for name in vars(part) if {f"{name}_orig", f"{name}_g"} & part._parameters.keys()]
+        own = set(part._parameters.keys())  # of a scripted module they are a list
+        made += [name for name in vars(part) if own & {f"{name}_orig", f"{name}_g"}]
         if made:
             path = f"{names[part]}.{made[0]}".lstrip(".")
             raise ValueError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from headscope._call import kind
 from headscope._layout_table import HEADS, LAYOUTS, PROJECTIONS, QKV, Layout, Part, cut, read, write
-from headscope._linear import strangers
+from headscope._linear import is_linear, strangers
 from headscope._pruning import check_kept
 from headscope.module import MultiHeadAttention
 from headscope.positions import ALiBi, RelativeBias
@@ -48,12 +48,14 @@ def from_module(
         into: the class to make.
         options: of ``MultiHeadAttention``, where they are not to be read from the module, as ``num_heads``, ``rotary``.
 
-    What a module's forward does around its attention (dropout of the output, residual, norm) is not part of it.
+    What a module's forward does around its attention (dropout of the output, residual, norm) is not part of it, and
+    neither are its hooks.
 
     Raises:
         TypeError: it is no module, or already ours.
         ValueError: no layout is known for it, or its weights do not fit; the message says which keys, and what is
-            known. Or it is of a known class but for a forward of its own, and no ``layout`` is given.
+            known. Or no ``layout`` is given, and something else than its weights may say what it computes: a forward
+            of its own, in its class or set on it or on a part; a projection that is more than a linear, or has hooks.
     """
     if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"module: got {kind(module)}, wanted a torch.nn.Module")
@@ -141,7 +143,7 @@ def to_state_dict(module: MultiHeadAttention, layout: str, *, prefix: str = "") 
     """
     found = _named(layout)
     for name, part in strangers(module).items():
-        raise ValueError(f"module: {name} is a {type(part).__name__}, wanted nn.Linear: its weight may not be all")
+        raise ValueError(f"module: {name} is a {type(part).__name__}, wanted nn.Linear, or one with its forward")
     tensors = _parameters(module)
     _check_expressible(module, found, tensors)
     cuts = _cuts(module.num_heads, module.kv_heads, module.head_dim, module.v_head_dim)
@@ -170,17 +172,16 @@ def _named(layout: str) -> Layout:
 
 def _recognised(module: nn.Module, keys: set[str]) -> Layout:
     """The layout of a module: by its class, else by its keys, where those say all there is to know."""
-    mro = type(module).__mro__
-    names = {_full_name(each) for each in mro}
+    names = {_full_name(each) for each in type(module).__mro__}
     ours = [layout for layout in LAYOUTS.values() if names & set(layout.classes)]
     fitting = [layout for layout in ours or LAYOUTS.values() if layout.fit(keys) == ([], [])]
     plain = [layout for layout in fitting if layout in ours or layout.plain]
     name = type(module).__name__
     if plain:
-        if (known := _with_other_forward(mro)) is not None:
+        for beside in _beside_weights(module, plain[0]):
             raise ValueError(
-                f"module: {name} is a {known} with a forward of its own, so that its weights do not say what it "
-                f"computes; pass layout={plain[0].name!r} if its attention is that of {known}"
+                f"module: {beside}, so that its weights may not say what it computes; pass "
+                f"layout={plain[0].name!r} if they do"
             )
         return plain[0]
     for layout in LAYOUTS.values():
@@ -193,6 +194,35 @@ def _recognised(module: nn.Module, keys: set[str]) -> Layout:
         nearest = min(ours or LAYOUTS.values(), key=lambda each: sum(map(len, each.fit(keys))))
         hint = f"nearest is {nearest.name!r}: {_amiss(*nearest.fit(keys))}"
     raise ValueError(f"module: no layout is known for {name}; {hint}; known layouts: {_listed(LAYOUTS, 99)}")
+
+
+def _beside_weights(module: nn.Module, layout: Layout) -> Iterator[str]:
+    """What may make of the weights something else than this layout does, in words.
+
+    Hooks of the module itself, which may only look, as those that transformers leaves there, run around the attention.
+    """
+    if (of := _with_other_forward(type(module).__mro__)) is not None:
+        yield f"{type(module).__name__} is a {of} with a forward of its own"
+    weights = {f"{name}.weight" for name in PROJECTIONS}
+    parts = dict(module.named_modules(remove_duplicate=False))
+    for path, part in parts.items():
+        if "forward" in vars(part):
+            yield f"{path or type(part).__name__} has a forward that was set on it"
+    for held in layout.parts:
+        path = held.key.rpartition(".")[0]
+        if not path or path not in parts:
+            continue
+        part = parts[path]
+        wanted, fits = ("Conv1D", _is_conv) if held.form == "columns" else ("Linear", is_linear)
+        if held.holds[0] in weights and not fits(part):
+            yield f"{path} is a {type(part).__name__}, whose forward is not that of a {wanted}"
+        if part._forward_hooks or part._forward_pre_hooks:
+            yield f"{path} has hooks"
+
+
+def _is_conv(part: nn.Module) -> bool:
+    """Whether it is the transposed linear of transformers' GPT-2, by the class that its forward is of."""
+    return _full_name(next(each for each in type(part).__mro__ if "forward" in vars(each))) == "transformers:Conv1D"
 
 
 def _with_other_forward(mro: tuple[type, ...]) -> str | None:

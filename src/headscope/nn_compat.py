@@ -73,12 +73,17 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> MultiheadAttention:
-        """The same module, over the same parameters (not copies of them), in the same mode.
+        """The same module, over the same parameters (not copies of them), in the same mode, without its hooks.
 
         Raises:
-            ValueError: a weight of it is no parameter: it has a pruning mask or a parametrization.
+            ValueError: a weight of it is no parameter: it has a pruning mask or a parametrization. Or its forward is
+                not torch's.
         """
         check_kept(module)
+        if "forward" in vars(module) or type(module).forward not in (nn.MultiheadAttention.forward, cls.forward):
+            raise ValueError(
+                f"module: {type(module).__name__} has a forward of its own, wanted nn.MultiheadAttention's"
+            )
         made = cls(
             module.embed_dim, module.num_heads, module.dropout, module._parameters["in_proj_bias"] is not None,
             add_zero_attn=module.add_zero_attn, kdim=module.kdim, vdim=module.vdim, batch_first=module.batch_first,
