@@ -425,7 +425,7 @@ def test_states_of_the_wrong_kind() -> None:
     with pytest.raises(TypeError, match="state: got int, wanted a mapping of tensors, or the path of a safetensors"):
         MultiHeadAttention.from_state_dict(3, "torch")  # pyright: ignore[reportArgumentType]
     integers = {key: x.long() for key, x in STATE.items()}
-    with pytest.raises(TypeError, match=r"w_q.weight: dtype is int64, wanted a floating one"):
+    with pytest.raises(TypeError, match=r"w_q.weight: dtype is int64, wanted float32, bfloat16"):
         MultiHeadAttention.from_state_dict(integers, "w_q", num_heads=H)
 
 
@@ -594,12 +594,10 @@ def test_a_table_that_is_passed_in_is_left_alone() -> None:
     nn.init.normal_(table.weight)
     weight, before = table.weight, table.weight.detach().clone()
     state = {f"{name}.weight": torch.randn(E, E) for name in "qkvo"}
-    state["relative_attention_bias.weight"] = torch.randn(8, H)  # a table of its own
-    for own in (state, {key: x for key, x in state.items() if "bias" not in key}):
-        made = MultiHeadAttention.from_state_dict(own, "t5", num_heads=H, position_bias=table)
-        assert made.position_bias is table
-        assert table.weight is weight
-        torch.testing.assert_close(table.weight.detach(), before, rtol=0, atol=0)
+    made = MultiHeadAttention.from_state_dict(state, "t5", num_heads=H, position_bias=table)
+    assert made.position_bias is table
+    assert table.weight is weight
+    torch.testing.assert_close(table.weight.detach(), before, rtol=0, atol=0)
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -613,6 +611,113 @@ def test_a_table_that_is_passed_in_is_left_alone() -> None:
 
 
 # ---------------------------------------------------------------- states that do not fit
+
+
+@pytest.mark.parametrize(
+    ("position_bias", "message"),
+    [
+        (RelativeBias(H, T5Buckets(8, 10)), "position_bias: got a RelativeBias beside relative_attention_bias.weight"),
+        (T5Buckets(4, 10), r"relative_attention_bias.weight: holds position_bias.weight as \[8, 2\], wanted \[4, 2\]"),
+        (ALiBi(H), r"relative_attention_bias.weight: holds position_bias.weight as \[8, 2\], wanted none: the options"),
+        (None, r"relative_attention_bias.weight: holds position_bias.weight as \[8, 2\], wanted none: the options"),
+    ],
+)
+def test_a_table_among_the_weights_is_not_thrown_away(position_bias: Any, message: str) -> None:
+    state = {f"{name}.weight": torch.randn(E, E) for name in "qkvo"}
+    state["relative_attention_bias.weight"] = torch.randn(8, H)
+    with pytest.raises(ValueError, match=message):
+        MultiHeadAttention.from_state_dict(state, "t5", num_heads=H, position_bias=position_bias)
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "message"),
+    [
+        ({"bias_v": None}, {}, "options: layout 'torch' has no weights for bias_v, which they call for"),
+        ({"bias_k": None}, {}, "options: layout 'torch' has no weights for bias_k, which they call for"),
+        ({"bias_k": (1, 1, 7)}, {}, r"bias_k: holds bias_k as \[7\], wanted \[12\]"),
+        ({"bias_v": (1, 1, 24)}, {}, r"bias_v: holds bias_v as \[24\], wanted \[12\]"),
+        ({}, {"bias_kv": False}, "bias_kv: got False, wanted none: it comes from the weights, which say True"),
+    ],
+)
+def test_keys_of_its_own_that_contradict_each_other(changed: Any, options: dict[str, Any], message: str) -> None:
+    state = nn.MultiheadAttention(E, H, add_bias_kv=True).state_dict()
+    state |= {key: torch.zeros(shape) for key, shape in changed.items() if shape}
+    state = {key: x for key, x in state.items() if changed.get(key, ()) is not None}
+    with pytest.raises(ValueError, match=message):
+        MultiHeadAttention.from_state_dict(state, "torch", num_heads=H, **options)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "options", "message"),
+    [
+        ("q_norm", {}, "options: layout 'timm' has no weights for q_norm.weight, q_norm.bias, which they call for"),
+        ("q_norm.weight", {}, "options: layout 'timm' has no weights for q_norm.weight, which they call for"),
+        (
+            "none",
+            {"qk_norm": "rms"},
+            r"q_norm.bias: holds q_norm.bias as \[6\], wanted none: the options leave no place",
+        ),
+        ("none", {"qk_norm": None}, r"q_norm.weight: holds q_norm.weight as \[6\], wanted none: the options leave no"),
+        ("none", {"qk_norm": "rms_all"}, r"q_norm.weight: holds q_norm.weight as \[6\], wanted \[12\]"),
+    ],
+)
+def test_norms_that_do_not_fit(left_out: str, options: dict[str, Any], message: str) -> None:
+    state = layout_modules.Timm(E, H, norm=nn.LayerNorm).state_dict()
+    state = {key: x for key, x in state.items() if not key.startswith(left_out)}
+    with pytest.raises(ValueError, match=message):
+        MultiHeadAttention.from_state_dict(state, "timm", num_heads=H, **options)
+
+
+def test_sinks_need_weights_where_the_layout_has_no_zero_attention() -> None:
+    with pytest.raises(ValueError, match="options: layout 'w_q' has no weights for sinks, which they call for"):
+        MultiHeadAttention.from_state_dict(STATE, "w_q", num_heads=H, sinks=True)
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "message"),
+    [
+        (torch.zeros(E, E).to(torch.float8_e4m3fn), TypeError, "dtype is float8_e4m3fn, wanted float32, bfloat16, flo"),
+        (torch.zeros(E, E).to_sparse(), TypeError, r"layout is torch.sparse_coo, wanted an ordinary tensor"),
+        (
+            torch.nested.nested_tensor([torch.zeros(E, E)], layout=torch.jagged),
+            TypeError,
+            "is a nested tensor of layout",
+        ),
+        (
+            nn.UninitializedParameter(),
+            ValueError,
+            "is uninitialised, wanted weights; a lazy module gets them in its fi",
+        ),
+        (np.full((E, E), "a"), TypeError, "got an array of <U1, wanted a tensor or an array of numbers"),
+    ],
+)
+def test_tensors_that_are_no_weights(weight: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=rf"w_q\.weight: {message}"):
+        MultiHeadAttention.from_state_dict({**STATE, "w_q.weight": weight}, "w_q", num_heads=H)
+
+
+def test_arrays_of_any_order_are_read() -> None:
+    """Of bytes, and of rows: those that another tool wrote, or that were turned round."""
+    state = MultiHeadAttention(E, H).to_state_dict("w_q")
+    arrays = {key: x.numpy().astype(">f4")[::-1] for key, x in state.items()}
+    made = MultiHeadAttention.from_state_dict(arrays, "w_q", num_heads=H)
+    assert_same_state(made, "w_q", {key: x.flip(0) for key, x in state.items()})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_heads": 2.0}, TypeError, "num_heads: got float, wanted a whole number"),
+        ({"num_heads": "2"}, TypeError, "num_heads: got str, wanted a whole number"),
+        ({"num_heads": None}, TypeError, "num_heads: got NoneType, wanted a whole number"),
+        ({"num_heads": 0}, ValueError, "num_heads: got 0, wanted at least 1"),
+        ({"num_heads": H, "prefix": 3}, TypeError, "prefix: got int, wanted what the keys begin with, as a string"),
+        ({"num_heads": H, "prefix": None}, TypeError, "prefix: got NoneType, wanted what the keys begin with"),
+    ],
+)
+def test_options_of_the_wrong_kind(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        MultiHeadAttention.from_state_dict(STATE, "w_q", **options)
 
 
 def test_arrays_are_the_hosts_whatever_the_default_device() -> None:

@@ -13,12 +13,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from headscope._call import kind
+from headscope._call import FLOATS, check_layout, kind
 from headscope._layout_table import HEADS, LAYOUTS, PROJECTIONS, QKV, Layout, Part, cut, read, write
 from headscope._linear import is_linear, strangers
+from headscope._module_options import check_sizes
 from headscope._pruning import check_kept
 from headscope.module import MultiHeadAttention
 from headscope.positions import ALiBi, RelativeBias
@@ -111,21 +114,29 @@ def _made(
     for name in ("bias_k", "bias_v"):
         if name in tensors:
             tensors[name] = tensors[name].unflatten(0, (sizes["kv_heads"], -1))  # [Hkv, D]
-    extras = _extras(found, tensors, sizes, options)
+    extras = _extras(found, tensors, keys, sizes, options)
     if isinstance(extras.get("position_bias"), RelativeBias):  # another layer's: shared, and left as it is
         tensors["position_bias.weight"] = extras["position_bias"].weight
-        keys.pop("position_bias.weight", None)
     made = into(**sizes, **extras, device="meta")
-    frozen = made.sinks is not None and "sinks" not in tensors
+    frozen = made.sinks is not None and "sinks" in found.more  # add_zero_attn=True, on the other side
     if frozen:
         tensors["sinks"] = tensors["q.weight"].new_zeros(made.num_heads)
-    lacking = [name for name in _parameters(made) if name not in tensors]
-    if lacking:
-        raise ValueError(f"options: layout {found.name!r} has no weights for {_listed(lacking)}, which they call for")
+    _check_places(found, made, tensors, keys)
     made.load_state_dict({_our_key(name): x for name, x in tensors.items()}, assign=True)
     if frozen and made.sinks is not None:
         made.sinks.requires_grad_(False)
     return made, keys
+
+
+def _check_places(layout: Layout, made: MultiHeadAttention, tensors: dict[str, Tensor], keys: dict[str, str]) -> None:
+    """Whether what there is has a place in what was made, and the other way round."""
+    places = _parameters(made)
+    if lacking := [name for name in places if name not in tensors]:
+        raise ValueError(f"options: layout {layout.name!r} has no weights for {_listed(lacking)}, which they call for")
+    for name, x in tensors.items():
+        wanted = list(places[name].shape) if name in places else "none: the options leave no place for it"
+        if list(x.shape) != wanted:
+            raise ValueError(f"{keys.get(name, name)}: holds {name} as {list(x.shape)}, wanted {wanted}")
 
 
 def to_state_dict(module: MultiHeadAttention, layout: str, *, prefix: str = "") -> dict[str, Tensor]:
@@ -340,6 +351,8 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def _prefix(prefix: str) -> str:
+    if not isinstance(prefix, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"prefix: got {kind(prefix)}, wanted what the keys begin with, as a string")
     return prefix if not prefix or prefix[-1] in "./" else f"{prefix}."
 
 
@@ -374,12 +387,18 @@ def _ours(
 
 def _tensor(part: Part, x: Any) -> Tensor:
     """One entry of a state, with the axes that its form has."""
+    if isinstance(x, np.ndarray):  # torch reads neither the other byte order nor what is turned round
+        x = np.array(x, x.dtype.newbyteorder("="), order="C")
     try:
         tensor = x if isinstance(x, Tensor) else torch.tensor(x, device="cpu")  # a copy: arrays may not be writable
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{part.key}: got {kind(x)}, wanted a tensor or an array") from None
-    if not tensor.is_floating_point():
-        raise TypeError(f"{part.key}: dtype is {kind(tensor)}, wanted a floating one")
+        got = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else kind(x)
+        raise TypeError(f"{part.key}: got {got}, wanted a tensor or an array of numbers") from None
+    if is_lazy(tensor):
+        raise ValueError(f"{part.key}: is uninitialised, wanted weights; a lazy module gets them in its first call")
+    check_layout(part.key, tensor)
+    if tensor.dtype not in FLOATS:
+        raise TypeError(f"{part.key}: dtype is {kind(tensor)}, wanted float32, bfloat16, float16 or float64")
     flat = part.holds[0].split(".")[-1] == "bias" or "_norm." in part.holds[0]
     axes = {"rows": 1 if flat else 2, "columns": 2, "to heads": 2 if flat else 3, "from heads": 3, "token": 3}[
         part.form
@@ -406,9 +425,10 @@ def _sizes(
     if lacking:
         raise ValueError(f"{lacking[0]}: the weights do not tell it, so that layout {layout.name!r} needs it")
     heads: int = options["num_heads"]
+    check_sizes(num_heads=heads)
     rows = {name: len(tensors[f"{name}.weight"]) for name in QKV}
     where = {name: f"{keys[f'{name}.weight']}: its {rows[name]} rows of {name} are" for name in QKV}
-    if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1 or rows["q"] % heads:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if rows["q"] % heads:
         raise ValueError(f"{where['q']} not divisible by num_heads, {heads}")
     head_dim = rows["q"] // heads
     if not rows["k"] or rows["k"] % head_dim or heads % (rows["k"] // head_dim):
@@ -422,6 +442,7 @@ def _sizes(
     embed_dim = tensors["q.weight"].shape[1]
     wanted = {"out.weight": [embed_dim, heads * v_head_dim], "out.bias": [embed_dim]}
     wanted |= {f"{name}.bias": [rows[name]] for name in QKV}
+    wanted |= {f"bias_{name}": [rows[name]] for name in ("k", "v")}
     wanted |= {f"{name}_norm.{part}": [head_dim] for name in ("q", "k") for part in ("weight", "bias")}
     for name, shape in wanted.items():
         if name in tensors and list(tensors[name].shape) != shape:
@@ -436,6 +457,8 @@ def _sizes(
         "v_head_dim": v_head_dim, "kdim": tensors["k.weight"].shape[1], "vdim": tensors["v.weight"].shape[1],
         "bias": biased, "out_bias": "out.bias" in tensors, "dtype": tensors["q.weight"].dtype,
     }  # fmt: skip
+    if "bias_k" in tensors or "bias_v" in tensors:
+        sizes["bias_kv"] = True
     told = {**sizes, "device": tensors["q.weight"].device, **layout.fixed}
     for name, value in options.items():
         if name != "num_heads" and name in told:
@@ -450,24 +473,27 @@ def _cuts(heads: int, kv_heads: int, head_dim: int, v_head_dim: int) -> dict[str
 
 
 def _extras(
-    layout: Layout, tensors: dict[str, Tensor], sizes: dict[str, Any], options: dict[str, Any]
+    layout: Layout, tensors: dict[str, Tensor], keys: dict[str, str], sizes: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, Any]:
     """The options that are no sizes: those given, those the layout fixes, those that weights call for."""
     extras: dict[str, Any] = {**options, **layout.fixed}
     extras.pop("num_heads", None)
     if layout.scale is not None:
         extras.setdefault("scale", layout.scale(sizes["embed_dim"], sizes["head_dim"]))
-    if "q_norm.weight" in tensors and "qk_norm" not in extras:
-        if "q_norm.bias" not in tensors:
+    norms = [name for name in tensors if name.startswith(("q_norm.", "k_norm."))]
+    if norms and "qk_norm" not in extras:
+        if not any(name.endswith("bias") for name in norms):
             raise ValueError(f'qk_norm: layout {layout.name!r} does not tell the kind of q_norm; pass "rms" or "layer"')
         extras["qk_norm"] = "layer"
-    if "bias_k" in tensors:
-        extras["bias_kv"] = True
-    if "position_bias.weight" in tensors and "position_bias" not in extras:
-        raise ValueError(
-            "position_bias: there is a table of biases by distance; pass positions.T5Buckets with its num_buckets "
-            f"({len(tensors['position_bias.weight'])}), max_distance and direction"
-        )
+    if "position_bias.weight" in tensors:
+        if "position_bias" not in extras:
+            raise ValueError(
+                "position_bias: there is a table of biases by distance; pass positions.T5Buckets with its num_buckets "
+                f"({len(tensors['position_bias.weight'])}), max_distance and direction"
+            )
+        if isinstance(extras["position_bias"], RelativeBias):
+            own = keys["position_bias.weight"]
+            raise ValueError(f"position_bias: got a RelativeBias beside {own}, another table; wanted one of them")
     return extras
 
 
