@@ -396,6 +396,8 @@ STATE = layout_modules.WQ(E, H).state_dict()
         (STATE, {"layout": "w_q", "prefix": "layers.0"}, "prefix: no key begins with 'layers.0.'; w_q.weight, w_q.bi"),
         ({**STATE, "w_k.weight": torch.zeros(7, 12)}, {"layout": "w_q", "num_heads": H},
          "w_k.weight: its 7 rows of k are not a divisor of num_heads 2 times head_dim 6"),
+        ({**STATE, "w_q.weight": torch.zeros(0, 12)}, {"layout": "w_q", "num_heads": H},
+         "w_k.weight: its 12 rows of k are not a divisor of num_heads 2 times head_dim 0"),
         ({**STATE, "w_k.weight": torch.zeros(6, 12)}, {"layout": "w_q", "num_heads": H},
          "w_k.weight: its 6 rows of k are 1 heads of 6, wanted 2, as q has"),
         ({**STATE, "w_v.weight": torch.zeros(7, 12)}, {"layout": "w_q", "num_heads": H},

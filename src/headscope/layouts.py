@@ -431,7 +431,7 @@ def _sizes(
     if rows["q"] % heads:
         raise ValueError(f"{where['q']} not divisible by num_heads, {heads}")
     head_dim = rows["q"] // heads
-    if not rows["k"] or rows["k"] % head_dim or heads % (rows["k"] // head_dim):
+    if not head_dim or not rows["k"] or rows["k"] % head_dim or heads % (rows["k"] // head_dim):
         raise ValueError(f"{where['k']} not a divisor of num_heads {heads} times head_dim {head_dim}")
     kv_heads = rows["k"] // head_dim
     if kv_heads != heads and not layout.grouped:
