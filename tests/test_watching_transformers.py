@@ -71,19 +71,74 @@ def test_steps_with_a_cache_add_up_to_one_pass(family: str, kind: str, implement
         implementation = "headscope"
         register_transformers()
     model = model_of(family, implementation)
-    options: Any = {"tokens": "inputs", "what": Observe(windows=(2,))}
-    room = {"max_cache_len": 16} if kind == "StaticCache" else {}
-    cache = getattr(transformers, kind)(config=model.config, **room)
-    with torch.no_grad(), watch(model, **options) as whole:
-        model(IDS, attention_mask=PADDING)
-    with torch.no_grad(), watch(model, **options) as steps:
-        for start, stop in STEPS:
-            model(IDS[:, start:stop], attention_mask=PADDING[:, :stop], past_key_values=cache, use_cache=True)
-    assert steps.forwards == len(STEPS)
+    steps, whole = in_steps_and_whole(model, kind)
     forgets = ("first", "streaming_2") if family in ("mistral", "gemma2") else ()
     assert_same(steps, whole, leave=forgets)
     for name in forgets:
         assert int(steps[0, name].count[0]) < int(whole[0, name].count[0]), "left out once the first keys are gone"
+
+
+def in_steps_and_whole(model: Any, kind: str) -> tuple[Recording, Recording]:
+    """The same text step by step, with a cache of this kind, and in one pass."""
+    options: Any = {"tokens": "inputs", "what": Observe(windows=(2,))}
+    room = {"max_cache_len": 16} if kind == "StaticCache" else {}
+    cache = getattr(transformers, kind)(config=model.config, **room)
+    with torch.no_grad(), watch(model, **options) as whole:
+        model(IDS, attention_mask=PADDING, use_cache=False)
+    with torch.no_grad(), watch(model, **options) as steps:
+        for start, stop in STEPS:
+            model(IDS[:, start:stop], attention_mask=PADDING[:, :stop], past_key_values=cache, use_cache=True)
+    assert steps.forwards == len(STEPS)
+    return steps, whole
+
+
+@pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
+@pytest.mark.parametrize("blocks", ["mhmh", "mhmhm"])
+def test_layers_that_share_a_module_have_each_their_own_cache(kind: str, blocks: str) -> None:
+    config = transformers.Zamba2Config(
+        vocab_size=61, hidden_size=24, intermediate_size=20, num_hidden_layers=len(blocks), num_attention_heads=3,
+        num_key_value_heads=3, num_mem_blocks=1, n_mamba_heads=2, mamba_headdim=24, mamba_d_state=8, mamba_ngroups=1,
+        chunk_size=8, layers_block_type=[{"m": "mamba", "h": "hybrid"}[block] for block in blocks], pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = transformers.Zamba2ForCausalLM(config).eval()
+    assert_same(*in_steps_and_whole(model, kind))
+
+
+@pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
+@pytest.mark.parametrize("family", ["Gemma3n", "Gemma4"])
+def test_layers_without_keys_of_their_own_stand_where_those_do_whose_keys_they_share(kind: str, family: str) -> None:
+    own: Any = {"laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4} if family == "Gemma3n" else {}
+    config = getattr(transformers, f"{family}TextConfig")(
+        vocab_size=61, hidden_size=24, intermediate_size=20, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=6, sliding_window=5, layer_types=["full_attention", "sliding_attention"] * 2,
+        num_kv_shared_layers=2, vocab_size_per_layer_input=61, hidden_size_per_layer_input=8, pad_token_id=0, **own,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    steps, whole = in_steps_and_whole(model, kind)
+    assert len(whole.layers) == 4
+    assert_same(steps, whole, leave=("first", "streaming_2"))
+
+
+def test_a_decoder_that_only_reads_a_cache_stands_behind_it() -> None:
+    from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaDecoderModel
+
+    text = transformers.DiffusionGemmaTextConfig(
+        vocab_size=61, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=6, global_head_dim=6, num_global_key_value_heads=2, sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"], num_experts=4, top_k_experts=2, moe_intermediate_size=8,
+    )  # fmt: skip
+    model: Any = DiffusionGemmaDecoderModel(transformers.DiffusionGemmaConfig(text_config=text)).eval()
+    cache = transformers.DynamicCache(config=text)
+    for layer in range(2):
+        cache.update(torch.randn(2, 2, 9, 6), torch.randn(2, 2, 9, 6), layer)
+    with torch.no_grad(), watch(model) as seen:
+        model(TARGET, past_key_values=cache)
+    rows = TARGET.numel()
+    assert seen["previous"].count.tolist() == seen["self"].count.tolist() == [[rows] * 4] * 2
+    assert seen["next"].count.tolist() == [[rows - len(TARGET)] * 4] * 2, "the last of each text has none"
+    assert [part.eligible[0].tolist() for part in seen.stats] == [[0] * 5 + [rows] * 10, [rows] * 15]
 
 
 @pytest.mark.parametrize("tokens", ["inputs", "given", "given twice"])

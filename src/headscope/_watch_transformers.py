@@ -206,7 +206,7 @@ def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any
     if sinks is None and code is not None and "sinks" in code.co_names:
         sinks = getattr(frame.module, "sinks", None)
     kind = _kind(frame)
-    total = None if kind == "cross" else _length(frame)
+    total = None if kind == "cross" else _length(frame, q.shape[-2])
     beside = _beside(frame, mask, k.shape[-2])
     q_pos, k_pos = _places(total, q.shape[-2], k.shape[-2], beside, q.device)
     call = Call(
@@ -263,14 +263,21 @@ def _kind(frame: Frame) -> Kind | None:
     return "self" if not is_cross(frame.name) else None
 
 
-def _length(frame: Frame) -> int | Tensor | None:
-    """How many positions the layer has seen, this call's included; None without a cache."""
+def _length(frame: Frame, queries: int) -> int | Tensor | None:
+    """How many positions the layer has seen, this call's included; None where no cache says so."""
+    module = frame.module
     cache = next((frame.arguments[name] for name in _CACHES if frame.arguments.get(name) is not None), None)
     cache = getattr(cache, "self_attention_cache", cache)
-    layer = getattr(frame.module, "layer_idx", None)
-    if cache is None or layer is None or not hasattr(cache, "get_seq_length"):
+    if cache is None or not hasattr(cache, "get_seq_length"):
         return None
-    return cache.get_seq_length(layer)
+    if getattr(module, "is_kv_shared_layer", False):  # its keys are of an earlier layer, and all have seen as many
+        return int(cache.get_seq_length())
+    layer = frame.arguments.get("layer_idx")  # where several layers share a module, which then has none of its own
+    layer = getattr(module, "layer_idx", None) if layer is None else layer
+    if layer is None or layer < 0:
+        return None
+    own = queries if hasattr(module, "append_to_cache") else 0  # DiffusionGemma's decoder, which keeps no keys there
+    return cache.get_seq_length(layer) + own
 
 
 def _beside(frame: Frame, mask: Tensor | None, keys: int) -> int:
