@@ -114,7 +114,7 @@ def _digits() -> Loaded:
 
 
 def _hugging_face(name: str) -> Loaded:
-    folder = Path(name).is_dir()
+    folder = os.path.isdir(name)  # False where Path.is_dir raises: a name can be too long
     if folder:
         _check_folder(name)
     elif name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name):

@@ -191,15 +191,19 @@ def _check_out(path: Path, force: bool) -> None:
 
     if "\0" in str(path):
         raise Mistake(f"--out: {path}: no file can have this name")
+    try:
+        there = path.exists()
+    except OSError as error:  # the name is too long, say
+        raise Mistake(f"--out: {path}: cannot be written: {error.strerror}") from error
     if not path.parent.is_dir():
         raise Mistake(f"--out: {path}: there is no such folder")
-    if path.exists() and not path.is_file():
+    if there and not path.is_file():
         raise Mistake(f"--out: {path}: is no regular file")
     try:
         _stats_files.check_name(path)
     except ValueError as error:
         raise Mistake(f"--out: {error}") from error
-    if path.exists() and not force and not _stats_files.is_ours(path):
+    if there and not force and not _stats_files.is_ours(path):
         raise Mistake(f"--out: {path}: holds a file that is no recording; choose another name, or give --force")
 
 
