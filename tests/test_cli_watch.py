@@ -221,6 +221,27 @@ def test_many_heads_are_cut_in_the_terminal(run: Run, folder: Path, monkeypatch:
     assert len(re.findall(r"^[01] +[012] +\w+ +[01]\.\d\d ", ran.out, re.MULTILINE)) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("h.1.attn.c_attn.bias", "30 rows of heads hold NaN or infinity and are in no figure: in layer 1."),
+        ("wpe.weight", "60 rows of heads hold NaN or infinity and are in no figure: in layers 0, 1."),
+    ],
+)
+def test_broken_rows_are_counted_and_nothing_is_told_of_none(
+    name: str, said: str, run: Run, folder: Path, tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    with torch.no_grad():
+        model.transformer.get_parameter(name).fill_(torch.nan)
+    model.save_pretrained(tmp_path / "broken")
+    out = run("watch", str(tmp_path / "broken"), "--ids", "3,4,5,6,7,8,9,10,11,12", "--no-page").out
+    assert said in out
+    assert ("Cache: of the attention mass, 2 keys keep" in out) == ("Cache:" in out) == (name != "wpe.weight")
+    assert ("Streaming:" in out) == (name != "wpe.weight")
+    assert "NaN" not in run("watch", str(folder), "--ids", "3,4", "--no-page").out
+
+
 # ---------------------------------------------------------------- comparing
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 LINES = 48  # of heads in the terminal; the page has all
 MOVES = 20
+FEW_NAMED = 8  # layers with broken rows
 
 COLUMNS = ("layer", "head", "pattern", "score", "entropy", "first", "distance", "window", "kept")
 
@@ -44,6 +45,8 @@ def show(out: Console, watched: Watched, recording: str | None, page: str | None
         left = f"The {len(shown)} of {len(cells)} heads with the highest scores; the page has all."
         out.print(Text(left, style="dim"))
     out.print(_reading(watched))
+    if broken := _broken(watched):
+        out.print(Text(broken))
     heading(out, "What follows", "from this input; more on the page and in docs/decisions.md")
     findings = Table.grid(padding=(0, 1, 0, 0))
     for line in _findings(watched):
@@ -151,13 +154,29 @@ def _columns() -> str:
     )
 
 
+def _broken(watched: Watched) -> str:
+    """How many rows are in no figure since they hold NaN or infinity, and in which layers; empty where none do."""
+    parts = {layer: part for layer, part in watched.recording.stats.parts.items() if part.broken.any()}
+    broken = sum(int(part.broken.sum()) for part in parts.values())
+    if not broken:
+        return ""
+    names, _ = short_layers(watched.recording.layers)
+    listed = ", ".join([names[layer] for layer in parts][:FEW_NAMED])
+    more = f" and {len(parts) - FEW_NAMED} more" if len(parts) > FEW_NAMED else ""
+    hold, are = ("holds", "is") if broken == 1 else ("hold", "are")
+    return (
+        f"{broken:,} {plural('row', broken)} of heads {hold} NaN or infinity and {are} in no figure: "
+        f"in {plural('layer', len(parts))} {listed}{more}."
+    )
+
+
 # ---------------------------------------------------------------- what follows
 
 
 def _findings(watched: Watched) -> list[str]:
-    """A sentence for each decision."""
+    """A sentence for each decision; none of what no row tells."""
     found = [_patterned(watched)]
-    if watched.streaming is not None:
+    if watched.streaming is not None and any(head.sees for head in watched.streaming.heads):
         counts = Counter(head.window for head in watched.streaming.streaming)
         windows = ", ".join(f"{counts[w]} in {w:g}" for w in sorted(w for w in counts if w is not None))
         every = watched.streaming.heads
@@ -166,7 +185,7 @@ def _findings(watched: Watched) -> list[str]:
             f"their mass in a window and on the first token{f' ({windows} positions)' if windows else ''}; "
             f"a row sees at most {_keys(max(head.sees for head in every))}."
         )
-    found.append(_cache(watched))
+    found += _cache(watched)
     pairs, closest = watched.repeated.pairs, watched.repeated.closest
     said = f"Near-duplicates: {len(pairs)} {plural('pair', len(pairs))} of heads within {watched.repeated.threshold:g}"
     if closest is not None:
@@ -184,7 +203,7 @@ def _patterned(watched: Watched) -> str:
     return f"Patterns: {len(best)} heads match one with {STRONG} or more" + (f": {named}." if named else ".")
 
 
-def _cache(watched: Watched) -> str:
+def _cache(watched: Watched) -> list[str]:
     heads = [head for head in watched.budget.heads if head.name.startswith("head ")]
     lines: list[str] = []
     for at, budget in enumerate(watched.budget.budgets):
@@ -192,9 +211,11 @@ def _cache(watched: Watched) -> str:
         if kept:
             keep = "keeps" if budget == 1 else "keep"
             lines.append(f"{_keys(budget)} {keep} {sum(kept) / len(kept):.0%} ({min(kept):.0%} at least)")
+    if not lines:
+        return []
     pooled = ", chosen once for all windows" if watched.budget.pooled else ""
     sample = ", too much where few rows are sampled" if watched.budget.basis.sampled else ""
-    return f"Cache: of the attention mass, {'; '.join(lines)}; by hindsight{pooled}{sample}."
+    return [f"Cache: of the attention mass, {'; '.join(lines)}; by hindsight{pooled}{sample}."]
 
 
 def _keys(count: int) -> str:
