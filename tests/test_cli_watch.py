@@ -447,6 +447,17 @@ def test_missing_weights_are_said(folder: Path, tmp_path: Path, run: Run) -> Non
     assert "no tokenizer" in run("watch", str(at), "--text", "a").err
 
 
+def test_weights_that_are_left_over_are_said(folder: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
+    at = shutil.copytree(folder, tmp_path / "more")
+    config = json.loads((at / "config.json").read_text(encoding="utf-8"))
+    (at / "config.json").write_text(json.dumps({**config, "n_layer": 1}), encoding="utf-8")
+    ran = run("watch", str(at), "--ids", "3 4 5", "--json")
+    left = "weights in the files have no place in this model and were left out: transformer.h.1.attn.c_attn.weight, "
+    assert left in ran.err
+    assert ran.err.endswith(" and 8 more\n")
+    assert list(answer(ran)["layers"]) == ["transformer.h.0.attn"]
+
+
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "needs transformers: pip install transformers" in refused(folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SHIPPED = ("text", "digits")
 MOST_TOKENS = 4096  # read at once unless asked otherwise: models of today say 131072 and more
-FEW_NAMED = 3  # of missing weights
+FEW_NAMED = 3  # of missing weights, and of those left over
 
 
 @dataclass(frozen=True)
@@ -180,12 +180,19 @@ def _from(transformers: Any, name: str, *, offline: bool) -> Loaded:
         name, config=config, use_safetensors=True, output_loading_info=True, local_files_only=offline
     )
     model.eval()
-    notes: list[str] = []
-    if missing := sorted(report["missing_keys"]):
-        more = f" and {len(missing) - FEW_NAMED} more" if len(missing) > FEW_NAMED else ""
-        notes.append(f"weights are not in the files and were drawn at random: {', '.join(missing[:FEW_NAMED])}{more}")
+    said = {
+        "missing_keys": "weights are not in the files and were drawn at random",
+        "unexpected_keys": "weights in the files have no place in this model and were left out",
+    }
+    notes = [f"{what}: {_few(report[keys])}" for keys, what in said.items() if report[keys]]
     label = f"{type(model).__name__} ({visible(name)})"
     return replace(_either(transformers, model, label, name, options), notes=tuple(notes))
+
+
+def _few(names: Collection[str]) -> str:
+    """The first few of these names of weights."""
+    more = f" and {len(names) - FEW_NAMED} more" if len(names) > FEW_NAMED else ""
+    return ", ".join(sorted(names)[:FEW_NAMED]) + more
 
 
 def _either(transformers: Any, model: Any, label: str, name: str, options: dict[str, Any]) -> Loaded:
