@@ -198,6 +198,18 @@ def test_encoders_with_decoders_grouped_heads_and_images(tmp_path: Path, start: 
     assert next(iter(said["layers"].values()))["rows"] == [10] * 4
 
 
+def test_every_row_of_layers_that_share_keys_is_seen(tmp_path: Path, start: Start) -> None:
+    """Of these layers a model need not compute the rows whose logits nobody asks for."""
+    config = transformers.Gemma4TextConfig(
+        **SIZES, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2, head_dim=6,
+        num_key_value_heads=1, layer_types=["full_attention"] * 2, num_kv_shared_layers=1,
+        vocab_size_per_layer_input=SIZES["vocab_size"], hidden_size_per_layer_input=4,
+    )  # fmt: skip
+    at = save(transformers.Gemma4ForCausalLM(config), tmp_path / "gemma4", tokenizer=False)
+    layers = start(at, "--ids", "3,4,5,6,7")["layers"].values()
+    assert [layer["rows"] for layer in layers] == [[5, 5]] * 2
+
+
 def test_little_text_tells_nothing_of_windows(run: Run, start: Start) -> None:  # noqa: F811
     said = start("text", "--ids", "5,6,7,8,9")
     assert said["streaming"] is None

@@ -205,11 +205,14 @@ def _either(transformers: Any, model: Any, label: str, name: str, options: dict[
 
 def _language(transformers: Any, model: Any, label: str, name: str, options: dict[str, Any]) -> Loaded:
     tokenizer = _tokenizer(transformers, name, options)
+    import torch
+
     config = model.config.get_text_config()
     paired = bool(model.config.is_encoder_decoder)
     parameters = inspect.signature(model.forward).parameters
     extra: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
-    extra |= {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+    # the last row; told so by a number, Gemma 4 would compute no other in the layers that share keys
+    extra |= {"logits_to_keep": torch.tensor([-1])} if "logits_to_keep" in parameters else {}
 
     def run(ids: Tensor) -> Any:
         decoded = {"decoder_input_ids": _later(ids, model.config)} if paired else {}
