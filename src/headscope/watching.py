@@ -286,7 +286,7 @@ def watch(
         positions: where the keys of self-attention stand, [K], or [K, 2] on a grid of patches; NaN = nowhere (CLS). By
             default 0, 1, 2, …, a cache included.
         accelerate: let headscope's kernel attend as well, in the layers that are chosen. Outputs are then equal up to
-            rounding, not to the bit.
+            rounding, not to the bit, but for rows in which everything is hidden: headscope gives them 0.
         unseen: "error": a module called attention that ran and could not be seen into is an error that names it.
         log: where the values of each forward pass that is looked at go, under flat names (``attn/L03/H05/entropy``): a
             TensorBoard ``SummaryWriter``, a Weights & Biases run, a function of the values and the step, or several. A
