@@ -169,6 +169,28 @@ def test_the_token_before_the_oldest_key_that_is_kept(tokens: str, steps: tuple[
     assert_same(found[1], found[0], leave=("first",))
 
 
+def test_the_first_keys_are_not_those_where_a_window_begins() -> None:
+    """A cache that keeps all keys, and a mask that hides the first ones as it hides padding."""
+    config = transformers.MistralConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=99,
+        intermediate_size=32, sliding_window=4,
+    )  # fmt: skip
+    model: Any = transformers.MistralForCausalLM(config).eval()
+    found: list[Recording] = []
+    for parts in ((11,), (2,) + (1,) * 9):
+        cache, start = transformers.DynamicCache(), 0
+        with torch.no_grad(), watch(model, what=Observe(keep_rows=True)) as seen:
+            for length in parts:
+                model(IDS[:, start : start + length], past_key_values=cache)
+                start += length
+        found.append(seen)
+    whole, steps = ([each.values.get("first") for each in seen.stats[0].kept] for seen in found)
+    assert whole[0] is not None
+    assert [rows is not None for rows in steps] == [True] * 3 + [False] * 7
+    told = torch.cat([rows for rows in steps if rows is not None], -1)
+    torch.testing.assert_close(told, whole[0][..., :4], rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 @pytest.mark.parametrize("family", ["t5", "whisper"])
 def test_an_encoder_once_and_a_decoder_step_by_step(family: str) -> None:
     model = model_of(family)

@@ -49,6 +49,7 @@ class Call:
     Attributes:
         total: how many positions a layer with a cache has seen, this call's included; None = as many as keys.
         beside: how many keys, at the end, stand for no token of their own.
+        late: whether the mask slides and has moved on from the first keys before the first of these rows.
         out: what the model got, [B, H, Q, Dv], where it is to be compared with what these arguments give.
         own: makes the call, or one of a few of its rows, with what the model's own function gives; where headscope has
             attended in its place.
@@ -71,6 +72,7 @@ class Call:
     tokens: Ids | None = None
     total: int | Tensor | None = None
     beside: int = 0
+    late: bool = False
     out: Tensor | None = None
     own: Callable[[], Call] | None = None
 
@@ -103,7 +105,7 @@ def measure(call: Call, what: Observe) -> LayerStats:
     part = next(iter(stats.parts.values()))
     if call.beside and call.kind != "cross":
         part = _of_tokens(part, call)
-    return _without_first(part) if _forgotten(call) else part
+    return _without_first(part) if call.late or _forgotten(call) else part
 
 
 def _check_values(call: Call) -> None:

@@ -212,7 +212,7 @@ def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any
     call = Call(
         q=q, k=k, v=v, mask=seen, bias=bias, scale=given.get("scaling"), sinks=sinks, kind=kind,
         softcap=given.get("softcap") if "softcap" in named else None, q_pos=q_pos, k_pos=k_pos, total=total,
-        beside=beside,
+        beside=beside, late=_late(frame.module, given, q.shape[-2], total),
     )  # fmt: skip
     return _watch_calls.rounded(call, bias=name == "sdpa")  # all others add it to what matmul gives
 
@@ -278,6 +278,12 @@ def _length(frame: Frame, queries: int) -> int | Tensor | None:
         return None
     own = queries if hasattr(module, "append_to_cache") else 0  # DiffusionGemma's decoder, which keeps no keys there
     return cache.get_seq_length(layer) + own
+
+
+def _late(module: nn.Module, given: Mapping[str, Any], queries: int, total: int | Tensor | None) -> bool:
+    """Whether a window has passed the first key before the first of these queries; where a cache keeps all keys."""
+    window = given.get("sliding_window") or getattr(module, "sliding_window", None)
+    return isinstance(window, int) and isinstance(total, int) and total - queries >= window
 
 
 def _beside(frame: Frame, mask: Tensor | None, keys: int) -> int:
