@@ -23,7 +23,7 @@ from headscope._commands.looking import Choice
 from headscope._commands.screen import console
 from headscope._commands.text import _example
 from headscope.cli import main
-from headscope.report import text_sheet
+from headscope.report import regions, text_sheet
 from headscope.stats import pattern_scores
 
 VERBS = ("text", "image", "trace", "watch", "doctor")
@@ -418,6 +418,20 @@ def test_image_as_json(run: Run) -> None:
         for head in found["heads"]
     }
     assert ratios[chosen["layer"], chosen["head"]] == max(ratios.values())
+
+
+def test_what_position_explains_is_of_the_other_samples(run: Run) -> None:
+    heads = answer(run("image", "--sample", "7", "--json"))["heads"]
+    example = load_example("digits")
+    images = torch.stack([sample.image for sample in example.samples])
+    with torch.inference_mode():
+        _, weights = example.model(images, need_weights=True)
+    others = [n for n in range(len(images)) if n != 7]
+    picture = (images[7] * 255).round().byte().numpy()
+    for layer, p in enumerate(weights):
+        wanted = regions.measure(p[7], picture, (8, 8), position_map=p[others].mean(0))["layout_r2"]
+        got = torch.tensor([head["regions"]["layout_r2"] for head in heads if head["layer"] == layer])
+        assert_close(got, wanted.to(got), atol=1e-4, rtol=1e-3)
 
 
 def test_image_says_what_was_done_to_a_picture(run: Run) -> None:

@@ -224,6 +224,12 @@ def test_inputs_that_are_not_finite_are_said_to_be() -> None:
     assert torch.isfinite(found.output[:, :6]).all(), "NaN in the last key reached a row that may not see it"
 
 
+def test_rows_that_see_nothing_infinite_are_held_to_what_rounds() -> None:
+    x = torch.randn(2, 7, 15)
+    x[1, 6, 3] = torch.inf  # one number: keys become infinite, and not NaN
+    assert [row.step for row in trace(made(15, 3), x, causal=True).failed] == ["input", "weights"]
+
+
 @pytest.mark.parametrize("shape", [(0, 7, 15), (2, 0, 15), (1, 1, 15)])
 def test_axes_of_size_0_and_1(shape: tuple[int, ...]) -> None:
     found = trace(made(15, 3), torch.randn(shape), causal=True)
@@ -345,6 +351,7 @@ def test_sizes_of_the_input_of_a_module() -> None:
         ((made(20, 4), torch.ones(1, 5, 20, device="meta")), ValueError, "x: is on meta, the module is on cpu"),
         ((made(20, 4), torch.ones(1, 5, 21)), ValueError, "x: axis 2 .E. is 21, wanted 20"),
         ((made(20, 4), torch.ones(1, 5, 20), torch.ones(1, 5, 2)), ValueError, "context: axis 2 .E. is 2, wanted 20"),
+        ((made(20, 4), torch.ones(1, 5, 20), ()), TypeError, "context: got 0 of them, wanted a torch.Tensor, or a"),
         ((made(20, 4), torch.ones(2, 5, 20), torch.ones(3, 5, 20)), ValueError, "context: axis 0 .B. is 3, wanted 2"),
         ((made(20, 4), torch.ones(2, 5, 20), {"mask": torch.ones(5, 4).bool()}), ValueError, "mask: axis 1 .K. is 4"),
     ],

@@ -331,7 +331,7 @@ def _is_average(claim: str, matrix: Matrix, p: Tensor, own: Tensor, scale: float
         reached = matrix.seen.cpu().to(torch.float64) @ spoilt.to(torch.float64) > 0
         wanted = wanted.masked_fill(reached, torch.nan)
         got = got.masked_fill(reached.to(got.device) & ~torch.isfinite(got), torch.nan)
-    longest = exact(matrix.k).norm(dim=-1).nan_to_num().max() if matrix.k.numel() else 0
+    longest = exact(matrix.k).norm(dim=-1).nan_to_num(0, 0).max() if matrix.k.numel() else 0
     reach = abs(scale) * exact(matrix.q).norm(dim=-1, keepdim=True) * longest  # [b, h, i, 1]: no product is larger
     if matrix.bias is not None and matrix.bias.numel():
         reach = reach + exact(matrix.bias).nan_to_num(0, 0, 0).abs().max()

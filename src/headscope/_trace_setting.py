@@ -114,7 +114,7 @@ def is_causal(mask: object) -> bool:
 
 def of_values(module: MultiHeadAttention, x: Tensor, context: Context, asked: Asked) -> Setting:
     """Check a module's inputs and run it once, as in eval."""
-    k_from, v_from = context if isinstance(context, tuple) else (x, x) if context is None else (context, context)
+    k_from, v_from = module._sources(x, context)
     for name, tensor in (("x", x), ("context", k_from), ("context", v_from)):
         _check_input(name, tensor, module)
     if x.is_meta:

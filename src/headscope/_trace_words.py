@@ -22,7 +22,6 @@ LETTERS = {
     "K": "keys",
     "E": "model width",
     "kdim": "width the keys are projected from",
-    "vdim": "width the values are projected from",
     "H": "heads",
     "Hkv": "key/value heads",
     "D": "head width",

@@ -45,12 +45,14 @@ class Digit:
     Attributes:
         label: which digit it is, if that is known.
         done: what was done to a picture of the user's.
+        number: which of the shipped samples it is; None: a picture of the user's.
     """
 
     ink: Tensor
     source: str
     label: int | None
     done: tuple[str, ...]
+    number: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def _look(path: str | None, sample: int | None, asked: Asked) -> Look:
         (digit.ink * 255).round().byte().numpy(),
         (digit.ink.shape[0], digit.ink.shape[1]),
         passed.weights,
-        position_maps=_by_position(example),
+        position_maps=_by_position(example, digit.number),
         footer={
             "Model": f"{sizes.num_layers} layers of {sizes.num_heads} heads, width {sizes.embed_dim}, {state}",
             "Input": visible("; ".join((digit.source, *digit.done))),
@@ -138,21 +140,22 @@ def _digit(example: DigitsExample, path: str | None, sample: int | None) -> Digi
         number = SAMPLE if sample is None else sample
         check_range("--sample", number, len(example.samples))
         chosen = example.samples[number]
-        return Digit(chosen.image, f"shipped sample {number}", chosen.label, ())
+        return Digit(chosen.image, f"shipped sample {number}", chosen.label, (), number)
     import torch
 
     from headscope._commands.digit import read_picture
 
     prepared = read_picture(path)
-    return Digit(torch.from_numpy(prepared.pixels).float(), path, None, prepared.done)
+    return Digit(torch.from_numpy(prepared.pixels).float(), path, None, prepared.done, None)
 
 
-def _by_position(example: DigitsExample) -> Sequence[Tensor]:
-    """What position alone explains: the mean weights of each layer over the shipped samples."""
+def _by_position(example: DigitsExample, shown: int | None) -> Sequence[Tensor]:
+    """What position alone explains: the mean weights of each layer over the samples other than the one shown."""
     import torch
 
+    others = [sample.image for number, sample in enumerate(example.samples) if number != shown]
     with torch.inference_mode():
-        _, weights = example.model(torch.stack([sample.image for sample in example.samples]), need_weights=True)
+        _, weights = example.model(torch.stack(others), need_weights=True)
     return [layer.mean(0) for layer in weights]
 
 
@@ -205,6 +208,7 @@ def _as_dict(look: Look) -> dict[str, Any]:
     sheet, digit = look.sheet, look.digit
     return {
         "model": sheet.footer["Model"],
+        "notes": list(sheet.notes),
         "input": {"source": digit.source, "label": digit.label, "done": list(digit.done), "pixels": digit.ink.tolist()},
         "predicted": look.predicted,
         "probabilities": look.probabilities,
