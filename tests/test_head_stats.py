@@ -464,6 +464,7 @@ def damaged(path: Path, entry: str = "", **tensors: Tensor | None) -> Path:
         ("{}", r"is damaged: it lacks 'version'"),
         (f'{{"version": {"1" * 5000}}}', r"is damaged: Exceeds the limit"),
         ('{"version": "2"}', r"is damaged: version: got str, wanted int"),
+        ('{"version": -3}', r"is damaged: version: got -3, wanted 1 to"),
         ('{"version": 1, "layers": [3]}', r"is damaged: layers: got int, wanted dict"),
     ],
 )
@@ -484,17 +485,32 @@ SAID: list[tuple[str, Any, str]] = [
         for name in NUMBERS
         for got in ("3", [], None, True)
     ),
-    ("heads", 2, r"0/moments/lse/count: got \[3\], wanted \[H\]"),
+    ("heads", 2, r"0/rows: got \[3\], wanted \[H\]"),
     ("moments", "lse", "moments: got str, wanted list"),
     ("received", 1, "received: got int, wanted bool"),
+    *((name, got, f"{name}: got {got}, wanted 0 to") for name in NUMBERS for got in (-1, 2**70)),
+    ("looked_at", 23, "looked_at: got 23, wanted 0 to 22"),
+    ("looked_at", 1, r"0/rows: holds 22 to 22, beyond what there can be"),
+    ("runs", 0, r"0/map/argmax: holds -1 to 10, beyond"),
     ("lengths", [1], "lengths: got 1 numbers, wanted 2"),
+    ("lengths", [-1, 11], "lengths: got -1, wanted 0 to"),
+    ("lengths", [11, 2**70], f"lengths: got {2**70}, wanted 0 to"),
+    ("lengths", [5, 11], "lengths: got 5 queries for 22 rows in all"),
+    ("lengths", [11, 5], r"0/map/argmax: holds -1 to 10, beyond"),
+    ("lengths", [11, 12], r"0/qk/0/k: got \[2, 3, 11, 5\], wanted \[B, Hkv, K, D\]"),
+    ("moments", ["x" * 100_000], f"it lacks '0/moments/{'x' * 200}x*…$"),
     ("first", "1", "first: got str, wanted int or NoneType"),
+    ("first", 0, "first: got 0, wanted 1 to"),
     ("qk", {}, "qk: got dict, wanted list"),
     ("qk_runs", [1], r"qk_runs: got \[1\] for 1 of 1 runs"),
     ("qk_runs", [0, 0], r"qk_runs: got \[0, 0\] for 1 of 1 runs"),
     ("scale", "1", "scale: got str, wanted float or int"),
+    ("scale", math.nan, "scale: got nan, wanted a finite number"),
     ("softcap", [], "softcap: got list, wanted float or int or NoneType"),
+    ("softcap", -1, "softcap: got -1, wanted a finite number above 0"),
     ("offset", 0.5, "offset: got float, wanted int or NoneType"),
+    ("offset", 2**70, f"offset: got {2**70}, wanted -"),
+    ("lead", [-1, -2], "lead: got -1, wanted 0 to"),
     ("lead", 2, "lead: got int, wanted list"),
     ("lead", [3], r"lead \(3,\) and 3 key/value heads do not fit \(2, 3, 11, 5\)"),
     ("parts", None, "parts: got NoneType, wanted list"),
@@ -533,6 +549,53 @@ def test_a_tensor_that_is_another_is_told_as_damage(to: str, nth: int, saved: Pa
         other = {"gone": None, "flat": x[None], "bool": x.bool()}[to]
         with pytest.raises(ValueError, match=r"heads.safetensors: is damaged: .*" + name.rpartition("/")[2]):
             HeadStats.load(damaged(saved, **{name: other}))
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [
+        ("rows", -7),
+        ("broken", -7),
+        ("broken", 2**62),
+        *((f"moments/lse/{what}", to) for what in ("count", "histogram") for to in (-1, 2**62)),
+        ("moments/lse/histogram", 1),
+        ("moments/lse/M2", -1e-3),
+        ("moments/lse/mean", 1e3),
+        *(
+            (each, -1)
+            for each in ("received", "eligible", "map/sum", "map/count", "map/max", "edges/p", "kept/0/queries")
+        ),
+        *((each, -2) for each in ("map/argmax", "edges/at", "kept/0/values/argmax", "kept/0/values/top_keys")),
+        *((each, 11) for each in ("map/argmax", "edges/at", "kept/0/values/argmax", "kept/0/queries")),
+        ("qk/0/spans", 12),
+        ("qk/0/spans", 2**62),
+        ("qk/0/spans", -(2**62)),
+    ],
+)
+def test_numbers_that_no_rows_come_to_are_told_as_damage(name: str, to: float, saved: Path) -> None:
+    with safe_open(saved, framework="pt") as file:
+        x = file.get_tensor(f"0/{name}")
+    x.view(-1)[-1] = to
+    with pytest.raises(
+        ValueError, match=rf"heads.safetensors: is damaged: 0/{name}: (holds .* to |is not that of any)"
+    ):
+        HeadStats.load(damaged(saved, **{f"0/{name}": x}))
+
+
+def test_two_layers_of_one_name_are_told_as_damage(tmp_path: Path) -> None:
+    path = stats_of().named("a").merge(stats_of().named("b")).save(tmp_path / "heads.safetensors")
+    with safe_open(path, framework="pt") as file:
+        entry = file.metadata()["headscope.stats"].replace('"name": "b"', '"name": "a"')
+    with pytest.raises(ValueError, match=r"heads.safetensors: is damaged: layers: got a twice, wanted different names"):
+        HeadStats.load(damaged(path, entry))
+
+
+@pytest.mark.parametrize("name", ["spans", "lse"])
+def test_a_tensor_of_weights_of_another_dtype_is_told_as_damage(name: str, saved: Path) -> None:
+    with safe_open(saved, framework="pt") as file:
+        other = file.get_tensor(f"0/qk/0/{name}").short()
+    with pytest.raises(ValueError, match=f"is damaged: 0/qk/0/{name}: got I16, wanted "):
+        HeadStats.load(damaged(saved, **{f"0/qk/0/{name}": other}))
 
 
 def test_a_name_that_could_not_be_read_again_is_refused(tmp_path: Path) -> None:

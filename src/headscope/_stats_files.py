@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
@@ -14,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headscope._call import check_scale, check_softcap
 from headscope._files import amiss, replace
 from headscope._kept_weights import KeptWeights, kept_of
 from headscope._stats_parts import Edges, HeadMap, Kept, LayerStats, Moments, histogram_edges
+from headscope.masks import FAR
 from headscope.stats import HeadStats
 
 VERSION = 1
@@ -32,9 +35,12 @@ _QK: dict[str, Axes] = {
     "q": ("B", "H", "Q", "D"), "k": ("B", "Hkv", "K", "D"), "lse": ("B", "H", "Q"),
     "spans": ("B", "Q", "n", 2), "rest": ("B", "H", "Q", "K"), "bias": ("B", "H", "Q", "K"),
 }  # fmt: skip
+_KINDS = {"rest": ("BOOL",), "spans": ("I64",)}  # as safetensors calls them
+_FLOATING = ("F64", "F32", "F16", "BF16")
 _MOMENTS = ("count", "mean", "M2", "min", "max", "histogram")
 _WHOLE = ("rows", "broken", "count", "histogram", "eligible", "argmax", "at", "queries", "top_keys")
 _DTYPES = {"counted": torch.bool, **dict.fromkeys(_WHOLE, torch.int64)}  # all others are floating
+_MOST_SHOWN = 300  # characters of what was found: a name may be as long as the file
 
 
 def save(stats: HeadStats, path: Path, force: bool, more: Mapping[str, str] | None = None, *, qk: bool = False) -> Path:
@@ -90,20 +96,23 @@ def _load(path: Path, said: dict[str, Any]) -> HeadStats:
     from safetensors import safe_open
 
     layers = listed(said, "layers", dict)
+    layer_names = [told(layer, "name", str) for layer in layers]
+    if len({*layer_names}) < len(layers):
+        raise ValueError(f"layers: got {Counter(layer_names).most_common(1)[0][0]} twice, wanted different names")
     with safe_open(path, framework="pt") as file:  # pyright: ignore[reportUnknownVariableType, reportGeneralTypeIssues]
         names: list[str] = [name for name in file.keys() if "/qk/" not in name]  # noqa: SIM118
         tensors = {name: file.get_tensor(name) for name in names}
     # stays open: of q and k the pieces that are asked for are read, and no more
     mapped = safe_open(path, framework="pt") if any(layer.get("qk") for layer in layers) else None
-    return HeadStats(
-        {told(layer, "name", str): _take(layer, f"{n}", tensors, mapped) for n, layer in enumerate(layers)}
-    )
+    taken = [_take(layer, f"{n}", tensors, mapped) for n, layer in enumerate(layers)]
+    _check_moments(taken)
+    return HeadStats(dict(zip(layer_names, taken, strict=True)))
 
 
 def check_format(path: Path, said: Mapping[str, Any], most: int) -> None:
-    """Raises: ValueError: what a header says is of a newer format."""
+    """Raises: ValueError: what a header says is of a newer format, or of none."""
     with sound(path):
-        version = told(said, "version", int)
+        version = _whole(said, "version", 1)
     if version > most:
         raise ValueError(f"{path}: format {version}, this version of headscope reads up to {most}")
 
@@ -170,9 +179,14 @@ def sound(path: Path) -> Generator[None]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: is damaged: its header is no JSON ({error})") from error
     except KeyError as error:
-        raise ValueError(f"{path}: is damaged: it lacks {error}") from error
+        raise ValueError(f"{path}: is damaged: it lacks {_short(error)}") from error
     except (TypeError, ValueError, AttributeError, IndexError, RecursionError, SafetensorError) as error:
-        raise ValueError(f"{path}: is damaged: {error}") from error
+        raise ValueError(f"{path}: is damaged: {_short(error)}") from error
+
+
+def _short(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def told(said: Mapping[str, Any], name: str, *kinds: type[Any]) -> Any:
@@ -192,6 +206,24 @@ def told(said: Mapping[str, Any], name: str, *kinds: type[Any]) -> Any:
 def listed(said: Mapping[str, Any], name: str, kind: type[Any]) -> list[Any]:
     """Several values of one kind; likewise."""
     return [told({name: each}, name, kind) for each in told(said, name, list)]
+
+
+def _whole(said: Mapping[str, Any], name: str, least: int, most: int = 2**62) -> int:
+    """A whole number that a header says, by default one that 64 bits hold.
+
+    Raises:
+        KeyError, TypeError: as ``told``.
+        ValueError: it is out of range.
+    """
+    value = told(said, name, int)
+    if not least <= value <= most:
+        raise ValueError(f"{name}: got {value}, wanted {least} to {most}")
+    return value
+
+
+def _wholes(said: Mapping[str, Any], name: str, most: int = 2**62) -> tuple[int, ...]:
+    """Several from 0 on; likewise."""
+    return tuple(_whole({name: each}, name, 0, most) for each in told(said, name, list))
 
 
 def _put(part: LayerStats, name: str, under: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -226,19 +258,23 @@ def _put_qk(tiles: Any, under: str, tensors: dict[str, Tensor]) -> dict[str, Any
     return kept.said()
 
 
-def _take_qk(said: dict[str, Any], under: str, file: Any, heads: int) -> KeptWeights:
+def _take_qk(said: dict[str, Any], under: str, file: Any, sizes: dict[str, int]) -> KeptWeights:
     said = {"offset": None} | said  # older files do not say it
     names = {"q", "k", "lse", *listed(said, "parts", str)}
     parts = {name: file.get_slice(f"{under}/{name}") for name in _QK if name in names}
     shapes = {name: tuple(x.get_shape()) for name, x in parts.items()}
-    sizes = {"H": heads}
     for name, shape in shapes.items():
         _check_axes(f"{under}/{name}", shape, _QK[name], sizes, ones=name in ("spans", "rest", "bias"))
-    lead, kv_heads = tuple(listed(said, "lead", int)), sizes["Hkv"]
+        if (got := parts[name].get_dtype()) not in (wanted := _KINDS.get(name, _FLOATING)):
+            raise TypeError(f"{under}/{name}: got {got}, wanted {' or '.join(wanted)}")
+    lead, heads, kv_heads = _wholes(said, "lead"), sizes["H"], sizes["Hkv"]
     if math.prod(lead) != sizes["B"] or heads // max(1, kv_heads) * kv_heads != heads:
         raise TypeError(f"{under}: lead {lead} and {kv_heads} key/value heads do not fit {shapes['q']}")
-    scale, softcap = told(said, "scale", float, int), told(said, "softcap", float, int, NoneType)
-    offset = told(said, "offset", int, NoneType)
+    if "spans" in parts:
+        _check_within(f"{under}/spans", parts["spans"][:], 0, sizes["K"] + 1)
+    scale = check_scale(told(said, "scale", float, int), sizes["D"])
+    softcap = check_softcap(told(said, "softcap", float, int, NoneType))
+    offset = None if told(said, "offset", int, NoneType) is None else _whole(said, "offset", -FAR, FAR)
     return KeptWeights(parts, shapes, lead, scale, softcap, parts["q"].get_dtype() == "F64", offset)
 
 
@@ -252,54 +288,111 @@ def _check_axes(name: str, shape: tuple[int, ...], axes: Axes, sizes: dict[str, 
         raise TypeError(f"{name}: got {list(shape)}, wanted [{', '.join(map(str, axes))}]")
 
 
-def _taker(tensors: Mapping[str, Tensor], under: str, sizes: dict[str, int]) -> Callable[..., Tensor]:
-    """What gives a tensor of a layer by its name, if it has these axes and the dtype that goes with the name."""
+def _check_within(name: str, found: Tensor, least: int, end: int | Tensor | None) -> None:
+    """Raises: ValueError: not all numbers are from ``least`` up to, not including, ``end``; NaN is left alone."""
+    if bool((found < least).any()) or (end is not None and bool((found >= end).any())):
+        raise ValueError(f"{name}: holds {found.min()} to {found.max()}, beyond what there can be")
 
-    def take(name: str, *axes: str | int) -> Tensor:
+
+def _taker(tensors: Mapping[str, Tensor], under: str, sizes: dict[str, int]) -> Callable[..., Tensor]:
+    """What gives a tensor of a layer by its name, if its axes, dtype and range are those that go with the name."""
+
+    def take(name: str, *axes: str | int, within: tuple[int, int | Tensor | None] | None = None) -> Tensor:
         name = f"{under}/{name}"
         found, wanted = tensors[name], _DTYPES.get(name.rpartition("/")[2])
         _check_axes(name, tuple(found.shape), axes, sizes)
         if found.dtype != wanted and not (wanted is None and found.is_floating_point()):
             raise TypeError(f"{name}: got {found.dtype}, wanted {wanted or 'a floating one'}")
+        if within is not None:
+            _check_within(name, found, *within)
         return found
 
     return take
 
 
-def _take_kept(names: list[str], run: int, take: Callable[..., Tensor]) -> Kept:
+def _take_kept(names: list[str], run: int, take: Callable[..., Tensor], queries: int, keys: int) -> Kept:
     b, r, k = (f"{axis} of run {run}" for axis in "BRk")
     at = f"kept/{run}"
-    queries, counted = take(f"{at}/queries", r), take(f"{at}/counted", b, "H", r)
-    deep = {name: (k,) if name.startswith("top_") else () for name in names}
-    return Kept(queries, counted, {name: take(f"{at}/values/{name}", b, "H", r, *more) for name, more in deep.items()})
+    rows, counted = take(f"{at}/queries", r, within=(0, queries)), take(f"{at}/counted", b, "H", r)
+    values: dict[str, Tensor] = {}
+    for name in names:
+        deep = (k,) if name.startswith("top_") else ()
+        within = (-1, keys) if name in ("argmax", "top_keys") else None
+        values[name] = take(f"{at}/values/{name}", b, "H", r, *deep, within=within)
+    return Kept(rows, counted, values)
+
+
+def _check_moments(parts: Sequence[LayerStats]) -> None:
+    """Of all layers at once, for there may be thousands.
+
+    Raises:
+        ValueError: numbers that no rows come to; NaN is left alone.
+    """
+    for name in dict.fromkeys(name for part in parts for name in part.moments):
+        those = {n: part for n, part in enumerate(parts) if name in part.moments}
+        each = [part.moments[name] for part in those.values()]
+        count, mean, M2, least, most, histogram = (torch.cat([getattr(x, what) for x in each]) for what in _MOMENTS)
+        rows = torch.cat([part.rows for part in those.values()])  # [heads of all layers], as the others
+        room = 1e-3 * torch.maximum(least.abs(), most.abs())  # more than any rounding
+        wrong = {
+            "count": (count < 0) | (count > rows),
+            "histogram": (histogram < 0).any(-1) | (histogram.sum(-1) != count),
+            "M2": M2 < 0,
+            "mean": (mean < least - room) | (mean > most + room),
+        }
+        for what, found in wrong.items():
+            if bool(found.any()):
+                layers = [n for n, part in those.items() for _ in range(part.heads)]
+                raise ValueError(f"{layers[int(found.nonzero()[0])]}/moments/{name}/{what}: is not that of any rows")
 
 
 def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor], mapped: Any) -> LayerStats:
     """The reverse of ``_put``."""
     said = {"lengths": None, "first": None, "qk": [], "qk_runs": None} | said  # older files do not say these
-    numbers = {what: told(said, what, int) for what in _NUMBERS}
+    numbers = {what: _whole(said, what, 0) for what in _NUMBERS}
+    looked_at = _whole(said, "looked_at", 0, numbers["of"])
+    lengths = _take_lengths(said, numbers["of"])
+    queries, keys = lengths or (FAR, FAR)
+    ends = torch.tensor([numbers["runs"], numbers["of"], queries, keys], device="cpu")
     sizes = {"H": numbers["heads"]}
     take = _taker(tensors, under, sizes)
+    rows, broken = (take(what, "H", within=(0, looked_at + 1)) for what in ("rows", "broken"))
     moments: dict[str, Moments] = {}
     for name in listed(said, "moments", str):
         bins = {"histogram": [len(histogram_edges(name)) - 1]}
         moments[name] = Moments(*(take(f"moments/{name}/{what}", "H", *bins.get(what, ())) for what in _MOMENTS))
     parts: dict[str, Any] = {
-        which: kind(*(take(f"{which}/{what}", *axes) for what, axes in whats.items()))
+        which: kind(
+            *(
+                take(f"{which}/{what}", *axes, within=(-1, ends) if axes[-1] == 4 else (0, None))
+                for what, axes in whats.items()
+            )
+        )
         for which, (kind, whats) in _PARTS.items()
         if told(said, which, bool)
     }
     if told(said, "received", bool):
-        parts |= {what: take(what, "H", "K") for what in ("received", "eligible")}
-    kept = tuple(_take_kept(names, run, take) for run, names in enumerate(listed(said, "kept", list)))
-    tiles = [_take_qk(each, f"{under}/qk/{n}", mapped, sizes["H"]) for n, each in enumerate(listed(said, "qk", dict))]
+        parts |= {what: take(what, "H", "K", within=(0, None)) for what in ("received", "eligible")}
+    kept = tuple(_take_kept(names, run, take, queries, keys) for run, names in enumerate(listed(said, "kept", list)))
+    known = {"H": numbers["heads"], **({} if lengths is None else {"Q": queries, "K": keys})}
+    tiles = [_take_qk(each, f"{under}/qk/{n}", mapped, {**known}) for n, each in enumerate(listed(said, "qk", dict))]
     runs = [*range(len(tiles))] if told(said, "qk_runs", list, NoneType) is None else listed(said, "qk_runs", int)
     if len(runs) != len(tiles) or runs != sorted({*runs}) or not all(0 <= n < numbers["runs"] for n in runs):
         raise TypeError(f"qk_runs: got {runs} for {len(tiles)} of {numbers['runs']} runs")
-    lengths = None if told(said, "lengths", list, NoneType) is None else tuple(listed(said, "lengths", int))
-    if lengths is not None and len(lengths) != 2:
-        raise TypeError(f"lengths: got {len(lengths)} numbers, wanted 2")
     return LayerStats(
-        **numbers, rows=take("rows", "H"), broken=take("broken", "H"), moments=moments, **parts, kept=kept,
-        tiles=dict(zip(runs, tiles, strict=True)), lengths=lengths, first=told(said, "first", int, NoneType),
+        **numbers, rows=rows, broken=broken, moments=moments, **parts, kept=kept,
+        tiles=dict(zip(runs, tiles, strict=True)), lengths=lengths,
+        first=None if told(said, "first", int, NoneType) is None else _whole(said, "first", 1),
     )  # fmt: skip
+
+
+def _take_lengths(said: dict[str, Any], of: int) -> tuple[int, int] | None:
+    """How many queries and keys each run had; ``of``: how many rows all had."""
+    if told(said, "lengths", list, NoneType) is None:
+        return None
+    found = _wholes(said, "lengths", FAR)
+    if len(found) != 2:
+        raise TypeError(f"lengths: got {len(found)} numbers, wanted 2")
+    if of % max(1, found[0]):
+        raise ValueError(f"lengths: got {found[0]} queries for {of} rows in all")
+    return found
