@@ -8,6 +8,7 @@ import io
 import json
 import math
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,7 +28,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from watched_small import Alone, Attention, Raw, Small, input_of
 
 import headscope
-from headscope import Observe, Recording, functional, watch, watching
+from headscope import Observe, Recording, _watch_frames, functional, watch, watching
 from headscope._decision_parts import short_layers
 from headscope.masks import causal
 from headscope.watching import WatchError
@@ -138,6 +139,32 @@ def test_nothing_seen_is_an_error() -> None:
 
 
 # ---------------------------------------------------------------- nothing else changes
+
+
+@pytest.mark.parametrize("opening", [True, False])
+@pytest.mark.parametrize("open_", [watch, lambda model: headscope.ablate(model, {"plain": 0})])
+def test_an_interrupt_of_opening_or_closing_leaves_nothing_behind(
+    open_: Callable[[nn.Module], Any], opening: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupts = [KeyboardInterrupt]
+
+    def interrupted() -> None:
+        if interrupts:
+            raise interrupts.pop()
+
+    def called() -> tuple[Any, ...]:
+        return nn.Module.__call__, torch.overrides.has_torch_function, functional.watched, *sys.meta_path
+
+    before, model = called(), Small()
+    steps = (interrupted, tuple) if opening else (tuple, interrupted)
+    monkeypatch.setattr(_watch_frames, "patches", [*_watch_frames.patches, steps])
+    with pytest.raises(KeyboardInterrupt), open_(model):
+        model(input_of(model))
+    assert called() == before
+    with watch(model) as seen:
+        model(input_of(model))
+    assert "plain" in seen.layers
+    assert called() == before
 
 
 def test_torch_stays_on_its_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
