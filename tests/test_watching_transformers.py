@@ -17,6 +17,7 @@ from watched import FAMILIES, IDS, PADDING, TARGET
 
 import headscope
 from headscope import Observe, Recording, _watch_transformers, watch
+from headscope._watch_layers import is_cross
 from headscope.watching import WatchError, register_transformers
 
 STEPS = ((0, 4), (4, 5), (5, 6), (6, 9), (9, 11))
@@ -139,6 +140,62 @@ def test_a_decoder_that_only_reads_a_cache_stands_behind_it() -> None:
     assert seen["previous"].count.tolist() == seen["self"].count.tolist() == [[rows] * 4] * 2
     assert seen["next"].count.tolist() == [[rows - len(TARGET)] * 4] * 2, "the last of each text has none"
     assert [part.eligible[0].tolist() for part in seen.stats] == [[0] * 5 + [rows] * 10, [rows] * 15]
+
+
+def test_a_token_whose_own_key_is_not_among_the_chosen_is_no_padding() -> None:
+    """A layer that looks at four keys of its choice; the weights are the model's own."""
+    config = transformers.DeepseekV32Config(
+        vocab_size=61, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8,
+        v_head_dim=8, head_dim=4, index_topk=4, index_n_heads=2, index_head_dim=8, mlp_layer_types=["dense"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = transformers.DeepseekV32ForCausalLM._from_config(config, attn_implementation="eager").eval()
+    ids, padding = torch.randint(3, 61, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    padding[1, :3] = 0
+    cache, found = transformers.DynamicCache(config=config), list[Tensor]()
+    with torch.no_grad(), watch(model) as seen:
+        for start, stop in ((0, 7), (7, 8), (8, 9), (9, 12)):
+            out = model(
+                ids[:, start:stop], attention_mask=padding[:, :stop], past_key_values=cache, output_attentions=True
+            )
+            found.append(F.pad(out.attentions[0], (0, 12 - stop)))
+    p = torch.cat(found, 2)  # [B, H, Q, K]
+    real = padding.bool()
+    assert not (p.diagonal(0, 2, 3).amax(1) > 0)[real].all(), "a token that nobody has chosen"
+    first = torch.stack([p[0, :, :, 0], p[1, :, :, 3]])
+    for name, wanted in {"first": first, "entropy": torch.special.entr(p).sum(-1)}.items():
+        assert seen[0, name].count.tolist() == [21] * 4
+        torch.testing.assert_close(
+            seen[0, name].mean, wanted.transpose(1, 2)[real].mean(0).double(), rtol=1e-5, atol=1e-6, check_dtype=False
+        )
+    assert seen.stats[0].received is not None
+    wanted = torch.einsum("bhqk,bq->hk", p.double(), real.double())
+    torch.testing.assert_close(seen.stats[0].received, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_keys_of_an_encoder_behind_the_decoders_own_stand_nowhere() -> None:
+    """T5Gemma 2's decoder attends to both in one softmax."""
+    own: Any = {
+        "vocab_size": 61, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 6, "sliding_window": 5, "query_pre_attn_scalar": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    vision = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.T5Gemma2Config(
+        encoder={"text_config": own, "vision_config": vision}, decoder={**own, "cross_attention_hidden_size": 24},
+        bos_token_id=1, decoder_start_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = transformers.T5Gemma2ForConditionalGeneration(config).eval()
+    with torch.no_grad(), watch(model) as steps:
+        ids = model.generate(IDS[:1, :6], max_new_tokens=8, do_sample=False, eos_token_id=None)
+    with torch.no_grad(), watch(model) as whole:
+        model(input_ids=IDS[:1, :6], decoder_input_ids=ids[:, :-1])
+    assert whole.about.kinds["model.decoder.layers.1.self_attn"] == "self"
+    assert whole.stats["model.decoder.layers.1.self_attn"].eligible[0].tolist() == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert_same(steps, whole, leave=("first",))
 
 
 @pytest.mark.parametrize("tokens", ["inputs", "given", "given twice"])
@@ -576,3 +633,17 @@ def test_it_says_what_it_is_of() -> None:
     assert repr(seen).startswith(
         "Recording(LlamaForCausalLM, 1 forward passes: HeadStats(1 layers, 6 heads, a sample of"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "cross"),
+    [
+        ("decoder.layers.0.encoder_attn", True),
+        ("layers.1.crossattention.attention", True),
+        ("cross_block.attn", True),
+        ("cross_modal_text_layers.0.crossattention.self", True),  # BridgeTower's, which has both
+        ("cross_modal_text_layers.0.attention.self", False),
+    ],
+)
+def test_which_paths_say_cross_attention(name: str, cross: bool) -> None:
+    assert is_cross(name) is cross

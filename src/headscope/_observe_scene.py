@@ -127,6 +127,8 @@ class Given:
     q_pos: Tensor | None
     k_pos: Tensor | None
     kind: Kind
+    real: Tensor | None
+    """Which keys are not padding, boolean [B or 1, K]; None: those that some query sees."""
     what: Observe
     before: dict[Any, Any]
     """What was made ready for calls of the same sizes, strides, dtypes and options, whatever their tensors hold."""
@@ -201,7 +203,7 @@ _FRAMES = 16  # some megabytes each, where sequences are long
 def _frame(given: Given) -> _Frame:
     """The same for every call of the same sizes, where nothing but a mask without tensors says more."""
     call, mask = given.call, given.mask
-    if given.q_pos is not None or given.k_pos is not None or given.inputs.bias is not None:
+    if any(x is not None for x in (given.q_pos, given.k_pos, given.real, given.inputs.bias)):
         return _made_frame(given)
     if is_traced() or (mask is not None and mask.tensors()):  # what is made for a tracer is of no use to others
         return _made_frame(given)
@@ -217,7 +219,8 @@ def _frame(given: Given) -> _Frame:
 def _made_frame(given: Given) -> _Frame:
     call, inputs = given.call, given.inputs
     line, q_at, k_at = _places(given)
-    real = real_keys(call, given.plan, inputs.bias).to(inputs.q.device)
+    real = real_keys(call, given.plan, inputs.bias) if given.real is None else given.real.expand(call.batch, call.keys)
+    real = real.to(inputs.q.device)
     first = _first(real, min(given.what.first, call.keys))
     if given.kind == "cross":
         return _Frame(line, q_at, k_at, first, None, None)

@@ -110,7 +110,7 @@ def _known(given: Given) -> tuple[Scene | Ready, Ready | None]:
 def _is_simple(given: Given) -> bool:
     """Whether tensors say nothing but what is to be measured."""
     what, inputs, mask = given.what, given.inputs, given.mask
-    said = (given.lse, given.q_pos, given.k_pos, inputs.bias, inputs.sinks, what.tokens)
+    said = (given.lse, given.q_pos, given.k_pos, given.real, inputs.bias, inputs.sinks, what.tokens)
     quiet = all(x is None for x in said) and not isinstance(what.rows, Tensor) and not what.keep_qk
     return quiet and (mask is None or not mask.tensors())
 

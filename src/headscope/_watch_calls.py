@@ -49,6 +49,7 @@ class Call:
     Attributes:
         total: how many positions a layer with a cache has seen, this call's included; None = as many as keys.
         beside: how many keys, at the end, stand for no token of their own.
+        real: which keys are not padding, boolean [B or 1, K], where the mask hides others as well; None: as it says.
         late: whether the mask slides and has moved on from the first keys before the first of these rows.
         out: what the model got, [B, H, Q, Dv], where it is to be compared with what these arguments give.
         own: makes the call, or one of a few of its rows, with what the model's own function gives; where headscope has
@@ -72,6 +73,7 @@ class Call:
     tokens: Ids | None = None
     total: int | Tensor | None = None
     beside: int = 0
+    real: Tensor | None = None
     late: bool = False
     out: Tensor | None = None
     own: Callable[[], Call] | None = None
@@ -87,21 +89,9 @@ def measure(call: Call, what: Observe) -> LayerStats:
     _check_values(call)
     if call.tokens is not None and call.kind != "cross":
         what = _with_tokens(what, call.tokens)
-    stats = functional.observe(
-        call.q,
-        call.k,
-        call.v,
-        lse=call.lse,
-        mask=call.mask,
-        bias=call.bias,
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=call.sinks,
-        q_pos=None if call.kind == "cross" else call.q_pos,
-        k_pos=None if call.kind == "cross" else call.k_pos,
-        kind=call.kind or "self",
-        what=what,
-    )
+    places = (None, None, "cross", None) if call.kind == "cross" else (call.q_pos, call.k_pos, "self", call.real)
+    tensors, numbers = (call.q, call.k, call.v, call.bias, call.sinks), (call.scale, call.softcap, 0.0, False)
+    stats = functional._observe(tensors, call.mask, numbers, call.lse, what, places)
     part = next(iter(stats.parts.values()))
     if call.beside and call.kind != "cross":
         part = _of_tokens(part, call)

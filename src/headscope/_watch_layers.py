@@ -15,7 +15,8 @@ Kinds = Mapping[str, Kind]
 
 _ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 _SELF = re.compile(r"self_?att(n|ention)", re.IGNORECASE)
-_CROSS = re.compile(r"cross|encoder_attn|encdecattention|enc_dec", re.IGNORECASE)
+# BridgeTower's cross-modal layers hold both kinds
+_CROSS = re.compile(r"cross(?!_modal_\w+_layers)|encoder_attn|encdecattention|enc_dec", re.IGNORECASE)
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:

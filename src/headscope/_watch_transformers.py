@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headscope import _watch_calls, _watch_frames, _watch_masks
+from headscope._call import as_mask
 from headscope._watch_calls import Call, Kind
 from headscope._watch_frames import Frame
 from headscope._watch_layers import is_cross
@@ -209,8 +210,9 @@ def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any
     total = None if kind == "cross" else _length(frame, q.shape[-2])
     beside = _beside(frame, mask, k.shape[-2])
     q_pos, k_pos = _places(total, q.shape[-2], k.shape[-2], beside, q.device)
+    real = None if kind == "cross" else _real(frame, mask, sizes=(q.shape[0], q.shape[-2], k.shape[-2]))
     call = Call(
-        q=q, k=k, v=v, mask=seen, bias=bias, scale=given.get("scaling"), sinks=sinks, kind=kind,
+        q=q, k=k, v=v, mask=seen, real=real, bias=bias, scale=given.get("scaling"), sinks=sinks, kind=kind,
         softcap=given.get("softcap") if "softcap" in named else None, q_pos=q_pos, k_pos=k_pos, total=total,
         beside=beside, late=_late(frame.module, given, q.shape[-2], total),
     )  # fmt: skip
@@ -258,6 +260,8 @@ def _causal(name: str, module: nn.Module, given: Mapping[str, Any], queries: int
 
 def _kind(frame: Frame) -> Kind | None:
     said = frame.arguments
+    if _merged(frame) is not None:
+        return "self"
     if any(said.get(name) is not None for name in _CONTEXTS) or getattr(frame.module, "is_cross_attention", False):
         return "cross"
     return "self" if not is_cross(frame.name) else None
@@ -280,6 +284,30 @@ def _length(frame: Frame, queries: int) -> int | Tensor | None:
     return cache.get_seq_length(layer) + own
 
 
+def _merged(frame: Frame) -> int | None:
+    """How many keys of the encoder T5Gemma 2's decoder has put behind its own; None in every other layer."""
+    context = frame.arguments.get("encoder_hidden_states")
+    return context.shape[-2] if isinstance(context, Tensor) and "merged_attention_mask" in frame.arguments else None
+
+
+def _real(frame: Frame, mask: Tensor | None, sizes: tuple[int, int, int]) -> Tensor | None:
+    """Which keys are not padding, [B or 1, K]; None: those that the mask lets some query see.
+
+    A layer that chooses its keys (DeepSeek's indexer, Doge) hides the others, of a few rows even their own. The mask
+    that it was given says more. ``sizes``: B, Q, K.
+    """
+    given = frame.arguments.get("attention_mask")
+    if mask is None or not isinstance(given, Tensor) or given is mask or given.shape[-2:] != sizes[1:]:
+        return None
+    seen = as_mask(frame.converted(given)[0])
+    if seen is None or given.ndim != 4:
+        return None
+    b, i, j = (torch.arange(n, device=given.device) for n in sizes)
+    heads = torch.zeros(1, dtype=torch.long, device=given.device)
+    allowed = seen.at(*sizes[1:]).allows(b[:, None, None, None], heads[:, None, None], i[:, None], j)
+    return allowed.expand(torch.broadcast_shapes(allowed.shape, (1, 1, *sizes[1:]))).any((1, 2))
+
+
 def _late(module: nn.Module, given: Mapping[str, Any], queries: int, total: int | Tensor | None) -> bool:
     """Whether a window has passed the first key before the first of these queries; where a cache keeps all keys."""
     window = given.get("sliding_window") or getattr(module, "sliding_window", None)
@@ -288,6 +316,8 @@ def _late(module: nn.Module, given: Mapping[str, Any], queries: int, total: int 
 
 def _beside(frame: Frame, mask: Tensor | None, keys: int) -> int:
     """How many keys a layer has put behind those of tokens: as many as it has added to the mask that it was given."""
+    if (merged := _merged(frame)) is not None:
+        return merged
     given = frame.arguments.get("attention_mask")
     if mask is None or not isinstance(given, Tensor) or given.ndim != 4 or mask.shape[-1] != keys:
         return 0

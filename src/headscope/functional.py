@@ -182,17 +182,18 @@ def observe(
     if backend is not None:
         given = k if v is None else v
         _prepare(q, k, given, mask, bias, sinks, (scale, softcap, dropout, False), backend)  # whether it takes them
-    places = (q_pos, k_pos, kind)
+    places = (q_pos, k_pos, kind, None)
     numbers = (scale, softcap, dropout, False)
     return _observe((q, k, v, bias, sinks), mask, numbers, lse, Observe() if what is None else what, places)
 
 
-_Places = tuple[Tensor | None, Tensor | None, Literal["self", "cross"]]  # q_pos, k_pos, kind
+_Places = tuple[Tensor | None, Tensor | None, Literal["self", "cross"], Tensor | None]
+"""q_pos, k_pos, kind, and which keys are real, boolean [B or 1, K], where more is known of it than the mask says."""
 
 
 def _observe(
     tensors: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], mask: Mask | Tensor | None,
-    numbers: _Numbers, lse: Tensor | None, what: Observe, places: _Places = (None, None, "self"),
+    numbers: _Numbers, lse: Tensor | None, what: Observe, places: _Places = (None, None, "self", None),
 ) -> HeadStats:  # fmt: skip
     if is_dynamo_compiling():  # all of it runs outside of the graph, which has no numbers to look at
         from headscope import _uncompiled
@@ -247,7 +248,7 @@ def _attend_and_observe(
     from headscope._observe_scene import Given
 
     inputs = canonical(prepared, q, k, v, bias, sinks)
-    places = (None, None, "self")
+    places = (None, None, "self", None)
     has_place = prepared.canonical and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     given = Given(call, prepared.mask, prepared.plan, inputs, True, None, *places, what, prepared.before, has_place)
     done = _observe_sums.attend(given)
