@@ -511,6 +511,47 @@ def test_a_mask_that_hides_something_else() -> None:
     assert check(Other(24, 3)).names == ("mask-applied-wrong",)
 
 
+class Cutting(Packed):
+    """Something is done to the weights, with a mask."""
+
+    def __init__(self, cut: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(24, 3)
+        self.cut = cut
+
+    def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        p = super().weights(q, k, None)
+        return p if mask is None else self.cut(p, mask)
+
+
+class CuttingKeys(Cutting):
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x, key_padding_mask)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda p, m: p.masked_fill(m == 0, 0.0),
+        lambda p, m: p * m,
+        lambda p, m: torch.where(m.bool(), p, 0.0),
+        lambda p, m: p.masked_fill(m == 0, -1.0),
+    ],
+)
+def test_a_mask_after_the_softmax_is_found_whatever_true_means(cut: Callable[[Tensor, Tensor], Tensor]) -> None:
+    assert check(Cutting(cut)).names == ("mask-after-softmax",)
+    turned = check(Cutting(lambda p, m: cut(p, m == 0)))
+    assert turned.names == ("mask-after-softmax", "mask-inverted")
+    assert turned["mask-inverted"].severity == "unusual"
+    assert check(CuttingKeys(lambda p, m: cut(p, m[:, None, None] == 0))).names == ("mask-after-softmax",)
+
+
+def test_weights_that_are_cut_and_divided_by_their_sum_again_are_right() -> None:
+    def again(p: Tensor, m: Tensor) -> Tensor:
+        return p * m / (p * m).sum(-1, keepdim=True).clamp_min(1e-9)
+
+    assert check(Cutting(again)).names == ()
+
+
 @pytest.mark.parametrize("by", [10.0, 0.01, 1e-9])
 def test_a_mask_that_hides_too_little_is_not_taken_for_one_that_is_added(by: float) -> None:
     """With 0 and -inf handed over it would hide: (1 - -inf) * -10 is -inf."""

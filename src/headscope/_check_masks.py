@@ -145,6 +145,12 @@ def built_in(case: Case) -> None:
     everything = torch.ones_like(seen)
     mask, tolerance = tri.expand(len(seen), -1, -1), case.subject.tolerance
     found = weights.applied(heads.p, case.logit, mask, everything, None, tolerance)
+    if found.late:
+        case.allowed = tri[None]
+        case.find("mask-after-softmax", f"built-in mask: {found.late}")
+        if found.how != "hidden":
+            case.find(found.how, f"built-in mask: {found.seen}")
+        return
     if found.how == "hidden" or (size > 1 and bool((seen <= tri).all()) and found.how == "mask-applied-wrong"):
         case.causal = True
         case.allowed = tri[None]
@@ -325,7 +331,8 @@ def _try(case: Case, name: str, form: Form) -> Applied | None:
     if found.how == "mask-applied-wrong" and case.causal:  # it may take the place of the built-in one
         alone = weights.applied(run.heads.p, None, mask, torch.ones_like(visible(heads.p)), None, subject.tolerance)
         found = alone if alone.how in ("hidden", "mask-inverted") else found
-    if form.adds and found.how == "hidden" and case.asked.mask_means is None and not _adds(case, name, form):
+    unsure = form.adds and found.how == "hidden" and not found.late and case.asked.mask_means is None
+    if unsure and not _adds(case, name, form):
         return None
     return found
 
@@ -367,10 +374,12 @@ def _pattern(kind: str, batch: int, length: int) -> tuple[Tensor, Tensor]:
 def _works(case: Case, name: str, form: Form, found: Applied) -> None:
     hides = (found.how == "mask-inverted") != form.hides
     if form.adds:
-        meaning = "added to the logits"
+        meaning = "0 = may be seen" if found.late else "added to the logits"
     else:
         meaning = "True = hidden, as in nn.MultiheadAttention" if hides else "True = may be seen, as in SDPA"
     case.understood.append(f"{name}= {form.said}: {meaning}")
+    if found.late:
+        case.find("mask-after-softmax", f"{name}= {form.said}: {found.late}")
     asked, own = case.asked.mask_means, case.subject.call is not None
     torch_like = case.subject.torch_like or "pad" in name
     if not form.adds and ((hides and (asked == "keep" or own)) or (not hides and asked == "hide")):

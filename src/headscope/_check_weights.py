@@ -21,10 +21,12 @@ class Applied:
     Attributes:
         how: "hidden", as it should be; "none"; or the name of what is wrong.
         seen: what shows it.
+        late: what shows that it was applied after the softmax; "" if it was not.
     """
 
     how: str
     seen: str = ""
+    late: str = ""
 
 
 def visible(p: Tensor) -> Tensor:
@@ -192,11 +194,14 @@ def applied(
     def same(pattern: Tensor, where: Tensor) -> Tensor:
         return (seen == pattern).all(-1) | ~where  # [B, H, Q]
 
-    right = same(wanted, rows)
-    if bool(right.all()):
-        return _after(p, logit, wanted, plain, rows, tolerance)
-    if bool(same(turned, rows).all()):
-        return Applied("mask-inverted", f"{_pair(~wanted & seen)} is seen, {_pair(wanted & ~seen)} is hidden")
+    right, full = same(wanted, rows), logit.softmax(-1) if plain is None and logit is not None else plain
+    late = _late(p, full, wanted, turned, rows, tolerance)
+    if bool(right.all()) or late:
+        return Applied("hidden", late=late)
+    late = _late(p, full, turned, wanted, rows, tolerance)
+    if bool(same(turned, rows).all()) or late:
+        said = f"{_pair(turned & rows[..., None])} is seen, {_pair(wanted & rows[..., None])} is hidden"
+        return Applied("mask-inverted", said, late)
     across, unmasked = before & mask.transpose(-2, -1)[:, None], same(before, rows)
     if not bool(unmasked.all()) and not torch.equal(across, wanted) and bool(same(across, across.any(-1)).all()):
         said = f"{_pair(wanted & ~seen)} is hidden: the mask is applied with its axes swapped"
@@ -211,20 +216,17 @@ def applied(
     return _soft(p, logit, wanted, before, plain)
 
 
-def _after(
-    p: Tensor, logit: Tensor | None, wanted: Tensor, plain: Tensor | None, rows: Tensor, tolerance: float
-) -> Applied:
-    """The right keys are hidden; but was it before the softmax?"""
-    full = plain
-    if full is None and logit is not None:
-        full = logit.softmax(-1)
-    gone = (1 - p.sum(-1))[rows]
-    if full is None or not bool((gone > 10 * tolerance).any()):
-        return Applied("hidden")
-    if bool(((p - full * wanted).abs().amax(-1)[rows] < 10 * tolerance).all()):
-        low, high = 1 - float(gone.max()), 1 - float(gone.min())
-        return Applied("mask-after-softmax", f"weights sum to {low:.3g} … {high:.3g}, as before what is hidden was cut")
-    return Applied("hidden")
+def _late(p: Tensor, full: Tensor | None, kept: Tensor, cut: Tensor, rows: Tensor, tolerance: float) -> str:
+    """What shows that pairs were cut after the softmax, which gave the weights ``full``; "" if they were not."""
+    if full is None:
+        return ""
+    kept, cut, total = kept & rows[..., None], cut & rows[..., None], p.sum(-1)[rows]
+    off = (p - full).abs()
+    alike = bool((off[kept] <= 10 * tolerance * full[kept]).all())
+    if not alike or not bool((off[cut] > 10 * tolerance).any()) or not bool((total < 1 - 10 * tolerance).any()):
+        return ""
+    low, high = float(total.min()), float(total.max())
+    return f"keys that are left weigh what they do without it, and the weights of a query sum to {low:.3g} … {high:.3g}"
 
 
 def _soft(p: Tensor, logit: Tensor | None, wanted: Tensor, before: Tensor, plain: Tensor | None) -> Applied:
