@@ -376,6 +376,9 @@ class Changed(nn.Module):
         ("no-softmax", {"weights": lambda s: s.sigmoid() / s.sigmoid().sum(-1, keepdim=True)}),
         ("no-softmax", {"weights": lambda s: F.softplus(s) / F.softplus(s).sum(-1, keepdim=True)}),
         ("no-softmax", {"weights": lambda s: s.relu().tril() / s.shape[-1]}),
+        ("no-softmax", {"weights": lambda s: s.log_softmax(-1)}),
+        ("no-softmax", {"weights": lambda s: s.masked_fill(causal_hidden(7), -1e4).softmax(-1).log()}),
+        ("no-softmax", {"weights": F.logsigmoid}),
         ("softmax-twice", {"p": lambda p: p.softmax(-1)}),
         ("softmax-twice", {"s": lambda s: s.masked_fill(causal_hidden(7), -math.inf).softmax(-1)}),
         ("softmax-over-heads", {"weights": lambda s: s.masked_fill(causal_hidden(7), -math.inf).softmax(1)}),
@@ -387,6 +390,18 @@ def test_a_changed_step_is_found(name: str, steps: dict[str, Callable[[Tensor], 
     assert check(Changed()).names == ()
     found = check(Changed(**steps))
     assert found.names == (name,), str(found)
+
+
+def test_logarithms_of_weights_are_no_weights_with_a_sink_or_a_mask() -> None:
+    class Logarithms(Packed):
+        def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+            s = self.scores(q, k)
+            return (s if mask is None else s.masked_fill(mask == 0, -1e4)).log_softmax(-1)
+
+    found = check(Logarithms(24, 3))
+    assert found.names == ("no-softmax",)
+    assert "their exp to 1: they are logarithms" in found["no-softmax"].seen
+    assert not [said for said in found.understood if "sink" in said or "mask" in said]
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,15 @@ def sums(heads: Heads, tolerance: float) -> Applied | None:
         return None
     low, high = float(rows.min()), float(rows.max())
     said = f"the weights of a query sum to {low:.4g}" + (f" … {high:.4g}" if high - low > tolerance else "")
-    if ones(p.sum(-2)) and bool((p >= 0).all()):
+    finite = p[torch.isfinite(p)]
+    if float(finite.min()) < -tolerance * float(finite.abs().max()):  # no softmax gives these
+        log = ", and their exp to 1: they are logarithms" if ones(p.exp().sum(-1)[seen]) else ""
+        return Applied("no-softmax", f"{said}{log}; the lowest is {float(finite.min()):.4g}")
+    if ones(p.sum(-2)):
         return Applied("softmax-over-queries", f"{said}; those of a key, over the queries, to 1")
     over_heads = p.sum(1)
     over_heads = over_heads[torch.isfinite(over_heads)]  # where all heads hide a pair there is NaN
-    if heads.count > 1 and ones(over_heads) and not bool((p < 0).any()):
+    if heads.count > 1 and ones(over_heads):
         return Applied("softmax-over-heads", f"{said}; those of a pair of tokens, over the heads, to 1")
     if high - low < tolerance * 10:
         return Applied("scaled-after-softmax", f"{said}, all alike (1/√D is {heads.width**-0.5:.4g})")

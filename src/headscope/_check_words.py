@@ -123,8 +123,8 @@ WORDS: dict[str, Words] = {
     ),
     "no-softmax": Words(
         "wrong",
-        "Scores, or a power, ReLU or sigmoid of them, do not sharpen as exp does. Raw ones may be negative; where they "
-        "are not divided by their sum, outputs grow with the length.",
+        "Scores, a power, ReLU or sigmoid of them, or log_softmax, do not sharpen as exp does. They may be negative; "
+        "where they are not divided by their sum, outputs grow with the length.",
         "Turn scores into weights by a softmax.",
         "p = scores.softmax(dim=-1)",
     ),

@@ -119,6 +119,7 @@ FOLLOWS: dict[str, set[str]] = {
                       "looks-into-the-future"},
     "softmax-over-queries": {"looks-into-the-future", "nan-on-empty-row"},
     "softmax-over-heads": {"nan-on-empty-row", "not-finite"},
+    "no-softmax": {"nan-on-empty-row", "not-finite"},  # minus infinity stays what it is
     "softmax-twice": {"looks-into-the-future"},
     "input-modified": {"state-between-calls", "fails-on-batch-of-one", "batches-mixed"},
     "state-between-calls": {"fails-on-batch-of-one", "batches-mixed"},
