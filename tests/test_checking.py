@@ -567,6 +567,18 @@ def test_weights_that_are_cut_and_divided_by_their_sum_again_are_right() -> None
     assert check(Cutting(again)).names == ()
 
 
+def test_hidden_keys_make_room_for_others_among_the_largest() -> None:
+    class Largest(Packed):
+        def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+            s = self.scores(q, k)
+            s = s if mask is None else s.masked_fill(mask == 0, -1e4)
+            return s.masked_fill(s < s.topk(3).values[..., -1:], -math.inf).softmax(-1)
+
+    found = check(Largest(24, 3))
+    assert found.names == ()
+    assert "mask= [T, T] boolean: True = may be seen, as in SDPA" in found.understood
+
+
 @pytest.mark.parametrize("by", [10.0, 0.01, 1e-9])
 def test_a_mask_that_hides_too_little_is_not_taken_for_one_that_is_added(by: float) -> None:
     """With 0 and -inf handed over it would hide: (1 - -inf) * -10 is -inf."""

@@ -327,7 +327,10 @@ def _try(case: Case, name: str, form: Form) -> Applied | None:
     assert case.base is not None
     if run.out.shape != case.base.out.shape:
         return None
-    found = weights.applied(run.heads.p, case.logit, mask, visible(heads.p), heads.p, subject.tolerance)
+    before = visible(heads.p)
+    if case.other is not None and case.other.heads is not None and _apart(before, visible(case.other.heads.p)):
+        before = before | visible(run.heads.p)  # hidden keys make room for others, as among the largest few
+    found = weights.applied(run.heads.p, case.logit, mask, before, heads.p, subject.tolerance)
     if found.how == "mask-applied-wrong" and case.causal:  # it may take the place of the built-in one
         alone = weights.applied(run.heads.p, None, mask, torch.ones_like(visible(heads.p)), None, subject.tolerance)
         found = alone if alone.how in ("hidden", "mask-inverted") else found
