@@ -392,6 +392,46 @@ def test_a_changed_step_is_found(name: str, steps: dict[str, Callable[[Tensor], 
     assert found.names == (name,), str(found)
 
 
+class Normed(Packed):
+    def __init__(self, norm: Callable[[Tensor], Tensor], bug: str = "") -> None:
+        super().__init__(24, 3, bug=bug)
+        self.norm = norm
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().scores(self.norm(q), self.norm(k))
+
+
+def divided_in_place(x: Tensor) -> Tensor:
+    x = x.clone()
+    x /= x.norm(dim=-1, keepdim=True)
+    return x
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x: F.normalize(x, dim=-1) * 8**0.5,
+        lambda x: 8**0.5 * x / x.norm(dim=-1, keepdim=True),
+        lambda x: F.normalize(3 * x, dim=-1) * 8**0.5 * torch.linspace(0.5, 1.5, 8).to(x.dtype),
+        lambda x: divided_in_place(x) * 8**0.5,
+    ],
+)
+def test_a_normalisation_written_with_the_root_of_the_width_is_no_scale(norm: Callable[[Tensor], Tensor]) -> None:
+    found = check(Normed(norm))
+    assert found.names == ()
+    assert "scale 0.3536 of queries and keys that are brought to length √D" in found.understood
+    assert check(Normed(norm, bug="scale multiplied")).names == ("scale-unusual",)
+    assert check(Normed(norm, bug="no scale")).names == ("scale-multiplied",)
+
+
+def test_a_root_of_the_width_on_what_has_that_length_already_is_a_scale() -> None:
+    assert check(Normed(lambda x: F.rms_norm(x, (8,)))).names == ()
+    assert check(Normed(lambda x: F.rms_norm(x, (8,)) * 8**0.5)).names == ("scale-multiplied",)
+    assert check(Normed(lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True)) * 8**0.5)).names == (
+        "scale-multiplied",
+    )
+
+
 def test_logarithms_of_weights_are_no_weights_with_a_sink_or_a_mask() -> None:
     class Logarithms(Packed):
         def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:

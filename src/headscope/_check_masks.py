@@ -91,6 +91,10 @@ def _scale(case: Case, heads: Heads, found: Slope) -> None:
     if close(wanted):
         case.understood.append(f"scale {scale:.4g}" + (" = 1/√D" if math.isclose(wanted, width**-0.5) else ""))
         return
+    assert case.base is not None
+    if close(wanted * width) and case.base.seen.operands[0].unit:  # √D · √D: of a length of √D, as by RMSNorm
+        case.understood.append(f"scale {wanted:.4g} of queries and keys that are brought to length √D")
+        return
     said = f"logits are {scale:.4g} · q·k, wanted {wanted:.4g}"
     said += f" (1/√{width})" if math.isclose(wanted, width**-0.5) else ""
     if close(1.0) and found.biased:

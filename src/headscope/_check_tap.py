@@ -43,11 +43,15 @@ class Mixing:
 
 @dataclass(frozen=True)
 class Operands:
-    """Of a product of projections: the ids of both, and by what they were scaled since they were projected."""
+    """Of a product of projections: the ids of both, and by what they were scaled since they were projected.
+
+    ``unit``: since they were brought to length 1, both.
+    """
 
     left: Tensor
     right: Tensor
     factors: tuple[float, float]
+    unit: bool
 
     @property
     def width(self) -> int:
@@ -65,6 +69,7 @@ class Seen:
         kind: by id, INPUT, LINEAR (projected), SCORES or HEADS (what the heads give).
         value: of a score, the bare product.
         factor: of a score, by what its operands were scaled between their projections and the product.
+        unit: by id, whether the row was brought to length 1; what it was scaled by before counts no more.
         scaled: the last id of scores, and a number that they were multiplied by; in order.
         projections: the ids of what was multiplied by weights, [N, rows, width] each.
         fused: how often attention was left to a kernel.
@@ -81,6 +86,7 @@ class Seen:
     kind: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
     value: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
     factor: Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.float64))
+    unit: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
     mixings: list[Mixing] = field(default_factory=list[Mixing])
     projections: list[Tensor] = field(default_factory=list[Tensor])
     scaled: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
@@ -170,6 +176,7 @@ class Tap(TorchDispatchMode):
         seen.feature, seen.second = add(seen.feature, feature, NONE), add(seen.second, second, NONE)
         seen.kind = add(seen.kind, None, kind)
         seen.value, seen.factor = add(seen.value, value, 0), add(seen.factor, factor, 1)
+        seen.unit = add(seen.unit, None, False)
         self._count += n
         self.mark(x, torch.arange(first, first + n).view(x.shape))
 
@@ -282,6 +289,21 @@ class Tap(TorchDispatchMode):
             self._note_scale(ids, by)
             factors = factors * by
         self.mark(out, ids, factors)
+        if by is None and name in ("mul", "div"):
+            self._note_unit(out)
+
+    def _note_unit(self, out: Tensor) -> None:
+        """Rows that were brought to length 1, or to that and what they were scaled by before."""
+        shadow = self._shadow(out)
+        if shadow is None or not out.is_floating_point() or out.ndim < 2:
+            return
+        ids, factors = shadow
+        length = out.detach().double().norm(dim=-1, keepdim=True)
+        for scaled in (torch.ones_like(factors), factors.clone()):
+            if bool(((length - scaled).abs() < 1e-5 * scaled).all()):
+                self.seen.unit[ids] = True
+                factors.copy_(scaled)
+                return
 
     def _note_scale(self, ids: Tensor, by: float) -> None:
         last = int(ids.max()) if ids.numel() else 0
@@ -302,6 +324,8 @@ class Tap(TorchDispatchMode):
         if by is not None:
             self._note_scale(shadow[0], by)
             shadow[1].mul_(by)
+        elif name in ("mul_", "div_") and not others:
+            self._note_unit(out)
         elif name in ("zero_", "normal_", "uniform_"):
             shadow[0].zero_()
         elif name == "copy_":
@@ -387,7 +411,8 @@ class Tap(TorchDispatchMode):
         raw = a.double() @ b.double()
         spread = (u[..., None], fu[..., None], w[:, None], fw[:, None])
         self.root(out, SCORES, spread[0], spread[1], spread[2], spread[3], raw, by)
-        seen.operands.append(Operands(a_ids, b_ids, (float(a_by.amax()), float(b_by.amax()))))
+        unit = bool(seen.unit[a_ids].all()) and bool(seen.unit[b_ids].all())
+        seen.operands.append(Operands(a_ids, b_ids, (float(a_by.amax()), float(b_by.amax())), unit))
 
     def _mix(self, out: Tensor, p: Tensor, p_ids: Tensor, v_ids: Tensor) -> None:
         """A product of weights with values, [N, Q, K] @ [N, K, Dv]."""
