@@ -72,6 +72,7 @@ def test_a_recording_is_saved_and_loaded(tmp_path: Path) -> None:
     [
         ([], None, "about: got list, wanted dict"),
         ({"ran": None}, None, "ran: got NoneType, wanted int"),
+        ({"forwards": -1}, None, "forwards: got -1, wanted 0 to"),
         ({"texts": "ab"}, None, "texts: got str, wanted list or NoneType"),
         ({"texts": [3]}, None, "texts: got int, wanted str"),
         ({"unknown": 3}, None, "unexpected keyword argument"),

@@ -112,7 +112,7 @@ def _load(path: Path, said: dict[str, Any]) -> HeadStats:
 def check_format(path: Path, said: Mapping[str, Any], most: int) -> None:
     """Raises: ValueError: what a header says is of a newer format, or of none."""
     with sound(path):
-        version = _whole(said, "version", 1)
+        version = whole(said, "version", 1)
     if version > most:
         raise ValueError(f"{path}: format {version}, this version of headscope reads up to {most}")
 
@@ -208,7 +208,7 @@ def listed(said: Mapping[str, Any], name: str, kind: type[Any]) -> list[Any]:
     return [told({name: each}, name, kind) for each in told(said, name, list)]
 
 
-def _whole(said: Mapping[str, Any], name: str, least: int, most: int = 2**62) -> int:
+def whole(said: Mapping[str, Any], name: str, least: int, most: int = 2**62) -> int:
     """A whole number that a header says, by default one that 64 bits hold.
 
     Raises:
@@ -223,7 +223,7 @@ def _whole(said: Mapping[str, Any], name: str, least: int, most: int = 2**62) ->
 
 def _wholes(said: Mapping[str, Any], name: str, most: int = 2**62) -> tuple[int, ...]:
     """Several from 0 on; likewise."""
-    return tuple(_whole({name: each}, name, 0, most) for each in told(said, name, list))
+    return tuple(whole({name: each}, name, 0, most) for each in told(said, name, list))
 
 
 def _put(part: LayerStats, name: str, under: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def _take_qk(said: dict[str, Any], under: str, file: Any, sizes: dict[str, int])
         _check_within(f"{under}/spans", parts["spans"][:], 0, sizes["K"] + 1)
     scale = check_scale(told(said, "scale", float, int), sizes["D"])
     softcap = check_softcap(told(said, "softcap", float, int, NoneType))
-    offset = None if told(said, "offset", int, NoneType) is None else _whole(said, "offset", -FAR, FAR)
+    offset = None if told(said, "offset", int, NoneType) is None else whole(said, "offset", -FAR, FAR)
     return KeptWeights(parts, shapes, lead, scale, softcap, parts["q"].get_dtype() == "F64", offset)
 
 
@@ -349,8 +349,8 @@ def _check_moments(parts: Sequence[LayerStats]) -> None:
 def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor], mapped: Any) -> LayerStats:
     """The reverse of ``_put``."""
     said = {"lengths": None, "first": None, "qk": [], "qk_runs": None} | said  # older files do not say these
-    numbers = {what: _whole(said, what, 0) for what in _NUMBERS}
-    looked_at = _whole(said, "looked_at", 0, numbers["of"])
+    numbers = {what: whole(said, what, 0) for what in _NUMBERS}
+    looked_at = whole(said, "looked_at", 0, numbers["of"])
     lengths = _take_lengths(said, numbers["of"])
     queries, keys = lengths or (FAR, FAR)
     ends = torch.tensor([numbers["runs"], numbers["of"], queries, keys], device="cpu")
@@ -382,7 +382,7 @@ def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor], mappe
     return LayerStats(
         **numbers, rows=rows, broken=broken, moments=moments, **parts, kept=kept,
         tiles=dict(zip(runs, tiles, strict=True)), lengths=lengths,
-        first=None if told(said, "first", int, NoneType) is None else _whole(said, "first", 1),
+        first=None if told(said, "first", int, NoneType) is None else whole(said, "first", 1),
     )  # fmt: skip
 
 

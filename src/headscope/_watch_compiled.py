@@ -39,8 +39,9 @@ def set_aside(watcher: object, modules: Iterable[nn.Module]) -> None:
 
 def put_back(watcher: object) -> None:
     """Let them run from their graphs again, but for what another watch has set aside, too."""
-    codes = _aside.pop(watcher, set[CodeType]())
-    _set(codes.difference(*_aside.values()), "DEFAULT")
+    others = [codes for each, codes in _aside.items() if each is not watcher]
+    _set(_aside.get(watcher, set[CodeType]()).difference(*others), "DEFAULT")
+    _aside.pop(watcher, None)  # last: whoever is interrupted before begins anew
 
 
 class Import:

@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Any
 
 from headscope import _stats_files
-from headscope._stats_files import listed, told
+from headscope._stats_files import listed, told, whole
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
 
@@ -17,7 +17,6 @@ VERSION = 1
 _KEY = "headscope.recording"
 _ABOUT: dict[str, tuple[type[Any], ...]] = {
     "model": (str,), "options": (dict,), "versions": (dict,), "kinds": (dict,), "texts": (list, NoneType),
-    "forwards": (int,), "ran": (int,),
 }  # fmt: skip
 
 
@@ -50,6 +49,8 @@ def load(path: Path) -> Recording:
         about: dict[str, Any] = told(header, "about", dict)
         for name, kinds in _ABOUT.items():
             told(about, name, *kinds)
+        for name in ("forwards", "ran"):
+            whole(about, name, 0)
         if about["texts"] is not None:
             about["texts"] = tuple(listed(about, "texts", str))
         return Recording(stats, About(**about))
