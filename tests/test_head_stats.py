@@ -371,6 +371,15 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
         back["b"].tile(0, 1, 0, 1)
 
 
+def test_numbers_beyond_what_can_be_summed_are_saved_and_loaded(tmp_path: Path) -> None:
+    q, k = torch.randn(2, 1, 2, 5, 4, dtype=torch.double)
+    huge = torch.full((1, 2, 5, 1), 1e308, dtype=torch.double)
+    seen = observe(q, k, huge, what=Observe(first=10**20))
+    again = HeadStats.load(seen.save(tmp_path / "seen.safetensors"))
+    assert again.parts["0"].first == 10**20
+    assert torch.equal(again["value_norm"].max, seen["value_norm"].max)
+
+
 def test_a_part_that_was_not_asked_for_is_not_saved(tmp_path: Path) -> None:
     stats = stats_of(what=Observe(received=False))
     back = HeadStats.load(stats.save(tmp_path / "heads.safetensors"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -248,6 +248,18 @@ def test_the_first_keys_are_not_those_where_a_window_begins() -> None:
     torch.testing.assert_close(told, whole[0][..., :4], rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
+def test_a_layer_that_attends_to_everything_has_first_keys_whatever_window_its_module_has() -> None:
+    config = transformers.Exaone4Config(
+        hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=99, sliding_window=4, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    model: Any = transformers.Exaone4ForCausalLM(config).eval()
+    with torch.no_grad(), watch(model) as seen:
+        model.generate(IDS[:, :3], max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
+    texts = len(IDS)
+    assert [seen[layer, "first"].count[0].item() for layer in (0, 1)] == [4 * texts, 7 * texts]
+
+
 @pytest.mark.parametrize("family", ["t5", "whisper"])
 def test_an_encoder_once_and_a_decoder_step_by_step(family: str) -> None:
     model = model_of(family)
@@ -294,6 +306,41 @@ def test_what_generate_has_compiled_is_refused_or_forgotten() -> None:
     model._compiled_call = model.__call__
     with pytest.raises(WatchError, match=r"runs compiled.*; compiled: LlamaForCausalLM"), watch(model):
         pass
+
+
+class Own(torch.nn.Module):
+    """Self-attention that makes of its mask what it likes."""
+
+    def __init__(self, turned: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(6, 18)
+        self.turned = turned
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        attend = transformers.AttentionInterface().get_interface("sdpa", sdpa_attention_forward)
+        return attend(self, q, k, v, self.turned(attention_mask))[0]
+
+
+SQUARE = torch.tensor([5, 3])[:, None] > torch.arange(5)  # of two texts of up to five tokens
+SQUARE = (SQUARE[:, :, None] & SQUARE[:, None])[:, None].expand(2, 2, 5, 5)  # [B, H, Q, K]
+
+
+@pytest.mark.parametrize(
+    ("given", "turned", "rows"),
+    [
+        (~SQUARE, torch.logical_not, 8),
+        (SQUARE.long(), Tensor.bool, 8),
+        (torch.ones(5, 5, dtype=torch.long), lambda mask: mask.bool()[:, None, None], 25),
+        (SQUARE.clone().index_fill(1, torch.tensor(0), False), lambda mask: mask | False, [0, 8]),
+    ],
+    ids=["True hides", "whole numbers", "as many texts as tokens", "another in each head"],
+)
+def test_a_mask_is_what_the_layer_makes_of_it(given: Tensor, turned: Any, rows: Any) -> None:
+    model = Own(turned)
+    with torch.no_grad(), watch(model) as seen:
+        model(torch.randn(len(given), 5, 6), given)
+    assert seen["entropy"].count[0].tolist() == (rows if isinstance(rows, list) else [rows] * 2)
 
 
 class Remembering(torch.nn.Module):

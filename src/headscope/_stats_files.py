@@ -208,7 +208,7 @@ def listed(said: Mapping[str, Any], name: str, kind: type[Any]) -> list[Any]:
     return [told({name: each}, name, kind) for each in told(said, name, list)]
 
 
-def whole(said: Mapping[str, Any], name: str, least: int, most: int = 2**62) -> int:
+def whole(said: Mapping[str, Any], name: str, least: int, most: float = 2**62) -> int:
     """A whole number that a header says, by default one that 64 bits hold.
 
     Raises:
@@ -338,7 +338,7 @@ def _check_moments(parts: Sequence[LayerStats]) -> None:
             "count": (count < 0) | (count > rows),
             "histogram": (histogram < 0).any(-1) | (histogram.sum(-1) != count),
             "M2": M2 < 0,
-            "mean": (mean < least - room) | (mean > most + room),
+            "mean": mean.isfinite() & ((mean < least - room) | (mean > most + room)),  # a sum may overflow
         }
         for what, found in wrong.items():
             if bool(found.any()):
@@ -382,7 +382,7 @@ def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor], mappe
     return LayerStats(
         **numbers, rows=rows, broken=broken, moments=moments, **parts, kept=kept,
         tiles=dict(zip(runs, tiles, strict=True)), lengths=lengths,
-        first=None if told(said, "first", int, NoneType) is None else whole(said, "first", 1),
+        first=None if told(said, "first", int, NoneType) is None else whole(said, "first", 1, math.inf),
     )  # fmt: skip
 
 

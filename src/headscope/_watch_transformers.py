@@ -210,7 +210,7 @@ def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any
     total = None if kind == "cross" else _length(frame, q.shape[-2])
     beside = _beside(frame, mask, k.shape[-2])
     q_pos, k_pos = _places(total, q.shape[-2], k.shape[-2], beside, q.device)
-    real = None if kind == "cross" else _real(frame, mask, sizes=(q.shape[0], q.shape[-2], k.shape[-2]))
+    real = None if kind == "cross" else _real(frame, mask)
     call = Call(
         q=q, k=k, v=v, mask=seen, real=real, bias=bias, scale=given.get("scaling"), sinks=sinks, kind=kind,
         softcap=given.get("softcap") if "softcap" in named else None, q_pos=q_pos, k_pos=k_pos, total=total,
@@ -290,27 +290,37 @@ def _merged(frame: Frame) -> int | None:
     return context.shape[-2] if isinstance(context, Tensor) and "merged_attention_mask" in frame.arguments else None
 
 
-def _real(frame: Frame, mask: Tensor | None, sizes: tuple[int, int, int]) -> Tensor | None:
+def _real(frame: Frame, mask: Tensor | None) -> Tensor | None:
     """Which keys are not padding, [B or 1, K]; None: those that the mask lets some query see.
 
     A layer that chooses its keys (DeepSeek's indexer, Doge) hides the others, of a few rows even their own. The mask
-    that it was given says more. ``sizes``: B, Q, K.
+    that it was given says more, if it hides nothing that the layer sees: a layer may read it otherwise than we do.
     """
     given = frame.arguments.get("attention_mask")
-    if mask is None or not isinstance(given, Tensor) or given is mask or given.shape[-2:] != sizes[1:]:
+    if mask is None or not isinstance(given, Tensor) or given is mask or given.ndim != 4:
         return None
-    seen = as_mask(frame.converted(given)[0])
-    if seen is None or given.ndim != 4:
+    if given.shape[-2:] != mask.shape[-2:] or not (given.dtype == torch.bool or given.is_floating_point()):
         return None
-    b, i, j = (torch.arange(n, device=given.device) for n in sizes)
-    heads = torch.zeros(1, dtype=torch.long, device=given.device)
-    allowed = seen.at(*sizes[1:]).allows(b[:, None, None, None], heads[:, None, None], i[:, None], j)
-    return allowed.expand(torch.broadcast_shapes(allowed.shape, (1, 1, *sizes[1:]))).any((1, 2))
+    allowed, chosen = (_allowed(frame, each) for each in (given, mask))
+    if allowed is None or chosen is None or bool((chosen & ~allowed).any()):
+        return None
+    return allowed.any((1, 2))
+
+
+def _allowed(frame: Frame, mask: Tensor) -> Tensor | None:
+    """The pairs that a mask of four axes lets through, boolean, [B or 1, H or 1, Q, K]; None = all."""
+    seen = as_mask(frame.converted(mask)[0])
+    if seen is None:
+        return None
+    b, h, i, j = (torch.arange(n, device=mask.device) for n in mask.shape)
+    allowed = seen.at(*mask.shape[-2:]).allows(b[:, None, None, None], h[:, None, None], i[:, None], j)
+    return allowed.expand(torch.broadcast_shapes(allowed.shape, (1, 1, *mask.shape[-2:])))
 
 
 def _late(module: nn.Module, given: Mapping[str, Any], queries: int, total: int | Tensor | None) -> bool:
     """Whether a window has passed the first key before the first of these queries; where a cache keeps all keys."""
-    window = given.get("sliding_window") or getattr(module, "sliding_window", None)
+    # Exaone's modules all have one, and those that attend to everything pass None
+    window = given["sliding_window"] if "sliding_window" in given else getattr(module, "sliding_window", None)
     return isinstance(window, int) and isinstance(total, int) and total - queries >= window
 
 

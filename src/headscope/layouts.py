@@ -260,7 +260,7 @@ def _options(module: nn.Module, layout: Layout, given: dict[str, Any]) -> dict[s
             values: list[Any] = [attrgetter(path)(module) for path in paths.split()]
         except AttributeError:  # of another class, with the same keys: ``needs`` says what must be given
             continue
-        if any(value != values[0] for value in values):
+        if any(value != values[0] for value in values[1:]):
             said = ", ".join(f"{path} is {value}" for path, value in zip(paths.split(), values, strict=True))
             raise ValueError(f"module: {said}; wanted one number, as ours has one {option}")
         told[option] = _told(option, values[0], module)
@@ -279,7 +279,7 @@ def _told(option: str, value: Any, module: nn.Module) -> Any:
     if option == "qk_norm_eps" and value is None:  # of nn.RMSNorm: that of the type that it computes in
         double = next(module.parameters()).dtype == torch.float64
         return torch.finfo(torch.float64 if double else torch.float32).eps
-    return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+    return value.item() if isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta else value
 
 
 def _is_of(module: nn.Module, layout: Layout) -> bool:
