@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from headscope import _watch_calls, _watch_compiled, _watch_masks, _watch_torch, functional, nn_compat
+from headscope import _watch_calls, _watch_compiled, _watch_layers, _watch_masks, _watch_torch, functional, nn_compat
 from headscope._onlookers import has_no_values
 from headscope._watch_calls import Call
 from headscope.masks import Mask, Turned, turned
@@ -234,23 +234,22 @@ def open_(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
     """Start to tell a watcher of the calls of these modules."""
     global _original_call
     call = _uncompiled_call() if "torch._dynamo" in sys.modules else _call  # may wait for its import: not with the lock
-    with _lock:
-        if _original_call is None:
-            _original_call = nn.Module.__call__
-            nn.Module.__call__ = call
-            if call is _call:
-                sys.meta_path.insert(0, _IMPORT)
-            functional.watched = _headscope_attention
-            torch.overrides.has_torch_function = _has_torch_function
-            for install, _ in patches:
-                install()
-        for name, module in modules.items():
-            _watched[id(module)] = (*_watched.get(id(module), ()), (watcher, name))
     try:
         with _lock:
+            if _original_call is None:
+                _original_call = nn.Module.__call__
+                nn.Module.__call__ = call
+                if call is _call:
+                    sys.meta_path.insert(0, _IMPORT)
+                functional.watched = _headscope_attention
+                torch.overrides.has_torch_function = _has_torch_function
+                for install, _ in patches:
+                    install()
+            for name, module in modules.items():
+                _watched[id(module)] = (*_watched.get(id(module), ()), (watcher, name))
             _watch_compiled.set_aside(watcher, modules.values())
     except BaseException:  # Ctrl-C, say
-        close(watcher)
+        close(watcher, modules)
         raise
 
 
@@ -272,8 +271,18 @@ def _dynamo_has_come() -> None:
 _IMPORT: Any = _watch_compiled.Import(_dynamo_has_come)
 
 
-def close(watcher: Watcher) -> None:
+def close(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
     """Stop to tell it, and put everything back with the last one."""
+    try:
+        _close(watcher)
+    except BaseException:  # Ctrl-C, say: what it left is done now
+        _close(watcher)
+        raise
+    finally:
+        _watch_layers.forget_compiled(modules)
+
+
+def _close(watcher: Watcher) -> None:
     global _original_call
     with _lock:
         for key, entries in list(_watched.items()):

@@ -100,20 +100,10 @@ class _Acting:
             )
         if refusal := _watch_transformers.refusal(self.modules):
             raise WatchError(refusal.replace("watch:", "heads:", 1))
-        try:
-            _watch_frames.open_(self, self.modules)
-        except BaseException:  # Ctrl-C, say
-            self.close()
-            raise
+        _watch_frames.open_(self, self.modules)
 
     def close(self) -> None:
-        try:
-            _watch_frames.close(self)
-        except BaseException:  # Ctrl-C, say: what it left is done now
-            _watch_frames.close(self)
-            raise
-        finally:
-            _watch_layers.forget_compiled(self.modules)
+        _watch_frames.close(self, self.modules)
 
     def begin(self) -> _Pass:
         """A forward pass starts."""

@@ -357,30 +357,17 @@ class Watch:
         if refusal := _watch_transformers.refusal(self.modules):
             raise WatchError(refusal)
         self._entered = True
-        try:
-            _watch_frames.open_(self, self.modules)
-        except BaseException:  # Ctrl-C, say
-            self._close()
-            raise
+        _watch_frames.open_(self, self.modules)
         return self.recording
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
+        _watch_frames.close(self, self.modules)
         if self.monitor is not None:
             self.monitor.finish()
         if error is None:
             self._check()
-
-    def _close(self) -> None:
-        try:
-            _watch_frames.close(self)
-        except BaseException:  # Ctrl-C, say: what it left is done now
-            _watch_frames.close(self)
-            raise
-        finally:
-            _watch_layers.forget_compiled(self.modules)
 
     def _check(self) -> None:
         for layer in self._errors:
