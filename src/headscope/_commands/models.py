@@ -8,13 +8,13 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headscope._commands.screen import Mistake, one_line, visible
+from headscope._commands.screen import Mistake, few, one_line, visible
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -184,15 +184,9 @@ def _from(transformers: Any, name: str, *, offline: bool) -> Loaded:
         "missing_keys": "weights are not in the files and were drawn at random",
         "unexpected_keys": "weights in the files have no place in this model and were left out",
     }
-    notes = [f"{what}: {_few(report[keys])}" for keys, what in said.items() if report[keys]]
+    notes = [f"{what}: {few(sorted(report[keys]), FEW_NAMED)}" for keys, what in said.items() if report[keys]]
     label = f"{type(model).__name__} ({visible(name)})"
     return replace(_either(transformers, model, label, name, options), notes=tuple(notes))
-
-
-def _few(names: Collection[str]) -> str:
-    """The first few of these names of weights."""
-    more = f" and {len(names) - FEW_NAMED} more" if len(names) > FEW_NAMED else ""
-    return ", ".join(sorted(names)[:FEW_NAMED]) + more
 
 
 def _either(transformers: Any, model: Any, label: str, name: str, options: dict[str, Any]) -> Loaded:

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from headscope._commands.screen import visible
+from headscope._commands.screen import few, visible
 from headscope._commands.showing import heading, meanings
 from headscope._decision_parts import TEXTS, Answer, decimal, plural, share, short_layers
 from headscope.report.words import PATTERNS, STRONG, strength
@@ -161,12 +161,10 @@ def _broken(watched: Watched) -> str:
     if not broken:
         return ""
     names, _ = short_layers(watched.recording.layers)
-    listed = ", ".join([names[layer] for layer in parts][:FEW_NAMED])
-    more = f" and {len(parts) - FEW_NAMED} more" if len(parts) > FEW_NAMED else ""
     hold, are = ("holds", "is") if broken == 1 else ("hold", "are")
     return (
         f"{broken:,} {plural('row', broken)} of heads {hold} NaN or infinity and {are} in no figure: "
-        f"in {plural('layer', len(parts))} {listed}{more}."
+        f"in {plural('layer', len(parts))} {few([names[layer] for layer in parts], FEW_NAMED)}."
     )
 
 
