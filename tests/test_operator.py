@@ -150,7 +150,7 @@ def test_every_option_compiles_to_the_operator(option: str) -> None:
     seen = Seen()
 
     def run(given: dict[str, Tensor]) -> Any:
-        return headscope.attend(**given, **asked.said)[:2]
+        return tuple(headscope.attend(**given, **asked.said))[:2]
 
     got = compiled(run, backend=seen)(asked.tensors)
     assert [name for name in seen.names if "headscope" in name] == ["headscope.attend_forward"], seen.names
@@ -164,7 +164,7 @@ def test_compiled_gradients(option: str) -> None:
     leaves = {name: x.requires_grad_() for name, x in asked.tensors.items()}
 
     def run(given: dict[str, Tensor]) -> dict[str, Tensor]:
-        return dict(zip(("out", "lse"), headscope.attend(**given, **asked.said)[:2], strict=True))
+        return dict(zip(("out", "lse"), tuple(headscope.attend(**given, **asked.said))[:2], strict=True))
 
     torch.testing.assert_close(gradients(compiled(run)(leaves), leaves), gradients(run(leaves), leaves))
 
@@ -573,10 +573,10 @@ def test_transforms_inside_a_compiled_function_are_masked_as_elsewhere(mask: Mas
 def test_masks_hold_while_forward_mode_gradients_are_open(mask: Mask, backend: str | None) -> None:
     """With nothing to differentiate: what is frozen, beside what is not."""
     q, k, v = (torch.randn(B, H, length, 4, requires_grad=True) for length in (Q, K, K))
-    wanted = headscope.attend(q, k, v, mask=mask, backend=backend)[:2]
+    wanted = tuple(headscope.attend(q, k, v, mask=mask, backend=backend))[:2]
     outer = torch.autograd.grad(wanted[0].square().sum(), (q, k, v), retain_graph=True)
     with forward_ad.dual_level():
-        seen = headscope.attend(q, k, v, mask=mask, backend=backend)[:2]
+        seen = tuple(headscope.attend(q, k, v, mask=mask, backend=backend))[:2]
         inner = torch.autograd.grad(seen[0].square().sum(), (q, k, v))
         late = torch.autograd.grad(wanted[0].square().sum(), (q, k, v))
     torch.testing.assert_close(seen, wanted)
@@ -640,7 +640,7 @@ def test_a_repeated_call_has_the_gradients_of_its_own_tensors(said: dict[str, An
     for scale in (1.0, 2.0, 3.0):
         given = {**tensors(torch.float32), **{name: x for name, x in said.items() if name != "mask"}}
         leaves = {name: (x * scale).requires_grad_() for name, x in given.items()}
-        for run in (headscope.attention, lambda **all_of: headscope.attend(**all_of)[:2]):
+        for run in (headscope.attention, lambda **all_of: tuple(headscope.attend(**all_of))[:2]):
             results: list[dict[str, Tensor]] = []
             for backend in ("cpu", "reference"):
                 got = run(**leaves, **numbers, backend=backend)

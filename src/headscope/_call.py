@@ -324,29 +324,28 @@ def check_mask(mask: Mask, sizes: tuple[int, int, int, int], device: torch.devic
             check_layout(f"mask: a tensor of {type(leaf).__name__}", tensor)
             if tensor.device != device:
                 raise ValueError(f"mask: a tensor of {type(leaf).__name__} is on {tensor.device}, q is on {device}")
-        match leaf:
-            case Band():
-                _check_band(leaf, batch)
-            case Turned():
-                _check_band(leaf.band, batch)
-            case Prefix():
-                if not _is_whole(leaf.n) or leaf.n < 0:
-                    raise ValueError(f"mask: Prefix(n) wants a whole number from 0, got {leaf.n!r}")
-                if leaf.n > FAR:
-                    raise ValueError(f"mask: Prefix(n) wants a whole number up to {FAR}, got {leaf.n}")
-            case KeyLengths():
-                _check_ids("KeyLengths.lengths", leaf.lengths, {"B": batch})
-            case Documents():
-                _check_ids("Documents.q_ids", leaf.q_ids, {"B": batch, "Q": queries})
-                _check_ids("Documents.k_ids", leaf.k_ids, {"B": batch, "K": keys})
-            case Dense():
-                if leaf.tensor.dtype != torch.bool:
-                    raise TypeError(f"mask: Dense holds {kind(leaf.tensor)}, wanted bool (True = may be seen)")
-                _broadcasts("mask", leaf.tensor, (batch,), (heads, queries, keys))
-            case _:
-                if type(leaf).__hash__ is None and not leaf.tensors():  # pyright: ignore[reportUnnecessaryComparison]
-                    hint = "masks without tensors compare and hash by value, as of a @dataclass(frozen=True)"
-                    raise TypeError(f"mask: {type(leaf).__name__} cannot be hashed; {hint}")
+        # no match: the compiler of older versions of torch cannot read one with classes
+        if isinstance(leaf, Band):
+            _check_band(leaf, batch)
+        elif isinstance(leaf, Turned):
+            _check_band(leaf.band, batch)
+        elif isinstance(leaf, Prefix):
+            if not _is_whole(leaf.n) or leaf.n < 0:
+                raise ValueError(f"mask: Prefix(n) wants a whole number from 0, got {leaf.n!r}")
+            if leaf.n > FAR:
+                raise ValueError(f"mask: Prefix(n) wants a whole number up to {FAR}, got {leaf.n}")
+        elif isinstance(leaf, KeyLengths):
+            _check_ids("KeyLengths.lengths", leaf.lengths, {"B": batch})
+        elif isinstance(leaf, Documents):
+            _check_ids("Documents.q_ids", leaf.q_ids, {"B": batch, "Q": queries})
+            _check_ids("Documents.k_ids", leaf.k_ids, {"B": batch, "K": keys})
+        elif isinstance(leaf, Dense):
+            if leaf.tensor.dtype != torch.bool:
+                raise TypeError(f"mask: Dense holds {kind(leaf.tensor)}, wanted bool (True = may be seen)")
+            _broadcasts("mask", leaf.tensor, (batch,), (heads, queries, keys))
+        elif type(leaf).__hash__ is None and not leaf.tensors():  # pyright: ignore[reportUnnecessaryComparison]
+            hint = "masks without tensors compare and hash by value, as of a @dataclass(frozen=True)"
+            raise TypeError(f"mask: {type(leaf).__name__} cannot be hashed; {hint}")
 
 
 def _is_whole(value: object) -> bool:

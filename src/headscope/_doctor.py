@@ -184,8 +184,12 @@ def _native() -> dict[str, Any]:
 def _versions() -> dict[str, Any]:
     from importlib.metadata import PackageNotFoundError, version
 
-    found: dict[str, Any] = {"headscope": __version__, "python": platform.python_version()}
-    for name in ("torch", "numpy", "safetensors", "tokenizers", "rich", "click", "pillow", "matplotlib", "jinja2"):
+    found: dict[str, Any] = {
+        "headscope": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,  # with what it was built for, which the metadata may lack
+    }
+    for name in ("numpy", "safetensors", "tokenizers", "rich", "click", "pillow", "matplotlib", "jinja2"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

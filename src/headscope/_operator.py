@@ -87,34 +87,33 @@ def encode(
 
     A mask of the caller's own class is filled in as a Q x K tensor: an operator knows nothing of it.
     """
-    match mask:
-        case Band():
-            codes += [Code.BAND, _reach(mask.left), _reach(mask.right)]
-            match mask.offset:
-                case None:
-                    codes += [Code.NO_OFFSET]
-                case Tensor():
-                    codes += [Code.OFFSET_TENSOR]
-                    parts += [mask.offset]
-                case tuple():
-                    codes += [Code.OFFSETS, len(mask.offset), *mask.offset]
-                case _:
-                    codes += [Code.ONE_OFFSET, mask.offset]
-        case Prefix():
-            codes += [Code.PREFIX, mask.n]
-        case KeyLengths():
-            codes += [Code.LENGTHS]
-            parts += [mask.lengths]
-        case Documents():
-            codes += [Code.DOCUMENTS]
-            parts += [mask.q_ids, mask.k_ids]
-        case And() | Or():
-            encode(mask.first, sizes, device, codes, parts)
-            encode(mask.second, sizes, device, codes, parts)
-            codes += [Code.BOTH if isinstance(mask, And) else Code.EITHER]
-        case _:
-            codes += [Code.DENSE]
-            parts += [mask.tensor if isinstance(mask, Dense) else mask.dense(*sizes, device)]
+    # no match: the compiler of older versions of torch cannot read one with classes
+    if isinstance(mask, Band):
+        codes += [Code.BAND, _reach(mask.left), _reach(mask.right)]
+        if mask.offset is None:
+            codes += [Code.NO_OFFSET]
+        elif isinstance(mask.offset, Tensor):
+            codes += [Code.OFFSET_TENSOR]
+            parts += [mask.offset]
+        elif isinstance(mask.offset, tuple):
+            codes += [Code.OFFSETS, len(mask.offset), *mask.offset]
+        else:
+            codes += [Code.ONE_OFFSET, mask.offset]
+    elif isinstance(mask, Prefix):
+        codes += [Code.PREFIX, mask.n]
+    elif isinstance(mask, KeyLengths):
+        codes += [Code.LENGTHS]
+        parts += [mask.lengths]
+    elif isinstance(mask, Documents):
+        codes += [Code.DOCUMENTS]
+        parts += [mask.q_ids, mask.k_ids]
+    elif isinstance(mask, (And, Or)):
+        encode(mask.first, sizes, device, codes, parts)
+        encode(mask.second, sizes, device, codes, parts)
+        codes += [Code.BOTH if isinstance(mask, And) else Code.EITHER]
+    else:
+        codes += [Code.DENSE]
+        parts += [mask.tensor if isinstance(mask, Dense) else mask.dense(*sizes, device)]
 
 
 def decode(codes: Sequence[int], parts: Sequence[Tensor]) -> Mask | None:

@@ -376,22 +376,21 @@ def window(n: int) -> Band:
 
 def turned(mask: Mask, queries: int, keys: int) -> Mask | None:
     """The same of queries that come last first, and back; None where that cannot be said without filling it in."""
-    match mask:
-        case Band():
-            return Turned(mask if mask.offset is not None else Band(mask.left, mask.right, keys - queries), queries)
-        case Turned():
-            return mask.band
-        case Prefix() | KeyLengths():
-            return mask
-        case Documents():
-            return Documents(mask.q_ids.flip(-1), mask.k_ids)
-        case Dense():
-            return Dense(mask.tensor.flip(-2)) if mask.tensor.ndim > 1 else mask
-        case And() | Or():
-            first, second = (turned(part, queries, keys) for part in (mask.first, mask.second))
-            return None if first is None or second is None else type(mask)(first, second)
-        case _:
-            return None
+    # no match: the compiler of older versions of torch cannot read one with classes
+    if isinstance(mask, Band):
+        return Turned(mask if mask.offset is not None else Band(mask.left, mask.right, keys - queries), queries)
+    if isinstance(mask, Turned):
+        return mask.band
+    if isinstance(mask, (Prefix, KeyLengths)):
+        return mask
+    if isinstance(mask, Documents):
+        return Documents(mask.q_ids.flip(-1), mask.k_ids)
+    if isinstance(mask, Dense):
+        return Dense(mask.tensor.flip(-2)) if mask.tensor.ndim > 1 else mask
+    if isinstance(mask, (And, Or)):
+        first, second = (turned(part, queries, keys) for part in (mask.first, mask.second))
+        return None if first is None or second is None else type(mask)(first, second)
+    return None
 
 
 # ---------------------------------------------------------------- the normal form
@@ -488,24 +487,23 @@ def _is_causal(spans: Tensor, rest: Mask | None, queries: int, keys: int) -> boo
 def _spans(mask: Mask, sizes: Sizes, device: torch.device) -> tuple[Tensor, Mask | None]:
     """The spans of a mask and what they leave unsaid. The branch taken depends on sizes, not on a device's values."""
     keys = sizes[3]
-    match mask:
-        case Band():
-            return _band(mask, sizes, device), None
-        case Turned():
-            return _band(mask.band, sizes, device).flip(1), None
-        case Prefix():
-            return _span(torch.zeros(1, 1, device=device), torch.full((1, 1), mask.n, device=device), keys), None
-        case KeyLengths():
-            lengths = mask.lengths[:, None]
-            return _span(torch.zeros_like(lengths), lengths, keys), None
-        case Documents():
-            return _documents(mask, keys)
-        case And():
-            return _both(mask, sizes, device)
-        case Or():
-            return _either(mask, sizes, device)
-        case _:
-            return _span(torch.zeros(1, 1, device=device), torch.full((1, 1), keys, device=device), keys), mask
+    # no match: the compiler of older versions of torch cannot read one with classes
+    if isinstance(mask, Band):
+        return _band(mask, sizes, device), None
+    if isinstance(mask, Turned):
+        return _band(mask.band, sizes, device).flip(1), None
+    if isinstance(mask, Prefix):
+        return _span(torch.zeros(1, 1, device=device), torch.full((1, 1), mask.n, device=device), keys), None
+    if isinstance(mask, KeyLengths):
+        lengths = mask.lengths[:, None]
+        return _span(torch.zeros_like(lengths), lengths, keys), None
+    if isinstance(mask, Documents):
+        return _documents(mask, keys)
+    if isinstance(mask, And):
+        return _both(mask, sizes, device)
+    if isinstance(mask, Or):
+        return _either(mask, sizes, device)
+    return _span(torch.zeros(1, 1, device=device), torch.full((1, 1), keys, device=device), keys), mask
 
 
 def _span(low: Tensor, high: Tensor, keys: int) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
+from torch.compiler import is_dynamo_compiling
 
 from headscope._call import Call
 from headscope.masks import Plan
@@ -87,8 +88,8 @@ def with_zeros(
 
 
 def refuse_batched(*grads: Tensor | None) -> None:
-    """Raise where autograd hands in several gradients in the place of each."""
-    if any(x is not None and is_legacy_batchedtensor(x) for x in grads):
+    """Raise where autograd hands in several gradients in the place of each; a compiled function has none such."""
+    if not is_dynamo_compiling() and any(x is not None and is_legacy_batchedtensor(x) for x in grads):
         raise RuntimeError(NO_BATCHED_GRADIENTS)
 
 
