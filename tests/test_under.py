@@ -208,7 +208,7 @@ print("agrees")
 
 def test_ddp_and_fsdp2_train_the_same() -> None:
     done = subprocess.run([sys.executable, "-c", PARALLEL], capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout == "agrees\n", done.stderr
+    assert done.stdout.endswith("agrees\n"), done.stderr  # behind what older versions of gloo print
 
 
 def test_key_lengths_of_a_batch_under_vmap() -> None:

@@ -32,6 +32,8 @@ def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = Non
     """out and lse, block by block. The seed of dropout is drawn from torch's generator unless it is given."""
     if seed is None:
         seed = int(torch.randint(2**62, (), device="cpu").item()) if call.dropout else 0
+    if call.form == "transformed":
+        return _attend_plainly(call, plan, inputs, seed)
     out, lse = _Attend.apply(call, plan, seed, *inputs)  # pyright: ignore[reportGeneralTypeIssues, reportUnknownVariableType]
     return out, lse
 
@@ -130,6 +132,27 @@ def _keep(call: Call, block: Block, seed: int, like: Tensor) -> Tensor:
     return kept.to(like.dtype).mul_(1 / (1 - call.dropout))
 
 
+def _attend_plainly(call: Call, plan: Plan | None, inputs: Inputs, seed: int) -> tuple[Tensor, Tensor]:
+    """The same of nothing but torch's operations, none in place, for torch.func within torch.compile.
+
+    There any input may be batched, and what ``_Attend.backward`` returns would be a constant: a second derivative
+    would be wrong without a word. A gradient keeps the weights.
+    """
+    rows = (call.batch, call.heads, call.queries)
+    if call.queries == 0:
+        return inputs.q.new_zeros((*rows, call.v_head_dim)), inputs.q.new_zeros(rows, dtype=accumulate_dtype(call.dtype))
+    step = max(1, BLOCK // max(1, call.batch * call.heads * call.keys))
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    for number, start in enumerate(range(0, call.queries, step)):
+        i = slice(start, min(start + step, call.queries))
+        block = Block(slice(0, call.batch), slice(0, call.kv_heads), i, _visible_keys(call, plan, i), number)
+        out, lse = _forward(call, plan, block, inputs, seed)
+        outs.append(_per_head(call, out).flatten(1, 2))  # [B, H, i, Dv]
+        lses.append(_per_head(call, lse)[..., 0].flatten(1, 2))  # [B, H, i]
+    return torch.cat(outs, 2).to(call.dtype), torch.cat(lses, 2)
+
+
 class _Attend(torch.autograd.Function):
     """The forward pass in blocks, and its gradient, which computes the weights again."""
 
@@ -209,7 +232,8 @@ def _forward(call: Call, plan: Plan | None, block: Block, inputs: Inputs, seed: 
     w = _weights(call, block, inputs, s)
     p = w.p * _keep(call, block, seed, w.p) if call.dropout else w.p
     out = p @ inputs.v[block.b, block.h, block.j].to(p.dtype)
-    return out / w.divisor, w.top + w.total.log()
+    lse = w.top + w.divisor.log()  # of which torch may take the derivative: log(0) has none
+    return out / w.divisor, lse.masked_fill(w.total == 0, -torch.inf) if call.may_be_empty else lse
 
 
 def weights_of_sinks(call: Call, plan: Plan | None, inputs: Inputs) -> Tensor:
@@ -245,7 +269,6 @@ def _weights(call: Call, block: Block, inputs: Inputs, s: Tensor) -> _Weights:
         top = torch.maximum(top, sink)
     if call.may_be_empty:
         top = top.masked_fill(top == -torch.inf, 0)
-    # torch.func within torch.compile differentiates what it sees here, and not as _Attend says
     p = (s - top).exp() if call.form == "transformed" else s.sub_(top).exp_()
     total = p.sum(-1, keepdim=True)
     if sink is not None:
