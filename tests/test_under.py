@@ -81,6 +81,8 @@ def exported(backend: str, strict: bool) -> None:
 def onnx(backend: str) -> None:
     from onnxruntime import InferenceSession
 
+    if backend == "reference" and torch.__version__ < (2, 11):
+        pytest.skip("torch 2.9 splits a product into parts that ask for a length other than 1, by itself")
     made = torch.onnx.export(
         Attend(backend).eval(), given(), dynamo=True, opset_version=23, dynamic_shapes=any_length(), verbose=False,
         custom_translation_table=headscope.onnx.translations(),

@@ -140,7 +140,9 @@ def _attend_plainly(call: Call, plan: Plan | None, inputs: Inputs, seed: int) ->
     """
     rows = (call.batch, call.heads, call.queries)
     if call.queries == 0:
-        return inputs.q.new_zeros((*rows, call.v_head_dim)), inputs.q.new_zeros(rows, dtype=accumulate_dtype(call.dtype))
+        return inputs.q.new_zeros((*rows, call.v_head_dim)), inputs.q.new_zeros(
+            rows, dtype=accumulate_dtype(call.dtype)
+        )
     step = max(1, BLOCK // max(1, call.batch * call.heads * call.keys))
     outs: list[Tensor] = []
     lses: list[Tensor] = []
