@@ -17,7 +17,6 @@ from watched import FAMILIES, IDS, PADDING, TARGET
 
 import headscope
 from headscope import Observe, Recording, _watch_transformers, watch
-from headscope._watch_layers import is_cross
 from headscope.watching import WatchError, register_transformers
 
 STEPS = ((0, 4), (4, 5), (5, 6), (6, 9), (9, 11))
@@ -680,17 +679,3 @@ def test_it_says_what_it_is_of() -> None:
     assert repr(seen).startswith(
         "Recording(LlamaForCausalLM, 1 forward passes: HeadStats(1 layers, 6 heads, a sample of"
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "cross"),
-    [
-        ("decoder.layers.0.encoder_attn", True),
-        ("layers.1.crossattention.attention", True),
-        ("cross_block.attn", True),
-        ("cross_modal_text_layers.0.crossattention.self", True),  # BridgeTower's, which has both
-        ("cross_modal_text_layers.0.attention.self", False),
-    ],
-)
-def test_which_paths_say_cross_attention(name: str, cross: bool) -> None:
-    assert is_cross(name) is cross

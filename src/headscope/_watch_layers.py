@@ -157,3 +157,8 @@ def kind_of(name: str, call: Call, said: Kinds, before: Kind | None) -> Kind:
 def is_cross(name: str) -> bool:
     """Whether a module's path says cross-attention."""
     return bool(_CROSS.search(name))
+
+
+def is_self(name: str) -> bool:
+    """Whether a module's path says self-attention."""
+    return bool(_SELF.search(name)) and not is_cross(name)

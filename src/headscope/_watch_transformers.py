@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from types import CodeType
@@ -25,13 +25,19 @@ from headscope import _watch_calls, _watch_frames, _watch_masks
 from headscope._call import as_mask
 from headscope._watch_calls import Call, Kind
 from headscope._watch_frames import Frame
-from headscope._watch_layers import is_cross
+from headscope._watch_layers import is_cross, is_self
+from headscope._watch_torch import same
 from headscope.masks import Band, Mask
 
 NAME = "headscope"
 _UNREADABLE = ("flash", "flex", "paged", "/")  # their masks are no tensors [B, H, Q, K]; "/" is a kernel from a hub
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
-_CONTEXTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
+# what queries are made of, and keys, where a layer is told: SAM's always are, most others only of another sequence
+_QUERIES = ("query", "queries", "query_tensor", "hidden_states")
+_KEYS = (
+    *("key", "keys", "key_tensor"),
+    *("key_value_states", "encoder_hidden_states", "cross_attention_states", "context"),
+)
 _LEAD = ("module", "query", "key", "value", "attention_mask")
 ROWS = 16  # of the model's own function that are computed where headscope attends in its place
 
@@ -206,9 +212,9 @@ def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any
     sinks = given.get("s_aux") if "s_aux" in named else None
     if sinks is None and code is not None and "sinks" in code.co_names:
         sinks = getattr(frame.module, "sinks", None)
-    kind = _kind(frame)
-    total = None if kind == "cross" else _length(frame, q.shape[-2])
     beside = _beside(frame, mask, k.shape[-2])
+    kind = _kind(frame, q.shape[-2], k.shape[-2] - beside)
+    total = None if kind == "cross" else _length(frame, q.shape[-2])
     q_pos, k_pos = _places(total, q.shape[-2], k.shape[-2], beside, q.device)
     real = None if kind == "cross" else _real(frame, mask)
     call = Call(
@@ -258,19 +264,36 @@ def _causal(name: str, module: nn.Module, given: Mapping[str, Any], queries: int
     return Band(None, 0, offset=0) if causal else None
 
 
-def _kind(frame: Frame) -> Kind | None:
+def _kind(frame: Frame, queries: int, keys: int) -> Kind | None:
+    """Self- or cross-attention by what the layer was given; None where that does not say.
+
+    Other than a cache, nothing gives a sequence more keys, or fewer, than queries: such a layer has pooled one of them,
+    and they no longer share an axis.
+    """
     said = frame.arguments
     if _merged(frame) is not None:
         return "self"
-    if any(said.get(name) is not None for name in _CONTEXTS) or getattr(frame.module, "is_cross_attention", False):
+    own, other = _first(said, _QUERIES), _first(said, _KEYS)
+    if other is not None:
+        alike = isinstance(own, Tensor) and isinstance(other, Tensor) and same(own, other)
+        pooled = queries == keys and is_self(frame.name)  # EfficientLoFTR pools one image twice, and gives both
+        return "self" if alike or pooled else "cross"
+    if getattr(frame.module, "is_cross_attention", False):
         return "cross"
-    return "self" if not is_cross(frame.name) else None
+    if is_cross(frame.name):
+        return None
+    return "self" if queries == keys or _first(said, _CACHES) is not None else None
+
+
+def _first(said: Mapping[str, Any], names: Iterable[str]) -> Any:
+    """The first of these arguments that is given; None = none is."""
+    return next((said[name] for name in names if said.get(name) is not None), None)
 
 
 def _length(frame: Frame, queries: int) -> int | Tensor | None:
     """How many positions the layer has seen, this call's included; None where no cache says so."""
     module = frame.module
-    cache = next((frame.arguments[name] for name in _CACHES if frame.arguments.get(name) is not None), None)
+    cache = _first(frame.arguments, _CACHES)
     cache = getattr(cache, "self_attention_cache", cache)
     if cache is None or not hasattr(cache, "get_seq_length"):
         return None
