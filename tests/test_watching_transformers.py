@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -225,26 +226,42 @@ def test_the_token_before_the_oldest_key_that_is_kept(tokens: str, steps: tuple[
     assert_same(found[1], found[0], leave=("first",))
 
 
-def test_the_first_keys_are_not_those_where_a_window_begins() -> None:
+WINDOWED: dict[str, dict[str, Any]] = {  # what makes the masks of the first layer hide all but four keys
+    "Mistral": {"sliding_window": 4},
+    "Doge": {"sliding_window": 4},
+    "Phimoe": {"sliding_window": 4, "num_local_experts": 2},
+    "Llama4Text": {
+        "attention_chunk_size": 4, "layer_types": ["chunked_attention", "full_attention"], "head_dim": 8,
+        "intermediate_size_mlp": 32, "num_local_experts": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_the_first_keys_are_not_those_where_a_window_begins(family: str) -> None:
     """A cache that keeps all keys, and a mask that hides the first ones as it hides padding."""
-    config = transformers.MistralConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=99,
-        intermediate_size=32, sliding_window=4,
+    layers = len(WINDOWED[family].get("layer_types", "1"))
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, vocab_size=99,
+        intermediate_size=32, pad_token_id=0, **WINDOWED[family],
     )  # fmt: skip
-    model: Any = transformers.MistralForCausalLM(config).eval()
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
     found: list[Recording] = []
     for parts in ((11,), (2,) + (1,) * 9):
         cache, start = transformers.DynamicCache(), 0
-        with torch.no_grad(), watch(model, what=Observe(keep_rows=True)) as seen:
+        with torch.no_grad(), watch(model, what=Observe(keep_rows=True, windows=(2,))) as seen:
             for length in parts:
                 model(IDS[:, start : start + length], past_key_values=cache)
                 start += length
         found.append(seen)
-    whole, steps = ([each.values.get("first") for each in seen.stats[0].kept] for seen in found)
-    assert whole[0] is not None
-    assert [rows is not None for rows in steps] == [True] * 3 + [False] * 7
-    told = torch.cat([rows for rows in steps if rows is not None], -1)
-    torch.testing.assert_close(told, whole[0][..., :4], rtol=1e-5, atol=1e-6, equal_nan=True)
+    for layer, name in itertools.product(range(layers), ("first", "streaming_2")):
+        whole, steps = ([each.values.get(name) for each in seen.stats[layer].kept] for seen in found)
+        assert whole[0] is not None
+        late = 7 if layer == 0 else 0
+        assert [rows is not None for rows in steps] == [True] * (10 - late) + [False] * late
+        told = torch.cat([rows for rows in steps if rows is not None], -1)
+        torch.testing.assert_close(told, whole[0][..., : 11 - late], rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def test_a_layer_that_attends_to_everything_has_first_keys_whatever_window_its_module_has() -> None:
@@ -257,6 +274,21 @@ def test_a_layer_that_attends_to_everything_has_first_keys_whatever_window_its_m
         model.generate(IDS[:, :3], max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
     texts = len(IDS)
     assert [seen[layer, "first"].count[0].item() for layer in (0, 1)] == [4 * texts, 7 * texts]
+
+
+def test_a_window_that_only_a_config_has_hides_nothing() -> None:
+    """Moshi's masks are causal; its config has a window for its caches."""
+    config = transformers.MoshiConfig(
+        hidden_size=24, ffn_dim=16, num_hidden_layers=1, num_attention_heads=4, vocab_size=99, sliding_window=4
+    )
+    model: Any = transformers.MoshiForCausalLM(config).eval()
+    cache = transformers.DynamicCache()
+    with torch.no_grad(), watch(model) as steps:
+        for token in IDS.split(1, 1):
+            model(token, past_key_values=cache)
+    with torch.no_grad(), watch(model) as whole:
+        model(IDS)
+    assert_same(steps, whole)
 
 
 @pytest.mark.parametrize("family", ["t5", "whisper"])

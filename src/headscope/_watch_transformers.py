@@ -220,7 +220,7 @@ def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any
     call = Call(
         q=q, k=k, v=v, mask=seen, real=real, bias=bias, scale=given.get("scaling"), sinks=sinks, kind=kind,
         softcap=given.get("softcap") if "softcap" in named else None, q_pos=q_pos, k_pos=k_pos, total=total,
-        beside=beside, late=_late(frame.module, given, q.shape[-2], total),
+        beside=beside, late=_late(frame, given, q.shape[-2], total),
     )  # fmt: skip
     return _watch_calls.rounded(call, bias=name == "sdpa")  # all others add it to what matmul gives
 
@@ -340,11 +340,32 @@ def _allowed(frame: Frame, mask: Tensor) -> Tensor | None:
     return allowed.expand(torch.broadcast_shapes(allowed.shape, (1, 1, *mask.shape[-2:])))
 
 
-def _late(module: nn.Module, given: Mapping[str, Any], queries: int, total: int | Tensor | None) -> bool:
-    """Whether a window has passed the first key before the first of these queries; where a cache keeps all keys."""
-    # Exaone's modules all have one, and those that attend to everything pass None
-    window = given["sliding_window"] if "sliding_window" in given else getattr(module, "sliding_window", None)
-    return isinstance(window, int) and isinstance(total, int) and total - queries >= window
+def _late(frame: Frame, given: Mapping[str, Any], queries: int, total: int | Tensor | None) -> bool:
+    """Whether a window has passed the first key before the first of these queries; where a cache keeps all keys.
+
+    Not every layer is told of its window, or its chunk (Llama 4, Doge, PhiMoE). A config does not say which layers have
+    one (Moshi's have none): there the mask that the layer was given says.
+    """
+    module, told = frame.module, True
+    if "sliding_window" in given:  # Exaone's modules all have one, and those that attend to everything pass None
+        window = given["sliding_window"]
+    elif hasattr(module, "sliding_window"):
+        window = module.sliding_window
+    else:
+        config, told = getattr(module, "config", None), False
+        window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    if not (isinstance(window, int) and isinstance(total, int) and total - queries >= window):
+        return False
+    return told or _hides(frame.arguments.get("attention_mask"), total - queries - window + 1)
+
+
+def _hides(mask: Any, keys: int) -> bool:
+    """Whether a mask hides all of the first keys from everybody."""
+    if not isinstance(mask, Tensor) or mask.ndim != 4:
+        return False
+    first = mask[..., :keys]
+    seen = first if mask.dtype == torch.bool else _watch_masks.additive(first) > -math.inf
+    return not bool(seen.any())
 
 
 def _beside(frame: Frame, mask: Tensor | None, keys: int) -> int:
