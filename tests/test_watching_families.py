@@ -134,3 +134,41 @@ def test_latents_that_see_a_context_beside_themselves() -> None:
     with torch.no_grad(), watch(model) as seen:
         model(torch.randn(1, 7, 16), torch.ones(1, 7))
     assert seen.kinds == {"layers.0.self_attn": "cross", "layers.1.self_attn": "cross"}
+
+
+EXPERTS: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "head_dim": 8, "intermediate_size": 16, "moe_intermediate_size": 16, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+CALLED: dict[str, dict[str, Any]] = {  # hyper-connections, convolutions and bottlenecks that are called attention
+    "DeepseekV4": {
+        **EXPERTS, "num_key_value_heads": 1, "partial_rotary_factor": 0.5, "mlp_layer_types": ["moe"] * 2,
+        "q_lora_rank": 8, "o_groups": 2, "o_lora_rank": 8, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 2,
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"], "sliding_window": 6,
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    },
+    "HYV4": {
+        **EXPERTS, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+        "index_topk": 4, "index_head_dim": 16, "index_n_heads": 2, "indexer_types": ["full", "shared"],
+        "layer_types": ["indexed_attention"] * 2, "mlp_layer_types": ["dense", "sparse"],
+    },
+    "InklingText": {
+        **EXPERTS, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "d_rel": 4,
+        "rel_extent": 16, "sliding_window_size": 6,
+    },
+    "MobileBert": {
+        "vocab_size": 61, "hidden_size": 32, "intra_bottleneck_size": 8, "embedding_size": 8, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "intermediate_size": 16, "num_feedforward_networks": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", CALLED)
+def test_what_stands_beside_an_attention_is_none(family: str) -> None:
+    model: Any = getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**CALLED[family]))
+    model.eval()
+    with torch.no_grad(), watch(model) as seen:
+        model(torch.randint(3, 61, (2, 11)))
+    path = "encoder.layer.{}.attention.self" if family == "MobileBert" else "layers.{}.self_attn"
+    assert seen.kinds == {path.format(n): "self" for n in range(2)}

@@ -17,6 +17,8 @@ _ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 _SELF = re.compile(r"self_?att(n|ention)", re.IGNORECASE)
 # BridgeTower's cross-modal layers hold both kinds
 _CROSS = re.compile(r"cross(?!_modal_\w+_layers)|encoder_attn|encdecattention|enc_dec", re.IGNORECASE)
+# class and name of what stands beside an attention and is called after it: MobileBERT's, DeepSeek-V4's, Inkling's
+_BESIDE = re.compile(r"^BottleneckLayer |_(hc|hyper_connection|norm|s?conv|convolution)$", re.IGNORECASE)
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -112,8 +114,9 @@ def unseen(modules: Mapping[str, nn.Module], ran: Collection[str], seen: Collect
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:
-    """Whether it is called so, by its path or its class, and holds a matrix: a norm does not."""
-    if not (_ATTENTION.search(name.rsplit(".", 1)[-1]) or _ATTENTION.search(type(module).__name__)):
+    """Whether it is called so, by its class or its path, and holds a matrix: a norm does not."""
+    kind, called = type(module).__name__, name.rsplit(".", 1)[-1]
+    if not _ATTENTION.search(kind) and (not _ATTENTION.search(called) or _BESIDE.search(f"{kind} {called}")):
         return False
     return _matrices(module) > 0
 
