@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from headscope._backends import NO_SECOND_DERIVATIVE, Inputs, accumulate_dtype
+from headscope._backends import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE, Inputs, accumulate_dtype, refuse_tangents
 from headscope._call import Call
 from headscope.masks import FAR, And, Band, Dense, Documents, KeyLengths, Mask, Or, Prefix
 
@@ -29,12 +29,23 @@ _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, SymInt[] c
 _NUMBERS = "float scale, float softcap, float dropout, Tensor? seed, str backend"
 _RESULTS = "Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse"
 
-NO_FORWARD_MODE = (
-    "attention: this backend has no gradient in forward mode (jvp, jacfwd, hessian); "
-    'backend="reference" has one, in memory quadratic in the length'
-)
 
-_library = torch.library.Library("headscope", "FRAGMENT")
+class _Library(torch.library.Library):
+    """One whose operators refuse tangents: torch calls what has no gradient in forward mode as if there were none."""
+
+    def impl(self, op_name: str, fn: Callable[..., Any], dispatch_key: str = "", **how: Any) -> None:
+        """``register_autograd`` comes here too: above its kernel, and nowhere below, torch shows what it would drop."""
+        if dispatch_key != "Autograd":
+            return super().impl(op_name, fn, dispatch_key, **how)
+
+        def checked(keyset: Any, *args: Any) -> Any:
+            refuse_tangents(*(x for x in args if isinstance(x, Tensor)))
+            return fn(keyset, *args)
+
+        return super().impl(op_name, checked, dispatch_key, **how)
+
+
+_library = _Library("headscope", "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define(f"attend_forward({_INPUTS}, {_NUMBERS}) -> (Tensor out, Tensor lse)", tags=_tags)
 _library.define(
@@ -213,6 +224,10 @@ def _refuse_second(ctx: Any, *grads: Tensor | None) -> None:
     raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
+def _refuse_forward_mode(ctx: Any, *tangents: Tensor | None) -> None:
+    raise RuntimeError(NO_FORWARD_MODE)
+
+
 # ---------------------------------------------------------------- torch.func
 
 
@@ -234,9 +249,7 @@ class _Forward(torch.autograd.Function):
         rest = (None,) * (6 + ctx.parts)
         return dq, dk, dv, dbias if wanted[0] else None, dsinks if wanted[1] else None, *rest
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise RuntimeError(NO_FORWARD_MODE)
+    jvp = staticmethod(_refuse_forward_mode)  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
@@ -254,9 +267,8 @@ class _Backward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Nothing: there is no second derivative."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        _refuse_second(ctx, *grads)
+    backward = staticmethod(_refuse_second)  # pyright: ignore[reportAssignmentType]
+    jvp = staticmethod(_refuse_forward_mode)  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from headscope._call import Call
@@ -22,6 +23,10 @@ from headscope.masks import Plan
 NO_BATCHED_GRADIENTS = (
     "attention: this backend takes no batch of gradients at once (is_grads_batched, vectorize=True); torch.func.jacrev "
     'and torch.vmap do, and so does backend="reference"'
+)
+NO_FORWARD_MODE = (
+    "attention: this backend has no gradient in forward mode (jvp, jacfwd, hessian); "
+    'backend="reference" has one, in memory quadratic in the length'
 )
 NO_SECOND_DERIVATIVE = (
     'attention: this backend has no second derivative; backend="reference" has one, in memory quadratic in the length'
@@ -91,6 +96,14 @@ def refuse_batched(*grads: Tensor | None) -> None:
     """Raise where autograd hands in several gradients in the place of each; a compiled function has none such."""
     if not is_dynamo_compiling() and any(x is not None and is_legacy_batchedtensor(x) for x in grads):
         raise RuntimeError(NO_BATCHED_GRADIENTS)
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """Raise where one has a gradient in forward mode: what reads numbers alone would drop it without a word."""
+    if forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
+        raise RuntimeError(NO_FORWARD_MODE)
 
 
 def once(gradients: tuple[Tensor | None, ...], *made_from: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope._backends import Inputs, Work, accumulate_dtype, blocked, once, refuse_batched, with_zeros
+from headscope._backends import (
+    Inputs,
+    Work,
+    accumulate_dtype,
+    blocked,
+    once,
+    refuse_batched,
+    refuse_tangents,
+    with_zeros,
+)
 from headscope._call import MOST_RULES, Call
 from headscope.masks import And, Band, Dense, Documents, KeyLengths, Mask, Or, Plan, Prefix, Turned
 
@@ -157,6 +166,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         refuse_batched(grad_out, grad_lse)
+        refuse_tangents(grad_out, grad_lse)
         saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
         q, k, v, out, lse, *rest = saved
         beside = rest[: len(ctx.needs_input_grad) - 4]

@@ -1,0 +1,102 @@
+"""Derivatives in forward mode, batches of gradients, and torch.func within compiled functions: right, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import headscope
+from headscope import _operator
+from headscope._backends import cpu
+
+pytestmark = [
+    pytest.mark.skipif(cpu.native is None, reason="the native extension was not built: no C++ compiler"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),  # torch's own, within torch
+    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning"),
+]
+
+NO_TANGENTS = "attention: this backend has no gradient in forward mode"
+
+
+class Attend(nn.Module):
+    """Attention by one backend."""
+
+    def __init__(self, backend: str | None) -> None:
+        super().__init__()
+        self.backend = backend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return headscope.attention(q, k, v, bias=bias, backend=self.backend)
+
+
+def given() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(1, 2, length, 4) for length in (5, 7, 7))
+    return q, k, v, torch.randn(1, 2, 5, 7)
+
+
+def compiled(function: Callable[..., Any], backend: Any = "aot_eager") -> Callable[..., Any]:
+    torch.compiler.reset()
+    return torch.compile(function, backend=backend, fullgraph=True)
+
+
+# ---------------------------------------------------------------- forward mode
+
+
+def by_the_operator(module: Attend) -> Callable[..., Tensor]:
+    rest = (None, [], [], 0.5, 0.0, 0.0, None, module.backend or "cpu")
+    return lambda *inputs: torch.ops.headscope.attend_forward(*inputs, *rest)[0]
+
+
+RUNS: dict[str, Callable[[Attend], Callable[..., Tensor]]] = {
+    "as it is": lambda module: module,
+    "eager": lambda module: compiled(module, "eager"),
+    "aot_eager": compiled,
+    "exported": lambda module: torch.export.export(module, given()).module(),
+    "the operator": by_the_operator,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, of a dual tensor
+@pytest.mark.parametrize("leaves", [False, True], ids=["constants", "leaves"])
+@pytest.mark.parametrize("backend", [None, *_operator.BACKENDS])
+@pytest.mark.parametrize("how", RUNS)
+def test_no_tangent_is_lost(how: str, backend: str | None, leaves: bool) -> None:
+    run = RUNS[how](Attend(backend))
+    by_torch = how == "aot_eager" and leaves  # it has no forward mode for any function that it compiled with gradients
+    error = "implement the jvp function" if by_torch else NO_TANGENTS
+    for n in range(4):
+        inputs = [x.requires_grad_(leaves) for x in given()]
+        wanted = headscope.attention(*inputs[:3], bias=inputs[3])
+        with forward_ad.dual_level():
+            inputs[n] = forward_ad.make_dual(inputs[n], torch.ones_like(inputs[n]))
+            with pytest.raises(RuntimeError, match=error):
+                run(*inputs)
+            still = run(*(forward_ad.unpack_dual(x).primal for x in inputs))  # a level alone is no reason
+            torch.testing.assert_close(still, wanted)
+
+
+@pytest.mark.parametrize("backend", [None, *_operator.BACKENDS])
+@pytest.mark.parametrize("how", RUNS)
+def test_no_tangent_of_a_gradient_is_lost(how: str, backend: str | None) -> None:
+    """The gradient is linear in what comes in: blocked torch, where autograd sees it, hands the tangent on."""
+    inputs = [x.requires_grad_() for x in given()]
+    run = RUNS[how](Attend(backend))
+    out = run(*inputs)
+    (wanted,) = torch.autograd.grad(out, inputs[0], torch.ones_like(out), retain_graph=True)
+    with forward_ad.dual_level():
+        late = run(*inputs)
+        dual = forward_ad.make_dual(torch.randn_like(out), torch.ones_like(out))
+        if how == "as it is" and backend == "blocked":
+            (gradient,) = torch.autograd.grad(out, inputs[0], dual)
+            torch.testing.assert_close(forward_ad.unpack_dual(gradient).tangent, wanted)
+            outs = [late]
+        else:
+            outs = [out, late]
+        for each in outs:
+            with pytest.raises(RuntimeError, match=NO_TANGENTS):
+                torch.autograd.grad(each, inputs[0], dual)
