@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 import headscope
 from headscope import _operator
@@ -100,3 +101,27 @@ def test_no_tangent_of_a_gradient_is_lost(how: str, backend: str | None) -> None
         for each in outs:
             with pytest.raises(RuntimeError, match=NO_TANGENTS):
                 torch.autograd.grad(each, inputs[0], dual)
+
+
+# ---------------------------------------------------------------- batches of gradients
+
+
+def counted(module: Attend) -> Callable[..., Tensor]:
+    def run(*inputs: Tensor) -> Tensor:
+        with FlopCounterMode(display=False):
+            return module(*inputs)
+
+    return run
+
+
+@pytest.mark.parametrize("backend", [None, *_operator.BACKENDS])
+@pytest.mark.parametrize("how", [*RUNS, "counted"])
+def test_a_batch_of_gradients_is_refused(how: str, backend: str | None) -> None:
+    inputs = [x.requires_grad_() for x in given()]
+    run = {**RUNS, "counted": counted}[how](Attend(backend))
+    out = run(*inputs)
+    batch = torch.empty_strided((3, *out.shape), (0, *out.stride())).fill_(
+        1.0
+    )  # laid out as out: AOT would copy others
+    with pytest.raises(RuntimeError, match="attention: this backend takes no batch of gradients at once"):
+        torch.autograd.grad(out, inputs[0], batch, is_grads_batched=True)

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from headscope._backends import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE, Inputs, accumulate_dtype, refuse_tangents
+from headscope._backends import (
+    NO_BATCHED_GRADIENTS,
+    NO_FORWARD_MODE,
+    NO_SECOND_DERIVATIVE,
+    Inputs,
+    accumulate_dtype,
+    refuse_tangents,
+)
 from headscope._call import Call
 from headscope.masks import FAR, And, Band, Dense, Documents, KeyLengths, Mask, Or, Prefix
 
@@ -59,6 +66,7 @@ def implement(forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[
     """Say what the operators run, on any device; the arguments are those of their schemas."""
     _library.impl("attend_forward", forward, "CompositeExplicitAutograd")
     _library.impl("attend_backward", backward, "CompositeExplicitAutograd")
+    _library.impl("attend_backward", _refuse_batches, "Batched")  # torch's key for autograd's own batches, not vmap's
 
 
 BACKENDS = ("cpu", "blocked")
@@ -222,6 +230,10 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
 
 def _refuse_second(ctx: Any, *grads: Tensor | None) -> None:
     raise RuntimeError(NO_SECOND_DERIVATIVE)
+
+
+def _refuse_batches(*args: Any) -> None:
+    raise RuntimeError(NO_BATCHED_GRADIENTS)
 
 
 def _refuse_forward_mode(ctx: Any, *tangents: Tensor | None) -> None:
