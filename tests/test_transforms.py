@@ -12,8 +12,9 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import headscope
-from headscope import _operator
+from headscope import _operator, functional
 from headscope._backends import cpu
+from headscope.masks import causal
 
 pytestmark = [
     pytest.mark.skipif(cpu.native is None, reason="the native extension was not built: no C++ compiler"),
@@ -125,3 +126,47 @@ def test_a_batch_of_gradients_is_refused(how: str, backend: str | None) -> None:
     )  # laid out as out: AOT would copy others
     with pytest.raises(RuntimeError, match="attention: this backend takes no batch of gradients at once"):
         torch.autograd.grad(out, inputs[0], batch, is_grads_batched=True)
+
+
+# ---------------------------------------------------------------- torch.func within a compiled function
+
+
+def of_vmap(attend: Callable[..., Tensor], q: Tensor, bias: Tensor) -> Tensor:
+    return torch.func.grad(lambda bias: torch.func.vmap(attend)(q, bias).square().sum())(bias)
+
+
+def around_vmap(attend: Callable[..., Tensor], q: Tensor, bias: Tensor) -> Tensor:
+    leaf = bias.clone().requires_grad_()
+    return torch.autograd.grad(torch.func.vmap(attend)(q, leaf).square().sum(), leaf)[0]
+
+
+@pytest.mark.parametrize("gradient", [of_vmap, around_vmap])
+@pytest.mark.parametrize("native", [True, False], ids=["native", "portable"])
+def test_a_bias_under_vmap_has_a_gradient(native: bool, gradient: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch does not say that its entries need one: torch's fused kernels must not be taken."""
+    if not native:
+        monkeypatch.setattr(cpu, "native", None)
+        monkeypatch.setattr(functional, "_kept", {})
+    q, bias = torch.randn(3, 1, 2, 5, 4), torch.randn(3, 2, 5, 5)
+
+    def attend(backend: str | None) -> Callable[..., Tensor]:
+        return lambda q, bias: headscope.attention(q, q, q, bias=bias, backend=backend)
+
+    wanted = gradient(attend("reference"), q, bias)
+    torch.testing.assert_close(gradient(attend(None), q, bias), wanted)
+    with pytest.raises(ValueError, match="bias: torch's fused kernels have no gradient for it"):
+        gradient(attend("sdpa"), q, bias)
+    if gradient is of_vmap:  # the compiler leaves autograd.grad to plain Python
+        torch.testing.assert_close(compiled(lambda q, bias: of_vmap(attend(None), q, bias))(q, bias), wanted)
+
+
+@pytest.mark.parametrize("option", ["nothing", "causal", "bias"])
+def test_the_default_has_every_derivative_within_a_compiled_function(option: str) -> None:
+    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    said = {"nothing": {}, "causal": {"mask": causal()}, "bias": {"bias": torch.randn(2, 5, 5)}}[option]
+
+    def twice(backend: str | None) -> Callable[[Tensor], Tensor]:
+        grad = torch.func.grad(lambda q: headscope.attention(q, k, v, **said, backend=backend).square().sum())
+        return torch.func.grad(lambda q: grad(q).square().sum())
+
+    torch.testing.assert_close(compiled(twice(None))(q), twice("reference")(q), rtol=1e-4, atol=1e-5)

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
+from torch._C._functorch import is_batchedtensor
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
@@ -140,7 +141,7 @@ def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor
         may_be_empty=unknown or keys == 0 or (plan is not None and plan.may_be_empty) or bias is not None,
         bias=None if bias is None else tuple(bias.shape),
         bias_dtype=None if bias is None else bias.dtype,
-        bias_grad=grad and bias is not None and bias.requires_grad,
+        bias_grad=grad and bias is not None and _may_need_gradient(bias),
         scale=scale,
         softcap=softcap,
         sinks=sinks is not None,
@@ -149,6 +150,11 @@ def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor
         grad=grad and any(x is not None and x.requires_grad for x in (q, k, v, sinks)),
         form=form(q, k, v, bias, sinks, *(() if options.mask is None else options.mask.tensors())),
     )
+
+
+def _may_need_gradient(x: Tensor) -> bool:
+    """Whether it needs one; a batch of torch.func does not say whether its entries do."""
+    return x.requires_grad or (_are_functorch_transforms_active() and is_batchedtensor(x))
 
 
 def form(*tensors: Tensor | None) -> Form:

@@ -10,17 +10,21 @@ from headscope._call import Call
 _ALL: tuple[Backend, ...] = (cpu, sdpa, blocked, reference)
 BACKENDS = {backend.name: backend for backend in _ALL}
 
-# Fastest first, by device type; what is not named here takes the order of "default".
+# Fastest first of what is right, by device type; what is not named here takes the order of "default".
 ORDER: dict[str, tuple[str, ...]] = {
     "default": ("cpu", "sdpa", "blocked", "reference"),
     # bf16 on a CPU with matrix tiles, which torch's kernel uses and ours do not
     "cpu, AMX": ("sdpa", "cpu", "blocked", "reference"),
+    # torch.func within torch.compile, which may ask for any derivative: torch's kernels have the first one only
+    "transformed": ("blocked", "cpu", "sdpa", "reference"),
 }
 AMX_ROWS = 32  # query rows of a key/value head from which on tiles are filled
 
 
 def order(call: Call) -> tuple[str, ...]:
     """The names of the backends in the order in which they are asked."""
+    if call.form == "transformed":
+        return ORDER["transformed"]
     rows = call.queries * call.group
     if call.device == "cpu" and call.dtype == torch.bfloat16 and rows >= AMX_ROWS and has_amx():
         return ORDER["cpu, AMX"]

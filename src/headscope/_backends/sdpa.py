@@ -48,7 +48,7 @@ def refuses(call: Call) -> list[str]:
 def _refuses_bias(call: Call) -> list[str]:
     reasons: list[str] = []
     if call.bias_grad:
-        reasons.append("bias: torch's fused kernels have no gradient for it")
+        reasons.append("bias: torch's fused kernels have no gradient for it, which torch.no_grad() does without")
     if call.bias_dtype != call.dtype:
         reasons.append(f"bias: dtype {call.bias_dtype} beside {call.dtype}")
     if call.spans != "all" or call.rest != "none":
