@@ -170,3 +170,58 @@ def test_the_default_has_every_derivative_within_a_compiled_function(option: str
         return torch.func.grad(lambda q: grad(q).square().sum())
 
     torch.testing.assert_close(compiled(twice(None))(q), twice("reference")(q), rtol=1e-4, atol=1e-5)
+
+
+RATE = 0.4
+DERIVATIVES: dict[str, Callable[[Tensor], Tensor]] = {  # what is found beside out = p v, where v is the identity
+    "vmap": lambda p: p,
+    "jvp": lambda p: p,  # along v
+    "grad": lambda p: p.sum(-2)[..., None].expand_as(p.mT @ p),  # of Σ p v
+    "grad of each sample": lambda p: p.sum(-2)[..., None].expand_as(p.mT @ p),
+    "grad of grad": lambda p: (p.mT @ p.sum(-1, keepdim=True)).expand_as(p.mT @ p),  # of Σ pᵀ p v
+}
+
+
+@pytest.mark.parametrize("backend", [None, "blocked"])
+@pytest.mark.parametrize("transform", DERIVATIVES)
+def test_dropout_within_a_compiled_function(transform: str, backend: str | None) -> None:
+    q, k = torch.randn(2, 1, 3, 29, 4), torch.randn(1, 3, 31, 4)
+    v = torch.eye(31).expand(1, 3, 31, 31).clone()
+
+    def attend(v: Tensor, q: Tensor, rate: float = RATE) -> Tensor:
+        return headscope.attention(q, k, v, mask=causal(), dropout=rate, backend=backend)
+
+    def loss(power: int) -> Callable[..., tuple[Tensor, Tensor]]:
+        def run(v: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+            out = attend(v, q)
+            return out.pow(power).sum() / power, out
+
+        return run
+
+    def sum_of_grad(v: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        gradient, out = torch.func.grad(loss(2), has_aux=True)(v, q)
+        return gradient.sum(), out
+
+    grad, each = torch.func.grad(loss(1), has_aux=True), {"in_dims": (None, 0), "randomness": "different"}
+    run: Callable[..., tuple[Tensor, Tensor]] = {
+        "vmap": torch.func.vmap(lambda v, q: (attend(v, q),) * 2, **each),
+        "jvp": lambda v, q: torch.func.jvp(lambda v: attend(v, q), (v,), (v,)),
+        "grad": grad,
+        "grad of each sample": torch.func.vmap(grad, **each),
+        "grad of grad": torch.func.grad(sum_of_grad, has_aux=True),
+    }[transform]
+    rows = q if transform in ("vmap", "grad of each sample") else q[0]
+    graph = compiled(run)
+    torch.manual_seed(3)
+    (gradient, out), other = graph(v, rows), graph(v, rows)[1]
+    torch.manual_seed(3)
+    torch.testing.assert_close(graph(v, rows)[1], out, rtol=0, atol=0)
+    torch.testing.assert_close(gradient, DERIVATIVES[transform](out), rtol=1e-4, atol=1e-5)
+    usual = attend(v, rows.reshape(-1, *q.shape[2:]), 0.0).view_as(out)
+    kept = out != 0
+    torch.testing.assert_close(out[kept], (usual / (1 - RATE))[kept])
+    share, seen = float(kept[usual != 0].float().mean()), int((usual != 0).sum())
+    spread = (RATE * (1 - RATE) / seen) ** 0.5
+    assert abs(share - (1 - RATE)) < 5 * spread, f"kept {share:.4f}, wanted {1 - RATE:.4f} ± {spread:.4f}"
+    assert not torch.equal(other, out), "two runs drop the same"
+    assert out.ndim == 4 or not torch.equal(kept[0], kept[1]), "two entries drop the same"

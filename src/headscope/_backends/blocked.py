@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from headscope._backends import Inputs, Work, accumulate_dtype, full_precision, once, refuse_batched
 from headscope._call import Call
@@ -30,10 +31,10 @@ def refuses(call: Call) -> list[str]:
 
 def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = None) -> tuple[Tensor, Tensor | None]:
     """out and lse, block by block. The seed of dropout is drawn from torch's generator unless it is given."""
+    if call.form == "transformed":
+        return _attend_plainly(call, plan, inputs)
     if seed is None:
         seed = int(torch.randint(2**62, (), device="cpu").item()) if call.dropout else 0
-    if call.form == "transformed":
-        return _attend_plainly(call, plan, inputs, seed)
     out, lse = _Attend.apply(call, plan, seed, *inputs)  # pyright: ignore[reportGeneralTypeIssues, reportUnknownVariableType]
     return out, lse
 
@@ -132,11 +133,11 @@ def _keep(call: Call, block: Block, seed: int, like: Tensor) -> Tensor:
     return kept.to(like.dtype).mul_(1 / (1 - call.dropout))
 
 
-def _attend_plainly(call: Call, plan: Plan | None, inputs: Inputs, seed: int) -> tuple[Tensor, Tensor]:
+def _attend_plainly(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The same of nothing but torch's operations, none in place, for torch.func within torch.compile.
 
     There any input may be batched, and what ``_Attend.backward`` returns would be a constant: a second derivative
-    would be wrong without a word. A gradient keeps the weights.
+    would be wrong without a word. A gradient keeps the weights, so that dropout needs no seed and can be torch's own.
     """
     rows = (call.batch, call.heads, call.queries)
     if call.queries == 0:
@@ -149,7 +150,7 @@ def _attend_plainly(call: Call, plan: Plan | None, inputs: Inputs, seed: int) ->
     for number, start in enumerate(range(0, call.queries, step)):
         i = slice(start, min(start + step, call.queries))
         block = Block(slice(0, call.batch), slice(0, call.kv_heads), i, _visible_keys(call, plan, i), number)
-        out, lse = _forward(call, plan, block, inputs, seed)
+        out, lse = _forward(call, plan, block, inputs, 0)
         outs.append(_per_head(call, out).flatten(1, 2))  # [B, H, i, Dv]
         lses.append(_per_head(call, lse)[..., 0].flatten(1, 2))  # [B, H, i]
     return torch.cat(outs, 2).to(call.dtype), torch.cat(lses, 2)
@@ -232,7 +233,9 @@ def _forward(call: Call, plan: Plan | None, block: Block, inputs: Inputs, seed: 
         return _nothing_seen(call, block, inputs)
     s, _ = tile_logits(call, plan, block, inputs)
     w = _weights(call, block, inputs, s)
-    p = w.p * _keep(call, block, seed, w.p) if call.dropout else w.p
+    p = w.p
+    if call.dropout:
+        p = F.dropout(p, call.dropout) if call.form == "transformed" else p * _keep(call, block, seed, p)
     out = p @ inputs.v[block.b, block.h, block.j].to(p.dtype)
     lse = w.top + w.divisor.log()  # of which torch may take the derivative: log(0) has none
     return out / w.divisor, lse.masked_fill(w.total == 0, -torch.inf) if call.may_be_empty else lse
