@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import headscope
 from headscope import _operator, functional
 from headscope._backends import cpu
-from headscope.masks import causal
+from headscope.masks import KeyLengths, causal
 
 pytestmark = [
     pytest.mark.skipif(cpu.native is None, reason="the native extension was not built: no C++ compiler"),
@@ -225,3 +225,28 @@ def test_dropout_within_a_compiled_function(transform: str, backend: str | None)
     assert abs(share - (1 - RATE)) < 5 * spread, f"kept {share:.4f}, wanted {1 - RATE:.4f} ± {spread:.4f}"
     assert not torch.equal(other, out), "two runs drop the same"
     assert out.ndim == 4 or not torch.equal(kept[0], kept[1]), "two entries drop the same"
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "grad of each sample", "grad of vmap", "jacrev"])
+@pytest.mark.parametrize("backend", [None, *_operator.BACKENDS])
+def test_transforms_of_a_compiled_function(backend: str | None, transform: str) -> None:
+    """torch.func around a compiled function: the compiler then leaves it out, and meets what it calls."""
+    q, k, v = torch.randn(3, 3, 1, 2, 5, 4)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return headscope.attention(q, k, v, mask=causal() & KeyLengths(torch.tensor([4])), backend=backend)
+
+    def run(attend: Callable[..., Tensor]) -> Any:
+        grad = torch.func.grad(lambda *x: attend(*x).square().sum())
+        many = torch.func.vmap(attend)
+        runs: dict[str, Callable[[], Any]] = {
+            "vmap": lambda: many(q, k, v),
+            "grad": lambda: grad(q[0], k[0], v[0]),
+            "grad of each sample": lambda: torch.func.vmap(grad)(q, k, v),
+            "grad of vmap": lambda: torch.func.grad(lambda q: many(q, k, v).square().sum())(q),
+            "jacrev": lambda: torch.func.jacrev(lambda q: attend(q, k[0], v[0]).sum(-1))(q[0]),
+        }
+        return runs[transform]()
+
+    torch.compiler.reset()
+    torch.testing.assert_close(run(torch.compile(attend, backend="aot_eager")), run(attend))

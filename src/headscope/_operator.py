@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from headscope._backends import (
     NO_BATCHED_GRADIENTS,
@@ -299,6 +300,10 @@ def _gathered(args: tuple[Any, ...], count: int) -> tuple[Any, ...]:
 
 def _one_by_one(run: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
     """Under vmap one run for each entry, as the mask of each may be another; of none, one of zeros tells the sizes."""
+    if is_dynamo_compiling():  # of a function that is compiled within vmap: torch leaves it out, but not what it calls
+        from headscope import _uncompiled
+
+        return _uncompiled.one_by_one(run, info, in_dims, args)
     if info.batch_size == 0:
         args = tuple(
             x.new_zeros((*x.shape[:dim], 1, *x.shape[dim:][1:])) if isinstance(dim, int) else x
