@@ -79,6 +79,7 @@ CORE = [
     *("_check_case", "_check_probes", "_check_masks", "_check_range", "checking", "_check_child"),
 ]
 LATER = {
+    "_operator": {"_uncompiled"},
     "functional": {"_uncompiled"},
     "module": {"layouts"},
     "stats": {"_stats_show", "_stats_files"},
