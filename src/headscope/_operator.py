@@ -46,9 +46,9 @@ class _Library(torch.library.Library):
         if dispatch_key != "Autograd":
             return super().impl(op_name, fn, dispatch_key, **how)
 
-        def checked(keyset: Any, *args: Any) -> Any:
+        def checked(*args: Any) -> Any:
             refuse_tangents(*(x for x in args if isinstance(x, Tensor)))
-            return fn(keyset, *args)
+            return fn(*args)
 
         return super().impl(op_name, checked, dispatch_key, **how)
 
