@@ -54,12 +54,13 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def answer(ran: Ran) -> Any:
-    """What was printed, as JSON that knows no NaN."""
+    """What was printed, as JSON that knows no NaN, and that no encoding changes."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
     assert ran.code == 0, ran.err
+    assert ran.out.isascii()
     return json.loads(ran.out, parse_constant=refuse)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from headscope._commands.pages import write_page
-from headscope._commands.screen import SIZE, Mistake, busy, console
+from headscope._commands.screen import SIZE, Mistake, busy, console, print_json
 
 if TYPE_CHECKING:
     from headscope.tracing import Trace
@@ -64,7 +64,7 @@ def trace(
     except (TypeError, ValueError) as error:
         raise Mistake(_by_option(str(error))) from error
     if as_json:
-        print(steps.to_json())
+        print_json(steps.to_dict())
     elif html is not None:
         print(write_page(html, _page(steps), force))
     else:
