@@ -100,6 +100,7 @@ def test_the_callers_streams_and_signals_stay_as_they_were(monkeypatch: pytest.M
         monkeypatch.setattr(sys, name, stream)
     handler = signal.getsignal(signal.SIGINT)
     assert main(["trace", "--seq", "3", "--dim", "4", "--heads", "2"]) == 0
+    assert [sys.stdout, sys.stderr] == streams
     assert [stream.errors for stream in streams] == ["strict", "replace"]
     assert signal.getsignal(signal.SIGINT) is handler
     assert "sqrt" in cast(io.BytesIO, streams[0].buffer).getvalue().decode("ascii")

@@ -15,6 +15,7 @@ import pytest
 
 from headscope._backends import cpu
 
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="streams as /dev/full and the errors of Linux have them")
 POSIX = pytest.mark.skipif(os.name != "posix", reason="signals, pipes and pseudo-terminals of POSIX")
 
 # a program that runs the command line, after a line of set-up
@@ -154,26 +155,44 @@ def test_a_closed_pipe_is_no_error(arguments: tuple[str, ...], tmp_path: Path) -
     )
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
-    with open("/dev/full", "wb") as full:
-        process = subprocess.run(
-            [sys.executable, "-m", "headscope.cli", "trace"],
-            cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
-        )  # fmt: skip
-    assert process.returncode == 2
-    assert process.stderr == "headscope: stdout: cannot be written: No space left on device\n"
-
-
-@POSIX
-@pytest.mark.parametrize("verb", [("text", "x", "--no-page"), ("trace",)], ids=" ".join)
-def test_a_closed_stdout_is_one_line(verb: tuple[str, ...], tmp_path: Path) -> None:
-    process = subprocess.run(
-        ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "headscope.cli", *verb],
-        cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+def redirected(streams: str, *arguments: str, cwd: Path, setup: str = "") -> subprocess.CompletedProcess[str]:
+    """The command line with streams as a shell redirects them."""
+    return subprocess.run(
+        ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, "-c", PROGRAM.format(setup=setup), *arguments],
+        cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, encoding="utf-8", timeout=120, check=False,
     )  # fmt: skip
-    assert process.returncode == 2
-    assert process.stderr == "headscope: stdout: cannot be written: it is closed\n"
+
+
+STDOUT = {
+    ">/dev/full": "No space left on device",
+    ">&-": "it is closed",
+    "1</dev/null": "Bad file descriptor",
+    ">large": "File too large",
+}
+
+
+@LINUX
+@pytest.mark.parametrize("streams", STDOUT)
+@pytest.mark.parametrize("verb", [("text", "x", "--no-page"), ("trace", "--json"), ("--help",)], ids=" ".join)
+def test_a_stdout_that_takes_nothing_is_one_line(streams: str, verb: tuple[str, ...], tmp_path: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))" if "large" in streams else ""
+    ran = redirected(streams, *verb, cwd=tmp_path, setup=limit)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr == f"headscope: stdout: cannot be written: {STDOUT[streams]}\n"
+
+
+@LINUX
+@pytest.mark.parametrize("streams", ["2>&-", "2>&- <&-", "2>/dev/full", "2</dev/null"])
+def test_what_stderr_does_not_take_is_lost_and_nothing_else(streams: str, tmp_path: Path) -> None:
+    asked = ("text", "code " * 300, "--no-page")
+    wanted = headscope(*asked, cwd=tmp_path)
+    assert wanted.stderr.startswith("headscope text: the text has ")
+    ran = redirected(streams, *asked, cwd=tmp_path)
+    assert (ran.returncode, ran.stdout) == (0, wanted.stdout)
+    ran = redirected(streams, "text", "", cwd=tmp_path)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    ran = redirected(streams, "text", "a", "--no-page", cwd=tmp_path, setup=AT_IMPORT)
+    assert (ran.returncode, ran.stdout) == (130, "")
 
 
 def test_an_encoding_that_lacks_characters_does_not_stop_it(tmp_path: Path) -> None:

@@ -1,23 +1,22 @@
-"""The front door of the command line: Ctrl-C, closed pipes, and one line for every mistake.
+"""The front door of the command line: Ctrl-C, streams that fail, and one line for every mistake.
 
 The verbs are in ``_commands``, one file each. Nothing here or there imports torch before a verb runs, so that
-``--help`` never waits for it.
+``--help`` never waits for it; and what is not needed to catch Ctrl-C is imported once that is caught.
 """
 
 from __future__ import annotations
 
 import codecs
-import errno
 import io
 import os
 import signal
 import sys
-import threading
-import unicodedata
-from collections.abc import Sequence
-from types import FrameType
 
-from headscope._ascii import LIKE
+TYPE_CHECKING = False  # as in ``headscope``
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import FrameType
+    from typing import Any, TextIO
 
 __all__ = ["main"]
 
@@ -32,21 +31,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows the program's name; by default those of the process.
 
     Returns:
-        0; 1 where ``check`` found something, or ``watch --against`` that something moved; 2 after a user's mistake,
-        which is told in one line on stderr; 141 if whoever read the output closed the pipe. Ctrl-C ends the process
-        with 130, after one line on stderr.
+        0; 1 where ``check`` found something, or ``watch --against`` that something moved; 2 after a user's mistake, or
+        where stdout cannot be written, which is told in one line on stderr; 141 if whoever read the output closed the
+        pipe. Ctrl-C ends the process with 130, after one line on stderr. What stderr does not take is lost.
     """
-    main_thread = threading.current_thread() is threading.main_thread()  # others may set no handler, and get no Ctrl-C
-    before = signal.signal(signal.SIGINT, _interrupted) if main_thread else None
+    try:
+        before = signal.signal(signal.SIGINT, _interrupted) or signal.SIG_DFL
+    except ValueError:  # in another thread than the main one, which may set no handler, and gets no Ctrl-C
+        before = None
     codecs.register_error("headscope", _without)
-    streams = [(s, s.errors) for s in (sys.stdout, sys.stderr) if isinstance(s, io.TextIOWrapper)]
+    out, err = sys.stdout, sys.stderr
+    sys.stderr = _stderr(err)
+    streams = [(s, s.errors) for s in (out, err) if isinstance(s, io.TextIOWrapper)]
     for stream, _ in streams:  # where its encoding lacks a character, something like it
         stream.reconfigure(errors="headscope")
     try:
         return _flushed(arguments)
     finally:
-        if main_thread:  # once all is done, an end by Ctrl-C would only look like a failure
-            signal.signal(signal.SIGINT, signal.SIG_IGN if arguments is None else before or signal.SIG_DFL)
+        if before is not None:  # once all is done, an end by Ctrl-C would only look like a failure
+            signal.signal(signal.SIGINT, signal.SIG_IGN if arguments is None else before)
+        sys.stdout, sys.stderr = out, err
         for stream, errors in streams:
             stream.reconfigure(errors=errors)
 
@@ -56,19 +60,16 @@ def _flushed(arguments: Sequence[str] | None) -> int:
     if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]  # it is None where it was closed
         print("headscope: stdout: cannot be written: it is closed", file=sys.stderr)
         return 2
+    sys.stdout = _stdout(sys.stdout)
     try:
         code = _run(arguments)
         sys.stdout.flush()
-    except OSError as error:  # the system would not take what was printed
-        if isinstance(error, BrokenPipeError):
-            code = PIPE_CLOSED
-        elif error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            print(f"headscope: stdout: cannot be written: {error.strerror}", file=sys.stderr)
-            code = 2
-        else:
-            raise
-        # what is left in the buffer must not be tried again when the interpreter ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except _StdoutError as error:
+        _give_up(1)
+        if isinstance(error.__cause__, BrokenPipeError):
+            return PIPE_CLOSED
+        print(f"headscope: stdout: cannot be written: {error}", file=sys.stderr)
+        return 2
     return code
 
 
@@ -76,7 +77,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     import click
 
     from headscope._commands import verbs
-    from headscope._commands.screen import PipeClosedError, one_line
+    from headscope._commands.screen import one_line
 
     try:
         code = verbs.main(arguments, prog_name="headscope", standalone_mode=False)
@@ -85,15 +86,67 @@ def _run(arguments: Sequence[str] | None) -> int:
         name = context.command_path if context is not None else "headscope"
         print(f"{name}: {one_line(error.format_message())}", file=sys.stderr)
         return 2
-    except PipeClosedError:
-        raise BrokenPipeError from None
     return code if isinstance(code, int) else 0
+
+
+class _StdoutError(Exception):
+    """What was printed cannot be written. No ``OSError``: click and rich have answers of their own to some of those."""
+
+
+class _Guarded:
+    """A stream whose errors are told apart from those of files: each is handed to a function."""
+
+    def __init__(self, stream: TextIO, failed: Callable[[OSError], None]) -> None:
+        self._stream, self._failed = stream, failed
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._failed(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._failed(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _stdout(stream: TextIO) -> Any:
+    """Stdout, whose errors end the run."""
+
+    def failed(error: OSError) -> None:
+        raise _StdoutError(error.strerror or str(error)) from error
+
+    return _Guarded(stream, failed)
+
+
+def _stderr(stream: TextIO | None) -> Any:
+    """Stderr that never fails: what it does not take is lost, and the work goes on."""
+    if stream is None:  # it was closed: a file opened later must not get its number, and the messages of libraries
+        while os.open(os.devnull, os.O_RDWR) < 2:
+            pass
+        return io.StringIO()
+    return _Guarded(stream, lambda error: _give_up(2))
+
+
+def _give_up(descriptor: int) -> None:
+    """What is left in the buffer of a stream must not be tried again when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _without(error: UnicodeError) -> tuple[str, int]:
     """For characters that the encoding of stdout lacks: others that look or mean alike, else "?"."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
+    import unicodedata
+
+    from headscope._ascii import LIKE
+
     found: list[str] = []
     for character in error.object[error.start : error.end]:
         parts = unicodedata.normalize("NFKD", character)  # ᵀ is T, ₁ is 1, é is e and an accent
@@ -108,8 +161,10 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
     Files are written where this cannot strike (``screen.uninterrupted``), so nothing is left behind.
     """
     cursor = b"\r\x1b[K\x1b[?25h" if _on_terminal(2) else b""
-    os.write(2, cursor + b"headscope: interrupted\n")
-    os._exit(INTERRUPTED)
+    try:
+        os.write(2, cursor + b"headscope: interrupted\n")
+    finally:
+        os._exit(INTERRUPTED)
 
 
 def _on_terminal(descriptor: int) -> bool:

@@ -12,7 +12,7 @@ from headscope._commands.check import check
 from headscope._commands.doctor import doctor
 from headscope._commands.image import image
 from headscope._commands.report import report
-from headscope._commands.screen import Mistake, PipeClosedError
+from headscope._commands.screen import Mistake
 from headscope._commands.text import text
 from headscope._commands.trace import trace
 from headscope._commands.watch import watch
@@ -24,7 +24,7 @@ TARGET = "HEADSCOPE_CPU_TARGET:"  # so begins what the native kernels say of a t
 
 
 class Verbs(click.Group):
-    """click ends the process by itself when a pipe is closed; ``headscope.cli`` shall."""
+    """The group of all verbs."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a verb.
@@ -34,8 +34,6 @@ class Verbs(click.Group):
         """
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:
-            raise PipeClosedError from None
         except ValueError as error:
             if not str(error).startswith(TARGET):
                 raise

@@ -79,10 +79,6 @@ SIZE = Whole(1)
 INDEX = Index()
 
 
-class PipeClosedError(Exception):
-    """Whoever read the output has closed the pipe."""
-
-
 def visible(text: str) -> str:
     """The text with everything that a terminal would obey, or not show, written as an escape such as ``\\x1b``."""
     if text.isprintable():
@@ -105,13 +101,7 @@ def console() -> Console:
     """The console of stdout: as wide as the terminal, within what can be read; plain where stdout is no terminal."""
     from rich.console import Console
 
-    class Quiet(Console):
-        """rich ends the process when a pipe is closed; ``headscope.cli`` shall."""
-
-        def on_broken_pipe(self) -> None:
-            raise PipeClosedError
-
-    made = Quiet(highlight=False, markup=False, emoji=False)
+    made = Console(highlight=False, markup=False, emoji=False)
     wide = made.width or shutil.get_terminal_size().columns  # 0 where COLUMNS says so, which stands for unset
     made.width = min(max(wide, NARROWEST), WIDEST)
     return made
