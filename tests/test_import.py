@@ -29,6 +29,11 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert {name for name in modules if name.startswith("headscope")} == {"headscope"}
 
 
+def test_the_command_line_loads_next_to_nothing_before_it_catches_ctrl_c() -> None:
+    modules = loaded("import headscope.cli") - loaded("import importlib, signal, warnings")
+    assert modules == {"__future__", "headscope", "headscope.cli"}
+
+
 def test_attention_loads_torch_and_nothing_else_of_weight() -> None:
     """Beside what ``import torch`` loads itself, a first call loads ours alone."""
     call = "import torch; q = torch.zeros(1, 1, 2, 4)"

@@ -6,8 +6,8 @@ The public names resolve on first use, so that ``import headscope`` costs next t
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # as typing has it, which takes longer to import than all that is here
 __version__ = "0.1.0"
 
 _HOME = {
@@ -55,6 +55,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from headscope import cache, layouts, masks, nn_compat, onnx, positions
     from headscope.checking import Findings, check
     from headscope.examples import load_example
