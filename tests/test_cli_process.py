@@ -123,11 +123,33 @@ def test_ctrl_c_is_one_line_and_130(setup: str, tmp_path: Path) -> None:
 
 
 @POSIX
-def test_ctrl_c_while_a_page_is_written_leaves_it_whole(tmp_path: Path) -> None:
-    ran = headscope("text", "a", cwd=tmp_path, setup=WHILE_WRITING)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "put\n", "headscope: interrupted\n")
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", -15), ("SIGHUP", -1)])
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [("text a", "headscope-report.html"), ("watch digits --no-page --out a.safetensors", "a.safetensors")],
+    ids=["page", "recording"],
+)
+def test_a_signal_while_a_file_is_written_leaves_it_whole(
+    arguments: str, written: str, name: str, code: int, tmp_path: Path
+) -> None:
+    setup = WHILE_WRITING.replace("SIGINT", name)
+    if name != "SIGINT":
+        setup = f"signal.signal(signal.{name}, signal.SIG_DFL)" + setup
+    ran = headscope(*arguments.split(), cwd=tmp_path, setup=setup)
+    assert (ran.returncode, ran.stdout) == (code, "put\n")
+    assert ran.stderr.endswith("headscope: interrupted\n" if name == "SIGINT" else "")
+    assert names(tmp_path) == [written]
+    if written.endswith(".html"):
+        assert (tmp_path / written).read_text(encoding="utf-8").rstrip().endswith("</html>")
+
+
+@POSIX
+def test_a_signal_that_is_ignored_stays_so_while_a_file_is_written(tmp_path: Path) -> None:
+    """As nohup wants it."""
+    setup = "signal.signal(signal.SIGHUP, signal.SIG_IGN)" + WHILE_WRITING.replace("SIGINT", "SIGHUP")
+    ran = headscope("text", "a", cwd=tmp_path, setup=setup)
+    assert (ran.returncode, ran.stderr) == (0, "")
     assert names(tmp_path) == ["headscope-report.html"]
-    assert (tmp_path / "headscope-report.html").read_text(encoding="utf-8").rstrip().endswith("</html>")
 
 
 @POSIX

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 WIDEST = 120  # tables and sentences wider than this are hard to read
 NARROWEST = 20  # in less, words are cut
+ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class Mistake(click.ClickException):
@@ -131,7 +132,7 @@ def busy(what: str) -> Generator[None]:
 
 @contextmanager
 def uninterrupted() -> Generator[None]:
-    """Put Ctrl-C off until the end of the block: for writing a file, which takes a moment."""
+    """Put signals that end the process off until the end of the block: for writing a file, which takes a moment."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -140,10 +141,11 @@ def uninterrupted() -> Generator[None]:
     def remember(number: int, frame: FrameType | None) -> None:
         struck.append(number)
 
-    before = signal.signal(signal.SIGINT, remember)
+    before = {each: signal.signal(each, remember) or signal.SIG_DFL for each in ENDING}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if struck:
-        signal.raise_signal(signal.SIGINT)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        for each in struck:
+            signal.raise_signal(each)
