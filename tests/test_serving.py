@@ -215,6 +215,34 @@ def test_what_is_out_of_bounds_is_refused(query: str, said: str, server: Server)
     assert ask(server, f"/{server.token}/{query}")[:2] == (400, f"{said}\n".encode())
 
 
+@pytest.mark.parametrize(
+    ("line", "header", "code"),
+    [
+        ("GET http://[/x HTTP/1.0", "", 400),
+        ("GET http://[x]/TOKEN/ HTTP/1.0", "", 400),
+        ("GET //]/TOKEN/ HTTP/1.0", "", 404),
+        ("GET / x HTTP/1.0", "", 400),
+        ("GET /TOKEN/../../etc/passwd HTTP/1.0", "", 404),
+        ("GET /%00\xff HTTP/1.0", "", 404),
+        ("GET /TOKEN/tile?layer=%00%zz HTTP/1.0", "", 400),
+        ("GET /TOKEN/ HTTP/1.0", "Host: \xff", 403),
+        ("GET /TOKEN/ HTTP/1.0", f"X: {'x' * 70_000}", 431),
+    ],
+)
+def test_what_is_no_request_is_refused_without_a_word(
+    line: str, header: str, code: int, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = server.server_address[1]
+    lines = [line.replace("TOKEN", server.token), header or f"Host: 127.0.0.1:{port}", "", ""]
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall("\r\n".join(lines).encode("latin-1"))
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == code
+        assert b"root:" not in answer.read()
+    assert capsys.readouterr().err == ""
+
+
 def test_requests_are_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask(server, f"/{server.token}/tile?{'x' * 600}")[0] == 414
     monkeypatch.setattr(serving, "MOST_PAIRS", 10)

@@ -226,7 +226,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(403, "text/plain", b"wrong host\n")
         if len(self.path) > LONGEST:
             return self._answer(414, "text/plain", b"too long\n")
-        asked = urlsplit(self.path)
+        try:
+            asked = urlsplit(self.path)
+        except ValueError:  # a host in brackets that is none
+            return self._answer(400, "text/plain", b"wanted a path\n")
         token, slash, what = asked.path.removeprefix("/").partition("/")
         if not slash or not hmac.compare_digest(token.encode(), self.server.token.encode()):
             return self._answer(404, "text/plain", b"not here\n")
