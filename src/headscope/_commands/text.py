@@ -138,6 +138,10 @@ def _read_with(model: str, given: Given, asked: Asked) -> Reading:
     assert piece is not None  # it has a tokenizer: the text was split by it
     pieces = [piece(token) for token in passed.ids]
     notes = [note] if (note := _left_out(given, len(passed.ids) + passed.cut, len(passed.ids))) else []
+    logits = passed.logits if passed.causal else None
+    guesses = [] if logits is None else _likely(logits, piece)
+    if logits is not None and not guesses:
+        notes.append("what comes next cannot be told: the output of the model holds NaN or infinity")
     layers = f"{len(passed.layers)} layers of {passed.weights[0].shape[0]} heads"
     sheet = text_sheet(
         _title(pieces), pieces, passed.weights, ids=passed.ids, seen=passed.seen,
@@ -146,7 +150,6 @@ def _read_with(model: str, given: Given, asked: Asked) -> Reading:
     for each in sheet.notes:
         say(f"headscope text: {each}")
     choice = choose_head(sheet, asked, passed.ids)
-    guesses = [] if passed.logits is None or not passed.causal else _likely(passed.logits, piece)
     try:
         page = save_page(sheet, asked.page, asked.force)
     except ValueError as error:  # more weights than a page holds
@@ -165,8 +168,10 @@ def _left_out(given: Given, tokens: int, used: int) -> str | None:
 
 
 def _likely(logits: Tensor, piece: Callable[[int], str]) -> list[Guess]:
-    """The most probable next tokens."""
+    """The most probable next tokens; none where no probability is a number."""
     top = logits.float().softmax(-1).topk(min(GUESSES, len(logits)))
+    if top.values.isnan().any():  # one logit that is no number leaves no other one
+        return []
     return [Guess(piece(token), share) for share, token in zip(top.values.tolist(), top.indices.tolist(), strict=True)]
 
 
