@@ -549,6 +549,14 @@ def test_doctor_judges_a_call_of_ones_own(run: Run, monkeypatch: pytest.MonkeyPa
     assert "versions" not in ran.out
 
 
+@pytest.mark.parametrize("arguments", [("doctor",), ("doctor", "--lse", "--softcap", "5"), ("doctor", "--matrix")])
+def test_doctor_fits_the_width_that_is_given(
+    arguments: tuple[str, ...], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "43")
+    assert max(map(len, run(*arguments).out.splitlines())) <= 43
+
+
 def test_doctor_goes_through_all_options(run: Run) -> None:
     found = answer(run("doctor", "--matrix", "--dtype", "float32", "--json"))
     assert found["device"] == "cpu"

@@ -171,6 +171,7 @@ def _as_dict(
 
 
 def _print(machine: dict[str, dict[str, Any]], device: str, asks: dict[str, Ask], verdicts: Verdicts) -> None:
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
@@ -186,7 +187,7 @@ def _print(machine: dict[str, dict[str, Any]], device: str, asks: dict[str, Ask]
     title = "which backend takes this call" if single else "which backend takes which call, and why not the faster ones"
     out.print(Text(f"{title} (device: {device})", style="bold"))
     sizes = _describe(next(iter(asks.values())))
-    out.print(Text(f"  {sizes}" if single else f"  {sizes}, where nothing else is said"), soft_wrap=True)
+    out.print(Padding(Text(sizes if single else f"{sizes}, where nothing else is said"), (0, 0, 0, 2)))
     out.print()
     for line in _calls(verdicts):
         out.print(line)
