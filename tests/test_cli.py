@@ -134,6 +134,8 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "page over a directory": (["text", "a", "--out", "."], r"--out: \.: is a directory"),
     "page in no folder": (["text", "a", "--out", "no/such.html"], "--out: no/such.html: cannot be written"),
     "page named -": (["text", "a", "--out", "-"], "--out: got -, wanted the name of a file"),
+    "page without a name": (["text", "a", "--out", ""], "--out: is empty, wanted the name of a file$"),
+    "trace without a name": (["trace", "--html", ""], "--html: is empty, wanted the name of a file$"),
     "no picture": (["image", "given.txt"], "given.txt: is no picture that can be read"),
     "missing picture": (["image", "missing.png"], "missing.png: cannot be read: No such file"),
     "a directory as picture": (["image", "."], r"\.: cannot be read: Is a directory"),

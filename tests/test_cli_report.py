@@ -81,6 +81,8 @@ def test_what_is_read_is_not_replaced(read: str, out: str, saved: Path, run: Run
 MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "no file": (("no.safetensors",), "RECORDING: no.safetensors: no such file"),
     "no recording": (("other.txt",), "RECORDING: other.txt: no file of headscope's statistics"),
+    "no name": (("",), "RECORDING: is empty, wanted a path\n"),
+    "page without a name": (("seen.safetensors", "--out", ""), "--out: is empty, wanted the name of a file\n"),
     "over a file": (("seen.safetensors", "--out", "other.txt"), "--out: other.txt: holds a file that is no page"),
     "both": (("seen.safetensors", "--serve", "--out", "a.html"), "--serve: wanted either it or --out"),
     "grid": (("seen.safetensors", "--grid", "14"), "--grid: got 14, wanted rows and columns, as 14x14"),
@@ -95,6 +97,14 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "no such layer": (("seen.safetensors", "--strip", "1.0"), "--strip: got 1.0, wanted a layer from 0 to 0\n"),
     "17 strips": (("seen.safetensors", *("--strip", "0.1") * 17), "--strip: got 17 heads, wanted at most 16\n"),
     "port": (("seen.safetensors", "--port", "80"), "--port: wanted --serve with it\n"),
+    "no such port": (
+        ("seen.safetensors", "--serve", "--port", "65536"),
+        "--port: got 65536, wanted a whole number from 0 to 65535\n",
+    ),
+    "a port that is no number": (
+        ("seen.safetensors", "--serve", "--port", "http"),
+        "--port: got http, wanted a whole number from 0 to 65535\n",
+    ),
     "force": (
         ("seen.safetensors", "--out", "other.txt"),
         "--out: other.txt: holds a file that is no page of headscope's own; choose another name, or give --force\n",

@@ -54,6 +54,12 @@ def check_page(path: str, force: bool, option: str = "--page") -> None:
         check(path, force=force)
 
 
+def check_name(option: str, path: str) -> None:
+    """Raises: Mistake: there is no such name of a file that is to be written."""
+    if path in ("", "-"):
+        raise Mistake(f"{option}: {'got -' if path else 'is empty'}, wanted the name of a file")
+
+
 def check_apart(option: str, path: str | None, read: Mapping[str, str | None], model: str | None = None) -> None:
     """See to it that nothing is written over what is read, which is gone then: also with --force.
 
@@ -97,8 +103,7 @@ def _is_ours(path: str) -> bool:
 @contextmanager
 def _told(option: str, path: str) -> Generator[None]:
     """Write without interruption; what is said of the file becomes a mistake of the option that named it."""
-    if path == "-":
-        raise Mistake(f"{option}: got -, wanted the name of a file")
+    check_name(option, path)
     try:
         with uninterrupted():
             yield

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headscope._commands.pages import PAGE, check_apart, check_page, write_page
-from headscope._commands.screen import Mistake, busy, visible
+from headscope._commands.screen import Mistake, Whole, busy, visible
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -28,7 +28,7 @@ LARGEST = 4096  # pixels of a side of an image; larger ones are made smaller
 @click.option("--grid", metavar="ROWSxCOLUMNS", help="Its patches, as 14x14.  [default: a square]")
 @click.option("--strip", "strips", multiple=True, metavar="LAYER.HEAD", help="A head with strips; up to 16 times.")
 @click.option("--serve", is_flag=True, help="Serve it to this machine instead, with exact tiles at any zoom.")
-@click.option("--port", type=click.IntRange(0, 65535), help="Where, with --serve.  [default: any]")
+@click.option("--port", type=Whole(0, 65535), help="Where, with --serve.  [default: any]")
 @click.option("--force", is_flag=True, help="Replace a file there, even if it is no page of headscope's own.")
 def report(recording: str, out: str | None, serve: bool, port: int | None, force: bool, **options: Any) -> None:
     """Write the page of a RECORDING that ``watch --out`` or ``Recording.save`` wrote.
@@ -40,9 +40,12 @@ def report(recording: str, out: str | None, serve: bool, port: int | None, force
         raise Mistake("--serve: wanted either it or --out")
     if port is not None and not serve:
         raise Mistake("--port: wanted --serve with it")
+    if not recording:
+        raise Mistake("RECORDING: is empty, wanted a path")
+    page = PAGE if out is None else out
     if not serve:
-        check_apart("--out", out or PAGE, {"the recording": recording, "the image": options["image"]})
-        check_page(out or PAGE, force, "--out")
+        check_apart("--out", page, {"the recording": recording, "the image": options["image"]})
+        check_page(page, force, "--out")
     with busy("loading torch"):
         import_module("torch")
     from headscope.watching import Recording
@@ -64,7 +67,7 @@ def report(recording: str, out: str | None, serve: bool, port: int | None, force
             html = render_recording(found, **given)
     except ValueError as error:
         raise Mistake(_by_option(str(error), "RECORDING")) from error
-    path = write_page(out or PAGE, html, force, "--out")
+    path = write_page(page, html, force, "--out")
     click.echo(f"The page, to be opened in a browser: {visible(path)} ({Path(path).stat().st_size / 2**20:.1f} MiB)")
 
 

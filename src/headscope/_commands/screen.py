@@ -36,13 +36,12 @@ class Mistake(click.ClickException):
 
 
 class Whole(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]  # it takes one from click 8.2 on
-    """A whole number from ``low`` to a thousand million: sizes beyond that are slips of the finger."""
+    """A whole number from ``low`` to ``high``; sizes beyond a thousand million are slips of the finger."""
 
     name = "whole number"
-    HIGH = 10**9
 
-    def __init__(self, low: int) -> None:
-        self.low = low
+    def __init__(self, low: int, high: int = 10**9) -> None:
+        self.low, self.high = low, high
 
     def get_metavar(self, *args: Any, **kwargs: Any) -> str:
         return "N"
@@ -53,9 +52,9 @@ class Whole(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]  # i
             number = int(value)
         except ValueError:
             number = None
-        if number is None or not self.low <= number <= self.HIGH:
+        if number is None or not self.low <= number <= self.high:
             name = param.opts[0] if param is not None else "number"
-            raise Mistake(f"{name}: got {value}, wanted a whole number from {self.low} to {self.HIGH}")
+            raise Mistake(f"{name}: got {value}, wanted a whole number from {self.low} to {self.high}")
         return number
 
 

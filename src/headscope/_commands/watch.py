@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headscope._commands.looking import one_thread
-from headscope._commands.pages import PAGE, check_apart, check_page, write_page
+from headscope._commands.pages import PAGE, check_apart, check_name, check_page, write_page
 from headscope._commands.screen import SIZE, Mistake, busy, console, one_line, print_json, say, uninterrupted, visible
 
 if TYPE_CHECKING:
@@ -147,6 +147,7 @@ def _asked(
     page = None if no_page or (page is None and as_json) else PAGE if page is None else page
     thresholds = _thresholds(limits) if against is not None else None
     if out is not None:
+        check_name("--out", out)
         _check_out(Path(out), force)
     if page is not None:
         check_page(page, force)
@@ -210,6 +211,8 @@ def _check_out(path: Path, force: bool) -> None:
 def _old(path: str) -> HeadStats:
     from headscope.stats import HeadStats
 
+    if not path:
+        raise Mistake("--against: is empty, wanted a path")
     try:
         return HeadStats.load(path)
     except (OSError, ValueError, KeyError) as error:
