@@ -5,9 +5,11 @@ The definitions here are written out on their own and share nothing with trainin
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -397,3 +399,32 @@ def test_a_run_that_cannot_resume_says_why(loop: Any, tmp_path: Path) -> None:
     run(loop, tmp_path, stop_at=2)
     with pytest.raises(ValueError, match=r"is of another run: \{'seed': 3\}, this one is \{'seed': 5\}"):
         run(loop, tmp_path, resume=True, about={"seed": 5})
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(
+    loop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(loop, tmp_path, stop_at=2)
+    before = (tmp_path / loop.CHECKPOINT).read_bytes()
+
+    def half(tensors: object, path: Path, **_: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(loop, "save_file", half)
+    with pytest.raises(OSError, match="No space left"):
+        run(loop, tmp_path, resume=True)
+    assert [each.name for each in tmp_path.iterdir()] == [loop.CHECKPOINT]
+    assert (tmp_path / loop.CHECKPOINT).read_bytes() == before
+
+
+def test_ctrl_c_once_more_waits_for_the_checkpoint(loop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = os.replace
+
+    def strike_and_put(*paths: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        put(*paths)
+
+    monkeypatch.setattr(os, "replace", strike_and_put)
+    outcome, _ = run(loop, tmp_path, on_step=lambda step: signal.raise_signal(signal.SIGINT) if step == 4 else None)
+    assert (outcome.steps, outcome.interrupted) == (5, True)

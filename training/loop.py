@@ -94,8 +94,12 @@ def save_checkpoint(
             for key, value in optimizer.state.get(parameter, {}).items():
                 tensors[f"{key}/{name}"] = value.contiguous()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    save_file(tensors, temporary, metadata={"about": json.dumps(about, sort_keys=True)})
-    os.replace(temporary, path)
+    try:
+        save_file(tensors, temporary, metadata={"about": json.dumps(about, sort_keys=True)})
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def load_checkpoint(
@@ -204,6 +208,6 @@ def train(
             if time.monotonic() - saved_at > 60 * checkpoint_minutes:
                 save(step)
                 saved_at = time.monotonic()
-    save(step)
+        save(step)
     model.eval()
     return Outcome(step, seconds + time.monotonic() - started, step < schedule.steps)
