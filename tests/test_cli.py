@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import signal
 import sys
@@ -510,6 +511,11 @@ def test_trace_page_is_self_contained(run: Run) -> None:
     page = Path("trace.html").read_text(encoding="utf-8")
     assert "<title>MultiHeadAttention(512, 8) on x [32, 10, 512]</title>" in page
     assert not re.search(r"https?://|<script|\ssrc=|@import|url\(", page), "the page asks for nothing"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere no file has such a name")
+def test_the_name_of_a_page_is_shown_as_a_terminal_can(run: Run) -> None:
+    assert run("trace", "--html", "\x1b[31m\udcff.html").out == "\\x1b[31m\\udcff.html\n"
 
 
 # ---------------------------------------------------------------- doctor

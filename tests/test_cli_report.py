@@ -80,6 +80,7 @@ def test_what_is_read_is_not_replaced(read: str, out: str, saved: Path, run: Run
 
 MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "no file": (("no.safetensors",), "RECORDING: no.safetensors: no such file"),
+    "a name of 300": (("a" * 300,), f"RECORDING: {'a' * 300}: cannot be read: File name too long\n"),
     "no recording": (("other.txt",), "RECORDING: other.txt: no file of headscope's statistics"),
     "no name": (("",), "RECORDING: is empty, wanted a path\n"),
     "page without a name": (("seen.safetensors", "--out", ""), "--out: is empty, wanted the name of a file\n"),

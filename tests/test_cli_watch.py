@@ -335,6 +335,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "page without a name": (["watch", "text", "--page", ""], "--page: is empty, wanted the name of a file"),
     "older one without a name": (["watch", "text", "--against", ""], "--against: is empty, wanted a path"),
     "no older one": (["watch", "text", "--against", "no.safetensors"], "--against: no.safetensors: no such file"),
+    "older one of 300": (["watch", "text", "--against", "a" * 300], "--against: a{300}: cannot be read: File name too"),
     "older one is none": (["watch", "text", "--against", "given.txt"], "--against: given.txt: no file of headscope"),
     "a name of 300": (["watch", "a" * 300, "--ids", "5"], "a{300}: neither a folder here nor found on the hub"),
     "a path of 300": (["watch", "./" + "a" * 300, "--ids", "5"], r"\./a{300}: is no folder with a model"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import io
 import json
 import math
@@ -411,6 +412,25 @@ def test_only_files_of_statistics_are_replaced(tmp_path: Path) -> None:
         HeadStats.load(path)
     with pytest.raises(FileNotFoundError, match=r"absent: no such file"):
         HeadStats.load(tmp_path / "absent")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names of files are no bytes, and pipes no files")
+def test_what_cannot_be_read_is_not_called_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"pipe: is no regular file"):
+        HeadStats.load(tmp_path / "pipe")
+    path = stats_of().save(tmp_path / "a.safetensors")
+    other = path.rename(tmp_path / "a\udcff.safetensors")
+    with pytest.raises(ValueError, match=r"is no UTF-8, and safetensors opens no file of such a name"):
+        HeadStats.load(other)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")  # which no mode of a file denies to root
+
+    other.rename(path)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(PermissionError):
+        HeadStats.load(path)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes and links are POSIX's")

@@ -79,9 +79,12 @@ def save(stats: HeadStats, path: Path, force: bool, more: Mapping[str, str] | No
 
 def load(path: Path) -> HeadStats:
     """See ``HeadStats.load``."""
-
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
+    if (why := amiss(path)) is not None:
+        raise ValueError(f"{path}: {why}")
+    check_name(path)
+    path.open("rb").close()  # what keeps it from being read is said here; safetensors does not say it
     said = header(path)
     if said is None:
         if _is_cut_short(path):
@@ -162,7 +165,7 @@ def is_ours(path: Path) -> bool:
 
 
 def check_name(path: Path) -> None:
-    """Raises: ValueError: a file of this name could be written, but not read again."""
+    """Raises: ValueError: a file of this name can be written, but not read."""
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError as error:

@@ -36,6 +36,7 @@ def load(path: Path) -> Recording:
 
     Raises:
         FileNotFoundError: there is no such file.
+        OSError: it cannot be opened.
         ValueError: it is no recording, or one of a newer format, or damaged.
     """
     stats = HeadStats.load(path)

@@ -496,6 +496,7 @@ class HeadStats:
 
         Raises:
             FileNotFoundError: there is no such file.
+            OSError: it cannot be opened.
             ValueError: it is no file of statistics, or one of a newer format.
         """
         from headscope._stats_files import load

@@ -188,6 +188,7 @@ class Recording:
 
         Raises:
             FileNotFoundError: there is no such file.
+            OSError: it cannot be opened.
             ValueError: it is no recording, or one of a newer format.
         """
         from headscope._watch_files import load

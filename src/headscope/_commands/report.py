@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headscope._commands.pages import PAGE, check_apart, check_page, write_page
-from headscope._commands.screen import Mistake, Whole, busy, visible
+from headscope._commands.screen import Mistake, Whole, busy, unread, visible
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -54,7 +54,7 @@ def report(recording: str, out: str | None, serve: bool, port: int | None, force
         with busy(f"reading {visible(recording)}"):
             found = Recording.load(recording)
     except (OSError, ValueError, KeyError) as error:
-        raise Mistake(f"RECORDING: {getattr(error, 'strerror', None) or error}") from error
+        raise Mistake(f"RECORDING: {unread(recording, error)}") from error
     given = _options(**options)
     if serve:
         _serve(found, port or 0, given)

@@ -97,6 +97,12 @@ def one_line(message: str) -> str:
     return visible(" ".join(message.split()))
 
 
+def unread(path: str, error: Exception) -> str:
+    """Why a file was not read, of an error that may name it or not."""
+    why = getattr(error, "strerror", None)
+    return f"{path}: cannot be read: {why}" if why else str(error)
+
+
 def console() -> Console:
     """The console of stdout: as wide as the terminal, within what can be read; plain where stdout is no terminal."""
     from rich.console import Console

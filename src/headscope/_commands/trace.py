@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from headscope._commands.pages import write_page
-from headscope._commands.screen import SIZE, Mistake, busy, console, print_json
+from headscope._commands.screen import SIZE, Mistake, busy, console, print_json, visible
 
 if TYPE_CHECKING:
     from headscope.tracing import Trace
@@ -66,7 +66,7 @@ def trace(
     if as_json:
         print_json(steps.to_dict())
     elif html is not None:
-        print(write_page(html, _page(steps), force))
+        print(visible(write_page(html, _page(steps), force)))
     else:
         console().print(steps.table(explain=explain))
 

@@ -14,7 +14,18 @@ import click
 
 from headscope._commands.looking import one_thread
 from headscope._commands.pages import PAGE, check_apart, check_name, check_page, write_page
-from headscope._commands.screen import SIZE, Mistake, busy, console, one_line, print_json, say, uninterrupted, visible
+from headscope._commands.screen import (
+    SIZE,
+    Mistake,
+    busy,
+    console,
+    one_line,
+    print_json,
+    say,
+    uninterrupted,
+    unread,
+    visible,
+)
 
 if TYPE_CHECKING:
     from headscope._commands.models import Loaded
@@ -216,7 +227,7 @@ def _old(path: str) -> HeadStats:
     try:
         return HeadStats.load(path)
     except (OSError, ValueError, KeyError) as error:
-        raise Mistake(f"--against: {getattr(error, 'strerror', None) or error}") from error
+        raise Mistake(f"--against: {unread(path, error)}") from error
 
 
 # ---------------------------------------------------------------- watching
