@@ -57,7 +57,7 @@ def assert_same(got: Recording, wanted: Recording, *, leave: tuple[str, ...] = (
         for part in ("received", "eligible"):
             one, other = getattr(got.stats[layer], part), getattr(wanted.stats[layer], part)
             assert not one[:, keys:].any(), "room that no key has taken"
-            torch.testing.assert_close(one[:, :keys], other, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(one[:, :keys], other, rtol=5e-5, atol=5e-5)  # a model rounds otherwise in steps
 
 
 # ---------------------------------------------------------------- caches
