@@ -123,14 +123,16 @@ def test_ctrl_c_is_one_line_and_130(setup: str, tmp_path: Path) -> None:
 
 
 @POSIX
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", -15), ("SIGHUP", -1)])
 @pytest.mark.parametrize(
-    ("arguments", "written"),
-    [("text a", "headscope-report.html"), ("watch digits --no-page --out a.safetensors", "a.safetensors")],
-    ids=["page", "recording"],
+    ("name", "code", "arguments", "written"),
+    [
+        ("SIGINT", 130, "text a", "headscope-report.html"),
+        ("SIGHUP", -1, "text a", "headscope-report.html"),
+        ("SIGTERM", -15, "watch digits --no-page --out a.safetensors", "a.safetensors"),
+    ],
 )
 def test_a_signal_while_a_file_is_written_leaves_it_whole(
-    arguments: str, written: str, name: str, code: int, tmp_path: Path
+    name: str, code: int, arguments: str, written: str, tmp_path: Path
 ) -> None:
     setup = WHILE_WRITING.replace("SIGINT", name)
     if name != "SIGINT":
@@ -194,23 +196,34 @@ STDOUT = {
 
 
 @LINUX
-@pytest.mark.parametrize("streams", STDOUT)
-@pytest.mark.parametrize("verb", [("text", "x", "--no-page"), ("trace", "--json"), ("--help",)], ids=" ".join)
-def test_a_stdout_that_takes_nothing_is_one_line(streams: str, verb: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("streams", "verb"),
+    [
+        *((streams, "--help") for streams in STDOUT),
+        *((streams, "text x --no-page") for streams in (">/dev/full", ">&-")),
+        *((streams, "trace --json") for streams in ("1</dev/null", ">large")),
+    ],
+)
+def test_a_stdout_that_takes_nothing_is_one_line(streams: str, verb: str, tmp_path: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))" if "large" in streams else ""
-    ran = redirected(streams, *verb, cwd=tmp_path, setup=limit)
+    ran = redirected(streams, *verb.split(), cwd=tmp_path, setup=limit)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr == f"headscope: stdout: cannot be written: {STDOUT[streams]}\n"
 
 
 @LINUX
-@pytest.mark.parametrize("streams", ["2>&-", "2>&- <&-", "2>/dev/full", "2</dev/null"])
-def test_what_stderr_does_not_take_is_lost_and_nothing_else(streams: str, tmp_path: Path) -> None:
+def test_what_stderr_does_not_take_is_lost_and_nothing_else(tmp_path: Path) -> None:
     asked = ("text", "code " * 300, "--no-page")
     wanted = headscope(*asked, cwd=tmp_path)
     assert wanted.stderr.startswith("headscope text: the text has ")
-    ran = redirected(streams, *asked, cwd=tmp_path)
-    assert (ran.returncode, ran.stdout) == (0, wanted.stdout)
+    for streams in ("2>&-", "2>/dev/full"):
+        ran = redirected(streams, *asked, cwd=tmp_path)
+        assert (ran.returncode, ran.stdout) == (0, wanted.stdout), streams
+
+
+@LINUX
+@pytest.mark.parametrize("streams", ["2>&-", "2>&- <&-", "2>/dev/full", "2</dev/null"])
+def test_errors_that_stderr_does_not_take_keep_their_exit_code(streams: str, tmp_path: Path) -> None:
     ran = redirected(streams, "text", "", cwd=tmp_path)
     assert (ran.returncode, ran.stdout) == (2, "")
     ran = redirected(streams, "text", "a", "--no-page", cwd=tmp_path, setup=AT_IMPORT)

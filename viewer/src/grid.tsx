@@ -125,6 +125,7 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
   const said = data.layers[layer].map;
   useEffect(() => {
     if (!said) return;
+    const element = canvas.current!; // which is gone from the reference before this effect is told to stop
     let stale = false;
     const watcher = new IntersectionObserver(
       ([entry]) => {
@@ -132,12 +133,12 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
         watcher.disconnect();
         void decoded(layer, head).then((found) => {
           if (stale || !found.map) return;
-          fill(canvas.current!, found.map, layer, state);
+          fill(element, found.map, layer, state);
         });
       },
       { rootMargin: "200px" },
     );
-    watcher.observe(canvas.current!);
+    watcher.observe(element);
     return () => {
       stale = true;
       watcher.disconnect();

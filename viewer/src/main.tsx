@@ -1,7 +1,7 @@
 // The page: which view is shown, the switches, the address, the keyboard.
 
 import { render } from "preact";
-import { useCallback, useEffect, useRef, useState } from "preact/hooks";
+import { useCallback, useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { Compare } from "./compare";
 import { data } from "./data";
 import { exported, Grid, type Place, TILE } from "./grid";
@@ -35,7 +35,8 @@ function App() {
     return () => removeEventListener("hashchange", moved);
   }, []);
 
-  useEffect(() => {
+  // A layout effect is there with what is shown: a key pressed before the next frame would find the state of the last.
+  useLayoutEffect(() => {
     const pressed = (event: KeyboardEvent) => {
       const target = event.target as HTMLElement;
       if (state.view !== "head" || event.shiftKey || event.ctrlKey || event.altKey || event.metaKey) return;
