@@ -63,6 +63,7 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = CONNECTIONS  # not the usual 5: one more would have to try again, a second later
 
     def __init__(self, recording: Recording, *, port: int = 0, title: str = "", **options: Any) -> None:
         """Bind to 127.0.0.1.
