@@ -25,7 +25,7 @@ TARGETS = cpu.native.targets() if cpu.native is not None else []
 
 # Each target in a process of its own: of one that has imported what takes long.
 FORCED = """
-import os, torch._dynamo
+import itertools, os, torch._dynamo
 
 def compare(target):
     from headscope import attend, masks
@@ -33,7 +33,7 @@ def compare(target):
     assert cpu.native.target() == target, cpu.native.target()
     torch.manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    for number, dtype, softcap in [(n, dtype, softcap) for n in range(4) for dtype in dtypes for softcap in (None, 3.0)]:
+    for number, dtype, softcap in itertools.product(range(4), dtypes, (None, 3.0)):
         # every pair of size, mask and dtype; the self-check has the rest
         place = number + dtypes.index(dtype) + (softcap is not None)
         batch, heads, kv_heads, queries, keys, depth, width = SIZES[place % 4]
