@@ -328,3 +328,19 @@ def test_positions_of_any_integer_dtype(name: str, dtype: torch.dtype) -> None:
 def test_no_tokens_where_the_length_counts() -> None:
     m = module(**OPTIONS["dynamic"])
     assert m(torch.zeros(B, 0, E, dtype=torch.float64), positions=torch.arange(0)).shape == (B, 0, E)
+
+
+def test_cross_attention_reads_a_packed_weight_once() -> None:
+    """What makes it may move on each time, as spectral_norm does in training, or draw."""
+    module = MultiHeadAttention(16, 4).train()
+
+    class Drawn(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight * torch.rand(())
+
+    nn.utils.parametrize.register_parametrization(module.qkv_proj, "weight", Drawn())
+    x = torch.randn(2, 9, 16)
+    torch.manual_seed(3)
+    wanted = module(x)
+    torch.manual_seed(3)
+    torch.testing.assert_close(module(x, x.clone()), wanted)

@@ -163,6 +163,56 @@ def test_a_bias_under_vmap_has_a_gradient(native: bool, gradient: Any, monkeypat
         torch.testing.assert_close(compiled(lambda q, bias: of_vmap(attend(None), q, bias))(q, bias), wanted)
 
 
+def test_a_bias_under_vmap_that_needs_no_gradient_is_for_torchs_kernels() -> None:
+    q, bias = torch.randn(1, 2, 5, 4), torch.randn(3, 2, 5, 5)
+    found = [
+        torch.func.vmap(lambda b, name=name: headscope.attention(q, q, q, bias=b, backend=name))(bias)
+        for name in ("sdpa", "cpu")
+    ]
+    torch.testing.assert_close(*found)
+
+
+def test_a_bias_needs_a_gradient_though_the_innermost_transform_does_not_say_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A gradient around a batch, around one that was detached."""
+    monkeypatch.setattr(cpu, "native", None)
+    monkeypatch.setattr(functional, "_kept", {})
+    q, bias = torch.randn(1, 2, 5, 4), torch.randn(3, 2, 5, 5)
+
+    def run(backend: str | None) -> Tensor:
+        def one(b: Tensor) -> Tensor:
+            of = torch.func.vjp(lambda x: headscope.attention(q, q, q, bias=x.detach() + b, backend=backend).sum(), b)
+            return of[0]
+
+        return torch.func.grad(lambda bias: torch.func.vmap(one)(bias).square().sum())(bias)
+
+    torch.testing.assert_close(run(None), run("reference"))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of its kernel in a batch
+def test_a_first_gradient_within_a_compiled_function_is_by_torchs_kernels() -> None:
+    """Where autograd may not ask for the next; and where it may, a graph does not hold each row by itself."""
+    q, graphs = torch.randn(1, 8, 700, 4), []
+
+    def grad(q: Tensor) -> Tensor:
+        return torch.func.grad(lambda q: headscope.attention(q, q, q, mask=causal()).square().sum())(q)
+
+    def called(run: Callable[[Tensor], Tensor]) -> list[str]:
+        torch.compiler.reset()
+        graphs.clear()
+        torch.compile(run, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)(q)
+        return [getattr(node.target, "__name__", str(node.target)) for node in graphs[0].graph.nodes]
+
+    names = called(grad)
+    assert "scaled_dot_product_attention" not in names
+    assert names.count("matmul") == 2
+    for off in (torch.no_grad(), torch.inference_mode()):
+        with off:
+            assert "scaled_dot_product_attention" in called(grad)
+            assert "scaled_dot_product_attention" in called(torch.func.vmap(lambda q: headscope.attention(q, q, q)))
+
+
 @pytest.mark.parametrize("option", ["nothing", "causal", "bias"])
 def test_the_default_has_every_derivative_within_a_compiled_function(option: str) -> None:
     q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))

@@ -11,7 +11,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
-from torch._C._functorch import is_batchedtensor
+from torch._C._functorch import (
+    CGradInterpreterPtr,
+    TransformType,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+)
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
@@ -25,7 +32,7 @@ LARGEST = torch.finfo(torch.float32).max / 2  # of a factor: logits are float32
 
 Spans = Literal["all", "causal", "keys", "rows"]
 Rest = Literal["none", "dense", "other", "many"]
-Form = Literal["plain", "traced", "transformed", "subclass"]
+Form = Literal["plain", "traced", "mapped", "transformed", "subclass"]
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
 _STAND_INS = (FakeTensor, FunctionalTensor)  # what torch.export shows in the place of ordinary ones
@@ -46,8 +53,9 @@ class Call:
         grad: whether a gradient may be asked for, of q, k, v or sinks.
         bias_grad: likewise, of the bias.
         form: whether the tensors' memory may be read past torch: "plain", it may; "traced", somebody looks at the
-            operators that run (see ``is_traced``); "transformed", likewise, by torch.func within torch.compile;
-            "subclass", they are more than ordinary tensors.
+            operators that run (see ``is_traced``); "mapped" and "transformed", likewise, and it is torch.func within
+            torch.compile, which asks for a first gradient at most, or may ask for any derivative; "subclass", they
+            are more than ordinary tensors.
     """
 
     lead: tuple[int, ...]
@@ -72,6 +80,11 @@ class Call:
     lse: bool
     grad: bool
     form: Form
+
+    @property
+    def within(self) -> bool:
+        """Whether torch.func asks, within torch.compile."""
+        return self.form in ("mapped", "transformed")
 
     @property
     def batch(self) -> int:
@@ -153,14 +166,35 @@ def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor
 
 
 def _may_need_gradient(x: Tensor) -> bool:
-    """Whether it needs one; a batch of torch.func does not say whether its entries do."""
-    return x.requires_grad or (_are_functorch_transforms_active() and is_batchedtensor(x))
+    """Whether it needs one. Of a batch of torch.func its entries say it, but to no compiler: there it may."""
+    if x.requires_grad or not _are_functorch_transforms_active():
+        return x.requires_grad
+    if is_dynamo_compiling():
+        return is_batchedtensor(x)
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+        if x.requires_grad:
+            return True
+    return False
+
+
+def _goes_further() -> bool:
+    """Whether the transforms of torch.func around may ask for more than a first gradient."""
+    taken = [each for each in get_interpreter_stack() if each.key() in (TransformType.Grad, TransformType.Jvp)]
+    if len(taken) == 1 and taken[0].key() == TransformType.Grad:
+        return CGradInterpreterPtr(taken[0]).prevGradMode()  # autograd may ask for the next
+    return len(taken) > 0
+
+
+# A compiler takes what it says for a constant: of the transforms around it has made guards. This is how
+# torch.compiler.assume_constant_result marks it, which imports the compiler.
+_goes_further._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def form(*tensors: Tensor | None) -> Form:
     """How these may be read; see ``Call``."""
     if is_dynamo_compiling() and _are_functorch_transforms_active():
-        return "transformed"
+        return "transformed" if _goes_further() else "mapped"
     found: Form = "traced" if is_traced() else "plain"
     for x in tensors:
         if x is not None and type(x) not in _ORDINARY:
@@ -212,7 +246,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
         raise ValueError(f"v: axis {v.ndim - 3} (Hkv) is {v.shape[-3]}, k has {kv_heads}; {shapes(q=q, k=k, v=v)}")
     kv_heads = max(kv_heads, v.shape[-3])
     if kv_heads == 0 or heads % kv_heads:
-        wanted = f"a divisor of q's {heads} heads"
+        wanted = f"a divisor of q's {heads} heads" if heads else "at least 1, as has q's axis H"
         raise ValueError(f"k: axis {k.ndim - 3} (Hkv) is {kv_heads}, wanted {wanted}; {shapes(q=q, k=k, v=v)}")
     if q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
         return tuple(q.shape[:-3])

@@ -10,7 +10,7 @@ from headscope._call import Call
 _ALL: tuple[Backend, ...] = (cpu, sdpa, blocked, reference)
 BACKENDS = {backend.name: backend for backend in _ALL}
 
-# Fastest first of what is right, by device type; what is not named here takes the order of "default".
+# Fastest first of what is right, by device type or as ``order`` says; other devices take the order of "default".
 ORDER: dict[str, tuple[str, ...]] = {
     "default": ("cpu", "sdpa", "blocked", "reference"),
     # bf16 on a CPU with matrix tiles, which torch's kernel uses and ours do not

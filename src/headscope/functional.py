@@ -89,7 +89,8 @@ def attention(
         backend: "cpu", "sdpa", "blocked" or "reference"; by default the fastest that takes the call.
 
     A row that may see nothing gives 0, with zero gradients. NaN and infinity reach exactly the rows that may see them.
-    Softmax is computed in float32 or better. The second derivative exists for the reference backend only.
+    Softmax is computed in float32 or better. The second derivative exists for the reference backend only, and
+    where torch.func asks for it within a compiled function.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.

@@ -347,12 +347,15 @@ class MultiHeadAttention(nn.Module):
         if context is None and self.packed:
             q, k, v = self.qkv_proj(x).split(self.splits, -1)  # each [B, Q, H * D]
         else:
-            sources = zip(QKV, (x, k_from, v_from), strict=True)
+            sources = (x, k_from, v_from)
             if self.packed:
                 self._check_sliced()
-                q, k, v = (F.linear(source, *self.projection(name)) for name, source in sources)
+                weight, bias = self.qkv_proj.weight, self.qkv_proj.bias  # once: a parametrization makes one each time
+                weights = weight.split(self.splits)
+                biases = (None, None, None) if bias is None else bias.split(self.splits)  # pyright: ignore[reportUnnecessaryComparison]
+                q, k, v = map(F.linear, sources, weights, biases)
             else:  # called, so that wrappers and hooks of theirs run
-                q, k, v = (getattr(self, f"{name}_proj")(source) for name, source in sources)
+                q, k, v = (getattr(self, f"{name}_proj")(source) for name, source in zip(QKV, sources, strict=True))
         return (
             split_heads(q, self.num_heads, self.head_dim),
             split_heads(k, self.kv_heads, self.head_dim),

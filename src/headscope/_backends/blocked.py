@@ -22,6 +22,7 @@ from headscope.masks import Plan
 name = "blocked"
 
 BLOCK = 1 << 19  # logits in one block: 2 MiB of float32, about one core's second-level cache
+COMPILED_BLOCK = 1 << 24  # the same within torch.compile, where a graph has each block written out
 
 
 def refuses(call: Call) -> list[str]:
@@ -31,7 +32,7 @@ def refuses(call: Call) -> list[str]:
 
 def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = None) -> tuple[Tensor, Tensor | None]:
     """out and lse, block by block. The seed of dropout is drawn from torch's generator unless it is given."""
-    if call.form == "transformed":
+    if call.within:
         return _attend_plainly(call, plan, inputs)
     if seed is None:
         seed = int(torch.randint(2**62, (), device="cpu").item()) if call.dropout else 0
@@ -144,7 +145,7 @@ def _attend_plainly(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tens
         return inputs.q.new_zeros((*rows, call.v_head_dim)), inputs.q.new_zeros(
             rows, dtype=accumulate_dtype(call.dtype)
         )
-    step = max(1, BLOCK // max(1, call.batch * call.heads * call.keys))
+    step = max(1, COMPILED_BLOCK // max(1, call.batch * call.heads * call.keys))
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     for number, start in enumerate(range(0, call.queries, step)):
@@ -235,7 +236,7 @@ def _forward(call: Call, plan: Plan | None, block: Block, inputs: Inputs, seed: 
     w = _weights(call, block, inputs, s)
     p = w.p
     if call.dropout:
-        p = F.dropout(p, call.dropout) if call.form == "transformed" else p * _keep(call, block, seed, p)
+        p = F.dropout(p, call.dropout) if call.within else p * _keep(call, block, seed, p)
     out = p @ inputs.v[block.b, block.h, block.j].to(p.dtype)
     lse = w.top + w.divisor.log()  # of which torch may take the derivative: log(0) has none
     return out / w.divisor, lse.masked_fill(w.total == 0, -torch.inf) if call.may_be_empty else lse
@@ -274,7 +275,7 @@ def _weights(call: Call, block: Block, inputs: Inputs, s: Tensor) -> _Weights:
         top = torch.maximum(top, sink)
     if call.may_be_empty:
         top = top.masked_fill(top == -torch.inf, 0)
-    p = (s - top).exp() if call.form == "transformed" else s.sub_(top).exp_()
+    p = (s - top).exp() if call.within else s.sub_(top).exp_()
     total = p.sum(-1, keepdim=True)
     if sink is not None:
         sink = (sink - top).exp()

@@ -51,7 +51,7 @@ def refuses(call: Call) -> list[str]:
     elif native is None:
         why = f"cannot be loaded: {unloadable}" if unloadable else "is not installed"
         reasons.append(f"build: the native extension {why}")
-    if call.form == "transformed":
+    if call.within:
         reasons.append("torch.func: within torch.compile, which does not trace their operators' gradients there")
     if call.form == "subclass":
         reasons.append("tensors: of a subclass of Tensor; these kernels read plain memory")
