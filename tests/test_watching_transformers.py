@@ -291,6 +291,41 @@ def test_a_window_that_only_a_config_has_hides_nothing() -> None:
     assert_same(steps, whole)
 
 
+LEFT = (torch.arange(18) >= 8).long()[None]  # a text that begins with the ninth key of eighteen
+
+
+def test_left_padding_hides_keys_from_layers_without_a_window() -> None:
+    """The second layer attends to everything, and no text of the batch has a key that a window could pass."""
+    config = transformers.Llama4TextConfig(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=99,
+        intermediate_size=20, intermediate_size_mlp=20, num_local_experts=2, attention_chunk_size=5,
+        layer_types=["chunked_attention", "full_attention"],
+    )  # fmt: skip
+    model: Any = transformers.Llama4ForCausalLM(config).eval()
+    cache = transformers.DynamicCache()
+    with torch.no_grad(), watch(model) as seen:
+        for start, end in ((0, 12), (12, 13), (13, 18)):
+            model(
+                IDS[:, :1].expand(-1, end - start),
+                attention_mask=LEFT[:, :end].expand(len(IDS), -1),
+                past_key_values=cache,
+            )
+    assert seen[1, "first"].count.tolist() == seen[1, "entropy"].count.tolist() == [10 * len(IDS)] * 4
+
+
+def test_a_query_that_sees_more_keys_than_a_window_has_none() -> None:
+    """Moshi's config does not say which layers have one; here padding hides what it would hide from the first query."""
+    config = transformers.MoshiConfig(
+        hidden_size=24, ffn_dim=16, num_hidden_layers=1, num_attention_heads=4, vocab_size=99, sliding_window=5
+    )
+    model: Any = transformers.MoshiForCausalLM(config).eval()
+    cache = transformers.DynamicCache()
+    with torch.no_grad(), watch(model) as seen:
+        for start, end in ((0, 12), (12, 18)):
+            model(IDS[:1, :1].expand(-1, end - start), attention_mask=LEFT[:, :end], past_key_values=cache)
+    assert seen[0, "first"].count.tolist() == seen[0, "entropy"].count.tolist() == [10] * 4
+
+
 @pytest.mark.parametrize("family", ["t5", "whisper"])
 def test_an_encoder_once_and_a_decoder_step_by_step(family: str) -> None:
     model = model_of(family)

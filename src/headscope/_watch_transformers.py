@@ -38,6 +38,7 @@ _KEYS = (
     *("key", "keys", "key_tensor"),
     *("key_value_states", "encoder_hidden_states", "cross_attention_states", "context"),
 )
+_SLIDING = ("sliding_attention", "chunked_attention", "hybrid_sliding")  # types of layers that pass the first keys
 _LEAD = ("module", "query", "key", "value", "attention_mask")
 ROWS = 16  # of the model's own function that are computed where headscope attends in its place
 
@@ -299,12 +300,18 @@ def _length(frame: Frame, queries: int) -> int | Tensor | None:
         return None
     if getattr(module, "is_kv_shared_layer", False):  # its keys are of an earlier layer, and all have seen as many
         return int(cache.get_seq_length())
-    layer = frame.arguments.get("layer_idx")  # where several layers share a module, which then has none of its own
-    layer = getattr(module, "layer_idx", None) if layer is None else layer
-    if layer is None or layer < 0:
+    layer = _layer(frame)
+    if layer is None:
         return None
     own = queries if hasattr(module, "append_to_cache") else 0  # DiffusionGemma's decoder, which keeps no keys there
     return cache.get_seq_length(layer) + own
+
+
+def _layer(frame: Frame) -> int | None:
+    """Which of the model's layers this is; None where nothing says so."""
+    layer = frame.arguments.get("layer_idx")  # where several layers share a module, which then has none of its own
+    layer = getattr(frame.module, "layer_idx", None) if layer is None else layer
+    return None if layer is None or layer < 0 else layer
 
 
 def _merged(frame: Frame) -> int | None:
@@ -343,8 +350,8 @@ def _allowed(frame: Frame, mask: Tensor) -> Tensor | None:
 def _late(frame: Frame, given: Mapping[str, Any], queries: int, total: int | Tensor | None) -> bool:
     """Whether a window has passed the first key before the first of these queries; where a cache keeps all keys.
 
-    Not every layer is told of its window, or its chunk (Llama 4, Doge, PhiMoE). A config does not say which layers have
-    one (Moshi's have none): there the mask that the layer was given says.
+    Not every layer is told of its window, or its chunk (Llama 4, Doge, PhiMoE). Not every config says which layers have
+    one (Moshi's have none): there the mask that the layer was given says, as far as padding lets it.
     """
     module, told = frame.module, True
     if "sliding_window" in given:  # Exaone's modules all have one, and those that attend to everything pass None
@@ -356,16 +363,21 @@ def _late(frame: Frame, given: Mapping[str, Any], queries: int, total: int | Ten
         window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     if not (isinstance(window, int) and isinstance(total, int) and total - queries >= window):
         return False
-    return told or _hides(frame.arguments.get("attention_mask"), total - queries - window + 1)
+    return told or (_may_slide(frame) and _narrow(frame.arguments.get("attention_mask"), window))
 
 
-def _hides(mask: Any, keys: int) -> bool:
-    """Whether a mask hides all of the first keys from everybody."""
+def _may_slide(frame: Frame) -> bool:
+    """Whether the config leaves it open that the layer has a window, or a chunk."""
+    types, layer = getattr(getattr(frame.module, "config", None), "layer_types", None), _layer(frame)
+    return types is None or layer is None or layer >= len(types) or types[layer] in _SLIDING
+
+
+def _narrow(mask: Any, window: int) -> bool:
+    """Whether a mask lets no query see more keys than a window has."""
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         return False
-    first = mask[..., :keys]
-    seen = first if mask.dtype == torch.bool else _watch_masks.additive(first) > -math.inf
-    return not bool(seen.any())
+    seen = mask if mask.dtype == torch.bool else _watch_masks.additive(mask) > -math.inf
+    return not bool((seen.sum(-1) > window).any())
 
 
 def _beside(frame: Frame, mask: Tensor | None, keys: int) -> int:
