@@ -5,6 +5,8 @@ The processes signal themselves at a chosen place in the code, so that no test d
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from headscope._backends import cpu
+from headscope.cli import main
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="streams as /dev/full and the errors of Linux have them")
 POSIX = pytest.mark.skipif(os.name != "posix", reason="signals, pipes and pseudo-terminals of POSIX")
@@ -209,6 +212,57 @@ def test_a_stdout_that_takes_nothing_is_one_line(streams: str, verb: str, tmp_pa
     ran = redirected(streams, *verb.split(), cwd=tmp_path, setup=limit)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr == f"headscope: stdout: cannot be written: {STDOUT[streams]}\n"
+
+
+PRINTED_BY_CLICK = [[], ["--help"], ["--version"], ["check", "--help"]]
+
+
+@LINUX
+@pytest.mark.parametrize("arguments", PRINTED_BY_CLICK, ids=" ".join)
+def test_what_click_prints_in_ascii_fails_as_all_else(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/full", "w", encoding="ascii") as full, contextlib.redirect_stdout(full):
+        assert main(arguments) == 2
+    assert capsys.readouterr().err == "headscope: stdout: cannot be written: No space left on device\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="ascii") as closed, contextlib.redirect_stdout(closed):
+        assert main(arguments) == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_what_click_prints_in_ascii_is_ascii() -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with contextlib.redirect_stdout(shown):
+        assert main(["check", "--help"]) == 0
+    assert "q.k that was meant" in shown.buffer.getvalue().decode("ascii")
+
+
+class Full(io.StringIO):
+    """A stream that takes nothing, and is no file."""
+
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+@LINUX
+def test_a_caller_keeps_its_own_stdout_and_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever becomes of the streams that it puts in their place."""
+    files = len(os.listdir("/proc/self/fd"))
+    with contextlib.redirect_stderr(Full()):
+        assert main(["trace", "--dim", "0"]) == 2
+    with contextlib.redirect_stdout(Full()):
+        assert main(["--help"]) == 2
+    assert capfd.readouterr().err == "headscope: stdout: cannot be written: No space left on device\n"
+    with open("/dev/full", "w", encoding="utf-8") as full, contextlib.redirect_stdout(full):
+        assert main(["--help"]) == 2
+        assert os.path.samestat(os.fstat(full.fileno()), os.stat("/dev/full"))
+    with contextlib.redirect_stderr(None):
+        assert main(["trace", "--dim", "0"]) == 2
+    assert len(os.listdir("/proc/self/fd")) == files
+    capfd.readouterr()
+    os.write(1, b"one")
+    os.write(2, b"two")
+    assert capfd.readouterr() == ("one", "two")
 
 
 @LINUX

@@ -60,12 +60,13 @@ def _flushed(arguments: Sequence[str] | None) -> int:
     if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]  # it is None where it was closed
         print("headscope: stdout: cannot be written: it is closed", file=sys.stderr)
         return 2
-    sys.stdout = _stdout(sys.stdout)
+    out = sys.stdout
+    sys.stdout = _stdout(out)
     try:
         code = _run(arguments)
         sys.stdout.flush()
     except _StdoutError as error:
-        _give_up(1)
+        _discard(out)
         if isinstance(error.__cause__, BrokenPipeError):
             return PIPE_CLOSED
         print(f"headscope: stdout: cannot be written: {error}", file=sys.stderr)
@@ -113,6 +114,8 @@ class _Guarded:
             self._failed(error)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "buffer" and codecs.lookup(self._stream.encoding or "ascii").name == "ascii":
+            raise AttributeError("buffer: click would write to it, past this guard, in UTF-8")
         return getattr(self._stream, name)
 
 
@@ -128,15 +131,32 @@ def _stdout(stream: TextIO) -> Any:
 def _stderr(stream: TextIO | None) -> Any:
     """Stderr that never fails: what it does not take is lost, and the work goes on."""
     if stream is None:  # it was closed: a file opened later must not get its number, and the messages of libraries
-        while os.open(os.devnull, os.O_RDWR) < 2:
+        while (descriptor := os.open(os.devnull, os.O_RDWR)) < 2:
             pass
+        if descriptor > 2:
+            os.close(descriptor)
         return io.StringIO()
-    return _Guarded(stream, lambda error: _give_up(2))
+    return _Guarded(stream, lambda error: _discard(stream))
 
 
-def _give_up(descriptor: int) -> None:
-    """What is left in the buffer of a stream must not be tried again when the interpreter ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+def _discard(stream: TextIO) -> None:
+    """What is left in the buffer of a stream must not be tried again, when the interpreter ends or by a caller.
+
+    The descriptor stays what it was: it may be a caller's.
+    """
+    try:
+        descriptor = stream.fileno()
+        kept, inheritable = os.dup(descriptor), os.get_inheritable(descriptor)
+    except (AttributeError, OSError, ValueError):  # it is no file, or closed
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    try:
+        stream.flush()
+    finally:
+        os.dup2(kept, descriptor, inheritable)
+        os.close(nowhere)
+        os.close(kept)
 
 
 def _without(error: UnicodeError) -> tuple[str, int]:
