@@ -50,7 +50,7 @@ def save(stats: HeadStats, path: Path, force: bool, more: Mapping[str, str] | No
 
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
-    check_name(path)
+    check_utf8(path)
     if (said := amiss(path)) is not None:
         raise FileExistsError(f"{path}: {said}")
     if path.exists() and not force and not is_ours(path):
@@ -83,7 +83,7 @@ def load(path: Path) -> HeadStats:
         raise FileNotFoundError(f"{path}: no such file")
     if (why := amiss(path)) is not None:
         raise ValueError(f"{path}: {why}")
-    check_name(path)
+    check_utf8(path)
     path.open("rb").close()  # what keeps it from being read is said here; safetensors does not say it
     said = header(path)
     if said is None:
@@ -164,7 +164,7 @@ def is_ours(path: Path) -> bool:
         return False
 
 
-def check_name(path: Path) -> None:
+def check_utf8(path: Path) -> None:
     """Raises: ValueError: a file of this name can be written, but not read."""
     try:
         os.fspath(path).encode()

@@ -84,7 +84,7 @@ def refusal(modules: Mapping[str, nn.Module]) -> str | None:
         version = sys.modules["transformers"].__version__
         return (
             f"watch: transformers {version} has no AttentionInterface.get_interface, so that eager attention cannot be "
-            'seen; use a newer one, or load the model with attn_implementation="sdpa"'
+            'seen; use transformers 5.15 or newer, or load the model with attn_implementation="sdpa"'
         )
     return None
 

@@ -212,7 +212,7 @@ def _check_out(path: Path, force: bool) -> None:
     if there and not path.is_file():
         raise Mistake(f"--out: {path}: is no regular file")
     try:
-        _stats_files.check_name(path)
+        _stats_files.check_utf8(path)
     except ValueError as error:
         raise Mistake(f"--out: {error}") from error
     if there and not force and not _stats_files.is_ours(path):
