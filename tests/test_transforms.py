@@ -20,6 +20,7 @@ from headscope.masks import KeyLengths, causal
 pytestmark = [
     pytest.mark.skipif(cpu.native is None, reason="the native extension was not built: no C++ compiler"),
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),  # torch's own, within torch
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),  # likewise, of torch's kernel in a batch
     pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning"),
 ]
 
@@ -190,7 +191,6 @@ def test_a_bias_needs_a_gradient_though_the_innermost_transform_does_not_say_so(
     torch.testing.assert_close(run(None), run("reference"))
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of its kernel in a batch
 def test_a_first_gradient_within_a_compiled_function_is_by_torchs_kernels() -> None:
     """Where autograd may not ask for the next; and where it may, a graph does not hold each row by itself."""
     q, graphs = torch.randn(1, 8, 700, 4), []
