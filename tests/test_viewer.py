@@ -209,7 +209,7 @@ def test_heads_are_sorted_and_filtered_by_their_figures(look: Any, short: Record
     assert [label.split(", ")[:2] for label in thumbs(page)] == [name.split(", ") for name in ordered[::-1]]
     page.get_by_label("only heads with").select_option("entropy")
     limit = (entropy[ordered[1]] + entropy[ordered[2]]) / 2
-    page.get_by_label("this").fill(f"{limit}")
+    page.get_by_label("limit").fill(f"{limit}")
     assert len(thumbs(page)) == 2
     page.get_by_label("at least or at most").select_option("≤")
     assert len(thumbs(page)) == 4
@@ -376,12 +376,12 @@ def test_strips_have_a_legend_and_the_name_of_their_layer(look: Any) -> None:
     kinds: Any = dict.fromkeys(parts, "self")
     page = look(Recording(HeadStats(parts), About("m", {}, {}, kinds, None, 1, 1)), "view=head&layer=0&head=1")
     band, strips = page.locator("canvas.band[data-drawn]"), page.locator(".strips")
-    assert band.get_attribute("aria-label") == "Weights of layer 0, head 1 near the diagonal, queries 0 to 99"
+    assert band.get_attribute("aria-label") == "Weights of layer 0, head 1 near the diagonal, queries 0 to 99. Arrow keys choose a weight."
     assert strips.locator(".legend").inner_text().split("\n")[:3] == ["weight, log", "≤ 0.000100", "1"]
     strips.get_by_label("at a time").select_option("200")
     page.get_by_role("button", name="↓ layer").click()
     page.get_by_role("heading", name="Layer 1, head 1").wait_for()
-    assert band.get_attribute("aria-label") == "Weights of layer 1, head 1 near the diagonal, queries 0 to 19"
+    assert band.get_attribute("aria-label") == "Weights of layer 1, head 1 near the diagonal, queries 0 to 19. Arrow keys choose a weight."
     page.get_by_role("button", name="↑ layer").click()
     page.get_by_role("heading", name="Layer 0, head 1").wait_for()
     assert strips.get_by_label("at a time").input_value() == "200"
@@ -545,7 +545,7 @@ def test_of_calls_of_different_lengths_strips_are_those_of_the_last(look: Any, t
     path = found.save_html(tmp_path / "both.html", strips=[("layers.0.attention", 1)])
     page = look(path, "view=head&layer=0&head=1&row=4&column=0")
     band = page.locator("canvas.band[data-drawn]")
-    label = "Weights of layer 0, head 1 near the diagonal, queries 50 to 149"
+    label = "Weights of layer 0, head 1 near the diagonal, queries 50 to 149. Arrow keys choose a weight."
     assert band.get_attribute("aria-label") == label, "bin 4 of 8 is in the middle"
     assert "Of the first input of the last call." in page.locator(".strips .legend").inner_text()
 

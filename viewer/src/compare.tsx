@@ -4,7 +4,7 @@ import { useMemo } from "preact/hooks";
 import { data } from "./data";
 import { difference, field } from "./field";
 import { all } from "./grid";
-import { Legend, NoMap, opened, useHead } from "./head";
+import { alike, Legend, NoMap, opened, useHead, useShown } from "./head";
 import { MapView, type Zoom } from "./map";
 import type { State } from "./state";
 import { figure, nameOf, statistic } from "./words";
@@ -15,15 +15,16 @@ interface Props {
   change: (part: Partial<State>) => void;
 }
 
-export function Compare({ state, theme, change }: Props) {
+export function Compare({ state: asked, theme, change: changed }: Props) {
+  const { state, heads: [a, b], change } = useShown(asked, [useHead(asked.layer, asked.head), useHead(asked.otherLayer, asked.otherHead)], changed);
   const [layerA, layerB] = [data.layers[state.layer], data.layers[state.otherLayer]];
-  const [a, b] = [useHead(state.layer, state.head), useHead(state.otherLayer, state.otherHead)];
   const fieldA = useMemo(() => (a?.map ? field(a.map, state.pool, state.sink, layerA.map!.exact) : null), [a, state.pool, state.sink]);
   const fieldB = useMemo(() => (b?.map ? field(b.map, state.pool, state.sink, layerB.map!.exact) : null), [b, state.pool, state.sink]);
   const less = useMemo(() => (fieldA && fieldB ? difference(fieldA, fieldB) : null), [fieldA, fieldB]);
   const zoom: Zoom = useMemo(() => ({ at: state.zoom, change: (at) => change({ zoom: at }) }), [state.zoom, change]);
   const pin = (row: number | null, column: number | null) => change({ row, column });
   const rest = { scale: state.scale, colours: state.colours, zoom, theme, pin, row: state.row, column: state.column, most: 380 };
+  const unpinned = alike(layerA, layerB) ? {} : { pin: () => undefined, row: null, column: null }; // what is pinned are bins of the one
   const [nameA, nameB] = [nameOf(state.layer, state.head), nameOf(state.otherLayer, state.otherHead)];
   const file = `headscope-${state.layer}.${state.head}-and-${state.otherLayer}.${state.otherHead}`;
   return (
@@ -32,13 +33,13 @@ export function Compare({ state, theme, change }: Props) {
       {!layerA.map && !layerB.map && <NoMap />}
       <div class="pair">
         <div>
-          <Choice label="One" layer={state.layer} head={state.head} choose={(layer, head) => change(opened(state, layer, head))} />
+          <Choice label="One" layer={asked.layer} head={asked.head} choose={(layer, head) => changed(opened(asked, layer, head))} />
           {a && fieldA && <MapView {...rest} layer={layerA} head={a} field={fieldA} title={nameA} exports={`${file}-one`} />}
           {fieldA && <Legend layer={layerA} field={fieldA} state={state} />}
         </div>
         <div>
-          <Choice label="Other" layer={state.otherLayer} head={state.otherHead} choose={(otherLayer, otherHead) => change({ otherLayer, otherHead })} />
-          {b && fieldB && <MapView {...rest} layer={layerB} head={b} field={fieldB} title={nameB} exports={`${file}-other`} />}
+          <Choice label="Other" layer={asked.otherLayer} head={asked.otherHead} choose={(otherLayer, otherHead) => changed({ otherLayer, otherHead })} />
+          {b && fieldB && <MapView {...rest} {...unpinned} layer={layerB} head={b} field={fieldB} title={nameB} exports={`${file}-other`} />}
           {fieldB && <Legend layer={layerB} field={fieldB} state={state} />}
         </div>
         <div>

@@ -255,16 +255,22 @@ function readMap(reader: Reader, said: MapSaid, head: number, tops: Float32Array
 }
 
 const KEPT = 48; // heads that stay decoded: the last ones that were shown
-const kept = new Map<string, Promise<Head>>();
+const kept = new Map<string, { later: Promise<Head>; now: Head | null }>();
+
+/** A head that is kept and decoded, at once. */
+export function known(layer: number, number: number): Head | null {
+  return kept.get(`${layer}.${number}`)?.now ?? null;
+}
 
 /** A head, decoded; the same one while it is kept. */
 export function head(layer: number, number: number): Promise<Head> {
   const key = `${layer}.${number}`;
-  const found = kept.get(key) ?? read(data.layers[layer], number);
+  const found = kept.get(key) ?? { later: read(data.layers[layer], number), now: null };
   kept.delete(key);
   kept.set(key, found);
   if (kept.size > KEPT) kept.delete(kept.keys().next().value!);
-  return found;
+  void found.later.then((is) => (found.now = is));
+  return found.later;
 }
 
 /** The strip of a head: codes, row by row. */

@@ -50,7 +50,7 @@ export function geometry(width: number, most: number, layer: Layer): Geometry {
   const left = narrow ? 58 : 92;
   const top = (narrow ? 58 : 80) + (hasReceived(layer) ? PROFILE : 0);
   const right = layer.entropy ? PROFILE + 8 : 8;
-  const side = Math.max(120, Math.min(width - left - right, most));
+  const side = Math.max(60, Math.min(width - left - right, most));
   return { width: left + side + right, height: top + side + 8, plot: { x: left, y: top, width: side, height: side } };
 }
 

@@ -144,19 +144,20 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
       watcher.disconnect();
     };
   }, [layer, head, state.pool, state.sink, state.scale, state.colours, state.thumbs, state.over, state.thumbs === "patch" ? state.row : 0, theme]);
-  const value = state.sort ? statistic(layer, head, state.sort) : null;
+  const name = state.sort || (said ? "" : TILE); // of the figure that is shown
+  const value = name ? statistic(layer, head, name) : null;
   const pattern = bestPattern(place);
-  const heading = data.names.find((each) => each.name === state.sort)?.heading ?? state.sort;
+  const heading = data.names.find((each) => each.name === name)?.heading ?? name;
   return (
     <button
       type="button"
       class={`thumb${isOpened(place, state) ? " opened" : ""}`}
-      aria-label={`${nameOf(layer, head)}${pattern && `, ${pattern}`}${state.sort && `, ${heading} ${figure(value)}`}`}
+      aria-label={`${nameOf(layer, head)}${pattern && `, ${pattern}`}${name && `, ${heading} ${figure(value)}`}`}
       title={`${nameOf(layer, head)}${pattern && `: ${pattern}`}`}
       tabIndex={stop ? 0 : -1}
       onClick={() => open(place)}
     >
-      {said ? <canvas ref={canvas} /> : <Tile place={place} name={state.sort || TILE} colours={state.colours} />}
+      {said ? <canvas ref={canvas} /> : <Tile place={place} name={name} colours={state.colours} />}
       <span>{state.sort ? `${data.layers[layer].short}·${head}` : head}</span>
       {state.sort ? <b>{figure(value)}</b> : pattern && <small class={weak(place) ? "weak" : ""}>{pattern}</small>}
     </button>
@@ -234,14 +235,15 @@ export async function exported(kind: "png" | "svg", state: State): Promise<void>
   const svg = new SvgSurface();
   const surface: Surface = kind === "svg" ? svg : new CanvasSurface(canvas.getContext("2d")!);
   const style = getComputedStyle(document.documentElement);
-  surface.box({ x: 0, y: 0, width, height }, style.getPropertyValue("--panel"));
+  const [panel, hidden, ink] = ["--panel", "--hidden", "--ink"].map((each) => style.getPropertyValue(each)); // now: the theme may change while heads are decoded
+  surface.box({ x: 0, y: 0, width, height }, panel);
   for (const [n, place] of found.entries()) {
     const [column, line] = at(place, n);
     const [x, y] = [GAP + column * (side + GAP), GAP + line * (side + LINE + GAP)];
-    surface.box({ x, y, width: side, height: side }, style.getPropertyValue("--hidden"));
+    surface.box({ x, y, width: side, height: side }, hidden);
     const { map } = await decoded(place.layer, place.head);
     if (map) small(surface, map, place.layer, state, side, [x, y]);
-    surface.text(`${data.layers[place.layer].short}·${place.head}`, x + side / 2, y + side + LINE / 2, { fill: style.getPropertyValue("--ink"), anchor: "middle", size: 11 });
+    surface.text(`${data.layers[place.layer].short}·${place.head}`, x + side / 2, y + side + LINE / 2, { fill: ink, anchor: "middle", size: 11 });
   }
   if (kind === "svg") save("headscope-heads.svg", new Blob([svg.written(width, height, document.title)], { type: "image/svg+xml" }));
   else canvas.toBlob((blob) => blob && save("headscope-heads.png", blob));

@@ -1,7 +1,7 @@
 // One head opened large: its map, what is known of the pinned cell, the tokens, its largest weights and its figures.
 
-import { useEffect, useMemo, useState } from "preact/hooks";
-import { data, type Head, hasPatches, hasTexts, head as decoded, type Layer, queryAt, token } from "./data";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { data, type Head, hasPatches, hasTexts, head as decoded, known, type Layer, queryAt, token } from "./data";
 import { type Colours, colour, type Field, field, place, type Scale } from "./field";
 import { Bar } from "./legend";
 import { Cell, MapView, type Zoom } from "./map";
@@ -25,12 +25,21 @@ export function useHead(layer: number, head: number): Head | null {
     void decoded(layer, head).then((is) => !stale && setFound({ layer, head, is }));
     return () => void (stale = true);
   }, [layer, head]);
-  return found && found.layer === layer && found.head === head ? found.is : null;
+  return found && found.layer === layer && found.head === head ? found.is : known(layer, head);
 }
 
-export function HeadView({ state, theme, change }: Props) {
+/** What to show: until these heads are decoded still the last ones, in the state that they were shown in. A change meant
+ * for them is not heard: it might pin bins that the next ones do not have. */
+export function useShown(state: State, heads: (Head | null)[], change: Props["change"]) {
+  const last = useRef({ state, heads });
+  const ready = !heads.includes(null) || last.current.heads.includes(null);
+  if (ready) last.current = { state, heads };
+  return { ...last.current, change: ready ? change : () => undefined };
+}
+
+export function HeadView({ state: asked, theme, change: changed }: Props) {
+  const { state, heads: [found], change } = useShown(asked, [useHead(asked.layer, asked.head)], changed);
   const layer = data.layers[state.layer];
-  const found = useHead(state.layer, state.head);
   const shown = useMemo(
     () => (found?.map ? field(found.map, state.pool, state.sink, layer.map!.exact) : null),
     [found, state.pool, state.sink],
@@ -38,13 +47,17 @@ export function HeadView({ state, theme, change }: Props) {
   const [over, setOver] = useState<number | null>(null); // a token that is pointed at
   const marked = over === null ? state : tokenBins(layer, over, state);
   const zoom: Zoom = useMemo(() => ({ at: state.zoom, change: (at) => change({ zoom: at }) }), [state.zoom, change]);
+  const section = useRef<HTMLElement>(null);
+  useLayoutEffect(() => { // a token that went from under the pointer was not left
+    if (over !== null && !section.current!.querySelector(".strip:is(:hover, :focus-within)")) setOver(null);
+  });
   const title = nameOf(state.layer, state.head);
   const pin = (row: number | null, column: number | null) => change({ row, column });
   return (
-    <section aria-labelledby="head-title">
+    <section aria-labelledby="head-title" ref={section}>
       <div class="heading">
-        <h2 id="head-title" aria-live="polite">{title.replace(/^layer /, "Layer ")}</h2>
-        <Steps state={state} change={change} />
+        <h2 id="head-title" tabIndex={-1} aria-live="polite">{title.replace(/^layer /, "Layer ")}</h2>
+        <Steps state={asked} change={changed} />
       </div>
       <Likeness layer={state.layer} head={state.head} />
       {layer.map === null && <NoMap />}
@@ -99,23 +112,29 @@ export function NoMap() {
 }
 
 function Steps({ state, change }: Pick<Props, "state" | "change">) {
-  const heads = data.layers[state.layer].heads;
-  const go = (layer: number, head: number) => change(opened(state, layer, head));
-  return (
-    <p class="steps">
-      <button type="button" disabled={state.layer === 0} onClick={() => go(state.layer - 1, state.head)}>↑ layer</button>{" "}
-      <button type="button" disabled={state.layer === data.layers.length - 1} onClick={() => go(state.layer + 1, state.head)}>↓ layer</button>{" "}
-      <button type="button" disabled={state.head === 0} onClick={() => go(state.layer, state.head - 1)}>← head</button>{" "}
-      <button type="button" disabled={state.head === heads - 1} onClick={() => go(state.layer, state.head + 1)}>→ head</button>
-    </p>
-  );
+  const step = (name: string, down: number, across: number) => {
+    const to = stepped(state, down, across);
+    return <button type="button" aria-disabled={!to} onClick={() => to && change(to)}>{name}</button>; // a disabled one loses the focus
+  };
+  return <p class="steps">{step("↑ layer", -1, 0)} {step("↓ layer", 1, 0)} {step("← head", 0, -1)} {step("→ head", 0, 1)}</p>;
+}
+
+/** The next head in a layer, or the nearest one in the next layer; null at the end. */
+export function stepped(state: State, down: number, across: number): Partial<State> | null {
+  const [layer, head] = [state.layer + down, state.head + across];
+  const there = (down || across) && layer >= 0 && layer < data.layers.length && head >= 0 && (down || head < data.layers[layer].heads);
+  return there ? opened(state, layer, head) : null;
+}
+
+/** Whether the maps of two layers have the same bins. */
+export function alike(one: Layer, other: Layer): boolean {
+  return one.map?.rows === other.map?.rows && one.map?.columns === other.map?.columns;
 }
 
 /** Another head: what is pinned and the zoom stay where its map has the same bins. */
 export function opened(state: State, layer: number, head: number): Partial<State> {
   const [from, to] = [data.layers[state.layer], data.layers[layer]];
-  const alike = from.map?.rows === to.map?.rows && from.map?.columns === to.map?.columns;
-  const rest = alike ? {} : { row: null, column: null, zoom: [1, 0.5, 0.5] as State["zoom"] };
+  const rest = alike(from, to) ? {} : { row: null, column: null, zoom: [1, 0.5, 0.5] as State["zoom"] };
   return { layer, head: Math.min(head, to.heads - 1), ...rest };
 }
 
@@ -159,6 +178,10 @@ interface Pointed {
 function Pinned({ head, ...rest }: Pointed & { head: Head }) {
   const { layer, field: of, state, change } = rest;
   const { row, column } = state;
+  const unpin = () => {
+    document.querySelector<HTMLElement>(".map canvas")!.focus({ preventScroll: true }); // the button goes
+    change({ row: null, column: null });
+  };
   return (
     <div class="pinned">
       <h3>Pinned</h3>
@@ -167,7 +190,7 @@ function Pinned({ head, ...rest }: Pointed & { head: Head }) {
       ) : (
         <p aria-live="polite">
           <Cell {...{ layer, head, field: of, row, column }} />{" "}
-          <button type="button" onClick={() => change({ row: null, column: null })}>Unpin</button>
+          <button type="button" onClick={unpin}>Unpin</button>
         </p>
       )}
       {layer.map!.ranges && (chips(layer, state) ? <Strips {...rest} /> : <Ranks {...{ layer, field: of, state, change }} />)}

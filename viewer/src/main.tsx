@@ -5,8 +5,10 @@ import { useCallback, useEffect, useLayoutEffect, useRef, useState } from "preac
 import { Compare } from "./compare";
 import { data } from "./data";
 import { exported, Grid, type Place, TILE } from "./grid";
-import { HeadView, opened } from "./head";
+import { HeadView, opened, stepped } from "./head";
 import { Found } from "./found";
+import { NumberField } from "./number";
+import { useScreen } from "./screen";
 import { address, parse, SINK, type State, VIEWS, type View } from "./state";
 import { Table } from "./table";
 import { Trace } from "./trace";
@@ -18,7 +20,17 @@ function App() {
   const [state, setState] = useState<State>(() => parse(location.hash));
   const [theme, setTheme] = useState<keyof typeof THEMES>("");
   const change = useCallback((part: Partial<State>) => setState((before) => ({ ...before, ...part })), []);
-  const open = (place: Place) => change({ view: "head", ...opened(state, place.layer, place.head) });
+  const drawn = `${theme} ${useScreen()}`; // what is drawn is drawn again when this changes
+  const opening = useRef(false);
+  const open = (place: Place) => {
+    opening.current = true;
+    change({ view: "head", ...opened(state, place.layer, place.head) });
+  };
+  // What was clicked is gone, and the focus with it.
+  useLayoutEffect(() => {
+    if (opening.current) document.getElementById("head-title")!.focus();
+    opening.current = false;
+  }, [state.view]);
 
   const written = useRef(location.hash);
   useEffect(() => {
@@ -30,7 +42,11 @@ function App() {
     return () => clearTimeout(later);
   }, [state]);
   useEffect(() => {
-    const moved = () => location.hash !== written.current && setState(parse(location.hash));
+    const moved = () => {
+      if (location.hash === written.current) return;
+      written.current = location.hash;
+      setState(parse(written.current));
+    };
     addEventListener("hashchange", moved);
     return () => removeEventListener("hashchange", moved);
   }, []);
@@ -40,13 +56,12 @@ function App() {
     const pressed = (event: KeyboardEvent) => {
       const target = event.target as HTMLElement;
       if (state.view !== "head" || event.shiftKey || event.ctrlKey || event.altKey || event.metaKey) return;
-      if (/^(INPUT|SELECT|TEXTAREA)$/.test(target.tagName) || target.closest(".scroll, [role=tablist]")) return;
+      if (/^(INPUT|SELECT|TEXTAREA)$/.test(target.tagName) || target.closest?.(".scroll, [role=tablist]")) return;
       const [down, across] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key] ?? [0, 0];
-      const layer = state.layer + down;
-      const head = state.head + across;
-      if ((!down && !across) || layer < 0 || layer >= data.layers.length || head < 0 || head >= data.layers[layer].heads) return;
+      const to = stepped(state, down, across);
+      if (!to) return;
       event.preventDefault();
-      change(opened(state, layer, head));
+      change(to);
     };
     addEventListener("keydown", pressed);
     return () => removeEventListener("keydown", pressed);
@@ -66,13 +81,13 @@ function App() {
           <section aria-labelledby="heads-title">
             <h2 id="heads-title">Every head</h2>
             <p class="hint">{data.image ? "Where each head looks: the mean over all patches, where one patch looks, or the whole map. Each picture has its own scale of colours." : data.layers.some((layer) => layer.map) ? "A small map of each: rows are queries, columns the keys that they look at. Each has its own scale of colours." : `No map was recorded. Of each head the mean of ${headingOf(state.sort || TILE)}.`} A click opens it; arrows move.{" "}
-              {data.layers.some((layer) => layer.map) && <><button type="button" onClick={() => void exported("png", state)}>PNG</button> <button type="button" onClick={() => void exported("svg", state)}>SVG</button></>}
+              {data.layers.some((layer) => layer.map) && <><button type="button" aria-label="PNG of all heads" onClick={() => void exported("png", state)}>PNG</button> <button type="button" aria-label="SVG of all heads" onClick={() => void exported("svg", state)}>SVG</button></>}
             </p>
-            <Grid {...{ state, theme, open }} />
+            <Grid {...{ state, theme: drawn, open }} />
           </section>
         )}
-        {state.view === "head" && <HeadView {...{ state, theme, change }} />}
-        {state.view === "compare" && <Compare {...{ state, theme, change }} />}
+        {state.view === "head" && <HeadView {...{ state, theme: drawn, change }} />}
+        {state.view === "compare" && <Compare {...{ state, theme: drawn, change }} />}
         {state.view === "found" && <Found />}
         {state.view === "trace" && <Trace />}
         {state.view === "table" && <Table {...{ state, change, open }} />}
@@ -146,7 +161,7 @@ function Switches({ state, change, theme, pick }: SwitchesProps) {
                 <option value="">≥</option>
                 <option value="1">≤</option>
               </select>
-              <input type="number" aria-label="this" step="any" value={state.least} onInput={(event) => Number.isFinite(event.currentTarget.valueAsNumber) && change({ least: event.currentTarget.valueAsNumber })} />
+              <NumberField label="limit" step="any" value={state.least} set={(least) => change({ least })} />
             </label>
           )}
         </>

@@ -6,8 +6,9 @@ import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/ho
 import { type Head, type Layer, range } from "./data";
 import { draw, geometry, type Inks, type Scene, type Sight } from "./draw";
 import { type Colours, type Field, Pictures, type Scale } from "./field";
+import { useWidth } from "./screen";
 import { CanvasSurface, SvgSurface } from "./surface";
-import { asField, isExact, served, tile as askTile, type Tile } from "./tiles";
+import { asField, isExact, served, tile as askTile, type Tile, why } from "./tiles";
 import { argmax, bin, figure, oneOf, position, whole } from "./words";
 
 export interface Zoom {
@@ -61,59 +62,62 @@ export function MapView(props: Props) {
   const frame = useRef<HTMLDivElement>(null);
   const canvas = useRef<HTMLCanvasElement>(null);
   const behaviour = useRef<ReturnType<typeof zooming<HTMLCanvasElement, unknown>> | null>(null);
-  const [width, setWidth] = useState(0);
+  const width = useWidth(frame);
+  const closest = Math.max(8, ...((props.number !== undefined && served(layer)) || [field.rows, field.columns]).map((length) => length / 4));
   // While it moves the map alone is drawn; the rest of the page hears of it once it rests.
-  const [at, setAt] = useState(zoom.at);
+  const [asked, setAt] = useState(zoom.at);
+  const within = ([k, x, y]: Zoom["at"]): Zoom["at"] => [Math.min(closest, k), x, y];
+  const at = within(asked);
   const resting = useRef(0);
-  useEffect(() => setAt(zoom.at), [zoom.at]);
+  const gone = useRef(false);
+  useLayoutEffect(() => {
+    setAt(zoom.at);
+    clearTimeout(resting.current); // what came from elsewhere is the later
+  }, [zoom.at]);
+  useLayoutEffect(() => () => {
+    gone.current = true;
+    clearTimeout(resting.current);
+  }, []);
   const told = useRef(zoom.change);
   told.current = zoom.change;
   const move = (to: Zoom["at"]) => {
+    if (gone.current) return; // d3 listens to a drag on the window until the button is let go
     setAt(to);
     clearTimeout(resting.current);
     resting.current = setTimeout(() => told.current(to), 120);
   };
   const [over, setOver] = useState<Hit | null>(null);
   const pictures = useMemo(() => new Pictures(field, props.scale, props.colours), [field, props.scale, props.colours]);
-  const places = useMemo(() => geometry(Math.max(width, 240), most, layer), [width, most, layer]);
+  const places = useMemo(() => geometry(width, most, layer), [width, most, layer]);
   const side = places.plot.width;
-  const tile = useTile(props, at);
+  const { tile, failed } = useTile(props, at);
   const finer = useMemo(
     () => tile && { pictures: new Pictures(asField(tile, field.pool, field.top), props.scale, props.colours), queries: tile.queries, keys: tile.keys, lengths: tile.lengths },
     [tile, field, props.scale, props.colours],
   );
   const scene = useRef<Scene | null>(null);
   const colours = useMemo(inks, [props.theme]);
+  const ratio = window.devicePixelRatio || 1;
   scene.current = {
-    layer, head, field, pictures, geometry: places, inks: colours, ratio: window.devicePixelRatio || 1,
+    layer, head, field, pictures, geometry: places, inks: colours, ratio,
     sight: sightOf(at, side), row: props.row, column: props.column, tile: finer,
   };
 
-  const closest = Math.max(8, ...((props.number !== undefined && served(layer)) || [field.rows, field.columns]).map((length) => length / 4));
-
-  useLayoutEffect(() => {
-    const watcher = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
-    watcher.observe(frame.current!);
-    return () => watcher.disconnect();
-  }, []);
-
   useLayoutEffect(() => {
     const element = canvas.current!;
-    const { ratio } = scene.current!;
     element.width = Math.round(places.width * ratio);
     element.height = Math.round(places.height * ratio);
     element.style.width = `${places.width}px`;
     element.style.height = `${places.height}px`;
-  }, [places]);
+  }, [places, ratio]);
 
   useLayoutEffect(() => {
     const context = canvas.current!.getContext("2d")!;
-    const { ratio } = scene.current!;
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     draw(new CanvasSurface(context), scene.current!);
   });
 
-  useEffect(() => {
+  useLayoutEffect(() => {
     const { plot } = places;
     const area: [[number, number], [number, number]] = [[plot.x, plot.y], [plot.x + side, plot.y + side]];
     const made = zooming<HTMLCanvasElement, unknown>()
@@ -134,14 +138,14 @@ export function MapView(props: Props) {
     selected.call(made).on("dblclick.zoom", null);
     behaviour.current = made;
     return () => void selected.on(".zoom", null);
-  }, [places, field.rows, field.columns]);
+  }, [places, closest]);
 
-  useEffect(() => {
+  useLayoutEffect(() => {
     const { plot } = places;
-    const { k, x, y } = sightOf(zoom.at, side);
+    const { k, x, y } = sightOf(within(zoom.at), side);
     const transform = zoomIdentity.translate(x + plot.x * (1 - k), y + plot.y * (1 - k)).scale(k);
-    if (behaviour.current) select(canvas.current!).call(behaviour.current.transform, transform);
-  }, [zoom.at, places, field.rows, field.columns]);
+    select(canvas.current!).call(behaviour.current!.transform, transform);
+  }, [zoom.at, places, closest]);
 
   const cell = (event: MouseEvent) => {
     const box = canvas.current!.getBoundingClientRect();
@@ -152,7 +156,7 @@ export function MapView(props: Props) {
     const column = Math.floor(across * field.columns);
     const row = Math.floor(down * field.rows);
     const inside = x >= plot.x && y >= plot.y && x <= plot.x + side && y <= plot.y + side;
-    return inside && column < field.columns && row < field.rows && row >= 0 && column >= 0 ? { row, column, across, down, x, y } : null;
+    return inside && column < field.columns && row < field.rows && row >= 0 && column >= 0 ? { layer, row, column, across, down, x, y } : null;
   };
   const click = (event: MouseEvent) => {
     const hit = cell(event);
@@ -196,14 +200,14 @@ export function MapView(props: Props) {
         onMouseLeave={() => setOver(null)}
         onKeyDown={pressed}
       />
-      {over && <Tooltip {...props} {...over} tile={tile} />}
-      {tile && <p class="hint exact" role="status">{isExact(tile) ? "Exact: each cell in sight is one weight" : "Computed for this zoom, pooled"}: queries {whole(tile.queries[0])}–{whole(tile.queries[1] - 1)}, keys {whole(tile.keys[0])}–{whole(tile.keys[1] - 1)}{oneOf(layer) && ` of ${oneOf(layer)}`}.</p>}
+      {over?.layer === layer && <Tooltip {...props} {...over} tile={tile} />}
+      {failed ? <p class="hint" role="status">{failed}</p> : tile && <p class="hint exact" role="status">{isExact(tile) ? "Exact: each cell in sight is one weight" : "Computed for this zoom, pooled"}: queries {whole(tile.queries[0])}–{whole(tile.queries[1] - 1)}, keys {whole(tile.keys[0])}–{whole(tile.keys[1] - 1)}{oneOf(layer) && ` of ${oneOf(layer)}`}.</p>}
       {props.exports && (
         <p class="tools">
-          <button type="button" onClick={png}>PNG</button> <button type="button" onClick={svg}>SVG</button>{" "}
-          <button type="button" aria-label="Closer" onClick={() => closer(2)} disabled={at[0] >= closest}>+</button>{" "}
-          <button type="button" aria-label="Farther" onClick={() => closer(0.5)} disabled={at[0] === 1}>−</button>{" "}
-          <button type="button" onClick={() => zoom.change([1, 0.5, 0.5])} disabled={at[0] === 1}>Show all</button>
+          <button type="button" aria-label={`PNG of the map of ${title}`} onClick={png}>PNG</button> <button type="button" aria-label={`SVG of the map of ${title}`} onClick={svg}>SVG</button>{" "}
+          <button type="button" aria-label="Closer" onClick={() => closer(2)} aria-disabled={at[0] >= closest}>+</button>{" "}
+          <button type="button" aria-label="Farther" onClick={() => closer(0.5)} aria-disabled={at[0] === 1}>−</button>{" "}
+          <button type="button" onClick={() => zoom.change([1, 0.5, 0.5])} aria-disabled={at[0] === 1}>Show all</button>
         </p>
       )}
     </div>
@@ -212,6 +216,7 @@ export function MapView(props: Props) {
 
 /** What is pointed at: the bin, the place as shares of keys and queries, and in pixels. */
 interface Hit {
+  layer: Layer;
   row: number;
   column: number;
   across: number;
@@ -220,12 +225,14 @@ interface Hit {
   y: number;
 }
 
-/** The tile of what is in sight once the map rests, if the page came from a server that has it. */
-function useTile({ layer, number, field }: Props, at: Zoom["at"]): Tile | null {
+/** The tile of what is in sight once the map rests, if the page came from a server that has it; or why there is none. */
+function useTile({ layer, number, field }: Props, at: Zoom["at"]): { tile: Tile | null; failed: string } {
   const [found, setFound] = useState<Tile | null>(null);
+  const [failed, setFailed] = useState("");
   const wanted = number !== undefined && served(layer) && !layer.map?.exact && !field.sink && !field.signed && at[0] > 1;
   const [k, x, y] = at;
   useEffect(() => {
+    setFailed("");
     if (!wanted) return setFound(null);
     const part = (middle: number, length: number): [number, number] => {
       const from = Math.min(1 - 1 / k, Math.max(0, middle - 0.5 / k));
@@ -234,20 +241,16 @@ function useTile({ layer, number, field }: Props, at: Zoom["at"]): Tile | null {
     const stop = new AbortController();
     const later = setTimeout(() => {
       const [queries, keys] = served(layer)!;
-      tileOf(layer, number, part(y, queries), part(x, keys), stop.signal, setFound);
+      askTile(layer, number, part(y, queries), part(x, keys), stop.signal).then(setFound, (error: unknown) => {
+        if (!stop.signal.aborted) setFailed(why(error));
+      });
     }, 150);
     return () => {
       clearTimeout(later);
       stop.abort();
     };
   }, [wanted, layer.index, number, k, x, y]);
-  return wanted && found?.layer === layer.index && found.head === number ? found : null;
-}
-
-function tileOf(layer: Layer, head: number, queries: [number, number], keys: [number, number], signal: AbortSignal, set: (tile: Tile | null) => void): void {
-  askTile(layer, head, queries, keys, signal).then(set, (error: unknown) => {
-    if (!signal.aborted) console.warn("no tile:", error); // the server was stopped
-  });
+  return { tile: wanted && found?.layer === layer.index && found.head === number ? found : null, failed };
 }
 
 function Tooltip({ x, y, tile, across, down, ...rest }: Props & Hit & { tile: Tile | null }) {

@@ -220,8 +220,8 @@ function Pane({ state, theme, chosen, values, caption, title, head, pin, say }: 
       <figcaption>{caption}{" "}
         {values && (
           <span class="tools">
-            <button type="button" onClick={() => canvas.current!.toBlob((blob) => blob && save(`headscope-layer-${head[0]}-head-${head[1]}-${title}.png`, blob))}>PNG</button>{" "}
-            <button type="button" onClick={svg}>SVG</button>
+            <button type="button" aria-label={`PNG of ${title}`} onClick={() => canvas.current!.toBlob((blob) => blob && save(`headscope-layer-${head[0]}-head-${head[1]}-${title}.png`, blob))}>PNG</button>{" "}
+            <button type="button" aria-label={`SVG of ${title}`} onClick={svg}>SVG</button>
           </span>
         )}
       </figcaption>

@@ -93,9 +93,11 @@ export const VIEWS: [View, string][] = [
 const MOST_ZOOM = 2 ** 17;
 
 function whole(text: string | null, most: number): number | null {
-  const found = text === null ? NaN : Number(text);
-  return Number.isInteger(found) && found >= 0 && found < most ? found : null;
+  const found = /^\d+$/.test(text ?? "") ? Number(text) : NaN; // Number("") is 0
+  return found < most ? found : null;
 }
+
+const share = (at: number) => Math.min(1, Math.max(0, at));
 
 function oneOf<T extends string>(text: string | null, known: readonly T[], otherwise: T): T {
   return known.includes(text as T) ? (text as T) : otherwise;
@@ -129,7 +131,8 @@ export function parse(hash: string): State {
     column: map ? whole(said.get("column"), map.columns) : null,
     thumbs: oneOf(said.get("thumbs"), ["received", "patch", "map"], FIRST.thumbs),
     over: said.has("over") ? said.get("over") === "1" : FIRST.over,
-    zoom: zoom.length === 3 && zoom.every(Number.isFinite) && zoom[0] >= 1 && zoom[0] <= MOST_ZOOM ? (zoom as State["zoom"]) : FIRST.zoom,
+    // always a new one: an address that drops the zoom ends one that is on its way, too
+    zoom: zoom.length === 3 && zoom.every(Number.isFinite) && zoom[0] >= 1 && zoom[0] <= MOST_ZOOM ? [zoom[0], share(zoom[1]), share(zoom[2])] : [...FIRST.zoom],
   };
 }
 

@@ -5,9 +5,11 @@ import { hasTexts, type Layer, queryAt, strip, token } from "./data";
 import { colour, type Colours } from "./field";
 import { Bar } from "./legend";
 import { save } from "./map";
+import { NumberField } from "./number";
+import { useWidth } from "./screen";
 import type { State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
-import { served, stripOf } from "./tiles";
+import { served, stripOf, why } from "./tiles";
 import { figure, nameOf, oneOf, position, step, whole } from "./words";
 
 const LINE = 11; // pixels
@@ -20,18 +22,24 @@ interface Band {
   codes: Uint8Array;
 }
 
-/** The strip of a head around some query: from the page, or from the server. */
-function useBand(layer: Layer, head: number, from: number): Band | null {
+/** What is pointed at. */
+interface Cell {
+  query: number;
+  line: number;
+}
+
+/** The strip of a head around some query, from the page or from the server; or why there is none; null before. */
+function useBand(layer: Layer, head: number, from: number): Band | string | null {
   const { heads, lengths: [queries] } = layer.strips!;
   const place = heads[head];
-  const [found, setFound] = useState<{ key: string; band: Band } | null>(null);
+  const [found, setFound] = useState<{ key: string; band: Band | string } | null>(null);
   const start = place ? 0 : Math.max(0, Math.min(Math.floor(from / 1024) * 1024, queries - ASKED));
   const key = `${layer.index}.${head}.${start}`;
   useEffect(() => {
     let stale = false;
-    const keep = (band: Band) => !stale && setFound({ key, band });
+    const keep = (band: Band | string) => !stale && setFound({ key, band });
     if (place) void strip(place).then((codes) => keep({ from: 0, codes }));
-    else void stripOf(layer, head, [start, Math.min(queries, start + ASKED)]).then((codes) => keep({ from: start, codes }));
+    else void stripOf(layer, head, [start, Math.min(queries, start + ASKED)]).then((codes) => keep({ from: start, codes }), (error: unknown) => keep(why(error)));
     return () => void (stale = true);
   }, [key]);
   return found?.key === key ? found.band : null;
@@ -66,21 +74,18 @@ function Strip({ layer, state, theme }: Props) {
   const { lengths: [queries, keys], offset, low, high, first } = layer.strips!;
   const canvas = useRef<HTMLCanvasElement>(null);
   const frame = useRef<HTMLDivElement>(null);
-  const [width, setWidth] = useState(600);
+  const width = Math.max(160, Math.min(1400, useWidth(frame)));
   const [most, setMost] = useState(100); // at a time
   const count = Math.min(queries, most);
   const [from, setFrom] = useState(0);
-  const [over, setOver] = useState<string>("");
+  const [over, setOver] = useState<Cell | null>(null);
   const pinned = state.row !== null && layer.map ? Math.floor((state.row * queries) / layer.map.rows) : null;
   useEffect(() => {
     if (pinned !== null && queries > count) setFrom(Math.max(0, Math.min(queries - count, pinned - Math.floor(count / 2))));
   }, [pinned]);
-  useEffect(() => {
-    const watcher = new ResizeObserver(([entry]) => setWidth(Math.max(240, Math.min(1400, Math.floor(entry.contentRect.width)))));
-    watcher.observe(frame.current!);
-    return () => watcher.disconnect();
-  }, []);
-  const band = useBand(layer, state.head, from);
+  const found = useBand(layer, state.head, from);
+  const failed = typeof found === "string" ? found : "";
+  const band = typeof found === "string" ? null : found;
   const start = Math.max(0, Math.min(from, queries - count));
   const near = high - low + 1;
   const lines = near + first;
@@ -131,32 +136,48 @@ function Strip({ layer, state, theme }: Props) {
     const query = start + Math.floor((event.clientX - box.left - LEFT) / side);
     const y = event.clientY - box.top;
     const line = Math.floor((y >= near * LINE + 8 ? y - 8 : y) / LINE);
-    if (!band || query < start || query >= start + count || line < 0 || line >= lines) return setOver("");
+    setOver(inside({ query, line }) ? { query, line } : null);
+  };
+  const inside = ({ query, line }: Cell) => query >= start && query < start + count && line >= 0 && line < lines;
+  const pressed = (event: KeyboardEvent) => {
+    const [down, across] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key] ?? [0, 0];
+    if ((!down && !across) || event.shiftKey || event.ctrlKey || event.altKey || event.metaKey) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const query = Math.max(0, Math.min(queries - 1, at ? at.query + across : start));
+    setOver({ query, line: Math.max(0, Math.min(lines - 1, at ? at.line + down : high)) });
+    if (query < start || query >= start + count) setFrom(query < start ? query : query - count + 1);
+  };
+  const at = over && inside(over) ? over : null;
+  const told = ({ query, line }: Cell) => {
     const key = line < near ? query + offset + high - line : line - near;
     const p = value(query, line);
-    setOver(`query ${position(layer, "query", query)} → key ${key < 0 || key >= keys ? "none" : position(layer, "key", key)}: ${p === p ? figure(p) : "may not be seen"}`);
+    return `query ${position(layer, "query", query)} → key ${key < 0 || key >= keys ? "none" : position(layer, "key", key)}: ${p === p ? figure(p) : "may not be seen"}`;
   };
   const sizes = [20, 50, 100, 200, 500].filter((n) => n < queries);
   return (
     <div ref={frame}>
       <p class="switches">
-        <label>queries from <input type="number" min={0} max={Math.max(0, queries - count)} value={start} onInput={(event) => Number.isInteger(event.currentTarget.valueAsNumber) && setFrom(Math.max(0, event.currentTarget.valueAsNumber))} /></label>
+        <label>queries from <NumberField min={0} max={Math.max(0, queries - count)} value={start} set={setFrom} /></label>
         <input type="range" aria-label="First query" min={0} max={Math.max(0, queries - count)} value={start} onInput={(event) => setFrom(event.currentTarget.valueAsNumber)} />
         {sizes.length > 0 && (
           <label>at a time <select value={count} onChange={(event) => setMost(Number(event.currentTarget.value))}>
             {[...new Set([...sizes, Math.min(queries, 1000), count])].sort((a, b) => a - b).map((n) => <option key={n} value={n}>{whole(n)}</option>)}
           </select></label>
         )}
-        <button type="button" onClick={() => canvas.current!.toBlob((blob) => blob && save(`${file}.png`, blob))}>PNG</button>
-        {band && <button type="button" onClick={svg}>SVG</button>}
+        <button type="button" aria-label="PNG of the strip" onClick={() => canvas.current!.toBlob((blob) => blob && save(`${file}.png`, blob))}>PNG</button>
+        {band && <button type="button" aria-label="SVG of the strip" onClick={svg}>SVG</button>}
       </p>
-      <canvas ref={canvas} class="band" role="img" aria-label={label} style={{ width: `${width}px`, height: `${height}px` }}
-        onMouseMove={point} onMouseLeave={() => setOver("")} />
+      <div class="banded">
+        <canvas ref={canvas} class="band" tabIndex={0} role="img" aria-label={`${label}. Arrow keys choose a weight.`} style={{ width: `${width}px`, height: `${height}px` }}
+          onMouseMove={point} onMouseLeave={() => setOver(null)} onKeyDown={pressed} onBlur={() => setOver(null)} />
+        {at && <i style={{ left: `${LEFT + (at.query - start) * side}px`, top: `${top(at.line)}px`, width: `${side}px`, height: `${LINE - 1}px` }} />}
+      </div>
       <p class="hint legend">
         <Bar what={`weight, ${state.scale}`} low={state.scale === "log" ? `≤ ${figure(1e-4)}` : "0"} high="1" colours={state.colours} />
         <span>A scale of its own, the same for every head.{oneOf(layer) && ` Of ${oneOf(layer)}.`}</span>
       </p>
-      <p class="readout" aria-live="polite"><bdi>{over || "A column is a query; lines are keys by their distance from it, below them the first keys. Every weight is here, in 8 bits."}</bdi></p>
+      <p class="readout" role="status"><bdi>{failed || (at && band ? told(at) : "A column is a query; lines are keys by their distance from it, below them the first keys. Every weight is here, in 8 bits.")}</bdi></p>
     </div>
   );
 }
@@ -176,14 +197,15 @@ function shade(p: number, state: { scale: string; colours: Colours }): string {
 export function Top({ layer, top, row }: { layer: Layer; top: { each: number; p: Float32Array; keys: Uint32Array }; row: number }) {
   const [queries] = layer.lengths!;
   const rows = layer.map?.ranges ? layer.map.rows : queries;
-  const [start, stop] = rows < queries ? [Math.floor((row * queries) / rows), Math.floor(((row + 1) * queries) / rows)] : [row, row + 1];
+  const bin = Math.min(row, rows - 1);
+  const [start, stop] = rows < queries ? [Math.floor((bin * queries) / rows), Math.floor(((bin + 1) * queries) / rows)] : [bin, bin + 1];
   const [at, setAt] = useState(start);
   const query = Math.max(start, Math.min(stop - 1, at));
   const found = Array.from({ length: top.each }, (_, n) => query * top.each + n).filter((n) => top.keys[n] !== 0xffffffff);
   return (
     <div>
       <h4>The largest weights of query {stop - start > 1
-        ? <input type="number" aria-label="Query" min={start} max={stop - 1} value={query} onInput={(event) => Number.isInteger(event.currentTarget.valueAsNumber) && setAt(event.currentTarget.valueAsNumber)} />
+        ? <NumberField label="Query" min={start} max={stop - 1} value={query} set={setAt} />
         : whole(query)} {hasTexts(layer) && <bdi>“{token(queryAt(layer, query), true)}”</bdi>}</h4>
       <ol class="largest">
         {found.map((n) => <li key={n}><b>{figure(top.p[n])}</b> key <bdi>{position(layer, "key", top.keys[n])}</bdi></li>)}

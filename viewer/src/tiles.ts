@@ -35,6 +35,12 @@ async function ask(what: string, given: Record<string, number>, signal?: AbortSi
   return answer.arrayBuffer();
 }
 
+/** Why an answer did not come, in a sentence. */
+export function why(error: unknown): string {
+  if (error instanceof TypeError) return "The server has stopped."; // it was not reached
+  return error instanceof Error ? error.message : String(error);
+}
+
 /** These queries and keys, or null where they are more than the server computes at once. */
 export async function tile(layer: Layer, head: number, queries: [number, number], keys: [number, number], signal: AbortSignal): Promise<Tile | null> {
   const [high, wide] = [queries[1] - queries[0], keys[1] - keys[0]];

@@ -1,0 +1,28 @@
+// A field for a number.
+
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
+
+interface Props {
+  label?: string;
+  value: number;
+  set: (to: number) => void;
+  min?: number;
+  max?: number;
+  step?: "any"; // whole numbers alone without it
+}
+
+/** While one types, what is typed stays, such as "0."; it becomes the value that was made of it with Enter or on leaving. */
+export function NumberField({ label, value, set, min, max, step }: Props) {
+  const field = useRef<HTMLInputElement>(null);
+  const [typing, setTyping] = useState(false);
+  useLayoutEffect(() => {
+    if (!typing) field.current!.value = String(value);
+  }, [typing, value]);
+  const typed = () => {
+    setTyping(true);
+    const to = field.current!.valueAsNumber;
+    if (step ? Number.isFinite(to) : Number.isInteger(to)) set(to);
+  };
+  const ended = () => setTyping(false);
+  return <input ref={field} type="number" aria-label={label} {...{ min, max, step }} onInput={typed} onChange={ended} onBlur={ended} />;
+}

@@ -1,0 +1,50 @@
+// What the page is drawn on: the width of an element, and what its pictures have to be drawn again for.
+
+import type { RefObject } from "preact";
+import { useEffect, useLayoutEffect, useState } from "preact/hooks";
+
+const DARK = "(prefers-color-scheme: dark)";
+
+/** A key that changes with the pixels of the screen, with the colours of the system, and with the window once it rests. */
+export function useScreen(): string {
+  const now = () => `${devicePixelRatio} ${matchMedia(DARK).matches} ${innerWidth}`;
+  const [key, setKey] = useState(now);
+  useEffect(() => {
+    const changed = () => setKey(now());
+    let later = 0;
+    const resized = () => {
+      clearTimeout(later);
+      later = setTimeout(changed, 200);
+    };
+    const watched = [DARK, `(resolution: ${devicePixelRatio}dppx)`].map((query) => matchMedia(query));
+    for (const each of watched) each.addEventListener("change", changed);
+    addEventListener("resize", resized);
+    return () => {
+      clearTimeout(later);
+      for (const each of watched) each.removeEventListener("change", changed);
+      removeEventListener("resize", resized);
+    };
+  }, [key]);
+  return key;
+}
+
+/** The width of an element in whole pixels. A change is heard of in the next frame: what is drawn then may change the
+ * element's height, which may not happen while the browser tells of sizes. */
+export function useWidth(element: RefObject<HTMLElement | null>): number {
+  const [width, setWidth] = useState(0);
+  useLayoutEffect(() => {
+    const measure = () => setWidth(Math.floor(element.current!.getBoundingClientRect().width));
+    let frame = 0;
+    const watcher = new ResizeObserver(() => {
+      cancelAnimationFrame(frame);
+      frame = requestAnimationFrame(measure);
+    });
+    watcher.observe(element.current!);
+    measure();
+    return () => {
+      cancelAnimationFrame(frame);
+      watcher.disconnect();
+    };
+  }, []);
+  return width;
+}
