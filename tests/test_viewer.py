@@ -1,25 +1,45 @@
 """The viewer's page in a real browser: what is on the screen is what the recording says, and nothing else happens."""
 
+# ruff: noqa: F401, F811  # chromium, long, look and short are fixtures
+
 from __future__ import annotations
 
 import csv
 import io
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
-from pages import HOSTILE, browser
+from pages import HOSTILE
 from PIL import Image
 from sheets import TRACE, digit, picture, softmax, text, words
+from viewing import (
+    BINS,
+    LONG,
+    BrowserContext,
+    Watched,
+    chromium,
+    figure,
+    in_a_browser,
+    long,
+    look,
+    near,
+    numbers,
+    place,
+    recorded,
+    short,
+    thumbs,
+    weight,
+    zoom_of,
+)
 
-from headscope import Observe, masks, observe
+from headscope import Observe
 from headscope.report import image_sheet, save
 from headscope.report.recording import visible
 from headscope.report.serving import Server
@@ -27,115 +47,7 @@ from headscope.report.viewer import render_recording
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
 
-try:
-    from playwright.sync_api import BrowserContext, Page, sync_playwright
-except ImportError:  # pragma: no cover
-    pytest.skip("Playwright is not installed", allow_module_level=True)
-
-pytestmark = pytest.mark.skipif(browser() is None, reason="no Chromium is installed")
-
-LONG, BINS = 97, 12
-
-
-def recorded(length: int, texts: tuple[str, ...] | None, what: Observe) -> Recording:
-    """Two layers of three heads over one text."""
-    parts = {}
-    for layer in range(2):
-        q, k = 2 * torch.randn(2, 1, 3, length, 8, generator=torch.Generator().manual_seed(layer))
-        found = observe(q, k, mask=masks.causal(), what=what)
-        parts |= found.named(f"layers.{layer}.attention").parts
-    kinds: Any = dict.fromkeys(parts, "self")
-    return Recording(type(found)(parts), About("a <model>", {}, {"headscope": "0"}, kinds, texts, 1, 1))
-
-
-@pytest.fixture(scope="module")
-def short() -> Recording:
-    """Every weight is in the map; the tokens mean harm."""
-    length = len(HOSTILE)
-    what = Observe(map=length, edges=5, keep_rows=True, top=2, tokens=torch.arange(length) % 3, keep_qk=True)
-    return recorded(length, tuple(HOSTILE), what)
-
-
-@pytest.fixture(scope="module")
-def long() -> Recording:
-    """Pooled maps, with q and k."""
-    what = Observe(map=BINS, edges=5, keep_rows=True, top=3, keep_qk=True)
-    return recorded(LONG, tuple(f" w{n}" for n in range(LONG)), what)
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[BrowserContext]:
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox", "--disable-gpu"])
-        context = opened.new_context()
-        context.set_default_timeout(20_000)
-        yield context
-        opened.close()
-
-
-class Watched:
-    """A page, what it wrote to the console, and what it asked for."""
-
-    def __init__(self, chromium: BrowserContext, url: str, *, width: int = 1280, scheme: Any = "light") -> None:
-        self.page: Page = chromium.new_page()
-        self.page.set_viewport_size({"width": width, "height": 900})
-        self.page.emulate_media(color_scheme=scheme)
-        self.said: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.said.append(dialog.message))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(url)
-
-    def close(self) -> None:
-        self.page.close()
-
-
-@pytest.fixture
-def look(chromium: BrowserContext, tmp_path: Path) -> Iterator[Any]:
-    """Opens the page of a recording at an address; in the end nothing was said and nothing asked for."""
-    pages: list[Watched] = []
-
-    def opened(found: Recording | Path, at: str = "", **options: Any) -> Page:
-        path = found if isinstance(found, Path) else found.save_html(tmp_path / f"{len(pages)}.html")
-        watched = Watched(chromium, f"{path.as_uri()}#{at}", **options)
-        pages.append(watched)
-        return watched.page
-
-    yield opened
-    for watched in pages:
-        assert watched.said == []
-        assert [url for url in watched.asked if not url.startswith(("data:", "blob:"))] == watched.asked[:1]
-        watched.close()
-
-
-def figure(value: float) -> str:
-    """A number as the page shows it."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return re.sub(r"e-0", "e-", f"{value:.2e}") if abs(value) < 1e-4 else f"{value:#.3g}".rstrip(".")
-
-
-def numbers(text: str) -> list[float]:
-    return [float(found) for found in re.findall(r"-?\d+(?:\.\d+)?(?:e-?\d+)?", text)]
-
-
-def near(shown: float, wanted: float) -> None:
-    """Three digits of a number that is kept in 16 bits."""
-    assert shown == pytest.approx(wanted, rel=6e-3, abs=4e-5)
-
-
-def thumbs(page: Page) -> list[str]:
-    page.locator(".thumb canvas[data-drawn], .thumb .tile").first.wait_for()
-    return [str(each.get_attribute("aria-label")) for each in page.locator(".thumb").all()]
-
-
-def weight(recording: Recording, layer: int, head: int) -> np.ndarray[Any, Any]:
-    kept = recording.stats.parts[f"layers.{layer}.attention"]
-    return kept.tiles[0](0, kept.lengths[0], 0, kept.lengths[1])[0, head].double().numpy()  # pyright: ignore[reportOptionalSubscript]
+pytestmark = in_a_browser
 
 
 # ---------------------------------------------------------------- opening
@@ -274,14 +186,6 @@ def test_each_small_picture_says_that_its_scale_is_its_own(look: Any, short: Rec
 # ---------------------------------------------------------------- one head
 
 
-def place(page: Page, row: float, column: float) -> tuple[float, float]:
-    """Where a place of the map, as shares, is on the screen; nothing is zoomed."""
-    box = page.locator(".map canvas").bounding_box()
-    assert box is not None
-    plot = page.evaluate("JSON.parse(document.querySelector('.map canvas').dataset.plot)")
-    return box["x"] + plot["x"] + column * plot["width"], box["y"] + plot["y"] + row * plot["height"]
-
-
 def test_a_cell_is_pointed_at_and_pinned(look: Any, short: Recording) -> None:
     page = look(short, "view=head&layer=1&head=2")
     page.locator(".map canvas").wait_for()
@@ -376,12 +280,18 @@ def test_strips_have_a_legend_and_the_name_of_their_layer(look: Any) -> None:
     kinds: Any = dict.fromkeys(parts, "self")
     page = look(Recording(HeadStats(parts), About("m", {}, {}, kinds, None, 1, 1)), "view=head&layer=0&head=1")
     band, strips = page.locator("canvas.band[data-drawn]"), page.locator(".strips")
-    assert band.get_attribute("aria-label") == "Weights of layer 0, head 1 near the diagonal, queries 0 to 99. Arrow keys choose a weight."
+    assert (
+        band.get_attribute("aria-label")
+        == "Weights of layer 0, head 1 near the diagonal, queries 0 to 99. Arrow keys choose a weight."
+    )
     assert strips.locator(".legend").inner_text().split("\n")[:3] == ["weight, log", "≤ 0.000100", "1"]
     strips.get_by_label("at a time").select_option("200")
     page.get_by_role("button", name="↓ layer").click()
     page.get_by_role("heading", name="Layer 1, head 1").wait_for()
-    assert band.get_attribute("aria-label") == "Weights of layer 1, head 1 near the diagonal, queries 0 to 19. Arrow keys choose a weight."
+    assert (
+        band.get_attribute("aria-label")
+        == "Weights of layer 1, head 1 near the diagonal, queries 0 to 19. Arrow keys choose a weight."
+    )
     page.get_by_role("button", name="↑ layer").click()
     page.get_by_role("heading", name="Layer 0, head 1").wait_for()
     assert strips.get_by_label("at a time").input_value() == "200"
@@ -398,11 +308,6 @@ def test_a_map_of_calls_of_different_lengths_has_axes_of_bins(look: Any) -> None
     svg = ElementTree.fromstring(Path(download.value.path()).read_text(encoding="utf-8"))
     said = [element.text for element in svg.iter() if element.tag.endswith("text")]
     assert sorted(said) == sorted([str(n) for n in range(8)] * 2 + ["query bin", "key bin"]), "no profile by position"
-
-
-def zoom_of(url: str) -> list[float]:
-    """The scale, and the middle of what is seen, that an address names."""
-    return [float(part) for part in parse_qs(urlsplit(url).fragment).get("zoom", ["1,0.5,0.5"])[0].split(",")]
 
 
 def test_zooming_panning_and_showing_all(look: Any, short: Recording) -> None:

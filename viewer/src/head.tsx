@@ -235,8 +235,9 @@ function Ranks({ layer, field: of, state, change }: { layer: Layer; field: Field
 function Strips({ layer, field: of, state, change, over, setOver }: Pointed) {
   const [k, x, y] = state.zoom;
   const keys = layer.lengths![1];
-  const start = (middle: number) => Math.max(0, Math.min(keys - CHIPS, Math.floor((middle - 0.5 / k) * keys)));
-  const stop = (middle: number) => Math.min(keys, Math.max(start(middle) + 1, Math.ceil((middle + 0.5 / k) * keys)), start(middle) + CHIPS);
+  const from = (middle: number) => Math.min(1 - 1 / k, Math.max(0, middle - 0.5 / k));
+  const start = (middle: number) => Math.floor(from(middle) * keys);
+  const stop = (middle: number) => Math.min(keys, Math.ceil((from(middle) + 1 / k) * keys), start(middle) + CHIPS);
   const hoverRow = over === null ? null : binAt(layer, "query", over - queryAt(layer, 0));
   const row = hoverRow !== null && over! >= queryAt(layer, 0) ? hoverRow : state.row ?? layer.map!.rows - 1;
   const column = over === null ? state.column ?? layer.map!.columns - 1 : binAt(layer, "key", over);

@@ -97,8 +97,6 @@ function whole(text: string | null, most: number): number | null {
   return found < most ? found : null;
 }
 
-const share = (at: number) => Math.min(1, Math.max(0, at));
-
 function oneOf<T extends string>(text: string | null, known: readonly T[], otherwise: T): T {
   return known.includes(text as T) ? (text as T) : otherwise;
 }
@@ -132,7 +130,7 @@ export function parse(hash: string): State {
     thumbs: oneOf(said.get("thumbs"), ["received", "patch", "map"], FIRST.thumbs),
     over: said.has("over") ? said.get("over") === "1" : FIRST.over,
     // always a new one: an address that drops the zoom ends one that is on its way, too
-    zoom: zoom.length === 3 && zoom.every(Number.isFinite) && zoom[0] >= 1 && zoom[0] <= MOST_ZOOM ? [zoom[0], share(zoom[1]), share(zoom[2])] : [...FIRST.zoom],
+    zoom: zoom.length === 3 && zoom.every(Number.isFinite) && zoom[0] >= 1 && zoom[0] <= MOST_ZOOM ? (zoom as State["zoom"]) : [...FIRST.zoom],
   };
 }
 
