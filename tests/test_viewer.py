@@ -89,8 +89,10 @@ def test_it_fits_a_narrow_screen(look: Any, short: Recording, tmp_path: Path) ->
         page = look(found, width=360)
         for tab in page.get_by_role("tab").all():
             tab.click()
-            page.wait_for_timeout(60)
-            assert page.evaluate("document.documentElement.scrollWidth") == 360
+            for width in (360, 240):
+                page.set_viewport_size({"width": width, "height": 900})
+                page.wait_for_timeout(60)
+                assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
 def test_light_and_dark(look: Any, short: Recording) -> None:
