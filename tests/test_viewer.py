@@ -472,7 +472,11 @@ def test_a_patch_is_chosen_on_an_image(look: Any, tmp_path: Path) -> None:
     best = int(row.argmax())
     assert caption.startswith(f"Where row 3, column 4 looks. Most on row {best // 7}, column {best % 7}:")
     near(numbers(caption)[4], float(row.max()))
+    page.locator(".patches").nth(1).hover()
+    readout = page.locator(".pictures + .readout")
+    assert readout.inner_text().startswith("row 3, column 4 → row 2, column 3: ")
     page.locator(".patches").nth(1).press("ArrowLeft")
+    assert readout.inner_text() == "Point at a patch for its number."
     assert "Where row 3, column 3 looks." in page.locator("figcaption").nth(1).inner_text()
     assert "times as much as an even spread" in page.locator(".beside").inner_text()
 

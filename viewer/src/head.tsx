@@ -28,13 +28,14 @@ export function useHead(layer: number, head: number): Head | null {
   return found && found.layer === layer && found.head === head ? found.is : known(layer, head);
 }
 
-/** What to show: until these heads are decoded still the last ones, in the state that they were shown in. A change meant
- * for them is not heard: it might pin bins that the next ones do not have. */
+/** What to show: until these heads are decoded still the last ones, in the state that they were shown in. Of a change meant
+ * for them a zoom alone is heard, if the next ones keep it: a pinned bin might be none of theirs. */
 export function useShown(state: State, heads: (Head | null)[], change: Props["change"]) {
   const last = useRef({ state, heads });
   const ready = !heads.includes(null) || last.current.heads.includes(null);
   if (ready) last.current = { state, heads };
-  return { ...last.current, change: ready ? change : () => undefined };
+  const late: Props["change"] = ({ zoom }) => zoom && state.zoom === last.current.state.zoom && change({ zoom });
+  return { ...last.current, change: ready ? change : late };
 }
 
 export function HeadView({ state: asked, theme, change: changed }: Props) {

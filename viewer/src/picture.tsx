@@ -1,6 +1,6 @@
 // A head over an image: where a patch looks, who looks at it, and where all look on average.
 
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { data, type HeadMap, type Layer, pixels, token } from "./data";
 import { colour, type Colours, type Field, place, type Scale } from "./field";
 import { save } from "./map";
@@ -127,6 +127,7 @@ export function Images({ layer, field: of, state, theme, change }: Props) {
   const { special, grid } = data.image!;
   const chosen = state.row ?? special + Math.floor(grid[0] / 2) * grid[1] + Math.floor(grid[1] / 2);
   const [over, setOver] = useState("");
+  useLayoutEffect(() => setOver(""), [layer.index, state.head, chosen]); // the number was that of another
   const row = rowOf(of, chosen);
   const column = columnOf(of, chosen);
   const mean = received(of);
