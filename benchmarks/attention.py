@@ -25,9 +25,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from attention_peers import cases, peak, peers, report
-from attention_peers.cases import OPTION, Case
+from attention_peers.cases import DECODE, OPTION, Case
 from attention_peers.peers import BASE, OURS, PEERS
-from attention_peers.report import PLAIN_KERNEL, Report, Row
+from attention_peers.report import PLAIN_KERNEL, READING, Report, Row
 from attention_peers.workers import AbsentError, Worker
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -49,6 +49,18 @@ class Workers:
         self.versions: dict[str, dict[str, str]] = {}
         self._running: dict[str, Worker] = {}
         self._never: dict[str, str] = {}
+        self._reading: peak.Reading | None = None
+
+    def taking_turns(self, name: str) -> Worker | peak.Reading:
+        """The peer's process, or who only reads.
+
+        Raises:
+            AbsentError: it cannot be started.
+        """
+        if name != READING:
+            return self.get(name)
+        self._reading = self._reading or peak.Reading(self.threads)
+        return self._reading
 
     def get(self, name: str) -> Worker:
         """The peer's process.
@@ -80,6 +92,8 @@ class Workers:
         for worker in self._running.values():
             if worker.alive:
                 worker.clear()
+        if self._reading is not None:
+            self._reading.clear()
 
     def close(self) -> None:
         """End all."""
@@ -88,8 +102,10 @@ class Workers:
 
 
 def competitors(case: Case, names: Sequence[str]) -> list[Competitor]:
-    """Who runs a case; an option also beside our own kernel without it."""
+    """Who runs a case; an option also beside our own kernel without it, decoding beside who only reads."""
     found: list[Competitor] = [(name, name, case) for name in names]
+    if case.kind == DECODE:
+        found.insert(1, (READING, READING, case))
     if case.kind == OPTION and OURS in names:
         found.insert(1, (PLAIN_KERNEL, OURS, case.plain))
     return found
@@ -102,7 +118,7 @@ def measure(case: Case, names: Sequence[str], workers: Workers, seconds: float, 
     for competitor in competitors(case, names):
         name, peer, prepared = competitor
         try:
-            answer = workers.get(peer).prepare(prepared)
+            answer = workers.taking_turns(peer).prepare(prepared)
         except AbsentError as why:
             row.absent[name] = str(why)
             continue
@@ -117,7 +133,7 @@ def measure(case: Case, names: Sequence[str], workers: Workers, seconds: float, 
         for competitor in list(calls):
             name, peer, prepared = competitor
             try:
-                row.seconds[name].append(workers.get(peer).run(prepared, calls[competitor]))
+                row.seconds[name].append(workers.taking_turns(peer).run(prepared, calls[competitor]))
             except AbsentError as why:
                 row.absent[name] = str(why)
                 del calls[competitor], row.seconds[name]

@@ -118,10 +118,10 @@ def test_the_table() -> None:
     case = Case("C", "fp32", causal=True)
     found = row(case, torch=[4e-3], headscope=[1e-3], openvino=[2e-3])
     found.absent["flex"] = "its environment is not there"
-    decode = row(Case("H", "fp32", cases.DECODE), torch=[4e-2], headscope=[1e-2])
+    decode = row(Case("H", "fp32", cases.DECODE), torch=[4e-2], headscope=[1e-2], reading=[4e-3])
     text = report.markdown(whole(found, decode))
     assert "| C | fp32 | causal | 4 | 1 | 4.00 | — | 2.00 | 2.97 | 269 | 134% |" in text
-    assert "| H | fp32 |  | 40 | 10 | 4.00 | 11.92 | 3 | 34% |" in text
+    assert "| H | fp32 |  | 40 | 10 | 4.00 | 10.00 | 3 | 40% |" in text
     assert "- flex: its environment is not there (C fp32 causal forward)" in text
     assert "## Options" not in text
 
@@ -136,6 +136,20 @@ def test_peak_is_the_larger_and_bf16_at_least_fp32() -> None:
     assert (found.flops, found.read) == ({"fp32": 4e9, "bf16": 4e9}, 5e9)
     assert found.how == "the largest of: C probe fp32 3 GFLOP/s; best torch.mm fp32 4 GFLOP/s, bf16 1 GFLOP/s"
     assert "neither" in peak.combine({}, {}).how
+
+
+def test_decoding_is_put_beside_reading() -> None:
+    case = Case("H", "bf16", cases.DECODE)
+    assert [name for name, _, _ in driver.competitors(case, ["headscope", "torch"])] == [
+        "headscope",
+        report.READING,
+        "torch",
+    ]
+    found = driver.measure(case, [], driver.Workers(1), seconds=0.0, least=2)
+    assert [(name, len(times)) for name, times in found.seconds.items()] == [(report.READING, 2)]
+    assert 1e8 < case.cache_bytes / min(found.seconds[report.READING]) < 1e12, (
+        "bytes/s of one core, from memory or a cache"
+    )
 
 
 def test_a_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

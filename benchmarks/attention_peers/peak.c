@@ -56,12 +56,15 @@ double fma_bf16(long rounds, float seed, float *sink) {
 }
 #endif
 
-/* Reads a buffer once; returns something that depends on all of it. */
-uint64_t read_all(const void *buffer, size_t bytes) {
+/* Reads a buffer so many times; returns something that depends on all of it. */
+uint64_t read_all(const void *buffer, size_t bytes, long times) {
   const words *at = buffer;
   words sum[8] = {{0}};
-  for (size_t i = 0; i + 8 <= bytes / WIDTH; i += 8)
-    for (int j = 0; j < 8; j++) sum[j] += at[i + j];
+  for (; times > 0; times--) {
+    for (size_t i = 0; i + 8 <= bytes / WIDTH; i += 8)
+      for (int j = 0; j < 8; j++) sum[j] += at[i + j];
+    __asm__ volatile("" ::: "memory"); /* else once would do */
+  }
   for (int j = 1; j < 8; j++) sum[0] += sum[j];
   return sum[0][0];
 }

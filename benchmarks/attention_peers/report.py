@@ -17,6 +17,7 @@ from attention_peers.peak import Peak
 from attention_peers.peers import BASE, OURS, PEERS
 
 PLAIN_KERNEL = "headscope, no option"  # beside the options: the same kernel on the same tensors without one
+READING = "reading"  # beside decoding: who only reads as many bytes as the keys and values are
 
 
 @dataclass(slots=True)
@@ -125,9 +126,9 @@ def markdown(report: Report) -> str:
         f"Peak, measured before and after the run: {_peak(report.peak)}.",
         "Times are medians. Each × is a ratio of medians: how many times as fast as torch's SDPA, in the same rounds. "
         "A dash is explained under the tables. GFLOP/s count visible pairs only; of peak: ours. At the peak: the × of "
-        "a kernel that did nothing but these products at the machine's peak, or read the cache once at its read rate; "
-        "no kernel can have more, but where caches hold what is read, or where a backward pass keeps the weights (six "
-        "products of the seven that are counted).",
+        "a kernel that did nothing but these products at the machine's peak, or read keys and values once; no kernel "
+        "can have more, but where a backward pass keeps the weights (six products of the seven that are counted). Who "
+        "only reads, in C, each thread its part of as many bytes, took its turns among the others.",
         "Shapes, (B, H, Hkv, Q, K, D): " + "; ".join(f"{name} {sizes}" for name, sizes in SHAPES.items()) + ".",
     ]
     for title, kind, table in (
@@ -155,8 +156,11 @@ def _speed(rows: list[Row], peak: Peak) -> str:
     lines = []
     for row in rows:
         case, mine = row.case, row.median(OURS)
-        best = peak.read if decode else peak.flops[case.dtype]
         done = case.cache_bytes if decode else case.flops
+        best = peak.flops[case.dtype]
+        if decode:
+            reading = row.median(READING)
+            best = None if reading is None else done / reading
         rate, base = None if mine is None else done / mine, row.median(BASE)
         most = None if base is None or not best else base * best / done
         lines.append(
