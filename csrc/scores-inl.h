@@ -195,11 +195,13 @@ struct Arena {
 // Rows 2n and 2n + 1 of bf16 as words, [(rows + 1) / 2][width]: neighbours down the rows instead of along them. `row(n)` is
 // where a row lies, or null for zeros.
 template <class Row> void pair_rows(int rows, int width, int padded, std::uint32_t* to, const Row& row) {
+    constexpr int L = LANES<float>;
     for (int n = 0; n < rows; n += 2, to += padded) {
         const std::uint16_t *low = row(n), *high = n + 1 < rows ? row(n + 1) : nullptr;
-        if (low && high) for (int c = 0; c < width; c++) to[c] = low[c] | std::uint32_t(high[c]) << 16;
-        else for (int c = 0; c < width; c++) to[c] = (low ? low[c] : 0) | std::uint32_t(high ? high[c] : 0) << 16;
-        for (int c = width; c < padded; c++) to[c] = 0;
+        int c = 0;
+        if (low && high) for (; c + L <= width; c += L) store_anywhere(reinterpret_cast<float*>(to + c), words_of(low + c, high + c));
+        for (; c < width; c++) to[c] = (low ? low[c] : 0) | std::uint32_t(high ? high[c] : 0) << 16;
+        for (; c < padded; c++) to[c] = 0;
     }
 }
 
@@ -253,7 +255,8 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     }
     // The same rows of bf16, as words of two keys each.
     Lines paired(const Tensor4& x, std::int64_t j, int keys, int width, std::uint32_t* to) const {
-        pair_rows(keys, width, width, to, [&](int n) { return reinterpret_cast<const std::uint16_t*>(at(x, b, kv_head, j + n, 2)); });
+        const auto* first = reinterpret_cast<const std::uint16_t*>(at(x, b, kv_head, j, 2));
+        pair_rows(keys, width, width, to, [first, stride = x.stride[2]](int n) { return first + n * stride; });
         return {reinterpret_cast<const char*>(to), width * 4};
     }
     // Rows as `Products::dots` takes them, and as `Products::mixes` does.
@@ -320,23 +323,26 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
 
     // The block's rows of a tensor [B, H, Q, depth], transposed to [depth / PER_WORD][ROWS]; plain ones times a factor.
     void load_words(const Tensor4& x, int depth, T factor, Word* to) {
-        if constexpr (PAIRS)
-            transpose_rows(depth / 2, to, [&](int r) { return address_of(x, r); }, [](auto word) { return word; });
-        else
-            transpose_rows(depth, to, [&](int r) { return reinterpret_cast<const char*>(row_of(x, r, depth, line + r % L * depth)); },
-                           [&](auto x) { return x * factor; });
+        if constexpr (PAIRS) transpose_rows(x, depth / 2, to, [](const char* row, int) { return row; }, [](auto word) { return word; });
+        else transpose_rows(x, depth, to, [&](const char* row, int r) { return as_numbers(row, x.dtype, depth, line + r * depth); },
+                            [&](auto number) { return number * factor; });
     }
-    template <class From, class Change> void transpose_rows(int words, Word* to, const From& from, const Change& change) {
+    template <class From, class Change> void transpose_rows(const Tensor4& x, int words, Word* to, const From& from, const Change& change) {
         for (int v0 = 0; v0 < ROWS; v0 += L) {
             const char* row[L];
-            for (int r = 0; r < L; r++) row[r] = from(v0 + r);
-            int d = 0;
-            for (; d + L <= words; d += L) {
+            addresses(x, v0, row);
+            for (int r = 0; r < L; r++) row[r] = from(row[r], r);
+            const auto some = [&](int d, auto columns, const auto& load_some) __attribute__((always_inline)) {
                 V<T> lanes[L];
-                UNROLL for (int r = 0; r < L; r++)
-                    lanes[r] = change(load_anywhere(reinterpret_cast<const T*>(row[r] + d * sizeof(Word))));
+                UNROLL for (int r = 0; r < L; r++) lanes[r] = change(load_some(reinterpret_cast<const T*>(row[r] + d * sizeof(Word))));
                 transpose<T>(lanes);
-                UNROLL for (int r = 0; r < L; r++) store(reinterpret_cast<T*>(to + (d + r) * ROWS + v0), lanes[r]);
+                UNROLL for (int n = 0; n < decltype(columns)::value; n++) store(reinterpret_cast<T*>(to + (d + n) * ROWS + v0), lanes[n]);
+            };
+            int d = 0;
+            for (; d + L <= words; d += L) some(d, std::integral_constant<int, L>{}, [](const T* at) { return load_anywhere(at); });
+            if (d + L / 2 <= words) {  // D = 16 by pairs, for one
+                some(d, std::integral_constant<int, L / 2>{}, [](const T* at) { return load_half(at); });
+                d += L / 2;
             }
             for (; d < words; d++)
                 for (int r = 0; r < L; r++) to[d * ROWS + v0 + r] = change(Products::word(row[r], d));
@@ -345,13 +351,29 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     // One row; rows past the last repeat it, and are never written out.
     const char* address_of(const Tensor4& x, int r) const {
         if (r >= count) r = count - 1;
-        return at(x, b, head(r), query(r), x.dtype == Dtype::f32 ? 4 : x.dtype == Dtype::f64 ? 8 : 2);
+        return at(x, b, head(r), query(r), size_of(x.dtype));
     }
+    // Whether row r + 1 is the next query of the same head. To look up each row would be felt where sequences are short.
+    bool in_turn() const { return group == 1 && !f.rows; }
+    // L rows, from v0 on.
+    void addresses(const Tensor4& x, int v0, const char** row) const {
+        if (!in_turn()) {
+            for (int r = 0; r < L; r++) row[r] = address_of(x, v0 + r);
+            return;
+        }
+        const int last = count - 1, size = size_of(x.dtype);
+        const char* const first_row = at(x, b, kv_head, first, size);
+        const std::int64_t step = x.stride[2] * size;
+        for (int r = 0; r < L; r++) row[r] = first_row + (v0 + r < last ? v0 + r : last) * step;
+    }
+    static int size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : dtype == Dtype::f64 ? 8 : 2; }
     const T* row_of(const Tensor4& x, int r, int depth, T* converted) const {
-        const char* from = address_of(x, r);
-        if (sizeof(T) == 8 || x.dtype == Dtype::f32) return reinterpret_cast<const T*>(from);
-        widen_row(from, x.dtype, depth, converted);
-        return converted;
+        return reinterpret_cast<const T*>(as_numbers(address_of(x, r), x.dtype, depth, converted));
+    }
+    const char* as_numbers(const char* row, Dtype dtype, int depth, T* converted) const {
+        if (sizeof(T) == 8 || dtype == Dtype::f32) return row;
+        widen_row(row, dtype, depth, converted);
+        return reinterpret_cast<const char*>(converted);
     }
     APART static void widen_row(const char* from, Dtype dtype, int width, T* to) {
         const auto* half = reinterpret_cast<const std::uint16_t*>(from);
@@ -372,7 +394,11 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         for (int v = 0; v < QV && v * L < count; v++) {
             const int rows = count - v * L < L ? count - v * L : L;
             char* row[L];
-            for (int r = 0; r < rows; r++) row[r] = place_of(to, stride, v * L + r);
+            if (in_turn()) {
+                char* const first_row = place_of(to, stride, v * L);
+                const std::int64_t step = stride[2] * size_of(f.q.dtype);
+                for (int r = 0; r < rows; r++) row[r] = first_row + r * step;
+            } else for (int r = 0; r < rows; r++) row[r] = place_of(to, stride, v * L + r);
             int c = 0;
             for (; c + L <= width; c += L) {
                 V<T> lanes[L];
@@ -392,8 +418,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         return !any<T>(zero != zero);
     }
     char* place_of(void* to, const std::int64_t* stride, int r) const {
-        const std::int64_t where = b * stride[0] + head(r) * stride[1] + query(r) * stride[2];
-        return static_cast<char*>(to) + where * (sizeof(T) == 8 ? 8 : f.q.dtype == Dtype::f32 ? 4 : 2);
+        return static_cast<char*>(to) + (b * stride[0] + head(r) * stride[1] + query(r) * stride[2]) * size_of(f.q.dtype);
     }
     // Columns from c on of a row of q's dtype that is `width` wide.
     INLINE void put(char* row, int c, V<T> x, int width) const { put_numbers<T>(row, c, x, width, f.q.dtype); }

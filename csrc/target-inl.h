@@ -64,9 +64,8 @@ void prepare(const Forward& f, std::int64_t task) {
     const std::int64_t parts = (f.keys + PREPARED_KEYS - 1) / PREPARED_KEYS, head = task / parts, j = task % parts * PREPARED_KEYS;
     const int keys = int(f.keys - j < PREPARED_KEYS ? f.keys - j : PREPARED_KEYS), width = int(f.v_head_dim);
     auto* to = static_cast<std::uint32_t*>(f.paired_v) + (head * ((f.keys + 1) / 2) + j / 2) * width;
-    pair_rows(keys, width, width, to, [&](int n) {
-        return reinterpret_cast<const std::uint16_t*>(at(f.v, head / f.kv_heads, head % f.kv_heads, j + n, 2));
-    });
+    const auto* first = reinterpret_cast<const std::uint16_t*>(at(f.v, head / f.kv_heads, head % f.kv_heads, j, 2));
+    pair_rows(keys, width, width, to, [first, stride = f.v.stride[2]](int n) { return first + n * stride; });
 }
 
 // body(an Attend that fits), for block `number` of a head.

@@ -25,6 +25,20 @@ template <class T> INLINE void store(T* at, V<T> x) { *reinterpret_cast<V<T>*>(a
 template <class T> INLINE void store_int(Int<T>* at, I<T> x) { *reinterpret_cast<I<T>*>(at) = x; }
 template <class T> INLINE void store_anywhere(T* at, V<T> x) { *reinterpret_cast<typename VecTypes<T>::U*>(at) = x; }
 template <class T> INLINE V<T> load_wide(const T* at) { return load_anywhere(at); }
+template <class T, int... N> INLINE V<T> load_half(const T* at, std::integer_sequence<int, N...>) {
+    typedef T Half __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+    return (V<T>)__builtin_shufflevector(*reinterpret_cast<const Half*>(at), Half{}, N...);
+}
+template <class T> INLINE V<T> load_half(const T* at) { return load_half(at, std::make_integer_sequence<int, LANES<T>>{}); }  // then zeros
+// As many words (low, high) as there are lanes.
+template <int... N> INLINE V<float> words_of(const std::uint16_t* low, const std::uint16_t* high, std::integer_sequence<int, N...>) {
+    typedef std::uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+    constexpr int L = LANES<float>;
+    return (V<float>)__builtin_shufflevector(*reinterpret_cast<const Halves*>(low), *reinterpret_cast<const Halves*>(high), (N / 2 + N % 2 * L)...);
+}
+INLINE V<float> words_of(const std::uint16_t* low, const std::uint16_t* high) {
+    return words_of(low, high, std::make_integer_sequence<int, 2 * LANES<float>>{});
+}
 #if defined(BF16_DOT)
 // Rounded to bf16, half away from zero, as the words (x, y).
 INLINE void store_pair(std::uint32_t* at, V<float> x, V<float> y) {
@@ -82,9 +96,13 @@ INLINE void store_words(std::uint16_t* at, I<float> words) {  // the lower half 
 #endif
 }
 INLINE void store_bf16(std::uint16_t* at, V<float> x) {
+#if defined(BF16_NARROW)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), BF16_NARROW(x));
+#else
     typedef std::uint32_t Bits __attribute__((vector_size(VECTOR_BYTES)));
     const Bits bits = (Bits)x;
     store_words(at, (I<float>)(x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : bits >> 16 | 64));
+#endif
 }
 INLINE void store_f16(std::uint16_t* at, V<float> x) {
 #if VECTOR_BYTES == 64

@@ -12,6 +12,7 @@
 #pragma GCC target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2,prefer-vector-width=512")
 #define BF16_DOT(sum, x, y) (V<float>)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(x), (__m512bh)(y))
 #define BF16_PAIR(x, y) (__m512i)_mm512_cvtne2ps_pbh((__m512)(y), (__m512)(x))
+#define BF16_NARROW(x) (__m256i)_mm512_cvtneps_pbh((__m512)(x))
 #endif
 #define VECTOR_BYTES 64
 #define REGISTER_TILE 24
