@@ -84,6 +84,23 @@ def test_some_random_calls_on_aarch64(emulated: list[str], target: str) -> None:
 
 
 @pytest.mark.long
+def test_phases_are_measured(tmp_path: Path) -> None:
+    """benchmarks/phases.cpp names what is inside the kernels: it is built with them."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None or not {"avx2", "avx512"} & set(cpu.native.targets() if cpu.native is not None else ()):
+        pytest.skip("no C++ compiler, or a CPU without AVX2")
+    program = str(tmp_path / "phases")
+    flags = ["-std=c++20", "-O1", "-march=native", "-ffp-contract=fast"]
+    subprocess.run([compiler, *flags, str(ROOT / "benchmarks" / "phases.cpp"), "-o", program], check=True, timeout=200)
+    said = subprocess.run([program, "256", "16"], capture_output=True, text=True, check=True, timeout=60).stdout
+    passes = [line.split() for line in said.splitlines() if line.strip().startswith("a pass over all")]
+    assert len(passes) in (2, 4), said  # forward and backward, of bf16 too where the CPU multiplies it
+    assert all(0 < int(words[words.index("%") - 1]) < 150 for words in passes), said
+    wrong = subprocess.run([program, "100"], capture_output=True, text=True, check=False)
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+
+
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("target", TARGETS)
 def test_random_calls_at_length(here: list[str], target: str) -> None:

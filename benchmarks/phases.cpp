@@ -1,0 +1,187 @@
+// Where the kernels' time goes: each phase of a block of rows and a block of keys alone, in one thread, from caches, beside
+// multiply-adds in registers. For the widest target that this CPU has:
+//
+//     g++ -std=c++20 -O3 -march=native -ffp-contract=fast -fno-math-errno -fno-trapping-math benchmarks/phases.cpp -o phases
+//     ./phases [length] [head width]
+#include "../csrc/targets/region.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#if defined(__AVX512BF16__)
+#define BF16_DOT(sum, x, y) (V<float>)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(x), (__m512bh)(y))
+#define BF16_PAIR(x, y) (__m512i)_mm512_cvtne2ps_pbh((__m512)(y), (__m512)(x))
+#define BF16_NARROW(x) (__m256i)_mm512_cvtneps_pbh((__m512)(x))
+#endif
+#if defined(__AVX512F__)
+#define VECTOR_BYTES 64
+#define REGISTER_TILE 24
+#elif defined(__AVX2__)
+#define VECTOR_BYTES 32
+#define REGISTER_TILE 12
+#else
+#error "phases: this CPU has neither AVX-512 nor AVX2"
+#endif
+#define QUERY_VECTORS 3
+
+namespace headscope::measured {
+namespace {
+#include "../csrc/kernels-inl.h"
+
+constexpr int VECTORS = QUERY_VECTORS;
+
+// Nanoseconds of one call: the best of many short repetitions, as other work on the machine only takes away.
+template <class Body> double best(const Body& body) {
+    using Clock = std::chrono::steady_clock;
+    const auto of = [&](int times) {
+        const auto begun = Clock::now();
+        for (int n = 0; n < times; n++) body();
+        return std::chrono::duration<double, std::nano>(Clock::now() - begun).count() / times;
+    };
+    const int times = std::max(1, int(1e6 / of(1)));
+    double least = of(times);
+    for (int n = 0; n < 200; n++) least = std::min(least, of(times));
+    return least;
+}
+
+// Multiply-adds of vectors in a nanosecond.
+template <class Op> double peak() {
+    constexpr int SUMS = 12, ROUNDS = 1000;
+    typename Op::Word word{}, words[LANES<float>] __attribute__((aligned(64))){};
+    asm volatile("" : "+m"(word), "+m"(words));  // whatever they are
+    const double ns = best([&] {
+        V<float> sum[SUMS];
+        UNROLL for (int n = 0; n < SUMS; n++) sum[n] = splat(float(n));
+        for (int r = 0; r < ROUNDS; r++) UNROLL for (int n = 0; n < SUMS; n++) sum[n] = Op::add(sum[n], word, words);
+        UNROLL for (int n = 0; n < SUMS; n++) asm volatile("" : : "x"(sum[n]));
+    });
+    return SUMS * ROUNDS / ns;
+}
+
+struct Free { void operator()(void* p) const { std::free(p); } };
+
+template <class Op> struct Phases {
+    using Attending = Attend<float, VECTORS, 0, Op>;
+    using Block = Gradient<float, VECTORS, Op>;
+    static constexpr int ROWS = Attending::ROWS, KEYS = Attending::KEYS;
+    static constexpr bool HALF = Op::PER_WORD == 2;
+
+    const int length, width;
+    const double fastest = peak<Op>(), product = double(KEYS) * VECTORS * width / Op::PER_WORD;  // multiply-adds of vectors
+    Backward g{};
+    std::vector<std::vector<char>> memory;
+    std::minstd_rand random;
+    double total = 0;
+
+    void* take(std::size_t bytes) {
+        memory.emplace_back(bytes + 64);
+        return reinterpret_cast<void*>((reinterpret_cast<std::uintptr_t>(memory.back().data()) + 63) / 64 * 64);
+    }
+    Tensor4 tensor() {
+        void* const data = take(std::size_t(length) * width * (HALF ? 2 : 4));
+        std::uniform_real_distribution<float> numbers(-2, 2);
+        for (int n = 0; n < length * width; n++) {
+            if (HALF) static_cast<std::uint16_t*>(data)[n] = narrow(numbers(random), Dtype::bf16);
+            else static_cast<float*>(data)[n] = numbers(random);
+        }
+        return {data, {length * width, length * width, width, 1}, HALF ? Dtype::bf16 : Dtype::f32};
+    }
+    void* result(std::int64_t* stride) {
+        stride[0] = stride[1] = length * width, stride[2] = width;
+        return take(std::size_t(length) * width * 4);
+    }
+    Phases(int length, int width) : length(length), width(width) {
+        Forward& f = g.forward;
+        f.batch = f.heads = f.kv_heads = 1, f.queries = f.keys = length, f.head_dim = f.v_head_dim = width;
+        f.scale = 1 / std::sqrt(double(width));
+        f.q = tensor(), f.k = tensor(), f.v = tensor(), g.out = tensor(), g.grad_out = tensor();
+        f.out = result(f.out_stride), g.dq = result(g.dq_stride), g.dk = result(g.dk_stride), g.dv = result(g.dv_stride);
+        f.lse = take(sizeof(float) * length), g.shares = 1;
+        std::fill_n(static_cast<float*>(f.lse), length, 7.f);
+        if (const std::size_t bytes = prepared(f)) {
+            f.paired_v = take(bytes);
+            for (int n = 0; n < prepare_tasks(f); n++) prepare(f, n);
+        }
+    }
+
+    // One phase of a block; of how many products of it.
+    void show(const char* phase, double ns, int products) {
+        total += ns;
+        std::printf("  %-36s %8.0f ns", phase, ns);
+        if (products) std::printf("  %3.0f %% of the peak", 100 * products * product / ns / fastest);
+        std::printf("\n");
+    }
+    // All of them, and a whole pass, of so many blocks.
+    void compare(const char* pass, int products, double ns, double blocks) {
+        const double all = total;
+        show("all of these", all, products), show(pass, ns / blocks, products);
+        total = 0;
+    }
+
+    void forward() {
+        std::printf("%s forward, %d rows and %d keys of (1, 1, %d, %d)\n", HALF ? "bf16" : "fp32", ROWS, KEYS, length, width);
+        const Forward& f = g.forward;
+        Arena arena{reinterpret_cast<std::uintptr_t>(take(Attending::scratch(f)))};
+        Attending a(f, 0, 0, arena);
+        a.run(0, ROWS, 0, 1, nullptr);
+        std::int64_t j = 0;
+        const auto next = [&] { j = (j + KEYS) % length; };
+        show("logits, and the largest", best([&] { std::copy_n(a.top, VECTORS, a.most), a.logits(j, KEYS), next(); }), 1);
+        show("weights", best([&] { std::copy_n(a.top, VECTORS, a.most), a.weigh(0, KEYS, false); }), 0);
+        show("weights times values", best([&] { a.mix(j, KEYS, true), next(); }), 1);
+        const double whole = best([&] { a.run(0, ROWS, 0, 1, nullptr); });
+        compare("a pass over all keys, for each block", 2, whole, length / KEYS);
+    }
+    void backward() {
+        std::printf("%s backward, likewise, for each of %d blocks of rows\n", HALF ? "bf16" : "fp32", TOGETHER);
+        void* const scratch = take(TOGETHER * Block::scratch(g));
+        Arena arena{reinterpret_cast<std::uintptr_t>(scratch)};
+        alignas(Block) unsigned char room[TOGETHER][sizeof(Block)];
+        Block* block[TOGETHER];
+        for (int n = 0; n < TOGETHER; n++) {
+            block[n] = new (room[n]) Block(g, 0, 0, arena);
+            if (n) block[n]->share(*block[0]);
+            block[n]->start(n * ROWS, ROWS), block[n]->meet(0);
+        }
+        Block& a = *block[0];
+        float* const sums = static_cast<float*>(take(sums_of<float>(g.forward)));
+        std::int64_t j = 0;
+        const auto next = [&] { j = (j + KEYS) % length; };
+        const Lines across = a.keys_across(0, KEYS);
+        show("logits", best([&] { a.logits(j, KEYS), next(); }), 1);
+        show("dO times values", best([&] {
+            Block::Products::dots(a.dout, a.natural(g.forward.v, j, KEYS, width, a.wide_v), KEYS, width / Op::PER_WORD, 1, a.dots), next();
+        }), 1);
+        show("weights and dS", best([&] { a.template weights_and_gradients<false>(KEYS, false, false); }), 0);
+        show("dQ", best([&] { Block::Products::mixes(a.by_keys, across, KEYS / Op::PER_WORD, width, a.dq, true); }), 1);
+        show("dK and dV", best([&] {
+            for (Block* x : block) x->from = j, x->to = j + KEYS;
+            Block::add(block, TOGETHER, sums, sums + length * width), next();
+        }) / TOGETHER, 2);
+        const double whole = best([&] { run_gradient_task<float>(g, 0, scratch, sums); });
+        compare("a pass over all, for each block", 5, whole, double(length) / ROWS * length / KEYS);
+    }
+    void run() {
+        std::printf("%s: %.0f GFLOP/s in registers\n", HALF ? "bf16" : "fp32", fastest * 2 * LANES<float> * Op::PER_WORD);
+        forward(), backward();
+    }
+};
+}  // namespace
+}  // namespace headscope::measured
+
+int main(int count, char** words) {
+    using namespace headscope::measured;
+    const int length = count > 1 ? std::atoi(words[1]) : 1024, width = count > 2 ? std::atoi(words[2]) : 64;
+    if (length < 256 || length % 128 || width < 16 || width % 16 || width > 256) {
+        std::fprintf(stderr, "phases: got length %d and head width %d, wanted a multiple of 128 from 256 on, and of 16 up to 256\n", length, width);
+        return 2;
+    }
+    Phases<Plain<float>>(length, width).run();
+#if defined(BF16_DOT)
+    Phases<Pairs>(length, width).run();
+#endif
+}
