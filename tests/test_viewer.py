@@ -91,8 +91,10 @@ def test_it_fits_a_narrow_screen(look: Any, short: Recording, tmp_path: Path) ->
             tab.click()
             for width in (360, 240):
                 page.set_viewport_size({"width": width, "height": 900})
-                page.wait_for_timeout(60)
-                assert page.evaluate("document.documentElement.scrollWidth") == width
+                # what is drawn follows the width, soon; else this raises
+                page.wait_for_function(
+                    "width => document.documentElement.scrollWidth === width", arg=width, timeout=5000
+                )
 
 
 def test_light_and_dark(look: Any, short: Recording) -> None:
