@@ -3,7 +3,18 @@
 //
 //     g++ -std=c++20 -O3 -march=native -ffp-contract=fast -fno-math-errno -fno-trapping-math benchmarks/phases.cpp -o phases
 //     ./phases [length] [head width]
-#include "../csrc/targets/region.h"
+#if defined(__AVX512BF16__)
+#include "../csrc/targets/avx512_bf16.cpp"
+#define TARGET avx512_bf16
+#elif defined(__AVX512F__)
+#include "../csrc/targets/avx512.cpp"
+#define TARGET avx512
+#elif defined(__AVX2__)
+#include "../csrc/targets/avx2.cpp"
+#define TARGET avx2
+#else
+#error "phases: this CPU has neither AVX-512 nor AVX2"
+#endif
 
 #include <algorithm>
 #include <chrono>
@@ -12,27 +23,8 @@
 #include <random>
 #include <vector>
 
-#if defined(__AVX512BF16__)
-#define BF16_DOT(sum, x, y) (V<float>)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(x), (__m512bh)(y))
-#define BF16_PAIR(x, y) (__m512i)_mm512_cvtne2ps_pbh((__m512)(y), (__m512)(x))
-#define BF16_NARROW(x) (__m256i)_mm512_cvtneps_pbh((__m512)(x))
-#endif
-#if defined(__AVX512F__)
-#define VECTOR_BYTES 64
-#define REGISTER_TILE 24
-#elif defined(__AVX2__)
-#define VECTOR_BYTES 32
-#define REGISTER_TILE 12
-#else
-#error "phases: this CPU has neither AVX-512 nor AVX2"
-#endif
-#define QUERY_VECTORS 3
-
-namespace headscope::measured {
+namespace headscope::TARGET {
 namespace {
-#include "../csrc/kernels-inl.h"
-
-constexpr int VECTORS = QUERY_VECTORS;
 
 // Nanoseconds of one call: the best of many short repetitions, as other work on the machine only takes away.
 template <class Body> double best(const Body& body) {
@@ -62,16 +54,14 @@ template <class Op> double peak() {
     return SUMS * ROUNDS / ns;
 }
 
-struct Free { void operator()(void* p) const { std::free(p); } };
-
 template <class Op> struct Phases {
-    using Attending = Attend<float, VECTORS, 0, Op>;
-    using Block = Gradient<float, VECTORS, Op>;
+    using Attending = Attend<float, QUERY_VECTORS, 0, Op>;
+    using Block = Gradient<float, QUERY_VECTORS, Op>;
     static constexpr int ROWS = Attending::ROWS, KEYS = Attending::KEYS;
     static constexpr bool HALF = Op::PER_WORD == 2;
 
     const int length, width;
-    const double fastest = peak<Op>(), product = double(KEYS) * VECTORS * width / Op::PER_WORD;  // multiply-adds of vectors
+    const double fastest = peak<Op>(), product = double(KEYS) * QUERY_VECTORS * width / Op::PER_WORD;  // multiply-adds of vectors
     Backward g{};
     std::vector<std::vector<char>> memory;
     std::minstd_rand random;
@@ -130,8 +120,8 @@ template <class Op> struct Phases {
         a.run(0, ROWS, 0, 1, nullptr);
         std::int64_t j = 0;
         const auto next = [&] { j = (j + KEYS) % length; };
-        show("logits, and the largest", best([&] { std::copy_n(a.top, VECTORS, a.most), a.logits(j, KEYS), next(); }), 1);
-        show("weights", best([&] { std::copy_n(a.top, VECTORS, a.most), a.weigh(0, KEYS, false); }), 0);
+        show("logits, and the largest", best([&] { std::copy_n(a.top, QUERY_VECTORS, a.most), a.logits(j, KEYS), next(); }), 1);
+        show("weights", best([&] { std::copy_n(a.top, QUERY_VECTORS, a.most), a.weigh(0, KEYS, false); }), 0);
         show("weights times values", best([&] { a.mix(j, KEYS, true), next(); }), 1);
         const double whole = best([&] { a.run(0, ROWS, 0, 1, nullptr); });
         compare("a pass over all keys, for each block", 2, whole, length / KEYS);
@@ -171,10 +161,10 @@ template <class Op> struct Phases {
     }
 };
 }  // namespace
-}  // namespace headscope::measured
+}  // namespace headscope::TARGET
 
 int main(int count, char** words) {
-    using namespace headscope::measured;
+    using namespace headscope::TARGET;
     const int length = count > 1 ? std::atoi(words[1]) : 1024, width = count > 2 ? std::atoi(words[2]) : 64;
     if (length < 256 || length % 128 || width < 16 || width % 16 || width > 256) {
         std::fprintf(stderr, "phases: got length %d and head width %d, wanted a multiple of 128 from 256 on, and of 16 up to 256\n", length, width);

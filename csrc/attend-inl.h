@@ -326,7 +326,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
         constexpr int STEP = FewProducts::STEP;
         V<T> zero{};
         for (int g = 0; g < count; g++) {
-            char* row = this->place_of(f.out, f.out_stride, g);
+            char* row = this->place_of(static_cast<char*>(f.out), f.out_stride, f.q.dtype, g);
             for (int c = 0; c < v_width; c += STEP) {
                 V<T> x[STEP / L];
                 UNROLL for (int n = 0; n < STEP / L; n++) {

@@ -11,31 +11,6 @@ inline bool stops(const Forward& f) { return f.watch && f.watch->stops(f.watch);
 
 constexpr double LOG2E = 1.4426950408889634, LN2 = 0.6931471805599453;
 
-INLINE float widen(std::uint16_t x, Dtype dtype) {
-    if (dtype == Dtype::bf16) return __builtin_bit_cast(float, std::uint32_t(x) << 16);
-    return float(__builtin_bit_cast(Half, x));
-}
-INLINE std::uint16_t narrow(float x, Dtype dtype) {
-    if (dtype == Dtype::f16) return __builtin_bit_cast(std::uint16_t, Half(x));
-    std::uint32_t bits = __builtin_bit_cast(std::uint32_t, x);
-    if (x != x) return std::uint16_t(bits >> 16 | 64);  // stays NaN
-    return std::uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to nearest, ties to even
-}
-
-// Of a row of the given dtype: a number, and a vector of numbers as far as the row goes.
-template <class T> INLINE void put_number(char* row, std::int64_t c, T x, Dtype dtype) {
-    if (sizeof(T) == 8 || dtype == Dtype::f32) reinterpret_cast<T*>(row)[c] = x;
-    else reinterpret_cast<std::uint16_t*>(row)[c] = narrow(float(x), dtype);
-}
-template <class T> INLINE void put_numbers(char* row, std::int64_t c, V<T> x, std::int64_t width, Dtype dtype) {
-    if (c + LANES<T> > width) for (int n = 0; c + n < width; n++) put_number<T>(row, c + n, x[n], dtype);
-    else if (sizeof(T) == 8 || dtype == Dtype::f32) store_anywhere(reinterpret_cast<T*>(row) + c, x);
-    else if constexpr (sizeof(T) == 4) {
-        if (dtype == Dtype::bf16) store_bf16(reinterpret_cast<std::uint16_t*>(row) + c, x);
-        else store_f16(reinterpret_cast<std::uint16_t*>(row) + c, x);
-    }
-}
-
 INLINE const char* at(const Tensor4& x, std::int64_t a, std::int64_t b, std::int64_t c, int size) {
     return static_cast<const char*>(x.data) + (a * x.stride[0] + b * x.stride[1] + c * x.stride[2]) * size;
 }
@@ -330,7 +305,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     template <class From, class Change> void transpose_rows(const Tensor4& x, int words, Word* to, const From& from, const Change& change) {
         for (int v0 = 0; v0 < ROWS; v0 += L) {
             const char* row[L];
-            addresses(x, v0, row);
+            places(static_cast<const char*>(x.data), x.stride, x.dtype, v0, row);
             for (int r = 0; r < L; r++) row[r] = from(row[r], r);
             const auto some = [&](int d, auto columns, const auto& load_some) __attribute__((always_inline)) {
                 V<T> lanes[L];
@@ -348,25 +323,25 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
                 for (int r = 0; r < L; r++) to[d * ROWS + v0 + r] = change(Products::word(row[r], d));
         }
     }
-    // One row; rows past the last repeat it, and are never written out.
-    const char* address_of(const Tensor4& x, int r) const {
+    static int size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : dtype == Dtype::f64 ? 8 : 2; }
+    // Where row r lies in [B, H, Q, .], and where rows v0 .. v0 + L do. Those past the last lie where it does, and are never written.
+    template <class C> C* place_of(C* data, const std::int64_t* stride, Dtype dtype, int r) const {
         if (r >= count) r = count - 1;
-        return at(x, b, head(r), query(r), size_of(x.dtype));
+        return data + (b * stride[0] + head(r) * stride[1] + query(r) * stride[2]) * size_of(dtype);
     }
-    // Whether row r + 1 is the next query of the same head. To look up each row would be felt where sequences are short.
-    bool in_turn() const { return group == 1 && !f.rows; }
-    // L rows, from v0 on.
-    void addresses(const Tensor4& x, int v0, const char** row) const {
-        if (!in_turn()) {
-            for (int r = 0; r < L; r++) row[r] = address_of(x, v0 + r);
+    template <class C> void places(C* data, const std::int64_t* stride, Dtype dtype, int v0, C** row) const {
+        if (group > 1 || f.rows) {
+            for (int r = 0; r < L; r++) row[r] = place_of(data, stride, dtype, v0 + r);
             return;
         }
-        const int last = count - 1, size = size_of(x.dtype);
-        const char* const first_row = at(x, b, kv_head, first, size);
-        const std::int64_t step = x.stride[2] * size;
-        for (int r = 0; r < L; r++) row[r] = first_row + (v0 + r < last ? v0 + r : last) * step;
+        // the queries of one head, in turn: to look each up would be felt where sequences are short
+        C* const begin = place_of(data, stride, dtype, 0);
+        const std::int64_t step = stride[2] * size_of(dtype), last = count - 1;
+        for (int r = 0; r < L; r++) row[r] = begin + (v0 + r < last ? v0 + r : last) * step;
     }
-    static int size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : dtype == Dtype::f64 ? 8 : 2; }
+    const char* address_of(const Tensor4& x, int r) const {
+        return place_of(static_cast<const char*>(x.data), x.stride, x.dtype, r);
+    }
     const T* row_of(const Tensor4& x, int r, int depth, T* converted) const {
         return reinterpret_cast<const T*>(as_numbers(address_of(x, r), x.dtype, depth, converted));
     }
@@ -394,11 +369,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         for (int v = 0; v < QV && v * L < count; v++) {
             const int rows = count - v * L < L ? count - v * L : L;
             char* row[L];
-            if (in_turn()) {
-                char* const first_row = place_of(to, stride, v * L);
-                const std::int64_t step = stride[2] * size_of(f.q.dtype);
-                for (int r = 0; r < rows; r++) row[r] = first_row + r * step;
-            } else for (int r = 0; r < rows; r++) row[r] = place_of(to, stride, v * L + r);
+            places(static_cast<char*>(to), stride, f.q.dtype, v * L, row);
             int c = 0;
             for (; c + L <= width; c += L) {
                 V<T> lanes[L];
@@ -416,9 +387,6 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
             }
         }
         return !any<T>(zero != zero);
-    }
-    char* place_of(void* to, const std::int64_t* stride, int r) const {
-        return static_cast<char*>(to) + (b * stride[0] + head(r) * stride[1] + query(r) * stride[2]) * size_of(f.q.dtype);
     }
     // Columns from c on of a row of q's dtype that is `width` wide.
     INLINE void put(char* row, int c, V<T> x, int width) const { put_numbers<T>(row, c, x, width, f.q.dtype); }

@@ -114,6 +114,32 @@ INLINE void store_f16(std::uint16_t* at, V<float> x) {
     *reinterpret_cast<Halves*>(at) = __builtin_convertvector(x, Halves);
 #endif
 }
+
+INLINE float widen(std::uint16_t x, Dtype dtype) {
+    if (dtype == Dtype::bf16) return __builtin_bit_cast(float, std::uint32_t(x) << 16);
+    return float(__builtin_bit_cast(Half, x));
+}
+INLINE std::uint16_t narrow(float x, Dtype dtype) {
+    if (dtype == Dtype::f16) return __builtin_bit_cast(std::uint16_t, Half(x));
+    std::uint32_t bits = __builtin_bit_cast(std::uint32_t, x);
+    if (x != x) return std::uint16_t(bits >> 16 | 64);  // stays NaN
+    return std::uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to nearest, ties to even
+}
+
+// Of a row of the given dtype: a number, and a vector of numbers as far as the row goes.
+template <class T> INLINE void put_number(char* row, std::int64_t c, T x, Dtype dtype) {
+    if (sizeof(T) == 8 || dtype == Dtype::f32) reinterpret_cast<T*>(row)[c] = x;
+    else reinterpret_cast<std::uint16_t*>(row)[c] = narrow(float(x), dtype);
+}
+template <class T> INLINE void put_numbers(char* row, std::int64_t c, V<T> x, std::int64_t width, Dtype dtype) {
+    if (c + LANES<T> > width) for (int n = 0; c + n < width; n++) put_number<T>(row, c + n, x[n], dtype);
+    else if (sizeof(T) == 8 || dtype == Dtype::f32) store_anywhere(reinterpret_cast<T*>(row) + c, x);
+    else if constexpr (sizeof(T) == 4) {
+        if (dtype == Dtype::bf16) store_bf16(reinterpret_cast<std::uint16_t*>(row) + c, x);
+        else store_f16(reinterpret_cast<std::uint16_t*>(row) + c, x);
+    }
+}
+
 template <class T> INLINE V<T> splat(T x) { return x - V<T>{}; }
 // b where one is NaN. Of a comparison with a constant the compiler would make two instructions.
 template <class T> INLINE V<T> greater(V<T> a, V<T> b) {

@@ -147,9 +147,7 @@ def test_decoding_is_put_beside_reading() -> None:
     ]
     found = driver.measure(case, [], driver.Workers(1), seconds=0.0, least=2)
     assert [(name, len(times)) for name, times in found.seconds.items()] == [(report.READING, 2)]
-    assert 1e8 < case.cache_bytes / min(found.seconds[report.READING]) < 1e12, (
-        "bytes/s of one core, from memory or a cache"
-    )
+    assert case.cache_bytes / min(found.seconds[report.READING]) < 1e12, "bytes/s: they have been read"
 
 
 def test_a_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -91,10 +91,8 @@ def test_it_fits_a_narrow_screen(look: Any, short: Recording, tmp_path: Path) ->
             tab.click()
             for width in (360, 240):
                 page.set_viewport_size({"width": width, "height": 900})
-                # what is drawn follows the width, soon; else this raises
-                page.wait_for_function(
-                    "width => document.documentElement.scrollWidth === width", arg=width, timeout=5000
-                )
+                fits = "width => document.documentElement.scrollWidth === width"  # soon
+                assert page.wait_for_function(fits, arg=width, timeout=5000)
 
 
 def test_light_and_dark(look: Any, short: Recording) -> None:

@@ -255,7 +255,17 @@ function readMap(reader: Reader, said: MapSaid, head: number, tops: Float32Array
 }
 
 const KEPT = 48; // heads that stay decoded: the last ones that were shown
-const kept = new Map<string, { later: Promise<Head>; now: Head | null }>();
+interface Decoded {
+  later: Promise<Head>;
+  now: Head | null;
+}
+const kept = new Map<string, Decoded>();
+
+function begun(layer: number, number: number): Decoded {
+  const found: Decoded = { later: read(data.layers[layer], number), now: null };
+  void found.later.then((is) => (found.now = is));
+  return found;
+}
 
 /** A head that is kept and decoded, at once. */
 export function known(layer: number, number: number): Head | null {
@@ -265,11 +275,10 @@ export function known(layer: number, number: number): Head | null {
 /** A head, decoded; the same one while it is kept. */
 export function head(layer: number, number: number): Promise<Head> {
   const key = `${layer}.${number}`;
-  const found = kept.get(key) ?? { later: read(data.layers[layer], number), now: null };
+  const found = kept.get(key) ?? begun(layer, number);
   kept.delete(key);
   kept.set(key, found);
   if (kept.size > KEPT) kept.delete(kept.keys().next().value!);
-  void found.later.then((is) => (found.now = is));
   return found.later;
 }
 
