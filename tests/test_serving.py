@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import math
 import socket
 import threading
 from collections.abc import Iterator
@@ -59,6 +60,24 @@ def test_tiles_of_a_file_are_those_of_the_observation(name: str, dtype: torch.dt
     torch.testing.assert_close(HeadStats.load(again).tile(3, 9, 2, 15), wanted[:, :, 3:9, 2:15])
     with pytest.raises(ValueError, match=r"j0, j1: got 0, 20, wanted 0 <= start <= stop <= 19 \(K\)"):
         loaded.tile(0, 1, 0, 20)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf])
+def test_of_a_row_that_sees_nan_a_tile_is_nan(masked: bool, spoilt: float, tmp_path: Path) -> None:
+    q, k = torch.randn(1, 2, 6, 8).abs(), torch.randn(1, 2, 6, 8)
+    k[0, 0, 2] = spoilt
+    seen = torch.ones(6, 6, dtype=torch.bool).tril() & (torch.arange(6) != 4)[:, None] if masked else None
+    stats = observe(q, k, mask=seen, what=Observe(keep_qk=True))
+    saved = Recording(stats, About()).save(tmp_path / "r.safetensors", qk=True)
+    for found in (stats, HeadStats.load(saved)):
+        tile = found.tile(0, 6, 0, 6)
+        there = torch.ones(6, 6, dtype=torch.bool) if seen is None else seen
+        rows = there[:, 2]
+        assert tile[0, 0][rows].isnan().equal(there[rows])  # what it may not see stays 0
+        assert tile[0, 0][~rows].isfinite().all() and tile[0, 1].isfinite().all()
+        torch.testing.assert_close(tile[0, 1].sum(-1), there.any(-1).float())
+        assert found.broken.tolist() == [int(rows.sum()), 0]
 
 
 def test_without_qk_none_is_saved(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class KeptWeights:
 
     Attributes:
         parts: tensors, or slices of a file that give one where they are indexed: q [B, H, Q, D], k [B, Hkv, K, D], lse
-            [B, H, Q] (inf in rows that count for nothing), and, where there are, spans [B or 1, Q or 1, n, 2], rest and
+            [B, H, Q] (inf in rows that see nothing, NaN in those that see a NaN or infinity), and, where there are, spans [B or 1, Q or 1, n, 2], rest and
             bias [B or 1, H or 1, Q or 1, K or 1]; see ``masks.Plan``.
         sizes: of the parts.
         lead: the leading axes, whose product is B.
@@ -107,12 +107,18 @@ class KeptWeights:
         """Of every batch entry and head, [*lead, H, i, j]."""
         check_within((i0, i1), (j0, j1), self.queries, self.keys)
         batch, heads = self.sizes["q"][:2]
-        every = [self.piece(b, h, (i0, i1), (j0, j1)) for b in range(batch) for h in range(heads)]
-        p = torch.stack(every) if every else torch.zeros(0, i1 - i0, j1 - j0, device="cpu")
-        return p.nan_to_num(nan=0.0).reshape(*self.lead, heads, i1 - i0, j1 - j0)  # [*lead, H, i, j]
+        every = [self._seen(b, h, (i0, i1), (j0, j1)) for b in range(batch) for h in range(heads)]
+        found = [p.masked_fill(hidden, 0.0) for p, hidden in every]
+        p = torch.stack(found) if found else torch.zeros(0, i1 - i0, j1 - j0, device="cpu")
+        return p.reshape(*self.lead, heads, i1 - i0, j1 - j0)  # [*lead, H, i, j]
 
     def piece(self, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> Tensor:
-        """Of one batch entry and head, [i, j]; NaN where nothing may be seen."""
+        """Of one batch entry and head, [i, j], for a picture: NaN where nothing may be seen, else never."""
+        p, hidden = self._seen(b, head, i, j)
+        return p.masked_fill(p.isnan(), 0.0).masked_fill(hidden, torch.nan)
+
+    def _seen(self, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Of one batch entry and head, and what may not be seen, whose weight means nothing; both [i, j]."""
         dtype = torch.float64 if self.wide else torch.float32
         heads, groups = self.sizes["q"][1], self.sizes["k"][1]
         q = self._part("q", b, head, slice(*i)).to(dtype)
@@ -133,7 +139,7 @@ class KeptWeights:
             at = torch.arange(*j, device=spans.device)
             hidden = hidden | ~((at >= spans[:, :, 0]) & (at < spans[:, :, 1])).any(1)
         p = (s - self._part("lse", b, head, slice(*i)).to(dtype)[:, None]).exp()
-        return p.masked_fill(hidden, torch.nan)
+        return p, hidden
 
     def _part(self, name: str, b: int, h: int, at: slice) -> Tensor:
         return self.parts[name][b, h, at]

@@ -292,7 +292,8 @@ class _Tiles:
         call, scene = self.scene.call, self.scene
         with torch.no_grad(), full_precision(call):
             lse = self._lse() if scene.lse is None else scene.lse
-        lse = lse.masked_fill(~lse.isfinite(), torch.inf)  # rows that see nothing, or NaN: exp(s - inf) = 0
+        # of rows that see nothing exp(s - inf) = 0; a logit that is infinite gives no weights
+        lse = torch.where(lse == -torch.inf, torch.inf, torch.where(lse.isfinite(), lse, torch.nan))
         parts = {"q": scene.q, "k": scene.inputs.k, "lse": lse}
         if scene.inputs.bias is not None:
             parts["bias"] = scene.inputs.bias
@@ -333,4 +334,8 @@ class _Tiles:
         rows = Rows(scene.q[one, :, i], one, slice(0, scene.call.kv_heads), i, lse, None)
         if scene.call.keys == 0:
             return scene.q.new_zeros(1, scene.call.heads, i.stop - i.start, 0)
-        return weights(scene, rows, slice(0, scene.call.keys)).p
+        found = weights(scene, rows, slice(0, scene.call.keys))
+        if scene.clean:
+            return found.p
+        spoilt = found.broken[..., None] if found.seen is None else found.broken[..., None] & found.seen
+        return found.p.masked_fill(spoilt, torch.nan)

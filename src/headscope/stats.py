@@ -355,7 +355,8 @@ class HeadStats:
             j0, j1: keys, half-open, 0 <= j0 <= j1 <= K.
             run: which of the observed calls, from 0, or from -1 backwards; None = the last whose q and k were kept.
 
-        What may not be seen, and every row that may see nothing, is 0. Time and memory are those of the rows.
+        What may not be seen, and every row that may see nothing, is 0; what a row may see whose logits have a NaN or
+        infinity is NaN. Time and memory are those of the rows.
 
         Raises:
             ValueError: q and k were not kept, or not saved, several layers, or out of range; or a bias, sinks or a
