@@ -75,7 +75,8 @@ def test_of_a_row_that_sees_nan_a_tile_is_nan(masked: bool, spoilt: float, tmp_p
         there = torch.ones(6, 6, dtype=torch.bool) if seen is None else seen
         rows = there[:, 2]
         assert tile[0, 0][rows].isnan().equal(there[rows])  # what it may not see stays 0
-        assert tile[0, 0][~rows].isfinite().all() and tile[0, 1].isfinite().all()
+        assert tile[0, 0][~rows].isfinite().all()
+        assert tile[0, 1].isfinite().all()
         torch.testing.assert_close(tile[0, 1].sum(-1), there.any(-1).float())
         assert found.broken.tolist() == [int(rows.sum()), 0]
 

@@ -51,8 +51,8 @@ class KeptWeights:
 
     Attributes:
         parts: tensors, or slices of a file that give one where they are indexed: q [B, H, Q, D], k [B, Hkv, K, D], lse
-            [B, H, Q] (inf in rows that see nothing, NaN in those that see a NaN or infinity), and, where there are, spans [B or 1, Q or 1, n, 2], rest and
-            bias [B or 1, H or 1, Q or 1, K or 1]; see ``masks.Plan``.
+            [B, H, Q] (inf in rows that see nothing, NaN in those that see a NaN or infinity), and, where there are,
+            spans [B or 1, Q or 1, n, 2], rest and bias [B or 1, H or 1, Q or 1, K or 1]; see ``masks.Plan``.
         sizes: of the parts.
         lead: the leading axes, whose product is B.
         scale, softcap: of the logits.
@@ -113,9 +113,9 @@ class KeptWeights:
         return p.reshape(*self.lead, heads, i1 - i0, j1 - j0)  # [*lead, H, i, j]
 
     def piece(self, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> Tensor:
-        """Of one batch entry and head, [i, j], for a picture: NaN where nothing may be seen, else never."""
+        """Of one batch entry and head, [i, j]; NaN where nothing may be seen, too."""
         p, hidden = self._seen(b, head, i, j)
-        return p.masked_fill(p.isnan(), 0.0).masked_fill(hidden, torch.nan)
+        return p.masked_fill(hidden, torch.nan)
 
     def _seen(self, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Of one batch entry and head, and what may not be seen, whose weight means nothing; both [i, j]."""
