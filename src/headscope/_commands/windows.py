@@ -47,6 +47,8 @@ def read_input(
     if len(given) > 1:
         raise Mistake(f"wanted one input, got {' and '.join(given)}")
     if loaded.takes == "image":
+        if context is not None:
+            raise Mistake("--context: this model looks at images, each as a whole")
         return _images(loaded, given, image)
     if image is not None:
         raise Mistake("--image: this model reads text, wanted --text, --file or --ids")
