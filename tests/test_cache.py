@@ -291,7 +291,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 def test_options_that_do_not_fit_are_named() -> None:
     m, x = module(), inputs()
-    refused(ValueError, "capacity: got 0, wanted at least 1", lambda: StaticCache(0))
+    refused(ValueError, "capacity: got 0, wanted a whole number from 1", lambda: StaticCache(0))
     refused(TypeError, "window: got float, wanted a whole number", lambda: RollingCache(2.0))  # pyright: ignore[reportArgumentType]
     refused(ValueError, r"padding: got \[-1\], wanted numbers from 0", lambda: GrowingCache(padding=[-1]))
     refused(TypeError, r"padding: got bool \[1\], wanted integers", lambda: GrowingCache(padding=torch.tensor([True])))

@@ -318,6 +318,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["watch", "text", "--text", "a", "--context", "257"],
         "--context: got 257, wanted at most 256, as many",
     ),
+    "a context for pictures": (["watch", "digits", "--context", "3"], "--context: this model looks at images"),
     "no such folder": (["watch", "./nowhere", "--text", "a"], r"\./nowhere: is no folder with a model"),
     "a file": (["watch", "given.txt", "--text", "a"], "given.txt: is no folder with a model"),
     "an empty folder": (["watch", "empty", "--text", "a"], "empty: holds no config.json"),
@@ -495,9 +496,10 @@ def test_a_layer_that_cannot_be_seen_is_told_with_the_option_for_it(run: Run, tm
     at = save(transformers.GPTJForCausalLM(gptj), tmp_path / "gptj", tokenizer=False)
     ran = run("watch", str(at), "--ids", "3 4")
     assert ran.code == 2
-    assert re.search(r"headscope watch: .* 1 attention layers ran .*\. Leave them out with --layers\n$", ran.err), (
-        ran.err
-    )
+    assert re.search(
+        r"headscope watch: .* of the attention layers that ran 1 could not be seen.*\. Leave out with --layers\n$",
+        ran.err,
+    ), ran.err
 
 
 def test_transformers_has_nothing_to_say_of_a_model_that_cannot_be_watched(tmp_path: Path) -> None:

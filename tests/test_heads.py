@@ -220,7 +220,7 @@ def test_what_cannot_be_done_is_named() -> None:
     refused(WatchError, "ablate: 'plain': no attention call of it was seen", model, {"plain": [0]}, run=False)
     refused(
         WatchError,
-        r"heads: 1 attention layers ran and their heads could not be reached: ProductAttention;",
+        r"heads: of the attention layers that ran 1 could not be reached: ProductAttention\.",
         ProductAttention(),
         {"*": 0},
     )

@@ -712,7 +712,7 @@ def test_arrays_of_any_order_are_read() -> None:
         ({"num_heads": 2.0}, TypeError, "num_heads: got float, wanted a whole number"),
         ({"num_heads": "2"}, TypeError, "num_heads: got str, wanted a whole number"),
         ({"num_heads": None}, TypeError, "num_heads: got NoneType, wanted a whole number"),
-        ({"num_heads": 0}, ValueError, "num_heads: got 0, wanted at least 1"),
+        ({"num_heads": 0}, ValueError, "num_heads: got 0, wanted a whole number from 1"),
         ({"num_heads": H, "prefix": 3}, TypeError, "prefix: got int, wanted what the keys begin with, as a string"),
         ({"num_heads": H, "prefix": None}, TypeError, "prefix: got NoneType, wanted what the keys begin with"),
     ],

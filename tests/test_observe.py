@@ -511,7 +511,7 @@ def test_leading_axes_are_one_batch() -> None:
         ({"top": 1.0}, TypeError, r"top: got float, wanted a whole number from 0"),
         ({"first": 0}, ValueError, r"first: got 0, wanted a whole number from 1"),
         ({"windows": 3}, TypeError, r"windows: got int, wanted a tuple of distances"),
-        ({"windows": ("3",)}, TypeError, r"windows: got str, wanted numbers"),
+        ({"windows": ("3",)}, TypeError, r"windows: got str, wanted a number"),
         ({"windows": (-1,)}, ValueError, r"windows: got -1, wanted a finite number from 0"),
         ({"windows": (math.nan,)}, ValueError, r"windows: got nan, wanted a finite number from 0"),
         ({"windows": (2, math.inf)}, ValueError, r"windows: got inf, wanted a finite number from 0"),

@@ -228,7 +228,7 @@ def test_a_learned_bias_is_a_look_into_its_table() -> None:
     ("make", "error", "says"),
     [
         (lambda: Rotary(7), ValueError, "dim: got 7, wanted an even number"),
-        (lambda: Rotary(0), ValueError, "dim: got 0, wanted at least 1"),
+        (lambda: Rotary(0), ValueError, "dim: got 0, wanted a whole number from 1"),
         (lambda: Rotary(8.0), TypeError, "dim: got float, wanted a whole number"),  # pyright: ignore[reportArgumentType]
         (lambda: Rotary(8, base=1), ValueError, "base: got 1, wanted a finite number above 1"),
         (lambda: Rotary(8, pairing="both"), ValueError, "pairing: got 'both', wanted"),  # pyright: ignore[reportArgumentType]
@@ -237,7 +237,7 @@ def test_a_learned_bias_is_a_look_into_its_table() -> None:
         (lambda: LinearScaling(0.5), ValueError, "factor: got 0.5, wanted a finite number from 1"),
         (lambda: LinearScaling("2"), TypeError, "factor: got str, wanted a number"),  # pyright: ignore[reportArgumentType]
         (lambda: NTK(math.inf), ValueError, "factor: got inf, wanted a finite number"),
-        (lambda: NTK(2, 0), ValueError, "original_length: got 0, wanted at least 1"),
+        (lambda: NTK(2, 0), ValueError, "original_length: got 0, wanted a whole number from 1"),
         (lambda: YaRN(2, 64, beta_fast=1), ValueError, "beta_fast: got 1, wanted more than beta_slow, 1.0"),
         (lambda: YaRN(2, 64, attention_factor=0), ValueError, "attention_factor: got 0, wanted .* above 0"),
         (lambda: YaRN(2, 64, mscale=1), ValueError, "mscale, mscale_all_dim: got 1, None, wanted both or none"),

@@ -331,7 +331,7 @@ def test_sizes_of_the_input_of_a_module() -> None:
         (({"dim": 20},), ValueError, "^seq, heads: missing; give a module and its input x, or the sizes seq"),
         (({},), ValueError, "^seq, dim, heads: missing"),
         (({"dim": 20, "heads": 3, "seq": 5},), ValueError, "embed_dim 20 is not divisible by num_heads 3"),
-        (({"dim": 20, "heads": 4, "seq": 0},), ValueError, "seq: got 0, wanted at least 1"),
+        (({"dim": 20, "heads": 4, "seq": 0},), ValueError, "seq: got 0, wanted a whole number from 1"),
         (({"dim": 20, "heads": 4, "seq": 5, "batch": -1},), ValueError, "batch: got -1"),
         (({"dim": 20, "heads": 4, "seq": 5.0},), TypeError, "seq: got float, wanted a whole number"),
         (({"dim": 20, "heads": 4, "seq": 10**19},), ValueError, "more than a tensor can hold"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from dataclasses import dataclass
 from numbers import Real
@@ -212,6 +213,32 @@ def shapes(**tensors: Tensor) -> str:
 def kind(value: object) -> str:
     """What a value is, in a few words: a dtype for a tensor, else the name of its type."""
     return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
+
+
+def as_whole(value: object) -> int | None:
+    """It as an int, also if it is numpy's or a tensor of no axes; None if it is no whole number, as a bool."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or (isinstance(value, Tensor) and (value.ndim or value.dtype == torch.bool)):
+        return None
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return None
+
+
+def whole(name: str, value: object, least: int = 1, otherwise: str = "") -> int:
+    """It as an int.
+
+    Raises:
+        TypeError, ValueError: it is no whole number from ``least`` on; ``otherwise`` says what would do, too.
+    """
+    found, wanted = as_whole(value), f"wanted a whole number from {least}{otherwise}"
+    if found is None:
+        raise TypeError(f"{name}: got {kind(value)}, {wanted}")
+    if found < least:
+        raise ValueError(f"{name}: got {found}, {wanted}")
+    return found
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
@@ -447,7 +474,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     """The factor of the dot products; by default head_dim ** -0.5."""
     if scale is None:
         return head_dim**-0.5
-    scale = _number("scale", scale)
+    scale = number("scale", scale)
     if not abs(scale) <= sys.float_info.max:  # NaN neither; a compiler can follow this, but not math.isfinite
         raise ValueError(f"scale: got {scale}, wanted a finite number")
     return float(scale)
@@ -457,7 +484,7 @@ def check_softcap(softcap: float | None) -> float | None:
     """The bound of the logits, or None."""
     if softcap is None:
         return None
-    softcap = _number("softcap", softcap)
+    softcap = number("softcap", softcap)
     if not 0 < softcap <= sys.float_info.max:
         raise ValueError(f"softcap: got {softcap}, wanted a finite number above 0, or None")
     return float(softcap)
@@ -465,13 +492,13 @@ def check_softcap(softcap: float | None) -> float | None:
 
 def check_dropout(dropout: float) -> float:
     """The probability with which a weight is dropped."""
-    dropout = _number("dropout", dropout)
+    dropout = number("dropout", dropout)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout: got {dropout}, wanted a probability in [0, 1)")
     return float(dropout)
 
 
-def _number(name: str, value: object) -> float:
+def number(name: str, value: object) -> float:
     """It, as an int or a float: numpy has numbers of its own. A bool is none."""
     if isinstance(value, bool):
         raise TypeError(f"{name}: got bool, wanted a number")

@@ -8,20 +8,16 @@ from typing import Any, Literal
 
 from torch import nn
 
-from headscope._call import kind
+from headscope._call import kind, number, whole
 from headscope.positions import Rotary
 
 QKV = ("q", "k", "v")
 QKNorm = Literal["rms", "layer", "rms_all"]
 
 
-def check_sizes(**sizes: int) -> None:
-    """Raise unless all are whole numbers from 1."""
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"{name}: got {type(size).__name__}, wanted a whole number")
-        if size < 1:
-            raise ValueError(f"{name}: got {size}, wanted at least 1")
+def whole_sizes(**given: object) -> list[int]:
+    """Them in turn, as whole numbers from 1."""
+    return [whole(name, size) for name, size in given.items()]
 
 
 def check_heads(embed_dim: int, num_heads: int, kv_heads: int, head_dim: int | None) -> None:
@@ -54,8 +50,7 @@ def norm_of(
         return None
     if qk_norm not in ("rms", "layer", "rms_all"):
         raise ValueError(f'qk_norm: got {qk_norm!r}, wanted "rms", "layer", "rms_all" or None')
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"qk_norm_eps: got {kind(eps)}, wanted a number")
+    eps = number("qk_norm_eps", eps)
     if not 0 < eps < math.inf:
         raise ValueError(f"qk_norm_eps: got {eps}, wanted a finite number above 0")
     if qk_norm == "layer":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from headscope._call import kind
+from headscope._call import as_whole, kind
 from headscope._linear import strangers
 from headscope.positions import ALiBi, RelativeBias
 
@@ -79,12 +79,15 @@ def _kept(heads: Collection[int], num_heads: int, kv_heads: int) -> tuple[list[i
     """The query heads and the key/value heads that stay."""
     if isinstance(heads, (str, bytes)) or not isinstance(heads, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"heads: got {kind(heads)}, wanted numbers of heads")
-    for head in heads:
-        if isinstance(head, bool) or not isinstance(head, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"heads: got {kind(head)}, wanted whole numbers")
+    gone: set[int] = set()
+    for each in heads:
+        head = as_whole(each)
+        if head is None:
+            raise TypeError(f"heads: got {kind(each)}, wanted whole numbers")
         if not 0 <= head < num_heads:
             raise ValueError(f"heads: got {head}, wanted numbers from 0 to {num_heads - 1}")
-    kept = [head for head in range(num_heads) if head not in set(heads)]
+        gone.add(head)
+    kept = [head for head in range(num_heads) if head not in gone]
     if not kept:
         raise ValueError(f"heads: got all {num_heads}, wanted at least one to stay")
     group = num_heads // kv_heads

@@ -113,6 +113,12 @@ def unseen(modules: Mapping[str, nn.Module], ran: Collection[str], seen: Collect
     return [name for name in missing if not any(_within(other, name) and other != name for other in missing)]
 
 
+def with_classes(modules: Mapping[str, nn.Module], names: Collection[str]) -> str:
+    """Names of modules, each with its class: a name may be no more than a number."""
+    kinds = {name: type(modules[name]).__name__ for name in names}
+    return ", ".join(name if name == kind else f"{name} ({kind})" for name, kind in kinds.items())
+
+
 def _is_attention(name: str, module: nn.Module) -> bool:
     """Whether it is called so, by its class or its path, and holds a matrix: a norm does not."""
     kind, called = type(module).__name__, name.rsplit(".", 1)[-1]

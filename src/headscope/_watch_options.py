@@ -55,15 +55,28 @@ class Options:
 
 
 def check(
-    every: object, tokens: object, kinds: Mapping[str, object], unseen: object, alarms: object, texts: Iterable[object]
+    tokens: object,
+    positions: object,
+    kinds: Mapping[str, object],
+    unseen: object,
+    alarms: object,
+    texts: Iterable[object],
 ) -> None:
     """Refuse what ``watch`` cannot be asked for."""
-    if isinstance(every, bool) or not isinstance(every, int):
-        raise TypeError(f"every: got {type(every).__name__}, wanted a whole number from 1")
-    if every < 1:
-        raise ValueError(f"every: got {every}, wanted a whole number from 1")
     if not (tokens is None or isinstance(tokens, Tensor) or tokens == "inputs"):
         raise ValueError(f'tokens: got {tokens!r}, wanted a tensor of ids or "inputs"')
+    if isinstance(tokens, Tensor):
+        Observe(tokens=tokens)  # judges the dtype
+        if not tokens.ndim:
+            raise ValueError("tokens: got a single number, wanted [K] or [B, K]")
+    if positions is not None and not isinstance(positions, Tensor):
+        raise TypeError(f"positions: got {type(positions).__name__}, wanted a torch.Tensor or None")
+    if isinstance(positions, Tensor):
+        if positions.dtype == torch.bool or positions.dtype.is_complex:
+            dtype = str(positions.dtype).removeprefix("torch.")
+            raise TypeError(f"positions: dtype is {dtype}, wanted numbers")
+        if not 1 <= positions.ndim <= 3:
+            raise ValueError(f"positions: got {list(positions.shape)}, wanted [K], [K, 2] or [B, K, 1 or 2]")
     for kind in kinds.values():
         if kind not in ("self", "cross"):
             raise ValueError(f'kinds: got {kind!r}, wanted "self" or "cross"')

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.compiler import is_dynamo_compiling
 
-from headscope._call import as_mask, kind, shapes
+from headscope._call import as_mask, kind, shapes, whole
 from headscope.masks import Band, Documents, Mask, causal
 
 __all__ = ["Cache", "GrowingCache", "Held", "RollingCache", "StaticCache"]
@@ -266,7 +266,7 @@ class StaticCache(Cache):
 
     def __init__(self, capacity: int, *, padding: Tensor | Sequence[int] | None = None) -> None:
         super().__init__(padding=padding)
-        self._capacity = _at_least_one("capacity", capacity)
+        self._capacity = whole("capacity", capacity)
 
     @property
     def capacity(self) -> int:
@@ -301,7 +301,7 @@ class RollingCache(Cache):
 
     def __init__(self, window: int, *, padding: Tensor | Sequence[int] | None = None) -> None:
         super().__init__(padding=padding)
-        self.window = _at_least_one("window", window)
+        self.window = whole("window", window)
 
     def _add(self, k: Tensor, v: Tensor) -> Added:
         new, held, room = k.shape[-2], self._length - self._first, 2 * self.window
@@ -360,11 +360,3 @@ def _counts(padding: Tensor | Sequence[int] | None) -> tuple[int, ...]:
     if any(count < 0 for count in found):
         raise ValueError(f"padding: got {list(found)}, wanted numbers from 0")
     return found if any(found) else ()
-
-
-def _at_least_one(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: got {kind(value)}, wanted a whole number")
-    if value < 1:
-        raise ValueError(f"{name}: got {value}, wanted at least 1")
-    return value

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from headscope._call import as_whole
 from headscope._decision_parts import Basis, Decision, HasStats, decimal, plural, share, stats_of
 from headscope._dense_stats import PATTERNS
 from headscope._head_distances import PROFILE, bins_of, distributions, largest_gap, mass_of, profiles, variation
@@ -242,11 +243,11 @@ def kv_budget(
         TypeError: one budget that is in no collection.
         ValueError: nothing was received, a budget below 1, or heads that do not divide into so many groups.
     """
-    if isinstance(keys, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if as_whole(keys) is not None:
         raise TypeError(f"keys: got {keys}, wanted several budgets, as ({keys},)")
-    budgets = tuple(keys)
-    if not budgets or any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in budgets):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"keys: got {budgets}, wanted whole numbers from 1")
+    budgets = tuple(as_whole(k) or 0 for k in keys)
+    if not budgets or min(budgets) < 1:
+        raise ValueError(f"keys: got {tuple(keys)}, wanted whole numbers from 1")
     found = stats_of(stats)
     parts = {layer: part for layer, part in found.parts.items() if part.received is not None}
     if not parts:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headscope import _watch_frames, _watch_layers, _watch_transformers
-from headscope._call import kind
+from headscope._call import as_whole, kind, number
 from headscope._watch_calls import Call, WatchError
 from headscope._watch_frames import Frame
 from headscope._watch_layers import Choice
@@ -44,8 +44,7 @@ def ablate(model: nn.Module, heads: Mapping[str, Heads], scale: float = 0.0) -> 
         raise TypeError(f"heads: got {kind(heads)}, wanted a mapping of module paths to heads")
     if not heads:
         raise ValueError("heads: got none, wanted at least one layer")
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"scale: got {kind(scale)}, wanted a number")
+    scale = number("scale", scale)
     if not abs(scale) < float("inf"):
         raise ValueError(f"scale: got {scale}, wanted a finite number")
     modules = _watch_layers.modules_of(model)
@@ -69,17 +68,21 @@ def _numbers(layer: str, heads: Heads) -> set[int] | None:
     """The heads that were asked for; None = all."""
     if heads == "all":
         return None
-    found = [heads] if isinstance(heads, int) else heads
-    if isinstance(found, str) or isinstance(heads, bool) or not isinstance(found, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
+    one = as_whole(heads)
+    found = heads if one is None else [one]
+    if isinstance(found, (str, bool)) or not isinstance(found, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f'heads: got {heads!r} for {layer!r}, wanted a number, numbers or "all"')
     if not found:
         raise ValueError(f"heads: got none for {layer!r}, wanted at least one")
-    for number in found:
-        if isinstance(number, bool) or not isinstance(number, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"heads: got {kind(number)} for {layer!r}, wanted whole numbers")
-        if number < 0:
-            raise ValueError(f"heads: got {number} for {layer!r}, wanted numbers from 0")
-    return set(found)
+    numbers: set[int] = set()
+    for each in found:
+        head = as_whole(each)
+        if head is None:
+            raise TypeError(f"heads: got {kind(each)} for {layer!r}, wanted whole numbers")
+        if head < 0:
+            raise ValueError(f"heads: got {head} for {layer!r}, wanted numbers from 0")
+        numbers.add(head)
+    return numbers
 
 
 class _Acting:
@@ -121,9 +124,9 @@ class _Acting:
         missing = [name for name in missing if self.means(name)]
         if missing:
             raise WatchError(
-                f"heads: {len(missing)} attention layers ran and their heads could not be reached: "
-                f"{', '.join(missing)}; they do not call scaled_dot_product_attention or anything else that headscope "
-                "knows"
+                f"heads: of the attention layers that ran {len(missing)} could not be reached: "
+                f"{_watch_layers.with_classes(self.modules, missing)}. None calls scaled_dot_product_attention or "
+                "anything else that headscope knows"
             )
 
     def means(self, name: str) -> bool:

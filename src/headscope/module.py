@@ -20,8 +20,8 @@ from headscope._module_options import (
     check_flags,
     check_heads,
     check_rotary,
-    check_sizes,
     norm_of,
+    whole_sizes,
 )
 from headscope._onlookers import is_traced
 from headscope.cache import Cache, Staged
@@ -111,16 +111,17 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = num_heads if kv_heads is None else kv_heads
-        check_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_heads=kv_heads)
+        embed_dim, num_heads, kv_heads = whole_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_heads=kv_heads)
         check_heads(embed_dim, num_heads, kv_heads, head_dim)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.kv_heads = kv_heads
-        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        self.v_head_dim = self.head_dim if v_head_dim is None else v_head_dim
-        self.kdim = embed_dim if kdim is None else kdim
-        self.vdim = self.kdim if vdim is None else vdim
-        check_sizes(head_dim=self.head_dim, v_head_dim=self.v_head_dim, kdim=self.kdim, vdim=self.vdim)
+        head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        kdim = embed_dim if kdim is None else kdim
+        vdim = kdim if vdim is None else vdim
+        widths = whole_sizes(head_dim=head_dim, v_head_dim=v_head_dim, kdim=kdim, vdim=vdim)
+        self.head_dim, self.v_head_dim, self.kdim, self.vdim = widths
         self.scale = check_scale(scale, self.head_dim)
         self.softcap = check_softcap(softcap)
         self.dropout = check_dropout(dropout)

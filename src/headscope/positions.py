@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from headscope._call import kind, shapes
+from headscope._call import kind, number, shapes, whole
 from headscope._onlookers import is_traced
 
 __all__ = [
@@ -48,7 +48,7 @@ class LinearScaling:
     factor: float
 
     def __post_init__(self) -> None:
-        _number("factor", self.factor, least=1)
+        _settle(self, "factor", least=1)
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class NTK:
     original_length: int | None = None
 
     def __post_init__(self) -> None:
-        _number("factor", self.factor, least=1)
+        _settle(self, "factor", least=1)
         if self.original_length is not None:
-            _whole("original_length", self.original_length)
+            _settle_whole(self, "original_length")
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ class YaRN:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        _number("factor", self.factor, least=1)
-        _whole("original_length", self.original_length)
+        _settle(self, "factor", least=1)
+        _settle_whole(self, "original_length")
         for name in ("beta_slow", "beta_fast", "attention_factor", "mscale", "mscale_all_dim"):
             if getattr(self, name) is not None:
-                _number(name, getattr(self, name), above=0)
+                _settle(self, name, above=0)
         if self.beta_fast <= self.beta_slow:
             raise ValueError(f"beta_fast: got {self.beta_fast}, wanted more than beta_slow, {self.beta_slow}")
         if (self.mscale is None) != (self.mscale_all_dim is None):
@@ -130,10 +130,10 @@ class Llama3:
     original_length: int = 8192
 
     def __post_init__(self) -> None:
-        _number("factor", self.factor, least=1)
-        _number("low_freq_factor", self.low_freq_factor, above=0)
-        _number("high_freq_factor", self.high_freq_factor, above=0)
-        _whole("original_length", self.original_length)
+        _settle(self, "factor", least=1)
+        _settle(self, "low_freq_factor", above=0)
+        _settle(self, "high_freq_factor", above=0)
+        _settle_whole(self, "original_length")
         if self.high_freq_factor <= self.low_freq_factor:
             got = f"{self.high_freq_factor}, wanted more than low_freq_factor, {self.low_freq_factor}"
             raise ValueError(f"high_freq_factor: got {got}")
@@ -172,10 +172,10 @@ class Rotary:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
-        _whole("dim", self.dim)
+        _settle_whole(self, "dim")
         if self.dim % 2:
             raise ValueError(f"dim: got {self.dim}, wanted an even number: rotary turns pairs")
-        _number("base", self.base, above=1)
+        _settle(self, "base", above=1)
         if self.pairing not in ("half", "interleaved"):
             raise ValueError(f'pairing: got {self.pairing!r}, wanted "half" or "interleaved"')
         if self.scaling is not None and not isinstance(self.scaling, (LinearScaling, NTK, YaRN, Llama3)):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -364,12 +364,12 @@ class ALiBi:
     slopes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        _whole("num_heads", self.num_heads)
+        _settle_whole(self, "num_heads")
         slopes = _numbers("slopes", self.slopes) or _slopes(self.num_heads)
         if len(slopes) != self.num_heads:
             raise ValueError(f"slopes: got {len(slopes)}, wanted one a head, {self.num_heads}")
         for slope in slopes:
-            _number("slopes", slope, least=0)
+            _check("slopes", slope, least=0)
         object.__setattr__(self, "slopes", slopes)
 
     def of(self, distances: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -403,8 +403,8 @@ class T5Buckets:
     bidirectional: bool = True
 
     def __post_init__(self) -> None:
-        _whole("num_buckets", self.num_buckets)
-        _whole("max_distance", self.max_distance)
+        _settle_whole(self, "num_buckets")
+        _settle_whole(self, "max_distance")
         least = 4 if self.bidirectional else 2
         if self.num_buckets < least or (self.bidirectional and self.num_buckets % 2):
             wanted = "an even number from 4" if self.bidirectional else "at least 2"
@@ -445,7 +445,7 @@ class RelativeBias(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        _whole("num_heads", num_heads)
+        num_heads = whole("num_heads", num_heads)
         if buckets is not None and not isinstance(buckets, T5Buckets):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"buckets: got {kind(buckets)}, wanted T5Buckets")
         self.num_heads = num_heads
@@ -563,19 +563,22 @@ def _numbers(name: str, values: Any) -> tuple[float, ...]:
         raise TypeError(f"{name}: got {values!r}, wanted numbers") from None
 
 
-def _number(name: str, value: object, *, least: float = -math.inf, above: float = -math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: got {kind(value)}, wanted a number")
+def _settle_whole(options: object, name: str) -> None:
+    """One of the frozen options as a whole number from 1."""
+    object.__setattr__(options, name, whole(name, getattr(options, name)))
+
+
+def _settle(options: object, name: str, *, least: float = -math.inf, above: float = -math.inf) -> None:
+    """One of the frozen options as a finite number."""
+    found = number(name, getattr(options, name))
+    _check(name, found, least=least, above=above)
+    object.__setattr__(options, name, found)
+
+
+def _check(name: str, value: float, *, least: float = -math.inf, above: float = -math.inf) -> None:
     if not (least <= value < math.inf and value > above):
         wanted = f"a finite number above {above}" if above > -math.inf else f"a finite number from {least}"
         raise ValueError(f"{name}: got {value}, wanted {wanted}")
-
-
-def _whole(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: got {kind(value)}, wanted a whole number")
-    if value < 1:
-        raise ValueError(f"{name}: got {value}, wanted at least 1")
 
 
 def bias_of(option: object, num_heads: int, made: dict[str, Any]) -> PositionBias | None:

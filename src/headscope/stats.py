@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
-from headscope._call import kind
+from headscope._call import as_whole, kind, number, whole
 from headscope._dense_stats import (
     LOCAL_REACH,
     MINIMUM_ROWS,
@@ -105,20 +105,19 @@ class Observe:
                 raise TypeError(f"{name}: got {kind(getattr(self, name))}, wanted True or False")
         self._check_rows()
         if self.map is not None:
-            _whole("map", self.map, 1, " or None")
+            object.__setattr__(self, "map", whole("map", self.map, 1, " or None"))
         for name, least in (("edges", 0), ("top", 0), ("first", 1)):
-            _whole(name, getattr(self, name), least)
+            object.__setattr__(self, name, whole(name, getattr(self, name), least))
         if not isinstance(self.windows, Collection) or isinstance(self.windows, (str, Tensor)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"windows: got {kind(self.windows)}, wanted a tuple of distances")
-        for w in self.windows:
-            if isinstance(w, bool) or not isinstance(w, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise TypeError(f"windows: got {kind(w)}, wanted numbers")
+        windows = tuple(number("windows", w) for w in self.windows)
+        for w in windows:
             if not 0 <= w < math.inf:
                 raise ValueError(f"windows: got {w}, wanted a finite number from 0")
-        names = [f"window_{w:g}" for w in self.windows]
+        names = [f"window_{w:g}" for w in windows]
         if len({*names}) < len(names):
-            raise ValueError(f"windows: got {tuple(self.windows)}, wanted each distance once (to six digits)")
-        object.__setattr__(self, "windows", tuple(self.windows))
+            raise ValueError(f"windows: got {windows}, wanted each distance once (to six digits)")
+        object.__setattr__(self, "windows", windows)
         if self.tokens is not None:
             if not isinstance(self.tokens, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"tokens: got {kind(self.tokens)}, wanted a tensor of whole numbers")
@@ -132,15 +131,7 @@ class Observe:
             if self.rows.dtype != torch.bool:
                 raise TypeError(f"rows: dtype is {kind(self.rows)}, wanted bool (True = counts)")
         elif self.rows is not None:
-            _whole("rows", self.rows, 1, ", a boolean tensor or None")
-
-
-def _whole(name: str, got: object, least: int, otherwise: str = "") -> None:
-    wanted = f"wanted a whole number from {least}{otherwise}"
-    if isinstance(got, bool) or not isinstance(got, int):
-        raise TypeError(f"{name}: got {kind(got)}, {wanted}")
-    if got < least:
-        raise ValueError(f"{name}: got {got}, {wanted}")
+            object.__setattr__(self, "rows", whole("rows", self.rows, 1, ", a boolean tensor or None"))
 
 
 @dataclass(frozen=True)
@@ -243,14 +234,15 @@ class HeadStats:
         if len(at) == 2 and isinstance(at[1], str):
             column = self._column([part], self._known(part, at[1], layer))
             return Column(*(getattr(column, each.name)[0] for each in fields(column)))
-        if len(at) not in (2, 3) or not isinstance(at[1], int):
+        head = as_whole(at[1]) if len(at) in (2, 3) else None
+        if head is None:
             raise TypeError(f"stats[...]: got {at!r}, wanted [layer, head, name], [layer, head], [layer, name] or less")
-        if not -part.heads <= at[1] < part.heads:
-            raise IndexError(f"head: got {at[1]}, layer {layer} has {part.heads} (0 to {part.heads - 1})")
+        if not -part.heads <= head < part.heads:
+            raise IndexError(f"head: got {head}, layer {layer} has {part.heads} (0 to {part.heads - 1})")
         if len(at) == 2:
-            return {name: _summary(name, moments, at[1]) for name, moments in part.moments.items()}
+            return {name: _summary(name, moments, head) for name, moments in part.moments.items()}
         name = self._known(part, at[2], layer)
-        return _summary(name, part.moments[name], at[1])
+        return _summary(name, part.moments[name], head)
 
     def _layer(self, at: Any) -> str:
         if isinstance(at, str):
@@ -258,11 +250,12 @@ class HeadStats:
                 return at
             known = ", ".join((*self.names, *self.layers)) or "nothing"
             raise KeyError(f"{at}: neither a quantity nor a layer; there is {known}")
-        if isinstance(at, bool) or not isinstance(at, int):
+        number = as_whole(at)
+        if number is None:
             raise TypeError(f"layer: got {kind(at)}, wanted a number or a name")
-        if not -len(self.parts) <= at < len(self.parts):
-            raise IndexError(f"layer: got {at}, there are {len(self.parts)}: {', '.join(self.layers) or 'none'}")
-        return self.layers[at]
+        if not -len(self.parts) <= number < len(self.parts):
+            raise IndexError(f"layer: got {number}, there are {len(self.parts)}: {', '.join(self.layers) or 'none'}")
+        return self.layers[number]
 
     @staticmethod
     def _known(part: LayerStats, name: str, layer: str) -> str:
@@ -474,7 +467,7 @@ class HeadStats:
         from headscope._stats_show import as_table
 
         if limit is not None:
-            _whole("limit", limit, 0, " or None")
+            limit = whole("limit", limit, 0, " or None")
         return as_table(self, sort, names, descending, limit)
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:

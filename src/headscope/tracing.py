@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headscope import _trace_rows as steps
 from headscope._linear import strangers
-from headscope._module_options import QKV, check_sizes
+from headscope._module_options import QKV, whole_sizes
 from headscope._trace_attention import Attention, Heads
 from headscope._trace_rows import Pages, Row
 from headscope._trace_setting import Asked, Context, Setting, Source, of_sizes, of_values
@@ -204,6 +204,7 @@ def trace(
         if module is None:
             module = MultiHeadAttention(given.pop("dim"), given.pop("heads"), device="meta", **given)
         if x is None:
+            lengths = dict(zip(lengths, whole_sizes(**lengths), strict=True))
             return _walk(_from_sizes(module, asked, **lengths), own_module=own)
         return _walk(of_values(module, x, context, asked), own_module=own)
 
@@ -231,7 +232,6 @@ def _check_what_is_given(
         if missing:
             wanted = "a module and its input x, or the sizes seq, dim and heads"
             raise ValueError(f"{', '.join(missing)}: missing; give {wanted}")
-        check_sizes(**lengths)
 
 
 def _untraced(module: MultiHeadAttention) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headscope import _watch_frames, _watch_layers, _watch_transformers
+from headscope._call import whole
 from headscope._stats_parts import LayerStats
 from headscope._watch_calls import COMPILED, Call, Ids, Kind, WatchError, error_of, measure, placed, standing
 from headscope._watch_frames import Frame
@@ -313,13 +314,13 @@ def watch(
         raise TypeError(f"kinds: got {type(kinds).__name__}, wanted a mapping of patterns to kinds")
     kinds = dict(kinds or {})
     texts = None if texts is None else tuple(texts)
-    check(every, tokens, kinds, unseen, alarms, texts or ())
+    check(tokens, positions, kinds, unseen, alarms, texts or ())
     if not isinstance(accelerate, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"accelerate: got {type(accelerate).__name__}, wanted True or False")
     targets = [] if log is None else list(log) if isinstance(log, (list, tuple)) else [log]
     limits = Limits() if alarms is True else alarms or None
     monitor = Monitor([writer(target) for target in targets], limits) if targets or limits else None
-    options = Options(what, every, tokens, kinds, positions, accelerate, unseen, monitor)
+    options = Options(what, whole("every", every), tokens, kinds, positions, accelerate, unseen, monitor)
     return Watch(model, options, layers, texts)
 
 
@@ -453,9 +454,9 @@ class Watch:
         missing = [name for name in missing if name in self.chosen]
         if missing:
             raise WatchError(
-                f"watch: {len(missing)} attention layers ran and were not seen: {', '.join(missing)}; they do not call "
-                "scaled_dot_product_attention or anything else that headscope knows. Leave them out with layers=, or "
-                'give unseen="ignore"'
+                f"watch: of the attention layers that ran {len(missing)} could not be seen: "
+                f"{_watch_layers.with_classes(self.modules, missing)}. None calls scaled_dot_product_attention or "
+                'anything else that headscope knows. Leave out with layers=, or give unseen="ignore"'
             )
         self._complete.add(both)
 
