@@ -103,19 +103,19 @@ template <class T, int G> struct Few {
         if constexpr (C > 1)
             for (; c + L <= width; c += L, ahead.width = 0) mix<1>(p, p_width, v + c, v_stride, keys, o + c, o_width, fresh, ahead);
         if (c == width) return;
-        for (int g = 0; fresh && g < G; g++) store(o + g * o_width + c, V<T>{});
+        V<T> a[G]{};
         for (int j = 0; j < keys; j++) {
             E rest[L]{};
             for (int n = 0; c + n < width; n++) rest[n] = v[j * v_stride + c + n];
             const V<T> x = load_wide<T>(rest);
-            for (int g = 0; g < G; g++) store(o + g * o_width + c, load(o + g * o_width + c) + x * p[j * p_width + g]);
+            for (int g = 0; g < G; g++) a[g] += x * p[j * p_width + g];
         }
+        for (int g = 0; g < G; g++) add_to<T>(o + g * o_width + c, a[g], fresh);
     }
     template <int C, class E> static void mix(const T* p, int p_width, const E* v, std::int64_t v_stride, int keys, T* o, int o_width,
                                               bool fresh, Ahead<E> ahead) {
         V<T> a[G][C];
-        UNROLL for (int g = 0; g < G; g++) UNROLL for (int c = 0; c < C; c++)
-            a[g][c] = fresh ? V<T>{} : load(o + g * o_width + c * L);
+        UNROLL for (int g = 0; g < G; g++) UNROLL for (int c = 0; c < C; c++) a[g][c] = V<T>{};
         for (int j = 0; j < keys; j++, v += v_stride, p += p_width) {
             ahead.expect(j);
             V<T> x[C];
@@ -125,7 +125,7 @@ template <class T, int G> struct Few {
                 UNROLL for (int c = 0; c < C; c++) a[g][c] += w * x[c];
             }
         }
-        UNROLL for (int g = 0; g < G; g++) UNROLL for (int c = 0; c < C; c++) store(o + g * o_width + c * L, a[g][c]);
+        UNROLL for (int g = 0; g < G; g++) UNROLL for (int c = 0; c < C; c++) add_to<T>(o + g * o_width + c * L, a[g][c], fresh);
     }
 };
 
@@ -199,8 +199,7 @@ template <int G> struct FewPairs {
     template <int C> static void mix(const Word* p, int p_width, const BFloat16* v, std::int64_t v_stride, int keys, int width, float* o,
                                      int o_width, bool fresh, Ahead<BFloat16> ahead) {
         V<float> a[G][2 * C];
-        UNROLL for (int g = 0; g < G; g++) UNROLL for (int c = 0; c < 2 * C; c++)
-            a[g][c] = fresh ? V<float>{} : load(o + g * o_width + c * L);
+        UNROLL for (int g = 0; g < G; g++) UNROLL for (int c = 0; c < 2 * C; c++) a[g][c] = V<float>{};
         for (int j = 0; j < keys; j += 2, v += 2 * v_stride, p += p_width) {
             ahead.expect(j), ahead.expect(j + 1);
             const bool whole = width == STEP && j + 1 < keys;
@@ -217,7 +216,7 @@ template <int G> struct FewPairs {
                 UNROLL for (int c = 0; c < 2 * C; c++) a[g][c] = BF16_DOT(a[g][c], x[c], w);
             }
         }
-        UNROLL for (int g = 0; g < G; g++) UNROLL for (int c = 0; c < 2 * C; c++) store(o + g * o_width + c * L, a[g][c]);
+        UNROLL for (int g = 0; g < G; g++) UNROLL for (int c = 0; c < 2 * C; c++) add_to<float>(o + g * o_width + c * L, a[g][c], fresh);
     }
 };
 #endif

@@ -71,15 +71,16 @@ template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct
 
     // o[c][row] = (o[c][row] factor[row], or 0 if it is fresh) + Σ_j p[j][row] value[j][c], for N columns; no factor: 1
     template <int N> static void mix(const Word* p, Lines value, int keys, T* o, bool fresh, const V<T>* factor) {
-        V<T> a[N][QV];
-        if (fresh || !factor) UNROLL for (int c = 0; c < N; c++) UNROLL for (int v = 0; v < QV; v++)
-            a[c][v] = fresh ? V<T>{} : load(o + c * ROWS + v * L);
-        else UNROLL for (int c = 0; c < N; c++) UNROLL for (int v = 0; v < QV; v++) a[c][v] = load(o + c * ROWS + v * L) * factor[v];
+        V<T> a[N][QV];  // of these keys, to be added as a whole: one chain over a long row loses a bit or two
+        UNROLL for (int c = 0; c < N; c++) UNROLL for (int v = 0; v < QV; v++) a[c][v] = V<T>{};
         for (int j = 0; j < keys; j++, value.data += value.stride)
             UNROLL for (int c = 0; c < N; c++) {
                 const Word x = word(value.data, c);
                 UNROLL for (int v = 0; v < QV; v++) a[c][v] = Op::add(a[c][v], x, p + j * ROWS + v * L);
             }
+        if (factor && !fresh) UNROLL for (int c = 0; c < N; c++) UNROLL for (int v = 0; v < QV; v++)
+            a[c][v] += load(o + c * ROWS + v * L) * factor[v];
+        else if (!fresh) UNROLL for (int c = 0; c < N; c++) UNROLL for (int v = 0; v < QV; v++) a[c][v] += load(o + c * ROWS + v * L);
         UNROLL for (int c = 0; c < N; c++) UNROLL for (int v = 0; v < QV; v++) store(o + c * ROWS + v * L, a[c][v]);
     }
 
@@ -129,7 +130,7 @@ template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct
     template <int N, int C> static void outer(const Part* parts, int count, int j0, int c0, int width, T* to) {
         V<T> sum[N][C];
         to += j0 * width + c0;
-        UNROLL for (int j = 0; j < N; j++) UNROLL for (int c = 0; c < C; c++) sum[j][c] = load(to + j * width + c * L);
+        UNROLL for (int j = 0; j < N; j++) UNROLL for (int c = 0; c < C; c++) sum[j][c] = V<T>{};
         for (const Part* part = parts; part < parts + count; part++) {
             const Word *a = part->a + j0 * LINE, *from = part->from + c0 * LINE;
             const int rows = part->rows;
@@ -137,7 +138,10 @@ template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct
                 UNROLL for (int j = 0; j < N; j++)
                     UNROLL for (int c = 0; c < C; c++) sum[j][c] = Op::add(sum[j][c], a[j * LINE + r], from + c * L);
         }
-        UNROLL for (int j = 0; j < N; j++) UNROLL for (int c = 0; c < C; c++) store(to + j * width + c * L, sum[j][c]);
+        UNROLL for (int j = 0; j < N; j++) UNROLL for (int c = 0; c < C; c++) {
+            T* const all = to + j * width + c * L;
+            store(all, load(all) + sum[j][c]);
+        }
     }
     template <int C> static void outers(const Part* parts, int count, int keys, int c, int width, T* to) {
         constexpr int N = REGISTER_TILE / C < 12 ? REGISTER_TILE / C : 12;

@@ -140,6 +140,8 @@ template <class T> INLINE void put_numbers(char* row, std::int64_t c, V<T> x, st
     }
 }
 
+// A sum of its own joins what lies there, or begins it.
+template <class T> INLINE void add_to(T* sum, V<T> x, bool fresh) { store(sum, fresh ? x : load(sum) + x); }
 template <class T> INLINE V<T> splat(T x) { return x - V<T>{}; }
 // b where one is NaN. Of a comparison with a constant the compiler would make two instructions.
 template <class T> INLINE V<T> greater(V<T> a, V<T> b) {
