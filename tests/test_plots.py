@@ -129,3 +129,17 @@ def test_what_was_observed_is_drawn(pyplot: Any) -> None:
         plot_grid(observe(q, k))
     with pytest.raises(ValueError, match=r"name: layer 0 has no 'entropi', it has "):
         plot_statistics(stats, "entropi")
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 11), (11, 5), (5, 7), (23, 7), (1, 1)])
+def test_a_map_has_no_bins_without_a_query_or_a_key(pyplot: Any, queries: int, keys: int) -> None:
+    from headscope.report.plots import plot_grid
+
+    q, k = torch.randn(1, 2, queries, 5), torch.randn(1, 2, keys, 5)
+    stats = observe(q, k, what=Observe(map=11))
+    drawn = np.ma.filled(plot_grid(stats)[0, 1].get_images()[0].get_array(), np.nan)
+    p = torch.softmax(q.double() @ k.double().mT / 5**0.5, -1)[0, 1]
+    if queries <= 11:
+        np.testing.assert_allclose(drawn, p.numpy(), rtol=1e-5)
+    assert drawn.shape == (min(queries, 11), min(keys, 11))
+    assert np.isfinite(drawn).all()

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from headscope._stats_parts import HeadMap, LayerStats
 
-__all__ = ["FINE_BYTES", "MOST_BYTES", "Map", "Packed", "Rows", "Source", "Strips", "pack", "sources"]
+__all__ = ["FINE_BYTES", "MOST_BYTES", "Map", "Packed", "Rows", "Source", "Strips", "pack", "sources", "standing"]
 
 Array = NDArray[Any]
 
@@ -215,7 +215,7 @@ class Map:
     def of(found: HeadMap, part: LayerStats) -> Map:
         """With the bins that stand for some query and some key: of n bins over T < n positions, T."""
         n, lengths = found.bins, part.lengths
-        rows, columns = (_standing(n, None if lengths is None else lengths[axis]) for axis in (0, 1))
+        rows, columns = standing(n, lengths)
         cut = np.ix_(np.arange(part.heads), rows, columns)
         total, count, most = (x.cpu().double().numpy()[cut] for x in (found.sum, found.count, found.max))
         at: Array = found.argmax.cpu().numpy()[cut]
@@ -273,10 +273,10 @@ class Map:
         return b"".join(parts)
 
 
-def _standing(bins: int, length: int | None) -> Array:
-    """Which of n bins over so many positions hold one."""
-    edges = np.arange(bins + 1) * (bins if length is None else length) // bins
-    return np.flatnonzero(edges[1:] > edges[:-1])
+def standing(bins: int, lengths: tuple[int, int] | None) -> tuple[Array, Array]:
+    """Which of n x n bins hold a query, and which a key; all where their ranges are not known."""
+    queries, keys = (np.arange(bins + 1) * length // bins for length in lengths or (bins, bins))
+    return np.flatnonzero(queries[1:] > queries[:-1]), np.flatnonzero(keys[1:] > keys[:-1])
 
 
 def _differences(codes: Array, seen: Array) -> Array:

@@ -67,7 +67,8 @@ def plot_grid(
     Shapes: weights, one entry a layer, [H, Q, K], or all together [layers, H, Q, K]; axes [layers, H].
 
     Args:
-        weights: of each layer; or what was observed with ``Observe(map=n)``, of which the mean of each bin is drawn.
+        weights: of each layer; or what was observed with ``Observe(map=n)``, of which the mean of each bin is drawn,
+            but for those that hold no query or no key.
         axes: where to draw, an array of axes as ``plt.subplots(layers, heads, squeeze=False)`` makes; by default a new
             figure.
 
@@ -202,11 +203,17 @@ def _stats(observed: HeadStats | Recording) -> HeadStats:
     return observed if isinstance(observed, HeadStats) else observed.stats
 
 
-def _maps(observed: HeadStats | Recording) -> list[Tensor]:
-    maps = {name: part.map for name, part in _stats(observed).parts.items()}
-    if missing := [name for name, found in maps.items() if found is None]:
-        raise ValueError(f"weights: {missing[0]} has no map; observe with Observe(map=64)")
-    return [found.mean for found in maps.values() if found is not None]
+def _maps(observed: HeadStats | Recording) -> list[NDArray[np.float64]]:
+    """Of each layer the mean of each bin [H, rows, columns], without the bins that hold no query or no key."""
+    from headscope.report._viewer_data import standing
+
+    maps: list[NDArray[np.float64]] = []
+    for name, part in _stats(observed).parts.items():
+        if part.map is None:
+            raise ValueError(f"weights: {name} has no map; observe with Observe(map=64)")
+        rows, columns = standing(part.map.bins, part.lengths)
+        maps.append(_array(name, part.map.mean, "[H, n, n]", 3)[:, rows][:, :, columns])
+    return maps
 
 
 def _axes(ax: Axes | None) -> Axes:
