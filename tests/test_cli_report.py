@@ -19,7 +19,7 @@ from PIL import Image
 from test_cli import Run, run  # noqa: F401  # run is a fixture
 from test_cli_process import POSIX
 
-from headscope import Observe, masks, observe
+from headscope import HeadStats, Observe, masks, observe
 from headscope.report.page import MARKER
 from headscope.watching import About, Recording
 
@@ -132,6 +132,18 @@ def test_strips_need_q_and_k(run: Run, saved: Path) -> None:  # noqa: F811
     ran = run("report", "plain.safetensors", "--strip", "0.0")
     said = "--strip: got 0.0, wanted a recording with q and k, as watch --keep-qk writes it"
     assert (ran.code, ran.out, ran.err) == (2, "", f"headscope report: {said}\n")
+
+
+def test_a_map_with_every_weight_needs_no_strips(run: Run) -> None:  # noqa: F811
+    q, k = torch.randn(2, 1, 3, 11, 5)
+    found = {name: observe(q, k, what=Observe(map=bins, keep_qk=True)) for name, bins in (("a", 11), ("b", 7))}
+    stats = HeadStats({name: each.parts["0"] for name, each in found.items()})
+    Recording(stats, About("m", {}, {}, {"a": "self", "b": "self"}, None, 1, 1)).save("seen.safetensors", qk=True)
+    ran = run("report", "seen.safetensors", "--strip", "0.2", "--strip", "1.1", "--strip", "0.0")
+    said = "--strip: 0.2, 0.0: the map holds every weight of the layer, so the page has no strip beside it"
+    assert (ran.code, ran.err) == (0, f"headscope report: {said}\n")
+    layers = Page(Path("headscope-report.html").read_text(encoding="utf-8")).data["layers"]
+    assert [list(layer["strips"]["heads"]) for layer in layers] == [[], ["1"]]
 
 
 def test_strips_need_self_attention(run: Run, saved: Path) -> None:  # noqa: F811

@@ -225,6 +225,24 @@ def test_weights_that_are_gone_hinder_no_server() -> None:
         Server(gone)
 
 
+def test_where_every_weight_is_in_the_map_there_are_no_strips() -> None:
+    whole, pooled = (
+        recorded(11, 11, batch=1, mask=masks.causal(), what=Observe(map=n, keep_qk=True)) for n in (11, 10)
+    )
+    parts = {"a": whole.stats.parts["a"], "b": pooled.stats.parts["a"]}
+    recording = Recording(HeadStats(parts), whole.about)
+    for asked, heads in ((None, ["0", "1", "2"]), ([(0, 1)], []), ([("a", 0), ("b", 2)], ["2"])):
+        first, second = Page(render_recording(recording, strips=asked)).data["layers"]
+        assert first["map"]["exact"]
+        assert first["strips"]["heads"] == {}
+        assert [*(second["strips"] or {"heads": {}})["heads"]] == heads
+
+
+def test_where_the_map_is_exact_the_page_still_says_where_the_queries_stand() -> None:
+    recording = recorded(3, 41, batch=1, mask=masks.Band(None, 0, offset=5), what=Observe(map=41, keep_qk=True))
+    assert (strips(recording).codes, strips(recording).offset) == ({}, 5)
+
+
 def test_an_error_in_a_strip_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("strip_of is wrong")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headscope._commands.pages import PAGE, check_apart, check_page, write_page
-from headscope._commands.screen import Mistake, Whole, busy, unread, visible
+from headscope._commands.screen import Mistake, Whole, busy, say, unread, visible
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -68,6 +68,9 @@ def report(recording: str, out: str | None, serve: bool, port: int | None, force
     except ValueError as error:
         raise Mistake(_by_option(str(error), "RECORDING")) from error
     path = write_page(page, html, force, "--out")
+    if spared := _spared(found, given.get("strips", ())):
+        why = "the map holds every weight of the layer, so the page has no strip beside it"
+        say(f"headscope report: --strip: {', '.join(spared)}: {why}")
     click.echo(f"The page, to be opened in a browser: {visible(path)} ({Path(path).stat().st_size / 2**20:.1f} MiB)")
 
 
@@ -113,6 +116,14 @@ def _check_strips(found: Recording, strips: Sequence[tuple[int, int]]) -> None:
             raise Mistake(f"{got} a head of layer {layer}, from 0 to {parts[layer].heads - 1}")
         if not parts[layer].tiles:
             raise Mistake(f"{got} a recording with q and k, as watch --keep-qk writes it")
+
+
+def _spared(found: Recording, strips: Sequence[tuple[int, int]]) -> list[str]:
+    """Those heads that were to have strips and need none."""
+    from headscope.report._viewer_data import exact
+
+    parts = list(found.stats.parts.values())
+    return [f"{layer}.{head}" for layer, head in strips if exact(parts[layer])]
 
 
 def _by_option(message: str, otherwise: str) -> str:

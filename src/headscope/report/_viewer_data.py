@@ -39,7 +39,19 @@ from numpy.typing import NDArray
 
 from headscope._stats_parts import HeadMap, LayerStats
 
-__all__ = ["FINE_BYTES", "MOST_BYTES", "Map", "Packed", "Rows", "Source", "Strips", "pack", "sources", "standing"]
+__all__ = [
+    "FINE_BYTES",
+    "MOST_BYTES",
+    "Map",
+    "Packed",
+    "Rows",
+    "Source",
+    "Strips",
+    "exact",
+    "pack",
+    "sources",
+    "standing",
+]
 
 Array = NDArray[Any]
 
@@ -223,14 +235,12 @@ class Map:
         mean = np.divide(total, count, out=np.full_like(total, math.nan), where=seen)
         weight = np.where(seen, total, 0).sum(-1)
         first = np.divide(total[..., :1].sum(-1), weight, out=np.full_like(weight, math.nan), where=weight > 0)
-        singles = lengths is not None and (len(rows), len(columns)) == lengths
-        exact = singles and int(count.max(initial=0)) <= 1
         run, entry, query, key = np.moveaxis(at, -1, 0)
         if lengths is not None:
             query = query - (rows * lengths[0] // n if lengths[0] > n else np.arange(len(rows)))[:, None]
             key = key - (columns * lengths[1] // n if lengths[1] > n else np.arange(len(columns)))
         places = [(x, _width(int(x[seen].max(initial=0)))) for x in (query, key, run, entry)]
-        return Map(mean, most, seen, places, first, exact, lengths is not None)
+        return Map(mean, most, seen, places, first, exact(part), lengths is not None)
 
     @property
     def codes(self) -> int:
@@ -271,6 +281,13 @@ class Map:
         if not self.exact:
             parts += [_planes(x[head][seen], wide) for x, wide in self.places if wide]
         return b"".join(parts)
+
+
+def exact(part: LayerStats) -> bool:
+    """Whether each bin of a layer's map is one weight of one run and batch entry."""
+    if part.map is None or part.lengths is None:
+        return False
+    return max(part.lengths) <= part.map.bins and not bool((part.map.count > 1).any())
 
 
 def standing(bins: int, lengths: tuple[int, int] | None) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ from typing import Any
 from headscope._decision_parts import short_layers
 from headscope._kept_weights import kept_if_any, kept_of
 from headscope._stats_parts import LayerStats
-from headscope.report._viewer_data import Strips, sources
+from headscope.report._viewer_data import Strips, exact, sources
 from headscope.report.regions import pixels_of
 from headscope.report.viewer import Columns, Layer, Picture, Scored, Shown
 from headscope.watching import Recording
@@ -109,8 +109,11 @@ def _strips(
     asked: Sequence[tuple[int | str, int]] | None,
     kinds: Mapping[str, str],
 ) -> list[Strips | None]:
-    """Of each layer the strips of those of its heads that are to have them."""
-    from headscope.report._viewer_strips import strips_of
+    """Of each layer the strips of those of its heads that are to have them.
+
+    Where every weight is in the map there are none; what is said of them still tells where the queries stand.
+    """
+    from headscope.report._viewer_strips import empty_strips, strips_of
 
     names = list(parts)
     if asked is None:
@@ -133,13 +136,20 @@ def _strips(
             if kinds.get(names[layer]) == "cross":
                 why = "in cross-attention no key is near a query"
                 raise ValueError(f"strips: got layer {layer}, wanted one of self-attention: {why}")
+    whole = [exact(part) for part in parts.values()]
+    count = sum(not whole[layer] for layer, _ in chosen if isinstance(layer, int))
     found: list[Strips | None] = []
-    for n, part in enumerate(parts.values()):
+    for n, (name, part) in enumerate(parts.items()):
         heads = [head for layer, head in chosen if layer == n]
         kept = None
         if heads:  # weights that cannot be had are told of if somebody asked
             kept = kept_if_any(part.last_tiles) if asked is None else kept_of(part.last_tiles)
-        strips = None if kept is None else strips_of(kept, heads, len(chosen))
+        elif whole[n] and part.tiles and kinds.get(name) != "cross":
+            kept = kept_if_any(part.last_tiles)
+        if kept is None:
+            strips = None
+        else:
+            strips = empty_strips(kept, range(part.heads)) if whole[n] else strips_of(kept, heads, count)
         if asked is not None and heads and strips is None:
             raise ValueError(f"strips: got layer {n}, wanted one whose last call has inputs, queries and keys")
         found.append(strips)
@@ -149,10 +159,10 @@ def _strips(
 def _telling(
     parts: Mapping[str, LayerStats], patterns: Sequence[Sequence[Sequence[Scored]]], kinds: Mapping[str, str]
 ) -> list[tuple[int | str, int]]:
-    """The heads likest to some pattern other than none, of the layers of self-attention whose q and k were kept."""
+    """The heads likest to some pattern other than none, of layers of self-attention with q and k and a pooled map."""
     scores: list[tuple[float, int, int]] = []
     for n, (name, part) in enumerate(parts.items()):
-        if part.tiles and kinds.get(name) != "cross":
+        if part.tiles and kinds.get(name) != "cross" and not exact(part):
             for head in range(part.heads):
                 best = patterns[n][head][:1] if patterns else []
                 scores.append((-best[0][1] if best and best[0][0] != "uniform" else 0.0, n, head))

@@ -137,7 +137,8 @@ def render_recording(
         special: how many keys stand before the patches (CLS, registers); by default what the grid leaves over.
         strips: layers and heads whose weights near the diagonal and on the first keys are in the page at full
             resolution, at most 16, of self-attention, if q and k were kept (``Observe(keep_qk=True)``), of the first
-            input of the last call; by default those with the highest scores of patterns.
+            input of the last call; by default those with the highest scores of patterns. A layer each of whose weights
+            is in the map has none.
 
     Raises:
         ValueError: the maps do not fit one page, an image or grid does not fit the keys, or there is no such head.
