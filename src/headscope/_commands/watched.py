@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from headscope._commands.screen import few, visible
+from headscope._commands.screen import visible
 from headscope._commands.showing import heading, meanings
 from headscope._decision_parts import TEXTS, Answer, decimal, plural, share, short_layers
 from headscope.report.words import PATTERNS, STRONG, strength
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 LINES = 48  # of heads in the terminal; the page has all
 MOVES = 20
-FEW_NAMED = 8  # layers with broken rows
 
 COLUMNS = ("layer", "head", "pattern", "score", "entropy", "first", "distance", "window", "kept")
 
@@ -33,6 +32,7 @@ def show(out: Console, watched: Watched, recording: str | None, page: str | None
     from rich.text import Text
 
     from headscope.report import NOT_EXPLANATION
+    from headscope.report.recording import broken_layers
 
     out.print(Text(f"headscope watch: {_title(watched)}", style="dim"))
     out.print(Text(_lead(watched)))
@@ -45,7 +45,7 @@ def show(out: Console, watched: Watched, recording: str | None, page: str | None
         left = f"The {len(shown)} of {len(cells)} heads with the highest scores; the page has all."
         out.print(Text(left, style="dim"))
     out.print(_reading(watched))
-    if broken := _broken(watched):
+    if broken := broken_layers(watched.recording.stats.parts):
         out.print(Text(broken))
     heading(out, "What follows", "from this input; more on the page and in docs/decisions.md")
     findings = Table.grid(padding=(0, 1, 0, 0))
@@ -151,20 +151,6 @@ def _columns() -> str:
     return (
         "Score 1: exactly so; 0: no closer than chance. Entropy: of an even row's. First: mass on the first token. "
         "Distance: mean, in positions. Window: the smallest that, with the first token, keeps 95% of the mass."
-    )
-
-
-def _broken(watched: Watched) -> str:
-    """How many rows are in no figure since they hold NaN or infinity, and in which layers; empty where none do."""
-    parts = {layer: part for layer, part in watched.recording.stats.parts.items() if part.broken.any()}
-    broken = sum(int(part.broken.sum()) for part in parts.values())
-    if not broken:
-        return ""
-    names, _ = short_layers(watched.recording.layers)
-    hold, are = ("holds", "is") if broken == 1 else ("hold", "are")
-    return (
-        f"{broken:,} {plural('row', broken)} of heads {hold} NaN or infinity and {are} in no figure: "
-        f"in {plural('layer', len(parts))} {few([names[layer] for layer in parts], FEW_NAMED)}."
     )
 
 

@@ -10,6 +10,7 @@ from headscope._decision_parts import short_layers
 from headscope._kept_weights import kept_if_any, kept_of
 from headscope._stats_parts import LayerStats
 from headscope.report._viewer_data import Strips, exact, sources
+from headscope.report.recording import broken_layers
 from headscope.report.regions import pixels_of
 from headscope.report.viewer import Columns, Layer, Picture, Scored, Shown
 from headscope.watching import Recording
@@ -203,14 +204,7 @@ def _picture(parts: Sequence[LayerStats], image: Any, grid: tuple[int, int] | No
 
 
 def _notes(recording: Recording) -> list[str]:
-    notes: list[str] = []
-    for name, part in recording.stats.parts.items():
-        broken = int(part.broken.sum())
-        if broken:
-            what = "row of its heads holds" if broken == 1 else "rows of its heads hold"
-            notes.append(
-                f"{name}: {broken:,} {what} NaN or infinity and {'is' if broken == 1 else 'are'} in no figure."
-            )
+    notes = [broken] if (broken := broken_layers(recording.stats.parts)) else []
     if recording.stats.sampled:
         looked = sum(part.looked_at for part in recording.stats.parts.values())
         of = sum(part.of for part in recording.stats.parts.values())

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headscope import __version__
+from headscope._decision_parts import plural, short_layers
+from headscope._stats_parts import LayerStats
 from headscope.report import regions
 from headscope.stats import Match, best_matches, broken_rows, head_means, pattern_scores, row_statistics
 
@@ -24,6 +26,9 @@ NOT_EXPLANATION = (
     "Attention weights show where a head read from, not why the model answered as it did: attention is not "
     "explanation. A pattern is a likeness, measured by a score; it does not say what a head is for."
 )
+
+FEW = 8
+"""How many layers or heads a line names."""
 
 Numbers = list[float | None]
 """One figure a head; None where no row of the head has it."""
@@ -247,6 +252,24 @@ def _visible_character(character: str) -> str:
     return character
 
 
+def few(names: Sequence[str], most: int = FEW) -> str:
+    """The first of these names, as they are shown, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(visible(name, limit=40, blanks=False) for name in names[:most]) + more
+
+
+def broken_layers(parts: Mapping[str, LayerStats]) -> str:
+    """How many rows are in no figure since they hold NaN or infinity, and in which layers; empty where none do."""
+    counts = {layer: int(part.broken.sum()) for layer, part in parts.items() if part.broken.any()}
+    if not counts:
+        return ""
+    short, _ = short_layers([*parts])
+    total, names = sum(counts.values()), few([short[layer] for layer in counts])
+    which = f"{plural('layer', len(counts))} {names}" if len(counts) <= FEW else f"{len(counts)} layers: {names}"
+    hold, are = ("holds", "is") if total == 1 else ("hold", "are")
+    return f"{total:,} {plural('row', total)} of heads {hold} NaN or infinity and {are} in no figure: in {which}."
+
+
 def _map(layer: int, weight: Tensor, tokens: int) -> Tensor:
     """One layer's weights as [1, H, T, T] on the host, float32."""
     shape = list(weight.shape)
@@ -315,10 +338,18 @@ def _numbers(values: Tensor) -> Numbers:
 
 
 def _broken(maps: Sequence[Tensor]) -> list[str]:
-    """A line for each head whose weights are not all finite: its figures leave these rows out."""
-    return [
-        f"Layer {layer}, head {head}: {count} of {weight.shape[2]} rows hold NaN or infinity and are in no statistic."
+    """A line for the heads whose weights are not all finite, if there are any: their figures leave these rows out."""
+    counts = {
+        (layer, head): count
         for layer, weight in enumerate(maps)
         for head, count in enumerate(broken_rows(weight).tolist())
         if count
-    ]
+    }
+    if not counts:
+        return []
+    said = "hold NaN or infinity and are in no statistic"
+    if len(counts) == 1:
+        (((layer, head), count),) = counts.items()
+        return [f"Layer {layer}, head {head}: {count} of {maps[layer].shape[2]} rows {said}."]
+    heads = few([f"layer {layer} head {head}" for layer, head in counts])
+    return [f"{sum(counts.values()):,} rows of {len(counts)} heads {said}: {heads}."]
