@@ -211,3 +211,29 @@ def test_watch_keeps_q_and_k_in_the_recording(run: Run) -> None:  # noqa: F811
             p.amax((1, 2)), stats[layer].map.max.nan_to_num(0).amax((1, 2)), rtol=1e-5, atol=1e-6
         )
         torch.testing.assert_close(p.sum(-1), torch.ones(8, queries, dtype=torch.float64), rtol=1e-5, atol=1e-6)
+
+
+def test_the_footer_of_a_page_says_of_what_it_is(run: Run) -> None:  # noqa: F811
+    def footer(*arguments: str) -> dict[str, str]:
+        ran = run(*arguments)
+        assert ran.code == 0, ran.err
+        page = Page(Path("headscope-report.html").read_text(encoding="utf-8"))
+        return {name.text: value.text for name, value in zip(page.all("dt"), page.all("dd"), strict=True)}
+
+    found = footer("text", "i love\tto code")
+    assert list(found) == ["Model", "Input", "Options", "Rows", "Versions"]
+    assert (found["Input"], found["Rows"]) == (
+        "“i love\\tto code”, 6 tokens",
+        "each head's figures stand on 6 rows at most",
+    )
+    assert found["Options"] == "none"
+    Path("given.txt").write_text("one " * 400, encoding="utf-8")
+    found = footer("text", "--file", "given.txt", "--layer", "2", "--head", "1", "--seed-random")
+    assert found["Input"] == "given.txt, the last 256 of 401 tokens"
+    assert found["Options"] == "layer=2, head=1, seed_random=True"
+    found = footer("image", "--head", "0")
+    assert list(found) == ["Model", "Input", "Options", "Rows", "Versions"]
+    assert found["Input"] == "shipped sample 3, 8 × 8 patches"
+    assert (found["Rows"], found["Options"]) == ("each head's figures stand on 64 rows at most", "head=0")
+    assert footer("watch", "text", "--text", "a" * 99)["Input"].startswith(f"“{'a' * 59}…”; ")
+    assert footer("watch", "text", "--file", "given.txt")["Input"].startswith("given.txt; ")

@@ -278,7 +278,9 @@ def test_against_an_older_recording(run: Run, folder: Path, other: Path) -> None
     moved = run("watch", str(other), *watched[2:], "--against", "old.safetensors")
     assert moved.code == 1
     assert "1 of 6 heads moved." in moved.out
-    assert "What moved" in Path("headscope-report.html").read_text(encoding="utf-8")
+    page = Page(Path("headscope-report.html").read_text(encoding="utf-8"))
+    assert (page.data["tables"][0]["title"], page.data["tables"][0]["says"]) == ("What moved", "Since old.safetensors.")
+    assert "since old.safetensors" in moved.out
     ran = run("watch", str(other), *watched[2:], "--against", "old.safetensors", "--json")
     said = json.loads(ran.out)["comparison"]
     assert (ran.code, said["differs"], said["moved"]) == (1, True, 1)

@@ -118,7 +118,8 @@ def _look(path: str | None, sample: int | None, asked: Asked) -> Look:
         position_maps=_by_position(example, digit.number),
         footer={
             "Model": f"{sizes.num_layers} layers of {sizes.num_heads} heads, width {sizes.embed_dim}, {state}",
-            "Input": visible("; ".join((digit.source, *digit.done))),
+            "Input": visible("; ".join((digit.source, *digit.done))) + ", 8 × 8 patches",
+            "Options": asked.said(),
         },
     )
     for each in sheet.notes:

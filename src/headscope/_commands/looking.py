@@ -68,6 +68,11 @@ class Asked:
         wanted = not no_page and (out is not None or not as_json)
         return cls(page=(PAGE if out is None else out) if wanted else None, as_json=as_json, **rest)
 
+    def said(self) -> str:
+        """The options that decide what the page shows, as its footer has them."""
+        given = {"layer": self.layer, "head": self.head, "seed_random": self.seed_random or None}
+        return ", ".join(f"{name}={value}" for name, value in given.items() if value is not None) or "none"
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from headscope._commands.screen import Mistake
+from headscope._commands.screen import Mistake, visible
 
 CHUNK = 1 << 20  # bytes read at once
 KEPT = 1 << 16  # characters kept at least: far more than any model of ours reads
@@ -29,6 +29,17 @@ class Given:
     text: str
     dropped: int
     source: str
+
+
+def clipped(text: str) -> str:
+    """As much of a text as a title shows."""
+    shown = visible(text)
+    return shown if len(shown) <= 60 else f"{shown[:59]}…"
+
+
+def told(given: Given, argument: str | None) -> str:
+    """Where a text came from, as a page says it: of an argument how it begins."""
+    return f"“{clipped(given.text)}”" if argument not in (None, "-") else visible(given.source)
 
 
 def read_text(argument: str | None, file: str | None) -> Given:

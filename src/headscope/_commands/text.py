@@ -21,7 +21,7 @@ from headscope._commands.looking import (
     trace_layer,
 )
 from headscope._commands.pages import check_apart, save_page
-from headscope._commands.reading import Given, read_text
+from headscope._commands.reading import Given, clipped, read_text, told
 from headscope._commands.screen import Mistake, busy, console, print_json, say, visible
 from headscope._commands.showing import ATTENTION, heading, meanings, show_closing, show_steps
 
@@ -77,6 +77,7 @@ def text(
     asked = Asked.of(**options)
     check_apart("--out", asked.page, {"the text": file}, model)
     given = read_text(text, file)
+    given = replace(given, source=told(given, text))
     with busy("loading torch"):
         import_module("torch")
     if model is None or model == "text":
@@ -109,11 +110,15 @@ def _read(given: Given, asked: Asked) -> Reading:
     passed = run(example.model, torch.tensor([ids]))
     pieces = [example.tokenizer.piece(token) for token in ids]
     sheet = text_sheet(
-        _title(pieces),
+        clipped("".join(pieces)),
         pieces,
         passed.weights,
         ids=ids,
-        footer={"Model": _model(sizes, example.trained), "Input": visible(given.source)},
+        footer={
+            "Model": _model(sizes, example.trained),
+            "Input": _input(given, len(every), len(ids)),
+            "Options": asked.said(),
+        },
         notes=notes,
     )
     for each in sheet.notes:
@@ -144,8 +149,13 @@ def _read_with(model: str, given: Given, asked: Asked) -> Reading:
         notes.append("what comes next cannot be told: the output of the model holds NaN or infinity")
     layers = f"{len(passed.layers)} layers of {passed.weights[0].shape[0]} heads"
     sheet = text_sheet(
-        _title(pieces), pieces, passed.weights, ids=passed.ids, seen=passed.seen,
-        footer={"Model": f"{loaded.name}, {layers}", "Input": visible(given.source)}, notes=notes,
+        clipped("".join(pieces)), pieces, passed.weights, ids=passed.ids, seen=passed.seen,
+        footer={
+            "Model": f"{loaded.name}, {layers}",
+            "Input": _input(given, len(passed.ids) + passed.cut, len(passed.ids)),
+            "Options": asked.said(),
+        },
+        notes=notes,
     )  # fmt: skip
     for each in sheet.notes:
         say(f"headscope text: {each}")
@@ -167,6 +177,15 @@ def _left_out(given: Given, tokens: int, used: int) -> str | None:
     return None
 
 
+def _input(given: Given, tokens: int, used: int) -> str:
+    """Where a text came from, and how much of it was read."""
+    if given.dropped:
+        return f"{given.source}, its last {used} tokens"
+    if tokens > used:
+        return f"{given.source}, the last {used} of {tokens:,} tokens"
+    return f"{given.source}, {used} token{'' if used == 1 else 's'}"
+
+
 def _likely(logits: Tensor, piece: Callable[[int], str]) -> list[Guess]:
     """The most probable next tokens; none where no probability is a number."""
     top = logits.float().softmax(-1).topk(min(GUESSES, len(logits)))
@@ -178,11 +197,6 @@ def _likely(logits: Tensor, piece: Callable[[int], str]) -> list[Guess]:
 def _model(sizes: TextConfig, trained: bool) -> str:
     state = "trained on Python's library" if trained else "untrained, weights as drawn"
     return f"{sizes.num_layers} layers of {sizes.num_heads} heads, width {sizes.embed_dim}, {state}"
-
-
-def _title(pieces: list[str]) -> str:
-    title = visible("".join(pieces))
-    return title if len(title) <= 60 else f"{title[:59]}…"
 
 
 def _print(reading: Reading, explain: bool) -> None:

@@ -68,7 +68,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Watched:
-    """What was seen, and what follows from it; what could not be told is None."""
+    """What was seen, and what follows from it; what could not be told is None.
+
+    Attributes:
+        against: the older recording that it is compared with, as it is shown.
+    """
 
     loaded: Loaded
     given: Input
@@ -78,6 +82,7 @@ class Watched:
     budget: KVBudget
     repeated: NearDuplicates
     comparison: Comparison | None
+    against: str
     notes: tuple[str, ...]
 
 
@@ -253,6 +258,7 @@ def _watched(loaded: Loaded, given: Input, asked: Asked) -> Watched:
         kv_budget(stats, budgets, kv_heads=groups),
         near_duplicates(stats),
         None if asked.old is None else compare(asked.old, stats, asked.thresholds),
+        visible(asked.against or ""),
         (*loaded.notes, *_notes(loaded, given, asked)),
     )
 

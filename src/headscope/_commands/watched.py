@@ -53,7 +53,7 @@ def show(out: Console, watched: Watched, recording: str | None, page: str | None
         findings.add_row("•", Text(line))
     out.print(findings)
     if watched.comparison is not None:
-        heading(out, "What moved", "since the older recording")
+        heading(out, "What moved", f"since {watched.against}")
         if watched.comparison.cells():
             out.print(watched.comparison.table(limit=MOVES))
         else:
@@ -211,6 +211,7 @@ def _keys(count: int) -> str:
 
 def page(watched: Watched) -> str:
     """The page with every head and every table."""
+    from headscope.report._viewer_recording import reading
     from headscope.report.recording import versions
     from headscope.report.viewer import render_shown, shown_recording
 
@@ -220,7 +221,7 @@ def page(watched: Watched) -> str:
         footer["Layers"] = ", ".join(about.options["layers"])
     title = _capital(f"{watched.loaded.name}: {watched.given.source}")
     shown = shown_recording(watched.recording, title=title, strips=(), **_image(watched))
-    lead = f"{_capital(_title(watched))}. {_capital(_lead(watched))}"
+    lead = f"{_capital(_title(watched))}. {_capital(_lead(watched))} {reading(watched.recording)}"
     notes = [*map(_sentence, watched.notes), *shown.notes]
     return render_shown(
         replace(shown, tables=_sections(watched), footer={**shown.footer, **footer}, lead=lead, notes=notes)
@@ -262,7 +263,7 @@ def _sections(watched: Watched) -> list[Section]:
     says, below = "The pattern that each comes closest to.", f"{note}{_columns()}"
     sections = [Section("Every head", says, columns, _cells(watched), below, TEXTS)]
     if watched.comparison is not None:
-        sections.insert(0, _section("What moved", "Since the older recording.", watched.comparison))
+        sections.insert(0, _section("What moved", f"Since {watched.against}.", watched.comparison))
     sections.append(_section("Patterns", "The best and the next best match of each head.", watched.patterns))
     if watched.streaming is not None:
         says = "Heads that a window and the first token would serve, the smallest windows first."

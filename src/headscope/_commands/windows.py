@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from headscope._commands.models import Loaded
-from headscope._commands.reading import read_whole
+from headscope._commands.reading import read_whole, told
 from headscope._commands.screen import Mistake, visible
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _tokens(loaded: Loaded, text: str | None, file: str | None, ids: str | None,
         if loaded.encode is None:
             raise Mistake(f"{loaded.name}: has no tokenizer that can be read, wanted --ids")
         read = read_whole(text, file)
-        every, ends, source = loaded.encode(read.text), loaded.ends, visible(read.source)
+        every, ends, source = loaded.encode(read.text), loaded.ends, told(read, text)
         if not every:
             raise Mistake(f"{read.source}: has no tokens")
     if (largest := max(every)) >= loaded.vocabulary:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
-from headscope._decision_parts import short_layers
+from torch import Tensor
+
+from headscope._decision_parts import plural, short_layers
 from headscope._kept_weights import kept_if_any, kept_of
 from headscope._stats_parts import LayerStats
 from headscope.report._viewer_data import Strips, exact, sources
-from headscope.report.recording import broken_layers
+from headscope.report.recording import broken_layers, stands_on
 from headscope.report.regions import pixels_of
 from headscope.report.viewer import Columns, Layer, Picture, Scored, Shown
+from headscope.stats import Observe
 from headscope.watching import Recording
 
 MOST_STRIPS = 16
@@ -62,6 +66,7 @@ def shown(
         names=stats.names,
         texts=about.texts,
         footer=_footer(recording, common),
+        lead=_lead(recording),
         notes=_notes(recording),
         picture=picture,
     )
@@ -213,28 +218,59 @@ def _notes(recording: Recording) -> list[str]:
     return notes
 
 
+def reading(recording: Recording) -> str:
+    """How the maps are read."""
+    mapped = any(part.map is not None for part in recording.stats.parts.values())
+    how = "A query looks, a key is looked at."
+    if mapped:
+        how = "A row of a map is a query, which looks; a column is a key, which is looked at."
+    return f"{how} Layers, heads, queries and keys are counted from 0."
+
+
+def _lead(recording: Recording) -> str:
+    parts = recording.stats.parts.values()
+    heads = sum(part.heads for part in parts)
+    sizes = f"{len(parts):,} {plural('layer', len(parts))}, {heads:,} {plural('head', heads)}"
+    return f"{sizes}. {reading(recording)}"
+
+
 def _footer(recording: Recording, common: str) -> dict[str, str]:
     about, stats = recording.about, recording.stats
     lengths = {part.lengths for part in stats.parts.values()}
     inputs = ", ".join(
-        "calls of different lengths" if each is None else f"{each[0]:,} queries × {each[1]:,} keys"
+        "calls of different lengths"
+        if each is None
+        else f"{_count(each[0], 'query', 'queries')} × {_count(each[1], 'key')}"
         for each in sorted(lengths, key=lambda each: each or (0, 0))
     )
     rows = [int(n) for part in stats.parts.values() for n in part.rows.tolist()]
-    options = {name: value for name, value in about.options.items() if value not in (None, False, [], {}, 0)}
-    given = options.pop("input", None)
+    given = about.options.get("input")
     source = f"{given['source']}; " if isinstance(given, dict) and "source" in given else ""
-    passes = "1 forward pass" if about.ran == 1 else f"{about.forwards:,} of {about.ran:,} forward passes looked at"
+    passes = _count(about.forwards, "forward pass", "forward passes")
+    if about.forwards != about.ran:
+        passes = f"{about.forwards:,} of {about.ran:,} forward passes looked at"
     return {
         "Model": about.model or "not named",
         "Input": f"{source}{inputs}; {passes}",
-        "Rows": f"each head's figures stand on {_span(rows)} rows at most",
-        **({"Layers": common.strip().removeprefix("Layers: ")} if common else {}),
-        "Options": ", ".join(f"{name}={value}" for name, value in options.items()) or "none",
+        "Rows": stands_on(rows),
+        **({"Layers": common.strip().removeprefix("Layers: ").removesuffix(".")} if common else {}),
+        "Options": _options(about.options),
         "Versions": ", ".join(f"{name} {version}" for name, version in about.versions.items()) or "not said",
     }
 
 
-def _span(numbers: list[int]) -> str:
-    least, most = min(numbers, default=0), max(numbers, default=0)
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+def _count(number: int, one: str, more: str = "") -> str:
+    return f"{number:,} {one if number == 1 else more or plural(one, number)}"
+
+
+def _options(options: Mapping[str, Any]) -> str:
+    """What was asked for beyond what is by default; of a tensor that it was given."""
+    usual: dict[str, Any] = {each.name: each.default for each in fields(Observe)} | {"every": 1, "accelerate": False}
+    return (
+        ", ".join(
+            f"{name} given" if value == Tensor.__name__ else f"{name}={value}"
+            for name, value in options.items()
+            if name != "input" and value != usual.get(name) and value not in (None, [], {})
+        )
+        or "none"
+    )

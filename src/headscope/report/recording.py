@@ -54,7 +54,7 @@ class Sheet:
         patterns: for each layer the pattern that each head matches best, with its score, or None.
         trace: the steps of the forward pass, as ``Trace.to_dict()`` gives its rows.
         trace_title: what the trace is of.
-        footer: model, input, options, versions: label -> text.
+        footer: model, input, options, rows, versions: label -> text.
         notes: what a reader has to know of this input, such as that it was cut.
         image: what the patches are of, uint8 [h, w] or [h, w, 3].
         grid: rows and columns of patches.
@@ -130,7 +130,7 @@ def text_sheet(
             see less or not all the same, such as those with a sliding window.
         trace: rows of ``Trace.to_dict()``.
         trace_title: what the trace is of.
-        footer: model, input and options; the versions are added.
+        footer: model, input and options; how many rows a figure stands on and the versions are added.
         notes: what a reader has to know of this input.
 
     Raises:
@@ -151,7 +151,7 @@ def text_sheet(
         *measured,
         trace=[dict(row) for row in trace],
         trace_title=trace_title,
-        footer={**(footer or {}), "Versions": versions()},
+        footer={**(footer or {}), "Rows": _rows(maps), "Versions": versions()},
         notes=[*notes, *_broken(maps)],
     )
 
@@ -211,7 +211,7 @@ def image_sheet(
         *measured,
         trace=[dict(row) for row in trace],
         trace_title=trace_title,
-        footer={**(footer or {}), "Versions": versions()},
+        footer={**(footer or {}), "Rows": _rows(maps), "Versions": versions()},
         notes=[*notes, *_broken(maps)],
         image=image,
         grid=grid,
@@ -250,6 +250,13 @@ def _visible_character(character: str) -> str:
     if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"):
         return f"\\u{ord(character):04x}" if ord(character) < 0x10000 else f"\\U{ord(character):08x}"
     return character
+
+
+def stands_on(rows: Sequence[int]) -> str:
+    """On how many rows figures stand, of the counts of all heads."""
+    least, most = min(rows, default=0), max(rows, default=0)
+    span = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    return f"each head's figures stand on {span} {plural('row', most)} at most"
 
 
 def few(names: Sequence[str], most: int = FEW) -> str:
@@ -335,6 +342,11 @@ def _measure(
 
 def _numbers(values: Tensor) -> Numbers:
     return [value if math.isfinite(value) else None for value in values.tolist()]
+
+
+def _rows(maps: Sequence[Tensor]) -> str:
+    """On how many rows the figures stand."""
+    return stands_on([weight.shape[2] - broken for weight in maps for broken in broken_rows(weight).tolist()])
 
 
 def _broken(maps: Sequence[Tensor]) -> list[str]:
