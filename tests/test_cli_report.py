@@ -16,7 +16,7 @@ import pytest
 import torch
 from pages import Page
 from PIL import Image
-from test_cli import Run, run  # noqa: F401  # run is a fixture
+from test_cli import Ran, Run, run  # noqa: F401  # run is a fixture
 from test_cli_process import POSIX
 
 from headscope import HeadStats, Observe, masks, observe
@@ -56,6 +56,16 @@ def test_an_image_lies_below(run: Run) -> None:  # noqa: F811
     assert run("report", "seen.safetensors", "--image", "photo.png", "--grid", "3x4").code == 0
     image = Page(Path("headscope-report.html").read_text(encoding="utf-8")).data["image"]
     assert (image["height"], image["width"], image["grid"], image["special"]) == (6, 8, [3, 4], 1)
+    leaves = ("report", "seen.safetensors", "--image", "photo.png", "--grid", "3x3")
+    said = "--grid: 3 x 3 patches leave 4 of the 13 keys, as many as a row or column of patches; "
+    wanted = f"headscope report: {said}give --special 4 if all of them come before the patches\n"
+    assert run(*leaves) == Ran(2, "", wanted)
+    assert run(*leaves, "--special", "4").code == 0
+    assert run(*leaves, "--special", "3") == Ran(
+        2, "", "headscope report: --grid: 3 x 3 patches and 3 keys before them are not the 13 keys that there are\n"
+    )
+    ran = run("report", "seen.safetensors", "--special", "4")
+    assert ran == Ran(2, "", "headscope report: --special: wanted --image with it\n")
     ran = run("report", "seen.safetensors", "--image", "photo.png", "--grid", "5x5")
     assert (ran.code, ran.out) == (2, "")
     assert ran.err == "headscope report: --grid: 5 x 5 patches are not the 13 keys that there are\n"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pages import Page
@@ -126,3 +129,65 @@ def test_the_footer_of_a_sheet_says_on_how_many_rows_its_figures_stand() -> None
     assert list(found) == ["Model", "Input", "Options", "Rows", "Versions"]
     assert found["Rows"] == "each head's figures stand on 6 to 7 rows at most"
     assert footer(render(picture()))["Rows"] == "each head's figures stand on 35 rows at most"
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+def patches(keys: int, **about: Any) -> Recording:
+    found = observe(*torch.randn(2, 1, 1, keys, 5), what=Observe(map=keys)).named("a")
+    return Recording(found, About(**{"model": "m", "kinds": {"a": "self"}, "forwards": 1, "ran": 1, **about}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "grid", "left"),
+    [(197, (13, 14), 15), (197, (14, 13), 15), (210, None, 14), (24, (4, 4), 8)],
+)
+def test_a_grid_leaves_no_row_of_patches_over(keys: int, grid: tuple[int, int] | None, left: int) -> None:
+    seen, pixels = patches(keys), np.zeros((6, 8), np.uint8)
+    rows, columns = grid or (14, 14)
+    said = f"grid: {rows} x {columns} patches leave {left} of the {keys} keys, as many as a row or column of patches; "
+    said += f"give special={left} if all of them come before the patches"
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        render_recording(seen, image=pixels, grid=grid)
+    image = Page(render_recording(seen, image=pixels, grid=(rows, columns), special=left)).data["image"]
+    assert (image["grid"], image["special"]) == ([rows, columns], left)
+
+
+@pytest.mark.parametrize(("keys", "grid", "special"), [(197, None, 1), (201, None, 5), (13, (1, 12), 1), (16, None, 0)])
+def test_a_few_keys_before_the_patches_are_special(keys: int, grid: tuple[int, int] | None, special: int) -> None:
+    page = Page(render_recording(patches(keys), image=np.zeros((6, 8), np.uint8), grid=grid))
+    assert page.data["image"]["special"] == special
+
+
+def test_an_image_of_tokens_is_refused() -> None:
+    seen = patches(16, texts=tuple("abcdefghijklmnop"))
+    with pytest.raises(ValueError, match=r"image: the recording has the texts of 16 tokens; wanted one of patches"):
+        render_recording(seen, image=np.zeros((6, 8), np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"title": 3}, "title: got 3, wanted a str"),
+        ({"special": ["a"]}, r"special: got ['a'], wanted a whole number from 0"),
+        ({"special": 1.0}, "special: got 1.0, wanted a whole number from 0"),
+        ({"special": True}, "special: got True, wanted a whole number from 0"),
+        ({"grid": "4x4"}, "grid: got '4x4', wanted rows and columns of patches, each at least 1"),
+        ({"grid": 4}, "grid: got 4, wanted rows and columns of patches, each at least 1"),
+        ({"grid": (4.0, 4)}, "grid: got (4.0, 4), wanted rows and columns of patches, each at least 1"),
+        ({"strips": 5}, "strips: got 5, wanted pairs of a layer and the number of a head"),
+    ],
+)
+def test_options_of_another_kind_are_named(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    pixels = {"image": np.zeros((6, 8), np.uint8)} if {"special", "grid"} & set(options) else {}
+    with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
+        patches(16).save_html(tmp_path / "a.html", **{**pixels, **options})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    grid: Any = np.array([4, 4])
+    special: Any = np.int64(1)
+    html = render_recording(patches(17), image=np.zeros((6, 8), np.uint8), grid=grid, special=special)
+    image = Page(html).data["image"]
+    assert (image["grid"], image["special"]) == ([4, 4], 1)

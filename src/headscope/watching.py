@@ -176,6 +176,7 @@ class Recording:
 
         Raises:
             SaveError: there is a file that is no page of headscope's own, or it cannot be written.
+            TypeError: an option of another kind.
             ValueError: the maps do not fit one page, or an image does not fit the keys.
             WatchError: nothing has been seen so far.
         """

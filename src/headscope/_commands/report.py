@@ -26,6 +26,7 @@ LARGEST = 4096  # pixels of a side of an image; larger ones are made smaller
 @click.option("--title", metavar="TEXT", default="", help="What stands above it.  [default: the model]")
 @click.option("--image", metavar="PATH", help="The image that was looked at, if the keys are its patches.")
 @click.option("--grid", metavar="ROWSxCOLUMNS", help="Its patches, as 14x14.  [default: a square]")
+@click.option("--special", type=Whole(0), help="Keys before them: CLS, registers.  [default: what the grid leaves]")
 @click.option("--strip", "strips", multiple=True, metavar="LAYER.HEAD", help="A head with strips; up to 16 times.")
 @click.option("--serve", is_flag=True, help="Serve it to this machine instead, with exact tiles at any zoom.")
 @click.option("--port", type=Whole(0, 65535), help="Where, with --serve.  [default: any]")
@@ -74,7 +75,9 @@ def report(recording: str, out: str | None, serve: bool, port: int | None, force
     click.echo(f"The page, to be opened in a browser: {visible(path)} ({Path(path).stat().st_size / 2**20:.1f} MiB)")
 
 
-def _options(title: str, image: str | None, grid: str | None, strips: tuple[str, ...]) -> dict[str, Any]:
+def _options(
+    title: str, image: str | None, grid: str | None, special: int | None, strips: tuple[str, ...]
+) -> dict[str, Any]:
     """As ``render_recording`` takes them.
 
     Raises:
@@ -90,6 +93,10 @@ def _options(title: str, image: str | None, grid: str | None, strips: tuple[str,
         if image is None:
             raise Mistake("--grid: wanted --image with it")
         found["grid"] = (int(sides[0]), int(sides[1]))
+    if special is not None:
+        if image is None:
+            raise Mistake("--special: wanted --image with it")
+        found["special"] = special
     if strips:
         places: list[tuple[int, int]] = []
         for strip in strips:
@@ -129,7 +136,8 @@ def _spared(found: Recording, strips: Sequence[tuple[int, int]]) -> list[str]:
 def _by_option(message: str, otherwise: str) -> str:
     """What the page says of an argument, with that named as the option it came from; else of what is named."""
     name, colon, rest = message.partition(":")
-    option = {"grid": "--grid", "image": "--image", "strips": "--strip"}.get(name)
+    option = {"grid": "--grid", "image": "--image", "special": "--special", "strips": "--strip"}.get(name)
+    rest = rest.replace("give special=", "give --special ")
     return f"{otherwise}: {message.removeprefix('recording: ')}" if option is None else f"{option}{colon}{rest}"
 
 

@@ -230,11 +230,16 @@ def page(watched: Watched) -> str:
 
 def _image(watched: Watched) -> dict[str, Any]:
     """The image that was looked at, if it was one and its patches are a square."""
+    from headscope.report._viewer_recording import few_before
+
     parts = watched.given.parts
     if watched.loaded.takes != "image" or len(parts) != 1 or len(parts[0]) != 1:
         return {}
     lengths = {part.lengths for part in watched.recording.stats.parts.values()}
     if len(lengths) != 1 or (size := next(iter(lengths))) is None or size[0] != size[1]:
+        return {}
+    side = math.isqrt(size[1])
+    if not few_before(side, side, size[1]):
         return {}
     return {"image": _as_bytes(parts[0][0])}
 

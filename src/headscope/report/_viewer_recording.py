@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 from torch import Tensor
 
@@ -33,11 +34,15 @@ def shown(
     strips: Sequence[tuple[int | str, int]] | None = None,
 ) -> Shown:
     """See ``render_recording``."""
+    if not isinstance(title, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"title: got {title!r}, wanted a str")
     stats, about = recording.stats, recording.about
     parts = list(stats.parts.values())
     picture = None if image is None else _picture(parts, image, grid, special)
     if image is None and (grid is not None or special is not None):
         raise ValueError("grid, special: wanted an image with them")
+    if picture is not None and about.texts is not None:
+        raise ValueError(f"image: the recording has the texts of {len(about.texts)} tokens; wanted one of patches")
     patterns = _patterns(recording)
     short, common = short_layers(recording.layers)
     of_heads = _strips(stats.parts, patterns, strips, about.kinds)
@@ -125,6 +130,8 @@ def _strips(
     if asked is None:
         chosen = _telling(parts, patterns, kinds)
     else:
+        if not isinstance(asked, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"strips: got {asked!r}, wanted pairs of a layer and the number of a head")
         if len(asked) > MOST_STRIPS:
             raise ValueError(f"strips: got {len(asked)} heads, wanted at most {MOST_STRIPS}")
         for each in asked:
@@ -185,24 +192,56 @@ def _picture(parts: Sequence[LayerStats], image: Any, grid: tuple[int, int] | No
     if found is None or found[0] != found[1]:
         raise ValueError("image: wanted as many queries as keys in every layer, and the same in all")
     keys = found[1]
-    if special is not None and not 0 <= special < keys:
-        raise ValueError(f"special: got {special}, wanted 0 to {keys - 1}, fewer than the {keys} keys that there are")
+    if special is not None:
+        special = _whole("special", special, special, "a whole number from 0")
+        if not 0 <= special < keys:
+            raise ValueError(
+                f"special: got {special}, wanted 0 to {keys - 1}, fewer than the {keys} keys that there are"
+            )
     if grid is None:
         side = math.isqrt(keys - (special or 0))
         if special is not None and side**2 != keys - special:
             raise ValueError(
                 f"grid: missing, for the {keys - special} keys after the {special} special ones are no square"
             )
-        grid = (side, side)
-    if len(grid) != 2 or min(grid) < 1:  # pyright: ignore[reportUnnecessaryComparison]
-        raise ValueError(f"grid: got {grid}, wanted rows and columns of patches, each at least 1")
-    before = keys - grid[0] * grid[1] if special is None else special
-    if before < 0 or before + grid[0] * grid[1] != keys:
+        rows, columns = side, side
+    else:
+        rows, columns = _sides(grid)
+    before = keys - rows * columns if special is None else special
+    if before < 0 or before + rows * columns != keys:
         raise ValueError(
-            f"grid: {grid[0]} x {grid[1]} patches{'' if special is None else f' and {special} keys before them'} are "
+            f"grid: {rows} x {columns} patches{'' if special is None else f' and {special} keys before them'} are "
             f"not the {keys} keys that there are"
         )
-    return Picture(pixels, grid, before)
+    if special is None and not few_before(rows, columns, keys):
+        raise ValueError(
+            f"grid: {rows} x {columns} patches leave {before} of the {keys} keys, as many as a row or column of "
+            f"patches; give special={before} if all of them come before the patches"
+        )
+    return Picture(pixels, (rows, columns), before)
+
+
+def few_before(rows: int, columns: int, keys: int) -> bool:
+    """Whether so few keys come before the patches that they pass for CLS and registers, and not for patches."""
+    return keys - rows * columns < max(rows, columns)
+
+
+def _sides(grid: object) -> tuple[int, int]:
+    wanted = "rows and columns of patches, each at least 1"
+    if isinstance(grid, str) or not isinstance(grid, Iterable):
+        raise TypeError(f"grid: got {grid!r}, wanted {wanted}")
+    sides: list[object] = [*grid]
+    numbers = [_whole("grid", side, grid, wanted) for side in sides]
+    if len(numbers) != 2 or min(numbers) < 1:
+        raise ValueError(f"grid: got {grid}, wanted {wanted}")
+    return numbers[0], numbers[1]
+
+
+def _whole(name: str, value: object, got: object, wanted: str) -> int:
+    """A whole number, numpy's too; ``got`` is what was given under the name."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{name}: got {got!r}, wanted {wanted}")
+    return index(value)
 
 
 # ---------------------------------------------------------------- what stands around

@@ -112,7 +112,7 @@ def save_recording(recording: Recording, path: str | Path, *, force: bool = Fals
 
     Raises:
         SaveError: the path is a directory, holds a file that is no headscope page, or cannot be written.
-        ValueError: as ``render_recording``.
+        TypeError, ValueError: as ``render_recording``.
         WatchError: nothing has been seen so far.
     """
     return write(render_recording(recording, **options), path, force=force)
@@ -134,14 +134,17 @@ def render_recording(
         title: one line; by default the model.
         image: what the model saw, uint8 [h, w] or [h, w, 3], if its keys are the patches of one image.
         grid: rows and columns of patches; by default a square.
-        special: how many keys stand before the patches (CLS, registers); by default what the grid leaves over.
+        special: how many keys stand before the patches (CLS, registers); by default what the grid leaves over, if that
+            is less than a row or column of patches.
         strips: layers and heads whose weights near the diagonal and on the first keys are in the page at full
             resolution, at most 16, of self-attention, if q and k were kept (``Observe(keep_qk=True)``), of the first
             input of the last call; by default those with the highest scores of patterns. A layer each of whose weights
             is in the map has none.
 
     Raises:
-        ValueError: the maps do not fit one page, an image or grid does not fit the keys, or there is no such head.
+        TypeError: an option of another kind.
+        ValueError: the maps do not fit one page, an image or grid does not fit the keys, the keys are tokens with
+            texts, or there is no such head.
         WatchError: nothing has been seen so far.
     """
     return render_shown(shown_recording(recording, title=title, image=image, grid=grid, special=special, strips=strips))
