@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headscope._stats_parts import LayerStats
 from headscope._watch_calls import Call, Ids
 from headscope._watch_frames import Frame
 
@@ -61,6 +62,30 @@ def given(ids: Tensor, call: Call) -> Ids:
     if count < total:
         raise ValueError(f'tokens: are of {count:,} keys, this layer has {total:,}; give all of them, or "inputs"')
     return cut(ids.to(call.k.device), call)
+
+
+def check_texts(count: int, parts: Iterable[LayerStats]) -> None:
+    """See to it that texts of so many tokens are those of the queries or the keys of some layer.
+
+    Raises:
+        ValueError: they are of none; where calls differ in length, of more than the longest has.
+    """
+    sizes: dict[int, str] = {}
+    for part in parts:
+        if part.lengths is not None:
+            fits = count in part.lengths
+            sizes |= {length: f"{length:,}" for length in part.lengths}
+        elif part.received is not None:
+            longest = part.received.shape[-1]
+            fits = count <= longest
+            sizes[longest] = f"up to {longest:,}"
+        else:  # how long the calls were is not known
+            fits = True
+        if fits:
+            return
+    found = " or ".join(sizes[length] for length in sorted(sizes))
+    tokens = "token" if count == 1 else "tokens"
+    raise ValueError(f"texts: are of {count:,} {tokens}, wanted those of the queries or keys of a layer: {found}")
 
 
 def cut(ids: Tensor, call: Call) -> Ids:

@@ -21,7 +21,7 @@ from headscope._watch_frames import Frame
 from headscope._watch_layers import Choice
 from headscope._watch_monitor import Alarm, AttentionWarning, Limits, Monitor, writer
 from headscope._watch_options import About, Options, about_of, check
-from headscope._watch_tokens import Streams, given
+from headscope._watch_tokens import Streams, check_texts, given
 from headscope.stats import Column, HeadStats, Observe, Summary, merge
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ def watch(
             outside, or of one of its modules; those of an evaluation count, too.
         tokens: ids of the keys, [K] or [B, K], the same for all calls, for ``duplicate`` and ``induction``; "inputs":
             take the ``input_ids`` that the modules are called with, over the steps of a cache.
-        texts: the text of each token, to be kept with the recording.
+        texts: the text of each token, to be kept with the recording: of the queries or keys of some layer.
         kinds: name or pattern -> "self" or "cross", where the calls do not say (see docs/watching.md).
         positions: where the keys of self-attention stand, [K], or [K, 2] on a grid of patches; NaN = nowhere (CLS). By
             default 0, 1, 2, …, a cache included.
@@ -298,7 +298,7 @@ def watch(
         alarms: warn of entropy collapse, growing logits and a rising sink; ``Limits`` says when.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit.
+        TypeError, ValueError: an argument that does not fit; texts that are of no layer when the watch ends.
         WatchError: the model runs compiled; later, a layer that cannot be seen, or nothing that was.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -380,6 +380,8 @@ class Watch:
                 raise WatchError(f"watch: layer {layer}: {found}") from found
         recording = self.recording
         if recording._parts or recording._pending:
+            if recording.texts is not None:
+                check_texts(len(recording.texts), recording.stats.parts.values())
             return
         if recording.about.ran == 0:
             raise WatchError(
