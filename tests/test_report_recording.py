@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +195,47 @@ def test_numbers_of_numpy_are_numbers() -> None:
     html = render_recording(patches(17), image=np.zeros((6, 8), np.uint8), grid=grid, special=special)
     image = Page(html).data["image"]
     assert (image["grid"], image["special"]) == ([4, 4], 1)
+
+
+# ---------------------------------------------------------------- a page that takes long
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "after", "told"), [(Terminal, 0.01, True), (Terminal, 60.0, False), (io.StringIO, 0.01, False)]
+)
+def test_of_a_page_that_takes_long_a_terminal_is_told(
+    stream: type[io.StringIO], after: float, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*_: Any, **__: Any) -> list[str]:
+        deadline = time.monotonic() + (10 if told else 0.2)
+        while time.monotonic() < deadline and "writing the page" not in stderr.getvalue():
+            time.sleep(0.01)
+        return []
+
+    stderr = stream()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr("headscope.report._waiting.SECONDS", after)
+    monkeypatch.setattr("headscope.report._viewer_recording._notes", slow)
+    threads = threading.active_count()
+    recorded(1).save_html(tmp_path / "a.html")
+    assert ("writing the page" in stderr.getvalue()) == told
+    assert threading.active_count() == threads
+    monkeypatch.setenv("TERM", "dumb")
+    written = stderr.getvalue()
+    recorded(1).save_html(tmp_path / "a.html")
+    assert stderr.getvalue() == written
+
+
+def test_an_error_of_a_page_ends_what_a_terminal_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    threads = threading.active_count()
+    with pytest.raises(TypeError, match="title: got 3, wanted a str"):
+        recorded(1).save_html(tmp_path / "a.html", title=3)
+    assert threading.active_count() == threads

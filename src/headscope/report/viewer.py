@@ -11,6 +11,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from headscope.report._viewer_data import Source, pack
+from headscope.report._waiting import waiting
 from headscope.report.page import MARKER, asset, digest, embedded, write
 from headscope.report.recording import NOT_EXPLANATION, Sheet, visible
 from headscope.report.tables import Section
@@ -110,12 +111,15 @@ class Shown:
 def save_recording(recording: Recording, path: str | Path, *, force: bool = False, **options: Any) -> Path:
     """Write the page of a recording, whole or not at all; options are those of ``render_recording``.
 
+    If it takes long, a terminal on stderr shows that it is being written.
+
     Raises:
         SaveError: the path is a directory, holds a file that is no headscope page, or cannot be written.
         TypeError, ValueError: as ``render_recording``.
         WatchError: nothing has been seen so far.
     """
-    return write(render_recording(recording, **options), path, force=force)
+    with waiting("writing the page"):
+        return write(render_recording(recording, **options), path, force=force)
 
 
 def render_recording(
