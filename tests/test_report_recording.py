@@ -167,7 +167,7 @@ def test_a_few_keys_before_the_patches_are_special(keys: int, grid: tuple[int, i
 def test_an_image_of_tokens_is_refused() -> None:
     seen = patches(16, texts=tuple("abcdefghijklmnop"))
     with pytest.raises(ValueError, match=r"image: the recording has the texts of 16 tokens; wanted one of patches"):
-        render_recording(seen, image=np.zeros((6, 8), np.uint8))
+        render_recording(seen, image=np.zeros((6, 8), np.uint8), grid=(2, 2))
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,11 @@ def shown(
         raise TypeError(f"title: got {title!r}, wanted a str")
     stats, about = recording.stats, recording.about
     parts = list(stats.parts.values())
+    if image is not None and about.texts is not None:
+        raise ValueError(f"image: the recording has the texts of {len(about.texts)} tokens; wanted one of patches")
     picture = None if image is None else _picture(parts, image, grid, special)
     if image is None and (grid is not None or special is not None):
         raise ValueError("grid, special: wanted an image with them")
-    if picture is not None and about.texts is not None:
-        raise ValueError(f"image: the recording has the texts of {len(about.texts)} tokens; wanted one of patches")
     patterns = _patterns(recording)
     short, common = short_layers(recording.layers)
     of_heads = _strips(stats.parts, patterns, strips, about.kinds)
