@@ -65,7 +65,9 @@ WRONG_KINDS = {
     "mask: dtype is uint8, wanted bool (True = may be seen); convert it with .bool()": {
         "mask": torch.ones(Q, K, dtype=torch.uint8)
     },
-    "mask: Dense holds float32, wanted bool (True = may be seen)": {"mask": Dense(torch.zeros(Q, K)) & causal()},
+    "mask: Dense holds float32, wanted bool (True = may be seen); numbers to add are a bias: pass bias=": {
+        "mask": Dense(torch.zeros(Q, K)) & causal()
+    },
     "mask: Band(left=...) wants a whole number or None, got float": {"mask": Band(1.5, 0)},
     "mask: Band(right=...) wants a whole number or None, got str": {"mask": Prefix(1) | Band(None, "0")},  # pyright: ignore[reportArgumentType]
     "mask: Band(left=...) wants a whole number or None, got bool": {"mask": Band(True, 0)},

@@ -225,3 +225,9 @@ def test_an_empty_row_with_a_sink(backend: str) -> None:
     found = torch.autograd.grad(results["lse"].sum() + results["out"].sum(), list(leaves.values()))
     assert not any(x.any() for x in found[:3])
     torch.testing.assert_close(found[3], torch.full((H,), float(B * Q)))
+
+
+def test_what_to_observe_is_judged_under_its_own_name() -> None:
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(TypeError, match=r"observe: got bool, wanted a headscope.Observe or None"):
+        headscope.attend(q, q, q, observe=True)  # pyright: ignore[reportArgumentType]

@@ -147,6 +147,13 @@ def test_window_and_causal() -> None:
     assert window(4) == Band(3, 0)
     with pytest.raises(ValueError, match=re.escape("n: window(0) would see nothing; wanted at least 1")):
         window(0)
+    for name, make in (
+        ("tensor", lambda: Dense(None)),  # pyright: ignore[reportArgumentType]
+        ("q_ids", lambda: Documents(None)),  # pyright: ignore[reportArgumentType]
+        ("lengths", lambda: KeyLengths("x")),  # pyright: ignore[reportArgumentType]
+    ):
+        with pytest.raises(TypeError, match=f"{name}: got (NoneType|str), wanted a tensor, or what torch makes one of"):
+            make()
     with pytest.raises(TypeError, match=re.escape("n: window wants a whole number, got NoneType")):
         window(None)  # pyright: ignore[reportArgumentType]
 

@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "sinks": ({"sinks": torch.zeros(H)}, "sinks: not an option of scaled_dot_product_attention"),
     "dropout": ({"dropout": 0.1}, "dropout: torch has no fused kernel for it on a CPU"),
     "Dv": ({"v_head_dim": DV}, "Dv: torch has no fused kernel for Dv 5 beside D 11"),
-    "band": ({"mask": window(3)}, "mask: a band other than the square causal one would have to be filled"),
+    "band": ({"mask": window(3)}, "mask: a band other than the square causal one, or lengths that a graph"),
     "causal, fewer queries": ({"mask": causal(), "queries": 3}, "mask: a band other than the square causal one"),
     "top-left": ({"mask": Band(None, 0, offset=0), "queries": 3}, "mask: a band other than the square causal one"),
     "dense and causal": ({"mask": Dense(yes(Q, K)) & causal()}, "mask: this combination would have to be filled in"),

@@ -365,8 +365,12 @@ def as_mask(mask: object) -> Mask | None:
         raise TypeError(f"mask: got {kind(mask)}, wanted a mask of headscope.masks, a boolean tensor or None")
     if mask.dtype == torch.bool:
         return Dense(mask)
+    raise TypeError(f"mask: dtype is {_not_bool(mask)}")
+
+
+def _not_bool(mask: Tensor) -> str:
     hint = "numbers to add are a bias: pass bias=" if mask.dtype.is_floating_point else "convert it with .bool()"
-    raise TypeError(f"mask: dtype is {kind(mask)}, wanted bool (True = may be seen); {hint}")
+    return f"{kind(mask)}, wanted bool (True = may be seen); {hint}"
 
 
 def fold(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
@@ -408,7 +412,7 @@ def check_mask(mask: Mask, sizes: tuple[int, int, int, int], device: torch.devic
             _check_ids("Documents.k_ids", leaf.k_ids, {"B": batch, "K": keys})
         elif isinstance(leaf, Dense):
             if leaf.tensor.dtype != torch.bool:
-                raise TypeError(f"mask: Dense holds {kind(leaf.tensor)}, wanted bool (True = may be seen)")
+                raise TypeError(f"mask: Dense holds {_not_bool(leaf.tensor)}")
             _broadcasts("mask", leaf.tensor, (batch,), (heads, queries, keys))
         elif type(leaf).__hash__ is None and not leaf.tensors():  # pyright: ignore[reportUnnecessaryComparison]
             hint = "masks without tensors compare and hash by value, as of a @dataclass(frozen=True)"

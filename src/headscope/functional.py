@@ -125,6 +125,8 @@ def attend(
         observe: what to measure of the weights, as self-attention with default positions; ``stats`` then holds it. For
             cross-attention, or other positions, call ``observe`` with this lse.
     """
+    if observe is not None and not isinstance(observe, Observe):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"observe: got {type(observe).__name__}, wanted a headscope.Observe or None")
     if observe is not None and watched is None:
         done = _attend_and_observe((q, k, v, bias, sinks), mask, (scale, softcap, dropout, True), backend, observe)
         if done is not None:

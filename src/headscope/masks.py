@@ -215,7 +215,7 @@ class KeyLengths(Mask):
     lengths: Tensor
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", _as_tensor(self.lengths))
+        object.__setattr__(self, "lengths", _as_tensor("lengths", self.lengths))
 
     def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
         return j < self.lengths[b]
@@ -237,8 +237,8 @@ class Documents(Mask):
     k_ids: Tensor = field(default=None)  # pyright: ignore[reportAssignmentType]  # filled in __post_init__
 
     def __post_init__(self) -> None:
-        q_ids = _as_tensor(self.q_ids)
-        k_ids = _as_tensor(self.k_ids) if self.k_ids is not None else q_ids  # pyright: ignore[reportUnnecessaryComparison]
+        q_ids = _as_tensor("q_ids", self.q_ids)
+        k_ids = _as_tensor("k_ids", self.k_ids) if self.k_ids is not None else q_ids  # pyright: ignore[reportUnnecessaryComparison]
         object.__setattr__(self, "q_ids", q_ids)
         object.__setattr__(self, "k_ids", k_ids)
 
@@ -275,9 +275,14 @@ def _as_int(given: object) -> object:
     return int(given)
 
 
-def _as_tensor(given: object) -> Tensor:
+def _as_tensor(name: str, given: object) -> Tensor:
     """A tensor stays where it is, whatever the default device."""
-    return given if isinstance(given, Tensor) else torch.as_tensor(given)
+    if isinstance(given, Tensor):
+        return given
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name}: got {type(given).__name__}, wanted a tensor, or what torch makes one of") from error
 
 
 def _ids_of(name: str, cu_seqlens: Tensor) -> Tensor:
@@ -302,7 +307,7 @@ class Dense(Mask):
     tensor: Tensor
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tensor", _as_tensor(self.tensor))
+        object.__setattr__(self, "tensor", _as_tensor("tensor", self.tensor))
 
     def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
         full = self._four_axes()

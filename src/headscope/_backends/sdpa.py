@@ -35,7 +35,10 @@ def refuses(call: Call) -> list[str]:
     if call.rest in ("other", "many") or (call.rest == "dense" and call.spans != "all"):
         reasons.append("mask: this combination would have to be filled in as a Q x K matrix")
     elif call.spans == "rows":
-        reasons.append("mask: a band other than the square causal one would have to be filled in as a Q x K matrix")
+        reasons.append(
+            "mask: a band other than the square causal one, or lengths that a graph does not know while it is made, would "
+            "have to be filled in as a Q x K matrix"
+        )
     if call.scale <= 0 and (call.spans == "causal" or call.device != "cpu"):
         reasons.append("scale: at or below 0; torch's kernels hide keys and look for the largest logit first")
     if call.bias is not None:
