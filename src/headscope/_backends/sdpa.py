@@ -36,8 +36,8 @@ def refuses(call: Call) -> list[str]:
         reasons.append("mask: this combination would have to be filled in as a Q x K matrix")
     elif call.spans == "rows":
         reasons.append(
-            "mask: a band other than the square causal one, or lengths that a graph does not know while it is made, would "
-            "have to be filled in as a Q x K matrix"
+            "mask: a band other than the square causal one, or lengths that a graph does not know while it is made, "
+            "would have to be filled in as a Q x K matrix"
         )
     if call.scale <= 0 and (call.spans == "causal" or call.device != "cpu"):
         reasons.append("scale: at or below 0; torch's kernels hide keys and look for the largest logit first")
