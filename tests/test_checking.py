@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checked_late
 import pytest
 import torch
 from checked_packed import Packed
@@ -258,6 +259,14 @@ def test_nothing_is_found_where_nothing_is_wrong(name: str) -> None:
     assert found.names == (), str(found)
     assert not found
     assert len(found) == 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("step", [*checked_late.RIGHT, *checked_late.WRONG])
+def test_weights_may_be_divided_by_their_sums_after_they_met_the_values(step: Any, causal: bool) -> None:
+    """As flash attention does; what does not make them sum to one is found as before."""
+    names = check(checked_late.Late(step, causal=causal)).names
+    assert "rows-do-not-sum-to-one" in names if step in checked_late.WRONG else not names
 
 
 def test_seed_001_divides_by_the_width_of_the_model() -> None:

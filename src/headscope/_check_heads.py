@@ -105,7 +105,7 @@ def _rows(seen: Seen, mixing: Mixing) -> _Rows:
     u = of_row(first)
     found = _Rows(
         u=u, w=torch.where(ids > 0, second, NONE).reshape(-1, keys), fq=of_row(fq), fk=fk.reshape(-1, keys),
-        fv=by_key(seen.feature[values].amin(-1)), v=by_key(v), p=mixing.p.double().reshape(-1, keys),
+        fv=by_key(seen.feature[values].amin(-1)), v=by_key(v), p=mixing.weights.reshape(-1, keys),
         raw=seen.value[ids].reshape(-1, keys), factor=seen.factor[ids].reshape(-1, keys),
     )  # fmt: skip
     ours = u != NONE  # queries of padding, or of a token of the module's own, are cut off behind

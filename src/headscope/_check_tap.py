@@ -34,11 +34,26 @@ class Mixing:
     Attributes:
         p: the weights, [N, Q, K]; ``ids`` are theirs, those of scores.
         values: the ids of the values, [N, K, Dv].
+        out: the ids of the product, from the first on.
+        scales: numbers for each query that the product was multiplied by later, [N, Q] each.
     """
 
     p: Tensor
     ids: Tensor
     values: Tensor
+    out: range
+    scales: list[Tensor] = field(default_factory=list[Tensor])
+
+    @property
+    def weights(self) -> Tensor:
+        """``p``; where what they gave was divided by their sums instead, as in flash attention, ``p`` over these."""
+        for scale in (torch.ones(1, 1, dtype=torch.float64), *self.scales):
+            p = self.p.double() * scale[..., None]
+            sums = p.sum(-1)
+            rows = sums[sums.isfinite() & (p != 0).any(-1)]
+            if len(rows) and bool(((rows - 1).abs() < 1e-4).all()):
+                return p
+        return self.p.double()
 
 
 @dataclass(frozen=True)
@@ -291,6 +306,30 @@ class Tap(TorchDispatchMode):
         self.mark(out, ids, factors)
         if by is None and name in ("mul", "div"):
             self._note_unit(out)
+            self._note_rows(name, args)
+
+    def _note_rows(self, name: str, args: tuple[Any, ...]) -> None:
+        """What heads give, times or over a number for each query."""
+        for x, y in ((args[0], args[1]), (args[1], args[0])) if name == "mul" else ((args[0], args[1]),):
+            ids = self.ids(x) if isinstance(x, Tensor) and isinstance(y, Tensor) else None
+            if ids is None or not ids.numel() or not _spreads(y, x) or not bool((self.seen.kind[ids] == HEADS).all()):
+                continue
+            by = y.detach().double().expand(x.shape).reshape(-1)
+            by = 1 / by if name == "div" else by
+            for mixing in self.seen.mixings:
+                first, flat = mixing.out.start, ids.reshape(-1)
+                own = (flat >= first) & (flat < mixing.out.stop)
+                if not bool(own.any()):
+                    continue
+                rows, shape = (flat[own] - first) // mixing.values.shape[-1], mixing.p.shape[:2]
+                low, high = (
+                    torch.full((shape.numel(),), math.nan, dtype=torch.float64).scatter_reduce(
+                        0, rows, by[own], way, include_self=False
+                    )
+                    for way in ("amin", "amax")
+                )
+                if bool((low == high).any()):
+                    mixing.scales.append(torch.where(low == high, low, 1.0).view(shape))
 
     def _note_unit(self, out: Tensor) -> None:
         """Rows that were brought to length 1, or to that and what they were scaled by before."""
@@ -326,6 +365,7 @@ class Tap(TorchDispatchMode):
             shadow[1].mul_(by)
         elif name in ("mul_", "div_") and not others:
             self._note_unit(out)
+            self._note_rows(name[:-1], args)
         elif name in ("zero_", "normal_", "uniform_"):
             shadow[0].zero_()
         elif name == "copy_":
@@ -417,7 +457,7 @@ class Tap(TorchDispatchMode):
     def _mix(self, out: Tensor, p: Tensor, p_ids: Tensor, v_ids: Tensor) -> None:
         """A product of weights with values, [N, Q, K] @ [N, K, Dv]."""
         seen = self.seen
-        seen.mixings.append(Mixing(p, p_ids, v_ids))
+        seen.mixings.append(Mixing(p, p_ids, v_ids, range(self._count, self._count + out.numel())))
         along = seen.token[p_ids]
         token = _uniform(along, -1)
         if bool((token == MIXED).any()):  # the second operand of the scores was the queries'
