@@ -15,13 +15,15 @@ export interface Field {
   columns: number;
   values: Float32Array;
   top: number;
+  above: boolean; // some value is larger than that
   pool: Pool;
   signed: boolean;
   sink: boolean; // without the first column
 }
 
-/** The largest value that sets the colours: not that of rows that see a single bin, which is always near 1. */
-function topOf(values: Float32Array, rows: number, columns: number): number {
+/** The largest value that sets the colours: not that of rows that see a single bin, which is always near 1; and whether it is
+ * the largest of all. */
+function topOf(values: Float32Array, rows: number, columns: number): { top: number; above: boolean } {
   let top = 0;
   let any = 0;
   for (let r = 0; r < rows; r++) {
@@ -36,7 +38,7 @@ function topOf(values: Float32Array, rows: number, columns: number): number {
     if (seen > 1) top = Math.max(top, most);
     any = Math.max(any, most);
   }
-  return top || any || 1;
+  return { top: top || any || 1, above: top > 0 && any > top };
 }
 
 /** A head's map. Without the sink its first column is left out; means and single weights are then divided by what is left. */
@@ -53,7 +55,7 @@ export function field(map: HeadMap, pool: Pool, sink: boolean, exact: boolean): 
       for (let n = r * columns + 1; n < (r + 1) * columns; n++) values[n] = left > 1e-6 ? values[n] / left : NaN;
     }
   }
-  return { rows, columns, values, top: topOf(values, rows, columns), pool, signed: false, sink };
+  return { rows, columns, values, ...topOf(values, rows, columns), pool, signed: false, sink };
 }
 
 /** One head less another; null where their maps are not alike. */
@@ -62,7 +64,7 @@ export function difference(a: Field, b: Field): Field | null {
   const values = a.values.map((value, n) => value - b.values[n]);
   let top = 0;
   for (const value of values) if (Math.abs(value) > top) top = Math.abs(value);
-  return { rows: a.rows, columns: a.columns, values, top: top || 1, pool: a.pool, signed: true, sink: a.sink };
+  return { rows: a.rows, columns: a.columns, values, top: top || 1, above: false, pool: a.pool, signed: true, sink: a.sink };
 }
 
 /** Half as many rows and columns: of each four the mean, the max, or what is furthest from 0. */

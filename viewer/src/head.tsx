@@ -9,7 +9,7 @@ import { Images, Regions } from "./picture";
 import type { State } from "./state";
 import { hasStrips, Strips as Band, Top } from "./strips";
 import { served } from "./tiles";
-import { bin, binAt, binning, figure, nameOf, pair, whole } from "./words";
+import { bin, binAt, binning, figure, kept, nameOf, pair, whole } from "./words";
 
 interface Props {
   state: State;
@@ -148,8 +148,8 @@ export function Legend({ layer, field: of, state }: { layer: Layer; field: Field
   const codes = 2 ** data.bits - 1;
   return (
     <p class="hint legend">
-      <Bar what={`${what}, ${scale}`} low={low} high={figure(of.top)} colours={state.colours} signed={of.signed} />
-      <span class="binning" title={`Kept in ${data.bits} bits: value = largest × (c / ${whole(codes)})², within ${(1 / codes).toPrecision(1)} of the largest.`}>{binning(layer)}{zoomed(layer, state)}</span>
+      <Bar what={`${what}, ${scale}`} low={low} high={`${figure(of.top)}${of.above ? " and more" : ""}`} colours={state.colours} signed={of.signed} />
+      <span class="binning" title={`Kept in ${data.bits} bits: value = largest × (c / ${whole(codes)})², within ${(1 / codes).toPrecision(1)} of the largest.`}>{binning(layer)}{data.bits === 8 && " What has ≈ is kept in 8 bits."}{zoomed(layer, state)}</span>
     </p>
   );
 }
@@ -218,7 +218,7 @@ function Ranks({ layer, field: of, state, change }: { layer: Layer; field: Field
     <li key={at}>
       <button type="button" onClick={() => change(axis === "key" ? { column: at } : { row: at })}><bdi>{bin(layer, axis, at)}</bdi></button>
       <span class="meter" aria-hidden="true"><i style={{ width: `${Math.min(100, (100 * p) / of.top)}%` }} /></span>
-      <span>{figure(p)}</span>
+      <span>{kept(p)}</span>
     </li>
   );
   return (
@@ -294,7 +294,7 @@ function Chip({ at, field: of, scale, colours, row, column, missing, over, pin }
   const shown = value === value ? colour(place(value, of, scale), colours) : null;
   const style = shown ? { background: shown.fill, color: shown.white ? "white" : "black" } : {};
   return (
-    <button type="button" style={style} title={`${at}: ${token(at, true)}${shown ? `, ${figure(value)}` : ""}`}
+    <button type="button" style={style} title={`${at}: ${token(at, true)}${shown ? `, ${kept(value)}` : ""}`}
       onMouseEnter={() => over(at)} onFocus={() => over(at)} onBlur={() => over(null)} onClick={pin}>
       <bdi>{token(at)}</bdi>
     </button>

@@ -9,7 +9,7 @@ import { type Colours, type Field, Pictures, type Scale } from "./field";
 import { useWidth } from "./screen";
 import { CanvasSurface, SvgSurface } from "./surface";
 import { asField, isExact, served, tile as askTile, type Tile, why } from "./tiles";
-import { argmax, bin, figure, oneOf, position, whole } from "./words";
+import { argmax, bin, figure, kept, oneOf, position, whole } from "./words";
 
 export interface Zoom {
   at: [number, number, number];
@@ -296,15 +296,15 @@ export function Cell({ layer, head, field, row, column }: Pick<Props, "layer" | 
   const shown = field.values[n];
   const changed = shown !== (field.pool === "max" ? map.max[n] : map.mean[n]);
   const note = field.signed
-    ? `difference of the two heads ${figure(shown)}`
-    : shown !== shown ? "hidden: the first column" : `without the first column ${figure(shown)}`;
+    ? `difference of the two heads ${kept(shown)}`
+    : shown !== shown ? "hidden: the first column" : `without the first column ${kept(shown)}`;
   const at = argmax(layer, head, row, column);
   return (
     <span class="cell">
       {where}
       {layer.map!.exact
-        ? <span>weight <b>{figure(map.mean[n])}</b></span>
-        : <span>mean <b>{figure(map.mean[n])}</b>, max <b>{figure(map.max[n])}</b>{at && <> at <bdi>{at}</bdi></>}</span>}
+        ? <span>weight <b>{kept(map.mean[n])}</b></span>
+        : <span>mean <b>{kept(map.mean[n])}</b>, max <b>{kept(map.max[n])}</b>{at && <> at <bdi>{at}</bdi></>}</span>}
       {changed && <span>{note}</span>}
     </span>
   );

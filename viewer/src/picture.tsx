@@ -6,7 +6,7 @@ import { colour, type Colours, type Field, place, type Scale } from "./field";
 import { save } from "./map";
 import type { State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
-import { figure, nameOf } from "./words";
+import { kept, nameOf } from "./words";
 
 const made: Record<string, HTMLCanvasElement> = {};
 
@@ -139,7 +139,7 @@ export function Images({ layer, field: of, state, theme, change }: Props) {
     let at: number | null = null; // no patch, where the row is broken or sees none
     for (let n = special; n < values.length; n++) if (values[n] === values[n] && (at === null || values[n] > values[at])) at = n;
     if (at === null) return "No weight on a patch is known.";
-    return `Most on ${token(at, true)}: ${figure(values[at])}, ${(values[at] * values.length).toFixed(1)} × an even spread.`;
+    return `Most on ${token(at, true)}: ${kept(values[at])}, ${(values[at] * values.length).toFixed(1)} × an even spread.`;
   };
   return (
     <div>
@@ -147,17 +147,17 @@ export function Images({ layer, field: of, state, theme, change }: Props) {
         <Pane {...rest} values={null} caption="The image. Click a patch to see where it looks; arrows choose another." title="image"
           say={(at) => say(at === null ? null : token(at, true))} />
         <Pane {...rest} values={row} caption={<>Where <b>{name}</b> looks. {best(row)}</>} title="looks"
-          say={(at) => say(at === null ? null : `${name} → ${token(at, true)}: ${figure(row[at])}`)} />
+          say={(at) => say(at === null ? null : `${name} → ${token(at, true)}: ${kept(row[at])}`)} />
         <Pane {...rest} values={column} caption={<>Who looks at <b>{name}</b>.</>} title="looked-at"
-          say={(at) => say(at === null ? null : `${token(at, true)} → ${name}: ${figure(column[at])}`)} />
+          say={(at) => say(at === null ? null : `${token(at, true)} → ${name}: ${kept(column[at])}`)} />
         <Pane {...rest} values={mean} caption={<>Where all look, on average. {best(mean)}</>} title="all"
-          say={(at) => say(at === null ? null : `all → ${token(at, true)}: ${figure(mean[at])} on average`)} />
+          say={(at) => say(at === null ? null : `all → ${token(at, true)}: ${kept(mean[at])} on average`)} />
       </div>
       <p class="readout" aria-live="polite">{over || "Point at a patch for its number."}</p>
       {special > 0 && (
         <p class="specials">No patches: {Array.from({ length: special }, (_, at) => (
           <button type="button" key={at} aria-pressed={chosen === at} onClick={() => pin(at)} title="See where it looks">
-            {token(at)} <small>{at === chosen ? "chosen, itself " : ""}{figure(row[at])}</small>
+            {token(at)} <small>{at === chosen ? "chosen, itself " : ""}{kept(row[at])}</small>
           </button>
         ))} <small>with the weight that {name} puts on {special === 1 ? "it" : "each"}. Colours are scaled to the patches alone.</small></p>
       )}

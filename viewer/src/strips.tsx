@@ -10,7 +10,7 @@ import { useWidth } from "./screen";
 import type { State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
 import { served, stripOf, why } from "./tiles";
-import { figure, nameOf, oneOf, position, step, whole } from "./words";
+import { figure, nameOf, oneOf, position, rough, step, whole } from "./words";
 
 const LINE = 11; // pixels
 const LEFT = 58;
@@ -152,7 +152,7 @@ function Strip({ layer, state, theme }: Props) {
   const told = ({ query, line }: Cell) => {
     const key = line < near ? query + offset + high - line : line - near;
     const p = value(query, line);
-    return `query ${position(layer, "query", query)} → key ${key < 0 || key >= keys ? "none" : position(layer, "key", key)}: ${p === p ? figure(p) : "may not be seen"}`;
+    return `query ${position(layer, "query", query)} → key ${key < 0 || key >= keys ? "none" : position(layer, "key", key)}: ${p === p ? rough(p) : "may not be seen"}`;
   };
   const sizes = [20, 50, 100, 200, 500].filter((n) => n < queries);
   return (

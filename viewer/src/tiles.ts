@@ -54,7 +54,7 @@ export async function tile(layer: Layer, head: number, queries: [number, number]
 
 /** As a field with the colours of the whole map. */
 export function asField(from: Tile, pool: Pool, top: number): Field {
-  return { rows: from.rows, columns: from.columns, values: pool === "max" ? from.max : from.mean, top, pool, signed: false, sink: false };
+  return { rows: from.rows, columns: from.columns, values: pool === "max" ? from.max : from.mean, top, above: false, pool, signed: false, sink: false };
 }
 
 /** The strip of some queries of a head. */

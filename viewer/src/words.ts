@@ -3,12 +3,22 @@
 import { binOf, data, hasTokens, type Head, type Layer, queryAt, range, token } from "./data";
 
 /** Three digits that count, or "–". */
-export function figure(value: number | null | undefined): string {
+export function figure(value: number | null | undefined, digits = 3): string {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size >= 1000) return Math.round(value).toLocaleString("en-US");
-  return size < 1e-4 ? value.toExponential(2) : value.toPrecision(3);
+  return size < 1e-4 ? value.toExponential(digits - 1) : value.toPrecision(digits);
+}
+
+/** A value that is kept in 8 bits: more digits than these would not be its own. */
+export function rough(value: number): string {
+  return Number.isFinite(value) ? `≈ ${figure(value, 2)}` : "–";
+}
+
+/** A value of a map. */
+export function kept(value: number): string {
+  return data.bits === 8 ? rough(value) : figure(value);
 }
 
 export function whole(value: number): string {
