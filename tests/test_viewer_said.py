@@ -4,14 +4,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from viewing import (
     BrowserContext,
     Page,
     Watched,
     chromium,
+    LONG,
     figure,
     in_a_browser,
     long,
@@ -25,6 +30,7 @@ from viewing import (
     weight,
 )
 
+from headscope.report.serving import Server
 from headscope.watching import Recording
 
 pytestmark = in_a_browser
@@ -59,3 +65,56 @@ def test_values_in_8_bits_say_so(look: Any, short: Recording, monkeypatch: pytes
     assert numbers(shown)[0] == pytest.approx(p[9, 5], abs=8e-3)
     title = page.locator(".strip").first.locator("button").nth(3).get_attribute("title")
     assert ", ≈ 0." in title
+
+
+@pytest.fixture
+def served(chromium: BrowserContext, long: Recording, tmp_path: Path) -> Iterator[Any]:
+    with Server(Recording.load(long.save(tmp_path / "long.safetensors", qk=True))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        pages: list[Watched] = []
+
+        def opened(at: str) -> Page:
+            pages.append(Watched(chromium, f"{server.url}#{at}"))
+            return pages[-1].page
+
+        yield opened
+        for each in pages:
+            assert each.said == []
+            each.close()
+        server.shutdown()
+        thread.join()
+
+
+def test_exact_weights_stand_under_a_scale_of_their_own(served: Any, long: Recording) -> None:
+    page = served("view=head&layer=1&head=2&zoom=8,0.4,0.6")
+    page.get_by_text("Exact: each cell in sight is one weight").wait_for()
+    i0, i1, j0, j1 = map(int, numbers(page.locator(".exact").inner_text().replace("–", " ")))
+    p = weight(long, 1, 2)[i0 : i1 + 1, j0 : j1 + 1]
+    legend = page.locator(".legend").first
+    what, _, high, said = legend.inner_text().split("\n")
+    assert (what, high) == ("weight, log", figure(float(np.float32(p.max()))))
+    assert "Pooled" not in said
+    page.get_by_role("button", name="Show all").click()
+    legend.get_by_text("Pooled: a bin stands for").wait_for()
+    assert "mean of a bin" in legend.inner_text()
+
+
+def test_a_click_pins_the_exact_weight(served: Any, long: Recording) -> None:
+    page = served("view=head&layer=1&head=2&zoom=8,0.4,0.6")
+    page.get_by_text("Exact: each cell in sight is one weight").wait_for()
+    page.mouse.click(*place(page, 0.5, 0.5))
+    query, key = int(0.6 * LONG), int(0.4 * LONG)
+    wanted = f"query {query} “␣w{query}” → key {key} “␣w{key}”\nweight {figure(float(weight(long, 1, 2)[query, key]))}, exact"
+    pinned = page.locator(".pinned .cell")
+    pinned.nth(1).wait_for()
+    assert pinned.first.inner_text() == wanted
+    assert pinned.nth(1).inner_text().startswith("queries 56–63 → keys 32–39")
+    page.wait_for_url(f"**cell={query}%2C{key}**")
+    again = served(page.url.partition("#")[2])
+    again.locator(".pinned .cell").nth(1).wait_for()
+    assert again.locator(".pinned .cell").first.inner_text() == wanted, "the address leads back"
+    again.locator(".map canvas").press("Shift+ArrowDown")
+    again.get_by_text("queries 64–71").first.wait_for()
+    assert pinned.count() == 2
+    assert again.locator(".pinned .cell").count() == 1, "another bin is pinned"

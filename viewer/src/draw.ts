@@ -37,6 +37,7 @@ export interface Scene {
   geometry: Geometry;
   row: number | null;
   column: number | null;
+  cell: [number, number] | null; // the pinned query and key, where they are known
   tile: { pictures: Pictures; queries: [number, number]; keys: [number, number]; lengths: [number, number] } | null; // finer than the map
   inks: Inks;
   ratio: number; // pixels of the screen for each of ours
@@ -103,8 +104,9 @@ function finer(surface: Surface, { geometry: { plot }, sight, tile, inks }: Scen
   surface.image(canvas, { x: 0, y: 0, width: canvas.width, height: canvas.height }, box);
 }
 
-function pins(surface: Surface, { geometry: { plot }, sight, field, row, column, inks }: Scene): void {
-  const [across, down] = [(plot.width * sight.k) / field.columns, (plot.height * sight.k) / field.rows];
+function pins(surface: Surface, { geometry: { plot }, sight, field, row: binRow, column: binColumn, cell, tile, inks }: Scene): void {
+  const [row, column, rows, columns] = cell && tile ? [...cell, ...tile.lengths] : [binRow, binColumn, field.rows, field.columns];
+  const [across, down] = [(plot.width * sight.k) / columns, (plot.height * sight.k) / rows];
   if (row !== null) {
     const box = { x: plot.x - 2, y: plot.y + sight.y + row * down, width: plot.width + 4, height: Math.max(down, 2) };
     surface.frame(box, inks.ground, 4);

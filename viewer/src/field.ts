@@ -23,7 +23,7 @@ export interface Field {
 
 /** The largest value that sets the colours: not that of rows that see a single bin, which is always near 1; and whether it is
  * the largest of all. */
-function topOf(values: Float32Array, rows: number, columns: number): { top: number; above: boolean } {
+export function topOf(values: Float32Array, rows: number, columns: number): { top: number; above: boolean } {
   let top = 0;
   let any = 0;
   for (let r = 0; r < rows; r++) {

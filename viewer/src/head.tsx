@@ -4,11 +4,11 @@ import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/ho
 import { data, type Head, hasPatches, hasTexts, head as decoded, known, type Layer, queryAt, token } from "./data";
 import { type Colours, colour, type Field, field, place, type Scale } from "./field";
 import { Bar } from "./legend";
-import { Cell, MapView, type Zoom } from "./map";
+import { Cell, Exact, MapView, type Zoom } from "./map";
 import { Images, Regions } from "./picture";
 import type { State } from "./state";
 import { hasStrips, Strips as Band, Top } from "./strips";
-import { served } from "./tiles";
+import { asField, isExact, served, type Tile } from "./tiles";
 import { bin, binAt, binning, figure, kept, nameOf, pair, whole } from "./words";
 
 interface Props {
@@ -53,7 +53,8 @@ export function HeadView({ state: asked, theme, change: changed }: Props) {
     if (over !== null && !section.current!.querySelector(".strip:is(:hover, :focus-within)")) setOver(null);
   });
   const title = nameOf(state.layer, state.head);
-  const pin = (row: number | null, column: number | null) => change({ row, column });
+  const pin = (row: number | null, column: number | null, cell?: [number, number]) => change({ row, column, cell: cell ?? null });
+  const [tile, setTile] = useState<Tile | null>(null);
   return (
     <section aria-labelledby="head-title" ref={section}>
       <div class="heading">
@@ -69,10 +70,10 @@ export function HeadView({ state: asked, theme, change: changed }: Props) {
         {shown && found && (
           <div>
             {hasPatches(layer) && <h3>The whole map, patch by patch in reading order</h3>}
-            <Legend {...{ layer, field: shown, state }} />
+            <Legend {...{ layer, field: tile ? asField(tile, state.pool) : shown, state, tile }} />
             <MapView
               {...{ layer, head: found, field: shown, scale: state.scale, colours: state.colours, zoom, theme, pin }}
-              number={state.head} row={marked.row} column={marked.column} most={600} title={title}
+              number={state.head} row={marked.row} column={marked.column} cell={over === null ? state.cell : null} inSight={setTile} most={600} title={title}
               exports={`headscope-layer-${state.layer}-head-${state.head}`}
             />
           </div>
@@ -141,15 +142,15 @@ export function opened(state: State, layer: number, head: number): Partial<State
 
 // ---------------------------------------------------------------- under the map
 
-export function Legend({ layer, field: of, state }: { layer: Layer; field: Field; state: State }) {
+export function Legend({ layer, field: of, state, tile }: { layer: Layer; field: Field; state: State; tile?: Tile | null }) {
   const low = of.signed ? figure(-of.top) : state.scale === "log" ? `≤ ${figure(of.top / 1e4)}` : "0";
   const scale = of.signed ? "linear" : state.scale;
-  const what = of.signed ? "difference" : layer.map!.exact ? "weight" : `${of.pool} of a bin`;
+  const what = of.signed ? "difference" : (tile ? isExact(tile) : layer.map!.exact) ? "weight" : `${of.pool} of a bin`;
   const codes = 2 ** data.bits - 1;
   return (
     <p class="hint legend">
       <Bar what={`${what}, ${scale}`} low={low} high={`${figure(of.top)}${of.above ? " and more" : ""}`} colours={state.colours} signed={of.signed} />
-      <span class="binning" title={`Kept in ${data.bits} bits: value = largest × (c / ${whole(codes)})², within ${(1 / codes).toPrecision(1)} of the largest.`}>{binning(layer)}{data.bits === 8 && " What has ≈ is kept in 8 bits."}{zoomed(layer, state)}</span>
+      {tile ? <span class="binning">A scale for what is in sight alone.</span> : <span class="binning" title={`Kept in ${data.bits} bits: value = largest × (c / ${whole(codes)})², within ${(1 / codes).toPrecision(1)} of the largest.`}>{binning(layer)}{data.bits === 8 && " What has ≈ is kept in 8 bits."}{zoomed(layer, state)}</span>}
     </p>
   );
 }
@@ -190,6 +191,7 @@ function Pinned({ head, ...rest }: Pointed & { head: Head }) {
         <p class="hint">Click a cell{chips(layer, state) && ", or a token below,"} to pin it: its row is where a query looks, its column who looks at a key.</p>
       ) : (
         <p aria-live="polite">
+          {state.cell && <Exact layer={layer} head={state.head} at={state.cell} />}
           <Cell {...{ layer, head, field: of, row, column }} />{" "}
           <button type="button" onClick={unpin}>Unpin</button>
         </p>

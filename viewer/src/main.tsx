@@ -19,7 +19,8 @@ const THEMES = { "": "as the system", light: "light", dark: "dark" };
 function App() {
   const [state, setState] = useState<State>(() => parse(location.hash));
   const [theme, setTheme] = useState<keyof typeof THEMES>("");
-  const change = useCallback((part: Partial<State>) => setState((before) => ({ ...before, ...part })), []);
+  // what else is pinned is no longer this query and key
+  const change = useCallback((part: Partial<State>) => setState((before) => ({ ...before, ...("row" in part || "column" in part ? { cell: null } : {}), ...part })), []);
   const drawn = `${theme} ${useScreen()}`; // what is drawn is drawn again when this changes
   const opening = useRef(false);
   const open = (place: Place) => {

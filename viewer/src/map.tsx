@@ -26,7 +26,9 @@ interface Props {
   zoom: Zoom;
   row: number | null;
   column: number | null;
-  pin: (row: number | null, column: number | null) => void;
+  pin: (row: number | null, column: number | null, cell?: [number, number]) => void;
+  cell?: [number, number] | null; // the pinned query and key, of a tile
+  inSight?: (tile: Tile | null) => void; // is told what is shown instead of bins
   most: number;
   title: string;
   theme: string;
@@ -92,15 +94,16 @@ export function MapView(props: Props) {
   const side = places.plot.width;
   const { tile, failed } = useTile(props, at);
   const finer = useMemo(
-    () => tile && { pictures: new Pictures(asField(tile, field.pool, field.top), props.scale, props.colours), queries: tile.queries, keys: tile.keys, lengths: tile.lengths },
+    () => tile && { pictures: new Pictures(asField(tile, field.pool), props.scale, props.colours), queries: tile.queries, keys: tile.keys, lengths: tile.lengths },
     [tile, field, props.scale, props.colours],
   );
+  useLayoutEffect(() => props.inSight?.(tile), [tile]);
   const scene = useRef<Scene | null>(null);
   const colours = useMemo(inks, [props.theme]);
   const ratio = window.devicePixelRatio || 1;
   scene.current = {
     layer, head, field, pictures, geometry: places, inks: colours, ratio,
-    sight: sightOf(at, side), row: props.row, column: props.column, tile: finer,
+    sight: sightOf(at, side), row: props.row, column: props.column, cell: props.cell ?? null, tile: finer,
   };
 
   useLayoutEffect(() => {
@@ -161,8 +164,10 @@ export function MapView(props: Props) {
   const click = (event: MouseEvent) => {
     const hit = cell(event);
     if (!hit) return;
-    const same = hit.row === props.row && hit.column === props.column;
-    pin(same ? null : hit.row, same ? null : hit.column);
+    const at = tile && cellOf(tile, hit.across, hit.down);
+    const to = tile && at && isExact(tile) ? ([tile.queries[0] + at[0], tile.keys[0] + at[1]] as [number, number]) : undefined;
+    const same = hit.row === props.row && hit.column === props.column && String(to) === String(props.cell ?? undefined);
+    pin(same ? null : hit.row, same ? null : hit.column, same ? undefined : to);
   };
   const moved = (row: number, column: number) =>
     pin(Math.min(field.rows - 1, Math.max(0, row)), Math.min(field.columns - 1, Math.max(0, column)));
@@ -261,13 +266,32 @@ function Tooltip({ x, y, tile, across, down, ...rest }: Props & Hit & { tile: Ti
   );
 }
 
-/** A cell of a tile; null beside it. */
-function Finer({ layer, tile, across, down }: { layer: Layer; tile: Tile; across: number; down: number }) {
+/** The row and column of a tile at a place, as shares of keys and queries; null beside it. */
+function cellOf(tile: Tile, across: number, down: number): [number, number] | null {
   const [queries, keys] = tile.lengths;
   const [query, key] = [down * queries - tile.queries[0], across * keys - tile.keys[0]];
   const [high, wide] = [tile.queries[1] - tile.queries[0], tile.keys[1] - tile.keys[0]];
   if (query < 0 || key < 0 || query >= high || key >= wide) return null;
-  const [row, column] = [Math.floor((query / high) * tile.rows), Math.floor((key / wide) * tile.columns)];
+  return [Math.floor((query / high) * tile.rows), Math.floor((key / wide) * tile.columns)];
+}
+
+/** The weight of a query on a key, asked of the server. */
+export function Exact({ layer, head, at: [query, key] }: { layer: Layer; head: number; at: [number, number] }) {
+  const [found, setFound] = useState<Tile | null>(null);
+  useEffect(() => {
+    const stop = new AbortController();
+    void askTile(layer, head, [query, query + 1], [key, key + 1], stop.signal).then(setFound, () => setFound(null)); // the map tells why
+    return () => stop.abort();
+  }, [layer, head, query, key]);
+  return found && <Finer layer={layer} tile={found} across={(found.keys[0] + 0.5) / found.lengths[1]} down={(found.queries[0] + 0.5) / found.lengths[0]} />;
+}
+
+/** A cell of a tile; null beside it. */
+function Finer({ layer, tile, across, down }: { layer: Layer; tile: Tile; across: number; down: number }) {
+  const at = cellOf(tile, across, down);
+  if (!at) return null;
+  const [row, column] = at;
+  const [high, wide] = [tile.queries[1] - tile.queries[0], tile.keys[1] - tile.keys[0]];
   const n = row * tile.columns + column;
   const place = (axis: "query" | "key", at: number, bins: number, length: number, first: number) => {
     const [start, stop] = range(at, bins, length);

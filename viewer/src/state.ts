@@ -24,6 +24,7 @@ export interface State {
   under: boolean; // at most that, not at least
   row: number | null; // pinned bins
   column: number | null;
+  cell: [number, number] | null; // the pinned query and key, where a server has single weights
   thumbs: Thumbs; // of an image: what the small pictures show
   over: boolean; // colours lie over the image
   zoom: [number, number, number]; // scale, and the middle of what is seen as shares of keys and queries
@@ -67,6 +68,7 @@ export const FIRST: State = {
   under: false,
   row: null,
   column: null,
+  cell: null,
   thumbs: "received",
   over: coarse(),
   zoom: [1, 0.5, 0.5],
@@ -108,6 +110,7 @@ export function parse(hash: string): State {
   const otherLayer = whole(said.get("other"), data.layers.length) ?? FIRST.otherLayer;
   const map = data.layers[layer].map;
   const zoom = (said.get("zoom") ?? "").split(",").map(Number);
+  const cell = (said.get("cell") ?? "").split(",").map((text, n) => whole(text, data.served?.[layer]?.[n] ?? 0));
   const names = ["", ...data.names.map((each) => each.name)];
   return {
     view: oneOf(said.get("view"), VIEWS.map(([name]) => name), FIRST.view),
@@ -127,6 +130,7 @@ export function parse(hash: string): State {
     under: said.get("under") === "1",
     row: map ? whole(said.get("row"), map.rows) : null,
     column: map ? whole(said.get("column"), map.columns) : null,
+    cell: cell.length === 2 && !cell.includes(null) ? (cell as [number, number]) : null,
     thumbs: oneOf(said.get("thumbs"), ["received", "patch", "map"], FIRST.thumbs),
     over: said.has("over") ? said.get("over") === "1" : FIRST.over,
     // always a new one: an address that drops the zoom ends one that is on its way, too
@@ -147,7 +151,7 @@ export function address(state: State): string {
     said.set("other", String(state.otherLayer));
     said.set("otherhead", String(state.otherHead));
   }
-  for (const name of ["pool", "scale", "colours", "sort", "pattern", "by", "least", "row", "column", "thumbs"] as const) {
+  for (const name of ["pool", "scale", "colours", "sort", "pattern", "by", "least", "row", "column", "cell", "thumbs"] as const) {
     add(name, state[name], FIRST[name]);
   }
   if (!state.down) said.set("down", "0");

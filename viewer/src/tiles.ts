@@ -1,7 +1,7 @@
 // Exact pieces of the weights, from the server that the page came from, if it came from one.
 
 import { data, type Layer } from "./data";
-import type { Field, Pool } from "./field";
+import { type Field, type Pool, topOf } from "./field";
 
 const MOST_PAIRS = 2 ** 26;
 const LARGEST = 512;
@@ -52,9 +52,11 @@ export async function tile(layer: Layer, head: number, queries: [number, number]
   return { layer: layer.index, head, lengths: served(layer)!, queries, keys, rows, columns, mean: values.subarray(0, cells), max: values.subarray(cells) };
 }
 
-/** As a field with the colours of the whole map. */
-export function asField(from: Tile, pool: Pool, top: number): Field {
-  return { rows: from.rows, columns: from.columns, values: pool === "max" ? from.max : from.mean, top, above: false, pool, signed: false, sink: false };
+/** As a field with a scale of its own: single weights are often far from the means of bins. */
+export function asField(from: Tile, pool: Pool): Field {
+  const { rows, columns } = from;
+  const values = pool === "max" ? from.max : from.mean;
+  return { rows, columns, values, ...topOf(values, rows, columns), pool, signed: false, sink: false };
 }
 
 /** The strip of some queries of a head. */
