@@ -317,3 +317,47 @@ def test_a_server_that_stopped_is_told_of(chromium: BrowserContext, long: Record
     page.locator(".strips").get_by_text("The server has stopped.").wait_for()
     assert {said.partition(":")[0] for said in watched.said} == {"Failed to load resource"}, "the browser alone said so"
     watched.close()
+
+
+# ---------------------------------------------------------------- back
+
+
+def test_back_leads_to_the_view_before_as_it_was_left(look: Any, short: Recording) -> None:
+    page = look(short, "scale=log")
+    thumbs(page)
+    began = page.evaluate("history.length")
+    page.locator(".thumb").nth(4).click()
+    heading(page, "Layer 1, head 1")
+    page.locator(".map canvas").press("+")
+    page.wait_for_url(re.compile("zoom="))
+    page.get_by_role("button", name="→ head").click()
+    heading(page, "Layer 1, head 2")
+    page.get_by_role("tab", name="Figures").click()
+    assert page.evaluate("history.length") == began + 2, "zoom and steps are no new entry"
+    page.go_back()
+    heading(page, "Layer 1, head 2")
+    assert "zoom=" in page.url
+    page.go_back()
+    page.locator(".thumb.opened").wait_for()
+    assert "layer=" not in page.url
+    assert page.get_by_label("scale").input_value() == "log"
+    page.go_forward()
+    heading(page, "Layer 1, head 2")
+
+
+def test_escape_leads_back_to_all_heads(look: Any, short: Recording) -> None:
+    page = look(short, "view=head&layer=1&head=1&row=9&column=3")
+    canvas = page.locator(".map canvas")
+    canvas.press("Escape")
+    page.get_by_text("Click a cell").wait_for()
+    canvas.press("Escape")
+    thumbs(page)
+    assert focused(page).startswith("1"), "on the head that was open"
+    page.keyboard.press("Enter")
+    heading(page, "Layer 1, head 1")
+    page.keyboard.press("Escape")
+    thumbs(page)
+    page.get_by_role("tab", selected=True).press("End")
+    assert focused(page) == "tab-table"
+    page.keyboard.press("Home")
+    assert focused(page) == "tab-heads"

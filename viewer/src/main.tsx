@@ -22,20 +22,26 @@ function App() {
   // what else is pinned is no longer this query and key
   const change = useCallback((part: Partial<State>) => setState((before) => ({ ...before, ...("row" in part || "column" in part ? { cell: null } : {}), ...part })), []);
   const drawn = `${theme} ${useScreen()}`; // what is drawn is drawn again when this changes
-  const opening = useRef(false);
+  const focus = useRef("");
   const open = (place: Place) => {
-    opening.current = true;
+    focus.current = "#head-title";
     change({ view: "head", ...opened(state, place.layer, place.head) });
   };
   // What was clicked is gone, and the focus with it.
   useLayoutEffect(() => {
-    if (opening.current) document.getElementById("head-title")!.focus();
-    opening.current = false;
+    if (focus.current) document.querySelector<HTMLElement>(focus.current)?.focus();
+    focus.current = "";
   }, [state.view]);
 
   const written = useRef(location.hash);
+  const last = useRef(state);
   useEffect(() => {
     if (location.protocol === "about:") return; // in the frame of a notebook, which has no address of its own
+    if (last.current.view !== state.view) { // Back leads to the view before, as it was left
+      history.replaceState(null, "", address(last.current));
+      history.pushState(null, "", (written.current = address(state)));
+    }
+    last.current = state;
     const later = setTimeout(() => {
       written.current = address(state);
       if (location.hash !== written.current) history.replaceState(null, "", written.current);
@@ -46,7 +52,7 @@ function App() {
     const moved = () => {
       if (location.hash === written.current) return;
       written.current = location.hash;
-      setState(parse(written.current));
+      setState((last.current = parse(written.current)));
     };
     addEventListener("hashchange", moved);
     return () => removeEventListener("hashchange", moved);
@@ -58,6 +64,10 @@ function App() {
       const target = event.target as HTMLElement;
       if (state.view !== "head" || event.shiftKey || event.ctrlKey || event.altKey || event.metaKey) return;
       if (/^(INPUT|SELECT|TEXTAREA)$/.test(target.tagName) || target.closest?.(".scroll, [role=tablist]")) return;
+      if (event.key === "Escape") {
+        focus.current = ".thumb.opened, .thumb[tabindex='0']";
+        return change({ view: "heads" });
+      }
       const [down, across] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key] ?? [0, 0];
       const to = stepped(state, down, across);
       if (!to) return;
@@ -99,11 +109,11 @@ function App() {
 
 function Tabs({ view, show }: { view: View; show: (view: View) => void }) {
   const pressed = (event: KeyboardEvent) => {
-    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!step) return;
-    event.preventDefault();
     const at = VIEWS.findIndex(([name]) => name === view);
-    const [to] = VIEWS[(at + step + VIEWS.length) % VIEWS.length];
+    const next = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: -1 }[event.key];
+    if (next === undefined) return;
+    event.preventDefault();
+    const [to] = VIEWS[(next + VIEWS.length) % VIEWS.length];
     show(to);
     document.getElementById(`tab-${to}`)!.focus();
   };

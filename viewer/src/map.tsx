@@ -178,7 +178,7 @@ export function MapView(props: Props) {
     else if (event.key === "+" || event.key === "=") closer(2);
     else if (event.key === "-") closer(0.5);
     else if (event.key === "0") zoom.change([1, 0.5, 0.5]);
-    else if (event.key === "Escape") pin(null, null);
+    else if (event.key === "Escape" && (props.row ?? props.column) !== null) pin(null, null);
     else return;
     event.preventDefault();
     event.stopPropagation();
