@@ -282,6 +282,11 @@ export function head(layer: number, number: number): Promise<Head> {
   return found.later;
 }
 
+/** A head to be drawn once: it takes the place of none that is kept. */
+export function passing(layer: number, number: number): Promise<Head> {
+  return kept.get(`${layer}.${number}`)?.later ?? read(data.layers[layer], number);
+}
+
 /** The strip of a head: codes, row by row. */
 export async function strip(place: [number, number]): Promise<Uint8Array> {
   return new Uint8Array(await blockAt(place));

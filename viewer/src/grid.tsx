@@ -1,7 +1,8 @@
-// Every head, layers × heads or in the order of a statistic, each with a small map that is drawn once it comes into sight.
+// Every head, layers × heads or in the order of a statistic, each with a small map that is drawn once it comes into sight, or when
+// there is nothing else to do: a print has those that were never in sight, too.
 
 import { useEffect, useRef } from "preact/hooks";
-import { data, hasPatches, head as decoded, type HeadMap } from "./data";
+import { data, hasPatches, type HeadMap, passing } from "./data";
 import { type Colours, colour, field, Pictures } from "./field";
 import { save } from "./map";
 import { drawPatches, received, rowOf, topOf } from "./picture";
@@ -119,6 +120,20 @@ function isOpened({ layer, head }: Place, state: State): boolean {
   return layer === state.layer && head === state.head;
 }
 
+const waiting = new Set<() => Promise<void>>();
+let drawing = false;
+
+/** Draws what waits, one after the other, while nothing else is done. */
+async function drawRest(): Promise<void> {
+  if (drawing) return;
+  drawing = true;
+  for (const draw of waiting) {
+    await new Promise<unknown>((done) => (window.requestIdleCallback ?? setTimeout)(done)); // Safari has none
+    await (waiting.has(draw) && draw());
+  }
+  drawing = false;
+}
+
 function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop: boolean }) {
   const { layer, head } = place;
   const canvas = useRef<HTMLCanvasElement>(null);
@@ -126,22 +141,23 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
   useEffect(() => {
     if (!said) return;
     const element = canvas.current!; // which is gone from the reference before this effect is told to stop
+    const done = () => {
+      watcher.disconnect();
+      waiting.delete(draw);
+    };
     let stale = false;
-    const watcher = new IntersectionObserver(
-      ([entry]) => {
-        if (!entry.isIntersecting) return;
-        watcher.disconnect();
-        void decoded(layer, head).then((found) => {
-          if (stale || !found.map) return;
-          fill(element, found.map, layer, state);
-        });
-      },
-      { rootMargin: "200px" },
-    );
+    const draw = async () => {
+      done();
+      const { map } = await passing(layer, head);
+      if (!stale && map) fill(element, map, layer, state);
+    };
+    const watcher = new IntersectionObserver(([entry]) => entry.isIntersecting && void draw(), { rootMargin: "200px" });
     watcher.observe(element);
+    waiting.add(draw);
+    void drawRest();
     return () => {
       stale = true;
-      watcher.disconnect();
+      done();
     };
   }, [layer, head, state.pool, state.sink, state.scale, state.colours, state.thumbs, state.over, state.thumbs === "patch" ? state.row : 0, theme]);
   const name = state.sort || (said ? "" : TILE); // of the figure that is shown
@@ -241,7 +257,7 @@ export async function exported(kind: "png" | "svg", state: State): Promise<void>
     const [column, line] = at(place, n);
     const [x, y] = [GAP + column * (side + GAP), GAP + line * (side + LINE + GAP)];
     surface.box({ x, y, width: side, height: side }, hidden);
-    const { map } = await decoded(place.layer, place.head);
+    const { map } = await passing(place.layer, place.head);
     if (map) small(surface, map, place.layer, state, side, [x, y]);
     surface.text(`${data.layers[place.layer].short}·${place.head}`, x + side / 2, y + side + LINE / 2, { fill: ink, anchor: "middle", size: 11 });
   }
