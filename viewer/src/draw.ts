@@ -1,6 +1,6 @@
 // The map of a head with its axes and what stands along them, at any zoom.
 
-import { binOf, type Head, hasTokens, type Layer, queryAt, token } from "./data";
+import { binOf, data, type Head, hasTokens, type Layer, queryAt, token } from "./data";
 import type { Field, Pictures } from "./field";
 import { type Box, FONT, type Surface } from "./surface";
 import { step } from "./words";
@@ -48,7 +48,8 @@ const PROFILE = 34;
 /** Where everything stands within so many pixels. */
 export function geometry(width: number, most: number, layer: Layer): Geometry {
   const narrow = width < 480 || !hasTokens(layer);
-  const left = narrow ? 58 : 92;
+  const [queries] = data.served?.[layer.index] ?? layer.lengths ?? [0];
+  const left = Math.max(narrow ? 58 : 92, 28 + Math.ceil(measured(queries.toLocaleString("en-US")))); // numbers are never cut
   const top = (narrow ? 58 : 80) + (hasReceived(layer) ? PROFILE : 0);
   const right = layer.entropy ? PROFILE + 8 : 8;
   const side = Math.max(60, Math.min(width - left - right, most));
@@ -179,15 +180,19 @@ function label(layer: Layer, which: "query" | "key", at: number): string {
 const ruler = document.createElement("canvas").getContext("2d")!;
 const fits = new Map<string, string>();
 
+function measured(text: string): number {
+  ruler.font = `11px ${FONT}`;
+  return ruler.measureText(text).width;
+}
+
 /** As much of a text as there is room for, in pixels at a size of 11. */
 function fitted(text: string, room: number): string {
   const key = `${room}/${text}`;
   const known = fits.get(key);
   if (known !== undefined) return known;
-  ruler.font = `11px ${FONT}`;
   let shown = text;
   const letters = [...text];
-  while (letters.length > 1 && ruler.measureText(shown).width > room) {
+  while (letters.length > 1 && measured(shown) > room) {
     letters.pop();
     shown = `${letters.join("")}…`;
   }

@@ -8,7 +8,7 @@ import { save } from "./map";
 import { drawPatches, received, rowOf, topOf } from "./picture";
 import type { State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
-import { figure, layerName, nameOf, statistic } from "./words";
+import { figure, layerName, nameOf, parts, statistic } from "./words";
 
 export interface Place {
   layer: number;
@@ -87,7 +87,7 @@ export function Grid({ state, theme, open }: Props) {
         rows.map((row, layer) =>
           row.length > 0 && (
             <div class="layer" key={layer}>
-              <h3 title={data.layers[layer].name}>{layerName(layer)}</h3>
+              <h3 title={data.layers[layer].name}>{parts(layerName(layer)).map((part) => <>{part}<wbr /></>)}</h3>
               <div class="heads">{row.map(thumb)}</div>
             </div>
           ),

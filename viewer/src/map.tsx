@@ -89,6 +89,21 @@ export function MapView(props: Props) {
     resting.current = setTimeout(() => told.current(to), 120);
   };
   const [over, setOver] = useState<Hit | null>(null);
+  useEffect(() => {
+    if (!over) return;
+    const scrolled = () => setOver(null); // another cell is under the pointer
+    const escaped = (event: KeyboardEvent) => {
+      if (event.key !== "Escape") return;
+      setOver(null);
+      event.stopPropagation();
+    };
+    addEventListener("scroll", scrolled);
+    addEventListener("keydown", escaped, true);
+    return () => {
+      removeEventListener("scroll", scrolled);
+      removeEventListener("keydown", escaped, true);
+    };
+  }, [over === null]);
   const pictures = useMemo(() => new Pictures(field, props.scale, props.colours), [field, props.scale, props.colours]);
   const places = useMemo(() => geometry(width, most, layer), [width, most, layer]);
   const side = places.plot.width;
@@ -159,7 +174,7 @@ export function MapView(props: Props) {
     const column = Math.floor(across * field.columns);
     const row = Math.floor(down * field.rows);
     const inside = x >= plot.x && y >= plot.y && x <= plot.x + side && y <= plot.y + side;
-    return inside && column < field.columns && row < field.rows && row >= 0 && column >= 0 ? { layer, row, column, across, down, x, y } : null;
+    return inside && column < field.columns && row < field.rows && row >= 0 && column >= 0 ? { layer, row, column, across, down, x: event.clientX, y: event.clientY } : null;
   };
   const click = (event: MouseEvent) => {
     const hit = cell(event);
@@ -219,7 +234,7 @@ export function MapView(props: Props) {
   );
 }
 
-/** What is pointed at: the bin, the place as shares of keys and queries, and in pixels. */
+/** What is pointed at: the bin, the place as shares of keys and queries, and in pixels of the window. */
 interface Hit {
   layer: Layer;
   row: number;
@@ -258,9 +273,17 @@ function useTile({ layer, number, field }: Props, at: Zoom["at"]): { tile: Tile 
   return { tile: wanted && found?.layer === layer.index && found.head === number ? found : null, failed };
 }
 
+/** Below and right of the pointer, or above and left where there is no room. */
 function Tooltip({ x, y, tile, across, down, ...rest }: Props & Hit & { tile: Tile | null }) {
+  const box = useRef<HTMLDivElement>(null);
+  useLayoutEffect(() => {
+    const { style, offsetWidth, offsetHeight } = box.current!;
+    const beside = (at: number, size: number, room: number) => `${at + 14 + size <= room ? at + 14 : Math.max(0, at - 14 - size)}px`;
+    style.left = beside(x, offsetWidth, document.documentElement.clientWidth);
+    style.top = beside(y, offsetHeight, innerHeight);
+  });
   return (
-    <div class="tip" role="tooltip" style={{ left: `${Math.max(0, Math.min(x + 14, window.innerWidth - 280))}px`, top: `${y + 14}px` }}>
+    <div class="tip" role="tooltip" ref={box}>
       {(tile && <Finer layer={rest.layer} tile={tile} across={across} down={down} />) || <Cell {...rest} />}
     </div>
   );

@@ -40,6 +40,11 @@ export function layerName(layer: number): string {
   return /^\d+$/.test(short) ? `layer ${short}` : short;
 }
 
+/** A name in parts, between which a line may end: behind a dot or an underscore. */
+export function parts(name: string): string[] {
+  return name.split(/(?<=[._])/);
+}
+
 /** A head by its layer and number. */
 export function nameOf(layer: number, head: number): string {
   return `${layerName(layer)}, head ${head}`;
