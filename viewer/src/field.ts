@@ -15,7 +15,7 @@ export interface Field {
   columns: number;
   values: Float32Array;
   top: number;
-  above: boolean; // some value is larger than that
+  above: boolean; // some value is larger than that by more than can be seen
   pool: Pool;
   signed: boolean;
   sink: boolean; // without the first column
@@ -38,7 +38,7 @@ export function topOf(values: Float32Array, rows: number, columns: number): { to
     if (seen > 1) top = Math.max(top, most);
     any = Math.max(any, most);
   }
-  return { top: top || any || 1, above: top > 0 && any > top };
+  return { top: top || any || 1, above: top > 0 && any > 1.01 * top };
 }
 
 /** A head's map. Without the sink its first column is left out; means and single weights are then divided by what is left. */
@@ -128,7 +128,8 @@ export function colour(at: number, colours: Colours, signed = false): { fill: st
   const parts = table(signed ? "signed" : colours);
   const n = 3 * Math.round(Math.min(1, Math.max(0, at)) * (STEPS - 1));
   const [red, green, blue] = parts.subarray(n, n + 3);
-  return { fill: `rgb(${red} ${green} ${blue})`, white: 0.299 * red + 0.587 * green + 0.114 * blue < 130 };
+  const light = [0.2126 * red ** 2.2, 0.7152 * green ** 2.2, 0.0722 * blue ** 2.2].reduce((a, b) => a + b) / 255 ** 2.2;
+  return { fill: `rgb(${red} ${green} ${blue})`, white: light < 0.179 }; // where white and black stand out alike, as WCAG has it
 }
 
 function picture(of: Field, scale: Scale, colours: Colours): HTMLCanvasElement {
