@@ -85,6 +85,10 @@ def test_numbers_are_typed_digit_by_digit(look: Any, long: Recording) -> None:
         page.keyboard.type(text)
         page.wait_for_url(re.compile(re.escape(f"least={text}")))
         assert limit.input_value() == text
+    limit.press("ControlOrMeta+a")
+    page.keyboard.press("Delete")
+    page.wait_for_url(lambda url: "least=" not in url)
+    assert len(thumbs(page)) == 6, "no limit is in force"
     page = look(long, "view=head&row=10&column=2")
     query = page.get_by_label("Query", exact=True)  # of 80 to 87
     query.press("ControlOrMeta+a")
@@ -243,6 +247,26 @@ def test_strips_are_read_with_keys(look: Any, long: Recording) -> None:
     assert readout.startswith("query 1 “␣w1” → key 0 “␣w0”: ")
     assert numbers(readout)[-1] == pytest.approx(weight(long, 0, 2)[1, 0], abs=5e-3)
     heading(page, "Layer 0, head 2")
+
+
+def test_an_address_says_which_queries_a_strip_shows(look: Any) -> None:
+    found = recorded(300, None, Observe(map=10, keep_qk=True))
+    page = look(found, "view=head&layer=0&head=1&row=5&column=2")
+    band = page.locator("canvas.band[data-drawn]")
+    assert "queries 100 to 199." in band.get_attribute("aria-label"), "the pinned row is in the middle"
+    first = page.get_by_label("queries from")
+    first.fill("7")
+    page.get_by_label("at a time").select_option("50")
+    page.wait_for_url(re.compile("from=7&many=50"))
+    again = look(found, page.url.partition("#")[2])
+    band = again.locator("canvas.band[data-drawn]")
+    assert "queries 7 to 56." in band.get_attribute("aria-label")
+    again.locator(".map canvas").press("Shift+ArrowDown")
+    again.wait_for_url(re.compile("row=6"))
+    assert "queries 155 to 204." in band.get_attribute("aria-label")
+    again.get_by_role("button", name="Unpin").click()
+    again.wait_for_url(lambda url: "row=" not in url)
+    assert "queries 155 to 204." in band.get_attribute("aria-label"), "it stays"
 
 
 # ---------------------------------------------------------------- the screen

@@ -28,10 +28,11 @@ export function all(): Place[] {
 export function chosen(state: State): Place[] {
   let found = all();
   if (state.pattern) found = found.filter(({ layer, head }) => data.patterns[layer]?.[head]?.[0]?.[0] === state.pattern);
-  if (state.by) {
+  const { by, least, under } = state;
+  if (by && least !== null) {
     found = found.filter(({ layer, head }) => {
-      const value = statistic(layer, head, state.by);
-      return value !== null && (state.under ? value <= state.least : value >= state.least);
+      const value = statistic(layer, head, by);
+      return value !== null && (under ? value <= least : value >= least);
     });
   }
   if (!state.sort) return found;

@@ -9,7 +9,7 @@ import { Images, Regions } from "./picture";
 import type { State } from "./state";
 import { hasStrips, Strips as Band, Top } from "./strips";
 import { asField, isExact, served, type Tile } from "./tiles";
-import { bin, binAt, binning, figure, kept, nameOf, pair, whole } from "./words";
+import { bin, binAt, binning, counted, figure, kept, nameOf, pair, whole } from "./words";
 
 interface Props {
   state: State;
@@ -105,7 +105,7 @@ function Likeness({ layer, head }: { layer: number; head: number }) {
   const [name, score, rows] = best;
   return (
     <p class="likeness">{score < WEAK ? "No pattern fits well; the closest is " : "Closest to "}
-      <b>{name}</b>: {data.patternWords[name]}. Score {figure(score)} of 1 on {whole(rows)} rows. <small>A likeness, not a purpose.</small></p>
+      <b>{name}</b>: {data.patternWords[name]}. Score {figure(score)} of 1 on {counted(rows, "row")}. <small>A likeness, not a purpose.</small></p>
   );
 }
 
@@ -314,7 +314,7 @@ function Largest({ layer, head, change }: { layer: Layer; head: Head; change: Pr
   };
   return (
     <details>
-      <summary>The {head.edges.length} largest weights, exact</summary>
+      <summary>The {head.edges.length === 1 ? "largest weight" : `${head.edges.length} largest weights`}, exact</summary>
       <ol class="largest">
         {head.edges.map((edge) => (
           <li key={`${edge.run}.${edge.entry}.${edge.query}.${edge.key}`}>
@@ -340,7 +340,7 @@ export function Figures({ layer, head }: { layer: number; head: number }) {
         <p>
           Patterns: {patterns.map(([name, score, rows, exact], n) => (
             <span key={name} title={data.patternWords[name]}>
-              {n > 0 && ", "}<b>{name}</b> {exact ? "" : "about "}{figure(score)} <small>({whole(rows)} rows)</small>
+              {n > 0 && ", "}<b>{name}</b> {exact ? "" : "about "}{figure(score)} <small>({counted(rows, "row")})</small>
             </span>
           ))}. <small>1 is exactly so, 0 no closer than chance.</small>
         </p>

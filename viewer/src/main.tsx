@@ -4,7 +4,7 @@ import { render } from "preact";
 import { useCallback, useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { Compare } from "./compare";
 import { data } from "./data";
-import { exported, Grid, type Place, TILE } from "./grid";
+import { all, exported, Grid, type Place, TILE } from "./grid";
 import { HeadView, opened, stepped } from "./head";
 import { Found } from "./found";
 import { NumberField } from "./number";
@@ -12,6 +12,7 @@ import { useScreen } from "./screen";
 import { address, parse, SINK, type State, VIEWS, type View } from "./state";
 import { Table } from "./table";
 import { Trace } from "./trace";
+import { statistic } from "./words";
 import "./style.css";
 
 const THEMES = { "": "as the system", light: "light", dark: "dark" };
@@ -127,6 +128,9 @@ function Tabs({ view, show }: { view: View; show: (view: View) => void }) {
   );
 }
 
+/** The figures that some head has. */
+const KNOWN = data.names.filter(({ name }) => all().some(({ layer, head }) => statistic(layer, head, name) !== null));
+
 interface SwitchesProps {
   state: State;
   change: (part: Partial<State>) => void;
@@ -138,7 +142,7 @@ function Switches({ state, change, theme, pick }: SwitchesProps) {
   const maps = data.layers.some((layer) => layer.map) && ["heads", "head", "compare"].includes(state.view);
   const pooled = data.layers.some((layer) => layer.map && !layer.map.exact);
   const many = state.view === "heads" || state.view === "table";
-  const names: [string, string][] = data.names.map(({ name, heading }) => [name, heading]);
+  const names: [string, string][] = KNOWN.map(({ name, heading }) => [name, heading]);
   if (data.patterns.length > 0) names.unshift(["score", "pattern score"]);
   return (
     <div class="switches">
@@ -172,7 +176,7 @@ function Switches({ state, change, theme, pick }: SwitchesProps) {
                 <option value="">≥</option>
                 <option value="1">≤</option>
               </select>
-              <NumberField label="limit" step="any" value={state.least} set={(least) => change({ least })} />
+              <NumberField label="limit" step="any" value={state.least} set={(least) => change({ least })} clear={() => change({ least: null })} />
             </label>
           )}
         </>

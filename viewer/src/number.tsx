@@ -4,23 +4,25 @@ import { useLayoutEffect, useRef, useState } from "preact/hooks";
 
 interface Props {
   label?: string;
-  value: number;
+  value: number | null; // null: the field is empty
   set: (to: number) => void;
+  clear?: () => void; // what an emptied field does, nothing without it
   min?: number;
   max?: number;
   step?: "any"; // whole numbers alone without it
 }
 
 /** While one types, what is typed stays, such as "0."; it becomes the value that was made of it with Enter or on leaving. */
-export function NumberField({ label, value, set, min, max, step }: Props) {
+export function NumberField({ label, value, set, clear, min, max, step }: Props) {
   const field = useRef<HTMLInputElement>(null);
   const [typing, setTyping] = useState(false);
   useLayoutEffect(() => {
-    if (!typing) field.current!.value = String(value);
+    if (!typing) field.current!.value = String(value ?? "");
   }, [typing, value]);
   const typed = () => {
     setTyping(true);
     const to = field.current!.valueAsNumber;
+    if (!field.current!.value && !field.current!.validity.badInput) clear?.();
     if (step ? Number.isFinite(to) : Number.isInteger(to)) set(to);
   };
   const ended = () => setTyping(false);

@@ -20,11 +20,13 @@ export interface State {
   down: boolean;
   pattern: string; // "" = all
   by: string; // the statistic to filter by, "" = none
-  least: number;
+  least: number | null; // no limit
   under: boolean; // at most that, not at least
   row: number | null; // pinned bins
   column: number | null;
   cell: [number, number] | null; // the pinned query and key, where a server has single weights
+  from: number | null; // the first query of the strip that is shown, null = as the pinned row has it
+  many: number; // queries at a time
   thumbs: Thumbs; // of an image: what the small pictures show
   over: boolean; // colours lie over the image
   zoom: [number, number, number]; // scale, and the middle of what is seen as shares of keys and queries
@@ -64,11 +66,13 @@ export const FIRST: State = {
   down: true,
   pattern: "",
   by: "",
-  least: 0,
+  least: null,
   under: false,
   row: null,
   column: null,
   cell: null,
+  from: null,
+  many: 100,
   thumbs: "received",
   over: coarse(),
   zoom: [1, 0.5, 0.5],
@@ -93,6 +97,7 @@ export const VIEWS: [View, string][] = [
 ];
 
 const MOST_ZOOM = 2 ** 17;
+export const MOST_QUERIES = 1000; // of a strip at a time
 
 function whole(text: string | null, most: number): number | null {
   const found = /^\d+$/.test(text ?? "") ? Number(text) : NaN; // Number("") is 0
@@ -126,11 +131,13 @@ export function parse(hash: string): State {
     down: said.get("down") !== "0",
     pattern: oneOf(said.get("pattern"), ["", ...Object.keys(data.patternWords)], ""),
     by: oneOf(said.get("by"), [...names, "score"], ""),
-    least: Number.isFinite(Number(said.get("least"))) ? Number(said.get("least")) : 0,
+    least: said.get("least") && Number.isFinite(Number(said.get("least"))) ? Number(said.get("least")) : null,
     under: said.get("under") === "1",
     row: map ? whole(said.get("row"), map.rows) : null,
     column: map ? whole(said.get("column"), map.columns) : null,
     cell: cell.length === 2 && !cell.includes(null) ? (cell as [number, number]) : null,
+    from: whole(said.get("from"), data.layers[layer].strips?.lengths[0] ?? 0),
+    many: whole(said.get("many"), MOST_QUERIES + 1) || FIRST.many,
     thumbs: oneOf(said.get("thumbs"), ["received", "patch", "map"], FIRST.thumbs),
     over: said.has("over") ? said.get("over") === "1" : FIRST.over,
     // always a new one: an address that drops the zoom ends one that is on its way, too
@@ -151,7 +158,7 @@ export function address(state: State): string {
     said.set("other", String(state.otherLayer));
     said.set("otherhead", String(state.otherHead));
   }
-  for (const name of ["pool", "scale", "colours", "sort", "pattern", "by", "least", "row", "column", "cell", "thumbs"] as const) {
+  for (const name of ["pool", "scale", "colours", "sort", "pattern", "by", "least", "row", "column", "cell", "from", "many", "thumbs"] as const) {
     add(name, state[name], FIRST[name]);
   }
   if (!state.down) said.set("down", "0");

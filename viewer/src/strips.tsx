@@ -1,13 +1,13 @@
 // Weights near the diagonal and on the first keys, at full resolution: a column for each query, a line for each distance.
 
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { hasTexts, type Layer, queryAt, strip, token } from "./data";
 import { colour, type Colours } from "./field";
 import { Bar } from "./legend";
 import { save } from "./map";
 import { NumberField } from "./number";
 import { useWidth } from "./screen";
-import type { State } from "./state";
+import { MOST_QUERIES, type State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
 import { served, stripOf, why } from "./tiles";
 import { figure, nameOf, oneOf, position, rough, step, whole } from "./words";
@@ -70,23 +70,26 @@ export function Strips(props: Props) {
   );
 }
 
-function Strip({ layer, state, theme }: Props) {
+function Strip({ layer, state, theme, change }: Props) {
   const { lengths: [queries, keys], offset, low, high, first } = layer.strips!;
   const canvas = useRef<HTMLCanvasElement>(null);
   const frame = useRef<HTMLDivElement>(null);
   const width = Math.max(160, Math.min(1400, useWidth(frame)));
-  const [most, setMost] = useState(100); // at a time
-  const count = Math.min(queries, most);
-  const [from, setFrom] = useState(0);
+  const count = Math.min(queries, state.many);
   const [over, setOver] = useState<Cell | null>(null);
   const pinned = state.row !== null && layer.map ? Math.floor((state.row * queries) / layer.map.rows) : null;
-  useEffect(() => {
-    if (pinned !== null && queries > count) setFrom(Math.max(0, Math.min(queries - count, pinned - Math.floor(count / 2))));
-  }, [pinned]);
+  const setFrom = (to: number | null) => change({ from: to });
+  const from = state.from ?? Math.max(0, (pinned ?? 0) - Math.floor(count / 2));
   const found = useBand(layer, state.head, from);
   const failed = typeof found === "string" ? found : "";
   const band = typeof found === "string" ? null : found;
   const start = Math.max(0, Math.min(from, queries - count));
+  const before = useRef({ pinned, start });
+  useLayoutEffect(() => {
+    // it follows what is pinned, and stays where it is when nothing is pinned any more
+    if (before.current.pinned !== pinned) setFrom(pinned === null ? before.current.start : null);
+    before.current = { pinned, start };
+  });
   const near = high - low + 1;
   const lines = near + first;
   const height = lines * LINE + 8 + 16;
@@ -161,8 +164,8 @@ function Strip({ layer, state, theme }: Props) {
         <label>queries from <NumberField min={0} max={Math.max(0, queries - count)} value={start} set={setFrom} /></label>
         <input type="range" aria-label="First query" min={0} max={Math.max(0, queries - count)} value={start} onInput={(event) => setFrom(event.currentTarget.valueAsNumber)} />
         {sizes.length > 0 && (
-          <label>at a time <select value={count} onChange={(event) => setMost(Number(event.currentTarget.value))}>
-            {[...new Set([...sizes, Math.min(queries, 1000), count])].sort((a, b) => a - b).map((n) => <option key={n} value={n}>{whole(n)}</option>)}
+          <label>at a time <select value={count} onChange={(event) => change({ many: Number(event.currentTarget.value) })}>
+            {[...new Set([...sizes, Math.min(queries, MOST_QUERIES), count])].sort((a, b) => a - b).map((n) => <option key={n} value={n}>{whole(n)}</option>)}
           </select></label>
         )}
         <button type="button" aria-label="PNG of the strip" onClick={() => canvas.current!.toBlob((blob) => blob && save(`${file}.png`, blob))}>PNG</button>
@@ -204,7 +207,7 @@ export function Top({ layer, top, row }: { layer: Layer; top: { each: number; p:
   const found = Array.from({ length: top.each }, (_, n) => query * top.each + n).filter((n) => top.keys[n] !== 0xffffffff);
   return (
     <div>
-      <h4>The largest weights of query {stop - start > 1
+      <h4>The largest {top.each === 1 ? "weight" : "weights"} of query {stop - start > 1
         ? <NumberField label="Query" min={start} max={stop - 1} value={query} set={setAt} />
         : whole(query)} {hasTexts(layer) && <bdi>“{token(queryAt(layer, query), true)}”</bdi>}</h4>
       <ol class="largest">

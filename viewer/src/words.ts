@@ -25,8 +25,13 @@ export function whole(value: number): string {
   return value.toLocaleString("en-US");
 }
 
-export function plural(count: number, word: string): string {
+function plural(count: number, word: string): string {
   return count === 1 ? word : word === "query" ? "queries" : `${word}s`;
+}
+
+/** "1 row", "2,048 rows". */
+export function counted(count: number, word: string): string {
+  return `${whole(count)} ${plural(count, word)}`;
 }
 
 /** The next of 1, 2, 5, 10, … */
