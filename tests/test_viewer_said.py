@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from viewing import (
     BrowserContext,
     Page,
@@ -31,8 +33,9 @@ from viewing import (
 )
 
 from headscope import Observe
+from headscope.stats import HeadStats
 from headscope.report.serving import Server
-from headscope.watching import Recording
+from headscope.watching import About, Recording
 
 pytestmark = in_a_browser
 
@@ -136,3 +139,59 @@ def test_only_figures_that_are_there_can_be_chosen(look: Any, short: Recording) 
     assert "entropy" in offered
     assert "next" in short.stats.names, "all heads are causal"
     assert "next" not in offered
+
+
+def test_every_figure_has_a_meaning_that_needs_no_pointer(look: Any) -> None:
+    page = look(recorded(7, None, Observe(windows=(2,))), "view=table")
+    headings = [cell.inner_text() for cell in page.locator("thead button").all()][1:]
+    assert {"lse", "max logit", "chance", "window 2", "streaming 2"} <= {*headings}
+    page.get_by_text("What each figure means").press("Enter")
+    said = dict(zip(*(page.locator(f".meanings {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))
+    assert [*said] == headings
+    assert said["window 2"] == "Weight on the keys within 2 of the query."
+
+
+def test_the_frame_is_explained(look: Any, short: Recording) -> None:
+    page = look(short, "layer=1&head=1")
+    thumbs(page)
+    assert page.locator("[aria-current]").get_attribute("class") == "thumb opened"
+    assert "The frame marks" in page.locator("#heads-title + .hint").inner_text()
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_the_picture_of_all_heads_tells_how_far_it_is(look: Any, short: Recording) -> None:
+    page = look(short)
+    thumbs(page)
+    page.evaluate(
+        """() => {
+          window.told = [];
+          new MutationObserver(() => told.push(document.querySelector(".hint [role=status]").textContent))
+            .observe(document.querySelector("#heads-title + .hint"), { subtree: true, childList: true, characterData: true });
+        }"""
+    )
+    with page.expect_download():
+        page.get_by_role("button", name="PNG of all heads").click()
+    told = page.evaluate("told")
+    assert any(re.fullmatch(r"\d of 6 heads drawn", text) for text in told), told
+
+
+def test_pictures_have_a_ground_and_labels_that_fit(look: Any, long: Recording) -> None:
+    page = look(long, "view=head&layer=0&head=2")
+    page.locator("canvas.band[data-drawn]").wait_for()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="PNG of the strip").click()
+    with Image.open(download.value.path()) as image:
+        assert image.convert("RGBA").getpixel((1, 1)) == (255, 255, 255, 255)
+    part = recorded(7, None, Observe(map=7)).stats.parts["layers.0.attention"]
+    names = ["encoder.layers.0.self_attention", "decoder.layers.1.cross_attention"]
+    parts = dict.fromkeys(names, part)
+    page = look(Recording(HeadStats(parts), About("m", {}, {}, dict.fromkeys(parts, "self"), None, 1, 1)))
+    thumbs(page)
+    with page.expect_download() as download:
+        page.get_by_role("button", name="SVG of all heads").click()
+    labels = re.findall(r">([^<]*·\d)<", Path(download.value.path()).read_text(encoding="utf-8"))
+    wide = "(texts) => { const ruler = document.createElement('canvas').getContext('2d'); ruler.font = '11px system-ui'; return texts.map((text) => ruler.measureText(text).width); }"
+    assert len(labels) == 6
+    assert max(page.evaluate(wide, labels)) <= 96

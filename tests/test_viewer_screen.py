@@ -106,6 +106,14 @@ def test_numbers_along_the_map_are_whole(look: Any) -> None:
     assert not any("…" in text for text in said)
 
 
+def test_figures_beside_a_map_are_all_in_sight(look: Any, long: Recording) -> None:
+    page = look(long, "view=head&layer=0&head=1")
+    table = page.locator(".beside .scroll")
+    table.wait_for()
+    assert table.evaluate("(table) => table.scrollWidth <= table.clientWidth")
+    assert "gradient" in style(page, ".scroll", "backgroundImage")[0], "elsewhere a shade says that there is more"
+
+
 # ---------------------------------------------------------------- what is pointed at
 
 

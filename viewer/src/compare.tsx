@@ -7,6 +7,7 @@ import { all } from "./grid";
 import { alike, Legend, NoMap, opened, useHead, useShown } from "./head";
 import { MapView, type Zoom } from "./map";
 import type { State } from "./state";
+import { Meanings } from "./table";
 import { figure, nameOf, statistic } from "./words";
 
 interface Props {
@@ -65,6 +66,7 @@ export function Compare({ state: asked, theme, change: changed }: Props) {
           </tbody>
         </table>
       </div>
+      <Meanings names={data.names} />
     </section>
   );
 }

@@ -186,7 +186,7 @@ function measured(text: string): number {
 }
 
 /** As much of a text as there is room for, in pixels at a size of 11. */
-function fitted(text: string, room: number): string {
+export function fitted(text: string, room: number): string {
   const key = `${room}/${text}`;
   const known = fits.get(key);
   if (known !== undefined) return known;

@@ -1,14 +1,15 @@
 // Every head, layers × heads or in the order of a statistic, each with a small map that is drawn once it comes into sight, or when
 // there is nothing else to do: a print has those that were never in sight, too.
 
-import { useEffect, useRef } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { data, hasPatches, type HeadMap, passing } from "./data";
+import { fitted } from "./draw";
 import { type Colours, colour, field, Pictures } from "./field";
 import { save } from "./map";
 import { drawPatches, received, rowOf, topOf } from "./picture";
 import type { State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
-import { figure, layerName, nameOf, parts, statistic } from "./words";
+import { figure, layerName, nameOf, parts, statistic, whole } from "./words";
 
 export interface Place {
   layer: number;
@@ -169,6 +170,7 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
     <button
       type="button"
       class={`thumb${isOpened(place, state) ? " opened" : ""}`}
+      aria-current={isOpened(place, state) ? "true" : undefined}
       aria-label={`${nameOf(layer, head)}${pattern && `, ${pattern}`}${name && `, ${heading} ${figure(value)}`}`}
       title={`${nameOf(layer, head)}${pattern && `: ${pattern}`}`}
       tabIndex={stop ? 0 : -1}
@@ -238,8 +240,20 @@ function small(surface: Surface, map: HeadMap, layer: number, state: State, side
 const GAP = 6;
 const LINE = 16;
 
-/** Every head that is shown, in lines as they are on the screen, as PNG or SVG. */
-export async function exported(kind: "png" | "svg", state: State): Promise<void> {
+/** Buttons for the picture of all heads, and how many of them are drawn. */
+export function Exports({ state }: { state: State }) {
+  const [drawn, setDrawn] = useState(0);
+  const start = async (kind: "png" | "svg") => {
+    await exported(kind, state, setDrawn);
+    setDrawn(0);
+  };
+  const button = (kind: "png" | "svg", name: string) =>
+    <button type="button" aria-label={`${name} of all heads`} aria-disabled={drawn > 0} onClick={() => !drawn && void start(kind)}>{name}</button>;
+  return <>{button("png", "PNG")} {button("svg", "SVG")} <span role="status">{drawn > 0 && `${whole(drawn)} of ${whole(chosen(state).length)} heads drawn`}</span></>;
+}
+
+/** Every head that is shown, in lines as they are on the screen, as PNG or SVG; tells at how many it is. */
+async function exported(kind: "png" | "svg", state: State, tell: (drawn: number) => void): Promise<void> {
   const found = chosen(state);
   const side = found.length > 200 ? 48 : 96;
   const across = state.sort ? Math.min(found.length, 16) : WIDEST;
@@ -255,12 +269,13 @@ export async function exported(kind: "png" | "svg", state: State): Promise<void>
   const [panel, hidden, ink] = ["--panel", "--hidden", "--ink"].map((each) => style.getPropertyValue(each)); // now: the theme may change while heads are decoded
   surface.box({ x: 0, y: 0, width, height }, panel);
   for (const [n, place] of found.entries()) {
+    tell(n + 1);
     const [column, line] = at(place, n);
     const [x, y] = [GAP + column * (side + GAP), GAP + line * (side + LINE + GAP)];
     surface.box({ x, y, width: side, height: side }, hidden);
     const { map } = await passing(place.layer, place.head);
     if (map) small(surface, map, place.layer, state, side, [x, y]);
-    surface.text(`${data.layers[place.layer].short}·${place.head}`, x + side / 2, y + side + LINE / 2, { fill: ink, anchor: "middle", size: 11 });
+    surface.text(`${fitted(data.layers[place.layer].short, side - 24)}·${place.head}`, x + side / 2, y + side + LINE / 2, { fill: ink, anchor: "middle", size: 11 });
   }
   if (kind === "svg") save("headscope-heads.svg", new Blob([svg.written(width, height, document.title)], { type: "image/svg+xml" }));
   else canvas.toBlob((blob) => blob && save("headscope-heads.png", blob));

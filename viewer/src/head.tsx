@@ -8,6 +8,7 @@ import { Cell, Exact, MapView, type Zoom } from "./map";
 import { Images, Regions } from "./picture";
 import type { State } from "./state";
 import { hasStrips, Strips as Band, Top } from "./strips";
+import { Meanings } from "./table";
 import { asField, isExact, served, type Tile } from "./tiles";
 import { bin, binAt, binning, counted, figure, kept, nameOf, pair, whole } from "./words";
 
@@ -359,6 +360,7 @@ export function Figures({ layer, head }: { layer: number; head: number }) {
           </tbody>
         </table>
       </div>
+      <Meanings names={names} />
     </div>
   );
 }

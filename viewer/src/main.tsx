@@ -4,7 +4,7 @@ import { render } from "preact";
 import { useCallback, useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { Compare } from "./compare";
 import { data } from "./data";
-import { all, exported, Grid, type Place, TILE } from "./grid";
+import { all, Exports, Grid, type Place, TILE } from "./grid";
 import { HeadView, opened, stepped } from "./head";
 import { Found } from "./found";
 import { NumberField } from "./number";
@@ -92,8 +92,8 @@ function App() {
         {state.view === "heads" && (
           <section aria-labelledby="heads-title">
             <h2 id="heads-title">Every head</h2>
-            <p class="hint">{data.image ? "Where each head looks: the mean over all patches, where one patch looks, or the whole map. Each picture has its own scale of colours." : data.layers.some((layer) => layer.map) ? "A small map of each: rows are queries, columns the keys that they look at. Each has its own scale of colours." : `No map was recorded. Of each head the mean of ${headingOf(state.sort || TILE)}.`} A click opens it; arrows move.{" "}
-              {data.layers.some((layer) => layer.map) && <><button type="button" aria-label="PNG of all heads" onClick={() => void exported("png", state)}>PNG</button> <button type="button" aria-label="SVG of all heads" onClick={() => void exported("svg", state)}>SVG</button></>}
+            <p class="hint">{data.image ? "Where each head looks: the mean over all patches, where one patch looks, or the whole map. Each picture has its own scale of colours." : data.layers.some((layer) => layer.map) ? "A small map of each: rows are queries, columns the keys that they look at. Each has its own scale of colours." : `No map was recorded. Of each head the mean of ${headingOf(state.sort || TILE)}.`} A click opens it; arrows move. The frame marks the one that One head shows.{" "}
+              {data.layers.some((layer) => layer.map) && <Exports state={state} />}
             </p>
             <Grid {...{ state, theme: drawn, open }} />
           </section>

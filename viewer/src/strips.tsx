@@ -102,7 +102,8 @@ function Strip({ layer, state, theme, change }: Props) {
   const top = (line: number) => line * LINE + (line >= near ? 8 : 0);
   const paint = (surface: Surface) => {
     const style = getComputedStyle(document.documentElement);
-    const [quiet, hidden] = ["--quiet", "--hidden"].map((each) => style.getPropertyValue(each));
+    const [quiet, hidden, panel] = ["--quiet", "--hidden", "--panel"].map((each) => style.getPropertyValue(each));
+    surface.box({ x: 0, y: 0, width, height }, panel);
     for (let line = 0; line < lines; line++) {
       if (line >= near || (high - line) % 4 === 0) surface.text(name(line), LEFT - 5, top(line) + LINE / 2, { fill: quiet, anchor: "end", size: 10 });
       for (let n = 0; n < count; n++) {

@@ -29,6 +29,16 @@ export function csv(places: Place[]): string {
   return [heading, ...lines].map((line) => line.map((each) => quoted(String(each ?? ""))).join(",") + "\r\n").join("");
 }
 
+/** What figures mean, for those who cannot point at a heading. */
+export function Meanings({ names }: { names: { heading: string; meaning: string }[] }) {
+  return (
+    <details class="meanings">
+      <summary>What each figure means</summary>
+      <dl>{names.filter(({ meaning }) => meaning).map(({ heading, meaning }) => <div key={heading}><dt>{heading}</dt><dd>{meaning}</dd></div>)}</dl>
+    </details>
+  );
+}
+
 export function Table({ state, change, open }: Props) {
   const places = chosen(state);
   const columns = [{ name: "score", heading: "score", meaning: "of the best pattern: 1 is exactly so, 0 no closer than chance" }, ...data.names];
@@ -38,9 +48,10 @@ export function Table({ state, change, open }: Props) {
   return (
     <section aria-labelledby="table-title">
       <h2 id="table-title">Figures of every head</h2>
-      <p class="hint">Means over the rows that have the quantity; entropies in nats. Point at a heading for its meaning.{" "}
-        <button type="button" onClick={() => save("headscope.csv", new Blob([csv(places)], { type: "text/csv" }))}>CSV</button>
+      <p class="hint">Means over the rows that have the quantity; entropies in nats. A click on a heading sorts.{" "}
+        <button type="button" onClick={() => save("headscope-figures.csv", new Blob([csv(places)], { type: "text/csv" }))}>CSV</button>
       </p>
+      <Meanings names={columns} />
       <div class="scroll" tabIndex={0} role="region" aria-labelledby="table-title">
         <table class="every">
           <thead>

@@ -15,7 +15,7 @@ from headscope.report._waiting import waiting
 from headscope.report.page import MARKER, asset, digest, embedded, write
 from headscope.report.recording import NOT_EXPLANATION, Sheet, visible
 from headscope.report.tables import Section
-from headscope.report.words import PATTERNS, REGIONS, STATISTICS
+from headscope.report.words import PATTERNS, REGIONS, word
 from headscope.watching import Recording
 
 __all__ = [
@@ -253,12 +253,8 @@ def _data(shown: Shown) -> tuple[dict[str, Any], str]:
 
 
 def _named(name: str) -> dict[str, str]:
-    word = (STATISTICS | REGIONS).get(name)
-    return {
-        "name": name,
-        "heading": word.heading if word else name.replace("_", " "),
-        "meaning": word.meaning if word else "",
-    }
+    found = word(name)
+    return {"name": name, "heading": found.heading, "meaning": found.meaning}
 
 
 def _tokens(texts: Sequence[str] | None) -> dict[str, Any] | None:

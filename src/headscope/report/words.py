@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["PATTERNS", "REGIONS", "STATISTICS", "STRONG", "WEAK", "Word", "strength"]
+__all__ = ["PATTERNS", "REGIONS", "STATISTICS", "STRONG", "WEAK", "Word", "strength", "word"]
 
 
 class Word(NamedTuple):
@@ -28,6 +28,10 @@ STATISTICS = {
     "first": Word("first", "Weight on the first token, where heads often put what they do not need."),
     "duplicate": Word("duplicate", "Weight on other places that hold the same token."),
     "induction": Word("induction", "Weight on what followed the same token elsewhere."),
+    "lse": Word("lse", "log Σ exp of a row's scores: how large they are altogether."),
+    "max_logit": Word("max logit", "The largest score of a row, before the softmax."),
+    "chance": Word("chance", "1 / n: the weight of each of n visible keys if all had the same."),
+    "value_norm": Word("value norm", "Mean length of the value vectors, by weight."),
 }
 
 REGIONS = {
@@ -52,6 +56,23 @@ PATTERNS = {
     "local": "weight spread evenly over the places within 3",
     "uniform": "weight spread evenly over everything",
 }
+
+WITHIN = {
+    "window": Word("window", "Weight on the keys within {} of the query."),
+    "streaming": Word("streaming", "Weight on the first keys and those within {} of the query."),
+}
+"""Of those that are made for several distances, such as ``window_64``."""
+
+
+def word(name: str) -> Word:
+    """Heading and meaning of a figure; one that is not known is its name, and means nothing."""
+    found = (STATISTICS | REGIONS).get(name)
+    if found is not None:
+        return found
+    kind, _, distance = name.rpartition("_")
+    meaning = WITHIN[kind].meaning.format(distance) if kind in WITHIN else ""
+    return Word(name.replace("_", " "), meaning)
+
 
 WEAK, STRONG = 0.3, 0.5
 """Scores below the first are dimmed, from the second on they are bold."""
