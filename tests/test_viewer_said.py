@@ -1,4 +1,4 @@
-"""What the viewer's page says of what it shows: scales, bits and numbers are those of the colours and values beside them."""
+"""What the page says of what it shows: scales, bits and numbers are those of the colours and values beside them."""
 
 # ruff: noqa: F401, F811  # chromium, long, look and short are fixtures
 
@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from PIL import Image
 from viewing import (
+    LONG,
     BrowserContext,
     Page,
     Watched,
     chromium,
-    LONG,
     figure,
     in_a_browser,
     long,
@@ -33,8 +33,8 @@ from viewing import (
 )
 
 from headscope import Observe
-from headscope.stats import HeadStats
 from headscope.report.serving import Server
+from headscope.stats import HeadStats
 from headscope.watching import About, Recording
 
 pytestmark = in_a_browser
@@ -106,7 +106,8 @@ def test_a_click_pins_the_exact_weight(served: Any, long: Recording) -> None:
     page.get_by_text("Exact: each cell in sight is one weight").wait_for()
     page.mouse.click(*place(page, 0.5, 0.5))
     query, key = int(0.6 * LONG), int(0.4 * LONG)
-    wanted = f"query {query} “␣w{query}” → key {key} “␣w{key}”\nweight {figure(float(weight(long, 1, 2)[query, key]))}, exact"
+    value = figure(float(weight(long, 1, 2)[query, key]))
+    wanted = f"query {query} “␣w{query}” → key {key} “␣w{key}”\nweight {value}, exact"
     pinned = page.locator(".pinned .cell")
     pinned.nth(1).wait_for()
     assert pinned.first.inner_text() == wanted
@@ -167,8 +168,9 @@ def test_the_picture_of_all_heads_tells_how_far_it_is(look: Any, short: Recordin
     page.evaluate(
         """() => {
           window.told = [];
-          new MutationObserver(() => told.push(document.querySelector(".hint [role=status]").textContent))
-            .observe(document.querySelector("#heads-title + .hint"), { subtree: true, childList: true, characterData: true });
+          const shown = document.querySelector("#heads-title + .hint");
+          const tell = () => told.push(shown.querySelector("[role=status]").textContent);
+          new MutationObserver(tell).observe(shown, { subtree: true, childList: true, characterData: true });
         }"""
     )
     with page.expect_download():
@@ -192,6 +194,10 @@ def test_pictures_have_a_ground_and_labels_that_fit(look: Any, long: Recording) 
     with page.expect_download() as download:
         page.get_by_role("button", name="SVG of all heads").click()
     labels = re.findall(r">([^<]*·\d)<", Path(download.value.path()).read_text(encoding="utf-8"))
-    wide = "(texts) => { const ruler = document.createElement('canvas').getContext('2d'); ruler.font = '11px system-ui'; return texts.map((text) => ruler.measureText(text).width); }"
+    wide = """(texts) => {
+      const ruler = document.createElement("canvas").getContext("2d");
+      ruler.font = "11px system-ui";
+      return texts.map((text) => ruler.measureText(text).width);
+    }"""
     assert len(labels) == 6
     assert max(page.evaluate(wide, labels)) <= 96

@@ -129,9 +129,13 @@ let drawing = false;
 async function drawRest(): Promise<void> {
   if (drawing) return;
   drawing = true;
+  let until = 0; // of a time with nothing else to do
   for (const draw of waiting) {
-    await new Promise<unknown>((done) => (window.requestIdleCallback ?? setTimeout)(done)); // Safari has none
-    await (waiting.has(draw) && draw());
+    if (performance.now() > until) {
+      await new Promise<unknown>((done) => (window.requestIdleCallback ?? setTimeout)(done)); // Safari has none
+      until = performance.now() + 30;
+    }
+    if (waiting.has(draw)) await draw();
   }
   drawing = false;
 }
