@@ -88,16 +88,13 @@ def test_the_page_says_how_a_map_is_read() -> None:
     page = Page(render_recording(recorded(2)))
     (lead,) = [p.text for p in page.all("p") if p.attributes.get("class") == "lead"]
     assert lead == (
-        "2 layers, 6 heads. A row of a map is a query, which looks; a column is a key, which is looked at. "
-        "Layers, heads, queries and keys are counted from 0."
+        "2 layers, 6 heads. Rows of a map are queries, which look; columns are keys, which are looked at. "
+        "All are counted from 0."
     )
     plain = observe(*torch.randn(2, 1, 1, 7, 5)).named("a")
     page = Page(render_recording(Recording(plain, About("m", {}, {}, {"a": "self"}, None, 1, 1))))
     (lead,) = [p.text for p in page.all("p") if p.attributes.get("class") == "lead"]
-    assert (
-        lead
-        == "1 layer, 1 head. A query looks, a key is looked at. Layers, heads, queries and keys are counted from 0."
-    )
+    assert lead == "1 layer, 1 head. A query looks, a key is looked at. All are counted from 0."
 
 
 def test_the_footer_of_a_recording() -> None:
@@ -222,10 +219,13 @@ def test_of_a_page_that_takes_long_a_terminal_is_told(
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr("headscope.report._waiting.SECONDS", after)
     monkeypatch.setattr("headscope.report._viewer_recording._notes", slow)
-    threads = threading.active_count()
+    before = {*threading.enumerate()}
     recorded(1).save_html(tmp_path / "a.html")
     assert ("writing the page" in stderr.getvalue()) == told
-    assert threading.active_count() == threads
+    deadline = time.monotonic() + 10
+    while (left := {*threading.enumerate()} - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left
     monkeypatch.setenv("TERM", "dumb")
     written = stderr.getvalue()
     recorded(1).save_html(tmp_path / "a.html")

@@ -128,11 +128,19 @@ def weight(recording: Recording, layer: int, head: int) -> np.ndarray[Any, Any]:
 
 
 def place(page: Page, row: float, column: float) -> tuple[float, float]:
-    """Where a place of the map, as shares, is on the screen; nothing is zoomed."""
-    box = page.locator(".map canvas").bounding_box()
-    assert box is not None
+    """Where a place of the map, as shares, is on the screen, to which it is brought; nothing is zoomed."""
     plot = page.evaluate("JSON.parse(document.querySelector('.map canvas').dataset.plot)")
-    return box["x"] + plot["x"] + column * plot["width"], box["y"] + plot["y"] + row * plot["height"]
+
+    def now() -> tuple[float, float]:
+        box = page.locator(".map canvas").bounding_box()
+        assert box is not None
+        return box["x"] + plot["x"] + column * plot["width"], box["y"] + plot["y"] + row * plot["height"]
+
+    beyond = now()[1] - page.evaluate("innerHeight") + 40
+    if beyond > 0:
+        drawn = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"  # scrolled, and told
+        page.evaluate(f"(scrollBy({{ top: {beyond}, behavior: 'instant' }}), {drawn})")
+    return now()
 
 
 def zoom_of(url: str) -> list[float]:

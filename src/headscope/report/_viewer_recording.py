@@ -262,8 +262,8 @@ def reading(recording: Recording) -> str:
     mapped = any(part.map is not None for part in recording.stats.parts.values())
     how = "A query looks, a key is looked at."
     if mapped:
-        how = "A row of a map is a query, which looks; a column is a key, which is looked at."
-    return f"{how} Layers, heads, queries and keys are counted from 0."
+        how = "Rows of a map are queries, which look; columns are keys, which are looked at."
+    return f"{how} All are counted from 0."
 
 
 def _lead(recording: Recording) -> str:
