@@ -1,4 +1,4 @@
-"""What the page says of what it shows: scales, bits and numbers are those of the colours and values beside them."""
+"""What the viewer's page says of what it shows: scales, bits and numbers are those of what is beside them."""
 
 # ruff: noqa: F401, F811  # chromium, long, look and short are fixtures
 
@@ -106,8 +106,8 @@ def test_a_click_pins_the_exact_weight(served: Any, long: Recording) -> None:
     page.get_by_text("Exact: each cell in sight is one weight").wait_for()
     page.mouse.click(*place(page, 0.5, 0.5))
     query, key = int(0.6 * LONG), int(0.4 * LONG)
-    value = figure(float(weight(long, 1, 2)[query, key]))
-    wanted = f"query {query} “␣w{query}” → key {key} “␣w{key}”\nweight {value}, exact"
+    p = figure(float(weight(long, 1, 2)[query, key]))
+    wanted = f"query {query} “␣w{query}” → key {key} “␣w{key}”\nweight {p}, exact"
     pinned = page.locator(".pinned .cell")
     pinned.nth(1).wait_for()
     assert pinned.first.inner_text() == wanted

@@ -158,6 +158,7 @@ def test_the_last_zoom_that_was_asked_for_stays(look: Any, short: Recording, unl
     page.keyboard.press("ArrowUp")
     heading(page, "Layer 0, head 1")
     page.mouse.move(*place(page, 0.7, 0.7))
+    page.wait_for_url(re.compile("layer=0"))
     page.wait_for_timeout(300)
     page.mouse.up()
     assert "zoom=" not in page.url, "a drag is of the map that it began on"
@@ -183,7 +184,7 @@ def test_a_step_to_another_head_leaves_all_in_its_place(look: Any, long: Recordi
         until(page, "document.querySelector('.strips .readout').innerText.startsWith('query 40')")
         assert numbers(readout.inner_text())[-1] == pytest.approx(weight(long, 0, head)[40, 37], abs=5e-3)
         assert page.locator(".map canvas").evaluate("(map) => map === document.activeElement")
-        assert page.locator("details:not(.meanings)").get_attribute("open") is not None
+        assert page.locator("details", has=page.locator(".largest")).get_attribute("open") is not None
         assert page.evaluate("scrollY") == scrolled
         if key:
             page.keyboard.press(key)
@@ -192,6 +193,7 @@ def test_a_step_to_another_head_leaves_all_in_its_place(look: Any, long: Recordi
 def test_a_token_in_focus_is_still_pointed_at_in_another_head(look: Any, short: Recording) -> None:
     page = look(short, "view=head&layer=0&head=0&row=9&column=3")
     titles = page.locator(".pinned h4")
+    titles.first.wait_for()
     pinned = titles.all_inner_texts()
     page.locator(".strip").first.locator("button").nth(5).focus()
     pointed = titles.all_inner_texts()

@@ -147,6 +147,7 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
   useEffect(() => {
     if (!said) return;
     const element = canvas.current!; // which is gone from the reference before this effect is told to stop
+    const side = Math.max(1, Math.round(element.clientWidth * devicePixelRatio)); // now: asked between drawings it lays out all heads
     const done = () => {
       watcher.disconnect();
       waiting.delete(draw);
@@ -155,7 +156,7 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
     const draw = async () => {
       done();
       const { map } = await passing(layer, head);
-      if (!stale && map) fill(element, map, layer, state);
+      if (!stale && map) fill(element, side, map, layer, state);
     };
     const watcher = new IntersectionObserver(([entry]) => entry.isIntersecting && void draw(), { rootMargin: "200px" });
     watcher.observe(element);
@@ -211,11 +212,10 @@ function Tile({ place, name, colours }: { place: Place; name: string; colours: C
   return <i class="tile" style={{ background: value === null ? "none" : fill, color: white ? "white" : "black" }}>{figure(value)}</i>;
 }
 
-/** A small picture of a head, as large as its canvas. */
-function fill(canvas: HTMLCanvasElement, map: HeadMap, layer: number, state: State): void {
-  const ratio = window.devicePixelRatio || 1;
-  canvas.width = canvas.height = Math.max(1, Math.round(canvas.clientWidth * ratio));
-  small(new CanvasSurface(canvas.getContext("2d")!), map, layer, state, canvas.width, [0, 0]);
+/** A small picture of a head, so many pixels wide and high. */
+function fill(canvas: HTMLCanvasElement, side: number, map: HeadMap, layer: number, state: State): void {
+  canvas.width = canvas.height = side;
+  small(new CanvasSurface(canvas.getContext("2d")!), map, layer, state, side, [0, 0]);
   canvas.dataset.drawn = "yes";
 }
 
