@@ -138,10 +138,7 @@ template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct
                 UNROLL for (int j = 0; j < N; j++)
                     UNROLL for (int c = 0; c < C; c++) sum[j][c] = Op::add(sum[j][c], a[j * LINE + r], from + c * L);
         }
-        UNROLL for (int j = 0; j < N; j++) UNROLL for (int c = 0; c < C; c++) {
-            T* const all = to + j * width + c * L;
-            store(all, load(all) + sum[j][c]);
-        }
+        UNROLL for (int j = 0; j < N; j++) UNROLL for (int c = 0; c < C; c++) add_to<T>(to + j * width + c * L, sum[j][c], false);
     }
     template <int C> static void outers(const Part* parts, int count, int keys, int c, int width, T* to) {
         constexpr int N = REGISTER_TILE / C < 12 ? REGISTER_TILE / C : 12;

@@ -171,9 +171,9 @@ def test_an_image_of_tokens_is_refused() -> None:
     ("options", "said"),
     [
         ({"title": 3}, "title: got 3, wanted a str"),
-        ({"special": ["a"]}, r"special: got ['a'], wanted a whole number from 0"),
-        ({"special": 1.0}, "special: got 1.0, wanted a whole number from 0"),
-        ({"special": True}, "special: got True, wanted a whole number from 0"),
+        ({"special": ["a"]}, "special: got list, wanted a whole number from 0"),
+        ({"special": 1.0}, "special: got float, wanted a whole number from 0"),
+        ({"special": True}, "special: got bool, wanted a whole number from 0"),
         ({"grid": "4x4"}, "grid: got '4x4', wanted rows and columns of patches, each at least 1"),
         ({"grid": 4}, "grid: got 4, wanted rows and columns of patches, each at least 1"),
         ({"grid": (4.0, 4)}, "grid: got (4.0, 4), wanted rows and columns of patches, each at least 1"),

@@ -39,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         before = signal.signal(signal.SIGINT, _interrupted) or signal.SIG_DFL
     except ValueError:  # in another thread than the main one, which may set no handler, and gets no Ctrl-C
         before = None
+    if arguments is None:  # a process of its own: what torch leaves behind is searched for garbage again and again
+        import gc
+
+        gc.set_threshold(50_000)
     codecs.register_error("headscope", _without)
     out, err = sys.stdout, sys.stderr
     sys.stderr = _stderr(err)

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from headscope._call import FLOATS, check_layout, kind
+from headscope._call import FLOATS, check_layout, kind, whole
 from headscope._layout_table import HEADS, LAYOUTS, PROJECTIONS, QKV, Layout, Part, cut, read, write
 from headscope._linear import is_linear, strangers
-from headscope._module_options import whole_sizes
 from headscope._pruning import check_kept
 from headscope.module import MultiHeadAttention
 from headscope.positions import ALiBi, RelativeBias
@@ -424,7 +423,7 @@ def _sizes(
     lacking = [name for name in layout.needs if name not in options]
     if lacking:
         raise ValueError(f"{lacking[0]}: the weights do not tell it, so that layout {layout.name!r} needs it")
-    (heads,) = whole_sizes(num_heads=options["num_heads"])
+    heads = whole("num_heads", options["num_heads"])
     rows = {name: len(tensors[f"{name}.weight"]) for name in QKV}
     where = {name: f"{keys[f'{name}.weight']}: its {rows[name]} rows of {name} are" for name in QKV}
     if rows["q"] % heads:

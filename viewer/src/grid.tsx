@@ -2,7 +2,7 @@
 // there is nothing else to do: a print has those that were never in sight, too.
 
 import { useEffect, useRef, useState } from "preact/hooks";
-import { data, hasPatches, type HeadMap, passing } from "./data";
+import { data, type Head, hasPatches, head as kept, type HeadMap, passing } from "./data";
 import { fitted } from "./draw";
 import { type Colours, colour, field, Pictures } from "./field";
 import { save } from "./map";
@@ -150,17 +150,18 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
     const side = Math.max(1, Math.round(element.clientWidth * devicePixelRatio)); // now: asked between drawings it lays out all heads
     const done = () => {
       watcher.disconnect();
-      waiting.delete(draw);
+      waiting.delete(rest);
     };
     let stale = false;
-    const draw = async () => {
+    const draw = async (read: (layer: number, head: number) => Promise<Head>) => {
       done();
-      const { map } = await passing(layer, head);
+      const { map } = await read(layer, head);
       if (!stale && map) fill(element, side, map, layer, state);
     };
-    const watcher = new IntersectionObserver(([entry]) => entry.isIntersecting && void draw(), { rootMargin: "200px" });
+    const rest = () => draw(passing);
+    const watcher = new IntersectionObserver(([entry]) => entry.isIntersecting && void draw(kept), { rootMargin: "200px" });
     watcher.observe(element);
-    waiting.add(draw);
+    waiting.add(rest);
     void drawRest();
     return () => {
       stale = true;

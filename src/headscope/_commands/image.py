@@ -110,15 +110,16 @@ def _look(path: str | None, sample: int | None, asked: Asked) -> Look:
     digit = _digit(example, path, sample)
     passed = run(example.model, digit.ink[None])
     state = "trained on handwritten digits" if example.trained else "untrained, weights as drawn"
+    rows, columns = digit.ink.shape[0], digit.ink.shape[1]
     sheet = image_sheet(
         visible(digit.source),
         (digit.ink * 255).round().byte().numpy(),
-        (digit.ink.shape[0], digit.ink.shape[1]),
+        (rows, columns),
         passed.weights,
         position_maps=_by_position(example, digit.number),
         footer={
             "Model": f"{sizes.num_layers} layers of {sizes.num_heads} heads, width {sizes.embed_dim}, {state}",
-            "Input": visible("; ".join((digit.source, *digit.done))) + ", 8 × 8 patches",
+            "Input": visible("; ".join((digit.source, *digit.done))) + f", {rows} × {columns} patches",
             "Options": asked.said(),
         },
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from operator import index
-from typing import Any, SupportsIndex
+from typing import Any
 
 from torch import Tensor
 
+from headscope._call import as_whole, whole
 from headscope._decision_parts import plural, short_layers
 from headscope._kept_weights import kept_if_any, kept_of
 from headscope._stats_parts import LayerStats
@@ -193,8 +193,8 @@ def _picture(parts: Sequence[LayerStats], image: Any, grid: tuple[int, int] | No
         raise ValueError("image: wanted as many queries as keys in every layer, and the same in all")
     keys = found[1]
     if special is not None:
-        special = _whole("special", special, special, "a whole number from 0")
-        if not 0 <= special < keys:
+        special = whole("special", special, 0)
+        if special >= keys:
             raise ValueError(
                 f"special: got {special}, wanted 0 to {keys - 1}, fewer than the {keys} keys that there are"
             )
@@ -231,17 +231,12 @@ def _sides(grid: object) -> tuple[int, int]:
     if isinstance(grid, str) or not isinstance(grid, Iterable):
         raise TypeError(f"grid: got {grid!r}, wanted {wanted}")
     sides: list[object] = [*grid]
-    numbers = [_whole("grid", side, grid, wanted) for side in sides]
+    numbers = [number for side in sides if (number := as_whole(side)) is not None]
+    if len(numbers) < len(sides):
+        raise TypeError(f"grid: got {grid!r}, wanted {wanted}")
     if len(numbers) != 2 or min(numbers) < 1:
         raise ValueError(f"grid: got {grid}, wanted {wanted}")
     return numbers[0], numbers[1]
-
-
-def _whole(name: str, value: object, got: object, wanted: str) -> int:
-    """A whole number, numpy's too; ``got`` is what was given under the name."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{name}: got {got!r}, wanted {wanted}")
-    return index(value)
 
 
 # ---------------------------------------------------------------- what stands around
