@@ -130,7 +130,10 @@ template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct
     template <int N, int C> static void outer(const Part* parts, int count, int j0, int c0, int width, T* to) {
         V<T> sum[N][C];
         to += j0 * width + c0;
-        UNROLL for (int j = 0; j < N; j++) UNROLL for (int c = 0; c < C; c++) sum[j][c] = V<T>{};
+        UNROLL for (int j = 0; j < N; j++) UNROLL for (int c = 0; c < C; c++) {
+            sum[j][c] = V<T>{};
+            __builtin_prefetch(to + j * width + c * L, 1);  // of long sequences: with all cores at work they are far when they are asked for
+        }
         for (const Part* part = parts; part < parts + count; part++) {
             const Word *a = part->a + j0 * LINE, *from = part->from + c0 * LINE;
             const int rows = part->rows;
