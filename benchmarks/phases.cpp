@@ -90,7 +90,7 @@ template <class Op> struct Phases {
         f.scale = 1 / std::sqrt(double(width));
         f.q = tensor(), f.k = tensor(), f.v = tensor(), g.out = tensor(), g.grad_out = tensor();
         f.out = result(f.out_stride), g.dq = result(g.dq_stride), g.dk = result(g.dk_stride), g.dv = result(g.dv_stride);
-        f.lse = take(sizeof(float) * length), g.shares = 1;
+        f.lse = take(sizeof(float) * length);
         std::fill_n(static_cast<float*>(f.lse), length, 7.f);
         if (const std::size_t bytes = prepared(f)) {
             f.paired_v = take(bytes);
@@ -141,18 +141,23 @@ template <class Op> struct Phases {
         float* const sums = static_cast<float*>(take(sums_of<float>(g.forward)));
         std::int64_t j = 0;
         const auto next = [&] { j = (j + KEYS) % length; };
+        const Turns<float> turns{g, 0, 0, 1, sums, sums + length * width, width, width, nullptr};
         const Lines across = a.keys_across(0, KEYS);
         show("logits", best([&] { a.logits(j, KEYS), next(); }), 1);
         show("dO times values", best([&] {
-            Block::Products::dots(a.dout, a.natural(g.forward.v, j, KEYS, width, a.wide_v), KEYS, width / Op::PER_WORD, 1, a.dots), next();
+            Block::Products::dots(a.dout, a.natural(g.forward.v, j, KEYS, width, a.wide_v), KEYS, width / Op::PER_WORD, 1, a.dots, Also::less, a.delta), next();
         }), 1);
         show("weights and dS", best([&] { a.template weights_and_gradients<false>(KEYS, false, false); }), 0);
         show("dQ", best([&] { Block::Products::mixes(a.by_keys, across, KEYS / Op::PER_WORD, width, a.dq, true); }), 1);
         show("dK and dV", best([&] {
             for (Block* x : block) x->from = j, x->to = j + KEYS;
-            Block::add(block, TOGETHER, sums, sums + length * width), next();
+            Block::add(block, TOGETHER, turns), next();
         }) / TOGETHER, 2);
-        const double whole = best([&] { run_gradient_task<float>(g, 0, scratch, sums); });
+        std::vector<std::atomic<std::int64_t>> passed(std::size_t(groups(g.forward)));
+        const double whole = best([&] {
+            for (auto& keys : passed) keys = 0;
+            for (std::size_t n = 0; n < passed.size(); n++) run_gradient(g, 0, std::int64_t(n), scratch, sums, passed.data());
+        });
         compare("a pass over all, for each block", 5, whole, double(length) / ROWS * length / KEYS);
     }
     void run() {

@@ -78,7 +78,6 @@ struct Backward {
     const void* grad_lse = nullptr;  // [B, H, Q] contiguous, as lse; or null
     void *dq = nullptr, *dk = nullptr, *dv = nullptr;  // dtype of q; the last stride is 1
     std::int64_t dq_stride[3], dk_stride[3], dv_stride[3];
-    int shares = 1;                // of the row blocks of one key/value head
     void* dbias = nullptr;         // zeroed, float or double as the arithmetic; strides of 0 where the bias repeats
     std::int64_t dbias_stride[4];
     bool wide_dbias = false;       // dbias is double in any case: sums over many rows
@@ -173,12 +172,14 @@ struct Target {
     std::size_t (*partial)(const Forward&);  // bytes, of all shares
     void (*merge)(const Forward&, std::int64_t block, void* scratch);
 
-    // Backward: batch * kv_heads * shares tasks, each with a zeroed buffer of `sums` bytes; then, for each head, `gather` from its
-    // buffers, which follow each other.
+    // Backward: the row blocks of each of batch * kv_heads heads are cut into groups, which add to the head's `sums` bytes. Groups
+    // of a head may run at the same time, but must begin in order: each waits where one before it has not yet been, which is told
+    // in `passed`, zeroed, a number for each group.
+    std::int64_t (*groups)(const Forward&);
     std::size_t (*gradient_scratch)(const Backward&);
     std::size_t (*sums)(const Forward&);
-    void (*run_gradient)(const Backward&, std::int64_t task, void* scratch, void* sums);
-    void (*gather)(const Backward&, std::int64_t head, const void* sums);
+    void (*run_gradient)(const Backward&, std::int64_t head, std::int64_t group, void* scratch, void* sums,
+                         std::atomic<std::int64_t>* passed);
     std::int64_t (*bias_tasks)(const Backward&);
     void (*run_bias_gradient)(const Backward&, std::int64_t task, void* scratch);
 

@@ -67,20 +67,14 @@ void run(Backward& g, int threads) {
     g.forward.watch = &signals;
     const Target* target = chosen();
     const Forward& f = g.forward;
-    const std::int64_t heads = f.batch * f.kv_heads, tasks = heads * g.shares;
-    const int used = usable(threads, tasks);
-    const std::size_t own = (target->gradient_scratch(g) + 127) / 64 * 64, sum = target->sums(f);
-    const bool apart = g.shares > 1;  // else what a task adds up is all there is of its head
-    const Scratch<> scratch(own * std::size_t(used) + sum * std::size_t(apart ? tasks : used));
-    char* const sums = scratch.at(own * std::size_t(used));
-    each(signals, tasks, used, [&](std::int64_t n, int thread) {
-        char* mine = sums + sum * std::size_t(apart ? n : thread);
-        std::memset(mine, 0, sum);
-        target->run_gradient(g, n, scratch.at(own * std::size_t(thread)), mine);
-        if (!apart) target->gather(g, n, mine);
-    });
-    if (apart) each(signals, heads, usable(threads, heads), [&](std::int64_t n, int) {
-        target->gather(g, n, sums + sum * std::size_t(n * g.shares));
+    const std::int64_t heads = f.batch * f.kv_heads, groups = target->groups(f);
+    const int used = usable(threads, heads * groups);
+    const std::size_t own = (target->gradient_scratch(g) + 127) / 64 * 64, sum = (target->sums(f) + 127) / 64 * 64;
+    const Scratch<> scratch((own + sum) * std::size_t(used));
+    Chains chains(heads, groups);
+    chains.run(signals, used, [&](const Chains::Link& link, int thread) {
+        const auto at = [&](int whose) { return scratch.at((own + sum) * std::size_t(whose)); };
+        target->run_gradient(g, link.chain, link.number, at(thread), at(link.owner) + own, link.passed);
     });
     signals.raise();
     if (!g.dbias) return;
@@ -228,7 +222,7 @@ NB_MODULE(_native, m) {
     m.def("backward", [](const Forward& f, std::uintptr_t out, Axes out_stride, std::uintptr_t lse, std::uintptr_t grad_out,
                          Axes grad_out_stride, std::uintptr_t grad_lse, std::uintptr_t dq, Axes dq_stride, std::uintptr_t dk,
                          Axes dk_stride, std::uintptr_t dv, Axes dv_stride, std::uintptr_t dbias, Axes dbias_stride,
-                         bool wide_dbias, int shares, int threads) {
+                         bool wide_dbias, int threads) {
         Backward g;
         g.forward = f;
         g.forward.lse = reinterpret_cast<void*>(lse);
@@ -239,7 +233,6 @@ NB_MODULE(_native, m) {
         for (int n = 0; n < 3; n++) g.dq_stride[n] = dq_stride[n], g.dk_stride[n] = dk_stride[n], g.dv_stride[n] = dv_stride[n];
         g.dbias = reinterpret_cast<void*>(dbias), g.wide_dbias = wide_dbias;
         for (int n = 0; n < 4; n++) g.dbias_stride[n] = dbias_stride[n];
-        g.shares = shares;
         std::atomic<bool> spoilt{false};
         g.spoilt = &spoilt;
         nb::gil_scoped_release unlocked;

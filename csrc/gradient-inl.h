@@ -2,11 +2,73 @@
 //
 //     dS = P ∘ (dP - δ),  δ_i = out_i · dout_i - dlse_i,   dV = Pᵀ dO,  dQ = scale dS K,  dK = scale dSᵀ Q.
 //
-// A task is a share of the row blocks of one key/value head. Its dQ is its own; dK and dV it sums into a buffer of its own,
-// and the buffers of a head are added in a fixed order afterwards, so that the result does not depend on the threads.
+// A task is a group of row blocks of one key/value head. Its dQ is its own; to dK and dV it adds, block of keys by block of keys,
+// after the groups before it: what a key gets is summed in one order, whichever threads are how fast.
 
-// Row blocks of which each block of keys meets several in turn: dK and dV of long sequences are then read and written seldom.
+// The most row blocks of a group. Each block of keys meets all of them: dK and dV of long sequences are then read and written seldom.
 constexpr int TOGETHER = 4;
+
+// A group among those of its head: whose turn it is at which keys. dK and dV are sums, [K][whole vectors], which the first group
+// finds uninitialised, and of which the last one makes the result.
+template <class T> struct Turns {
+    const Backward& g;
+    std::int64_t head, group, groups;
+    T *dk, *dv;
+    int k_width, v_width;
+    std::atomic<std::int64_t>* passed;  // of each group, to which key it has been
+    std::int64_t waiting = 0;           // the groups before have been everywhere
+    std::int64_t begun = 0, finished = 0;  // keys before are, where this is the first group, or the last
+
+    // To be called before what the keys before `end` get is added to; false where nobody wants the result any more.
+    bool enter(std::int64_t end) {
+        const std::int64_t all = g.forward.keys;
+        for (std::int64_t n = waiting; n < group; n++) {
+            const auto gone = [&] { return passed[n].load(std::memory_order_acquire); };
+            for (int looks = 0; gone() < end; looks++) {
+                if (stops(g.forward)) return false;
+                if (looks > 100) sched_yield();
+            }
+            if (n == waiting && gone() == all) waiting++;
+        }
+        if (group == 0) begin_at(end);
+        return true;
+    }
+    // And after.
+    void leave(std::int64_t end) {
+        if (group == groups - 1) finish_at(end);
+        passed[group].store(end, std::memory_order_release);
+    }
+    void leave_all() {
+        if ((group == 0 || group == groups - 1) && !enter(g.forward.keys)) return;
+        leave(g.forward.keys);
+    }
+
+private:
+    void begin_at(std::int64_t end) {
+        for (T* sum = dk + begun * k_width; sum < dk + end * k_width; sum += LANES<T>) store(sum, V<T>{});
+        for (T* sum = dv + begun * v_width; sum < dv + end * v_width; sum += LANES<T>) store(sum, V<T>{});
+        begun = end;
+    }
+    void finish_at(std::int64_t end) {
+        const Forward& f = g.forward;
+        const std::int64_t b = head / f.kv_heads, h = head % f.kv_heads, size = is_half(f) ? 2 : sizeof(T);
+        const auto rows = [&](const T* from, int padded, std::int64_t width, T factor, void* to, const std::int64_t* stride) {
+            constexpr int AHEAD = 16;  // rows that are asked for early: they are far, and far from each other
+            V<T> zero{};
+            char* row = static_cast<char*>(to) + (b * stride[0] + h * stride[1] + finished * stride[2]) * size;
+            for (std::int64_t j = finished; j < end; j++, row += stride[2] * size) for (std::int64_t d = 0; d < width; d += LANES<T>) {
+                if (d * size % 64 == 0 && j + AHEAD < f.keys) __builtin_prefetch(row + AHEAD * stride[2] * size + d * size, 1);
+                const V<T> x = load(from + j * padded + d) * factor;
+                zero += x * T(0);  // NaN or infinity times 0 is NaN
+                put_numbers<T>(row, d, x, width, f.q.dtype);
+            }
+            if (any<T>(zero != zero)) g.spoil();
+        };
+        rows(dk, k_width, f.head_dim, T(f.scale), g.dk, g.dk_stride);
+        rows(dv, v_width, f.v_head_dim, T(1), g.dv, g.dv_stride);
+        finished = end;
+    }
+};
 
 template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, Op> {
     using Base = Scores<T, QV, Op>;
@@ -70,7 +132,7 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         from = j > begin ? j : begin, to = j + KEYS < end ? j + KEYS : end;
         if (from >= to) return false;
         const int keys = int(to - from);
-        if (!this->logits(from, keys, slopes)) return false;
+        if (!logits(from, keys)) return false;
         logit_gradient(from, keys, f.softcap > 0);
         Products::mixes(by_keys, keys_across(from, keys), (keys + Op::PER_WORD - 1) / Op::PER_WORD, int(f.head_dim), dq, false);
         return true;
@@ -83,8 +145,8 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         *shared = {j, keys};
         return this->across(f.k, j, keys, depth, this->wide_k);
     }
-    // What some who have met the same keys add to dk [K][k_width] and dv [K][v_width].
-    static void add(Gradient* const* some, int number, T* dk, T* dv) {
+    // What some who have met the same keys add to dK and dV.
+    static void add(Gradient* const* some, int number, const Turns<T>& to) {
         typename Products::Part weights[TOGETHER], changes[TOGETHER];
         for (int n = 0; n < number; n++) {
             const Gradient& x = *some[n];
@@ -93,8 +155,8 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         }
         const Gradient& x = *some[0];
         const int keys = int(x.to - x.from);
-        Products::outer_all(weights, number, keys, x.v_width, dv + x.from * x.v_width);
-        Products::outer_all(changes, number, keys, x.k_width, dk + x.from * x.k_width);
+        Products::outer_all(weights, number, keys, x.v_width, to.dv + x.from * x.v_width);
+        Products::outer_all(changes, number, keys, x.k_width, to.dk + x.from * x.k_width);
     }
     void finish() {
         V<T> scale[QV];
@@ -102,29 +164,33 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         if (!this->put_rows(dq, int(f.head_dim), scale, g.dq, g.dq_stride)) g.spoil();
     }
 
-    // From the logits in p: the weights that met the values, and dS, of the logits as they were before the cap if `uncapped`.
+    // The logits, less lse where the product can take it away.
+    bool logits(std::int64_t j, int keys) { return Base::logits(j, keys, slopes, nullptr, top_apart || f.softcap > 0 ? nullptr : lse); }
+    // From them: the weights that met the values, and dS, of the logits as they were before the cap if `uncapped`.
     void logit_gradient(std::int64_t j, int keys, bool uncapped) {
         const int width = int(f.v_head_dim);
         const bool drops = f.dropout > 0;
-        if (top_apart)
-            for (int n = 0; n < keys; n++) UNROLL for (int v = 0; v < QV; v++) store(p + n * ROWS + v * L, load(p + n * ROWS + v * L) - top[v]);
-        Products::dots(dout, this->natural(f.v, j, keys, width, this->wide_v), keys, width / Op::PER_WORD, T(1), dots);
+        if (top_apart || f.softcap > 0)
+            for (int n = 0; n < keys; n++) UNROLL for (int v = 0; v < QV; v++)
+                store(p + n * ROWS + v * L, (top_apart ? load(p + n * ROWS + v * L) - top[v] : load(p + n * ROWS + v * L)) - lse[v]);
+        const Lines values = this->natural(f.v, j, keys, width, this->wide_v);
+        Products::dots(dout, values, keys, width / Op::PER_WORD, T(1), dots, drops ? Also::nothing : Also::less, delta);
         if (drops) this->keep(j, keys, kept);
         if (drops || uncapped) weights_and_gradients<true>(keys, drops, uncapped);
         else weights_and_gradients<false>(keys, false, false);
     }
     template <bool OPTIONS> void weights_and_gradients(int keys, bool drops, bool uncapped) {
-        V<T> log[QV], less[QV];  // these in registers: what is stored below might be they for all that the compiler knows
+        V<T> less[QV];  // in registers: what is stored below might be it for all that the compiler knows
         T *const p = this->p, *const dots = this->dots, *const kept = this->kept, *const slopes = this->slopes;
         Word *const weight_rows = this->weight_rows, *const by_rows = this->by_rows, *const by_keys = this->by_keys;
-        UNROLL for (int v = 0; v < QV; v++) log[v] = lse[v], less[v] = delta[v];
+        UNROLL for (int v = 0; v < QV; v++) less[v] = delta[v];
         const auto gradient = [&](int n, int v, V<T>& weight) __attribute__((always_inline)) {
             const int at_tile = n * ROWS + v * L;
             V<T> factor = splat(T(1)), slope = factor;
             if (OPTIONS && drops) factor = load(kept + at_tile);
             if (OPTIONS && uncapped) slope = load(slopes + at_tile);
-            weight = exp2(load(p + at_tile) - log[v]);
-            V<T> change = weight * (OPTIONS ? load(dots + at_tile) * factor - less[v] : load(dots + at_tile) - less[v]);
+            weight = exp2(load(p + at_tile));
+            V<T> change = weight * (OPTIONS && drops ? load(dots + at_tile) * factor - less[v] : load(dots + at_tile));
             if (OPTIONS) change *= slope, weight *= factor;
             return change;
         };
@@ -169,7 +235,7 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         this->start_sums(top, sum, true);
         for (std::int64_t j = begin; j < end; j += KEYS) {
             const int keys = int(end - j < KEYS ? end - j : KEYS);
-            if (!this->logits(j, keys)) continue;
+            if (!Base::logits(j, keys)) continue;
             for (int v = 0; v < QV; v++) {
                 V<T> most = top[v], total{};
                 for (int n = 0; n < keys; n++) most = greater<T>(load(p + n * ROWS + v * L), most);
@@ -191,7 +257,7 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         const bool one_row = g.dbias_stride[1] == 0 && g.dbias_stride[2] == 0;
         for (std::int64_t j = begin; j < end; j += KEYS) {
             const int keys = int(end - j < KEYS ? end - j : KEYS);
-            if (!this->logits(j, keys, slopes)) continue;
+            if (!logits(j, keys)) continue;
             logit_gradient(j, keys, false);
             for (int n = 0; n < keys; n++) {
                 Sum* key = to + (j + n) * g.dbias_stride[3];

@@ -7,6 +7,7 @@
 //
 // Logits live in the domain of exp2: they carry a factor log2(e).
 
+inline bool is_half(const Forward& f) { return f.q.dtype == Dtype::bf16 || f.q.dtype == Dtype::f16; }
 inline bool stops(const Forward& f) { return f.watch && f.watch->stops(f.watch); }
 
 constexpr double LOG2E = 1.4426950408889634, LN2 = 0.6931471805599453;
@@ -42,6 +43,9 @@ struct Lines {
     std::int64_t stride;
 };
 
+// What an inner product does beside, with a number for each row.
+enum class Also { nothing, most, less };
+
 // The inner products, for QV vectors of rows out of ROWS.
 template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct Tile {
     using Word = typename Op::Word;
@@ -50,9 +54,9 @@ template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct
 
     INLINE static Word word(const char* line, std::int64_t n) { return reinterpret_cast<const typename Op::Anywhere*>(line)[n]; }
 
-    // s[r][row] = factor k[r] · q[row], for N keys of which the first `keys` are real; q is [depth][ROWS]. With `most`, most[row] =
-    // max(most[row], s[..][row]): less than to read them once more.
-    template <int N, bool SCALES, bool MOST> static void dot(const Word* q, Lines k, int keys, int depth, T factor, T* s, V<T>* most) {
+    // s[r][row] = factor k[r] · q[row], for N keys of which the first `keys` are real; q is [depth][ROWS]. What is done with them on
+    // the way costs less than to read them once more. most: of[row] = max(of[row], s[..][row]); less: of[row] is taken away.
+    template <int N, bool SCALES, Also ALSO> static void dot(const Word* q, Lines k, int keys, int depth, T factor, T* s, V<T>* of) {
         V<T> a[N][QV];
         const char* key[N];
         UNROLL for (int r = 0; r < N; r++) {
@@ -64,9 +68,11 @@ template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct
                 const Word x = word(key[r], d);
                 UNROLL for (int v = 0; v < QV; v++) a[r][v] = Op::add(a[r][v], x, q + d * ROWS + v * L);
             }
-        if (SCALES) UNROLL for (int r = 0; r < N; r++) UNROLL for (int v = 0; v < QV; v++) a[r][v] *= factor;
+        if (SCALES && ALSO == Also::less) UNROLL for (int r = 0; r < N; r++) UNROLL for (int v = 0; v < QV; v++) a[r][v] = a[r][v] * factor - of[v];
+        else if (SCALES) UNROLL for (int r = 0; r < N; r++) UNROLL for (int v = 0; v < QV; v++) a[r][v] *= factor;
+        else if (ALSO == Also::less) UNROLL for (int r = 0; r < N; r++) UNROLL for (int v = 0; v < QV; v++) a[r][v] -= of[v];
         UNROLL for (int r = 0; r < N; r++) UNROLL for (int v = 0; v < QV; v++) store(s + r * ROWS + v * L, a[r][v]);
-        if (MOST) UNROLL for (int r = 0; r < N; r++) UNROLL for (int v = 0; v < QV; v++) most[v] = greater<T>(a[r][v], most[v]);
+        if (ALSO == Also::most) UNROLL for (int r = 0; r < N; r++) UNROLL for (int v = 0; v < QV; v++) of[v] = greater<T>(a[r][v], of[v]);
     }
 
     // o[c][row] = (o[c][row] factor[row], or 0 if it is fresh) + Σ_j p[j][row] value[j][c], for N columns; no factor: 1
@@ -86,20 +92,23 @@ template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct
 
     // Keys left over share one tile with copies of the last of them; no tile ends beyond KEYS. `depth` and, in mixes, `keys`
     // count words. The factor is for pairs alone: plain queries bring it with them.
-    static void dots(const Word* q, Lines k, int keys, int depth, T factor, T* s, V<T>* most = nullptr) {
+    static void dots(const Word* q, Lines k, int keys, int depth, T factor, T* s, Also also = Also::nothing, V<T>* of = nullptr) {
         constexpr bool MAY_SCALE = Op::PER_WORD > 1;
-        if (most) dots_of<MAY_SCALE, true>(q, k, keys, depth, factor, s, most);
-        else if (MAY_SCALE && factor != 1) dots_of<MAY_SCALE, false>(q, k, keys, depth, factor, s, most);
-        else dots_of<false, false>(q, k, keys, depth, factor, s, most);
+        const bool scales = MAY_SCALE && factor != 1;
+        if (also == Also::most) dots_of<MAY_SCALE, Also::most>(q, k, keys, depth, factor, s, of);
+        else if (also == Also::less && scales) dots_of<MAY_SCALE, Also::less>(q, k, keys, depth, factor, s, of);
+        else if (also == Also::less) dots_of<false, Also::less>(q, k, keys, depth, factor, s, of);
+        else if (scales) dots_of<MAY_SCALE, Also::nothing>(q, k, keys, depth, factor, s, of);
+        else dots_of<false, Also::nothing>(q, k, keys, depth, factor, s, of);
     }
-    template <bool SCALES, bool MOST> static void dots_of(const Word* q, Lines k, int keys, int depth, T factor, T* s, V<T>* most) {
-        for (; keys >= R; keys -= R, k.data += R * k.stride, s += R * ROWS) dot<R, SCALES, MOST>(q, k, R, depth, factor, s, most);
-        if (keys > 12) dot<R, SCALES, MOST>(q, k, keys, depth, factor, s, most);
-        else if (keys > 8) dot<(R < 12 ? R : 12), SCALES, MOST>(q, k, keys, depth, factor, s, most);
-        else if (keys > 4) dot<(R < 8 ? R : 8), SCALES, MOST>(q, k, keys, depth, factor, s, most);
-        else if (keys > 2) dot<(R < 4 ? R : 4), SCALES, MOST>(q, k, keys, depth, factor, s, most);
-        else if (keys > 1) dot<2, SCALES, MOST>(q, k, keys, depth, factor, s, most);
-        else if (keys > 0) dot<1, SCALES, MOST>(q, k, keys, depth, factor, s, most);
+    template <bool SCALES, Also ALSO> static void dots_of(const Word* q, Lines k, int keys, int depth, T factor, T* s, V<T>* of) {
+        for (; keys >= R; keys -= R, k.data += R * k.stride, s += R * ROWS) dot<R, SCALES, ALSO>(q, k, R, depth, factor, s, of);
+        if (keys > 12) dot<R, SCALES, ALSO>(q, k, keys, depth, factor, s, of);
+        else if (keys > 8) dot<(R < 12 ? R : 12), SCALES, ALSO>(q, k, keys, depth, factor, s, of);
+        else if (keys > 4) dot<(R < 8 ? R : 8), SCALES, ALSO>(q, k, keys, depth, factor, s, of);
+        else if (keys > 2) dot<(R < 4 ? R : 4), SCALES, ALSO>(q, k, keys, depth, factor, s, of);
+        else if (keys > 1) dot<2, SCALES, ALSO>(q, k, keys, depth, factor, s, of);
+        else if (keys > 0) dot<1, SCALES, ALSO>(q, k, keys, depth, factor, s, of);
     }
     static void mixes(const Word* p, Lines v, int keys, int width, T* o, bool fresh, const V<T>* factor = nullptr) {
         int c = 0;
@@ -249,17 +258,20 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     }
 
     // The logits of keys j .. j + keys into p; false if no row may see any of them. `slope`, if there is a softcap, takes
-    // its derivative. `most`, if they are `untouched`, is raised to the largest of them.
-    bool logits(std::int64_t j, int keys, T* slope = nullptr, V<T>* most = nullptr) {
+    // its derivative. `most`, if they are `untouched`, is raised to the largest of them; `less`, where there is no softcap, is
+    // taken away from them.
+    bool logits(std::int64_t j, int keys, T* slope = nullptr, V<T>* most = nullptr, V<T>* less = nullptr) {
         bool whole;
         if (!visible(j, keys, whole)) return false;
         all_seen = whole && !f.visible.count && !f.bias.data;
         const int depth = int(f.head_dim);
         const Lines k = natural(f.k, j, keys, depth, wide_k);
+        const Also also = less ? Also::less : most && untouched() ? Also::most : Also::nothing;
+        V<T>* const of = less ? less : most;
         in_steps(j, keys, [&](auto part, int from, int count) {
             constexpr int hidden = decltype(part)::value * L;
             Part<hidden / L>::dots(q + hidden, {k.data + from * k.stride, k.stride}, count, depth / Op::PER_WORD, query_factor(),
-                                   p + from * ROWS + hidden, untouched() ? most : nullptr);
+                                   p + from * ROWS + hidden, also, of ? of + hidden / L : of);
         });
         adjust(j, keys, whole, slope);
         return true;

@@ -17,7 +17,6 @@ template <class T> Rows rows_of(const Forward& f, std::int64_t number) {
     return {first, int((end < rows ? end : rows) - first)};
 }
 inline bool is_double(const Forward& f) { return f.q.dtype == Dtype::f64; }
-inline bool is_half(const Forward& f) { return f.q.dtype == Dtype::bf16 || f.q.dtype == Dtype::f16; }
 
 // Into how many parts the keys of each block are cut: few blocks, many keys. From the sizes alone.
 std::int64_t shares(const Forward& f) {
@@ -141,23 +140,49 @@ template <class T> std::size_t gradient_scratch_of(const Backward& g) {
 #endif
     return Gradient<T, QUERY_VECTORS>::scratch(g);
 }
+// The row blocks of a head, and the groups they are cut into, from the sizes alone: a last block of one vector is a group of its own.
+template <class T> struct Groups {
+    std::int64_t rows, blocks, groups;
+    int size, rest;  // blocks of a group; rows of that last block, or 0
+    explicit Groups(const Forward& f) : rows(f.queries * (f.heads / f.kv_heads)), rest(int(rows % MOST)) {
+        constexpr std::int64_t enough = 16;  // groups of all heads, that threads are busy to the end
+        if (rest > LANES<T>) rest = 0;
+        blocks = (rows - rest + MOST - 1) / MOST;
+        const std::int64_t wanted = enough / (f.batch * f.kv_heads + 1) + 1, even = blocks / wanted;
+        size = even < 1 ? 1 : even < TOGETHER ? int(even) : TOGETHER;
+        groups = (blocks + size - 1) / size;
+    }
+    std::int64_t count() const { return groups + (rest > 0 || groups == 0); }
+    // Which blocks a group has: all but the last of `rest` rows are whole.
+    int some(std::int64_t group, Rows* to) const {
+        if (group == groups) return *to = {blocks * MOST, rest}, rest > 0;
+        int count = 0;
+        for (std::int64_t n = size * group; n < blocks && n < size * (group + 1); n++) {
+            const std::int64_t left = rows - n * MOST;
+            to[count++] = {n * MOST, int(left < MOST ? left : MOST)};
+        }
+        return count;
+    }
+
+private:
+    static constexpr int MOST = QUERY_VECTORS * LANES<T>;
+};
+std::int64_t groups(const Forward& f) { return is_double(f) ? Groups<double>(f).count() : Groups<float>(f).count(); }
 std::size_t gradient_scratch(const Backward& g) {
     const std::int64_t blocks = is_double(g.forward) ? blocks_of<double>(g.forward) : blocks_of<float>(g.forward);
-    const std::int64_t of_share = (blocks + g.shares - 1) / g.shares;
     const std::size_t one = is_double(g.forward) ? gradient_scratch_of<double>(g) : gradient_scratch_of<float>(g);
-    return one * std::size_t(of_share < 1 ? 1 : of_share < TOGETHER ? of_share : TOGETHER);
+    return one * std::size_t(blocks < 1 ? 1 : blocks < TOGETHER ? blocks : TOGETHER);
 }
 
-template <class T, int QV, class Op = Plain<T>> void run_gradient_blocks(const Backward& g, std::int64_t head, void* scratch, const Rows* rows,
-                                                                         int count, T* dk, T* dv) {
+template <class T, int QV, class Op = Plain<T>> void run_gradient_blocks(Turns<T>& turns, void* scratch, const Rows* rows, int count) {
     using Block = Gradient<T, QV, Op>;
-    const Forward& f = g.forward;
+    const Forward& f = turns.g.forward;
     Arena memory{reinterpret_cast<std::uintptr_t>(scratch)};
     alignas(Block) unsigned char room[TOGETHER][sizeof(Block)];
     Block* block[TOGETHER];
     std::int64_t begin = f.keys, end = 0;
     for (int n = 0; n < count; n++) {
-        block[n] = new (room[n]) Block(g, head / f.kv_heads, head % f.kv_heads, memory);
+        block[n] = new (room[n]) Block(turns.g, turns.head / f.kv_heads, turns.head % f.kv_heads, memory);
         if (n) block[n]->share(*block[0]);
         block[n]->start(rows[n].first, rows[n].count);
         if (block[n]->begin < begin) begin = block[n]->begin;
@@ -165,78 +190,49 @@ template <class T, int QV, class Op = Plain<T>> void run_gradient_blocks(const B
     }
     for (std::int64_t j = begin; j < end; j += Block::KEYS) {
         if (stops(f)) return;
+        const std::int64_t to = j + Block::KEYS < end ? j + Block::KEYS : end;
         Block* met[TOGETHER];
         int alike = 0;  // of those that met, how many still to be added have met the same keys
+        bool entered = false;
+        const auto add = [&] {
+            if (!entered && !(entered = turns.enter(to))) return false;
+            return Block::add(met, alike, turns), alike = 0, true;
+        };
         for (int n = 0; n < count; n++) {
             if (!block[n]->meet(j)) continue;
-            if (alike && (met[0]->from != block[n]->from || met[0]->to != block[n]->to)) Block::add(met, alike, dk, dv), alike = 0;
+            if (alike && (met[0]->from != block[n]->from || met[0]->to != block[n]->to) && !add()) return;
             met[alike++] = block[n];
         }
-        if (alike) Block::add(met, alike, dk, dv);
+        if (alike && !add()) return;
+        if (entered) turns.leave(to);
     }
     for (int n = 0; n < count; n++) block[n]->finish();
+    turns.leave_all();
 }
-template <class T> void run_gradient_task(const Backward& g, std::int64_t task, void* scratch, void* sums) {
-    const Forward& f = g.forward;
-    const std::int64_t head = task / g.shares, rows = f.queries * (f.heads / f.kv_heads), blocks = blocks_of<T>(f);
-    constexpr int L = LANES<T>, most = QUERY_VECTORS * L;
-    T* dk = static_cast<T*>(sums);
-    T* dv = dk + f.keys * ((f.head_dim + L - 1) / L * L);
-    for (std::int64_t number = task % g.shares; number < blocks;) {
-        Rows some[TOGETHER];
-        int count = 0;
-        for (; count < TOGETHER && number < blocks; number += g.shares) {
-            const std::int64_t first = number * most, left = rows - first;
-            some[count++] = {first, int(left < most ? left : most)};
-        }
-        const int few = count && some[count - 1].count <= L;  // the last of all
-        const auto run = [&](auto vectors, const Rows* these, int n) {
-            constexpr int QV = decltype(vectors)::value;
-            if (n == 0) return;
-#if defined(BF16_DOT)
-            if constexpr (sizeof(T) == 4)
-                if (gradient_in_pairs(f)) return run_gradient_blocks<T, QV, Pairs>(g, head, scratch, these, n, dk, dv);
-#endif
-            run_gradient_blocks<T, QV>(g, head, scratch, these, n, dk, dv);
-        };
-        run(std::integral_constant<int, QUERY_VECTORS>{}, some, count - few);
-        run(std::integral_constant<int, 1>{}, some + count - few, few);
-    }
-}
-void run_gradient(const Backward& g, std::int64_t task, void* scratch, void* sums) {
-    if (is_double(g.forward)) return run_gradient_task<double>(g, task, scratch, sums);
-    run_gradient_task<float>(g, task, scratch, sums);
-}
-
-// The sum over shares of one head's rows [K][padded], times a factor, in q's dtype.
-template <class T> void gather_rows(const Backward& g, const char* from, int padded, std::int64_t width, T factor, char* to,
-                                    std::int64_t stride) {
-    const Forward& f = g.forward;
-    const std::size_t share = sums_of<T>(f);
-    const int size = sizeof(T) == 8 ? 8 : is_half(f) ? 2 : 4;
-    V<T> zero{};
-    for (std::int64_t j = 0; j < f.keys; j++) for (std::int64_t d = 0; d < width; d += LANES<T>) {
-        V<T> total{};
-        for (int n = 0; n < g.shares; n++) total += load(reinterpret_cast<const T*>(from + n * share) + j * padded + d);
-        total *= factor, zero += total * T(0);  // NaN or infinity times 0 is NaN
-        put_numbers<T>(to + j * stride * size, d, total, width, f.q.dtype);
-    }
-    if (any<T>(zero != zero)) g.spoil();
-}
-template <class T> void gather_head(const Backward& g, std::int64_t head, const void* sums) {
+template <class T> void run_gradient_group(const Backward& g, std::int64_t head, std::int64_t group, void* scratch, void* sums,
+                                           std::atomic<std::int64_t>* passed) {
     const Forward& f = g.forward;
     constexpr int L = LANES<T>;
+    const Groups<T> all(f);
     const int k_width = int((f.head_dim + L - 1) / L * L), v_width = int((f.v_head_dim + L - 1) / L * L);
-    const std::int64_t b = head / f.kv_heads, h = head % f.kv_heads, size = is_half(f) ? 2 : sizeof(T);
-    const char* from = static_cast<const char*>(sums);
-    char* dk = static_cast<char*>(g.dk) + (b * g.dk_stride[0] + h * g.dk_stride[1]) * size;
-    char* dv = static_cast<char*>(g.dv) + (b * g.dv_stride[0] + h * g.dv_stride[1]) * size;
-    gather_rows<T>(g, from, k_width, f.head_dim, T(f.scale), dk, g.dk_stride[2]);
-    gather_rows<T>(g, from + sizeof(T) * std::size_t(f.keys * k_width), v_width, f.v_head_dim, T(1), dv, g.dv_stride[2]);
+    T* const dk = static_cast<T*>(sums);
+    Turns<T> turns{g, head, group, all.count(), dk, dk + f.keys * k_width, k_width, v_width, passed};
+    Rows some[TOGETHER];
+    const int count = all.some(group, some);
+    const auto run = [&](auto vectors) {
+        constexpr int QV = decltype(vectors)::value;
+#if defined(BF16_DOT)
+        if constexpr (sizeof(T) == 4)
+            if (gradient_in_pairs(f)) return run_gradient_blocks<T, QV, Pairs>(turns, scratch, some, count);
+#endif
+        run_gradient_blocks<T, QV>(turns, scratch, some, count);
+    };
+    if (group == all.groups) run(std::integral_constant<int, 1>{});
+    else run(std::integral_constant<int, QUERY_VECTORS>{});
 }
-void gather(const Backward& g, std::int64_t head, const void* sums) {
-    if (is_double(g.forward)) return gather_head<double>(g, head, sums);
-    gather_head<float>(g, head, sums);
+void run_gradient(const Backward& g, std::int64_t head, std::int64_t group, void* scratch, void* sums, std::atomic<std::int64_t>* passed) {
+    if (is_double(g.forward)) return run_gradient_group<double>(g, head, group, scratch, sums, passed);
+    run_gradient_group<float>(g, head, group, scratch, sums, passed);
 }
 
 // The gradient of the bias. Where the bias repeats over an axis, one task goes through all of it, in order.

@@ -109,6 +109,60 @@ template <class Body> void each(Watch& watch, std::int64_t count, int threads, c
         if (!watch.stops(&watch)) body(n, omp_get_thread_num());
 }
 
+// Chains of links: of a chain each link may begin when those before it have begun. A thread goes through a chain of its own, for what
+// one link has read the next one finds in the cache; where no chain is left it helps with the one that has most left.
+class Chains {
+public:
+    struct Link {
+        std::int64_t chain, number;
+        int owner;  // the thread that opened the chain; it opens no other before this one has ended
+        std::atomic<std::int64_t>* passed;  // a number for each link of the chain, at first 0: what it tells those that follow
+    };
+    Chains(std::int64_t chains, std::int64_t links)
+        : count(chains), length(links), all(new Chain[std::size_t(chains)]), passed(new std::atomic<std::int64_t>[std::size_t(chains * links)]()) {}
+
+    // body(link, thread): neither throws nor allocates.
+    template <class Body> void run(Watch& watch, int threads, const Body& body) {
+        if (threads <= 1) return work(watch, 0, body);
+#pragma omp parallel num_threads(threads)
+        work(watch, omp_get_thread_num(), body);
+    }
+
+private:
+    struct Chain {
+        std::atomic<std::int64_t> begun{-1};  // so many links; -1: it is not open
+        int owner = 0;
+    };
+    const std::int64_t count, length;
+    const std::unique_ptr<Chain[]> all;
+    const std::unique_ptr<std::atomic<std::int64_t>[]> passed;
+    std::atomic<std::int64_t> opened{0};
+
+    template <class Body> void work(Watch& watch, int thread, const Body& body) {
+        const auto next = [&](std::int64_t n) {
+            if (watch.stops(&watch)) return false;
+            const std::int64_t number = all[n].begun.fetch_add(1, std::memory_order_acquire);
+            if (number >= length) return false;
+            body(Link{n, number, all[n].owner, passed.get() + n * length}, thread);
+            return true;
+        };
+        for (std::int64_t n; (n = opened.fetch_add(1)) < count;) {
+            all[n].owner = thread;
+            all[n].begun.store(0, std::memory_order_release);
+            while (next(n)) {}
+        }
+        while (!watch.stops(&watch)) {
+            std::int64_t longest = -1, least = length;
+            for (std::int64_t n = 0; n < count; n++) {
+                const std::int64_t begun = all[n].begun.load(std::memory_order_relaxed);
+                if (begun >= 0 && begun < least) longest = n, least = begun;
+            }
+            if (longest < 0) return;
+            next(longest);
+        }
+    }
+};
+
 inline int usable(int threads, std::int64_t tasks) {
     if (forked || threads < 1) return 1;
     return threads < tasks ? threads : int(tasks < 1 ? 1 : tasks);

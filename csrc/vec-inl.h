@@ -178,6 +178,7 @@ template <class T> INLINE int first_lane(I<T> mask) { return __builtin_ctz(lanes
 // relative error 8.2e-8 and 9.1e-8, and exactly 1 at 0.
 #if VECTOR_BYTES == 64
 INLINE V<float> exp2(V<float> t) {
+    asm("" : "+v"(t));  // in a register: from memory vreduceps takes a Zen 4 until what was in its own register before is known
     const V<float> f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // t - floor(t)
     V<float> p = splat(1.86713017e-3f);
     p = p * f + 9.01702978e-3f;

@@ -2,6 +2,8 @@
 // inline function of theirs is compiled with the target's instructions) and the few macros the algorithms use.
 #pragma once
 
+#include <sched.h>
+
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -29,6 +31,6 @@ using Half = _Float16;
 
 // What a target, target-inl.h and pool-inl.h define, in the order of Target.
 #define OFFERS                                                                                                               \
-    runs_here, prepare_tasks, prepared, prepare, tasks, scratch, run, shares, partial, merge, gradient_scratch, sums, run_gradient, \
-        gather, bias_tasks, run_bias_gradient, look_shares, lines_apart, look_tasks, \
+    runs_here, prepare_tasks, prepared, prepare, tasks, scratch, run, shares, partial, merge, groups, gradient_scratch, sums, \
+        run_gradient, bias_tasks, run_bias_gradient, look_shares, lines_apart, look_tasks, \
         look_scratch, run_look, gather_look, lengths, pool, squares, reach

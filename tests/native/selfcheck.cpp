@@ -1,10 +1,13 @@
 // Random calls of one target against the definition, without Python: every option, forward, looked at and backward, guards
 // around every buffer. `selfcheck TARGET CALLS SEED [FIRST]`, FIRST to begin with a later call; exit code 1 where a result is wrong,
 // 77 where this CPU lacks the target.
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 #include <tuple>
+#include <vector>
 
 #include "look.h"
 #include "memory.h"
@@ -47,15 +50,25 @@ void run(const Target& target, Forward& f, Random& r) {
 }
 void run(const Target& target, const Backward& g, Random& r) {
     const Forward& f = g.forward;
-    const std::int64_t heads = f.batch * f.kv_heads, tasks = heads * g.shares;
-    const std::size_t sum = target.sums(f);
-    Memory scratch(target.gradient_scratch(g)), sums(sum * std::size_t(tasks));
-    for (std::int64_t task : shuffled(r, tasks)) {
-        scratch.fill(0xff);
-        target.run_gradient(g, task, scratch.data(), sums.data() + sum * std::size_t(task));
+    const std::int64_t heads = f.batch * f.kv_heads, groups = target.groups(f);
+    for (std::int64_t head : shuffled(r, heads)) {
+        Memory sums(target.sums(f), 0xff);
+        std::vector<std::atomic<std::int64_t>> passed(static_cast<std::size_t>(groups));
+        std::atomic<std::int64_t> begun{0};
+        const auto work = [&] {
+            Memory own(target.gradient_scratch(g));
+            for (std::int64_t group; (group = begun++) < groups;) {
+                own.fill(0xff);
+                target.run_gradient(g, head, group, own.data(), sums.data(), passed.data());
+            }
+        };
+        std::thread other;
+        if (groups > 1 && r.one_in(2)) other = std::thread(work);
+        work();
+        if (other.joinable()) other.join();
     }
-    for (std::int64_t head : shuffled(r, heads)) target.gather(g, head, sums.data() + sum * std::size_t(head * g.shares));
     if (!g.dbias) return;
+    Memory scratch(target.gradient_scratch(g));
     for (std::int64_t task : shuffled(r, target.bias_tasks(g))) {
         scratch.fill(0xff);
         target.run_bias_gradient(g, task, scratch.data());
@@ -531,7 +544,6 @@ bool check(const Target& target, Random& r, Worst* worst) {
     g.forward = call.f;
     g.out = out.tensor(p.dtype), g.grad_out = call.place(r, p.grad_out, e).tensor(p.dtype);
     g.grad_lse = call.place(r, p.grad_lse, wide, true).data();
-    g.shares = int(r.range(1, 8));
     Array like_bias = p.bias;
     Gradients made{{r, truth.dq, e, true}, {r, truth.dk, e, true}, {r, truth.dv, e, true}, {r, like_bias, wide, true, false, false}};
     const bool bias = p.bias.given && !r.one_in(3);

@@ -27,7 +27,6 @@ name = "cpu"
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 COARSE = {torch.float32: 2.0**12, torch.float64: 2.0**41}  # numbers that have lost what comes after the twelfth bit
 MOST_POSITIONS = 2**31  # in a mask they are numbers of 32 bits
-TASKS = 8  # of the backward pass, where there are fewer heads: enough for eight threads
 
 
 def _load() -> tuple[Any, str]:
@@ -236,7 +235,7 @@ def _gradients(
         described.native, out.data_ptr(), out.stride(), lse.data_ptr(),
         grad_out.data_ptr(), grad_out.stride(), address(grad_lse), dq.data_ptr(), dq.stride(),
         dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(), address(dbias), _strides(dbias),
-        dbias is not None and dbias.dtype == torch.float64, _shares(call), torch.get_num_threads(),
+        dbias is not None and dbias.dtype == torch.float64, torch.get_num_threads(),
     )  # fmt: skip
     dsinks = None
     if inputs.sinks is not None and wanted[1]:
@@ -246,12 +245,6 @@ def _gradients(
     if dbias is not None and inputs.bias is not None:
         dbias = dbias.to(inputs.bias.dtype)
     return (dq, dk, dv, dbias, dsinks), finite
-
-
-def _shares(call: Call) -> int:
-    """How many tasks one key/value head is cut into: enough for ``TASKS`` in all, each of some rows."""
-    heads = max(1, call.batch * call.kv_heads)
-    return max(1, min(TASKS // heads, call.queries * call.group // 64))
 
 
 def _weights_of_sinks(work: Work, inputs: Inputs, sinks: Tensor, lse: Tensor) -> Tensor:
