@@ -189,7 +189,7 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
             V<T> factor = splat(T(1)), slope = factor;
             if (OPTIONS && drops) factor = load(kept + at_tile);
             if (OPTIONS && uncapped) slope = load(slopes + at_tile);
-            weight = exp2(load(p + at_tile));
+            weight = exp2_of(p + at_tile);
             V<T> change = weight * (OPTIONS && drops ? load(dots + at_tile) * factor - less[v] : load(dots + at_tile));
             if (OPTIONS) change *= slope, weight *= factor;
             return change;

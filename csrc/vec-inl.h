@@ -178,7 +178,6 @@ template <class T> INLINE int first_lane(I<T> mask) { return __builtin_ctz(lanes
 // relative error 8.2e-8 and 9.1e-8, and exactly 1 at 0.
 #if VECTOR_BYTES == 64
 INLINE V<float> exp2(V<float> t) {
-    asm("" : "+v"(t));  // in a register: from memory vreduceps takes a Zen 4 until what was in its own register before is known
     const V<float> f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // t - floor(t)
     V<float> p = splat(1.86713017e-3f);
     p = p * f + 9.01702978e-3f;
@@ -208,6 +207,14 @@ INLINE V<float> exp2(V<float> t) {
 APART V<double> exp2(V<double> t) {
     for (int lane = 0; lane < LANES<double>; lane++) t[lane] = std::exp2(t[lane]);
     return t;
+}
+// 2**t of what has just been loaded. From memory, vreduceps waits on a Zen 4 for what was in its own register before.
+template <class T> INLINE V<T> exp2_of(const T* at) {
+    V<T> t = load(at);
+#if VECTOR_BYTES == 64
+    asm("" : "+v"(t));
+#endif
+    return exp2(t);
 }
 INLINE V<float> at_floor(V<float> t) { return greater<float>(splat(-127.f), t); }
 INLINE V<double> at_floor(V<double> t) { return greater<double>(splat(-2000.), t); }  // 2**t is 0 there
