@@ -225,7 +225,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
                 V<T> x = exp2(load(p + n) - m), y = exp2(load(p + n + L) - m);
                 total += x + y;
                 paired_keys<T, G>(x, y, LANE);
-                store_pair(weights + n / 2, x, y);
+                store_words_of(weights + n / 2, narrowed(x, y));
             }
         } else {
             for (int n = 0; n < end; n += L) {
@@ -242,26 +242,34 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
         T *const p = this->p, *const kept = this->kept;
         UNROLL for (int v = 0; v < QV; v++) total[v] = V<T>{};  // of the block: long rows do not add small numbers to large ones
         typename Rider::Sums seen(rider);
-        const auto weight = [&](int j, int v) __attribute__((always_inline)) {
-            const V<T> below = load(p + j * ROWS + v * L) - m[v], depth = HIDES ? at_floor(below) : below, x = exp2(depth);
-            total[v] += x;
-            seen.add(j, v, depth, x);
-            if constexpr (Rider::LOOKS && PAIRS) store(p + j * ROWS + v * L, x);
-            return DROPS ? x * load(kept + j * ROWS + v * L) : x;
-        };
         constexpr int AT_ONCE = Rider::LOOKS ? 1 : QV;  // vectors of rows: its sums are too many to go through all of them at once
-        if constexpr (PAIRS) {
-            if (keys % 2) UNROLL for (int v = 0; v < QV; v++) {
-                store(p + keys * ROWS + v * L, splat(-std::numeric_limits<T>::infinity()));
-                if (DROPS) store(kept + keys * ROWS + v * L, V<T>{});
+        constexpr int N = AT_ONCE * Op::PER_WORD;       // of a word of keys from j on
+        const auto weights_of = [&](int j, int u, V<T>* x) __attribute__((always_inline)) {
+            V<T> depth[N];
+            UNROLL for (int n = 0; n < N; n++) {
+                const V<T> below = load(p + (j + n % Op::PER_WORD) * ROWS + (u + n / Op::PER_WORD) * L) - m[u + n / Op::PER_WORD];
+                x[n] = depth[n] = HIDES ? at_floor(below) : below;
             }
-            UNROLL for (int u = 0; u < QV; u += AT_ONCE) for (int j = 0; j < keys; j += 2) UNROLL for (int v = u; v < u + AT_ONCE; v++) {
-                const V<T> x = weight(j, v), y = weight(j + 1, v);
-                store_pair(weights + j / 2 * ROWS + v * L, x, y);
+            exp2_each<N>(x);
+            UNROLL for (int n = 0; n < N; n++) {
+                const int v = u + n / Op::PER_WORD, key = j + n % Op::PER_WORD, at = key * ROWS + v * L;
+                total[v] += x[n];
+                seen.add(key, v, depth[n], x[n]);
+                if constexpr (Rider::LOOKS && PAIRS) store(p + at, x[n]);
+                if (DROPS) x[n] *= load(kept + at);
             }
-        } else {
-            UNROLL for (int u = 0; u < QV; u += AT_ONCE) for (int j = 0; j < keys; j++) UNROLL for (int v = u; v < u + AT_ONCE; v++)
-                store(p + j * ROWS + v * L, weight(j, v));
+        };
+        if (PAIRS && keys % 2) UNROLL for (int v = 0; v < QV; v++) {
+            store(p + keys * ROWS + v * L, splat(-std::numeric_limits<T>::infinity()));
+            if (DROPS) store(kept + keys * ROWS + v * L, V<T>{});
+        }
+        UNROLL for (int u = 0; u < QV; u += AT_ONCE) for (int j = 0; j < keys; j += Op::PER_WORD) {
+            V<T> x[N];
+            weights_of(j, u, x);
+            UNROLL for (int v = 0; v < AT_ONCE; v++) {
+                if constexpr (PAIRS) store_words_of(weights + j / 2 * ROWS + (u + v) * L, narrowed(x[2 * v], x[2 * v + 1]));
+                else store(p + j * ROWS + (u + v) * L, x[v]);
+            }
         }
         UNROLL for (int v = 0; v < QV; v++) sum[v] += total[v];
         rider.add(*this, j0, keys, total, seen);

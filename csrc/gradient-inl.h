@@ -184,31 +184,35 @@ template <class T, int QV, class Op = Plain<T>> struct Gradient : Scores<T, QV, 
         T *const p = this->p, *const dots = this->dots, *const kept = this->kept, *const slopes = this->slopes;
         Word *const weight_rows = this->weight_rows, *const by_rows = this->by_rows, *const by_keys = this->by_keys;
         UNROLL for (int v = 0; v < QV; v++) less[v] = delta[v];
-        const auto gradient = [&](int n, int v, V<T>& weight) __attribute__((always_inline)) {
-            const int at_tile = n * ROWS + v * L;
+        const auto change_of = [&](int at_tile, int v, V<T>& weight) __attribute__((always_inline)) {
             V<T> factor = splat(T(1)), slope = factor;
             if (OPTIONS && drops) factor = load(kept + at_tile);
             if (OPTIONS && uncapped) slope = load(slopes + at_tile);
-            weight = exp2_of(p + at_tile);
             V<T> change = weight * (OPTIONS && drops ? load(dots + at_tile) * factor - less[v] : load(dots + at_tile));
             if (OPTIONS) change *= slope, weight *= factor;
             return change;
         };
-        for (int n = 0; n < keys; n += Op::PER_WORD) UNROLL for (int v = 0; v < QV; v++) {
-            V<T> weight[2], change[2];
-            UNROLL for (int w = 0; w < Op::PER_WORD; w++) change[w] = gradient(n + w, v, weight[w]);
-            if constexpr (PAIRS) {
-                if (n + 1 == keys) change[1] = V<T>{};  // of no key
-                const auto apart = [&](Word* to, auto both) __attribute__((always_inline)) {
-                    auto* const key = reinterpret_cast<std::uint16_t*>(to) + n * ROWS + v * L;
-                    store_apart(key, key + ROWS, both);
-                };
-                const auto changes = narrowed(change[0], change[1]);
-                apart(weight_rows, narrowed(weight[0], weight[1]));
-                apart(by_rows, changes);
-                store_words_of(by_keys + n / 2 * ROWS + v * L, changes);
-            } else {
-                store(kept + n * ROWS + v * L, weight[0]), store(p + n * ROWS + v * L, change[0]);
+        constexpr int N = QV * Op::PER_WORD;  // weights of a word of keys
+        for (int n = 0; n < keys; n += Op::PER_WORD) {
+            V<T> weights[N];
+            UNROLL for (int m = 0; m < N; m++) weights[m] = load_exponent(p + (n + m % Op::PER_WORD) * ROWS + m / Op::PER_WORD * L);
+            exp2_each<N>(weights);
+            UNROLL for (int v = 0; v < QV; v++) {
+                V<T> *const weight = weights + v * Op::PER_WORD, change[Op::PER_WORD];
+                UNROLL for (int w = 0; w < Op::PER_WORD; w++) change[w] = change_of((n + w) * ROWS + v * L, v, weight[w]);
+                if constexpr (PAIRS) {
+                    if (n + 1 == keys) change[1] = V<T>{};  // of no key
+                    const auto apart = [&](Word* to, auto both) __attribute__((always_inline)) {
+                        auto* const key = reinterpret_cast<std::uint16_t*>(to) + n * ROWS + v * L;
+                        store_apart(key, key + ROWS, both);
+                    };
+                    const auto changes = narrowed(change[0], change[1]);
+                    apart(weight_rows, narrowed(weight[0], weight[1]));
+                    apart(by_rows, changes);
+                    store_words_of(by_keys + n / 2 * ROWS + v * L, changes);
+                } else {
+                    store(kept + n * ROWS + v * L, weight[0]), store(p + n * ROWS + v * L, change[0]);
+                }
             }
         }
     }

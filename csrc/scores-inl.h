@@ -498,6 +498,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         UNROLL for (int v = 0; v < QV; v++) {
             const I<T> a = load_int<T>(span[0] + v * L), z = load_int<T>(span[1] + v * L);
             const I<T> c = load_int<T>(span[2] + v * L), y = load_int<T>(span[3] + v * L);
+            if (!any<T>((a > Int<T>(j0)) | (z < Int<T>(j0 + keys)))) continue;  // these rows may see all of them
             for (int j = 0; j < keys; j++) {
                 const Int<T> key = Int<T>(j0 + j);
                 const I<T> seen = ((a <= key) & (z > key)) | ((c <= key) & (y > key));

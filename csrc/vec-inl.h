@@ -40,12 +40,6 @@ INLINE V<float> words_of(const std::uint16_t* low, const std::uint16_t* high) {
     return words_of(low, high, std::make_integer_sequence<int, 2 * LANES<float>>{});
 }
 #if defined(BF16_DOT)
-// Rounded to bf16, half away from zero, as the words (x, y).
-INLINE void store_pair(std::uint32_t* at, V<float> x, V<float> y) {
-    const __m512i half = _mm512_set1_epi32(0x8000);
-    const __m512i low = _mm512_srli_epi32(_mm512_add_epi32((__m512i)x, half), 16), high = _mm512_add_epi32((__m512i)y, half);
-    _mm512_store_si512(at, _mm512_mask_blend_epi16(0xaaaaaaaa, low, high));
-}
 // Two vectors rounded to bf16, to nearest: x, then y; as they lie in memory, and as the words (x, y).
 INLINE __m512i narrowed(V<float> x, V<float> y) { return BF16_PAIR(x, y); }
 INLINE void store_apart(std::uint16_t* x_at, std::uint16_t* y_at, __m512i both) {
@@ -174,47 +168,58 @@ template <class T> INLINE bool any(I<T> mask) {
 // The first lane that is set; LANES if none is.
 template <class T> INLINE int first_lane(I<T> mask) { return __builtin_ctz(lanes_of<T>(mask) | 1u << LANES<T>); }
 
-// 2**t for t up to about 120; 0 where it would be less than a normal number. NaN stays NaN. The polynomials are minimax, of
-// relative error 8.2e-8 and 9.1e-8, and exactly 1 at 0.
+// 2**t for t up to about 120, of N vectors; 0 where it would be less than a normal number. NaN stays NaN. The polynomials are
+// minimax, of relative error 8.2e-8 and 9.1e-8, and exactly 1 at 0. Each step is taken of all vectors before the next one: a CPU
+// does not look far enough ahead to find by itself what it could do while it waits.
 #if VECTOR_BYTES == 64
-INLINE V<float> exp2(V<float> t) {
-    const V<float> f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // t - floor(t)
-    V<float> p = splat(1.86713017e-3f);
-    p = p * f + 9.01702978e-3f;
-    p = p * f + 5.57999127e-2f;
-    p = p * f + 2.40164444e-1f;
-    p = p * f + 6.93151295e-1f;
-    p = p * f + 1.f;
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(t, splat(-126.f), _CMP_NLT_UQ), p, t);  // p * 2**floor(t)
+template <int N> INLINE void exp2_each(V<float>* t) {
+    V<float> f[N], p[N];
+    UNROLL for (int n = 0; n < N; n++) f[n] = _mm512_reduce_ps(t[n], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // t - floor(t)
+    UNROLL for (int n = 0; n < N; n++) p[n] = 1.86713017e-3f * f[n] + 9.01702978e-3f;
+    UNROLL for (int n = 0; n < N; n++) p[n] = p[n] * f[n] + 5.57999127e-2f;
+    UNROLL for (int n = 0; n < N; n++) p[n] = p[n] * f[n] + 2.40164444e-1f;
+    UNROLL for (int n = 0; n < N; n++) p[n] = p[n] * f[n] + 6.93151295e-1f;
+    UNROLL for (int n = 0; n < N; n++) p[n] = p[n] * f[n] + 1.f;
+    UNROLL for (int n = 0; n < N; n++)
+        t[n] = _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(t[n], splat(-126.f), _CMP_NLT_UQ), p[n], t[n]);  // p * 2**floor(t)
 }
 #else
-INLINE V<float> exp2(V<float> t) {
-    V<float> x = greater<float>(splat(-127.f), t);
-    const V<float> magic = splat(12583039.f);  // 1.5 * 2**23 + 127: adding it rounds to a whole number, with a float's bias
-    V<float> z = x + magic;
-    V<float> f = x - (z - magic);
-    V<float> p = splat(1.32646524e-3f);
-    p = p * f + 9.67151132e-3f;
-    p = p * f + 5.55073396e-2f;
-    p = p * f + 2.40222421e-1f;
-    p = p * f + 6.93146978e-1f;
-    p = p * f + 1.f;  // 1 at -127, which then gives 0 without a comparison
-    return p * (V<float>)((I<float>)z << 23);  // a product, not a sum of bits: a NaN stays one, whatever its payload
+template <int N> INLINE void exp2_each(V<float>* t) {  // of a vector after the other: there are fewer registers
+    UNROLL for (int n = 0; n < N; n++) {
+        V<float> x = greater<float>(splat(-127.f), t[n]);
+        const V<float> magic = splat(12583039.f);  // 1.5 * 2**23 + 127: adding it rounds to a whole number, with a float's bias
+        V<float> z = x + magic;
+        V<float> f = x - (z - magic);
+        V<float> p = splat(1.32646524e-3f);
+        p = p * f + 9.67151132e-3f;
+        p = p * f + 5.55073396e-2f;
+        p = p * f + 2.40222421e-1f;
+        p = p * f + 6.93146978e-1f;
+        p = p * f + 1.f;  // 1 at -127, which then gives 0 without a comparison
+        t[n] = p * (V<float>)((I<float>)z << 23);  // a product, not a sum of bits: a NaN stays one, whatever its payload
+    }
 }
 #endif
+INLINE V<float> exp2(V<float> t) {
+    exp2_each<1>(&t);
+    return t;
+}
 
 // For checking, not for speed.
 APART V<double> exp2(V<double> t) {
     for (int lane = 0; lane < LANES<double>; lane++) t[lane] = std::exp2(t[lane]);
     return t;
 }
-// 2**t of what has just been loaded. From memory, vreduceps waits on a Zen 4 for what was in its own register before.
-template <class T> INLINE V<T> exp2_of(const T* at) {
+template <int N> INLINE void exp2_each(V<double>* t) {
+    for (int n = 0; n < N; n++) t[n] = exp2(t[n]);
+}
+// What 2**t is to be taken of. From memory, vreduceps waits on a Zen 4 for what was in its own register before.
+template <class T> INLINE V<T> load_exponent(const T* at) {
     V<T> t = load(at);
 #if VECTOR_BYTES == 64
     asm("" : "+v"(t));
 #endif
-    return exp2(t);
+    return t;
 }
 INLINE V<float> at_floor(V<float> t) { return greater<float>(splat(-127.f), t); }
 INLINE V<double> at_floor(V<double> t) { return greater<double>(splat(-2000.), t); }  // 2**t is 0 there
