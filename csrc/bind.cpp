@@ -45,12 +45,13 @@ void run(Forward& f, int threads) {
     const Target* target = chosen();
     const std::int64_t tasks = target->tasks(f), shares = target->shares(f);
     threads = usable(threads, tasks);
-    const std::size_t own = (target->scratch(f) + 127) / 64 * 64;
+    const std::size_t own = room_of_own(target->scratch(f));
     const Scratch<> scratch(own * std::size_t(threads));
     Memory partial;
     if (shares > 1) partial = allocate(target->partial(f));
     f.partial = partial.get();
     const Memory made = prepared(*target, f, signals, threads);
+    expect_pages(f.out, bytes_of(f.batch * f.heads * f.queries * f.v_head_dim, f.q.dtype));
     each(signals, tasks, threads, [&](std::int64_t n, int thread) {
         target->run(f, n, scratch.at(own * std::size_t(thread)));
     }, at_a_time(f, tasks, threads));
@@ -69,7 +70,9 @@ void run(Backward& g, int threads) {
     const Forward& f = g.forward;
     const std::int64_t heads = f.batch * f.kv_heads, groups = target->groups(f);
     const int used = usable(threads, heads * groups);
-    const std::size_t own = (target->gradient_scratch(g) + 127) / 64 * 64, sum = (target->sums(f) + 127) / 64 * 64;
+    const std::size_t own = room_of_own(target->gradient_scratch(g)), sum = room_of_own(target->sums(f));
+    expect_pages(g.dq, bytes_of(f.batch * f.heads * f.queries * f.head_dim, f.q.dtype));
+    expect_pages(g.dk, bytes_of(heads * f.keys * f.head_dim, f.q.dtype)), expect_pages(g.dv, bytes_of(heads * f.keys * f.v_head_dim, f.q.dtype));
     const Scratch<> scratch((own + sum) * std::size_t(used));
     Chains chains(heads, groups);
     chains.run(signals, used, [&](const Chains::Link& link, int thread) {
@@ -84,6 +87,35 @@ void run(Backward& g, int threads) {
         target->run_bias_gradient(g, n, scratch.at(own * std::size_t(thread)));
     });
     signals.raise();
+}
+
+// Turned weights are kept only some at a time, so that memory does not grow with them.
+void run(const Linear& f, int threads) {
+    constexpr std::size_t TURNED = 3 << 20;
+    Signals signals;
+    const Target* target = chosen();
+    if (!target->multiplies(f)) throw std::invalid_argument("linear: not of this dtype or width");
+    const std::size_t size = target->panel_size(f);
+    const std::int64_t panels = target->panels(f), chunks = (f.rows + LINEAR_ROWS - 1) / LINEAR_ROWS;
+    const std::int64_t most = std::clamp(std::int64_t(TURNED / size), std::int64_t(1), panels);
+    const Scratch<> turned(size * std::size_t(most));
+    expect_pages(f.y, bytes_of(f.rows * f.outs, f.dtype));
+    for (std::int64_t from = 0, some; from < panels; from += some) {
+        some = std::min(most, panels - from);
+        const auto at = [&](std::int64_t n) { return turned.at(std::size_t(n) * size); };
+        const int owners = usable(threads, some);  // who turns panels multiplies by them: all rows, some at a time, by each
+        const auto first_of = [&](std::int64_t owner) { return some * owner / owners; };
+        each(signals, some, owners, [&](std::int64_t n, int) { target->turn(f, from + n, at(n)); });
+        each(signals, some * chunks, usable(threads, some * chunks), [&](std::int64_t n, int) {
+            std::int64_t owner = n * owners / (some * chunks);
+            while (n < first_of(owner) * chunks) owner--;
+            while (n >= first_of(owner + 1) * chunks) owner++;
+            const std::int64_t begin = first_of(owner), own = first_of(owner + 1) - begin, place = n - begin * chunks;
+            const std::int64_t panel = begin + place % own, row = place / own * LINEAR_ROWS;
+            target->multiply(f, from + panel, at(panel), row, std::min(LINEAR_ROWS, f.rows - row));
+        });
+        signals.raise();
+    }
 }
 
 // An observation of calls that differ in nothing but where their tensors lie. What it finds lies in one piece of memory of the
@@ -238,6 +270,27 @@ NB_MODULE(_native, m) {
         nb::gil_scoped_release unlocked;
         run(g, threads);
         return !spoilt.load();
+    });
+    // Whether `linear` takes this dtype and width.
+    m.def("multiplies", [](int dtype, std::int64_t width) {
+        Linear f{};
+        f.width = width, f.dtype = static_cast<Dtype>(dtype);
+        return chosen()->multiplies(f);
+    });
+    // (rows, width, outputs), dtype; x [rows, width] and w [outputs, width], each with the stride of its rows in elements; bias [outputs]
+    // or 0; y [batch, heads, rows of a batch entry, width of a head] with those of its first three axes.
+    m.def("linear", [](std::array<std::int64_t, 3> sizes, int dtype, std::uintptr_t x, std::int64_t x_stride, std::uintptr_t w,
+                       std::int64_t w_stride, std::uintptr_t bias, std::uintptr_t y, std::int64_t batch_rows, std::int64_t head_width,
+                       std::array<std::int64_t, 3> y_stride, int threads) {
+        if (sizes[0] < 1 || sizes[2] < 1) return;
+        if (sizes[1] < 1) throw std::invalid_argument("linear: rows of no width");
+        if (batch_rows < 1 || head_width < 1 || (head_width % 16 && head_width != sizes[2]))
+            throw std::invalid_argument("linear: heads of that width");
+        const Linear f{sizes[0], sizes[1], sizes[2], reinterpret_cast<const void*>(x), reinterpret_cast<const void*>(w),
+                       reinterpret_cast<const void*>(bias), reinterpret_cast<void*>(y), x_stride, w_stride, static_cast<Dtype>(dtype),
+                       batch_rows, head_width, {y_stride[0], y_stride[1], y_stride[2]}};
+        nb::gil_scoped_release unlocked;
+        run(f, threads);
     });
     // Observing; see _observe_native.py. Each argument of several numbers is told there.
     using Address = std::uintptr_t;

@@ -10,3 +10,4 @@
 #include "gradient-inl.h"
 #include "target-inl.h"
 #include "pool-inl.h"
+#include "linear-inl.h"

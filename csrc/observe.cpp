@@ -178,7 +178,7 @@ bool look(Forward& f, RowStats& rows, const EdgeList* list, int threads) {
     rows.shares = rows.columns() ? target->look_shares(f) : 1, rows.edges = list ? list->k : 0;
     const std::int64_t tasks = target->look_tasks(f), values = f.batch * f.kv_heads;
     const int used = usable(threads, tasks);
-    const std::size_t own = (target->look_scratch(f) + 127) / 64 * 64;
+    const std::size_t own = room_of_own(target->look_scratch(f));
     const std::size_t lengths = own * std::size_t(used);  // from there on
     const std::size_t apart = lengths + (rows.value[VALUE_NORM] ? std::size_t(values * f.keys) * (is_double(f) ? 8 : 4) + 64 : 0) / 64 * 64;
     const std::size_t lines_apart = std::size_t(target->lines_apart(f));

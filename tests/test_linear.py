@@ -1,9 +1,12 @@
-"""The projections' two routes: the same numbers, chosen by the shipped table; no gradient is lost."""
+"""The projections' routes: the same numbers, chosen by the shipped table; no gradient is lost."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from tolerance import assert_as_accurate
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -11,35 +14,55 @@ from torch.nn import functional as F
 
 import headscope
 from headscope import _linear
+from headscope._backends import cpu
 from headscope._linear import Linear
 
 ROWS, WIDTH, OUT = 67, 256, 257  # more products than the table's least
 
 
-@pytest.fixture
-def preferred(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A CPU for which the table prefers oneDNN; the list grows by one for each product that it makes."""
-    product = _linear.onednn()
-    if product is None:
-        pytest.skip("this torch has no oneDNN product")
+@pytest.fixture(params=["onednn", "native"])
+def preferred(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A CPU for which the table prefers this product; the list grows by one for each that it makes."""
     made: list[int] = []
-
-    def counted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        made.append(1)
-        return product(x, weight, bias)
-
-    monkeypatch.setattr(_linear, "route", lambda: counted)
+    if request.param == "native":
+        product = own(torch.float32)
+        monkeypatch.setattr(product, "_multiply", counting(product._multiply, made))
+        chosen: _linear.Product = product
+    else:
+        product = _linear.onednn()
+        if product is None:
+            pytest.skip("this torch has no oneDNN product")
+        chosen = counting(product, made)
+    monkeypatch.setattr(_linear, "routes", lambda dtype: ((0, chosen),) if dtype is torch.float32 else ())
     return made
+
+
+def counting(product: Any, made: list[int]) -> Any:
+    def counted(*given: Any) -> Any:
+        made.append(1)
+        return product(*given)
+
+    return counted
+
+
+def own(dtype: torch.dtype) -> _linear.Native:
+    """The product of our own kernels, whatever target runs."""
+    if cpu.native is None or not cpu.native.multiplies(cpu.CODES[dtype], 2):
+        pytest.skip(f"no native kernels, or none that multiply {dtype}")
+    return _linear.Native(dtype)
 
 
 def test_table_names_its_maker_and_known_routes() -> None:
     table = _linear.table()
     assert table["made_by"].startswith("python benchmarks/linear.py")
     assert table["least_products"] > 0
-    for vendor, entry in table["vendors"].items():
-        assert entry["route"] in ("onednn", "torch"), vendor
-        assert entry["measured_on"], vendor
-        assert (entry["route"] == "onednn") == (entry["ratio"] >= 1.1), vendor
+    for name, entry in table["cpus"].items():
+        assert entry["measured_on"], name
+        for dtype in _linear.DTYPES.values():
+            routes = entry.get(dtype, {}).get("routes", [])
+            assert all(route in ("native", "onednn") and rows >= 0 for rows, route in routes), (name, dtype)
+            assert [rows for rows, _ in routes] == sorted((rows for rows, _ in routes), reverse=True), (name, dtype)
+            assert "target" in entry or "native" not in [route for _, route in routes], (name, dtype)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -98,7 +121,7 @@ def test_the_route_does_not_depend_on_where_it_is_first_asked_for() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     _linear.onednn.cache_clear()
-    _linear.route.cache_clear()
+    _linear.routes.cache_clear()
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert layer(mode.from_tensor(x)).shape == (ROWS, OUT)
     assert _linear.onednn() is not None
@@ -119,14 +142,18 @@ def test_dynamic_quantization_takes_what_is_exactly_torchs() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")  # torch's, of what flags() sets beside
-def test_onednn_switched_off_is_not_used(preferred: list[int]) -> None:
-    module, x = Linear(WIDTH, OUT), torch.randn(ROWS, WIDTH)
+def test_onednn_switched_off_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, x, weight = _linear.onednn(), torch.randn(ROWS, WIDTH), torch.randn(OUT, WIDTH)
+    if product is None:
+        pytest.skip("this torch has no oneDNN product")
+    made: list[int] = []
+    monkeypatch.setattr(_linear.F, "linear", counting(F.linear, made))
     with torch.no_grad():
+        product(x, weight, None)
+        assert not made
         with torch.backends.mkldnn.flags(enabled=False):
-            module(x)
-        assert not preferred
-        module(x)
-        assert preferred
+            product(x, weight, None)
+    assert made
 
 
 def test_wrong_width_is_torchs_error(preferred: list[int]) -> None:
@@ -140,11 +167,112 @@ def test_absent_operator_leaves_torchs_route(monkeypatch: pytest.MonkeyPatch) ->
     assert _linear.onednn.__wrapped__() is None
 
 
-def test_route_follows_the_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routes_follow_vendor_family_and_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"routes": [[100, "native"], [0, "onednn"]]}
+    cpus = {"Maker": {"float32": {"routes": [[0, "onednn"]]}}, "Maker 7": {"target": "here", "float32": said}}
+    monkeypatch.setattr(_linear, "table", lambda: {"cpus": cpus, "least_products": 1})
+    monkeypatch.setattr(_linear, "vendor", lambda: "Maker")
+    monkeypatch.setattr(_linear, "native", _linear.native.__wrapped__)
+    there = _linear.onednn()
+
+    def routes(family: str, dtype: torch.dtype = torch.float32) -> list[tuple[int, str]]:
+        monkeypatch.setattr(_linear, "family", lambda: family)
+        return [
+            (rows, "native" if isinstance(x, _linear.Native) else "onednn")
+            for rows, x in _linear.routes.__wrapped__(dtype)
+        ]
+
+    onednn = [] if there is None else [(0, "onednn")]
+    assert routes("8") == onednn
+    assert routes("7") == onednn  # of another target than was measured
+    if cpu.native is not None:
+        cpus["Maker 7"]["target"] = cpu.native.target()
+        assert routes("7") == [(100, "native"), *onednn]
+    assert routes("7", torch.bfloat16) == []
     monkeypatch.setattr(_linear, "vendor", lambda: "NoSuchVendor")
-    assert _linear.route.__wrapped__() is None
-    monkeypatch.setattr(_linear, "vendor", lambda: "AuthenticAMD")
-    assert (_linear.route.__wrapped__() is None) == (_linear.onednn() is None)
+    assert routes("7") == []
+
+
+def test_few_rows_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    many, few = [], []
+    ways = ((ROWS, counting(F.linear, many)), (ROWS // 2, counting(F.linear, few)))
+    monkeypatch.setattr(_linear, "routes", lambda dtype: ways)
+    layer = Linear(1024, 1024)
+    with torch.inference_mode():
+        layer(torch.randn(ROWS, 1024)), layer(torch.randn(ROWS - 1, 1024)), layer(torch.randn(ROWS // 2 - 1, 1024))
+    assert (len(many), len(few)) == (1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(
+    ("rows", "width", "outs"), [(1, 2, 1), (7, 34, 5), (129, 130, 97), (300, 1030, 48), (257, 64, 1536)]
+)
+def test_own_product_is_as_exact_as_torchs(dtype: torch.dtype, bias: bool, rows: int, width: int, outs: int) -> None:
+    product = own(dtype)
+    x, weight = torch.randn(rows, width).to(dtype), torch.randn(outs, width).to(dtype)
+    b = torch.randn(outs).to(dtype) if bias else None
+    exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
+    with torch.no_grad():
+        assert_as_accurate(product(x, weight, b), exact, F.linear(x, weight, b))
+        first, again = product(x, weight, b), product(x, weight, b)
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+
+
+def test_own_product_adds_long_rows_in_parts() -> None:
+    product = own(torch.float32)
+    x, weight = torch.rand(3, 100_000), torch.rand(5, 100_000)
+    with torch.no_grad():
+        assert_as_accurate(product(x, weight, None), F.linear(x.double(), weight.double()), F.linear(x, weight))
+
+
+def test_an_odd_width_of_bf16_goes_to_torch() -> None:
+    product = own(torch.bfloat16)
+    x, weight = torch.randn(9, 33).bfloat16(), torch.randn(7, 33).bfloat16()
+    torch.testing.assert_close(product(x, weight, None), F.linear(x, weight), rtol=0, atol=0)
+
+
+def test_own_product_takes_what_there_is_nothing_of() -> None:
+    product = own(torch.float32)
+    assert product(torch.randn(2, 3, 8), torch.randn(0, 8), None).shape == (2, 3, 0)
+    assert product.heads(torch.randn(2, 0, 8), torch.randn(32, 8), None, 16).shape == (2, 2, 0, 16)
+    assert product(torch.randn(3, 0), torch.randn(2, 0), torch.ones(2)).eq(1).all()
+    with pytest.raises(ValueError, match="heads of that width"):
+        product.heads(torch.randn(3, 8), torch.randn(34, 8), None, 17)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [(), (3,)], ids=["[T, E]", "[B, T, E]"])
+def test_heads_lie_together_and_are_the_same_numbers(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, batch: tuple[int, ...]
+) -> None:
+    product = own(dtype)
+    monkeypatch.setattr(_linear, "routes", lambda _: ((0, product),))
+    module = headscope.MultiHeadAttention(160, 5).eval().to(dtype)  # heads of 32
+    x = torch.randn(*batch, 331, 160).to(dtype)
+    with torch.inference_mode():
+        together = module.project(x)
+        out = module(x)
+        hook = module.qkv_proj.register_forward_hook(lambda *_: None)
+        apart, wanted = module.project(x), module(x)
+        hook.remove()
+    assert all(part.is_contiguous() or len(batch) == 1 for part in together)
+    assert not any(part.is_contiguous() for part in apart)
+    for one, other in zip(together, apart, strict=True):
+        assert one.stride(-2) == 32
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=0)
+
+
+def test_hooks_of_all_modules_see_the_projection(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = own(torch.float32)
+    monkeypatch.setattr(_linear, "routes", lambda _: ((0, product),))
+    module, seen = headscope.MultiHeadAttention(WIDTH, 4).eval(), []
+    hook = nn.modules.module.register_module_forward_hook(lambda m, _inputs, _out: seen.append(m))
+    with torch.inference_mode():
+        module(torch.randn(1, ROWS, WIDTH))
+    hook.remove()
+    assert module.qkv_proj in seen
 
 
 def test_module_uses_it_and_hooks_still_run(preferred: list[int]) -> None:

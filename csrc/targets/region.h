@@ -29,8 +29,9 @@ using Half = _Float16;
 #define APART __attribute__((noinline))  // once for all who call it: what is large and not called often
 #define UNROLL _Pragma("GCC unroll 64")
 
-// What a target, target-inl.h and pool-inl.h define, in the order of Target.
+// What a target, target-inl.h, pool-inl.h and linear-inl.h define, in the order of Target.
 #define OFFERS                                                                                                               \
     runs_here, prepare_tasks, prepared, prepare, tasks, scratch, run, shares, partial, merge, groups, gradient_scratch, sums, \
         run_gradient, bias_tasks, run_bias_gradient, look_shares, lines_apart, look_tasks, \
-        look_scratch, run_look, gather_look, lengths, pool, squares, reach
+        look_scratch, run_look, gather_look, lengths, pool, squares, reach, \
+        multiplies, panels, panel_size, turn, multiply

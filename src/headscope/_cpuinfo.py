@@ -17,6 +17,11 @@ def vendor() -> str:
     return _said("vendor_id") or platform.processor() or platform.machine()
 
 
+def family() -> str:
+    """The CPU's family as the system numbers it, as "26" for a Zen 5; else nothing."""
+    return _said("cpu family") or ""
+
+
 @cache
 def _said(name: str) -> str | None:
     described = Path("/proc/cpuinfo")  # on Linux

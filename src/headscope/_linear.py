@@ -1,28 +1,38 @@
-"""Linear: ``nn.Linear`` by the faster of torch's two routes, as a shipped table says for this kind of CPU.
+"""Linear: ``nn.Linear`` by the fastest route there is, as a shipped table says for this kind of CPU.
 
 ``F.linear`` in float32 goes to MKL, which takes a slower path on CPUs that are not Intel's; oneDNN, which torch also
-carries, does not. ``linear_table.json`` holds what was measured for each vendor, and the choice is made from that and
-from the shapes alone. oneDNN has no gradient for it, so it runs in inference only; it is internal to torch, so where
-it is not there, or the call is not an ordinary one, ``F.linear`` runs.
+carries, does not; and the tiles of our own kernels multiply too. ``linear_table.json`` holds what was measured, and the
+choice is made from that and from the shapes alone. The other two have no gradient, so they run in inference only;
+where one is not there (oneDNN's is internal to torch), or the call is not an ordinary one, ``F.linear`` runs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
+from headscope._backends import cpu
 from headscope._call import kind
-from headscope._cpuinfo import vendor
+from headscope._cpuinfo import family, vendor
 from headscope._onlookers import is_traced
 
 TABLE = "linear_table.json"
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # that the table may speak of
+
+
+class Product(Protocol):
+    """``x @ weight.T + bias``."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[..., width], [outs, width] -> [..., outs]."""
+        ...
 
 
 class Linear(nn.Linear):
@@ -34,24 +44,46 @@ class Linear(nn.Linear):
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` by the faster route."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not fits(input, weight, bias):
-        return F.linear(input, weight, bias)
-    if is_traced() or not torch._C._get_mkldnn_enabled() or (fast := route()) is None:
-        return F.linear(input, weight, bias)
-    return fast(input, weight, bias)
+    """``F.linear`` by the fastest route."""
+    product = route(input, weight, bias)
+    return F.linear(input, weight, bias) if product is None else product(input, weight, bias)
+
+
+def in_heads(linear: nn.Module, input: Tensor, width: int) -> Tensor | None:
+    """What a linear projects, as heads of that width, each of which lies together: [..., T, E] -> [..., H, T, width].
+
+    Attention reads them faster so. None where they would not come from our own kernels, or somebody wants to see them
+    come out of the module.
+    """
+    weight, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
+    if weight is None or width % 16 or not is_plain(linear) or _global_forward_hooks or _global_forward_pre_hooks:
+        return None
+    product = route(input, weight, bias)
+    return product.heads(input, weight, bias, width) if isinstance(product, Native) and product.takes(weight) else None
+
+
+def route(input: Tensor, weight: Tensor, bias: Tensor | None) -> Product | None:
+    """The product that the table prefers to torch's for this call."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not fits(input, weight, bias) or is_traced():
+        return None
+    for least_rows, product in routes(input.dtype):
+        if input.numel() >= least_rows * input.shape[-1]:
+            return product
+    return None
 
 
 def fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the table's figures speak of this call: plain dense float32 on the CPU, and enough of it."""
+    """Whether the table's figures speak of this call: plain and dense, on the CPU, and enough of it."""
     return (
         type(input) is Tensor
         and type(weight) is nn.Parameter
-        and input.dtype == weight.dtype == torch.float32
-        and (bias is None or bias.dtype == torch.float32)
+        and input.dtype == weight.dtype
+        and input.dtype in DTYPES
+        and (bias is None or (bias.dtype == input.dtype and bias.is_contiguous()))
         and input.device.type == weight.device.type == "cpu"
         and input.is_contiguous()
         and weight.is_contiguous()
+        and not (input.is_neg() or weight.is_neg())
         and input.shape[-1] == weight.shape[1]
         and input.numel() * weight.shape[0] >= table()["least_products"]
         and not torch.is_autocast_enabled("cpu")
@@ -89,16 +121,73 @@ def strangers(module: nn.Module) -> dict[str, nn.Module]:
     return {name: part for name, part in module.named_children() if name.endswith("_proj") and not is_linear(part)}
 
 
-@cache
-def route() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
-    """oneDNN's product, where the table prefers it for this CPU and this torch has it; else None."""
-    entry = table()["vendors"].get(vendor(), {})
-    return onednn() if entry.get("route") == "onednn" else None
+def entry() -> dict[str, Any]:
+    """What the table says of this CPU: of its family, else of its vendor."""
+    cpus = table()["cpus"]
+    return cpus.get(f"{vendor()} {family()}".strip()) or cpus.get(vendor()) or {}
 
 
 @cache
-def onednn() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
-    """``x @ weight.T + bias`` by oneDNN; None where this torch cannot, or does not compute that."""
+def routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
+    """What the table prefers to torch's product on this CPU, and is there: from so many rows on, the fastest first."""
+    there = {"native": native(dtype), "onednn": onednn() if dtype is torch.float32 else None}
+    said = entry().get(DTYPES[dtype], {}).get("routes", ())
+    return tuple((rows, product) for rows, name in said if (product := there[name]) is not None)
+
+
+class Native:
+    """The product of our own kernels.
+
+    A row is summed in one order, whatever the other rows and the number of threads.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.code = dtype, cpu.CODES[dtype]
+
+    def takes(self, weight: Tensor) -> bool:
+        """Whether they multiply this width: pairs of bf16 want an even one."""
+        return weight.shape[1] > 0 and cpu.native.multiplies(self.code, weight.shape[1])
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[..., width], [outs, width] -> [..., outs]."""
+        if not self.takes(weight):
+            return F.linear(x, weight, bias)
+        outs = weight.shape[0]
+        out = torch.empty((*x.shape[:-1], outs), dtype=self.dtype, device="cpu")
+        self._multiply(x, weight, bias, out, x.numel() // x.shape[-1], outs, (0, 0, outs))
+        return out
+
+    def heads(self, x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
+        """[..., T, E], [count * width, E] -> [..., count, T, width]; the width is a multiple of 16."""
+        *batch, length, _ = x.shape
+        outs = weight.shape[0]
+        out = torch.empty((*batch, outs // width, length, width), dtype=self.dtype, device="cpu")
+        self._multiply(x, weight, bias, out, length, width, (length * outs, length * width, width))
+        return out
+
+    def _multiply(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, length: int, width: int,
+        strides: tuple[int, int, int],
+    ) -> None:  # fmt: skip
+        outs, depth = weight.shape
+        cpu.native.linear(
+            (x.numel() // depth, depth, outs), self.code, x.data_ptr(), depth, weight.data_ptr(), depth,
+            0 if bias is None else bias.data_ptr(), out.data_ptr(), length, width, strides, torch.get_num_threads(),
+        )  # fmt: skip
+
+
+@cache
+def native(dtype: torch.dtype) -> Native | None:
+    """The product of our own kernels; None where they are missing, refuse, or run another target than was measured."""
+    kernels = cpu.native
+    if kernels is None or kernels.target() != entry().get("target", kernels.target()):
+        return None
+    return Native(dtype) if kernels.multiplies(cpu.CODES[dtype], 2) else None
+
+
+@cache
+def onednn() -> Product | None:
+    """``x @ weight.T + bias`` in float32 by oneDNN; None where this torch cannot, or does not compute that."""
     if not torch.backends.mkldnn.is_available():
         return None
     try:
@@ -108,7 +197,15 @@ def onednn() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
         right = torch.equal(product(x, weight, bias, "none", [], ""), x + 1)
     except (AttributeError, RuntimeError, TypeError):
         return None
-    return (lambda x, weight, bias: product(x, weight, bias, "none", [], "")) if right else None
+    if not right:
+        return None
+
+    def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not torch._C._get_mkldnn_enabled():
+            return F.linear(x, weight, bias)
+        return product(x, weight, bias, "none", [], "")
+
+    return multiplied
 
 
 @cache

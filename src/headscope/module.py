@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from headscope import functional
 from headscope._call import as_mask, check_dropout, check_scale, check_softcap, kind, shapes
-from headscope._linear import Linear, check_kind, is_plain
+from headscope._linear import Linear, check_kind, in_heads, is_plain
 from headscope._module_options import (
     QKV,
     QKNorm,
@@ -342,6 +342,10 @@ class MultiHeadAttention(nn.Module):
         self._check_inputs(x, k_from, v_from)
         self._check_kinds(x, k_from, v_from)
         if context is None and self.packed and self.splits[0] == self.splits[1] == self.splits[2]:  # one cut for all
+            together = in_heads(self.qkv_proj, x, self.head_dim)  # [B, 3 * H, Q, D]
+            if together is not None:
+                q, k, v = together.unflatten(-3, (3, self.num_heads)).unbind(-4)  # each [B, H, Q, D]
+                return q, k, v
             packed = self.qkv_proj(x).view(*x.shape[:-1], 3, self.num_heads, self.head_dim)  # [B, Q, 3, H, D]
             q, k, v = packed.permute(_PARTS_FIRST[x.ndim]).unbind(0)  # each [B, H, Q, D]
             return q, k, v

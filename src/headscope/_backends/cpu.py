@@ -24,7 +24,7 @@ from headscope.masks import And, Band, Dense, Documents, KeyLengths, Mask, Or, P
 
 name = "cpu"
 
-_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 COARSE = {torch.float32: 2.0**12, torch.float64: 2.0**41}  # numbers that have lost what comes after the twelfth bit
 MOST_POSITIONS = 2**31  # in a mask they are numbers of 32 bits
 
@@ -301,7 +301,7 @@ def describe(call: Call, plan: Plan | None, inputs: Inputs, seed: int = 0) -> _D
             rules.add(plan.rest, (call.batch, call.heads, call.queries, call.keys))
     sizes = (call.batch, call.heads, call.kv_heads, call.queries, call.keys, call.head_dim, call.v_head_dim)
     made = native.Call(
-        sizes, _DTYPES[call.dtype], q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride(),
+        sizes, CODES[call.dtype], q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride(),
         address(bias), _strides(bias), address(sinks), address(spans), spans_at, rules.made,
         call.scale, call.softcap or 0.0, call.dropout, seed, _row_strides(call.queries, call.heads, call.v_head_dim),
     )  # fmt: skip
