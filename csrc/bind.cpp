@@ -74,8 +74,8 @@ void run(Backward& g, int threads) {
     expect_pages(g.dq, bytes_of(f.batch * f.heads * f.queries * f.head_dim, f.q.dtype));
     expect_pages(g.dk, bytes_of(heads * f.keys * f.head_dim, f.q.dtype)), expect_pages(g.dv, bytes_of(heads * f.keys * f.v_head_dim, f.q.dtype));
     const Scratch<> scratch((own + sum) * std::size_t(used));
-    Chains chains(heads, groups);
-    chains.run(signals, used, [&](const Chains::Link& link, int thread) {
+    Chains chains(heads, groups, used);
+    chains.run(signals, [&](const Chains::Link& link, int thread) {
         const auto at = [&](int whose) { return scratch.at((own + sum) * std::size_t(whose)); };
         target->run_gradient(g, link.chain, link.number, at(thread), at(link.owner) + own, link.passed);
     });

@@ -125,40 +125,53 @@ private:
     std::size_t size;
 };
 
-// Runs body(n, thread) for n = 0 .. count, in any order, on up to `threads` threads, each of which takes some at a time: from a part
-// of its own, and where nothing of it is left from that of which most is left. So whoever made something in one call of `each`
-// finds it in its cache in the next, and what two threads both read or write, which some CPUs are slow to carry from core to core, is
-// little. Bodies neither throw nor allocate.
+// Deals out 0 .. count to threads, to each from a part of its own, and where nothing of it is left from that of which most is left. So
+// whoever made something in one pass finds it in its cache in the next; what two threads both read or write, which some CPUs are slow
+// to carry from core to core, is little.
+class Dealer {
+public:
+    Dealer(std::int64_t count, int threads) : number(threads), parts(new Part[std::size_t(threads)]) {
+        for (int t = 0; t < threads; t++) parts[t].next = count * t / threads, parts[t].end = count * (t + 1) / threads;
+    }
+    // Up to `some` for this thread, from `first` to `end`; false where none is left.
+    bool deal(int thread, int some, std::int64_t& first, std::int64_t& end) {
+        const auto take = [&](Part& part) {
+            first = part.next.fetch_add(some, std::memory_order_relaxed), end = std::min(first + some, part.end);
+            return first < end;
+        };
+        if (take(parts[thread])) return true;
+        for (;;) {
+            std::int64_t most = 0;
+            Part* longest = nullptr;
+            for (int t = 0; t < number; t++) {
+                const std::int64_t left = parts[t].end - parts[t].next.load(std::memory_order_relaxed);
+                if (left > most) most = left, longest = &parts[t];
+            }
+            if (!longest) return false;
+            if (take(*longest)) return true;
+        }
+    }
+
+private:
+    struct alignas(128) Part {  // none shares what is fetched at once with another
+        std::atomic<std::int64_t> next;
+        std::int64_t end;
+    };
+    const int number;
+    const std::unique_ptr<Part[]> parts;
+};
+
+// Runs body(n, thread) for n = 0 .. count, in any order, on up to `threads` threads, each of which takes some at a time. Bodies
+// neither throw nor allocate.
 template <class Body> void each(Watch& watch, std::int64_t count, int threads, const Body& body, int some = 1) {
     if (threads <= 1) {
         for (std::int64_t n = 0; n < count && !watch.stops(&watch); n++) body(n, 0);
         return;
     }
-    struct alignas(128) Part {  // so that none shares what is fetched at once with another
-        std::atomic<std::int64_t> next;
-        std::int64_t end;
-    };
-    const std::unique_ptr<Part[]> parts(new Part[std::size_t(threads)]);
-    for (int t = 0; t < threads; t++) parts[t].next = count * t / threads, parts[t].end = count * (t + 1) / threads;
+    Dealer dealer(count, threads);
 #pragma omp parallel num_threads(threads)
-    {
-        const int me = omp_get_thread_num();
-        const auto take = [&](Part& part) {
-            const std::int64_t first = part.next.fetch_add(some, std::memory_order_relaxed), end = std::min(first + some, part.end);
-            for (std::int64_t n = first; n < end; n++) if (!watch.stops(&watch)) body(n, me);
-            return first < part.end;
-        };
-        while (take(parts[me])) {}
-        for (Part* longest = parts.get(); longest;) {
-            std::int64_t most = 0;
-            longest = nullptr;
-            for (int t = 0; t < threads; t++) {
-                const std::int64_t left = parts[t].end - parts[t].next.load(std::memory_order_relaxed);
-                if (left > most) most = left, longest = &parts[t];
-            }
-            if (longest) take(*longest);
-        }
-    }
+    for (std::int64_t n, end; dealer.deal(omp_get_thread_num(), some, n, end);)
+        for (; n < end; n++) if (!watch.stops(&watch)) body(n, omp_get_thread_num());
 }
 
 // Chains of links: of a chain each link may begin when those before it have begun. A thread goes through a chain of its own, for what
@@ -170,11 +183,12 @@ public:
         int owner;  // the thread that opened the chain; it opens no other before this one has ended
         std::atomic<std::int64_t>* passed;  // a number for each link of the chain, at first 0: what it tells those that follow
     };
-    Chains(std::int64_t chains, std::int64_t links)
-        : count(chains), length(links), all(new Chain[std::size_t(chains)]), passed(new std::atomic<std::int64_t>[std::size_t(chains * links)]()) {}
+    Chains(std::int64_t chains, std::int64_t links, int used)
+        : count(chains), length(links), threads(used), all(new Chain[std::size_t(chains)]),
+          passed(new std::atomic<std::int64_t>[std::size_t(chains * links)]()), unopened(chains, used) {}
 
     // body(link, thread): neither throws nor allocates.
-    template <class Body> void run(Watch& watch, int threads, const Body& body) {
+    template <class Body> void run(Watch& watch, const Body& body) {
         if (threads <= 1) return work(watch, 0, body);
 #pragma omp parallel num_threads(threads)
         work(watch, omp_get_thread_num(), body);
@@ -186,9 +200,10 @@ private:
         int owner = 0;
     };
     const std::int64_t count, length;
+    const int threads;
     const std::unique_ptr<Chain[]> all;
     const std::unique_ptr<std::atomic<std::int64_t>[]> passed;
-    std::atomic<std::int64_t> opened{0};
+    Dealer unopened;
 
     template <class Body> void work(Watch& watch, int thread, const Body& body) {
         const auto next = [&](std::int64_t n) {
@@ -198,7 +213,7 @@ private:
             body(Link{n, number, all[n].owner, passed.get() + n * length}, thread);
             return true;
         };
-        for (std::int64_t n; (n = opened.fetch_add(1)) < count;) {
+        for (std::int64_t n, end; unopened.deal(thread, 1, n, end);) {
             all[n].owner = thread;
             all[n].begun.store(0, std::memory_order_release);
             while (next(n)) {}
