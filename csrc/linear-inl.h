@@ -36,8 +36,8 @@ template <class Op> struct Projection {
         }
     }
 
-    // Rows first .. first + count of the panel's outputs, LINEAR_ROWS at most. Part of the depth by part: of the turned weights that is as
-    // much as the first cache holds beside the sums.
+    // Rows first .. first + count of the panel's outputs, LINEAR_ROWS at most. All rows meet one part of the depth before the next: so much
+    // of the turned weights fits into the first cache.
     void multiply(std::int64_t panel, const Word* turned, std::int64_t first, std::int64_t count) const {
         const int n = vectors(panel);
         if (n == QUERY_VECTORS) multiply_by<QUERY_VECTORS>(panel, turned, first, int(count));
@@ -76,7 +76,7 @@ template <class Op> struct Projection {
             }
         }
     }
-    // The sums themselves, of R rows of which the first `rows` are real.
+    // The products of R rows, of which the first `rows` are real, with all outputs of the panel.
     template <int R, int QV> INLINE static void add_products(const Word* turned, Lines x, int rows, int depth, V<float> (&a)[R][QV]) {
         const char* row[R];
         UNROLL for (int n = 0; n < R; n++) {
@@ -116,7 +116,7 @@ std::int64_t panels(const Linear& f) { return (f.outs + Projection<Plain<float>>
 std::size_t panel_size(const Linear& f) {
     std::size_t size = 0;
     with_projection(f, [&](const auto& p) { size = sizeof(float) * std::size_t(p.MOST * p.words()); });
-    return size;
+    return (size + 63) / 64 * 64;
 }
 void turn(const Linear& f, std::int64_t panel, void* to) {
     with_projection(f, [&]<class Op>(const Projection<Op>& p) { p.turn(panel, static_cast<typename Op::Word*>(to)); });
