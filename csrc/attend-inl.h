@@ -67,12 +67,13 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
             if (!logits(j, keys)) continue;
             if (f.dropout > 0) this->keep(j, keys, kept);
             rider.before(*this, j, keys);
+            if (G == 0 && fresh && !this->all_begin(j)) clear_output(), fresh = false;
             weigh(j, keys, fresh);
             mix(j, keys, fresh);
             rider.after(*this, j, keys);
             fresh = false;
         }
-        if (fresh) for (int n = 0; n < output_size(); n += L) store(o + n, V<T>{});
+        if (fresh) clear_output();
         if (shares > 1) return leave(static_cast<T*>(partial));
         finish();
     }
@@ -108,12 +109,15 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
             else mix_rows<half>(half, j, keys, fresh);
         } else {
             const Lines v = values(j, keys);
-            this->in_steps(j, keys, [&](auto part, int from, int count) {
-                constexpr int hidden = decltype(part)::value * L;
+            V<T> factor[QV];  // 1 for vectors that have met some of these keys
+            UNROLL for (int u = 0; u < QV; u++) factor[u] = moved ? shrink[u] : splat(T(1));
+            this->in_steps(j, keys, [&](auto from_vector, auto vectors, int from, int count) {
+                constexpr int u0 = decltype(from_vector)::value, number = decltype(vectors)::value;
                 const int word = from / Op::PER_WORD;
-                Base::template Part<hidden / L>::mixes(weights + word * ROWS + hidden, {v.data + word * v.stride, v.stride},
-                                                       (count + Op::PER_WORD - 1) / Op::PER_WORD, int(f.v_head_dim), o + hidden,
-                                                       fresh && from == 0, hidden == 0 && moved ? shrink : nullptr);
+                Base::template Part<number>::mixes(weights + word * ROWS + u0 * L, {v.data + word * v.stride, v.stride},
+                                                   (count + Op::PER_WORD - 1) / Op::PER_WORD, int(f.v_head_dim), o + u0 * L,
+                                                   fresh && from == 0, moved ? factor + u0 : nullptr);
+                UNROLL for (int u = u0; u < u0 + number; u++) factor[u] = splat(T(1));
             });
         }
     }
@@ -275,6 +279,9 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
         rider.add(*this, j0, keys, total, seen);
     }
 
+    void clear_output() {
+        for (int n = 0; n < output_size(); n += L) store(o + n, V<T>{});
+    }
     void scale_output(const V<T>* factor) {
         for (int g = 0; g < count; g++) for (int c = 0; c < v_width; c += L)
             store(o + g * v_width + c, load(o + g * v_width + c) * factor[0][g]);

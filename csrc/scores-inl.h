@@ -211,7 +211,8 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     T* line;                             // for conversions: L rows of D or Dv
     Word *wide_k, *wide_v;               // [KEYS][D], [KEYS][Dv]: a half type, widened or paired by keys
     Int<T> span[4][ROWS] __attribute__((aligned(64)));  // low0, high0, low1, high1
-    std::int64_t ends[QV];  // no row of these vectors, or of those before, may see keys from there on
+    std::int64_t ends[QV];    // no row of these vectors, or of those before, may see keys from there on
+    std::int64_t begins[QV];  // no row of these vectors, or of those after, may see keys before
     static constexpr int WORDS = KEYS / 64;
     Int<T> judged[2 * WORDS][ROWS] __attribute__((aligned(64)));
 
@@ -268,26 +269,49 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         const Lines k = natural(f.k, j, keys, depth, wide_k);
         const Also also = less ? Also::less : most && untouched() ? Also::most : Also::nothing;
         V<T>* const of = less ? less : most;
-        in_steps(j, keys, [&](auto part, int from, int count) {
-            constexpr int hidden = decltype(part)::value * L;
-            Part<hidden / L>::dots(q + hidden, {k.data + from * k.stride, k.stride}, count, depth / Op::PER_WORD, query_factor(),
-                                   p + from * ROWS + hidden, also, of ? of + hidden / L : of);
+        in_steps(j, keys, [&](auto from_vector, auto vectors, int from, int count) {
+            constexpr int v = decltype(from_vector)::value;
+            Part<decltype(vectors)::value>::dots(q + v * L, {k.data + from * k.stride, k.stride}, count, depth / Op::PER_WORD,
+                                                 query_factor(), p + from * ROWS + v * L, also, of ? of + v : of);
         });
         adjust(j, keys, whole, slope);
         return true;
     }
     // Whether the logits of the last block are nothing but products, times the factor.
     bool untouched() const { return all_seen && !(f.softcap > 0); }
-    // The products of all vectors of rows but the first ones.
-    template <int HIDDEN> using Part = Tile<T, QV - HIDDEN, Op, ROWS>;
-    // Cuts keys j .. j + keys where the first vectors of rows see no further, as on the diagonal of a causal mask:
-    // body(how many vectors are left out, first key, number of keys); the first time with all of them, if with no key.
-    template <int HIDDEN = 0, class Body> INLINE void in_steps(std::int64_t j, int keys, const Body& body, int from = 0) const {
-        std::int64_t to = HIDDEN < QV - 1 ? (ends[HIDDEN] - j + 7) / 8 * 8 : keys;
-        to = to < from ? from : to < keys ? to : keys;
-        if (HIDDEN == 0 || to > from) body(std::integral_constant<int, HIDDEN>{}, from, int(to) - from);
-        if constexpr (HIDDEN < QV - 1)
-            if (to < keys) in_steps<HIDDEN + 1>(j, keys, body, int(to));
+    // The products of so many vectors of rows.
+    template <int VECTORS> using Part = Tile<T, VECTORS, Op, ROWS>;
+    // Cuts keys j .. j + keys where the first vectors of rows see no further, as on the diagonal of a causal mask, and where the last
+    // ones begin to see, as in the next document; eight keys at a time. body(first vector, number of vectors, first key, number of keys)
+    template <class Body> INLINE void in_steps(std::int64_t j, int keys, const Body& body) const {
+        const auto end_of = [&](int v) { return (ends[v] - j + 7) / 8 * 8; };
+        const auto begin_of = [&](int v) { return begins[v] <= j ? 0 : (begins[v] - j) / 8 * 8; };
+        for (int from = 0, to; from < keys; from = to) {
+            int first = 0, last = QV - 1;
+            while (first < last && end_of(first) <= from) first++;
+            while (last > first && begin_of(last) > from) last--;
+            std::int64_t change = keys;
+            if (first < QV - 1 && end_of(first) > from && end_of(first) < change) change = end_of(first);
+            if (last < QV - 1 && begin_of(last + 1) > from && begin_of(last + 1) < change) change = begin_of(last + 1);
+            to = int(change);
+            with_vectors(first, last, [&](auto v, auto vectors) { body(v, vectors, from, to - from); });
+        }
+    }
+    // Whether all vectors of rows are there when `in_steps` begins at key j.
+    bool all_begin(std::int64_t j) const { return ends[0] > j && begins[QV - 1] < j + 8; }
+    template <class Body> INLINE static void with_vectors(int first, int last, const Body& body) {
+        const auto run = [&]<int V, int N>() { body(std::integral_constant<int, V>{}, std::integral_constant<int, N>{}); };
+        static_assert(QV <= 3);
+        if (last - first == QV - 1) return run.template operator()<0, QV>();
+        if constexpr (QV == 3) {
+            if (first == 0 && last == 1) return run.template operator()<0, 2>();
+            if (first == 1 && last == 2) return run.template operator()<1, 2>();
+            if (first == 2) return run.template operator()<2, 1>();
+        }
+        if constexpr (QV > 1) {
+            if (first == 0) return run.template operator()<0, 1>();
+            return run.template operator()<1, 1>();
+        }
     }
     // From products of queries and keys to logits.
     void adjust(std::int64_t j, int keys, bool whole, T* slope = nullptr) {
@@ -408,7 +432,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     INLINE void put(char* row, int c, V<T> x, int width) const { put_numbers<T>(row, c, x, width, f.q.dtype); }
 
     void load_spans() {
-        UNROLL for (int v = 0; v < QV; v++) ends[v] = f.keys;
+        UNROLL for (int v = 0; v < QV; v++) begins[v] = 0, ends[v] = f.keys;
         if (!f.visible.spans.data) return;
         for (int r = 0; r < ROWS; r++) {
             const int real = r < count ? r : count - 1;
@@ -420,10 +444,19 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         }
         if (f.softcap > 0) return;  // of what is capped the derivative is taken too, seen or not
         for (int v = 0; v < QV; v++) {
-            ends[v] = v ? ends[v - 1] : 0;
-            for (int r = v * L; r < (v + 1) * L; r++) for (int n = 0; n < 4; n += 2)
-                if (span[n][r] < span[n + 1][r] && span[n + 1][r] > ends[v]) ends[v] = span[n + 1][r];
+            if (v && v * L >= count) {  // of no row: where keys are cut must not depend on how many of these there are
+                begins[v] = begins[v - 1], ends[v] = ends[v - 1];
+                continue;
+            }
+            begins[v] = f.keys, ends[v] = 0;
+            for (int r = v * L; r < (v + 1) * L; r++) for (int n = 0; n < 4; n += 2) {
+                if (span[n][r] >= span[n + 1][r]) continue;
+                if (span[n][r] < begins[v]) begins[v] = span[n][r];
+                if (span[n + 1][r] > ends[v]) ends[v] = span[n + 1][r];
+            }
         }
+        for (int v = 1; v < QV; v++) if (ends[v - 1] > ends[v]) ends[v] = ends[v - 1];
+        for (int v = QV - 1; v > 0; v--) if (begins[v] < begins[v - 1]) begins[v - 1] = begins[v];
     }
     // The first and the last key + 1 that any row may see.
     void reach(std::int64_t& begin, std::int64_t& end) const {
