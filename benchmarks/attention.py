@@ -5,8 +5,8 @@
     python benchmarks/attention.py --only decode --seconds 0.5
     python benchmarks/attention.py --peers headscope,torch --cases 'C fp32*' --out some.json
 
-Every peer runs in a process and an environment of its own; in each round each does the same case once, the others
-halted. A filtered run writes files only where --out says.
+Every peer runs each case in a process of its own, in an environment of its own; in each round each does the case once,
+the others halted. A filtered run writes files only where --out says.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Competitor = tuple[str, str, Case]  # name in the row, peer, case
 
 
 class Workers:
-    """One process for each peer, begun when it is first needed and again when it has died."""
+    """One process for each peer, begun when it is first needed, and again after ``clear`` or when it has died."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -88,17 +88,12 @@ class Workers:
         raise AbsentError(why)
 
     def clear(self) -> None:
-        """Nobody keeps a case: memory is for the next."""
-        for worker in self._running.values():
-            if worker.alive:
-                worker.clear()
-        if self._reading is not None:
-            self._reading.clear()
-
-    def close(self) -> None:
-        """End all."""
+        """End all: memory is for the next case, and what the last one left in a heap must not show in its times."""
         for worker in self._running.values():
             worker.close()
+        self._running.clear()
+        if self._reading is not None:
+            self._reading.clear()
 
 
 def competitors(case: Case, names: Sequence[str]) -> list[Competitor]:
@@ -113,6 +108,7 @@ def competitors(case: Case, names: Sequence[str]) -> list[Competitor]:
 
 def measure(case: Case, names: Sequence[str], workers: Workers, seconds: float, least: int) -> Row:
     """Prepare a case everywhere, then time it in rounds, A B C A B C, for about so many seconds, and least rounds."""
+    workers.clear()
     row = Row(case)
     calls: dict[Competitor, int] = {}
     for competitor in competitors(case, names):
@@ -179,7 +175,7 @@ def run(chosen: list[Case], names: list[str], asked: argparse.Namespace, command
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:
         workers = Workers(asked.threads)
-        stack.callback(workers.close)
+        stack.callback(workers.clear)
         shown = stack.enter_context(progress(len(chosen)))
         made = Report(command, report.machine(asked.threads), peak.combine({}, {}), workers.versions)
         bar = shown.task_ids[0]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headscope import masks
+from headscope import attention, masks
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, causal, window
 
 SIZES = [(2, 3, 5, 7), (2, 1, 7, 7), (3, 2, 11, 5), (1, 1, 1, 13), (2, 2, 13, 1), (1, 1, 1, 1)]
@@ -248,6 +248,22 @@ def test_two_pairs_of_spans() -> None:
     check(Pair(one.mask & other.mask, oracle.both(one.sees, other.sees)), sizes, "two pairs")
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_documents_one_behind_the_other(dtype: torch.dtype) -> None:
+    """Numbered upwards they are planned in a way of their own; two tensors of equal numbers go the way of any."""
+    random = torch.Generator().manual_seed(6)
+    for batch, length in itertools.product((1, 3), (1, 2, 9, 40)):
+        for most in (1, 2, 5, 60):
+            low = 0 if dtype == torch.uint8 else -2
+            ids = torch.randint(low, most, (batch, length), generator=random).sort(-1).values.to(dtype)
+            sizes = (3, 2, length, length)
+            packed, usual = Documents(ids).plan(*sizes), Documents(ids, ids.clone()).plan(*sizes)
+            assert packed.rest is None and usual.rest is None
+            assert torch.equal(packed.spans, usual.spans), f"{ids.tolist()}: {packed.spans.tolist()}"
+            assert packed.everything == usual.everything
+            check(Pair(Documents(ids), oracle.documents(*2 * [ids.expand(3, -1).tolist()])), sizes, f"{ids.tolist()}")
+
+
 def test_what_plans_know_of_themselves() -> None:
     def plan(mask: Mask, queries: int = 7, keys: int = 7) -> Plan:
         return mask.plan(2, 3, queries, keys)
@@ -362,6 +378,18 @@ def test_tensors_of_inference_mode_keep_no_version() -> None:
         assert mask.plan(2, 1, 4, 7).spans[:, 0, 0, 1].tolist() == [3, 5]
         lengths.fill_(1)
         assert mask.plan(2, 1, 4, 7).spans[:, 0, 0, 1].tolist() == [1, 1]
+
+
+def test_a_call_plans_its_mask_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no plan can be kept."""
+    planned: list[Mask] = []
+    plan_of = masks._plan
+    monkeypatch.setattr(masks, "_plan", lambda mask, sizes: planned.append(mask) or plan_of(mask, sizes))
+    with torch.inference_mode():
+        mask = Documents(torch.tensor([[0, 0, 1]]))
+        q = torch.randn(1, 2, 3, 4)
+        attention(q, q, q, mask=mask)
+    assert planned == [mask]
 
 
 def test_tensors_are_listed_once_each_leaf() -> None:

@@ -2,7 +2,6 @@
 
     {"do": "prepare", "slot": 0, "case": {...}}  -> {"route", "seconds", "error", "dropped"} or {"refused": why}
     {"do": "run", "slot": 0, "calls": 5}         -> {"seconds": of one call}
-    {"do": "clear"}                              -> {}
     {"do": "products"}                           -> {"fp32": FLOP/s, "bf16": FLOP/s} of torch.mm, where there is torch
 
 The first line it writes says what it runs: {"versions": {...}}. Standard output belongs to the answers alone:
@@ -11,7 +10,6 @@ whatever a library prints goes to standard error.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
@@ -46,10 +44,6 @@ class Worker:
                 return {"seconds": repeat(self.slots[request["slot"]].run, request["calls"])}
             case "products":
                 return self.peer.products()
-            case "clear":
-                self.slots.clear()
-                gc.collect()
-                return {}
             case unknown:
                 raise ValueError(f"do: got {unknown!r}")
 

@@ -83,11 +83,6 @@ class Worker:
             raise AbsentError("its process ended and was begun anew")
         return self.ask({"do": "run", "slot": self.slots[case], "calls": calls})["seconds"]
 
-    def clear(self) -> None:
-        """Forget all prepared cases."""
-        self.slots.clear()
-        self.ask({"do": "clear"})
-
     @property
     def alive(self) -> bool:
         """It can be asked again."""

@@ -120,6 +120,13 @@ def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor
         TypeError: an argument is not of the right kind or dtype.
         ValueError: a size or an option does not fit; the message names argument, axis, letter, got and wanted.
     """
+    return described(q, k, v, bias, sinks, options)[0]
+
+
+def described(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, options: Options
+) -> tuple[Call, Plan | None]:
+    """``describe``, and what the mask comes to, where that was looked at."""
     lead = _sizes(q, k, v)
     heads, queries, head_dim = q.shape[-3:]
     kv_heads, keys, v_head_dim = max(k.shape[-3], v.shape[-3]), k.shape[-2], v.shape[-1]
@@ -140,7 +147,7 @@ def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor
         if abs(scale) / (softcap or 1) > LARGEST or (softcap or 0) > LARGEST:
             raise ValueError(f"scale: got {scale}{beside}, wanted factors below {LARGEST:.3g}; {shapes(q=q)}")
     grad = torch.is_grad_enabled()
-    return Call(
+    call = Call(
         lead=lead,
         heads=heads,
         kv_heads=kv_heads,
@@ -164,6 +171,7 @@ def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor
         grad=grad and any(x is not None and x.requires_grad for x in (q, k, v, sinks)),
         form=form(q, k, v, bias, sinks, *(() if options.mask is None else options.mask.tensors())),
     )
+    return call, plan
 
 
 def _may_need_gradient(x: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 
 from headscope import _nonfinite, _operator
 from headscope._backends import Backend, Inputs, Work, blocked, cpu, full_precision, with_zeros
-from headscope._call import Call, Options, as_mask, check_layout, describe, fold, fold_mask, form
+from headscope._call import Call, Options, as_mask, check_layout, described, fold, fold_mask, form
 from headscope._onlookers import has_no_values, is_traced
 from headscope._select import select
 from headscope.masks import Mask, Plan
@@ -436,15 +436,16 @@ def _prepare_anew(
     # the operator plans when it runs: to plan here would fill a compiler's graph with what nobody reads
     traced = form(q, k, v, bias, sinks, *(() if known is None else known.tensors())) == "traced"
     planned = not traced or backend not in (None, *_operator.BACKENDS) or (backend is None and cpu.native is None)
-    call = describe(q, k, v, bias, sinks, Options(known, scale, softcap, dropout, lse, planned))
+    call, plan = described(q, k, v, bias, sinks, Options(known, scale, softcap, dropout, lse, planned))
     same = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]
     if q.layout == torch.jagged:
         if backend not in (None, "sdpa"):
             raise ValueError(f'backend: got {backend!r} beside nested q, k and v, wanted "sdpa" or None')
         backend = "sdpa"
     chosen = select(call, backend)
-    plan = None
-    if known is not None and (not traced or chosen.name not in _operator.BACKENDS):
+    if traced and chosen.name in _operator.BACKENDS:
+        plan = None
+    elif known is not None and plan is None:
         plan = known.plan(call.batch, call.heads, call.queries, call.keys)
     kept = known is None or len(known.tensors()) == 0  # else the plan may change under an equal call
     repeat = None

@@ -468,24 +468,35 @@ def _plan(mask: Mask, sizes: Sizes) -> Plan:
         )
         full = isinstance(mask, Dense)
         return Plan(spans, rest, None, full=full, everything=False, is_causal=square, may_be_empty=True)
-    low, high = spans[..., 0], spans[..., 1]
-    first, last = low.amin(-1).amin(0), torch.where(high > low, high, 0).amax(-1).amax(0)
-    full = bool(((low == 0) & (high == keys)).any(-1).all())
+    # They ascend, those that are empty last: the first of a row says most. Looks at one number come before those at all.
+    low, high = spans[:, :, 0, 0], spans[:, :, 0, 1]
+    full = bool(high[0, 0] - low[0, 0] == keys) and bool((high - low == keys).all())
     return Plan(
         spans,
         rest,
-        torch.stack([first, last], -1),
+        _bounds(spans),
         full=full,
         everything=full and rest is None,
         is_causal=_is_causal(spans, rest, queries, keys),
-        may_be_empty=rest is not None or bool((high <= low).all(-1).any()),
+        may_be_empty=rest is not None or bool((low == keys).any()),
     )
+
+
+def _bounds(spans: Tensor) -> Tensor:
+    """[B or 1, q, n, 2] -> the first and the last key + 1 of each query, [q, 2]; of none, (K, 0)."""
+    low, high = spans[:, :, 0, 0], spans[..., 1]
+    last = torch.where(high > spans[..., 0], high, 0).amax(-1)
+    if len(spans) == 1:  # a minimum over an axis of one takes a hundred times as long
+        return torch.stack([low[0], last[0]], -1)
+    return torch.stack([low.amin(0), last.amax(0)], -1)
 
 
 def _is_causal(spans: Tensor, rest: Mask | None, queries: int, keys: int) -> bool:
     if rest is not None or queries != keys or spans.shape[:3] != (1, queries, 1):
         return False
     low, high = spans[0, :, 0].unbind(-1)
+    if low[-1] != 0 or high[0] != 1:
+        return False
     return bool((low == 0).all()) and torch.equal(high, torch.arange(1, keys + 1, device=spans.device))
 
 
@@ -536,6 +547,10 @@ def _reach(n: int) -> int:
 
 def _documents(mask: Documents, keys: int) -> tuple[Tensor, Mask | None]:
     """From the first to the last key of the query's document; other documents may lie between."""
+    if mask.q_ids is mask.k_ids and keys and mask.k_ids.device.type == "cpu" and not has_no_values():
+        packed = _packed(mask.k_ids)
+        if packed is not None:
+            return packed, None
     rows = len(mask.k_ids) if len(mask.q_ids) == 1 else len(mask.q_ids)  # one row serves every batch entry
     q_ids, k_ids = (ids.long().expand(rows, -1).contiguous() for ids in (mask.q_ids, mask.k_ids))
     if keys == 0:
@@ -550,6 +565,20 @@ def _documents(mask: Documents, keys: int) -> tuple[Tensor, Mask | None]:
     unbroken = not has_no_values() and ids.device.type == "cpu"
     unbroken = unbroken and bool(((last + 1 - first == stop - start) | ~found).all())
     return spans, None if unbroken else mask
+
+
+def _packed(ids: Tensor) -> Tensor | None:
+    """The spans [B or 1, K, 1, 2] of documents that lie one behind the other, numbered upwards; None if they do not."""
+    ids = ids.long()
+    before, after = ids[:, :-1], ids[:, 1:]
+    if bool((after < before).any()):
+        return None
+    begins = torch.cat([ids.new_ones(len(ids), 1, dtype=torch.bool), after > before], 1)
+    start = begins.reshape(-1).nonzero()[:, 0]  # of each document, counted through all rows
+    stop = torch.cat([start[1:], start.new_tensor([ids.numel()])])
+    spans = torch.stack([start, stop], -1).repeat_interleave(stop - start, 0, output_size=ids.numel())
+    spans = spans.view(*ids.shape, 1, 2)
+    return spans if len(ids) == 1 else spans - torch.arange(0, ids.numel(), ids.shape[1])[:, None, None, None]
 
 
 def _both(mask: And, sizes: Sizes, device: torch.device) -> tuple[Tensor, Mask | None]:
