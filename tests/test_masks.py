@@ -258,7 +258,7 @@ def test_documents_one_behind_the_other(dtype: torch.dtype) -> None:
             ids = torch.randint(low, most, (batch, length), generator=random).sort(-1).values.to(dtype)
             sizes = (3, 2, length, length)
             packed, usual = Documents(ids).plan(*sizes), Documents(ids, ids.clone()).plan(*sizes)
-            assert packed.rest is None and usual.rest is None
+            assert (packed.rest, usual.rest) == (None, None)
             assert torch.equal(packed.spans, usual.spans), f"{ids.tolist()}: {packed.spans.tolist()}"
             assert packed.everything == usual.everything
             check(Pair(Documents(ids), oracle.documents(*2 * [ids.expand(3, -1).tolist()])), sizes, f"{ids.tolist()}")

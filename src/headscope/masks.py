@@ -468,7 +468,7 @@ def _plan(mask: Mask, sizes: Sizes) -> Plan:
         )
         full = isinstance(mask, Dense)
         return Plan(spans, rest, None, full=full, everything=False, is_causal=square, may_be_empty=True)
-    # They ascend, those that are empty last: the first of a row says most. Looks at one number come before those at all.
+    # They ascend, empty ones last: the first of a row says most. Looks at one number come before those at all.
     low, high = spans[:, :, 0, 0], spans[:, :, 0, 1]
     full = bool(high[0, 0] - low[0, 0] == keys) and bool((high - low == keys).all())
     return Plan(
