@@ -150,17 +150,18 @@ struct RowStats {
     std::atomic<double>* edge_least = nullptr;  // [H]: some share has as many that are no smaller, so that nothing below is wanted
 };
 
-// A projection: y[n][o] = Σ_e x[n][e] w[o][e] + bias[o], all of one dtype. Strides in elements; those of columns are 1.
+// A projection: y[n][o] = Σ_e x[n][e] w[o][e] + bias[o], all of one dtype. Strides in elements.
 struct Linear {
     std::int64_t rows, width, outs;
     const void *x, *w, *bias;      // bias may be null
     void* y;
-    std::int64_t x_stride, w_stride;  // from row to row
+    std::int64_t x_stride[2], w_stride[2];  // from row to row, and along it; one of the two is 1
     Dtype dtype;
     // Row n of y is row n % batch_rows of its batch entry, and column o is column o % head_width of its head: where there are several
     // heads, that width is a multiple of 16.
     std::int64_t batch_rows, head_width;
     std::int64_t y_stride[3];      // over batch entries, heads, rows
+    bool adds;                     // to y, which is float32; without bias
 };
 constexpr std::int64_t LINEAR_ROWS = 128;  // that are multiplied at once, at most
 
@@ -212,8 +213,10 @@ struct Target {
     void (*reach)(const void* values, bool wide, std::int64_t count, const void* borders, std::int64_t bins, std::int64_t* reached);
 
     // A projection of a dtype that the target multiplies: its outputs are cut into panels, whose weights are turned, each into
-    // `panel_size` bytes aligned to 64, before any rows, up to LINEAR_ROWS of them at once, are multiplied by them.
+    // `panel_size` bytes aligned to 64, before any rows, up to LINEAR_ROWS of them at once, are multiplied by them. Rows of x that lie
+    // across, with a stride along them, which is for float32 alone, are laid lengthwise first.
     bool (*multiplies)(const Linear&);
+    void (*lengthwise)(const Linear&, std::int64_t first_row, std::int64_t rows, float* to, std::int64_t to_stride);
     std::int64_t (*panels)(const Linear&);
     std::size_t (*panel_size)(const Linear&);
     void (*turn)(const Linear&, std::int64_t panel, void* to);

@@ -90,16 +90,13 @@ void run(Backward& g, int threads) {
 }
 
 // Turned weights are kept only some at a time, so that memory does not grow with them.
-void run(const Linear& f, int threads) {
+void multiply(const Target* target, const Linear& f, int threads, Signals& signals) {
     constexpr std::size_t TURNED = 3 << 20;
-    Signals signals;
-    const Target* target = chosen();
-    if (!target->multiplies(f)) throw std::invalid_argument("linear: not of this dtype or width");
     const std::size_t size = target->panel_size(f);
     const std::int64_t panels = target->panels(f), chunks = (f.rows + LINEAR_ROWS - 1) / LINEAR_ROWS;
-    const std::int64_t most = std::clamp(std::int64_t(TURNED / size), std::int64_t(1), panels);
+    const std::int64_t room = std::clamp(std::int64_t(TURNED / size), std::int64_t(1), panels), parts = (panels + room - 1) / room;
+    const std::int64_t most = (panels + parts - 1) / parts;  // the last ones are not left to one thread
     const Scratch<> turned(size * std::size_t(most));
-    expect_pages(f.y, bytes_of(f.rows * f.outs, f.dtype));
     for (std::int64_t from = 0, some; from < panels; from += some) {
         some = std::min(most, panels - from);
         const auto at = [&](std::int64_t n) { return turned.at(std::size_t(n) * size); };
@@ -115,6 +112,30 @@ void run(const Linear& f, int threads) {
             target->multiply(f, from + panel, at(panel), row, std::min(LINEAR_ROWS, f.rows - row));
         });
         signals.raise();
+    }
+}
+
+void run(const Linear& f, int threads) {
+    constexpr std::int64_t AT_ONCE = 512;  // of a row that lies across: memory then does not grow with its length
+    Signals signals;
+    const Target* target = chosen();
+    if (!target->multiplies(f)) throw std::invalid_argument("linear: not of this dtype, width or strides");
+    expect_pages(f.y, bytes_of(f.rows * f.outs, f.dtype));
+    if (f.x_stride[1] == 1) return multiply(target, f, threads, signals);
+    const std::int64_t some = std::min(AT_ONCE, f.width), chunks = (f.rows + LINEAR_ROWS - 1) / LINEAR_ROWS;
+    const Memory laid = allocate(bytes_of(f.rows * some, Dtype::f32));
+    float* const x = static_cast<float*>(static_cast<void*>(laid.get()));
+    for (std::int64_t from = 0; from < f.width; from += some) {
+        Linear part = f;
+        part.width = std::min(some, f.width - from), part.adds = f.adds || from;
+        part.x = static_cast<const float*>(f.x) + from * f.x_stride[1], part.w = static_cast<const float*>(f.w) + from * f.w_stride[1];
+        if (from) part.bias = nullptr;
+        each(signals, chunks, usable(threads, chunks), [&](std::int64_t n, int) {
+            const std::int64_t first = n * LINEAR_ROWS;
+            target->lengthwise(part, first, std::min(LINEAR_ROWS, f.rows - first), x + first * some, some);
+        });
+        part.x = x, part.x_stride[0] = some, part.x_stride[1] = 1;
+        multiply(target, part, threads, signals);
     }
 }
 
@@ -274,21 +295,23 @@ NB_MODULE(_native, m) {
     // Whether `linear` takes this dtype and width.
     m.def("multiplies", [](int dtype, std::int64_t width) {
         Linear f{};
-        f.width = width, f.dtype = static_cast<Dtype>(dtype);
+        f.width = width, f.dtype = static_cast<Dtype>(dtype), f.x_stride[1] = f.w_stride[1] = 1;
         return chosen()->multiplies(f);
     });
-    // (rows, width, outputs), dtype; x [rows, width] and w [outputs, width], each with the stride of its rows in elements; bias [outputs]
-    // or 0; y [batch, heads, rows of a batch entry, width of a head] with those of its first three axes.
-    m.def("linear", [](std::array<std::int64_t, 3> sizes, int dtype, std::uintptr_t x, std::int64_t x_stride, std::uintptr_t w,
-                       std::int64_t w_stride, std::uintptr_t bias, std::uintptr_t y, std::int64_t batch_rows, std::int64_t head_width,
+    // (rows, width, outputs), dtype; x [rows, width] and w [outputs, width], each with its strides in elements, of which one is 1; bias
+    // [outputs] or 0; y [batch, heads, rows of a batch entry, width of a head] with those of its first three axes.
+    m.def("linear", [](std::array<std::int64_t, 3> sizes, int dtype, std::uintptr_t x, std::array<std::int64_t, 2> x_stride, std::uintptr_t w,
+                       std::array<std::int64_t, 2> w_stride, std::uintptr_t bias, std::uintptr_t y, std::int64_t batch_rows, std::int64_t head_width,
                        std::array<std::int64_t, 3> y_stride, int threads) {
         if (sizes[0] < 1 || sizes[2] < 1) return;
         if (sizes[1] < 1) throw std::invalid_argument("linear: rows of no width");
         if (batch_rows < 1 || head_width < 1 || (head_width % 16 && head_width != sizes[2]))
             throw std::invalid_argument("linear: heads of that width");
+        if ((x_stride[0] != 1 && x_stride[1] != 1) || (w_stride[0] != 1 && w_stride[1] != 1))
+            throw std::invalid_argument("linear: strides of which none is 1");
         const Linear f{sizes[0], sizes[1], sizes[2], reinterpret_cast<const void*>(x), reinterpret_cast<const void*>(w),
-                       reinterpret_cast<const void*>(bias), reinterpret_cast<void*>(y), x_stride, w_stride, static_cast<Dtype>(dtype),
-                       batch_rows, head_width, {y_stride[0], y_stride[1], y_stride[2]}};
+                       reinterpret_cast<const void*>(bias), reinterpret_cast<void*>(y), {x_stride[0], x_stride[1]}, {w_stride[0], w_stride[1]},
+                       static_cast<Dtype>(dtype), batch_rows, head_width, {y_stride[0], y_stride[1], y_stride[2]}, false};
         nb::gil_scoped_release unlocked;
         run(f, threads);
     });

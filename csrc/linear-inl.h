@@ -1,9 +1,11 @@
 // The projections, y = x wᵀ + bias, by the tiles of attention. Outputs lie in the lanes: the weights are turned once a call, in
-// panels of up to QUERY_VECTORS vectors of outputs, and rows of x are broadcast from where they lie.
+// panels of up to QUERY_VECTORS vectors of outputs, and rows of x are broadcast from where they lie. A backward pass is two of them: of the
+// output's gradient with the weights, whose rows are then outputs, and of that gradient with x, both across.
 
 template <class Op> struct Projection {
     using Word = typename Op::Word;
     static constexpr int L = LANES<float>, MOST = QUERY_VECTORS * L;  // outputs of a panel
+    static constexpr std::int64_t SIZE = sizeof(Word) / Op::PER_WORD;  // of a number
     static constexpr int DEPTH = 128;  // words that are summed in registers before they join the rest: a longer chain loses bits
 
     const Linear& f;
@@ -18,11 +20,12 @@ template <class Op> struct Projection {
     // To [words][outputs of the panel]. Outputs past the last are copies of it, and are never written.
     void turn(std::int64_t panel, Word* to) const {
         const int outs = vectors(panel) * L;
+        if constexpr (Op::PER_WORD == 1) if (f.w_stride[1] != 1) return copy(panel, to, outs);
         for (int v = 0; v < outs; v += L) {
             const char* row[L];
             for (int r = 0; r < L; r++) {
                 const std::int64_t o = panel * MOST + v + r;
-                row[r] = static_cast<const char*>(f.w) + (o < f.outs ? o : f.outs - 1) * f.w_stride * std::int64_t(sizeof(Word)) / Op::PER_WORD;
+                row[r] = static_cast<const char*>(f.w) + (o < f.outs ? o : f.outs - 1) * f.w_stride[0] * SIZE;
             }
             std::int64_t d = 0;
             for (; d + L <= words(); d += L) {
@@ -36,6 +39,17 @@ template <class Op> struct Projection {
         }
     }
 
+    // The same of weights whose outputs lie together.
+    void copy(std::int64_t panel, float* to, int outs) const {
+        const std::int64_t first = panel * MOST, there = f.outs - first < outs ? f.outs - first : outs;
+        const float* row = static_cast<const float*>(f.w) + first;
+        for (std::int64_t d = 0; d < words(); d++, to += outs, row += f.w_stride[1]) {
+            int o = 0;
+            for (; o + L <= there; o += L) store(to + o, load_anywhere(row + o));
+            for (; o < outs; o++) to[o] = row[o < there ? o : there - 1];
+        }
+    }
+
     // Rows first .. first + count of the panel's outputs, LINEAR_ROWS at most. All rows meet one part of the depth before the next: so much
     // of the turned weights fits into the first cache.
     void multiply(std::int64_t panel, const Word* turned, std::int64_t first, std::int64_t count) const {
@@ -45,7 +59,7 @@ template <class Op> struct Projection {
         else multiply_by<1>(panel, turned, first, int(count));
     }
     template <int QV> void multiply_by(std::int64_t panel, const Word* turned, std::int64_t first, int count) const {
-        constexpr int ROWS = QV * L, R = Tile<float, QV, Op>::R, SIZE = sizeof(Word) / Op::PER_WORD;
+        constexpr int ROWS = QV * L, R = Tile<float, QV, Op>::R;
         float sums[(LINEAR_ROWS + R) * ROWS] __attribute__((aligned(64)));
         V<float> bias[QV];
         std::int64_t head[QV], column[QV];  // where the head lies, and the vector in it
@@ -54,7 +68,7 @@ template <class Op> struct Projection {
             bias[v] = f.bias ? bias_from(o) : V<float>{};
             head[v] = o / f.head_width * f.y_stride[1] * SIZE, column[v] = o % f.head_width;
         }
-        const std::int64_t stride = f.x_stride * SIZE;
+        const std::int64_t stride = f.x_stride[0] * SIZE;
         const char* const x = static_cast<const char*>(f.x) + first * stride;
         for (std::int64_t d = 0; d < words(); d += DEPTH) {
             const int depth = int(words() - d < DEPTH ? words() - d : DEPTH);
@@ -71,7 +85,10 @@ template <class Op> struct Projection {
                     if (r + n == count) break;
                     const std::int64_t batch = (first + r + n) / f.batch_rows, row = (first + r + n) % f.batch_rows;
                     char* const to = static_cast<char*>(f.y) + (batch * f.y_stride[0] + row * f.y_stride[2]) * SIZE;
-                    UNROLL for (int v = 0; v < QV; v++) put_numbers<float>(to + head[v], column[v], a[n][v] + bias[v], f.head_width, f.dtype);
+                    UNROLL for (int v = 0; v < QV; v++) {
+                        if (f.adds) a[n][v] += there(to + head[v], column[v]);
+                        put_numbers<float>(to + head[v], column[v], a[n][v] + bias[v], f.head_width, f.dtype);
+                    }
                 }
             }
         }
@@ -88,6 +105,13 @@ template <class Op> struct Projection {
                 const Word word = Tile<float, QV, Op>::word(row[n], d);
                 UNROLL for (int v = 0; v < QV; v++) a[n][v] = Op::add(a[n][v], word, turned + (d * QV + v) * L);
             }
+    }
+    V<float> there(const char* y, std::int64_t column) const {
+        const float* const at = reinterpret_cast<const float*>(y) + column;
+        if (column + L <= f.head_width) return load_anywhere(at);
+        V<float> found{};
+        for (int n = 0; column + n < f.head_width; n++) found[n] = at[n];
+        return found;
     }
     V<float> bias_from(std::int64_t o) const {
         V<float> bias{};
@@ -108,9 +132,28 @@ template <class Body> void with_projection(const Linear& f, const Body& body) {
 }
 bool multiplies(const Linear& f) {
 #if defined(BF16_DOT)
-    if (f.dtype == Dtype::bf16) return f.width % 2 == 0;
+    if (f.dtype == Dtype::bf16) return f.width % 2 == 0 && f.x_stride[1] == 1 && f.w_stride[1] == 1 && !f.adds;
 #endif
     return f.dtype == Dtype::f32;
+}
+void lengthwise(const Linear& f, std::int64_t first, std::int64_t count, float* to, std::int64_t to_stride) {
+    constexpr int L = LANES<float>;
+    const float* const x = static_cast<const float*>(f.x) + first;
+    const std::int64_t step = f.x_stride[1];
+    std::int64_t r = 0;
+    for (; r + L <= count; r += L) {
+        std::int64_t d = 0;
+        for (; d + L <= f.width; d += L) {
+            V<float> lanes[L];
+            UNROLL for (int n = 0; n < L; n++) lanes[n] = load_anywhere(x + (d + n) * step + r);
+            transpose<float>(lanes);
+            UNROLL for (int n = 0; n < L; n++) store_anywhere(to + (r + n) * to_stride + d, lanes[n]);
+        }
+        for (; d < f.width; d++)
+            for (int n = 0; n < L; n++) to[(r + n) * to_stride + d] = x[d * step + r + n];
+    }
+    for (; r < count; r++)
+        for (std::int64_t d = 0; d < f.width; d++) to[r * to_stride + d] = x[d * step + r];
 }
 std::int64_t panels(const Linear& f) { return (f.outs + Projection<Plain<float>>::MOST - 1) / Projection<Plain<float>>::MOST; }
 std::size_t panel_size(const Linear& f) {

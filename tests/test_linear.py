@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import headscope
 from headscope import _linear
@@ -62,7 +63,9 @@ def test_table_names_its_maker_and_known_routes() -> None:
             routes = entry.get(dtype, {}).get("routes", [])
             assert all(route in ("native", "onednn") and rows >= 0 for rows, route in routes), (name, dtype)
             assert [rows for rows, _ in routes] == sorted((rows for rows, _ in routes), reverse=True), (name, dtype)
-            assert "target" in entry or "native" not in [route for _, route in routes], (name, dtype)
+            trained = entry.get(dtype, {}).get("trained", [])
+            assert all(route == "native" and dtype == "float32" for _, route in trained), (name, dtype)
+            assert "target" in entry or "native" not in [route for _, route in [*routes, *trained]], (name, dtype)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -83,6 +86,102 @@ def test_gradients_are_never_lost(preferred: list[int]) -> None:
     layer(x).sum().backward()
     assert not preferred
     torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(ROWS, -1))
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A CPU for which the table prefers our own product in training; the list grows by one for each of its products."""
+    product, made = own(torch.float32), []
+    for name in ("_multiply", "_of"):
+        monkeypatch.setattr(product, name, counting(getattr(product, name), made))
+    monkeypatch.setattr(
+        _linear, "trained_routes", lambda dtype: ((0, product.trained),) if dtype is torch.float32 else ()
+    )
+    monkeypatch.setattr(_linear, "fits", lambda x, weight, bias: True)
+    return made
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(
+    ("batch", "width", "outs"), [((), 5, 3), ((1,), 1, 1), ((2, 7), 34, 5), ((129,), 130, 97), ((3, 401), 65, 200)]
+)
+def test_gradients_by_our_own_product(
+    training: list[int], batch: tuple[int, ...], width: int, outs: int, bias: bool
+) -> None:
+    """As exact as torch's, and the same twice, with more rows than are added up at once and sizes that leave a rest."""
+    layer = Linear(width, outs, bias=bias)
+    x, grad = torch.randn(*batch, width, requires_grad=True), torch.randn(*batch, outs)
+    wanted = [x, *layer.parameters()]
+    found, again = ((out.detach(), *torch.autograd.grad(out, wanted, grad)) for out in (layer(x), layer(x)))
+    assert len(training) == 6
+    plain = F.linear(x, layer.weight, layer.bias)
+    theirs = (plain, *torch.autograd.grad(plain, wanted, grad))
+    doubles = [leaf.detach().double().requires_grad_() for leaf in wanted]
+    out = F.linear(*doubles)
+    exact = (out, *torch.autograd.grad(out, doubles, grad.double()))
+    for mine, same, right, other in zip(found, again, exact, theirs, strict=True):
+        assert mine.shape == other.shape
+        assert_as_accurate(mine, right.detach(), other.detach())
+        torch.testing.assert_close(mine, same, rtol=0, atol=0)
+
+
+def test_only_gradients_that_are_wanted_are_made(training: list[int]) -> None:
+    layer, x = Linear(WIDTH, OUT), torch.randn(ROWS, WIDTH)
+    layer(x).sum().backward()
+    assert len(training) == 2
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.is_contiguous()
+    layer.requires_grad_(False)
+    layer(x.requires_grad_()).sum().backward()
+    assert len(training) == 4
+    torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(ROWS, -1))
+
+
+def test_second_derivatives_are_torchs(training: list[int]) -> None:
+    layer, x = Linear(WIDTH, OUT), torch.randn(ROWS, WIDTH, requires_grad=True)
+    wanted = [x, layer.weight, layer.bias]
+
+    def penalty(out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first = torch.autograd.grad(out.square().sum(), wanted, create_graph=True)
+        return torch.autograd.grad(sum(each.square().sum() for each in first), wanted)
+
+    for mine, theirs in zip(penalty(layer(x)), penalty(F.linear(*wanted)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3 * float(theirs.abs().max()))
+
+
+def test_many_gradients_at_once_and_what_hooks_give_back(training: list[int]) -> None:
+    layer, x = Linear(WIDTH, OUT), torch.randn(ROWS, WIDTH, requires_grad=True)
+    many = torch.randn(3, ROWS, OUT)
+    found = torch.autograd.grad(layer(x), [x, layer.weight], many, is_grads_batched=True)
+    for n in range(3):
+        for mine, theirs in zip(found, torch.autograd.grad(layer(x), [x, layer.weight], many[n]), strict=True):
+            torch.testing.assert_close(mine[n], theirs, rtol=1e-4, atol=1e-4)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.t().contiguous(), lambda t: t.t()):
+        out = layer(x)
+    found = torch.autograd.grad(out, [x, layer.weight], many[0])
+    for mine, theirs in zip(found, torch.autograd.grad(layer(x), [x, layer.weight], many[0]), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_a_training_module_is_the_same(training: list[int]) -> None:
+    """Under checkpointing and torch.func, too."""
+    module, x = headscope.MultiHeadAttention(64, 4), torch.randn(2, 33, 64, requires_grad=True)
+    names = list(dict(module.named_parameters()))
+    wanted = [x, *module.parameters()]
+    found = torch.autograd.grad(module(x).square().sum(), wanted)
+    assert len(training) == 6
+    kept = torch.autograd.grad(checkpoint(module, x, use_reentrant=False).square().sum(), wanted)
+    before = len(training)
+
+    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(module, parameters, (x,)).square().sum()
+
+    of_func = torch.func.grad(loss)(dict(module.named_parameters()), x)
+    assert len(training) == before
+    for name, mine, again in zip(["x", *names], found, kept, strict=True):
+        torch.testing.assert_close(mine, again, rtol=0, atol=0, msg=name)
+        if name != "x":
+            torch.testing.assert_close(mine, of_func[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
 def test_what_the_table_does_not_speak_of_goes_to_torch(preferred: list[int]) -> None:

@@ -34,4 +34,4 @@ using Half = _Float16;
     runs_here, prepare_tasks, prepared, prepare, tasks, scratch, run, shares, partial, merge, groups, gradient_scratch, sums, \
         run_gradient, bias_tasks, run_bias_gradient, look_shares, lines_apart, look_tasks, \
         look_scratch, run_look, gather_look, lengths, pool, squares, reach, \
-        multiplies, panels, panel_size, turn, multiply
+        multiplies, lengthwise, panels, panel_size, turn, multiply

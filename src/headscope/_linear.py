@@ -2,8 +2,8 @@
 
 ``F.linear`` in float32 goes to MKL, which takes a slower path on CPUs that are not Intel's; oneDNN, which torch also
 carries, does not; and the tiles of our own kernels multiply too. ``linear_table.json`` holds what was measured, and the
-choice is made from that and from the shapes alone. The other two have no gradient, so they run in inference only;
-where one is not there (oneDNN's is internal to torch), or the call is not an ordinary one, ``F.linear`` runs.
+choice is made from that and from the shapes alone. oneDNN's has no gradient, so it runs in inference only; where one is
+not there (it is internal to torch), or the call is not an ordinary one, ``F.linear`` runs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.nn import functional as F
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
@@ -64,9 +65,10 @@ def in_heads(linear: nn.Module, input: Tensor, width: int) -> Tensor | None:
 
 def route(input: Tensor, weight: Tensor, bias: Tensor | None) -> Product | None:
     """The product that the table prefers to torch's for this call."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not fits(input, weight, bias) or is_traced():
+    if torch.compiler.is_compiling() or not fits(input, weight, bias) or is_traced():
         return None
-    for least_rows, product in routes(input.dtype):
+    trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, weight, bias))
+    for least_rows, product in trained_routes(input.dtype) if trained else routes(input.dtype):
         if input.numel() >= least_rows * input.shape[-1]:
             return product
     return None
@@ -135,6 +137,14 @@ def routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
     return tuple((rows, product) for rows, name in said if (product := there[name]) is not None)
 
 
+@cache
+def trained_routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
+    """Likewise where gradients are asked for: forward and backward together."""
+    said = entry().get(DTYPES[dtype], {}).get("trained", ())
+    product = native(dtype)
+    return () if product is None else tuple((rows, product.trained) for rows, _ in said)
+
+
 class Native:
     """The product of our own kernels.
 
@@ -157,6 +167,24 @@ class Native:
         self._multiply(x, weight, bias, out, x.numel() // x.shape[-1], outs, (0, 0, outs))
         return out
 
+    def trained(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same with gradients."""
+        return _Trained.apply(self, x, weight, bias)  # pyright: ignore[reportReturnType]
+
+    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """``grad @ weight``: [..., outs], [outs, width] -> [..., width]."""
+        outs, width = weight.shape
+        out = torch.empty((*grad.shape[:-1], width), dtype=self.dtype, device="cpu")
+        self._of(grad, (outs, 1), weight, (1, width), out, (grad.numel() // outs, outs, width))
+        return out
+
+    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        """``grad.T @ x``: [..., outs], [..., width] -> [outs, width]."""
+        outs, width = grad.shape[-1], x.shape[-1]
+        out = torch.empty((outs, width), dtype=self.dtype, device="cpu")
+        self._of(grad, (1, outs), x, (1, width), out, (outs, grad.numel() // outs, width))
+        return out
+
     def heads(self, x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
         """[..., T, E], [count * width, E] -> [..., count, T, width]; the width is a multiple of 16."""
         *batch, length, _ = x.shape
@@ -171,9 +199,49 @@ class Native:
     ) -> None:  # fmt: skip
         outs, depth = weight.shape
         cpu.native.linear(
-            (x.numel() // depth, depth, outs), self.code, x.data_ptr(), depth, weight.data_ptr(), depth,
+            (x.numel() // depth, depth, outs), self.code, x.data_ptr(), (depth, 1), weight.data_ptr(), (depth, 1),
             0 if bias is None else bias.data_ptr(), out.data_ptr(), length, width, strides, torch.get_num_threads(),
         )  # fmt: skip
+
+    def _of(
+        self, x: Tensor, x_stride: tuple[int, int], w: Tensor, w_stride: tuple[int, int], out: Tensor,
+        sizes: tuple[int, int, int],
+    ) -> None:  # fmt: skip
+        """x @ w.T of so many rows, so deep and so many columns, by strides over rows (of w: columns) and depth."""
+        rows, _, width = sizes
+        cpu.native.linear(
+            sizes, self.code, x.data_ptr(), x_stride, w.data_ptr(), w_stride, 0, out.data_ptr(), rows, width,
+            (0, 0, width), torch.get_num_threads(),
+        )  # fmt: skip
+
+
+class _Trained(torch.autograd.Function):
+    """Our own product and its gradients; torch's where they are differentiated again, or many are asked for at once."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Native, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.product = product
+        ctx.save_for_backward(x, weight)
+        return product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        _, of_x, of_weight, of_bias = ctx.needs_input_grad
+        own = not (torch.is_grad_enabled() or is_traced() or is_legacy_batchedtensor(grad)) and all(
+            type(each) in (Tensor, nn.Parameter) and each.is_cpu and each.dtype == grad.dtype and not each.is_neg()
+            for each in (grad, x, weight)  # hooks on what is saved may have given back something else
+        )
+        product: Native = ctx.product
+        if own:
+            grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
+        rows = grad.reshape(-1, grad.shape[-1])
+        return (
+            None,
+            (product.of_input(grad, weight) if own else grad @ weight) if of_x else None,
+            (product.of_weight(grad, x) if own else rows.mT @ x.reshape(-1, x.shape[-1])) if of_weight else None,
+            rows.sum(0) if of_bias else None,
+        )
 
 
 @cache

@@ -127,6 +127,9 @@ public:
         Placed copy(*this, 0);
         return copy;
     }
+    void write(const Array& x) {
+        each(x, [&](std::size_t from, char* to) { encode(to, x.x[from], kind); });
+    }
     void zero() {
         each(Array(shape[0], shape[1], shape[2], shape[3]), [&](std::size_t, char* at) { std::memset(at, 0, std::size_t(bytes_of(kind))); });
     }
