@@ -115,28 +115,47 @@ void multiply(const Target* target, const Linear& f, int threads, Signals& signa
     }
 }
 
+// Of rows of x that lie across: each task lays some of them lengthwise and turns what it multiplies them by, a part of the depth at a time,
+// so that nobody waits for anybody.
+void multiply_across(const Target* target, const Linear& f, int threads, Signals& signals) {
+    constexpr std::int64_t AT_ONCE = 512, TASKS = 2;  // as many of a thread, at least
+    Linear part = f;
+    part.width = std::min(AT_ONCE, f.width);
+    const std::size_t laid = std::size_t(LINEAR_ROWS * part.width) * sizeof(float), own = room_of_own(laid + target->panel_size(part));
+    const std::int64_t panels = target->panels(f), chunks = (f.rows + LINEAR_ROWS - 1) / LINEAR_ROWS;
+    const std::int64_t groups = std::clamp((TASKS * threads + chunks - 1) / chunks, std::int64_t(1), panels);
+    const int used = usable(threads, chunks * groups);
+    const Scratch<> scratch(own * std::size_t(used));
+    each(signals, chunks * groups, used, [&](std::int64_t n, int thread) {
+        const std::int64_t first = n / groups * LINEAR_ROWS, group = n % groups;
+        char* const room = scratch.at(own * std::size_t(thread));
+        float* const x = reinterpret_cast<float*>(room);
+        Linear some = f;
+        some.rows = std::min(LINEAR_ROWS, f.rows - first);
+        some.y = static_cast<float*>(f.y) + first * f.y_stride[2];
+        for (std::int64_t from = 0; from < f.width && !signals.stops(&signals); from += AT_ONCE) {
+            some.width = std::min(AT_ONCE, f.width - from), some.adds = f.adds || from;
+            if (from) some.bias = nullptr;
+            some.x = static_cast<const float*>(f.x) + first + from * f.x_stride[1], some.w = static_cast<const float*>(f.w) + from * f.w_stride[1];
+            some.x_stride[0] = 1, some.x_stride[1] = f.x_stride[1];
+            target->lengthwise(some, 0, some.rows, x, some.width);
+            some.x = x, some.x_stride[0] = some.width, some.x_stride[1] = 1;
+            for (std::int64_t panel = panels * group / groups; panel < panels * (group + 1) / groups; panel++) {
+                target->turn(some, panel, room + laid);
+                target->multiply(some, panel, room + laid, 0, some.rows);
+            }
+        }
+    });
+    signals.raise();
+}
+
 void run(const Linear& f, int threads) {
-    constexpr std::int64_t AT_ONCE = 512;  // of a row that lies across: memory then does not grow with its length
     Signals signals;
     const Target* target = chosen();
     if (!target->multiplies(f)) throw std::invalid_argument("linear: not of this dtype, width or strides");
     expect_pages(f.y, bytes_of(f.rows * f.outs, f.dtype));
-    if (f.x_stride[1] == 1) return multiply(target, f, threads, signals);
-    const std::int64_t some = std::min(AT_ONCE, f.width), chunks = (f.rows + LINEAR_ROWS - 1) / LINEAR_ROWS;
-    const Memory laid = allocate(bytes_of(f.rows * some, Dtype::f32));
-    float* const x = static_cast<float*>(static_cast<void*>(laid.get()));
-    for (std::int64_t from = 0; from < f.width; from += some) {
-        Linear part = f;
-        part.width = std::min(some, f.width - from), part.adds = f.adds || from;
-        part.x = static_cast<const float*>(f.x) + from * f.x_stride[1], part.w = static_cast<const float*>(f.w) + from * f.w_stride[1];
-        if (from) part.bias = nullptr;
-        each(signals, chunks, usable(threads, chunks), [&](std::int64_t n, int) {
-            const std::int64_t first = n * LINEAR_ROWS;
-            target->lengthwise(part, first, std::min(LINEAR_ROWS, f.rows - first), x + first * some, some);
-        });
-        part.x = x, part.x_stride[0] = some, part.x_stride[1] = 1;
-        multiply(target, part, threads, signals);
-    }
+    if (f.x_stride[1] == 1) multiply(target, f, threads, signals);
+    else multiply_across(target, f, threads, signals);
 }
 
 // An observation of calls that differ in nothing but where their tensors lie. What it finds lies in one piece of memory of the
@@ -309,6 +328,7 @@ NB_MODULE(_native, m) {
             throw std::invalid_argument("linear: heads of that width");
         if ((x_stride[0] != 1 && x_stride[1] != 1) || (w_stride[0] != 1 && w_stride[1] != 1))
             throw std::invalid_argument("linear: strides of which none is 1");
+        if (x_stride[1] != 1 && batch_rows < sizes[0]) throw std::invalid_argument("linear: rows that lie across, of several batch entries");
         const Linear f{sizes[0], sizes[1], sizes[2], reinterpret_cast<const void*>(x), reinterpret_cast<const void*>(w),
                        reinterpret_cast<const void*>(bias), reinterpret_cast<void*>(y), {x_stride[0], x_stride[1]}, {w_stride[0], w_stride[1]},
                        static_cast<Dtype>(dtype), batch_rows, head_width, {y_stride[0], y_stride[1], y_stride[2]}, false};

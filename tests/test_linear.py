@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import headscope
 from headscope import _linear
@@ -57,6 +58,7 @@ def test_table_names_its_maker_and_known_routes() -> None:
     table = _linear.table()
     assert table["made_by"].startswith("python benchmarks/linear.py")
     assert table["least_products"] > 0
+    assert table["least_side"] > 0
     for name, entry in table["cpus"].items():
         assert entry["measured_on"], name
         for dtype in _linear.DTYPES.values():
@@ -163,6 +165,93 @@ def test_many_gradients_at_once_and_what_hooks_give_back(training: list[int]) ->
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
+def test_saved_is_what_torch_saves(training: list[int]) -> None:
+    """As many, of the same sizes, and only where something needs them: frozen layers keep nothing alive."""
+
+    def saved(layer: nn.Linear, x: torch.Tensor) -> list[tuple[torch.Size, tuple[int, ...]]]:
+        kept: list[tuple[torch.Size, tuple[int, ...]]] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append((t.shape, t.stride())) or t, lambda t: t):
+            layer(x)
+        return kept
+
+    for frozen in ((), ("weight",), ("bias",), ("weight", "bias")):
+        for needs in (True, False):
+            for bias in (True, False):
+                ours, theirs = Linear(WIDTH, OUT, bias=bias), nn.Linear(WIDTH, OUT, bias=bias)
+                for layer in (ours, theirs):
+                    for name, parameter in layer.named_parameters():
+                        parameter.requires_grad_(name not in frozen)
+                x = torch.randn(2, ROWS, WIDTH, requires_grad=needs)
+                assert saved(ours, x) == saved(theirs, x), (frozen, needs, bias)
+    assert training
+
+
+def test_what_changes_before_the_backward_pass(training: list[int]) -> None:
+    """What torch forbids raises, and what it does not is the same."""
+    layer, x = Linear(WIDTH, OUT), torch.randn(ROWS, WIDTH, requires_grad=True)
+    wanted = F.linear(x, layer.weight).sum()
+    out = layer(x)
+    layer.weight.data = 2 * layer.weight.data
+    found = torch.autograd.grad(out.sum(), [x])
+    torch.testing.assert_close(found, torch.autograd.grad(wanted, [x]))
+    for change in (layer.weight, layer.bias):
+        out = layer(x)
+        with torch.no_grad():
+            change.mul_(2)
+        if change is layer.weight:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
+        else:
+            out.sum().backward()
+    layer.requires_grad_(False)
+    hidden = x * 1
+    out = layer(hidden)
+    hidden.add_(1)
+    out.sum().backward()
+    assert training
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_what_does_not_lie_in_memory_as_it_says_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, made = own(torch.float32), []
+    for name in ("_multiply", "_of"):
+        monkeypatch.setattr(product, name, counting(getattr(product, name), made))
+    monkeypatch.setattr(_linear, "trained_routes", lambda dtype: ((0, product.trained),))
+    monkeypatch.setattr(_linear, "routes", lambda dtype: ((0, product),))
+    layer, x = Linear(WIDTH, OUT), torch.randn(ROWS, WIDTH, requires_grad=True)
+    assert layer(x).shape == (ROWS, OUT)
+    assert len(made) == 1
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t[:4]):
+        out = layer(x)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        out.sum().backward()
+    made.clear()
+    zeros = torch.autograd.grad(layer(x), [x, layer.weight], torch._efficientzerotensor((ROWS, OUT)))
+    assert all(not each.any() for each in zeros)
+    assert len(made) == 1, "the forward pass"
+    made.clear()
+    freed, short, other = Linear(WIDTH, OUT), Linear(WIDTH, OUT), Linear(WIDTH, OUT)
+    freed.weight.untyped_storage().resize_(0)
+    short.bias = nn.Parameter(torch.ones(5))
+    other.bias = nn.Parameter(torch.ones(OUT, device="meta"))
+    for broken in (freed, short, other):
+        with pytest.raises(RuntimeError):
+            broken(x)
+    short.bias = nn.Parameter(torch.ones(1))
+    torch.testing.assert_close(short(x), F.linear(x, short.weight) + 1)
+    nested = torch.nested.nested_tensor([x.detach(), x.detach()])
+    torch.testing.assert_close(layer(nested)[0], layer(x))
+    assert len(made) == 1, "that of an ordinary input"
+
+
+def test_narrow_layers_are_torchs() -> None:
+    side = _linear.table()["least_side"]
+    rows = 2 + _linear.table()["least_products"] // side**2
+    for width, outs, fits in ((side, side, True), (side - 1, 2 * side, False), (2 * side, side - 1, False)):
+        layer = Linear(width, outs)
+        assert _linear.fits(torch.randn(rows, width), layer.weight, layer.bias) == fits
+
+
 def test_a_training_module_is_the_same(training: list[int]) -> None:
     """Under checkpointing and torch.func, too."""
     module, x = headscope.MultiHeadAttention(64, 4), torch.randn(2, 33, 64, requires_grad=True)
@@ -171,11 +260,16 @@ def test_a_training_module_is_the_same(training: list[int]) -> None:
     found = torch.autograd.grad(module(x).square().sum(), wanted)
     assert len(training) == 6
     kept = torch.autograd.grad(checkpoint(module, x, use_reentrant=False).square().sum(), wanted)
-    before = len(training)
 
     def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(module, parameters, (x,)).square().sum()
 
+    with FlopCounterMode(display=False):  # by torch's product, as it wants to see operators
+        out = checkpoint(module, x, use_reentrant=False)
+    found_outside = torch.autograd.grad(out.square().sum(), wanted)
+    for mine, again in zip(found, found_outside, strict=True):
+        torch.testing.assert_close(mine, again, rtol=1e-4, atol=1e-4)
+    before = len(training)
     of_func = torch.func.grad(loss)(dict(module.named_parameters()), x)
     assert len(training) == before
     for name, mine, again in zip(["x", *names], found, kept, strict=True):
@@ -269,7 +363,7 @@ def test_absent_operator_leaves_torchs_route(monkeypatch: pytest.MonkeyPatch) ->
 def test_routes_follow_vendor_family_and_target(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"routes": [[100, "native"], [0, "onednn"]]}
     cpus = {"Maker": {"float32": {"routes": [[0, "onednn"]]}}, "Maker 7": {"target": "here", "float32": said}}
-    monkeypatch.setattr(_linear, "table", lambda: {"cpus": cpus, "least_products": 1})
+    monkeypatch.setattr(_linear, "table", lambda: {"cpus": cpus, "least_products": 1, "least_side": 1})
     monkeypatch.setattr(_linear, "vendor", lambda: "Maker")
     monkeypatch.setattr(_linear, "native", _linear.native.__wrapped__)
     there = _linear.onednn()

@@ -264,6 +264,17 @@ def test_documents_one_behind_the_other(dtype: torch.dtype) -> None:
             check(Pair(Documents(ids), oracle.documents(*2 * [ids.expand(3, -1).tolist()])), sizes, f"{ids.tolist()}")
 
 
+def test_documents_of_nothing_and_beside_another_default_device() -> None:
+    nothing = torch.zeros(0, 2, 6, 8)
+    assert (
+        attention(nothing, nothing, nothing, mask=Documents(torch.zeros(0, 6, dtype=torch.long))).shape == nothing.shape
+    )
+    ids, q = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 2]]), torch.randn(2, 1, 4, 8)
+    wanted = attention(q, q, q, mask=Documents(ids))
+    with torch.device("meta"):
+        torch.testing.assert_close(attention(q, q, q, mask=Documents(ids)), wanted, rtol=0, atol=0)
+
+
 def test_what_plans_know_of_themselves() -> None:
     def plan(mask: Mask, queries: int = 7, keys: int = 7) -> Plan:
         return mask.plan(2, 3, queries, keys)

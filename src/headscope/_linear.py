@@ -65,7 +65,7 @@ def in_heads(linear: nn.Module, input: Tensor, width: int) -> Tensor | None:
 
 def route(input: Tensor, weight: Tensor, bias: Tensor | None) -> Product | None:
     """The product that the table prefers to torch's for this call."""
-    if torch.compiler.is_compiling() or not fits(input, weight, bias) or is_traced():
+    if torch.compiler.is_compiling() or is_traced() or not fits(input, weight, bias):
         return None
     trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, weight, bias))
     for least_rows, product in trained_routes(input.dtype) if trained else routes(input.dtype):
@@ -79,16 +79,28 @@ def fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
         type(input) is Tensor
         and type(weight) is nn.Parameter
-        and input.dtype == weight.dtype
-        and input.dtype in DTYPES
-        and (bias is None or (bias.dtype == input.dtype and bias.is_contiguous()))
-        and input.device.type == weight.device.type == "cpu"
-        and input.is_contiguous()
-        and weight.is_contiguous()
-        and not (input.is_neg() or weight.is_neg())
-        and input.shape[-1] == weight.shape[1]
+        and not input.is_nested
+        and weight.ndim == 2
         and input.numel() * weight.shape[0] >= table()["least_products"]
+        and min(weight.shape) >= table()["least_side"]
+        and input.shape[-1] == weight.shape[1]
+        and input.dtype in DTYPES
+        and _lies_plainly(input, input.dtype)
+        and _lies_plainly(weight, input.dtype)
+        and (bias is None or (bias.shape == weight.shape[:1] and _lies_plainly(bias, input.dtype)))
         and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _lies_plainly(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether its numbers lie in memory, which may have been freed, one behind the other, as they are to be read."""
+    return (
+        x.is_cpu
+        and x.dtype == dtype
+        and x.layout == torch.strided
+        and not (x.is_neg() or x._is_zerotensor())
+        and x.is_contiguous()
+        and x.untyped_storage().nbytes() >= (x.storage_offset() + x.numel()) * x.element_size()
     )
 
 
@@ -169,20 +181,21 @@ class Native:
 
     def trained(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The same with gradients."""
-        return _Trained.apply(self, x, weight, bias)  # pyright: ignore[reportReturnType]
+        out: Any = _Trained.apply(self, x.reshape(-1, x.shape[-1]), weight.t(), bias)
+        return out.view(*x.shape[:-1], weight.shape[0])
 
     def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """``grad @ weight``: [..., outs], [outs, width] -> [..., width]."""
-        outs, width = weight.shape
-        out = torch.empty((*grad.shape[:-1], width), dtype=self.dtype, device="cpu")
-        self._of(grad, (outs, 1), weight, (1, width), out, (grad.numel() // outs, outs, width))
+        """``grad @ weight``: [rows, outs], [outs, width] -> [rows, width]."""
+        (rows, outs), width = grad.shape, weight.shape[1]
+        out = torch.empty((rows, width), dtype=self.dtype, device="cpu")
+        self._of(grad, (outs, 1), weight, (1, width), out, (rows, outs, width))
         return out
 
     def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
-        """``grad.T @ x``: [..., outs], [..., width] -> [outs, width]."""
-        outs, width = grad.shape[-1], x.shape[-1]
+        """``grad.T @ x``: [rows, outs], [rows, width] -> [outs, width]."""
+        (rows, outs), width = grad.shape, x.shape[1]
         out = torch.empty((outs, width), dtype=self.dtype, device="cpu")
-        self._of(grad, (1, outs), x, (1, width), out, (outs, grad.numel() // outs, width))
+        self._of(grad, (1, outs), x, (1, width), out, (outs, rows, width))
         return out
 
     def heads(self, x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
@@ -216,32 +229,43 @@ class Native:
 
 
 class _Trained(torch.autograd.Function):
-    """Our own product and its gradients; torch's where they are differentiated again, or many are asked for at once."""
+    """Our own product and its gradients; torch's where they are differentiated again, or many are asked for at once.
+
+    Takes and saves what ``torch.addmm`` (without bias ``torch.mm``) takes and saves in ``F.linear``, so that whoever
+    counts, changes or replaces what is saved finds no difference: x [rows, width] and the weight turned, [width, outs],
+    each if the other needs a gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, product: Native, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, product: Native, x: Tensor, turned: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _, of_x, of_turned, _ = ctx.needs_input_grad
         ctx.product = product
-        ctx.save_for_backward(x, weight)
-        return product(x, weight, bias)
+        saved = (x if of_turned else None, turned if of_x else None)
+        ctx.save_for_backward(*(saved if bias is not None else saved[::-1]))  # torch saves in the order of its names for them
+        ctx.biased = bias is not None
+        return product(x, turned.t(), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
-        _, of_x, of_weight, of_bias = ctx.needs_input_grad
-        own = not (torch.is_grad_enabled() or is_traced() or is_legacy_batchedtensor(grad)) and all(
-            type(each) in (Tensor, nn.Parameter) and each.is_cpu and each.dtype == grad.dtype and not each.is_neg()
-            for each in (grad, x, weight)  # hooks on what is saved may have given back something else
-        )
+        x, turned = ctx.saved_tensors if ctx.biased else ctx.saved_tensors[::-1]
         product: Native = ctx.product
-        if own:
-            grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
-        rows = grad.reshape(-1, grad.shape[-1])
-        return (
-            None,
-            (product.of_input(grad, weight) if own else grad @ weight) if of_x else None,
-            (product.of_weight(grad, x) if own else rows.mT @ x.reshape(-1, x.shape[-1])) if of_weight else None,
-            rows.sum(0) if of_bias else None,
-        )
+        of_x = of_turned = None
+        if turned is not None:
+            own = _own(grad, turned.t())
+            of_x = product.of_input(*own) if own and grad.shape[1] == turned.shape[1] else grad @ turned.t()
+        if x is not None:
+            own = _own(grad, x)
+            of_turned = product.of_weight(*own).t() if own and len(grad) == len(x) else x.t() @ grad
+        return None, of_x, of_turned, grad.sum(0) if ctx.needs_input_grad[3] else None
+
+
+def _own(*factors: Tensor) -> tuple[Tensor, ...] | None:
+    """Factors as our own product reads them in a backward pass, or None: hooks may have given back anything."""
+    if torch.is_grad_enabled() or is_traced() or any(is_legacy_batchedtensor(x) for x in factors):
+        return None
+    dense = tuple(x.contiguous() if x.layout == torch.strided else x for x in factors)
+    plain = (type(x) in (Tensor, nn.Parameter) and x.ndim == 2 and _lies_plainly(x, torch.float32) for x in dense)
+    return dense if all(plain) else None
 
 
 @cache

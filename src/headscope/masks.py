@@ -547,7 +547,7 @@ def _reach(n: int) -> int:
 
 def _documents(mask: Documents, keys: int) -> tuple[Tensor, Mask | None]:
     """From the first to the last key of the query's document; other documents may lie between."""
-    if mask.q_ids is mask.k_ids and keys and mask.k_ids.device.type == "cpu" and not has_no_values():
+    if mask.q_ids is mask.k_ids and mask.k_ids.device.type == "cpu" and not has_no_values() and mask.k_ids.numel():
         packed = _packed(mask.k_ids)
         if packed is not None:
             return packed, None
@@ -578,7 +578,7 @@ def _packed(ids: Tensor) -> Tensor | None:
     stop = torch.cat([start[1:], start.new_tensor([ids.numel()])])
     spans = torch.stack([start, stop], -1).repeat_interleave(stop - start, 0, output_size=ids.numel())
     spans = spans.view(*ids.shape, 1, 2)
-    return spans if len(ids) == 1 else spans - torch.arange(0, ids.numel(), ids.shape[1])[:, None, None, None]
+    return spans if len(ids) == 1 else spans - ids.shape[1] * torch.arange(len(ids), device="cpu")[:, None, None, None]
 
 
 def _both(mask: And, sizes: Sizes, device: torch.device) -> tuple[Tensor, Mask | None]:
