@@ -240,9 +240,9 @@ class _Trained(torch.autograd.Function):
     def forward(ctx: Any, product: Native, x: Tensor, turned: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         _, of_x, of_turned, _ = ctx.needs_input_grad
         ctx.product = product
-        saved = (x if of_turned else None, turned if of_x else None)
-        ctx.save_for_backward(*(saved if bias is not None else saved[::-1]))  # torch saves in the order of its names for them
+        saved = (x if of_turned else None, turned if of_x else None)  # in torch's order, which is by its names for them
         ctx.biased = bias is not None
+        ctx.save_for_backward(*(saved if ctx.biased else saved[::-1]))
         return product(x, turned.t(), bias)
 
     @staticmethod
