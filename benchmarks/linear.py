@@ -34,6 +34,7 @@ from headscope._cpuinfo import family, processor, vendor
 TABLE = Path(_linear.__file__).with_name(_linear.TABLE)
 ROWS = (4096, 1024, 512, 256, 128, 64, 32)
 SIZES = ((512, 512), (512, 1536), (768, 2304))  # of x, and of y
+NARROW = ((64, 64), (64, 512), (512, 64))  # as narrow as the table speaks of, "least_side"
 MARGIN, BEHIND = 1.1, 0.97
 
 Speeds = dict[str, float]
@@ -57,7 +58,8 @@ def main() -> None:
             if cpu.native is not None and cpu.native.multiplies(cpu.CODES[dtype], 2):
                 routes["native"] = _linear.Native(dtype)
             figures = {rows: [measured(rows, *size, dtype, routes, asked.seconds) for size in SIZES] for rows in ROWS}
-            entry[name] = {"routes": preferred(figures), "gflops": figures}
+            narrow = [measured(ROWS[0], *size, dtype, routes, asked.seconds) for size in NARROW]
+            entry[name] = {"routes": preferred(figures), "gflops": figures, "narrow": narrow}
             print(f"{vendor()} {family()}, {name}: {preferred(figures)}")
     native = _linear.native(torch.float32)
     if native is not None:
@@ -68,7 +70,8 @@ def main() -> None:
         }
         faster = list(takewhile(lambda rows: ahead("native", figures[rows]), ROWS))
         trained = [[faster[-1], "native"]] if faster else []
-        entry["float32"] |= {"trained": trained, "trained_gflops": figures}
+        narrow = [measured(ROWS[0], *size, torch.float32, routes, asked.seconds, grad=True) for size in NARROW]
+        entry["float32"] |= {"trained": trained, "trained_gflops": figures, "trained_narrow": narrow}
         print(f"{vendor()} {family()}, float32 with gradients: {trained}")
     if asked.update:
         save(entry)
