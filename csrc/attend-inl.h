@@ -137,8 +137,8 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
     Lines values(std::int64_t j, int keys) const {
         const int width = int(f.v_head_dim);
         if (PAIRS && f.paired_v) {
-            const std::int64_t pairs = (f.keys + 1) / 2, line = width * 4;
-            return {static_cast<const char*>(f.paired_v) + ((b * f.kv_heads + this->kv_head) * pairs + j / 2) * line, line};
+            const std::int64_t line = width * 4, pair = j / 2 - f.seen[0] / 2;
+            return {static_cast<const char*>(f.paired_v) + ((b * f.kv_heads + this->kv_head) * pairs_seen(f) + pair) * line, line};
         }
         return this->across(f.v, j, keys, width, this->wide_v);
     }

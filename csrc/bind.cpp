@@ -36,6 +36,15 @@ Spans reach(std::uintptr_t data, const std::array<std::int64_t, 3>& at) {
     return {reinterpret_cast<const std::int32_t*>(data), at[0], at[1], std::int32_t(at[2])};
 }
 
+void wants_memory(const char* name, const void* data, std::int64_t count) {
+    if (!data && count) throw std::invalid_argument(std::string(name) + ": its memory is gone: its storage holds nothing");
+}
+void wants_memory(const Forward& f) {
+    wants_memory("q", f.q.data, f.batch * f.heads * f.queries);
+    wants_memory("k", f.k.data, f.batch * f.kv_heads * f.keys);
+    wants_memory("v", f.v.data, f.batch * f.kv_heads * f.keys * f.v_head_dim);
+}
+
 // Kind, and up to two tensors, each as its address and its strides.
 using RuleIn = std::tuple<int, std::uintptr_t, Axes, std::uintptr_t, Axes>;
 
@@ -268,6 +277,7 @@ NB_MODULE(_native, m) {
         Forward f = call;
         f.out = reinterpret_cast<void*>(out);
         f.lse = reinterpret_cast<void*>(lse);
+        wants_memory(f);
         std::atomic<bool> spoilt{false};
         f.spoilt = &spoilt;
         nb::gil_scoped_release unlocked;
@@ -278,11 +288,10 @@ NB_MODULE(_native, m) {
     m.def("repeat", [](const Forward& call, std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t bias,
                        std::uintptr_t sinks, std::uintptr_t out, std::uintptr_t lse, int threads) {
         Forward f = call;  // several threads may repeat one call
-        if ((!q && f.batch * f.heads * f.queries != 0) || (!(k && v) && f.batch * f.kv_heads * f.keys != 0))
-            throw std::invalid_argument("q, k, v: one has no memory");
         f.q.data = reinterpret_cast<const void*>(q), f.k.data = reinterpret_cast<const void*>(k);
         f.v.data = reinterpret_cast<const void*>(v), f.out = reinterpret_cast<void*>(out);
         f.bias.data = reinterpret_cast<const void*>(bias), f.sinks = reinterpret_cast<const void*>(sinks);
+        wants_memory(f);
         f.lse = reinterpret_cast<void*>(lse);
         std::atomic<bool> spoilt{false};
         f.spoilt = &spoilt;
@@ -301,6 +310,9 @@ NB_MODULE(_native, m) {
         const int dtype = int(f.q.dtype);
         g.out = tensor(out, out_stride, dtype), g.grad_out = tensor(grad_out, grad_out_stride, dtype);
         g.grad_lse = reinterpret_cast<const void*>(grad_lse);
+        const std::int64_t rows = f.batch * f.heads * f.queries;
+        wants_memory(f), wants_memory("lse", g.forward.lse, rows);
+        wants_memory("out", g.out.data, rows * f.v_head_dim), wants_memory("grad_out", g.grad_out.data, rows * f.v_head_dim);
         g.dq = reinterpret_cast<void*>(dq), g.dk = reinterpret_cast<void*>(dk), g.dv = reinterpret_cast<void*>(dv);
         for (int n = 0; n < 3; n++) g.dq_stride[n] = dq_stride[n], g.dk_stride[n] = dk_stride[n], g.dv_stride[n] = dv_stride[n];
         g.dbias = reinterpret_cast<void*>(dbias), g.wide_dbias = wide_dbias;
@@ -370,6 +382,7 @@ NB_MODULE(_native, m) {
         Forward& f = x.call;
         f.q.data = reinterpret_cast<const void*>(q), f.k.data = reinterpret_cast<const void*>(k);
         f.v.data = reinterpret_cast<const void*>(v), f.out = reinterpret_cast<void*>(out), f.lse = reinterpret_cast<void*>(lse);
+        wants_memory(f);
         const Forward whole = f;
         std::atomic<bool> spoilt{false};
         if (f.out && chosen()->shares(f) > 1) {  // by itself, so that it is to the bit what it is when nobody looks

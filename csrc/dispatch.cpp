@@ -1,4 +1,5 @@
-// Which targets there are, best first, and which of them runs here.
+// Which targets there are, best first, and which of them runs here; and what is the same for all of them.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -44,6 +45,19 @@ const Target* chosen() {
         throw std::invalid_argument(std::string("HEADSCOPE_CPU_TARGET: got '") + forced + "', this CPU has " + names);
     }();
     return once;
+}
+
+void narrow(Forward& f) {
+    const Spans& spans = f.visible.spans;
+    if (!spans.data || f.rows) return;
+    std::int64_t from = f.keys, to = 0;
+    for (std::int64_t b = 0; b < (spans.batch_stride ? f.batch : 1); b++)
+        for (std::int64_t i = 0; i < (spans.query_stride ? f.queries : 1); i++)
+            for (int n = 0; n < spans.count; n++) {
+                const std::int32_t* const span = spans.data + b * spans.batch_stride + i * spans.query_stride + 2 * n;
+                if (span[0] < span[1]) from = std::min(from, std::int64_t(span[0])), to = std::max(to, std::int64_t(span[1]));
+            }
+    f.seen[0] = std::min(from, to), f.seen[1] = to;
 }
 
 }  // namespace headscope

@@ -180,6 +180,10 @@ struct Arena {
     }
 };
 
+// The last key + 1 that any row may see, and how many words of two keys hold all that may be seen.
+inline std::int64_t end_of_seen(const Forward& f) { return f.seen[1] < f.keys ? f.seen[1] : f.keys; }
+inline std::int64_t pairs_seen(const Forward& f) { return (end_of_seen(f) + 1) / 2 - f.seen[0] / 2; }
+
 // Rows 2n and 2n + 1 of bf16 as words, [(rows + 1) / 2][width]: neighbours down the rows instead of along them. `row(n)` is
 // where a row lies, or null for zeros.
 template <class Row> void pair_rows(int rows, int width, int padded, std::uint32_t* to, const Row& row) {

@@ -50,21 +50,23 @@ bool in_pairs([[maybe_unused]] const Forward& f) {
 // Backward, those of dout and v run along Dv.
 [[maybe_unused]] bool gradient_in_pairs(const Forward& f) { return in_pairs(f) && f.v_head_dim % 2 == 0; }
 
-// Values as words of two keys: made once where several blocks of rows will read them.
+// Values as words of two keys: made once where several blocks of rows will read them, and of keys alone that any may see.
 constexpr std::int64_t PREPARED_KEYS = 512;  // of a task; even
 std::size_t prepared(const Forward& f) {
     constexpr std::int64_t little = 1 << 16;  // words that are made again sooner than threads have met once more
-    const std::int64_t words = f.batch * f.kv_heads * ((f.keys + 1) / 2) * f.v_head_dim;
+    const std::int64_t words = f.batch * f.kv_heads * pairs_seen(f) * f.v_head_dim;
     if (!in_pairs(f) || (blocks_of<float>(f) - 1) * words < little) return 0;
     return std::size_t(words * 4);
 }
-std::int64_t prepare_tasks(const Forward& f) { return f.batch * f.kv_heads * ((f.keys + PREPARED_KEYS - 1) / PREPARED_KEYS); }
+std::int64_t prepare_tasks(const Forward& f) { return f.batch * f.kv_heads * ((2 * pairs_seen(f) + PREPARED_KEYS - 1) / PREPARED_KEYS); }
 void prepare(const Forward& f, std::int64_t task) {
-    const std::int64_t parts = (f.keys + PREPARED_KEYS - 1) / PREPARED_KEYS, head = task / parts, j = task % parts * PREPARED_KEYS;
-    const int keys = int(f.keys - j < PREPARED_KEYS ? f.keys - j : PREPARED_KEYS), width = int(f.v_head_dim);
-    auto* to = static_cast<std::uint32_t*>(f.paired_v) + (head * ((f.keys + 1) / 2) + j / 2) * width;
+    const std::int64_t pairs = pairs_seen(f), parts = (2 * pairs + PREPARED_KEYS - 1) / PREPARED_KEYS, head = task / parts;
+    const std::int64_t pair = task % parts * (PREPARED_KEYS / 2), j = f.seen[0] / 2 * 2 + 2 * pair, end = end_of_seen(f);
+    const int keys = int(end - j < PREPARED_KEYS ? end - j : PREPARED_KEYS), width = int(f.v_head_dim);
+    auto* to = static_cast<std::uint32_t*>(f.paired_v) + (head * pairs + pair) * width;
     const auto* first = reinterpret_cast<const std::uint16_t*>(at(f.v, head / f.kv_heads, head % f.kv_heads, j, 2));
-    pair_rows(keys, width, width, to, [first, stride = f.v.stride[2]](int n) { return first + n * stride; });
+    const int hidden = int(j < f.seen[0] ? f.seen[0] - j : 0);  // the other half of the first word
+    pair_rows(keys, width, width, to, [=, stride = f.v.stride[2]](int n) { return n < hidden ? nullptr : first + n * stride; });
 }
 
 // body(an Attend that fits), for block `number` of a head.

@@ -237,6 +237,8 @@ inline int usable(int threads, std::int64_t tasks) {
 
 // Makes what a target makes of a call before its tasks, and says in the call where it is; to be kept as long as these run.
 inline Memory prepared(const Target& target, Forward& f, Watch& watch, int threads) {
+    if (!target.prepared(f)) return nullptr;
+    narrow(f);
     const std::size_t bytes = target.prepared(f);
     if (!bytes) return nullptr;
     Memory memory = allocate(bytes);

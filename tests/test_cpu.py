@@ -346,14 +346,54 @@ def test_tensors_whose_numbers_are_not_what_lies_in_memory() -> None:
     attention(q, q, q, backend="cpu").sgn().sum().backward()  # its gradient is a zero that has no memory
     assert q.grad is not None
     assert not q.grad.any()
-    with pytest.raises(ValueError, match="q, k, v: one has no memory"):
+    with pytest.raises(ValueError, match="its memory is gone"):
         attention(torch._efficientzerotensor((1, 2, 4, 8)), q, q, backend="cpu")
+    for options in ({}, {"mask": masks.KeyLengths(torch.tensor([3]))}):
+        for n, name in enumerate("qkv"):
+            given = [torch.randn(1, 2, 4, 8) for _ in range(3)]
+            given[n].untyped_storage().resize_(0)
+            with pytest.raises(ValueError, match=f"^{name}: its memory is gone"):
+                attention(*given, backend="cpu", **options)
     lazy = torch.randn(2, 4, 4, dtype=torch.complex64).conj().imag
     assert lazy.is_neg()
     x = torch.randn(3, 1, 2, 4, 8)
     assert torch.equal(attention(*x, bias=lazy, backend="cpu"), attention(*x, bias=lazy.clone(), backend="cpu"))
     negated = torch._neg_view(x)
     assert torch.equal(attention(*negated, bias=lazy, backend="cpu"), attention(*-x, bias=lazy, backend="cpu"))
+
+
+GUARDED = """
+import ctypes, mmap, sys
+import torch
+from headscope import attention, masks
+page, dtype = mmap.PAGESIZE, getattr(torch, sys.argv[1])
+libc = ctypes.CDLL(None, use_errno=True)
+
+def guarded(keys, there):  # [1, 1, keys, 64], of which what comes after `there`, at a page, must not be touched
+    size = keys * 64 * dtype.itemsize
+    memory = mmap.mmap(-1, size)
+    x = torch.frombuffer(memory, dtype=dtype).view(1, 1, keys, 64)
+    x[:, :, :there] = torch.randn(there, 64)
+    at = there * 64 * dtype.itemsize
+    assert at % page == 0 and not libc.mprotect(ctypes.c_void_p(x.data_ptr() + at), ctypes.c_size_t(size - at), 0)
+    return x, memory
+
+for there in (512, 4096):
+    k, v = guarded(8192, there), guarded(8192, there)
+    for queries in (1, 7, 16, 33, 64, 300):
+        q = torch.randn(1, 1, queries, 64).to(dtype)
+        wanted = attention(q, k[0][:, :, :there], v[0][:, :, :there])
+        found = attention(q, k[0], v[0], mask=masks.KeyLengths(torch.tensor([there])), backend="cpu")
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+print("read nothing else")
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_keys_beyond_the_lengths_are_not_read(dtype: str) -> None:
+    """Nor are they copied, which took as long as all of a static cache is."""
+    ended = subprocess.run([sys.executable, "-c", GUARDED, dtype], capture_output=True, text=True)
+    assert ended.stdout == "read nothing else\n", f"exit code {ended.returncode}: {ended.stderr}"
 
 
 def test_hooks_may_lay_out_what_is_saved_anew() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headscope import attention, masks
+from headscope import attention, functional, masks
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, causal, window
 
 SIZES = [(2, 3, 5, 7), (2, 1, 7, 7), (3, 2, 11, 5), (1, 1, 1, 13), (2, 2, 13, 1), (1, 1, 1, 1)]
@@ -273,6 +273,40 @@ def test_documents_of_nothing_and_beside_another_default_device() -> None:
     wanted = attention(q, q, q, mask=Documents(ids))
     with torch.device("meta"):
         torch.testing.assert_close(attention(q, q, q, mask=Documents(ids)), wanted, rtol=0, atol=0)
+
+
+def test_kept_calls_have_a_limit_for_the_length_of_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A length that changes with every call must not fill memory; what is long is not kept at all."""
+    monkeypatch.setattr(functional, "_kept", {})
+    monkeypatch.setattr(functional, "_kept_rows", [0])
+    monkeypatch.setattr(functional, "_KEPT_ROWS", 1000)
+
+    def kept() -> list[int]:
+        return [0 if found.plan is None else found.plan.spans.shape[1] for found in functional._kept.values()]
+
+    for length in range(100, 200):
+        q = torch.zeros(1, 1, length, 1)
+        attention(q, q, q, mask=causal())
+        assert kept()[-1] == length
+        assert sum(kept()) == functional._kept_rows[0] <= 1000
+    before = kept()
+    q = torch.zeros(1, 1, 600, 1)
+    attention(q, q, q, mask=causal())
+    assert kept() == before
+    attention(q, q, q)
+    assert kept() == [*before, 0]
+
+
+def test_cumulative_lengths_that_are_none() -> None:
+    for wrong in (torch.tensor(3), torch.zeros(0, dtype=torch.long), torch.zeros(2, 2, dtype=torch.long)):
+        with pytest.raises(ValueError, match=r"^q: is \[.*\], wanted \[n \+ 1\]"):
+            Documents.from_cu_seqlens(wrong)
+    with pytest.raises(TypeError, match=r"^q: got torch.complex64, wanted integers"):
+        Documents.from_cu_seqlens(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=r"^k: got int, wanted integers"):
+        Documents.from_cu_seqlens(torch.tensor([0, 2]), 3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"^k: has 2 numbers, wanted 3"):
+        Documents.from_cu_seqlens(torch.tensor([0, 2, 3]), torch.tensor([0, 2]))
 
 
 def test_what_plans_know_of_themselves() -> None:

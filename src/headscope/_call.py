@@ -25,7 +25,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 
 from headscope._onlookers import is_traced
-from headscope.masks import FAR, Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, Turned
+from headscope.masks import FAR, Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, Turned, is_integral
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 AXES = ("B", "H", "Q", "K")
@@ -282,7 +282,8 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     kv_heads = max(kv_heads, v.shape[-3])
     if kv_heads == 0 or heads % kv_heads:
         wanted = f"a divisor of q's {heads} heads" if heads else "at least 1, as has q's axis H"
-        raise ValueError(f"k: axis {k.ndim - 3} (Hkv) is {kv_heads}, wanted {wanted}; {shapes(q=q, k=k, v=v)}")
+        name, of = ("k", k) if k.shape[-3] == kv_heads else ("v", v)
+        raise ValueError(f"{name}: axis {of.ndim - 3} (Hkv) is {kv_heads}, wanted {wanted}; {shapes(q=q, k=k, v=v)}")
     if q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
         return tuple(q.shape[:-3])
     try:  # torch.broadcast_shapes imports sympy when it is first called, for some 0.4 s
@@ -410,7 +411,8 @@ def check_mask(mask: Mask, sizes: tuple[int, int, int, int], device: torch.devic
             _check_band(leaf.band, batch)
         elif isinstance(leaf, Prefix):
             if not _is_whole(leaf.n) or leaf.n < 0:
-                raise ValueError(f"mask: Prefix(n) wants a whole number from 0, got {leaf.n!r}")
+                got = leaf.n if isinstance(leaf.n, (int, float)) else kind(leaf.n)
+                raise ValueError(f"mask: Prefix(n) wants a whole number from 0, got {got}")
             if leaf.n > FAR:
                 raise ValueError(f"mask: Prefix(n) wants a whole number up to {FAR}, got {leaf.n}")
         elif isinstance(leaf, KeyLengths):
@@ -449,7 +451,7 @@ def _check_band(band: Band, batch: int) -> None:
 
 
 def _check_ids(name: str, ids: Tensor, wanted: dict[str, int]) -> None:
-    if ids.dtype.is_floating_point or ids.dtype == torch.bool:
+    if not is_integral(ids):
         raise TypeError(f"mask: {name} is {kind(ids)}, wanted integers")
     letters, size = ", ".join(wanted), list(wanted.values())
     if ids.ndim != len(wanted):

@@ -286,7 +286,9 @@ def weights(
 
 _Numbers = tuple[float | None, float | None, float, bool]  # scale, softcap, dropout, lse
 _kept: dict[Any, Prepared] = {}
+_kept_rows = [0]
 _KEPT = 1024
+_KEPT_ROWS = 1 << 19  # of the plans of their masks, of some 50 bytes each
 
 watched: Callable[..., tuple[Tensor, Tensor | None]] | None = None
 """What runs in the place of ``_run`` while a model is watched (see ``_watch_frames``): it calls it, and looks on."""
@@ -415,10 +417,20 @@ def _prepare(
             key = None
     found = _prepare_anew(q, k, v, mask, bias, sinks, numbers, backend)
     if key is not None:
-        if len(_kept) >= _KEPT:
-            _kept.clear()
-        _kept[key] = found
+        _keep(key, found)
     return found
+
+
+def _keep(key: tuple[Any, ...], found: Prepared) -> None:
+    """Keep what is known of a call, unless its plan takes much; with too many others, or with too long ones, all go."""
+    rows = 0 if found.plan is None else math.prod(found.plan.spans.shape[:2])
+    if rows > _KEPT_ROWS // 2:
+        return
+    if len(_kept) >= _KEPT or _kept_rows[0] + rows > _KEPT_ROWS:
+        _kept.clear()
+        _kept_rows[0] = 0
+    _kept[key] = found
+    _kept_rows[0] += rows
 
 
 def _key(x: Tensor) -> tuple[Any, ...]:

@@ -209,7 +209,7 @@ class KeyLengths(Mask):
     """Keys before each batch entry's length, ``j < lengths[b]``; it does not move the diagonal.
 
     Args:
-        lengths: integers [B]; keys from there on are padding and are never read.
+        lengths: integers [B]; keys from there on are padding, which no query sees.
     """
 
     lengths: Tensor
@@ -254,11 +254,14 @@ class Documents(Mask):
             TypeError, ValueError: they are not that.
         """
         q_ids = _ids_of("q", q)
-        if k is not None and len(k) != len(q):
+        if k is None:
+            return cls(q_ids, q_ids)
+        k_ids = _ids_of("k", k)
+        if len(k) != len(q):
             raise ValueError(
                 f"k: has {len(k)} numbers, wanted {len(q)}, as q: one sequence of keys for each of queries"
             )
-        return cls(q_ids, q_ids if k is None else _ids_of("k", k))
+        return cls(q_ids, k_ids)
 
     def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
         b_q, b_k = (0 if len(ids) == 1 else b for ids in (self.q_ids, self.k_ids))  # one row serves every batch entry
@@ -285,14 +288,21 @@ def _as_tensor(name: str, given: object) -> Tensor:
         raise TypeError(f"{name}: got {type(given).__name__}, wanted a tensor, or what torch makes one of") from error
 
 
+def is_integral(x: Tensor) -> bool:
+    """Whether it holds whole numbers."""
+    return not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool)
+
+
 def _ids_of(name: str, cu_seqlens: Tensor) -> Tensor:
     """[n + 1] cumulative lengths -> [1, total], the number of each token's sequence."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype.is_floating_point or cu_seqlens.dtype == torch.bool:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(cu_seqlens, Tensor) or not is_integral(cu_seqlens):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"{name}: got {getattr(cu_seqlens, 'dtype', type(cu_seqlens).__name__)}, wanted integers [n + 1]"
         )
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) == 0:
+        raise ValueError(f"{name}: is {list(cu_seqlens.shape)}, wanted [n + 1]: cumulative lengths from 0")
     lengths = cu_seqlens.diff()
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) == 0 or int(cu_seqlens[0]) != 0 or bool((lengths < 0).any()):
+    if int(cu_seqlens[0]) != 0 or bool((lengths < 0).any()):
         raise ValueError(f"{name}: got {cu_seqlens.tolist()}, wanted cumulative lengths: 0, and then never less")
     return torch.arange(len(lengths), device=cu_seqlens.device).repeat_interleave(lengths)[None]  # [1, total]
 
@@ -446,7 +456,7 @@ def _within(block: slice, size: int) -> slice:
     return slice(None) if size == 1 else block
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)  # functional keeps more, with a limit for their length
 def _plan_by_value(mask: Mask, sizes: Sizes) -> Plan:
     return _plan(mask, sizes)
 

@@ -34,6 +34,7 @@ std::vector<std::int64_t> shuffled(Random& r, std::int64_t count) {
 
 // Tasks come in any order, and find anything in their scratch.
 void run(const Target& target, Forward& f, Random& r) {
+    if (r.one_in(2)) narrow(f);
     const std::int64_t shares = target.shares(f), tasks = target.tasks(f);
     const std::size_t prepared = target.prepared(f);
     Memory scratch(target.scratch(f)), partial(target.partial(f), 0xff), paired_v(prepared, 0xff);
@@ -77,6 +78,7 @@ void run(const Target& target, const Backward& g, Random& r) {
 }
 
 void look(const Target& target, Forward& f, Random& r) {
+    if (r.one_in(2)) narrow(f);
     const std::size_t prepared = target.prepared(f);
     Memory scratch(target.look_scratch(f)), paired_v(prepared, 0xff);
     f.paired_v = prepared ? paired_v.data() : nullptr;

@@ -107,6 +107,10 @@ def _by_option(message: str, own: Iterable[str]) -> str:
 def _show_matrix(dtypes: tuple[str, ...], device: str, as_json: bool) -> None:
     with busy("loading torch"):
         from headscope import _doctor, _matrix
+    try:
+        _doctor.machine()  # a target that is forced may not be there
+    except ValueError as error:
+        raise Mistake(str(error)) from error
     cells = _matrix.matrix({name: _doctor.DTYPES[name] for name in dtypes}, device)
     if as_json:
         said = [
