@@ -411,7 +411,7 @@ def check_mask(mask: Mask, sizes: tuple[int, int, int, int], device: torch.devic
             _check_band(leaf.band, batch)
         elif isinstance(leaf, Prefix):
             if not _is_whole(leaf.n) or leaf.n < 0:
-                got = leaf.n if isinstance(leaf.n, (int, float)) else kind(leaf.n)
+                got = kind(leaf.n) if isinstance(leaf.n, Tensor) else repr(leaf.n)
                 raise ValueError(f"mask: Prefix(n) wants a whole number from 0, got {got}")
             if leaf.n > FAR:
                 raise ValueError(f"mask: Prefix(n) wants a whole number up to {FAR}, got {leaf.n}")
