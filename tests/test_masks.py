@@ -297,18 +297,6 @@ def test_kept_calls_have_a_limit_for_the_length_of_their_plans(monkeypatch: pyte
     assert kept() == [*before, 0]
 
 
-def test_cumulative_lengths_that_are_none() -> None:
-    for wrong in (torch.tensor(3), torch.zeros(0, dtype=torch.long), torch.zeros(2, 2, dtype=torch.long)):
-        with pytest.raises(ValueError, match=r"^q: is \[.*\], wanted \[n \+ 1\]"):
-            Documents.from_cu_seqlens(wrong)
-    with pytest.raises(TypeError, match=r"^q: got torch.complex64, wanted integers"):
-        Documents.from_cu_seqlens(torch.zeros(3, dtype=torch.complex64))
-    with pytest.raises(TypeError, match=r"^k: got int, wanted integers"):
-        Documents.from_cu_seqlens(torch.tensor([0, 2]), 3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"^k: has 2 numbers, wanted 3"):
-        Documents.from_cu_seqlens(torch.tensor([0, 2, 3]), torch.tensor([0, 2]))
-
-
 def test_what_plans_know_of_themselves() -> None:
     def plan(mask: Mask, queries: int = 7, keys: int = 7) -> Plan:
         return mask.plan(2, 3, queries, keys)

@@ -152,3 +152,10 @@ def test_cumulative_lengths_that_are_none_are_named() -> None:
         Documents.from_cu_seqlens(torch.tensor([0.0, 2.0]))
     with pytest.raises(ValueError, match="k: has 2 numbers, wanted 4, as q"):
         Documents.from_cu_seqlens(CU, torch.tensor([0, 3]))
+    for shape in ((), (2, 2)):
+        with pytest.raises(ValueError, match=r"q: is \[.*\], wanted \[n \+ 1\]"):
+            Documents.from_cu_seqlens(torch.zeros(shape, dtype=torch.long))
+    with pytest.raises(TypeError, match=r"q: got torch.complex64, wanted integers"):
+        Documents.from_cu_seqlens(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=r"k: got int, wanted integers"):
+        Documents.from_cu_seqlens(CU, 3)  # pyright: ignore[reportArgumentType]

@@ -299,10 +299,10 @@ def _ids_of(name: str, cu_seqlens: Tensor) -> Tensor:
         raise TypeError(
             f"{name}: got {getattr(cu_seqlens, 'dtype', type(cu_seqlens).__name__)}, wanted integers [n + 1]"
         )
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) == 0:
+    if cu_seqlens.ndim != 1:
         raise ValueError(f"{name}: is {list(cu_seqlens.shape)}, wanted [n + 1]: cumulative lengths from 0")
     lengths = cu_seqlens.diff()
-    if int(cu_seqlens[0]) != 0 or bool((lengths < 0).any()):
+    if len(cu_seqlens) == 0 or int(cu_seqlens[0]) != 0 or bool((lengths < 0).any()):
         raise ValueError(f"{name}: got {cu_seqlens.tolist()}, wanted cumulative lengths: 0, and then never less")
     return torch.arange(len(lengths), device=cu_seqlens.device).repeat_interleave(lengths)[None]  # [1, total]
 
