@@ -133,9 +133,14 @@ def test_only_gradients_that_are_wanted_are_made(training: list[int]) -> None:
     assert len(training) == 2
     assert layer.weight.grad is not None
     assert layer.weight.grad.is_contiguous()
+    negated = torch._neg_view(torch.ones(ROWS, OUT))
+    (by_torch,) = torch.autograd.grad(layer(x), layer.weight, negated)
+    assert by_torch.is_contiguous()
+    torch.testing.assert_close(by_torch, -layer.weight.grad)
+    assert len(training) == 3
     layer.requires_grad_(False)
     layer(x.requires_grad_()).sum().backward()
-    assert len(training) == 4
+    assert len(training) == 5
     torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(ROWS, -1))
 
 

@@ -255,7 +255,7 @@ class _Trained(torch.autograd.Function):
             of_x = product.of_input(*own) if own and grad.shape[1] == turned.shape[1] else grad @ turned.t()
         if x is not None:
             own = _own(grad, x)
-            of_turned = product.of_weight(*own).t() if own and len(grad) == len(x) else x.t() @ grad
+            of_turned = product.of_weight(*own).t() if own and len(grad) == len(x) else (grad.t() @ x).t()
         return None, of_x, of_turned, grad.sum(0) if ctx.needs_input_grad[3] else None
 
 
