@@ -67,8 +67,8 @@ struct Forward {
     std::int64_t out_stride[3];    // the last stride is 1
     void* lse = nullptr;           // [B, H, Q] contiguous, float or double as the arithmetic; may be null
     void* partial = nullptr;       // what the shares of a block's keys leave for `merge`
-    void* paired_v = nullptr;      // v as words of two keys, [B, Hkv, pairs, Dv], of the pairs that hold these keys, if `prepare` made it
-    std::int64_t seen[2] = {0, INT64_MAX};  // the first key that any row may see and the last + 1, or more
+    std::int64_t seen[2] = {0, INT64_MAX};  // the first key that any row may see and the last + 1, if `narrow` looked
+    void* paired_v = nullptr;      // v as words of two keys, [B, Hkv, pairs that hold a seen one, Dv], if `prepare` made it
     std::atomic<bool>* spoilt = nullptr;  // set where out holds NaN or infinity; may be null
     Watch* watch = nullptr;        // may be null
 };
