@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -59,15 +60,16 @@ void run(Forward& f, int threads) {
     Memory partial;
     if (shares > 1) partial = allocate(target->partial(f));
     f.partial = partial.get();
-    const Memory made = prepared(*target, f, signals, threads);
+    Preparation preparation(*target, f, threads);
     expect_pages(f.out, bytes_of(f.batch * f.heads * f.queries * f.v_head_dim, f.q.dtype));
-    each(signals, tasks, threads, [&](std::int64_t n, int thread) {
-        target->run(f, n, scratch.at(own * std::size_t(thread)));
-    }, at_a_time(f, tasks, threads));
-    signals.raise();
-    if (shares == 1) return;
-    each(signals, tasks / shares, usable(threads, tasks / shares), [&](std::int64_t n, int thread) {
-        target->merge(f, n, scratch.at(own * std::size_t(thread)));
+    Step attending(tasks, threads, at_a_time(f, tasks, threads)), merging(shares > 1 ? tasks / shares : 0, threads);
+    parallel_region(threads, [&](int thread) {
+        char* const own_scratch = scratch.at(own * std::size_t(thread));
+        preparation.run(signals, thread);
+        attending.run(signals, thread, [&](std::int64_t n, int) { target->run(f, n, own_scratch); });
+        if (shares == 1) return;
+        attending.wait(signals);
+        merging.run(signals, thread, [&](std::int64_t n, int) { target->merge(f, n, own_scratch); });
     });
     signals.raise();
 }
@@ -81,19 +83,17 @@ void run(Backward& g, int threads) {
     const int used = usable(threads, heads * groups);
     const std::size_t own = room_of_own(target->gradient_scratch(g)), sum = room_of_own(target->sums(f));
     expect_pages(g.dq, bytes_of(f.batch * f.heads * f.queries * f.head_dim, f.q.dtype));
-    expect_pages(g.dk, bytes_of(heads * f.keys * f.head_dim, f.q.dtype)), expect_pages(g.dv, bytes_of(heads * f.keys * f.v_head_dim, f.q.dtype));
+    expect_pages(g.dk, bytes_of(heads * f.keys * f.head_dim, f.q.dtype));
+    expect_pages(g.dv, bytes_of(heads * f.keys * f.v_head_dim, f.q.dtype));
     const Scratch<> scratch((own + sum) * std::size_t(used));
+    const auto scratch_of = [&](int thread) { return scratch.at((own + sum) * std::size_t(thread)); };
     Chains chains(heads, groups, used);
-    chains.run(signals, [&](const Chains::Link& link, int thread) {
-        const auto at = [&](int whose) { return scratch.at((own + sum) * std::size_t(whose)); };
-        target->run_gradient(g, link.chain, link.number, at(thread), at(link.owner) + own, link.passed);
-    });
-    signals.raise();
-    if (!g.dbias) return;
-    const std::int64_t bias_tasks = target->bias_tasks(g);
-    const int busy = usable(used, bias_tasks);  // no more than have scratch
-    each(signals, bias_tasks, busy, [&](std::int64_t n, int thread) {
-        target->run_bias_gradient(g, n, scratch.at(own * std::size_t(thread)));
+    Step bias_gradient(g.dbias ? target->bias_tasks(g) : 0, used);  // it reads nothing that the chains write
+    parallel_region(used, [&](int thread) {
+        chains.run(signals, thread, [&](const Chains::Link& link, int) {
+            target->run_gradient(g, link.chain, link.number, scratch_of(thread), scratch_of(link.owner) + own, link.passed);
+        });
+        bias_gradient.run(signals, thread, [&](std::int64_t n, int) { target->run_bias_gradient(g, n, scratch_of(thread)); });
     });
     signals.raise();
 }
@@ -106,22 +106,33 @@ void multiply(const Target* target, const Linear& f, int threads, Signals& signa
     const std::int64_t room = std::clamp(std::int64_t(TURNED / size), std::int64_t(1), panels), parts = (panels + room - 1) / room;
     const std::int64_t most = (panels + parts - 1) / parts;  // the last ones are not left to one thread
     const Scratch<> turned(size * std::size_t(most));
-    for (std::int64_t from = 0, some; from < panels; from += some) {
-        some = std::min(most, panels - from);
-        const auto at = [&](std::int64_t n) { return turned.at(std::size_t(n) * size); };
-        const int owners = usable(threads, some);  // who turns panels multiplies by them: all rows, some at a time, by each
-        const auto first_of = [&](std::int64_t owner) { return some * owner / owners; };
-        each(signals, some, owners, [&](std::int64_t n, int) { target->turn(f, from + n, at(n)); });
-        each(signals, some * chunks, usable(threads, some * chunks), [&](std::int64_t n, int) {
-            std::int64_t owner = n * owners / (some * chunks);
-            while (n < first_of(owner) * chunks) owner--;
-            while (n >= first_of(owner + 1) * chunks) owner++;
-            const std::int64_t begin = first_of(owner), own = first_of(owner + 1) - begin, place = n - begin * chunks;
-            const std::int64_t panel = begin + place % own, row = place / own * LINEAR_ROWS;
-            target->multiply(f, from + panel, at(panel), row, std::min(LINEAR_ROWS, f.rows - row));
-        });
-        signals.raise();
+    const auto at = [&](std::int64_t n) { return turned.at(std::size_t(n) * size); };
+    threads = usable(threads, most * chunks);
+    std::vector<std::unique_ptr<Step>> turning, multiplying;  // of each part
+    for (std::int64_t from = 0; from < panels; from += most) {
+        const std::int64_t some = std::min(most, panels - from);
+        turning.push_back(std::make_unique<Step>(some, threads));
+        multiplying.push_back(std::make_unique<Step>(some * chunks, threads));
     }
+    parallel_region(threads, [&](int thread) {
+        for (std::size_t part = 0; part < turning.size(); part++) {
+            const std::int64_t from = std::int64_t(part) * most, some = std::min(most, panels - from);
+            const std::int64_t owners = usable(threads, some);  // who turns panels multiplies by them: all rows, some at a time, by each
+            const auto first_of = [&](std::int64_t owner) { return some * owner / owners; };
+            if (part) multiplying[part - 1]->wait(signals);  // its panels lie where these will
+            turning[part]->run(signals, thread, [&](std::int64_t n, int) { target->turn(f, from + n, at(n)); });
+            turning[part]->wait(signals);
+            multiplying[part]->run(signals, thread, [&](std::int64_t n, int) {
+                std::int64_t owner = n * owners / (some * chunks);
+                while (n < first_of(owner) * chunks) owner--;
+                while (n >= first_of(owner + 1) * chunks) owner++;
+                const std::int64_t begin = first_of(owner), own = first_of(owner + 1) - begin, place = n - begin * chunks;
+                const std::int64_t panel = begin + place % own, row = place / own * LINEAR_ROWS;
+                target->multiply(f, from + panel, at(panel), row, std::min(LINEAR_ROWS, f.rows - row));
+            });
+        }
+    });
+    signals.raise();
 }
 
 // Of rows of x that lie across: each task lays some of them lengthwise and turns what it multiplies them by, a part of the depth at a time,

@@ -185,20 +185,22 @@ bool look(Forward& f, RowStats& rows, const EdgeList* list, int threads) {
     const Scratch<> scratch(apart + lay_out_shares(f, rows, lines_apart, nullptr));
     lay_out_shares(f, rows, lines_apart, scratch.at(apart));
     if (list) std::uninitialized_fill_n(rows.edge_least, f.heads, -1.0);
-    if (rows.value[VALUE_NORM]) {
-        rows.norms = scratch.at(lengths);
-        each(signals, values, usable(threads, values), [&](std::int64_t n, int) { target->lengths(with_values, n, scratch.at(lengths)); });
-    }
-    const Memory made = prepared(*target, f, signals, used);
-    each(signals, tasks, used, [&](std::int64_t n, int thread) {
-        target->run_look(f, n, scratch.at(own * std::size_t(thread)));
+    if (rows.value[VALUE_NORM]) rows.norms = scratch.at(lengths);
+    Step measuring_values(rows.norms ? values : 0, used), observing(tasks, used);
+    Preparation preparation(*target, f, used);
+    const std::int64_t gathered = rows.columns() ? f.heads : 0;
+    Step gathering_first(std::min<std::int64_t>(gathered, 1), used), gathering(std::max<std::int64_t>(gathered - 1, 0), used);
+    parallel_region(used, [&](int thread) {
+        measuring_values.run(signals, thread, [&](std::int64_t n, int) { target->lengths(with_values, n, scratch.at(lengths)); });
+        measuring_values.wait(signals);
+        preparation.run(signals, thread);
+        observing.run(signals, thread, [&](std::int64_t n, int) { target->run_look(f, n, scratch.at(own * std::size_t(thread))); });
+        observing.wait(signals);
+        gathering_first.run(signals, thread, [&](std::int64_t, int) { target->gather_look(f, 0); });
+        gathering_first.wait(signals);
+        gathering.run(signals, thread, [&](std::int64_t n, int) { target->gather_look(f, n + 1); });
     });
     signals.raise();
-    if (rows.columns()) {
-        target->gather_look(f, 0);
-        each(signals, f.heads - 1, usable(threads, f.heads - 1), [&](std::int64_t n, int) { target->gather_look(f, n + 1); });
-        signals.raise();
-    }
     if (list) for (std::int64_t head = 0; head < f.heads; head++) gather_edges(f, rows, *list, head);
     return !spoilt;
 }

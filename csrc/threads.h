@@ -5,6 +5,7 @@
 
 #include <omp.h>
 #include <pthread.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <time.h>
 
@@ -161,17 +162,65 @@ private:
     const std::unique_ptr<Part[]> parts;
 };
 
-// Runs body(n, thread) for n = 0 .. count, in any order, on up to `threads` threads, each of which takes some at a time. Bodies
-// neither throw nor allocate.
+// Runs body(thread) on `threads` threads, as one parallel region. A call opens one region, whatever it does: under load each region may
+// wait a scheduler slice for a thread whose core serves another process.
+template <class Body> void parallel_region(int threads, const Body& body) {
+    if (threads <= 1) return body(0);
+#pragma omp parallel num_threads(threads)
+    body(omp_get_thread_num());
+}
+
+// Tells the CPU, and after a while the scheduler, that this thread waits for another one.
+class Waiting {
+public:
+    void pause() {
+        if (++turns > SPINS) return (void)sched_yield();
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        asm volatile("yield");
+#endif
+    }
+
+private:
+    static constexpr int SPINS = 1 << 10;  // some 20 to 40 us
+    int turns = 0;
+};
+
+// One step of a call: tasks 0 .. count, in any order. All threads of a region go through the same steps. What follows a step may begin
+// when its tasks have ended: a thread that comes late finds them done, and nobody waits for it.
+class Step {
+public:
+    Step(std::int64_t tasks, int threads, int at_once = 1) : count(tasks), some(at_once), dealer(tasks, threads) {}
+
+    // body(n, thread), until no task is left to take. Bodies neither throw nor allocate; after a signal they are left out.
+    template <class Body> void run(Watch& watch, int thread, const Body& body) {
+        for (std::int64_t n, end; dealer.deal(thread, some, n, end);) {
+            const std::int64_t taken = end - n;
+            for (; n < end; n++)
+                if (!watch.stops(&watch)) body(n, thread);
+            ended.fetch_add(taken, std::memory_order_release);
+        }
+    }
+    void wait(Watch& watch) const {
+        for (Waiting waiting; ended.load(std::memory_order_acquire) < count; waiting.pause()) watch.stops(&watch);
+    }
+
+private:
+    const std::int64_t count;
+    const int some;
+    Dealer dealer;
+    alignas(128) std::atomic<std::int64_t> ended{0};
+};
+
+// A step that is a region of its own, on up to `threads` threads.
 template <class Body> void each(Watch& watch, std::int64_t count, int threads, const Body& body, int some = 1) {
     if (threads <= 1) {
         for (std::int64_t n = 0; n < count && !watch.stops(&watch); n++) body(n, 0);
         return;
     }
-    Dealer dealer(count, threads);
-#pragma omp parallel num_threads(threads)
-    for (std::int64_t n, end; dealer.deal(omp_get_thread_num(), some, n, end);)
-        for (; n < end; n++) if (!watch.stops(&watch)) body(n, omp_get_thread_num());
+    Step step(count, threads, some);
+    parallel_region(threads, [&](int thread) { step.run(watch, thread, body); });
 }
 
 // Chains of links: of a chain each link may begin when those before it have begun. A thread goes through a chain of its own, for what
@@ -183,29 +232,12 @@ public:
         int owner;  // the thread that opened the chain; it opens no other before this one has ended
         std::atomic<std::int64_t>* passed;  // a number for each link of the chain, at first 0: what it tells those that follow
     };
-    Chains(std::int64_t chains, std::int64_t links, int used)
-        : count(chains), length(links), threads(used), all(new Chain[std::size_t(chains)]),
-          passed(new std::atomic<std::int64_t>[std::size_t(chains * links)]()), unopened(chains, used) {}
+    Chains(std::int64_t chains, std::int64_t links, int threads)
+        : count(chains), length(links), all(new Chain[std::size_t(chains)]),
+          passed(new std::atomic<std::int64_t>[std::size_t(chains * links)]()), unopened(chains, threads) {}
 
-    // body(link, thread): neither throws nor allocates.
-    template <class Body> void run(Watch& watch, const Body& body) {
-        if (threads <= 1) return work(watch, 0, body);
-#pragma omp parallel num_threads(threads)
-        work(watch, omp_get_thread_num(), body);
-    }
-
-private:
-    struct Chain {
-        std::atomic<std::int64_t> begun{-1};  // so many links; -1: it is not open
-        int owner = 0;
-    };
-    const std::int64_t count, length;
-    const int threads;
-    const std::unique_ptr<Chain[]> all;
-    const std::unique_ptr<std::atomic<std::int64_t>[]> passed;
-    Dealer unopened;
-
-    template <class Body> void work(Watch& watch, int thread, const Body& body) {
+    // By each thread of a region: body(link, thread), which neither throws nor allocates, until all links have begun.
+    template <class Body> void run(Watch& watch, int thread, const Body& body) {
         const auto next = [&](std::int64_t n) {
             if (watch.stops(&watch)) return false;
             const std::int64_t number = all[n].begun.fetch_add(1, std::memory_order_acquire);
@@ -228,6 +260,16 @@ private:
             next(longest);
         }
     }
+
+private:
+    struct Chain {
+        std::atomic<std::int64_t> begun{-1};  // so many links; -1: it is not open
+        int owner = 0;
+    };
+    const std::int64_t count, length;
+    const std::unique_ptr<Chain[]> all;
+    const std::unique_ptr<std::atomic<std::int64_t>[]> passed;
+    Dealer unopened;
 };
 
 inline int usable(int threads, std::int64_t tasks) {
@@ -235,18 +277,35 @@ inline int usable(int threads, std::int64_t tasks) {
     return threads < tasks ? threads : int(tasks < 1 ? 1 : tasks);
 }
 
-// Makes what a target makes of a call before its tasks, and says in the call where it is; to be kept as long as these run.
-inline Memory prepared(const Target& target, Forward& f, Watch& watch, int threads) {
-    if (!target.prepared(f)) return nullptr;
-    narrow(f);
-    const std::size_t bytes = target.prepared(f);
-    if (!bytes) return nullptr;
-    Memory memory = allocate(bytes);
-    f.paired_v = memory.get();
-    const std::int64_t parts = target.prepare_tasks(f);
-    each(watch, parts, usable(threads, parts), [&](std::int64_t n, int) { target.prepare(f, n); });
-    return memory;
-}
+// What a target makes of a call before its tasks; to be kept as long as these run. The call says where it lies.
+class Preparation {
+public:
+    Preparation(const Target& target, Forward& f, int threads)
+        : target(target), f(f), memory(allocate_for(target, f)), step(memory ? target.prepare_tasks(f) : 0, threads) {}
+
+    // By all threads of a region, before the tasks.
+    void run(Watch& watch, int thread) {
+        if (!memory) return;
+        step.run(watch, thread, [&](std::int64_t n, int) { target.prepare(f, n); });
+        step.wait(watch);
+    }
+
+private:
+    const Target& target;
+    const Forward& f;
+    const Memory memory;
+    Step step;
+
+    static Memory allocate_for(const Target& target, Forward& f) {
+        if (!target.prepared(f)) return nullptr;
+        narrow(f);
+        const std::size_t bytes = target.prepared(f);
+        if (!bytes) return nullptr;
+        Memory memory = allocate(bytes);
+        f.paired_v = memory.get();
+        return memory;
+    }
+};
 
 // Short tasks are taken several at a time, so that threads meet less often and each finds neighbours in its cache.
 inline int at_a_time(const Forward& f, std::int64_t tasks, int threads) {
