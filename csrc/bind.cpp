@@ -403,9 +403,10 @@ NB_MODULE(_native, m) {
         }
         const EdgeList list = x.edge_list();
         const bool later = observation.maxima >= 0;
-        if (!look(f, x.stats, list.k && !later ? &list : nullptr, threads) || spoilt) return false;
+        const Moments pooled = observation.borders ? x.moments() : Moments{};
+        const EdgeList* const on_the_way = list.k && !later ? &list : nullptr;
+        if (!look(f, x.stats, on_the_way, observation.borders ? &pooled : nullptr, x.quantity(0), threads) || spoilt) return false;
         if (later) edges(whole, x.stats, list, threads);
-        if (observation.borders) moments(x.moments(), x.quantity(0), f.q.dtype == Dtype::f64, threads);
         return true;
     });
     // What `look` makes of row quantities, of any numbers [names, B, H, rows], so that it can be tested with such as are rare.

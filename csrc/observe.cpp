@@ -168,7 +168,7 @@ void gather_edges(const Forward& f, const RowStats& s, const EdgeList& list, std
 
 }  // namespace
 
-bool look(Forward& f, RowStats& rows, const EdgeList* list, int threads) {
+bool look(Forward& f, RowStats& rows, const EdgeList* list, const Moments* moments, const void* values, int threads) {
     Signals signals;
     std::atomic<bool> spoilt{false};
     rows.spoilt = f.spoilt = &spoilt, f.look = &rows, f.watch = &signals;
@@ -176,26 +176,28 @@ bool look(Forward& f, RowStats& rows, const EdgeList* list, int threads) {
     if (!f.out) f.v_head_dim = 0;
     const Target* target = chosen();
     rows.shares = rows.columns() ? target->look_shares(f) : 1, rows.edges = list ? list->k : 0;
-    const std::int64_t tasks = target->look_tasks(f), values = f.batch * f.kv_heads;
+    const std::int64_t tasks = target->look_tasks(f), value_heads = f.batch * f.kv_heads;
     const int used = usable(threads, tasks);
     const std::size_t own = room_of_own(target->look_scratch(f));
     const std::size_t lengths = own * std::size_t(used);  // from there on
-    const std::size_t apart = lengths + (rows.value[VALUE_NORM] ? std::size_t(values * f.keys) * (is_double(f) ? 8 : 4) + 64 : 0) / 64 * 64;
+    const std::size_t apart = lengths + (rows.value[VALUE_NORM] ? std::size_t(value_heads * f.keys) * (is_double(f) ? 8 : 4) + 64 : 0) / 64 * 64;
     const std::size_t lines_apart = std::size_t(target->lines_apart(f));
     const Scratch<> scratch(apart + lay_out_shares(f, rows, lines_apart, nullptr));
     lay_out_shares(f, rows, lines_apart, scratch.at(apart));
     if (list) std::uninitialized_fill_n(rows.edge_least, f.heads, -1.0);
     if (rows.value[VALUE_NORM]) rows.norms = scratch.at(lengths);
-    Step measuring_values(rows.norms ? values : 0, used), observing(tasks, used);
+    Step measuring_values(rows.norms ? value_heads : 0, used), observing(tasks, used);
     Preparation preparation(*target, f, used);
     const std::int64_t gathered = rows.columns() ? f.heads : 0;
     Step gathering_first(std::min<std::int64_t>(gathered, 1), used), gathering(std::max<std::int64_t>(gathered - 1, 0), used);
+    Step pooling(moments ? moments->names * moments->heads : 0, used);
     parallel_region(used, [&](int thread) {
         measuring_values.run(signals, thread, [&](std::int64_t n, int) { target->lengths(with_values, n, scratch.at(lengths)); });
         measuring_values.wait(signals);
         preparation.run(signals, thread);
         observing.run(signals, thread, [&](std::int64_t n, int) { target->run_look(f, n, scratch.at(own * std::size_t(thread))); });
         observing.wait(signals);
+        pooling.run(signals, thread, [&](std::int64_t n, int) { add_up(*moments, values, is_double(f), n); });
         gathering_first.run(signals, thread, [&](std::int64_t, int) { target->gather_look(f, 0); });
         gathering_first.wait(signals);
         gathering.run(signals, thread, [&](std::int64_t n, int) { target->gather_look(f, n + 1); });
@@ -215,7 +217,7 @@ void edges(const Forward& call, const RowStats& rows, const EdgeList& list, int 
     std::vector<std::int64_t> found(call.heads);
     for (std::int64_t first = 0; first < chosen_rows.count; first += step) {
         Second again(call, rows, chosen_rows, first, std::min(step, chosen_rows.count - first), int(most));
-        look(again.f, again.few, nullptr, threads);
+        look(again.f, again.few, nullptr, nullptr, nullptr, threads);
         each(signals, call.heads, usable(threads, call.heads), [&](std::int64_t h, int) {
             found[h] = again.add_to(&candidates[h * room], found[h], h, list.k);
         });

@@ -16,10 +16,6 @@ struct EdgeList {
     const void* max_logits;  // the same: and its largest logit
 };
 
-// Attends, unless there is no place for that, while rows are measured; true where every row that sees keys is finite. With a map
-// the edges, if there is a list for them, are found on the way.
-bool look(Forward& f, RowStats& rows, const EdgeList* list, int threads);
-
 // Without a map: they lie in the k rows of each batch entry and head with the largest maxima, which are looked at once more, and are
 // no smaller than the least of these.
 void edges(const Forward& f, const RowStats& rows, const EdgeList& list, int threads);
@@ -32,6 +28,11 @@ struct Moments {
     std::int64_t *count, *histogram;      // [names, H], [names, H, bins]
     double *mean, *M2, *least, *largest;  // [names, H]
 };
+
+// Attends, unless there is no place for that, while rows are measured; true where every row that sees keys is finite. With a map
+// the edges, if there is a list for them, are found on the way. `moments`, which may be null, are those of `values`.
+bool look(Forward& f, RowStats& rows, const EdgeList* list, const Moments* moments, const void* values, int threads);
+
 void moments(const Moments& m, const void* values, bool wide, int threads);
 
 }  // namespace headscope
