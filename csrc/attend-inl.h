@@ -317,12 +317,22 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
                 }
             }
         }
+        this->load_spans();
         finish();
     }
 
     void finish() {
         V<T> inverse[QV];
-        UNROLL for (int v = 0; v < QV; v++) inverse[v] = sum[v] == 0 ? V<T>{} : 1 / sum[v];
+        I<T> none{};
+        UNROLL for (int v = 0; v < QV; v++) {
+            inverse[v] = sum[v] == 0 ? V<T>{} : 1 / sum[v];
+            none |= sum[v] == 0;
+        }
+        if (any<T>(none)) {  // a row that sees keys and has no logit but -inf is 0 / 0, one that sees no key is 0
+            for (int r = 0; r < count; r++)
+                if (sum[r / L][r % L] == 0 && this->sees_any(r))
+                    inverse[r / L][r % L] = sum[r / L][r % L] = std::numeric_limits<T>::quiet_NaN();
+        }
         const bool finite = put(inverse);
         rider.finish(*this);
         if (!finite && f.spoilt) f.spoilt->store(true, std::memory_order_relaxed);

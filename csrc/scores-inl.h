@@ -526,8 +526,8 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     }
     INLINE static void plus(T* s, V<T> bias) {
         const V<T> never = splat(-std::numeric_limits<T>::infinity()), least = splat(-std::numeric_limits<T>::max());
-        const V<T> x = load(s) + bias * T(LOG2E);
-        store(s, bias == never ? never : greater<T>(least, x));  // the smallest number hides nothing, though log2(e) times it is -inf
+        const V<T> x = greater<T>(least, bias * T(LOG2E));  // the smallest number hides nothing, though log2(e) times it is -inf
+        store(s, bias == never ? never : load(s) + x);
     }
 
     void hide(std::int64_t j0, int keys) {
@@ -549,23 +549,9 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     bool judge(std::int64_t j0, int keys) {
         std::uint64_t any_seen = 0;
         for (int r = 0; r < ROWS; r++) {
-            Bits seen[MOST_RULES];
-            if (r < count) {
-                int depth = 0;
-                for (int n = 0; n < f.visible.count; n++) {
-                    const Rule& rule = f.visible.rules[n];
-                    if (rule.kind < Rule::both) {
-                        seen[depth++] = answer(rule, r, j0, keys);
-                        continue;
-                    }
-                    depth--;
-                    for (int w = 0; w < WORDS; w++)
-                        seen[depth - 1].word[w] = rule.kind == Rule::both ? seen[depth - 1].word[w] & seen[depth].word[w]
-                                                                          : seen[depth - 1].word[w] | seen[depth].word[w];
-                }
-            }
+            const Bits seen = r < count ? judge_row(r, j0, keys) : Bits{};
             for (int w = 0; w < WORDS; w++) {
-                const std::uint64_t bits = r < count ? seen[0].word[w] : 0;
+                const std::uint64_t bits = seen.word[w];
                 any_seen |= bits;
                 judged[2 * w][r] = Int<T>(std::uint32_t(bits)), judged[2 * w + 1][r] = Int<T>(std::uint32_t(bits >> 32));
             }
@@ -580,6 +566,41 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         }
     }
     struct Bits { std::uint64_t word[WORDS]; };
+    Bits judge_row(int r, std::int64_t j0, int keys) const {
+        Bits seen[MOST_RULES];
+        int depth = 0;
+        for (int n = 0; n < f.visible.count; n++) {
+            const Rule& rule = f.visible.rules[n];
+            if (rule.kind < Rule::both) {
+                seen[depth++] = answer(rule, r, j0, keys);
+                continue;
+            }
+            depth--;
+            for (int w = 0; w < WORDS; w++)
+                seen[depth - 1].word[w] = rule.kind == Rule::both ? seen[depth - 1].word[w] & seen[depth].word[w]
+                                                                  : seen[depth - 1].word[w] | seen[depth].word[w];
+        }
+        return seen[0];
+    }
+    // Whether row r sees any key. For rows whose sum is 0: after `load_spans`.
+    APART bool sees_any(int r) const {
+        for (int n = 0; n < (f.visible.spans.data ? 4 : 2); n += 2) {
+            const std::int64_t begin = f.visible.spans.data ? span[n][r] : 0, end = f.visible.spans.data ? span[n + 1][r] : f.keys;
+            if (begin < end && !f.visible.count && !f.bias.data) return true;
+            for (std::int64_t j0 = begin; j0 < end; j0 += KEYS) {
+                const int keys = int(end - j0 < KEYS ? end - j0 : KEYS);
+                const Bits seen = f.visible.count ? judge_row(r, j0, keys) : Bits{};
+                for (int j = 0; j < keys; j++)
+                    if ((!f.visible.count || (seen.word[j / 64] >> j % 64 & 1)) && !hidden_by_bias(r, j0 + j)) return true;
+            }
+        }
+        return false;
+    }
+    bool hidden_by_bias(int r, std::int64_t j) const {
+        if (!f.bias.data) return false;
+        const T* row = reinterpret_cast<const T*>(at(f.bias, b, head(r), query(r), sizeof(T)));
+        return row[j * f.bias.stride[3]] == -std::numeric_limits<T>::infinity();
+    }
     Bits answer(const Rule& rule, int r, std::int64_t j0, int keys) const {
         Bits seen{};
         if (rule.kind == Rule::bytes) {

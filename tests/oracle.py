@@ -89,10 +89,10 @@ def attention(
     sink = torch.tensor(-torch.inf).expand(s.shape[-3]) if sinks is None else sinks.double()
     sink = sink[:, None].expand(s.shape[:-1])  # [..., H, Q]
     top = torch.cat([torch.where(visible, s, -torch.inf), sink[..., None]], -1).amax(-1).detach()
-    top = torch.where(top == -torch.inf, 0, top)[..., None]  # [..., H, Q, 1]
+    empty = ~visible.any(-1) & (sink == -torch.inf)  # without a visible key; with logits of -inf alone it is 0 / 0
+    top = torch.where(empty, 0, top)[..., None]  # [..., H, Q, 1]
     e = torch.where(visible, torch.exp(torch.where(visible, s, top) - top), 0)
     total = e.sum(-1) + torch.exp(sink - top[..., 0])  # [..., H, Q]
-    empty = total == 0
     total = torch.where(empty, 1, total)
     p = e / total[..., None]
     lse = torch.where(empty, -torch.inf, top[..., 0] + torch.log(total))

@@ -200,12 +200,39 @@ def test_numbers_of_other_kinds_are_numbers(scale: Any) -> None:
     assert headscope.attention(**given, scale=np.int64(1)).shape == wanted.shape
 
 
+# Of logits of float32, and of float64.
+OUT_OF_RANGE: dict[str, tuple[dict[str, float], dict[str, float]]] = {
+    "scale": ({"scale": 1e39}, {"scale": 1e305}),
+    "small scale": ({"scale": -1e-31}, {"scale": -1e-303}),
+    "softcap": ({"softcap": 1e39}, {"softcap": 1e305}),
+    "small softcap": ({"softcap": 1e-31, "scale": 1e-30}, {"softcap": 1e-303, "scale": 1e-300}),
+    "quotient": ({"scale": 1e20, "softcap": 1e-20}, {"scale": 1e160, "softcap": 1e-160}),
+    "quotient that underflows": ({"scale": 1e-30, "softcap": 1e16}, {"scale": 1e-290, "softcap": 1e40}),
+    "softcap beside scale 0": ({"scale": 0.0, "softcap": 1e39}, {"scale": 0.0, "softcap": 1e305}),
+}
+
+
+@pytest.mark.parametrize("case", OUT_OF_RANGE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_factors_that_the_dtype_of_the_logits_cannot_hold_are_refused(case: str, dtype: torch.dtype) -> None:
+    given = {key: x.to(dtype) for key, x in made().items()}
+    options, least, most = OUT_OF_RANGE[case][0], "7.89e-31", "1.27e+30"
+    if dtype == torch.float64:
+        options, least, most = OUT_OF_RANGE[case][1], "9.33e-302", "1.07e+301"
+    names = "scale, softcap and scale / softcap" if "softcap" in options else "scale"
+    message = (
+        f"scale: out of range for logits of {'float64' if dtype == torch.float64 else 'float32'}; expected {names} of "
+        f"size {least} to {most}, or scale 0, got "
+    )
+    for run in (headscope.attention, headscope.attend):
+        with pytest.raises(ValueError, match="^" + re.escape(message)) as raised:
+            run(**given, **options)
+        for name, x in options.items():
+            assert f"{name} {x:g}" in str(raised.value)
+
+
 @pytest.mark.parametrize("name", ["scale", "softcap"])
-def test_numbers_beyond_the_dtype_of_the_logits_are_refused(name: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        given = {key: x.to(dtype) for key, x in made().items()}
-        with pytest.raises(ValueError, match=r"scale: got .*, wanted factors below 1.7e\+38; q"):
-            headscope.attention(**given, **{name: 1e39})
+def test_the_range_of_factors_is_that_of_the_dtype_of_the_logits(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: got inf, wanted a finite number"):
         headscope.attention(**made(), **{name: np.float32("inf")})
     out = headscope.attention(**{key: x.double() for key, x in made().items()}, **{name: 1e39})

@@ -7,11 +7,12 @@ from functools import reduce
 from operator import and_
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from headscope import MultiHeadAttention, attention
+from headscope import MultiHeadAttention, Observe, attend, attention, observe
 from headscope._backends import cpu
 from headscope._call import Options, describe
 from headscope._select import select
@@ -135,3 +136,120 @@ def test_more_keys_than_a_number_of_32_bits_are_refused_by_the_kernels() -> None
 def test_dropout_without_values() -> None:
     module = MultiHeadAttention(16, 4, dropout=0.1, sinks=True, device="meta")
     assert module(torch.randn(2, 5, 16, device="meta")).shape == (2, 5, 16)
+
+
+# Scale and softcap at the ends of the range of float32, by 2 to the power of these.
+FACTORS: dict[str, tuple[int, int | None]] = {
+    "small scale": (-100, None),
+    "large scale": (100, None),
+    "small scale, large softcap": (-50, 50),
+    "small softcap": (-100, -100),
+    "large softcap": (100, 100),
+    "large scale, small softcap": (50, -50),
+    "small scale, softcap": (-100, 0),
+    "large scale, softcap": (100, 0),
+}
+WIDER = 10  # the powers of float64 are so many times larger
+HOLDS = (torch.float32, torch.bfloat16, torch.float64)  # float16 holds no q and k beside which these factors matter
+ENDS = [(name, dtype) for name in FACTORS for dtype in HOLDS] + [("small softcap", torch.float16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), ENDS, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_factors_at_the_ends_of_their_range_keep_their_digits(backend: Any, name: str, dtype: torch.dtype) -> None:
+    """q and k are so large, or so small, that logits before the cap are about 1, or about a smaller cap."""
+    powers = [None if power is None else power * (WIDER if dtype == torch.float64 else 1) for power in FACTORS[name]]
+    scale, softcap = (None if power is None else 2.0**power for power in powers)
+    assert powers[0] is not None
+    of_logits = powers[0] - min(powers[1] or 0, 0)
+    q, k, v, _ = made(dtype)
+    q, k = q * 2.0 ** (-of_logits // 2), k * 2.0 ** -(of_logits + -of_logits // 2)
+    out = attention(q, k, v, scale=scale, softcap=softcap, backend=backend)
+    tolerance = 64 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), by_longdouble(q, k, v, scale, softcap), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_product_of_q_and_scale_that_would_overflow_meets_the_softcap_first(backend: Any, dtype: torch.dtype) -> None:
+    far = 2.0**100 if dtype == torch.float32 else 2.0**1000
+    v = made(dtype)[2]
+    q, k = torch.zeros_like(v), torch.zeros_like(v)
+    q[..., 0], k[..., 0] = 2.0**40, 2.0**-40 * torch.linspace(-1, 1, N)  # no two keys are nearly as good
+    out = attention(q, k, v, scale=far, softcap=far, backend=backend)
+    tolerance = 64 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), by_longdouble(q, k, v, far, far), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("q_pos", [None, torch.arange(N)], ids=["native", "portable"])
+def test_observing_beside_a_far_softcap_is_as_exact(q_pos: Tensor | None) -> None:
+    """Positions that are given make the portable observer run."""
+    q, k, _, _ = made(torch.float64)
+    far = 2.0**1000
+    near = observe(q, k, scale=1.0, softcap=1.0, q_pos=q_pos, what=Observe(keep_rows=True))
+    stats = observe(q * 2.0**40, k * 2.0**-40, scale=far, softcap=far, q_pos=q_pos, what=Observe(keep_rows=True))
+    torch.testing.assert_close(stats["max_logit"].mean / far, near["max_logit"].mean, rtol=1e-12, atol=0)
+
+
+LIMIT = 3.4028e38 / math.log2(math.e)  # of the logits of the native kernels, which are those of exp2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_largest_logits_are_those_of_the_documentation(backend: Any) -> None:
+    zero, v = torch.zeros(1, 2, 4), torch.tensor([[[1.0], [3.0]]])
+    limit = LIMIT if backend == "cpu" else 3.4028e38
+    for size in (0.999 * limit, -0.999 * limit):
+        out, lse, _ = attend(zero, zero, v, bias=torch.full((2, 2), size), backend=backend)
+        torch.testing.assert_close(out, torch.full((1, 2, 1), 2.0))
+        torch.testing.assert_close(lse, torch.full((1, 2), size))
+    q, k = torch.full((1, 2, 4), 0.2 * limit**0.5), torch.full((1, 2, 4), limit**0.5)
+    bias = torch.full((2, 2), 0.1 * limit)
+    fits, beyond = (attend(q, k, v, scale=scale, bias=bias, backend=backend) for scale in (1.0, 1.2))
+    torch.testing.assert_close(fits.out, torch.full((1, 2, 1), 2.0))
+    assert beyond.out.isnan().all()
+    assert beyond.lse.isnan().all()
+
+
+@NATIVE
+def test_biases_below_the_range_of_the_kernels_are_equal_and_hide_nothing() -> None:
+    zero, v = torch.zeros(1, 1, 4), torch.tensor([[[1.0], [3.0]]])
+    for bias in ([1.01 * -LIMIT, 1.3 * -LIMIT], [-3.4e38, -3e38]):
+        out = attention(zero, zero.expand(1, 2, 4), v, bias=torch.tensor([bias]), backend="cpu")
+        torch.testing.assert_close(out, torch.full((1, 1, 1), 2.0))
+        out = attention(zero, zero.expand(1, 2, 4), v, bias=torch.tensor([[bias[0], -math.inf]]), backend="cpu")
+        torch.testing.assert_close(out, torch.ones(1, 1, 1))
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_products_before_the_scale_have_the_range_of_the_documentation(backend: Any, queries: int) -> None:
+    """Beside a softcap they matter nowhere: what overflows is far beyond the flat part of tanh."""
+    pairs = backend == "cpu" and cpu.native.target() == "avx512_bf16"
+    k, v = torch.tensor([[[1.5e19, 1.5e19], [0.0, 0.0]]]).bfloat16(), torch.tensor([[[1.0], [3.0]]]).bfloat16()
+    q = torch.full((1, queries, 2), 1.5e19).bfloat16()  # q·k is 4.5e38
+    out = attention(q, k, v, scale=2.0**-100, backend=backend)
+    assert out.isnan().all() if pairs or backend == "reference" else (out == 1).all()
+    capped = attention(q, k, v, scale=2.0**-100, softcap=1.0, backend=backend)
+    wanted = (math.e + 3) / (math.e + 1)
+    torch.testing.assert_close(capped, torch.full_like(capped, wanted), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_subnormal_numbers_of_bfloat16_are_zero_by_its_instructions_alone(backend: Any) -> None:
+    pairs = backend == "cpu" and cpu.native.target() == "avx512_bf16"
+    zero, v = torch.zeros(1, 20, 2).bfloat16(), torch.full((1, 4, 2), 1e-39).bfloat16()
+    out = attention(zero, zero[:, :4], v, backend=backend)
+    torch.testing.assert_close(out, torch.zeros_like(out) if pairs else v[:, :1].expand(1, 20, 2), rtol=0, atol=0)
+    normal = torch.full_like(v, 1.2e-38)
+    out = attention(zero, zero[:, :4], normal, backend=backend)
+    torch.testing.assert_close(out, normal[:, :1].expand(1, 20, 2), rtol=0, atol=0)
+
+
+def by_longdouble(q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+    """The definition in numbers of 80 bits, which has the exponents of all of these."""
+    wide_q, wide_k, wide_v = (x.double().numpy().astype(np.longdouble) for x in (q, k, v))
+    s = np.longdouble(scale) * (wide_q @ wide_k.swapaxes(-2, -1))
+    if softcap is not None:
+        s = np.longdouble(softcap) * np.tanh(s / np.longdouble(softcap))
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return torch.from_numpy((p / p.sum(-1, keepdims=True) @ wide_v).astype(np.float64))

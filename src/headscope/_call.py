@@ -29,7 +29,9 @@ from headscope.masks import FAR, Band, Dense, Documents, KeyLengths, Mask, Plan,
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 AXES = ("B", "H", "Q", "K")
-LARGEST = torch.finfo(torch.float32).max / 2  # of a factor: logits are float32
+FACTORS = {"float32": (2.0**-100, 2.0**100), "float64": (2.0**-1000, 2.0**1000)}
+"""The range of scale, softcap and scale / softcap, by the dtype of the logits: none of them is 0 or infinite there, and
+what a product of q and k may lose below the smallest number of the dtype is below its rounding of a logit of 1."""
 
 Spans = Literal["all", "causal", "keys", "rows"]
 Rest = Literal["none", "dense", "other", "many"]
@@ -142,10 +144,7 @@ def described(
     plan = options.mask.plan(*sizes) if options.mask is not None and options.planned else None
     unknown = options.mask is not None and plan is None
     scale, softcap = check_scale(options.scale, head_dim), check_softcap(options.softcap)
-    if q.dtype != torch.float64:
-        beside = "" if softcap is None else f" beside softcap {softcap}"
-        if abs(scale) / (softcap or 1) > LARGEST or (softcap or 0) > LARGEST:
-            raise ValueError(f"scale: got {scale}{beside}, wanted factors below {LARGEST:.3g}; {shapes(q=q)}")
+    _check_factors(scale, softcap, "float64" if q.dtype == torch.float64 else "float32")
     grad = torch.is_grad_enabled()
     call = Call(
         lead=lead,
@@ -502,6 +501,24 @@ def check_softcap(softcap: float | None) -> float | None:
     if not 0 < softcap <= sys.float_info.max:
         raise ValueError(f"softcap: got {softcap}, wanted a finite number above 0, or None")
     return float(softcap)
+
+
+def _check_factors(scale: float, softcap: float | None, dtype: str) -> None:
+    """Whether the dtype of the logits holds scale, softcap and scale / softcap, by which q is multiplied."""
+    least, most = FACTORS[dtype]
+    factors = [abs(scale)] if softcap is None else [abs(scale), softcap, abs(scale) / softcap]
+    if scale == 0:
+        factors = factors[1:2]
+    if all(least <= factor <= most for factor in factors):
+        return
+    names, got = "scale", f"scale {scale:g}"
+    if softcap is not None:
+        names = "scale, softcap and scale / softcap"
+        got = f"scale {scale:g}, softcap {softcap:g} and scale / softcap {scale / softcap:g}"
+    raise ValueError(
+        f"scale: out of range for logits of {dtype}; expected {names} of size {least:.3g} to {most:.3g}, or scale 0, "
+        f"got {got}; multiply q or k instead"
+    )
 
 
 def check_dropout(dropout: float) -> float:

@@ -123,9 +123,9 @@ class KeptWeights:
         heads, groups = self.sizes["q"][1], self.sizes["k"][1]
         q = self._part("q", b, head, slice(*i)).to(dtype)
         k = self._part("k", b, head * groups // heads, slice(*j)).to(dtype)
-        s = (q * self.scale) @ k.T  # [i, j]
+        s = (q * (self.scale / (self.softcap or 1))) @ k.T  # [i, j]
         if self.softcap is not None:
-            s = torch.tanh(s / self.softcap) * self.softcap
+            s = torch.tanh(s) * self.softcap
         hidden = torch.zeros_like(s, dtype=torch.bool)
         if "bias" in self.parts:
             bias = self._block("bias", b, head, i, j).to(dtype)

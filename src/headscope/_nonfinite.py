@@ -1,28 +1,28 @@
-"""NaN and infinity in q, k, v reach exactly the rows that may see them.
+"""NaN and infinity in q, k, v reach exactly the rows that see them, whatever else is in the batch.
 
-Every backend multiplies whole blocks, and 0 x NaN is NaN: a NaN in a hidden key would leak into rows that may not see
-it. And torch's fused kernel for a CPU takes a row whose logits are all NaN for one that may see nothing, if there are
-fewer keys than fit into a vector. So where something is not finite, the backend runs on inputs in which the non-finite
-entries are zero, and the rows that may see one are spoilt afterwards. Finite inputs come here only where a sum
-overflows, and then nothing is spoilt.
+A logit is what arithmetic makes of q and k, and one that a mask hides is replaced: nothing of it is left. But weights
+meet whole blocks of values, and 0 x NaN is NaN: a NaN in a hidden value would leak into rows that do not see it. So
+where something is not finite and something is hidden, the backend runs with zeros in the place of what is not finite
+in v, and the rows that see one have it added. The sum of gradients has the same fault for q and k, and torch's fused
+kernels add a mask to the logits instead of replacing them; therefore gradients, and those kernels, get zeros in q and k
+too. Finite inputs come here only where a sum overflows, and then nothing changes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headscope._backends import Inputs, accumulate_dtype
+from headscope._backends.visibility import Pair, hides, incoming, marks_of_rows, rows_of_bad_logits, with_nan_of_rows
 from headscope._call import Call
 from headscope._onlookers import has_no_values
 from headscope.masks import Plan
-
-ROWS = 1 << 19  # elements of one block of visibility
-
 
 _dispatch = attrgetter("__torch_dispatch__")  # what a subclass does in the place of torch's operators
 
@@ -38,7 +38,7 @@ def suspicious(call: Call, inputs: Inputs) -> bool:
         return False
     dtype = accumulate_dtype(call.dtype)
     total = inputs.q.detach().sum(dtype=dtype).item() + inputs.k.detach().sum(dtype=dtype).item()
-    if call.spans != "all" or call.rest != "none" or call.bias is not None:  # else each row sees all of v anyway
+    if hides(call):  # else each row sees all of v anyway
         total += inputs.v.detach().sum(dtype=dtype).item()
     return not math.isfinite(total)
 
@@ -46,86 +46,73 @@ def suspicious(call: Call, inputs: Inputs) -> bool:
 Attend = Callable[[Call, Plan | None, Inputs], tuple[Tensor, Tensor | None]]
 
 
-def attend(run: Attend, call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """``run``, a backend's ``attend``, for inputs that may hold NaN or infinity."""
+def attend(
+    run: Attend, call: Call, plan: Plan | None, inputs: Inputs, replaces: Attend
+) -> tuple[Tensor, Tensor | None]:
+    """``run``, a backend's ``attend``, for inputs that may hold NaN or infinity.
+
+    Args:
+        run: as the backend attends.
+        call, plan, inputs: what it takes.
+        replaces: the ``attend`` of a backend that replaces hidden logits; ``run``, unless it adds a mask to them.
+    """
     bad_q, bad_k, bad_v = (~torch.isfinite(x.detach()) for x in inputs[:3])
     if not (bad_q.any() or bad_k.any() or bad_v.any()):
         return run(call, plan, inputs)
-    clean = Inputs(
-        inputs.q.masked_fill(bad_q, 0),
-        inputs.k.masked_fill(bad_k, 0),
-        inputs.v.masked_fill(bad_v, 0),
-        inputs.bias,
-        inputs.sinks,
-    )
+    bias = None if inputs.bias is None else inputs.bias.detach()
+    v = inputs.v.masked_fill(bad_v, 0) if hides(call) else inputs.v
+    clean = inputs._replace(q=inputs.q.masked_fill(bad_q, 0), k=inputs.k.masked_fill(bad_k, 0), v=v)
     out, lse = run(call, plan, clean)
-    bad_key, v = bad_k.any(-1, keepdim=True), inputs.v.detach()
-    signs = (~bad_key & sign for sign in (v.isnan(), v == torch.inf, v == -torch.inf))  # a bad key spoils the whole row
-    seen = _seen_by_rows(call, plan, inputs.bias, torch.cat([bad_key, *signs], -1))  # [B, H, Q, 1 + 3 Dv]
-    spoilt = seen[..., 0]  # [B, H, Q]
-    if bad_q.any():
-        spoilt = spoilt | (bad_q.any(-1) & _sees_any(call, plan, inputs.bias, bad_q.device))
-    nan, plus, minus = seen[..., 1:].unflatten(-1, (3, -1)).unbind(-2)  # [B, H, Q, Dv]
-    addend = torch.zeros_like(nan, dtype=out.dtype)
-    addend = addend.masked_fill(plus, torch.inf).masked_fill(minus, -torch.inf)
-    addend = addend.masked_fill(nan | (plus & minus) | spoilt[..., None], torch.nan)
-    if lse is not None:
-        lse = lse + torch.zeros_like(lse).masked_fill(spoilt, torch.nan)
-    return out + addend, lse
+    rows = rows_of_bad_logits(call, plan, bias, bad_q, bad_k)
+    if rows.any():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # another draw would change what is drawn later
+            detached = (None if x is None else x.detach() for x in inputs._replace(v=v))
+            exact_out, exact_lse = replaces(call, plan, Inputs(*detached))  # pyright: ignore[reportArgumentType]
+        out = torch.where(rows[..., None], exact_out, out)
+        lse = None if lse is None or exact_lse is None else torch.where(rows, exact_lse, lse)
+        if call.grad or call.bias_grad:
+            out, lse = _NanGradients.apply((call, plan, rows), out, lse, *inputs)  # pyright: ignore[reportGeneralTypeIssues]
+    if hides(call) and bad_v.any():
+        out = out + _sums_of_bad_values(call, plan, bias, inputs.v.detach(), out.dtype)
+    return out, lse
 
 
-def _seen_by_rows(call: Call, plan: Plan | None, bias: Tensor | None, signs: Tensor) -> Tensor:
-    """For each row and each column of ``signs`` [B, Hkv, K, C]: may the row see a key with that sign? [B, H, Q, C]
-
-    What is not finite is rare, or everywhere at once: only keys and columns that have a sign are looked at.
-    """
-    seen = signs.new_zeros((call.batch, call.heads, call.queries, signs.shape[-1]))
-    keys, columns = (signs.any(0).any(0).any(axis).nonzero().flatten() for axis in (1, 0))
-    if len(keys) == 0:
-        return seen
-    signs = signs[:, :, keys][..., columns].to(accumulate_dtype(call.dtype))  # [B, Hkv, marked keys, marked columns]
-    for rows, span, visible in _visible(call, plan, bias, slice(int(keys[0]), int(keys[-1]) + 1), signs.device):
-        here = slice(*torch.searchsorted(keys, torch.tensor([span.start, span.stop], device=keys.device)).tolist())
-        visible = visible[..., keys[here] - span.start].to(signs.dtype)  # [B or 1, H or 1, rows, marked keys]
-        marks = signs[:, :, here]
-        if visible.shape[:2] == (1, 1):  # one product for all
-            found = torch.einsum("ij,bhjc->bhic", visible[0, 0], marks).repeat_interleave(call.group, 1)
-        else:
-            found = visible @ marks.repeat_interleave(call.group, 1)
-        seen[:, :, rows, columns] = found > 0
-    return seen
+def _sums_of_bad_values(call: Call, plan: Plan | None, bias: Tensor | None, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """What NaN and infinity in the values that a row sees add up to, and 0 elsewhere, [B, H, Q, Dv]."""
+    signs = torch.cat([v.isnan(), v == torch.inf, v == -torch.inf], -1)
+    nan, plus, minus = marks_of_rows(call, plan, bias, signs).unflatten(-1, (3, -1)).unbind(-2)  # [B, H, Q, Dv]
+    found = torch.zeros_like(nan, dtype=dtype).masked_fill_(plus, torch.inf).masked_fill_(minus, -torch.inf)
+    return found.masked_fill_(nan | (plus & minus), torch.nan)
 
 
-def _sees_any(call: Call, plan: Plan | None, bias: Tensor | None, device: torch.device) -> Tensor:
-    """Whether a row may see any key at all, [B, H, Q]."""
-    shape = (call.batch, call.heads, call.queries)
-    if call.keys and bias is None and (plan is None or not plan.may_be_empty):
-        return torch.ones(shape, dtype=torch.bool, device=device)
-    sees = torch.zeros(shape, dtype=torch.bool, device=device)
-    for rows, _, visible in _visible(call, plan, bias, slice(0, call.keys), device):
-        sees[:, :, rows] = visible.any(-1)
-    return sees
+class _NanGradients(torch.autograd.Function):
+    """Hands out and lse through, and gives NaN for a gradient to what rows of bad logits see."""
 
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, rows_of: tuple[Call, Plan | None, Tensor], out: Tensor, lse: Tensor | None, *inputs: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.rows_of = rows_of
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        return out.view_as(out), None if lse is None else lse.view_as(lse)
 
-def _visible(
-    call: Call, plan: Plan | None, bias: Tensor | None, keys: slice, device: torch.device
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Block by block of rows, which of some keys they may see: rows, those of the keys that any of them may see, and
-    [B or 1, H or 1, rows, keys].
-    """
-    step = max(1, ROWS // max(1, call.batch * call.heads * (keys.stop - keys.start)))
-    for start in range(0, call.queries, step):
-        rows = slice(start, min(start + step, call.queries))
-        span = keys
-        if plan is not None and plan.bounds is not None:
-            low, high = plan.bounds[rows if len(plan.bounds) > 1 else slice(None)].unbind(-1)
-            span = slice(max(keys.start, int(low.amin())), min(keys.stop, int(high.amax())))
-        if span.start >= span.stop:
-            continue
-        seen = torch.ones((1, 1, rows.stop - rows.start, span.stop - span.start), dtype=torch.bool, device=device)
-        if plan is not None:
-            seen = seen & plan.tile(slice(0, call.batch), slice(0, call.heads), rows, span)
-        if bias is not None:
-            cut = bias[:, :, slice(None) if bias.shape[2] == 1 else rows]
-            seen = seen & (cut[..., slice(None) if bias.shape[3] == 1 else span] != -torch.inf)
-        yield rows, span, seen
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (call, plan, rows), inputs = ctx.rows_of, ctx.saved_tensors
+        pair: Pair = (grads[0], grads[1])
+        zeros = tuple(
+            torch.zeros_like(x) if wanted else None for x, wanted in zip(inputs, ctx.needs_input_grad[3:], strict=True)
+        )
+        with torch.no_grad():
+            found = with_nan_of_rows(call, plan, inputs[3], rows & incoming(pair), zeros)
+        return None, *pair, *found
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        rows = ctx.rows_of[2]
+        out, lse = tangents[1:3]
+        return (
+            None if out is None else out.masked_fill(rows[..., None], torch.nan),
+            None if lse is None else lse.masked_fill(rows, torch.nan),
+        )

@@ -504,7 +504,8 @@ def _clean(scene: Scene) -> bool:
     if 0 in (call.batch, call.queries, call.keys):
         return True
     largest = [float(x.detach().abs().amax()) for x in (inputs.q, inputs.k)]
-    if not largest[0] * largest[1] * call.head_dim * max(1.0, abs(call.scale)) < HUGE:  # NaN neither
+    factor = max(1.0, abs(call.scale), abs(call.scale) / (call.softcap or 1))
+    if not largest[0] * largest[1] * call.head_dim * factor < HUGE:  # NaN neither
         return False
     if norms is not None and not float(norms.amax()) < HUGE:
         return False

@@ -170,13 +170,13 @@ def _logits(scene: Scene, rows: Rows, heads: slice, j: slice) -> tuple[Tensor, T
     """The final logits [b, h, i, j] before anything is hidden, and what may be seen."""
     call, inputs = scene.call, scene.inputs
     dtype = accumulate_dtype(call.dtype)
-    q = rows.q.to(dtype) * call.scale
+    q = rows.q.to(dtype) * (call.scale / (call.softcap or 1))
     k = inputs.k[rows.b, rows.h, j].to(dtype)
     batch, _, count, _ = q.shape
     grouped = q.reshape(batch, -1, call.group * count, call.head_dim)  # [b, hkv, g * i, D]
     s = (grouped @ k.transpose(-2, -1)).view(batch, -1, count, j.stop - j.start)  # [b, h, i, j]
     if call.softcap is not None:
-        s = s.div_(call.softcap).tanh_().mul_(call.softcap)
+        s = s.tanh_().mul_(call.softcap)
     if isinstance(rows.i, slice):
         place = (rows.b, heads, rows.i, j)
         seen = visible(scene.plan, inputs.bias, place, s.device)

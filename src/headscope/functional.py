@@ -14,7 +14,8 @@ from torch._subclasses import FakeTensor
 from torch.compiler import is_dynamo_compiling
 
 from headscope import _nonfinite, _operator
-from headscope._backends import Backend, Inputs, Work, blocked, cpu, full_precision, with_zeros
+from headscope._backends import Backend, Inputs, Work, blocked, cpu, full_precision
+from headscope._backends.visibility import Pair, gradients_of_bad_inputs
 from headscope._call import Call, Options, as_mask, check_layout, described, fold, fold_mask, form
 from headscope._onlookers import has_no_values, is_traced
 from headscope._select import select
@@ -322,9 +323,10 @@ def _attend_now(prepared: Prepared, inputs: Inputs, backend: Any, **seed: int) -
     with full_precision(call):
         if hasattr(backend, "attend_finite") and not call.dropout:  # its kernels notice themselves
             done = backend.attend_finite(call, plan, inputs)
-            return _nonfinite.attend(attend, call, plan, inputs) if done is None else done
+            return _nonfinite.attend(attend, call, plan, inputs, attend) if done is None else done
         if _nonfinite.suspicious(call, inputs):
-            return _nonfinite.attend(attend, call, plan, inputs)
+            replaces = blocked.attend if backend.name == "sdpa" else attend
+            return _nonfinite.attend(attend, call, plan, inputs, replaces)
         return attend(call, plan, inputs)
 
 
@@ -361,11 +363,11 @@ def _operate_backward(
             found = _OF_OPERATOR[backend].gradients(work, inputs, (out, lse), *rest)
             if backend == blocked.name and q.is_cpu and not all(x is None or x.isfinite().all() for x in found[:3]):
 
-                def again(clean: Inputs) -> tuple[Tensor | None, ...]:
+                def again(clean: Inputs, grads: Pair) -> tuple[Tensor | None, ...]:
                     results = blocked.attend(work.call, work.plan, clean, seed=work.seed)
-                    return blocked.gradients(work, clean, results, *rest)  # pyright: ignore[reportArgumentType]  # with lse
+                    return blocked.gradients(work, clean, results, grads, rest[1])  # pyright: ignore[reportArgumentType]  # with lse
 
-                found = with_zeros(inputs, again) or found
+                found = gradients_of_bad_inputs(work, inputs, rest[0], again) or found
         if backend == blocked.name:
             found = tuple(None if x is None else x.contiguous() for x in found)  # as the fake kernel says
         return tuple(q.new_empty(0) if x is None else x for x in found)

@@ -7,7 +7,6 @@ What a backend is given is canonical: q [B, H, Q, D], k [B, Hkv, K, D], v [B, Hk
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -77,19 +76,6 @@ def full_precision(call: Call) -> AbstractContextManager[object]:
     if call.device == "meta" or not torch.is_autocast_enabled(call.device):
         return _AS_IT_IS
     return torch.autocast(call.device, enabled=False)
-
-
-def with_zeros(
-    inputs: Inputs, gradients: Callable[[Inputs], tuple[Tensor | None, ...]]
-) -> tuple[Tensor | None, ...] | None:
-    """Gradients with zeros for what is NaN or infinite in q, k and v, and zero there; None if nothing is."""
-    bad = [~x.isfinite() for x in inputs[:3]]
-    if not any(x.any() for x in bad):
-        return None
-    q, k, v = (x.masked_fill(b, 0) for x, b in zip(inputs[:3], bad, strict=True))
-    found = gradients(Inputs(q, k, v, inputs.bias, inputs.sinks))
-    zeroed = (x if x is None else x.masked_fill(b, 0) for x, b in zip(found[:3], bad, strict=True))
-    return *zeroed, *found[3:]
 
 
 def refuse_batched(*grads: Tensor | None) -> None:

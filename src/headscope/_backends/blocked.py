@@ -80,24 +80,40 @@ def _visible_keys(call: Call, plan: Plan | None, i: slice) -> slice:
     return slice(min(int(bounds[:, 0].min()), stop), stop)
 
 
-def tile_logits(call: Call, plan: Plan | None, block: Block, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """The final logits of a block, [b, h, g * i, j], and what tanh was taken of where there is a softcap."""
+class _Logits(NamedTuple):
+    """The final logits of a block.
+
+    Attributes:
+        s: [b, h, g * i, j], -inf where a key is hidden.
+        uncapped: what tanh was taken of where there is a softcap.
+        visible: which keys are visible, broadcastable to [b, h, g, i, j]; None = all.
+    """
+
+    s: Tensor
+    uncapped: Tensor | None
+    visible: Tensor | None
+
+
+def _logits(call: Call, plan: Plan | None, block: Block, inputs: Inputs) -> _Logits:
+    """The final logits of a block. scale / softcap is one factor: scale alone could overflow."""
     dtype = accumulate_dtype(call.dtype)
-    q = _grouped(call, block, inputs.q).to(dtype) * call.scale
+    q = _grouped(call, block, inputs.q).to(dtype) * (call.scale / (call.softcap or 1))
     k = inputs.k[block.b, block.h, block.j].to(dtype)
     s = q @ k.transpose(-2, -1)  # [b, h, g * i, j]
-    uncapped = None
+    uncapped = visible = None
     if call.softcap is not None:
-        uncapped = s / call.softcap
+        uncapped = s
         s = call.softcap * torch.tanh(uncapped)
     if inputs.bias is not None:
         bias = _bias_tile(call, block, inputs.bias)
-        s = _per_head(call, s).add(bias).masked_fill(bias == -torch.inf, -torch.inf).view_as(s)
+        visible = bias != -torch.inf
+        s = _per_head(call, s).add(bias).masked_fill(~visible, -torch.inf).view_as(s)
     if plan is not None and not plan.everything:
         seen = plan.tile(block.b, block.heads(call.group), block.i, block.j).to(s.device)
         seen = seen.unflatten(1, (-1, call.group)) if seen.shape[1] > 1 else seen[:, :, None]  # [b, h, g, i, j]
         s = _per_head(call, s).masked_fill(~seen, -torch.inf).view_as(s)
-    return s, uncapped
+        visible = seen if visible is None else visible & seen
+    return _Logits(s, uncapped, visible)
 
 
 def _grouped(call: Call, block: Block, tensor: Tensor) -> Tensor:
@@ -232,8 +248,7 @@ def _forward(call: Call, plan: Plan | None, block: Block, inputs: Inputs, seed: 
     """out [b, h, g * i, Dv] and lse [b, h, g * i, 1] of one block, in the accumulating dtype."""
     if block.j.start == block.j.stop:
         return _nothing_seen(call, block, inputs)
-    s, _ = tile_logits(call, plan, block, inputs)
-    w = _weights(call, block, inputs, s)
+    w = _weights(call, block, inputs, _logits(call, plan, block, inputs))
     p = w.p
     if call.dropout:
         p = F.dropout(p, call.dropout) if call.within else p * _keep(call, block, seed, p)
@@ -250,7 +265,7 @@ def weights_of_sinks(call: Call, plan: Plan | None, inputs: Inputs) -> Tensor:
         if block.j.start == block.j.stop:
             rows = (_sink_rows(call, block, inputs.sinks) != -torch.inf).to(found.dtype)
         else:
-            w = _weights(call, block, inputs, tile_logits(call, plan, block, inputs)[0])
+            w = _weights(call, block, inputs, _logits(call, plan, block, inputs))
             assert w.sink is not None
             rows = w.sink / w.divisor
         found[block.b, block.heads(call.group), block.i] = _per_head(call, rows)[..., 0].flatten(-3, -2)
@@ -267,14 +282,16 @@ class _Weights(NamedTuple):
     divisor: Tensor
 
 
-def _weights(call: Call, block: Block, inputs: Inputs, s: Tensor) -> _Weights:
-    """From logits, in whose place p lies. An empty row is divided by 1."""
+def _weights(call: Call, block: Block, inputs: Inputs, logits: _Logits) -> _Weights:
+    """From logits, in whose place p lies. A row without a visible key is divided by 1; logits of -inf give NaN."""
+    s = logits.s
     top = s.amax(-1, keepdim=True)
     sink = None if inputs.sinks is None else _sink_rows(call, block, inputs.sinks)
     if sink is not None:
         top = torch.maximum(top, sink)
-    if call.may_be_empty:
-        top = top.masked_fill(top == -torch.inf, 0)
+    if call.may_be_empty and logits.visible is not None:
+        empty = ~logits.visible.any(-1, keepdim=True)
+        top = top.masked_fill((_per_head(call, top == -torch.inf) & empty).view_as(top), 0)
     p = (s - top).exp() if call.within else s.sub_(top).exp_()
     total = p.sum(-1, keepdim=True)
     if sink is not None:
@@ -318,9 +335,9 @@ def _backward(a: _Backward, sums: Inputs) -> None:
             there = _sink_rows(call, block, inputs.sinks) != -torch.inf
             _add_sink_gradient(call, block, (grad_lse - delta) * there, sums)
         return
-    s, uncapped = tile_logits(call, a.plan, block, inputs)
-    hidden = s == -torch.inf
-    w = _weights(call, block, inputs, s)  # anew, not by lse: where that is large it has lost the sum
+    logits = _logits(call, a.plan, block, inputs)
+    uncapped, hidden = logits.uncapped, logits.s == -torch.inf
+    w = _weights(call, block, inputs, logits)  # anew, not by lse: where that is large it has lost the sum
     p = w.p.div_(w.divisor)
     if w.sink is not None:
         _add_sink_gradient(call, block, w.sink / w.divisor * (grad_lse - delta), sums)

@@ -17,8 +17,8 @@ from headscope._backends import (
     once,
     refuse_batched,
     refuse_tangents,
-    with_zeros,
 )
+from headscope._backends.visibility import Pair, gradients_of_bad_inputs, hides
 from headscope._call import MOST_RULES, Call
 from headscope.masks import And, Band, Dense, Documents, KeyLengths, Mask, Or, Plan, Prefix, Turned
 
@@ -75,14 +75,9 @@ def attend_finite(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor
     """As ``attend``, without dropout; None where NaN or infinity may have reached what must not see it."""
     with torch.no_grad():
         out, lse, finite = _forward(call, plan, inputs, 0, need_lse=call.lse or call.grad or call.bias_grad)
-    if not finite and (lse is not None or hides(call)):
+    if not finite and hides(call):
         return None
     return _tied(call, plan, inputs, 0, out, lse)
-
-
-def hides(call: Call) -> bool:
-    """Whether there may be keys that a row does not see."""
-    return call.spans != "all" or call.rest != "none" or call.bias is not None
 
 
 def _tied(
@@ -130,7 +125,7 @@ def repeater(
             described.native, q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if bias is None else bias.data_ptr(),
             0 if sinks is None else sinks.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), threads(),
         )  # fmt: skip
-        if not finite and (lse is not None or hidden):
+        if not finite and hidden:
             return None
         if not grad or lse is None:
             return out, lse
@@ -187,9 +182,6 @@ def four_axes(bias: Tensor | None) -> Tensor | None:
     return bias if bias is None or bias.ndim == 4 else bias[(None,) * (4 - bias.ndim)]
 
 
-Pair = tuple[Tensor | None, Tensor | None]
-
-
 def gradients(
     work: Work, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, wanted: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
@@ -197,8 +189,7 @@ def gradients(
 
     Args:
         work: what was done.
-        inputs: what it was done to. Where q, k or v hold NaN or infinity the gradients are those with zeros there, and
-            zero there: what nobody may see must not spoil the rest, and 0 x NaN is NaN.
+        inputs: what it was done to; see ``gradients_of_bad_inputs`` where q, k or v hold NaN or infinity.
         results: out and lse, as they came out.
         grads: those of out and lse, or None.
         wanted: whether those of bias and sinks are.
@@ -207,12 +198,12 @@ def gradients(
     if finite:  # a NaN that met anything, and be it a weight of 0, would be in one of them
         return found
 
-    def again(clean: Inputs) -> tuple[Tensor | None, ...]:
+    def again(clean: Inputs, grads: Pair) -> tuple[Tensor | None, ...]:
         out, lse, _ = _forward(work.call, work.plan, clean, work.seed, need_lse=True)
         assert lse is not None  # it is asked for
         return _gradients(work, clean, (out, lse), grads, wanted)[0]
 
-    return with_zeros(inputs, again) or found
+    return gradients_of_bad_inputs(work, inputs, grads, again) or found
 
 
 def _gradients(

@@ -17,36 +17,41 @@ def refuses(call: Call) -> list[str]:
     return []
 
 
-def logits(call: Call, plan: Plan | None, inputs: Inputs) -> Tensor:
-    """The final logits s [B, H, Q, K]: scaled, capped, biased; -inf where a key may not be seen."""
+def logits(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The final logits s [B, H, Q, K]: scaled, capped, biased, -inf where a key is hidden; and whether it is visible.
+
+    scale / softcap is one factor: neither the product with scale nor its quotient by softcap can overflow by itself.
+    """
     dtype = accumulate_dtype(call.dtype)
     q, k = inputs.q.to(dtype), inputs.k.to(dtype)
     k = k.repeat_interleave(call.group, dim=1)  # [B, H, K, D]: each key head serves a group of query heads
-    s = call.scale * (q @ k.transpose(-2, -1))  # [B, H, Q, K]
+    s = call.scale / (call.softcap or 1) * (q @ k.transpose(-2, -1))  # [B, H, Q, K]
     if call.softcap is not None:
-        s = call.softcap * torch.tanh(s / call.softcap)
+        s = call.softcap * torch.tanh(s)
+    visible = torch.ones((), dtype=torch.bool, device=s.device)
     if inputs.bias is not None:
         s = s + inputs.bias.to(dtype)
-        s = s.masked_fill(inputs.bias == -torch.inf, -torch.inf)
+        visible = inputs.bias != -torch.inf
     if plan is not None:
         batch, heads, queries, keys = s.shape
         seen = plan.tile(slice(0, batch), slice(0, heads), slice(0, queries), slice(0, keys))  # [B, H, Q, K]
-        s = s.masked_fill(~seen.to(s.device), -torch.inf)
-    return s
+        visible = visible & seen.to(s.device)
+    visible = visible.expand(s.shape)
+    return s.masked_fill(~visible, -torch.inf), visible
 
 
 def weights(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The attention weights p [B, H, Q, K] and lse [B, H, Q]. Rows sum to one, or to less where there are sinks."""
-    s = logits(call, plan, inputs)
-    terms = s
+    s, visible = logits(call, plan, inputs)
+    terms, empty = s, ~visible.any(dim=-1, keepdim=True)  # [B, H, Q, 1]
     if inputs.sinks is not None:
         sink = inputs.sinks.to(s.dtype)[:, None, None].expand(*s.shape[:-1], 1)  # [B, H, Q, 1]
-        terms = torch.cat([s, sink], dim=-1)
-    nothing = (terms == -torch.inf).all(dim=-1, keepdim=True)  # rows that may see nothing
-    terms = terms.masked_fill(nothing, 0)
+        terms, empty = torch.cat([s, sink], dim=-1), empty & (sink == -torch.inf)
+    terms = terms.masked_fill(empty, 0)
     p = torch.softmax(terms, dim=-1)[..., : call.keys]  # exp(s - lse), with fewer roundings
     lse = terms.logsumexp(dim=-1, keepdim=True)
-    return p.masked_fill(nothing, 0), lse.masked_fill(nothing, -torch.inf).squeeze(-1)
+    lse = lse.masked_fill(lse.isinf(), torch.nan)  # as the row's weights are: inf - inf
+    return p.masked_fill(empty, 0), lse.masked_fill(empty, -torch.inf).squeeze(-1)
 
 
 def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
