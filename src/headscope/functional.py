@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor
 from torch.compiler import is_dynamo_compiling
 
 from headscope import _nonfinite, _operator
-from headscope._backends import Backend, Inputs, Work, blocked, cpu, full_precision, with_zeros
+from headscope._backends import Backend, Inputs, Work, blocked, cpu, full_precision, is_lazy, with_zeros
 from headscope._call import Call, Options, as_mask, check_layout, described, fold, fold_mask, form
 from headscope._onlookers import has_no_values, is_traced
 from headscope._select import select
@@ -252,7 +252,7 @@ def _attend_and_observe(
 
     inputs = canonical(prepared, q, k, v, bias, sinks)
     places = (None, None, "self", None)
-    has_place = prepared.canonical and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    has_place = prepared.canonical and all(x.stride(-1) == 1 and not is_lazy(x) for x in (q, k, v))
     given = Given(call, prepared.mask, prepared.plan, inputs, True, None, *places, what, prepared.before, has_place)
     done = _observe_sums.attend(given)
     if done is None:
@@ -285,7 +285,24 @@ def weights(
 
 
 _Numbers = tuple[float | None, float | None, float, bool]  # scale, softcap, dropout, lse
-_kept: dict[Any, Prepared] = {}
+
+
+class PreparedCalls(dict[Any, Prepared]):
+    """Prepared calls by their keys.
+
+    Attributes:
+        latest: the key and the preparation of the latest call: comparing two keys takes half as long as hashing one.
+    """
+
+    latest: tuple[Any, Prepared | None] = (None, None)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self.latest = (None, None)
+        super().clear()
+
+
+_kept = PreparedCalls()
 _kept_rows = [0]
 _KEPT = 1024
 _KEPT_ROWS = 1 << 19  # of the plans of their masks, of some 50 bytes each
@@ -299,9 +316,9 @@ def _run(
     numbers: _Numbers, backend: str | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     prepared = _prepare(q, k, v, mask, bias, sinks, numbers, backend)
-    if prepared.repeat is not None:
-        plain = bias is None and sinks is None
-        done = prepared.repeat(q, k, v) if plain else prepared.repeat(q, k, v, bias, sinks)
+    repeat = prepared.repeat
+    if repeat is not None:
+        done = repeat(q, k, v) if bias is None and sinks is None else repeat(q, k, v, bias, sinks)
         if done is not None:
             return done
     call = prepared.call
@@ -323,8 +340,9 @@ def _attend_now(prepared: Prepared, inputs: Inputs, backend: Any, **seed: int) -
         if hasattr(backend, "attend_finite") and not call.dropout:  # its kernels notice themselves
             done = backend.attend_finite(call, plan, inputs)
             return _nonfinite.attend(attend, call, plan, inputs) if done is None else done
-        if _nonfinite.suspicious(call, inputs):
-            return _nonfinite.attend(attend, call, plan, inputs)
+        careful = getattr(backend, "attend_careful", None)
+        if _nonfinite.suspicious(call, inputs, with_bias=careful is not None):
+            return _nonfinite.attend(careful or attend, call, plan, inputs)
         return attend(call, plan, inputs)
 
 
@@ -401,13 +419,18 @@ def _prepare(
                     q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
                     (q.is_cpu and k.is_cpu and v.is_cpu) or (q.device, k.device, v.device),  # to name them takes longer
                     type(q), type(k), type(v), mask, backend,
+                    q.is_neg() or k.is_neg() or v.is_neg(),  # the memory then holds the negatives
                     numbers, type(numbers[0]), type(numbers[1]), type(numbers[2]),  # True is 1, but no number to say
-                    torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad),
+                    torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or "none"),
                     bias is not None and _key(bias),
                     sinks is not None and _key(sinks),
                 )  # fmt: skip
+                latest_key, latest = _kept.latest
+                if latest_key == key and latest is not None:
+                    return latest
                 found = _kept.get(key)
                 if found is not None:
+                    _kept.latest = key, found
                     return found
         except (
             AttributeError,
@@ -430,11 +453,12 @@ def _keep(key: tuple[Any, ...], found: Prepared) -> None:
         _kept.clear()
         _kept_rows[0] = 0
     _kept[key] = found
+    _kept.latest = key, found
     _kept_rows[0] += rows
 
 
 def _key(x: Tensor) -> tuple[Any, ...]:
-    return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_neg()
 
 
 def _prepare_anew(

@@ -69,6 +69,16 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def readable(x: Tensor) -> Tensor:
+    """Return x, or a copy of it, such that ``data_ptr`` points to its numbers."""
+    return x.clone() if is_lazy(x) else x
+
+
+def is_lazy(x: Tensor) -> bool:
+    """Whether x has no memory, or its memory holds the negatives of its numbers (``torch._neg_view``)."""
+    return x.is_neg() or x._is_zerotensor()
+
+
 _AS_IT_IS = nullcontext()
 
 
