@@ -27,20 +27,34 @@ ROWS = 1 << 19  # elements of one block of visibility
 _dispatch = attrgetter("__torch_dispatch__")  # what a subclass does in the place of torch's operators
 
 
-def suspicious(call: Call, inputs: Inputs) -> bool:
-    """Whether q, k or v may hold NaN or infinity, for backends that do not say it of what they return.
+def suspicious(call: Call, inputs: Inputs, with_bias: bool = False) -> bool:
+    """Whether q, k, v or their logits may hold NaN or infinity, for backends that do not say it of what they return.
 
-    Looks at sums alone: one that overflows is suspicious too.
+    Looks at norms and sums alone: one that overflows is suspicious too. ``with_bias``: NaN or +inf in the bias is, too.
     """
     if call.device != "cpu" or has_no_values() or torch._C._are_functorch_transforms_active():
         return False
     if any(_dispatch(type(x)) is not _dispatch(Tensor) for x in inputs[:3]):  # these may have no values
         return False
+    if not within_range(call, inputs.q, inputs.k, inputs.bias if with_bias else None):
+        return True
+    if call.spans == "all" and call.rest == "none" and call.bias is None:  # each row sees all of v anyway
+        return False
+    return not math.isfinite(inputs.v.detach().sum(dtype=accumulate_dtype(call.dtype)).item())
+
+
+def within_range(call: Call, q: Tensor, k: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether q, k and bias, where there is one, are finite and so small that no logit overflows; a bias may be -inf.
+
+    By the norms of the whole of q and k: no product of two of their rows is larger (Cauchy and Schwarz).
+    """
     dtype = accumulate_dtype(call.dtype)
-    total = inputs.q.detach().sum(dtype=dtype).item() + inputs.k.detach().sum(dtype=dtype).item()
-    if call.spans != "all" or call.rest != "none" or call.bias is not None:  # else each row sees all of v anyway
-        total += inputs.v.detach().sum(dtype=dtype).item()
-    return not math.isfinite(total)
+    bound = max(1.0, abs(call.scale))
+    for x in (q, k):
+        bound *= torch.linalg.vector_norm(x.detach(), dtype=dtype).item()
+    if bias is not None and bias.numel():
+        bound += max(bias.detach().amax().item(), 0.0)  # NaN stays NaN, and is not within
+    return bound <= torch.finfo(dtype).max / 4
 
 
 Attend = Callable[[Call, Plan | None, Inputs], tuple[Tensor, Tensor | None]]
