@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.compiler import is_dynamo_compiling
+from torch.nn import functional as F
 
 from headscope import _nonfinite, _operator
-from headscope._backends import Backend, Inputs, Work, blocked, cpu, full_precision, is_lazy, with_zeros
+from headscope._backends import Backend, Inputs, Work, blocked, cpu, full_precision, is_lazy, sdpa, with_zeros
 from headscope._call import Call, Options, as_mask, check_layout, described, fold, fold_mask, form
-from headscope._onlookers import has_no_values, is_traced
+from headscope._onlookers import CONTEXT_PARALLEL, check_context_parallel, has_no_values, is_traced
 from headscope._select import select
 from headscope.masks import Mask, Plan
 from headscope.stats import HeadStats, Observe
@@ -284,6 +286,7 @@ def weights(
     return p.reshape(*prepared.call.lead, *p.shape[1:])  # [*lead, H, Q, K]
 
 
+_modules = sys.modules
 _Numbers = tuple[float | None, float | None, float, bool]  # scale, softcap, dropout, lse
 
 
@@ -411,6 +414,8 @@ def _prepare(
     numbers: _Numbers, backend: str | None,
 ) -> Prepared:  # fmt: skip
     """``prepare``, but for the plan of a call that an operator will run; one seen before costs a look into a table."""
+    if CONTEXT_PARALLEL in _modules:
+        check_context_parallel()
     key = None
     if not is_traced() and (mask is None or not isinstance(mask, Tensor)):
         try:
@@ -470,6 +475,8 @@ def _prepare_anew(
         mask = fold_mask(mask, q, k, v)
     known = as_mask(mask)
     # the operator plans when it runs: to plan here would fill a compiler's graph with what nobody reads
+    if is_traced():  # the compiler guards the comparison: a graph from outside of context_parallel is traced anew in it
+        _ = F.scaled_dot_product_attention is sdpa.ORIGINAL
     traced = form(q, k, v, bias, sinks, *(() if known is None else known.tensors())) == "traced"
     planned = not traced or backend not in (None, *_operator.BACKENDS) or (backend is None and cpu.native is None)
     call, plan = described(q, k, v, bias, sinks, Options(known, scale, softcap, dropout, lse, planned))
