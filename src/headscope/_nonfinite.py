@@ -16,7 +16,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from headscope._backends import Inputs, accumulate_dtype
+from headscope._backends import Inputs, accumulate_dtype, within_range
 from headscope._call import Call
 from headscope._onlookers import has_no_values
 from headscope.masks import Plan
@@ -41,20 +41,6 @@ def suspicious(call: Call, inputs: Inputs, with_bias: bool = False) -> bool:
     if call.spans == "all" and call.rest == "none" and call.bias is None:  # each row sees all of v anyway
         return False
     return not math.isfinite(inputs.v.detach().sum(dtype=accumulate_dtype(call.dtype)).item())
-
-
-def within_range(call: Call, q: Tensor, k: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether q, k and bias, where there is one, are finite and so small that no logit overflows; a bias may be -inf.
-
-    By the norms of the whole of q and k: no product of two of their rows is larger (Cauchy and Schwarz).
-    """
-    dtype = accumulate_dtype(call.dtype)
-    bound = max(1.0, abs(call.scale))
-    for x in (q, k):
-        bound *= torch.linalg.vector_norm(x.detach(), dtype=dtype).item()
-    if bias is not None and bias.numel():
-        bound += max(bias.detach().amax().item(), 0.0)  # NaN stays NaN, and is not within
-    return bound <= torch.finfo(dtype).max / 4
 
 
 Attend = Callable[[Call, Plan | None, Inputs], tuple[Tensor, Tensor | None]]

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscope._backends import Inputs, accumulate_dtype, blocked, readable
+from headscope._backends import Inputs, accumulate_dtype, blocked, readable, within_range
 from headscope._call import Call
-from headscope._nonfinite import within_range
 from headscope.masks import Dense, Plan
 
 name = "sdpa"
