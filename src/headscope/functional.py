@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from headscope import _nonfinite, _operator
 from headscope._backends import Backend, Inputs, Work, blocked, cpu, full_precision, is_lazy, sdpa, with_zeros
-from headscope._call import Call, Options, as_mask, check_layout, described, fold, fold_mask, form
+from headscope._call import ORDINARY, Call, Options, as_mask, check_layout, described, fold, fold_mask, form
 from headscope._onlookers import CONTEXT_PARALLEL, check_context_parallel, has_no_values, is_traced
 from headscope._select import select
 from headscope.masks import Mask, Plan
@@ -326,6 +326,8 @@ def _run(
             return done
     call = prepared.call
     inputs = canonical(prepared, q, k, v, bias, sinks)
+    if call.form == "subclass":
+        inputs = inputs._replace(q=_in_class(inputs, prepared.mask))
     if call.form == "traced" and prepared.backend.name in _operator.BACKENDS:
         out, lse = _operator.attend(call, prepared.mask, inputs, prepared.backend.name)
     else:
@@ -334,6 +336,16 @@ def _run(
         out = out.reshape(*call.lead, *out.shape[1:])  # [*lead, H, Q, Dv]
         lse = None if lse is None else lse.reshape(*call.lead, *lse.shape[1:])  # [*lead, H, Q]
     return out, lse
+
+
+def _in_class(inputs: Inputs, mask: Mask | None) -> Tensor:
+    """Return q in the subclass of Tensor that another argument has, so that the result has it, as by torch's SDPA."""
+    q = inputs.q
+    if type(q) in ORDINARY:
+        for x in (*inputs[1:], *(() if mask is None else mask.tensors())):
+            if x is not None and type(x) not in ORDINARY:
+                q = q * x.new_ones((), dtype=q.dtype)  # exact, and an operator: it is the subclass that says its class
+    return q
 
 
 def _attend_now(prepared: Prepared, inputs: Inputs, backend: Any, **seed: int) -> tuple[Tensor, Tensor | None]:
