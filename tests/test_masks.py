@@ -277,7 +277,7 @@ def test_documents_of_nothing_and_beside_another_default_device() -> None:
 
 def test_kept_calls_have_a_limit_for_the_length_of_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """A length that changes with every call must not fill memory; what is long is not kept at all."""
-    monkeypatch.setattr(functional, "_kept", {})
+    monkeypatch.setattr(functional, "_kept", functional.PreparedCalls())
     monkeypatch.setattr(functional, "_kept_rows", [0])
     monkeypatch.setattr(functional, "_KEPT_ROWS", 1000)
 

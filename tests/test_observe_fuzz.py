@@ -188,7 +188,7 @@ def portable() -> Iterator[None]:
     """The portable form, also where the native kernels could observe."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_observe_native, "refuses", lambda *_: ["this test wants the portable form"])
-        patch.setattr(functional, "_kept", {})  # what was made ready before
+        patch.setattr(functional, "_kept", functional.PreparedCalls())  # what was made ready before
         yield
 
 

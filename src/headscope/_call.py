@@ -37,7 +37,7 @@ Spans = Literal["all", "causal", "keys", "rows"]
 Rest = Literal["none", "dense", "other", "many"]
 Form = Literal["plain", "traced", "mapped", "transformed", "subclass"]
 
-_ORDINARY = (Tensor, torch.nn.Parameter)
+ORDINARY = (Tensor, torch.nn.Parameter)
 _STAND_INS = (FakeTensor, FunctionalTensor)  # what torch.export shows in the place of ordinary ones
 
 
@@ -205,7 +205,7 @@ def form(*tensors: Tensor | None) -> Form:
         return "transformed" if _goes_further() else "mapped"
     found: Form = "traced" if is_traced() else "plain"
     for x in tensors:
-        if x is not None and type(x) not in _ORDINARY:
+        if x is not None and type(x) not in ORDINARY:
             if type(x) not in _STAND_INS:
                 return "subclass"
             found = "traced"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope._backends import Inputs, accumulate_dtype
+from headscope._backends import Inputs, accumulate_dtype, within_range
 from headscope._backends.visibility import Pair, hides, incoming, marks_of_rows, rows_of_bad_logits, with_nan_of_rows
 from headscope._call import Call
 from headscope._onlookers import has_no_values
@@ -27,20 +27,20 @@ from headscope.masks import Plan
 _dispatch = attrgetter("__torch_dispatch__")  # what a subclass does in the place of torch's operators
 
 
-def suspicious(call: Call, inputs: Inputs) -> bool:
-    """Whether q, k or v may hold NaN or infinity, for backends that do not say it of what they return.
+def suspicious(call: Call, inputs: Inputs, with_bias: bool = False) -> bool:
+    """Whether q, k, v or their logits may hold NaN or infinity, for backends that do not say it of what they return.
 
-    Looks at sums alone: one that overflows is suspicious too.
+    Looks at norms and sums alone: one that overflows is suspicious too. ``with_bias``: NaN or +inf in the bias is, too.
     """
     if call.device != "cpu" or has_no_values() or torch._C._are_functorch_transforms_active():
         return False
     if any(_dispatch(type(x)) is not _dispatch(Tensor) for x in inputs[:3]):  # these may have no values
         return False
-    dtype = accumulate_dtype(call.dtype)
-    total = inputs.q.detach().sum(dtype=dtype).item() + inputs.k.detach().sum(dtype=dtype).item()
-    if hides(call):  # else each row sees all of v anyway
-        total += inputs.v.detach().sum(dtype=dtype).item()
-    return not math.isfinite(total)
+    if not within_range(call, inputs.q, inputs.k, inputs.bias if with_bias else None):
+        return True
+    if not hides(call):  # each row sees all of v anyway
+        return False
+    return not math.isfinite(inputs.v.detach().sum(dtype=accumulate_dtype(call.dtype)).item())
 
 
 Attend = Callable[[Call, Plan | None, Inputs], tuple[Tensor, Tensor | None]]

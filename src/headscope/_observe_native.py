@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headscope._backends import Inputs, accumulate_dtype, cpu
+from headscope._backends import Inputs, accumulate_dtype, cpu, readable
 from headscope._call import Call
 from headscope._observe import Observed, row_names
 from headscope._observe_edges import Candidates
@@ -160,28 +160,32 @@ class Ready:
         index = None if scene.whole else torch.tensor(list(scene.rows), device="cpu")
         places = {name: place for place, name in enumerate(self.names)}
         line, own, ids = (0, 0), (0, 0), None
-        if scene.line is not None:
-            line = _by_batch(scene.line)
-            if scene.ids is not None and scene.own is not None:
-                own, ids = _by_batch(scene.own), scene.ids.to(torch.int32).contiguous()
+        line_at, own_at, first, may_count = (
+            x if x is None else readable(x) for x in (scene.line, scene.own, scene.first, scene.may_count)
+        )
+        assert first is not None  # it is a part of every scene
+        if line_at is not None:
+            line = _by_batch(line_at)
+            if scene.ids is not None and own_at is not None:
+                own, ids = _by_batch(own_at), readable(scene.ids.to(torch.int32)).contiguous()
         windows = [
             (float(w), places.get(f"window_{w:g}", -1), places.get(f"streaming_{w:g}", -1))
             for w in (work.windows if line[0] else ())
         ]
-        may_count, strides = scene.may_count, (0, 0, 0)
+        strides = (0, 0, 0)
         if may_count is not None:
             strides = tuple(0 if n == 1 else s for n, s in zip(may_count.shape, may_count.stride(), strict=True))
-        given = None if scene.lse is None else scene.lse.to(self.dtype).contiguous()
+        given = None if scene.lse is None else readable(scene.lse.to(self.dtype)).contiguous()
         made = cpu.native.Observation(
             described.native, (len(scene.rows), address(index)), [places.get(name, -1) for name in QUANTITIES], windows,
-            line, own, address(ids), (*_by_batch(scene.first), scene.first.shape[1]), (address(may_count), *strides),
+            line, own, address(ids), (*_by_batch(first), first.shape[1]), (address(may_count), *strides),
             address(given), 0.0 if scene.lse is None else ROUNDING[scene.lse.dtype],
             max(1, work.top) if work.top or work.argmax else 0, work.bins, edges,
             (0, 0, 0) if self.borders is None else (len(self.names), self.borders.data_ptr(), self.borders.shape[1]),
             [self.parts[name].offset if name in self.parts else -1 for name in PLACES], self.size, room,
         )  # fmt: skip
         mine = described.held[3:]  # q, k and v will be others
-        return made, (mine, index, scene.line, scene.own, ids, scene.first, may_count, given)
+        return made, (mine, index, line_at, own_at, ids, first, may_count, given)
 
     def observed(self, memory: Tensor) -> Observed:
         """What was found, as views of the memory it lies in."""
@@ -226,7 +230,7 @@ def observe_rows(ready: Ready, inputs: Inputs, into: Attending | None = None) ->
         inputs: q, k and v.
         into: what to fill beside; then all rows have to be looked at.
     """
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3])
+    q, k, v = (cpu.unit_stride(x) for x in inputs[:3])
     out, lse = (0, 0) if into is None else (x.data_ptr() for x in into)
     memory = torch.empty(ready.size, dtype=torch.uint8, device="cpu")
     at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out, lse, memory.data_ptr())
@@ -246,7 +250,11 @@ def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, T
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         out, lse, memory = empty(like), empty(lse_like), empty(memory_like)
         at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), memory.data_ptr())
-        return (out, lse, memory) if look(described, *at, threads()) else None
+        try:
+            finite = look(described, *at, threads())
+        except ValueError:  # one has no memory: ``observe_rows`` materializes it, or raises
+            return None
+        return (out, lse, memory) if finite else None
 
     return run
 

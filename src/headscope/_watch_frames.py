@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._python_dispatch import _disable_current_modes
 
 from headscope import _watch_calls, _watch_compiled, _watch_layers, _watch_masks, _watch_torch, functional, nn_compat
-from headscope._onlookers import has_no_values
+from headscope._onlookers import CONTEXT_PARALLEL, check_context_parallel, has_no_values
 from headscope._watch_calls import Call
 from headscope.masks import Mask, Turned, turned
 from headscope.module import MultiHeadAttention
@@ -314,6 +314,8 @@ def _call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
     if entries is None or torch.compiler.is_compiling():
         raise _watch_calls.WatchError(_watch_calls.COMPILED)
+    if CONTEXT_PARALLEL in sys.modules:
+        check_context_parallel()
     if torch._C._current_graph_task_id() != -1:  # a checkpoint computes again what was seen before
         entries = tuple(entry for entry in entries if entry[0].again)
         if not entries:

@@ -159,4 +159,5 @@ def _masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[int, i
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Whether these are one tensor, or two views of it that are alike."""
-    return a is b or (a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr())
+    alike = a.shape == b.shape and a.stride() == b.stride() and a.is_neg() == b.is_neg()
+    return a is b or (alike and a.data_ptr() == b.data_ptr())

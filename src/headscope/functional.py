@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.compiler import is_dynamo_compiling
+from torch.nn import functional as F
 
 from headscope import _nonfinite, _operator
-from headscope._backends import Backend, Inputs, Work, blocked, cpu, full_precision
+from headscope._backends import Backend, Inputs, Work, blocked, cpu, full_precision, is_lazy, sdpa
 from headscope._backends.visibility import Pair, gradients_of_bad_inputs
-from headscope._call import Call, Options, as_mask, check_layout, described, fold, fold_mask, form
-from headscope._onlookers import has_no_values, is_traced
+from headscope._call import ORDINARY, Call, Options, as_mask, check_layout, described, fold, fold_mask, form
+from headscope._onlookers import CONTEXT_PARALLEL, check_context_parallel, has_no_values, is_traced
 from headscope._select import select
 from headscope.masks import Mask, Plan
 from headscope.stats import HeadStats, Observe
@@ -253,7 +255,7 @@ def _attend_and_observe(
 
     inputs = canonical(prepared, q, k, v, bias, sinks)
     places = (None, None, "self", None)
-    has_place = prepared.canonical and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    has_place = prepared.canonical and all(x.stride(-1) == 1 and not is_lazy(x) for x in (q, k, v))
     given = Given(call, prepared.mask, prepared.plan, inputs, True, None, *places, what, prepared.before, has_place)
     done = _observe_sums.attend(given)
     if done is None:
@@ -285,8 +287,26 @@ def weights(
     return p.reshape(*prepared.call.lead, *p.shape[1:])  # [*lead, H, Q, K]
 
 
+_modules = sys.modules
 _Numbers = tuple[float | None, float | None, float, bool]  # scale, softcap, dropout, lse
-_kept: dict[Any, Prepared] = {}
+
+
+class PreparedCalls(dict[Any, Prepared]):
+    """Prepared calls by their keys.
+
+    Attributes:
+        latest: the key and the preparation of the latest call: comparing two keys takes half as long as hashing one.
+    """
+
+    latest: tuple[Any, Prepared | None] = (None, None)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self.latest = (None, None)
+        super().clear()
+
+
+_kept = PreparedCalls()
 _kept_rows = [0]
 _KEPT = 1024
 _KEPT_ROWS = 1 << 19  # of the plans of their masks, of some 50 bytes each
@@ -300,13 +320,15 @@ def _run(
     numbers: _Numbers, backend: str | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     prepared = _prepare(q, k, v, mask, bias, sinks, numbers, backend)
-    if prepared.repeat is not None:
-        plain = bias is None and sinks is None
-        done = prepared.repeat(q, k, v) if plain else prepared.repeat(q, k, v, bias, sinks)
+    repeat = prepared.repeat
+    if repeat is not None:
+        done = repeat(q, k, v) if bias is None and sinks is None else repeat(q, k, v, bias, sinks)
         if done is not None:
             return done
     call = prepared.call
     inputs = canonical(prepared, q, k, v, bias, sinks)
+    if call.form == "subclass":
+        inputs = inputs._replace(q=_in_class(inputs, prepared.mask))
     if call.form == "traced" and prepared.backend.name in _operator.BACKENDS:
         out, lse = _operator.attend(call, prepared.mask, inputs, prepared.backend.name)
     else:
@@ -317,6 +339,16 @@ def _run(
     return out, lse
 
 
+def _in_class(inputs: Inputs, mask: Mask | None) -> Tensor:
+    """Return q in the subclass of Tensor that another argument has, so that the result has it, as by torch's SDPA."""
+    q = inputs.q
+    if type(q) in ORDINARY:
+        for x in (*inputs[1:], *(() if mask is None else mask.tensors())):
+            if x is not None and type(x) not in ORDINARY:
+                q = q * x.new_ones((), dtype=q.dtype)  # exact, and an operator: it is the subclass that says its class
+    return q
+
+
 def _attend_now(prepared: Prepared, inputs: Inputs, backend: Any, **seed: int) -> tuple[Tensor, Tensor | None]:
     call, plan = prepared.call, prepared.plan
     attend = partial(backend.attend, **seed) if seed else backend.attend
@@ -324,9 +356,10 @@ def _attend_now(prepared: Prepared, inputs: Inputs, backend: Any, **seed: int) -
         if hasattr(backend, "attend_finite") and not call.dropout:  # its kernels notice themselves
             done = backend.attend_finite(call, plan, inputs)
             return _nonfinite.attend(attend, call, plan, inputs, attend) if done is None else done
-        if _nonfinite.suspicious(call, inputs):
-            replaces = blocked.attend if backend.name == "sdpa" else attend
-            return _nonfinite.attend(attend, call, plan, inputs, replaces)
+        careful = getattr(backend, "attend_careful", None)
+        if _nonfinite.suspicious(call, inputs, with_bias=careful is not None):
+            replaces = blocked.attend if careful is not None else attend
+            return _nonfinite.attend(careful or attend, call, plan, inputs, replaces)
         return attend(call, plan, inputs)
 
 
@@ -395,6 +428,8 @@ def _prepare(
     numbers: _Numbers, backend: str | None,
 ) -> Prepared:  # fmt: skip
     """``prepare``, but for the plan of a call that an operator will run; one seen before costs a look into a table."""
+    if CONTEXT_PARALLEL in _modules:
+        check_context_parallel()
     key = None
     if not is_traced() and (mask is None or not isinstance(mask, Tensor)):
         try:
@@ -403,13 +438,18 @@ def _prepare(
                     q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
                     (q.is_cpu and k.is_cpu and v.is_cpu) or (q.device, k.device, v.device),  # to name them takes longer
                     type(q), type(k), type(v), mask, backend,
+                    q.is_neg() or k.is_neg() or v.is_neg(),  # the memory then holds the negatives
                     numbers, type(numbers[0]), type(numbers[1]), type(numbers[2]),  # True is 1, but no number to say
-                    torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad),
+                    torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or "none"),
                     bias is not None and _key(bias),
                     sinks is not None and _key(sinks),
                 )  # fmt: skip
+                latest_key, latest = _kept.latest
+                if latest_key == key and latest is not None:
+                    return latest
                 found = _kept.get(key)
                 if found is not None:
+                    _kept.latest = key, found
                     return found
         except (
             AttributeError,
@@ -432,11 +472,12 @@ def _keep(key: tuple[Any, ...], found: Prepared) -> None:
         _kept.clear()
         _kept_rows[0] = 0
     _kept[key] = found
+    _kept.latest = key, found
     _kept_rows[0] += rows
 
 
 def _key(x: Tensor) -> tuple[Any, ...]:
-    return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_neg()
 
 
 def _prepare_anew(
@@ -448,6 +489,8 @@ def _prepare_anew(
         mask = fold_mask(mask, q, k, v)
     known = as_mask(mask)
     # the operator plans when it runs: to plan here would fill a compiler's graph with what nobody reads
+    if is_traced():  # the compiler guards the comparison: a graph from outside of context_parallel is traced anew in it
+        _ = F.scaled_dot_product_attention is sdpa.ORIGINAL
     traced = form(q, k, v, bias, sinks, *(() if known is None else known.tensors())) == "traced"
     planned = not traced or backend not in (None, *_operator.BACKENDS) or (backend is None and cpu.native is None)
     call, plan = described(q, k, v, bias, sinks, Options(known, scale, softcap, dropout, lse, planned))

@@ -68,6 +68,30 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def readable(x: Tensor) -> Tensor:
+    """Return x, or a copy of it, such that ``data_ptr`` points to its numbers."""
+    return x.clone() if is_lazy(x) else x
+
+
+def is_lazy(x: Tensor) -> bool:
+    """Whether x has no memory, or its memory holds the negatives of its numbers (``torch._neg_view``)."""
+    return x.is_neg() or x._is_zerotensor()
+
+
+def within_range(call: Call, q: Tensor, k: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether q, k and bias, where there is one, are finite and so small that no logit overflows; a bias may be -inf.
+
+    By the norms of the whole of q and k: no product of two of their rows is larger (Cauchy and Schwarz).
+    """
+    dtype = accumulate_dtype(call.dtype)
+    bound = max(1.0, abs(call.scale))
+    for x in (q, k):
+        bound *= torch.linalg.vector_norm(x.detach(), dtype=dtype).item()
+    if bias is not None and bias.numel():
+        bound += max(bias.detach().amax().item(), 0.0)  # NaN stays NaN, and is not within
+    return bound <= torch.finfo(dtype).max / 4
+
+
 _AS_IT_IS = nullcontext()
 
 

@@ -14,7 +14,9 @@ from headscope._backends import (
     Work,
     accumulate_dtype,
     blocked,
+    is_lazy,
     once,
+    readable,
     refuse_batched,
     refuse_tangents,
 )
@@ -98,14 +100,16 @@ def repeater(
 ) -> Callable[..., tuple[Tensor, Tensor | None] | None] | None:
     """A short way for a call that will come again with other tensors of the same sizes, dtypes and strides.
 
-    It takes q, k, v, and bias and sinks if there are any, and returns out, and lse where the call asks for it; or None
-    where NaN or infinity may have reached what must not see it. There is none for calls with dropout, with rules beside
-    the spans of a mask, or with tensors that would have to be copied first.
+    It takes q, k, v, and bias and sinks if there are any, and returns out, and lse where the call asks for it. It
+    returns None where NaN or infinity may have reached rows that must not see it. It also returns None where a tensor
+    has no memory: the long way then materializes a ZeroTensor, and raises for a freed storage. There is no short way
+    for calls with dropout, with rules beside the spans of a mask, or with tensors that would have to be copied first.
     """
     dtype = accumulate_dtype(call.dtype)
     copied = not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 or any(
         x is not None and (x.dtype != dtype or x.stride()[-1:] not in ((), (1,))) for x in (bias, sinks)
     )
+    copied = copied or any(x is not None and is_lazy(x) for x in (q, k, v, bias, sinks))
     if copied or call.dropout or (plan is not None and plan.rest is not None):
         return None
     described = describe(call, plan, Inputs(q, k, v, four_axes(bias), sinks), 0)
@@ -121,10 +125,17 @@ def repeater(
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None] | None:
         out, lse = empty(like), empty(lse_like) if need_lse else None
-        finite = repeat(
-            described.native, q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if bias is None else bias.data_ptr(),
-            0 if sinks is None else sinks.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), threads(),
-        )  # fmt: skip
+        bias_at = 0 if bias is None else bias.data_ptr()
+        sinks_at = 0 if sinks is None else sinks.data_ptr()
+        if beside and ((bias is not None and not bias_at) or (sinks is not None and not sinks_at)):
+            return None
+        try:
+            finite = repeat(
+                described.native, q.data_ptr(), k.data_ptr(), v.data_ptr(), bias_at, sinks_at, out.data_ptr(),
+                0 if lse is None else lse.data_ptr(), threads(),
+            )  # fmt: skip
+        except ValueError:  # q, k or v has no memory
+            return None
         if not finite and hidden:
             return None
         if not grad or lse is None:
@@ -211,9 +222,12 @@ def _gradients(
 ) -> tuple[tuple[Tensor | None, ...], bool]:
     """These, and whether all of dq, dk and dv is finite."""
     call = work.call
-    out, lse = _unit_stride(results[0]), results[1].contiguous()  # hooks on what is saved may have laid them out anew
-    grad_out = torch.zeros_like(out) if grads[0] is None else _unit_stride(grads[0])
-    grad_lse = _readable(grads[1]).contiguous() if grads[1] is not None else None
+    out, lse = (
+        unit_stride(results[0]),
+        readable(results[1]).contiguous(),
+    )  # hooks on what is saved may have laid them out anew
+    grad_out = torch.zeros_like(out) if grads[0] is None else unit_stride(grads[0])
+    grad_lse = readable(grads[1]).contiguous() if grads[1] is not None else None
     dq = rows_like(call, call.queries, call.heads, call.head_dim)
     dk = rows_like(call, call.keys, call.kv_heads, call.head_dim)
     dv = rows_like(call, call.keys, call.kv_heads, call.v_head_dim)
@@ -280,13 +294,16 @@ def _row_strides(length: int, heads: int, width: int) -> tuple[int, int, int, in
 
 def describe(call: Call, plan: Plan | None, inputs: Inputs, seed: int = 0) -> _Described:
     """A call as the extension knows it."""
-    q, k, v = (_unit_stride(x) for x in inputs[:3])
+    q, k, v = (unit_stride(x) for x in inputs[:3])
     dtype = accumulate_dtype(call.dtype)
-    bias = _readable(inputs.bias.detach().to(dtype)) if inputs.bias is not None else None
-    sinks = _readable(inputs.sinks.detach().to(dtype)).contiguous() if inputs.sinks is not None else None
+    bias = readable(inputs.bias.detach().to(dtype)) if inputs.bias is not None else None
+    sinks = readable(inputs.sinks.detach().to(dtype)).contiguous() if inputs.sinks is not None else None
+    for name, x in (("bias", bias), ("sinks", sinks)):
+        if x is not None and x.numel() and not x.data_ptr():  # address 0 would mean that there is none
+            raise ValueError(f"{name}: its memory is gone: its storage holds nothing")
     spans, spans_at, rules = None, (0, 0, 0), _Rules()
     if plan is not None and not plan.everything:
-        spans = plan.spans.to(torch.int32).contiguous()
+        spans = readable(plan.spans.to(torch.int32)).contiguous()
         spans_at = _reach(spans)
         if plan.rest is not None:
             rules.add(plan.rest, (call.batch, call.heads, call.queries, call.keys))
@@ -311,17 +328,17 @@ class _Rules:
         none = (0, 0, 0, 0)
         match mask:
             case Dense():
-                seen = mask.tensor[(None,) * (4 - mask.tensor.ndim)]
+                seen = readable(mask.tensor)[(None,) * (4 - mask.tensor.ndim)]
                 self._rule(2, seen, _strides(seen))
             case Documents():
-                q_ids, k_ids = mask.q_ids.long(), mask.k_ids.long()
+                q_ids, k_ids = readable(mask.q_ids.long()), readable(mask.k_ids.long())
                 self._rule(1, q_ids, (*_strides(q_ids), 0, 0), k_ids, (*_strides(k_ids), 0, 0))
             case And() | Or():
                 self.add(mask.first, sizes)
                 self.add(mask.second, sizes)
                 self.made.append((3 if isinstance(mask, And) else 4, 0, none, 0, none))
             case Band() | Turned() | Prefix() | KeyLengths():
-                spans = mask.plan(*sizes).spans.to(torch.int32).contiguous()
+                spans = readable(mask.plan(*sizes).spans.to(torch.int32)).contiguous()
                 self._rule(0, spans, (*_reach(spans), 0))
             case _:  # a mask of the caller's own
                 self.add(Dense(mask.dense(*sizes)), sizes)
@@ -338,14 +355,10 @@ def _reach(spans: Tensor) -> tuple[int, int, int]:
     return batch, queries, spans.shape[2]
 
 
-def _unit_stride(x: Tensor) -> Tensor:
-    x = _readable(x)
+def unit_stride(x: Tensor) -> Tensor:
+    """Return x, or a copy of it, as a kernel reads it: ``readable``, with a last stride of 1."""
+    x = readable(x)
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _readable(x: Tensor) -> Tensor:
-    """The numbers as they lie in memory: neither lazily negated nor zeros that have none."""
-    return x.clone() if x.is_neg() or x._is_zerotensor() else x
 
 
 def address(x: Tensor | None) -> int:

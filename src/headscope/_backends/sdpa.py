@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional as F
 
-from headscope._backends import Inputs, accumulate_dtype
+from headscope._backends import Inputs, accumulate_dtype, blocked, readable, within_range
 from headscope._call import Call
 from headscope.masks import Dense, Plan
 
 name = "sdpa"
 LANES = 16
-"""With fewer keys than this, torch's kernel for a CPU makes 0 of a row of NaN; with more, and all of them seen by every
-row, NaN and infinity go where they belong by themselves."""
+"""With fewer keys than this, torch's kernel for a CPU returns 0 for a row of NaN. With more, and all of them visible to
+every row, its kernels for float32 and float64 propagate NaN and infinity correctly."""
+WIDEST = 256
+"""The largest D of torch's flash kernel for CUDA."""
+
+ORIGINAL = F.scaled_dot_product_attention
+_entered = threading.local()
 
 
 def refuses(call: Call) -> list[str]:
@@ -43,6 +50,8 @@ def refuses(call: Call) -> list[str]:
         reasons.append("scale: at or below 0; torch's kernels hide keys and look for the largest logit first")
     if call.bias is not None:
         reasons += _refuses_bias(call)
+    if call.device == "cuda" and call.form != "subclass":  # of a subclass, it is its own matter which kernel runs
+        reasons += _refuses_on_cuda(call)
     if call.keys == 0 or call.queries == 0 or call.batch == 0:
         reasons.append("an axis of size 0")
     return reasons
@@ -59,18 +68,42 @@ def _refuses_bias(call: Call) -> list[str]:
     return reasons
 
 
+def _refuses_on_cuda(call: Call) -> list[str]:
+    """Return why torch would take its math kernel, which fills Q x K matrices.
+
+    Source: torch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+    """
+    if call.dtype == torch.float64:
+        return ["dtype: torch has no fused kernel for float64 on CUDA, and would fill a Q x K matrix"]
+    if call.head_dim > WIDEST:
+        return [
+            f"D: {call.head_dim} is above {WIDEST}, the limit of torch's flash kernel; torch may fill a Q x K matrix"
+        ]
+    half = call.dtype != torch.float32
+    masked = call.bias is not None or call.rest != "none" or call.spans == "keys"
+    least = 8 if half else 4  # 16 bytes, the alignment of the memory-efficient kernel, which is the one with masks
+    if call.head_dim % least and (masked or not half):
+        reason = f"D: torch's memory-efficient kernel takes multiples of {least}, not {call.head_dim}"
+        return [f"{reason}; torch would fill a Q x K matrix"]
+    return []
+
+
 def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     """One call of ``scaled_dot_product_attention``."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    if q.layout == torch.strided:
+        if not torch.compiler.is_compiling():  # which cannot trace the question
+            q, k, v = readable(q), readable(k), readable(v)
+        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q, k, v = _without_overlap(q), _without_overlap(k), _without_overlap(v)
     gqa = False
     if call.group > 1:  # not gqa = ...: while a compiler leaves the heads open that is a symbol, which SDPA refuses
         gqa = True
     if gqa and call.device != "cpu" and (call.dtype == torch.float32 or _matrix(call, plan, inputs) is not None):
         # on an accelerator only the half-precision kernel without a mask knows grouped heads
         k, v, gqa = k.repeat_interleave(call.group, 1), v.repeat_interleave(call.group, 1), False
-    out = scaled_dot_product_attention(
+    out = _torch_attention(
         q,
         k,
         v,
@@ -83,6 +116,40 @@ def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tenso
     return out, None
 
 
+def attend_careful(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """``attend``, for inputs whose logits may leave the range: torch's kernels for a CPU then return 0, not NaN."""
+    fits = within_range(call, inputs.q, inputs.k, inputs.bias)
+    return attend(call, plan, inputs) if fits else blocked.attend(call, plan, inputs)
+
+
+def _torch_attention(*args: Any, **options: Any) -> Tensor:
+    """``F.scaled_dot_product_attention``, looked up now: somebody may have replaced it, perhaps by a call of ours."""
+    current = F.scaled_dot_product_attention
+    if current is ORIGINAL or torch.compiler.is_compiling():
+        return current(*args, **options)
+    if getattr(_entered, "now", False):  # the replacement has called headscope
+        return ORIGINAL(*args, **options)
+    _entered.now = True
+    try:
+        return current(*args, **options)
+    finally:
+        _entered.now = False
+
+
+def _without_overlap(x: Tensor) -> Tensor:
+    """Return x, or a copy of it where rows share memory: torch lays its result out as q, and would write over it."""
+    return x.contiguous().clone() if _overlaps(x) else x
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether a step along an axis is shorter than a row. Batch entries and heads may repeat, with a stride of 0."""
+    *outer, rows, width = x.shape
+    *steps, step, _ = x.stride()
+    if rows > 1 and step < width:
+        return True
+    return any(size > 1 and 0 < stride < width for size, stride in zip(outer, steps, strict=True))
+
+
 def repeater(
     call: Call, plan: Plan | None, q: Tensor, k: Tensor, v: Tensor, *beside: Tensor | None
 ) -> Callable[..., tuple[Tensor, None] | None] | None:
@@ -93,21 +160,20 @@ def repeater(
     """
     unit = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     plain = call.bias is None and call.spans in ("all", "causal") and call.rest == "none" and not call.dropout
-    if call.device != "cpu" or not unit or not plain:
+    if call.device != "cpu" or not unit or not plain or any(_overlaps(x) for x in (q, k, v)):
         return None
     causal, scale, gqa, dtype = call.spans == "causal", call.scale, call.group > 1, accumulate_dtype(call.dtype)
-    faithful = not causal and call.keys >= LANES
+    faithful = not causal and call.keys >= LANES and call.dtype in (torch.float32, torch.float64)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None] | None:
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled("cpu") or any(x._is_zerotensor() for x in (q, k, v)):
             return None
         if not faithful:
-            total = q.sum(dtype=dtype) + k.sum(dtype=dtype)
-            if causal:
-                total = total + v.sum(dtype=dtype)
-            if not math.isfinite(total.item()):
+            if not within_range(call, q, k):
                 return None
-        return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa), None
+            if causal and not math.isfinite(v.sum(dtype=dtype).item()):
+                return None
+        return _torch_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa), None
 
     return run
 
