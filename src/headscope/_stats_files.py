@@ -6,8 +6,9 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from headscope._call import check_scale, check_softcap
 from headscope._files import amiss, replace
 from headscope._kept_weights import KeptWeights, kept_of
+from headscope._stats_origin import UNKNOWN, LayerOrigin, Origin, Part
 from headscope._stats_parts import Edges, HeadMap, Kept, LayerStats, Moments, histogram_edges
 from headscope.masks import FAR
 from headscope.stats import HeadStats
@@ -25,6 +27,9 @@ from headscope.stats import HeadStats
 VERSION = 1
 _LONGEST = 100_000_000  # of a header, by safetensors
 _KEY = "headscope.stats"
+RECORDING = "headscope.recording"
+_ORIGIN = "headscope.origin"
+_ORIGIN_VERSION = 1
 _NUMBERS = ("heads", "runs", "looked_at", "of")
 Axes = tuple[str | int, ...]
 _PARTS: dict[str, tuple[type[Any], dict[str, Axes]]] = {
@@ -63,7 +68,7 @@ def save(stats: HeadStats, path: Path, force: bool, more: Mapping[str, str] | No
         for number, (said, part) in enumerate(zip(layers, stats.parts.values(), strict=True)):
             said["qk"] = [_put_qk(each, f"{number}/qk/{n}", tensors) for n, each in enumerate(part.tiles.values())]
             said["qk_runs"] = [*part.tiles]
-    entries = {_KEY: json.dumps({"version": VERSION, "layers": layers}), **(more or {})}
+    entries = {_KEY: json.dumps({"version": VERSION, "layers": layers}), **_put_origin(stats.origin), **(more or {})}
     plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     try:
         content = encode(plain, entries)
@@ -91,8 +96,14 @@ def load(path: Path) -> HeadStats:
             raise ValueError(f"{path}: is cut short, its end is missing")
         raise ValueError(f"{path}: no file of headscope's statistics")
     check_format(path, said, VERSION)
+    origin = header(path, _ORIGIN)
+    if origin is not None:
+        check_format(path, origin, _ORIGIN_VERSION)
     with sound(path):
-        return _load(path, said)
+        stats = _load(path, said)
+        if origin is not None:
+            return HeadStats(stats.parts, _take_origin(origin, stats.layers))
+    return stats if header(path, RECORDING) is None else HeadStats(stats.parts, UNKNOWN)
 
 
 def _load(path: Path, said: dict[str, Any]) -> HeadStats:
@@ -252,6 +263,40 @@ def _put(part: LayerStats, name: str, under: str, tensors: dict[str, Tensor]) ->
         "lengths": part.lengths,
         "first": part.first,
     }
+
+
+def _put_origin(origin: Origin | None) -> dict[str, str]:
+    """The entry of the header that states what the statistics are of, or that it is unknown."""
+    if origin is None:
+        return {}
+    return {_ORIGIN: json.dumps({"version": _ORIGIN_VERSION, **asdict(origin)})}
+
+
+def _take_origin(said: dict[str, Any], names: Collection[str]) -> Origin:
+    layers: dict[str, Any] = told(said, "layers", dict)
+    if not layers.keys() <= {*names}:
+        raise ValueError(f"layers: got {next(iter(layers.keys() - {*names}))}, expected names of the layers")
+    model = told(said, "model", str)
+    if not model:
+        return UNKNOWN
+    found = {name: _take_layer_origin(told(layers, name, dict)) for name in layers}
+    return Origin(model, told(said, "config", str), found)
+
+
+def _take_layer_origin(said: dict[str, Any]) -> LayerOrigin:
+    widths = _wholes(said, "widths")
+    if len(widths) != 2:
+        raise TypeError(f"widths: got {len(widths)} numbers, expected 2")
+    part = told(said, "part", dict, NoneType)
+    if part is None:
+        return LayerOrigin((widths[0], widths[1]))
+    of, holder = whole(part, "of", 1), told(part, "holder", str)
+    if told(part, "heads", list, NoneType) is None:
+        return LayerOrigin((widths[0], widths[1]), Part(of, None, holder))
+    heads = _wholes(part, "heads", of)
+    if len(heads) != 2 or heads[0] >= heads[1]:
+        raise ValueError(f"heads: got {list(heads)}, expected the first head and the one after the last")
+    return LayerOrigin((widths[0], widths[1]), Part(of, (heads[0], heads[1]), holder))
 
 
 def _put_qk(tiles: Any, under: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -9,12 +9,11 @@ from types import NoneType
 from typing import Any
 
 from headscope import _stats_files
-from headscope._stats_files import listed, told, whole
+from headscope._stats_files import RECORDING, listed, told, whole
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
 
 VERSION = 1
-_KEY = "headscope.recording"
 _ABOUT: dict[str, tuple[type[Any], ...]] = {
     "model": (str,), "options": (dict,), "versions": (dict,), "kinds": (dict,), "texts": (list, NoneType),
 }  # fmt: skip
@@ -27,7 +26,9 @@ def said(about: About) -> dict[str, Any]:
 
 def save(stats: HeadStats, about: About, path: Path, force: bool, qk: bool) -> Path:
     """See ``Recording.save``."""
-    header = {_KEY: json.dumps({"version": VERSION, "about": said(about)})}
+    held = said(about)
+    del held["origin"]  # an entry of its own, which HeadStats.load reads, too
+    header = {RECORDING: json.dumps({"version": VERSION, "about": held})}
     return _stats_files.save(stats, path, force, header, qk=qk)
 
 
@@ -40,7 +41,7 @@ def load(path: Path) -> Recording:
         ValueError: it is no recording, or one of a newer format, or damaged.
     """
     stats = HeadStats.load(path)
-    header = _stats_files.header(path, _KEY)
+    header = _stats_files.header(path, RECORDING)
     if header is None:
         raise ValueError(f"{path}: holds statistics, but is no recording; HeadStats.load reads it")
     _stats_files.check_format(path, header, VERSION)
