@@ -102,9 +102,11 @@ def test_another_structure_is_in_the_digest(change: dict[str, Any]) -> None:
 def test_a_model_of_transformers_is_the_same_under_other_dtypes_and_attention_functions() -> None:
     import transformers
 
-    sizes = {"hidden_size": 12, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 3}
+    sizes: dict[str, Any] = {"hidden_size": 12, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 3}
     config = transformers.BertConfig(**sizes, vocab_size=11, max_position_embeddings=9)
-    longer = transformers.BertConfig(**sizes, vocab_size=17, max_position_embeddings=19, num_labels=5)
+    sizes |= {"num_labels": 5}
+    longer = transformers.BertConfig(**sizes, vocab_size=17, max_position_embeddings=19)
     seen: list[Recording] = []
     for model in (
         transformers.BertForMaskedLM._from_config(config, attn_implementation="sdpa"),
@@ -186,7 +188,7 @@ def shard(rank: int, world: int = 2) -> Model:
 
 def test_fewer_heads_than_the_configuration_states_are_a_part() -> None:
     model = shard(0)
-    model.attention.o = nn.Identity()
+    model.attention.register_module("o", nn.Identity())
     one, again, other = recorded(model), recorded(model), recorded(shard(0))
     (part,) = one.about.part.values()
     assert (part.of, part.heads, part.holder[:7]) == (4, None, "module ")
@@ -202,7 +204,7 @@ def test_fewer_heads_than_the_configuration_states_are_a_part() -> None:
 @pytest.mark.parametrize("config", [{"num_heads": [2, 4]}, {"num_attention_heads": 3}, {"decoder_attention_heads": 2}])
 def test_a_layer_that_is_meant_to_have_few_heads_is_whole(config: dict[str, Any]) -> None:
     model = shard(0)
-    model.attention.o = nn.Identity()
+    model.attention.register_module("o", nn.Identity())
     model.config = SimpleNamespace(**{"num_attention_heads": 4, **config})
     assert recorded(model).about.part == {}
 

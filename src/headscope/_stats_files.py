@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor
 from headscope._call import check_scale, check_softcap
 from headscope._files import amiss, replace
 from headscope._kept_weights import KeptWeights, kept_of
+from headscope._stats_checks import MOMENTS, check_complete, check_moments, check_parts
 from headscope._stats_origin import UNKNOWN, LayerOrigin, Origin, Part
 from headscope._stats_parts import Edges, HeadMap, Kept, LayerStats, Moments, histogram_edges
 from headscope.masks import FAR
@@ -42,9 +43,11 @@ _QK: dict[str, Axes] = {
 }  # fmt: skip
 _KINDS = {"rest": ("BOOL",), "spans": ("I64",)}  # as safetensors calls them
 _FLOATING = ("F64", "F32", "F16", "BF16")
-_MOMENTS = ("count", "mean", "M2", "min", "max", "histogram")
 _WHOLE = ("rows", "broken", "count", "histogram", "eligible", "argmax", "at", "queries", "top_keys")
-_DTYPES = {"counted": torch.bool, **dict.fromkeys(_WHOLE, torch.int64)}  # all others are floating
+_FIGURES = (torch.float32, torch.float64)
+_DTYPES = {"counted": torch.bool, **dict.fromkeys(_WHOLE, torch.int64)}  # all others are of ``_FIGURES``
+_NATS = (-1, 100)  # an entropy of 100 nats takes e^100 keys
+_PAIRS = {"top_keys": "top_weights", "top_weights": "top_keys"}
 _MOST_SHOWN = 300  # characters of what was found: a name may be as long as the file
 
 
@@ -119,7 +122,7 @@ def _load(path: Path, said: dict[str, Any]) -> HeadStats:
     # stays open: of q and k the pieces that are asked for are read, and no more
     mapped = safe_open(path, framework="pt") if any(layer.get("qk") for layer in layers) else None
     taken = [_take(layer, f"{n}", tensors, mapped) for n, layer in enumerate(layers)]
-    _check_moments(taken)
+    check_moments(taken)
     return HeadStats(dict(zip(layer_names, taken, strict=True)))
 
 
@@ -244,7 +247,7 @@ def _put(part: LayerStats, name: str, under: str, tensors: dict[str, Tensor]) ->
     """File the tensors of a layer, and return all else that has to be known of it."""
     tensors |= {f"{under}/rows": part.rows, f"{under}/broken": part.broken}
     for quantity, moments in part.moments.items():
-        tensors |= {f"{under}/moments/{quantity}/{what}": getattr(moments, what) for what in _MOMENTS}
+        tensors |= {f"{under}/moments/{quantity}/{what}": getattr(moments, what) for what in MOMENTS}
     if part.received is not None and part.eligible is not None:
         tensors |= {f"{under}/received": part.received, f"{under}/eligible": part.eligible}
     for which, (_, whats) in _PARTS.items():
@@ -349,8 +352,8 @@ def _taker(tensors: Mapping[str, Tensor], under: str, sizes: dict[str, int]) -> 
         name = f"{under}/{name}"
         found, wanted = tensors[name], _DTYPES.get(name.rpartition("/")[2])
         _check_axes(name, tuple(found.shape), axes, sizes)
-        if found.dtype != wanted and not (wanted is None and found.is_floating_point()):
-            raise TypeError(f"{name}: got {found.dtype}, wanted {wanted or 'a floating one'}")
+        if found.dtype not in _FIGURES if wanted is None else found.dtype != wanted:
+            raise TypeError(f"{name}: got {found.dtype}, expected {wanted or 'float32 or float64'}")
         if within is not None:
             _check_within(name, found, *within)
         return found
@@ -364,34 +367,12 @@ def _take_kept(names: list[str], run: int, take: Callable[..., Tensor], queries:
     rows, counted = take(f"{at}/queries", r, within=(0, queries)), take(f"{at}/counted", b, "H", r)
     values: dict[str, Tensor] = {}
     for name in names:
+        if (other := _PAIRS.get(name, name)) not in names:
+            raise ValueError(f"{at}: {other} is missing; expected beside {name}")
         deep = (k,) if name.startswith("top_") else ()
-        within = (-1, keys) if name in ("argmax", "top_keys") else None
+        within = (-1, keys) if name in ("argmax", "top_keys") else _NATS if name == "entropy" else None
         values[name] = take(f"{at}/values/{name}", b, "H", r, *deep, within=within)
     return Kept(rows, counted, values)
-
-
-def _check_moments(parts: Sequence[LayerStats]) -> None:
-    """Of all layers at once, for there may be thousands.
-
-    Raises:
-        ValueError: numbers that no rows come to; NaN is left alone.
-    """
-    for name in dict.fromkeys(name for part in parts for name in part.moments):
-        those = {n: part for n, part in enumerate(parts) if name in part.moments}
-        each = [part.moments[name] for part in those.values()]
-        count, mean, M2, least, most, histogram = (torch.cat([getattr(x, what) for x in each]) for what in _MOMENTS)
-        rows = torch.cat([part.rows for part in those.values()])  # [heads of all layers], as the others
-        room = 1e-3 * torch.maximum(least.abs(), most.abs())  # more than any rounding
-        wrong = {
-            "count": (count < 0) | (count > rows),
-            "histogram": (histogram < 0).any(-1) | (histogram.sum(-1) != count),
-            "M2": M2 < 0,
-            "mean": mean.isfinite() & ((mean < least - room) | (mean > most + room)),  # a sum may overflow
-        }
-        for what, found in wrong.items():
-            if bool(found.any()):
-                layers = [n for n, part in those.items() for _ in range(part.heads)]
-                raise ValueError(f"{layers[int(found.nonzero()[0])]}/moments/{name}/{what}: is not that of any rows")
 
 
 def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor], mapped: Any) -> LayerStats:
@@ -408,7 +389,8 @@ def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor], mappe
     moments: dict[str, Moments] = {}
     for name in listed(said, "moments", str):
         bins = {"histogram": [len(histogram_edges(name)) - 1]}
-        moments[name] = Moments(*(take(f"moments/{name}/{what}", "H", *bins.get(what, ())) for what in _MOMENTS))
+        moments[name] = Moments(*(take(f"moments/{name}/{what}", "H", *bins.get(what, ())) for what in MOMENTS))
+    check_complete(told(said, "name", str), said["moments"])
     parts: dict[str, Any] = {
         which: kind(
             *(
@@ -421,6 +403,7 @@ def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor], mappe
     }
     if told(said, "received", bool):
         parts |= {what: take(what, "H", "K", within=(0, None)) for what in ("received", "eligible")}
+    check_parts(under, parts)
     kept = tuple(_take_kept(names, run, take, queries, keys) for run, names in enumerate(listed(said, "kept", list)))
     known = {"H": numbers["heads"], **({} if lengths is None else {"Q": queries, "K": keys})}
     tiles = [_take_qk(each, f"{under}/qk/{n}", mapped, {**known}) for n, each in enumerate(listed(said, "qk", dict))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from types import NoneType
@@ -51,8 +52,28 @@ def load(path: Path) -> Recording:
         about: dict[str, Any] = told(header, "about", dict)
         for name, kinds in _ABOUT.items():
             told(about, name, *kinds)
+        _check_values(about)
         for name in ("forwards", "ran"):
             whole(about, name, 0)
         if about["texts"] is not None:
             about["texts"] = tuple(listed(about, "texts", str))
         return Recording(stats, About(**about))
+
+
+def _check_values(about: dict[str, Any]) -> None:
+    """Check what stands within the entries of ``about``.
+
+    Raises:
+        TypeError, ValueError: a value of another kind, or a number that is not finite.
+    """
+    for layer, kind in about["kinds"].items():
+        if kind not in ("self", "cross"):
+            raise ValueError(f'kinds: layer {layer} is {kind!r}, expected "self" or "cross"')
+    for name in about["versions"]:
+        told(about["versions"], name, str)
+    waiting = [*about["options"].values()]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"options: got {value}, expected finite numbers")
+        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -391,4 +391,5 @@ def _other_sights(a: LayerStats, b: LayerStats) -> bool:
         return False
     one, other = (part.moments["chance"] for part in (a, b))
     same = (one.count == other.count).cpu()  # others have broken rows
-    return not torch.allclose(one.mean.cpu()[same], other.mean.cpu()[same], rtol=1e-6, equal_nan=True)
+    means = (moments.mean.cpu()[same].double() for moments in (one, other))  # float32 where a device has no float64
+    return not torch.allclose(*means, rtol=1e-6, equal_nan=True)
