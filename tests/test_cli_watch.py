@@ -291,6 +291,11 @@ def test_against_an_older_recording(run: Run, folder: Path, other: Path) -> None
     assert "the input is not the one of old.safetensors" in ran.err
     HeadStats.load("old.safetensors").save("stats.safetensors")
     assert run(*watched, "--against", "stats.safetensors", "--json").code == 0, "statistics alone will do"
+    foreign = run("watch", "text", "--text", "a", "--against", "old.safetensors", "--no-page")
+    assert (foreign.code, foreign.out, foreign.err.count("\n")) == (2, "", 1)
+    assert foreign.err.startswith(
+        "headscope watch: --against: old.safetensors: after: another architecture than before; expected "
+    )
 
 
 def test_a_recording_compares_itself(run: Run, folder: Path) -> None:  # noqa: F811

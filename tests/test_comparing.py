@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -212,3 +213,12 @@ def test_it_takes_statistics_alone() -> None:
         compare(3, stats)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"after: got NoneType, wanted HeadStats or a recording"):
         compare(stats, None)  # pyright: ignore[reportArgumentType]
+
+
+def test_float32_is_compared_with_float64() -> None:
+    stats = stats_of(*tensors())
+    part = stats.parts["0"]
+    chance = part.moments["chance"]
+    single = replace(chance, mean=chance.mean.float())  # as on a device without float64
+    other = HeadStats({"0": replace(part, moments={**part.moments, "chance": single})})
+    assert not compare(stats, other).differs

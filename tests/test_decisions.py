@@ -357,3 +357,13 @@ def test_other_mistakes_are_said() -> None:
     more = observe(*looking([PLANTED["self"]], 7), what=Observe(map=3)).named("1")
     with pytest.raises(ValueError, match=r"map: got 2, 3 bins in different layers, wanted as many in each"):
         near_duplicates(stats.merge(more))
+
+
+@pytest.mark.parametrize("grid", [False, True])
+def test_windows_wider_than_any_integer_have_patterns(grid: bool) -> None:
+    q, k = torch.randn(2, 1, 2, 9, 4)
+    places = torch.stack(torch.meshgrid(torch.arange(3.0), torch.arange(3.0), indexing="ij"), -1).flatten(0, 1)
+    positions = {"q_pos": places, "k_pos": places} if grid else {}
+    stats = observe(q, k, what=Observe(windows=(1e99,)), **positions)
+    assert patterns(stats).local == {"0": 1e99}
+    assert streaming_heads(stats).to_dict()

@@ -53,7 +53,16 @@ def test_watching_waits_for_transformers_until_a_model_brings_it() -> None:
 
 CORE = [
     *("_files", "_json", "_cpuinfo", "_onlookers", "masks", "_call", "_backends", "_select", "_nonfinite", "_operator"),
-    *("_dense_stats", "_stats_parts", "stats", "_stats_show", "_kept_weights", "_stats_files"),
+    *(
+        "_dense_stats",
+        "_stats_origin",
+        "_stats_parts",
+        "stats",
+        "_stats_show",
+        "_kept_weights",
+        "_stats_checks",
+        "_stats_files",
+    ),
     *(
         "_observe_scene",
         "_observe_tile",
@@ -77,6 +86,7 @@ CORE = [
         "_watch_frames",
         "_watch_tokens",
         "_watch_monitor",
+        "_watch_origin",
         "_watch_options",
     ),
     *("_watch_transformers", "watching", "_watch_files", "heads"),

@@ -89,7 +89,9 @@ def test_a_damaged_recording_is_told_as_such(about: Any, layers: Any, message: s
         held: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     recording, stats = said["headscope.recording"], said["headscope.stats"]
     recording["about"] = recording["about"] | about if isinstance(about, dict) else about
-    stats["layers"] = stats["layers"] if layers is None else layers
+    if layers is not None:
+        stats["layers"] = layers
+        del said["headscope.origin"]  # which names layers, too
     save_file(held, path, {name: json.dumps(entry) for name, entry in said.items()})
     with pytest.raises(ValueError, match=f"seen.safetensors: is damaged: .*{message}"):
         Recording.load(path)

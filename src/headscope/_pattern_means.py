@@ -24,6 +24,12 @@ KNOWN = {1: 19, 2: 10, 3: 6, 4: 5, 5: 4, 6: 3}
 MOST_EVEN = 0.5
 """Local is offered only where an even row has at most this share of its weight within the window."""
 
+WIDE = 256.0
+"""Up to this distance the cells of a grid are counted one by one; beyond it their area is within 0.1 %."""
+
+MOST_WIDE = 1e100
+"""Of which the square is still finite."""
+
 _ROUNDING = 1e-4
 
 
@@ -88,7 +94,7 @@ class Chance(NamedTuple):
         exact = (without == 0) | ((more == 0) & (alone == self.single)) | ((self.single == 0) & self.alike)
         return total, rows - (self.single - alone), exact
 
-    def capped(self, keys: int) -> Tensor:
+    def capped(self, keys: float) -> Tensor:
         """Σ min(1, keys / n_i): exact up to 7 keys, beyond it at most too large."""
         few = {n: count for n, count in self.seen.items() if n <= keys}
         certain = sum(few.values(), torch.zeros_like(self.rows)).double()
@@ -164,14 +170,17 @@ def _local(moments: Mapping[str, Moments], chance: Chance, window: float, never:
     return scores._replace(score=torch.where(even <= MOST_EVEN, scores.score, math.nan))
 
 
-def _within(window: float, moments: Mapping[str, Moments]) -> int:
-    """How many keys lie within a window at most."""
-    reach = range(-int(window), int(window) + 1)
+def _within(window: float, moments: Mapping[str, Moments]) -> float:
+    """How many keys lie within a window at most; a float, for a window may be wider than 64 bits hold."""
+    reach = float(math.floor(window))
     if "previous" not in moments:  # a grid
-        return sum(math.hypot(x, y) <= window for x in reach for y in reach)
+        if window > WIDE:
+            return math.pi * min(window, MOST_WIDE) ** 2
+        steps = range(-int(window), int(window) + 1)
+        return float(sum(math.hypot(x, y) <= window for x in steps for y in steps))
     if "next" in moments and not bool(moments["next"].count.any()):  # nothing ahead may be seen
-        return int(window) + 1
-    return len(reach)
+        return reach + 1
+    return 2 * reach + 1
 
 
 def _uniform(moments: Mapping[str, Moments], chance: Chance, never: Tensor) -> Scores:

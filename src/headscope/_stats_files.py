@@ -6,8 +6,9 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -18,6 +19,8 @@ from torch import Tensor
 from headscope._call import check_scale, check_softcap
 from headscope._files import amiss, replace
 from headscope._kept_weights import KeptWeights, kept_of
+from headscope._stats_checks import MOMENTS, check_complete, check_moments, check_parts
+from headscope._stats_origin import UNKNOWN, LayerOrigin, Origin, Part
 from headscope._stats_parts import Edges, HeadMap, Kept, LayerStats, Moments, histogram_edges
 from headscope.masks import FAR
 from headscope.stats import HeadStats
@@ -25,6 +28,9 @@ from headscope.stats import HeadStats
 VERSION = 1
 _LONGEST = 100_000_000  # of a header, by safetensors
 _KEY = "headscope.stats"
+RECORDING = "headscope.recording"
+_ORIGIN = "headscope.origin"
+_ORIGIN_VERSION = 1
 _NUMBERS = ("heads", "runs", "looked_at", "of")
 Axes = tuple[str | int, ...]
 _PARTS: dict[str, tuple[type[Any], dict[str, Axes]]] = {
@@ -37,9 +43,11 @@ _QK: dict[str, Axes] = {
 }  # fmt: skip
 _KINDS = {"rest": ("BOOL",), "spans": ("I64",)}  # as safetensors calls them
 _FLOATING = ("F64", "F32", "F16", "BF16")
-_MOMENTS = ("count", "mean", "M2", "min", "max", "histogram")
 _WHOLE = ("rows", "broken", "count", "histogram", "eligible", "argmax", "at", "queries", "top_keys")
-_DTYPES = {"counted": torch.bool, **dict.fromkeys(_WHOLE, torch.int64)}  # all others are floating
+_FIGURES = (torch.float32, torch.float64)
+_DTYPES = {"counted": torch.bool, **dict.fromkeys(_WHOLE, torch.int64)}  # all others are of ``_FIGURES``
+_NATS = (-1, 100)  # an entropy of 100 nats takes e^100 keys
+_PAIRS = {"top_keys": "top_weights", "top_weights": "top_keys"}
 _MOST_SHOWN = 300  # characters of what was found: a name may be as long as the file
 
 
@@ -63,7 +71,7 @@ def save(stats: HeadStats, path: Path, force: bool, more: Mapping[str, str] | No
         for number, (said, part) in enumerate(zip(layers, stats.parts.values(), strict=True)):
             said["qk"] = [_put_qk(each, f"{number}/qk/{n}", tensors) for n, each in enumerate(part.tiles.values())]
             said["qk_runs"] = [*part.tiles]
-    entries = {_KEY: json.dumps({"version": VERSION, "layers": layers}), **(more or {})}
+    entries = {_KEY: json.dumps({"version": VERSION, "layers": layers}), **_put_origin(stats.origin), **(more or {})}
     plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     try:
         content = encode(plain, entries)
@@ -91,8 +99,14 @@ def load(path: Path) -> HeadStats:
             raise ValueError(f"{path}: is cut short, its end is missing")
         raise ValueError(f"{path}: no file of headscope's statistics")
     check_format(path, said, VERSION)
+    origin = header(path, _ORIGIN)
+    if origin is not None:
+        check_format(path, origin, _ORIGIN_VERSION)
     with sound(path):
-        return _load(path, said)
+        stats = _load(path, said)
+        if origin is not None:
+            return HeadStats(stats.parts, _take_origin(origin, stats.layers))
+    return stats if header(path, RECORDING) is None else HeadStats(stats.parts, UNKNOWN)
 
 
 def _load(path: Path, said: dict[str, Any]) -> HeadStats:
@@ -108,7 +122,7 @@ def _load(path: Path, said: dict[str, Any]) -> HeadStats:
     # stays open: of q and k the pieces that are asked for are read, and no more
     mapped = safe_open(path, framework="pt") if any(layer.get("qk") for layer in layers) else None
     taken = [_take(layer, f"{n}", tensors, mapped) for n, layer in enumerate(layers)]
-    _check_moments(taken)
+    check_moments(taken)
     return HeadStats(dict(zip(layer_names, taken, strict=True)))
 
 
@@ -233,7 +247,7 @@ def _put(part: LayerStats, name: str, under: str, tensors: dict[str, Tensor]) ->
     """File the tensors of a layer, and return all else that has to be known of it."""
     tensors |= {f"{under}/rows": part.rows, f"{under}/broken": part.broken}
     for quantity, moments in part.moments.items():
-        tensors |= {f"{under}/moments/{quantity}/{what}": getattr(moments, what) for what in _MOMENTS}
+        tensors |= {f"{under}/moments/{quantity}/{what}": getattr(moments, what) for what in MOMENTS}
     if part.received is not None and part.eligible is not None:
         tensors |= {f"{under}/received": part.received, f"{under}/eligible": part.eligible}
     for which, (_, whats) in _PARTS.items():
@@ -252,6 +266,40 @@ def _put(part: LayerStats, name: str, under: str, tensors: dict[str, Tensor]) ->
         "lengths": part.lengths,
         "first": part.first,
     }
+
+
+def _put_origin(origin: Origin | None) -> dict[str, str]:
+    """The entry of the header that states what the statistics are of, or that it is unknown."""
+    if origin is None:
+        return {}
+    return {_ORIGIN: json.dumps({"version": _ORIGIN_VERSION, **asdict(origin)})}
+
+
+def _take_origin(said: dict[str, Any], names: Collection[str]) -> Origin:
+    layers: dict[str, Any] = told(said, "layers", dict)
+    if not layers.keys() <= {*names}:
+        raise ValueError(f"layers: got {next(iter(layers.keys() - {*names}))}, expected names of the layers")
+    model = told(said, "model", str)
+    if not model:
+        return UNKNOWN
+    found = {name: _take_layer_origin(told(layers, name, dict)) for name in layers}
+    return Origin(model, told(said, "config", str), found)
+
+
+def _take_layer_origin(said: dict[str, Any]) -> LayerOrigin:
+    widths = _wholes(said, "widths")
+    if len(widths) != 2:
+        raise TypeError(f"widths: got {len(widths)} numbers, expected 2")
+    part = told(said, "part", dict, NoneType)
+    if part is None:
+        return LayerOrigin((widths[0], widths[1]))
+    of, holder = whole(part, "of", 1), told(part, "holder", str)
+    if told(part, "heads", list, NoneType) is None:
+        return LayerOrigin((widths[0], widths[1]), Part(of, None, holder))
+    heads = _wholes(part, "heads", of)
+    if len(heads) != 2 or heads[0] >= heads[1]:
+        raise ValueError(f"heads: got {list(heads)}, expected the first head and the one after the last")
+    return LayerOrigin((widths[0], widths[1]), Part(of, (heads[0], heads[1]), holder))
 
 
 def _put_qk(tiles: Any, under: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -304,8 +352,8 @@ def _taker(tensors: Mapping[str, Tensor], under: str, sizes: dict[str, int]) -> 
         name = f"{under}/{name}"
         found, wanted = tensors[name], _DTYPES.get(name.rpartition("/")[2])
         _check_axes(name, tuple(found.shape), axes, sizes)
-        if found.dtype != wanted and not (wanted is None and found.is_floating_point()):
-            raise TypeError(f"{name}: got {found.dtype}, wanted {wanted or 'a floating one'}")
+        if found.dtype not in _FIGURES if wanted is None else found.dtype != wanted:
+            raise TypeError(f"{name}: got {found.dtype}, expected {wanted or 'float32 or float64'}")
         if within is not None:
             _check_within(name, found, *within)
         return found
@@ -319,34 +367,12 @@ def _take_kept(names: list[str], run: int, take: Callable[..., Tensor], queries:
     rows, counted = take(f"{at}/queries", r, within=(0, queries)), take(f"{at}/counted", b, "H", r)
     values: dict[str, Tensor] = {}
     for name in names:
+        if (other := _PAIRS.get(name, name)) not in names:
+            raise ValueError(f"{at}: {other} is missing; expected beside {name}")
         deep = (k,) if name.startswith("top_") else ()
-        within = (-1, keys) if name in ("argmax", "top_keys") else None
+        within = (-1, keys) if name in ("argmax", "top_keys") else _NATS if name == "entropy" else None
         values[name] = take(f"{at}/values/{name}", b, "H", r, *deep, within=within)
     return Kept(rows, counted, values)
-
-
-def _check_moments(parts: Sequence[LayerStats]) -> None:
-    """Of all layers at once, for there may be thousands.
-
-    Raises:
-        ValueError: numbers that no rows come to; NaN is left alone.
-    """
-    for name in dict.fromkeys(name for part in parts for name in part.moments):
-        those = {n: part for n, part in enumerate(parts) if name in part.moments}
-        each = [part.moments[name] for part in those.values()]
-        count, mean, M2, least, most, histogram = (torch.cat([getattr(x, what) for x in each]) for what in _MOMENTS)
-        rows = torch.cat([part.rows for part in those.values()])  # [heads of all layers], as the others
-        room = 1e-3 * torch.maximum(least.abs(), most.abs())  # more than any rounding
-        wrong = {
-            "count": (count < 0) | (count > rows),
-            "histogram": (histogram < 0).any(-1) | (histogram.sum(-1) != count),
-            "M2": M2 < 0,
-            "mean": mean.isfinite() & ((mean < least - room) | (mean > most + room)),  # a sum may overflow
-        }
-        for what, found in wrong.items():
-            if bool(found.any()):
-                layers = [n for n, part in those.items() for _ in range(part.heads)]
-                raise ValueError(f"{layers[int(found.nonzero()[0])]}/moments/{name}/{what}: is not that of any rows")
 
 
 def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor], mapped: Any) -> LayerStats:
@@ -363,7 +389,8 @@ def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor], mappe
     moments: dict[str, Moments] = {}
     for name in listed(said, "moments", str):
         bins = {"histogram": [len(histogram_edges(name)) - 1]}
-        moments[name] = Moments(*(take(f"moments/{name}/{what}", "H", *bins.get(what, ())) for what in _MOMENTS))
+        moments[name] = Moments(*(take(f"moments/{name}/{what}", "H", *bins.get(what, ())) for what in MOMENTS))
+    check_complete(told(said, "name", str), said["moments"])
     parts: dict[str, Any] = {
         which: kind(
             *(
@@ -376,6 +403,7 @@ def _take(said: dict[str, Any], under: str, tensors: Mapping[str, Tensor], mappe
     }
     if told(said, "received", bool):
         parts |= {what: take(what, "H", "K", within=(0, None)) for what in ("received", "eligible")}
+    check_parts(under, parts)
     kept = tuple(_take_kept(names, run, take, queries, keys) for run, names in enumerate(listed(said, "kept", list)))
     known = {"H": numbers["heads"], **({} if lengths is None else {"Q": queries, "K": keys})}
     tiles = [_take_qk(each, f"{under}/qk/{n}", mapped, {**known}) for n, each in enumerate(listed(said, "qk", dict))]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from headscope import _stats_files
-from headscope._stats_files import listed, told, whole
+from headscope._stats_files import RECORDING, listed, told, whole
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
 
 VERSION = 1
-_KEY = "headscope.recording"
 _ABOUT: dict[str, tuple[type[Any], ...]] = {
     "model": (str,), "options": (dict,), "versions": (dict,), "kinds": (dict,), "texts": (list, NoneType),
 }  # fmt: skip
@@ -27,7 +27,9 @@ def said(about: About) -> dict[str, Any]:
 
 def save(stats: HeadStats, about: About, path: Path, force: bool, qk: bool) -> Path:
     """See ``Recording.save``."""
-    header = {_KEY: json.dumps({"version": VERSION, "about": said(about)})}
+    held = said(about)
+    del held["origin"]  # an entry of its own, which HeadStats.load reads, too
+    header = {RECORDING: json.dumps({"version": VERSION, "about": held})}
     return _stats_files.save(stats, path, force, header, qk=qk)
 
 
@@ -40,7 +42,7 @@ def load(path: Path) -> Recording:
         ValueError: it is no recording, or one of a newer format, or damaged.
     """
     stats = HeadStats.load(path)
-    header = _stats_files.header(path, _KEY)
+    header = _stats_files.header(path, RECORDING)
     if header is None:
         raise ValueError(f"{path}: holds statistics, but is no recording; HeadStats.load reads it")
     _stats_files.check_format(path, header, VERSION)
@@ -50,8 +52,28 @@ def load(path: Path) -> Recording:
         about: dict[str, Any] = told(header, "about", dict)
         for name, kinds in _ABOUT.items():
             told(about, name, *kinds)
+        _check_values(about)
         for name in ("forwards", "ran"):
             whole(about, name, 0)
         if about["texts"] is not None:
             about["texts"] = tuple(listed(about, "texts", str))
         return Recording(stats, About(**about))
+
+
+def _check_values(about: dict[str, Any]) -> None:
+    """Check what stands within the entries of ``about``.
+
+    Raises:
+        TypeError, ValueError: a value of another kind, or a number that is not finite.
+    """
+    for layer, kind in about["kinds"].items():
+        if kind not in ("self", "cross"):
+            raise ValueError(f'kinds: layer {layer} is {kind!r}, expected "self" or "cross"')
+    for name in about["versions"]:
+        told(about["versions"], name, str)
+    waiting = [*about["options"].values()]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"options: got {value}, expected finite numbers")
+        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

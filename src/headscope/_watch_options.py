@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from headscope import __version__
+from headscope._stats_origin import Origin, Part
 from headscope._watch_calls import Kind
 from headscope._watch_layers import Choice
 from headscope._watch_monitor import Limits, Monitor
+from headscope._watch_origin import origin_of
 from headscope.stats import Observe
 
 
@@ -29,6 +31,7 @@ class About:
         texts: the text of each token, or None.
         forwards: how many forward passes were looked at.
         ran: how many there were.
+        origin: class and configuration of the model, widths and part of the heads of each layer; None = not stated.
     """
 
     model: str = ""
@@ -38,6 +41,12 @@ class About:
     texts: tuple[str, ...] | None = None
     forwards: int = 0
     ran: int = 0
+    origin: Origin | None = None
+
+    @property
+    def part(self) -> Mapping[str, Part]:
+        """Layer -> the part of its heads that was recorded; layers with all of their heads are not listed."""
+        return {} if self.origin is None else self.origin.part
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +109,7 @@ def about_of(model: nn.Module, options: Options, layers: Choice | None, texts: t
     versions = {"headscope": __version__, "torch": torch.__version__}
     if "transformers" in sys.modules:
         versions["transformers"] = sys.modules["transformers"].__version__
-    return About(name, said, versions, {}, texts)
+    return About(name, said, versions, {}, texts, origin=origin_of(model))
 
 
 def _plain(value: Any) -> Any:

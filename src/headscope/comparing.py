@@ -16,6 +16,8 @@ import torch
 from headscope._call import kind
 from headscope._decision_parts import Answer, Basis, HasStats, decimal, plural, stats_of
 from headscope._head_distances import normalised
+from headscope._stats_origin import check_comparable
+from headscope._stats_origin import notes as unchecked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -220,9 +222,14 @@ def compare(
 
     Raises:
         TypeError: neither statistics nor a recording.
+        ValueError: recordings of another architecture, or of other heads of a layer.
     """
     limits = Thresholds() if thresholds is None else thresholds
     old, new = stats_of(before, "before"), stats_of(after, "after")
+    shared = [layer for layer in old.parts if layer in new.parts]
+    check_comparable(
+        old.origin, new.origin, {layer: (old.parts[layer].heads, new.parts[layer].heads) for layer in shared}
+    )
     heads: list[HeadChange] = []
     only: tuple[list[str], list[str]] = ([], [])
     for mine, one, other in ((only[0], old, new), (only[1], new, old)):
@@ -352,7 +359,7 @@ def _notes(old: HeadStats, new: HeadStats) -> tuple[str, ...]:
         notes.append(f"Only {'before' if old.sampled else 'after'} is a sample of the rows")
     if not all(_same_places(a, b) for a, b in shared):
         notes.append("Maps and received are not compared where other shares of the rows were looked at")
-    return tuple(notes)
+    return (*notes, *unchecked(old.origin, new.origin))
 
 
 def _looked_at(part: LayerStats) -> dict[str, int]:
@@ -384,4 +391,5 @@ def _other_sights(a: LayerStats, b: LayerStats) -> bool:
         return False
     one, other = (part.moments["chance"] for part in (a, b))
     same = (one.count == other.count).cpu()  # others have broken rows
-    return not torch.allclose(one.mean.cpu()[same], other.mean.cpu()[same], rtol=1e-6, equal_nan=True)
+    means = (moments.mean.cpu()[same].double() for moments in (one, other))  # float32 where a device has no float64
+    return not torch.allclose(*means, rtol=1e-6, equal_nan=True)

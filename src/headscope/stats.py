@@ -30,6 +30,7 @@ from headscope._dense_stats import (
     pattern_scores,
     row_statistics,
 )
+from headscope._stats_origin import Origin, joined
 from headscope._stats_parts import Edge, Edges, HeadMap, Kept, LayerStats, Moments, histogram_edges
 
 if TYPE_CHECKING:
@@ -191,9 +192,11 @@ class HeadStats:
 
     Args:
         parts: layer name -> its statistics, in the order of the model.
+        origin: the model, its configuration and the part of its heads; None where no recording states them.
     """
 
     parts: Mapping[str, LayerStats]
+    origin: Origin | None = None
 
     # ------------------------------------------------------------ finding
 
@@ -228,7 +231,7 @@ class HeadStats:
             if isinstance(at, str) and at in self.names:
                 return self._column(self.parts.values(), at)
             name = self._layer(at)
-            return HeadStats({name: self.parts[name]})
+            return HeadStats({name: self.parts[name]}, None if self.origin is None else self.origin.of_layer(name))
         layer = self._layer(at[0]) if at else self._layer("")
         part = self.parts[layer]
         if len(at) == 2 and isinstance(at[1], str):
@@ -377,7 +380,11 @@ class HeadStats:
         Raises:
             TypeError: one of them is no HeadStats.
             ValueError: a layer with other heads, bins, edges or first keys, on another device, or with a part that only
-                one of them has (q and k may be missing: ``tile`` then has some of the runs).
+                one of them has (q and k may be missing: ``tile`` then has some of the runs); recordings of different
+                models, or of different parts of a layer's heads.
+
+        Warns:
+            UserWarning: a recording of an earlier version, which does not state its model and heads.
         """
         several: dict[str, list[LayerStats]] = {}
         for stats in (self, *others):
@@ -385,16 +392,17 @@ class HeadStats:
                 raise TypeError(f"merge: got {kind(stats)}, wanted HeadStats")
             for name, part in stats.parts.items():
                 several.setdefault(name, []).append(part)
+        origin = joined([stats.origin for stats in (self, *others) if stats.parts])
         parts: dict[str, LayerStats] = {}
         for name, (first, *rest) in several.items():
             try:
                 parts[name] = first.merge(*rest) if rest else first
             except ValueError as error:
                 raise ValueError(f"layer {name}: {error}") from error
-        return HeadStats(parts)
+        return HeadStats(parts, origin)
 
     def named(self, *names: str) -> HeadStats:
-        """The same under other layer names.
+        """The same under other layer names, without ``origin``: merging no longer checks the model and its heads.
 
         Raises:
             ValueError: not as many names as layers, or a name twice.
@@ -405,7 +413,7 @@ class HeadStats:
 
     def to(self, device: torch.device | str) -> HeadStats:
         """With every tensor on a device, but for what ``tile`` computes from, which stays where it is."""
-        return HeadStats({name: part.to(device) for name, part in self.parts.items()})
+        return HeadStats({name: part.to(device) for name, part in self.parts.items()}, self.origin)
 
     # ------------------------------------------------------------ handing on
 

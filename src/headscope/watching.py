@@ -6,6 +6,7 @@ import html
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,12 +16,14 @@ from torch import Tensor, nn
 
 from headscope import _watch_frames, _watch_layers, _watch_transformers
 from headscope._call import whole
+from headscope._stats_origin import LayerOrigin, Origin, Part
 from headscope._stats_parts import LayerStats
 from headscope._watch_calls import COMPILED, Call, Ids, Kind, WatchError, error_of, measure, placed, standing
 from headscope._watch_frames import Frame
 from headscope._watch_layers import Choice
 from headscope._watch_monitor import Alarm, AttentionWarning, Limits, Monitor, writer
 from headscope._watch_options import About, Options, about_of, check
+from headscope._watch_origin import layer_origin
 from headscope._watch_tokens import Streams, check_texts, given
 from headscope.stats import Column, HeadStats, Observe, Summary, merge
 
@@ -34,6 +37,8 @@ __all__ = [
     "Alarm",
     "AttentionWarning",
     "Limits",
+    "Origin",
+    "Part",
     "Recording",
     "Watch",
     "WatchError",
@@ -51,11 +56,11 @@ class Recording:
     ``recording["h.0.attn", 3, "entropy"]``, ``recording["entropy"]``, ``recording[0].received``.
 
     Attributes:
-        about: model, options, versions, how many forward passes.
+        about: model, options, versions, how many forward passes; ``about.part``: the heads of each layer, if not all.
     """
 
     def __init__(self, stats: HeadStats, about: About) -> None:
-        self.about = about
+        self.about = about if stats.origin is None else replace(about, origin=stats.origin)
         self._parts: dict[str, LayerStats] = dict(stats.parts)
         self._pending: dict[str, list[LayerStats]] = {}
         self._order: dict[str, tuple[int, int]] = {}
@@ -75,7 +80,7 @@ class Recording:
             if not self._all():
                 raise WatchError("watch: nothing has been seen so far; run the model within the with block")
             names = sorted(self._parts, key=lambda name: self._order.get(name, (0, 0)))
-            return HeadStats({name: self._parts[name] for name in names})
+            return HeadStats({name: self._parts[name] for name in names}, self.about.origin)
 
     def __getitem__(self, at: Any) -> Summary | Column | HeadStats | dict[str, Summary]:
         return self.stats[at]
@@ -222,12 +227,16 @@ class Recording:
 
     # ------------------------------------------------------------ writing
 
-    def _add(self, name: str, order: tuple[int, int], part: LayerStats, kind: Kind) -> None:
-        """Add one call of a layer."""
+    def _add(
+        self, name: str, order: tuple[int, int], part: LayerStats, kind: Kind, origin: Callable[[], LayerOrigin]
+    ) -> None:
+        """Add one call of a layer; ``origin``: what its first call is of."""
         with self._lock:
             if name not in self._order:
                 self._order[name] = order
-                self.about = replace(self.about, kinds={**self.about.kinds, name: kind})
+                about = self.about
+                whole = about.origin and replace(about.origin, layers={**about.origin.layers, name: origin()})
+                self.about = replace(about, kinds={**about.kinds, name: kind}, origin=whole)
             waiting = self._pending.setdefault(name, [])
             waiting.append(part)
             if len(waiting) >= PENDING:
@@ -511,7 +520,8 @@ class Pass:
             part = measure(call, watch.options.what)
         except (TypeError, ValueError, RuntimeError) as error:
             raise WatchError(f"watch: layer {layer}: {error}") from error
-        watch.recording._add(layer, (watch.places[name], frame.calls), part, kind)
+        order = (watch.places[name], frame.calls)
+        watch.recording._add(layer, order, part, kind, partial(layer_origin, watch.modules, name, call))
         if watch.monitor is not None:
             self.parts[layer] = self.parts[layer].merge(part) if layer in self.parts else part
 

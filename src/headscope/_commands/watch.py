@@ -239,7 +239,6 @@ def _old(path: str) -> HeadStats:
 
 
 def _watched(loaded: Loaded, given: Input, asked: Asked) -> Watched:
-    from headscope.comparing import compare
     from headscope.decisions import kv_budget, near_duplicates, patterns, streaming_heads
 
     recording = _recorded(loaded, given, asked)
@@ -257,10 +256,27 @@ def _watched(loaded: Loaded, given: Input, asked: Asked) -> Watched:
         streaming_heads(stats) if windowed else None,
         kv_budget(stats, budgets, kv_heads=groups),
         near_duplicates(stats),
-        None if asked.old is None else compare(asked.old, stats, asked.thresholds),
+        _compared(asked, stats),
         visible(asked.against or ""),
         (*loaded.notes, *_notes(loaded, given, asked)),
     )
+
+
+def _compared(asked: Asked, stats: HeadStats) -> Comparison | None:
+    """What moved since the recording of --against, if there is one.
+
+    Raises:
+        Mistake: it is of another model, or of other heads.
+    """
+    from headscope.comparing import compare
+
+    if asked.old is None:
+        return None
+    try:
+        return compare(asked.old, stats, asked.thresholds)
+    except ValueError as error:
+        problem = str(error).partition("; compare recordings")[0]  # the remedy is one of Python's
+        raise Mistake(f"--against: {visible(asked.against or '')}: {problem}") from error
 
 
 def _divides(groups: int | None, stats: HeadStats) -> bool:

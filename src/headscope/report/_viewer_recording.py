@@ -12,6 +12,7 @@ from torch import Tensor
 from headscope._call import as_whole, whole
 from headscope._decision_parts import plural, short_layers
 from headscope._kept_weights import kept_if_any, kept_of
+from headscope._stats_origin import Part
 from headscope._stats_parts import LayerStats
 from headscope.report._viewer_data import Strips, exact, sources
 from headscope.report.recording import broken_layers, stands_on
@@ -285,12 +286,24 @@ def _footer(recording: Recording, common: str) -> dict[str, str]:
         passes = f"{about.forwards:,} of {about.ran:,} forward passes looked at"
     return {
         "Model": about.model or "not named",
+        **({"Part": _parts(about.part)} if about.part else {}),
         "Input": f"{source}{inputs}; {passes}",
         "Rows": stands_on(rows),
         **({"Layers": common.strip().removeprefix("Layers: ").removesuffix(".")} if common else {}),
         "Options": _options(about.options),
         "Versions": ", ".join(f"{name} {version}" for name, version in about.versions.items()) or "not said",
     }
+
+
+def _parts(parts: Mapping[str, Part]) -> str:
+    """The parts that were recorded, each with the first of its layers."""
+    layers: dict[Part, list[str]] = {}
+    for name, part in parts.items():
+        layers.setdefault(part, []).append(name)
+    return "; ".join(
+        f"{part} in {names[0]}{f' and {len(names) - 1} more layers' if len(names) > 1 else ''}"
+        for part, names in layers.items()
+    )
 
 
 def _count(number: int, one: str, more: str = "") -> str:
