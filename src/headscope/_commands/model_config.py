@@ -159,10 +159,13 @@ def confined(name: str, *, offline: bool) -> Generator[None]:
         what = visible(Path(file).name) if isinstance(file, (str, os.PathLike)) else "a file"
         raise Mistake(f"{name}: {what} is a pickle, which can run code when it is read; expected .safetensors")
 
+    def absent(*_: object, **__: object) -> bool:
+        return False
+
     with ExitStack() as stack:
         for place, attribute, value in (
             (torch, "load", refuse),
-            (kernels, "is_kernels_available", lambda *_, **__: False),
+            (kernels, "is_kernels_available", absent),
             (huggingface_hub.constants, "HF_HUB_OFFLINE", offline or huggingface_hub.constants.HF_HUB_OFFLINE),
         ):
             stack.callback(setattr, place, attribute, getattr(place, attribute))
