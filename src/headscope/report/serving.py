@@ -6,7 +6,7 @@ Only this machine can reach it, only under a random path, and only what is liste
     GET /TOKEN/tile?layer&head&i0&i1&j0&j1&size             float32 [2, rows, columns]: mean and max, little-endian
     GET /TOKEN/strip?layer&head&i0&i1                       uint8 [i1 - i0, near + first], codes as in the page
 
-Every answer has the headers of ``SECURE``, those of refused requests too. A request has to arrive within ``SECONDS``. At
+Every answer has the headers of ``SECURE``, also to a refused request. A request has to arrive within ``SECONDS``. At
 most ``CONNECTIONS`` are served at a time; further ones are answered 503.
 
 A tile has at most ``size`` rows and columns; a cell of it stands for one weight where the piece is no larger than that,
