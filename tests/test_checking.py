@@ -374,6 +374,7 @@ class Changed(nn.Module):
     ("name", "steps"),
     [
         ("values-misplaced", {"v": lambda v: v.flip(2)}),
+        ("batches-mixed", {"v": lambda v: v.flip(0)}),
         ("unused-parameter", {"idle": lambda x: x}),
         ("input-ignored", {"source": lambda query: query}),
         ("rows-do-not-sum-to-one", {"p": lambda p: p**2}),
@@ -399,6 +400,34 @@ def test_a_changed_step_is_found(name: str, steps: dict[str, Callable[[Tensor], 
     assert check(Changed()).names == ()
     found = check(Changed(**steps))
     assert found.names == (name,), str(found)
+
+
+class OneAxis(nn.Module):
+    """Batch and heads as one axis: [B * H, T, D]."""
+
+    def __init__(self, *orders: str) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(24, 24) for _ in range(4))
+        self.orders = orders
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = (projection(x).unflatten(-1, (3, 8)).transpose(1, 2) for projection in (self.q, self.k, self.v))
+        q, k, v = (
+            (y if order == "batch" else y.transpose(0, 1)).flatten(0, 1)
+            for y, order in zip(made, self.orders, strict=True)
+        )
+        p = (q @ k.transpose(-2, -1) * 8**-0.5).softmax(-1)
+        if self.orders[0] == "batch":
+            return self.o((p @ v).unflatten(0, (-1, 3)).transpose(1, 2).flatten(2))
+        return self.o((p @ v).unflatten(0, (3, -1)).permute(1, 2, 0, 3).flatten(2))
+
+
+@pytest.mark.parametrize("order", ["batch", "heads"])
+def test_values_folded_in_another_order_mix_batches(order: str) -> None:
+    other = "heads" if order == "batch" else "batch"
+    assert check(OneAxis(order, order, order)).names == ()
+    found = check(OneAxis(order, order, other))
+    assert found.names == ("batches-mixed",), str(found)
 
 
 class Normed(Packed):

@@ -7,6 +7,7 @@ import math
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -273,22 +274,149 @@ def test_requests_are_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -
     assert ask(server, f"/{server.token}/strip?{query}")[:2] == (400, b"i0, i1: wanted at most 3 queries\n")
 
 
-def test_further_connections_are_closed(server: Server) -> None:
-    """As many as there is room for may stay silent; one more is closed at once."""
-    silent = [socket.create_connection(server.server_address[:2], timeout=10) for _ in range(serving.CONNECTIONS)]
-    try:
-        extra = socket.create_connection(server.server_address[:2], timeout=10)
-        assert extra.recv(1) == b""
-        extra.close()
-    finally:
+SECURE = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Frame-Options": "DENY",
+}
+
+
+@contextmanager
+def opened(monkeypatch: pytest.MonkeyPatch, **limits: float) -> Iterator[Server]:
+    """A server with other limits."""
+    for name, value in limits.items():
+        monkeypatch.setattr(serving, name, value)
+    with Server(recorded(mask=masks.causal())) as made:
+        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield made
+        finally:
+            made.shutdown()
+            thread.join()
+
+
+def send(server: Server, request: bytes) -> http.client.HTTPResponse:
+    """The answer to these bytes; its body has been read."""
+    with socket.create_connection(server.server_address[:2], timeout=10) as connection:
+        connection.sendall(request)
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        answer.read()
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        ("GET /TOKEN/ HTTP/1.0\r\nHost: localhost:PORT\r\n\r\n", 200),
+        ("GET /TOKEN/ HTTP/1.0\r\n\r\n", 403),
+        ("GET / HTTP/1.0\r\nHost: localhost:PORT\r\n\r\n", 404),
+        ("GET /TOKEN/tile HTTP/1.0\r\nHost: localhost:PORT\r\n\r\n", 400),
+        ("GET / x HTTP/1.0\r\n\r\n", 400),
+        ("nonsense\r\n\r\n", 400),
+        ("POST /\r\n\r\n", 400),
+        ("GET /\r\n\r\n", 403),
+        ("GET / HTTP/x\r\n\r\n", 400),
+        ("GET / HTTP/2.0\r\n\r\n", 505),
+        ("POST / HTTP/1.0\r\n\r\n", 501),
+        ("<script> / HTTP/1.0\r\n\r\n", 501),
+        (f"GET /{'x' * 600} HTTP/1.0\r\nHost: localhost:PORT\r\n\r\n", 414),
+        (f"GET /{'x' * 70_000} HTTP/1.0\r\n\r\n", 414),
+        (f"GET / HTTP/1.0\r\nX: {'x' * 70_000}\r\n\r\n", 431),
+        ("GET / HTTP/1.0\r\n" + "X: y\r\n" * 200 + "\r\n", 431),
+    ],
+)
+def test_every_answer_has_the_security_headers(request_: str, code: int, server: Server) -> None:
+    port = str(server.server_address[1])
+    answer = send(server, request_.replace("TOKEN", server.token).replace("PORT", port).encode())
+    headers = dict(answer.getheaders())
+    assert answer.status == code
+    assert SECURE.items() <= headers.items()
+    assert headers["Content-Type"] == ("text/html; charset=utf-8" if code == 200 else "text/plain")
+
+
+def test_an_error_repeats_nothing_of_the_request(server: Server) -> None:
+    with socket.create_connection(server.server_address[:2], timeout=10) as connection:
+        connection.sendall(b"<script>alert(1)</script> / HTTP/1.0\r\n\r\n")
+        answer = connection.makefile("rb").read()
+    assert answer.endswith(b"\r\n\r\nnot implemented\n")
+
+
+def test_a_request_that_trickles_in_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes well before the deadline, and the request never ends."""
+    with opened(monkeypatch, SECONDS=0.3) as server:
+        with socket.create_connection(server.server_address[:2], timeout=10) as slow:
+            slow.settimeout(0.05)
+            ended = False
+            for byte in b"GET /" + b"x" * 60:
+                slow.send(bytes([byte]))
+                try:
+                    ended = slow.recv(1) == b""
+                except TimeoutError:
+                    continue
+                except ConnectionError:
+                    ended = True
+                break
+            assert ended
+        assert ask(server, urlsplit(server.url).path)[0] == 200
+
+
+def test_slow_connections_do_not_lock_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(monkeypatch, SECONDS=0.3, CONNECTIONS=4) as server:
+        path = urlsplit(server.url).path
+        slow = [socket.create_connection(server.server_address[:2], timeout=10) for _ in range(4)]
+        for each in slow:
+            each.send(b"GET")
+        status = 503
+        for _ in range(200):
+            status, _, _ = ask(server, path)  # answered always: 503 until the deadline has passed
+            if status == 200:
+                break
+            assert status == 503
+            threading.Event().wait(0.02)
+        for each in slow:
+            each.close()
+        assert status == 200
+
+
+def test_more_requests_than_there_is_room_for_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(monkeypatch, CONNECTIONS=3) as server:
+        silent = [socket.create_connection(server.server_address[:2], timeout=10) for _ in range(3)]
+        found: list[tuple[int, bytes, dict[str, str]]] = []
+        threads = [
+            threading.Thread(target=lambda: found.append(ask(server, urlsplit(server.url).path))) for _ in range(40)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         for each in silent:
             each.close()
-    for _ in range(200):
-        try:
-            status = ask(server, urlsplit(server.url).path)[0]
-        except (ConnectionError, http.client.HTTPException):
-            threading.Event().wait(0.02)
-            continue
-        assert status == 200
-        return
-    pytest.fail("there is no room again")
+    assert len(found) == 40
+    assert {status for status, _, _ in found} == {503}
+    for _, content, headers in found:
+        assert content == b"busy\n"
+        assert headers["Retry-After"] == "1"
+        assert SECURE.items() <= headers.items()
+
+
+def test_two_hundred_requests_at_once_are_answered(server: Server) -> None:
+    path = urlsplit(server.url).path
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda: found.append(ask(server, path)[0])) for _ in range(200)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [200] * 200
+
+
+def test_a_silent_connection_without_room_is_answered_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(monkeypatch, CONNECTIONS=1, PATIENCE=0.05) as server:
+        first, second = (socket.create_connection(server.server_address[:2], timeout=10) for _ in range(2))
+        with first, second:
+            answer = second.makefile("rb").read()
+        assert answer.startswith(b"HTTP/1.0 503 ")

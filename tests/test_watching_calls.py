@@ -543,6 +543,80 @@ def test_a_layer_that_is_not_seen_is_named() -> None:
         whole(x)
 
 
+class RMSNormGated(nn.Module):
+    """As Mamba 2's, with a projection for the gate."""
+
+    def __init__(self, matrices: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(15))
+        self.gates = nn.ModuleList([nn.Linear(15, 15) for _ in range(matrices)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for gate in self.gates:
+            x = x * F.silu(gate(x))
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class AdaptiveScale(RMSNormGated):
+    """A norm whose class does not say so."""
+
+
+class AttentionNorm(RMSNormGated):
+    """A norm whose class says attention, too."""
+
+
+class AttentionPostNorm(Home):
+    """Attention whose class ends as that of a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = nn.Linear(15, 15)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(super().forward(x))
+
+
+class Attends(nn.Module):
+    """A layer that is seen, and one of another name beside it."""
+
+    def __init__(self, name: str, other: nn.Module) -> None:
+        super().__init__()
+        self.attn = Attention()
+        self.add_module(name, other)
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attn(self.get_submodule(self.name)(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "norm"),
+    [
+        ("post_attention_layernorm", RMSNormGated()),
+        ("post_attention_layernorm", AdaptiveScale(2)),
+        ("post_attention_layer_norm", AdaptiveScale()),
+        ("attention_norm1", AdaptiveScale()),
+        ("attention_normalization", AdaptiveScale()),
+        ("after_attention", RMSNormGated()),
+        ("scale", AttentionNorm()),
+    ],
+)
+def test_a_norm_is_not_taken_for_an_attention_layer(name: str, norm: nn.Module) -> None:
+    model = Attends(name, norm)
+    x = input_of(model)
+    with watch(model) as seen:
+        model(x)
+    assert seen.layers == ("attn",)
+
+
+@pytest.mark.parametrize(("name", "module"), [("layer", AttentionPostNorm()), ("normed_attention", Home())])
+def test_attention_that_is_named_after_a_norm_is_still_missed(name: str, module: nn.Module) -> None:
+    model = Attends(name, module)
+    x = input_of(model)
+    with pytest.raises(WatchError, match=rf"ran 1 could not be seen: {name} "), watch(model):
+        model(x)
+
+
 class Part(nn.Module):
     """A single matrix."""
 

@@ -12,10 +12,17 @@ from headscope._check_tap import HEADS, INPUT, MIXED, NONE, Mixing, Seen
 
 @dataclass(frozen=True)
 class Fault:
-    """Something of the layout that is not as it should be: the name of the finding, and what was seen."""
+    """Something of the layout that is not as it should be.
+
+    Attributes:
+        name: the finding's.
+        seen: what shows it.
+        merge: whether the merge of the heads can be checked all the same.
+    """
 
     name: str
     seen: str
+    merge: bool = True
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,8 @@ def arrange(seen: Seen, batch: int, length: int) -> tuple[Heads | None, list[Fau
     if not rows:
         return None, [], "no query was made of a token"
     faults = _faults(rows, length) or _unsplit(seen, rows)
-    faults += _merged(seen)
+    if all(fault.merge for fault in faults):
+        faults += _merged(seen)
     if any(fault.name in ("heads-split-wrong", "batches-mixed", "values-misplaced") for fault in faults):
         return None, faults, "the tokens are not where they belong"
     heads, why = _dense(rows, batch, length, seen)
@@ -139,6 +147,11 @@ def _faults(rows: list[_Rows], length: int) -> list[Fault]:
                 return [_leak(u, tokens, length)]
             pairs.add((int(part.fq[i]), int(fk[0])))
             v, fv = part.v[i][at], part.fv[i][at]
+            others = {token // length for token in v.tolist() if token >= 0} - {u // length}
+            if others and len(set(fv.tolist())) == 1:  # folded into one axis with the heads, in another order than q
+                entries = ", ".join(map(str, sorted(others)))
+                said = f"the weights of a query of batch entry {u // length} fall on values of batch entry {entries}"
+                return [Fault("batches-mixed", said, merge=False)]  # it sees values of several heads for one output
             if v.tolist() != tokens or len(set(fv.tolist())) > 1:
                 said = f"the weights of keys {_places(tokens, length)} fall on values {_places(v.tolist(), length)}"
                 name = "heads-split-wrong" if len(set(fv.tolist())) > 1 else "values-misplaced"

@@ -18,7 +18,9 @@ _SELF = re.compile(r"self_?att(n|ention)", re.IGNORECASE)
 # BridgeTower's cross-modal layers hold both kinds
 _CROSS = re.compile(r"cross(?!_modal_\w+_layers)|encoder_attn|encdecattention|enc_dec", re.IGNORECASE)
 # class and name of what stands beside an attention and is called after it: MobileBERT's, DeepSeek-V4's, Inkling's
-_BESIDE = re.compile(r"^BottleneckLayer |_(hc|hyper_connection|norm|s?conv|convolution)$", re.IGNORECASE)
+_BESIDE = re.compile(r"^BottleneckLayer |_(hc|hyper_connection|s?conv|convolution)$", re.IGNORECASE)
+# the end of a norm's class or name: RMSNormGated, NemotronLayerNorm1P, post_attention_layernorm, norm_1
+_NORM = re.compile(r"norm(alization)?(_?(gated|layer|\d+[a-z]?))*$", re.IGNORECASE)
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -120,11 +122,13 @@ def with_classes(modules: Mapping[str, nn.Module], names: Collection[str]) -> st
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:
-    """Whether it is called so, by its class or its path, and holds a matrix: a norm does not."""
+    """Whether it is called so, by its class or its path, and holds a matrix; a norm's gate may be one."""
     kind, called = type(module).__name__, name.rsplit(".", 1)[-1]
-    if not _ATTENTION.search(kind) and (not _ATTENTION.search(called) or _BESIDE.search(f"{kind} {called}")):
-        return False
-    return _matrices(module) > 0
+    if not _ATTENTION.search(kind):
+        named = _ATTENTION.search(called) and not _NORM.search(called)
+        if not named or _BESIDE.search(f"{kind} {called}"):
+            return False
+    return _matrices(module) > (1 if _NORM.search(kind) else 0)
 
 
 def _is_projection(name: str, modules: Mapping[str, nn.Module], ran: Collection[str], missing: Collection[str]) -> bool:

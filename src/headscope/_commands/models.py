@@ -1,6 +1,7 @@
 """Models that a verb can run: those that ship with the package, and Hugging Face's, from a folder or from the hub.
 
-Of the latter only safetensors are read, never pickles; no code from a repository runs; a folder is read offline.
+Of the latter only safetensors are read, never pickles; no code from a repository and no compiled kernel runs; a folder
+is read offline. ``model_config`` checks what a configuration asks for.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headscope._commands.model_config import confined, read_config
 from headscope._commands.screen import Mistake, few, one_line, visible
 
 if TYPE_CHECKING:
@@ -171,22 +173,31 @@ def _first(error: Exception) -> str:
 
 
 def _from(transformers: Any, name: str, *, offline: bool) -> Loaded:
-    options: dict[str, Any] = {"local_files_only": offline, "trust_remote_code": False}
-    config = transformers.AutoConfig.from_pretrained(name, **options)
+    with confined(name, offline=offline):
+        return _confined(transformers, name, offline=offline)
+
+
+def _confined(transformers: Any, name: str, *, offline: bool) -> Loaded:
+    config, notes = read_config(transformers, name, offline=offline)
+    options: dict[str, Any] = {"config": config, "local_files_only": offline, "trust_remote_code": False}
     kind = getattr(transformers, (config.architectures or [""])[0], None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         kind = transformers.AutoModel
-    model, report = kind.from_pretrained(
-        name, config=config, use_safetensors=True, output_loading_info=True, local_files_only=offline
-    )
+    model, report = kind.from_pretrained(name, use_safetensors=True, output_loading_info=True, **options)
     model.eval()
     said = {
         "missing_keys": "weights are not in the files and were drawn at random",
         "unexpected_keys": "weights in the files have no place in this model and were left out",
     }
-    notes = [f"{what}: {few(sorted(report[keys]), FEW_NAMED)}" for keys, what in said.items() if report[keys]]
+    notes += [f"{what}: {few(sorted(report[keys]), FEW_NAMED)}" for keys, what in said.items() if report[keys]]
     label = f"{type(model).__name__} ({visible(name)})"
-    return replace(_either(transformers, model, label, name, options), notes=tuple(notes))
+    loaded = _either(transformers, model, label, name, options)
+
+    def run(inputs: Tensor) -> Any:
+        with confined(name, offline=True):
+            return loaded.run(inputs)
+
+    return replace(loaded, notes=tuple(notes), run=run)
 
 
 def _either(transformers: Any, model: Any, label: str, name: str, options: dict[str, Any]) -> Loaded:

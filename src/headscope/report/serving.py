@@ -6,6 +6,9 @@ Only this machine can reach it, only under a random path, and only what is liste
     GET /TOKEN/tile?layer&head&i0&i1&j0&j1&size             float32 [2, rows, columns]: mean and max, little-endian
     GET /TOKEN/strip?layer&head&i0&i1                       uint8 [i1 - i0, near + first], codes as in the page
 
+Every answer has the headers of ``SECURE``, also to a refused request. A request has to arrive within ``SECONDS``. At
+most ``CONNECTIONS`` are served at a time; further ones are answered 503.
+
 A tile has at most ``size`` rows and columns; a cell of it stands for one weight where the piece is no larger than that,
 else for a bin ⌊b·n/size⌋ to ⌊(b+1)·n/size⌋ - 1 of queries or keys. NaN stands for what may not be seen. Tiles are of
 the last run that kept q and k, and of its first text.
@@ -14,11 +17,16 @@ the last run that kept q and k, and of its first text.
 from __future__ import annotations
 
 import hmac
+import io
+import queue
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -45,9 +53,20 @@ MOST_PAIRS = 2**26
 STRIP = 4096
 """Over how many queries a strip may go."""
 
-CONNECTIONS = 32  # at a time; further ones are closed
-SECONDS = 10  # that a connection may stay silent
+CONNECTIONS = 256  # served at a time, each on a thread; further ones are answered 503
+SECONDS = 10.0  # in which a whole request has to arrive, and again in which its answer has to be taken
+REFUSALS = 1024  # connections that wait for a 503; further ones are closed
+PATIENCE = 0.25  # seconds in which a request that is answered 503 has to arrive
 LONGEST = 512  # characters of a request's path
+
+SECURE = (
+    ("Cache-Control", "no-store"),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("X-Frame-Options", "DENY"),
+)
+"""The headers of every answer."""
 
 
 class RefusedError(ValueError):
@@ -63,7 +82,7 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
-    request_queue_size = CONNECTIONS  # not the usual 5: one more would have to try again, a second later
+    request_queue_size = CONNECTIONS  # not the usual 5: a client beyond it connects again a second later
 
     def __init__(self, recording: Recording, *, port: int = 0, title: str = "", **options: Any) -> None:
         """Bind to 127.0.0.1.
@@ -100,13 +119,18 @@ class Server(ThreadingHTTPServer):
         self.token = secrets.token_urlsafe(24)
         self.computing = threading.Lock()  # one tile at a time: torch uses all cores for it
         self._room = threading.BoundedSemaphore(CONNECTIONS)
+        self._refused: queue.Queue[socket.socket | None] = queue.Queue(REFUSALS)
+        threading.Thread(target=self._refuse_connections, daemon=True).start()
         super().__init__(("127.0.0.1", port), _Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}/{self.token}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """On a thread of its own, if there is room."""
+        """Serve a connection on a thread of its own, or refuse it if there are too many."""
         if not self._room.acquire(blocking=False):
-            self.shutdown_request(request)
+            try:
+                self._refused.put_nowait(request)
+            except queue.Full:
+                self.shutdown_request(request)
             return
         try:
             super().process_request(request, client_address)
@@ -120,6 +144,29 @@ class Server(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             self._room.release()
+
+    def server_close(self) -> None:
+        """Close the socket, and end the thread that refuses connections."""
+        super().server_close()
+        with suppress(queue.Full):  # the thread is a daemon
+            self._refused.put_nowait(None)
+
+    def _refuse_connections(self) -> None:
+        """Answer connections for which there is no room, one after the other.
+
+        The request is read first: a socket that is closed with unread bytes resets the connection, and the client may
+        lose the answer.
+        """
+        lines = ["HTTP/1.0 503 Service Unavailable", "Content-Type: text/plain", "Content-Length: 5", "Retry-After: 1"]
+        lines += [f"{name}: {value}" for name, value in SECURE]
+        answer = "\r\n".join([*lines, "", "busy\n"]).encode()
+        while (connection := self._refused.get()) is not None:
+            with suppress(OSError):
+                connection.settimeout(PATIENCE)
+                with suppress(TimeoutError):
+                    connection.recv(2**16)
+                connection.sendall(answer)
+            self.shutdown_request(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that went away is no error; anything else is told as usual."""
@@ -211,6 +258,29 @@ def _pooled(p: Tensor, column: Tensor, columns: int) -> tuple[NDArray[np.float64
 # ---------------------------------------------------------------- HTTP
 
 
+class _Incoming(io.RawIOBase):
+    """What a connection sends until a deadline, however many reads it takes.
+
+    A timeout of the socket would begin anew with every byte.
+    """
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        super().__init__()
+        self.connection = connection
+        self.deadline = time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raises: TimeoutError: the deadline has passed."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request did not arrive in time")
+        self.connection.settimeout(left)
+        return self.connection.recv_into(buffer)
+
+
 class _Handler(BaseHTTPRequestHandler):
     """One connection."""
 
@@ -218,7 +288,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.0"  # a connection for each request: none is kept
     server_version = "headscope"
     sys_version = ""
-    timeout = SECONDS
+    default_request_version = protocol_version  # to HTTP/0.9 the standard library answers without headers
 
     def do_GET(self) -> None:
         """Answer, or refuse without saying what is there."""
@@ -246,25 +316,25 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(400, "text/plain", f"{said}\n".encode())
         return self._answer(200, "application/octet-stream", found)
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer a request that the standard library refuses; its own page would lack our headers."""
+        self.close_connection = True
+        self._answer(code, "text/plain", f"{HTTPStatus(code).phrase.lower()}\n".encode())
+
     def _answer(self, code: int, kind: str, content: bytes) -> None:
+        self.connection.settimeout(SECONDS)  # `sendall` takes it for all of the answer
         self.send_response(code)
-        for name, value in (
-            ("Content-Type", kind),
-            ("Content-Length", str(len(content))),
-            ("Cache-Control", "no-store"),
-            ("X-Content-Type-Options", "nosniff"),
-            ("Referrer-Policy", "no-referrer"),
-            ("Cross-Origin-Resource-Policy", "same-origin"),
-            ("X-Frame-Options", "DENY"),
-        ):
+        for name, value in (("Content-Type", kind), ("Content-Length", str(len(content))), *SECURE):
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(content)
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: addresses hold the token."""
 
     def setup(self) -> None:
-        """With answers sent at once."""
+        """Send answers at once, and read until a deadline."""
         super().setup()
+        self.rfile = io.BufferedReader(_Incoming(self.connection, SECONDS))
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
