@@ -80,6 +80,7 @@ CORE = [
     *(
         "_watch_compiled",
         "_watch_masks",
+        "_watch_softmax",
         "_watch_calls",
         "_watch_torch",
         "_watch_layers",

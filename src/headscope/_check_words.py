@@ -57,7 +57,7 @@ WORDS: dict[str, Words] = {
     "batches-mixed": Words(
         "wrong",
         "What is said of one sequence depends on which others are in its batch.",
-        "Keep the batch a leading axis of every product; look for a view or transpose that mixes it with length or heads.",
+        "Keep the batch a leading axis of every product; look for a view or transpose that mixes it with another axis.",
         "scores = q @ k.transpose(-2, -1)  # [B, H, T, T]: one matrix for each entry",
     ),
     "batch-and-length-swapped": Words(

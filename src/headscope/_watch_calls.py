@@ -35,6 +35,10 @@ class WatchError(RuntimeError):
     """A model, or a part of it, that cannot be watched."""
 
 
+class WatchWarning(UserWarning):
+    """A model of which a part may not have been recorded."""
+
+
 class Ids(NamedTuple):
     """The token ids of the keys, [K] or [B, K], and of the key before the first one, [] or [B], None = not known."""
 

@@ -27,7 +27,16 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from headscope import _watch_calls, _watch_compiled, _watch_layers, _watch_masks, _watch_torch, functional, nn_compat
+from headscope import (
+    _watch_calls,
+    _watch_compiled,
+    _watch_layers,
+    _watch_masks,
+    _watch_softmax,
+    _watch_torch,
+    functional,
+    nn_compat,
+)
 from headscope._onlookers import CONTEXT_PARALLEL, check_context_parallel, has_no_values
 from headscope._watch_calls import Call
 from headscope.masks import Mask, Turned, turned
@@ -46,6 +55,10 @@ class Forward(Protocol):
 
     def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
         """A module has made its attention call."""
+        ...
+
+    def note_softmax(self, name: str) -> None:
+        """A module has multiplied the result of a softmax of its own with what may be values."""
         ...
 
     def factors(self, name: str, heads: int) -> Tensor | None:
@@ -83,6 +96,7 @@ class Frame:
         calls: how many attention calls it has made, one that is being seen included.
         accelerate: headscope's kernel is to attend, too.
         quiet: its attention calls are being looked at from outside: what they call themselves is not.
+        softmaxes: those that it has computed by itself and not yet multiplied with values.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -93,6 +107,7 @@ class Frame:
         self.calls = 0
         self.accelerate = False
         self.quiet = False
+        self.softmaxes: list[_watch_softmax.Weights] = []
         self._arguments: Mapping[str, Any] | None = None
 
     @property
@@ -371,6 +386,8 @@ class _Mode(TorchFunctionMode):
             return _multi_head(args, kwargs or {})
         if func in _NATIVE:
             return _native(func, args, kwargs or {})
+        if func in _watch_softmax.NOTED:
+            _note(func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
@@ -452,6 +469,16 @@ def _sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = F.scaled_dot_product_attention(*args, **kwargs)
     frame.see(lambda: _watch_calls.sdpa(args, kwargs, frame.converted))
     return frame.scaled(out, -3)  # [B, H, Q, Dv]
+
+
+def _note(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell everybody who watches if this call completes an attention that the module writes out."""
+    frame = innermost()
+    if frame is None or frame.quiet or not _watch_softmax.attends(frame.softmaxes, function, args, kwargs):
+        return
+    for forward, name in frame.forwards.values():
+        if forward.active:
+            forward.note_softmax(name)
 
 
 def _dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

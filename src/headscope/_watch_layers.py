@@ -115,6 +115,21 @@ def unseen(modules: Mapping[str, nn.Module], ran: Collection[str], seen: Collect
     return [name for name in missing if not any(_within(other, name) and other != name for other in missing)]
 
 
+def partly_unseen(modules: Mapping[str, nn.Module], written: Collection[str], seen: Collection[str]) -> list[str]:
+    """Return the modules that may attend by a softmax of their own besides the calls that were seen of them.
+
+    A module called attention counts, too, if a call of a module inside it was seen. ``unseen`` returns the others.
+
+    Args:
+        written: modules that multiplied the result of a softmax with what may be values.
+    """
+    return [
+        name
+        for name in written
+        if name in seen or (_is_attention(name, modules[name]) and any(_within(other, name) for other in seen))
+    ]
+
+
 def with_classes(modules: Mapping[str, nn.Module], names: Collection[str]) -> str:
     """Names of modules, each with its class: a name may be no more than a number."""
     kinds = {name: type(modules[name]).__name__ for name in names}

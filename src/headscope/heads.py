@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from headscope import _watch_frames, _watch_layers, _watch_transformers
 from headscope._call import as_whole, kind, number
-from headscope._watch_calls import Call, WatchError
+from headscope._watch_calls import Call, WatchError, WatchWarning
 from headscope._watch_frames import Frame
 from headscope._watch_layers import Choice
 
@@ -94,6 +95,7 @@ class _Acting:
         self.modules = modules
         self.reached: dict[str, int] = {}
         """Layer -> its heads."""
+        self._warned: set[str] = set()
 
     def open(self) -> None:
         if found := _watch_layers.compiled(self.modules):
@@ -128,6 +130,15 @@ class _Acting:
                 f"{_watch_layers.with_classes(self.modules, missing)}. None calls scaled_dot_product_attention or "
                 "anything else that headscope knows"
             )
+        for name in _watch_layers.partly_unseen(self.modules, forward.written, forward.seen):
+            if self.means(name) and name not in self._warned:
+                self._warned.add(name)
+                warnings.warn(
+                    f"heads: {_watch_layers.with_classes(self.modules, [name])} may attend once more, by a softmax of "
+                    "its own, whose heads are not reached",
+                    WatchWarning,
+                    stacklevel=2,
+                )
 
     def means(self, name: str) -> bool:
         """Whether a layer is to be reached."""
@@ -147,6 +158,11 @@ class _Pass:
         self.acting = acting
         self.ran: dict[str, None] = {}
         self.seen: set[str] = set()
+        self.written: dict[str, None] = {}
+
+    def note_softmax(self, name: str) -> None:
+        """A module may have attended by a softmax of its own."""
+        self.written[name] = None
 
     def enter(self, name: str, module: nn.Module) -> None:
         """A module starts to run."""

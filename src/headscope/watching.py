@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import threading
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,18 @@ from headscope import _watch_frames, _watch_layers, _watch_transformers
 from headscope._call import whole
 from headscope._stats_origin import LayerOrigin, Origin, Part
 from headscope._stats_parts import LayerStats
-from headscope._watch_calls import COMPILED, Call, Ids, Kind, WatchError, error_of, measure, placed, standing
+from headscope._watch_calls import (
+    COMPILED,
+    Call,
+    Ids,
+    Kind,
+    WatchError,
+    WatchWarning,
+    error_of,
+    measure,
+    placed,
+    standing,
+)
 from headscope._watch_frames import Frame
 from headscope._watch_layers import Choice
 from headscope._watch_monitor import Alarm, AttentionWarning, Limits, Monitor, writer
@@ -42,6 +54,7 @@ __all__ = [
     "Recording",
     "Watch",
     "WatchError",
+    "WatchWarning",
     "register_transformers",
     "watch",
 ]
@@ -299,7 +312,8 @@ def watch(
             default 0, 1, 2, …, a cache included.
         accelerate: let headscope's kernel attend as well, in the layers that are chosen. Outputs are then equal up to
             rounding, not to the bit, but for rows in which everything is hidden: headscope gives them 0.
-        unseen: "error": a module called attention that ran and could not be seen into is an error that names it.
+        unseen: "error": a module called attention that ran and could not be seen into is an error that names it, and
+            one that was seen and may attend once more, by a softmax of its own, a warning. "ignore": neither.
         log: where the values of each forward pass that is looked at go, under flat names (``attn/L03/H05/entropy``): a
             TensorBoard ``SummaryWriter``, a Weights & Biases run, a function of the values and the step, or several. A
             layer keeps its number: those of a step are numbered in the order of the model, layers that are first seen
@@ -360,6 +374,7 @@ class Watch:
         self._streams = Streams()
         self._complete: set[tuple[frozenset[str], frozenset[str]]] = set()  # what ran and was seen, with nothing amiss
         self._errors: dict[str, tuple[Tensor, float]] = {}
+        self._warned: set[str] = set()
 
     def __enter__(self) -> Recording:
         if self._entered:
@@ -459,6 +474,7 @@ class Watch:
                 self.monitor.step(forward.number, parts)
         if self.options.unseen == "ignore":
             return
+        self._warn_of_softmax(forward)
         both = (frozenset(forward.ran), frozenset(forward.seen))
         if both in self._complete:
             return  # looked through in an earlier pass
@@ -472,6 +488,19 @@ class Watch:
             )
         self._complete.add(both)
 
+    def _warn_of_softmax(self, forward: Pass) -> None:
+        """Warn, once for each layer, of attention that may have been missed beside what was recorded."""
+        for name in _watch_layers.partly_unseen(self.modules, forward.written, forward.seen):
+            if name not in self.chosen or name in self._warned:
+                continue
+            self._warned.add(name)
+            warnings.warn(
+                f"watch: {_watch_layers.with_classes(self.modules, [name])} may attend once more, by a softmax of its "
+                'own, which the recording does not include; unseen="ignore" turns this warning off',
+                WatchWarning,
+                stacklevel=2,
+            )
+
 
 class Pass:
     """One forward pass: which modules ran in it, and which of them attended."""
@@ -483,6 +512,11 @@ class Pass:
         self.parts: dict[str, LayerStats] = {}  # of this pass alone, for a monitor
         self.ran: dict[str, None] = {}
         self.seen: set[str] = set()
+        self.written: dict[str, None] = {}  # whose own softmax was multiplied with what may be values
+
+    def note_softmax(self, name: str) -> None:
+        """A module may have attended by a softmax of its own."""
+        self.written[name] = None
 
     def enter(self, name: str, module: nn.Module) -> bool:
         """A module starts to run; headscope's kernel attends in those that were chosen, if at all."""

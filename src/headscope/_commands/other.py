@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headscope._commands.models import Loaded
-from headscope._commands.screen import Mistake, one_line, say
+from headscope._commands.screen import Mistake, one_line, say, warnings_as_notes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +67,11 @@ def read(loaded: Loaded, text: str) -> Passed:
     ids = [*before, *kept, *after]
     what = headscope.Observe(received=False, keep_qk=True)
     try:
-        with torch.inference_mode(), headscope.watch(loaded.model, what=what) as seen:
+        with (
+            warnings_as_notes("text"),
+            torch.inference_mode(),
+            headscope.watch(loaded.model, what=what) as seen,
+        ):
             out = loaded.run(torch.tensor([ids]))
     except WatchError as error:
         raise Mistake(f"--model: {loaded.name}: {str(error).removeprefix('watch: ')}") from error

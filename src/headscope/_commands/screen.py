@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -116,6 +117,29 @@ def console() -> Console:
 def say(note: str) -> None:
     """One line on stderr, beside the result: what was done to the input, say."""
     print(one_line(note), file=sys.stderr)
+
+
+@contextmanager
+def warnings_as_notes(command: str) -> Generator[None]:
+    """Write each warning of ``headscope.watch`` as one line on stderr, once."""
+    from headscope.watching import WatchWarning
+
+    written: set[str] = set()
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def write(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+            if not issubclass(category, WatchWarning):
+                show(message, category, *rest, **more)
+                return
+            note = str(message).removeprefix("watch: ").partition("; unseen=")[0]
+            if note not in written:
+                written.add(note)
+                say(f"headscope {command}: {note}")
+
+        warnings.simplefilter("always", WatchWarning)
+        warnings.showwarning = write
+        yield
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from headscope._commands.screen import (
     uninterrupted,
     unread,
     visible,
+    warnings_as_notes,
 )
 
 if TYPE_CHECKING:
@@ -322,10 +323,11 @@ def _recorded(loaded: Loaded, given: Input, asked: Asked) -> Recording:
 
     stats, last = None, None
     try:
-        for part in _progress(given.parts):
-            seen = _one(loaded, given, part, asked)
-            stats = seen.stats if stats is None else stats.merge(seen.stats)
-            last = seen
+        with warnings_as_notes("watch"):
+            for part in _progress(given.parts):
+                seen = _one(loaded, given, part, asked)
+                stats = seen.stats if stats is None else stats.merge(seen.stats)
+                last = seen
     except WatchError as error:
         raise Mistake(f"{loaded.name}: {_by_option(str(error).removeprefix('watch: '))}") from error
     except (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError, torch.OutOfMemoryError) as error:
