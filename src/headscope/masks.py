@@ -9,14 +9,14 @@ True means *attend*, as in ``scaled_dot_product_attention``; the masks of ``nn.M
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from numbers import Integral
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from headscope._onlookers import has_no_values, is_traced
@@ -49,6 +49,13 @@ class Mask(ABC):
         """The primitives this mask is made of."""
         yield self
 
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> Mask:
+        """Return this mask over copies of the tensors whose values a plan depends on.
+
+        A plan never reads the values of ``Dense``, nor those of a caller's own mask: these keep their tensors.
+        """
+        return self
+
     def tile(self, b: slice, h: slice, i: slice, j: slice, device: torch.device) -> Tensor:
         """``allows`` over a block of the matrix, broadcastable to [b, h, i, j]."""
         return self.allows(
@@ -66,23 +73,25 @@ class Mask(ABC):
         return seen.expand(batch, heads, queries, keys)
 
     def plan(self, batch: int, heads: int, queries: int, keys: int) -> Plan:
-        """The normal form of this mask for the given sizes; kept, so that asking twice costs one look."""
+        """Return the normal form of this mask for these sizes.
+
+        The plan is cached with the mask, together with copies of the tensors that it was made from. A later call
+        compares the tensors with the copies. It therefore notices every write: those of ``torch.distributed``, numpy,
+        DLPack and ``.data`` raise no version. Comparing would wait for another device, so there each call plans anew.
+        """
         sizes = (batch, heads, queries, keys)
-        if torch.compiler.is_compiling() or is_traced():  # what is made then is of no use to other calls
+        if torch.compiler.is_compiling() or is_traced():  # a plan made from traced tensors is useless to other calls
             return _plan(self, sizes)
-        held = self.tensors()
-        if not held:
-            return _plan_by_value(self, sizes)
-        if any(tensor.is_inference() for tensor in held):  # these keep no version: a change could not be seen
-            return _plan(self, sizes)
-        versions = tuple(tensor._version for tensor in held)
-        kept: dict[Sizes, tuple[tuple[int, ...], Plan]] = vars(self).setdefault("_plans", {})
-        found = kept.get(sizes)
-        if found is None or found[0] != versions:
-            if len(kept) >= PLANS:  # as many sizes come by only when a length grows with every call
-                kept.clear()
-            found = kept[sizes] = (versions, _plan(self, sizes))
-        return found[1]
+        plans: _Plans | None = vars(self).get("_plans")
+        if plans is None or not plans.is_current():
+            if not self.tensors():
+                return _plan_by_value(self, sizes)
+            plans = _Plans(self)
+            if not plans.comparable:
+                vars(self).pop("_plans", None)
+                return _plan(self, sizes)
+            vars(self)["_plans"] = plans
+        return plans.of(sizes)
 
     def __and__(self, other: Mask) -> Mask:
         return And(self, _operand(other))
@@ -155,6 +164,9 @@ class Band(Mask):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.offset,) if self.offset is not None and isinstance(self.offset, Tensor) else ()
 
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> Mask:
+        return Band(self.left, self.right, copy(self.offset)) if isinstance(self.offset, Tensor) else self
+
     def at(self, queries: int, keys: int) -> Mask:
         return Band(self.left, self.right, keys - queries) if self.offset is None else self
 
@@ -203,6 +215,10 @@ class Turned(Mask):
     def tensors(self) -> tuple[Tensor, ...]:
         return self.band.tensors()
 
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> Mask:
+        band = self.band.copied(copy)
+        return Turned(band, self.queries) if isinstance(band, Band) else self
+
 
 @dataclass(frozen=True, eq=False)
 class KeyLengths(Mask):
@@ -222,6 +238,9 @@ class KeyLengths(Mask):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.lengths,)
+
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> Mask:
+        return KeyLengths(copy(self.lengths))
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,6 +288,9 @@ class Documents(Mask):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.q_ids, self.k_ids)
+
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> Mask:
+        return Documents(copy(self.q_ids), copy(self.k_ids))
 
 
 def _as_int(given: object) -> object:
@@ -348,6 +370,9 @@ class _Pair(Mask):
         yield from self.first.leaves()
         yield from self.second.leaves()
 
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> Mask:
+        return type(self)(self.first.copied(copy), self.second.copied(copy))
+
     def at(self, queries: int, keys: int) -> Mask:
         return type(self)(self.first.at(queries, keys), self.second.at(queries, keys))
 
@@ -389,6 +414,11 @@ def window(n: int) -> Band:
     return Band(n - 1, 0)
 
 
+def is_constant(mask: Mask) -> bool:
+    """Whether nothing can change what the mask allows: no part holds a tensor or is of a caller's own class."""
+    return not mask.tensors() and all(isinstance(leaf, (Band, Prefix, Turned)) for leaf in mask.leaves())
+
+
 def turned(mask: Mask, queries: int, keys: int) -> Mask | None:
     """The same of queries that come last first, and back; None where that cannot be said without filling it in."""
     # no match: the compiler of older versions of torch cannot read one with classes
@@ -425,6 +455,7 @@ class Plan:
         everything: every query may see every key.
         is_causal: exactly ``j <= i``, with as many queries as keys.
         may_be_empty: some row may see nothing.
+        originals: the caller's own tensors, where ``rest`` holds copies; None where it holds the originals.
     """
 
     spans: Tensor
@@ -434,13 +465,18 @@ class Plan:
     everything: bool
     is_causal: bool
     may_be_empty: bool
+    originals: tuple[Tensor, ...] | None = None
 
     def read_again(self) -> tuple[Tensor, ...]:
-        """The caller's own tensors that a backward pass reads: it saves them, so that to write to them is an error."""
+        """Return the caller's tensors that the backward pass saves, so that autograd refuses a write it can notice."""
+        held = self.rest_tensors()  # a compiler cannot follow the question of the next line
+        return held if is_dynamo_compiling() else tuple(x for x in held if not x.is_inference())
+
+    def rest_tensors(self) -> tuple[Tensor, ...]:
+        """Return the caller's own tensors that ``rest`` stands for, in the order of ``rest.tensors()``."""
         if self.rest is None:
             return ()
-        held = self.rest.tensors()  # a compiler cannot follow the question of the next line
-        return held if is_dynamo_compiling() else tuple(x for x in held if not x.is_inference())
+        return self.rest.tensors() if self.originals is None else self.originals
 
     def tile(self, b: slice, h: slice, i: slice, j: slice) -> Tensor:
         """What may be seen in a block, boolean, broadcastable to [b, h, i, j]."""
@@ -454,6 +490,61 @@ class Plan:
 
 def _within(block: slice, size: int) -> slice:
     return slice(None) if size == 1 else block
+
+
+class _Plans(dict["Sizes", Plan]):
+    """The plans of one mask by sizes, made from copies of its tensors; current while the tensors equal the copies.
+
+    Comparing a tensor with a copy is exact, and costs 0.6 µs for [B] and 3.5 µs for [1, 4096] (int64, Xeon): less than
+    one part in fifty of planning and attending. Copies also keep a plan and its rest consistent, whatever is
+    written later: a backward pass reads the mask of its forward pass.
+
+    Attributes:
+        comparable: whether comparing waits for nothing; where it would, these plans must not be used.
+    """
+
+    def __init__(self, mask: Mask) -> None:
+        super().__init__()
+        self.comparable = True
+        self._first = mask.tensors()[0]
+        self._device = self._first.device  # where the plans lie
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # id of the original -> original, copy
+        self._mask = mask.copied(self._copy)
+        self._originals = {id(copy): original for original, copy in self._copies.values()}
+        self._pairs = tuple(self._copies.values())
+
+    def _copy(self, x: Tensor) -> Tensor:
+        if not _is_comparable(x):
+            self.comparable = False
+            return x
+        if id(x) not in self._copies:
+            self._copies[id(x)] = x, x.detach().clone()
+        return self._copies[id(x)][1]
+
+    def is_current(self) -> bool:
+        """Whether every tensor still holds what its copy holds."""
+        for x, copy in self._pairs:
+            if not x.is_cpu or x.dtype != copy.dtype or not torch.equal(x, copy):
+                return False
+        return self._first.device == self._device
+
+    def of(self, sizes: Sizes) -> Plan:
+        """Return the plan for these sizes."""
+        plan = self.get(sizes)
+        if plan is None:
+            if len(self) >= PLANS:  # so many sizes come only from a length that grows with every call
+                self.clear()
+            plan = _plan(self._mask, sizes)
+            if plan.rest is not None:
+                originals = tuple(self._originals.get(id(x), x) for x in plan.rest.tensors())
+                plan = replace(plan, originals=originals)
+            self[sizes] = plan
+        return plan
+
+
+def _is_comparable(x: Tensor) -> bool:
+    """Whether comparing its values waits for no device: a plain tensor on the CPU."""
+    return type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.layout == torch.strided and not x.is_inference()
 
 
 @lru_cache(maxsize=16)  # functional keeps more, with a limit for their length
