@@ -201,7 +201,7 @@ def test_a_dense_mask_is_not_compared() -> None:
 
 
 def test_on_another_device_each_call_plans_anew_without_reading_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "equal", lambda *_: pytest.fail("compared"))
+    monkeypatch.setattr(Tensor, "equal", lambda *_: pytest.fail("compared"))
     ids, lengths = torch.zeros(2, 7, dtype=torch.long, device="meta"), torch.zeros(2, dtype=torch.long, device="meta")
     for mask in (KeyLengths(lengths), Documents(ids), Band(None, 0, offset=lengths), causal() & KeyLengths(lengths)):
         assert mask.plan(2, 3, 7, 7) is not mask.plan(2, 3, 7, 7)
@@ -213,7 +213,7 @@ def test_inference_tensors_and_tracers_compare_nothing(monkeypatch: pytest.Monke
     kept = KeyLengths(torch.tensor([7, 4]))
     kept.plan(2, 3, 7, 7)
     q, k, v = inputs()
-    monkeypatch.setattr(torch, "equal", lambda *_: pytest.fail("compared"))
+    monkeypatch.setattr(Tensor, "equal", lambda *_: pytest.fail("compared"))
     mask.plan(2, 3, 7, 7)
     mask.plan(2, 3, 7, 7)
     torch.func.vmap(lambda q: attention(q, k, v, mask=kept, backend="reference"))(q[None])
