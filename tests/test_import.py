@@ -52,7 +52,19 @@ def test_watching_waits_for_transformers_until_a_model_brings_it() -> None:
 
 
 CORE = [
-    *("_files", "_json", "_cpuinfo", "_onlookers", "masks", "_call", "_backends", "_select", "_nonfinite", "_operator"),
+    *(
+        "_files",
+        "_json",
+        "_cpuinfo",
+        "_onlookers",
+        "_fingerprint",
+        "masks",
+        "_call",
+        "_backends",
+        "_select",
+        "_nonfinite",
+        "_operator",
+    ),
     *(
         "_dense_stats",
         "_stats_origin",

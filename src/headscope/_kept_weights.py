@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from headscope._fingerprint import Fingerprint
 
 MOST_REST = 2**28
 """How many pairs a mask that is no spans may have to be saved."""
@@ -34,6 +36,14 @@ def kept_if_any(tiles: Any) -> KeptWeights | None:
         return None
 
 
+def written_to(name: str, shape: Sequence[int]) -> NoWeightsError:
+    """Return the error for a tensor that has been written to since the weights that read it were observed."""
+    return NoWeightsError(
+        f"tile: {name} [{', '.join(map(str, shape))}] has been written to since it was observed, so that these weights "
+        "are gone; take tiles before, give a copy, or save without qk"
+    )
+
+
 def check_within(i: tuple[int, int], j: tuple[int, int], queries: int, keys: int) -> None:
     """Whether p[i0:i1, j0:j1] is a piece of the weights.
 
@@ -58,6 +68,7 @@ class KeptWeights:
         scale, softcap: of the logits.
         wide: whether to compute in float64.
         offset: where query 0 stands among the keys; None: the queries are the last ones, at K - Q.
+        shared: parts that share memory with tensors of the caller's, and what they held.
     """
 
     parts: Mapping[str, Any]
@@ -67,6 +78,7 @@ class KeptWeights:
     softcap: float | None
     wide: bool
     offset: int | None = None
+    shared: Mapping[str, Fingerprint] = field(default_factory=dict[str, Fingerprint])
 
     @staticmethod
     def of(
@@ -104,7 +116,11 @@ class KeptWeights:
         return {name: x if isinstance(x, Tensor) else x[:] for name, x in self.parts.items()}
 
     def __call__(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
-        """Of every batch entry and head, [*lead, H, i, j]."""
+        """Of every batch entry and head, [*lead, H, i, j].
+
+        Raises:
+            NoWeightsError: a part that the caller owns has been written to.
+        """
         check_within((i0, i1), (j0, j1), self.queries, self.keys)
         batch, heads = self.sizes["q"][:2]
         every = [self._seen(b, h, (i0, i1), (j0, j1)) for b in range(batch) for h in range(heads)]
@@ -148,4 +164,7 @@ class KeptWeights:
         """A block of what broadcasts to [B, H, Q, K]."""
         size = self.sizes[name]
         rows, columns = (slice(*at) if n > 1 else slice(0, 1) for at, n in zip((i, j), size[2:], strict=True))
-        return self.parts[name][min(b, size[0] - 1), min(head, size[1] - 1), rows, columns]
+        at = (min(b, size[0] - 1), min(head, size[1] - 1), rows)
+        if name in self.shared and not self.shared[name].matches(self.parts[name], at):
+            raise written_to("mask" if name == "rest" else name, size)
+        return self.parts[name][*at, columns]

@@ -19,7 +19,7 @@ from headscope._backends import Inputs, accumulate_dtype
 from headscope._call import FLOATS, Call, check_layout, kind, shapes
 from headscope._onlookers import is_traced
 from headscope._stats_parts import wide
-from headscope.masks import Band, Mask, Plan
+from headscope.masks import Band, Mask, Plan, is_constant
 from headscope.stats import Observe
 
 BLOCK = 1 << 19  # logits in one block: 2 MiB of float32, about one core's second-level cache
@@ -201,11 +201,11 @@ _FRAMES = 16  # some megabytes each, where sequences are long
 
 
 def _frame(given: Given) -> _Frame:
-    """The same for every call of the same sizes, where nothing but a mask without tensors says more."""
+    """The same for every call of the same sizes, where nothing but a constant mask says more."""
     call, mask = given.call, given.mask
     if any(x is not None for x in (given.q_pos, given.k_pos, given.real, given.inputs.bias)):
         return _made_frame(given)
-    if is_traced() or (mask is not None and mask.tensors()):  # what is made for a tracer is of no use to others
+    if is_traced() or not (mask is None or is_constant(mask)):  # what is made for a tracer is of no use to others
         return _made_frame(given)
     key = (call.batch, call.heads, call.queries, call.keys, given.inputs.q.device, mask, given.kind, given.what.first)
     found = _frames.get(key)

@@ -13,14 +13,15 @@ from torch import Tensor
 from headscope import _observe_native, _observe_scene
 from headscope._backends import Inputs, full_precision
 from headscope._call import Call
-from headscope._kept_weights import MOST_REST, KeptWeights, NoWeightsError, check_within
+from headscope._fingerprint import Fingerprint
+from headscope._kept_weights import MOST_REST, KeptWeights, NoWeightsError, check_within, written_to
 from headscope._observe import Observed, observe_rows
 from headscope._observe_native import Ready
 from headscope._observe_scene import Given, Scene, build, work
 from headscope._observe_tile import Rows, weights
 from headscope._select import select
 from headscope._stats_parts import Kept, LayerStats, Moments
-from headscope.masks import Dense, Mask
+from headscope.masks import Dense, Mask, is_constant
 from headscope.stats import HeadStats, Observe
 
 
@@ -112,7 +113,7 @@ def _is_simple(given: Given) -> bool:
     what, inputs, mask = given.what, given.inputs, given.mask
     said = (given.lse, given.q_pos, given.k_pos, given.real, inputs.bias, inputs.sinks, what.tokens)
     quiet = all(x is None for x in said) and not isinstance(what.rows, Tensor) and not what.keep_qk
-    return quiet and (mask is None or not mask.tensors())
+    return quiet and (mask is None or is_constant(mask))
 
 
 def _key(given: Given) -> Any:
@@ -192,11 +193,29 @@ def _tiles(given: Given, known: Scene | Ready) -> _Tiles | None:
     if not (isinstance(known, Scene) and given.what.keep_qk):
         return None
     scene = _for_tiles(given, known)
-    read = {"bias": scene.inputs.bias, "sinks": scene.inputs.sinks}
-    if scene.plan is not None:
-        read |= {f"mask {n}": x for n, x in enumerate(scene.plan.read_again())}
-    versions = {name: (x, _version(x)) for name, x in read.items() if x is not None}
-    return _Tiles(scene, versions, _offsets(known))
+    read = [_Read(name, x) for name, x in (("bias", scene.inputs.bias), ("sinks", scene.inputs.sinks)) if x is not None]
+    if scene.plan is not None and scene.plan.rest is not None:
+        rest, originals = scene.plan.rest, iter(scene.plan.rest_tensors())
+        read += [
+            _Read("mask", next(originals), isinstance(leaf, Dense)) for leaf in rest.leaves() for _ in leaf.tensors()
+        ]
+    return _Tiles(scene, tuple(read), _offsets(known))
+
+
+class _Read:
+    """A tensor of the caller's that tiles are computed from, and what it held when it was observed."""
+
+    def __init__(self, name: str, tensor: Tensor, by_row: bool | None = None) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.fingerprint = Fingerprint(tensor)
+        by_row = name == "bias" if by_row is None else by_row
+        self.by_row = by_row and tensor.ndim > 1 and tensor.shape[-2] > 1  # axis -2 is Q
+
+    def check(self, i0: int, i1: int) -> None:
+        """Raise unless it holds what it held, as far as the query rows i0 to i1 read it."""
+        if not self.fingerprint.matches(self.tensor, (..., slice(i0, i1), slice(None)) if self.by_row else ()):
+            raise written_to(self.name, self.tensor.shape)
 
 
 _NOWHERE = -(2**62)
@@ -214,18 +233,13 @@ def _offsets(scene: Scene) -> Tensor | None:
     return (offsets if scene.line is not None else offsets.masked_fill(at[:1] < 0, _NOWHERE)).flatten()
 
 
-def _version(tensor: Tensor) -> int:
-    """How often it has been written to, from 0; nobody counts that of an inference tensor."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _for_tiles(given: Given, scene: Scene) -> Scene:
     """A scene of all rows, with nothing but what the weights are computed from."""
     call, inputs = given.call, given.inputs
     # copies: the model may write to its own, a cache is made to be written to
     q, k = inputs.q.detach().clone(), inputs.k.detach().clone()
     slim = Inputs(q, k, k[..., :0], inputs.bias, inputs.sinks)
-    lse = None if given.lse is None else given.lse.detach().reshape(call.batch, call.heads, call.queries)
+    lse = None if given.lse is None else given.lse.detach().reshape(call.batch, call.heads, call.queries).clone()
     return replace(
         scene, inputs=slim, rows=range(call.queries), q=q, lse=lse, may_count=None,
         line=None, q_at=None, k_at=None, own=None, ids=None, id_before=None, has_norms=False,
@@ -239,38 +253,19 @@ class _Tiles:
     Attributes:
         scene: what the weights are computed from: copies of q and k, and the caller's own bias, sinks and mask, which
             may be as large as the weights.
-        versions: these, and how often they had been written to.
+        read: these, with what they held.
         offsets: see ``_offsets``; read no sooner than asked for, as that may mean to wait for a device.
     """
 
     scene: Scene
-    versions: Mapping[str, tuple[Tensor, int]]
+    read: tuple[_Read, ...]
     offsets: Tensor | None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """With what holds for a copy's own tensors, too: not how often they had been written to, but whether since."""
-        unchanged = {name: (x, _version(x) == version) for name, (x, version) in self.versions.items()}
-        return {"scene": self.scene, "unchanged": unchanged, "offsets": self.offsets}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        unchanged = state.get("unchanged")
-        if unchanged is None:  # by an older headscope, which did not say it
-            unchanged = {name: (x, True) for name, (x, _) in state["versions"].items()}
-        versions = {name: (x, _version(x) if same else -1) for name, (x, same) in unchanged.items()}
-        self.__dict__.update(scene=state["scene"], versions=versions, offsets=state.get("offsets"))
-
-    def _check_unchanged(self) -> None:
-        for name, (tensor, version) in self.versions.items():
-            if _version(tensor) != version:
-                raise NoWeightsError(
-                    f"tile: {name.split()[0]} [{', '.join(map(str, tensor.shape))}] has been written to since it was "
-                    "observed, so that these weights are gone; take tiles before, give a copy, or save without qk"
-                )
-
     def __call__(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
-        self._check_unchanged()
         call = self.scene.call
         check_within((i0, i1), (j0, j1), call.queries, call.keys)
+        for each in self.read:
+            each.check(i0, i1)
         step = max(1, _observe_scene.BLOCK // max(1, call.heads * call.keys))
         parts = [self.scene.q.new_zeros(call.batch, call.heads, 0, j1 - j0)]
         with torch.no_grad(), full_precision(call):
@@ -288,8 +283,9 @@ class _Tiles:
             NoWeightsError: a mask that is no spans has more pairs than ``MOST_REST``; or a bias, sinks or mask have
                 been written to.
         """
-        self._check_unchanged()
         call, scene = self.scene.call, self.scene
+        for each in self.read:
+            each.check(0, call.queries)
         with torch.no_grad(), full_precision(call):
             lse = self._lse() if scene.lse is None else scene.lse
         # of rows that see nothing exp(s - inf) = 0; a logit that is infinite gives no weights
@@ -302,7 +298,9 @@ class _Tiles:
             if scene.plan.rest is not None:
                 parts["rest"] = self._rest(scene.plan.rest)
         kept = {name: x.detach().cpu().contiguous() for name, x in parts.items()}
-        return KeptWeights.of(kept, call.lead, call.scale, call.softcap, self._offset())
+        held = {each.tensor.data_ptr() for each in self.read}
+        shared = {name: Fingerprint(x) for name, x in kept.items() if x.data_ptr() in held}
+        return replace(KeptWeights.of(kept, call.lead, call.scale, call.softcap, self._offset()), shared=shared)
 
     def _offset(self) -> int | None:
         """Where query 0 stands, if all rows agree on it."""

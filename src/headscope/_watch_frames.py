@@ -37,6 +37,7 @@ from headscope import (
     functional,
     nn_compat,
 )
+from headscope._fingerprint import Fingerprint
 from headscope._onlookers import CONTEXT_PARALLEL, check_context_parallel, has_no_values
 from headscope._watch_calls import Call
 from headscope.masks import Mask, Turned, turned
@@ -138,13 +139,16 @@ class Frame:
         return self.args[place] if len(self.args) > place else self.kwargs.get(name)
 
     def converted(self, mask: Tensor) -> tuple[Mask | None, Tensor | None]:
-        """``_watch_masks.split``, once for all layers that are given the same tensor."""
-        version = None if mask.is_inference() else mask._version
-        key = (id(mask), version, torch.is_grad_enabled() and mask.requires_grad)
+        """``_watch_masks.split``, once for all layers that get the same tensor with the same contents.
+
+        On another device each layer splits anew: comparing would wait.
+        """
+        if not (mask.is_cpu and type(mask) in (Tensor, nn.Parameter)):
+            return _watch_masks.split(mask)
+        key = (id(mask), torch.is_grad_enabled() and mask.requires_grad)
         found = _here.masks.get(key)
-        if found is None or (version is None and not torch.equal(found[1], mask)):
-            as_it_was = mask if version is not None else mask.clone()  # nobody counts what is written to this one
-            found = _here.masks[key] = (mask, as_it_was, *_watch_masks.split(mask))
+        if found is None or not found[1].matches(mask):
+            found = _here.masks[key] = (mask, Fingerprint(mask), *_watch_masks.split(mask))
         return found[2:]
 
     def see(self, call: Callable[[], Call]) -> None:
@@ -222,8 +226,8 @@ def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
 class _Here(threading.local):
     def __init__(self) -> None:
         self.stack: list[Frame] = []
-        # kept with the tensor, for ids are reused; and as it was
-        self.masks: dict[Any, tuple[Tensor, Tensor, Mask | None, Tensor | None]] = {}
+        # with the tensor, because ids are reused, and with what it held
+        self.masks: dict[Any, tuple[Tensor, Fingerprint, Mask | None, Tensor | None]] = {}
 
 
 _here = _Here()

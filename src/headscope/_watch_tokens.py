@@ -45,7 +45,7 @@ class Streams:
             return before
         stream = None
         if total == ids.shape[-1]:
-            stream = ids
+            stream = ids.clone()  # a later step may write its ids into the same tensor
         elif before is not None and before.shape[-1] + ids.shape[-1] == total and len(before) == len(ids):
             stream = torch.cat([before, ids], -1)
         self._seen[key] = (weakref.ref(frame), stream)

@@ -23,8 +23,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,7 +36,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headscope._kept_weights import KeptWeights, kept_if_any, kept_of
+from headscope._kept_weights import KeptWeights, NoWeightsError, kept_if_any, kept_of
 from headscope.report._viewer_data import Strips
 from headscope.report._viewer_strips import empty_strips, strip_of
 from headscope.report.viewer import Layer, render_shown, shown_recording
@@ -184,7 +184,7 @@ class Server(ThreadingHTTPServer):
         size = _number(asked, "size", 1, LARGEST)
         if (i[1] - i[0]) * (j[1] - j[0]) > MOST_PAIRS:
             raise RefusedError(f"i0 to j1: wanted at most {MOST_PAIRS:,} pairs")
-        with self.computing, torch.no_grad():
+        with self.computing, torch.no_grad(), _refusing():
             mean, largest = pooled_tile(kept, asked["head"], i, j, size)
         return np.stack([mean, largest]).astype("<f4").tobytes()
 
@@ -197,7 +197,7 @@ class Server(ThreadingHTTPServer):
         strips = self.strips[asked["layer"]]
         if strips is None:
             raise RefusedError("layer: it has no strips")
-        with self.computing, torch.no_grad():
+        with self.computing, torch.no_grad(), _refusing():
             return strip_of(kept, asked["head"], i, strips).tobytes()
 
     def _layer(self, asked: Mapping[str, int]) -> KeptWeights:
@@ -206,6 +206,15 @@ class Server(ThreadingHTTPServer):
             raise RefusedError("layer: its q and k were not kept")
         _number(asked, "head", 0, kept.sizes["q"][1] - 1)
         return kept
+
+
+@contextmanager
+def _refusing() -> Generator[None]:
+    """Refuse a request for weights whose mask or bias has been written to since they were observed."""
+    try:
+        yield
+    except NoWeightsError as error:
+        raise RefusedError(f"layer: {error}") from error
 
 
 def _strips(layer: Layer, kept: KeptWeights | None) -> Strips | None:
