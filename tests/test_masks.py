@@ -413,6 +413,19 @@ def test_tensors_of_inference_mode_keep_no_version() -> None:
         assert mask.plan(2, 1, 4, 7).spans[:, 0, 0, 1].tolist() == [1, 1]
 
 
+def test_a_change_is_noticed_beside_a_tensor_of_inference_mode() -> None:
+    with torch.inference_mode():
+        lengths = torch.tensor([3, 5])
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
+    mask = KeyLengths(lengths) & Documents(ids)
+    assert mask.plan(2, 1, 7, 7).spans[:, 0, 0].tolist() == [[0, 3], [0, 3]]
+    ids[0, 1:] = 1
+    assert mask.plan(2, 1, 7, 7).spans[:, 0, 0].tolist() == [[0, 1], [0, 1]]
+    with torch.inference_mode():
+        lengths.fill_(0)
+    assert mask.plan(2, 1, 7, 7).may_be_empty
+
+
 def test_a_call_plans_its_mask_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no plan can be kept."""
     planned: list[Mask] = []
