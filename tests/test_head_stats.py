@@ -149,14 +149,6 @@ def test_equal_edges_are_ordered_by_run() -> None:
     assert both.edges.of(0)[4].run == 1
 
 
-def test_a_head_with_fewer_edges_than_were_kept_has_no_more_once_merged() -> None:
-    q = torch.zeros(1, 1, 1, 3)
-    few = observe(q, q, kind="cross", what=Observe(edges=3))
-    both = few.merge(few)
-    assert both.edges.at[0].tolist() == [[0, 0, 0, 0], [1, 0, 0, 0], [-1, -1, -1, -1]]
-    assert [edge.run for edge in both.edges.of(0)] == [0, 1]
-
-
 def test_lengths_that_differ_are_not_the_lengths_of_all() -> None:
     long, short = stats_of(), observe(*tensors(1, length=3), what=replace(ALL, tokens=None))
     assert long.merge(long).parts["0"].lengths == (11, 11)
