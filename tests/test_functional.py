@@ -70,6 +70,15 @@ def test_longer_than_vectors_and_blocks(
         )
 
 
+@pytest.mark.parametrize("backend", ANY, indirect=True)
+def test_ids_of_documents_that_differ_above_their_32nd_bit_are_different(backend: str) -> None:
+    ids = torch.tensor([7, 7 + 2**32, -1, 7, 2**32 - 1, 7 + 2**32, -1, 7, 7 - 2**40, 2**32 - 1, -1, 7 - 2**40])
+    q, k, v = torch.randn(3, 1, 2, len(ids), D)
+    found = run_by(backend, {"q": q, "k": k, "v": v}, {"mask": masks.Documents(ids[None])})
+    exact = oracle.plain(q.double(), k.double(), v.double(), seen=ids == ids[:, None])
+    torch.testing.assert_close(found["out"].double(), exact.out, rtol=1e-5, atol=1e-6)
+
+
 SMALL = (1, 2, 3, 5)  # B, H, Q, K of what gradcheck differentiates by differences
 
 
