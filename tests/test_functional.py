@@ -48,6 +48,7 @@ def test_out_lse_and_gradients(option: str, dtype: torch.dtype, backend: str) ->
             (131, 131, 32, causal(), True),
             (67, 601, 8, causal(), False),
             (601, 601, 8, window(97) | Prefix(3), False),
+            (301, 301, 64, window(4), False),  # blocks of rows whose first key is odd
             (64, 64, 16, None, True),
             (1, 523, 24, KeyLengths(torch.tensor([400])), True),
         )

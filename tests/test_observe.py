@@ -415,6 +415,14 @@ def test_padding_is_found_by_place_where_positions_repeat() -> None:
     assert stats.kept[0].counted[0, 0].tolist() == [False] * 3 + [True] * 3
 
 
+def test_of_keys_at_one_position_a_real_one_is_the_querys_own() -> None:
+    q, k, _ = made(1, 2, 2, 4)
+    hidden = Dense(torch.tensor([False, True, True, True]))
+    where = {"q_pos": torch.tensor([5, 6]), "k_pos": torch.tensor([5, 5, 6, 7])}
+    stats = observe(q, k, mask=hidden, what=Observe(keep_rows=True), **where)
+    assert stats.kept[0].counted[0, 0].tolist() == [True, True], "key 0 is padding, key 1 stands there, too"
+
+
 def test_received_is_filed_by_absolute_position() -> None:
     q, k, _ = made(1, 2, 2, 4)
     early = observe(q, k, k_pos=torch.arange(4))
