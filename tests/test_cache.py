@@ -161,6 +161,18 @@ def test_a_cache_is_used_again_and_in_and_out_of_inference_mode() -> None:
     assert repr(StaticCache(3, padding=torch.tensor([1, 0]))) == "StaticCache(0 tokens, room for 3, padding=[1, 0])"
 
 
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_reset_cache_has_the_padding_of_its_next_tokens(kind: str) -> None:
+    m, x, cache = module(rotary=Rotary(6)), inputs(), CACHES[kind]()
+    cache.reset(padding=[5, 0, 1])
+    m(x[:, :7], cache=cache)
+    cache.reset()
+    assert cache.padding == ()
+    torch.testing.assert_close(
+        decoded(m, x, cache, CUTS["prefill"]), m(x, mask=window(W) if kind == "rolling" else causal())
+    )
+
+
 def test_half_precision_decodes_in_it() -> None:
     m, x = module(rotary=Rotary(6)).bfloat16(), inputs().bfloat16()
     cache = StaticCache(T)

@@ -94,6 +94,19 @@ def test_a_change_has_to_stand_out_from_the_rows_spread() -> None:
     assert "max_weight" in strict.moved
 
 
+def test_a_change_that_equals_its_threshold_counts() -> None:
+    q, k, v = tensors(1)
+    old, new = stats_of(q, k, v), stats_of(3 * q, k, v)
+    head = compare(old, new).heads[0]
+    entropy = next(each for each in head.changes if each.name == "entropy")
+    assert head.map is not None
+    assert head.received is not None
+    limits = Thresholds(entropy=abs(entropy.change), errors=0, map=head.map, received=head.received)
+    equal = compare(old, new, limits).heads[0]
+    assert {"entropy", "map", "received"} <= set(equal.moved)
+    assert next(each for each in equal.changes if each.name == "entropy").size == 1
+
+
 def test_ratios_are_judged_as_ratios() -> None:
     q, k, v = tensors(1)
     found = compare(stats_of(q, k, v), stats_of(q, k, 2 * v)).heads[0]
@@ -130,6 +143,15 @@ def test_sums_over_other_numbers_of_first_keys_are_not_compared() -> None:
     assert not {"first", "streaming_3"} & {change.name for head in found.heads for change in head.changes}
     assert not found.differs
     assert {"first", "streaming_3"} <= {change.name for change in compare(four, four).heads[0].changes}
+
+
+def test_statistics_that_do_not_say_their_first_keys_are_compared() -> None:
+    """Files of older versions do not hold how many keys ``first`` sums over."""
+    known = stats_of(*tensors())
+    unknown = HeadStats({layer: replace(part, first=None) for layer, part in known.parts.items()})
+    for before, after in ((known, unknown), (unknown, known)):
+        changes = compare(before, after).heads[0].changes
+        assert {"first", "streaming_3"} <= {change.name for change in changes}
 
 
 def test_other_rows_and_lengths_are_noted() -> None:

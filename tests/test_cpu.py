@@ -340,6 +340,14 @@ def test_a_repeated_call_with_other_tensors() -> None:
         )
 
 
+def test_any_byte_but_zero_of_a_boolean_mask_is_true() -> None:
+    """As for torch, where other libraries fill the memory of a boolean tensor."""
+    q, k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 19, 8), torch.randn(1, 2, 19, 8)
+    bytes_ = torch.arange(5 * 19, dtype=torch.uint8).view(5, 19) % 7 * 32  # 0, 32, 64, 96, 128, 160, 192
+    found, wanted = (attention(q, k, v, mask=Dense(x), backend="cpu") for x in (bytes_.view(torch.bool), bytes_ != 0))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 def test_tensors_whose_numbers_are_not_what_lies_in_memory() -> None:
     torch.manual_seed(0)
     q = torch.randn(1, 2, 4, 8, requires_grad=True)

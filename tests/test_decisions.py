@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from headscope import HeadStats, Observe, observe
+from headscope._head_distances import PROFILE
 from headscope.decisions import Patterns, kv_budget, near_duplicates, patterns, streaming_heads
 from headscope.functional import weights
 from headscope.masks import KeyLengths, Mask, causal, window
@@ -240,6 +241,13 @@ def test_pooled_budgets_are_lower_bounds_and_say_so() -> None:
     assert kv_budget(one, (1,)).heads[0].kept == pytest.approx((1.0,))
 
 
+def test_steps_of_decoding_are_pooled_though_they_have_fewer_rows_than_keys() -> None:
+    k = torch.randn(1, 3, 11, 5)
+    steps = [observe(torch.randn(1, 3, 1, 5), k[:, :, :n]) for n in (9, 10, 11)]
+    assert kv_budget(steps[0]).pooled is False
+    assert kv_budget(steps[0].merge(*steps[1:])).pooled is True
+
+
 @pytest.mark.parametrize(("batch", "queries", "pooled"), [(2, 1, True), (1, 13, False), (1, 1, False)])
 def test_several_batch_entries_are_pooled_however_many_queries_they_have(
     batch: int, queries: int, pooled: bool
@@ -276,6 +284,18 @@ def test_distances_are_total_variation() -> None:
         assert pair.map == pytest.approx(float((a - b).abs().sum() / 2), abs=1e-5)
         assert pair.received == pytest.approx(float((a.sum(0) - b.sum(0)).abs().sum() / 2), abs=1e-5)
         assert pair.rows == 0
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_distance_between_rows_is_the_largest_whichever_head_has_more(turned: bool) -> None:
+    names = ["first", "uniform", "previous"]
+    stats = observe(*looking([PLANTED[name] for name in (names[::-1] if turned else names)]), mask=causal(), what=WHAT)
+    pairs = near_duplicates(stats, 1.0).pairs
+    assert len(pairs) == 3
+    for pair in pairs:
+        means = [[stats[0, head, name].mean for name in PROFILE] for head in (pair.head, pair.other_head)]
+        gaps = [abs(a - b) for a, b in zip(*means, strict=True) if not math.isnan(a - b)]
+        assert pair.rows == pytest.approx(max(gaps))
 
 
 def test_what_cannot_be_compared_is_said() -> None:

@@ -48,6 +48,7 @@ def test_out_lse_and_gradients(option: str, dtype: torch.dtype, backend: str) ->
             (131, 131, 32, causal(), True),
             (67, 601, 8, causal(), False),
             (601, 601, 8, window(97) | Prefix(3), False),
+            (301, 301, 64, window(4), False),  # blocks of rows whose first key is odd
             (64, 64, 16, None, True),
             (1, 523, 24, KeyLengths(torch.tensor([400])), True),
         )
@@ -68,6 +69,15 @@ def test_longer_than_vectors_and_blocks(
         assert_as_accurate(
             got["lse"], exact.lse, oracle.plain(q.float(), k.float(), v.float(), seen=seen).lse, message="lse"
         )
+
+
+@pytest.mark.parametrize("backend", ANY, indirect=True)
+def test_ids_of_documents_that_differ_above_their_32nd_bit_are_different(backend: str) -> None:
+    ids = torch.tensor([7, 7 + 2**32, -1, 7, 2**32 - 1, 7 + 2**32, -1, 7, 7 - 2**40, 2**32 - 1, -1, 7 - 2**40])
+    q, k, v = torch.randn(3, 1, 2, len(ids), D)
+    found = run_by(backend, {"q": q, "k": k, "v": v}, {"mask": masks.Documents(ids[None])})
+    exact = oracle.plain(q.double(), k.double(), v.double(), seen=ids == ids[:, None])
+    torch.testing.assert_close(found["out"].double(), exact.out, rtol=1e-5, atol=1e-6)
 
 
 SMALL = (1, 2, 3, 5)  # B, H, Q, K of what gradcheck differentiates by differences

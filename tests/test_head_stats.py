@@ -149,6 +149,23 @@ def test_equal_edges_are_ordered_by_run() -> None:
     assert both.edges.of(0)[4].run == 1
 
 
+def test_lengths_that_differ_are_not_the_lengths_of_all() -> None:
+    long, short = stats_of(), observe(*tensors(1, length=3), what=replace(ALL, tokens=None))
+    assert long.merge(long).parts["0"].lengths == (11, 11)
+    assert long.merge(short).parts["0"].lengths is None
+    assert short.merge(long, long).parts["0"].lengths is None
+
+
+def test_merging_keeps_the_number_of_first_keys_where_one_file_does_not_say_it() -> None:
+    """Files of older versions do not."""
+    known = stats_of(what=replace(ALL, first=2))
+    unknown = HeadStats({layer: replace(part, first=None) for layer, part in known.parts.items()})
+    for one, other in ((known, unknown), (unknown, known)):
+        assert one.merge(other).parts["0"].first == 2
+    with pytest.raises(ValueError, match="first: cannot merge sums over the first 2 keys with those over 1"):
+        unknown.merge(known, stats_of())
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 0, 1), (1, 1, 0)])
 def test_tiles_are_those_of_the_run_that_is_asked_for_also_where_others_have_none(
     order: tuple[int, ...], tmp_path: Path

@@ -144,6 +144,22 @@ def test_blocks_nest_and_patterns_take_all_that_is_inside() -> None:
         torch.testing.assert_close(model(x), wanted(x))
 
 
+def test_a_layer_that_several_patterns_fit_loses_the_heads_of_each() -> None:
+    model = double(Stack())
+    x = input_of(model, 12)
+    first, second = (f"encoder.layers.{n}.self_attn.out_proj" for n in range(2))
+    both = cut(cut(model, first, [1, 2], 4, 0.5), second, [1], 4, 0.5)
+    with ablate(model, {"encoder.layers.*": [1], "encoder.layers.0": [2]}, 0.5):
+        torch.testing.assert_close(model(x), both(x))
+    all_of_one = cut(cut(model, first, [0, 1, 2, 3], 4, 0.5), second, [1], 4, 0.5)
+    for heads in (
+        {"encoder.layers.0": "all", "encoder.layers.*": [1]},
+        {"encoder.layers.*": [1], "encoder.layers.0": "all"},
+    ):
+        with ablate(model, heads, 0.5):
+            torch.testing.assert_close(model(x), all_of_one(x))
+
+
 def test_watching_beside_it_sees_the_weights_as_they_are() -> None:
     model = double(Small())
     x = input_of(model)

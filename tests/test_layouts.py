@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import oracle
 import pytest
 import torch
-from cases import BY, HKV, B, D, H, K, Q, gradients, run_by, tensors
+from cases import ANY, BY, HKV, B, D, H, K, Q, gradients, run_by, tensors
 from torch import Tensor
 
 import headscope
@@ -116,6 +116,23 @@ def test_strides_of_masks_and_biases(backend: str) -> None:
     expanded = torch.randn(1, 1, K, dtype=torch.float64).expand(H, Q, K)
     exact = oracle.attention(**given, bias=expanded).out
     torch.testing.assert_close(run_by(backend, {**given, "bias": expanded}, {})["out"], exact)
+
+
+@pytest.mark.parametrize("backend", BY, indirect=True)
+def test_biases_of_one_shape_and_other_strides_in_turn(backend: str) -> None:
+    given, wide = tensors(torch.float64), torch.randn(H, B, Q, K, dtype=torch.float64)
+    bias = wide.transpose(0, 1)
+    exact = oracle.attention(**given, bias=bias).out
+    for laid_out in (bias, bias.contiguous(), bias):
+        torch.testing.assert_close(run_by(backend, {**given, "bias": laid_out}, {})["out"], exact)
+
+
+@pytest.mark.parametrize("backend", ANY, indirect=True)
+def test_strides_of_sinks(backend: str) -> None:
+    given, wide = tensors(torch.float64), torch.linspace(-3, 3, 2 * H, dtype=torch.float64)
+    for sinks in (wide[::2], wide[1::2].contiguous(), wide[::2], wide[:1].expand(H)):
+        exact = oracle.attention(**given, sinks=sinks).out
+        torch.testing.assert_close(run_by(backend, {**given, "sinks": sinks}, {})["out"], exact)
 
 
 @pytest.mark.parametrize(

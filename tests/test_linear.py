@@ -462,15 +462,29 @@ def test_heads_lie_together_and_are_the_same_numbers(
     torch.testing.assert_close(out, wanted, rtol=0, atol=0)
 
 
-def test_hooks_of_all_modules_see_the_projection(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("which", ["hook", "pre_hook"])
+def test_hooks_of_all_modules_see_the_projection(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     product = own(torch.float32)
     monkeypatch.setattr(_linear, "routes", lambda _: ((0, product),))
     module, seen = headscope.MultiHeadAttention(WIDTH, 4).eval(), []
-    hook = nn.modules.module.register_module_forward_hook(lambda m, _inputs, _out: seen.append(m))
+    hook = getattr(nn.modules.module, f"register_module_forward_{which}")(lambda m, *_: seen.append(m))
     with torch.inference_mode():
         module(torch.randn(1, ROWS, WIDTH))
     hook.remove()
     assert module.qkv_proj in seen
+
+
+def test_a_forward_that_was_set_on_the_projection_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = own(torch.float32)
+    monkeypatch.setattr(_linear, "routes", lambda _: ((0, product),))
+    module, x = headscope.MultiHeadAttention(WIDTH, 4).eval(), torch.randn(1, ROWS, WIDTH)
+    usual = module.qkv_proj.forward
+    monkeypatch.setattr(module.qkv_proj, "forward", lambda x: 2 * usual(x))
+    with torch.inference_mode():
+        found = module(x)
+        monkeypatch.undo()
+        module.qkv_proj.weight.mul_(2), module.qkv_proj.bias.mul_(2)
+        torch.testing.assert_close(found, module(x))
 
 
 def test_module_uses_it_and_hooks_still_run(preferred: list[int]) -> None:

@@ -15,6 +15,7 @@ import oracle
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from headscope import attention, functional, masks
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, causal, window
@@ -411,6 +412,28 @@ def test_tensors_of_inference_mode_keep_no_version() -> None:
         assert mask.plan(2, 1, 4, 7).spans[:, 0, 0, 1].tolist() == [3, 5]
         lengths.fill_(1)
         assert mask.plan(2, 1, 4, 7).spans[:, 0, 0, 1].tolist() == [1, 1]
+
+
+def test_a_change_is_noticed_beside_a_tensor_of_inference_mode() -> None:
+    with torch.inference_mode():
+        lengths = torch.tensor([3, 5])
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
+    mask = KeyLengths(lengths) & Documents(ids)
+    assert mask.plan(2, 1, 7, 7).spans[:, 0, 0].tolist() == [[0, 3], [0, 3]]
+    ids[0, 1:] = 1
+    assert mask.plan(2, 1, 7, 7).spans[:, 0, 0].tolist() == [[0, 1], [0, 1]]
+    with torch.inference_mode():
+        lengths.fill_(0)
+    assert mask.plan(2, 1, 7, 7).may_be_empty
+
+
+def test_a_plan_without_values_is_square_causal_for_no_other_offset() -> None:
+    """Torch's kernels are told of nothing but ``is_causal``."""
+    with FakeTensorMode():
+        found = {mask: mask.plan(1, 1, 5, 5).is_causal for mask in (causal(), Band(None, 0, offset=0))}
+        others = [Band(None, 0, offset=2), Band(None, 0, offset=-1), Band(None, 1), window(3), Prefix(5)]
+        found |= {mask: mask.plan(1, 1, 5, 5).is_causal for mask in others}
+    assert [mask for mask, is_causal in found.items() if is_causal] == [causal(), Band(None, 0, offset=0)]
 
 
 def test_a_call_plans_its_mask_once(monkeypatch: pytest.MonkeyPatch) -> None:

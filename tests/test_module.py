@@ -346,6 +346,9 @@ def test_a_separate_module_takes_a_packed_projection() -> None:
     assert (missing, unexpected) == (["q_proj.bias", "v_proj.bias"], [])
     for name in (*QKV, "out"):
         torch.testing.assert_close(fresh.projection(name)[0], ours.projection(name)[0], rtol=0, atol=0)
+    fewer = MultiHeadAttention(E, H, kv_heads=1, bias=("q", "v"))
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "qkv_proj.weight"'):
+        fewer.load_state_dict(ours.state_dict())
 
 
 def test_nested_in_another_module() -> None:
@@ -572,6 +575,7 @@ def test_cross_attention_passes_nothing_by() -> None:
     refused(lambda ours: setattr(ours, "qkv_proj", Wrapped(ours.qkv_proj)), "is a Wrapped")
     refused(lambda ours: ours.qkv_proj.register_forward_hook(lambda *_: None), "has hooks")
     refused(lambda ours: prune.random_unstructured(ours.qkv_proj, "weight", 0.5), "has hooks")
+    refused(lambda ours: setattr(ours.qkv_proj, "forward", ours.qkv_proj.forward), "has hooks")
     ours = module()
     expected = ours(x, x + 1)
     weight_norm(ours.qkv_proj)  # a parametrization: its weight is right wherever it is read

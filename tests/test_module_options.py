@@ -244,6 +244,7 @@ MASKS: dict[str, Any] = {
     "lengths": KeyLengths(torch.tensor([5, 3])),
     "documents": causal() & Documents(IDS),
     "dense": torch.rand(B, 1, Q, Q, generator=torch.Generator().manual_seed(1)) < 0.6,
+    "dense of all heads": torch.rand(Q, Q, generator=torch.Generator().manual_seed(2)) < 0.6,
     "dense row": Dense(torch.tensor([True, True, False, True, True])),
     "odd": Odd(),
 }
@@ -275,6 +276,20 @@ def test_turned_queries_give_what_the_definition_gives(name: str, option: str, m
     for quantity in seen_plain.names:
         got, plain = (_means(each, quantity) for each in (seen_turned, seen_plain))
         torch.testing.assert_close(got, plain, equal_nan=True, msg=quantity)
+
+
+def test_dropout_drops_the_weight_of_the_key_of_its_own_too() -> None:
+    m = MultiHeadAttention(4, 2, bias=False, bias_kv=True, dropout=0.5)
+    assert m.bias_v is not None
+    with torch.no_grad():
+        m.qkv_proj.weight[8:] = 0  # of the values: only that of the module's own key is left
+        nn.init.ones_(m.bias_v)
+        nn.init.eye_(m.out_proj.weight)
+        x = torch.randn(3, 40, 4)
+        own, dropped = (m.train(mode)(x).unflatten(-1, (2, 2)) for mode in (False, True))  # [B, T, H, Dv]
+    share = dropped / own
+    torch.testing.assert_close(share, torch.where(share > 1, 2.0, 0.0))
+    assert 0.3 < float((share > 1).float().mean()) < 0.7
 
 
 def test_a_bias_by_distance_takes_linear_memory(monkeypatch: pytest.MonkeyPatch) -> None:

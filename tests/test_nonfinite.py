@@ -198,6 +198,19 @@ def test_a_sink_that_is_minus_infinity_is_none() -> None:
         torch.testing.assert_close(found[:2], usual[:2])
 
 
+@pytest.mark.parametrize("backend", ANY, indirect=True)
+def test_a_sink_that_is_minus_infinity_has_no_gradient(backend: str) -> None:
+    """Also where rows see nothing, so that no term of the softmax is left."""
+    sinks = torch.full((H,), -INF)
+    sinks[2] = 0.5
+    leaves = {name: x.requires_grad_() for name, x in {**tensors(torch.float32), "sinks": sinks}.items()}
+    results = run_by(backend, leaves, {"mask": Band(0, 0, offset=K - 3)})  # queries from 3 on see nothing
+    (found,) = torch.autograd.grad(results["out"].sum() + results["lse"].sum(), leaves["sinks"])
+    assert found[2] > 0
+    found[2] = 0
+    torch.testing.assert_close(found, torch.zeros(H), rtol=0, atol=0)
+
+
 def test_dropout_hides_no_nan() -> None:
     given = tensors(torch.float32)
     given["v"][0, 0, 1, 2] = NAN

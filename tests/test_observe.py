@@ -415,6 +415,14 @@ def test_padding_is_found_by_place_where_positions_repeat() -> None:
     assert stats.kept[0].counted[0, 0].tolist() == [False] * 3 + [True] * 3
 
 
+def test_of_keys_at_one_position_a_real_one_is_the_querys_own() -> None:
+    q, k, _ = made(1, 2, 2, 4)
+    hidden = Dense(torch.tensor([False, True, True, True]))
+    where = {"q_pos": torch.tensor([5, 6]), "k_pos": torch.tensor([5, 5, 6, 7])}
+    stats = observe(q, k, mask=hidden, what=Observe(keep_rows=True), **where)
+    assert stats.kept[0].counted[0, 0].tolist() == [True, True], "key 0 is padding, key 1 stands there, too"
+
+
 def test_received_is_filed_by_absolute_position() -> None:
     q, k, _ = made(1, 2, 2, 4)
     early = observe(q, k, k_pos=torch.arange(4))
@@ -481,6 +489,28 @@ def test_exact_tiles_on_demand() -> None:
         stats.tile(0, 1, 0, 1, run=1)
     both = stats.merge(observe(k, k, what=Observe(keep_qk=True, row_stats=False))) if k.shape[1] == 6 else stats
     torch.testing.assert_close(both.tile(0, 1, 0, 2, run=0), p[:, :, :1, :2])
+
+
+def test_tiles_are_those_of_q_and_k_as_they_were() -> None:
+    """A model may write to its own tensors, and a cache is made to be written to."""
+    q, k, _ = made(1, 2, 5, 7)
+    stats = observe(q, k, what=Observe(keep_qk=True))
+    before = weights(q, k)
+    q.zero_()
+    k.mul_(-2)
+    torch.testing.assert_close(stats.tile(0, 5, 0, 7), before)
+
+
+def test_what_a_broken_row_sees_is_nan_in_its_tile_and_what_it_does_not_see_is_zero() -> None:
+    q, k, _ = made(1, 2, 5, 5)
+    q[0, 1, 2, 0] = torch.nan
+    p = observe(q, k, mask=causal(), what=Observe(keep_qk=True)).tile(0, 5, 0, 5)
+    wanted = weights(q.nan_to_num(0), k, mask=causal())
+    wanted[0, 1, 2, :3] = torch.nan
+    torch.testing.assert_close(p, wanted, equal_nan=True)
+    whole = observe(q, k, what=Observe(keep_qk=True)).tile(0, 5, 0, 5)
+    assert whole[0, 1, 2].isnan().all(), "without a mask it sees every key"
+    assert int(whole.isnan().sum()) == 5
 
 
 def test_leading_axes_are_one_batch() -> None:

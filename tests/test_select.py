@@ -148,6 +148,17 @@ def test_matrix_tiles_make_torch_the_first_choice_for_bf16(monkeypatch: pytest.M
         assert order(described)[-1] == "reference"
 
 
+def test_grouped_heads_share_the_rows_that_matrix_tiles_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key/value head multiplies the query rows of its whole group, so a group fills the tiles with fewer queries."""
+    monkeypatch.setattr(_select, "has_amx", lambda: True)
+    q, k = torch.randn(1, 8, 8, 16).bfloat16(), torch.randn(1, 8, 8, 16).bfloat16()
+    firsts: dict[int, str] = {}
+    for kv_heads in (2, 8):
+        keys = k[:, :kv_heads]
+        firsts[kv_heads] = order(describe(q, keys, keys, None, None, Options(None, None, None, 0.0, False)))[0]
+    assert firsts == {2: "sdpa", 8: "cpu"}
+
+
 def test_a_named_backend_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(B, H, Q, D)
     k = torch.randn(B, HKV, K, D)

@@ -176,6 +176,14 @@ def test_positions_can_be_given() -> None:
     torch.testing.assert_close(got["distance"][0, :, 2], (p[0, :, 2] * torch.tensor([3, 2, 1, 0, 8])).sum(-1))
 
 
+def test_a_query_that_stands_on_no_key_has_no_token() -> None:
+    p, tokens = softmax(1, 2, 3, 5), torch.tensor([4, 4, 7, 4, 7])
+    got = row_statistics(p, q_pos=torch.tensor([3, 4, 9]), k_pos=torch.arange(5), tokens=tokens)
+    for name in ("duplicate", "induction"):
+        assert got[name].isnan()[0].tolist() == [[False, False, True]] * 2, name
+    torch.testing.assert_close(got["duplicate"][0, :, 1], p[0, :, 1, 2])
+
+
 def test_cross_attention_has_no_positions() -> None:
     p = softmax(2, 3, 7, 5)
     got = row_statistics(p, kind="cross", tokens=torch.zeros(5), windows=(2,))
