@@ -566,6 +566,22 @@ def test_what_a_layout_cannot_express(options: dict[str, Any], layout: str, mess
         MultiHeadAttention(E, H, **options).to_state_dict(layout)
 
 
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_sinks_are_never_dropped_by_an_export(layout: str) -> None:
+    """Zeros are add_zero_attn=True of torch's module, where the layout is torch's; any other sink has no place."""
+    made = MultiHeadAttention(E, H, sinks=True)
+    assert made.sinks is not None
+    for value in (0.0, 1.5, -torch.inf):
+        with torch.no_grad():
+            made.sinks.zero_()
+            made.sinks[-1] = value
+        if value == 0 and "sinks" in layouts.LAYOUTS[layout].more:
+            assert not any("sinks" in key for key in made.to_state_dict(layout))
+            continue
+        with pytest.raises(ValueError, match=f"module: has .*sinks, for which layout '{layout}' has no place"):
+            made.to_state_dict(layout)
+
+
 def test_what_is_more_than_a_linear_is_not_written() -> None:
     made = MultiHeadAttention(E, H)
     made.out_proj = nn.Sequential(made.out_proj, nn.ReLU())  # pyright: ignore[reportAttributeAccessIssue]

@@ -67,6 +67,29 @@ def test_what_was_called_before_does_not_matter() -> None:
         torch.testing.assert_close(found, exact_found, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["q", "v", "bias", "sinks"])
+@pytest.mark.parametrize("run", [headscope.attention, headscope.attend])
+def test_gradients_flow_whether_or_not_the_same_call_ran_without_them(run: Any, name: str) -> None:
+    """The same tensors, so that nothing but the grad mode differs."""
+    functional._kept.clear()
+    given = {**tensors(torch.float32), "bias": torch.zeros(Q, K), "sinks": torch.zeros(H)}
+    given = given if name in ("bias", "sinks") else {each: given[each] for each in ("q", "k", "v")}
+
+    def out_of_call() -> Tensor:
+        result = run(**given)
+        return result if isinstance(result, Tensor) else result[0]
+
+    assert not out_of_call().requires_grad
+    given[name].requires_grad_()
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.enable_grad, torch.no_grad):
+        with mode():
+            out = out_of_call()
+        assert out.requires_grad == (mode is torch.enable_grad), mode
+        if out.requires_grad:
+            (gradient,) = torch.autograd.grad(out.sum() + (out * out).sum(), given[name])
+            assert gradient.abs().max() > 0
+
+
 def test_the_table_of_kept_calls_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functional, "_KEPT", 5)
     functional._kept.clear()

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headscope
 from headscope import Observe, _observe_scene, observe
+from headscope._backends import cpu
 from headscope.functional import weights
 from headscope.masks import Band, Dense, KeyLengths, causal
 from headscope.stats import HeadStats, head_means, row_statistics
@@ -222,6 +223,37 @@ def test_a_given_lse_changes_nothing_but_rounding(dtype: torch.dtype) -> None:
     given = observe(q, k, mask=causal(), lse=headscope.attend(q, k, v, mask=causal()).lse)
     for name in own.names:
         assert torch.equal(own[name].mean.nan_to_num(), given[name].mean.nan_to_num()), name
+
+
+WIDTHS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+@pytest.mark.parametrize("dtype", WIDTHS, ids=str)
+@pytest.mark.parametrize("size", [0.0, 1.0, 40.0])
+@pytest.mark.parametrize("form", ["native", "portable"])
+def test_a_given_lse_is_taken_for_the_rows_own_within_rounding_alone(
+    form: str, size: float, dtype: torch.dtype
+) -> None:
+    """On both sides of the width, which counts from 1 on for a small lse; positions that are given need no kernels."""
+    if form == "native" and cpu.native is None:
+        pytest.skip("the native extension was not built: no C++ compiler")
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k = torch.ones(1, 1, 1, 1, dtype=wide), torch.full((1, 1, 2, 1), size, dtype=wide)
+    k[..., 1, :] -= 50.0  # lse is the size, but for rounding
+    options: dict[str, Any] = {"scale": 1.0, "kind": "self", "q_pos": torch.zeros(1) if form == "portable" else None}
+    own = observe(q, k, **options)[0, 0, "mass"].mean
+    width, grid = WIDTHS[dtype] * max(1.0, size), torch.finfo(dtype).eps * size
+    for sign in (1, -1):
+        for times, is_near in ((0.5, True), (2.5, False), (5.0, False)):
+            lse = torch.full((1, 1, 1), size + sign * max(times * width, grid if times > 1 else 0), dtype=dtype)
+            off = float(lse.double()) - size
+            assert (abs(off) < width) == is_near, "a number of the dtype on the side that is meant"
+            assert abs(off) < 7 * width, "and less than ten times the width away"
+            mass = observe(q, k, lse=lse, **options)[0, 0, "mass"].mean
+            if is_near:
+                assert mass == own
+            else:
+                assert mass == pytest.approx(math.exp(-off), rel=0.1 * abs(off))
 
 
 def test_another_lse_is_taken_as_it_stands() -> None:
