@@ -71,6 +71,12 @@ def test_masks_mean_what_they_mean_without_a_cache(mask: Mask, cuts: str) -> Non
     torch.testing.assert_close(decoded(m, x, StaticCache(T), CUTS[cuts], mask), m(x, mask=mask & causal()))
 
 
+@pytest.mark.parametrize("offset", [-1, 0, 3])
+def test_no_query_of_a_call_looks_ahead_whatever_the_offset_of_its_band(offset: int) -> None:
+    m, x, mask = module(rotary=Rotary(6)), inputs(), Band(None, 0, offset=offset)
+    torch.testing.assert_close(m(x, cache=StaticCache(T), mask=mask), m(x, mask=mask & causal()))
+
+
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("name", ["rotary, grouped", "alibi, sinks"])

@@ -348,6 +348,28 @@ def test_any_byte_but_zero_of_a_boolean_mask_is_true() -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+def _squared_gradients(leaves: list[Tensor], softcap: float | None) -> tuple[Tensor, ...]:
+    leaves = [x.requires_grad_() for x in leaves]
+    out = attention(*leaves, mask=masks.causal(), softcap=softcap, backend="cpu")
+    return torch.autograd.grad(out.float().square().sum(), leaves)
+
+
+@pytest.mark.parametrize("before", [97, 128])
+@pytest.mark.parametrize(
+    ("dtype", "length", "softcap"),
+    [(torch.float32, 97, 2.0), (torch.bfloat16, 97, 2.0), (torch.bfloat16, 97, None), (torch.bfloat16, 33, None)],
+)
+def test_what_an_earlier_call_left_in_memory_changes_no_gradient(
+    dtype: torch.dtype, length: int, softcap: float | None, before: int
+) -> None:
+    """A call with logits that overflow fills the scratch memory, which the next call reuses, with NaN."""
+    tensors = [torch.randn(1, 2, length, 32).to(dtype) for _ in range(3)]
+    first = _squared_gradients([x.clone() for x in tensors], softcap)
+    overflow = _squared_gradients([torch.full((1, 2, before, 32), 3e38).to(dtype) for _ in range(3)], softcap)
+    assert all(x.isnan().any() for x in overflow)
+    torch.testing.assert_close(_squared_gradients(tensors, softcap), first, rtol=0, atol=0)
+
+
 def test_tensors_whose_numbers_are_not_what_lies_in_memory() -> None:
     torch.manual_seed(0)
     q = torch.randn(1, 2, 4, 8, requires_grad=True)

@@ -243,6 +243,10 @@ ROPES: dict[str, tuple[dict[str, Any], Any]] = {
         Llama3(4.0, 1.0, 3.0, 6),
     ),
     "yarn": ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, **TRAINED}, YaRN(4.0, 6, beta_fast=8.0)),
+    "yarn, not truncated": (
+        {"rope_type": "yarn", "factor": 4.0, "truncate": False, **TRAINED},
+        YaRN(4.0, 6, truncate=False),
+    ),
 }
 
 

@@ -90,6 +90,17 @@ def test_gradients_flow_whether_or_not_the_same_call_ran_without_them(run: Any, 
             assert gradient.abs().max() > 0
 
 
+@pytest.mark.parametrize("name", ["bias", "sinks"])
+def test_a_tensor_that_learns_has_its_gradient_after_one_that_does_not(name: str) -> None:
+    given, sizes = tensors(torch.float32), {"bias": (H, 1, K), "sinks": (H,)}
+    functional._kept.clear()
+    headscope.attention(**given, **{name: torch.zeros(sizes[name])})
+    leaf = torch.zeros(sizes[name], requires_grad=True)
+    (found,) = torch.autograd.grad(headscope.attention(**given, **{name: leaf}).square().sum(), leaf)
+    exact = oracle.attention(**given, **{name: leaf}).out
+    torch.testing.assert_close(found, torch.autograd.grad(exact.square().sum(), leaf)[0], rtol=1e-4, atol=1e-5)
+
+
 def test_the_table_of_kept_calls_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functional, "_KEPT", 5)
     functional._kept.clear()

@@ -345,6 +345,16 @@ def test_hidden_keys_are_never_read() -> None:
     assert spoilt.broken.tolist() == [0, 0]
 
 
+def test_the_length_of_a_value_that_is_infinite_reaches_who_may_see_it() -> None:
+    q, k, v = made(1, 2, 5, 5)
+    v[:, :, 3, 1] = INF
+    found = observe(q, k, v, mask=causal(), what=Observe(keep_rows=True)).kept[0].values["value_norm"]
+    v[:, :, 3, 1] = 0
+    wanted = observe(q, k, v, mask=causal(), what=Observe(keep_rows=True)).kept[0].values["value_norm"]
+    assert found[:, :, 3:].isnan().all()
+    torch.testing.assert_close(found[:, :, :3], wanted[:, :, :3])
+
+
 def test_rows_that_are_not_finite_are_counted_and_left_out() -> None:
     q, k, v = made(1, 2, 5, 5)
     rest = observe(q, k, v, what=Observe(rows=torch.arange(5) != 2))
@@ -388,6 +398,14 @@ def test_queries_stand_where_the_mask_says() -> None:
     torch.testing.assert_close(
         both.kept[0].values["distance"][:, 0], torch.tensor([[0.0] * 3, [1.0] * 3]), atol=1e-5, rtol=0
     )
+
+
+def test_queries_stand_at_the_end_where_the_bands_of_a_mask_disagree() -> None:
+    q, k, _ = made(1, 2, 4, 9)
+    mask = Band(None, 0, offset=2) | Band(1, 1, offset=3)
+    found, wanted = (observe(q, k, mask=mask, q_pos=at) for at in (None, torch.arange(5, 9)))
+    for name in ("distance", "self", "previous", "next"):
+        torch.testing.assert_close(found[name].mean, wanted[name].mean, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def test_positions_can_be_given() -> None:

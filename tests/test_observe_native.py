@@ -451,6 +451,24 @@ def test_few_rows_and_many_keys_are_attended_as_ever() -> None:
     same(seen.stats, observe(**given))
 
 
+def test_few_rows_and_many_keys_do_not_meet_a_hidden_nan() -> None:
+    """Their keys are cut into shares, which attend before anything is measured."""
+    given = {"q": normal(1, 2, 3, 16), "k": normal(1, 2, 4099, 16), "v": normal(1, 2, 4099, 8)}
+    given["v"][:, :, -1] = math.nan  # causal: the last row alone sees it
+    done = attend(**given, mask=causal(), backend="cpu", observe=Observe(row_stats=False))
+    assert done.out[:, :, :2].isfinite().all()
+    assert done.out[:, :, 2].isnan().all()
+
+
+def test_tokens_below_32_bits_are_not_taken_for_others() -> None:
+    """The kernels hold ids in 32 bits, where -2**31 - 1 would be 2**31 - 1."""
+    given, tokens = made(), torch.arange(K) % 5
+    tokens[::3], tokens[1::3] = -(2**31) - 1, 2**31 - 1
+    seen = observe(**given, what=Observe(tokens=tokens))
+    with portable():
+        same(seen, observe(**given, what=Observe(tokens=tokens)))
+
+
 def test_many_of_each_row() -> None:
     given = {"q": normal(1, 1, 50, 8), "k": normal(1, 1, 400, 8)}
     given["k"][:, :, 200:] = given["k"][:, :, :200]

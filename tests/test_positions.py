@@ -119,6 +119,9 @@ SCALINGS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "linear": (LinearScaling(3), "linear", {"factor": 3}),
     "dynamic": (NTK(3, 64), "dynamic", {"factor": 3}),
     "yarn": (YaRN(4, 64), "yarn", {"factor": 4, "original_max_position_embeddings": 64}),
+    "yarn, slow pairs beyond the last": (
+        YaRN(4, 6400), "yarn", {"factor": 4, "original_max_position_embeddings": 6400}
+    ),
     "yarn, not truncated": (
         YaRN(4, 64, beta_fast=9, beta_slow=2, truncate=False, attention_factor=1.5),
         "yarn",
