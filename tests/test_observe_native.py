@@ -286,6 +286,17 @@ def test_a_given_lse(off: float) -> None:
     same(*both(Observe(keep_rows=True), given | {"lse": lse}))
 
 
+def test_a_given_lse_agrees_relative_to_its_own_size() -> None:
+    """A kernel's float32 rounds an lse of some hundreds by far more than one of 1."""
+    given = made()
+    given["q"] *= 200
+    lse = attend(**given).lse
+    assert float(lse.abs().min()) > 50
+    own, rounded = (both(Observe(keep_rows=True), given | more) for more in ({}, {"lse": lse * (1 + 4e-6)}))
+    for found, wanted in zip(rounded, own, strict=True):
+        same(found, wanted)
+
+
 def test_a_cache_of_a_static_size() -> None:
     mask: Mask = headscope.masks.Band(None, 0, offset=torch.tensor([20, 55])) & KeyLengths(torch.tensor([151, 186]))
     same(*both(Observe(map=8, keep_rows=True, windows=(9,)), made() | {"mask": mask}))
