@@ -328,11 +328,7 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
             inverse[v] = sum[v] == 0 ? V<T>{} : 1 / sum[v];
             none |= sum[v] == 0;
         }
-        if (any<T>(none)) {  // a row that sees keys and has no logit but -inf is 0 / 0, one that sees no key is 0
-            for (int r = 0; r < count; r++)
-                if (sum[r / L][r % L] == 0 && this->sees_any(r))
-                    inverse[r / L][r % L] = sum[r / L][r % L] = std::numeric_limits<T>::quiet_NaN();
-        }
+        if (any<T>(none)) divide_by_zero(inverse);
         const bool finite = put(inverse);
         rider.finish(*this);
         if (!finite && f.spoilt) f.spoilt->store(true, std::memory_order_relaxed);
@@ -344,6 +340,12 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> 
             if (total > 0 && most == least) value = least;  // of a row of the smallest biases
             static_cast<T*>(f.lse)[row(r)] = total == 0 ? -std::numeric_limits<T>::infinity() : value;
         }
+    }
+    // Rows with a sum of 0: one that sees keys, all with a logit of -inf, is NaN; one that sees no key stays 0.
+    APART void divide_by_zero(V<T>* inverse) {
+        for (int r = 0; r < count; r++)
+            if (sum[r / L][r % L] == 0 && this->sees_any(r))
+                inverse[r / L][r % L] = sum[r / L][r % L] = std::numeric_limits<T>::quiet_NaN();
     }
     // The output times a factor for each row; whether it is finite.
     bool put(const V<T>* factor) {

@@ -590,8 +590,11 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
             for (std::int64_t j0 = begin; j0 < end; j0 += KEYS) {
                 const int keys = int(end - j0 < KEYS ? end - j0 : KEYS);
                 const Bits seen = f.visible.count ? judge_row(r, j0, keys) : Bits{};
-                for (int j = 0; j < keys; j++)
-                    if ((!f.visible.count || (seen.word[j / 64] >> j % 64 & 1)) && !hidden_by_bias(r, j0 + j)) return true;
+                for (int w = 0; w < WORDS; w++) {
+                    std::uint64_t bits = bits_below(keys - 64 * w) & (f.visible.count ? seen.word[w] : ~std::uint64_t(0));
+                    for (; bits; bits &= bits - 1)
+                        if (!hidden_by_bias(r, j0 + 64 * w + __builtin_ctzll(bits))) return true;
+                }
             }
         }
         return false;

@@ -290,8 +290,10 @@ def _weights(call: Call, block: Block, inputs: Inputs, logits: _Logits) -> _Weig
     if sink is not None:
         top = torch.maximum(top, sink)
     if call.may_be_empty and logits.visible is not None:
-        empty = ~logits.visible.any(-1, keepdim=True)
-        top = top.masked_fill((_per_head(call, top == -torch.inf) & empty).view_as(top), 0)
+        lost = top == -torch.inf
+        if call.device != "cpu" or call.form != "plain" or lost.any():  # elsewhere the answer would wait for the device
+            empty = ~logits.visible.any(-1, keepdim=True)
+            top = top.masked_fill((_per_head(call, lost) & empty).view_as(top), 0)
     p = (s - top).exp() if call.within else s.sub_(top).exp_()
     total = p.sum(-1, keepdim=True)
     if sink is not None:
