@@ -332,7 +332,9 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         for (int r = 0; r < ROWS; r++) {
             const T least = -std::numeric_limits<T>::max(), sink = static_cast<const T*>(f.sinks)[head(r < count ? r : count - 1)];
             if (sink == -std::numeric_limits<T>::infinity()) continue;
-            top[r / L][r % L] = sink * T(LOG2E) < least ? least : sink * T(LOG2E), sum[r / L][r % L] = 1;
+            const T logit = sink * T(LOG2E);
+            top[r / L][r % L] = logit < least ? least : logit;
+            sum[r / L][r % L] = logit <= -least ? 1 : std::numeric_limits<T>::quiet_NaN();  // NaN and +inf make the row NaN
         }
     }
 

@@ -479,3 +479,17 @@ def test_plans_do_not_depend_on_the_default_device() -> None:
     assert plan.spans.device.type == "cpu"
     assert square.is_causal
     masks._plan_by_value.cache_clear()
+
+
+@pytest.mark.parametrize("offset", [2**49, 2**62, 2**63 - 9, 2**63 - 1, -(2**49), -(2**63)])
+def test_a_band_at_the_end_of_int64_does_not_wrap_around(offset: int) -> None:
+    """A query behind all keys sees each under a causal band and none in a window; one before all keys sees none."""
+    behind = offset > 0
+    for band, sees in (
+        (Band(None, 0, offset=torch.tensor([offset])), behind),
+        (Band(3, 0, torch.tensor(offset)), False),
+    ):
+        assert bool(band.dense(1, 1, 9, 5).all()) == sees
+        assert bool(band.dense(1, 1, 9, 5).any()) == sees
+        spans = band.plan(1, 1, 9, 5).spans
+        assert ((spans[..., 1] - spans[..., 0]) == (5 if sees else 0)).all()

@@ -190,6 +190,17 @@ def test_nan_in_sinks_and_biases_propagates(backend: str) -> None:
     assert out[:, :, 5].isfinite().all(), "the mask hides key 12"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("backend", ANY, indirect=True)
+def test_a_sink_of_infinity_makes_the_rows_of_its_head_nan(backend: str, dtype: torch.dtype) -> None:
+    sinks = torch.zeros(H, dtype=dtype)
+    sinks[3] = INF
+    results = run_by(backend, {**tensors(dtype), "sinks": sinks}, {"mask": causal()})
+    for result in results.values():
+        assert result[:, 3].isnan().all()
+        assert result[:, [0, 1, 2, 4, 5]].isfinite().all()
+
+
 def test_a_sink_that_is_minus_infinity_is_none() -> None:
     given = tensors(torch.float64)
     for by in (*NATIVE, "blocked", "reference"):

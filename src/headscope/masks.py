@@ -27,6 +27,7 @@ Index: TypeAlias = "int | Tensor"
 Sizes: TypeAlias = "tuple[int, int, int, int]"
 
 FAR = 1 << 48  # positions; no sequence is longer
+LAST_OFFSET = 1 << 61  # further ones count as this: added to a position, int64 must not overflow
 PLANS = 64  # plans kept with a mask that holds tensors
 SMALL = 16  # numbers that compare faster as a list than by a call of torch
 
@@ -153,8 +154,9 @@ class Band(Mask):
         offset = self.offset
         if isinstance(offset, tuple):
             offset = torch.tensor(offset, device=b.device if isinstance(b, Tensor) else None)
-        if isinstance(offset, Tensor) and offset.ndim:
-            offset = offset[b]
+        if isinstance(offset, Tensor):
+            offset = _within_reach(offset)
+            offset = offset[b] if offset.ndim else offset
         # without an offset and without sizes (see `at`) the queries start where the keys do
         gap = j - (i + (0 if offset is None else offset))
         seen = torch.ones_like(gap, dtype=torch.bool) if isinstance(gap, Tensor) else torch.tensor(True)
@@ -645,7 +647,7 @@ def _band(mask: Band, sizes: Sizes, device: torch.device) -> Tensor:
     _, _, queries, keys = sizes
     offset = 0 if mask.offset is None else mask.offset  # a number stays one: it may be a compiler's
     if isinstance(offset, (Tensor, tuple)):
-        offset = torch.as_tensor(offset, device=device).reshape(-1, 1)  # [B, 1]
+        offset = _within_reach(torch.as_tensor(offset, device=device)).reshape(-1, 1)  # [B, 1]
     position = torch.arange(queries, device=device)[None] + offset  # [B or 1, Q]
     low = position - _reach(mask.left) if mask.left is not None else torch.zeros_like(position)
     high = position + _reach(mask.right) + 1 if mask.right is not None else torch.full_like(position, keys)
@@ -655,6 +657,11 @@ def _band(mask: Band, sizes: Sizes, device: torch.device) -> Tensor:
 def _reach(n: int) -> int:
     """A reach as wide as anybody needs, so that ``sys.maxsize`` for "unbounded" does not overflow."""
     return max(-FAR, min(n, FAR))
+
+
+def _within_reach(offset: Tensor) -> Tensor:
+    """Bound offsets to what can be added to a position. No reach spans so many positions, so nothing else changes."""
+    return offset.long().clamp(-LAST_OFFSET, LAST_OFFSET)
 
 
 def _documents(mask: Documents, keys: int) -> tuple[Tensor, Mask | None]:
