@@ -57,6 +57,7 @@ CORE = [
         "_json",
         "_cpuinfo",
         "_onlookers",
+        "_tensor_classes",
         "_fingerprint",
         "masks",
         "_call",

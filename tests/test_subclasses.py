@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 import headscope
+from headscope import Observe
 from headscope.masks import Documents, KeyLengths
+from headscope.stats import HeadStats
 
 B, H, Q, D = 1, 2, 5, 8
 
@@ -121,3 +126,77 @@ def test_observing_a_subclass_measures_its_numbers(made: str, name: str) -> None
     expected = headscope.observe(**given)["entropy"].mean
     given[name] = CLASSES[made](given[name])
     torch.testing.assert_close(headscope.observe(**given)["entropy"].mean, expected, rtol=1e-5, atol=1e-6)
+
+
+def measured(name: str, of: Callable[[Tensor], Tensor], **changed: Tensor) -> HeadStats:
+    """Observe with one more tensor, which ``of`` makes a subclass."""
+    q, k, v = {**arguments(), **changed}.values()
+    tensors = {
+        "tokens": torch.tensor([0, 1, 0, 1, 1]),
+        "rows": torch.tensor([True, False, True, True, True]),
+        "lse": headscope.attend(q, k, v).lse,
+        "q_pos": torch.tensor([0, 1, 2, 4, 8]),
+        "k_pos": torch.tensor([0, 1, 2, 4, 8]),
+    }
+    if name in ("tokens", "rows"):
+        given: dict[str, Any] = {name: of(tensors[name])}
+        return headscope.observe(q, k, v, what=Observe(**given))
+    positions = {each: tensors[each] for each in ("q_pos", "k_pos") if name in ("q_pos", "k_pos")}
+    return headscope.observe(q, k, v, **{**positions, name: of(tensors[name])})
+
+
+OBSERVED = ["tokens", "rows", "lse", "q_pos", "k_pos"]
+
+
+def assert_same_stats(found: HeadStats, expected: HeadStats) -> None:
+    assert found.names == expected.names
+    for name in expected.names:
+        torch.testing.assert_close(found[name].mean, expected[name].mean, equal_nan=True)
+        assert type(found[name].mean) is Tensor
+
+
+@pytest.mark.parametrize("name", OBSERVED)
+@pytest.mark.parametrize("made", ["inherited", "plain"])
+def test_observing_reads_the_memory_of_a_subclass_that_keeps_it(made: str, name: str) -> None:
+    assert_same_stats(measured(name, CLASSES[made]), measured(name, lambda x: x))
+
+
+@pytest.mark.parametrize("name", OBSERVED)
+def test_observing_refuses_a_tensor_that_may_have_no_memory(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: got Wrapped; expected an ordinary tensor$"):
+        measured(name, Wrapped)
+
+
+def test_attending_and_observing_in_one_pass_refuses_it_too() -> None:
+    what = Observe(tokens=Wrapped(torch.arange(Q)))
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"^tokens: got Wrapped; expected an ordinary tensor$"):
+            headscope.attend(**arguments(), observe=what)
+
+
+@pytest.mark.parametrize("name", ["tokens", "rows", "q_pos", "k_pos"])
+def test_beside_a_wrapped_q_operators_read_wrapped_tensors(name: str) -> None:
+    found = measured(name, Wrapped, q=Wrapped(arguments()["q"]))
+    expected = measured(name, lambda x: x)
+    for each in expected.names:
+        mean = numbers(found[each].mean)
+        torch.testing.assert_close(mean, expected[each].mean, equal_nan=True, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def distribute(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Make a tensor a DTensor on a mesh of this process alone."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        yield lambda x: distribute_tensor(x, mesh, [Replicate()])
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", OBSERVED)
+def test_observing_names_the_remedy_for_a_dtensor(distribute: Callable[[Tensor], Tensor], name: str) -> None:
+    remedy = r"expected an ordinary tensor: \.full_tensor\(\) or \.to_local\(\)$"
+    with pytest.raises(TypeError, match=f"^{name}: got DTensor; {remedy}"):
+        measured(name, distribute)

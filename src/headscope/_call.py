@@ -25,6 +25,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 
 from headscope._onlookers import is_traced
+from headscope._tensor_classes import ORDINARY, check_no_causal_bias
 from headscope.masks import FAR, Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, Turned, is_integral
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -37,7 +38,6 @@ Spans = Literal["all", "causal", "keys", "rows"]
 Rest = Literal["none", "dense", "other", "many"]
 Form = Literal["plain", "traced", "mapped", "transformed", "subclass"]
 
-ORDINARY = (Tensor, torch.nn.Parameter)
 _STAND_INS = (FakeTensor, FunctionalTensor)  # what torch.export shows in the place of ordinary ones
 
 
@@ -292,7 +292,8 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
 
 
 def check_layout(name: str, tensor: Tensor) -> None:
-    """Whether it is an ordinary tensor, neither sparse nor nested."""
+    """Whether it is an ordinary tensor: neither sparse nor nested, and no ``CausalBias``."""
+    check_no_causal_bias(name, tensor)
     if tensor.layout == torch.jagged or (tensor.layout == torch.strided and tensor.is_nested):
         raise TypeError(f"{name}: is a nested tensor of layout {tensor.layout}, wanted an ordinary one")
     if tensor.layout != torch.strided:
@@ -371,6 +372,7 @@ def as_mask(mask: object) -> Mask | None:
         return mask
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask: got {kind(mask)}, wanted a mask of headscope.masks, a boolean tensor or None")
+    check_no_causal_bias("mask", mask)
     if mask.dtype == torch.bool:
         return Dense(mask)
     raise TypeError(f"mask: dtype is {_not_bool(mask)}")
@@ -390,6 +392,7 @@ def fold(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
 
 def fold_mask(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A boolean tensor that broadcasts to [*lead, H, Q, K] as one that broadcasts to [B, H, Q, K]."""
+    check_no_causal_bias("mask", mask)
     lead = _sizes(q, k, v)
     _broadcasts("mask", mask, lead, (q.shape[-3], q.shape[-2], k.shape[-2]))
     return fold(mask, lead)

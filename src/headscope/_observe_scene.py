@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +19,7 @@ from headscope._backends import Inputs, accumulate_dtype
 from headscope._call import FLOATS, Call, check_layout, kind, shapes
 from headscope._onlookers import is_traced
 from headscope._stats_parts import wide
+from headscope._tensor_classes import ORDINARY, to_ordinary
 from headscope.masks import Band, Mask, Plan, is_constant
 from headscope.stats import Observe
 
@@ -153,9 +154,10 @@ def build(given: Given) -> Scene:
         TypeError: an argument is not of the right kind or dtype.
         ValueError: a size or option does not fit.
     """
-    call, inputs, what = given.call, given.inputs, given.what
     if given.kind not in ("self", "cross"):
         raise ValueError(f'kind: got {given.kind!r}, wanted "self" or "cross"')
+    given = _ordinary(given)
+    call, inputs, what = given.call, given.inputs, given.what
     _check_lse(given)
     _check_tokens(given)
     counts = _row_mask(given)
@@ -183,6 +185,35 @@ def build(given: Given) -> Scene:
         has_norms=given.has_values and what.row_stats,
         first_key=_first_key(k_at) if what.received and given.k_pos is not None else 0,
     )
+
+
+def _ordinary(given: Given) -> Given:
+    """Return the observation over ordinary tensors, where its q, k, v, bias, sinks and mask are ordinary.
+
+    The native kernels read tensors by their addresses. Where q, k, v, bias, sinks or the mask is of a subclass, the
+    portable form observes, which calls operators only.
+
+    Raises:
+        TypeError: a tensor may have no memory of its own; the message names it.
+    """
+    if given.call.form == "subclass":
+        return given
+    what = given.what
+    options = {name: getattr(given, name) for name in ("lse", "q_pos", "k_pos", "real")}
+    measured = {name: getattr(what, name, None) for name in ("tokens", "rows", "token_before")}
+    changed = _changed(options)
+    if of_what := _changed(measured):
+        changed["what"] = replace(what, **of_what)
+    return replace(given, **changed) if changed else given
+
+
+def _changed(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return those that are a subclass of Tensor, as ordinary tensors."""
+    return {
+        name: to_ordinary("mask" if name == "real" else name, x)
+        for name, x in tensors.items()
+        if isinstance(x, Tensor) and type(x) not in ORDINARY
+    }
 
 
 class _Frame(NamedTuple):
@@ -245,7 +276,9 @@ def _rows(given: Given, counts: Tensor | None) -> Sequence[int]:
     queries = given.call.queries
     if isinstance(given.what.rows, int):
         return sample(given.what.rows, queries)
-    if counts is None or counts.device.type != "cpu":  # elsewhere it would take waiting for the device
+    if (
+        counts is None or counts.device.type != "cpu" or type(counts) not in ORDINARY
+    ):  # a GPU would have to be waited for
         return range(queries)
     picked = counts.any(0).any(0).nonzero()[:, 0].tolist()
     return range(queries) if len(picked) == queries else picked

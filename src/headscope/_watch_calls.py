@@ -17,6 +17,7 @@ from headscope import functional
 from headscope._call import as_mask
 from headscope._observe_scene import Continued
 from headscope._stats_parts import LayerStats
+from headscope._watch_masks import causal_rule, check_class
 from headscope.masks import Band, Mask
 from headscope.stats import Observe
 
@@ -255,6 +256,7 @@ def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> Cal
 
     Raises:
         WatchError: its tensors are nested.
+        TypeError, ValueError: its mask cannot be read.
     """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -262,13 +264,16 @@ def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> Cal
         raise WatchError("its tensors are nested; pass padded ones with a mask, or leave it out with layers=")
     q, k, v = (one_head(given[name]) for name in names[:3])
     attn_mask = given.get("attn_mask")
-    if attn_mask is not None and q.ndim > 4:
-        attn_mask = _four_axes(attn_mask, q.shape[:-3])
-    mask, bias = (None, None) if attn_mask is None else convert(attn_mask)
+    rule = causal_rule(attn_mask, q.shape[-2], k.shape[-2])
+    if attn_mask is None or rule is not None:
+        mask, bias = rule, None
+    else:
+        check_class("attn_mask", attn_mask)
+        mask, bias = convert(_four_axes(attn_mask, q.shape[:-3]) if q.ndim > 4 else attn_mask)
     if given.get("is_causal"):
         top_left = Band(None, 0, offset=0)
         mask = top_left if mask is None else top_left & mask
-    kind: Kind | None = "self" if given.get("is_causal") else None
+    kind: Kind | None = "self" if given.get("is_causal") or rule is not None else None
     return rounded(Call(q=q, k=k, v=v, mask=mask, bias=bias, scale=given.get("scale"), kind=kind), bias=True)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headscope._tensor_classes import ORDINARY, has_own_functions, is_causal_bias
 from headscope.masks import Band, Dense, Documents, Mask, causal
 
 HIDDEN = -1e9
@@ -20,7 +22,11 @@ def split(mask: Tensor) -> tuple[Mask | None, Tensor | None]:
 
     What numbers hide is empty here, also where they hide all of a row: the model's own softmax is even there, for it
     cannot tell, but the row takes part in nothing.
+
+    Raises:
+        TypeError: ``check_class``.
     """
+    check_class("attn_mask", mask)
     if mask.dtype == torch.bool:
         return known(mask), None
     bias = additive(mask)
@@ -30,6 +36,42 @@ def split(mask: Tensor) -> tuple[Mask | None, Tensor | None]:
     if mask.device.type == "cpu" and bool((hidden | (bias == 0)).all()):  # elsewhere to look would be to wait
         return known(~hidden), None
     return None, bias
+
+
+def check_class(name: str, mask: object) -> None:
+    """Raise where the numbers of a mask may not say what it hides.
+
+    Raises:
+        TypeError: it is not a tensor, or its class changes torch's functions, attention among them.
+    """
+    if type(mask) in ORDINARY:
+        return
+    if not isinstance(mask, Tensor) or has_own_functions(mask):
+        raise TypeError(
+            f"{name}: got {type(mask).__name__}, which watch cannot read; expected a boolean or float tensor, "
+            "or leave the layer out with layers="
+        )
+
+
+def causal_rule(mask: object, queries: int, keys: int) -> Mask | None:
+    """Return the mask that a ``torch.nn.attention.bias.CausalBias`` stands for; None where ``mask`` is not one.
+
+    A square one is top-left in torch, whatever its variant and the sizes of the call.
+
+    Raises:
+        ValueError: a lower-right one has other sizes than the call; what torch then computes depends on the device.
+    """
+    if not is_causal_bias(mask):
+        return None
+    bias: Any = mask
+    own = (bias.seq_len_q, bias.seq_len_kv)
+    if bias.variant.name == "UPPER_LEFT" or own[0] == own[1]:
+        return Band(None, 0, offset=0)
+    if own != (queries, keys):
+        raise ValueError(
+            f"attn_mask: CausalBias does not fit the call; expected [Q, K] = {[queries, keys]}, got {list(own)}"
+        )
+    return causal()
 
 
 def additive(mask: Tensor) -> Tensor:

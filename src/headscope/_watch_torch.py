@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headscope._watch_calls import Call, Kind, WatchError, rounded
-from headscope._watch_masks import additive
+from headscope._watch_masks import additive, check_class
 from headscope.masks import Band, Dense, KeyLengths, Mask
 
 NATIVE = {
@@ -140,7 +140,13 @@ def _masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[int, i
     Args:
         attn_mask: [Q, K] or [B * H, Q, K]; padding: [B, K], or [K].
         sizes: B and H.
+
+    Raises:
+        TypeError: the class of a mask is unknown.
     """
+    for name, given in (("attn_mask", attn_mask), ("key_padding_mask", padding)):
+        if given is not None:
+            check_class(name, given)
     if attn_mask is not None and attn_mask.ndim == 3:
         attn_mask = attn_mask.unflatten(0, sizes)  # [B, H, Q, K]
     if padding is not None:

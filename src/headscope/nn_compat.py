@@ -19,6 +19,7 @@ from headscope._call import kind, shapes
 from headscope._linear import linear
 from headscope._onlookers import is_traced
 from headscope._pruning import check_kept
+from headscope._tensor_classes import check_no_causal_bias
 from headscope.masks import Band, Dense, KeyLengths, Mask
 from headscope.module import split_heads
 
@@ -274,6 +275,7 @@ def _check_masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[
     for name, (mask, allowed, axes) in wanted.items():
         if mask is None:
             continue
+        check_no_causal_bias(name, mask, "pass a boolean tensor (True = hidden)")
         if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"{name}: got {kind(mask)}, wanted a tensor of bool (True = hidden) or of a floating type")
         if list(mask.shape) != allowed.get(mask.ndim):
