@@ -89,7 +89,7 @@ CORE = [
     *("functional", "_uncompiled", "onnx", "_linear", "positions", "cache", "_nested", "_pruning"),
     *("_module_options", "module"),
     *("_decision_parts", "_head_distances", "_pattern_means", "decisions", "comparing"),
-    *("_layout_table", "layouts", "nn_compat"),
+    *("_layout_table", "_layout_export", "layouts", "nn_compat"),
     *(
         "_watch_compiled",
         "_watch_masks",

@@ -365,6 +365,13 @@ def test_kinds_of_rotary_that_are_not_known() -> None:
     assert made.rotary == Rotary(D)
 
 
+def test_rotary_that_a_llama_does_not_have_is_no_option() -> None:
+    theirs = rotated("llama")[0]
+    for rotary in (Rotary(D, pairing="interleaved"), Rotary(2), None):
+        with pytest.raises(ValueError, match=r"^rotary: .*layout 'llama', .*; expected dim 4 and pairing 'half', got "):
+            MultiHeadAttention.from_module(theirs, rotary=rotary)
+
+
 def test_a_forward_of_its_own_is_refused() -> None:
     """The weights of a subclass are those of a Llama; what it computes is not."""
     known: Any = models.llama.modeling_llama.LlamaAttention

@@ -52,7 +52,8 @@ class Layout:
         more: options that take more than an attribute.
         needs: options that the weights do not tell: they come from the module, or from the caller.
         fixed: options that such a module always has.
-        scale: of the logits, from embed_dim and head_dim; None = whatever its configuration says.
+        scales: those of the logits that its configuration can set, from embed_dim and head_dim; the default first.
+        by_layer: its configuration can divide the scale by the number of the layer, from 1.
         ignores: keys that are no weights of the attention.
         plain: its keys say all there is to know, so that a module of unknown class with these keys is taken for one.
         grouped: it may have fewer key/value heads than heads.
@@ -68,7 +69,8 @@ class Layout:
     more: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict[str, Callable[[Any], Any]])
     needs: tuple[str, ...] = ("num_heads",)
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    scale: Callable[[int, int], float] | None = lambda embed_dim, head_dim: head_dim**-0.5
+    scales: Callable[[int, int], tuple[float, ...]] = lambda embed_dim, head_dim: (head_dim**-0.5,)
+    by_layer: bool = False
     ignores: tuple[str, ...] = ()
     plain: bool = False
     grouped: bool = False
@@ -284,7 +286,7 @@ def tutorial_layouts() -> tuple[Layout, ...]:
         plain("w_q", "w_q w_k w_v w_o"),
         Layout("tokeys", "toqueries, tokeys, tovalues without biases, unifyheads; scaled by sqrt(embed_dim)",
                linears("toqueries tokeys tovalues unifyheads", "out"), plain=True, widths=WIDTHS,
-               scale=lambda embed_dim, head_dim: embed_dim**-0.5),
+               scales=lambda embed_dim, head_dim: (embed_dim**-0.5,)),
     )  # fmt: skip
 
 
@@ -294,6 +296,7 @@ def encoder_layouts() -> tuple[Layout, ...]:
     projections = "q_proj k_proj v_proj out_proj"
     bert = {"num_heads": "self.num_attention_heads", "dropout": "self.dropout", "scale": "self.scaling"}
     gpt2 = {"num_heads": "num_heads", "dropout": "attn_dropout", "scale": "scaling"}
+    scaled: dict[str, Any] = {"scales": lambda embed_dim, head_dim: (head_dim**-0.5, 1.0), "by_layer": True}
     masks = ("bias", "masked_bias")  # buffers of old versions
     c_proj = packed("c_proj", ("out",), "columns")
     vit = {"num_heads": "num_attention_heads", "dropout": "attention_dropout", "scale": "scaling"}
@@ -305,10 +308,10 @@ def encoder_layouts() -> tuple[Layout, ...]:
                ("transformers:DistilBertSelfAttention",),
                reads={"num_heads": "n_heads", "dropout": "dropout", "scale": "scaling"}),
         Layout("gpt2", "GPT-2, self-attention", (*packed("c_attn", form="columns"), *c_proj),
-               ("transformers:GPT2Attention",), reads=gpt2, scale=None, ignores=masks),
+               ("transformers:GPT2Attention",), reads=gpt2, **scaled, ignores=masks),
         Layout("gpt2_cross", "GPT-2, cross-attention",
                (*packed("q_attn", ("q",), "columns"), *packed("c_attn", ("k", "v"), "columns"), *c_proj),
-               ("transformers:GPT2Attention",), reads=gpt2, scale=None, ignores=masks),
+               ("transformers:GPT2Attention",), reads=gpt2, **scaled, ignores=masks),
         Layout("vit", "ViT", linears("q_proj k_proj v_proj o_proj", "out", "q k v"), ("transformers:ViTAttention",),
                reads=vit),
         Layout("vit_v4", "ViT, as on the hub and in transformers 4",
@@ -324,7 +327,7 @@ def encoder_layouts() -> tuple[Layout, ...]:
                (*linears("q k v o", ""),
                 Part("relative_attention_bias.weight", ("position_bias.weight",), optional=True)),
                ("transformers:T5Attention",), reads={"num_heads": "n_heads", "dropout": "dropout"},
-               more={"position_bias": buckets}, scale=lambda embed_dim, head_dim: 1.0, widths=("head_dim",)),
+               more={"position_bias": buckets}, scales=lambda embed_dim, head_dim: (1.0,), widths=("head_dim",)),
     )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ goes the other way. Nothing is unpickled: a state is a mapping of tensors or arr
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -19,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from headscope._call import FLOATS, check_layout, kind, whole
+from headscope._layout_export import changed_calls, check_calls, check_expressible, check_rotary
 from headscope._layout_table import HEADS, LAYOUTS, PROJECTIONS, QKV, Layout, Part, cut, read, write
 from headscope._linear import is_linear, strangers
 from headscope._pruning import check_kept
 from headscope.module import MultiHeadAttention
-from headscope.positions import ALiBi, RelativeBias
+from headscope.positions import RelativeBias
 
 __all__ = ["from_module", "from_state_dict", "known", "to_state_dict"]
 
@@ -67,6 +67,8 @@ def from_module(
     state = module.state_dict(keep_vars=True)
     found = _recognised(module, set(state)) if layout is None else _named(layout)
     made, keys = _made(found, _state(state, ""), into, _options(module, found, options))
+    if "rotary" in options:
+        check_rotary("rotary", found, made)
     learns = {key: isinstance(x, Tensor) and x.requires_grad for key, x in state.items()}
     for name, parameter in made.named_parameters():
         sources = [learns[keys[ours]] for ours in _our_names(name) if ours in keys]
@@ -96,7 +98,11 @@ def from_state_dict(
             missing or contradicts the weights, an index that names what its files do not have.
         FileNotFoundError: there is no such file.
     """
-    return _made(_named(layout), _state(state, prefix), into, options)[0]
+    found = _named(layout)
+    made, _ = _made(found, _state(state, prefix), into, options)
+    if "rotary" in options:
+        check_rotary("rotary", found, made)
+    return made
 
 
 def _made(
@@ -141,21 +147,23 @@ def _check_places(layout: Layout, made: MultiHeadAttention, tensors: dict[str, T
 def to_state_dict(module: MultiHeadAttention, layout: str, *, prefix: str = "") -> dict[str, Tensor]:
     """Copies of a module's weights under the keys of a layout.
 
-    A bias that the layout always has is zero where the module has none. A state dict holds weights alone: the number
-    of heads, rotary, dropout are for the other side to set.
+    A bias that the layout always has is zero where the module has none. A state dict holds weights alone: the other
+    side must set the number of heads, the scale, base and scaling of rotary, and dropout.
 
     Args:
         layout: one of ``known()``.
         prefix: put before each key.
 
     Raises:
-        ValueError: an unknown layout, or the module has something that this layout has no place for.
+        ValueError: an unknown layout; an option of the module that this layout has no place for; a forward of its own,
+            in its class or set on it or on a part; or a part with hooks.
     """
     found = _named(layout)
     for name, part in strangers(module).items():
         raise ValueError(f"module: {name} is a {type(part).__name__}, wanted nn.Linear, or one with its forward")
+    check_calls(module)
     tensors = _parameters(module)
-    _check_expressible(module, found, tensors)
+    check_expressible(module, found, tensors)
     cuts = _cuts(module.num_heads, module.kv_heads, module.head_dim, module.v_head_dim)
     written: dict[str, Tensor] = {}
     for part in found.parts:
@@ -213,11 +221,9 @@ def _beside_weights(module: nn.Module, layout: Layout) -> Iterator[str]:
     """
     if (of := _with_other_forward(type(module).__mro__)) is not None:
         yield f"{type(module).__name__} is a {of} with a forward of its own"
+    yield from changed_calls(module, [path for held in layout.parts if (path := held.key.rpartition(".")[0])])
     weights = {f"{name}.weight" for name in PROJECTIONS}
     parts = dict(module.named_modules(remove_duplicate=False))
-    for path, part in parts.items():
-        if "forward" in vars(part):
-            yield f"{path or type(part).__name__} has a forward that was set on it"
     for held in layout.parts:
         path = held.key.rpartition(".")[0]
         if not path or path not in parts:
@@ -226,8 +232,6 @@ def _beside_weights(module: nn.Module, layout: Layout) -> Iterator[str]:
         wanted, fits = ("Conv1D", _is_conv) if held.form == "columns" else ("Linear", is_linear)
         if held.holds[0] in weights and not fits(part):
             yield f"{path} is a {type(part).__name__}, whose forward is not that of a {wanted}"
-        if part._forward_hooks or part._forward_pre_hooks:
-            yield f"{path} has hooks"
 
 
 def _is_conv(part: nn.Module) -> bool:
@@ -476,8 +480,7 @@ def _extras(
     """The options that are no sizes: those given, those the layout fixes, those that weights call for."""
     extras: dict[str, Any] = {**options, **layout.fixed}
     extras.pop("num_heads", None)
-    if layout.scale is not None:
-        extras.setdefault("scale", layout.scale(sizes["embed_dim"], sizes["head_dim"]))
+    extras.setdefault("scale", layout.scales(sizes["embed_dim"], sizes["head_dim"])[0])
     norms = [name for name in tensors if name.startswith(("q_norm.", "k_norm."))]
     if norms and "qk_norm" not in extras:
         if not any(name.endswith("bias") for name in norms):
@@ -525,48 +528,9 @@ def _parameters(module: MultiHeadAttention) -> dict[str, Tensor]:
 
 
 def _no_bias(module: MultiHeadAttention, name: str) -> Tensor:
-    """Zeros for a bias that the module does not have; any other tensor cannot be made up."""
-    first, _, rest = name.partition(".")
-    if first not in PROJECTIONS or rest != "bias":
-        raise ValueError(f"module: has no {name}, which the layout wants")
-    weight, _ = module.projection(first)
+    """Return zeros for a bias that the module does not have."""
+    weight, _ = module.projection(name.split(".")[0])
     return weight.new_zeros(len(weight))
-
-
-def _check_expressible(module: MultiHeadAttention, layout: Layout, tensors: dict[str, Tensor]) -> None:
-    """Whether a module of this layout would compute the same."""
-    places = {name for part in layout.parts for name in part.holds}
-    homeless = [name for name in tensors if name not in places]
-    if homeless == ["sinks"] and "sinks" in layout.more and not tensors["sinks"].any():
-        homeless = []  # add_zero_attn=True, on the other side
-    if homeless:
-        raise ValueError(f"module: has {_listed(homeless)}, for which layout {layout.name!r} has no place")
-    if module.kv_heads != module.num_heads and not layout.grouped:
-        raise ValueError(f"module: kv_heads is {module.kv_heads}; layout {layout.name!r} has one for each of its heads")
-    if isinstance(module.position_bias, ALiBi):
-        raise ValueError(f"module: has position_bias ALiBi, which a module of layout {layout.name!r} does not have")
-    if module.qk_norm == "rms_all":
-        raise ValueError(f"module: qk_norm is 'rms_all'; a module of layout {layout.name!r} has a norm for each head")
-    for part in layout.parts:
-        each = [tensors[name] for name in part.holds if name in tensors]
-        if any(x.shape != each[0].shape for x in each):
-            shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in part.holds if name in tensors)
-            raise ValueError(f"module: layout {layout.name!r} has {part.key} for parts of one size; {shapes}")
-    options = {"softcap": module.softcap, "rotary": module.rotary}
-    for name, value in options.items():
-        if value is not None and name not in layout.needs:
-            raise ValueError(f"module: {name} is {value}, which a module of layout {layout.name!r} does not have")
-    usual = {"head_dim": module.embed_dim / module.num_heads, "v_head_dim": module.head_dim}
-    for name, width in {**usual, "kdim": module.embed_dim, "vdim": module.embed_dim}.items():
-        if name not in layout.widths and getattr(module, name) != width:
-            got = getattr(module, name)
-            raise ValueError(f"module: {name} is {got}; a module of layout {layout.name!r} has {width:g}")
-    if layout.scale is not None:
-        wanted = layout.scale(module.embed_dim, module.head_dim)
-        if not math.isclose(module.scale, wanted, rel_tol=1e-6):
-            raise ValueError(
-                f"module: scale is {module.scale:.6g}; a module of layout {layout.name!r} has {wanted:.6g}"
-            )
 
 
 # ---------------------------------------------------------------- words
