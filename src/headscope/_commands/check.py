@@ -56,7 +56,8 @@ def check(target: str, given: str | None, timeout: int, as_json: bool, **options
     that attends (with --embed-dim).
 
     The code in FILE.py is imported and run, in a process of its own with a time limit and without network for Python.
-    Processes that the code starts end with it. That is no sandbox: check only code that you would run. Exit code 0: nothing found; 1: something found.
+    Processes that the code starts end with it. That is no sandbox: check only code that you would run. Exit code 0:
+    nothing found; 1: something found.
     """
     path, name = _target(target)
     args, kwargs = _arguments(given or "")
@@ -135,10 +136,8 @@ def _ask(asked: dict[str, Any], timeout: int) -> dict[str, Any]:
         assert process.stdin is not None
         answer, printed = _Reader(process.stdout), _Reader(process.stderr)
         with process.stdin as stdin:
-            try:
+            with suppress(BrokenPipeError):
                 stdin.write(json.dumps(asked).encode() + b"\n")  # and left open: the process ends when this one does
-            except BrokenPipeError:
-                pass
             try:
                 code = process.wait(timeout)
             except subprocess.TimeoutExpired:
