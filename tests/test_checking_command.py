@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -143,6 +147,78 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert said in err.splitlines()[-1]
     assert err.splitlines()[-1].startswith("headscope check: ")
     assert "\x1b" not in err
+
+
+FORKS = """
+import fcntl, os, time
+
+ready, told = os.pipe()
+if not os.fork():
+    lock = open("lock", "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.write(told, b"x")
+    time.sleep(60)
+    os._exit(0)
+os.read(ready, 1)
+open("started", "w").close()
+"""
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+
+
+def is_locked() -> bool:
+    """Whether the sleeper still runs; the system releases its lock when it ends, also if nobody reaps it."""
+    import fcntl
+
+    deadline = time.monotonic() + 5
+    with open("lock") as lock:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.02)
+            else:
+                return False
+    return True
+
+
+@needs_fork
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        ("time.sleep(60)", "--timeout: the code was stopped after 1 seconds"),
+        ("1 / 0", "forks.py: fails when it is imported: ZeroDivisionError"),
+        ("os._exit(3)", "the code ended its process with 3 before there was an answer"),
+    ],
+)
+def test_what_the_code_has_started_ends_with_it(end: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("forks.py").write_text(FORKS + end)
+
+    code = main(["check", "forks.py:A", "--timeout", "1"])
+
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert Path("started").exists()
+    assert not is_locked()
+
+
+@needs_fork
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_signal_ends_what_the_code_has_started(name: str) -> None:
+    """Of SIGKILL the process learns nothing: the one that runs the code notices that its parent is gone."""
+    Path("forks.py").write_text(FORKS + "time.sleep(60)")
+    number = getattr(signal, name)
+    unblocked = f"import signal; signal.signal({int(signal.SIGINT)}, signal.default_int_handler); "
+    program = [sys.executable, "-c", f"{unblocked}from headscope.cli import main; main(['check', 'forks.py:A'])"]
+    with subprocess.Popen(program, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as running:
+        while not Path("started").exists() and running.poll() is None:
+            time.sleep(0.02)
+
+        running.send_signal(number)
+        _, err = running.communicate(timeout=20)
+
+    assert running.returncode == (130 if name == "SIGINT" else -number)
+    assert err.endswith(b"headscope: interrupted\n" if name == "SIGINT" else b"")
+    assert not is_locked()
 
 
 def test_code_that_ends_in_silence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -244,6 +244,51 @@ def test_what_is_not_done_is_one_error(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"vocab_size": 40},
+            "lm_head.weight: expected shape [40, 24], as config.json describes the model, got [32, 24] in the files; "
+            "1 more tensors do not match; use the config.json that belongs to these weights",
+        ),
+        (
+            {"num_key_value_heads": 1},
+            "model.layers.0.self_attn.k_proj.weight: expected shape [8, 24], as config.json describes the model, got "
+            "[24, 24] in the files; 1 more tensors do not match; use the config.json that belongs to these weights",
+        ),
+        ({"num_attention_heads": 5}, "hidden size (24) is not a multiple of the number of attention heads (5)"),
+        ({"num_attention_heads": "3"}, "Field 'num_attention_heads' expected int, got str"),
+    ],
+    ids=["vocabulary", "shape", "heads", "kind"],
+)
+def test_a_configuration_that_does_not_fit_is_refused_with_the_reason(
+    change: dict[str, Any], message: str, llama: Path, tmp_path: Path
+) -> None:
+    at = shutil.copytree(llama, tmp_path / "changed")
+    config = json.loads((at / "config.json").read_text(encoding="utf-8"))
+    (at / "config.json").write_text(json.dumps({**config, **change}), encoding="utf-8")
+
+    with pytest.raises(Mistake) as error:
+        load(str(at))
+
+    assert message in error.value.format_message()
+    assert "\n" not in error.value.format_message()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [("[1]", "a list"), ("[]", "a list"), ('"x"', "a string"), ("5", "a number"), ("null", "null")]
+)
+def test_a_configuration_that_is_not_an_object_is_refused(text: str, kind: str, llama: Path, tmp_path: Path) -> None:
+    at = shutil.copytree(llama, tmp_path / "changed")
+    (at / "config.json").write_text(text, encoding="utf-8")
+
+    with pytest.raises(Mistake) as error:
+        load(str(at))
+
+    assert error.value.format_message() == f"{at}: config.json: expected a JSON object, got {kind}"
+
+
 def test_nobody_is_asked_whether_code_of_a_repository_may_run(
     llama: Path, reached: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -217,6 +217,47 @@ def test_another_name_for_this_machine_is_refused(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
+    ("hosts", "code"),
+    [
+        (["localhost:PORT", "evil.example"], 400),
+        (["evil.example", "localhost:PORT"], 400),
+        (["localhost:PORT", "localhost:PORT"], 400),
+        (["localhost:PORT"], 200),
+    ],
+)
+def test_a_request_with_two_host_headers_is_refused(hosts: list[str], code: int, server: Server) -> None:
+    port = str(server.server_address[1])
+    headers = "".join(f"Host: {host}\r\n" for host in hosts).replace("PORT", port)
+
+    answer = send(server, f"GET /{server.token}/ HTTP/1.0\r\n{headers}\r\n".encode())
+
+    assert answer.status == code
+
+
+@pytest.mark.parametrize(
+    ("target", "code"),
+    [
+        ("http://evil.example/TOKEN/", 403),
+        ("http://evil.example:PORT/TOKEN/", 403),
+        ("http://localhost:PORT@evil.example/TOKEN/", 403),
+        ("http://evil.example@localhost:PORT/TOKEN/", 403),
+        ("https://localhost:PORT/TOKEN/", 403),
+        ("file:///TOKEN/", 403),
+        ("http:/TOKEN/", 403),
+        ("http://localhost:PORT/TOKEN/", 200),
+        ("http://127.0.0.1:PORT/TOKEN/", 200),
+    ],
+)
+def test_an_absolute_target_must_name_this_server(target: str, code: int, server: Server) -> None:
+    port = str(server.server_address[1])
+    path = target.replace("TOKEN", server.token).replace("PORT", port)
+
+    answer = send(server, f"GET {path} HTTP/1.0\r\nHost: localhost:{port}\r\n\r\n".encode())
+
+    assert answer.status == code
+
+
+@pytest.mark.parametrize(
     ("query", "said"),
     [
         ("tile", "layer: wanted 0 to 0"),

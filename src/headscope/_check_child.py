@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -38,8 +39,10 @@ def main() -> None:
 
 
 def _leave_with_parent() -> None:
-    """Whoever started this keeps stdin open; once it is gone, nobody waits for an answer."""
+    """End this process and its group once the parent is gone: the parent keeps stdin open while it waits."""
     sys.stdin.read()
+    if hasattr(os, "killpg") and os.getsid(0) == os.getpid():  # the group holds only what this process has started
+        os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from headscope._escapes import visible
 from headscope._json import plain
 from headscope.stats import HeadStats
 
@@ -81,7 +82,7 @@ class Basis:
         said += f" in {self.forwards:,} {plural('forward', self.forwards)}"
         if self.sampled:
             said += f", a sample of {self.looked_at / self.of:.2g} of the rows"
-        return said + (f"; {self.broken:,} broken rows left out" if self.broken else "") + "."
+        return visible(said + (f"; {self.broken:,} broken rows left out" if self.broken else "") + ".")
 
 
 def plural(word: str, count: int) -> str:
@@ -153,11 +154,11 @@ def as_table(columns: Sequence[str], cells: Sequence[Sequence[str]], caption: st
     left = len(cells) - len(shown)
     said = f"{left:,} more lines. {caption}" if left else caption
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.caption, table.caption_justify = (Text(said) if said else None), "left"
+    table.caption, table.caption_justify = (Text(visible(said)) if said else None), "left"
     for name in columns:
         table.add_column(name, justify="left" if name in TEXTS else "right", overflow="fold")
     for line in shown:
-        table.add_row(*(Text(cell) for cell in line))  # Text: a layer's name is no markup
+        table.add_row(*(Text(visible(cell)) for cell in line))  # Text: a layer's name is not markup
     return table
 
 

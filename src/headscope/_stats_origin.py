@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from headscope._escapes import visible
+
 PROCESS = "process"
 _REMEDY = "keep one recording for each, or give the layers other names: stats.named(...)"
 _NO_ORIGIN = "to merge without this check, drop what each states: stats.named(*stats.layers)"
@@ -68,7 +70,7 @@ class Origin:
         return Origin(self.model, self.config, {name: self.layers[name]} if name in self.layers else {})
 
     def __str__(self) -> str:
-        return f"{self.model} ({f'configuration {self.config}' if self.config else 'without a configuration'})"
+        return visible(f"{self.model} ({f'configuration {self.config}' if self.config else 'without a configuration'})")
 
 
 UNKNOWN = Origin("")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+from headscope._escapes import visible
 from headscope._json import plain
 from headscope.stats import HeadStats
 
@@ -101,16 +102,16 @@ def as_table(
         lines.sort(key=lambda line: sign * float(line[by]) if by in line else math.inf)
     table = Table(caption=_caption(stats), caption_justify="left")
     for name in columns:
-        table.add_column(name, justify="left" if name == "layer" else "right")
+        table.add_column(Text(visible(name)), justify="left" if name == "layer" else "right")
     for line in lines[:limit]:
-        table.add_row(*(Text(_shown(line.get(name))) for name in columns))  # Text: a layer's name is no markup
+        table.add_row(*(Text(_shown(line.get(name))) for name in columns))  # Text: a layer's name is not markup
     return table
 
 
 def as_html(stats: HeadStats) -> str:
     """The same as an HTML table; every text is escaped."""
     columns = (*_PLACE, *stats.names)
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+    head = "".join(f"<th>{html.escape(visible(name))}</th>" for name in columns)
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(_shown(line.get(name)))}</td>" for name in columns) + "</tr>"
         for line in _lines(stats)
@@ -122,4 +123,4 @@ def as_html(stats: HeadStats) -> str:
 def _shown(value: str | float | None) -> str:
     if value is None:
         return "–"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else visible(str(value))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headscope._escapes import visible
 from headscope._stats_parts import LayerStats
 
 Write = Callable[[dict[str, float], int], None]
@@ -71,7 +72,7 @@ class Alarm:
     reference: float
 
     def __str__(self) -> str:
-        return (
+        return visible(
             f"step {self.step}, layer {self.layer}, head {self.head}: {self.what}: {self.value:.4g} "
             f"(limit {self.limit:g}, before {self.reference:.4g})"
         )

@@ -15,6 +15,7 @@ import torch
 
 from headscope._call import kind
 from headscope._decision_parts import Answer, Basis, HasStats, decimal, plural, stats_of
+from headscope._escapes import visible
 from headscope._head_distances import normalised
 from headscope._stats_origin import check_comparable
 from headscope._stats_origin import notes as unchecked
@@ -191,7 +192,7 @@ class Comparison(Answer):
             more = f" and {len(only) - NAMED:,} more" if len(only) > NAMED else ""
             parts += [f"Only {side}: {', '.join(only[:NAMED])}{more}."] if only else []
         parts += [f"{note}." for note in self.notes]
-        return " ".join(parts)
+        return visible(" ".join(parts))
 
     def _largest(self) -> tuple[HeadChange, Change] | None:
         every = [(head, change) for head in self.heads for change in head.changes if not math.isnan(change.size)]

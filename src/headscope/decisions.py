@@ -17,6 +17,7 @@ from torch import Tensor
 from headscope._call import as_whole
 from headscope._decision_parts import Basis, Decision, HasStats, decimal, plural, share, stats_of
 from headscope._dense_stats import PATTERNS
+from headscope._escapes import visible
 from headscope._head_distances import PROFILE, bins_of, distributions, largest_gap, mass_of, profiles, variation
 from headscope._json import plain
 from headscope._pattern_means import pattern_means, smallest_window
@@ -375,7 +376,7 @@ class NearDuplicates(Decision):
             said += f" The closest are {pair.layer} head {pair.head} and {pair.other_layer} head {pair.other_head}:"
             said += f" {pair.distance:.2f} apart."
         left = f" Left out: {'; '.join(self.left_out)}." if self.left_out else ""
-        return f"{said} {super().caption()}{left}"
+        return visible(f"{said} {super().caption()}{left}")
 
     def to_dict(self) -> dict[str, Any]:
         """The answer ready for JSON; what is not defined is None."""

@@ -30,6 +30,7 @@ from headscope._dense_stats import (
     pattern_scores,
     row_statistics,
 )
+from headscope._escapes import visible
 from headscope._stats_origin import Origin, joined
 from headscope._stats_parts import Edge, Edges, HeadMap, Kept, LayerStats, Moments, histogram_edges
 
@@ -509,7 +510,7 @@ class HeadStats:
         names = ", ".join(self.names) or "no row quantities"
         looked, of = (sum(getattr(part, what) for part in self.parts.values()) for what in ("looked_at", "of"))
         sample = f", a sample of {looked} of {of} rows" if self.sampled else ""
-        return f"HeadStats({len(self.parts)} layers, {self.heads} heads{sample}: {names})"
+        return visible(f"HeadStats({len(self.parts)} layers, {self.heads} heads{sample}: {names})")
 
     def _repr_html_(self) -> str:
         from headscope._stats_show import as_html

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from headscope import _watch_frames, _watch_layers, _watch_transformers
 from headscope._call import whole
+from headscope._escapes import visible
 from headscope._stats_origin import LayerOrigin, Origin, Part
 from headscope._stats_parts import LayerStats
 from headscope._watch_calls import (
@@ -156,7 +157,7 @@ class Recording:
         stats = self.stats
         short, note = short_layers(stats.layers)
         table = stats.named(*short.values()).table(sort, **options)
-        table.caption = f"{table.caption} {escape(note)}".rstrip()
+        table.caption = f"{table.caption} {escape(visible(note))}".rstrip()
         return table
 
     def compare(self, other: HeadStats | Recording, thresholds: Thresholds | None = None) -> Comparison:
@@ -217,8 +218,8 @@ class Recording:
 
     def __repr__(self) -> str:
         if not self._parts and not self._pending:
-            return f"Recording({self.about.model}: nothing seen so far)"
-        return f"Recording({self.about.model}, {self.forwards} forward passes: {self.stats!r})"
+            return visible(f"Recording({self.about.model}: nothing seen so far)")
+        return visible(f"Recording({self.about.model}, {self.forwards} forward passes: {self.stats!r})")
 
     def _repr_html_(self) -> str:
         if not self._parts and not self._pending:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from headscope._commands.screen import Mistake, busy, console, print_json
+from headscope._commands.screen import Mistake, busy, console, print_json, visible
 
 if TYPE_CHECKING:
     from headscope._bench import Timing
@@ -35,7 +35,7 @@ def bench(seconds: float, dtype: tuple[str, ...], as_json: bool) -> None:
     timings: list[Timing] = []
     out = console()
     if not as_json:
-        out.print("  ".join(f"{name}: {value}" for name, value in _bench.machine().items()), soft_wrap=True)
+        out.print("  ".join(visible(f"{name}: {value}") for name, value in _bench.machine().items()), soft_wrap=True)
         peers = (f"× {peer.removeprefix('torch, ')}" for peer in _bench.PEERS)
         out.print(_line(["(B, T, E, H)", "mode", "dtype", "ours, ms", *peers]), soft_wrap=True)
     for timing in _run(seconds, dtype):

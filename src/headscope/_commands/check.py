@@ -6,15 +6,19 @@ import ast
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from headscope._commands.screen import SIZE, Mistake, busy, console, print_json, say, visible
+from headscope._commands.screen import ENDING, SIZE, Mistake, busy, console, print_json, say, visible
 
 if TYPE_CHECKING:
     from headscope._check_findings import Findings
@@ -52,7 +56,8 @@ def check(target: str, given: str | None, timeout: int, as_json: bool, **options
     that attends (with --embed-dim).
 
     The code in FILE.py is imported and run, in a process of its own with a time limit and without network for Python.
-    That is no sandbox: check only code that you would run. Exit code 0: nothing found; 1: something found.
+    Processes that the code starts end with it. That is no sandbox: check only code that you would run. Exit code 0:
+    nothing found; 1: something found.
     """
     path, name = _target(target)
     args, kwargs = _arguments(given or "")
@@ -124,25 +129,61 @@ def _ask(asked: dict[str, Any], timeout: int) -> dict[str, Any]:
     program = [sys.executable, "-P", "-c", CHILD, str(Path(__file__).parents[2])]
     pipe = subprocess.PIPE
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(program, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
-    assert process.stdin is not None
-    answer, printed = _Reader(process.stdout), _Reader(process.stderr)
-    with process.stdin as stdin:
-        try:
-            stdin.write(json.dumps(asked).encode() + b"\n")  # and left open: the process ends when this one does
-            code = process.wait(timeout)
-        except BrokenPipeError:
-            code = process.wait()
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise Mistake(f"--timeout: the code was stopped after {timeout} seconds") from None
+    process = subprocess.Popen(
+        program, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
+    )
+    with _group_ended(process):
+        assert process.stdin is not None
+        answer, printed = _Reader(process.stdout), _Reader(process.stderr)
+        with process.stdin as stdin:
+            with suppress(BrokenPipeError):
+                stdin.write(json.dumps(asked).encode() + b"\n")  # and left open: the process ends when this one does
+            try:
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                raise Mistake(f"--timeout: the code was stopped after {timeout} seconds") from None
     try:
         return json.loads(answer.text())
     except ValueError:
         last = printed.text().strip().rpartition("\n")[2]
         said = f": {last}" if last else ""
         raise Mistake(f"the code ended its process with {code} before there was an answer{said}") from None
+
+
+@contextmanager
+def _group_ended(process: subprocess.Popen[bytes]) -> Generator[None]:
+    """Kill a process and its group at the end of the block, and on a signal that ends this process.
+
+    The process leads a session of its own, so Ctrl-C in the terminal does not reach it.
+    """
+
+    def kill_and_pass_on(number: int, frame: FrameType | None) -> None:
+        _kill_group(process)
+        signal.signal(number, before[number])
+        signal.raise_signal(number)
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in ENDING}
+        before |= {number: each for number, each in handlers.items() if each not in (None, signal.SIG_IGN)}
+    for number in before:
+        signal.signal(number, kill_and_pass_on)
+    try:
+        yield
+    finally:
+        _kill_group(process)
+        process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and what it has started, except what has left its group."""
+    if not hasattr(os, "killpg"):  # Windows
+        process.kill()
+    elif process.pid != os.getpgrp():
+        with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM where only zombies are left
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 class _Reader(threading.Thread):

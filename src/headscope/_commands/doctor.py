@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from headscope._commands.screen import SIZE, Mistake, busy, console, print_json
+from headscope._commands.screen import SIZE, Mistake, busy, console, print_json, visible
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -184,7 +184,7 @@ def _print(machine: dict[str, dict[str, Any]], device: str, asks: dict[str, Ask]
     for section, found in ({} if single else machine).items():
         table = Table.grid(padding=(0, 2))
         for name, value in found.items():
-            table.add_row(Text(f"  {name}"), Text(_word(value)))
+            table.add_row(Text(f"  {name}"), Text(visible(_word(value))))
         out.print(Text(section, style="bold"))
         out.print(table)
         out.print()

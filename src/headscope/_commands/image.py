@@ -171,12 +171,12 @@ def _print(look: Look, explain: bool) -> None:
 
     sheet, choice, digit = look.sheet, look.choice, look.digit
     out = console()
-    out.print(Text(f"headscope image: {sheet.footer['Model']}", style="dim"))
+    out.print(Text(visible(f"headscope image: {sheet.footer['Model']}"), style="dim"))
     out.print(Text(f"{ATTENTION} Each patch of the image looks at all of them."))
     known = "" if digit.label is None else f", a {digit.label}"
     heading(out, "The digit", f"{visible(digit.source)}{known}; each of its 64 pixels is a patch")
     if digit.done:
-        out.print(Text("; ".join(digit.done), style="dim"))
+        out.print(Text(visible("; ".join(digit.done)), style="dim"))
     out.print(_digit_and_classes(look))
     show_steps(out, look.trace, choice.layer, sheet.layers, explain)
     heading(out, "All heads", "where each looks; 1 is as much as by chance, 4 the most there can be")

@@ -42,7 +42,13 @@ def read_config(transformers: Any, name: str, *, offline: bool) -> tuple[Any, li
         Mistake: it asks for something that headscope does not do.
         OSError: there is none.
     """
-    raw, _ = transformers.PreTrainedConfig.get_config_dict(name, local_files_only=offline)
+    try:
+        raw, _ = transformers.PreTrainedConfig.get_config_dict(name, local_files_only=offline)
+    except (TypeError, AttributeError):  # transformers uses what it has read as an object
+        check_is_object(name, offline=offline)
+        raise
+    if not isinstance(raw, dict):
+        check_is_object(name, offline=offline)
     check_no_adapter(name, offline=offline)
     check_config(name, raw)
     raw.pop("configuration_files", None)  # `get_config_dict` has chosen one of these
@@ -55,6 +61,17 @@ def read_config(transformers: Any, name: str, *, offline: bool) -> tuple[Any, li
             raise ValueError(str(error).replace(folder, name)) from error
     config.name_or_path = name
     return config, notes
+
+
+def check_is_object(name: str, *, offline: bool) -> None:
+    """Check that config.json holds a JSON object."""
+    from transformers.utils.hub import cached_file
+
+    file = cached_file(name, "config.json", local_files_only=offline)
+    found = None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        names = {list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number"}
+        raise Mistake(f"{name}: config.json: expected a JSON object, got {names.get(type(found), 'null')}")
 
 
 def check_no_adapter(name: str, *, offline: bool) -> None:

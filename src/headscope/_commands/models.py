@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -167,9 +167,10 @@ def _loaded(transformers: Any, name: str, folder: bool) -> Loaded:
 
 
 def _first(error: Exception) -> str:
-    """The first line of an error, fit for a terminal."""
+    """The first line of an error, fit for a terminal, and what follows as long as a line ends in a colon."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return one_line(lines[0])
+    last = next((at for at, line in enumerate(lines) if not line.rstrip().endswith(":")), len(lines) - 1)
+    return one_line(" ".join(lines[: last + 1]))
 
 
 def _from(transformers: Any, name: str, *, offline: bool) -> Loaded:
@@ -183,7 +184,10 @@ def _confined(transformers: Any, name: str, *, offline: bool) -> Loaded:
     kind = getattr(transformers, (config.architectures or [""])[0], None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         kind = transformers.AutoModel
-    model, report = kind.from_pretrained(name, use_safetensors=True, output_loading_info=True, **options)
+    model, report = kind.from_pretrained(
+        name, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
+    _check_shapes(name, report["mismatched_keys"])
     model.eval()
     said = {
         "missing_keys": "weights are not in the files and were drawn at random",
@@ -198,6 +202,28 @@ def _confined(transformers: Any, name: str, *, offline: bool) -> Loaded:
             return loaded.run(inputs)
 
     return replace(loaded, notes=tuple(notes), run=run)
+
+
+def _check_shapes(name: str, mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """Check that every tensor of the files has the shape that the configuration requires.
+
+    transformers would raise, too, but writes the tensors into its log and not into the error.
+
+    Args:
+        name: of the model.
+        mismatched: of each tensor its name, its shape in the files, and its shape in the model.
+
+    Raises:
+        Mistake: a tensor has another shape.
+    """
+    if not mismatched:
+        return
+    (tensor, stored, expected), *others = sorted(mismatched, key=lambda each: each[0])
+    more = f"; {len(others)} more tensors do not match" if others else ""
+    raise Mistake(
+        f"{name}: cannot be loaded: {visible(tensor)}: expected shape {list(expected)}, as config.json describes the model, got "
+        f"{list(stored)} in the files{more}; use the config.json that belongs to these weights"
+    )
 
 
 def _either(transformers: Any, model: Any, label: str, name: str, options: dict[str, Any]) -> Loaded:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from headscope._escapes import visible
 from headscope._json import plain
 
 if TYPE_CHECKING:
@@ -80,13 +81,6 @@ SIZE = Whole(1)
 INDEX = Index()
 
 
-def visible(text: str) -> str:
-    """The text with everything that a terminal would obey, or not show, written as an escape such as ``\\x1b``."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
 def few(names: Sequence[str], most: int) -> str:
     """The first of these names, fit for a terminal, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
@@ -130,7 +124,7 @@ def warnings_as_notes(command: str) -> Generator[None]:
 
         def write(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
             if not issubclass(category, WatchWarning):
-                show(message, category, *rest, **more)
+                show(one_line(str(message)), category, *rest, **more)
                 return
             note = str(message).removeprefix("watch: ").partition("; unseen=")[0]
             if note not in written:
@@ -155,7 +149,7 @@ def busy(what: str) -> Generator[None]:
         return
     from rich.console import Console
 
-    with Console(stderr=True, highlight=False, markup=False).status(what):
+    with Console(stderr=True, highlight=False, markup=False).status(visible(what)):
         yield
 
 

@@ -24,7 +24,7 @@ def heading(out: Console, name: str, says: str) -> None:
     from rich.text import Text
 
     out.print()
-    out.print(Text.assemble((name, "bold cyan"), "  ", (says, "italic")))
+    out.print(Text.assemble((visible(name), "bold cyan"), "  ", (visible(says), "italic")))
 
 
 def show_steps(out: Console, trace: Trace, layer: int, layers: int, explain: bool) -> None:

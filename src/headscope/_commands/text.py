@@ -208,7 +208,7 @@ def _print(reading: Reading, explain: bool) -> None:
 
     sheet, choice = reading.sheet, reading.choice
     out = console()
-    out.print(Text(f"headscope text: {sheet.footer['Model']}", style="dim"))
+    out.print(Text(visible(f"headscope text: {sheet.footer['Model']}"), style="dim"))
     out.print(Text(f"{ATTENTION} Each token looks at {_looks(sheet)}."))
     count = len(sheet.tokens)
     pieces = (

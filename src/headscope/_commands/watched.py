@@ -34,8 +34,8 @@ def show(out: Console, watched: Watched, recording: str | None, page: str | None
     from headscope.report import NOT_EXPLANATION
     from headscope.report.recording import broken_layers
 
-    out.print(Text(f"headscope watch: {_title(watched)}", style="dim"))
-    out.print(Text(_lead(watched)))
+    out.print(Text(visible(f"headscope watch: {_title(watched)}"), style="dim"))
+    out.print(Text(visible(_lead(watched))))
     rows = "a sample of the rows" if watched.recording.stats.sampled else "all rows"
     heading(out, "All heads", f"where each spreads its attention, over {rows}")
     cells = _cells(watched)
@@ -46,18 +46,18 @@ def show(out: Console, watched: Watched, recording: str | None, page: str | None
         out.print(Text(left, style="dim"))
     out.print(_reading(watched))
     if broken := broken_layers(watched.recording.stats.parts):
-        out.print(Text(broken))
+        out.print(Text(visible(broken)))
     heading(out, "What follows", "from this input; more on the page and in docs/decisions.md")
     findings = Table.grid(padding=(0, 1, 0, 0))
     for line in _findings(watched):
-        findings.add_row("•", Text(line))
+        findings.add_row("•", Text(visible(line)))
     out.print(findings)
     if watched.comparison is not None:
         heading(out, "What moved", f"since {watched.against}")
         if watched.comparison.cells():
             out.print(watched.comparison.table(limit=MOVES))
         else:
-            out.print(Text(watched.comparison.caption()))
+            out.print(Text(visible(watched.comparison.caption())))
     out.print()
     out.print(Text(NOT_EXPLANATION, style="dim"))
     for what, path in (("The recording", recording), ("All tables, to be opened in a browser", page)):
@@ -121,7 +121,7 @@ def _table(cells: list[tuple[str, ...]]) -> Table:
         table.add_column(name, justify="left" if name in TEXTS else "right", no_wrap=name != "layer", overflow="fold")
     for line in cells:
         score = _as_number(line[COLUMNS.index("score")])
-        table.add_row(*map(Text, line), style=strength(score))
+        table.add_row(*(Text(visible(cell)) for cell in line), style=strength(score))
     return table
 
 
@@ -142,8 +142,8 @@ def _reading(watched: Watched) -> object:
     _, note = short_layers(watched.recording.layers)
     found = {each.pattern for each in watched.patterns.best}
     said = meanings((name for name in PATTERNS if name in found), PATTERNS)
-    columns = f"{_columns()} Kept: mass that the {_keys(watched.budget.budgets[0])} with the most keep."
-    return Text("\n").join([said, Text(f"{note}{columns}", style="dim")] if said else [Text(f"{note}{columns}", "dim")])
+    columns = f"{visible(note)}{_columns()} Kept: mass that the {_keys(watched.budget.budgets[0])} with the most keep."
+    return Text("\n").join([said, Text(columns, style="dim")] if said else [Text(columns, "dim")])
 
 
 def _columns() -> str:

@@ -301,8 +301,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer, or refuse without saying what is there."""
-        port = self.server.server_address[1]
-        if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):  # no other name may lead here
+        own = [f"{name}:{self.server.server_address[1]}" for name in ("127.0.0.1", "localhost")]
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) > 1:  # a proxy and this server could each follow another one
+            return self._answer(400, "text/plain", b"expected one Host header\n")
+        if not hosts or hosts[0] not in own:  # no other name may lead here
             return self._answer(403, "text/plain", b"wrong host\n")
         if len(self.path) > LONGEST:
             return self._answer(414, "text/plain", b"too long\n")
@@ -310,6 +313,9 @@ class _Handler(BaseHTTPRequestHandler):
             asked = urlsplit(self.path)
         except ValueError:  # a host in brackets that is none
             return self._answer(400, "text/plain", b"wanted a path\n")
+        # "GET http://host/path": the host of an absolute target overrides the header (RFC 9112, 3.2.2)
+        if (asked.scheme or asked.netloc) and (asked.scheme != "http" or asked.netloc not in own):
+            return self._answer(403, "text/plain", b"wrong host\n")
         token, slash, what = asked.path.removeprefix("/").partition("/")
         if not slash or not hmac.compare_digest(token.encode(), self.server.token.encode()):
             return self._answer(404, "text/plain", b"not here\n")

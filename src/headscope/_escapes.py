@@ -1,0 +1,14 @@
+"""Text from outside, such as names in a recording, in a form that is safe to print."""
+
+from __future__ import annotations
+
+
+def visible(text: str) -> str:
+    """Return the text with each character that a terminal obeys, or does not show, as an escape such as ``\\x1b``.
+
+    These are controls with line ends, marks of direction, lone surrogates, and blanks other than the space. Whatever
+    prints names, tokens or text of a file or a recording calls this function.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
