@@ -104,12 +104,12 @@ def some_of(names: Iterable[str], limit: int = 12) -> str:
 
 def unseen(modules: Mapping[str, nn.Module], ran: Collection[str], seen: Collection[str]) -> list[str]:
     """The modules that call themselves attention and ran, while no attention call in, of or around them was seen."""
-    named = [name for name in ran if _is_attention(name, modules[name])]
+    named = [name for name in ran if is_attention(name, modules[name])]
     missing = [
         name
         for name in named
         if not any(_within(other, name) for other in seen)
-        and not any(_within(name, other) and _is_attention(other, modules[other]) for other in seen)
+        and not any(_within(name, other) and is_attention(other, modules[other]) for other in seen)
     ]
     missing = [name for name in missing if not _is_projection(name, modules, ran, missing)]
     return [name for name in missing if not any(_within(other, name) and other != name for other in missing)]
@@ -126,7 +126,7 @@ def partly_unseen(modules: Mapping[str, nn.Module], written: Collection[str], se
     return [
         name
         for name in written
-        if name in seen or (_is_attention(name, modules[name]) and any(_within(other, name) for other in seen))
+        if name in seen or (is_attention(name, modules[name]) and any(_within(other, name) for other in seen))
     ]
 
 
@@ -136,7 +136,7 @@ def with_classes(modules: Mapping[str, nn.Module], names: Collection[str]) -> st
     return ", ".join(name if name == kind else f"{name} ({kind})" for name, kind in kinds.items())
 
 
-def _is_attention(name: str, module: nn.Module) -> bool:
+def is_attention(name: str, module: nn.Module) -> bool:
     """Whether it is called so, by its class or its path, and holds a matrix; a norm's gate may be one."""
     kind, called = type(module).__name__, name.rsplit(".", 1)[-1]
     if not _ATTENTION.search(kind):
@@ -144,6 +144,11 @@ def _is_attention(name: str, module: nn.Module) -> bool:
         if not named or _BESIDE.search(f"{kind} {called}"):
             return False
     return _matrices(module) > (1 if _NORM.search(kind) else 0)
+
+
+def is_attention_class(name: str, module: nn.Module) -> bool:
+    """Return whether it is an attention module by its class, whatever its name."""
+    return bool(_ATTENTION.search(type(module).__name__)) and is_attention(name, module)
 
 
 def _is_projection(name: str, modules: Mapping[str, nn.Module], ran: Collection[str], missing: Collection[str]) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from headscope import _watch_frames, _watch_layers, _watch_transformers
 from headscope._call import as_whole, kind, number
 from headscope._watch_calls import Call, WatchError, WatchWarning
+from headscope._watch_edits import Choose, Layout
 from headscope._watch_frames import Frame
 from headscope._watch_layers import Choice
 
@@ -86,13 +89,23 @@ def _numbers(layer: str, heads: Heads) -> set[int] | None:
     return numbers
 
 
+def _fitting(modules: Mapping[str, nn.Module], patterns: Collection[str]) -> set[str]:
+    """Return the names that some pattern fits."""
+    return {
+        name
+        for name in modules
+        if any(fnmatchcase(part, pattern) for part in _watch_layers.path_of(name) for pattern in patterns)
+    }
+
+
 class _Acting:
     """Something that multiplies heads while it is open, and knows which layers it has reached."""
 
     again = True
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], choose: Choose) -> None:
         self.modules = modules
+        self.layout = Layout(modules, choose, "heads")
         self.reached: dict[str, int] = {}
         """Layer -> its heads."""
         self._warned: set[str] = set()
@@ -111,7 +124,12 @@ class _Acting:
         _watch_frames.close(self, self.modules)
 
     def begin(self) -> _Pass:
-        """A forward pass starts."""
+        """A forward pass starts.
+
+        Raises:
+            WatchError: attention layers that are meant were replaced or added since the block was opened.
+        """
+        self.layout.check()
         return _Pass(self)
 
     def end(self, forward: _Pass, *, finished: bool) -> None:
@@ -171,6 +189,7 @@ class _Pass:
     def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
         """A module has made its attention call."""
         self.seen.add(name)
+        self.acting.layout.attended.add(name)
 
     def factors(self, name: str, heads: int) -> Tensor | None:
         """What a module's heads are multiplied by."""
@@ -192,7 +211,7 @@ class Ablation(_Acting):
         self, modules: Mapping[str, nn.Module], chosen: Mapping[str, set[int] | None],
         patterns: Mapping[str, list[str]], scale: float,
     ) -> None:  # fmt: skip
-        super().__init__(modules)
+        super().__init__(modules, lambda now: _fitting(now, patterns))
         self._chosen = chosen
         self._patterns = patterns
         self._scale = scale
@@ -212,6 +231,7 @@ class Ablation(_Acting):
         self.close()
         if error is not None:
             return
+        self.layout.check(last=True)
         for pattern, names in self._patterns.items():
             if not any(name in self.reached for name in names):
                 raise WatchError(
@@ -267,10 +287,11 @@ def head_importance(
     if method not in ("gradient", "ablation"):
         raise ValueError(f'method: got {method!r}, wanted "gradient" or "ablation"')
     modules = _watch_layers.modules_of(model)
-    gauge = _Gauge(modules, _watch_layers.chosen(modules, layers), learn=method == "gradient")
+    gauge = _Gauge(modules, partial(_watch_layers.chosen, layers=layers), learn=method == "gradient")
     gauge.open()
     try:
         found = _by_gradient(model, loss_fn, gauge) if method == "gradient" else _by_ablation(model, loss_fn, gauge)
+        gauge.layout.check(last=True)
     finally:
         gauge.close()
     return {name: found[name] for name in modules if name in found}
@@ -279,9 +300,9 @@ def head_importance(
 class _Gauge(_Acting):
     """Factors of one that gradients can reach, or that can be set."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], chosen: Collection[str], *, learn: bool) -> None:
-        super().__init__(modules)
-        self.chosen = chosen
+    def __init__(self, modules: Mapping[str, nn.Module], choose: Choose, *, learn: bool) -> None:
+        super().__init__(modules, choose)
+        self.chosen = choose(modules)
         self.learn = learn
         self.scales: dict[str, Tensor] = {}
 

@@ -32,6 +32,7 @@ from headscope._watch_calls import (
     placed,
     standing,
 )
+from headscope._watch_edits import Layout
 from headscope._watch_frames import Frame
 from headscope._watch_layers import Choice
 from headscope._watch_monitor import Alarm, AttentionWarning, Limits, Monitor, writer
@@ -323,7 +324,8 @@ def watch(
 
     Raises:
         TypeError, ValueError: an argument that does not fit; texts that are of no layer when the watch ends.
-        WatchError: the model runs compiled; later, a layer that cannot be seen, or nothing that was.
+        WatchError: the model runs compiled; later, a layer that cannot be seen, one that was replaced or added within
+            the block, or nothing that was seen.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"model: got {type(model).__name__}, wanted a torch.nn.Module")
@@ -365,6 +367,7 @@ class Watch:
         self._last_active = False
         self.modules = _watch_layers.modules_of(model)
         self.chosen = _watch_layers.chosen(self.modules, layers)
+        self.layout = Layout(self.modules, partial(_watch_layers.chosen, layers=layers), "watch")
         for pattern in options.kinds:
             _watch_layers.fitting(self.modules, pattern, "kinds")
         self.places = {name: place for place, name in enumerate(self.modules)}
@@ -395,6 +398,7 @@ class Watch:
         if self.monitor is not None:
             self.monitor.finish()
         if error is None:
+            self.layout.check(last=True)
             self._check()
 
     def _check(self) -> None:
@@ -419,9 +423,14 @@ class Watch:
     # ------------------------------------------------------------ as the modules' calls see it
 
     def begin(self) -> Pass:
-        """A forward pass starts, or a piece of the last one is computed again."""
+        """A forward pass starts, or a piece of the last one is computed again.
+
+        Raises:
+            WatchError: attention layers were replaced or added since the watch was opened.
+        """
         if torch._C._current_graph_task_id() != -1:
             return Again(self, self.recording.about.ran, self._last_active)
+        self.layout.check()
         with self.recording._lock:
             about = self.recording.about
             active = about.ran % self.options.every == 0
@@ -536,6 +545,7 @@ class Pass:
         """
         self.seen.add(name)
         watch = self.watch
+        watch.layout.attended.add(name)
         if name not in watch.chosen:
             return
         layer = name if frame.calls == 1 else f"{name}#{frame.calls}"
