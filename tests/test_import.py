@@ -54,6 +54,7 @@ def test_watching_waits_for_transformers_until_a_model_brings_it() -> None:
 CORE = [
     *(
         "_files",
+        "_escapes",
         "_json",
         "_cpuinfo",
         "_onlookers",

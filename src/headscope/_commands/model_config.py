@@ -70,8 +70,9 @@ def check_is_object(name: str, *, offline: bool) -> None:
     file = cached_file(name, "config.json", local_files_only=offline)
     found = None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
     if not isinstance(found, dict):
-        names = {list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number"}
-        raise Mistake(f"{name}: config.json: expected a JSON object, got {names.get(type(found), 'null')}")
+        kinds = ((list, "a list"), (str, "a string"), (bool, "true or false"), ((int, float), "a number"))
+        kind = next((words for types, words in kinds if isinstance(found, types)), "null")
+        raise Mistake(f"{name}: config.json: expected a JSON object, got {kind}")
 
 
 def check_no_adapter(name: str, *, offline: bool) -> None:

@@ -221,8 +221,8 @@ def _check_shapes(name: str, mismatched: Collection[tuple[str, Sequence[int], Se
     (tensor, stored, expected), *others = sorted(mismatched, key=lambda each: each[0])
     more = f"; {len(others)} more tensors do not match" if others else ""
     raise Mistake(
-        f"{name}: cannot be loaded: {visible(tensor)}: expected shape {list(expected)}, as config.json describes the model, got "
-        f"{list(stored)} in the files{more}; use the config.json that belongs to these weights"
+        f"{name}: cannot be loaded: {visible(tensor)}: expected shape {list(expected)}, as config.json describes the "
+        f"model, got {list(stored)} in the files{more}; use the config.json that belongs to these weights"
     )
 
 
