@@ -82,7 +82,12 @@ def by_head(product: Own) -> Own:
 
 def by_batch(product: Own) -> Own:
     """A product of [B * H, Q, K] and [B * H, K, D]."""
-    return lambda s, v: product(s.softmax(-1).flatten(0, 1), v.flatten(0, 1)).unflatten(0, s.shape[:2])
+
+    def own(s: Tensor, v: Tensor) -> Tensor:
+        out: Any = product(s.softmax(-1).flatten(0, 1), v.flatten(0, 1))
+        return out.unflatten(0, s.shape[:2])
+
+    return own
 
 
 def summed(s: Tensor, v: Tensor) -> Tensor:
@@ -116,8 +121,8 @@ ATTENDS: dict[str, Own] = {
     "multi_dot": by_head(lambda p, v: torch.linalg.multi_dot([p, v])),
     "multi_dot, three": by_head(lambda p, v: torch.linalg.multi_dot([torch.eye(len(p)), p, v])),
     "chain_matmul": by_head(lambda p, v: chain_matmul(p, v)),
-    "aten": by_batch(lambda p, v: bmm(p, v)),
-    "aten, an overload": by_batch(lambda p, v: bmm_overload(p, v)),
+    "aten": by_batch(bmm),
+    "aten, an overload": by_batch(bmm_overload),
     "by keyword": lambda s, v: torch.matmul(input=torch.softmax(input=s, dim=-1), other=v),
 }
 
