@@ -19,6 +19,11 @@ from watched_small import Attention
 from headscope import ablate, watch
 from headscope.watching import WatchWarning
 
+bmm: Callable[..., Tensor] = torch.ops.aten.bmm
+bmm_overload: Callable[..., Tensor] = torch.ops.aten.bmm.default
+tensordot: Callable[..., Tensor] = torch.tensordot  # its stub has the overloads of dims left out
+chain_matmul: Callable[..., Tensor] = torch.chain_matmul
+
 Own = Callable[[Tensor, Tensor], Tensor]
 """Logits [B, H, Q, K] and values [B, H, K, D] -> [B, H, Q, D]."""
 
@@ -63,6 +68,34 @@ def folded(s: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(s.softmax(-1).flatten(0, 1), v.flatten(0, 1)).unflatten(0, s.shape[:2])
 
 
+def by_head(product: Own) -> Own:
+    """A product of matrices for each head, [Q, K] and [K, D] -> [Q, D]."""
+
+    def own(s: Tensor, v: Tensor) -> Tensor:
+        p = s.softmax(-1)
+        return torch.stack([product(*each) for each in zip(p.flatten(0, 1), v.flatten(0, 1), strict=True)]).view(
+            *s.shape[:-1], v.shape[-1]
+        )
+
+    return own
+
+
+def by_batch(product: Own) -> Own:
+    """A product of [B * H, Q, K] and [B * H, K, D]."""
+
+    def own(s: Tensor, v: Tensor) -> Tensor:
+        out: Any = product(s.softmax(-1).flatten(0, 1), v.flatten(0, 1))
+        return out.unflatten(0, s.shape[:2])
+
+    return own
+
+
+def summed(s: Tensor, v: Tensor) -> Tensor:
+    """Sums over batch and heads."""
+    p = s.softmax(-1).flatten(0, 1)
+    return v.new_zeros((*v.shape[:2], p.shape[1], v.shape[-1])) + torch.addbmm(v.new_zeros(()), p, v.flatten(0, 1))
+
+
 ATTENDS: dict[str, Own] = {
     "softmax and @": lambda s, v: s.softmax(-1) @ v,
     "functional": lambda s, v: torch.matmul(F.softmax(s, dim=-1), v),
@@ -74,10 +107,27 @@ ATTENDS: dict[str, Own] = {
     "einsum": lambda s, v: torch.einsum("bhqk,bhkd->bhqd", s.softmax(-1), v),
     "einsum, values first": lambda s, v: torch.einsum("bhkd, bhqk -> bhqd", v, s.softmax(-1)),
     "transposed": lambda s, v: (v.transpose(-2, -1) @ s.softmax(-1).transpose(-2, -1)).transpose(-2, -1),
+    "baddbmm": by_batch(lambda p, v: torch.baddbmm(p.new_zeros(()), p, v)),
+    "baddbmm by keyword": by_batch(lambda p, v: torch.baddbmm(input=p.new_zeros(()), batch1=p, batch2=v)),
+    "baddbmm_": by_batch(lambda p, v: (p @ v.detach() * 0).baddbmm_(p, v)),
+    "addbmm": summed,
+    "addmm": by_head(lambda p, v: torch.addmm(p.new_zeros(()), p, v)),
+    "matmul of each head": by_head(lambda p, v: p @ v),
+    "tensordot": by_head(lambda p, v: tensordot(p, v, 1)),
+    "tensordot, values first": by_head(lambda p, v: tensordot(v, p, dims=([0], [1])).T),
+    "inner": by_head(lambda p, v: torch.inner(p, v.T)),
+    "inner, values first": by_head(lambda p, v: torch.inner(v.T, p).T),
+    "linear": by_head(lambda p, v: F.linear(p, v.T)),
+    "multi_dot": by_head(lambda p, v: torch.linalg.multi_dot([p, v])),
+    "multi_dot, three": by_head(lambda p, v: torch.linalg.multi_dot([torch.eye(len(p)), p, v])),
+    "chain_matmul": by_head(lambda p, v: chain_matmul(p, v)),
+    "aten": by_batch(bmm),
+    "aten, an overload": by_batch(bmm_overload),
     "by keyword": lambda s, v: torch.matmul(input=torch.softmax(input=s, dim=-1), other=v),
 }
 
 
+@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
 @pytest.mark.parametrize("memory", [7, 3])
 @pytest.mark.parametrize("fused_inside", [False, True])
 @pytest.mark.parametrize("own", ATTENDS)
@@ -103,11 +153,17 @@ def routed(s: Tensor, v: Tensor) -> Tensor:
     return v * weights.sum(-1, keepdim=True) + experts.sum() * 0
 
 
+LEARNED = nn.Parameter(torch.ones(5, 7))
+
+
 NONE: dict[str, Own] = {
     "weights that are not used": lambda s, v: v + s.softmax(-1).sum() * 0,
     "a gate": gate,
     "a router": routed,
     "a learned codebook": lambda s, v: v + s[..., :3].softmax(-1) @ torch.ones(3, v.shape[-1]),
+    "a learned matrix": by_head(lambda p, v: v[: len(p)].sum() + F.linear(p, LEARNED[:, : p.shape[-1]])),
+    "a learned matrix, transposed": by_head(lambda p, v: v.sum() + torch.addmm(p[:, :1], p, LEARNED[:, : len(p)].T)),
+    "tensordot over heads and keys": lambda s, v: v + tensordot(s.softmax(-1), v, dims=([1, 3], [1, 2])).sum(),
     "over queries": lambda s, v: s.softmax(-2) @ v,
     "a product with no softmax": lambda s, v: s @ v,
     "logits after a softmax": lambda s, v: v + (v @ v.transpose(-2, -1)).sum() * s.softmax(-1).mean(),
