@@ -290,13 +290,18 @@ def tutorial_layouts() -> tuple[Layout, ...]:
     )  # fmt: skip
 
 
+def gpt2_scales(embed_dim: int, head_dim: int) -> tuple[float, ...]:
+    """Return the scales of GPT-2 with and without ``scale_attn_weights``."""
+    return head_dim**-0.5, 1.0
+
+
 def encoder_layouts() -> tuple[Layout, ...]:
     """Models of transformers without rotary positions."""
     usual = {"num_heads": "num_heads", "dropout": "dropout"}
     projections = "q_proj k_proj v_proj out_proj"
     bert = {"num_heads": "self.num_attention_heads", "dropout": "self.dropout", "scale": "self.scaling"}
     gpt2 = {"num_heads": "num_heads", "dropout": "attn_dropout", "scale": "scaling"}
-    scaled: dict[str, Any] = {"scales": lambda embed_dim, head_dim: (head_dim**-0.5, 1.0), "by_layer": True}
+    scaled: dict[str, Any] = {"scales": gpt2_scales, "by_layer": True}
     masks = ("bias", "masked_bias")  # buffers of old versions
     c_proj = packed("c_proj", ("out",), "columns")
     vit = {"num_heads": "num_attention_heads", "dropout": "attention_dropout", "scale": "scaling"}

@@ -95,7 +95,8 @@ def from_state_dict(
     Raises:
         TypeError: a state or an option of the wrong kind.
         ValueError: an unknown layout, keys that are missing or unexpected, sizes that do not fit, an option that is
-            missing or contradicts the weights, an index that names what its files do not have.
+            missing or contradicts the weights, a ``rotary`` that the layout does not have, an index that names what
+            its files do not have.
         FileNotFoundError: there is no such file.
     """
     found = _named(layout)
