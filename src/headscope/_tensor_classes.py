@@ -24,7 +24,7 @@ def is_causal_bias(x: object) -> bool:
     """
     if type(x) in ORDINARY:
         return False
-    return any(each.__name__ == "CausalBias" and each.__module__ == _MODULE for each in type(x).__mro__)
+    return type(x).__name__ == "CausalBias" and type(x).__module__ == _MODULE
 
 
 _MODULE = "torch.nn.attention.bias"
