@@ -98,6 +98,7 @@ CORE = [
         "_watch_calls",
         "_watch_torch",
         "_watch_layers",
+        "_watch_edits",
         "_watch_frames",
         "_watch_tokens",
         "_watch_monitor",

@@ -84,6 +84,7 @@ def as_table(
     stats: HeadStats, sort: str | None, names: Collection[str] | None, descending: bool, limit: int | None
 ) -> Table:
     """See ``HeadStats.table``."""
+    from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
@@ -102,7 +103,7 @@ def as_table(
         lines.sort(key=lambda line: sign * float(line[by]) if by in line else math.inf)
     table = Table(caption=_caption(stats), caption_justify="left")
     for name in columns:
-        table.add_column(Text(visible(name)), justify="left" if name == "layer" else "right")
+        table.add_column(escape(visible(name)), justify="left" if name == "layer" else "right")
     for line in lines[:limit]:
         table.add_row(*(Text(_shown(line.get(name))) for name in columns))  # Text: a layer's name is not markup
     return table

@@ -555,8 +555,9 @@ def _read_by_plans(mask: Mask) -> dict[int, Tensor]:
 
 
 def _is_comparable(x: Tensor) -> bool:
-    """Whether comparing its values waits for no device: a plain tensor on the CPU."""
-    return type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.layout == torch.strided and not x.is_inference()
+    """Whether its values can be compared without waiting for a device: those of a plain tensor on the CPU."""
+    plain = type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.layout == torch.strided and not x.is_inference()
+    return plain and not (x.is_neg() or x._is_zerotensor())  # these two refuse new_tensor and tolist
 
 
 @lru_cache(maxsize=16)  # functional keeps more, with a limit for their length
