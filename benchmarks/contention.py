@@ -31,6 +31,8 @@ from headscope import _bench
 HERE = Path(__file__).parent
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WARM_UP_CALLS = 5
+CALLS, LONG_CALLS = 1000, 200  # the 95th percentile of few short calls is a matter of a single scheduler slice
+LONG = 2048  # queries
 PAUSE_S = 0.0005  # between calls, as a model's other layers would take: the scheduler then owes neither peer anything
 
 
@@ -110,14 +112,19 @@ def main() -> None:
     parser.add_argument("--cases", default="A,C,D,E", help="shapes of benchmarks/attention.py")
     parser.add_argument("--dtypes", default="fp32,bf16")
     parser.add_argument("--busy", default="0,1,2", help="numbers of busy processes")
-    parser.add_argument("--calls", type=int, default=200, help="of each peer in each case")
+    parser.add_argument(
+        "--calls",
+        type=int,
+        help=f"of each peer in each case; default: {CALLS}, or {LONG_CALLS} of {LONG} queries and more",
+    )
     parser.add_argument("--out", type=Path, help="by default contention.json, of a full run only")
     options = parser.parse_args()
     rows: list[dict[str, object]] = []
     for busy in map(int, options.busy.split(",")):
         for shape in options.cases.split(","):
             for dtype in options.dtypes.split(","):
-                rows.append(measure(shape, dtype, busy, options.calls))
+                calls = options.calls or (LONG_CALLS if SHAPES[shape][3] >= LONG else CALLS)
+                rows.append(measure(shape, dtype, busy, calls))
                 print(markdown(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     full = len(sys.argv) == 1
     out = options.out or (HERE / "contention.json" if full else None)
