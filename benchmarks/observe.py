@@ -25,7 +25,7 @@ from observe_parts import attention, models, report
 from observe_parts.report import Report
 from observe_parts.timing import Row
 
-from headscope import _bench
+from headscope.cli import _benchmark
 
 HERE = Path(__file__).parent
 KINDS = (attention.TIME, attention.MEMORY, attention.LONG, models.KIND)
@@ -88,7 +88,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run(asked: argparse.Namespace, command: str) -> tuple[Report, bool]:
     """All cases that were asked for, and whether it came to the end; Ctrl-C ends it with what there is."""
     torch.set_num_threads(asked.threads)
-    made = Report([command], _bench.machine())
+    made = Report([command], _benchmark.machine())
     try:
         for kind, name, measure in chosen(asked):
             print(kind, name, file=sys.stderr, flush=True)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import headscope
-from headscope._backends import accumulate_dtype, cpu
+from headscope._attend.backends import native
+from headscope._attend.interface import accumulate_dtype
 from headscope.masks import Band, Dense, Documents, KeyLengths, Prefix, causal, window
 
 B, H, HKV, Q, K, D = 2, 6, 3, 11, 13, 5
@@ -130,7 +131,7 @@ OPTIONS: dict[str, Callable[[torch.dtype], Asked]] = {
 }
 
 
-NATIVE = ["cpu"] if cpu.native is not None else []  # without a C++ compiler there is none
+NATIVE = ["cpu"] if native.native is not None else []  # without a C++ compiler there is none
 ANY = [*NATIVE, "blocked", "small blocks", "reference"]  # these take every call
 BY = ["sdpa", *ANY]
 FUSED = (

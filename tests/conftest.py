@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from headscope._backends import blocked
+from headscope._attend.backends import blocked
 
 # The tensors are small: a second thread costs more in waiting than it saves.
 torch.set_num_threads(1)

@@ -10,49 +10,49 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from headscope import _bench
-from headscope._commands import verbs
+from headscope.cli import _benchmark
+from headscope.cli._commands.__init__ import verbs
 
 SMALL = (2, 5, 6, 3)
 
 
-def timing(**medians: float) -> _bench.Timing:
-    return _bench.Timing(*SMALL, "inference", "fp32", 5, {_bench.OURS: 2000.0, **medians})
+def timing(**medians: float) -> _benchmark.Timing:
+    return _benchmark.Timing(*SMALL, "inference", "fp32", 5, {_benchmark.OURS: 2000.0, **medians})
 
 
-@pytest.mark.parametrize("mode", _bench.MODES)
+@pytest.mark.parametrize("mode", _benchmark.MODES)
 def test_every_competitor_is_timed(mode: str) -> None:
-    measured = _bench.measure(SMALL, mode, "fp32", seconds=0.0)
-    assert set(measured.median_us) == {_bench.OURS, *_bench.PEERS}
+    measured = _benchmark.measure(SMALL, mode, "fp32", seconds=0.0)
+    assert set(measured.median_us) == {_benchmark.OURS, *_benchmark.PEERS}
     assert measured.rounds == 5
     assert min(measured.median_us.values()) > 0
 
 
 def test_the_competitors_compute_the_same() -> None:
     x = torch.randn(2, 5, 6, dtype=torch.float64)
-    outs = [module(x) for module in _bench.competitors(6, 3, torch.float64).values()]
+    outs = [module(x) for module in _benchmark.competitors(6, 3, torch.float64).values()]
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0])
 
 
 def test_a_competitor_that_computes_something_else_is_not_compared() -> None:
-    runs: dict[str, _bench.Run] = {_bench.OURS: lambda: torch.zeros(3), "torch": lambda: torch.ones(3)}
+    runs: dict[str, _benchmark.Run] = {_benchmark.OURS: lambda: torch.zeros(3), "torch": lambda: torch.ones(3)}
     with pytest.raises(AssertionError, match="not close"):
-        _bench._check_equal(runs, "inference")
+        _benchmark._check_equal(runs, "inference")
 
 
 def test_ratio_and_table() -> None:
-    row = timing(**dict.fromkeys(_bench.PEERS, 5000.0))
+    row = timing(**dict.fromkeys(_benchmark.PEERS, 5000.0))
     assert row.ratio("torch") == 2.5
-    assert _bench.markdown([row]).splitlines()[-1] == (
+    assert _benchmark.markdown([row]).splitlines()[-1] == (
         "| (2, 5, 6, 3) | inference | fp32 | 2.000 | 2.50 | 2.50 | 2.50 |"
     )
 
 
 def test_saved_whole(tmp_path: Path) -> None:
-    _bench.save([timing()], tmp_path / "out.json")
+    _benchmark.save([timing()], tmp_path / "out.json")
     saved = json.loads((tmp_path / "out.json").read_text())
-    assert saved["timings"][0]["median_us"] == {_bench.OURS: 2000.0}
+    assert saved["timings"][0]["median_us"] == {_benchmark.OURS: 2000.0}
     assert saved["machine"]["torch"] == torch.__version__
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
@@ -60,30 +60,30 @@ def test_saved_whole(tmp_path: Path) -> None:
 def test_saved_for_others_to_read_and_nothing_left_behind(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     (tmp_path / "folder").mkdir()
-    _bench.save([timing()], tmp_path / "out.json")
+    _benchmark.save([timing()], tmp_path / "out.json")
     assert (tmp_path / "out.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
     with pytest.raises(OSError, match="folder"):
-        _bench.save([timing()], tmp_path / "folder")
+        _benchmark.save([timing()], tmp_path / "folder")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "out.json", "plain"]
 
 
 def test_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_bench, "SHAPES", (SMALL,))
+    monkeypatch.setattr(_benchmark, "SHAPES", (SMALL,))
     shown = CliRunner().invoke(verbs, ["bench", "--seconds", "0.001", "--dtype", "fp32"])
     assert shown.exit_code == 0, shown.output
     assert [line.split("  ")[0] for line in shown.stdout.splitlines() if line.startswith("(2")] == ["(2, 5, 6, 3)"] * 2
     found = json.loads(CliRunner().invoke(verbs, ["bench", "--seconds", "0.001", "--dtype", "fp32", "--json"]).stdout)
-    assert [row["mode"] for row in found["timings"]] == list(_bench.MODES)
+    assert [row["mode"] for row in found["timings"]] == list(_benchmark.MODES)
 
 
 def test_no_line_of_the_table_is_longer_than_80_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: object) -> Iterator[_bench.Timing]:
-        for shape in _bench.SHAPES:
-            for mode in _bench.MODES:
-                medians = {_bench.OURS: 9_999_999.0, **dict.fromkeys(_bench.PEERS, 5e8)}
-                yield _bench.Timing(*shape, mode, "fp32", 5, medians)
+    def run(*_: object) -> Iterator[_benchmark.Timing]:
+        for shape in _benchmark.SHAPES:
+            for mode in _benchmark.MODES:
+                medians = {_benchmark.OURS: 9_999_999.0, **dict.fromkeys(_benchmark.PEERS, 5e8)}
+                yield _benchmark.Timing(*shape, mode, "fp32", 5, medians)
 
-    monkeypatch.setattr(_bench, "run", run)
+    monkeypatch.setattr(_benchmark, "run", run)
     for columns in ("80", "40"):  # a line is one line, also where the terminal is narrower
         shown = CliRunner().invoke(verbs, ["bench"], env={"COLUMNS": columns})
         head, *rows = shown.stdout.splitlines()[1:]
@@ -98,7 +98,7 @@ def test_no_line_of_the_table_is_longer_than_80_characters(monkeypatch: pytest.M
             "ms",
             *"×torch ×need_weights ×plain".replace("×", "× ").split(),
         ]
-        assert len(rows) == len(_bench.SHAPES) * len(_bench.MODES)
+        assert len(rows) == len(_benchmark.SHAPES) * len(_benchmark.MODES)
         assert all(row.endswith("50.00") for row in rows)
         assert max(map(len, [head, *rows])) <= 80
 

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import headscope
-from headscope._backends import blocked
-from headscope._call import Options, describe
+from headscope._attend.backends import blocked
+from headscope._attend.call import Options, describe
 from headscope.masks import Band, Dense, Documents, Mask, Plan, Prefix, causal, window
 
 

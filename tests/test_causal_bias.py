@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
 
 import headscope
-from headscope import Observe, _watch_calls, nn_compat, watch
-from headscope._watch_masks import split
+from headscope import Observe, nn_compat, watch
+from headscope._intercept import call
+from headscope._intercept.masks import split
 from headscope.functional import weights
 from headscope.masks import Band, Mask, causal
 from headscope.watching import WatchError
@@ -145,7 +146,7 @@ def test_watch_refuses_a_block_mask() -> None:
 
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cpu")
     with pytest.raises(TypeError, match="attn_mask: got BlockMask, "):
-        _watch_calls.sdpa((*arguments(), mask), {}, split)
+        call.sdpa((*arguments(), mask), {}, split)
 
 
 def test_watch_refuses_a_causal_bias_of_torchs_module() -> None:

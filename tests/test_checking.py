@@ -27,8 +27,8 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.models.vit.modeling_vit import ViTAttention
 
 from headscope import Findings, MultiHeadAttention, check
-from headscope._check_words import WORDS
 from headscope.checking import CheckError
+from headscope.checking._catalogue import WORDS
 from headscope.masks import causal
 
 # ---------------------------------------------------------------- nothing is wrong

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from headscope import Findings, _check_child
-from headscope._commands.screen import Mistake
+from headscope import Findings
+from headscope.checking import _child
 from headscope.cli import main
+from headscope.cli._shared.console import Mistake
 
 HOMEWORK = """
 import socket, sys
@@ -97,7 +98,7 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
         asked.append({**what, "timeout": timeout})
         return {"findings": nothing}
 
-    monkeypatch.setattr(import_module("headscope._commands.check"), "_ask", ask)
+    monkeypatch.setattr(import_module("headscope.cli._commands.check"), "_ask", ask)
     options = ["--heads", "3", "--causal", "--length-first", "--mask-means", "hide", "--timeout", "7"]
     assert main(["check", "homework.py:A", "--args", "24, h=(3,)", *options, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == nothing
@@ -243,12 +244,12 @@ def test_code_that_cannot_be_checked(
     monkeypatch.setitem(sys.modules, "small", None)
     Path("notes.txt").write_text("no code")
     asked = {"path": path, "name": name, "args": args, "kwargs": {}, "given": "1" if args else None, "options": {}}
-    with pytest.raises(_check_child.MistakeError, match=said):
-        _check_child._check(asked)
+    with pytest.raises(_child.MistakeError, match=said):
+        _child._check(asked)
 
 
 def test_arguments_are_those_of_a_call() -> None:
-    command = import_module("headscope._commands.check")
+    command = import_module("headscope.cli._commands.check")
     assert command._arguments("") == ([], {})
     assert command._arguments("24, 'a', c=(1, None), d=-0.5") == ([24, "a"], {"c": (1, None), "d": -0.5})
     with pytest.raises(Mistake, match="wanted plain values"):

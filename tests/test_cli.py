@@ -19,11 +19,11 @@ from PIL import Image
 from torch.testing import assert_close
 
 from headscope import __version__, load_example, masks
-from headscope._backends import cpu
-from headscope._commands.looking import Choice
-from headscope._commands.screen import console
-from headscope._commands.text import _example
+from headscope._attend.backends import native
 from headscope.cli import main
+from headscope.cli._commands.text import _example
+from headscope.cli._shared.console import console
+from headscope.cli._shared.observation import Choice
 from headscope.report import regions, text_sheet
 from headscope.stats import pattern_scores
 
@@ -522,7 +522,7 @@ def test_the_name_of_a_page_is_shown_as_a_terminal_can(run: Run) -> None:
 
 
 def test_doctor_shows_the_machine_and_every_typical_call(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "native", None)  # as without a C++ compiler
+    monkeypatch.setattr(native, "native", None)  # as without a C++ compiler
     ran = run("doctor")
     assert ran.code == 0
     for word in (
@@ -542,7 +542,7 @@ def test_doctor_shows_the_machine_and_every_typical_call(run: Run, monkeypatch: 
 
 
 def test_doctor_judges_a_call_of_ones_own(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "native", None)
+    monkeypatch.setattr(native, "native", None)
     found = answer(run("doctor", "--heads", "6", "--kv-heads", "3", "--seq", "11", "--softcap", "5", "--json"))
     (call,) = found["calls"]
     sizes = call["sizes_and_options"]

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from headscope import cli, load_example
-from headscope._commands import reading
-from headscope._commands.digit import SIDE, prepare, read_picture, with_picture
-from headscope._commands.reading import read_text
-from headscope._commands.screen import Mistake, one_line, visible
-from headscope._json import plain
+from headscope._support.jsonable import plain
+from headscope.cli._shared import text_input
+from headscope.cli._shared.console import Mistake, one_line, visible
+from headscope.cli._shared.digits import SIDE, prepare, read_picture, with_picture
+from headscope.cli._shared.text_input import read_text
 
 HELDOUT = Path(__file__).parent / "data" / "digits_heldout.npz"
 
@@ -41,7 +41,7 @@ def test_an_argument_is_read_as_it_is() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5])
 def test_a_character_may_lie_across_chunks(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "CHUNK", chunk)
+    monkeypatch.setattr(text_input, "CHUNK", chunk)
     path = tmp_path / "text.txt"
     path.write_bytes(b"\xef\xbb\xbf" + "aé☃𝄞b".encode())
     given = read_text(None, str(path))
@@ -56,7 +56,7 @@ def test_a_character_may_lie_across_chunks(chunk: int, tmp_path: Path, monkeypat
 def test_the_byte_that_is_no_utf8_is_named(
     data: bytes, byte: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "CHUNK", chunk)
+    monkeypatch.setattr(text_input, "CHUNK", chunk)
     path = tmp_path / "text.txt"
     path.write_bytes(data)
     with pytest.raises(Mistake) as caught:
@@ -65,8 +65,8 @@ def test_the_byte_that_is_no_utf8_is_named(
 
 
 def test_of_a_long_text_the_end_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "CHUNK", 7)
-    monkeypatch.setattr(reading, "KEPT", 11)
+    monkeypatch.setattr(text_input, "CHUNK", 7)
+    monkeypatch.setattr(text_input, "KEPT", 11)
     text = "".join(chr(0x4E00 + number) for number in range(101))
     path = tmp_path / "text.txt"
     path.write_text(text, encoding="utf-8")

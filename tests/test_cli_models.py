@@ -26,8 +26,8 @@ from transformers import modeling_utils
 from transformers.integrations import hub_kernels
 from transformers.models.auto import auto_factory
 
-from headscope._commands.models import Loaded, load
-from headscope._commands.screen import Mistake
+from headscope.cli._shared.console import Mistake
+from headscope.cli._shared.models import Loaded, load
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 24, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 3,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from headscope._backends import cpu
+from headscope._attend.backends import native
 from headscope.cli import main
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="streams as /dev/full and the errors of Linux have them")
@@ -41,7 +41,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 AT_INPUT = f"""
-from headscope._commands import reading
+from headscope.cli._commands.__init__ import reading
 def read(stream, source):
     {STRIKE}
     return []
@@ -82,7 +82,7 @@ def headscope(
 
 
 @pytest.mark.parametrize("arguments", [("text", "hi", "--no-page"), ("doctor",)])
-@pytest.mark.skipif(cpu.native is None, reason="there are no native kernels here")
+@pytest.mark.skipif(native.native is None, reason="there are no native kernels here")
 def test_a_native_target_that_is_not_here_is_a_mistake(arguments: tuple[str, ...], tmp_path: Path) -> None:
     done = headscope(*arguments, cwd=tmp_path, environment={"HEADSCOPE_CPU_TARGET": "abacus"})
     assert (done.returncode, done.stdout) == (2, "")

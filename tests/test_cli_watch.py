@@ -23,9 +23,9 @@ from test_cli_process import POSIX, STRIKE, headscope, names
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from headscope import HeadStats, Recording, observe
-from headscope._commands.models import load
-from headscope._commands.screen import Mistake
-from headscope._commands.windows import windows
+from headscope.cli._shared.console import Mistake
+from headscope.cli._shared.models import load
+from headscope.cli._shared.windows import windows
 from headscope.report.page import MARKER
 from headscope.stats import head_means, row_statistics
 
@@ -227,7 +227,7 @@ def test_some_layers_and_less_context(folder: Path, start: Start) -> None:
 
 
 def test_many_heads_are_cut_in_the_terminal(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr("headscope._commands.watched.LINES", 2)
+    monkeypatch.setattr("headscope.cli._shared.recording_view.LINES", 2)
     ran = run("watch", str(folder), "--text", "abc abc", "--no-page")
     assert "The 2 of 6 heads with the highest scores; the page has all." in ran.out
     assert len(re.findall(r"^[01] +[012] +\w+ +[01]\.\d\d ", ran.out, re.MULTILINE)) == 2
@@ -534,7 +534,7 @@ def test_what_comes_from_outside_is_escaped(run: Run, folder: Path, tmp_path: Pa
 
 WHILE_WATCHING = f"""
 from importlib import import_module
-verb = import_module("headscope._commands.watch")
+verb = import_module("headscope.cli._commands.watch")
 def strike(*arguments):
     {STRIKE}
 verb._one = strike

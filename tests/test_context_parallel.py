@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional as F
 
 import headscope
-from headscope import _onlookers
-from headscope._backends import cpu
+from headscope._attend.backends import native
+from headscope._support import torch_state
 
 RAISES = "RuntimeError: q, k, v: torch's context parallelism is active"
 
@@ -101,7 +101,7 @@ def test_another_handler_of_attention_is_not_taken_for_context_parallelism(monke
 
 
 def test_a_compiled_call_raises_as_well(request: pytest.FixtureRequest) -> None:
-    if cpu.native is None:
+    if native.native is None:
         pytest.skip("the native extension is not built")
     q = torch.randn(1, 2, 5, 8)
     compiled = torch.compile(lambda q: headscope.attention(q, q, q), backend="eager")
@@ -113,7 +113,7 @@ def test_a_compiled_call_raises_as_well(request: pytest.FixtureRequest) -> None:
 
 def test_without_torch_distributed_tensor_nothing_is_imported() -> None:
     program = "import sys, torch, headscope; q = torch.ones(1, 1, 2, 8); headscope.attention(q, q, q); "
-    program += f"print({_onlookers.CONTEXT_PARALLEL!r} in sys.modules)"
+    program += f"print({torch_state.CONTEXT_PARALLEL!r} in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -16,12 +16,12 @@ from tolerance import assert_as_accurate
 from torch import Tensor
 
 from headscope import attend, attention, masks
-from headscope._backends import cpu
+from headscope._attend.backends import native
 from headscope.masks import Dense, Documents, KeyLengths
 
-pytestmark = pytest.mark.skipif(cpu.native is None, reason="the native extension was not built: no C++ compiler")
+pytestmark = pytest.mark.skipif(native.native is None, reason="the native extension was not built: no C++ compiler")
 
-TARGETS = cpu.native.targets() if cpu.native is not None else []
+TARGETS = native.native.targets() if native.native is not None else []
 
 # Each target in a process of its own: of one that has imported what takes long.
 FORCED = """
@@ -29,7 +29,7 @@ import itertools, os, torch._dynamo
 
 def compare(target):
     from headscope import attend, masks
-    from headscope._backends import cpu
+    from headscope._attend.interface import cpu
     assert cpu.native.target() == target, cpu.native.target()
     torch.manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -105,7 +105,7 @@ INTERRUPTED = """
 import os, signal, threading, torch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the parent of the tests does with it
 from headscope import attention
-from headscope._backends import cpu
+from headscope._attend.interface import cpu
 
 def call(length, train):
     q = torch.ones(1, 1, length, 64, requires_grad=train)
@@ -153,7 +153,7 @@ def test_each_target_agrees_with_the_definition() -> None:
 LONG = """
 import os, torch
 from headscope import attention
-from headscope._backends import cpu
+from headscope._attend.interface import cpu
 
 def errors(q, k, v, grad, attend):
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -186,7 +186,7 @@ def test_long_sums_are_as_accurate_as_short_ones(target: str) -> None:
 
 
 def test_an_unknown_target_is_one_clear_error() -> None:
-    code = "from headscope._backends import cpu; cpu.native.target()"
+    code = "from headscope._attend.interface import cpu; cpu.native.target()"
     done = run(code, HEADSCOPE_CPU_TARGET="abacus")
     assert done.returncode == 1
     assert "HEADSCOPE_CPU_TARGET: got 'abacus', this CPU has" in done.stderr

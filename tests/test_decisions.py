@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from headscope import HeadStats, Observe, observe
-from headscope._head_distances import PROFILE
+from headscope._analysis.distances import PROFILE
 from headscope.decisions import Patterns, kv_budget, near_duplicates, patterns, streaming_heads
 from headscope.functional import weights
 from headscope.masks import KeyLengths, Mask, causal, window

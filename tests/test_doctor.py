@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from headscope import _observe_native, attention, masks
-from headscope._backends import cpu
-from headscope._doctor import DTYPES, TYPICAL, Ask, judge, machine
-from headscope._matrix import OPTIONS, matrix
-from headscope._select import BACKENDS
+from headscope import attention, masks
+from headscope._attend.backends import native as cpu
+from headscope._attend.select import BACKENDS
+from headscope._observe import native as _observe_native
+from headscope.cli._doctor.machine import DTYPES, TYPICAL, Ask, judge, machine
+from headscope.cli._doctor.matrix import OPTIONS, matrix
 
 SMALL = {
     "plain": {},

@@ -10,7 +10,7 @@ from cases import ANY, tensors
 from torch import Tensor
 
 import headscope
-from headscope._backends import blocked
+from headscope._attend.backends import blocked
 from headscope.masks import Band, causal, window
 
 BY = ANY

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from headscope import MultiHeadAttention, Observe, attend, attention, observe
-from headscope._backends import cpu
-from headscope._call import Options, describe
-from headscope._select import select
+from headscope._attend.backends import native
+from headscope._attend.call import Options, describe
+from headscope._attend.select import select
 from headscope.masks import Dense, window
 
 N, D = 50, 8
-NATIVE = pytest.mark.skipif(cpu.native is None, reason="the native extension was not built: no C++ compiler")
+NATIVE = pytest.mark.skipif(native.native is None, reason="the native extension was not built: no C++ compiler")
 BACKENDS = ["blocked", "reference", pytest.param("cpu", marks=NATIVE)]
 
 
@@ -130,7 +130,7 @@ def test_a_mask_of_many_parts(parts: int) -> None:
 def test_more_keys_than_a_number_of_32_bits_are_refused_by_the_kernels() -> None:
     k = torch.zeros(1, 1, 1, 1).expand(1, 1, 2**31 + 100, 1)
     call = describe(torch.zeros(1, 1, 1, 1), k, k, None, None, Options(window(10), None, None, 0.0, False))
-    assert any(reason.startswith("sizes: from 2,147,483,648") for reason in cpu.refuses(call))
+    assert any(reason.startswith("sizes: from 2,147,483,648") for reason in native.refuses(call))
     assert select(call).name != "cpu"
 
 
@@ -225,7 +225,7 @@ def test_biases_below_the_range_of_the_kernels_are_equal_and_hide_nothing() -> N
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_products_before_the_scale_have_the_range_of_the_documentation(backend: Any, queries: int) -> None:
     """Beside a softcap they matter nowhere: what overflows is far beyond the flat part of tanh."""
-    pairs = backend == "cpu" and cpu.native.target() == "avx512_bf16"
+    pairs = backend == "cpu" and native.native.target() == "avx512_bf16"
     k, v = torch.tensor([[[1.5e19, 1.5e19], [0.0, 0.0]]]).bfloat16(), torch.tensor([[[1.0], [3.0]]]).bfloat16()
     q = torch.full((1, queries, 2), 1.5e19).bfloat16()  # q·k is 4.5e38
     out = attention(q, k, v, scale=2.0**-100, backend=backend)
@@ -237,7 +237,7 @@ def test_products_before_the_scale_have_the_range_of_the_documentation(backend: 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_subnormal_numbers_of_bfloat16_are_zero_by_its_instructions_alone(backend: Any) -> None:
-    pairs = backend == "cpu" and cpu.native.target() == "avx512_bf16"
+    pairs = backend == "cpu" and native.native.target() == "avx512_bf16"
     zero, v = torch.zeros(1, 20, 2).bfloat16(), torch.full((1, 4, 2), 1e-39).bfloat16()
     out = attention(zero, zero[:, :4], v, backend=backend)
     torch.testing.assert_close(out, torch.zeros_like(out) if pairs else v[:, :1].expand(1, 20, 2), rtol=0, atol=0)

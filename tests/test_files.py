@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headscope._files import replace
+from headscope._support.files import replace
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import headscope
 from headscope import functional, masks
-from headscope._backends import accumulate_dtype, blocked
+from headscope._attend.backends import blocked
+from headscope._attend.interface import accumulate_dtype
 from headscope.masks import Band, Dense, KeyLengths, Prefix, causal, window
 
 

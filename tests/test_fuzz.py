@@ -18,8 +18,9 @@ from torch import Tensor
 
 import headscope
 from headscope import masks
-from headscope._backends import accumulate_dtype, blocked
-from headscope._select import BACKENDS
+from headscope._attend.backends import blocked
+from headscope._attend.interface import accumulate_dtype
+from headscope._attend.select import BACKENDS
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 NAMES = ("q", "k", "v", "bias", "sinks")

@@ -416,7 +416,7 @@ def test_a_projection_of_gpt2_with_a_forward_of_its_own_is_refused() -> None:
 
 def test_every_layout_of_transformers_is_here() -> None:
     """Each that names a class of transformers has a family above."""
-    from headscope._layout_table import LAYOUTS
+    from headscope._layouts.table import LAYOUTS
 
     named = {name for name, each in LAYOUTS.items() if any(of.startswith("transformers:") for of in each.classes)}
     tested = {family.layout for family in FAMILIES.values()} | {kind.split(",")[0] for kind in KINDS} | {"vit_v4"}

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import headscope
-from headscope import _linear
-from headscope._backends import cpu
-from headscope._linear import Linear
+from headscope._attend.backends import native
+from headscope._linear import layer as _linear
+from headscope._linear.layer import Linear
 
 ROWS, WIDTH, OUT = 67, 256, 257  # more products than the table's least
 
@@ -49,7 +49,7 @@ def counting(product: Any, made: list[int]) -> Any:
 
 def own(dtype: torch.dtype) -> _linear.Native:
     """The product of our own kernels, whatever target runs."""
-    if cpu.native is None or not cpu.native.multiplies(cpu.CODES[dtype], 2):
+    if native.native is None or not native.native.multiplies(native.CODES[dtype], 2):
         pytest.skip(f"no native kernels, or none that multiply {dtype}")
     return _linear.Native(dtype)
 
@@ -383,8 +383,8 @@ def test_routes_follow_vendor_family_and_target(monkeypatch: pytest.MonkeyPatch)
     onednn = [] if there is None else [(0, "onednn")]
     assert routes("8") == onednn
     assert routes("7") == onednn  # of another target than was measured
-    if cpu.native is not None:
-        cpus["Maker 7"]["target"] = cpu.native.target()
+    if native.native is not None:
+        cpus["Maker 7"]["target"] = native.native.target()
         assert routes("7") == [(100, "native"), *onednn]
     assert routes("7", torch.bfloat16) == []
     monkeypatch.setattr(_linear, "vendor", lambda: "NoSuchVendor")

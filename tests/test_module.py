@@ -18,9 +18,9 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
 from headscope import MultiHeadAttention
-from headscope._module_options import QKV
 from headscope.masks import Band, KeyLengths, Prefix, causal, window
-from headscope.module import merge_heads, split_heads
+from headscope.module._multi_head import merge_heads, split_heads
+from headscope.module._options import QKV
 
 B, Q, K, E, H = 2, 5, 7, 12, 3
 

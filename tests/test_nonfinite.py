@@ -13,7 +13,7 @@ from torch import Tensor
 
 import headscope
 from headscope import masks
-from headscope._backends import visibility
+from headscope._attend.backends import visibility
 from headscope.masks import Band, Dense, KeyLengths, Prefix, causal
 
 NAN = torch.nan

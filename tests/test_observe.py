@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headscope
-from headscope import Observe, _observe_scene, observe
-from headscope._backends import cpu
+from headscope import Observe, observe
+from headscope._attend.backends import native
+from headscope._observe import inputs
 from headscope.functional import weights
 from headscope.masks import Band, Dense, KeyLengths, causal
 from headscope.stats import HeadStats, head_means, row_statistics
@@ -235,7 +236,7 @@ def test_a_given_lse_is_taken_for_the_rows_own_within_rounding_alone(
     form: str, size: float, dtype: torch.dtype
 ) -> None:
     """On both sides of the width, which counts from 1 on for a small lse; positions that are given need no kernels."""
-    if form == "native" and cpu.native is None:
+    if form == "native" and native.native is None:
         pytest.skip("the native extension was not built: no C++ compiler")
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     q, k = torch.ones(1, 1, 1, 1, dtype=wide), torch.full((1, 1, 2, 1), size, dtype=wide)
@@ -492,7 +493,7 @@ def test_a_second_run_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) ->
     assert one.flat() == other.flat()
     assert torch.equal(one.edges.p, other.edges.p)
     assert torch.equal(one.map.sum, other.map.sum)
-    monkeypatch.setattr(_observe_scene, "BLOCK", 40)
+    monkeypatch.setattr(inputs, "BLOCK", 40)
     small = observe(q, k, v, mask=causal(), what=what)
     assert torch.equal(one.map.argmax, small.map.argmax)
     assert torch.equal(one.edges.at, small.edges.at)
@@ -517,7 +518,7 @@ class _Largest(TorchDispatchMode):
 
 
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_observe_scene, "BLOCK", 1 << 10)
+    monkeypatch.setattr(inputs, "BLOCK", 1 << 10)
     what = Observe(map=8, edges=8, top=2, windows=(3,), tokens=torch.zeros(256, dtype=torch.int64), keep_rows=True)
     q, k, v = made(1, 2, 256, 256)
     with _Largest() as largest:

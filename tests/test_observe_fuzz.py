@@ -18,8 +18,9 @@ from test_fuzz import Case, cases
 from torch import Tensor
 
 import headscope
-from headscope import _observe_native, _observe_scene, functional
-from headscope._backends import accumulate_dtype
+from headscope import functional
+from headscope._attend.interface import accumulate_dtype
+from headscope._observe import inputs, native
 from headscope.masks import Band, Mask
 from headscope.stats import HeadStats, Observe
 
@@ -176,18 +177,18 @@ def asked(seen: Observed, weights: oracle.Attended, visible: Tensor) -> oracle_o
 @contextmanager
 def blocks_of(logits: int) -> Iterator[None]:
     """Blocks so small that there are many of them."""
-    usual, _observe_scene.BLOCK = _observe_scene.BLOCK, logits
+    usual, inputs.BLOCK = inputs.BLOCK, logits
     try:
         yield
     finally:
-        _observe_scene.BLOCK = usual
+        inputs.BLOCK = usual
 
 
 @contextmanager
 def portable() -> Iterator[None]:
     """The portable form, also where the native kernels could observe."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_observe_native, "refuses", lambda *_: ["this test wants the portable form"])
+        patch.setattr(native, "refuses", lambda *_: ["this test wants the portable form"])
         patch.setattr(functional, "_kept", functional.PreparedCalls())  # what was made ready before
         yield
 
@@ -195,7 +196,7 @@ def portable() -> Iterator[None]:
 @contextmanager
 def native_or_portable() -> Iterator[None]:
     """As users have it; which form observed is an event."""
-    usual = _observe_native.observe_rows
+    usual = native.observe_rows
 
     def told(*asked: Any) -> Any:
         found = usual(*asked)
@@ -204,11 +205,11 @@ def native_or_portable() -> Iterator[None]:
         )
         return found
 
-    _observe_native.observe_rows = told
+    native.observe_rows = told
     try:
         yield
     finally:
-        _observe_native.observe_rows = usual
+        native.observe_rows = usual
 
 
 def check(seen: Observed) -> HeadStats:

@@ -16,13 +16,15 @@ from test_cpu import TARGETS, run
 from torch import Tensor
 
 import headscope
-from headscope import Observe, _observe_native, _observe_sums, attend, functional, observe
-from headscope._backends import cpu
-from headscope._observe_native import borders_of
-from headscope._observe_scene import Continued
-from headscope._stats_parts import Moments, Packed, histogram_edges
+from headscope import Observe, attend, functional, observe
+from headscope._attend.backends import native as cpu
+from headscope._observe import aggregate
+from headscope._observe import native as _observe_native
+from headscope._observe.inputs import Continued
+from headscope._observe.native import borders_of
 from headscope.masks import Dense, Documents, KeyLengths, Mask, Prefix, causal, window
 from headscope.stats import HeadStats
+from headscope.stats._layer import Moments, Packed, histogram_edges
 
 pytestmark = pytest.mark.skipif(cpu.native is None, reason="the native extension is not installed")
 
@@ -35,7 +37,7 @@ for target in {targets!r}:
     child = os.fork()
     if child == 0:
         os.environ["HEADSCOPE_CPU_TARGET"] = target
-        from headscope._backends import cpu
+        from headscope._attend.interface import cpu
         assert cpu.native.target() == target, cpu.native.target()
         slice = "every_dtype or every_option and (dense or sinks)"
         os._exit(pytest.main(["-q", "-n0", "-p", "no:cacheprovider", {file!r}, "-k", slice]))
@@ -191,7 +193,7 @@ def native() -> Iterator[None]:
     usual = _observe_native.observe_rows
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_observe_native, "observe_rows", must)
-        patch.setattr("headscope._observe_sums.observe_rows", None)
+        patch.setattr("headscope._observe.aggregate.observe_rows", None)
         yield
 
 
@@ -506,7 +508,7 @@ def test_what_was_observed_before_is_described_once(option: str, asked: str, mon
     others = given | {name: x.flip(2) * 1.5 for name, x in made().items()}
     with portable():
         wanted = observe(**others, what=Observe(**AGAIN[asked]))
-    monkeypatch.setattr(_observe_sums, "build", None)  # what made it ready
+    monkeypatch.setattr(aggregate, "build", None)  # what made it ready
     same(observe(**others, what=Observe(**AGAIN[asked])), wanted)
 
 
@@ -519,7 +521,7 @@ def test_what_was_attended_before_is_described_once(option: str, asked: str, mon
     others = given | {name: x.flip(2) * 1.5 for name, x in made().items()}
     with portable():
         wanted, before = (attend(**tensors, observe=what) for tensors in (others, given))
-    monkeypatch.setattr(_observe_sums, "attend", None)  # what describes it
+    monkeypatch.setattr(aggregate, "attend", None)  # what describes it
     again = attend(**others, observe=what)
     assert torch.equal(again.out, wanted.out)
     assert torch.equal(again.lse, wanted.lse)

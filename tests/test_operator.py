@@ -20,12 +20,13 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import headscope
-from headscope import _operator, positions
-from headscope._backends import cpu
+from headscope import positions
+from headscope._attend import operators
+from headscope._attend.backends import native
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, causal, window
 
 pytestmark = [
-    pytest.mark.skipif(cpu.native is None, reason="the native extension was not built: no C++ compiler"),
+    pytest.mark.skipif(native.native is None, reason="the native extension was not built: no C++ compiler"),
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),  # torch's own, within torch
     pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning"),
 ]
@@ -63,8 +64,8 @@ def arguments(asked: Asked, backend: str, dropout: float = 0.0) -> tuple[Any, ..
     parts: list[Tensor] = []
     if "mask" in asked.said:
         mask = asked.said["mask"]
-        _operator.encode(mask if isinstance(mask, Mask) else Dense(mask), (B, H, q.shape[2], K), q.device, codes, parts)
-    bias, sinks = cpu.four_axes(asked.tensors.get("bias")), asked.tensors.get("sinks")
+        operators.encode(mask if isinstance(mask, Mask) else Dense(mask), (B, H, q.shape[2], K), q.device, codes, parts)
+    bias, sinks = native.four_axes(asked.tensors.get("bias")), asked.tensors.get("sinks")
     if bias is not None:
         bias = bias.detach().requires_grad_(bias.requires_grad)  # a leaf again
     numbers = (float(asked.said.get("scale", 0.5)), float(asked.said.get("softcap", 0.0)), dropout)
@@ -86,15 +87,15 @@ MASKS = [
 def test_a_mask_survives_as_numbers_and_tensors(mask: Mask) -> None:
     codes: list[int] = []
     parts: list[Tensor] = []
-    _operator.encode(mask, SIZES, torch.device("cpu"), codes, parts)
+    operators.encode(mask, SIZES, torch.device("cpu"), codes, parts)
     assert all(type(code) is int for code in codes)
-    again = _operator.decode(codes, parts)
+    again = operators.decode(codes, parts)
     assert again is not None
     torch.testing.assert_close(again.dense(*SIZES), mask.dense(*SIZES))
 
 
 def test_no_mask_is_none() -> None:
-    assert _operator.decode([], []) is None
+    assert operators.decode([], []) is None
 
 
 def test_a_mask_of_the_callers_own_is_obeyed() -> None:
@@ -111,7 +112,7 @@ CHECKED = ["nothing", "mask: causal & documents | dense", "bias of keys", "every
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.15's check itself
-@pytest.mark.parametrize("backend", _operator.BACKENDS)
+@pytest.mark.parametrize("backend", operators.BACKENDS)
 @pytest.mark.parametrize("option", CHECKED)
 def test_the_operators_are_what_they_say(option: str, backend: str) -> None:
     asked = OPTIONS[option](torch.float32)
@@ -128,7 +129,7 @@ def test_the_operators_are_what_they_say(option: str, backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("option", ["one query", "Dv 7", "everything"])
-@pytest.mark.parametrize("backend", _operator.BACKENDS)
+@pytest.mark.parametrize("backend", operators.BACKENDS)
 def test_fake_results_are_laid_out_as_real_ones(option: str, backend: str, dtype: torch.dtype) -> None:
     args = arguments(OPTIONS[option](dtype), backend)
     real = torch.ops.headscope.attend_forward(*args)
@@ -206,7 +207,7 @@ def test_a_reach_that_changes_does_not_compile_forever() -> None:
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("backend", _operator.BACKENDS)
+@pytest.mark.parametrize("backend", operators.BACKENDS)
 def test_the_seed_of_dropout_is_drawn_by_each_run(backend: str) -> None:
     given = tensors(torch.float32)
 
@@ -467,7 +468,7 @@ def test_a_decomposed_program_takes_more_queries_than_keys() -> None:
     torch.testing.assert_close(program(k, q), headscope.attention(k, q, q))
 
 
-@pytest.mark.parametrize("backend", _operator.BACKENDS)
+@pytest.mark.parametrize("backend", operators.BACKENDS)
 def test_gradients_have_the_strides_of_eager_mode(backend: str) -> None:
     q = torch.randn(1, 4, 2, 8).transpose(1, 2).requires_grad_()
 
@@ -585,7 +586,7 @@ def test_transforms_inside_a_compiled_function_are_masked_as_elsewhere(mask: Mas
     torch.testing.assert_close(compiled(run)(given), run(given))
 
 
-@pytest.mark.parametrize("backend", [None, *_operator.BACKENDS])
+@pytest.mark.parametrize("backend", [None, *operators.BACKENDS])
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: type(mask).__name__)
 def test_masks_hold_while_forward_mode_gradients_are_open(mask: Mask, backend: str | None) -> None:
     """With nothing to differentiate: what is frozen, beside what is not."""
@@ -629,7 +630,7 @@ def test_a_hidden_nan_of_a_subclass_stays_hidden() -> None:
         torch.testing.assert_close(headscope.attention(*given, mask=Prefix(3)).as_subclass(Tensor), wanted)
 
 
-@pytest.mark.parametrize("backend", _operator.BACKENDS)
+@pytest.mark.parametrize("backend", operators.BACKENDS)
 @pytest.mark.parametrize("mask", [Prefix(3), causal()])
 def test_a_nan_spoils_the_same_gradients_under_a_mode(mask: Mask, backend: str) -> None:
     q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))

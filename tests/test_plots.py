@@ -11,7 +11,7 @@ from sheets import digit, picture, softmax
 
 from headscope import HeadStats, Observe, Recording, masks, observe
 from headscope.report.colours import colour_at
-from headscope.report.recording import visible
+from headscope.report.sheet import visible
 from headscope.watching import About
 
 

@@ -217,8 +217,8 @@ def test_of_a_page_that_takes_long_a_terminal_is_told(
     stderr = stream()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr("headscope.report._waiting.SECONDS", after)
-    monkeypatch.setattr("headscope.report._viewer_recording._notes", slow)
+    monkeypatch.setattr("headscope._support.progress.SECONDS", after)
+    monkeypatch.setattr("headscope.report._viewer.from_recording._notes", slow)
     before = {*threading.enumerate()}
     recorded(1).save_html(tmp_path / "a.html")
     assert ("writing the page" in stderr.getvalue()) == told

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import headscope
-from headscope._backends import sdpa
-from headscope._call import Call, Options, describe
-from headscope._select import select
+from headscope._attend.backends import sdpa
+from headscope._attend.call import Call, Options, describe
+from headscope._attend.select import select
 from headscope.masks import Dense, KeyLengths, causal
 
 B, H, T, D = 2, 3, 19, 16

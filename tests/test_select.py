@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import headscope
-from headscope import _select, functional
-from headscope._backends import cpu
-from headscope._call import Options, describe
-from headscope._select import BACKENDS, ORDER, order, select
+from headscope import functional
+from headscope._attend import select as _select
+from headscope._attend.backends import native
+from headscope._attend.call import Options, describe
+from headscope._attend.select import BACKENDS, ORDER, order, select
 from headscope.masks import Band, Dense, KeyLengths, Prefix, causal, window
 
 B, H, HKV, Q, K, D, DV = 2, 6, 3, 7, 7, 11, 5
@@ -22,7 +23,7 @@ B, H, HKV, Q, K, D, DV = 2, 6, 3, 7, 7, 11, 5
 @pytest.fixture(autouse=True)
 def _as_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The native kernels would take every call on a CPU: what is asked here is who comes after them."""
-    monkeypatch.setattr(cpu, "native", None)
+    monkeypatch.setattr(native, "native", None)
     monkeypatch.setattr(functional, "_kept", functional.PreparedCalls())
 
 

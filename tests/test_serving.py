@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from headscope import Observe, masks, observe
-from headscope._kept_weights import KeptWeights, kept_of
 from headscope.report import serving
-from headscope.report._viewer_strips import empty_strips, strip_of
+from headscope.report._viewer.strips import empty_strips, strip_of
 from headscope.report.serving import Server, pooled_tile
 from headscope.stats import HeadStats
+from headscope.stats._tiles import KeptWeights, kept_of
 from headscope.watching import About, Recording
 
 QUERIES, KEYS = 17, 19
@@ -91,7 +91,7 @@ def test_without_qk_none_is_saved(tmp_path: Path) -> None:
 
 
 def test_a_mask_too_large_to_be_saved_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headscope._observe_sums.MOST_REST", 10)
+    monkeypatch.setattr("headscope._observe.aggregate.MOST_REST", 10)
     recording = recorded(**options()["documents"] | {"mask": options()["documents"]["mask"] & ~odd()})
     with pytest.raises(ValueError, match=r"mask: .* has more than 10 pairs, too many to be saved with q and k"):
         recording.save(tmp_path / "r.safetensors", qk=True)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from traced import made, printed
 
 from headscope import MultiHeadAttention, masks, trace
-from headscope._trace_checks import Visible, visible
-from headscope._trace_words import LETTERS, WORDS
+from headscope.tracing._explanations import LETTERS, WORDS
+from headscope.tracing._invariants import Visible, visible
 
 PLAIN = [
     "input", "queries", "keys", "values", "split queries", "split keys", "split values", "scores", "weights",

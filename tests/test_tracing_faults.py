@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from traced import WithoutOutput, made, printed
 
-from headscope import MultiHeadAttention, _trace_attention, _trace_checks, _trace_rows, functional, masks, trace
-from headscope._trace_checks import Visible, spread, visible
+from headscope import MultiHeadAttention, functional, masks, trace
+from headscope.tracing import _attention_steps, _invariants, _row
+from headscope.tracing._invariants import Visible, spread, visible
 
 
 class SplitByView(MultiHeadAttention):
@@ -78,16 +79,16 @@ def failing(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, wrong: Any,
 
 def test_projections_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = SimpleNamespace(linear=lambda x, w, b: x @ w + b)
-    assert failing(monkeypatch, _trace_rows, "F", wrong)[:3] == ["queries", "keys", "values"]
+    assert failing(monkeypatch, _row, "F", wrong)[:3] == ["queries", "keys", "values"]
 
 
 def test_split_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = failing(monkeypatch, _trace_rows, "split_heads", lambda x, h, d: x.reshape(len(x), h, -1, d))
+    found = failing(monkeypatch, _row, "split_heads", lambda x, h, d: x.reshape(len(x), h, -1, d))
     assert found == ["split queries", "split keys", "split values", "concatenation"]
 
 
 def test_concatenation_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = failing(monkeypatch, _trace_rows, "merge_heads", lambda x: x.reshape(len(x), x.shape[2], -1))
+    found = failing(monkeypatch, _row, "merge_heads", lambda x: x.reshape(len(x), x.shape[2], -1))
     assert "concatenation" in found
 
 
@@ -102,7 +103,7 @@ def test_sharing_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _changed(name: str, change: Any) -> Any:
     """``_matrix``, with one of its tensors changed."""
-    original = _trace_attention._matrix
+    original = _attention_steps._matrix
 
     def wrong(*args: Any) -> Any:
         matrix = original(*args)
@@ -126,7 +127,7 @@ def _changed(name: str, change: Any) -> Any:
 def test_steps_of_the_matrix_can_fail(
     monkeypatch: pytest.MonkeyPatch, part: str, change: Any, step: str, call: dict[str, Any]
 ) -> None:
-    found = failing(monkeypatch, _trace_attention, "_matrix", _changed(part, change), **call)
+    found = failing(monkeypatch, _attention_steps, "_matrix", _changed(part, change), **call)
     assert found[0] == step
     assert "head outputs" in found, "what is wrong in the scores must show in the heads"
 
@@ -190,9 +191,9 @@ def test_a_small_error_in_a_weight_is_found() -> None:
 def test_large_inputs_are_checked_on_a_sample(monkeypatch: pytest.MonkeyPatch, call: dict[str, Any]) -> None:
     module, x = made(20, 4, kv_heads=2), torch.randn(2, 31, 20)
     whole = trace(module, x, **call)
-    monkeypatch.setattr(_trace_checks, "MATRIX", 1 << 10)
-    monkeypatch.setattr(_trace_checks, "PRODUCTS", 1 << 12)
-    monkeypatch.setattr(_trace_rows, "PRODUCTS", 1 << 12)
+    monkeypatch.setattr(_invariants, "MATRIX", 1 << 10)
+    monkeypatch.setattr(_invariants, "PRODUCTS", 1 << 12)
+    monkeypatch.setattr(_row, "PRODUCTS", 1 << 12)
     found = trace(module, x, **call)
     assert found.held is True, [(row.step, row.invariant) for row in found.failed]
     assert re.search(r"\(on \d+ of 248 rows\)$", found.row("weights").invariant)
@@ -200,7 +201,7 @@ def test_large_inputs_are_checked_on_a_sample(monkeypatch: pytest.MonkeyPatch, c
     assert [row.shape for row in found.rows] == [row.shape for row in whole.rows]
     for mine, theirs in zip(found.rows, whole.rows, strict=True):
         torch.testing.assert_close(torch.tensor(mine.corner), torch.tensor(theirs.corner), msg=mine.step)
-    monkeypatch.setattr(_trace_attention, "_matrix", _changed("s", lambda s: s / 2))
+    monkeypatch.setattr(_attention_steps, "_matrix", _changed("s", lambda s: s / 2))
     assert "scores" in [row.step for row in trace(module, x, **call).failed], "a sample must find it too"
 
 
@@ -233,8 +234,8 @@ def test_visible_pairs_are_counted_as_they_are(mask: masks.Mask, queries: int, k
 def test_visible_pairs_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = masks.Dense(torch.rand(2, 1, 5, 7) > 0.5) & masks.Band(None, 1)
     dense = mask.dense(2, 3, 5, 7)
-    monkeypatch.setattr(_trace_checks, "MATRIX", 100)  # more than one run of rows
+    monkeypatch.setattr(_invariants, "MATRIX", 100)  # more than one run of rows
     assert visible(mask, (2, 3, 5, 7)) == Visible(int(dense.sum()), int((~dense.any(-1)).sum()))
-    monkeypatch.setattr(_trace_checks, "COUNTED", 100)
+    monkeypatch.setattr(_invariants, "COUNTED", 100)
     assert visible(mask, (2, 3, 5, 7)) is None
     assert visible(masks.KeyLengths(torch.tensor([1, 2], device="meta")), (2, 3, 5, 7)) is None

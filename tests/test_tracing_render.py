@@ -14,8 +14,8 @@ from traced import WithoutOutput, made, printed, rich_trace, words
 
 import headscope
 from headscope import MultiHeadAttention, masks, trace
-from headscope._trace_words import memory
 from headscope.tracing import Trace
+from headscope.tracing._explanations import memory
 
 
 def test_json_is_strict_and_complete() -> None:

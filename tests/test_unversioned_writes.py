@@ -24,10 +24,10 @@ from watched_small import Raw
 
 import headscope
 from headscope import Observe, attend, attention, watch
-from headscope._fingerprint import Fingerprint
-from headscope._kept_weights import kept_of
+from headscope._support.fingerprint import Fingerprint
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, causal
 from headscope.report.serving import RefusedError, Server
+from headscope.stats._tiles import kept_of
 
 Write = Callable[[Tensor, Tensor], object]
 
@@ -355,7 +355,7 @@ def test_a_fingerprint_does_not_depend_on_how_the_tensor_lies() -> None:
 def test_a_fingerprint_of_many_rows_is_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(13, 8)
     whole = Fingerprint(x).sums
-    monkeypatch.setattr("headscope._fingerprint.AT_ONCE", 24)
+    monkeypatch.setattr("headscope._support.fingerprint.AT_ONCE", 24)
     torch.testing.assert_close(Fingerprint(x).sums, whole, rtol=0, atol=0)
 
 

@@ -42,8 +42,8 @@ from viewing import (
 
 from headscope import Observe
 from headscope.report import image_sheet, save
-from headscope.report.recording import visible
 from headscope.report.serving import Server
+from headscope.report.sheet import visible
 from headscope.report.viewer import render_recording
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording

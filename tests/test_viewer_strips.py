@@ -14,11 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from headscope import Observe, masks, observe
-from headscope._kept_weights import kept_of
-from headscope.report._viewer_data import Strips
+from headscope.report._viewer.model import Strips
 from headscope.report.serving import RefusedError, Server
 from headscope.report.viewer import render_recording, shown_recording
 from headscope.stats import HeadStats
+from headscope.stats._tiles import kept_of
 from headscope.watching import About, Recording
 
 HEADS = 3
@@ -247,7 +247,7 @@ def test_an_error_in_a_strip_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("strip_of is wrong")
 
-    monkeypatch.setattr("headscope.report._viewer_strips.strip_of", fail)
+    monkeypatch.setattr("headscope.report._viewer.strips.strip_of", fail)
     with pytest.raises(ValueError, match=r"strip_of is wrong"):
         shown_recording(recorded(11, 11))
 

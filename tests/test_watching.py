@@ -28,8 +28,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from watched_small import Alone, Attention, Raw, Small, input_of
 
 import headscope
-from headscope import Observe, Recording, _watch_frames, functional, watch, watching
-from headscope._decision_parts import short_layers
+from headscope import Observe, Recording, functional, watch, watching
+from headscope._analysis.answers import short_layers
+from headscope._intercept import frames
 from headscope.masks import causal
 from headscope.watching import WatchError
 
@@ -160,7 +161,7 @@ def test_an_interrupt_of_opening_or_closing_leaves_nothing_behind(
 
     before, model = called(), Small()
     steps = (interrupted, tuple) if opening else (tuple, interrupted)
-    monkeypatch.setattr(_watch_frames, "patches", [*_watch_frames.patches, steps])
+    monkeypatch.setattr(frames, "patches", [*frames.patches, steps])
     with pytest.raises(KeyboardInterrupt), open_(model):
         model(input_of(model))
     assert called() == before

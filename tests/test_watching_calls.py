@@ -19,8 +19,9 @@ from torch.nn import functional as F
 from watched_small import Attention, Raw, Small, input_of
 
 import headscope
-from headscope import Observe, Recording, _watch_calls, watch
-from headscope._watch_masks import known, split
+from headscope import Observe, Recording, watch
+from headscope._intercept import call
+from headscope._intercept.masks import known, split
 from headscope.masks import Dense
 from headscope.stats import HeadStats, merge
 from headscope.watching import WatchError
@@ -162,7 +163,7 @@ def test_a_buffer_with_room_for_more(
     padded: bool, steps: tuple[int, ...], chunk: int, additive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows stand where the mask says, not at the end of the room."""
-    monkeypatch.setattr(_watch_calls, "AT_ONCE", chunk)
+    monkeypatch.setattr(call, "AT_ONCE", chunk)
     model, ids = Static(), torch.randint(0, 3, (3, 7))
     model.additive = additive
     hidden = torch.arange(ROOM) < torch.tensor([[0], [2], [5]]) if padded else None

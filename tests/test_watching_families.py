@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from headscope import watch
-from headscope._watch_layers import is_cross
+from headscope._intercept.module_names import is_cross
 
 SEGMENTERS = ("Sam", "SamHQ", "Sam2", "Sam2Video", "Sam3Tracker", "Sam3TrackerVideo", "EdgeTam", "EdgeTamVideo")
 FOLDERS = {

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headscope import observe, watch, watching
-from headscope._watch_monitor import Monitor, _Step, writer
 from headscope.masks import causal
 from headscope.watching import AttentionWarning, Limits
+from headscope.watching._monitor import Monitor, _Step, writer
 
 
 class Steered(nn.Module):

@@ -17,7 +17,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from watched import FAMILIES, IDS, PADDING, TARGET
 
 import headscope
-from headscope import Observe, Recording, _watch_transformers, watch
+from headscope import Observe, Recording, watch
+from headscope._intercept import transformers as _watch_transformers
 from headscope.watching import WatchError, register_transformers
 
 STEPS = ((0, 4), (4, 5), (5, 6), (6, 9), (9, 11))

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headscope._call import kind
-from headscope._decision_parts import Answer, Basis, HasStats, decimal, plural, stats_of
-from headscope._escapes import visible
-from headscope._head_distances import normalised
-from headscope._stats_origin import check_comparable
-from headscope._stats_origin import notes as unchecked
+from headscope._analysis.answers import Answer, Basis, HasStats, decimal, plural, stats_of
+from headscope._analysis.distances import normalised
+from headscope._attend.call import kind
+from headscope._support.text import visible
+from headscope.stats._origin import check_comparable
+from headscope.stats._origin import notes as unchecked
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headscope._stats_parts import LayerStats, Moments
     from headscope.stats import HeadStats
+    from headscope.stats._layer import LayerStats, Moments
 
 __all__ = ["Change", "Comparison", "HeadChange", "Thresholds", "compare"]
 

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headscope._call import as_whole
-from headscope._decision_parts import Basis, Decision, HasStats, decimal, plural, share, stats_of
-from headscope._dense_stats import PATTERNS
-from headscope._escapes import visible
-from headscope._head_distances import PROFILE, bins_of, distributions, largest_gap, mass_of, profiles, variation
-from headscope._json import plain
-from headscope._pattern_means import pattern_means, smallest_window
-from headscope._stats_parts import histogram_edges
+from headscope._analysis.answers import Basis, Decision, HasStats, decimal, plural, share, stats_of
+from headscope._analysis.distances import PROFILE, bins_of, distributions, largest_gap, mass_of, profiles, variation
+from headscope._analysis.pattern_means import pattern_means, smallest_window
+from headscope._attend.call import as_whole
+from headscope._support.jsonable import plain
+from headscope._support.text import visible
+from headscope.stats._dense import PATTERNS
+from headscope.stats._layer import histogram_edges
 
 if TYPE_CHECKING:
-    from headscope._stats_parts import LayerStats, Moments
     from headscope.stats import HeadStats
+    from headscope.stats._layer import LayerStats, Moments
 
 __all__ = [
     "Basis",

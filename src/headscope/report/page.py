@@ -10,8 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from headscope._files import amiss, replace
-from headscope.report.recording import Sheet, visible
+from headscope._support.files import amiss, replace
+from headscope.report.sheet import Sheet, visible
 
 __all__ = ["MARKER", "SaveError", "asset", "check", "digest", "embedded", "render", "save", "write"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from headscope.report.recording import visible
+from headscope.report.sheet import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -205,7 +205,7 @@ def _stats(observed: HeadStats | Recording) -> HeadStats:
 
 def _maps(observed: HeadStats | Recording) -> list[NDArray[np.float64]]:
     """Of each layer the mean of each bin [H, rows, columns], without the bins that hold no query or no key."""
-    from headscope.report._viewer_data import standing
+    from headscope.report._viewer.model import standing
 
     maps: list[NDArray[np.float64]] = []
     for name, part in _stats(observed).parts.items():

@@ -36,10 +36,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headscope._kept_weights import KeptWeights, NoWeightsError, kept_if_any, kept_of
-from headscope.report._viewer_data import Strips
-from headscope.report._viewer_strips import empty_strips, strip_of
+from headscope.report._viewer.model import Strips
+from headscope.report._viewer.strips import empty_strips, strip_of
 from headscope.report.viewer import Layer, render_shown, shown_recording
+from headscope.stats._tiles import KeptWeights, NoWeightsError, kept_if_any, kept_of
 from headscope.watching import Recording
 
 __all__ = ["Server", "pooled_tile"]

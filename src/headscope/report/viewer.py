@@ -10,10 +10,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from headscope.report._viewer_data import Source, pack
-from headscope.report._waiting import waiting
+from headscope._support.progress import waiting
+from headscope.report._viewer.model import Source, pack
 from headscope.report.page import MARKER, asset, digest, embedded, write
-from headscope.report.recording import NOT_EXPLANATION, Sheet, visible
+from headscope.report.sheet import NOT_EXPLANATION, Sheet, visible
 from headscope.report.tables import Section
 from headscope.report.words import PATTERNS, REGIONS, word
 from headscope.watching import Recording
@@ -156,7 +156,7 @@ def render_recording(
 
 def shown_recording(recording: Recording, **options: Any) -> Shown:
     """What the page of a recording shows; options as for ``render_recording``."""
-    from headscope.report._viewer_recording import shown
+    from headscope.report._viewer.from_recording import shown
 
     return shown(recording, **options)
 
@@ -167,7 +167,7 @@ def render_sheet(sheet: Sheet) -> str:
     Raises:
         ValueError: its weights do not fit one page.
     """
-    from headscope.report._viewer_sheet import shown
+    from headscope.report._viewer.from_sheet import shown
 
     return render_shown(shown(sheet))
 
@@ -301,7 +301,7 @@ def _stages(trace: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The steps of a trace, in runs of one stage."""
     import itertools
 
-    from headscope._trace_words import STAGES, grid
+    from headscope.tracing._explanations import STAGES, grid
 
     texts = ("step", "equation", "code", "dtype", "invariant", "why", "mistake", "note")
     stages: list[dict[str, Any]] = []

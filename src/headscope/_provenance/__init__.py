@@ -1,0 +1,1 @@
+"""Which numbers of a forward pass come from which inputs."""

@@ -1,0 +1,6 @@
+"""trace: every step of a forward pass, with its equation, code, shape, values, and an invariant that was checked."""
+
+from headscope.tracing._row import Row
+from headscope.tracing._trace import Trace, trace
+
+__all__ = ["Row", "Trace", "trace"]

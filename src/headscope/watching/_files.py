@@ -1,0 +1,78 @@
+"""A Recording on disk: the file of its statistics, with what it is of as one more entry in the header."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from headscope.stats import HeadStats, _files
+from headscope.stats._files import RECORDING, listed, told, whole
+from headscope.watching._watch import About, Recording
+
+VERSION = 1
+_ABOUT: dict[str, tuple[type[Any], ...]] = {
+    "model": (str,), "options": (dict,), "versions": (dict,), "kinds": (dict,), "texts": (list, NoneType),
+}  # fmt: skip
+
+
+def said(about: About) -> dict[str, Any]:
+    """What a recording is of, ready for JSON."""
+    return asdict(about)
+
+
+def save(stats: HeadStats, about: About, path: Path, force: bool, qk: bool) -> Path:
+    """See ``Recording.save``."""
+    held = said(about)
+    del held["origin"]  # an entry of its own, which HeadStats.load reads, too
+    header = {RECORDING: json.dumps({"version": VERSION, "about": held})}
+    return _files.save(stats, path, force, header, qk=qk)
+
+
+def load(path: Path) -> Recording:
+    """See ``Recording.load``.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError: it cannot be opened.
+        ValueError: it is no recording, or one of a newer format, or damaged.
+    """
+    stats = HeadStats.load(path)
+    header = _files.header(path, RECORDING)
+    if header is None:
+        raise ValueError(f"{path}: holds statistics, but is no recording; HeadStats.load reads it")
+    _files.check_format(path, header, VERSION)
+    with _files.sound(path):
+        if not stats.parts:
+            raise TypeError("layers: got none")
+        about: dict[str, Any] = told(header, "about", dict)
+        for name, kinds in _ABOUT.items():
+            told(about, name, *kinds)
+        _check_values(about)
+        for name in ("forwards", "ran"):
+            whole(about, name, 0)
+        if about["texts"] is not None:
+            about["texts"] = tuple(listed(about, "texts", str))
+        return Recording(stats, About(**about))
+
+
+def _check_values(about: dict[str, Any]) -> None:
+    """Check what stands within the entries of ``about``.
+
+    Raises:
+        TypeError, ValueError: a value of another kind, or a number that is not finite.
+    """
+    for layer, kind in about["kinds"].items():
+        if kind not in ("self", "cross"):
+            raise ValueError(f'kinds: layer {layer} is {kind!r}, expected "self" or "cross"')
+    for name in about["versions"]:
+        told(about["versions"], name, str)
+    waiting = [*about["options"].values()]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"options: got {value}, expected finite numbers")
+        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
