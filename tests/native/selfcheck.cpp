@@ -238,7 +238,7 @@ Array kept_weights(const Target& target, const Problem& p, Random& r) {
 // ---------------------------------------------------------------- comparing
 
 // Errors are counted in roundings: of the sizes of the terms that a number is the sum of, once in the dtype of the inputs, and in
-// the arithmetic's as often as the logits are large. The rule is that of tests/tolerance.py: at most twice the error of a plain
+// the arithmetic's as often as the logits are large. The rule is that of tests/support/tolerance.py: at most twice the error of a plain
 // computation in the same dtype, which on few numbers can be exact by luck: some roundings are allowed in any case.
 constexpr double ROUNDINGS = 4;
 // On the average there is less room: half types must gain by float arithmetic what the plain computation loses.
