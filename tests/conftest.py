@@ -11,8 +11,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from support.commands import run
 
 from headscope._attend.backends import blocked
+
+__all__ = ["run"]  # a fixture
 
 # The tensors are small: a second thread costs more in waiting than it saves.
 torch.set_num_threads(1)

@@ -6,11 +6,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.paths import DOCS
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -20,7 +20,7 @@ from headscope import masks
 from headscope.masks import KeyLengths
 
 BACKENDS = ("cpu", "sdpa", "blocked", "reference")
-PAGE = Path(__file__).parent.parent / "docs" / "compile.md"
+PAGE = DOCS / "compile.md"
 
 
 class Attend(nn.Module):

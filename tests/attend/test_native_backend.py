@@ -1,17 +1,18 @@
 """The native kernels: every target that this CPU has, threads, forks, and what is read of memory.
 
-Their results against the float64 oracle are in test_functional.py and test_attention_fuzz.py, like those of every backend.
+Their results against the float64 oracle are in test_functional.py and test_attention_fuzz.py, like those of every
+backend.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
 
 import pytest
 import torch
+from support.native_targets import TARGETS, run
 from support.tolerance import assert_as_accurate
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from headscope.masks import Dense, Documents, KeyLengths
 
 pytestmark = pytest.mark.skipif(native.native is None, reason="the native extension was not built: no C++ compiler")
 
-TARGETS = native.native.targets() if native.native is not None else []
 
 # Each target in a process of its own: of one that has imported what takes long.
 FORCED = """
@@ -29,7 +29,7 @@ import itertools, os, torch._dynamo
 
 def compare(target):
     from headscope import attend, masks
-    from headscope._attend.interface import cpu
+    from headscope._attend.backends import native as cpu
     assert cpu.native.target() == target, cpu.native.target()
     torch.manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -105,7 +105,7 @@ INTERRUPTED = """
 import os, signal, threading, torch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the parent of the tests does with it
 from headscope import attention
-from headscope._attend.interface import cpu
+from headscope._attend.backends import native as cpu
 
 def call(length, train):
     q = torch.ones(1, 1, length, 64, requires_grad=train)
@@ -133,13 +133,6 @@ for threads in (1, 2):
 """
 
 
-def run(code: str, timeout: int = 240, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, timeout=timeout
-    )
-
-
 def tensors(queries: int = 37, keys: int = 41) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     return torch.randn(2, 3, queries, 13), torch.randn(2, 3, keys, 13), torch.randn(2, 3, keys, 11)
@@ -153,7 +146,7 @@ def test_each_target_agrees_with_the_definition() -> None:
 LONG = """
 import os, torch
 from headscope import attention
-from headscope._attend.interface import cpu
+from headscope._attend.backends import native as cpu
 
 def errors(q, k, v, grad, attend):
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -186,7 +179,7 @@ def test_long_sums_are_as_accurate_as_short_ones(target: str) -> None:
 
 
 def test_an_unknown_target_is_one_clear_error() -> None:
-    code = "from headscope._attend.interface import cpu; cpu.native.target()"
+    code = "from headscope._attend.backends import native as cpu; cpu.native.target()"
     done = run(code, HEADSCOPE_CPU_TARGET="abacus")
     assert done.returncode == 1
     assert "HEADSCOPE_CPU_TARGET: got 'abacus', this CPU has" in done.stderr

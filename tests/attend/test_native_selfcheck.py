@@ -13,10 +13,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
 from headscope._attend.backends import native
 
-ROOT = Path(__file__).parents[1]
 TARGETS = ("avx512_bf16", "avx512", "avx2", "generic", "neon")
 LACKING = 77  # the exit code where a CPU lacks the target
 EMULATOR, CROSS_COMPILER = "qemu-aarch64", "aarch64-linux-gnu-g++"

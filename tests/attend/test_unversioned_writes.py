@@ -11,12 +11,12 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.paths import PROGRAMS
 from support.programs.collective_masks import MASKS
 from support.watched_small import Raw
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ def inputs(*, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
 def received(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bool, bool]]:
     """What rank 1 of two processes finds: whether a cached mask is right, and whether the new contents matter."""
     store = tmp_path_factory.mktemp("gloo") / "store"
-    program = Path(__file__).with_name("collective_masks.py")
+    program = PROGRAMS / "collective_masks.py"
     ranks = [
         subprocess.Popen(
             [sys.executable, str(program), str(rank), str(store)],

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.paths import BENCHMARKS
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import attention as driver  # noqa: E402  # pyright: ignore[reportMissingImports]
-from attention_peers import cases, exact, peak, peers, report, workers  # noqa: E402
-from attention_peers.cases import Case  # noqa: E402
+import attention as driver  # pyright: ignore[reportMissingImports]
+from attention_peers import cases, exact, peak, peers, report, workers
+from attention_peers.cases import Case
 
 sys.path.remove(str(BENCHMARKS))
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import BENCHMARKS
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import decode  # noqa: E402  # pyright: ignore[reportMissingImports]
+import decode  # pyright: ignore[reportMissingImports]
 
 sys.path.remove(str(BENCHMARKS))
 

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from headscope.cli import _benchmark
-from headscope.cli._commands.__init__ import verbs
+from headscope.cli._commands import verbs
 
 SMALL = (2, 5, 6, 3)
 

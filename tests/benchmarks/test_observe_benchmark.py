@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.paths import BENCHMARKS
 
 import headscope
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import observe as driver  # noqa: E402  # pyright: ignore[reportMissingImports]
-from observe_parts import attention, models, report, timing  # noqa: E402
-from observe_parts.timing import Row  # noqa: E402
+import observe as driver  # pyright: ignore[reportMissingImports]
+from observe_parts import attention, models, report, timing
+from observe_parts.timing import Row
 
 sys.path.remove(str(BENCHMARKS))
 

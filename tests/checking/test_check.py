@@ -7,15 +7,15 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.buggy import late_division as checked_late
+from support.buggy.catalogue import BUGS
 from support.buggy.packed_projection import Packed
+from support.paths import DOCS
 from support.seed_modules import Enforced, FoldedHeads, OneText, Patches, SixSteps
-from test_check_bugs import BUGS
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -900,7 +900,7 @@ def test_findings_as_text_json_and_html() -> None:
 
 
 def test_the_page_lists_every_finding() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "checking.md").read_text(encoding="utf-8")
+    page = (DOCS / "checking.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `([a-z0-9-]+)` \| (wrong|unusual|slow) \|", page, re.MULTILINE)
     assert dict(listed) == {name: words.severity for name, words in WORDS.items()}
     assert len(listed) == len(WORDS)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.paths import DOCS
 
 from headscope import attention, masks
 from headscope._attend.backends import native as cpu
@@ -95,7 +96,7 @@ def test_an_extension_that_is_not_built_is_told_from_one_that_cannot_be_loaded(
 
 # ---------------------------------------------------------------- the matrix
 
-KERNELS = Path(__file__).parents[1] / "docs" / "kernels.md"
+KERNELS = DOCS / "kernels.md"
 
 
 def test_the_matrix_has_every_option_dtype_target_and_backend() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from support.paths import DATA
 
 from headscope import cli, load_example
 from headscope._support.jsonable import plain
@@ -20,7 +21,7 @@ from headscope.cli._shared.console import Mistake, one_line, visible
 from headscope.cli._shared.digits import SIDE, prepare, read_picture, with_picture
 from headscope.cli._shared.text_input import read_text
 
-HELDOUT = Path(__file__).parent / "data" / "digits_heldout.npz"
+HELDOUT = DATA / "digits_heldout.npz"
 
 
 def drawn(height: int = 61, width: int = 47) -> Image.Image:

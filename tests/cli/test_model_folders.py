@@ -20,8 +20,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_commands import Run, run  # noqa: F401  # run is a fixture
-from test_watch_command import gpt2, save
+from support.commands import Run
+from support.model_folders import gpt2, save
 from transformers import modeling_utils
 from transformers.integrations import hub_kernels
 from transformers.models.auto import auto_factory
@@ -153,7 +153,7 @@ def test_an_implementation_that_a_configuration_names_is_not_fetched(
         assert getattr(config, "_experts_implementation", "eager") in ("eager", "grouped_mm", "batched_mm")
 
 
-def test_an_implementation_that_is_not_used_is_said(llama: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
+def test_an_implementation_that_is_not_used_is_said(llama: Path, tmp_path: Path, run: Run) -> None:
     at = changed(llama, tmp_path / "at", attn_implementation="evil/\x1bkernel")
     ran = run("watch", str(at), "--ids", "3 4 5", "--json")
     assert ran.code == 0

@@ -14,23 +14,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.processes import POSIX, PROGRAM, STRIKE, headscope, names
 
 from headscope._attend.backends import native
 from headscope.cli import main
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="streams as /dev/full and the errors of Linux have them")
-POSIX = pytest.mark.skipif(os.name != "posix", reason="signals, pipes and pseudo-terminals of POSIX")
 
-# a program that runs the command line, after a line of set-up
-PROGRAM = """
-import os, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the parent of the tests does with it
-from headscope import cli
-{setup}
-sys.exit(cli.main())
-"""
-
-STRIKE = "os.kill(os.getpid(), signal.SIGINT)"
 
 AT_IMPORT = f"""
 class Finder:
@@ -41,7 +31,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 AT_INPUT = f"""
-from headscope.cli._commands.__init__ import reading
+from headscope.cli._shared import text_input as reading
 def read(stream, source):
     {STRIKE}
     return []
@@ -65,32 +55,12 @@ Console.print = strike
 """
 
 
-def headscope(
-    *arguments: str, cwd: Path, setup: str = "", environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(setup=setup), *arguments],
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "80", **(environment or {})},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=120,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize("arguments", [("text", "hi", "--no-page"), ("doctor",)])
 @pytest.mark.skipif(native.native is None, reason="there are no native kernels here")
 def test_a_native_target_that_is_not_here_is_a_mistake(arguments: tuple[str, ...], tmp_path: Path) -> None:
     done = headscope(*arguments, cwd=tmp_path, environment={"HEADSCOPE_CPU_TARGET": "abacus"})
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"headscope: HEADSCOPE_CPU_TARGET: got 'abacus', this CPU has .*\n", done.stderr)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize(

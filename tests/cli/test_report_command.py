@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.commands import Ran, Run
 from support.html_pages import Page
-from test_commands import Ran, Run, run  # noqa: F401  # run is a fixture
-from test_process import POSIX
+from support.processes import POSIX
 
 from headscope import HeadStats, Observe, masks, observe
 from headscope.report.page import MARKER
@@ -25,7 +25,7 @@ from headscope.watching import About, Recording
 
 
 @pytest.fixture
-def saved(run: Run) -> Path:  # noqa: F811
+def saved(run: Run) -> Path:
     """A recording with q and k in the folder that the command runs in."""
     q, k = torch.randn(2, 1, 3, 11, 5)
     found = observe(q, k, mask=masks.causal(), what=Observe(map=7, keep_qk=True)).named("a.0")
@@ -33,7 +33,7 @@ def saved(run: Run) -> Path:  # noqa: F811
 
 
 @pytest.mark.usefixtures("saved")
-def test_a_page_is_written(run: Run) -> None:  # noqa: F811
+def test_a_page_is_written(run: Run) -> None:
     ran = run("report", "seen.safetensors", "--out", "page.html", "--title", "<b>mine</b>")
     assert (ran.code, ran.err) == (0, "")
     assert re.fullmatch(r"The page, to be opened in a browser: page\.html \(\d\.\d MiB\)\n", ran.out)
@@ -47,7 +47,7 @@ def test_a_page_is_written(run: Run) -> None:  # noqa: F811
     assert list(page.data["layers"][0]["strips"]["heads"]) == ["2"]
 
 
-def test_an_image_lies_below(run: Run) -> None:  # noqa: F811
+def test_an_image_lies_below(run: Run) -> None:
     q, k = torch.randn(2, 1, 3, 13, 5)
     found = observe(q, k, what=Observe(map=13)).named("a")
     Recording(found, About("m", {}, {}, {"a": "self"}, None, 1, 1)).save("seen.safetensors")
@@ -73,7 +73,7 @@ def test_an_image_lies_below(run: Run) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("read", ["seen.safetensors", "link.safetensors"])
 @pytest.mark.parametrize("out", ["seen.safetensors", "./seen.safetensors", "link.safetensors"])
-def test_what_is_read_is_not_replaced(read: str, out: str, saved: Path, run: Run) -> None:  # noqa: F811
+def test_what_is_read_is_not_replaced(read: str, out: str, saved: Path, run: Run) -> None:
     Path("link.safetensors").symlink_to(saved)
     before = saved.read_bytes()
     ran = run("report", read, "--out", out, "--force")
@@ -126,7 +126,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 @pytest.mark.usefixtures("saved")
-def test_a_mistake_is_one_line(name: str, run: Run) -> None:  # noqa: F811
+def test_a_mistake_is_one_line(name: str, run: Run) -> None:
     Path("other.txt").write_text("mine", encoding="utf-8")
     arguments, said = MISTAKES[name]
     ran = run("report", *arguments)
@@ -137,14 +137,14 @@ def test_a_mistake_is_one_line(name: str, run: Run) -> None:  # noqa: F811
     assert sorted(os.listdir()) == ["other.txt", "seen.safetensors"]
 
 
-def test_strips_need_q_and_k(run: Run, saved: Path) -> None:  # noqa: F811
+def test_strips_need_q_and_k(run: Run, saved: Path) -> None:
     Recording.load(saved).save("plain.safetensors")
     ran = run("report", "plain.safetensors", "--strip", "0.0")
     said = "--strip: got 0.0, wanted a recording with q and k, as watch --keep-qk writes it"
     assert (ran.code, ran.out, ran.err) == (2, "", f"headscope report: {said}\n")
 
 
-def test_a_map_with_every_weight_needs_no_strips(run: Run) -> None:  # noqa: F811
+def test_a_map_with_every_weight_needs_no_strips(run: Run) -> None:
     q, k = torch.randn(2, 1, 3, 11, 5)
     found = {name: observe(q, k, what=Observe(map=bins, keep_qk=True)) for name, bins in (("a", 11), ("b", 7))}
     stats = HeadStats({name: each.parts["0"] for name, each in found.items()})
@@ -156,7 +156,7 @@ def test_a_map_with_every_weight_needs_no_strips(run: Run) -> None:  # noqa: F81
     assert [list(layer["strips"]["heads"]) for layer in layers] == [[], ["1"]]
 
 
-def test_strips_need_self_attention(run: Run, saved: Path) -> None:  # noqa: F811
+def test_strips_need_self_attention(run: Run, saved: Path) -> None:
     crossed = Recording(Recording.load(saved).stats, About("m", {}, {}, {"a.0": "cross"}, None, 1, 1))
     crossed.save("cross.safetensors", qk=True)
     ran = run("report", "cross.safetensors", "--strip", "0.0")
@@ -165,7 +165,7 @@ def test_strips_need_self_attention(run: Run, saved: Path) -> None:  # noqa: F81
 
 
 @pytest.mark.parametrize("kept", [0.5, -1])
-def test_a_recording_that_is_cut_short_is_called_so(kept: float, run: Run, saved: Path) -> None:  # noqa: F811
+def test_a_recording_that_is_cut_short_is_called_so(kept: float, run: Run, saved: Path) -> None:
     whole = saved.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
     Path("cut.safetensors").write_bytes(whole[: round(header * 0.9) if kept == 0.5 else -1])
@@ -177,7 +177,7 @@ def test_a_recording_that_is_cut_short_is_called_so(kept: float, run: Run, saved
     assert (ran.code, ran.err) == (2, f"headscope watch: --against: {said}\n")
 
 
-def test_serving_needs_q_and_k(run: Run, saved: Path) -> None:  # noqa: F811
+def test_serving_needs_q_and_k(run: Run, saved: Path) -> None:
     Recording.load(saved).save("plain.safetensors")
     ran = run("report", "plain.safetensors", "--serve")
     assert (ran.code, ran.out) == (2, "")
@@ -206,7 +206,7 @@ def test_it_serves_until_ctrl_c(saved: Path) -> None:
         assert (running.returncode, out, error) == (130, "", "headscope: interrupted\n")
 
 
-def test_watch_keeps_q_and_k_in_the_recording(run: Run) -> None:  # noqa: F811
+def test_watch_keeps_q_and_k_in_the_recording(run: Run) -> None:
     ran = run("watch", "text", "--text", "abc", "--keep-qk", "--no-page")
     assert (ran.code, ran.err) == (2, "headscope watch: --keep-qk: wanted --out with it\n")
     ran = run(
@@ -223,7 +223,7 @@ def test_watch_keeps_q_and_k_in_the_recording(run: Run) -> None:  # noqa: F811
         torch.testing.assert_close(p.sum(-1), torch.ones(8, queries, dtype=torch.float64), rtol=1e-5, atol=1e-6)
 
 
-def test_the_footer_of_a_page_says_of_what_it_is(run: Run) -> None:  # noqa: F811
+def test_the_footer_of_a_page_says_of_what_it_is(run: Run) -> None:
     def footer(*arguments: str) -> dict[str, str]:
         ran = run(*arguments)
         assert ran.code == 0, ran.err

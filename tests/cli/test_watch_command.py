@@ -17,10 +17,10 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from support.commands import Run, answer
 from support.html_pages import Page
-from test_commands import Run, answer, run  # noqa: F401  # run is a fixture
-from test_process import POSIX, STRIKE, headscope, names
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from support.model_folders import SIZES, gpt2, save
+from support.processes import POSIX, STRIKE, headscope, names
 
 from headscope import HeadStats, Recording, observe
 from headscope.cli._shared.console import Mistake
@@ -29,32 +29,7 @@ from headscope.cli._shared.windows import windows
 from headscope.report.page import MARKER
 from headscope.stats import head_means, row_statistics
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz .,"
 TEXT = "the quick brown fox jumps over the lazy dog, the quick brown fox jumps."
-SIZES: dict[str, Any] = {"vocab_size": 3 + len(LETTERS), "bos_token_id": 0, "eos_token_id": 1}
-
-
-def save(model: Any, folder: Path, *, tokenizer: bool = True) -> Path:
-    """A model with weights that make its attention neither flat nor on one key; letters are its tokens."""
-    random = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.copy_(torch.randn(weight.shape, generator=random) * 0.3)
-    model.save_pretrained(folder)
-    if tokenizer:
-        ids = {piece: n for n, piece in enumerate(["<s>", "</s>", "<unk>", *LETTERS])}
-        letters = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-        letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-        letters.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=letters, unk_token="<unk>", bos_token="<s>")
-        fast.save_pretrained(folder)
-    return folder
-
-
-def gpt2(**sizes: Any) -> Any:
-    config = transformers.GPT2Config(n_positions=29, n_embd=24, n_layer=2, n_head=3, **SIZES, **sizes)
-    return transformers.GPT2LMHeadModel(config)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +47,7 @@ Start = Callable[..., Any]
 
 
 @pytest.fixture
-def start(run: Run) -> Start:  # noqa: F811
+def start(run: Run) -> Start:
     """Run ``watch`` for its JSON."""
     return lambda *arguments: answer(run("watch", *map(str, arguments), "--json"))
 
@@ -139,7 +114,7 @@ def test_windows_are_even_and_hold_every_token_once() -> None:
         windows([1], 3, ([90], [91, 92]))
 
 
-def test_what_is_printed_and_written(run: Run, folder: Path) -> None:  # noqa: F811
+def test_what_is_printed_and_written(run: Run, folder: Path) -> None:
     Path("dog.txt").write_text(TEXT[:24], encoding="utf-8")
     ran = run("watch", str(folder), "--file", "dog.txt", "--out", "seen.safetensors")
     assert ran.code == 0, ran.err
@@ -210,7 +185,7 @@ def test_every_row_of_layers_that_share_keys_is_seen(tmp_path: Path, start: Star
     assert [layer["rows"] for layer in layers] == [[5, 5]] * 2
 
 
-def test_little_text_tells_nothing_of_windows(run: Run, start: Start) -> None:  # noqa: F811
+def test_little_text_tells_nothing_of_windows(run: Run, start: Start) -> None:
     said = start("text", "--ids", "5,6,7,8,9")
     assert said["streaming"] is None
     assert "window_3" in said["layers"]["layers.0.attention"]["heads"][0], "local is told by it"
@@ -226,7 +201,7 @@ def test_some_layers_and_less_context(folder: Path, start: Start) -> None:
     assert said["about"]["options"]["input"]["windows"] == 8
 
 
-def test_many_heads_are_cut_in_the_terminal(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_many_heads_are_cut_in_the_terminal(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headscope.cli._shared.recording_view.LINES", 2)
     ran = run("watch", str(folder), "--text", "abc abc", "--no-page")
     assert "The 2 of 6 heads with the highest scores; the page has all." in ran.out
@@ -241,7 +216,7 @@ def test_many_heads_are_cut_in_the_terminal(run: Run, folder: Path, monkeypatch:
     ],
 )
 def test_broken_rows_are_counted_and_nothing_is_told_of_none(
-    name: str, said: str, run: Run, folder: Path, tmp_path: Path  # noqa: F811
+    name: str, said: str, run: Run, folder: Path, tmp_path: Path
 ) -> None:  # fmt: skip
     model = transformers.GPT2LMHeadModel.from_pretrained(folder)
     with torch.no_grad():
@@ -269,7 +244,7 @@ def other(tmp_path: Path) -> Path:
     return at
 
 
-def test_against_an_older_recording(run: Run, folder: Path, other: Path) -> None:  # noqa: F811
+def test_against_an_older_recording(run: Run, folder: Path, other: Path) -> None:
     watched = ("watch", str(folder), "--text", TEXT[:28])
     assert run(*watched, "--out", "old.safetensors", "--no-page").code == 0
     same = run(*watched, "--against", "old.safetensors", "--no-page")
@@ -298,7 +273,7 @@ def test_against_an_older_recording(run: Run, folder: Path, other: Path) -> None
     )
 
 
-def test_a_recording_compares_itself(run: Run, folder: Path) -> None:  # noqa: F811
+def test_a_recording_compares_itself(run: Run, folder: Path) -> None:
     run("watch", str(folder), "--text", TEXT[:28], "--out", "old.safetensors", "--json")
     recording = Recording.load("old.safetensors")
     assert not recording.compare(recording).differs
@@ -361,7 +336,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2(mistake: str, run: Run, offline: None) -> None:  # noqa: F811
+def test_a_mistake_is_one_line_and_exit_code_2(mistake: str, run: Run, offline: None) -> None:
     Path("given.txt").write_text("given", encoding="utf-8")
     Path("empty").mkdir()
     arguments, message = MISTAKES[mistake]
@@ -391,7 +366,7 @@ OVER: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", OVER)
-def test_what_is_read_is_not_written_over(case: str, run: Run, offline: None) -> None:  # noqa: F811
+def test_what_is_read_is_not_written_over(case: str, run: Run, offline: None) -> None:
     Path("model").mkdir()
     for name in ("a", "headscope-report.html", "model/w.safetensors", "model/config.json"):
         Path(name).write_text(f"{MARKER if name[0] == 'h' else ''}given", encoding="utf-8")
@@ -415,7 +390,7 @@ def test_what_is_read_is_not_written_over(case: str, run: Run, offline: None) ->
         ("ratio=1", "ratio: got 1.0, wanted above 1"),
     ],
 )
-def test_thresholds_are_checked(limit: str, message: str, run: Run) -> None:  # noqa: F811
+def test_thresholds_are_checked(limit: str, message: str, run: Run) -> None:
     ran = run("watch", "text", "--text", "a", "--against", "x", "--threshold", limit)
     assert (ran.code, ran.err) == (2, ran.err)
     assert message in ran.err
@@ -458,7 +433,7 @@ def test_no_code_of_a_repository_runs(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_missing_weights_are_said(folder: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
+def test_missing_weights_are_said(folder: Path, tmp_path: Path, run: Run) -> None:
     from safetensors.torch import load_file, save_file
 
     at = tmp_path / "holes"
@@ -472,7 +447,7 @@ def test_missing_weights_are_said(folder: Path, tmp_path: Path, run: Run) -> Non
     assert "no tokenizer" in run("watch", str(at), "--text", "a").err
 
 
-def test_weights_that_are_left_over_are_said(folder: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
+def test_weights_that_are_left_over_are_said(folder: Path, tmp_path: Path, run: Run) -> None:
     at = shutil.copytree(folder, tmp_path / "more")
     config = json.loads((at / "config.json").read_text(encoding="utf-8"))
     (at / "config.json").write_text(json.dumps({**config, "n_layer": 1}), encoding="utf-8")
@@ -489,7 +464,7 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch, folder: Path) -> 
     assert load("text").context == 256
 
 
-def test_a_model_that_fails_is_one_line(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_model_that_fails_is_one_line(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of luck\nand more")
 
@@ -498,7 +473,7 @@ def test_a_model_that_fails_is_one_line(run: Run, folder: Path, monkeypatch: pyt
     assert (ran.code, "the forward pass failed: out of luck and more" in ran.err) == (2, True)
 
 
-def test_a_layer_that_cannot_be_seen_is_told_with_the_option_for_it(run: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_a_layer_that_cannot_be_seen_is_told_with_the_option_for_it(run: Run, tmp_path: Path) -> None:
     gptj = transformers.GPTJConfig(n_embd=24, n_layer=1, n_head=3, n_positions=16, rotary_dim=4, **SIZES)
     at = save(transformers.GPTJForCausalLM(gptj), tmp_path / "gptj", tokenizer=False)
     ran = run("watch", str(at), "--ids", "3 4")
@@ -517,7 +492,7 @@ def test_transformers_has_nothing_to_say_of_a_model_that_cannot_be_watched(tmp_p
     assert re.fullmatch(r"headscope watch: .* no attention call was seen in .*\n", done.stderr), done.stderr
 
 
-def test_what_comes_from_outside_is_escaped(run: Run, folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_what_comes_from_outside_is_escaped(run: Run, folder: Path, tmp_path: Path) -> None:
     at = tmp_path / "<b>[red]\x1bmodel"
     at.symlink_to(folder)
     name = "<script>alert(1)</script>\x1b.txt".replace("/", "_")
@@ -563,7 +538,7 @@ def test_ctrl_c_leaves_nothing_half_written(setup: str, left: list[str], tmp_pat
 # ---------------------------------------------------------------- text --model
 
 
-def test_text_with_another_model(run: Run, folder: Path) -> None:  # noqa: F811
+def test_text_with_another_model(run: Run, folder: Path) -> None:
     said = answer(run("text", TEXT, "--model", str(folder), "--json", "--layer", "1", "--head", "2"))
     assert len(said["heads"]) == 6
     assert said["trace"] is None
@@ -580,7 +555,7 @@ def test_text_with_another_model(run: Run, folder: Path) -> None:  # noqa: F811
     assert said["next"][0]["probability"] == pytest.approx(float(best), rel=1e-4)
 
 
-def test_text_with_an_encoder(run: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_text_with_an_encoder(run: Run, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     config = transformers.BertConfig(num_hidden_layers=1, **sizes, **SIZES)
     at = save(transformers.BertModel(config), tmp_path / "bert")
@@ -591,7 +566,7 @@ def test_text_with_an_encoder(run: Run, tmp_path: Path) -> None:  # noqa: F811
     assert "step by step" not in ran.out
 
 
-def test_text_with_a_sliding_window(run: Run, start: Start, tmp_path: Path) -> None:  # noqa: F811
+def test_text_with_a_sliding_window(run: Run, start: Start, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "sliding_window": 4}
     config = transformers.MistralConfig(num_hidden_layers=2, num_key_value_heads=2, **sizes, **SIZES)
     at = save(transformers.MistralForCausalLM(config), tmp_path / "mistral")
@@ -604,7 +579,7 @@ def test_text_with_a_sliding_window(run: Run, start: Start, tmp_path: Path) -> N
     assert "itself and some of those before it" in " ".join(ran.out.split())
 
 
-def test_what_a_broken_model_did_is_in_no_statistic(run: Run, folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_what_a_broken_model_did_is_in_no_statistic(run: Run, folder: Path, tmp_path: Path) -> None:
     model = transformers.GPT2LMHeadModel.from_pretrained(folder)
     with torch.no_grad():
         model.transformer.wpe.weight[5] = torch.nan
@@ -622,7 +597,7 @@ def test_what_a_broken_model_did_is_in_no_statistic(run: Run, folder: Path, tmp_
     assert untold in ran.err
 
 
-def test_what_text_cannot_show_is_said(run: Run, folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_what_text_cannot_show_is_said(run: Run, folder: Path, tmp_path: Path) -> None:
     at = save(gpt2(), tmp_path / "bare", tokenizer=False)
     ran = run("text", "a", "--model", str(at))
     assert (ran.code, "has no tokenizer that can be read" in ran.err) == (2, True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.paths import PROGRAMS
 from torch.nn import functional as F
 
 import headscope
@@ -23,7 +23,7 @@ RAISES = "RuntimeError: q, k, v: torch's context parallelism is active"
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks report; see context_ranks.py."""
     store = tmp_path_factory.mktemp("ranks") / "store"
-    program = [sys.executable, str(Path(__file__).with_name("context_ranks.py"))]
+    program = [sys.executable, str(PROGRAMS / "context_parallel_ranks.py")]
     started = [
         subprocess.Popen([*program, str(rank), str(store)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(2)

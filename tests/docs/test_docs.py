@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import nbformat
 import pytest
+from support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "training").glob("*.md")])
 NOTEBOOKS = sorted((ROOT / "docs").glob("*.ipynb"))
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import nbformat
 import pytest
+from support.paths import DOCS
 
-DOCS = Path(__file__).parent.parent / "docs"
 NOTEBOOK = DOCS / "multi_head_attention.ipynb"
 LARGEST = 600_000  # bytes
 LIMIT = 500  # seconds; a dozen are enough where nothing else runs

@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from support.paths import DATA, ROOT
 from torch import Tensor
 
 import headscope
 from headscope.examples import DigitsExample, TextExample, load_example
 
-DATA = Path(__file__).parent / "data"
 FOLDER = Path(headscope.__file__).parent / "examples"
 LARGEST = 4_000_000  # bytes
 SCORE = {"rtol": 0.0, "atol": 2e-4}  # room for other processors; the figures are written with five digits
@@ -353,7 +353,7 @@ def test_figures_are_plain_json(name: str) -> None:
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Any:
-    folder = Path(__file__).parent.parent / "training"
+    folder = ROOT / "training"
     if not folder.is_dir():
         pytest.skip("the training scripts are not here")
     monkeypatch.syspath_prepend(str(folder))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import layout_modules
+from support.paths import DOCS
 from torch import Tensor, nn
 
 from headscope import MultiHeadAttention, ablate, attention, functional, layouts, nn_compat, trace
@@ -375,7 +376,7 @@ def test_known_layouts_say_whose_they_are() -> None:
 
 
 def test_the_page_lists_every_layout() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "layouts.md").read_text(encoding="utf-8")
+    page = (DOCS / "layouts.md").read_text(encoding="utf-8")
     table = page[page.index("## The layouts") : page.index("## What is not exactly theirs")]
     assert [name for name in layouts.known() if f"`{name}`" not in table] == []
 

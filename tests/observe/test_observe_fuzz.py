@@ -13,7 +13,7 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support import oracle, oracle_observe
-from test_attention_fuzz import Case, cases
+from support.attention_fuzz import Case, cases
 from torch import Tensor
 
 import headscope

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_native_backend import TARGETS, run
+from support.native_targets import TARGETS, run
 from torch import Tensor
 
 import headscope
@@ -37,7 +37,7 @@ for target in {targets!r}:
     child = os.fork()
     if child == 0:
         os.environ["HEADSCOPE_CPU_TARGET"] = target
-        from headscope._attend.interface import cpu
+        from headscope._attend.backends import native as cpu
         assert cpu.native.target() == target, cpu.native.target()
         slice = "every_dtype or every_option and (dense or sinks)"
         os._exit(pytest.main(["-q", "-n0", "-p", "no:cacheprovider", {file!r}, "-k", slice]))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from test_commands import Run, run  # noqa: F401  # run is a fixture
+from support.commands import Run
 
 from headscope import Observe, load_example, observe, watch
 from headscope.stats import HeadStats
@@ -73,7 +73,7 @@ def check_printable(text: str) -> None:
 def test_a_command_prints_hostile_names_as_escapes(
     arguments: list[str],
     recording: Recording,
-    run: Run,  # noqa: F811
+    run: Run,
 ) -> None:
     recording.save("hostile.safetensors", qk=True)
 
@@ -83,7 +83,7 @@ def test_a_command_prints_hostile_names_as_escapes(
     check_printable(ran.out + ran.err)
 
 
-def test_what_moved_names_a_hostile_layer_by_its_escapes(recording: Recording, run: Run) -> None:  # noqa: F811
+def test_what_moved_names_a_hostile_layer_by_its_escapes(recording: Recording, run: Run) -> None:
     recording.save("hostile.safetensors")
 
     ran = run("watch", "text", "--text", TEXT, "--against", "hostile.safetensors", "--no-page")

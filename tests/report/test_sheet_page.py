@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.html_pages import HOSTILE, Page, map_of
+from support.paths import ROOT
 from support.sheets import TRACE, digit, picture, softmax, text, words
 
 from headscope.report import NOT_EXPLANATION, SaveError, image_sheet, page, render, save, text_sheet
@@ -128,7 +129,7 @@ def test_the_page_asks_for_nothing() -> None:
 
 def test_the_script_is_built_from_the_source() -> None:
     """By the digest in it; ``scripts/viewer --check`` builds it anew and compares."""
-    viewer = Path(__file__).parent.parent / "viewer"
+    viewer = ROOT / "viewer"
     if not viewer.is_dir():
         pytest.skip("this is no checkout: there is no source of the script")
     source = hashlib.sha256()

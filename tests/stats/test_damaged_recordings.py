@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_commands import Run, run  # noqa: F401  # run is a fixture
+from support.commands import Run
 from torch import Tensor, nn
 
 import headscope
@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_missing_or_cannot_be_is_one_clear_error(name: str, whole: Path, run: Run) -> None:  # noqa: F811
+def test_what_is_missing_or_cannot_be_is_one_clear_error(name: str, whole: Path, run: Run) -> None:
     damage, message = REFUSED[name]
     path = damaged(whole, Path("seen.safetensors"), damage)
     with pytest.raises(ValueError, match=rf"^seen.safetensors: is damaged: .*{message}"):

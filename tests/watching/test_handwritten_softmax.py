@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.commands import Run
+from support.model_folders import gpt2, save
 from support.watched_small import Attention
-from test_commands import Run, run  # noqa: F401  # run is a fixture
-from test_watch_command import gpt2, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -202,7 +202,7 @@ def test_heads_that_are_not_reached_are_warned_of() -> None:
 
 
 def test_the_command_says_so_in_one_line(
-    run: Run,  # noqa: F811
+    run: Run,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

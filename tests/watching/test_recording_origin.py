@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from support.paths import DATA, PROGRAMS
 from support.programs.sharded_recordings import SIZE, Model, shard_by_hand
 from torch import nn
 
@@ -26,7 +27,7 @@ from headscope.report.viewer import render_recording
 from headscope.stats import merge
 from headscope.watching import Origin, Part
 
-OLD = Path(__file__).parent / "data" / "recording_v1.safetensors"
+OLD = DATA / "recording_v1.safetensors"
 """Written before recordings stated their origin."""
 
 
@@ -228,7 +229,7 @@ def test_a_part_that_the_user_states_is_kept(tmp_path: Path) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, int], Recording]:
     """The recordings of two processes that share a model, by the kind of sharding, rank and input."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, str(Path(__file__).parent / "sharded.py")]
+    command = [sys.executable, str(PROGRAMS / "sharded_recordings.py")]
     running = [
         subprocess.Popen([*command, str(rank), "2", str(folder / "store"), str(folder)], stderr=subprocess.PIPE)
         for rank in range(2)

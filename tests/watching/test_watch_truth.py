@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import oracle_observe as oracle
 import pytest
 import torch
+from support import oracle_observe as oracle
 from support.watched_models import FAMILIES, Case, Layer, in_float64
 from support.watched_modules import OTHERS
 from torch import Tensor, nn

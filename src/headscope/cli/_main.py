@@ -81,7 +81,7 @@ def _flushed(arguments: Sequence[str] | None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     import click
 
-    from headscope.cli._commands.__init__ import verbs
+    from headscope.cli._commands import verbs
     from headscope.cli._shared.console import one_line
 
     try:
