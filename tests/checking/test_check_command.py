@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from headscope import Findings
-from headscope.checking import _child
+from headscope.cli._shared import check_child as _child
 from headscope.cli import main
 from headscope.cli._shared.console import Mistake
 

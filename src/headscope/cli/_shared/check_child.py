@@ -62,7 +62,7 @@ def _check(asked: dict[str, Any]) -> dict[str, Any]:
     found = _load(Path(asked["path"]), asked["name"])
     import torch
 
-    from headscope.checking._check import CheckError, check
+    from headscope.checking import CheckError, check
 
     torch.set_num_threads(1)  # inputs are small
     torch.manual_seed(0)
