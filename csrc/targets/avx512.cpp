@@ -10,7 +10,7 @@
 
 namespace headscope::avx512 {
 namespace {
-#include "../kernels-inl.h"
+#include "../kernels/kernels-inl.h"
 }  // namespace
 }  // namespace headscope::avx512
 #pragma GCC pop_options

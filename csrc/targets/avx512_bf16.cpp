@@ -28,7 +28,7 @@ inline __m512i emulated_pair(__m512i x, __m512i y) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(rounded_words(x))), _mm512_cvtepi32_epi16(rounded_words(y)), 1);
 }
 #endif
-#include "../kernels-inl.h"
+#include "../kernels/kernels-inl.h"
 }  // namespace
 }  // namespace headscope::avx512_bf16
 #pragma GCC pop_options

@@ -17,7 +17,7 @@
 #include <immintrin.h>
 #endif
 
-#include "../attention.h"
+#include "../interface/attention.h"
 
 #if defined(__aarch64__)
 using Half = __fp16;  // g++ knows _Float16 there from version 13 on
@@ -29,7 +29,7 @@ using Half = _Float16;
 #define APART __attribute__((noinline))  // once for all who call it: what is large and not called often
 #define UNROLL _Pragma("GCC unroll 64")
 
-// What a target, target-inl.h, pool-inl.h and linear-inl.h define, in the order of Target.
+// What a target, tasks-inl.h, reductions-inl.h and projection-inl.h define, in the order of Target.
 #define OFFERS                                                                                                               \
     runs_here, prepare_tasks, prepared, prepare, tasks, scratch, run, shares, partial, merge, groups, gradient_scratch, sums, \
         run_gradient, bias_tasks, run_bias_gradient, look_shares, lines_apart, look_tasks, \

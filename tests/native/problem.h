@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "../../csrc/attention.h"
+#include "../../csrc/interface/attention.h"
 
 namespace selfcheck {
 

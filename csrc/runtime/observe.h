@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "attention.h"
+#include "../interface/attention.h"
 
 namespace headscope {
 

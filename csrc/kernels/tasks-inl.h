@@ -1,4 +1,4 @@
-// What a target offers to dispatch.cpp, but for what pool-inl.h does; included inside each target's namespace.
+// What a target offers to dispatch.cpp, but for what reductions-inl.h does; included inside each target's namespace.
 
 template <class T> std::int64_t blocks_of(const Forward& f) {
     constexpr int most = QUERY_VECTORS * LANES<T>;

@@ -1,4 +1,4 @@
-// What rides along while a block of rows is attended: nothing, or what observe-inl.h measures.
+// What rides along while a block of rows is attended: nothing, or what row_statistics-inl.h measures.
 
 // Where nothing is measured.
 struct Alone {

@@ -1,6 +1,6 @@
 // The forward pass of a block of rows: softmax over blocks of keys with a running maximum. With G > 0 there are at most G
 // rows, and the output lies as they do: weights times values is a product of Few, and so are the logits of up to MOST_FEW. What
-// is measured of the rows on the way is the Rider's (see riders-inl.h).
+// is measured of the rows on the way is the Rider's (see observer_hooks-inl.h).
 
 template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone> struct Attend : Scores<T, QV, Op> {
     using Base = Scores<T, QV, Op>;

@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include "attention.h"
-#include "observe.h"
-#include "threads.h"
+#include "../interface/attention.h"
+#include "../runtime/observe.h"
+#include "../runtime/threads.h"
 
 namespace nb = nanobind;
 using namespace headscope;

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "attention.h"
+#include "../interface/attention.h"
 
 namespace headscope {
 

@@ -18,7 +18,7 @@
 #include <new>
 #include <utility>
 
-#include "attention.h"
+#include "../interface/attention.h"
 
 namespace headscope {
 
