@@ -10,7 +10,7 @@
 
 namespace headscope::avx2 {
 namespace {
-#include "../kernels-inl.h"
+#include "../kernels/kernels-inl.h"
 }  // namespace
 }  // namespace headscope::avx2
 #pragma GCC pop_options

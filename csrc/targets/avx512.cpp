@@ -10,7 +10,7 @@
 
 namespace headscope::avx512 {
 namespace {
-#include "../kernels-inl.h"
+#include "../kernels/kernels-inl.h"
 }  // namespace
 }  // namespace headscope::avx512
 #pragma GCC pop_options
@@ -19,9 +19,9 @@ namespace headscope::avx512 {
 namespace {
 // __builtin_cpu_supports also asks XGETBV whether the operating system saves the registers.
 bool runs_here() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-           __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
 }
 }  // namespace
 extern const Target target;

@@ -30,7 +30,7 @@ QUANTITIES = (
     "lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "first", "distance",
     "self", "previous", "next", "duplicate", "induction", "value_norm", "chance",
 )  # fmt: skip
-"""In the order of ``Quantity`` in csrc/attention.h."""
+"""In the order of ``Quantity`` in csrc/interface/attention.h."""
 
 MOST_WINDOWS, MOST_FIRST = 8, 16  # as there
 MOST_KEPT_EDGES = (
@@ -78,7 +78,7 @@ PLACES = (
     "counted", "values", "most_weight", "most_key", "received", "eligible", "sum", "max", "pairs", "at",
     "edge_weight", "edge_at", "whole", "numbers",
 )  # fmt: skip
-"""What is found of a call, in the order of ``Place`` in csrc/bind.cpp."""
+"""What is found of a call, in the order of ``Place`` in csrc/python/bind.cpp."""
 
 
 class _Part(NamedTuple):

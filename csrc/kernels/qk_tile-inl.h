@@ -1,6 +1,6 @@
 // The logits of a block of rows against a block of keys, once for every target and every pass. They are computed
-// transposed, S = K Qᵀ, with query rows in the lanes: K is broadcast from where it lies, and a softmax needs no sum across
-// lanes.
+// transposed, S = K Qᵀ, with query rows in the lanes: K is broadcast from where it lies, and a softmax needs no sum
+// across lanes.
 //
 // A block holds up to QV * LANES rows: the pairs (i, g) of the queries and of the query heads that share one key/value
 // head, g running fastest. Its buffers are transposed: [depth][row].
@@ -17,7 +17,8 @@ INLINE const char* at(const Tensor4& x, std::int64_t a, std::int64_t b, std::int
 }
 
 // What the products multiply. A Word of a key is broadcast and multiplied with the words of a vector of rows.
-template <class T> struct Plain {
+template <class T>
+struct Plain {
     using Word = T;
     static constexpr int PER_WORD = 1;  // numbers in a word
     static constexpr int KEYS = 64;     // keys in one softmax block
@@ -47,68 +48,93 @@ struct Lines {
 enum class Also { nothing, most, less };
 
 // The inner products, for QV vectors of rows out of ROWS.
-template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct Tile {
+template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>>
+struct Tile {
     using Word = typename Op::Word;
     static constexpr int L = LANES<T>;
     static constexpr int R = REGISTER_TILE / QV < 16 ? REGISTER_TILE / QV : 16;  // keys, or value columns, at a time
 
-    INLINE static Word word(const char* line, std::int64_t n) { return reinterpret_cast<const typename Op::Anywhere*>(line)[n]; }
+    INLINE static Word word(const char* line, std::int64_t n) {
+        return reinterpret_cast<const typename Op::Anywhere*>(line)[n];
+    }
 
-    // s[r][row] = factor k[r] · q[row], for N keys of which the first `keys` are real; q is [depth][ROWS]. What is done with them on
-    // the way costs less than to read them once more. most: of[row] = max(of[row], s[..][row]); less: of[row] is taken away.
-    template <int N, bool SCALES, Also ALSO> static void dot(const Word* q, Lines k, int keys, int depth, T factor, T* s, V<T>* of) {
+    // s[r][row] = factor k[r] · q[row], for N keys of which the first `keys` are real; q is [depth][ROWS]. What is done
+    // with them on the way costs less than to read them once more. most: of[row] = max(of[row], s[..][row]); less:
+    // of[row] is taken away.
+    template <int N, bool SCALES, Also ALSO>
+    static void dot(const Word* q, Lines k, int keys, int depth, T factor, T* s, V<T>* of) {
         V<T> a[N][QV];
         const char* key[N];
-        UNROLL for (int r = 0; r < N; r++) {
+        UNROLL_FOR(r, N) {
             key[r] = k.data + (r < keys ? r : keys - 1) * k.stride;
-            UNROLL for (int v = 0; v < QV; v++) a[r][v] = V<T>{};
+            UNROLL_FOR(v, QV) a[r][v] = V<T>{};
         }
         for (int d = 0; d < depth; d++)
-            UNROLL for (int r = 0; r < N; r++) {
+            UNROLL_FOR(r, N) {
                 const Word x = word(key[r], d);
-                UNROLL for (int v = 0; v < QV; v++) a[r][v] = Op::add(a[r][v], x, q + d * ROWS + v * L);
+                UNROLL_FOR(v, QV) a[r][v] = Op::add(a[r][v], x, q + d * ROWS + v * L);
             }
-        if (SCALES && ALSO == Also::less) UNROLL for (int r = 0; r < N; r++) UNROLL for (int v = 0; v < QV; v++) a[r][v] = a[r][v] * factor - of[v];
-        else if (SCALES) UNROLL for (int r = 0; r < N; r++) UNROLL for (int v = 0; v < QV; v++) a[r][v] *= factor;
-        else if (ALSO == Also::less) UNROLL for (int r = 0; r < N; r++) UNROLL for (int v = 0; v < QV; v++) a[r][v] -= of[v];
-        UNROLL for (int r = 0; r < N; r++) UNROLL for (int v = 0; v < QV; v++) store(s + r * ROWS + v * L, a[r][v]);
-        if (ALSO == Also::most) UNROLL for (int r = 0; r < N; r++) UNROLL for (int v = 0; v < QV; v++) of[v] = greater<T>(a[r][v], of[v]);
+        if (SCALES && ALSO == Also::less)
+            UNROLL_TILE(r, N, v, QV) a[r][v] = a[r][v] * factor - of[v];
+        else if (SCALES)
+            UNROLL_TILE(r, N, v, QV) a[r][v] *= factor;
+        else if (ALSO == Also::less)
+            UNROLL_TILE(r, N, v, QV) a[r][v] -= of[v];
+        UNROLL_TILE(r, N, v, QV) store(s + r * ROWS + v * L, a[r][v]);
+        if (ALSO == Also::most)
+            UNROLL_TILE(r, N, v, QV) of[v] = greater<T>(a[r][v], of[v]);
     }
 
     // o[c][row] = (o[c][row] factor[row], or 0 if it is fresh) + Σ_j p[j][row] value[j][c], for N columns; no factor: 1
-    template <int N> static void mix(const Word* p, Lines value, int keys, T* o, bool fresh, const V<T>* factor) {
+    template <int N>
+    static void mix(const Word* p, Lines value, int keys, T* o, bool fresh, const V<T>* factor) {
         V<T> a[N][QV];  // of these keys, to be added as a whole: one chain over a long row loses a bit or two
-        UNROLL for (int c = 0; c < N; c++) UNROLL for (int v = 0; v < QV; v++) a[c][v] = V<T>{};
+        UNROLL_TILE(c, N, v, QV) a[c][v] = V<T>{};
         for (int j = 0; j < keys; j++, value.data += value.stride)
-            UNROLL for (int c = 0; c < N; c++) {
+            UNROLL_FOR(c, N) {
                 const Word x = word(value.data, c);
-                UNROLL for (int v = 0; v < QV; v++) a[c][v] = Op::add(a[c][v], x, p + j * ROWS + v * L);
+                UNROLL_FOR(v, QV) a[c][v] = Op::add(a[c][v], x, p + j * ROWS + v * L);
             }
-        if (factor && !fresh) UNROLL for (int c = 0; c < N; c++) UNROLL for (int v = 0; v < QV; v++)
-            a[c][v] += load(o + c * ROWS + v * L) * factor[v];
-        else if (!fresh) UNROLL for (int c = 0; c < N; c++) UNROLL for (int v = 0; v < QV; v++) a[c][v] += load(o + c * ROWS + v * L);
-        UNROLL for (int c = 0; c < N; c++) UNROLL for (int v = 0; v < QV; v++) store(o + c * ROWS + v * L, a[c][v]);
+        if (factor && !fresh)
+            UNROLL_TILE(c, N, v, QV) a[c][v] += load(o + c * ROWS + v * L) * factor[v];
+        else if (!fresh)
+            UNROLL_TILE(c, N, v, QV) a[c][v] += load(o + c * ROWS + v * L);
+        UNROLL_TILE(c, N, v, QV) store(o + c * ROWS + v * L, a[c][v]);
     }
 
-    // Keys left over share one tile with copies of the last of them; no tile ends beyond KEYS. `depth` and, in mixes, `keys`
-    // count words. The factor is for pairs alone: plain queries bring it with them.
-    static void dots(const Word* q, Lines k, int keys, int depth, T factor, T* s, Also also = Also::nothing, V<T>* of = nullptr) {
+    // Keys left over share one tile with copies of the last of them; no tile ends beyond KEYS. `depth` and, in mixes,
+    // `keys` count words. The factor is for pairs alone: plain queries bring it with them.
+    static void dots(const Word* q, Lines k, int keys, int depth, T factor, T* s, Also also = Also::nothing,
+                     V<T>* of = nullptr) {
         constexpr bool MAY_SCALE = Op::PER_WORD > 1;
         const bool scales = MAY_SCALE && factor != 1;
-        if (also == Also::most) dots_of<MAY_SCALE, Also::most>(q, k, keys, depth, factor, s, of);
-        else if (also == Also::less && scales) dots_of<MAY_SCALE, Also::less>(q, k, keys, depth, factor, s, of);
-        else if (also == Also::less) dots_of<false, Also::less>(q, k, keys, depth, factor, s, of);
-        else if (scales) dots_of<MAY_SCALE, Also::nothing>(q, k, keys, depth, factor, s, of);
-        else dots_of<false, Also::nothing>(q, k, keys, depth, factor, s, of);
+        if (also == Also::most)
+            dots_of<MAY_SCALE, Also::most>(q, k, keys, depth, factor, s, of);
+        else if (also == Also::less && scales)
+            dots_of<MAY_SCALE, Also::less>(q, k, keys, depth, factor, s, of);
+        else if (also == Also::less)
+            dots_of<false, Also::less>(q, k, keys, depth, factor, s, of);
+        else if (scales)
+            dots_of<MAY_SCALE, Also::nothing>(q, k, keys, depth, factor, s, of);
+        else
+            dots_of<false, Also::nothing>(q, k, keys, depth, factor, s, of);
     }
-    template <bool SCALES, Also ALSO> static void dots_of(const Word* q, Lines k, int keys, int depth, T factor, T* s, V<T>* of) {
-        for (; keys >= R; keys -= R, k.data += R * k.stride, s += R * ROWS) dot<R, SCALES, ALSO>(q, k, R, depth, factor, s, of);
-        if (keys > 12) dot<R, SCALES, ALSO>(q, k, keys, depth, factor, s, of);
-        else if (keys > 8) dot<(R < 12 ? R : 12), SCALES, ALSO>(q, k, keys, depth, factor, s, of);
-        else if (keys > 4) dot<(R < 8 ? R : 8), SCALES, ALSO>(q, k, keys, depth, factor, s, of);
-        else if (keys > 2) dot<(R < 4 ? R : 4), SCALES, ALSO>(q, k, keys, depth, factor, s, of);
-        else if (keys > 1) dot<2, SCALES, ALSO>(q, k, keys, depth, factor, s, of);
-        else if (keys > 0) dot<1, SCALES, ALSO>(q, k, keys, depth, factor, s, of);
+    template <bool SCALES, Also ALSO>
+    static void dots_of(const Word* q, Lines k, int keys, int depth, T factor, T* s, V<T>* of) {
+        for (; keys >= R; keys -= R, k.data += R * k.stride, s += R * ROWS)
+            dot<R, SCALES, ALSO>(q, k, R, depth, factor, s, of);
+        if (keys > 12)
+            dot<R, SCALES, ALSO>(q, k, keys, depth, factor, s, of);
+        else if (keys > 8)
+            dot<(R < 12 ? R : 12), SCALES, ALSO>(q, k, keys, depth, factor, s, of);
+        else if (keys > 4)
+            dot<(R < 8 ? R : 8), SCALES, ALSO>(q, k, keys, depth, factor, s, of);
+        else if (keys > 2)
+            dot<(R < 4 ? R : 4), SCALES, ALSO>(q, k, keys, depth, factor, s, of);
+        else if (keys > 1)
+            dot<2, SCALES, ALSO>(q, k, keys, depth, factor, s, of);
+        else if (keys > 0)
+            dot<1, SCALES, ALSO>(q, k, keys, depth, factor, s, of);
     }
     static void mixes(const Word* p, Lines v, int keys, int width, T* o, bool fresh, const V<T>* factor = nullptr) {
         int c = 0;
@@ -120,39 +146,44 @@ template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct
     }
     static Lines at_column(Lines x, int c) { return {x.data + c * sizeof(Word), x.stride}; }
 
-    // Rows of `width` columns, whole vectors of them, as `outer` reads them: panels of up to four vectors of columns, each [LINE][.],
-    // so that what it reads again and again lies together. body(first column, std::integral_constant of how many vectors)
+    // Rows of `width` columns, whole vectors of them, as `outer` reads them: panels of up to four vectors of columns,
+    // each [LINE][.], so that what it reads again and again lies together. body(first column, std::integral_constant of
+    // how many vectors)
     static constexpr int LINE = ROWS / Op::PER_WORD;
-    template <class Body> INLINE static void panels(int width, const Body& body) {
+    template <class Body>
+    INLINE static void panels(int width, const Body& body) {
         int c = 0;
         for (; c + 4 * L <= width; c += 4 * L) body(c, std::integral_constant<int, 4>{});
         for (; c + 2 * L <= width; c += 2 * L) body(c, std::integral_constant<int, 2>{});
         for (; c < width; c += L) body(c, std::integral_constant<int, 1>{});
     }
 
-    // to[j][c] += Σ_row a[j][row] from[row][c], for N keys and a panel of C vectors of columns, over the rows of all parts; `a` is
+    // to[j][c] += Σ_row a[j][row] from[row][c], for N keys and a panel of C vectors of columns, over the rows of all
+    // parts; `a` is
     // [.][LINE], `to` is [.][width].
     struct Part {
         const Word *a, *from;
         int rows;  // in words
     };
-    template <int N, int C> static void outer(const Part* parts, int count, int j0, int c0, int width, T* to) {
+    template <int N, int C>
+    static void outer(const Part* parts, int count, int j0, int c0, int width, T* to) {
         V<T> sum[N][C];
         to += j0 * width + c0;
-        UNROLL for (int j = 0; j < N; j++) UNROLL for (int c = 0; c < C; c++) {
+        UNROLL_TILE(j, N, c, C) {
             sum[j][c] = V<T>{};
-            __builtin_prefetch(to + j * width + c * L, 1);  // of long sequences: with all cores at work they are far when they are asked for
+            __builtin_prefetch(to + j * width + c * L,
+                               1);  // of long sequences: with all cores at work they are far when they are asked for
         }
         for (const Part* part = parts; part < parts + count; part++) {
             const Word *a = part->a + j0 * LINE, *from = part->from + c0 * LINE;
             const int rows = part->rows;
             for (int r = 0; r < rows; r++, from += C * L)
-                UNROLL for (int j = 0; j < N; j++)
-                    UNROLL for (int c = 0; c < C; c++) sum[j][c] = Op::add(sum[j][c], a[j * LINE + r], from + c * L);
+                UNROLL_TILE(j, N, c, C) sum[j][c] = Op::add(sum[j][c], a[j * LINE + r], from + c * L);
         }
-        UNROLL for (int j = 0; j < N; j++) UNROLL for (int c = 0; c < C; c++) add_to<T>(to + j * width + c * L, sum[j][c], false);
+        UNROLL_TILE(j, N, c, C) add_to<T>(to + j * width + c * L, sum[j][c], false);
     }
-    template <int C> static void outers(const Part* parts, int count, int keys, int c, int width, T* to) {
+    template <int C>
+    static void outers(const Part* parts, int count, int keys, int c, int width, T* to) {
         constexpr int N = REGISTER_TILE / C < 12 ? REGISTER_TILE / C : 12;
         int j = 0;
         for (; j + N <= keys; j += N) outer<N, C>(parts, count, j, c, width, to);
@@ -167,12 +198,14 @@ template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>> struct
     }
 };
 
-// Memory for a task, cut off piece by piece; beginning at 0, the end says how much is needed. Pieces are whole pages often enough:
-// a gap keeps what is read and written side by side from the same lines of the first cache, where some CPUs take one for another.
+// Memory for a task, cut off piece by piece; beginning at 0, the end says how much is needed. Pieces are whole pages
+// often enough: a gap keeps what is read and written side by side from the same lines of the first cache, where some
+// CPUs take one for another.
 struct Arena {
     static constexpr std::size_t PAGE = 4096, GAP = 5 * 64;
     std::uintptr_t next;
-    template <class X> X* take(std::int64_t count) {
+    template <class X>
+    X* take(std::int64_t count) {
         X* const piece = reinterpret_cast<X*>(next);
         const std::size_t size = std::size_t(count) * sizeof(X);
         next += (size + 63) / 64 * 64 + (size >= PAGE ? GAP : 0);
@@ -184,21 +217,25 @@ struct Arena {
 inline std::int64_t end_of_seen(const Forward& f) { return f.seen[1] < f.keys ? f.seen[1] : f.keys; }
 inline std::int64_t pairs_seen(const Forward& f) { return (end_of_seen(f) + 1) / 2 - f.seen[0] / 2; }
 
-// Rows 2n and 2n + 1 of bf16 as words, [(rows + 1) / 2][width]: neighbours down the rows instead of along them. `row(n)` is
-// where a row lies, or null for zeros.
-template <class Row> void pair_rows(int rows, int width, int padded, std::uint32_t* to, const Row& row) {
+// Rows 2n and 2n + 1 of bf16 as words, [(rows + 1) / 2][width]: neighbours down the rows instead of along them.
+// `row(n)` is where a row lies, or null for zeros.
+template <class Row>
+void pair_rows(int rows, int width, int padded, std::uint32_t* to, const Row& row) {
     constexpr int L = LANES<float>;
     for (int n = 0; n < rows; n += 2, to += padded) {
         const std::uint16_t *low = row(n), *high = n + 1 < rows ? row(n + 1) : nullptr;
         int c = 0;
-        if (low && high) for (; c + L <= width; c += L) store_anywhere(reinterpret_cast<float*>(to + c), words_of(low + c, high + c));
+        if (low && high)
+            for (; c + L <= width; c += L)
+                store_anywhere(reinterpret_cast<float*>(to + c), words_of(low + c, high + c));
         for (; c < width; c++) to[c] = (low ? low[c] : 0) | std::uint32_t(high ? high[c] : 0) << 16;
         for (; c < padded; c++) to[c] = 0;
     }
 }
 
 // A block of rows: which they are, what they may see, and their logits.
-template <class T, int QV, class Op = Plain<T>> struct Scores {
+template <class T, int QV, class Op = Plain<T>>
+struct Scores {
     using Products = Tile<T, QV, Op>;
     using Word = typename Op::Word;
     static constexpr int L = LANES<T>;
@@ -209,11 +246,11 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     const Forward& f;
     std::int64_t b, kv_head, group, first = 0;  // rows first .. first + count of the queries * group
     int count = 0;
-    bool all_seen = false;               // every row may see every key of the last block
-    Word* q;                             // [D / PER_WORD][ROWS]
-    T* p;                                // [KEYS][ROWS]
-    T* line;                             // for conversions: L rows of D or Dv
-    Word *wide_k, *wide_v;               // [KEYS][D], [KEYS][Dv]: a half type, widened or paired by keys
+    bool all_seen = false;                              // every row may see every key of the last block
+    Word* q;                                            // [D / PER_WORD][ROWS]
+    T* p;                                               // [KEYS][ROWS]
+    T* line;                                            // for conversions: L rows of D or Dv
+    Word *wide_k, *wide_v;                              // [KEYS][D], [KEYS][Dv]: a half type, widened or paired by keys
     Int<T> span[4][ROWS] __attribute__((aligned(64)));  // low0, high0, low1, high1
     std::int64_t ends[QV];    // no row of these vectors, or of those before, may see keys from there on
     std::int64_t begins[QV];  // no row of these vectors, or of those after, may see keys before
@@ -230,8 +267,8 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         wide_v = memory.take<Word>(half ? f.v_head_dim * KEYS : 0);
     }
 
-    // Of a row: its head, its place among the Q, which query it is, and its place in [B, H, Q]. A division for each row would be
-    // felt where sequences are short.
+    // Of a row: its head, its place among the Q, which query it is, and its place in [B, H, Q]. A division for each row
+    // would be felt where sequences are short.
     std::int64_t head(int r) const { return group == 1 ? kv_head : kv_head * group + (first + r) % group; }
     std::int64_t place(int r) const { return group == 1 ? first + r : (first + r) / group; }
     std::int64_t query(int r) const {
@@ -254,17 +291,21 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     }
     // Rows as `Products::dots` takes them, and as `Products::mixes` does.
     Lines natural(const Tensor4& x, std::int64_t j, int keys, int width, Word* wide) const {
-        if constexpr (PAIRS) return {at(x, b, kv_head, j, 2), x.stride[2] * 2};
-        else return lines(x, j, keys, width, wide);
+        if constexpr (PAIRS)
+            return {at(x, b, kv_head, j, 2), x.stride[2] * 2};
+        else
+            return lines(x, j, keys, width, wide);
     }
     Lines across(const Tensor4& x, std::int64_t j, int keys, int width, Word* wide) const {
-        if constexpr (PAIRS) return paired(x, j, keys, width, wide);
-        else return lines(x, j, keys, width, wide);
+        if constexpr (PAIRS)
+            return paired(x, j, keys, width, wide);
+        else
+            return lines(x, j, keys, width, wide);
     }
 
-    // The logits of keys j .. j + keys into p; false if no row may see any of them. `slope`, if there is a softcap, takes
-    // its derivative. `most`, if they are `untouched`, is raised to the largest of them; `less`, where there is no softcap, is
-    // taken away from them.
+    // The logits of keys j .. j + keys into p; false if no row may see any of them. `slope`, if there is a softcap,
+    // takes its derivative. `most`, if they are `untouched`, is raised to the largest of them; `less`, where there is
+    // no softcap, is taken away from them.
     bool logits(std::int64_t j, int keys, T* slope = nullptr, V<T>* most = nullptr, V<T>* less = nullptr) {
         bool whole;
         if (!visible(j, keys, whole)) return false;
@@ -275,8 +316,9 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         V<T>* const of = less ? less : most;
         in_steps(j, keys, [&](auto from_vector, auto vectors, int from, int count) {
             constexpr int v = decltype(from_vector)::value;
-            Part<decltype(vectors)::value>::dots(q + v * L, {k.data + from * k.stride, k.stride}, count, depth / Op::PER_WORD,
-                                                 query_factor(), p + from * ROWS + v * L, also, of ? of + v : of);
+            Part<decltype(vectors)::value>::dots(q + v * L, {k.data + from * k.stride, k.stride}, count,
+                                                 depth / Op::PER_WORD, query_factor(), p + from * ROWS + v * L, also,
+                                                 of ? of + v : of);
         });
         adjust(j, keys, whole, slope);
         return true;
@@ -284,10 +326,13 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     // Whether the logits of the last block are nothing but products, times the factor.
     bool untouched() const { return all_seen && !(f.softcap > 0); }
     // The products of so many vectors of rows.
-    template <int VECTORS> using Part = Tile<T, VECTORS, Op, ROWS>;
-    // Cuts keys j .. j + keys where the first vectors of rows see no further, as on the diagonal of a causal mask, and where the last
-    // ones begin to see, as in the next document; eight keys at a time. body(first vector, number of vectors, first key, number of keys)
-    template <class Body> INLINE void in_steps(std::int64_t j, int keys, const Body& body) const {
+    template <int VECTORS>
+    using Part = Tile<T, VECTORS, Op, ROWS>;
+    // Cuts keys j .. j + keys where the first vectors of rows see no further, as on the diagonal of a causal mask, and
+    // where the last ones begin to see, as in the next document; eight keys at a time. body(first vector, number of
+    // vectors, first key, number of keys)
+    template <class Body>
+    INLINE void in_steps(std::int64_t j, int keys, const Body& body) const {
         const auto end_of = [&](int v) { return (ends[v] - j + 7) / 8 * 8; };
         const auto begin_of = [&](int v) { return begins[v] <= j ? 0 : (begins[v] - j) / 8 * 8; };
         for (int from = 0, to; from < keys; from = to) {
@@ -303,8 +348,11 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     }
     // Whether all vectors of rows are there when `in_steps` begins at key j.
     bool all_begin(std::int64_t j) const { return ends[0] > j && begins[QV - 1] < j + 8; }
-    template <class Body> INLINE static void with_vectors(int first, int last, const Body& body) {
-        const auto run = [&]<int V, int N>() { body(std::integral_constant<int, V>{}, std::integral_constant<int, N>{}); };
+    template <class Body>
+    INLINE static void with_vectors(int first, int last, const Body& body) {
+        const auto run = [&]<int V, int N>() {
+            body(std::integral_constant<int, V>{}, std::integral_constant<int, N>{});
+        };
         static_assert(QV <= 3);
         if (last - first == QV - 1) return run.template operator()<0, QV>();
         if constexpr (QV == 3) {
@@ -327,14 +375,19 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
 
     // What rows begin with, before any key: a sink, if there is one.
     void start_sums(V<T>* top, V<T>* sum, bool with_sinks) const {
-        UNROLL for (int v = 0; v < QV; v++) top[v] = splat(-std::numeric_limits<T>::max()), sum[v] = V<T>{};
+        UNROLL_FOR(v, QV) {
+            top[v] = splat(-std::numeric_limits<T>::max());
+            sum[v] = V<T>{};
+        }
         if (!f.sinks || !with_sinks) return;
         for (int r = 0; r < ROWS; r++) {
-            const T least = -std::numeric_limits<T>::max(), sink = static_cast<const T*>(f.sinks)[head(r < count ? r : count - 1)];
+            const T least = -std::numeric_limits<T>::max(),
+                    sink = static_cast<const T*>(f.sinks)[head(r < count ? r : count - 1)];
             if (sink == -std::numeric_limits<T>::infinity()) continue;
             const T logit = sink * T(LOG2E);
             top[r / L][r % L] = logit < least ? least : logit;
-            sum[r / L][r % L] = logit <= -least ? 1 : std::numeric_limits<T>::quiet_NaN();  // NaN and +inf make the row NaN
+            sum[r / L][r % L] =
+                logit <= -least ? 1 : std::numeric_limits<T>::quiet_NaN();  // NaN and +inf make the row NaN
         }
     }
 
@@ -344,23 +397,28 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
 
     // The block's rows of a tensor [B, H, Q, depth], transposed to [depth / PER_WORD][ROWS]; plain ones times a factor.
     void load_words(const Tensor4& x, int depth, T factor, Word* to) {
-        if constexpr (PAIRS) transpose_rows(x, depth / 2, to, [](const char* row, int) { return row; }, [](auto word) { return word; });
-        else transpose_rows(x, depth, to, [&](const char* row, int r) { return as_numbers(row, x.dtype, depth, line + r * depth); },
-                            [&](auto number) { return number * factor; });
+        if constexpr (PAIRS)
+            transpose_rows(x, depth / 2, to, [](const char* row, int) { return row; }, [](auto word) { return word; });
+        else
+            transpose_rows(
+                x, depth, to, [&](const char* row, int r) { return as_numbers(row, x.dtype, depth, line + r * depth); },
+                [&](auto number) { return number * factor; });
     }
-    template <class From, class Change> void transpose_rows(const Tensor4& x, int words, Word* to, const From& from, const Change& change) {
+    template <class From, class Change>
+    void transpose_rows(const Tensor4& x, int words, Word* to, const From& from, const Change& change) {
         for (int v0 = 0; v0 < ROWS; v0 += L) {
             const char* row[L];
             places(static_cast<const char*>(x.data), x.stride, x.dtype, v0, row);
             for (int r = 0; r < L; r++) row[r] = from(row[r], r);
             const auto some = [&](int d, auto columns, const auto& load_some) __attribute__((always_inline)) {
                 V<T> lanes[L];
-                UNROLL for (int r = 0; r < L; r++) lanes[r] = change(load_some(reinterpret_cast<const T*>(row[r] + d * sizeof(Word))));
+                UNROLL_FOR(r, L) lanes[r] = change(load_some(reinterpret_cast<const T*>(row[r] + d * sizeof(Word))));
                 transpose<T>(lanes);
-                UNROLL for (int n = 0; n < decltype(columns)::value; n++) store(reinterpret_cast<T*>(to + (d + n) * ROWS + v0), lanes[n]);
+                UNROLL_FOR(n, decltype(columns)::value) store(reinterpret_cast<T*>(to + (d + n) * ROWS + v0), lanes[n]);
             };
             int d = 0;
-            for (; d + L <= words; d += L) some(d, std::integral_constant<int, L>{}, [](const T* at) { return load_anywhere(at); });
+            for (; d + L <= words; d += L)
+                some(d, std::integral_constant<int, L>{}, [](const T* at) { return load_anywhere(at); });
             if (d + L / 2 <= words) {  // D = 16 by pairs, for one
                 some(d, std::integral_constant<int, L / 2>{}, [](const T* at) { return load_half(at); });
                 d += L / 2;
@@ -370,12 +428,15 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         }
     }
     static int size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : dtype == Dtype::f64 ? 8 : 2; }
-    // Where row r lies in [B, H, Q, .], and where rows v0 .. v0 + L do. Those past the last lie where it does, and are never written.
-    template <class C> C* place_of(C* data, const std::int64_t* stride, Dtype dtype, int r) const {
+    // Where row r lies in [B, H, Q, .], and where rows v0 .. v0 + L do. Those past the last lie where it does, and are
+    // never written.
+    template <class C>
+    C* place_of(C* data, const std::int64_t* stride, Dtype dtype, int r) const {
         if (r >= count) r = count - 1;
         return data + (b * stride[0] + head(r) * stride[1] + query(r) * stride[2]) * size_of(dtype);
     }
-    template <class C> void places(C* data, const std::int64_t* stride, Dtype dtype, int v0, C** row) const {
+    template <class C>
+    void places(C* data, const std::int64_t* stride, Dtype dtype, int v0, C** row) const {
         if (group > 1 || f.rows) {
             for (int r = 0; r < L; r++) row[r] = place_of(data, stride, dtype, v0 + r);
             return;
@@ -401,15 +462,17 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         int d = 0;
         if constexpr (sizeof(T) == 4) {
             if (dtype == Dtype::bf16)
-                for (; d + L <= width; d += L) store_anywhere(to + d, load_wide<T>(reinterpret_cast<const BFloat16*>(half + d)));
+                for (; d + L <= width; d += L)
+                    store_anywhere(to + d, load_wide<T>(reinterpret_cast<const BFloat16*>(half + d)));
             else
-                for (; d + L <= width; d += L) store_anywhere(to + d, load_wide<T>(reinterpret_cast<const Float16*>(half + d)));
+                for (; d + L <= width; d += L)
+                    store_anywhere(to + d, load_wide<T>(reinterpret_cast<const Float16*>(half + d)));
         }
         for (; d < width; d++) to[d] = widen(half[d], dtype);
     }
 
-    // Rows from [width][ROWS], each times its factor, to where they belong in [B, H, Q, width] of q's dtype; whether all of
-    // it, the lanes beyond the rows included, is finite.
+    // Rows from [width][ROWS], each times its factor, to where they belong in [B, H, Q, width] of q's dtype; whether
+    // all of it, the lanes beyond the rows included, is finite.
     bool put_rows(const T* from, int width, const V<T>* factor, void* to, const std::int64_t* stride) const {
         V<T> zero{};
         for (int v = 0; v < QV && v * L < count; v++) {
@@ -419,7 +482,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
             int c = 0;
             for (; c + L <= width; c += L) {
                 V<T> lanes[L];
-                UNROLL for (int n = 0; n < L; n++) {
+                UNROLL_FOR(n, L) {
                     lanes[n] = load(from + (c + n) * ROWS + v * L) * factor[v];
                     zero += lanes[n] * T(0);  // NaN or infinity times 0 is NaN
                 }
@@ -438,11 +501,15 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     INLINE void put(char* row, int c, V<T> x, int width) const { put_numbers<T>(row, c, x, width, f.q.dtype); }
 
     void load_spans() {
-        UNROLL for (int v = 0; v < QV; v++) begins[v] = 0, ends[v] = f.keys;
+        UNROLL_FOR(v, QV) {
+            begins[v] = 0;
+            ends[v] = f.keys;
+        }
         if (!f.visible.spans.data) return;
         for (int r = 0; r < ROWS; r++) {
             const int real = r < count ? r : count - 1;
-            const std::int32_t* from = f.visible.spans.data + b * f.visible.spans.batch_stride + query(real) * f.visible.spans.query_stride;
+            const std::int32_t* from =
+                f.visible.spans.data + b * f.visible.spans.batch_stride + query(real) * f.visible.spans.query_stride;
             span[0][r] = from[0];
             span[1][r] = from[1];
             span[2][r] = f.visible.spans.count > 1 ? from[2] : Int<T>(f.keys);
@@ -451,24 +518,31 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         if (f.softcap > 0) return;  // of what is capped the derivative is taken too, seen or not
         for (int v = 0; v < QV; v++) {
             if (v && v * L >= count) {  // of no row: where keys are cut must not depend on how many of these there are
-                begins[v] = begins[v - 1], ends[v] = ends[v - 1];
+                begins[v] = begins[v - 1];
+                ends[v] = ends[v - 1];
                 continue;
             }
-            begins[v] = f.keys, ends[v] = 0;
-            for (int r = v * L; r < (v + 1) * L; r++) for (int n = 0; n < 4; n += 2) {
-                if (span[n][r] >= span[n + 1][r]) continue;
-                if (span[n][r] < begins[v]) begins[v] = span[n][r];
-                if (span[n + 1][r] > ends[v]) ends[v] = span[n + 1][r];
-            }
+            begins[v] = f.keys;
+            ends[v] = 0;
+            for (int r = v * L; r < (v + 1) * L; r++)
+                for (int n = 0; n < 4; n += 2) {
+                    if (span[n][r] >= span[n + 1][r]) continue;
+                    if (span[n][r] < begins[v]) begins[v] = span[n][r];
+                    if (span[n + 1][r] > ends[v]) ends[v] = span[n + 1][r];
+                }
         }
-        for (int v = 1; v < QV; v++) if (ends[v - 1] > ends[v]) ends[v] = ends[v - 1];
-        for (int v = QV - 1; v > 0; v--) if (begins[v] < begins[v - 1]) begins[v - 1] = begins[v];
+        for (int v = 1; v < QV; v++)
+            if (ends[v - 1] > ends[v]) ends[v] = ends[v - 1];
+        for (int v = QV - 1; v > 0; v--)
+            if (begins[v] < begins[v - 1]) begins[v - 1] = begins[v];
     }
     // The first and the last key + 1 that any row may see.
     void reach(std::int64_t& begin, std::int64_t& end) const {
-        begin = 0, end = f.keys;
+        begin = 0;
+        end = f.keys;
         if (!f.visible.spans.data) return;
-        begin = f.keys, end = 0;
+        begin = f.keys;
+        end = 0;
         for (int r = 0; r < count; r++)
             for (int n = 0; n < 4; n += 2)
                 if (span[n][r] < span[n + 1][r]) {
@@ -485,7 +559,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     bool overlap(std::int64_t j, int keys, bool& whole) const {
         const Int<T> low = Int<T>(j), high = Int<T>(j + keys);
         I<T> some{}, part{};
-        UNROLL for (int v = 0; v < QV; v++) {
+        UNROLL_FOR(v, QV) {
             I<T> a = load_int<T>(span[0] + v * L), z = load_int<T>(span[1] + v * L);
             I<T> c = load_int<T>(span[2] + v * L), y = load_int<T>(span[3] + v * L);
             some |= ((a < high) & (z > low)) | ((c < high) & (y > low));
@@ -510,7 +584,7 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         if (s[2] == 0 && (s[1] == 0 || group == 1)) {  // the same for all rows
             const T* from = reinterpret_cast<const T*>(at(f.bias, b, head(0), 0, sizeof(T))) + j0 * s[3];
             for (int j = 0; j < keys; j++)
-                UNROLL for (int v = 0; v < QV; v++) plus(p + j * ROWS + v * L, splat(from[j * s[3]]));
+                UNROLL_FOR(v, QV) plus(p + j * ROWS + v * L, splat(from[j * s[3]]));
             return;
         }
         for (int v0 = 0; v0 < ROWS; v0 += L) {
@@ -521,20 +595,21 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
             }
             for (int j = 0; j < keys; j++) {
                 V<T> x;
-                UNROLL for (int r = 0; r < L; r++) x[r] = row[r][j * s[3]];
+                UNROLL_FOR(r, L) x[r] = row[r][j * s[3]];
                 plus(p + j * ROWS + v0, x);
             }
         }
     }
     INLINE static void plus(T* s, V<T> bias) {
         const V<T> never = splat(-std::numeric_limits<T>::infinity()), least = splat(-std::numeric_limits<T>::max());
-        const V<T> x = greater<T>(least, bias * T(LOG2E));  // the smallest number hides nothing, though log2(e) times it is -inf
+        const V<T> x =
+            greater<T>(least, bias * T(LOG2E));  // the smallest number hides nothing, though log2(e) times it is -inf
         store(s, bias == never ? never : load(s) + x);
     }
 
     void hide(std::int64_t j0, int keys) {
         const V<T> never = splat(-std::numeric_limits<T>::infinity());
-        UNROLL for (int v = 0; v < QV; v++) {
+        UNROLL_FOR(v, QV) {
             const I<T> a = load_int<T>(span[0] + v * L), z = load_int<T>(span[1] + v * L);
             const I<T> c = load_int<T>(span[2] + v * L), y = load_int<T>(span[3] + v * L);
             if (!any<T>((a > Int<T>(j0)) | (z < Int<T>(j0 + keys)))) continue;  // these rows may see all of them
@@ -546,8 +621,8 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
             }
         }
     }
-    // What the rules say of keys j0 .. j0 + keys, a bit for each, in words of 32 with rows in the lanes; false if no row may see
-    // any of them.
+    // What the rules say of keys j0 .. j0 + keys, a bit for each, in words of 32 with rows in the lanes; false if no
+    // row may see any of them.
     bool judge(std::int64_t j0, int keys) {
         std::uint64_t any_seen = 0;
         for (int r = 0; r < ROWS; r++) {
@@ -555,19 +630,23 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
             for (int w = 0; w < WORDS; w++) {
                 const std::uint64_t bits = seen.word[w];
                 any_seen |= bits;
-                judged[2 * w][r] = Int<T>(std::uint32_t(bits)), judged[2 * w + 1][r] = Int<T>(std::uint32_t(bits >> 32));
+                judged[2 * w][r] = Int<T>(std::uint32_t(bits));
+                judged[2 * w + 1][r] = Int<T>(std::uint32_t(bits >> 32));
             }
         }
         return any_seen != 0;
     }
     void hide_judged(int keys) {
         const V<T> never = splat(-std::numeric_limits<T>::infinity());
-        for (int j = 0; j < keys; j++) UNROLL for (int v = 0; v < QV; v++) {
-            T* s = p + j * ROWS + v * L;
-            store(s, (load_int<T>(judged[j / 32] + v * L) >> j % 32 & 1) != 0 ? load(s) : never);
-        }
+        for (int j = 0; j < keys; j++)
+            UNROLL_FOR(v, QV) {
+                T* s = p + j * ROWS + v * L;
+                store(s, (load_int<T>(judged[j / 32] + v * L) >> j % 32 & 1) != 0 ? load(s) : never);
+            }
     }
-    struct Bits { std::uint64_t word[WORDS]; };
+    struct Bits {
+        std::uint64_t word[WORDS];
+    };
     Bits judge_row(int r, std::int64_t j0, int keys) const {
         Bits seen[MOST_RULES];
         int depth = 0;
@@ -587,13 +666,15 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     // Whether row r sees any key. For rows whose sum is 0: after `load_spans`.
     APART bool sees_any(int r) const {
         for (int n = 0; n < (f.visible.spans.data ? 4 : 2); n += 2) {
-            const std::int64_t begin = f.visible.spans.data ? span[n][r] : 0, end = f.visible.spans.data ? span[n + 1][r] : f.keys;
+            const std::int64_t begin = f.visible.spans.data ? span[n][r] : 0,
+                               end = f.visible.spans.data ? span[n + 1][r] : f.keys;
             if (begin < end && !f.visible.count && !f.bias.data) return true;
             for (std::int64_t j0 = begin; j0 < end; j0 += KEYS) {
                 const int keys = int(end - j0 < KEYS ? end - j0 : KEYS);
                 const Bits seen = f.visible.count ? judge_row(r, j0, keys) : Bits{};
                 for (int w = 0; w < WORDS; w++) {
-                    std::uint64_t bits = bits_below(keys - 64 * w) & (f.visible.count ? seen.word[w] : ~std::uint64_t(0));
+                    std::uint64_t bits =
+                        bits_below(keys - 64 * w) & (f.visible.count ? seen.word[w] : ~std::uint64_t(0));
                     for (; bits; bits &= bits - 1)
                         if (!hidden_by_bias(r, j0 + 64 * w + __builtin_ctzll(bits))) return true;
                 }
@@ -609,17 +690,22 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
     Bits answer(const Rule& rule, int r, std::int64_t j0, int keys) const {
         Bits seen{};
         if (rule.kind == Rule::bytes) {
-            const auto* row = reinterpret_cast<const std::uint8_t*>(at(rule.q, b, head(r), query(r), 1)) + j0 * rule.q.stride[3];
+            const auto* row =
+                reinterpret_cast<const std::uint8_t*>(at(rule.q, b, head(r), query(r), 1)) + j0 * rule.q.stride[3];
             int j = 0;
             if (rule.q.stride[3] == 1)
                 for (; j + 8 <= keys; j += 8) seen.word[j / 64] |= bits_of_bytes(row + j) << j % 64;
             for (; j < keys; j++) seen.word[j / 64] |= std::uint64_t(row[j * rule.q.stride[3]] != 0) << j % 64;
         } else if (rule.kind == Rule::same_id) {
-            const std::int64_t id = static_cast<const std::int64_t*>(rule.q.data)[b * rule.q.stride[0] + query(r) * rule.q.stride[1]];
-            const auto* ids = static_cast<const std::int64_t*>(rule.k.data) + b * rule.k.stride[0] + j0 * rule.k.stride[1];
-            for (int j = 0; j < keys; j++) seen.word[j / 64] |= std::uint64_t(ids[j * rule.k.stride[1]] == id) << j % 64;
+            const std::int64_t id =
+                static_cast<const std::int64_t*>(rule.q.data)[b * rule.q.stride[0] + query(r) * rule.q.stride[1]];
+            const auto* ids =
+                static_cast<const std::int64_t*>(rule.k.data) + b * rule.k.stride[0] + j0 * rule.k.stride[1];
+            for (int j = 0; j < keys; j++)
+                seen.word[j / 64] |= std::uint64_t(ids[j * rule.k.stride[1]] == id) << j % 64;
         } else {
-            const std::int32_t* ends = rule.reach.data + b * rule.reach.batch_stride + query(r) * rule.reach.query_stride;
+            const std::int32_t* ends =
+                rule.reach.data + b * rule.reach.batch_stride + query(r) * rule.reach.query_stride;
             for (int n = 0; n < 2 * rule.reach.count; n += 2)
                 for (int w = 0; w < WORDS; w++) {
                     const std::int64_t start = j0 + 64 * w;
@@ -628,7 +714,9 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         }
         return seen;
     }
-    static std::uint64_t bits_below(std::int64_t n) { return n <= 0 ? 0 : n >= 64 ? ~std::uint64_t(0) : (std::uint64_t(1) << n) - 1; }
+    static std::uint64_t bits_below(std::int64_t n) {
+        return n <= 0 ? 0 : n >= 64 ? ~std::uint64_t(0) : (std::uint64_t(1) << n) - 1;
+    }
     // Eight bytes to eight bits: 1 where a byte is not 0.
     static std::uint64_t bits_of_bytes(const std::uint8_t* at) {
         std::uint64_t x;
@@ -638,16 +726,18 @@ template <class T, int QV, class Op = Plain<T>> struct Scores {
         return x * 0x0102040810204080 >> 56;
     }
 
-    // What dropout leaves of a weight: 0 or 1 / (1 - dropout), by the hash of (seed, b, h, i, j), so that every pass and every
-    // size of block drops the same.
+    // What dropout leaves of a weight: 0 or 1 / (1 - dropout), by the hash of (seed, b, h, i, j), so that every pass
+    // and every size of block drops the same.
     APART void keep(std::int64_t j0, int keys, T* factor) const {
         const std::uint32_t limit = std::uint32_t(f.dropout * 4294967296.0);
         const T kept = T(1 / (1 - f.dropout));
         for (int r = 0; r < ROWS; r++) {
-            const std::uint64_t start = f.seed + 0x9e3779b97f4a7c15u * std::uint64_t(row(r < count ? r : count - 1) + 1);
+            const std::uint64_t start =
+                f.seed + 0x9e3779b97f4a7c15u * std::uint64_t(row(r < count ? r : count - 1) + 1);
             for (int j = 0; j < keys; j++) {
                 std::uint64_t x = start ^ (std::uint64_t(j0 + j) * 0xbf58476d1ce4e5b9u);
-                x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u, x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+                x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+                x = (x ^ x >> 27) * 0x94d049bb133111ebu;
                 factor[j * ROWS + r] = std::uint32_t((x ^ x >> 31) >> 32) >= limit ? kept : T(0);
             }
         }

@@ -1,10 +1,12 @@
 // What many numbers come to, of which some are NaN and count for nothing. They are float or double, sums are double.
 
-template <class T> struct Pooling {
+template <class T>
+struct Pooling {
     static constexpr int L = LANES<T>, PARTS = int(sizeof(double) / sizeof(T));
 
     // body(vector) for all of them, the last one filled up with NaN.
-    template <class Body> INLINE static void each(const T* x, std::int64_t count, const Body& body) {
+    template <class Body>
+    INLINE static void each(const T* x, std::int64_t count, const Body& body) {
         std::int64_t n = 0;
         for (; n + L <= count; n += L) body(load_anywhere(x + n));
         if (n == count) return;
@@ -20,7 +22,8 @@ template <class T> struct Pooling {
     }
     INLINE static double whole(const V<double>* x) {
         double total = 0;
-        for (int n = 0; n < PARTS; n++) for (int lane = 0; lane < LANES<double>; lane++) total += x[n][lane];
+        for (int n = 0; n < PARTS; n++)
+            for (int lane = 0; lane < LANES<double>; lane++) total += x[n][lane];
         return total;
     }
     static void pool(const T* x, std::int64_t count, Pool& to) {
@@ -30,8 +33,9 @@ template <class T> struct Pooling {
         I<T> there{};
         each(x, count, [&](V<T> some) __attribute__((always_inline)) {
             there -= some == some;
-            largest = greater<T>(some, largest), least = -greater<T>(-some, -least);
-            UNROLL for (int k = 0; k < PARTS; k++) {
+            largest = greater<T>(some, largest);
+            least = -greater<T>(-some, -least);
+            UNROLL_FOR(k, PARTS) {
                 const V<double> y = part(some, k);
                 sum[k] += y == y ? y : V<double>{};
             }
@@ -46,7 +50,7 @@ template <class T> struct Pooling {
     static double squares(const T* x, std::int64_t count, double mean) {
         V<double> sum[PARTS] = {};
         each(x, count, [&](V<T> some) __attribute__((always_inline)) {
-            UNROLL for (int k = 0; k < PARTS; k++) {
+            UNROLL_FOR(k, PARTS) {
                 const V<double> y = part(some, k), off = y - mean;
                 sum[k] += y == y ? off * off : V<double>{};
             }
@@ -59,10 +63,12 @@ template <class T> struct Pooling {
         for (std::int64_t from = 0; from < bins && borders[from] == borders[from]; from += AT_ONCE) {
             V<T> border[AT_ONCE];
             I<T> found[AT_ONCE];
-            UNROLL for (int k = 0; k < AT_ONCE; k++)
-                border[k] = splat(from + k < bins ? borders[from + k] : std::numeric_limits<T>::quiet_NaN()), found[k] = I<T>{};
+            UNROLL_FOR(k, AT_ONCE) {
+                border[k] = splat(from + k < bins ? borders[from + k] : std::numeric_limits<T>::quiet_NaN());
+                found[k] = I<T>{};
+            }
             each(x, count, [&](V<T> some) __attribute__((always_inline)) {
-                UNROLL for (int k = 0; k < AT_ONCE; k++) found[k] = some >= border[k] ? found[k] + 1 : found[k];
+                UNROLL_FOR(k, AT_ONCE) found[k] = some >= border[k] ? found[k] + 1 : found[k];
             });
             for (int k = 0; k < AT_ONCE && from + k < bins; k++) {
                 Int<T> lanes[L] __attribute__((aligned(64))), all = 0;
@@ -81,13 +87,17 @@ double squares(const void* x, bool wide, std::int64_t count, double mean) {
     if (wide) return Pooling<double>::squares(static_cast<const double*>(x), count, mean);
     return Pooling<float>::squares(static_cast<const float*>(x), count, mean);
 }
-void reach(const void* x, bool wide, std::int64_t count, const void* borders, std::int64_t bins, std::int64_t* reached) {
-    if (wide) return Pooling<double>::reach(static_cast<const double*>(x), count, static_cast<const double*>(borders), bins, reached);
+void reach(const void* x, bool wide, std::int64_t count, const void* borders, std::int64_t bins,
+           std::int64_t* reached) {
+    if (wide)
+        return Pooling<double>::reach(static_cast<const double*>(x), count, static_cast<const double*>(borders), bins,
+                                      reached);
     Pooling<float>::reach(static_cast<const float*>(x), count, static_cast<const float*>(borders), bins, reached);
 }
 
 // The lengths of the values of a key/value head of a batch entry, [K]. E is what they are made of.
-template <class T, class E> void lengths_of(const Forward& f, const char* from, T* to) {
+template <class T, class E>
+void lengths_of(const Forward& f, const char* from, T* to) {
     constexpr int L = LANES<T>;
     const int width = int(f.v_head_dim), whole = width / L * L;
     const std::int64_t line = f.v.stride[2] * std::int64_t(sizeof(E));
@@ -99,8 +109,10 @@ template <class T, class E> void lengths_of(const Forward& f, const char* from, 
             V<T> sum{}, last{};
             for (int c = 0; c < whole; c += L) sum += load_wide<T>(x + c) * load_wide<T>(x + c);
             for (int c = whole; c < width; c++) {
-                if constexpr (sizeof(E) == 2) last[c - whole] = widen(__builtin_bit_cast(std::uint16_t, x[c]), f.v.dtype);
-                else last[c - whole] = x[c];
+                if constexpr (sizeof(E) == 2)
+                    last[c - whole] = widen(__builtin_bit_cast(std::uint16_t, x[c]), f.v.dtype);
+                else
+                    last[c - whole] = x[c];
             }
             squares[r] = sum + last * last;
         }
@@ -112,10 +124,16 @@ template <class T, class E> void lengths_of(const Forward& f, const char* from, 
 }
 void lengths(const Forward& f, std::int64_t head, void* to) {
     const std::int64_t b = head / f.kv_heads, h = head % f.kv_heads;
-    const auto of = [&]<class T, class E>(T* into, const E*) { lengths_of<T, E>(f, at(f.v, b, h, 0, sizeof(E)), into + head * f.keys); };
+    const auto of = [&]<class T, class E>(T* into, const E*) {
+        lengths_of<T, E>(f, at(f.v, b, h, 0, sizeof(E)), into + head * f.keys);
+    };
     const auto single = static_cast<float*>(to);
-    if (is_double(f)) of(static_cast<double*>(to), static_cast<const double*>(nullptr));
-    else if (f.v.dtype == Dtype::bf16) of(single, static_cast<const BFloat16*>(nullptr));
-    else if (f.v.dtype == Dtype::f16) of(single, static_cast<const Float16*>(nullptr));
-    else of(single, static_cast<const float*>(nullptr));
+    if (is_double(f))
+        of(static_cast<double*>(to), static_cast<const double*>(nullptr));
+    else if (f.v.dtype == Dtype::bf16)
+        of(single, static_cast<const BFloat16*>(nullptr));
+    else if (f.v.dtype == Dtype::f16)
+        of(single, static_cast<const Float16*>(nullptr));
+    else
+        of(single, static_cast<const float*>(nullptr));
 }

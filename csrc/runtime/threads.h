@@ -18,7 +18,7 @@
 #include <new>
 #include <utility>
 
-#include "attention.h"
+#include "../interface/attention.h"
 
 namespace headscope {
 
@@ -26,13 +26,15 @@ namespace nb = nanobind;
 
 inline std::atomic<bool> forked{false};  // libgomp's pool does not survive a fork: a child runs single-threaded
 
-// Ctrl-C. Python runs its signal handlers on its main thread, between bytecodes: a long call would hold them up. Where the main
-// thread is the one that entered, it asks for them every 50 ms; if a handler raises, all threads leave what is left of the call.
+// Ctrl-C. Python runs its signal handlers on its main thread, between bytecodes: a long call would hold them up. Where
+// the main thread is the one that entered, it asks for them every 50 ms; if a handler raises, all threads leave what is
+// left of the call.
 inline std::atomic<pthread_t> main_thread{};
 
 class Signals : public Watch {
 public:
-    Signals() : Watch{ask}, entered_by_main(pthread_equal(pthread_self(), main_thread)), asked(entered_by_main ? now() : 0) {}
+    Signals()
+        : Watch{ask}, entered_by_main(pthread_equal(pthread_self(), main_thread)), asked(entered_by_main ? now() : 0) {}
 
     // To be called where all threads have left, without the GIL.
     void raise() const {
@@ -71,11 +73,13 @@ private:
     std::int64_t asked;  // the main thread's own
 };
 
-struct Free { void operator()(void* p) const { std::free(p); } };
+struct Free {
+    void operator()(void* p) const { std::free(p); }
+};
 using Memory = std::unique_ptr<void, Free>;
 
-// Asks for large pages where much will be written. New memory is mapped as it is first touched, a page at a time: by 4 KiB that takes
-// a twentieth of a pass. Where the system knows no others, or lets nobody ask, nothing changes.
+// Asks for large pages where much will be written. New memory is mapped as it is first touched, a page at a time: by 4
+// KiB that takes a twentieth of a pass. Where the system knows no others, or lets nobody ask, nothing changes.
 inline void expect_pages(void* data, std::size_t bytes) {
 #if defined(MADV_HUGEPAGE)
     constexpr std::size_t worth = 4 << 20;
@@ -87,7 +91,8 @@ inline void expect_pages(void* data, std::size_t bytes) {
     madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
     errno = error;
 #else
-    (void)data, (void)bytes;
+    (void)data;
+    (void)bytes;
 #endif
 }
 inline Memory allocate(std::size_t bytes) {
@@ -98,7 +103,9 @@ inline Memory allocate(std::size_t bytes) {
 }
 
 // Of as many numbers.
-inline std::size_t bytes_of(std::int64_t count, Dtype dtype) { return std::size_t(count) * (dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2); }
+inline std::size_t bytes_of(std::int64_t count, Dtype dtype) {
+    return std::size_t(count) * (dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2);
+}
 
 // How much room a thread gets of so many bytes: what a CPU fetches ahead for one must not be what another writes.
 inline std::size_t room_of_own(std::size_t bytes) {
@@ -106,16 +113,24 @@ inline std::size_t room_of_own(std::size_t bytes) {
     return (bytes + 2 * page - 1) / page * page;
 }
 
-// Scratch for one call. What a thread used last it keeps for its next call, if it is not much: to ask for it anew would cost a
-// short call a tenth of its time. Within a call there may be another, by a signal handler or for another purpose: it finds nothing
-// kept, or what is kept with another limit.
-template <std::size_t MOST_KEPT = 4 << 20> class Scratch {
+// Scratch for one call. What a thread used last it keeps for its next call, if it is not much: to ask for it anew would
+// cost a short call a tenth of its time. Within a call there may be another, by a signal handler or for another
+// purpose: it finds nothing kept, or what is kept with another limit.
+template <std::size_t MOST_KEPT = 4 << 20>
+class Scratch {
 public:
     explicit Scratch(std::size_t bytes) : memory(std::move(kept)), size(std::exchange(kept_size, 0)) {
-        if (size < bytes) memory = nullptr, memory = allocate(bytes), size = bytes;
+        if (size < bytes) {
+            memory = nullptr;
+            memory = allocate(bytes);
+            size = bytes;
+        }
     }
     ~Scratch() {
-        if (size <= MOST_KEPT && size > kept_size) kept = std::move(memory), kept_size = size;
+        if (size <= MOST_KEPT && size > kept_size) {
+            kept = std::move(memory);
+            kept_size = size;
+        }
     }
     char* at(std::size_t offset) const { return static_cast<char*>(memory.get()) + offset; }
 
@@ -126,19 +141,25 @@ private:
     std::size_t size;
 };
 
-// Deals out 0 .. count to threads, to each from a part of its own, and where nothing of it is left from that of which most is left. So
-// whoever made something in one pass finds it in its cache in the next; what two threads both read or write, which some CPUs are slow
-// to carry from core to core, is little.
+// Deals out 0 .. count to threads, to each from a part of its own, and where nothing of it is left from that of which
+// most is left. So whoever made something in one pass finds it in its cache in the next; what two threads both read or
+// write, which some CPUs are slow to carry from core to core, is little.
 class Dealer {
 public:
     Dealer(std::int64_t count, int threads)
-        : number(threads), many(threads > FEW ? new Part[std::size_t(threads)] : nullptr), parts(many ? many.get() : few) {
-        for (int t = 0; t < threads; t++) parts[t].next = count * t / threads, parts[t].end = count * (t + 1) / threads;
+        : number(threads),
+          many(threads > FEW ? new Part[std::size_t(threads)] : nullptr),
+          parts(many ? many.get() : few) {
+        for (int t = 0; t < threads; t++) {
+            parts[t].next = count * t / threads;
+            parts[t].end = count * (t + 1) / threads;
+        }
     }
     // Up to `some` for this thread, from `first` to `end`; false where none is left.
     bool deal(int thread, int some, std::int64_t& first, std::int64_t& end) {
         const auto take = [&](Part& part) {
-            first = part.next.fetch_add(some, std::memory_order_relaxed), end = std::min(first + some, part.end);
+            first = part.next.fetch_add(some, std::memory_order_relaxed);
+            end = std::min(first + some, part.end);
             return first < end;
         };
         if (take(parts[thread])) return true;
@@ -147,7 +168,10 @@ public:
             Part* longest = nullptr;
             for (int t = 0; t < number; t++) {
                 const std::int64_t left = parts[t].end - parts[t].next.load(std::memory_order_relaxed);
-                if (left > most) most = left, longest = &parts[t];
+                if (left > most) {
+                    most = left;
+                    longest = &parts[t];
+                }
             }
             if (!longest) return false;
             if (take(*longest)) return true;
@@ -166,9 +190,10 @@ private:
     Part* const parts;
 };
 
-// Runs body(thread) on `threads` threads, as one parallel region. A call opens one region, whatever it does: under load each region may
-// wait a scheduler slice for a thread whose core serves another process.
-template <class Body> void parallel_region(int threads, const Body& body) {
+// Runs body(thread) on `threads` threads, as one parallel region. A call opens one region, whatever it does: under load
+// each region may wait a scheduler slice for a thread whose core serves another process.
+template <class Body>
+void parallel_region(int threads, const Body& body) {
     if (threads <= 1) return body(0);
 #pragma omp parallel num_threads(threads)
     body(omp_get_thread_num());
@@ -191,14 +216,16 @@ private:
     int turns = 0;
 };
 
-// One step of a call: tasks 0 .. count, in any order. All threads of a region go through the same steps. What follows a step may begin
-// when its tasks have ended: a thread that comes late finds them done, and nobody waits for it.
+// One step of a call: tasks 0 .. count, in any order. All threads of a region go through the same steps. What follows a
+// step may begin when its tasks have ended: a thread that comes late finds them done, and nobody waits for it.
 class Step {
 public:
     Step(std::int64_t tasks, int threads, int at_once = 1) : count(tasks), some(at_once), dealer(tasks, threads) {}
 
-    // body(n, thread), until no task is left to take. Bodies neither throw nor allocate; after a signal they are left out.
-    template <class Body> void run(Watch& watch, int thread, const Body& body) {
+    // body(n, thread), until no task is left to take. Bodies neither throw nor allocate; after a signal they are left
+    // out.
+    template <class Body>
+    void run(Watch& watch, int thread, const Body& body) {
         for (std::int64_t n, end; dealer.deal(thread, some, n, end);) {
             const std::int64_t taken = end - n;
             for (; n < end; n++)
@@ -218,7 +245,8 @@ private:
 };
 
 // A step that is a region of its own, on up to `threads` threads.
-template <class Body> void each(Watch& watch, std::int64_t count, int threads, const Body& body, int some = 1) {
+template <class Body>
+void each(Watch& watch, std::int64_t count, int threads, const Body& body, int some = 1) {
     if (threads <= 1) {
         for (std::int64_t n = 0; n < count && !watch.stops(&watch); n++) body(n, 0);
         return;
@@ -227,21 +255,27 @@ template <class Body> void each(Watch& watch, std::int64_t count, int threads, c
     parallel_region(threads, [&](int thread) { step.run(watch, thread, body); });
 }
 
-// Chains of links: of a chain each link may begin when those before it have begun. A thread goes through a chain of its own, for what
-// one link has read the next one finds in the cache; where no chain is left it helps with the one that has most left.
+// Chains of links: of a chain each link may begin when those before it have begun. A thread goes through a chain of its
+// own, for what one link has read the next one finds in the cache; where no chain is left it helps with the one that
+// has most left.
 class Chains {
 public:
     struct Link {
         std::int64_t chain, number;
         int owner;  // the thread that opened the chain; it opens no other before this one has ended
-        std::atomic<std::int64_t>* passed;  // a number for each link of the chain, at first 0: what it tells those that follow
+        std::atomic<std::int64_t>*
+            passed;  // a number for each link of the chain, at first 0: what it tells those that follow
     };
     Chains(std::int64_t chains, std::int64_t links, int threads)
-        : count(chains), length(links), all(new Chain[std::size_t(chains)]),
-          passed(new std::atomic<std::int64_t>[std::size_t(chains * links)]()), unopened(chains, threads) {}
+        : count(chains),
+          length(links),
+          all(new Chain[std::size_t(chains)]),
+          passed(new std::atomic<std::int64_t>[std::size_t(chains * links)]()),
+          unopened(chains, threads) {}
 
     // By each thread of a region: body(link, thread), which neither throws nor allocates, until all links have begun.
-    template <class Body> void run(Watch& watch, int thread, const Body& body) {
+    template <class Body>
+    void run(Watch& watch, int thread, const Body& body) {
         const auto next = [&](std::int64_t n) {
             if (watch.stops(&watch)) return false;
             const std::int64_t number = all[n].begun.fetch_add(1, std::memory_order_acquire);
@@ -252,13 +286,17 @@ public:
         for (std::int64_t n, end; unopened.deal(thread, 1, n, end);) {
             all[n].owner = thread;
             all[n].begun.store(0, std::memory_order_release);
-            while (next(n)) {}
+            while (next(n)) {
+            }
         }
         while (!watch.stops(&watch)) {
             std::int64_t longest = -1, least = length;
             for (std::int64_t n = 0; n < count; n++) {
                 const std::int64_t begun = all[n].begun.load(std::memory_order_relaxed);
-                if (begun >= 0 && begun < least) longest = n, least = begun;
+                if (begun >= 0 && begun < least) {
+                    longest = n;
+                    least = begun;
+                }
             }
             if (longest < 0) return;
             next(longest);

@@ -31,7 +31,10 @@ void put(const EdgeList& list, std::int64_t head, const Edge* edges, std::int64_
         const bool has = n < found;
         std::int64_t* at = list.at + 4 * (head * list.k + n);
         list.p[head * list.k + n] = has ? edges[n].p : std::numeric_limits<double>::quiet_NaN();
-        at[0] = has ? 0 : -1, at[1] = has ? edges[n].b : -1, at[2] = has ? edges[n].i : -1, at[3] = has ? edges[n].j : -1;
+        at[0] = has ? 0 : -1;
+        at[1] = has ? edges[n].b : -1;
+        at[2] = has ? edges[n].i : -1;
+        at[3] = has ? edges[n].j : -1;
     }
 }
 
@@ -45,8 +48,12 @@ struct Rows {
     std::vector<double> least;        // [B, H]: nothing below it is wanted
 
     Rows(const Forward& f, const EdgeList& edges, Signals& signals, int threads)
-        : list(edges), count(std::min<std::int64_t>(edges.k, f.queries)), queries(f.queries), wide(is_double(f)),
-          order(f.batch * f.heads * queries), least(f.batch * f.heads) {
+        : list(edges),
+          count(std::min<std::int64_t>(edges.k, f.queries)),
+          queries(f.queries),
+          wide(is_double(f)),
+          order(f.batch * f.heads * queries),
+          least(f.batch * f.heads) {
         const std::int64_t heads = f.batch * f.heads;
         each(signals, heads, usable(threads, heads), [&](std::int64_t head, int) {
             const auto from = order.begin() + head * queries;
@@ -56,7 +63,8 @@ struct Rows {
                 return x != y ? x > y : r < z;
             };
             std::nth_element(from, from + (count - 1), from + queries, before);
-            least[head] = count == list.k ? maximum(head, from[count - 1]) : 0;  // with fewer rows, smaller ones are wanted too
+            least[head] =
+                count == list.k ? maximum(head, from[count - 1]) : 0;  // with fewer rows, smaller ones are wanted too
         });
         signals.raise();
     }
@@ -83,31 +91,56 @@ struct Second {
     RowStats few;
 
     Second(const Forward& all, const RowStats& rows, const Rows& from, std::int64_t first, std::int64_t n, int most)
-        : call(all), n(n), size(from.wide ? 8 : 4), queries(all.batch * all.heads * n), keys(queries.size() * most), counts(queries.size()),
-          counted(queries.size()), given(rows.given ? queries.size() * size : 0), weights(keys.size() * size), floors(queries.size() * size),
+        : call(all),
+          n(n),
+          size(from.wide ? 8 : 4),
+          queries(all.batch * all.heads * n),
+          keys(queries.size() * most),
+          counts(queries.size()),
+          counted(queries.size()),
+          given(rows.given ? queries.size() * size : 0),
+          weights(keys.size() * size),
+          floors(queries.size() * size),
           f(all) {
         for (std::int64_t to = 0; to < std::int64_t(queries.size()); to++) {
-            const std::int64_t head = to / n, r = from.order[head * all.queries + first + to % n], b = head / all.heads, h = head % all.heads;
+            const std::int64_t head = to / n, r = from.order[head * all.queries + first + to % n], b = head / all.heads,
+                               h = head % all.heads;
             queries[to] = all.rows ? all.rows[b * all.rows_stride[0] + h * all.rows_stride[1] + r] : r;
             counts[to] = from.maximum(head, r) >= 0;
             const double floor = counts[to] ? from.floor(head, r) : 0;
-            if (from.wide) reinterpret_cast<double*>(floors.data())[to] = floor;
-            else reinterpret_cast<float*>(floors.data())[to] = float(floor);
-            if (rows.given) std::copy_n(static_cast<const char*>(rows.given) + (head * all.queries + r) * size, size, &given[to * size]);
+            if (from.wide)
+                reinterpret_cast<double*>(floors.data())[to] = floor;
+            else
+                reinterpret_cast<float*>(floors.data())[to] = float(floor);
+            if (rows.given)
+                std::copy_n(static_cast<const char*>(rows.given) + (head * all.queries + r) * size, size,
+                            &given[to * size]);
         }
-        f.queries = n, f.v_head_dim = 0, f.out = f.lse = nullptr;
-        f.rows = queries.data(), f.rows_stride[0] = all.heads * n, f.rows_stride[1] = n;
+        f.queries = n;
+        f.v_head_dim = 0;
+        f.out = f.lse = nullptr;
+        f.rows = queries.data();
+        f.rows_stride[0] = all.heads * n;
+        f.rows_stride[1] = n;
         few.may_count = counts.data();
-        few.may_count_stride[0] = all.heads * n, few.may_count_stride[1] = n, few.may_count_stride[2] = 1;
-        few.given = rows.given ? given.data() : nullptr, few.rounding = rows.rounding, few.counted = counted.data();
-        few.floor = floors.data(), few.most = most, few.most_weight = weights.data(), few.most_key = keys.data();
+        few.may_count_stride[0] = all.heads * n;
+        few.may_count_stride[1] = n;
+        few.may_count_stride[2] = 1;
+        few.given = rows.given ? given.data() : nullptr;
+        few.rounding = rows.rounding;
+        few.counted = counted.data();
+        few.floor = floors.data();
+        few.most = most;
+        few.most_weight = weights.data();
+        few.most_key = keys.data();
     }
     // Adds what a head has here to `found` edges; how many there are then, at most k.
     std::int64_t add_to(Edge* edges, std::int64_t found, std::int64_t h, std::int64_t k) const {
-        for (std::int64_t b = 0; b < call.batch; b++) for (std::int64_t m = 0; m < n * few.most; m++) {
-            const std::int64_t row = (b * call.heads + h) * n + m / few.most, at = row * few.most + m % few.most;
-            if (keys[at] >= 0) edges[found++] = {number(weights.data(), at, size == 8), b, queries[row], keys[at]};
-        }
+        for (std::int64_t b = 0; b < call.batch; b++)
+            for (std::int64_t m = 0; m < n * few.most; m++) {
+                const std::int64_t row = (b * call.heads + h) * n + m / few.most, at = row * few.most + m % few.most;
+                if (keys[at] >= 0) edges[found++] = {number(weights.data(), at, size == 8), b, queries[row], keys[at]};
+            }
         return keep_largest(edges, found, k);
     }
 };
@@ -128,13 +161,18 @@ void add_up(const Moments& m, const void* values, bool wide, std::int64_t n) {
     while (first < m.bins && border(first) <= pool.least) histogram[first++] = pool.count;
     for (last = first; last < m.bins && border(last) <= pool.largest;) last++;
     const char* const borders = static_cast<const char*>(m.borders) + (name * m.bins + first) * size;
-    if (last > first) each_batch([&](const char* x) { target.reach(x, wide, m.rows, borders, last - first, histogram + first); });
+    if (last > first)
+        each_batch([&](const char* x) { target.reach(x, wide, m.rows, borders, last - first, histogram + first); });
     for (std::int64_t k = 0; k + 1 < m.bins; k++) histogram[k] -= histogram[k + 1];
-    const double none = std::numeric_limits<double>::quiet_NaN(), mean = pool.count ? pool.sum / double(pool.count) : none;
+    const double none = std::numeric_limits<double>::quiet_NaN(),
+                 mean = pool.count ? pool.sum / double(pool.count) : none;
     double squares = 0;
     each_batch([&](const char* x) { squares += target.squares(x, wide, m.rows, mean); });
-    m.count[n] = pool.count, m.mean[n] = mean, m.M2[n] = pool.count ? squares : none;
-    m.least[n] = pool.count ? pool.least : none, m.largest[n] = pool.count ? pool.largest : none;
+    m.count[n] = pool.count;
+    m.mean[n] = mean;
+    m.M2[n] = pool.count ? squares : none;
+    m.least[n] = pool.count ? pool.least : none;
+    m.largest[n] = pool.count ? pool.largest : none;
 }
 
 // What the shares have apart, and the edges of all of them: from `next` on, if that is known. How many bytes it is.
@@ -145,10 +183,18 @@ std::size_t lay_out_shares(const Forward& f, RowStats& s, std::size_t lines_apar
         size += count * sizeof *to;
     };
     const std::size_t apart = std::size_t((s.shares - 1) * f.heads), all = std::size_t(s.shares * f.heads);
-    const std::size_t keys = s.whole.received ? apart * std::size_t(f.keys) : 0, cells = apart * lines_apart * std::size_t(s.bins);
-    take(s.apart.received, keys), take(s.apart.eligible, keys);
-    take(s.apart.sum, cells), take(s.apart.max, cells), take(s.apart.count, cells);
-    if (s.edges) take(s.edge, all * std::size_t(s.edges)), take(s.edges_found, all), take(s.edge_least, std::size_t(f.heads));
+    const std::size_t keys = s.whole.received ? apart * std::size_t(f.keys) : 0,
+                      cells = apart * lines_apart * std::size_t(s.bins);
+    take(s.apart.received, keys);
+    take(s.apart.eligible, keys);
+    take(s.apart.sum, cells);
+    take(s.apart.max, cells);
+    take(s.apart.count, cells);
+    if (s.edges) {
+        take(s.edge, all * std::size_t(s.edges));
+        take(s.edges_found, all);
+        take(s.edge_least, std::size_t(f.heads));
+    }
     take(s.apart.largest, 3 * cells);  // last, for it is narrower
     return size;
 }
@@ -171,16 +217,21 @@ void gather_edges(const Forward& f, const RowStats& s, const EdgeList& list, std
 bool look(Forward& f, RowStats& rows, const EdgeList* list, const Moments* moments, const void* values, int threads) {
     Signals signals;
     std::atomic<bool> spoilt{false};
-    rows.spoilt = f.spoilt = &spoilt, f.look = &rows, f.watch = &signals;
+    rows.spoilt = f.spoilt = &spoilt;
+    f.look = &rows;
+    f.watch = &signals;
     const Forward with_values = f;
     if (!f.out) f.v_head_dim = 0;
     const Target* target = chosen();
-    rows.shares = rows.columns() ? target->look_shares(f) : 1, rows.edges = list ? list->k : 0;
+    rows.shares = rows.columns() ? target->look_shares(f) : 1;
+    rows.edges = list ? list->k : 0;
     const std::int64_t tasks = target->look_tasks(f), value_heads = f.batch * f.kv_heads;
     const int used = usable(threads, tasks);
     const std::size_t own = room_of_own(target->look_scratch(f));
     const std::size_t lengths = own * std::size_t(used);  // from there on
-    const std::size_t apart = lengths + (rows.value[VALUE_NORM] ? std::size_t(value_heads * f.keys) * (is_double(f) ? 8 : 4) + 64 : 0) / 64 * 64;
+    const std::size_t apart =
+        lengths +
+        (rows.value[VALUE_NORM] ? std::size_t(value_heads * f.keys) * (is_double(f) ? 8 : 4) + 64 : 0) / 64 * 64;
     const std::size_t lines_apart = std::size_t(target->lines_apart(f));
     const Scratch<> scratch(apart + lay_out_shares(f, rows, lines_apart, nullptr));
     lay_out_shares(f, rows, lines_apart, scratch.at(apart));
@@ -189,13 +240,16 @@ bool look(Forward& f, RowStats& rows, const EdgeList* list, const Moments* momen
     Step measuring_values(rows.norms ? value_heads : 0, used), observing(tasks, used);
     Preparation preparation(*target, f, used);
     const std::int64_t gathered = rows.columns() ? f.heads : 0;
-    Step gathering_first(std::min<std::int64_t>(gathered, 1), used), gathering(std::max<std::int64_t>(gathered - 1, 0), used);
+    Step gathering_first(std::min<std::int64_t>(gathered, 1), used),
+        gathering(std::max<std::int64_t>(gathered - 1, 0), used);
     Step pooling(moments ? moments->names * moments->heads : 0, used);
     parallel_region(used, [&](int thread) {
-        measuring_values.run(signals, thread, [&](std::int64_t n, int) { target->lengths(with_values, n, scratch.at(lengths)); });
+        measuring_values.run(signals, thread,
+                             [&](std::int64_t n, int) { target->lengths(with_values, n, scratch.at(lengths)); });
         measuring_values.wait(signals);
         preparation.run(signals, thread);
-        observing.run(signals, thread, [&](std::int64_t n, int) { target->run_look(f, n, scratch.at(own * std::size_t(thread))); });
+        observing.run(signals, thread,
+                      [&](std::int64_t n, int) { target->run_look(f, n, scratch.at(own * std::size_t(thread))); });
         observing.wait(signals);
         pooling.run(signals, thread, [&](std::int64_t n, int) { add_up(*moments, values, is_double(f), n); });
         gathering_first.run(signals, thread, [&](std::int64_t, int) { target->gather_look(f, 0); });
@@ -203,7 +257,8 @@ bool look(Forward& f, RowStats& rows, const EdgeList* list, const Moments* momen
         gathering.run(signals, thread, [&](std::int64_t n, int) { target->gather_look(f, n + 1); });
     });
     signals.raise();
-    if (list) for (std::int64_t head = 0; head < f.heads; head++) gather_edges(f, rows, *list, head);
+    if (list)
+        for (std::int64_t head = 0; head < f.heads; head++) gather_edges(f, rows, *list, head);
     return !spoilt;
 }
 
@@ -218,9 +273,8 @@ void edges(const Forward& call, const RowStats& rows, const EdgeList& list, int 
     for (std::int64_t first = 0; first < chosen_rows.count; first += step) {
         Second again(call, rows, chosen_rows, first, std::min(step, chosen_rows.count - first), int(most));
         look(again.f, again.few, nullptr, nullptr, nullptr, threads);
-        each(signals, call.heads, usable(threads, call.heads), [&](std::int64_t h, int) {
-            found[h] = again.add_to(&candidates[h * room], found[h], h, list.k);
-        });
+        each(signals, call.heads, usable(threads, call.heads),
+             [&](std::int64_t h, int) { found[h] = again.add_to(&candidates[h * room], found[h], h, list.k); });
         signals.raise();
     }
     for (std::int64_t h = 0; h < call.heads; h++) put(list, h, &candidates[h * room], found[h]);

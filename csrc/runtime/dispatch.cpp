@@ -5,23 +5,35 @@
 #include <stdexcept>
 #include <string>
 
-#include "attention.h"
+#include "../interface/attention.h"
 
 namespace headscope {
 
 #if defined(__x86_64__)
-namespace avx512_bf16 { extern const Target target; }
-namespace avx512 { extern const Target target; }
-namespace avx2 { extern const Target target; }
+namespace avx512_bf16 {
+extern const Target target;
+}
+namespace avx512 {
+extern const Target target;
+}
+namespace avx2 {
+extern const Target target;
+}
 #elif defined(__aarch64__)
-namespace neon { extern const Target target; }
+namespace neon {
+extern const Target target;
+}
 #endif
-namespace generic { extern const Target target; }
+namespace generic {
+extern const Target target;
+}
 
 const Target* const* targets(int* count) {
     static const Target* const all[] = {
 #if defined(__x86_64__)
-        &avx512_bf16::target, &avx512::target, &avx2::target,
+        &avx512_bf16::target,
+        &avx512::target,
+        &avx2::target,
 #elif defined(__aarch64__)
         &neon::target,
 #endif
@@ -55,9 +67,13 @@ void narrow(Forward& f) {
         for (std::int64_t i = 0; i < (spans.query_stride ? f.queries : 1); i++)
             for (int n = 0; n < spans.count; n++) {
                 const std::int32_t* const span = spans.data + b * spans.batch_stride + i * spans.query_stride + 2 * n;
-                if (span[0] < span[1]) from = std::min(from, std::int64_t(span[0])), to = std::max(to, std::int64_t(span[1]));
+                if (span[0] < span[1]) {
+                    from = std::min(from, std::int64_t(span[0]));
+                    to = std::max(to, std::int64_t(span[1]));
+                }
             }
-    f.seen[0] = std::min(from, to), f.seen[1] = to;
+    f.seen[0] = std::min(from, to);
+    f.seen[1] = to;
 }
 
 }  // namespace headscope
