@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from headscope import Findings
-from headscope.cli._shared import check_child as _child
 from headscope.cli import main
+from headscope.cli._shared import check_child as _child
 from headscope.cli._shared.console import Mistake
 
 HOMEWORK = """
