@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from headscope import functional, nn_compat
 from headscope._intercept import call as _watch_calls
-from headscope._intercept import dynamo, masks, module_names, softmax, torch_modules
+from headscope._intercept import dynamo, fused, masks, module_names, softmax, torch_modules
 from headscope._intercept.call import Call
 from headscope._support.fingerprint import Fingerprint
 from headscope._support.torch_state import CONTEXT_PARALLEL, check_context_parallel, has_no_values
@@ -51,8 +51,8 @@ class Forward(Protocol):
         """A module has made its attention call."""
         ...
 
-    def note_softmax(self, name: str) -> None:
-        """A module has multiplied the result of a softmax of its own with what may be values."""
+    def note_unrecorded(self, name: str, operator: str | None) -> None:
+        """A module attends by an operator that cannot be recorded; None: perhaps, by a softmax of its own."""
         ...
 
     def factors(self, name: str, heads: int) -> Tensor | None:
@@ -384,7 +384,9 @@ class _Mode(TorchFunctionMode):
         if func in _NATIVE:
             return _native(func, args, kwargs or {})
         if func in softmax.NOTED:
-            _note(func, args, kwargs or {})
+            _note_softmax(func, args, kwargs or {})
+        elif not torch.compiler.is_compiling():
+            return _uncompiled(func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
@@ -468,14 +470,40 @@ def _sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return frame.scaled(out, -3)  # [B, H, Q, Dv]
 
 
-def _note(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell everybody who watches if this call completes an attention that the module writes out."""
+def _note_softmax(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note a softmax, or a product that completes an attention that the module writes out."""
     frame = innermost()
-    if frame is None or frame.quiet or not softmax.attends(frame.softmaxes, function, args, kwargs):
+    if frame is not None and not frame.quiet and softmax.attends(frame.softmaxes, function, args, kwargs):
+        _note_unrecorded(None)
+
+
+def _uncompiled(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function that may be part of an attention; what dynamo cannot trace."""
+    out = function(*args, **kwargs) if kwargs else function(*args)
+    frame = innermost()
+    if frame is None or frame.quiet:
+        return out
+    if function in softmax.UNTRACED_SOFTMAX:
+        softmax.wait(frame.softmaxes, function, args, kwargs)
+    elif frame.softmaxes and function in softmax.JOINED:
+        softmax.join(frame.softmaxes, function, args, kwargs, out)
+    elif (name := fused.operator_name(function, args, kwargs)) is not None:
+        _note_unrecorded(name)
+    return out
+
+
+def _note_unrecorded(operator: str | None) -> None:
+    """Tell everybody who watches that a module attends by an operator, or by a softmax of its own."""
+    frame = innermost()
+    if frame is None or frame.quiet:
         return
     for forward, name in frame.forwards.values():
         if forward.active:
-            forward.note_softmax(name)
+            forward.note_unrecorded(name, operator)
+
+
+_FUSED = fused.Patches(_note_unrecorded)
+patches.append((_FUSED.install, _FUSED.remove))
 
 
 def _dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

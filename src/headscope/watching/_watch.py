@@ -484,12 +484,12 @@ class Watch:
                 self.monitor.step(forward.number, parts)
         if self.options.unseen == "ignore":
             return
-        self._warn_of_softmax(forward)
         both = (frozenset(forward.ran), frozenset(forward.seen))
-        if both in self._complete:
-            return  # looked through in an earlier pass
-        missing = module_names.unseen(self.modules, forward.ran, forward.seen)
-        missing = [name for name in missing if name in self.chosen]
+        missing: list[str] = []
+        if both not in self._complete:
+            missing = module_names.unseen(self.modules, forward.ran, forward.seen)
+            missing = [name for name in missing if name in self.chosen]
+        self._warn_of_unrecorded(forward, missing)
         if missing:
             raise WatchError(
                 f"watch: of the attention layers that ran {len(missing)} could not be seen: "
@@ -498,15 +498,17 @@ class Watch:
             )
         self._complete.add(both)
 
-    def _warn_of_softmax(self, forward: Pass) -> None:
-        """Warn, once for each layer, of attention that may have been missed beside what was recorded."""
-        for name in module_names.partly_unseen(self.modules, forward.written, forward.seen):
+    def _warn_of_unrecorded(self, forward: Pass, missing: Collection[str]) -> None:
+        """Warn, once for each layer, of attention beside what was recorded."""
+        if not forward.unrecorded:
+            return
+        texts = module_names.unrecorded(self.modules, forward.unrecorded, forward.seen, missing)
+        for name, text in texts.items():
             if name not in self.chosen or name in self._warned:
                 continue
             self._warned.add(name)
             warnings.warn(
-                f"watch: {module_names.with_classes(self.modules, [name])} may attend once more, by a softmax of its "
-                'own, which the recording does not include; unseen="ignore" turns this warning off',
+                f'watch: {text}, which the recording does not include; unseen="ignore" turns this warning off',
                 WatchWarning,
                 stacklevel=2,
             )
@@ -522,11 +524,11 @@ class Pass:
         self.parts: dict[str, LayerStats] = {}  # of this pass alone, for a monitor
         self.ran: dict[str, None] = {}
         self.seen: set[str] = set()
-        self.written: dict[str, None] = {}  # whose own softmax was multiplied with what may be values
+        self.unrecorded: dict[str, str | None] = {}  # see module_names.unrecorded
 
-    def note_softmax(self, name: str) -> None:
-        """A module may have attended by a softmax of its own."""
-        self.written[name] = None
+    def note_unrecorded(self, name: str, operator: str | None) -> None:
+        """A module attends by an operator, or perhaps by a softmax of its own (None)."""
+        self.unrecorded[name] = self.unrecorded.get(name) or operator
 
     def enter(self, name: str, module: nn.Module) -> bool:
         """A module starts to run; headscope's kernel attends in those that were chosen, if at all."""
