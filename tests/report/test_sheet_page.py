@@ -19,7 +19,7 @@ from support.paths import ROOT
 from support.sheets import TRACE, digit, picture, softmax, text, words
 
 from headscope.report import NOT_EXPLANATION, SaveError, image_sheet, page, render, save, text_sheet
-from headscope.report._viewer import model
+from headscope.report._viewer import packing
 from headscope.report.sheet import visible
 from headscope.stats import best_matches, head_means, pattern_scores, row_statistics
 
@@ -28,7 +28,7 @@ from headscope.stats import best_matches, head_means, pattern_scores, row_statis
 @pytest.mark.parametrize("bits", [16, 8])
 def test_the_page_holds_the_weights(causal: bool, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if bits == 8:
-        monkeypatch.setattr(model, "FINE_BYTES", 10)
+        monkeypatch.setattr(packing, "FINE_BYTES", 10)
     sheet = text(words(13), causal=causal)
     found = Page(render(sheet))
     assert found.data["bits"] == bits

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from headscope.report.sheet import visible
+from headscope.report._texts import visible
+from headscope.report._viewer.packing import standing
+from headscope.report.observed_model import ObservedModel
+from headscope.stats import HeadStats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from headscope.stats import HeadStats
-    from headscope.watching import Recording
 
 __all__ = ["plot_grid", "plot_head", "plot_patches", "plot_statistics"]
 
@@ -58,7 +58,7 @@ def plot_head(weights: Weights, tokens: Sequence[str] | None = None, *, ax: Axes
 
 
 def plot_grid(
-    weights: Tensor | NDArray[Any] | Sequence[Weights] | HeadStats | Recording, *, axes: NDArray[Any] | None = None
+    weights: Tensor | NDArray[Any] | Sequence[Weights] | HeadStats | ObservedModel, *, axes: NDArray[Any] | None = None
 ) -> NDArray[Any]:
     """The map of every head: a row of axes for each layer, a column for each head.
 
@@ -103,7 +103,7 @@ def plot_grid(
 
 
 def plot_statistics(
-    statistics: Sequence[Mapping[str, Sequence[float | None]]] | HeadStats | Recording,
+    statistics: Sequence[Mapping[str, Sequence[float | None]]] | HeadStats | ObservedModel,
     name: str,
     *,
     ax: Axes | None = None,
@@ -197,16 +197,12 @@ def plot_patches(
     return ax
 
 
-def _stats(observed: HeadStats | Recording) -> HeadStats:
-    from headscope.stats import HeadStats
-
+def _stats(observed: HeadStats | ObservedModel) -> HeadStats:
     return observed if isinstance(observed, HeadStats) else observed.stats
 
 
-def _maps(observed: HeadStats | Recording) -> list[NDArray[np.float64]]:
+def _maps(observed: HeadStats | ObservedModel) -> list[NDArray[np.float64]]:
     """Of each layer the mean of each bin [H, rows, columns], without the bins that hold no query or no key."""
-    from headscope.report._viewer.model import standing
-
     maps: list[NDArray[np.float64]] = []
     for name, part in _stats(observed).parts.items():
         if part.map is None:

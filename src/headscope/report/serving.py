@@ -36,11 +36,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headscope.report._viewer.model import Strips
+from headscope.report._viewer.packing import Strips
 from headscope.report._viewer.strips import empty_strips, strip_of
+from headscope.report.observed_model import ObservedModel
 from headscope.report.viewer import Layer, render_shown, shown_recording
 from headscope.stats._tiles import KeptWeights, NoWeightsError, kept_if_any, kept_of
-from headscope.watching import Recording
 
 __all__ = ["Server", "pooled_tile"]
 
@@ -84,7 +84,7 @@ class Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = CONNECTIONS  # not the usual 5: a client beyond it connects again a second later
 
-    def __init__(self, recording: Recording, *, port: int = 0, title: str = "", **options: Any) -> None:
+    def __init__(self, recording: ObservedModel, *, port: int = 0, title: str = "", **options: Any) -> None:
         """Bind to 127.0.0.1.
 
         Args:

@@ -9,24 +9,26 @@ from typing import Any
 
 from torch import Tensor
 
+from headscope import decisions
 from headscope._analysis.answers import plural, short_layers
 from headscope._attend.call import as_whole, whole
-from headscope.report._viewer.model import Strips, exact, sources
+from headscope.report._texts import broken_layers, stands_on
+from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
+from headscope.report._viewer.packing import Strips, exact, sources
+from headscope.report._viewer.strips import empty_strips, strips_of
+from headscope.report.observed_model import ObservedModel
 from headscope.report.regions import pixels_of
-from headscope.report.sheet import broken_layers, stands_on
-from headscope.report.viewer import Columns, Layer, Picture, Scored, Shown
 from headscope.stats import Observe
 from headscope.stats._layer import LayerStats
 from headscope.stats._origin import Part
 from headscope.stats._tiles import kept_if_any, kept_of
-from headscope.watching import Recording
 
 MOST_STRIPS = 16
 """How many heads may have strips."""
 
 
 def shown(
-    recording: Recording,
+    recording: ObservedModel,
     *,
     title: str = "",
     image: Any = None,
@@ -45,7 +47,7 @@ def shown(
     if image is None and (grid is not None or special is not None):
         raise ValueError("grid, special: wanted an image with them")
     patterns = _patterns(recording)
-    short, common = short_layers(recording.layers)
+    short, common = short_layers(recording.stats.layers)
     of_heads = _strips(stats.parts, patterns, strips, about.kinds)
     layers = [
         Layer(
@@ -96,13 +98,11 @@ def _statistics(part: LayerStats) -> dict[str, Columns]:
     return found
 
 
-def _patterns(recording: Recording) -> list[list[list[Scored]]]:
+def _patterns(recording: ObservedModel) -> list[list[list[Scored]]]:
     """For each layer and head its patterns, the one that it matches best first."""
-    from headscope.decisions import patterns
-
-    if "chance" not in recording.names:  # nothing by which a pattern could be told
+    if "chance" not in recording.stats.names:  # nothing by which a pattern could be told
         return []
-    scored = patterns(recording)
+    scored = decisions.patterns(recording.stats)
     found: dict[tuple[str, int], list[Scored]]
     found = {(layer, head): [] for layer, part in recording.stats.parts.items() for head in range(part.heads)}
     for each in scored.scores:
@@ -125,8 +125,6 @@ def _strips(
 
     Where every weight is in the map there are none; what is said of them still tells where the queries stand.
     """
-    from headscope.report._viewer.strips import empty_strips, strips_of
-
     names = list(parts)
     if asked is None:
         chosen = _telling(parts, patterns, kinds)
@@ -243,7 +241,7 @@ def _sides(grid: object) -> tuple[int, int]:
 # ---------------------------------------------------------------- what stands around
 
 
-def _notes(recording: Recording) -> list[str]:
+def _notes(recording: ObservedModel) -> list[str]:
     notes = [broken] if (broken := broken_layers(recording.stats.parts)) else []
     if recording.stats.sampled:
         looked = sum(part.looked_at for part in recording.stats.parts.values())
@@ -253,7 +251,7 @@ def _notes(recording: Recording) -> list[str]:
     return notes
 
 
-def reading(recording: Recording) -> str:
+def reading(recording: ObservedModel) -> str:
     """How the maps are read."""
     mapped = any(part.map is not None for part in recording.stats.parts.values())
     how = "A query looks, a key is looked at."
@@ -262,14 +260,14 @@ def reading(recording: Recording) -> str:
     return f"{how} All are counted from 0."
 
 
-def _lead(recording: Recording) -> str:
+def _lead(recording: ObservedModel) -> str:
     parts = recording.stats.parts.values()
     heads = sum(part.heads for part in parts)
     sizes = f"{len(parts):,} {plural('layer', len(parts))}, {heads:,} {plural('head', heads)}"
     return f"{sizes}. {reading(recording)}"
 
 
-def _footer(recording: Recording, common: str) -> dict[str, str]:
+def _footer(recording: ObservedModel, common: str) -> dict[str, str]:
     about, stats = recording.about, recording.stats
     lengths = {part.lengths for part in stats.parts.values()}
     inputs = ", ".join(
