@@ -28,7 +28,7 @@ from torch.overrides import _get_current_function_mode_stack as mode_stack
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import headscope
-from headscope import Observe, Recording, functional, watch, watching
+from headscope import Observe, Recording, functional, watch
 from headscope._analysis.answers import short_layers
 from headscope._intercept import frames
 from headscope.masks import causal
@@ -452,7 +452,7 @@ def test_forward_passes_merge() -> None:
 
 
 def test_many_calls_of_a_layer_are_merged_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "PENDING", 3)
+    monkeypatch.setattr("headscope.watching._recording.PENDING", 3)
     model = Attention()
     x = input_of(model)
     with watch(model) as seen:
