@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headscope._attend.call import as_whole, kind, number
-from headscope._intercept import frames, module_names, transformers
+from headscope._intercept import module_names, patching, transformers
 from headscope._intercept.call import Call, WatchError, WatchWarning
 from headscope._intercept.frames import Frame
 from headscope._intercept.module_names import Choice
@@ -118,10 +118,10 @@ class _Acting:
             )
         if refusal := transformers.refusal(self.modules):
             raise WatchError(refusal.replace("watch:", "heads:", 1))
-        frames.open_(self, self.modules)
+        patching.open_watch(self, self.modules)
 
     def close(self) -> None:
-        frames.close(self, self.modules)
+        patching.close_watch(self, self.modules)
 
     def begin(self) -> _Pass:
         """A forward pass starts.

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from headscope._attend.call import as_mask
 from headscope._intercept import call as _watch_calls
-from headscope._intercept import frames, masks
+from headscope._intercept import frames, masks, patching
 from headscope._intercept.call import Call, Kind
 from headscope._intercept.frames import Frame
 from headscope._intercept.module_names import is_cross, is_self
@@ -67,7 +67,7 @@ def remove() -> None:
     _original = None
 
 
-frames.patches.append((install, remove))
+patching.patches.append((install, remove))
 
 
 def _interface() -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headscope._attend.call import whole
-from headscope._intercept import frames, module_names, transformers
+from headscope._intercept import frames, module_names, patching, transformers
 from headscope._intercept.call import (
     COMPILED,
     Call,
@@ -154,13 +154,13 @@ class Watch:
         if refusal := transformers.refusal(self.modules):
             raise WatchError(refusal)
         self._entered = True
-        frames.open_(self, self.modules)
+        patching.open_watch(self, self.modules)
         return self.recording
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        frames.close(self, self.modules)
+        patching.close_watch(self, self.modules)
         if self.monitor is not None:
             self.monitor.finish()
         if error is None:
