@@ -191,8 +191,8 @@ def headscope_attention(
         kind = "self" if frame.argument("context", 1) is None else "cross"
     elif isinstance(frame.module, nn_compat.MultiheadAttention):
         kind = "self" if torch_modules.same(frame.argument("query", 0), frame.argument("key", 1)) else "cross"
-    said: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "kind": kind}
-    frame.see(lambda: Call(k=k, v=v, **_first_first(q, mask, bias, lse), **said))
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "kind": kind}
+    frame.see(lambda: Call(k=k, v=v, **_first_first(q, mask, bias, lse), **options))
     scaled = frame.scaled(out, -3)  # [B, H, Q, Dv]
     if scaled is not out and isinstance(frame.module, MultiHeadAttention) and frame.module.bias_k is not None:
         raise calls.WatchError(

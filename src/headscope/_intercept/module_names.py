@@ -97,9 +97,9 @@ def path_of(name: str) -> list[str]:
 def some_of(names: Iterable[str], limit: int = 12) -> str:
     """The first names that say attention, or else the first of all."""
     shown = list(names)
-    wanted = [name for name in shown if _ATTENTION.search(name.rsplit(".", 1)[-1])] or shown
-    more = f" and {len(wanted) - limit} more" if len(wanted) > limit else ""
-    return ", ".join(wanted[:limit]) + more
+    attention = [name for name in shown if _ATTENTION.search(name.rsplit(".", 1)[-1])] or shown
+    more = f" and {len(attention) - limit} more" if len(attention) > limit else ""
+    return ", ".join(attention[:limit]) + more
 
 
 def unseen(modules: Mapping[str, nn.Module], ran: Collection[str], seen: Collection[str]) -> list[str]:
@@ -175,7 +175,7 @@ def _within(name: str, around: str) -> bool:
     return name == around or name.startswith(around + ".")
 
 
-def kind_of(name: str, call: Call, said: Kinds, before: Kind | None) -> Kind:
+def kind_of(name: str, call: Call, choices: Kinds, before: Kind | None) -> Kind:
     """Self- or cross-attention: what the caller says, else the call, else the module's path, else the lengths.
 
     With as many queries as keys, or where the layer has been seen so before (a cache that grows), it is self-attention;
@@ -185,7 +185,7 @@ def kind_of(name: str, call: Call, said: Kinds, before: Kind | None) -> Kind:
         said: pattern -> kind.
         before: what this layer was last time.
     """
-    for pattern, kind in said.items():
+    for pattern, kind in choices.items():
         if any(fnmatchcase(part, pattern) for part in path_of(name)):
             return kind
     if call.kind is not None:

@@ -48,8 +48,8 @@ def check_target(target: Path, force: bool) -> None:
         SaveError: a folder, or a file that is no page of headscope's own.
     """
     try:
-        if (said := amiss(target)) is not None:
-            raise SaveError(f"{_shown(target)}: {said}")
+        if (problem := amiss(target)) is not None:
+            raise SaveError(f"{_shown(target)}: {problem}")
         if not target.exists():
             return
         with target.open("rb") as file:

@@ -80,17 +80,17 @@ def plot_grid(
     elif not isinstance(weights, Sequence):
         weights = _maps(weights)
     layers = [_array(f"weights[{n}]", layer, "[H, Q, K]", 3) for n, layer in enumerate(weights)]
-    wanted = (len(layers), max((len(layer) for layer in layers), default=0))
-    if 0 in wanted:
+    sizes = (len(layers), max((len(layer) for layer in layers), default=0))
+    if 0 in sizes:
         raise ValueError(f"weights: there is no {'head' if layers else 'layer'}, wanted at least 1")
     if axes is None:
         import matplotlib.pyplot as plt
 
-        _, axes = plt.subplots(*wanted, squeeze=False, figsize=(1.2 * wanted[1] + 0.6, 1.2 * wanted[0] + 0.6))
-    if axes.ndim != 2 or axes.shape[0] < wanted[0] or axes.shape[1] < wanted[1]:
-        raise ValueError(f"axes: shape is {list(axes.shape)}, wanted at least {list(wanted)} (layers, heads)")
+        _, axes = plt.subplots(*sizes, squeeze=False, figsize=(1.2 * sizes[1] + 0.6, 1.2 * sizes[0] + 0.6))
+    if axes.ndim != 2 or axes.shape[0] < sizes[0] or axes.shape[1] < sizes[1]:
+        raise ValueError(f"axes: shape is {list(axes.shape)}, wanted at least {list(sizes)} (layers, heads)")
     for number, layer in enumerate(layers):
-        for unused in axes[number, len(layer) : wanted[1]]:  # another layer has more heads
+        for unused in axes[number, len(layer) : sizes[1]]:  # another layer has more heads
             unused.set_axis_off()
         for head, p in enumerate(layer):
             ax: Axes = axes[number, head]

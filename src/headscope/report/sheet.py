@@ -191,12 +191,10 @@ def _map(layer: int, weight: Tensor, tokens: int) -> Tensor:
 
 def _position_map(layer: int, position_map: Tensor, weight: Tensor) -> Tensor:
     """One layer's map of positions as [H, T, T] on the host."""
-    wanted = weight.shape[1:]
-    if position_map.shape not in (wanted, weight.shape):
-        raise ValueError(
-            f"position_maps: layer {layer} is {list(position_map.shape)}, wanted {list(wanted)} as weights"
-        )
-    return position_map.detach().to("cpu").reshape(wanted)
+    sizes = weight.shape[1:]
+    if position_map.shape not in (sizes, weight.shape):
+        raise ValueError(f"position_maps: layer {layer} is {list(position_map.shape)}, wanted {list(sizes)} as weights")
+    return position_map.detach().to("cpu").reshape(sizes)
 
 
 def _check(tokens: Sequence[str], maps: Sequence[Tensor]) -> None:
@@ -217,13 +215,13 @@ def _sights(seen: Sequence[Tensor] | None, causal: bool, maps: Sequence[Tensor])
 
 
 def _sight(layer: int, seen: Tensor, weight: Tensor) -> Tensor:
-    wanted = weight.shape[1:]
+    sizes = weight.shape[1:]
     if seen.dtype != torch.bool:
         raise ValueError(f"seen: layer {layer} is {seen.dtype}, wanted torch.bool, True = attend")
     try:
-        return seen.detach().to("cpu").expand(wanted)
+        return seen.detach().to("cpu").expand(sizes)
     except RuntimeError:
-        raise ValueError(f"seen: layer {layer} is {list(seen.shape)}, wanted {list(wanted)} as weights") from None
+        raise ValueError(f"seen: layer {layer} is {list(seen.shape)}, wanted {list(sizes)} as weights") from None
 
 
 def _measure(
@@ -259,9 +257,9 @@ def _broken(maps: Sequence[Tensor]) -> list[str]:
     }
     if not counts:
         return []
-    said = "hold NaN or infinity and are in no statistic"
+    text = "hold NaN or infinity and are in no statistic"
     if len(counts) == 1:
         (((layer, head), count),) = counts.items()
-        return [f"Layer {layer}, head {head}: {count} of {maps[layer].shape[2]} rows {said}."]
+        return [f"Layer {layer}, head {head}: {count} of {maps[layer].shape[2]} rows {text}."]
     heads = few([f"layer {layer} head {head}" for layer, head in counts])
-    return [f"{sum(counts.values()):,} rows of {len(counts)} heads {said}: {heads}."]
+    return [f"{sum(counts.values()):,} rows of {len(counts)} heads {text}: {heads}."]

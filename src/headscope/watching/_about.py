@@ -56,13 +56,13 @@ def about_of(model: nn.Module, options: Options, layers: Choice | None, texts: t
     loaded = getattr(getattr(model, "config", None), "_name_or_path", "")
     name = type(model).__name__ + (f" ({loaded})" if loaded else "")
     what = options.what
-    said: dict[str, Any] = {each.name: _plain(getattr(what, each.name)) for each in fields(what)}
-    said |= {each: _plain(getattr(options, each)) for each in ("every", "kinds", "positions", "accelerate")}
-    said |= {"tokens": _plain(options.tokens) or said["tokens"], "layers": _plain(layers)}
+    entries: dict[str, Any] = {each.name: _plain(getattr(what, each.name)) for each in fields(what)}
+    entries |= {each: _plain(getattr(options, each)) for each in ("every", "kinds", "positions", "accelerate")}
+    entries |= {"tokens": _plain(options.tokens) or entries["tokens"], "layers": _plain(layers)}
     versions = {"headscope": __version__, "torch": torch.__version__}
     if "transformers" in sys.modules:
         versions["transformers"] = sys.modules["transformers"].__version__
-    return About(name, said, versions, {}, texts, origin=origin_of(model))
+    return About(name, entries, versions, {}, texts, origin=origin_of(model))
 
 
 def _plain(value: Any) -> Any:

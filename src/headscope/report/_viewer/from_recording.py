@@ -118,7 +118,7 @@ def _patterns(recording: ObservedModel) -> list[list[list[Scored]]]:
 def _strips(
     parts: Mapping[str, LayerStats],
     patterns: Sequence[Sequence[Sequence[Scored]]],
-    asked: Sequence[tuple[int | str, int]] | None,
+    request: Sequence[tuple[int | str, int]] | None,
     kinds: Mapping[str, str],
 ) -> list[Strips | None]:
     """Of each layer the strips of those of its heads that are to have them.
@@ -126,20 +126,20 @@ def _strips(
     Where every weight is in the map there are none; what is said of them still tells where the queries stand.
     """
     names = list(parts)
-    if asked is None:
+    if request is None:
         chosen = _telling(parts, patterns, kinds)
     else:
-        if not isinstance(asked, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"strips: got {asked!r}, wanted pairs of a layer and the number of a head")
-        if len(asked) > MOST_STRIPS:
-            raise ValueError(f"strips: got {len(asked)} heads, wanted at most {MOST_STRIPS}")
-        for each in asked:
+        if not isinstance(request, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"strips: got {request!r}, wanted pairs of a layer and the number of a head")
+        if len(request) > MOST_STRIPS:
+            raise ValueError(f"strips: got {len(request)} heads, wanted at most {MOST_STRIPS}")
+        for each in request:
             match each:
                 case (int() | str(), int()):
                     pass
                 case _:
                     raise ValueError(f"strips: got {each!r}, wanted pairs of a layer and the number of a head")
-        chosen = [(names.index(layer) if layer in names else layer, head) for layer, head in asked]
+        chosen = [(names.index(layer) if layer in names else layer, head) for layer, head in request]
         for layer, head in chosen:
             if not (isinstance(layer, int) and 0 <= layer < len(names) and 0 <= head < parts[names[layer]].heads):
                 raise ValueError(f"strips: got layer {layer}, head {head}, which is not there")
@@ -155,14 +155,14 @@ def _strips(
         heads = [head for layer, head in chosen if layer == n]
         kept = None
         if heads:  # weights that cannot be had are told of if somebody asked
-            kept = kept_if_any(part.last_tiles) if asked is None else kept_of(part.last_tiles)
+            kept = kept_if_any(part.last_tiles) if request is None else kept_of(part.last_tiles)
         elif whole[n] and part.tiles and kinds.get(name) != "cross":
             kept = kept_if_any(part.last_tiles)
         if kept is None:
             strips = None
         else:
             strips = empty_strips(kept, range(part.heads)) if whole[n] else strips_of(kept, heads, count)
-        if asked is not None and heads and strips is None:
+        if request is not None and heads and strips is None:
             raise ValueError(f"strips: got layer {n}, wanted one whose last call has inputs, queries and keys")
         found.append(strips)
     return found
@@ -226,15 +226,15 @@ def few_before(rows: int, columns: int, keys: int) -> bool:
 
 
 def _sides(grid: object) -> tuple[int, int]:
-    wanted = "rows and columns of patches, each at least 1"
+    expected = "rows and columns of patches, each at least 1"
     if isinstance(grid, str) or not isinstance(grid, Iterable):
-        raise TypeError(f"grid: got {grid!r}, wanted {wanted}")
+        raise TypeError(f"grid: got {grid!r}, wanted {expected}")
     sides: list[object] = [*grid]
     numbers = [number for side in sides if (number := as_whole(side)) is not None]
     if len(numbers) < len(sides):
-        raise TypeError(f"grid: got {grid!r}, wanted {wanted}")
+        raise TypeError(f"grid: got {grid!r}, wanted {expected}")
     if len(numbers) != 2 or min(numbers) < 1:
-        raise ValueError(f"grid: got {grid}, wanted {wanted}")
+        raise ValueError(f"grid: got {grid}, wanted {expected}")
     return numbers[0], numbers[1]
 
 

@@ -78,9 +78,9 @@ def _data(shown: Shown) -> tuple[dict[str, Any], str]:
             "heads": layer.source.heads,
             **layer.facts,
             "blocks": blocks,
-            **said,
+            **description,
         }
-        for layer, said, blocks in zip(shown.layers, packed.layers, packed.blocks, strict=True)
+        for layer, description, blocks in zip(shown.layers, packed.layers, packed.blocks, strict=True)
     ]
     data = {
         "layers": layers,

@@ -152,7 +152,7 @@ def pack(made: Sequence[Source]) -> Packed:
 
     for part in made:
         rows, found, strips = part.rows, part.map, part.strips
-        said = rows.said() | {"map": None if found is None else found.said(masks), "strips": None}
+        description = rows.description() | {"map": None if found is None else found.description(masks), "strips": None}
         places: list[tuple[int, int]] = []
         for head in range(part.heads):
             differs = found is not None and bits == 8 and found.differs(head)
@@ -168,8 +168,8 @@ def pack(made: Sequence[Source]) -> Packed:
         if strips is not None:
             of_heads = {str(head): put(np.ascontiguousarray(codes).tobytes()) for head, codes in strips.codes.items()}
             sizes = {name: getattr(strips, name) for name in ("lengths", "offset", "low", "high", "first")}
-            said["strips"] = {**sizes, "heads": of_heads}
-        layers.append(said)
+            description["strips"] = {**sizes, "heads": of_heads}
+        layers.append(description)
         blocks.append(places)
     return Packed(layers, [_text(mask) for mask in masks], blocks, _text(bytes(content)), bits)
 
@@ -247,7 +247,7 @@ class Map:
         """How many codes all heads have."""
         return int(self.seen.sum()) * (1 if self.exact else 2)
 
-    def said(self, masks: dict[bytes, int]) -> dict[str, Any]:
+    def description(self, masks: dict[bytes, int]) -> dict[str, Any]:
         """How to read the blocks; new masks are added."""
         mine = [masks.setdefault(np.packbits(seen).tobytes(), len(masks)) for seen in self.seen]
         return {
@@ -364,7 +364,7 @@ class Rows:
             top_p, top_at = (kept[name][..., :fit] for name in ("top_weights", "top_keys"))
         return Rows(received, keys, entropy, queries, p, at, top_p, top_at)
 
-    def said(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """How to read the blocks."""
         return {
             "received": self.received.shape[1],
@@ -399,8 +399,8 @@ def _only(part: LayerStats) -> dict[str, Array]:
     kept = part.kept[0]
     if kept.counted.shape[0] != 1 or len(kept.queries) != part.lengths[0]:
         return {}
-    wanted = ("entropy", "top_keys", "top_weights")
-    return {name: x[0].cpu().numpy() for name, x in kept.values.items() if name in wanted}
+    names = ("entropy", "top_keys", "top_weights")
+    return {name: x[0].cpu().numpy() for name, x in kept.values.items() if name in names}
 
 
 def _pooled(values: Array, most: int) -> Array:
