@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from headscope import Observe, masks, observe
-from headscope.report._viewer.model import Strips
+from headscope.report._viewer.packing import Strips
 from headscope.report.serving import RefusedError, Server
 from headscope.report.viewer import render_recording, shown_recording
 from headscope.stats import HeadStats

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import headscope
 from headscope import Observe, Recording, functional, watch
 from headscope._analysis.answers import short_layers
-from headscope._intercept import frames
+from headscope._intercept import patching
 from headscope.masks import causal
 from headscope.watching import WatchError
 from support.watched_small import Alone, Attention, Raw, Small, input_of
@@ -161,7 +161,7 @@ def test_an_interrupt_of_opening_or_closing_leaves_nothing_behind(
 
     before, model = called(), Small()
     steps = (interrupted, tuple) if opening else (tuple, interrupted)
-    monkeypatch.setattr(frames, "patches", [*frames.patches, steps])
+    monkeypatch.setattr(patching, "patches", [*patching.patches, steps])
     with pytest.raises(KeyboardInterrupt), open_(model):
         model(input_of(model))
     assert called() == before
@@ -452,7 +452,7 @@ def test_forward_passes_merge() -> None:
 
 
 def test_many_calls_of_a_layer_are_merged_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headscope.watching._watch.PENDING", 3)
+    monkeypatch.setattr("headscope.watching._recording.PENDING", 3)
     model = Attention()
     x = input_of(model)
     with watch(model) as seen:

@@ -105,9 +105,9 @@ def _same(rule: Mask, seen: Tensor) -> bool:
     step = max(1, AT_ONCE // (batch * length))
     for start in range(0, queries, step):
         i = slice(start, min(start + step, queries))
-        wanted = rule.tile(slice(0, batch), slice(0, 1), i, slice(0, length), seen.device)
-        wanted = wanted.expand(batch, 1, i.stop - start, length)[:, 0]
-        if not torch.equal(seen[:, i], wanted):
+        allowed = rule.tile(slice(0, batch), slice(0, 1), i, slice(0, length), seen.device)
+        allowed = allowed.expand(batch, 1, i.stop - start, length)[:, 0]
+        if not torch.equal(seen[:, i], allowed):
             return False
     return True
 

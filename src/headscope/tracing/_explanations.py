@@ -3,18 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from headscope._support.ascii import LIKE
-
-STAGES = {
-    1: "Input",
-    2: "Linear projections for Q, K and V",
-    3: "Split into heads",
-    4: "Scaled dot-product attention",
-    5: "Concatenation of heads",
-    6: "Final linear projection",
-}
 
 LETTERS = {
     "B": "batch",
@@ -153,22 +143,6 @@ def memory(size: int) -> str:
             break
         amount /= 1024
     return f"{amount:.3g} {unit}"
-
-
-def number(value: float, digits: int) -> str:
-    """One value of a corner with ``digits`` decimals; a negative number of digits means scientific notation."""
-    if value != value:
-        return "NaN"
-    if value in (float("inf"), float("-inf")):
-        return "∞" if value > 0 else "−∞"
-    return f"{value:.{digits}f}" if digits >= 0 else f"{value:.1e}"
-
-
-def grid(corner: Sequence[Sequence[float]]) -> list[list[str]]:
-    """A corner of values as text, with as many decimals as its largest value leaves room for."""
-    largest = max((abs(v) for row in corner for v in row if abs(v) < float("inf")), default=0.0)
-    digits = 3 if 1e-2 <= largest < 100 or largest == 0 else 1 if 100 <= largest < 1e5 else -1
-    return [[number(value, digits) for value in row] for row in corner]
 
 
 def plain(text: str) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from headscope.tracing._explanations import LETTERS, STAGES, grid, memory, quantity
+from headscope.report.tables import grid
+from headscope.report.words import STAGES
+from headscope.tracing._explanations import LETTERS, memory, quantity
 
 if TYPE_CHECKING:
     from headscope.tracing._row import Row

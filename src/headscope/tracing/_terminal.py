@@ -12,7 +12,9 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from headscope.tracing._explanations import LETTERS, STAGES, grid, memory, plain, quantity
+from headscope.report.tables import grid
+from headscope.report.words import STAGES
+from headscope.tracing._explanations import LETTERS, memory, plain, quantity
 
 if TYPE_CHECKING:
     from headscope.tracing._row import Row

@@ -11,7 +11,7 @@ from typing import Any
 
 from headscope.stats import HeadStats, _files
 from headscope.stats._files import RECORDING, listed, told, whole
-from headscope.watching._watch import About, Recording
+from headscope.watching._about import About
 
 VERSION = 1
 _ABOUT: dict[str, tuple[type[Any], ...]] = {
@@ -19,21 +19,21 @@ _ABOUT: dict[str, tuple[type[Any], ...]] = {
 }  # fmt: skip
 
 
-def said(about: About) -> dict[str, Any]:
-    """What a recording is of, ready for JSON."""
+def description(about: About) -> dict[str, Any]:
+    """Return what a recording is of, ready for JSON."""
     return asdict(about)
 
 
 def save(stats: HeadStats, about: About, path: Path, force: bool, qk: bool) -> Path:
     """See ``Recording.save``."""
-    held = said(about)
-    del held["origin"]  # an entry of its own, which HeadStats.load reads, too
-    header = {RECORDING: json.dumps({"version": VERSION, "about": held})}
+    entries = description(about)
+    del entries["origin"]  # an entry of its own, which HeadStats.load reads, too
+    header = {RECORDING: json.dumps({"version": VERSION, "about": entries})}
     return _files.save(stats, path, force, header, qk=qk)
 
 
-def load(path: Path) -> Recording:
-    """See ``Recording.load``.
+def load(path: Path) -> tuple[HeadStats, About]:
+    """Return the parts of a recording; see ``Recording.load``.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -56,7 +56,7 @@ def load(path: Path) -> Recording:
             whole(about, name, 0)
         if about["texts"] is not None:
             about["texts"] = tuple(listed(about, "texts", str))
-        return Recording(stats, About(**about))
+        return stats, About(**about)
 
 
 def _check_values(about: dict[str, Any]) -> None:
