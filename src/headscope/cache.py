@@ -163,7 +163,21 @@ class Cache(ABC):
             self._padding = tuple(self._padding[row] for row in rows.tolist())
 
     def reset(self, *, padding: Tensor | Sequence[int] | None = None) -> None:
-        """Forget all tokens; the memory is kept for others of the same sizes."""
+        """Forget all tokens. The buffers are used again for tokens of the same sizes; other sizes get new buffers.
+
+        Args:
+            padding: how many of the first of the next tokens of each row are padding, [B]. Required if the cache has
+                padding: that of the last tokens rarely fits the next ones. ``[0] * B`` means none.
+
+        Raises:
+            TypeError: padding is not integers.
+            ValueError: the cache has padding and the argument is missing; nothing has changed then.
+        """
+        if padding is None and self._padding:
+            raise ValueError(
+                f"padding: expected that of the next tokens, for the cache has padding {list(self._padding)}; pass "
+                "reset(padding=[…]), or padding=[0, …] for none"
+            )
         self._padding = _counts(padding)
         self._first = self._length = 0
 
@@ -233,15 +247,25 @@ class Cache(ABC):
             )
         if self._padding and len(self._padding) != len(k):
             raise ValueError(f"cache: padding has {len(self._padding)} rows, wanted {len(k)} (B); {shapes(k=k)}")
+        error = self._mismatch(k, v)
+        if error is None:
+            return
+        if self._length:
+            raise error
+        self._k = self._v = None  # after a reset the buffers hold nothing: allocate others
+
+    def _mismatch(self, k: Tensor, v: Tensor) -> TypeError | ValueError | None:
+        """Return the error of keys and values, four axes each, that do not fit the buffers; None if they fit."""
         for name, new, held in (("k", k, self._k), ("v", v, self._v)):
             if held is None:
                 continue
             if new.dtype != held.dtype or new.device != held.device:
-                got, wanted = (f"{kind(x)} on {x.device}" for x in (new, held))
-                raise TypeError(f"cache: {name} is {got}, what is held is {wanted}")
+                got, expected = (f"{kind(x)} on {x.device}" for x in (new, held))
+                return TypeError(f"cache: {name} is {got}, what is held is {expected}")
             if (*new.shape[:2], new.shape[3]) != (*held.shape[:2], held.shape[3]):
                 sizes = f"[{held.shape[0]}, {held.shape[1]}, T, {held.shape[3]}]"
-                raise ValueError(f"cache: {name} is {list(new.shape)}, wanted {sizes} as what is held")
+                return ValueError(f"cache: {name} is {list(new.shape)}, expected {sizes} as what is held")
+        return None
 
 
 class GrowingCache(Cache):
