@@ -385,6 +385,20 @@ def test_empty_rows_take_part_in_nothing() -> None:
         assert math.isnan(none[0, 0, "entropy"].mean)
 
 
+def test_no_head_has_no_statistics() -> None:
+    """q without heads and k with some: attention returns an empty output, and so observing returns empty statistics."""
+    q, k = torch.randn(2, 0, 5, 8), torch.randn(2, 2, 6, 8)
+    assert observe(q, k)["lse"].mean.shape == (1, 0)
+    what = Observe(received=True, map=2, edges=2, top=2, keep_rows=True, keep_qk=True, windows=(1,))
+    stats = observe(q, k, k, mask=causal(), what=what)
+    assert (stats.rows.shape, stats.broken.shape) == ((0,), (0,))
+    assert stats.received.shape == (0, 6)
+    assert stats.tile(0, 5, 0, 6).shape == (2, 0, 5, 6)
+    attended = headscope.attend(q, k, k, observe=Observe()).stats
+    assert attended is not None
+    assert attended.rows.shape == (0,)
+
+
 # ---------------------------------------------------------------- where rows stand
 
 

@@ -331,8 +331,8 @@ class _Tiles:
         scene, one = self.scene, slice(b, b + 1)
         lse = None if scene.lse is None else scene.lse[one, :, i]
         rows = Rows(scene.q[one, :, i], one, slice(0, scene.call.kv_heads), i, lse, None)
-        if scene.call.keys == 0:
-            return scene.q.new_zeros(1, scene.call.heads, i.stop - i.start, 0)
+        if 0 in (scene.call.heads, scene.call.keys):
+            return scene.q.new_zeros(1, scene.call.heads, i.stop - i.start, scene.call.keys)
         found = weights(scene, rows, slice(0, scene.call.keys))
         if scene.clean:
             return found.p

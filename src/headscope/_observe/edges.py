@@ -67,7 +67,7 @@ def largest_edges(k: int, scene: Scene, maxima: Tensor) -> Candidates:
         torch.full((call.heads, k), math.nan, dtype=maxima.dtype, device=maxima.device),
         torch.full((call.heads, k, 3), -1, device=maxima.device),
     )
-    if call.keys == 0:
+    if 0 in (call.heads, call.keys):
         return found
     for b, h, rows in _chunks(k, scene, maxima):
         heads = slice(h.start * call.group, h.stop * call.group)

@@ -77,6 +77,8 @@ class Rows:
 def blocks(scene: Scene) -> Iterator[Block]:
     """Blocks of at most ``BLOCK`` logits (but at least one row), cut by shapes alone, batch entries in order."""
     call, size = scene.call, _observe_scene.BLOCK
+    if call.heads == 0:  # of q alone: k may have heads
+        return
     count = len(scene.rows)
     rows = max(1, min(count, size // max(1, call.group * call.keys)))
     fit = max(1, size // max(1, call.group * call.keys * rows))  # key/value heads at a time
