@@ -180,9 +180,9 @@ def test_only_what_is_asked_for_is_there() -> None:
         ("map", "map=64"),
         ("edges", "edges=32"),
     ):
-        with pytest.raises(ValueError, match=rf"{what}: was not asked for; observe with Observe\({asking}\)"):
+        with pytest.raises(ValueError, match=rf"{what}: was not observed; observe with Observe\({asking}\)"):
             getattr(nothing, what)
-    with pytest.raises(ValueError, match=r"kept: was not asked for; observe with Observe\(keep_rows=True\) or"):
+    with pytest.raises(ValueError, match=r"kept: was not observed; observe with Observe\(keep_rows=True\) or"):
         _ = nothing.kept
     with pytest.raises(ValueError, match=r"tile: q and k were not kept; observe with Observe\(keep_qk=True\)"):
         nothing.tile(0, 1, 0, 1)

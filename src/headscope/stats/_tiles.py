@@ -102,7 +102,7 @@ class KeptWeights:
         """K."""
         return self.sizes["k"][2]
 
-    def said(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """All but the tensors, ready for JSON."""
         numbers = {"scale": self.scale, "softcap": self.softcap, "offset": self.offset}
         return {"parts": [*self.parts], "lead": [*self.lead], **numbers}
