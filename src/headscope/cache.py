@@ -100,12 +100,12 @@ class Cache(ABC):
     @property
     def keys(self) -> Tensor:
         """The keys that are held, [B, Hkv, tokens, D]; a view."""
-        return self._made(self._k)[:, :, : self._length - self._first]
+        return self._filled(self._k)[:, :, : self._length - self._first]
 
     @property
     def values(self) -> Tensor:
         """The values that are held, [B, Hkv, tokens, Dv]; a view."""
-        return self._made(self._v)[:, :, : self._length - self._first]
+        return self._filled(self._v)[:, :, : self._length - self._first]
 
     def __repr__(self) -> str:
         padded = f", padding={list(self._padding)}" if self._padding else ""
@@ -148,7 +148,7 @@ class Cache(ABC):
             TypeError: rows are not whole numbers.
             ValueError: there is no such row; nothing is held yet.
         """
-        k, v = self._made(self._k), self._made(self._v)
+        k, v = self._filled(self._k), self._filled(self._v)
         rows = torch.as_tensor(rows, device=k.device)
         if rows.numel() == 0:
             raise ValueError(f"rows: got none, wanted at least one number from 0 to {len(k) - 1}")
@@ -198,19 +198,19 @@ class Cache(ABC):
         staged = Staged(self._length, into_k, into_v, first, first + stop)
         return Added(into_k[:, :, :stop], into_v[:, :, :stop], first, staged)
 
-    def _make(self, k: Tensor, v: Tensor, tokens: int, kept: int) -> tuple[Tensor, Tensor]:
-        """Buffers with room for so many tokens, the last ``kept`` of what is held in front."""
+    def _make(self, k: Tensor, v: Tensor, tokens: int, retained: int) -> tuple[Tensor, Tensor]:
+        """Buffers with room for so many tokens, the last ``retained`` of those held in front."""
         held = self._length - self._first
-        made: list[Tensor] = []
+        buffers: list[Tensor] = []
         with torch.inference_mode(False):  # later calls, outside of it, write here too
             for before, new in ((self._k, k), (self._v, v)):
                 room = new.new_empty((*new.shape[:2], tokens, new.shape[3]))  # [B, Hkv, tokens, D]
                 if before is not None:
-                    room[:, :, :kept] = before[:, :, held - kept : held]
-                made.append(room)
-        return made[0], made[1]
+                    room[:, :, :retained] = before[:, :, held - retained : held]
+                buffers.append(room)
+        return buffers[0], buffers[1]
 
-    def _made(self, tensor: Tensor | None) -> Tensor:
+    def _filled(self, tensor: Tensor | None) -> Tensor:
         if tensor is None:
             raise ValueError("cache: holds nothing yet; its sizes are those of the first call")
         return tensor
@@ -329,27 +329,27 @@ class RollingCache(Cache):
 
     def _add(self, k: Tensor, v: Tensor) -> Added:
         new, held, room = k.shape[-2], self._length - self._first, 2 * self.window
-        kept = min(self.window - 1, held)  # what the first of the new ones may see
-        if kept + new > room:
-            return self._pass_through(k, v, kept)
+        retained = min(self.window - 1, held)  # what the first of the new ones may see
+        if retained + new > room:
+            return self._pass_through(k, v, retained)
         if self._k is None or self._v is None or held + new > room:
-            into, first = self._make(k, v, room, kept), self._length - kept
+            into, first = self._make(k, v, room, retained), self._length - retained
         else:
             into, first = (self._k, self._v), self._first
         keys, values, first, staged = self._store(into, first, k, v)
-        unseen = keys.shape[-2] - new - kept
+        unseen = keys.shape[-2] - new - retained
         return Added(keys[:, :, unseen:], values[:, :, unseen:], first + unseen, staged)
 
-    def _pass_through(self, k: Tensor, v: Tensor, kept: int) -> Added:
+    def _pass_through(self, k: Tensor, v: Tensor, retained: int) -> Added:
         """More than there is room for: attend to a copy of what may be seen, and keep the end of it."""
         length = self._length + k.shape[-2]
-        all_k, all_v = self._make(k, v, kept + k.shape[-2], kept)
-        all_k[:, :, kept:], all_v[:, :, kept:] = k, v
+        all_k, all_v = self._make(k, v, retained + k.shape[-2], retained)
+        all_k[:, :, retained:], all_v[:, :, retained:] = k, v
         into_k, into_v = self._make(k, v, 2 * self.window, 0)
         end = self.window
         into_k[:, :, :end], into_v[:, :, :end] = all_k[:, :, -end:], all_v[:, :, -end:]
         staged = Staged(self._length, into_k, into_v, length - end, length)
-        return Added(all_k, all_v, self._length - kept, staged)
+        return Added(all_k, all_v, self._length - retained, staged)
 
     def _sees(self, mask: Mask | None, queries: int, keys: int, first: int, device: torch.device) -> Mask | None:
         reach = Band(self.window - 1, 0)
@@ -380,7 +380,7 @@ def _counts(padding: Tensor | Sequence[int] | None) -> tuple[int, ...]:
     counts: Tensor = torch.as_tensor(padding, device="cpu")
     if counts.dtype.is_floating_point or counts.dtype == torch.bool or counts.ndim != 1:
         raise TypeError(f"padding: got {kind(counts)} {list(counts.shape)}, wanted integers [B]")
-    found = tuple(int(count) for count in counts)
-    if any(count < 0 for count in found):
-        raise ValueError(f"padding: got {list(found)}, wanted numbers from 0")
-    return found if any(found) else ()
+    numbers = tuple(int(count) for count in counts)
+    if any(count < 0 for count in numbers):
+        raise ValueError(f"padding: got {list(numbers)}, wanted numbers from 0")
+    return numbers if any(numbers) else ()

@@ -123,17 +123,17 @@ class KeptWeights:
         """
         check_within((i0, i1), (j0, j1), self.queries, self.keys)
         batch, heads = self.sizes["q"][:2]
-        every = [self._seen(b, h, (i0, i1), (j0, j1)) for b in range(batch) for h in range(heads)]
-        found = [p.masked_fill(hidden, 0.0) for p, hidden in every]
-        p = torch.stack(found) if found else torch.zeros(0, i1 - i0, j1 - j0, device="cpu")
+        every = [self._weights_and_hidden(b, h, (i0, i1), (j0, j1)) for b in range(batch) for h in range(heads)]
+        pieces = [p.masked_fill(hidden, 0.0) for p, hidden in every]
+        p = torch.stack(pieces) if pieces else torch.zeros(0, i1 - i0, j1 - j0, device="cpu")
         return p.reshape(*self.lead, heads, i1 - i0, j1 - j0)  # [*lead, H, i, j]
 
     def piece(self, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> Tensor:
         """Of one batch entry and head, [i, j]; NaN where nothing may be seen, too."""
-        p, hidden = self._seen(b, head, i, j)
+        p, hidden = self._weights_and_hidden(b, head, i, j)
         return p.masked_fill(hidden, torch.nan)
 
-    def _seen(self, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _weights_and_hidden(self, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Of one batch entry and head, and what may not be seen, whose weight means nothing; both [i, j]."""
         dtype = torch.float64 if self.wide else torch.float32
         heads, groups = self.sizes["q"][1], self.sizes["k"][1]
