@@ -7,7 +7,7 @@ merging keeps the order of the runs, and ties are decided by it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from itertools import accumulate
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from headscope.stats._tiles import Tiles
 
 _UNIT = tuple(k / 20 for k in range(21))
 _NATS = tuple(k / 2 for k in range(33))
@@ -312,10 +314,6 @@ class Kept(_Part):
     queries: Tensor
     counted: Tensor
     values: Mapping[str, Tensor]
-
-
-Tiles = Callable[[int, int, int, int], Tensor]
-"""Exact weights p[i0:i1, j0:j1] of a run whose q and k are kept, [B, H, i, j]."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,17 +19,27 @@ class NoWeightsError(ValueError):
     """The weights of a run whose q and k were kept cannot be had; the message says why."""
 
 
-def kept_of(tiles: Any) -> KeptWeights:
-    """What a layer's ``tiles`` are made from; computed if it was observed here, as it is if it was read from a file.
+class Tiles(Protocol):
+    """Exact weights p[i0:i1, j0:j1] of a run, [*lead, H, i, j], that tensors alone can be made of."""
+
+    def __call__(self, i0: int, i1: int, j0: int, j1: int, /) -> Tensor: ...
+
+    def to_weights(self) -> KeptWeights: ...
+
+
+def kept_of(tiles: Tiles | None) -> KeptWeights:
+    """Return what a layer's ``tiles`` are computed from.
 
     Raises:
-        NoWeightsError: its bias, sinks or mask were written to, or its mask is too large.
+        NoWeightsError: q and k were not kept; the bias, sinks or mask were written to; or the mask is too large.
     """
-    return tiles if isinstance(tiles, KeptWeights) else tiles.kept()
+    if tiles is None:
+        raise NoWeightsError("tile: q and k were not kept; observe with Observe(keep_qk=True)")
+    return tiles.to_weights()
 
 
-def kept_if_any(tiles: Any) -> KeptWeights | None:
-    """``kept_of``, or None in place of the error: what shows many layers goes on without this one."""
+def kept_if_any(tiles: Tiles | None) -> KeptWeights | None:
+    """Return the same, or None in place of the error: a page of many layers goes on without this one."""
     try:
         return kept_of(tiles)
     except NoWeightsError:
@@ -91,6 +101,10 @@ class KeptWeights:
         """From tensors."""
         sizes = {name: tuple(x.shape) for name, x in tensors.items()}
         return KeptWeights(tensors, sizes, lead, scale, softcap, tensors["q"].dtype == torch.float64, offset)
+
+    def to_weights(self) -> KeptWeights:
+        """Return itself."""
+        return self
 
     @property
     def queries(self) -> int:
