@@ -508,7 +508,7 @@ def test_what_was_observed_before_is_described_once(option: str, asked: str, mon
     others = given | {name: x.flip(2) * 1.5 for name, x in made().items()}
     with portable():
         wanted = observe(**others, what=Observe(**AGAIN[asked]))
-    monkeypatch.setattr(aggregate, "build", None)  # what made it ready
+    monkeypatch.setattr(aggregate, "build_scene", None)  # what made it ready
     same(observe(**others, what=Observe(**AGAIN[asked])), wanted)
 
 
