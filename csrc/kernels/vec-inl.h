@@ -91,6 +91,28 @@ INLINE void store_words_of(std::uint32_t* at, __m512i both) {
 }
 #endif
 
+#if !HAS_HALF
+// float16 by whole numbers, of a number or of a vector: F and U are float and std::uint32_t, or vectors of them.
+typedef std::uint32_t UInt __attribute__((vector_size(VECTOR_BYTES), may_alias));
+template <class F, class U>
+INLINE F float_of_half(U half) {
+    const U size = half & 0x7fffu, sign = (half & 0x8000u) << 16;
+    const F scaled =
+        __builtin_bit_cast(F, size << 13) * 0x1p112f;  // the exponents' biases are 112 apart; exact below 2^-14, too
+    const U bits = size >= 0x7c00u ? size << 13 | 0x7f800000u : __builtin_bit_cast(U, scaled);  // infinity, NaN
+    return __builtin_bit_cast(F, bits | sign);
+}
+template <class U, class F>
+INLINE U half_of_float(F x) {  // to nearest, ties to even
+    const U all = __builtin_bit_cast(U, x), size = all & 0x7fffffffu, sign = all >> 16 & 0x8000u;
+    const U normal = (size - 0x38000000u + 0xfffu + (size >> 13 & 1u)) >> 13;
+    const U small =
+        __builtin_bit_cast(U, __builtin_bit_cast(F, size) + 0.5f) - 0x3f000000u;  // 0.5: its last bit is 2^-24
+    const U large = size > 0x7f800000u ? size - size + 0x7e00u : size - size + 0x7c00u;
+    return (size >= 0x47800000u ? large : size < 0x38800000u ? small : normal) | sign;
+}
+#endif
+
 // Half types, widened. The compiler would do it in pieces, so x86 says how.
 #if VECTOR_BYTES == 64
 template <class T>
@@ -118,8 +140,13 @@ INLINE V<T> load_wide(const BFloat16* at) {
 }
 template <class T>
 INLINE V<T> load_wide(const Float16* at) {
+#if HAS_HALF
     typedef Half Halves __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
     return __builtin_convertvector(*reinterpret_cast<const Halves*>(at), V<T>);
+#else
+    typedef std::uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+    return float_of_half<V<T>>(__builtin_convertvector(*reinterpret_cast<const Halves*>(at), UInt));
+#endif
 }
 #endif
 // And narrowed, to nearest, ties to even; NaN stays NaN.
@@ -146,17 +173,29 @@ INLINE void store_f16(std::uint16_t* at, V<float> x) {
 #elif VECTOR_BYTES == 32
     _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 #else
+#if HAS_HALF
     typedef Half Halves __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
     *reinterpret_cast<Halves*>(at) = __builtin_convertvector(x, Halves);
+#else
+    store_words(at, (I<float>)half_of_float<UInt>(x));
+#endif
 #endif
 }
 
 INLINE float widen(std::uint16_t x, Dtype dtype) {
     if (dtype == Dtype::bf16) return __builtin_bit_cast(float, std::uint32_t(x) << 16);
+#if HAS_HALF
     return float(__builtin_bit_cast(Half, x));
+#else
+    return float_of_half<float>(std::uint32_t(x));
+#endif
 }
 INLINE std::uint16_t narrow(float x, Dtype dtype) {
+#if HAS_HALF
     if (dtype == Dtype::f16) return __builtin_bit_cast(std::uint16_t, Half(x));
+#else
+    if (dtype == Dtype::f16) return std::uint16_t(half_of_float<std::uint32_t>(x));
+#endif
     std::uint32_t bits = __builtin_bit_cast(std::uint32_t, x);
     if (x != x) return std::uint16_t(bits >> 16 | 64);               // stays NaN
     return std::uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to nearest, ties to even
@@ -285,7 +324,8 @@ INLINE void exp2_each(V<double>* t) {
 template <class T>
 INLINE V<T> load_exponent(const T* at) {
     V<T> t = load(at);
-#if VECTOR_BYTES == 64
+#if VECTOR_BYTES == 64 && \
+    !defined(__clang__)  // Clang takes no vector of 64 bytes there, unless all of the file is for AVX-512
     asm("" : "+v"(t));
 #endif
     return t;

@@ -85,9 +85,7 @@ inline double decode(const char* at, Element e) {
 class Memory {
 public:
     explicit Memory(std::size_t bytes, int filled = 0) : size(bytes) {
-        void* p = nullptr;
-        if (posix_memalign(&p, 64, bytes ? bytes : 1)) throw std::bad_alloc();
-        at.reset(static_cast<char*>(p));
+        at.reset(static_cast<char*>(::operator new(bytes ? bytes : 1, ALIGNMENT)));
         fill(filled);
     }
     void fill(int byte) { std::memset(at.get(), byte, size); }
@@ -95,8 +93,9 @@ public:
     const std::size_t size;
 
 private:
+    static constexpr std::align_val_t ALIGNMENT{64};
     struct Free {
-        void operator()(char* p) const { std::free(p); }
+        void operator()(char* p) const { ::operator delete(p, ALIGNMENT); }
     };
     std::unique_ptr<char, Free> at;
 };
