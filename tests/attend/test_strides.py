@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support import oracle
-from support.attention_cases import ANY, BY, HKV, B, D, H, K, Q, gradients, run_by, tensors
 from torch import Tensor
 
 import headscope
 from headscope import functional, masks
 from headscope.masks import KeyLengths, Prefix, causal
+from support import oracle
+from support.attention_cases import ANY, BY, HKV, B, D, H, K, Q, gradients, run_by, tensors
 
 
 @pytest.mark.parametrize("backend", BY, indirect=True)

@@ -11,11 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.buggy import late_division as checked_late
-from support.buggy.catalogue import BUGS
-from support.buggy.packed_projection import Packed
-from support.paths import DOCS
-from support.seed_modules import Enforced, FoldedHeads, OneText, Patches, SixSteps
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -30,6 +25,11 @@ from headscope import Findings, MultiHeadAttention, check
 from headscope.checking import CheckError
 from headscope.checking._catalogue import WORDS
 from headscope.masks import causal
+from support.buggy import late_division as checked_late
+from support.buggy.catalogue import BUGS
+from support.buggy.packed_projection import Packed
+from support.paths import DOCS
+from support.seed_modules import Enforced, FoldedHeads, OneText, Patches, SixSteps
 
 # ---------------------------------------------------------------- nothing is wrong
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import nbformat
 import pytest
+
 from support.paths import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "training").glob("*.md")])

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.tolerance import assert_as_accurate
 from torch import Tensor, nn
 
 from headscope import MultiHeadAttention, watch
 from headscope.cache import LEAST, Cache, GrowingCache, RollingCache, StaticCache
 from headscope.masks import Band, Dense, KeyLengths, Mask, Prefix, causal, window
 from headscope.positions import NTK, ALiBi, Rotary, T5Buckets
+from support.tolerance import assert_as_accurate
 
 B, T, E, H = 3, 17, 24, 4
 CUTS = {"tokens": [1] * T, "prefill": [11] + [1] * 6, "chunks": [5, 1, 3, 7, 1], "at once": [T]}

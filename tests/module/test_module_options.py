@@ -9,7 +9,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support import oracle
 from torch import Tensor, nn
 
 from headscope import MultiHeadAttention, functional, trace, watch
@@ -17,6 +16,7 @@ from headscope._attend.call import as_mask
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, causal, turned, window
 from headscope.module._multi_head import merge_heads, split_heads
 from headscope.positions import NTK, ALiBi, RelativeBias, Rotary, T5Buckets, YaRN, matrix
+from support import oracle
 
 B, Q, E, H = 2, 5, 24, 3
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_cases import OPTIONS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +17,7 @@ from headscope._observe import inputs
 from headscope.functional import weights
 from headscope.masks import Band, Dense, KeyLengths, causal
 from headscope.stats import HeadStats, head_means, row_statistics
+from support.attention_cases import OPTIONS
 
 INF = torch.inf
 OF_WEIGHTS = {

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.native_targets import TARGETS, run
 from torch import Tensor
 
 import headscope
@@ -25,6 +24,7 @@ from headscope._observe.native import borders_of
 from headscope.masks import Dense, Documents, KeyLengths, Mask, Prefix, causal, window
 from headscope.stats import HeadStats
 from headscope.stats._layer import Moments, Packed, histogram_edges
+from support.native_targets import TARGETS, run
 
 pytestmark = pytest.mark.skipif(cpu.native is None, reason="the native extension is not installed")
 

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.html_pages import HOSTILE, Page, map_of
-from support.paths import ROOT
-from support.sheets import TRACE, digit, picture, softmax, text, words
 
 from headscope.report import NOT_EXPLANATION, SaveError, image_sheet, page, render, save, text_sheet
 from headscope.report._viewer import model
 from headscope.report.sheet import visible
 from headscope.stats import best_matches, head_means, pattern_scores, row_statistics
+from support.html_pages import HOSTILE, Page, map_of
+from support.paths import ROOT
+from support.sheets import TRACE, digit, picture, softmax, text, words
 
 
 @pytest.mark.parametrize("causal", [True, False])

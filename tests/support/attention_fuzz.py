@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from support import oracle
 from torch import Tensor
 
 from headscope import masks
+from support import oracle
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.traced_modules import made, printed
 from torch import Tensor, nn
 
 from headscope import MultiHeadAttention, masks, trace
 from headscope.tracing._explanations import LETTERS, WORDS
 from headscope.tracing._invariants import Visible, visible
+from support.traced_modules import made, printed
 
 PLAIN = [
     "input", "queries", "keys", "values", "split queries", "split keys", "split values", "scores", "weights",

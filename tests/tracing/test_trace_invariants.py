@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.traced_modules import WithoutOutput, made, printed
 from torch import Tensor
 
 from headscope import MultiHeadAttention, functional, masks, trace
 from headscope.tracing import _attention_steps, _invariants, _row
 from headscope.tracing._invariants import Visible, spread, visible
+from support.traced_modules import WithoutOutput, made, printed
 
 
 class SplitByView(MultiHeadAttention):

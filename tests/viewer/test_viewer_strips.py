@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support.html_pages import Page
 
 from headscope import Observe, masks, observe
 from headscope.report._viewer.model import Strips
@@ -20,6 +19,7 @@ from headscope.report.viewer import render_recording, shown_recording
 from headscope.stats import HeadStats
 from headscope.stats._tiles import kept_of
 from headscope.watching import About, Recording
+from support.html_pages import Page
 
 HEADS = 3
 

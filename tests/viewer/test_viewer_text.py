@@ -13,6 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+
+from headscope import Observe
+from headscope.report.serving import Server
+from headscope.stats import HeadStats
+from headscope.watching import About, Recording
 from support.browser import (
     LONG,
     BrowserContext,
@@ -31,11 +36,6 @@ from support.browser import (
     thumbs,
     weight,
 )
-
-from headscope import Observe
-from headscope.report.serving import Server
-from headscope.stats import HeadStats
-from headscope.watching import About, Recording
 
 pytestmark = in_a_browser
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.commands import Run
-from support.model_folders import gpt2, save
-from support.watched_small import Attention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headscope import ablate, watch
 from headscope.watching import WatchWarning
+from support.commands import Run
+from support.model_folders import gpt2, save
+from support.watched_small import Attention
 
 bmm: Callable[..., Tensor] = torch.ops.aten.bmm
 bmm_overload: Callable[..., Tensor] = torch.ops.aten.bmm.default

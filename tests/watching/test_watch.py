@@ -20,7 +20,6 @@ import torch
 from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support.watched_small import Alone, Attention, Raw, Small, input_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -33,6 +32,7 @@ from headscope._analysis.answers import short_layers
 from headscope._intercept import frames
 from headscope.masks import causal
 from headscope.watching import WatchError
+from support.watched_small import Alone, Attention, Raw, Small, input_of
 
 
 def test_layers_are_named_by_path_in_the_order_of_the_model() -> None:
