@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-from support.paths import ROOT
 
 import headscope
+from support.paths import ROOT
 
 if not (ROOT / ".github").exists():
     pytest.skip("not in a checkout", allow_module_level=True)
