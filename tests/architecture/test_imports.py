@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -83,5 +84,5 @@ def test_trace_is_the_function() -> None:
     assert callable(headscope.trace)
 
 
-def test_the_version_is_a_number() -> None:
-    assert [part.isdigit() for part in headscope.__version__.split(".")] == [True, True, True]
+def test_the_version_follows_pep_440() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+(rc\d+|\.dev\d+)?", headscope.__version__)

@@ -11,7 +11,7 @@ import pytest
 
 from support.paths import ROOT
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "training").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "training").glob("*.md")])
 NOTEBOOKS = sorted((ROOT / "docs").glob("*.ipynb"))
 
 
