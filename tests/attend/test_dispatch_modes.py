@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headscope
 from headscope import HeadStats, Observe, attend, comparing, decisions, functional, masks, observe
-from headscope._observe.placement import _frames
 from headscope._observe.native import borders_of
+from headscope._observe.placement import _frames
 from headscope.masks import Band, KeyLengths, Mask, Prefix, causal, window
 from support import oracle
 from support.attention_cases import FUSED, INF, NATIVE, OPTIONS, SIZES, D, H, K, Q, gradients, pairs, run_by, tensors

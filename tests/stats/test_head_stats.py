@@ -632,9 +632,7 @@ def test_two_layers_of_one_name_are_told_as_damage(tmp_path: Path) -> None:
     path = stats_of().named("a").merge(stats_of().named("b")).save(tmp_path / "heads.safetensors")
     with safe_open(path, framework="pt") as file:
         entry = file.metadata()["headscope.stats"].replace('"name": "b"', '"name": "a"')
-    with pytest.raises(
-        ValueError, match=r"is damaged: layers: got a twice, expected different names"
-    ):
+    with pytest.raises(ValueError, match=r"is damaged: layers: got a twice, expected different names"):
         HeadStats.load(damaged(path, entry))
 
 

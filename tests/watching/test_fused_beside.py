@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.watched_small import Attention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headscope import ablate, head_importance, watch
 from headscope.watching import WatchError, WatchWarning
+from support.watched_small import Attention
 
 Fused = Callable[[Tensor, Tensor, Tensor], Tensor]
 aten: Any = torch.ops.aten
