@@ -28,12 +28,12 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
     The model itself goes by the name of its class. A module that is shared goes by the first of its paths.
     """
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         ours = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
         if path == "" or not ours:
-            found[path or type(model).__name__] = module
-    return found
+            modules[path or type(model).__name__] = module
+    return modules
 
 
 def compiled(modules: Mapping[str, nn.Module]) -> list[str]:
@@ -64,10 +64,10 @@ def chosen(modules: Mapping[str, nn.Module], layers: Choice | None) -> frozenset
     if layers is None:
         return frozenset(modules)
     if callable(layers):
-        found = {name for name, module in modules.items() if layers(name, module)}
-        if not found:
+        names = {name for name, module in modules.items() if layers(name, module)}
+        if not names:
             raise ValueError("layers: the predicate fits no module of the model")
-        return frozenset(found)
+        return frozenset(names)
     patterns = [layers] if isinstance(layers, str) else layers
     if not isinstance(patterns, Collection) or not all(isinstance(each, str) for each in patterns):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"layers: got {layers!r}, wanted names or patterns, or a function of name and module")
@@ -102,21 +102,24 @@ def some_of(names: Iterable[str], limit: int = 12) -> str:
     return ", ".join(attention[:limit]) + more
 
 
-def unseen(modules: Mapping[str, nn.Module], ran: Collection[str], seen: Collection[str]) -> list[str]:
+def unseen(modules: Mapping[str, nn.Module], ran: Collection[str], observed: Collection[str]) -> list[str]:
     """The modules that call themselves attention and ran, while no attention call in, of or around them was seen."""
     named = [name for name in ran if is_attention(name, modules[name])]
     missing = [
         name
         for name in named
-        if not any(_within(other, name) for other in seen)
-        and not any(_within(name, other) and is_attention(other, modules[other]) for other in seen)
+        if not any(_within(other, name) for other in observed)
+        and not any(_within(name, other) and is_attention(other, modules[other]) for other in observed)
     ]
     missing = [name for name in missing if not _is_projection(name, modules, ran, missing)]
     return [name for name in missing if not any(_within(other, name) and other != name for other in missing)]
 
 
 def unrecorded(
-    modules: Mapping[str, nn.Module], noted: Mapping[str, str | None], seen: Collection[str], missing: Collection[str]
+    modules: Mapping[str, nn.Module],
+    noted: Mapping[str, str | None],
+    observed: Collection[str],
+    missing: Collection[str],
 ) -> dict[str, str]:
     """Return the modules whose attention is not all recorded -> a sentence about each, without its end.
 
@@ -128,16 +131,16 @@ def unrecorded(
             may be values.
         missing: modules that are reported as errors.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for name, operator in noted.items():
-        inside = any(_within(other, name) for other in seen)
+        inside = any(_within(other, name) for other in observed)
         if any(_within(name, other) for other in missing):
             continue
         if operator is not None:
-            found[name] = f"attends {'once more, by' if inside else 'by'} {operator}"
-        elif name in seen or (inside and is_attention(name, modules[name])):
-            found[name] = "may attend once more, by a softmax of its own"
-    return {name: f"{with_classes(modules, [name])} {text}" for name, text in found.items()}
+            texts[name] = f"attends {'once more, by' if inside else 'by'} {operator}"
+        elif name in observed or (inside and is_attention(name, modules[name])):
+            texts[name] = "may attend once more, by a softmax of its own"
+    return {name: f"{with_classes(modules, [name])} {text}" for name, text in texts.items()}
 
 
 def with_classes(modules: Mapping[str, nn.Module], names: Collection[str]) -> str:

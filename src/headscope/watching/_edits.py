@@ -46,8 +46,8 @@ class Layout:
             return
         now = module_names.modules_of(next(iter(self.modules.values())))
         different = [name for name, module in now.items() if self.modules.get(name) is not module]
-        if found := self._attention(now, different):
-            names = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+        if edited := self._attention(now, different):
+            names = ", ".join(edited[:8]) + (f" and {len(edited) - 8} more" if len(edited) > 8 else "")
             raise WatchError(
                 f"{self._who}: attention layers were replaced or added after the model was registered: {names}; their "
                 "calls would be missing or attributed to another module. Edit the model first, then open a new block"
@@ -62,15 +62,15 @@ class Layout:
             return []
         unchanged = now.keys() - different
         chosen = {*self._chosen(self.modules), *self._chosen(now)}
-        found: list[str] = []
+        edited: list[str] = []
         for name in different:
             around = [other for other in module_names.path_of(name)[:-1] if other in unchanged]
             nearest = around[-1] if around else next(iter(self.modules))  # its calls are attributed to this module
             if name not in chosen and nearest not in chosen:
                 continue
             if self._attends(name, now[name], around) and not self._is_wrapper(name, now[name]):
-                found.append(f"{name} ({type(now[name]).__name__})")
-        return found
+                edited.append(f"{name} ({type(now[name]).__name__})")
+        return edited
 
     def _chosen(self, modules: Mapping[str, nn.Module]) -> Collection[str]:
         try:

@@ -37,7 +37,7 @@ from headscope.watching._monitor import Limits, Monitor, writer
 from headscope.watching._options import Options, check
 from headscope.watching._origin import layer_origin
 from headscope.watching._recording import Recording
-from headscope.watching._token_ids import Streams, check_texts, given
+from headscope.watching._token_ids import Streams, check_texts, ids_of_keys
 
 __all__ = ["Watch", "register_transformers", "watch"]
 
@@ -149,8 +149,8 @@ class Watch:
     def __enter__(self) -> Recording:
         if self._entered:
             raise WatchError("watch: this one has been used; make another")
-        if found := module_names.compiled(self.modules):
-            raise WatchError(f"{COMPILED}; compiled: {', '.join(found[:8])}")
+        if compiled := module_names.compiled(self.modules):
+            raise WatchError(f"{COMPILED}; compiled: {', '.join(compiled[:8])}")
         if refusal := transformers.refusal(self.modules):
             raise WatchError(refusal)
         self._entered = True
@@ -171,8 +171,8 @@ class Watch:
         for layer in self._errors:
             try:
                 self._judge(layer)
-            except WatchError as found:
-                raise WatchError(f"watch: layer {layer}: {found}") from found
+            except WatchError as problem:
+                raise WatchError(f"watch: layer {layer}: {problem}") from problem
         recording = self.recording
         if recording._parts or recording._pending:
             if recording.texts is not None:
@@ -209,7 +209,7 @@ class Watch:
         if self.options.tokens is None or call.beside:  # a key that is no token's would pass for the next one
             return None
         if isinstance(self.options.tokens, Tensor):
-            return given(self.options.tokens, call)
+            return ids_of_keys(self.options.tokens, call)
         return self._streams.of(call, frames.frames())
 
     def compare(self, layer: str, call: Call) -> None:
@@ -250,10 +250,10 @@ class Watch:
                 self.monitor.step(forward.number, parts)
         if self.options.unseen == "ignore":
             return
-        both = (frozenset(forward.ran), frozenset(forward.seen))
+        both = (frozenset(forward.ran), frozenset(forward.observed))
         missing: list[str] = []
         if both not in self._complete:
-            missing = module_names.unseen(self.modules, forward.ran, forward.seen)
+            missing = module_names.unseen(self.modules, forward.ran, forward.observed)
             missing = [name for name in missing if name in self.chosen]
         self._warn_of_unrecorded(forward, missing)
         if missing:
@@ -268,7 +268,7 @@ class Watch:
         """Warn, once for each layer, of attention beside what was recorded."""
         if not forward.unrecorded:
             return
-        texts = module_names.unrecorded(self.modules, forward.unrecorded, forward.seen, missing)
+        texts = module_names.unrecorded(self.modules, forward.unrecorded, forward.observed, missing)
         for name, text in texts.items():
             if name not in self.chosen or name in self._warned:
                 continue
@@ -289,7 +289,7 @@ class Pass:
         self.active = active
         self.parts: dict[str, LayerStats] = {}  # of this pass alone, for a monitor
         self.ran: dict[str, None] = {}
-        self.seen: set[str] = set()
+        self.observed: set[str] = set()
         self.unrecorded: dict[str, str | None] = {}  # see module_names.unrecorded
 
     def note_unrecorded(self, name: str, operator: str | None) -> None:
@@ -311,7 +311,7 @@ class Pass:
         Raises:
             WatchError: it cannot be measured; the message names the layer.
         """
-        self.seen.add(name)
+        self.observed.add(name)
         watch = self.watch
         watch.layout.attended.add(name)
         if name not in watch.chosen:
