@@ -17,7 +17,14 @@ from torch import Tensor
 from headscope._attend.call import check_scale, check_softcap
 from headscope._support.files import amiss, replace
 from headscope.masks import FAR
-from headscope.stats._checks import MOMENTS, check_complete, check_moments, check_parts
+from headscope.stats._checks import (
+    MOMENTS,
+    check_complete,
+    check_kept,
+    check_moments,
+    check_parts,
+    check_widths,
+)
 from headscope.stats._header import (
     ORIGIN,
     RECORDING,
@@ -33,8 +40,9 @@ from headscope.stats._header import (
     read_whole,
     read_wholes,
 )
-from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments, histogram_edges
+from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
 from headscope.stats._origin import UNKNOWN, LayerOrigin, Origin, Part
+from headscope.stats._quantities import histogram_edges
 from headscope.stats._tensor_file import NoTensorsError, TensorFile
 from headscope.stats._tiles import KeptWeights, kept_of
 
@@ -55,7 +63,6 @@ _FLOATING = ("F64", "F32", "F16", "BF16")
 _WHOLE = ("rows", "broken", "count", "histogram", "eligible", "argmax", "at", "queries", "top_keys")
 _FIGURES = (torch.float32, torch.float64)
 _DTYPES = {"counted": torch.bool, **dict.fromkeys(_WHOLE, torch.int64)}  # all others are of ``_FIGURES``
-_NATS = (-1, 100)  # an entropy of 100 nats takes e^100 keys
 _PAIRS = {"top_keys": "top_weights", "top_weights": "top_keys"}
 
 
@@ -119,7 +126,9 @@ def load(path: Path) -> tuple[dict[str, LayerStats], Origin | None]:
     with damage_named(path):
         parts = _load(file, header)
         if origin is not None:
-            return parts, _read_origin(origin, parts)
+            read = _read_origin(origin, parts)
+            check_widths(read, parts)
+            return parts, read
     return parts, None if parse_entry(file, RECORDING) is None else UNKNOWN
 
 
@@ -252,7 +261,7 @@ def _tensor_reader(tensors: Mapping[str, Tensor], under: str, sizes: dict[str, i
     return read
 
 
-def _read_kept(names: list[str], run: int, read: Callable[..., Tensor], queries: int, keys: int) -> Kept:
+def _read_kept(names: list[str], under: str, run: int, read: Callable[..., Tensor], queries: int, keys: int) -> Kept:
     b, r, k = (f"{axis} of run {run}" for axis in "BRk")
     at = f"kept/{run}"
     rows, counted = read(f"{at}/queries", r, within=(0, queries)), read(f"{at}/counted", b, "H", r)
@@ -261,9 +270,11 @@ def _read_kept(names: list[str], run: int, read: Callable[..., Tensor], queries:
         if (other := _PAIRS.get(name, name)) not in names:
             raise ValueError(f"{at}: {other} is missing; expected beside {name}")
         deep = (k,) if name.startswith("top_") else ()
-        within = (-1, keys) if name in ("argmax", "top_keys") else _NATS if name == "entropy" else None
+        within = (-1, keys) if name in ("argmax", "top_keys") else None
         values[name] = read(f"{at}/values/{name}", b, "H", r, *deep, within=within)
-    return Kept(rows, counted, values)
+    kept = Kept(rows, counted, values)
+    check_kept(f"{under}/{at}/values", kept)
+    return kept
 
 
 def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor], file: TensorFile) -> LayerStats:
@@ -296,7 +307,7 @@ def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor]
         parts |= {what: read(what, "H", "K", within=(0, None)) for what in ("received", "eligible")}
     check_parts(under, parts)
     retained = tuple(
-        _read_kept(names, run, read, queries, keys) for run, names in enumerate(read_list(entry, "kept", list))
+        _read_kept(names, under, run, read, queries, keys) for run, names in enumerate(read_list(entry, "kept", list))
     )
     known = {"H": numbers["heads"], **({} if lengths is None else {"Q": queries, "K": keys})}
     tiles = [_read_qk(each, f"{under}/qk/{n}", file, {**known}) for n, each in enumerate(read_list(entry, "qk", dict))]
