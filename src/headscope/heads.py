@@ -13,11 +13,27 @@ import torch
 from torch import Tensor, nn
 
 from headscope._attend.call import as_whole, kind, number
-from headscope._intercept import module_names, patching, transformers
-from headscope._intercept.call import Call, WatchError, WatchWarning
-from headscope._intercept.frames import Frame
-from headscope._intercept.module_names import Choice
-from headscope.watching._edits import Choose, Layout
+from headscope._intercept import (
+    Call,
+    Choice,
+    Choose,
+    Frame,
+    Layout,
+    WatchError,
+    WatchWarning,
+    close_watch,
+    describe_modules,
+    describe_unrecorded,
+    enclosing_paths,
+    find_compiled,
+    find_unobserved,
+    list_modules,
+    match_modules,
+    open_watch,
+    select_modules,
+    summarize_names,
+    transformers_refusal,
+)
 
 __all__ = ["Ablation", "ablate", "head_importance"]
 
@@ -51,11 +67,11 @@ def ablate(model: nn.Module, heads: Mapping[str, Heads], scale: float = 0.0) -> 
     scale = number("scale", scale)
     if not abs(scale) < float("inf"):
         raise ValueError(f"scale: got {scale}, wanted a finite number")
-    modules = module_names.modules_of(model)
+    modules = list_modules(model)
     chosen: dict[str, set[int] | None] = {}
     patterns: dict[str, list[str]] = {}
     for pattern, which in heads.items():
-        patterns[pattern] = module_names.fitting(modules, pattern, "heads")
+        patterns[pattern] = match_modules(modules, pattern, "heads")
         numbers = _numbers(pattern, which)
         for name in patterns[pattern]:
             before = chosen.get(name, set[int]())
@@ -94,7 +110,7 @@ def _fitting(modules: Mapping[str, nn.Module], patterns: Collection[str]) -> set
     return {
         name
         for name in modules
-        if any(fnmatchcase(part, pattern) for part in module_names.path_of(name) for pattern in patterns)
+        if any(fnmatchcase(part, pattern) for part in enclosing_paths(name) for pattern in patterns)
     }
 
 
@@ -111,17 +127,17 @@ class _Acting:
         self._warned: set[str] = set()
 
     def open(self) -> None:
-        if compiled := module_names.compiled(self.modules):
+        if compiled := find_compiled(self.modules):
             raise WatchError(
                 "heads: the model, or a part of it, runs compiled, so that its heads cannot be reached; run it as it "
                 f"was before torch.compile or torch.jit; compiled: {', '.join(compiled[:8])}"
             )
-        if refusal := transformers.refusal(self.modules):
+        if refusal := transformers_refusal(self.modules):
             raise WatchError(refusal.replace("watch:", "heads:", 1))
-        patching.open_watch(self, self.modules)
+        open_watch(self, self.modules)
 
     def close(self) -> None:
-        patching.close_watch(self, self.modules)
+        close_watch(self, self.modules)
 
     def begin(self) -> _Pass:
         """A forward pass starts.
@@ -140,9 +156,9 @@ class _Acting:
         """
         if not finished:
             return
-        missing = module_names.unseen(self.modules, forward.ran, forward.observed)
+        missing = find_unobserved(self.modules, forward.ran, forward.observed)
         missing = [name for name in missing if self.means(name)]
-        texts = module_names.unrecorded(self.modules, forward.unrecorded, forward.observed, missing)
+        texts = describe_unrecorded(self.modules, forward.unrecorded, forward.observed, missing)
         for name, text in texts.items():
             if self.means(name) and name not in self._warned:
                 self._warned.add(name)
@@ -150,7 +166,7 @@ class _Acting:
         if missing:
             raise WatchError(
                 f"heads: of the attention layers that ran {len(missing)} could not be reached: "
-                f"{module_names.with_classes(self.modules, missing)}. None calls scaled_dot_product_attention or "
+                f"{describe_modules(self.modules, missing)}. None calls scaled_dot_product_attention or "
                 "anything else that headscope knows"
             )
 
@@ -282,8 +298,8 @@ def head_importance(
     _check_model(model)
     if method not in ("gradient", "ablation"):
         raise ValueError(f'method: got {method!r}, wanted "gradient" or "ablation"')
-    modules = module_names.modules_of(model)
-    gauge = _Gauge(modules, partial(module_names.chosen, layers=layers), learn=method == "gradient")
+    modules = list_modules(model)
+    gauge = _Gauge(modules, partial(select_modules, layers=layers), learn=method == "gradient")
     gauge.open()
     try:
         importance = (
@@ -362,6 +378,6 @@ def _losses(loss: object, gauge: _Gauge) -> Tensor:
             f"loss_fn: returned a tensor {list(loss.shape)}, wanted one number, or one for each example [N]"
         )
     if not gauge.scales:
-        names = module_names.some_of(gauge.modules)
+        names = summarize_names(gauge.modules)
         raise WatchError(f"head_importance: no attention call was seen while loss_fn ran; the model's modules: {names}")
     return loss.reshape(-1)

@@ -223,7 +223,7 @@ def innermost() -> Frame | None:
     return thread.stack[-1] if thread.stack else None
 
 
-def frames() -> Iterator[Frame]:
+def running_frames() -> Iterator[Frame]:
     """The modules that run in this thread, the innermost first."""
     return reversed(thread.stack)
 

@@ -75,7 +75,7 @@ def _interface() -> Any:
     return loaded if hasattr(loaded, "get_interface") else None
 
 
-def refusal(modules: Mapping[str, nn.Module]) -> str | None:
+def transformers_refusal(modules: Mapping[str, nn.Module]) -> str | None:
     """Why a model of transformers cannot be seen into, before it has run; None = it can, or is none of theirs."""
     loaded = sys.modules.get("transformers.modeling_utils")
     base = getattr(loaded, "PreTrainedModel", None)
@@ -417,7 +417,7 @@ def _places(
 # ---------------------------------------------------------------- headscope's own attention function
 
 
-def register(name: str = NAME) -> None:
+def register_attention(name: str = NAME) -> None:
     """See ``headscope.watching.register_transformers``."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscope._intercept.call import Call, Ids
-from headscope._intercept.frames import Frame
+from headscope._intercept import Call, Frame, Ids
 from headscope.stats._layer import LayerStats
 
 _NOT_IDS = ("mask", "position", "type", "label")
