@@ -34,6 +34,7 @@ from headscope._intercept import (
     summarize_names,
     transformers_refusal,
 )
+from headscope._support.arguments import check_type
 
 __all__ = ["Ablation", "ablate", "head_importance"]
 
@@ -59,9 +60,8 @@ def ablate(model: nn.Module, heads: Mapping[str, Heads], scale: float = 0.0) -> 
         TypeError, ValueError: an argument that does not fit; a pattern that fits no module.
         WatchError: the model runs compiled; later, a layer without such a head, or one that cannot be reached.
     """
-    _check_model(model)
-    if not isinstance(heads, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"heads: got {kind(heads)}, wanted a mapping of module paths to heads")
+    check_type("model", model, nn.Module, "a torch.nn.Module")
+    check_type("heads", heads, Mapping, "a mapping of module paths to heads")
     if not heads:
         raise ValueError("heads: got none, wanted at least one layer")
     scale = number("scale", scale)
@@ -79,18 +79,13 @@ def ablate(model: nn.Module, heads: Mapping[str, Heads], scale: float = 0.0) -> 
     return Ablation(modules, chosen, patterns, float(scale))
 
 
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {kind(model)}, wanted a torch.nn.Module")
-
-
 def _numbers(layer: str, heads: Heads) -> set[int] | None:
-    """The heads that were asked for; None = all."""
+    """Return the numbers of the specified heads; None = all."""
     if heads == "all":
         return None
     one = as_whole(heads)
-    numbered = heads if one is None else [one]
-    if isinstance(numbered, (str, bool)) or not isinstance(numbered, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
+    numbered: Any = heads if one is None else [one]
+    if not _is_list(numbered):
         raise TypeError(f'heads: got {heads!r} for {layer!r}, wanted a number, numbers or "all"')
     if not numbered:
         raise ValueError(f"heads: got none for {layer!r}, wanted at least one")
@@ -103,6 +98,10 @@ def _numbers(layer: str, heads: Heads) -> set[int] | None:
             raise ValueError(f"heads: got {head} for {layer!r}, wanted numbers from 0")
         numbers.add(head)
     return numbers
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, (str, bool))
 
 
 def _fitting(modules: Mapping[str, nn.Module], patterns: Collection[str]) -> set[str]:
@@ -295,7 +294,7 @@ def head_importance(
 
     Source: Michel et al. 2019, "Are Sixteen Heads Really Better than One?", equation 2 and section 3.
     """
-    _check_model(model)
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     if method not in ("gradient", "ablation"):
         raise ValueError(f'method: got {method!r}, wanted "gradient" or "ablation"')
     modules = list_modules(model)
