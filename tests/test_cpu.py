@@ -12,6 +12,7 @@ import threading
 
 import pytest
 import torch
+from forking import run_program
 from tolerance import assert_as_accurate
 from torch import Tensor
 
@@ -23,9 +24,9 @@ pytestmark = pytest.mark.skipif(cpu.native is None, reason="the native extension
 
 TARGETS = cpu.native.targets() if cpu.native is not None else []
 
-# Each target in a process of its own: of one that has imported what takes long.
+# Each target in a process of its own: of one that has imported torch.
 FORCED = """
-import itertools, os, torch._dynamo
+import itertools, os, torch
 
 def compare(target):
     from headscope import attend, masks
@@ -133,11 +134,9 @@ for threads in (1, 2):
 """
 
 
-def run(code: str, timeout: int = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, *arguments: str, timeout: int = 240, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, timeout=timeout
-    )
+    return run_program(code, *arguments, env={**os.environ, **environment}, timeout=timeout)
 
 
 def tensors(queries: int = 37, keys: int = 41) -> tuple[Tensor, Tensor, Tensor]:
@@ -422,7 +421,7 @@ print("read nothing else")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_keys_beyond_the_lengths_are_not_read(dtype: str) -> None:
     """Nor are they copied, which took as long as all of a static cache is."""
-    ended = subprocess.run([sys.executable, "-c", GUARDED, dtype], capture_output=True, text=True)
+    ended = run(GUARDED, dtype)
     assert ended.stdout == "read nothing else\n", f"exit code {ended.returncode}: {ended.stderr}"
 
 
