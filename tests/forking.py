@@ -66,6 +66,34 @@ def run_program(
     return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(status), *texts)
 
 
+RANKS = """
+import importlib, json, os, runpy, sys, tempfile
+script, world, *arguments = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(script))
+importlib.import_module(os.path.basename(script)[:-3])  # the ranks share what it imports
+files = [tempfile.TemporaryFile() for _ in range(int(world))]
+children = []
+for rank, file in enumerate(files):
+    child = os.fork()
+    if child == 0:
+        os.dup2(file.fileno(), 1)
+        sys.argv = [script, str(rank), *arguments]
+        runpy.run_path(script, run_name="__main__")
+        sys.exit()
+    children.append(child)
+codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+print(json.dumps([os.pread(file.fileno(), 1 << 24, 0).decode() for file in files]))
+sys.exit(any(codes))
+"""
+
+
+def run_ranks(script: Path, *arguments: str, world: int = 2) -> list[str]:
+    """Run a script in several processes, with its rank before the arguments; return what each writes to stdout."""
+    done = run_program(RANKS, str(script), str(world), *arguments, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 def _wait(channel: socket.socket, process: int, timeout: float) -> int | None:
     """Return the status of a process that has ended, or None where it had to be killed."""
     channel.settimeout(timeout)

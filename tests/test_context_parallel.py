@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forking import run_program, run_ranks
 from torch.nn import functional as F
 
 import headscope
@@ -23,18 +22,7 @@ RAISES = "RuntimeError: q, k, v: torch's context parallelism is active"
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks report; see context_ranks.py."""
     store = tmp_path_factory.mktemp("ranks") / "store"
-    program = [sys.executable, str(Path(__file__).with_name("context_ranks.py"))]
-    started = [
-        subprocess.Popen([*program, str(rank), str(store)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        results = [each.communicate(timeout=120) for each in started]
-    finally:
-        for each in started:
-            each.kill()
-    assert [each.returncode for each in started] == [0, 0], results
-    return [json.loads(out) for out, _ in results]
+    return [json.loads(out) for out in run_ranks(Path(__file__).with_name("context_ranks.py"), str(store))]
 
 
 def test_every_way_to_attend_and_to_observe_raises_inside_context_parallel(ranks: list[dict[str, Any]]) -> None:
@@ -114,8 +102,8 @@ def test_a_compiled_call_raises_as_well(request: pytest.FixtureRequest) -> None:
 def test_without_torch_distributed_tensor_nothing_is_imported() -> None:
     program = "import sys, torch, headscope; q = torch.ones(1, 1, 2, 8); headscope.attention(q, q, q); "
     program += f"print({_onlookers.CONTEXT_PARALLEL!r} in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    done = run_program(program)
+    assert done.stdout.strip() == "False", done.stderr
 
 
 @pytest.fixture

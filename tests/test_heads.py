@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from forking import run_program
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -130,7 +129,7 @@ with headscope.ablate(model, {"h.1.attn": 1}):
     assert not torch.allclose(model(ids)[0], before)
 print(*headscope.head_importance(model, lambda model: model(ids)[0].square().sum((1, 2))))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    done = run_program(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["h.0.attn", "h.1.attn"]
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import OPTIONS, SIZES, Asked, B, H, K, Q, gradients, tensors
+from forking import run_program
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
@@ -324,7 +325,7 @@ def test_an_exported_program_is_saved_and_loaded(tmp_path: Any) -> None:
     torch.export.save(program, tmp_path / "program.pt2")
     torch.save((x, lengths, module(x, lengths).detach()), tmp_path / "given.pt")
     paths = [str(tmp_path / "program.pt2"), str(tmp_path / "given.pt")]
-    done = subprocess.run([sys.executable, "-c", LOADED, *paths], capture_output=True, text=True, timeout=120)
+    done = run_program(LOADED, *paths)
     assert done.stdout == "agrees\n", done.stderr
 
 

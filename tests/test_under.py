@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forking import run_program
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -209,7 +208,7 @@ print("agrees")
 
 
 def test_ddp_and_fsdp2_train_the_same() -> None:
-    done = subprocess.run([sys.executable, "-c", PARALLEL], capture_output=True, text=True, timeout=120, check=False)
+    done = run_program(PARALLEL, timeout=120)
     assert done.stdout.endswith("agrees\n"), done.stderr  # behind what older versions of gloo print
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from collective_masks import MASKS
+from forking import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from watched_small import Raw
@@ -59,23 +58,8 @@ def inputs(*, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
 def received(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bool, bool]]:
     """What rank 1 of two processes finds: whether a cached mask is right, and whether the new contents matter."""
     store = tmp_path_factory.mktemp("gloo") / "store"
-    program = Path(__file__).with_name("collective_masks.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(rank), str(store)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        ended = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], ended
-    return json.loads(ended[1][0].splitlines()[-1])  # behind what older versions of gloo print
+    out = run_ranks(Path(__file__).with_name("collective_masks.py"), str(store))[1]
+    return json.loads(out.splitlines()[-1])  # behind what older versions of gloo print
 
 
 @pytest.mark.parametrize("collective", ["broadcast", "all_reduce", "scatter", "recv", "irecv"])

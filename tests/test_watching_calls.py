@@ -6,14 +6,13 @@ import copy
 import functools
 import math
 import pickle
-import subprocess
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from forking import run_program
 from torch import Tensor, nn
 from torch.nn import functional as F
 from watched_small import Attention, Raw, Small, input_of
@@ -691,7 +690,7 @@ assert (sys.meta_path, torch.nn.Module.__call__) == (finders, call)
 
 
 def test_a_compiler_that_is_first_imported_while_a_model_is_watched_lets_it_run_as_it_is() -> None:
-    done = subprocess.run([sys.executable, "-c", COMPILED_WITHIN], capture_output=True, text=True, check=False)
+    done = run_program(COMPILED_WITHIN)
     assert done.returncode == 0, done.stderr
 
 
