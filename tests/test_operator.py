@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -718,5 +717,5 @@ def test_hidden_nan_spoils_no_gradient_of_a_repeated_call(repeat: int) -> None:
 def test_nothing_is_said_at_exit() -> None:
     code = "import torch; from headscope import attention, masks; q = torch.randn(1, 1, 2, 8)"
     code += "; attention(q, q, q); attention(q, q.requires_grad_(), q, mask=masks.causal()).sum().backward()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_program(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
