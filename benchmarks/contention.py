@@ -26,7 +26,7 @@ from attention_peers.cases import SHAPES
 from torch.nn.functional import scaled_dot_product_attention
 
 import headscope
-from headscope import _bench
+from headscope.cli import _benchmark
 
 HERE = Path(__file__).parent
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -79,7 +79,7 @@ def measure(shape: str, dtype: str, busy: int, calls: int) -> dict[str, object]:
         torch.randn(batch, n, length, width, generator=generator).to(DTYPES[dtype])
         for n, length in ((heads, queries), (kv_heads, keys), (kv_heads, keys))
     )
-    peers = {
+    peers: dict[str, Callable[[], object]] = {
         "headscope": lambda: headscope.attention(q, k, v),
         "torch": lambda: scaled_dot_product_attention(q, k, v),
     }
@@ -128,7 +128,7 @@ def main() -> None:
                 print(markdown(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     full = len(sys.argv) == 1
     out = options.out or (HERE / "contention.json" if full else None)
-    machine = {**_bench.machine(), "cores": os.cpu_count()}
+    machine = {**_benchmark.machine(), "cores": os.cpu_count()}
     if out is not None:
         out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
         where = ", ".join(f"{name} {value}" for name, value in machine.items())

@@ -25,8 +25,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from headscope import _bench, attention
+from headscope import attention
 from headscope.cache import Cache, GrowingCache, RollingCache, StaticCache
+from headscope.cli import _benchmark
 from headscope.masks import causal
 
 HERE = Path(__file__).parent
@@ -196,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import transformers
 
     made: dict[str, Any] = {
-        "command": shlex.join(["python", "benchmarks/decode.py", *given]), "machine": _bench.machine(),
+        "command": shlex.join(["python", "benchmarks/decode.py", *given]), "machine": _benchmark.machine(),
         "transformers": transformers.__version__, "context": asked.context, "tokens": asked.tokens, "rows": [],
     }  # fmt: skip
     for name in asked.dtypes:

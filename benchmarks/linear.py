@@ -1,4 +1,4 @@
-"""Which product is the fastest for projections here, for src/headscope/linear_table.json.
+"""Which product is the fastest for projections here, for src/headscope/_linear/table.json.
 
     python benchmarks/linear.py [--seconds 0.3] [--update]
 
@@ -27,11 +27,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from headscope import _linear
-from headscope._backends import cpu
-from headscope._cpuinfo import family, processor, vendor
+from headscope._attend.backends import native as cpu
+from headscope._linear import layer
+from headscope._support.cpuinfo import family, processor, vendor
 
-TABLE = Path(_linear.__file__).with_name(_linear.TABLE)
+TABLE = Path(layer.__file__).with_name(layer.TABLE)
 ROWS = (4096, 1024, 512, 256, 128, 64, 32)
 SIZES = ((512, 512), (512, 1536), (768, 2304))  # of x, and of y
 NARROW = ((64, 64), (64, 512), (512, 64))  # as narrow as the table speaks of, "least_side"
@@ -51,17 +51,17 @@ def main() -> None:
     if cpu.native is not None:
         entry["target"] = cpu.native.target()
     with torch.no_grad():
-        for dtype, name in _linear.DTYPES.items():
-            routes: dict[str, _linear.Product] = {"torch": F.linear}
-            if dtype is torch.float32 and (onednn := _linear.onednn()) is not None:
+        for dtype, name in layer.DTYPES.items():
+            routes: dict[str, Any] = {"torch": F.linear}
+            if dtype is torch.float32 and (onednn := layer.onednn()) is not None:
                 routes["onednn"] = onednn
             if cpu.native is not None and cpu.native.multiplies(cpu.CODES[dtype], 2):
-                routes["native"] = _linear.Native(dtype)
+                routes["native"] = layer.Native(dtype)
             figures = {rows: [measured(rows, *size, dtype, routes, asked.seconds) for size in SIZES] for rows in ROWS}
             narrow = [measured(ROWS[0], *size, dtype, routes, asked.seconds) for size in NARROW]
             entry[name] = {"routes": preferred(figures), "gflops": figures, "narrow": narrow}
             print(f"{vendor()} {family()}, {name}: {preferred(figures)}")
-    native = _linear.native(torch.float32)
+    native = layer.native(torch.float32)
     if native is not None:
         routes = {"torch": F.linear, "native": native.trained}
         figures = {
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def measured(
-    rows: int, width: int, outs: int, dtype: torch.dtype, routes: dict[str, _linear.Product], seconds: float,
+    rows: int, width: int, outs: int, dtype: torch.dtype, routes: dict[str, Any], seconds: float,
     *, grad: bool = False,
 ) -> Speeds:  # fmt: skip
     """GFLOP/s of each route for [rows, width] x [outs, width]ᵀ; with gradients there are three products."""
@@ -88,7 +88,7 @@ def measured(
         torch.randn(rows, outs).to(dtype),
     )
 
-    def run(route: _linear.Product) -> None:
+    def run(route: layer.Product) -> None:
         out = route(x, weight, bias)
         if grad:
             torch.autograd.grad(out, (x, weight, bias), of_out)
@@ -102,7 +102,7 @@ def measured(
                 start = time.perf_counter()
                 run(route)
                 times[name].append(time.perf_counter() - start)
-    speeds = {
+    speeds: Speeds = {
         name: round((6e-9 if grad else 2e-9) * rows * width * outs / statistics.median(taken))
         for name, taken in times.items()
     }

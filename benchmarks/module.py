@@ -9,8 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from headscope import _bench
-from headscope._backends import cpu
+from headscope._attend.backends import native
+from headscope.cli import _benchmark
 
 HERE = Path(__file__).parent
 
@@ -25,15 +25,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="by default module.json, or module_torch_kernels.json")
     asked = parser.parse_args()
     if asked.torch_kernels:
-        cpu.native = None
+        native.native = None
     out: Path = asked.out or HERE / ("module_torch_kernels.json" if asked.torch_kernels else "module.json")
-    timings: list[_bench.Timing] = []
-    for timing in _bench.run(asked.seconds):
+    timings: list[_benchmark.Timing] = []
+    for timing in _benchmark.run(asked.seconds):
         timings.append(timing)
-        print(_bench.markdown([timing]).splitlines()[-1], file=sys.stderr, flush=True)
-    _bench.save(timings, out)
-    table = _bench.markdown(timings)
-    machine = ", ".join(f"{name} {value}" for name, value in _bench.machine().items())
+        print(_benchmark.markdown([timing]).splitlines()[-1], file=sys.stderr, flush=True)
+    _benchmark.save(timings, out)
+    table = _benchmark.markdown(timings)
+    machine = ", ".join(f"{name} {value}" for name, value in _benchmark.machine().items())
     command = "python benchmarks/module.py" + (" --torch-kernels" if asked.torch_kernels else "")
     out.with_suffix(".md").write_text(
         f"# The module, interleaved with its peers\n\nMade by `{command}` on {machine}. Each × is a ratio of medians: "

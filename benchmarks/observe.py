@@ -25,7 +25,7 @@ from observe_parts import attention, models, report
 from observe_parts.report import Report
 from observe_parts.timing import Row
 
-from headscope import _bench
+from headscope.cli import _benchmark
 
 HERE = Path(__file__).parent
 KINDS = (attention.TIME, attention.MEMORY, attention.LONG, models.KIND)
@@ -78,7 +78,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name}: got {getattr(asked, name)}, wanted at least 1")
     if not chosen(asked):
         parser.error(
-            f"--cases: no case matches {', '.join(asked.cases)}; they are called '1024 causal', 'text 128', ..."
+            f"--cases: no case matches {', '.join(asked.cases or ())}; they are called '1024 causal', 'text 128', ..."
         )
     if asked.add is not None and not asked.add.is_file():
         parser.error(f"--add: there is no file {asked.add}")
@@ -88,7 +88,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run(asked: argparse.Namespace, command: str) -> tuple[Report, bool]:
     """All cases that were asked for, and whether it came to the end; Ctrl-C ends it with what there is."""
     torch.set_num_threads(asked.threads)
-    made = Report([command], _bench.machine())
+    made = Report([command], _benchmark.machine())
     try:
         for kind, name, measure in chosen(asked):
             print(kind, name, file=sys.stderr, flush=True)

@@ -25,10 +25,10 @@ import torch
 
 import headscope
 from headscope import HeadStats, Observe, masks
-from headscope._kept_weights import KeptWeights, kept_of
-from headscope._stats_parts import LayerStats
 from headscope.masks import causal
 from headscope.report.viewer import save_recording
+from headscope.stats._layer import LayerStats
+from headscope.stats._tiles import KeptWeights, kept_of
 from headscope.watching import About, Recording
 
 

@@ -12,7 +12,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from headscope._backends import blocked
+from headscope._attend.backends import blocked
+from support.commands import run
+
+__all__ = ["run"]  # a fixture
 
 # The tensors are small: a second thread costs more in waiting than it saves.
 torch.set_num_threads(1)

@@ -37,7 +37,7 @@ class Peer:
 
             self._versions = {"headscope": headscope.__version__, "torch": torch.__version__}
         elif name == "zentorch":
-            import zentorch as plugin
+            import zentorch as plugin  # pyright: ignore[reportMissingImports]
 
             self._versions = {"zentorch": plugin.__version__, "torch": torch.__version__}
         else:
@@ -108,7 +108,7 @@ def ours(case: Case, tensors: Tensors) -> tuple[str, Function]:
     """headscope.attention, or its module."""
     import headscope
     from headscope import masks
-    from headscope._backends import cpu
+    from headscope._attend.backends import native
     from headscope.functional import prepare
 
     if case.kind == MODULE:
@@ -124,7 +124,7 @@ def ours(case: Case, tensors: Tensors) -> tuple[str, Function]:
     bias, sinks = tensors.get("bias"), tensors.get("sinks")
     cap = SOFTCAP if case.option == "softcap" else None
     backend = prepare(q, k, v, mask, bias, sinks, (None, cap, 0.0, False), None).backend.name
-    target = f", {cpu.native.target()}" if backend == "cpu" and cpu.native is not None else ""
+    target = f", {native.native.target()}" if backend == "cpu" and native.native is not None else ""
     if mask is None and bias is None and sinks is None and cap is None:  # as a caller writes it: no unused keywords
         return backend + target, lambda: headscope.attention(q, k, v)
     return backend + target, lambda: headscope.attention(q, k, v, mask=mask, bias=bias, softcap=cap, sinks=sinks)
@@ -265,7 +265,7 @@ def _flex_score(case: Case, tensors: Tensors) -> Callable[..., Tensor] | None:
 
 def zentorch(case: Case, tensors: Tensors) -> tuple[str, Function]:
     """zentorch's own operator, which torch.compile(backend="zentorch") puts in SDPA's place."""
-    from zentorch import _C
+    from zentorch import _C  # pyright: ignore[reportMissingImports]
 
     if case.kind not in (FORWARD, DECODE):
         raise RefusedError("only its inference operator is measured")

@@ -15,12 +15,13 @@ from torch._subclasses import FakeTensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
-from headscope import _nonfinite, _operator
-from headscope._backends import Backend, Inputs, Work, blocked, cpu, full_precision, is_lazy, sdpa
-from headscope._backends.visibility import Pair, gradients_of_bad_inputs
-from headscope._call import ORDINARY, Call, Options, as_mask, check_layout, described, fold, fold_mask, form
-from headscope._onlookers import CONTEXT_PARALLEL, check_context_parallel, has_no_values, is_traced
-from headscope._select import select
+from headscope._attend import nonfinite, operators
+from headscope._attend.backends import blocked, native, sdpa
+from headscope._attend.backends.visibility import Pair, gradients_of_bad_inputs
+from headscope._attend.call import ORDINARY, Call, Options, as_mask, check_layout, described, fold, fold_mask, form
+from headscope._attend.interface import Backend, Inputs, Work, full_precision, is_lazy
+from headscope._attend.select import select
+from headscope._support.torch_state import CONTEXT_PARALLEL, check_context_parallel, has_no_values, is_traced
 from headscope.masks import Mask, Plan
 from headscope.stats import HeadStats, Observe
 
@@ -202,12 +203,12 @@ def _observe(
     numbers: _Numbers, lse: Tensor | None, what: Observe, places: _Places = (None, None, "self", None),
 ) -> HeadStats:  # fmt: skip
     if is_dynamo_compiling():  # all of it runs outside of the graph, which has no numbers to look at
-        from headscope import _uncompiled
+        from headscope._attend import eager
 
-        return _uncompiled.observe(tensors, mask, numbers, lse, what, places)
+        return eager.observe(tensors, mask, numbers, lse, what, places)
     _check_readable(*tensors[:3])
-    from headscope import _observe_sums
-    from headscope._observe_scene import Given
+    from headscope._observe import aggregate
+    from headscope._observe.inputs import Given
 
     if not isinstance(what, Observe):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"what: got {type(what).__name__}, wanted a headscope.Observe")
@@ -221,7 +222,7 @@ def _observe(
         inputs = Inputs(*(x if x is None else x.detach() for x in canonical(prepared, q, k, values, bias, sinks)))  # pyright: ignore[reportArgumentType]
     call, known = prepared.call, prepared.mask
     given = Given(call, known, prepared.plan, inputs, v is not None, lse, *places, what, prepared.before, False)
-    return _observe_sums.observe(given)
+    return aggregate.observe(given)
 
 
 def _check_readable(*tensors: Tensor | None) -> None:
@@ -248,16 +249,16 @@ def _attend_and_observe(
     call = prepared.call
     if not isinstance(what, Observe) or what.rows is not None or call.dropout:  # pyright: ignore[reportUnnecessaryIsInstance]
         return None
-    if prepared.backend.name != cpu.name or call.form != "plain" or call.grad or call.bias_grad:
+    if prepared.backend.name != native.name or call.form != "plain" or call.grad or call.bias_grad:
         return None
-    from headscope import _observe_sums
-    from headscope._observe_scene import Given
+    from headscope._observe import aggregate
+    from headscope._observe.inputs import Given
 
     inputs = canonical(prepared, q, k, v, bias, sinks)
     places = (None, None, "self", None)
     has_place = prepared.canonical and all(x.stride(-1) == 1 and not is_lazy(x) for x in (q, k, v))
     given = Given(call, prepared.mask, prepared.plan, inputs, True, None, *places, what, prepared.before, has_place)
-    done = _observe_sums.attend(given)
+    done = aggregate.attend(given)
     if done is None:
         return None
     out, lse, stats = done
@@ -278,7 +279,7 @@ def weights(
 
     Arguments as ``attention``. float32 or better, whatever the dtype of q.
     """
-    from headscope._backends import reference
+    from headscope._attend.backends import reference
 
     v = k[..., :1]
     prepared = prepare(q, k, v, mask, bias, sinks, (scale, softcap, 0.0, True), "reference")
@@ -329,8 +330,8 @@ def _run(
     inputs = canonical(prepared, q, k, v, bias, sinks)
     if call.form == "subclass":
         inputs = inputs._replace(q=_in_class(inputs, prepared.mask))
-    if call.form == "traced" and prepared.backend.name in _operator.BACKENDS:
-        out, lse = _operator.attend(call, prepared.mask, inputs, prepared.backend.name)
+    if call.form == "traced" and prepared.backend.name in operators.BACKENDS:
+        out, lse = operators.attend(call, prepared.mask, inputs, prepared.backend.name)
     else:
         out, lse = _attend_now(prepared, inputs, prepared.backend)
     if len(call.lead) != 1:
@@ -355,11 +356,11 @@ def _attend_now(prepared: Prepared, inputs: Inputs, backend: Any, **seed: int) -
     with full_precision(call):
         if hasattr(backend, "attend_finite") and not call.dropout:  # its kernels notice themselves
             done = backend.attend_finite(call, plan, inputs)
-            return _nonfinite.attend(attend, call, plan, inputs, attend) if done is None else done
+            return nonfinite.attend(attend, call, plan, inputs, attend) if done is None else done
         careful = getattr(backend, "attend_careful", None)
-        if _nonfinite.suspicious(call, inputs, with_bias=careful is not None):
+        if nonfinite.suspicious(call, inputs, with_bias=careful is not None):
             replaces = blocked.attend if careful is not None else attend
-            return _nonfinite.attend(careful or attend, call, plan, inputs, replaces)
+            return nonfinite.attend(careful or attend, call, plan, inputs, replaces)
         return attend(call, plan, inputs)
 
 
@@ -370,7 +371,7 @@ def _operate(
     """What the operator for the forward pass runs: the same as a call without gradients."""
     with torch.no_grad():
         numbers = (scale, softcap or None, dropout, True)
-        prepared = prepare(q, k, v, _operator.decode(codes, parts), bias, sinks, numbers, backend)
+        prepared = prepare(q, k, v, operators.decode(codes, parts), bias, sinks, numbers, backend)
         done = prepared.repeat(q, k, v, bias, sinks) if prepared.repeat is not None else None
         if done is None:
             inputs = Inputs(q, k, v, bias, sinks)
@@ -388,7 +389,7 @@ def _operate_backward(
     """What the operator for the backward pass runs; a gradient that is not wanted has no elements."""
     with torch.no_grad():
         numbers = (scale, softcap or None, dropout, True)
-        prepared = prepare(q, k, v, _operator.decode(codes, parts), bias, sinks, numbers, backend)
+        prepared = prepare(q, k, v, operators.decode(codes, parts), bias, sinks, numbers, backend)
         work = Work(prepared.call, prepared.plan, 0 if seed is None else int(seed))
         inputs = Inputs(q, k, v, bias, sinks)
         with full_precision(prepared.call):
@@ -406,8 +407,8 @@ def _operate_backward(
         return tuple(q.new_empty(0) if x is None else x for x in found)
 
 
-_OF_OPERATOR = {cpu.name: cpu, blocked.name: blocked}
-_operator.implement(_operate, _operate_backward)
+_OF_OPERATOR = {native.name: native, blocked.name: blocked}
+operators.implement(_operate, _operate_backward)
 atexit.register(_kept.clear)  # torch keeps the operators, and with them this table, until the extension is gone
 
 
@@ -492,7 +493,7 @@ def _prepare_anew(
     if is_traced():  # the compiler guards the comparison: a graph from outside of context_parallel is traced anew in it
         _ = F.scaled_dot_product_attention is sdpa.ORIGINAL
     traced = form(q, k, v, bias, sinks, *(() if known is None else known.tensors())) == "traced"
-    planned = not traced or backend not in (None, *_operator.BACKENDS) or (backend is None and cpu.native is None)
+    planned = not traced or backend not in (None, *operators.BACKENDS) or (backend is None and native.native is None)
     call, plan = described(q, k, v, bias, sinks, Options(known, scale, softcap, dropout, lse, planned))
     same = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]
     if q.layout == torch.jagged:
@@ -500,7 +501,7 @@ def _prepare_anew(
             raise ValueError(f'backend: got {backend!r} beside nested q, k and v, wanted "sdpa" or None')
         backend = "sdpa"
     chosen = select(call, backend)
-    if traced and chosen.name in _operator.BACKENDS:
+    if traced and chosen.name in operators.BACKENDS:
         plan = None
     elif known is not None and plan is None:
         plan = known.plan(call.batch, call.heads, call.queries, call.keys)

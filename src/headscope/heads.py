@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from headscope import _watch_frames, _watch_layers, _watch_transformers
-from headscope._call import as_whole, kind, number
-from headscope._watch_calls import Call, WatchError, WatchWarning
-from headscope._watch_edits import Choose, Layout
-from headscope._watch_frames import Frame
-from headscope._watch_layers import Choice
+from headscope._attend.call import as_whole, kind, number
+from headscope._intercept import module_names, patching, transformers
+from headscope._intercept.call import Call, WatchError, WatchWarning
+from headscope._intercept.frames import Frame
+from headscope._intercept.module_names import Choice
+from headscope.watching._edits import Choose, Layout
 
 __all__ = ["Ablation", "ablate", "head_importance"]
 
@@ -51,11 +51,11 @@ def ablate(model: nn.Module, heads: Mapping[str, Heads], scale: float = 0.0) -> 
     scale = number("scale", scale)
     if not abs(scale) < float("inf"):
         raise ValueError(f"scale: got {scale}, wanted a finite number")
-    modules = _watch_layers.modules_of(model)
+    modules = module_names.modules_of(model)
     chosen: dict[str, set[int] | None] = {}
     patterns: dict[str, list[str]] = {}
     for pattern, which in heads.items():
-        patterns[pattern] = _watch_layers.fitting(modules, pattern, "heads")
+        patterns[pattern] = module_names.fitting(modules, pattern, "heads")
         numbers = _numbers(pattern, which)
         for name in patterns[pattern]:
             before = chosen.get(name, set[int]())
@@ -94,7 +94,7 @@ def _fitting(modules: Mapping[str, nn.Module], patterns: Collection[str]) -> set
     return {
         name
         for name in modules
-        if any(fnmatchcase(part, pattern) for part in _watch_layers.path_of(name) for pattern in patterns)
+        if any(fnmatchcase(part, pattern) for part in module_names.path_of(name) for pattern in patterns)
     }
 
 
@@ -111,17 +111,17 @@ class _Acting:
         self._warned: set[str] = set()
 
     def open(self) -> None:
-        if found := _watch_layers.compiled(self.modules):
+        if found := module_names.compiled(self.modules):
             raise WatchError(
                 "heads: the model, or a part of it, runs compiled, so that its heads cannot be reached; run it as it "
                 f"was before torch.compile or torch.jit; compiled: {', '.join(found[:8])}"
             )
-        if refusal := _watch_transformers.refusal(self.modules):
+        if refusal := transformers.refusal(self.modules):
             raise WatchError(refusal.replace("watch:", "heads:", 1))
-        _watch_frames.open_(self, self.modules)
+        patching.open_watch(self, self.modules)
 
     def close(self) -> None:
-        _watch_frames.close(self, self.modules)
+        patching.close_watch(self, self.modules)
 
     def begin(self) -> _Pass:
         """A forward pass starts.
@@ -140,23 +140,19 @@ class _Acting:
         """
         if not finished:
             return
-        missing = _watch_layers.unseen(self.modules, forward.ran, forward.seen)
+        missing = module_names.unseen(self.modules, forward.ran, forward.seen)
         missing = [name for name in missing if self.means(name)]
+        texts = module_names.unrecorded(self.modules, forward.unrecorded, forward.seen, missing)
+        for name, text in texts.items():
+            if self.means(name) and name not in self._warned:
+                self._warned.add(name)
+                warnings.warn(f"heads: {text}, whose heads are not reached", WatchWarning, stacklevel=2)
         if missing:
             raise WatchError(
                 f"heads: of the attention layers that ran {len(missing)} could not be reached: "
-                f"{_watch_layers.with_classes(self.modules, missing)}. None calls scaled_dot_product_attention or "
+                f"{module_names.with_classes(self.modules, missing)}. None calls scaled_dot_product_attention or "
                 "anything else that headscope knows"
             )
-        for name in _watch_layers.partly_unseen(self.modules, forward.written, forward.seen):
-            if self.means(name) and name not in self._warned:
-                self._warned.add(name)
-                warnings.warn(
-                    f"heads: {_watch_layers.with_classes(self.modules, [name])} may attend once more, by a softmax of "
-                    "its own, whose heads are not reached",
-                    WatchWarning,
-                    stacklevel=2,
-                )
 
     def means(self, name: str) -> bool:
         """Whether a layer is to be reached."""
@@ -176,11 +172,11 @@ class _Pass:
         self.acting = acting
         self.ran: dict[str, None] = {}
         self.seen: set[str] = set()
-        self.written: dict[str, None] = {}
+        self.unrecorded: dict[str, str | None] = {}
 
-    def note_softmax(self, name: str) -> None:
-        """A module may have attended by a softmax of its own."""
-        self.written[name] = None
+    def note_unrecorded(self, name: str, operator: str | None) -> None:
+        """A module attends by an operator, or perhaps by a softmax of its own (None)."""
+        self.unrecorded[name] = self.unrecorded.get(name) or operator
 
     def enter(self, name: str, module: nn.Module) -> None:
         """A module starts to run."""
@@ -286,8 +282,8 @@ def head_importance(
     _check_model(model)
     if method not in ("gradient", "ablation"):
         raise ValueError(f'method: got {method!r}, wanted "gradient" or "ablation"')
-    modules = _watch_layers.modules_of(model)
-    gauge = _Gauge(modules, partial(_watch_layers.chosen, layers=layers), learn=method == "gradient")
+    modules = module_names.modules_of(model)
+    gauge = _Gauge(modules, partial(module_names.chosen, layers=layers), learn=method == "gradient")
     gauge.open()
     try:
         found = _by_gradient(model, loss_fn, gauge) if method == "gradient" else _by_ablation(model, loss_fn, gauge)
@@ -364,6 +360,6 @@ def _losses(loss: object, gauge: _Gauge) -> Tensor:
             f"loss_fn: returned a tensor {list(loss.shape)}, wanted one number, or one for each example [N]"
         )
     if not gauge.scales:
-        names = _watch_layers.some_of(gauge.modules)
+        names = module_names.some_of(gauge.modules)
         raise WatchError(f"head_importance: no attention call was seen while loss_fn ran; the model's modules: {names}")
     return loss.reshape(-1)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from headscope._call import FLOATS, check_layout, kind, whole
-from headscope._layout_export import changed_calls, check_calls, check_expressible, check_rotary
-from headscope._layout_table import HEADS, LAYOUTS, PROJECTIONS, QKV, Layout, Part, cut, read, write
-from headscope._linear import is_linear, strangers
-from headscope._pruning import check_kept
+from headscope._attend.call import FLOATS, check_layout, kind, whole
+from headscope._layouts.expressible import changed_calls, check_calls, check_expressible, check_rotary
+from headscope._layouts.table import HEADS, LAYOUTS, PROJECTIONS, QKV, Layout, Part, cut, read, write
+from headscope._linear.layer import is_linear, strangers
 from headscope.module import MultiHeadAttention
+from headscope.module._pruning import check_kept
 from headscope.positions import RelativeBias
 
 __all__ = ["from_module", "from_state_dict", "known", "to_state_dict"]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from headscope._onlookers import has_no_values, is_traced
+from headscope._support.torch_state import has_no_values, is_traced
 
 __all__ = ["Band", "Dense", "Documents", "KeyLengths", "Mask", "Plan", "Prefix", "causal", "window"]
 

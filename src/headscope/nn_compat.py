@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from headscope import functional
-from headscope._call import kind, shapes
-from headscope._linear import linear
-from headscope._onlookers import is_traced
-from headscope._pruning import check_kept
-from headscope._tensor_classes import check_no_causal_bias
+from headscope._attend.call import kind, shapes
+from headscope._linear.layer import linear
+from headscope._support.tensor_classes import check_no_causal_bias
+from headscope._support.torch_state import is_traced
 from headscope.masks import Band, Dense, KeyLengths, Mask
-from headscope.module import split_heads
+from headscope.module._multi_head import split_heads
+from headscope.module._pruning import check_kept
 
 __all__ = ["MultiheadAttention", "replace"]
 

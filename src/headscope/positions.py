@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from headscope._call import kind, number, shapes, whole
-from headscope._onlookers import is_traced
+from headscope._attend.call import kind, number, shapes, whole
+from headscope._support.torch_state import is_traced
 
 __all__ = [
     "NTK",

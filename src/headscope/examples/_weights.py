@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import nn
 
-from headscope._files import replace
+from headscope._support.files import replace
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -16,9 +16,9 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from headscope._ascii import LIKE
+from headscope._support.ascii import LIKE
 from headscope.report.colours import Colour, colour_at, ink_on
-from headscope.report.recording import Sheet
+from headscope.report.sheet import Sheet
 from headscope.report.words import REGIONS, STATISTICS, strength
 
 __all__ = ["image_picture", "map_picture", "statistics_table", "tokens_line"]

@@ -1,0 +1,1 @@
+"""What several decisions compute from statistics."""

@@ -1,0 +1,1 @@
+"""The backends: reference, blocked, sdpa and native."""

@@ -1,0 +1,376 @@
+"""Blocked torch: every option on any device, memory linear in the length, the portable form of everything.
+
+A block is a run of query rows of some heads against every key those rows may see, so each softmax is a plain one.
+The number of rows is what fits into ``BLOCK`` logits: it falls as the keys grow, and depends on nothing but shapes.
+The backward pass computes the weights again from q and k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headscope._attend.call import Call
+from headscope._attend.interface import Inputs, Work, accumulate_dtype, full_precision, once, refuse_batched
+from headscope.masks import Plan
+
+name = "blocked"
+
+BLOCK = 1 << 19  # logits in one block: 2 MiB of float32, about one core's second-level cache
+COMPILED_BLOCK = 1 << 24  # the same within torch.compile, where a graph has each block written out
+
+
+def refuses(call: Call) -> list[str]:
+    """Nothing is refused."""
+    return []
+
+
+def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """out and lse, block by block. The seed of dropout is drawn from torch's generator unless it is given."""
+    if call.within:
+        return _attend_plainly(call, plan, inputs)
+    if seed is None:
+        seed = int(torch.randint(2**62, (), device="cpu").item()) if call.dropout else 0
+    out, lse = _Attend.apply(call, plan, seed, *inputs)  # pyright: ignore[reportGeneralTypeIssues, reportUnknownVariableType]
+    return out, lse
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of the weights: batch entries, key/value heads, queries, keys."""
+
+    b: slice
+    h: slice
+    i: slice
+    j: slice
+    number: int
+
+    def heads(self, group: int) -> slice:
+        """The query heads."""
+        return slice(self.h.start * group, self.h.stop * group)
+
+
+def blocks(call: Call, plan: Plan | None) -> Iterator[Block]:
+    """Cut a call into blocks of at most ``BLOCK`` logits (but at least one row); what nobody may see is left out."""
+    rows = max(1, min(call.queries, BLOCK // max(1, call.group * call.keys)))
+    fit = max(1, BLOCK // max(1, call.group * call.keys * rows))  # key/value heads at a time
+    head_step = min(call.kv_heads, fit)
+    batch_step = max(1, fit // call.kv_heads)
+    number = 0
+    for i in range(0, call.queries, rows):
+        i_slice = slice(i, min(i + rows, call.queries))
+        j_slice = _visible_keys(call, plan, i_slice)
+        for b in range(0, call.batch, batch_step):
+            for h in range(0, call.kv_heads, head_step):
+                b_slice = slice(b, min(b + batch_step, call.batch))
+                yield Block(b_slice, slice(h, min(h + head_step, call.kv_heads)), i_slice, j_slice, number)
+                number += 1
+
+
+def _visible_keys(call: Call, plan: Plan | None, i: slice) -> slice:
+    if plan is None or plan.bounds is None:
+        return slice(0, call.keys)
+    bounds = plan.bounds if len(plan.bounds) == 1 else plan.bounds[i]
+    stop = int(bounds[:, 1].max())
+    return slice(min(int(bounds[:, 0].min()), stop), stop)
+
+
+class _Logits(NamedTuple):
+    """The final logits of a block.
+
+    Attributes:
+        s: [b, h, g * i, j], -inf where a key is hidden.
+        uncapped: what tanh was taken of where there is a softcap.
+        visible: which keys are visible, broadcastable to [b, h, g, i, j]; None = all.
+    """
+
+    s: Tensor
+    uncapped: Tensor | None
+    visible: Tensor | None
+
+
+def _logits(call: Call, plan: Plan | None, block: Block, inputs: Inputs) -> _Logits:
+    """The final logits of a block. scale / softcap is one factor: scale alone could overflow."""
+    dtype = accumulate_dtype(call.dtype)
+    q = _grouped(call, block, inputs.q).to(dtype) * (call.scale / (call.softcap or 1))
+    k = inputs.k[block.b, block.h, block.j].to(dtype)
+    s = q @ k.transpose(-2, -1)  # [b, h, g * i, j]
+    uncapped = visible = None
+    if call.softcap is not None:
+        uncapped = s
+        s = call.softcap * torch.tanh(uncapped)
+    if inputs.bias is not None:
+        bias = _bias_tile(call, block, inputs.bias)
+        visible = bias != -torch.inf
+        s = _per_head(call, s).add(bias).masked_fill(~visible, -torch.inf).view_as(s)
+    if plan is not None and not plan.everything:
+        seen = plan.tile(block.b, block.heads(call.group), block.i, block.j).to(s.device)
+        seen = seen.unflatten(1, (-1, call.group)) if seen.shape[1] > 1 else seen[:, :, None]  # [b, h, g, i, j]
+        s = _per_head(call, s).masked_fill(~seen, -torch.inf).view_as(s)
+        visible = seen if visible is None else visible & seen
+    return _Logits(s, uncapped, visible)
+
+
+def _grouped(call: Call, block: Block, tensor: Tensor) -> Tensor:
+    """The query rows of a block, those of one key/value head together: [B, H, Q, D] -> [b, h, g * i, D]."""
+    rows = tensor[block.b, block.heads(call.group), block.i]
+    return rows.unflatten(1, (-1, call.group)).flatten(2, 3)  # [b, h, g * i, D]
+
+
+def _per_head(call: Call, tile: Tensor) -> Tensor:
+    """[b, h, g * i, j] -> [b, h, g, i, j]"""
+    return tile.unflatten(2, (call.group, -1))
+
+
+def _bias_tile(call: Call, block: Block, bias: Tensor) -> Tensor:
+    """The bias of a block, broadcastable to [b, h, g, i, j]."""
+    at = (block.b, block.heads(call.group), block.i, block.j)
+    tile = bias[tuple(slice(None) if size == 1 else here for size, here in zip(bias.shape, at, strict=True))]
+    tile = tile.to(accumulate_dtype(call.dtype))
+    return tile[:, :, None] if tile.shape[1] == 1 else tile.unflatten(1, (-1, call.group))  # [b, h, g, i, j]
+
+
+def _sink_rows(call: Call, block: Block, sinks: Tensor) -> Tensor:
+    """The sink logit of each row of a block, [h, g * i, 1]."""
+    rows = sinks[block.heads(call.group)].to(accumulate_dtype(call.dtype)).view(-1, call.group, 1)  # [h, g, 1]
+    return rows.expand(-1, -1, block.i.stop - block.i.start).flatten(1)[..., None]  # [h, g * i, 1]
+
+
+def _keep(call: Call, block: Block, seed: int, like: Tensor) -> Tensor:
+    """What dropout keeps of a block, already divided by its probability; the same in both passes."""
+    if like.device.type == "meta":
+        return torch.empty_like(like)
+    generator = torch.Generator(like.device).manual_seed(seed + block.number)
+    kept = torch.rand(like.shape, generator=generator, device=like.device) >= call.dropout
+    return kept.to(like.dtype).mul_(1 / (1 - call.dropout))
+
+
+def _attend_plainly(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The same of nothing but torch's operations, none in place, for torch.func within torch.compile.
+
+    There any input may be batched, and what ``_Attend.backward`` returns would be a constant: a second derivative
+    would be wrong without a word. A gradient keeps the weights, so that dropout needs no seed and can be torch's own.
+    """
+    rows = (call.batch, call.heads, call.queries)
+    if call.queries == 0:
+        return inputs.q.new_zeros((*rows, call.v_head_dim)), inputs.q.new_zeros(
+            rows, dtype=accumulate_dtype(call.dtype)
+        )
+    step = max(1, COMPILED_BLOCK // max(1, call.batch * call.heads * call.keys))
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    for number, start in enumerate(range(0, call.queries, step)):
+        i = slice(start, min(start + step, call.queries))
+        block = Block(slice(0, call.batch), slice(0, call.kv_heads), i, _visible_keys(call, plan, i), number)
+        out, lse = _forward(call, plan, block, inputs, 0)
+        outs.append(_per_head(call, out).flatten(1, 2))  # [B, H, i, Dv]
+        lses.append(_per_head(call, lse)[..., 0].flatten(1, 2))  # [B, H, i]
+    return torch.cat(outs, 2).to(call.dtype), torch.cat(lses, 2)
+
+
+class _Attend(torch.autograd.Function):
+    """The forward pass in blocks, and its gradient, which computes the weights again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, plan: Plan | None, seed: int,
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        inputs = Inputs(q, k, v, bias, sinks)
+        rows = (call.batch, call.heads, call.queries)
+        out = q.new_zeros((*rows, call.v_head_dim))
+        lse = q.new_full(rows, -torch.inf, dtype=accumulate_dtype(call.dtype))
+        for block in blocks(call, plan):
+            tile_out, tile_lse = _forward(call, plan, block, inputs, seed)
+            at = (block.b, block.heads(call.group), block.i)
+            out[at] = _per_head(call, tile_out).flatten(1, 2).to(out.dtype)  # [b, H, i, Dv]
+            lse[at] = _per_head(call, tile_lse)[..., 0].flatten(1, 2)  # [b, H, i]
+        ctx.call, ctx.plan, ctx.seed = call, plan, seed
+        ctx.save_for_backward(q, k, v, bias, sinks, out, lse, *(() if plan is None else plan.read_again()))
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_batched(*grads)
+        saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
+        tensors, (out, lse) = saved[:5], saved[5:7]
+        work = Work(ctx.call, ctx.plan, ctx.seed)
+        with torch.no_grad():
+            found = gradients(work, Inputs(*tensors), (out, lse), grads, ctx.needs_input_grad[6:])
+        return None, None, None, *once(found, *grads, *saved)
+
+
+def gradients(
+    work: Work,
+    inputs: Inputs,
+    results: tuple[Tensor, Tensor],
+    grads: Sequence[Tensor | None],
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Of q, k, v, and of bias and sinks where they are wanted.
+
+    Args:
+        work: what was done.
+        inputs: what it was done to.
+        results: out and lse, as they came out.
+        grads: those of out and lse, or None.
+        wanted: whether those of bias and sinks are: a bias may be as large as the matrix.
+    """
+    call, plan, seed = work
+    out = results[0]
+    grad_out, grad_lse = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grads, strict=True))
+    sums = _zeros(inputs, (True, True, True, *wanted), accumulate_dtype(call.dtype))
+    with full_precision(call):
+        for block in blocks(call, plan):
+            _backward(_Backward(call, plan, block, inputs, out, grad_out, grad_lse, seed), sums)
+    return tuple(_like(total, tensor) for total, tensor in zip(sums, inputs, strict=True))
+
+
+def _zeros(inputs: Inputs, wanted: tuple[bool, ...], dtype: torch.dtype) -> Inputs:
+    """A sum for each gradient that is wanted."""
+    made = (
+        torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if x is not None and want else None
+        for x, want in zip(inputs, wanted, strict=True)
+    )
+    return Inputs(*made)  # pyright: ignore[reportArgumentType]  # q, k, v are always wanted
+
+
+def _like(total: Tensor | None, tensor: Tensor | None) -> Tensor | None:
+    return None if total is None or tensor is None else total.to(tensor.dtype)
+
+
+def _forward(call: Call, plan: Plan | None, block: Block, inputs: Inputs, seed: int) -> tuple[Tensor, Tensor]:
+    """out [b, h, g * i, Dv] and lse [b, h, g * i, 1] of one block, in the accumulating dtype."""
+    if block.j.start == block.j.stop:
+        return _nothing_seen(call, block, inputs)
+    w = _weights(call, block, inputs, _logits(call, plan, block, inputs))
+    p = w.p
+    if call.dropout:
+        p = F.dropout(p, call.dropout) if call.within else p * _keep(call, block, seed, p)
+    out = p @ inputs.v[block.b, block.h, block.j].to(p.dtype)
+    lse = w.top + w.divisor.log()  # of which torch may take the derivative: log(0) has none
+    return out / w.divisor, lse.masked_fill(w.total == 0, -torch.inf) if call.may_be_empty else lse
+
+
+def weights_of_sinks(call: Call, plan: Plan | None, inputs: Inputs) -> Tensor:
+    """What of each row falls to the sink, [B, H, Q]."""
+    assert inputs.sinks is not None
+    found = inputs.q.new_zeros((call.batch, call.heads, call.queries), dtype=accumulate_dtype(call.dtype))
+    for block in blocks(call, plan):
+        if block.j.start == block.j.stop:
+            rows = (_sink_rows(call, block, inputs.sinks) != -torch.inf).to(found.dtype)
+        else:
+            w = _weights(call, block, inputs, _logits(call, plan, block, inputs))
+            assert w.sink is not None
+            rows = w.sink / w.divisor
+        found[block.b, block.heads(call.group), block.i] = _per_head(call, rows)[..., 0].flatten(-3, -2)
+    return found
+
+
+class _Weights(NamedTuple):
+    """The weights of a block before they are divided, [b, h, g * i, j], and what each row has of its own, [.., 1]."""
+
+    p: Tensor
+    sink: Tensor | None
+    top: Tensor
+    total: Tensor
+    divisor: Tensor
+
+
+def _weights(call: Call, block: Block, inputs: Inputs, logits: _Logits) -> _Weights:
+    """From logits, in whose place p lies. A row without a visible key is divided by 1; logits of -inf give NaN."""
+    s = logits.s
+    top = s.amax(-1, keepdim=True)
+    sink = None if inputs.sinks is None else _sink_rows(call, block, inputs.sinks)
+    if sink is not None:
+        top = torch.maximum(top, sink)
+    if call.may_be_empty and logits.visible is not None:
+        lost = top == -torch.inf
+        if call.device != "cpu" or call.form != "plain" or lost.any():  # elsewhere the answer would wait for the device
+            empty = ~logits.visible.any(-1, keepdim=True)
+            top = top.masked_fill((_per_head(call, lost) & empty).view_as(top), 0)
+    p = (s - top).exp() if call.within else s.sub_(top).exp_()
+    total = p.sum(-1, keepdim=True)
+    if sink is not None:
+        sink = (sink - top).exp()
+        total = total + sink
+    return _Weights(p, sink, top, total, total.masked_fill(total == 0, 1) if call.may_be_empty else total)
+
+
+def _nothing_seen(call: Call, block: Block, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    shape = (block.b.stop - block.b.start, block.h.stop - block.h.start, call.group * (block.i.stop - block.i.start))
+    dtype = accumulate_dtype(call.dtype)
+    lse = inputs.q.new_full((*shape, 1), -torch.inf, dtype=dtype)
+    if inputs.sinks is not None:
+        lse = _sink_rows(call, block, inputs.sinks).expand_as(lse)
+    return inputs.q.new_zeros((*shape, call.v_head_dim), dtype=dtype), lse
+
+
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """What the gradient of one block is made from."""
+
+    call: Call
+    plan: Plan | None
+    block: Block
+    inputs: Inputs
+    out: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor
+    seed: int
+
+
+def _backward(a: _Backward, sums: Inputs) -> None:
+    """Add one block's gradients to the sums: ds = p (dp - Σ out·dout + dlse), then through cap, scale and products."""
+    call, block, inputs = a.call, a.block, a.inputs
+    dtype = accumulate_dtype(call.dtype)
+    grad_lse = _grouped(call, block, a.grad_lse[..., None]).to(dtype)  # [b, h, g * i, 1]
+    grad_out = _grouped(call, block, a.grad_out).to(dtype)
+    delta = (grad_out * _grouped(call, block, a.out).to(dtype)).sum(-1, keepdim=True)
+    if block.j.start == block.j.stop:
+        if inputs.sinks is not None:  # it has it all, or there is nothing
+            there = _sink_rows(call, block, inputs.sinks) != -torch.inf
+            _add_sink_gradient(call, block, (grad_lse - delta) * there, sums)
+        return
+    logits = _logits(call, a.plan, block, inputs)
+    uncapped, hidden = logits.uncapped, logits.s == -torch.inf
+    w = _weights(call, block, inputs, logits)  # anew, not by lse: where that is large it has lost the sum
+    p = w.p.div_(w.divisor)
+    if w.sink is not None:
+        _add_sink_gradient(call, block, w.sink / w.divisor * (grad_lse - delta), sums)
+    v = inputs.v[block.b, block.h, block.j].to(dtype)
+    grad_p = grad_out @ v.transpose(-2, -1)  # [b, h, g * i, j]
+    dropped = p
+    if call.dropout:
+        keep = _keep(call, block, a.seed, p)
+        dropped, grad_p = p * keep, grad_p * keep
+    sums.v[block.b, block.h, block.j] += dropped.transpose(-2, -1) @ grad_out
+    grad_s = (p * (grad_p - delta + grad_lse)).masked_fill_(hidden, 0)
+    if sums.bias is not None:
+        _add_bias_gradient(call, block, _per_head(call, grad_s), sums.bias)
+    if uncapped is not None:
+        grad_s = grad_s / uncapped.cosh().square()  # not 1 - tanh², which loses its digits where tanh is flat
+    grad_s = grad_s * call.scale
+    q, k = _grouped(call, block, inputs.q).to(dtype), inputs.k[block.b, block.h, block.j].to(dtype)
+    sums.k[block.b, block.h, block.j] += grad_s.transpose(-2, -1) @ q
+    grad_q = _per_head(call, grad_s @ k).flatten(1, 2)  # [b, H, i, D]
+    sums.q[block.b, block.heads(call.group), block.i] += grad_q
+
+
+def _add_sink_gradient(call: Call, block: Block, grad_s: Tensor, sums: Inputs) -> None:
+    if sums.sinks is not None:
+        sums.sinks[block.heads(call.group)] += _per_head(call, grad_s).sum((0, 3, 4)).flatten()
+
+
+def _add_bias_gradient(call: Call, block: Block, grad_s: Tensor, total: Tensor) -> None:
+    """Sum a block's [b, h, g, i, j] over the axes along which the bias repeats."""
+    grad = grad_s.flatten(1, 2)  # [b, H, i, j]
+    axes = [axis for axis in range(4) if total.shape[axis] == 1]
+    grad = grad.sum(axes, keepdim=True) if axes else grad
+    at = (block.b, block.heads(call.group), block.i, block.j)
+    total[tuple(slice(None) if n == 1 else here for n, here in zip(total.shape, at, strict=True))] += grad

@@ -1,0 +1,373 @@
+"""The native kernels of ``csrc/``: forward and backward, every option, in memory linear in the length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headscope._attend.backends import blocked
+from headscope._attend.backends.visibility import Pair, gradients_of_bad_inputs, hides
+from headscope._attend.call import MOST_RULES, Call
+from headscope._attend.interface import (
+    Inputs,
+    Work,
+    accumulate_dtype,
+    is_lazy,
+    once,
+    readable,
+    refuse_batched,
+    refuse_tangents,
+)
+from headscope.masks import And, Band, Dense, Documents, KeyLengths, Mask, Or, Plan, Prefix, Turned
+
+name = "cpu"
+
+CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+COARSE = {torch.float32: 2.0**12, torch.float64: 2.0**41}  # numbers that have lost what comes after the twelfth bit
+MOST_POSITIONS = 2**31  # in a mask they are numbers of 32 bits
+
+
+def _load() -> tuple[Any, str]:
+    """The extension, or None; and why it was built and cannot be loaded, if that is so."""
+    try:
+        return import_module("headscope._native"), ""
+    except ModuleNotFoundError:  # it was not built
+        return None, ""
+    except ImportError as error:
+        return None, str(error)
+
+
+native, unloadable = _load()
+
+
+def refuses(call: Call) -> list[str]:
+    """What the native kernels cannot do."""
+    reasons: list[str] = []
+    if call.device != "cpu":
+        reasons.append(f"device: these kernels run on the CPU, not on {call.device}")
+    elif native is None:
+        why = f"cannot be loaded: {unloadable}" if unloadable else "is not installed"
+        reasons.append(f"build: the native extension {why}")
+    if call.within:
+        reasons.append("torch.func: within torch.compile, which does not trace their operators' gradients there")
+    if call.form == "subclass":
+        reasons.append("tensors: of a subclass of Tensor; these kernels read plain memory")
+    if call.rest == "many":
+        reasons.append(f"mask: of more than {MOST_RULES} parts")
+    # where sizes may be open, their operator looks when it runs: an exported program would be tied to what was found
+    if call.form != "traced" and (call.queries >= MOST_POSITIONS or call.keys >= MOST_POSITIONS):
+        reasons.append(f"sizes: from {MOST_POSITIONS:,} queries or keys on")
+    return reasons
+
+
+def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """out, and lse if it is asked for. The seed of dropout is drawn from torch's generator unless it is given."""
+    if seed is None:
+        seed = int(torch.randint(2**62, (), device="cpu").item()) if call.dropout else 0
+    with torch.no_grad():
+        out, lse, _ = _forward(call, plan, inputs, seed, need_lse=call.lse or call.grad or call.bias_grad)
+    return _tied(call, plan, inputs, seed, out, lse)
+
+
+def attend_finite(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None] | None:
+    """As ``attend``, without dropout; None where NaN or infinity may have reached what must not see it."""
+    with torch.no_grad():
+        out, lse, finite = _forward(call, plan, inputs, 0, need_lse=call.lse or call.grad or call.bias_grad)
+    if not finite and hides(call):
+        return None
+    return _tied(call, plan, inputs, 0, out, lse)
+
+
+def _tied(
+    call: Call, plan: Plan | None, inputs: Inputs, seed: int, out: Tensor, lse: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """out and lse with their gradients, where the call has any."""
+    if not (call.grad or call.bias_grad) or lse is None:
+        return out, lse
+    tied = _Differentiable.apply((Work(call, plan, seed), call.lse, out, lse), *inputs)
+    return tied if call.lse else (tied, None)  # pyright: ignore[reportReturnType]
+
+
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+def repeater(
+    call: Call, plan: Plan | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None
+) -> Callable[..., tuple[Tensor, Tensor | None] | None] | None:
+    """A short way for a call that will come again with other tensors of the same sizes, dtypes and strides.
+
+    It takes q, k, v, and bias and sinks if there are any, and returns out, and lse where the call asks for it. It
+    returns None where NaN or infinity may have reached rows that must not see it. It also returns None where a tensor
+    has no memory: the long way then materializes a ZeroTensor, and raises for a freed storage. There is no short way
+    for calls with dropout, with rules beside the spans of a mask, or with tensors that would have to be copied first.
+    """
+    dtype = accumulate_dtype(call.dtype)
+    copied = not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 or any(
+        x is not None and (x.dtype != dtype or x.stride()[-1:] not in ((), (1,))) for x in (bias, sinks)
+    )
+    copied = copied or any(x is not None and is_lazy(x) for x in (q, k, v, bias, sinks))
+    if copied or call.dropout or (plan is not None and plan.rest is not None):
+        return None
+    described = describe(call, plan, Inputs(q, k, v, four_axes(bias), sinks), 0)
+    described.held = described.held[5:6]  # the spans; the others will be other tensors
+    repeat, threads, empty = native.repeat, torch.get_num_threads, torch.empty_like
+    like = hollow(rows_like(call, call.queries, call.heads, call.v_head_dim))
+    lse_like = hollow(torch.empty((call.batch, call.heads, call.queries), dtype=dtype, device="cpu"))
+    hidden = hides(call)
+    work, grad, asked = Work(call, plan, 0), call.grad or call.bias_grad, call.lse
+    need_lse, beside = grad or asked, bias is not None or sinks is not None
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        out, lse = empty(like), empty(lse_like) if need_lse else None
+        bias_at = 0 if bias is None else bias.data_ptr()
+        sinks_at = 0 if sinks is None else sinks.data_ptr()
+        if beside and ((bias is not None and not bias_at) or (sinks is not None and not sinks_at)):
+            return None
+        try:
+            finite = repeat(
+                described.native, q.data_ptr(), k.data_ptr(), v.data_ptr(), bias_at, sinks_at, out.data_ptr(),
+                0 if lse is None else lse.data_ptr(), threads(),
+            )  # fmt: skip
+        except ValueError:  # q, k or v has no memory
+            return None
+        if not finite and hidden:
+            return None
+        if not grad or lse is None:
+            return out, lse
+        made = (work, asked, out, lse)
+        tied = _tie(made, q, k, v, bias, sinks) if beside else _tie(made, q, k, v)
+        return tied if asked else (tied, None)  # pyright: ignore[reportReturnType]
+
+    return run
+
+
+def hollow(tensor: Tensor) -> Tensor:
+    """The same without its memory: from such a one another is made sooner than from sizes, strides and dtype."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+class _Differentiable(torch.autograd.Function):
+    """Ties out and lse, which are there already, to what they were made from."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, made: tuple[Work, bool, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, *beside: Tensor | None
+    ) -> Result:
+        ctx.work, asked, out, lse = made
+        masks = () if ctx.work.plan is None else ctx.work.plan.read_again()
+        ctx.save_for_backward(q, k, v, out, lse, *beside, *masks)  # beside: bias and sinks, or nothing
+        if not asked:
+            return out
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_batched(grad_out, grad_lse)
+        refuse_tangents(grad_out, grad_lse)
+        saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
+        q, k, v, out, lse, *rest = saved
+        beside = rest[: len(ctx.needs_input_grad) - 4]
+        bias, sinks = beside or (None, None)
+        inputs, wanted = Inputs(q, k, v, four_axes(bias), sinks), ctx.needs_input_grad[4:] or (False, False)
+        with torch.no_grad():
+            dq, dk, dv, dbias, dsinks = gradients(ctx.work, inputs, (out, lse), (grad_out, grad_lse), wanted)
+        dbias = dbias.reshape(bias.shape) if dbias is not None and bias is not None else None  # the axes it came with
+        found = (dq, dk, dv, dbias, dsinks)[: 3 + len(beside)]
+        return None, *once(found, grad_out, grad_lse, *saved)
+
+
+# What ``_Differentiable.apply`` comes to outside of torch.func; the look for that costs as much as the rest.
+_tie: Callable[..., Result] = super(torch.autograd.Function, _Differentiable).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def four_axes(bias: Tensor | None) -> Tensor | None:
+    """A bias as a backend takes it: [B, H, Q, K], each axis of its size or 1."""
+    return bias if bias is None or bias.ndim == 4 else bias[(None,) * (4 - bias.ndim)]
+
+
+def gradients(
+    work: Work, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """Of q, k, v, and of bias and sinks where they are wanted.
+
+    Args:
+        work: what was done.
+        inputs: what it was done to; see ``gradients_of_bad_inputs`` where q, k or v hold NaN or infinity.
+        results: out and lse, as they came out.
+        grads: those of out and lse, or None.
+        wanted: whether those of bias and sinks are.
+    """
+    found, finite = _gradients(work, inputs, results, grads, wanted)
+    if finite:  # a NaN that met anything, and be it a weight of 0, would be in one of them
+        return found
+
+    def again(clean: Inputs, grads: Pair) -> tuple[Tensor | None, ...]:
+        out, lse, _ = _forward(work.call, work.plan, clean, work.seed, need_lse=True)
+        assert lse is not None  # it is asked for
+        return _gradients(work, clean, (out, lse), grads, wanted)[0]
+
+    return gradients_of_bad_inputs(work, inputs, grads, again) or found
+
+
+def _gradients(
+    work: Work, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, wanted: tuple[bool, ...]
+) -> tuple[tuple[Tensor | None, ...], bool]:
+    """These, and whether all of dq, dk and dv is finite."""
+    call = work.call
+    out, lse = (
+        unit_stride(results[0]),
+        readable(results[1]).contiguous(),
+    )  # hooks on what is saved may have laid them out anew
+    grad_out = torch.zeros_like(out) if grads[0] is None else unit_stride(grads[0])
+    grad_lse = readable(grads[1]).contiguous() if grads[1] is not None else None
+    dq = rows_like(call, call.queries, call.heads, call.head_dim)
+    dk = rows_like(call, call.keys, call.kv_heads, call.head_dim)
+    dv = rows_like(call, call.keys, call.kv_heads, call.v_head_dim)
+    dbias = None
+    if inputs.bias is not None and wanted[0]:
+        repeats = tuple(inputs.bias.shape) != (call.batch, call.heads, call.queries, call.keys)
+        dbias = torch.zeros(inputs.bias.shape, dtype=torch.float64 if repeats else lse.dtype, device="cpu")
+    described = describe(call, work.plan, inputs, work.seed)  # a name of its own: it keeps alive what it points into
+    finite = native.backward(
+        described.native, out.data_ptr(), out.stride(), lse.data_ptr(),
+        grad_out.data_ptr(), grad_out.stride(), address(grad_lse), dq.data_ptr(), dq.stride(),
+        dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(), address(dbias), _strides(dbias),
+        dbias is not None and dbias.dtype == torch.float64, torch.get_num_threads(),
+    )  # fmt: skip
+    dsinks = None
+    if inputs.sinks is not None and wanted[1]:
+        p = _weights_of_sinks(work, inputs, inputs.sinks, lse)
+        rows = -(out.to(lse.dtype) * grad_out.to(lse.dtype)).sum(-1)  # [B, H, Q]
+        dsinks = (p * (rows if grad_lse is None else rows + grad_lse)).sum((0, 2)).to(inputs.sinks.dtype)
+    if dbias is not None and inputs.bias is not None:
+        dbias = dbias.to(inputs.bias.dtype)
+    return (dq, dk, dv, dbias, dsinks), finite
+
+
+def _weights_of_sinks(work: Work, inputs: Inputs, sinks: Tensor, lse: Tensor) -> Tensor:
+    """What of each row falls to the sink, [B, H, Q]; by lse, unless that has lost the sum beside the largest logit."""
+    coarse = (lse.abs() > COARSE[lse.dtype]) & (lse != -torch.inf)
+    if bool(coarse.any()):
+        return blocked.weights_of_sinks(work.call, work.plan, inputs)
+    return torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill(lse == -torch.inf, 0)
+
+
+class _Described:
+    """A call of the extension, and the tensors its addresses point into."""
+
+    def __init__(self, native_call: Any, held: tuple[Tensor | None, ...]) -> None:
+        self.native = native_call
+        self.held = held
+
+
+def _forward(
+    call: Call, plan: Plan | None, inputs: Inputs, seed: int, need_lse: bool
+) -> tuple[Tensor, Tensor | None, bool]:
+    """out, lse, and whether all of out is finite."""
+    out = rows_like(call, call.queries, call.heads, call.v_head_dim)
+    lse = None
+    if need_lse:
+        rows = (call.batch, call.heads, call.queries)
+        lse = torch.empty(rows, dtype=accumulate_dtype(call.dtype), device="cpu")
+    described = describe(call, plan, inputs, seed)  # a name of its own: it keeps alive what it points into
+    finite = native.forward(described.native, out.data_ptr(), address(lse), torch.get_num_threads())
+    return out, lse, finite
+
+
+def rows_like(call: Call, length: int, heads: int, width: int) -> Tensor:
+    """An empty [B, heads, length, width], laid out as [B, length, heads, width]: merging heads then costs nothing."""
+    sizes = (call.batch, heads, length, width)
+    return torch.empty_strided(sizes, _row_strides(length, heads, width), dtype=call.dtype, device="cpu")
+
+
+def _row_strides(length: int, heads: int, width: int) -> tuple[int, int, int, int]:
+    return (length * heads * width, width, heads * width, 1)
+
+
+def describe(call: Call, plan: Plan | None, inputs: Inputs, seed: int = 0) -> _Described:
+    """A call as the extension knows it."""
+    q, k, v = (unit_stride(x) for x in inputs[:3])
+    dtype = accumulate_dtype(call.dtype)
+    bias = readable(inputs.bias.detach().to(dtype)) if inputs.bias is not None else None
+    sinks = readable(inputs.sinks.detach().to(dtype)).contiguous() if inputs.sinks is not None else None
+    for name, x in (("bias", bias), ("sinks", sinks)):
+        if x is not None and x.numel() and not x.data_ptr():  # address 0 would mean that there is none
+            raise ValueError(f"{name}: its memory is gone: its storage holds nothing")
+    spans, spans_at, rules = None, (0, 0, 0), _Rules()
+    if plan is not None and not plan.everything:
+        spans = readable(plan.spans.to(torch.int32)).contiguous()
+        spans_at = _reach(spans)
+        if plan.rest is not None:
+            rules.add(plan.rest, (call.batch, call.heads, call.queries, call.keys))
+    sizes = (call.batch, call.heads, call.kv_heads, call.queries, call.keys, call.head_dim, call.v_head_dim)
+    made = native.Call(
+        sizes, CODES[call.dtype], q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride(),
+        address(bias), _strides(bias), address(sinks), address(spans), spans_at, rules.made,
+        call.scale, call.softcap or 0.0, call.dropout, seed, _row_strides(call.queries, call.heads, call.v_head_dim),
+    )  # fmt: skip
+    return _Described(made, (q, k, v, bias, sinks, spans, *rules.held))
+
+
+class _Rules:
+    """The rest of a plan as the extension's program: postfix, each rule with up to two tensors."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[int, int, tuple[int, ...], int, tuple[int, ...]]] = []
+        self.held: list[Tensor] = []
+
+    def add(self, mask: Mask, sizes: tuple[int, int, int, int]) -> None:
+        """Append a mask and, before it, its parts."""
+        none = (0, 0, 0, 0)
+        match mask:
+            case Dense():
+                seen = readable(mask.tensor)[(None,) * (4 - mask.tensor.ndim)]
+                self._rule(2, seen, _strides(seen))
+            case Documents():
+                q_ids, k_ids = readable(mask.q_ids.long()), readable(mask.k_ids.long())
+                self._rule(1, q_ids, (*_strides(q_ids), 0, 0), k_ids, (*_strides(k_ids), 0, 0))
+            case And() | Or():
+                self.add(mask.first, sizes)
+                self.add(mask.second, sizes)
+                self.made.append((3 if isinstance(mask, And) else 4, 0, none, 0, none))
+            case Band() | Turned() | Prefix() | KeyLengths():
+                spans = readable(mask.plan(*sizes).spans.to(torch.int32)).contiguous()
+                self._rule(0, spans, (*_reach(spans), 0))
+            case _:  # a mask of the caller's own
+                self.add(Dense(mask.dense(*sizes)), sizes)
+
+    def _rule(self, kind: int, first: Tensor, stride: tuple[int, ...], second: Tensor | None = None,
+              second_stride: tuple[int, ...] = (0, 0, 0, 0)) -> None:  # fmt: skip
+        self.held += [first] if second is None else [first, second]
+        self.made.append((kind, first.data_ptr(), stride, address(second), second_stride))
+
+
+def _reach(spans: Tensor) -> tuple[int, int, int]:
+    """Strides over batch and queries, and how many spans a row has."""
+    batch, queries, _, _ = _strides(spans)
+    return batch, queries, spans.shape[2]
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """Return x, or a copy of it, as a kernel reads it: ``readable``, with a last stride of 1."""
+    x = readable(x)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def address(x: Tensor | None) -> int:
+    """Where its data lies; 0 = there is none."""
+    return 0 if x is None else x.data_ptr()
+
+
+def _strides(x: Tensor | None) -> tuple[int, ...]:
+    """Strides with 0 along axes of size 1, so that these repeat."""
+    return (
+        tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)) if x is not None else (0, 0, 0, 0)
+    )

@@ -1,0 +1,193 @@
+"""torch's fused kernels, through ``scaled_dot_product_attention``, where they need no Q x K matrix of their own."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headscope._attend.backends import blocked
+from headscope._attend.call import Call
+from headscope._attend.interface import Inputs, accumulate_dtype, readable, within_range
+from headscope.masks import Dense, Plan
+
+name = "sdpa"
+LANES = 16
+"""With fewer keys than this, torch's kernel for a CPU returns 0 for a row of NaN. With more, and all of them visible to
+every row, its kernels for float32 and float64 propagate NaN and infinity correctly."""
+WIDEST = 256
+"""The largest D of torch's flash kernel for CUDA."""
+
+ORIGINAL = F.scaled_dot_product_attention
+_entered = threading.local()
+
+
+def refuses(call: Call) -> list[str]:
+    """What torch's fused kernels cannot do, or do only by filling the matrix."""
+    reasons: list[str] = []
+    if call.lse:
+        reasons.append("lse: scaled_dot_product_attention does not return it")
+    if call.softcap is not None:
+        reasons.append("softcap: not an option of scaled_dot_product_attention")
+    if call.sinks:
+        reasons.append("sinks: not an option of scaled_dot_product_attention")
+    if call.dropout and call.device == "cpu":
+        reasons.append("dropout: torch has no fused kernel for it on a CPU")
+    if call.v_head_dim != call.head_dim:
+        reasons.append(f"Dv: torch has no fused kernel for Dv {call.v_head_dim} beside D {call.head_dim}")
+    if call.rest in ("other", "many") or (call.rest == "dense" and call.spans != "all"):
+        reasons.append("mask: this combination would have to be filled in as a Q x K matrix")
+    elif call.spans == "rows":
+        reasons.append(
+            "mask: a band other than the square causal one, or lengths that a graph does not know while it is made, "
+            "would have to be filled in as a Q x K matrix"
+        )
+    if call.scale <= 0 and (call.spans == "causal" or call.device != "cpu"):
+        reasons.append("scale: at or below 0; torch's kernels hide keys and look for the largest logit first")
+    if call.bias is not None:
+        reasons += _refuses_bias(call)
+    if call.device == "cuda" and call.form != "subclass":  # of a subclass, it is its own matter which kernel runs
+        reasons += _refuses_on_cuda(call)
+    if call.keys == 0 or call.queries == 0 or call.batch == 0:
+        reasons.append("an axis of size 0")
+    return reasons
+
+
+def _refuses_bias(call: Call) -> list[str]:
+    reasons: list[str] = []
+    if call.bias_grad:
+        reasons.append("bias: torch's fused kernels have no gradient for it, which torch.no_grad() does without")
+    if call.bias_dtype != call.dtype:
+        reasons.append(f"bias: dtype {call.bias_dtype} beside {call.dtype}")
+    if call.spans != "all" or call.rest != "none":
+        reasons.append("bias: together with a mask it would have to be filled in as a Q x K matrix")
+    return reasons
+
+
+def _refuses_on_cuda(call: Call) -> list[str]:
+    """Return why torch would take its math kernel, which fills Q x K matrices.
+
+    Source: torch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+    """
+    if call.dtype == torch.float64:
+        return ["dtype: torch has no fused kernel for float64 on CUDA, and would fill a Q x K matrix"]
+    if call.head_dim > WIDEST:
+        return [
+            f"D: {call.head_dim} is above {WIDEST}, the limit of torch's flash kernel; torch may fill a Q x K matrix"
+        ]
+    half = call.dtype != torch.float32
+    masked = call.bias is not None or call.rest != "none" or call.spans == "keys"
+    least = 8 if half else 4  # 16 bytes, the alignment of the memory-efficient kernel, which is the one with masks
+    if call.head_dim % least and (masked or not half):
+        reason = f"D: torch's memory-efficient kernel takes multiples of {least}, not {call.head_dim}"
+        return [f"{reason}; torch would fill a Q x K matrix"]
+    return []
+
+
+def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """One call of ``scaled_dot_product_attention``."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if q.layout == torch.strided:
+        if not torch.compiler.is_compiling():  # which cannot trace the question
+            q, k, v = readable(q), readable(k), readable(v)
+        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q, k, v = _without_overlap(q), _without_overlap(k), _without_overlap(v)
+    gqa = False
+    if call.group > 1:  # not gqa = ...: while a compiler leaves the heads open that is a symbol, which SDPA refuses
+        gqa = True
+    if gqa and call.device != "cpu" and (call.dtype == torch.float32 or _matrix(call, plan, inputs) is not None):
+        # on an accelerator only the half-precision kernel without a mask knows grouped heads
+        k, v, gqa = k.repeat_interleave(call.group, 1), v.repeat_interleave(call.group, 1), False
+    out = _torch_attention(
+        q,
+        k,
+        v,
+        attn_mask=_matrix(call, plan, inputs),
+        dropout_p=call.dropout,
+        is_causal=call.spans == "causal",
+        scale=call.scale,
+        enable_gqa=gqa,
+    )
+    return out, None
+
+
+def attend_careful(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """``attend``, for inputs whose logits may leave the range: torch's kernels for a CPU then return 0, not NaN."""
+    fits = within_range(call, inputs.q, inputs.k, inputs.bias)
+    return attend(call, plan, inputs) if fits else blocked.attend(call, plan, inputs)
+
+
+def _torch_attention(*args: Any, **options: Any) -> Tensor:
+    """``F.scaled_dot_product_attention``, looked up now: somebody may have replaced it, perhaps by a call of ours."""
+    current = F.scaled_dot_product_attention
+    if current is ORIGINAL or torch.compiler.is_compiling():
+        return current(*args, **options)
+    if getattr(_entered, "now", False):  # the replacement has called headscope
+        return ORIGINAL(*args, **options)
+    _entered.now = True
+    try:
+        return current(*args, **options)
+    finally:
+        _entered.now = False
+
+
+def _without_overlap(x: Tensor) -> Tensor:
+    """Return x, or a copy of it where rows share memory: torch lays its result out as q, and would write over it."""
+    return x.contiguous().clone() if _overlaps(x) else x
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether a step along an axis is shorter than a row. Batch entries and heads may repeat, with a stride of 0."""
+    *outer, rows, width = x.shape
+    *steps, step, _ = x.stride()
+    if rows > 1 and step < width:
+        return True
+    return any(size > 1 and 0 < stride < width for size, stride in zip(outer, steps, strict=True))
+
+
+def repeater(
+    call: Call, plan: Plan | None, q: Tensor, k: Tensor, v: Tensor, *beside: Tensor | None
+) -> Callable[..., tuple[Tensor, None] | None] | None:
+    """A short way for a call that will come again with other tensors of the same sizes, dtypes and strides.
+
+    It takes q, k, v and returns out and no lse; or None where the long way has to look closer: NaN or infinity, or
+    autocast. There is none for calls with tensors beside q, k, v.
+    """
+    unit = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    plain = call.bias is None and call.spans in ("all", "causal") and call.rest == "none" and not call.dropout
+    if call.device != "cpu" or not unit or not plain or any(_overlaps(x) for x in (q, k, v)):
+        return None
+    causal, scale, gqa, dtype = call.spans == "causal", call.scale, call.group > 1, accumulate_dtype(call.dtype)
+    faithful = not causal and call.keys >= LANES and call.dtype in (torch.float32, torch.float64)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None] | None:
+        if torch.is_autocast_enabled("cpu") or any(x._is_zerotensor() for x in (q, k, v)):
+            return None
+        if not faithful:
+            if not within_range(call, q, k):
+                return None
+            if causal and not math.isfinite(v.sum(dtype=dtype).item()):
+                return None
+        return _torch_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa), None
+
+    return run
+
+
+def _matrix(call: Call, plan: Plan | None, inputs: Inputs) -> Tensor | None:
+    """What to pass as ``attn_mask``: never larger than what the caller gave."""
+    if inputs.bias is not None:
+        return inputs.bias
+    if plan is None:
+        return None
+    if isinstance(plan.rest, Dense):
+        return plan.rest.tensor[(None,) * (4 - plan.rest.tensor.ndim)]
+    if call.spans == "keys":
+        every = slice(0, None)
+        return plan.tile(every, every, every, slice(0, call.keys)).to(inputs.q.device)  # [B or 1, 1, 1, K]
+    return None

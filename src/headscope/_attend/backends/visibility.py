@@ -1,0 +1,150 @@
+"""Which rows see which keys, block by block; and what a NaN or an infinity in q, k or v does to rows and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from headscope._attend.call import Call
+from headscope._attend.interface import Inputs, Work, accumulate_dtype
+from headscope.masks import Plan
+
+ROWS = 1 << 19  # elements of one block of visibility
+
+Gradients = tuple[Tensor | None, ...]
+"""Of q, k, v, bias and sinks."""
+Pair = tuple[Tensor | None, Tensor | None]
+"""The gradients of out and lse."""
+
+
+def hides(call: Call) -> bool:
+    """Whether there may be keys that a row does not see."""
+    return call.spans != "all" or call.rest != "none" or call.bias is not None
+
+
+def visible_blocks(
+    call: Call, plan: Plan | None, bias: Tensor | None, keys: slice, device: torch.device
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Which of some keys each row sees, a block of rows at a time.
+
+    Yields:
+        rows; the span of keys that any of them sees; and visibility, boolean [B or 1, H or 1, rows, span].
+    """
+    step = max(1, ROWS // max(1, call.batch * call.heads * (keys.stop - keys.start)))
+    for start in range(0, call.queries, step):
+        rows = slice(start, min(start + step, call.queries))
+        span = keys
+        if plan is not None and plan.bounds is not None:
+            low, high = plan.bounds[rows if len(plan.bounds) > 1 else slice(None)].unbind(-1)
+            span = slice(max(keys.start, int(low.amin())), min(keys.stop, int(high.amax())))
+        if span.start >= span.stop:
+            continue
+        seen = torch.ones((1, 1, rows.stop - rows.start, span.stop - span.start), dtype=torch.bool, device=device)
+        if plan is not None:
+            seen = seen & plan.tile(slice(0, call.batch), slice(0, call.heads), rows, span)
+        if bias is not None:
+            cut = bias[:, :, slice(None) if bias.shape[2] == 1 else rows]
+            seen = seen & (cut[..., slice(None) if bias.shape[3] == 1 else span] != -torch.inf)
+        yield rows, span, seen
+
+
+def marks_of_rows(call: Call, plan: Plan | None, bias: Tensor | None, marks: Tensor) -> Tensor:
+    """Whether a row sees a marked key: marks [B, Hkv, K, C] -> [B, H, Q, C].
+
+    Marks are rare, or everywhere at once: only keys and columns that have one are visited.
+    """
+    found = marks.new_zeros((call.batch, call.heads, call.queries, marks.shape[-1]))
+    keys, columns = (marks.any(0).any(0).any(axis).nonzero().flatten() for axis in (1, 0))
+    if len(keys) == 0:
+        return found
+    marks = marks[:, :, keys][..., columns].to(accumulate_dtype(call.dtype))  # [B, Hkv, marked keys, marked columns]
+    for rows, span, visible in visible_blocks(call, plan, bias, slice(int(keys[0]), int(keys[-1]) + 1), marks.device):
+        here = slice(*torch.searchsorted(keys, torch.tensor([span.start, span.stop], device=keys.device)).tolist())
+        visible = visible[..., keys[here] - span.start].to(marks.dtype)  # [B or 1, H or 1, rows, marked keys]
+        cut = marks[:, :, here]
+        if visible.shape[:2] == (1, 1):  # one product for all
+            counts = torch.einsum("ij,bhjc->bhic", visible[0, 0], cut).repeat_interleave(call.group, 1)
+        else:
+            counts = visible @ cut.repeat_interleave(call.group, 1)
+        found[:, :, rows, columns] = counts > 0
+    return found
+
+
+def rows_with_keys(call: Call, plan: Plan | None, bias: Tensor | None, device: torch.device) -> Tensor:
+    """Whether a row sees any key, [B, H, Q]."""
+    shape = (call.batch, call.heads, call.queries)
+    if call.keys and bias is None and (plan is None or not plan.may_be_empty):
+        return torch.ones(shape, dtype=torch.bool, device=device)
+    found = torch.zeros(shape, dtype=torch.bool, device=device)
+    for rows, _, visible in visible_blocks(call, plan, bias, slice(0, call.keys), device):
+        found[:, :, rows] = visible.any(-1)
+    return found
+
+
+def rows_of_bad_logits(call: Call, plan: Plan | None, bias: Tensor | None, bad_q: Tensor, bad_k: Tensor) -> Tensor:
+    """Whether a row sees a key and one of q and k is not finite there, [B, H, Q]."""
+    rows = marks_of_rows(call, plan, bias, bad_k.any(-1, keepdim=True))[..., 0]
+    if bad_q.any():
+        rows = rows | (bad_q.any(-1) & rows_with_keys(call, plan, bias, bad_q.device))
+    return rows
+
+
+def incoming(grads: Pair) -> Tensor | bool:
+    """Whether the gradient of a row's out or lse is not 0, [B, H, Q]."""
+    found: Tensor | bool = False
+    if grads[0] is not None:
+        found = (grads[0] != 0).any(-1)
+    if grads[1] is not None:
+        found = (grads[1] != 0) | found
+    return found
+
+
+def gradients_of_bad_inputs(
+    work: Work, inputs: Inputs, grads: Pair, gradients: Callable[[Inputs, Pair], Gradients]
+) -> Gradients | None:
+    """Gradients where q, k or v hold NaN or infinity; None if they do not.
+
+    Rows of bad logits have NaN for a gradient, and so has all that they see, unless nothing depends on their result.
+    What the other rows give is as if zeros stood in the place of NaN and infinity: 0 x NaN is NaN.
+    """
+    call, plan, bias = work.call, work.plan, inputs.bias
+    bad = [~x.isfinite() for x in inputs[:3]]
+    if not any(x.any() for x in bad):
+        return None
+    rows = rows_of_bad_logits(call, plan, bias, bad[0], bad[1])
+    q, k, v = (x.masked_fill(b, 0) for x, b in zip(inputs[:3], bad, strict=True))
+    others = (
+        None if grads[0] is None else grads[0].masked_fill(rows[..., None], 0),
+        None if grads[1] is None else grads[1].masked_fill(rows, 0),
+    )
+    found = gradients(Inputs(q, k, v, bias, inputs.sinks), others)
+    zeroed = tuple(None if x is None else x.masked_fill(b, 0) for x, b in zip(found[:3], bad, strict=True))
+    return with_nan_of_rows(call, plan, bias, rows & incoming(grads), (*zeroed, *found[3:]))
+
+
+def with_nan_of_rows(
+    call: Call, plan: Plan | None, bias: Tensor | None, rows: Tensor, gradients: Gradients
+) -> Gradients:
+    """Gradients with NaN for some rows [B, H, Q], for the keys and values that they see, their biases and sinks."""
+    if not rows.any():
+        return gradients
+    dq, dk, dv, dbias, dsinks = gradients
+    keys = rows.new_zeros((call.batch, call.heads, call.keys))
+    biases = None if dbias is None else rows.new_zeros(dbias.shape)
+    axes = () if dbias is None else tuple(axis for axis in range(4) if dbias.shape[axis] == 1)
+    for at, span, visible in visible_blocks(call, plan, bias, slice(0, call.keys), rows.device):
+        met = visible & rows[:, :, at, None]  # [B, H, rows, keys]
+        keys[:, :, span] |= met.any(2)
+        if biases is not None:
+            for axis in axes:
+                met = met.any(axis, keepdim=True)
+            place = (slice(None), slice(None), at, span)
+            biases[tuple(slice(None) if axis in axes else place[axis] for axis in range(4))] |= met
+    keys = keys.unflatten(1, (-1, call.group)).any(2)  # [B, Hkv, K]
+    marks = (rows[..., None], keys[..., None], keys[..., None], biases, rows.any(2).any(0))
+    return tuple(
+        x if x is None or mark is None else x.masked_fill(mark, torch.nan)
+        for x, mark in zip((dq, dk, dv, dbias, dsinks), marks, strict=True)
+    )

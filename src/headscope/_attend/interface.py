@@ -1,0 +1,139 @@
+"""Backends: each says what it refuses, and attends.
+
+What a backend is given is canonical: q [B, H, Q, D], k [B, Hkv, K, D], v [B, Hkv, K, Dv], a bias that broadcasts to
+[B, H, Q, K] with four axes, sinks [H]. It returns ``out`` [B, H, Q, Dv] in q's dtype and, if the call asks for it,
+``lse`` [B, H, Q] in float32 (float64 for float64).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from headscope._attend.call import Call
+from headscope.masks import Plan
+
+NO_BATCHED_GRADIENTS = (
+    "attention: this backend takes no batch of gradients at once (is_grads_batched, vectorize=True); torch.func.jacrev "
+    'and torch.vmap do, and so does backend="reference"'
+)
+NO_FORWARD_MODE = (
+    "attention: this backend has no gradient in forward mode (jvp, jacfwd, hessian); "
+    'backend="reference" has one, in memory quadratic in the length'
+)
+NO_SECOND_DERIVATIVE = (
+    'attention: this backend has no second derivative; backend="reference" has one, in memory quadratic in the length'
+)
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call, in canonical form."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    sinks: Tensor | None
+
+
+class Work(NamedTuple):
+    """What was done, as its gradient needs to know it."""
+
+    call: Call
+    plan: Plan | None
+    seed: int
+
+
+class Backend(Protocol):
+    """One way to attend."""
+
+    @property
+    def name(self) -> str: ...
+
+    def refuses(self, call: Call) -> list[str]:
+        """Why this backend cannot take the call; empty if it can."""
+        ...
+
+    def attend(self, call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]: ...
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which logits, softmax and lse are computed: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def readable(x: Tensor) -> Tensor:
+    """Return x, or a copy of it, such that ``data_ptr`` points to its numbers."""
+    return x.clone() if is_lazy(x) else x
+
+
+def is_lazy(x: Tensor) -> bool:
+    """Whether x has no memory, or its memory holds the negatives of its numbers (``torch._neg_view``)."""
+    return x.is_neg() or x._is_zerotensor()
+
+
+def within_range(call: Call, q: Tensor, k: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether q, k and bias, where there is one, are finite and so small that no logit overflows; a bias may be -inf.
+
+    By the norms of the whole of q and k: no product of two of their rows is larger (Cauchy and Schwarz).
+    """
+    dtype = accumulate_dtype(call.dtype)
+    bound = max(1.0, abs(call.scale))
+    for x in (q, k):
+        bound *= torch.linalg.vector_norm(x.detach(), dtype=dtype).item()
+    if bias is not None and bias.numel():
+        bound += max(bias.detach().amax().item(), 0.0)  # NaN stays NaN, and is not within
+    return bound <= torch.finfo(dtype).max / 4
+
+
+_AS_IT_IS = nullcontext()
+
+
+def full_precision(call: Call) -> AbstractContextManager[object]:
+    """No autocast: it would round logits and weights to half precision behind the dtypes asked for."""
+    if call.device == "meta" or not torch.is_autocast_enabled(call.device):
+        return _AS_IT_IS
+    return torch.autocast(call.device, enabled=False)
+
+
+def refuse_batched(*grads: Tensor | None) -> None:
+    """Raise where autograd hands in several gradients in the place of each; a compiled function has none such."""
+    if not is_dynamo_compiling() and any(x is not None and is_legacy_batchedtensor(x) for x in grads):
+        raise RuntimeError(NO_BATCHED_GRADIENTS)
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """Raise where one has a gradient in forward mode: what reads numbers alone would drop it without a word."""
+    if forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
+        raise RuntimeError(NO_FORWARD_MODE)
+
+
+def once(gradients: tuple[Tensor | None, ...], *made_from: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients that raise where somebody differentiates them again; for the end of a backward pass.
+
+    torch's ``once_differentiable`` would not do: where the gradient that comes in needs none itself, it returns
+    constants, and a sum of a loss and a penalty on its gradient would lose the penalty's without a word.
+    """
+    if not torch.is_grad_enabled():  # as it is unless somebody asked for create_graph
+        return gradients
+    return _Once.apply(*gradients, *made_from)[: len(gradients)]  # pyright: ignore[reportReturnType, reportIndexIssue, reportOptionalSubscript]
+
+
+class _Once(torch.autograd.Function):
+    """Hands tensors through and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(None if x is None else x.view_as(x) for x in given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError(NO_SECOND_DERIVATIVE)

@@ -1,0 +1,125 @@
+"""NaN and infinity in q, k, v reach exactly the rows that see them, whatever else is in the batch.
+
+A logit is what arithmetic makes of q and k, and one that a mask hides is replaced: nothing of it is left. But weights
+meet whole blocks of values, and 0 x NaN is NaN: a NaN in a hidden value would leak into rows that do not see it. So
+where something is not finite and something is hidden, the backend runs with zeros in the place of what is not finite
+in v, and the rows that see one have it added. The sum of gradients has the same fault for q and k, and torch's fused
+kernels add a mask to the logits instead of replacing them; therefore gradients, and those kernels, get zeros in q and k
+too. Finite inputs come here only where a sum overflows, and then nothing changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headscope._attend.backends.visibility import (
+    Pair,
+    hides,
+    incoming,
+    marks_of_rows,
+    rows_of_bad_logits,
+    with_nan_of_rows,
+)
+from headscope._attend.call import Call
+from headscope._attend.interface import Inputs, accumulate_dtype, within_range
+from headscope._support.torch_state import has_no_values
+from headscope.masks import Plan
+
+_dispatch = attrgetter("__torch_dispatch__")  # what a subclass does in the place of torch's operators
+
+
+def suspicious(call: Call, inputs: Inputs, with_bias: bool = False) -> bool:
+    """Whether q, k, v or their logits may hold NaN or infinity, for backends that do not say it of what they return.
+
+    Looks at norms and sums alone: one that overflows is suspicious too. ``with_bias``: NaN or +inf in the bias is, too.
+    """
+    if call.device != "cpu" or has_no_values() or torch._C._are_functorch_transforms_active():
+        return False
+    if any(_dispatch(type(x)) is not _dispatch(Tensor) for x in inputs[:3]):  # these may have no values
+        return False
+    if not within_range(call, inputs.q, inputs.k, inputs.bias if with_bias else None):
+        return True
+    if not hides(call):  # each row sees all of v anyway
+        return False
+    return not math.isfinite(inputs.v.detach().sum(dtype=accumulate_dtype(call.dtype)).item())
+
+
+Attend = Callable[[Call, Plan | None, Inputs], tuple[Tensor, Tensor | None]]
+
+
+def attend(
+    run: Attend, call: Call, plan: Plan | None, inputs: Inputs, replaces: Attend
+) -> tuple[Tensor, Tensor | None]:
+    """``run``, a backend's ``attend``, for inputs that may hold NaN or infinity.
+
+    Args:
+        run: as the backend attends.
+        call, plan, inputs: what it takes.
+        replaces: the ``attend`` of a backend that replaces hidden logits; ``run``, unless it adds a mask to them.
+    """
+    bad_q, bad_k, bad_v = (~torch.isfinite(x.detach()) for x in inputs[:3])
+    if not (bad_q.any() or bad_k.any() or bad_v.any()):
+        return run(call, plan, inputs)
+    bias = None if inputs.bias is None else inputs.bias.detach()
+    v = inputs.v.masked_fill(bad_v, 0) if hides(call) else inputs.v
+    clean = inputs._replace(q=inputs.q.masked_fill(bad_q, 0), k=inputs.k.masked_fill(bad_k, 0), v=v)
+    out, lse = run(call, plan, clean)
+    rows = rows_of_bad_logits(call, plan, bias, bad_q, bad_k)
+    if rows.any():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # another draw would change what is drawn later
+            detached = (None if x is None else x.detach() for x in inputs._replace(v=v))
+            exact_out, exact_lse = replaces(call, plan, Inputs(*detached))  # pyright: ignore[reportArgumentType]
+        out = torch.where(rows[..., None], exact_out, out)
+        lse = None if lse is None or exact_lse is None else torch.where(rows, exact_lse, lse)
+        if call.grad or call.bias_grad:
+            out, lse = _NanGradients.apply((call, plan, rows), out, lse, *inputs)  # pyright: ignore[reportGeneralTypeIssues]
+    if hides(call) and bad_v.any():
+        out = out + _sums_of_bad_values(call, plan, bias, inputs.v.detach(), out.dtype)
+    return out, lse
+
+
+def _sums_of_bad_values(call: Call, plan: Plan | None, bias: Tensor | None, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """What NaN and infinity in the values that a row sees add up to, and 0 elsewhere, [B, H, Q, Dv]."""
+    signs = torch.cat([v.isnan(), v == torch.inf, v == -torch.inf], -1)
+    nan, plus, minus = marks_of_rows(call, plan, bias, signs).unflatten(-1, (3, -1)).unbind(-2)  # [B, H, Q, Dv]
+    found = torch.zeros_like(nan, dtype=dtype).masked_fill_(plus, torch.inf).masked_fill_(minus, -torch.inf)
+    return found.masked_fill_(nan | (plus & minus), torch.nan)
+
+
+class _NanGradients(torch.autograd.Function):
+    """Hands out and lse through, and gives NaN for a gradient to what rows of bad logits see."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, rows_of: tuple[Call, Plan | None, Tensor], out: Tensor, lse: Tensor | None, *inputs: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.rows_of = rows_of
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        return out.view_as(out), None if lse is None else lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (call, plan, rows), inputs = ctx.rows_of, ctx.saved_tensors
+        pair: Pair = (grads[0], grads[1])
+        zeros = tuple(
+            torch.zeros_like(x) if wanted else None for x, wanted in zip(inputs, ctx.needs_input_grad[3:], strict=True)
+        )
+        with torch.no_grad():
+            found = with_nan_of_rows(call, plan, inputs[3], rows & incoming(pair), zeros)
+        return None, *pair, *found
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        rows = ctx.rows_of[2]
+        out, lse = tangents[1:3]
+        return (
+            None if out is None else out.masked_fill(rows[..., None], torch.nan),
+            None if lse is None else lse.masked_fill(rows, torch.nan),
+        )

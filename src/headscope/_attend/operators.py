@@ -1,0 +1,323 @@
+"""Attention as operators, ``headscope::attend_forward`` and ``headscope::attend_backward``.
+
+A compiler cannot look through an address, as the native kernels take it, and would unroll the blocks of blocked torch
+for one length. What it sees instead is an operator: its schema, the sizes and strides of its
+results (the fake kernels below) and its gradient. What the operator runs is the same as without a compiler, and is told
+by ``functional``: see ``implement``.
+
+An operator takes tensors and numbers, so a mask crosses as codes (a small program in postfix order) and the tensors it
+reads. Its plan is made when the operator runs: nothing of it depends on a length that the compiler left open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from headscope._attend.call import Call
+from headscope._attend.interface import (
+    NO_BATCHED_GRADIENTS,
+    NO_FORWARD_MODE,
+    NO_SECOND_DERIVATIVE,
+    Inputs,
+    accumulate_dtype,
+    refuse_tangents,
+)
+from headscope.masks import FAR, And, Band, Dense, Documents, KeyLengths, Mask, Or, Prefix
+
+FORWARD, BACKWARD = "headscope::attend_forward", "headscope::attend_backward"
+# softcap 0 is none; seed: one int64, wanted where there is dropout; backend: the name of the one that runs
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, SymInt[] codes, Tensor[] parts"
+_NUMBERS = "float scale, float softcap, float dropout, Tensor? seed, str backend"
+_RESULTS = "Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse"
+
+
+class _Library(torch.library.Library):
+    """One whose operators refuse tangents: torch calls what has no gradient in forward mode as if there were none."""
+
+    def impl(self, op_name: str, fn: Callable[..., Any], dispatch_key: str = "", **how: Any) -> None:
+        """``register_autograd`` comes here too: above its kernel, and nowhere below, torch shows what it would drop."""
+        if dispatch_key != "Autograd":
+            return super().impl(op_name, fn, dispatch_key, **how)
+
+        def checked(*args: Any) -> Any:
+            refuse_tangents(*(x for x in args if isinstance(x, Tensor)))
+            return fn(*args)
+
+        return super().impl(op_name, checked, dispatch_key, **how)
+
+
+_library = _Library("headscope", "FRAGMENT")
+_tags = (torch.Tag.pt2_compliant_tag,)
+_library.define(f"attend_forward({_INPUTS}, {_NUMBERS}) -> (Tensor out, Tensor lse)", tags=_tags)
+_library.define(
+    f"attend_backward({_INPUTS}, {_NUMBERS}, {_RESULTS}, bool dbias, bool dsinks)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=_tags,
+)
+
+
+def implement(forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., tuple[Tensor, ...]]) -> None:
+    """Say what the operators run, on any device; the arguments are those of their schemas."""
+    _library.impl("attend_forward", forward, "CompositeExplicitAutograd")
+    _library.impl("attend_backward", backward, "CompositeExplicitAutograd")
+    _library.impl("attend_backward", _refuse_batches, "Batched")  # torch's key for autograd's own batches, not vmap's
+
+
+BACKENDS = ("cpu", "blocked")
+"""Those that are called as operators: a compiler cannot see into the first, and would cut the second by one length."""
+
+
+def attend(call: Call, mask: Mask | None, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
+    """out and lse of a call, by the operator. The seed of dropout is a tensor: each run of a graph draws another."""
+    codes: list[int] = []
+    parts: list[Tensor] = []
+    if mask is not None:
+        encode(mask, (call.batch, call.heads, call.queries, call.keys), inputs.q.device, codes, parts)
+    seed = torch.randint(2**62, (), device="cpu") if call.dropout else None
+    numbers = (call.scale, call.softcap or 0.0, call.dropout)
+    args = (*inputs, codes, parts, *numbers, seed, backend)
+    if not torch.compiler.is_compiling() and (
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    ):
+        return _Forward.apply(*_spread(args))  # pyright: ignore[reportReturnType]
+    return torch.ops.headscope.attend_forward(*args)
+
+
+# ---------------------------------------------------------------- masks as numbers and tensors
+
+
+class Code:
+    """What a code stands for; some are followed by numbers, some take tensors."""
+
+    BAND, PREFIX, LENGTHS, DOCUMENTS, DENSE, BOTH, EITHER = range(7)
+    NO_OFFSET, ONE_OFFSET, OFFSETS, OFFSET_TENSOR = range(4)  # of a band
+
+
+def encode(
+    mask: Mask, sizes: tuple[int, int, int, int], device: torch.device, codes: list[int], parts: list[Tensor]
+) -> None:
+    """Append a mask's codes and tensors; parts of a mask come before what joins them.
+
+    A mask of the caller's own class is filled in as a Q x K tensor: an operator knows nothing of it.
+    """
+    # no match: the compiler of older versions of torch cannot read one with classes
+    if isinstance(mask, Band):
+        codes += [Code.BAND, _reach(mask.left), _reach(mask.right)]
+        if mask.offset is None:
+            codes += [Code.NO_OFFSET]
+        elif isinstance(mask.offset, Tensor):
+            codes += [Code.OFFSET_TENSOR]
+            parts += [mask.offset]
+        elif isinstance(mask.offset, tuple):
+            codes += [Code.OFFSETS, len(mask.offset), *mask.offset]
+        else:
+            codes += [Code.ONE_OFFSET, mask.offset]
+    elif isinstance(mask, Prefix):
+        codes += [Code.PREFIX, mask.n]
+    elif isinstance(mask, KeyLengths):
+        codes += [Code.LENGTHS]
+        parts += [mask.lengths]
+    elif isinstance(mask, Documents):
+        codes += [Code.DOCUMENTS]
+        parts += [mask.q_ids, mask.k_ids]
+    elif isinstance(mask, (And, Or)):
+        encode(mask.first, sizes, device, codes, parts)
+        encode(mask.second, sizes, device, codes, parts)
+        codes += [Code.BOTH if isinstance(mask, And) else Code.EITHER]
+    else:
+        codes += [Code.DENSE]
+        parts += [mask.tensor if isinstance(mask, Dense) else mask.dense(*sizes, device)]
+
+
+def decode(codes: Sequence[int], parts: Sequence[Tensor]) -> Mask | None:
+    """The mask that was encoded, or None."""
+    numbers, tensors, made = iter(codes), iter(parts), list[Mask]()
+    for code in numbers:
+        match code:
+            case Code.BAND:
+                made.append(_band(next(numbers), next(numbers), numbers, tensors))
+            case Code.PREFIX:
+                made.append(Prefix(next(numbers)))
+            case Code.LENGTHS:
+                made.append(KeyLengths(next(tensors)))
+            case Code.DOCUMENTS:
+                made.append(Documents(next(tensors), next(tensors)))
+            case Code.DENSE:
+                made.append(Dense(next(tensors)))
+            case _:
+                second, first = made.pop(), made.pop()
+                made.append(first & second if code == Code.BOTH else first | second)
+    return made[0] if made else None
+
+
+def _reach(n: int | None) -> int:
+    """A reach of a band as a number: unbounded is further than any sequence is long."""
+    return FAR if n is None else max(-FAR, min(n, FAR))
+
+
+def _band(left: int, right: int, numbers: Iterator[int], tensors: Iterator[Tensor]) -> Band:
+    match next(numbers):
+        case Code.NO_OFFSET:
+            return Band(left, right)
+        case Code.ONE_OFFSET:
+            return Band(left, right, next(numbers))
+        case Code.OFFSETS:
+            return Band(left, right, tuple(islice(numbers, next(numbers))))
+        case _:
+            return Band(left, right, next(tensors))
+
+
+# ---------------------------------------------------------------- sizes and strides of the results
+
+
+def _rows(like: Tensor, heads: int, length: int, width: int, backend: str) -> Tensor:
+    """An empty [B, heads, length, width]; ``cpu`` lays it out as [B, length, heads, width]."""
+    sizes = (like.shape[0], heads, length, width)
+    if backend != "cpu":
+        return like.new_empty(sizes)
+    return like.new_empty_strided(sizes, (length * heads * width, width, heads * width, 1))
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, queries, _width = q.shape
+    lse = q.new_empty((batch, heads, queries), dtype=accumulate_dtype(q.dtype))
+    return _rows(q, heads, queries, v.shape[3], rest[-1]), lse
+
+
+def _fake_backward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    backend, dbias, dsinks = rest[6], *rest[-2:]
+    rows = (_rows(q, x.shape[1], x.shape[2], x.shape[3], backend) for x in (q, k, v))
+    return (
+        *rows,
+        q.new_empty(0) if bias is None or not dbias else bias.new_empty(bias.shape),
+        q.new_empty(0) if sinks is None or not dsinks else sinks.new_empty(sinks.shape),
+    )
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, bias, sinks, codes, parts, *numbers, seed, backend = inputs
+    ctx.codes, ctx.numbers, ctx.parts, ctx.backend = codes, numbers, len(parts), backend
+    ctx.save_for_backward(q, k, v, bias, sinks, seed, *output, *parts)
+    ctx.set_materialize_grads(False)
+
+
+def _for_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[tuple[Any, ...], Any]:
+    """The arguments of the operator for the backward pass, and whether bias and sinks want a gradient."""
+    q, k, v, bias, sinks, seed, out, lse, *parts = ctx.saved_tensors
+    wanted = (bias is not None and ctx.needs_input_grad[3], sinks is not None and ctx.needs_input_grad[4])
+    inputs = (q, k, v, bias, sinks, ctx.codes, parts, *ctx.numbers, seed, ctx.backend)
+    return (*inputs, out, lse, grad_out, grad_lse, *wanted), wanted
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    args, wanted = _for_backward(ctx, grad_out, grad_lse)
+    dq, dk, dv, dbias, dsinks = torch.ops.headscope.attend_backward(*args)
+    beside = (dbias if wanted[0] else None, dsinks if wanted[1] else None)
+    no_codes = None if ctx.codes else []  # torch takes an empty list for one of tensors, which wants a list back
+    return dq, dk, dv, *beside, no_codes, [None] * ctx.parts, None, None, None, None, None
+
+
+def _refuse_second(ctx: Any, *grads: Tensor | None) -> None:
+    raise RuntimeError(NO_SECOND_DERIVATIVE)
+
+
+def _refuse_batches(*args: Any) -> None:
+    raise RuntimeError(NO_BATCHED_GRADIENTS)
+
+
+def _refuse_forward_mode(ctx: Any, *tangents: Tensor | None) -> None:
+    raise RuntimeError(NO_FORWARD_MODE)
+
+
+# ---------------------------------------------------------------- torch.func
+
+
+class _Forward(torch.autograd.Function):
+    """The forward operator under torch.func, which does not take the gradient that is registered with an operator."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return torch.ops.headscope.attend_forward(*_gathered(args, 11))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _save(ctx, _gathered(inputs, 11), output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        args, wanted = _for_backward(ctx, *grads)
+        dq, dk, dv, dbias, dsinks = _Backward.apply(*_spread(args))  # pyright: ignore[reportGeneralTypeIssues]
+        rest = (None,) * (6 + ctx.parts)
+        return dq, dk, dv, dbias if wanted[0] else None, dsinks if wanted[1] else None, *rest
+
+    jvp = staticmethod(_refuse_forward_mode)  # pyright: ignore[reportAssignmentType]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        return _one_by_one(_Forward.apply, info, in_dims, args)
+
+
+class _Backward(torch.autograd.Function):
+    """The backward operator under torch.func."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return torch.ops.headscope.attend_backward(*_gathered(args, 17))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Nothing: there is no second derivative."""
+
+    backward = staticmethod(_refuse_second)  # pyright: ignore[reportAssignmentType]
+    jvp = staticmethod(_refuse_forward_mode)  # pyright: ignore[reportAssignmentType]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        return _one_by_one(_Backward.apply, info, in_dims, args)
+
+
+def _spread(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """An operator's arguments with the mask's tensors last, each by itself: torch.func looks into no list."""
+    return *args[:6], *args[7:], *args[6]
+
+
+def _gathered(args: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    """The inverse: the first ``count`` are an operator's own arguments, the rest are the mask's tensors."""
+    return *args[:6], list(args[count:]), *args[6:count]
+
+
+def _one_by_one(run: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Under vmap one run for each entry, as the mask of each may be another; of none, one of zeros tells the sizes."""
+    if is_dynamo_compiling():  # of a function that is compiled within vmap: torch leaves it out, but not what it calls
+        from headscope._attend import eager
+
+        return eager.one_by_one(run, info, in_dims, args)
+    if info.batch_size == 0:
+        args = tuple(
+            x.new_zeros((*x.shape[:dim], 1, *x.shape[dim:][1:])) if isinstance(dim, int) else x
+            for x, dim in zip(args, in_dims, strict=True)
+        )
+    each = [
+        run(*(x.select(dim, n) if isinstance(dim, int) else x for x, dim in zip(args, in_dims, strict=True)))
+        for n in range(max(1, info.batch_size))
+    ]
+    results = (torch.stack(parts)[: info.batch_size] for parts in zip(*each, strict=True))
+    return tuple(results), (0,) * len(each[0])
+
+
+torch.library.register_fake(FORWARD, _fake_forward, lib=_library)
+torch.library.register_fake(BACKWARD, _fake_backward, lib=_library)
+torch.library.register_autograd(FORWARD, _differentiate, setup_context=_save, lib=_library)
+torch.library.register_autograd(BACKWARD, _refuse_second, lib=_library)

@@ -1,0 +1,65 @@
+"""select(call, name) -> backend: the first in the table that refuses nothing, or the one that was named."""
+
+from __future__ import annotations
+
+import torch
+
+from headscope._attend.backends import blocked, native, reference, sdpa
+from headscope._attend.call import Call
+from headscope._attend.interface import Backend
+
+_ALL: tuple[Backend, ...] = (native, sdpa, blocked, reference)
+BACKENDS = {backend.name: backend for backend in _ALL}
+
+# Fastest first of what is right, by device type or as ``order`` says; other devices take the order of "default".
+ORDER: dict[str, tuple[str, ...]] = {
+    "default": ("cpu", "sdpa", "blocked", "reference"),
+    # bf16 on a CPU with matrix tiles, which torch's kernel uses and ours do not
+    "cpu, AMX": ("sdpa", "cpu", "blocked", "reference"),
+    # torch.func within torch.compile, which may ask for any derivative: torch's kernels have the first one only
+    "transformed": ("blocked", "cpu", "sdpa", "reference"),
+}
+AMX_ROWS = 32  # query rows of a key/value head from which on tiles are filled
+
+
+def order(call: Call) -> tuple[str, ...]:
+    """The names of the backends in the order in which they are asked."""
+    if call.form == "transformed":
+        return ORDER["transformed"]
+    rows = call.queries * call.group
+    if call.device == "cpu" and call.dtype == torch.bfloat16 and rows >= AMX_ROWS and has_amx():
+        return ORDER["cpu, AMX"]
+    return ORDER.get(call.device, ORDER["default"])
+
+
+def _find_amx() -> bool:
+    asked = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return bool(asked()) if asked is not None else False
+
+
+_AMX = _find_amx()  # once and now: a compiler cannot follow the question
+
+
+def has_amx() -> bool:
+    """Whether torch finds the matrix tiles of AMX here; False where this torch cannot say."""
+    return _AMX
+
+
+def select(call: Call, name: str | None = None) -> Backend:
+    """The backend that will run a call.
+
+    Args:
+        call: what is to be computed.
+        name: a backend's name, or None for the first of the table that refuses nothing.
+
+    Raises:
+        ValueError: there is no backend of that name, or it refuses the call; the message lists its reasons.
+    """
+    if name is None:
+        return next(BACKENDS[each] for each in order(call) if not BACKENDS[each].refuses(call))
+    if not isinstance(name, str) or name not in BACKENDS:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"backend: got {name!r}, wanted one of {', '.join(BACKENDS)}, or None to choose")
+    reasons = BACKENDS[name].refuses(call)
+    if reasons:
+        raise ValueError(f"backend: {name} refuses this call: {'; '.join(reasons)}")
+    return BACKENDS[name]

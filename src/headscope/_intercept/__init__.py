@@ -1,0 +1,1 @@
+"""How the attention calls of a running model are caught."""

@@ -1,0 +1,348 @@
+"""One attention as a watched model called it, in headscope's words, and what it measures to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _is_tracing
+from torch._subclasses import FakeTensor
+from torch.nn import functional as F
+
+from headscope import functional
+from headscope._attend.call import as_mask
+from headscope._intercept.masks import causal_rule, check_class
+from headscope._observe.inputs import Continued
+from headscope.masks import Band, Mask
+from headscope.stats import Observe
+from headscope.stats._layer import LayerStats
+
+Kind = Literal["self", "cross"]
+
+COMPILED = (
+    "watch: the model, or a part of it, runs compiled, so that its attention calls cannot be seen; watch and run it as "
+    "it was before torch.compile or torch.jit"
+)
+
+
+AT_ONCE = 1 << 22  # entries of a mask that are looked at at once
+
+
+class WatchError(RuntimeError):
+    """A model, or a part of it, that cannot be watched."""
+
+
+class WatchWarning(UserWarning):
+    """A model of which a part may not have been recorded."""
+
+
+class Ids(NamedTuple):
+    """The token ids of the keys, [K] or [B, K], and of the key before the first one, [] or [B], None = not known."""
+
+    keys: Tensor
+    before: Tensor | None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Call:
+    """One attention, with arguments as ``headscope.observe`` takes them.
+
+    Attributes:
+        total: how many positions a layer with a cache has seen, this call's included; None = as many as keys.
+        beside: how many keys, at the end, stand for no token of their own.
+        real: which keys are not padding, boolean [B or 1, K], where the mask hides others as well; None: as it says.
+        late: whether the mask slides and has moved on from the first keys before the first of these rows.
+        out: what the model got, [B, H, Q, Dv], where it is to be compared with what these arguments give.
+        own: makes the call, or one of a few of its rows, with what the model's own function gives; where headscope has
+            attended in its place.
+        kind: "self", "cross", or None where the call itself does not say.
+        tokens: ids of the keys.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    mask: Mask | Tensor | None = None
+    bias: Tensor | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    lse: Tensor | None = None
+    q_pos: Tensor | None = None
+    k_pos: Tensor | None = None
+    kind: Kind | None = None
+    tokens: Ids | None = None
+    total: int | Tensor | None = None
+    beside: int = 0
+    real: Tensor | None = None
+    late: bool = False
+    out: Tensor | None = None
+    own: Callable[[], Call] | None = None
+
+
+def measure(call: Call, what: Observe) -> LayerStats:
+    """The statistics of one call.
+
+    Raises:
+        WatchError: the call has no values to look at, or is a transform's and not the model's own.
+        TypeError, ValueError: it cannot be observed so.
+    """
+    _check_values(call)
+    if call.tokens is not None and call.kind != "cross":
+        what = _with_tokens(what, call.tokens)
+    places = (None, None, "cross", None) if call.kind == "cross" else (call.q_pos, call.k_pos, "self", call.real)
+    tensors, numbers = (call.q, call.k, call.v, call.bias, call.sinks), (call.scale, call.softcap, 0.0, False)
+    stats = functional._observe(tensors, call.mask, numbers, call.lse, what, places)
+    part = next(iter(stats.parts.values()))
+    if call.beside and call.kind != "cross":
+        part = _of_tokens(part, call)
+    return _without_first(part) if call.late or _forgotten(call) else part
+
+
+def _check_values(call: Call) -> None:
+    if call.q.device.type == "meta" or isinstance(call.q, FakeTensor):
+        raise WatchError("its tensors have no values (meta or fake tensors)")
+    if _are_functorch_transforms_active() or _is_tracing():
+        raise WatchError("the model runs within torch.func or torch.jit.trace, where its tensors are stand-ins")
+
+
+def _with_tokens(what: Observe, ids: Ids) -> Observe:
+    if ids.before is None:
+        return replace(what, tokens=ids.keys)
+    options: dict[str, Any] = {each.name: getattr(what, each.name) for each in fields(what)}
+    options["tokens"] = ids.keys
+    return Continued(**options, token_before=ids.before)
+
+
+def standing(call: Call) -> Call:
+    """A call of self-attention with its queries where its mask says that they stand, if it does.
+
+    A buffer for a cache has room behind the queries, for keys that have not come yet; these are hidden. So where the
+    last key that row i may see is n + i, with one n for a batch entry, its rows stand at n, n + 1, …, and not at the
+    end of the keys. Rows that may see nothing do not say; a mask with a ``Band`` has said already.
+
+    Raises:
+        WatchError: the mask has no values to look at.
+    """
+    queries, keys, mask = call.q.shape[-2], call.k.shape[-2], as_mask(call.mask)
+    if isinstance(call.mask, Tensor) and call.q.ndim > 4:
+        mask = as_mask(_four_axes(call.mask, call.q.shape[:-3]))
+    if keys <= queries or mask is None or any(each is not None for each in (call.q_pos, call.k_pos, call.total)):
+        return call
+    if 0 in call.q.shape or not mask.tensors() or any(isinstance(leaf, Band) for leaf in mask.leaves()):
+        return call
+    _check_values(call)
+    first = _first_rows(mask, call)
+    if first is None:
+        return call
+    places = first[:, None] + torch.arange(queries, device=first.device)  # [B or 1, Q]
+    same = len(first) == 1 or bool((first == first[0]).all())
+    return replace(
+        call,
+        q_pos=(places[0] if same else places[..., None]).to(call.q.device),
+        k_pos=torch.arange(keys, device=call.q.device),
+        total=int(first[0]) + queries if same else None,
+    )
+
+
+def _first_rows(mask: Mask, call: Call) -> Tensor | None:
+    """Where the first row of each batch entry stands, [B or 1]; None = at the end, or the mask does not say."""
+    queries, keys = call.q.shape[-2], call.k.shape[-2]
+    sizes = math.prod(call.q.shape[:-3]), call.q.shape[-3], keys
+    mask = mask.at(queries, keys)
+    device = mask.tensors()[0].device
+    last = _last_seen(mask, sizes, torch.tensor([queries - 1], device=device))
+    at_end = last == keys - 1
+    if bool(at_end.any() & (at_end | (last < 0)).all()):
+        return None
+    low, high = torch.tensor(keys, device=device), torch.tensor(-queries, device=device)
+    step = max(1, AT_ONCE // (last.numel() * keys))
+    for start in range(0, queries, step):
+        rows = torch.arange(start, min(start + step, queries), device=device)
+        last = _last_seen(mask, sizes, rows)
+        low = low.minimum(torch.where(last < 0, keys, last - rows).amin((1, 2)))
+        high = high.maximum(torch.where(last < 0, -queries, last - rows).amax((1, 2)))
+        if bool((low < high).any()):
+            return None
+    known = high >= low  # not of an entry that may see nothing
+    fits = known & (low >= 0) & (low <= keys - queries)
+    if not bool(known.any() & (fits == known).all()):
+        return None
+    return torch.where(known, low, low.amin())
+
+
+def _last_seen(mask: Mask, sizes: tuple[int, int, int], rows: Tensor) -> Tensor:
+    """The last key that each row may see, [B or 1, H or 1, R]; -1 = none. ``sizes``: B, H, K."""
+    b, h, j = (torch.arange(n, device=rows.device) for n in sizes)
+    seen = mask.allows(b[:, None, None, None], h[:, None, None], rows[:, None], j)
+    seen = seen.expand(torch.broadcast_shapes(seen.shape, (1, 1, len(rows), len(j))))
+    last = len(j) - 1 - seen.flip(-1).byte().argmax(-1)
+    return torch.where(seen.any(-1), last, -1)
+
+
+def placed(call: Call, positions: Tensor | None) -> Call:
+    """The call with its keys at these positions, and its queries at the last of those that have come.
+
+    Raises:
+        ValueError: there are not as many positions as keys, or more queries than keys.
+    """
+    if positions is None:
+        return call
+    queries, keys = call.q.shape[-2], call.k.shape[-2] - call.beside
+    if len(positions) != keys or queries > keys:
+        raise ValueError(
+            f"positions: are of {len(positions)} keys, this layer has {keys}, and {queries} queries; choose layers="
+        )
+    at = positions.to(call.k.device)
+    if call.q_pos is not None and call.q_pos.ndim == 3:  # as `standing` has found, which numbers the keys from 0
+        q_at = at[call.q_pos[..., 0]]
+        return replace(call, q_pos=q_at if at.ndim > 1 else q_at[..., None], k_pos=at)
+    end = min(call.total, keys) if isinstance(call.total, int) else keys
+    nowhere = at.new_full((call.beside, *at.shape[1:]), math.nan, dtype=torch.float64)
+    return replace(call, q_pos=at[end - queries : end], k_pos=torch.cat([at, nowhere]) if call.beside else at)
+
+
+def _forgotten(call: Call) -> int:
+    """How many of the first keys a sliding cache no longer holds."""
+    return max(0, call.total - call.k.shape[-2] + call.beside) if isinstance(call.total, int) else 0
+
+
+def _of_tokens(part: LayerStats, call: Call) -> LayerStats:
+    """With what the keys of tokens received, where these stand: the other keys' places are those of later tokens."""
+    if part.received is None or part.eligible is None:
+        return part
+    first, tokens = _forgotten(call), call.k.shape[-2] - call.beside
+    received, eligible = (F.pad(each[:, :tokens], (first, 0)) for each in (part.received, part.eligible))
+    return replace(part, received=received, eligible=eligible)
+
+
+def _without_first(part: LayerStats) -> LayerStats:
+    """Without ``first`` and ``streaming_w``: which keys were the first ones can no longer be said."""
+    gone = {name for name in part.moments if name == "first" or name.startswith("streaming_")}
+    moments = {name: each for name, each in part.moments.items() if name not in gone}
+    kept = tuple(
+        replace(each, values={name: rows for name, rows in each.values.items() if name not in gone})
+        for each in part.kept
+    )
+    return replace(part, moments=moments, kept=kept)
+
+
+def rounded(call: Call, *, bias: bool) -> Call:
+    """The call as autocast makes it: SDPA rounds its arguments to its dtype, as matmul does all but the bias.
+
+    Headscope's own functions do not: their calls are described as they are.
+    """
+    device = call.q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return call
+    dtype = torch.get_autocast_dtype(device)
+    changed: dict[str, Any] = {}
+    for name in ("q", "k", "v", *(("bias",) if bias else ())):
+        tensor: Tensor | None = getattr(call, name)
+        if tensor is not None and tensor.dtype != torch.float64:
+            changed[name] = tensor.to(dtype)
+    return replace(call, **changed)
+
+
+def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> Call:
+    """A call of ``torch.nn.functional.scaled_dot_product_attention`` by its arguments.
+
+    Args:
+        convert: ``_watch_masks.split``, or one that remembers what it has split.
+
+    Raises:
+        WatchError: its tensors are nested.
+        TypeError, ValueError: its mask cannot be read.
+    """
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    if any(given[name].is_nested for name in names[:3]):
+        raise WatchError("its tensors are nested; pass padded ones with a mask, or leave it out with layers=")
+    q, k, v = (one_head(given[name]) for name in names[:3])
+    attn_mask = given.get("attn_mask")
+    rule = causal_rule(attn_mask, q.shape[-2], k.shape[-2])
+    if attn_mask is None or rule is not None:
+        mask, bias = rule, None
+    else:
+        check_class("attn_mask", attn_mask)
+        mask, bias = convert(_four_axes(attn_mask, q.shape[:-3]) if q.ndim > 4 else attn_mask)
+    if given.get("is_causal"):
+        top_left = Band(None, 0, offset=0)
+        mask = top_left if mask is None else top_left & mask
+    kind: Kind | None = "self" if given.get("is_causal") or rule is not None else None
+    return rounded(Call(q=q, k=k, v=v, mask=mask, bias=bias, scale=given.get("scale"), kind=kind), bias=True)
+
+
+def attend(call: Call, dropout: float) -> Tensor:
+    """The output of the same call by headscope's own kernels."""
+    return functional.attention(
+        call.q,
+        call.k,
+        call.v if call.v is not None else call.k,
+        mask=call.mask,
+        bias=call.bias,
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        dropout=dropout,
+    )
+
+
+def one_head(tensor: Tensor) -> Tensor:
+    """SDPA takes [length, width] as well: one head."""
+    return tensor[None] if tensor.ndim == 2 else tensor
+
+
+def _four_axes(mask: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """A mask of SDPA beside these leading axes, as one beside their product."""
+    own = mask.shape[:-3]
+    if all(n == 1 for n in own):
+        return mask.reshape(mask.shape[len(own) :])
+    return mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
+
+
+Convert = Callable[[Tensor], tuple[Mask | None, Tensor | None]]
+
+
+def error_of(call: Call) -> tuple[Tensor, float] | None:
+    """How far the model's own output is from what these arguments give, relative to its largest value; one number.
+
+    On two rows of all heads, the last one and one in the middle; rows that may see nothing are left out. Beside it how
+    far it may be. None where there is nothing to compare.
+    """
+    if call.out is None or call.v is None or 0 in (*call.out.shape, call.k.shape[-2]):
+        return None
+    queries = call.q.shape[-2]
+    rows = torch.tensor(sorted({queries // 2, queries - 1}), device=call.q.device)
+    expected, lse = _rows(call, rows)
+    out = call.out.detach().index_select(-2, rows).float()
+    apart = torch.where(lse == -math.inf, 0.0, (expected - out).abs().amax(-1))
+    return apart.amax() / expected.abs().amax().clamp_min(1e-30), TOLERANCE[call.out.dtype]
+
+
+TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+"""How far an output may be from its definition, relative to the largest: rounding never comes near, a mask that was
+read wrongly goes far beyond."""
+
+
+def _rows(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The output of some queries, [B, H, R, Dv], and their lse, [B, H, R], by definition."""
+    q, k, v = call.q.index_select(-2, rows), call.k, call.v
+    bias, mask = call.bias, as_mask(call.mask)
+    if bias is not None and bias.ndim > 1 and bias.shape[-2] > 1:
+        bias = bias.index_select(-2, rows)
+    if mask is not None:
+        batch, heads, queries, keys = math.prod(call.q.shape[:-3]), *call.q.shape[-3:-1], k.shape[-2]
+        b, h, j = (torch.arange(n, device=q.device) for n in (batch, heads, keys))
+        seen = mask.at(queries, keys).allows(b[:, None, None, None], h[:, None, None], rows[:, None], j)
+        bias = torch.where(
+            seen, 0.0 if bias is None else bias, -math.inf
+        )  # unlike a tensor in a mask, not planned anew
+    numbers = (call.scale, call.softcap, 0.0, True)
+    out, lse = functional._run(q, k, v, None, bias, call.sinks, numbers, None)  # pyright: ignore[reportArgumentType]
+    assert lse is not None  # it is asked for
+    return out.float(), lse

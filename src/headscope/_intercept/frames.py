@@ -1,0 +1,243 @@
+"""The modules of watched models that run: one frame for each, on a stack for each thread."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
+from headscope import nn_compat
+from headscope._intercept import masks, softmax
+from headscope._intercept.call import Call
+from headscope._support.fingerprint import Fingerprint
+from headscope._support.torch_state import has_no_values
+from headscope.masks import Mask
+from headscope.module import MultiHeadAttention
+
+
+class Forward(Protocol):
+    """One forward pass of a watched model, as its watch sees it."""
+
+    active: bool
+    """Whether anything of it is looked at."""
+
+    def enter(self, name: str, module: nn.Module) -> bool | None:
+        """A module starts to run; True = headscope's kernel is to attend in it."""
+        ...
+
+    def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
+        """A module has made its attention call."""
+        ...
+
+    def note_unrecorded(self, name: str, operator: str | None) -> None:
+        """A module attends by an operator that cannot be recorded; None: perhaps, by a softmax of its own."""
+        ...
+
+    def factors(self, name: str, heads: int) -> Tensor | None:
+        """What the outputs of a module's heads are to be multiplied by, [H]; None = they stay as they are."""
+        ...
+
+
+class Watcher(Protocol):
+    """A watch, or what acts on heads, as the modules' calls see it."""
+
+    again: bool
+    """Whether it takes part in what a checkpoint computes again in the backward pass."""
+
+    def begin(self) -> Forward:
+        """A forward pass starts."""
+        ...
+
+    def end(self, forward: Any, *, finished: bool) -> None:
+        """It is over; not finished = by an exception."""
+        ...
+
+
+Entries = tuple[tuple[Watcher, str], ...]
+"""Who watches a module, and under which name."""
+
+
+class Frame:
+    """A module that is running.
+
+    Attributes:
+        forwards: watcher -> the forward pass that it is part of, and the module's name there.
+        calls: how many attention calls it has made, one that is being seen included.
+        accelerate: headscope's kernel is to attend, too.
+        quiet: its attention calls are being looked at from outside: what they call themselves is not.
+        softmaxes: those that it has computed by itself and not yet multiplied with values.
+    """
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.module = module
+        self.args = args
+        self.kwargs = kwargs
+        self.forwards: dict[Watcher, tuple[Forward, str]] = {}
+        self.calls = 0
+        self.accelerate = False
+        self.quiet = False
+        self.softmaxes: list[softmax.Weights] = []
+        self._arguments: Mapping[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """The module's path, in the watch that was opened last."""
+        return next(reversed(self.forwards.values()))[1] if self.forwards else ""
+
+    @property
+    def active(self) -> bool:
+        """Whether somebody looks at this forward pass."""
+        return any(forward.active for forward, _ in self.forwards.values())
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """What the module was called with, by name; those of ``**kwargs`` by theirs."""
+        if self._arguments is None:
+            self._arguments = bound(self.module.forward, self.args, self.kwargs)
+        return self._arguments
+
+    def quietly(self) -> _Quiet:
+        """While what this module's attention calls is not to be seen: it is part of it, or ours."""
+        return _Quiet(self)
+
+    def argument(self, name: str, place: int) -> Any:
+        """One of ``arguments``, which headscope's own modules take at this place; None where it is not given."""
+        if type(self.module) not in (MultiHeadAttention, nn_compat.MultiheadAttention):
+            return self.arguments.get(name)
+        return self.args[place] if len(self.args) > place else self.kwargs.get(name)
+
+    def converted(self, mask: Tensor) -> tuple[Mask | None, Tensor | None]:
+        """``_watch_masks.split``, once for all layers that get the same tensor with the same contents.
+
+        On another device each layer splits anew: comparing would wait.
+        """
+        if not (mask.is_cpu and type(mask) in (Tensor, nn.Parameter)):
+            return masks.split(mask)
+        key = (id(mask), torch.is_grad_enabled() and mask.requires_grad)
+        found = thread.masks.get(key)
+        if found is None or not found[1].matches(mask):
+            found = thread.masks[key] = (mask, Fingerprint(mask), *masks.split(mask))
+        return found[2:]
+
+    def see(self, call: Callable[[], Call]) -> None:
+        """Hand an attention call to everybody who watches; it is made where somebody wants it."""
+        self.calls += 1
+        with unobserved():
+            for forward, name in self.forwards.values():
+                if forward.active:
+                    forward.see(self, name, call)
+
+    def factors(self, heads: int) -> Tensor | None:
+        """What the outputs of this module's heads are to be multiplied by, [H]; None = they stay as they are."""
+        found: Tensor | None = None
+        for forward, name in self.forwards.values():
+            each = forward.factors(name, heads) if forward.active else None
+            if each is not None:
+                found = each if found is None else found * each
+        return found
+
+    def scaled(self, out: Tensor, axis: int) -> Tensor:
+        """The outputs of this module's heads, which lie along an axis counted from the end."""
+        factors = self.factors(out.shape[axis] if out.ndim >= -axis else 1)
+        if factors is None:
+            return out
+        wide = torch.promote_types(out.dtype, torch.float32)  # what a gradient sums, half precision would round first
+        factors = factors.to(out.device, wide)
+        return (out.to(wide) * (factors.view(-1, *(1,) * (-axis - 1)) if out.ndim >= -axis else factors)).to(out.dtype)
+
+    def within(self, module: nn.Module) -> Frame:
+        """A frame for a module that this one computes without calling it."""
+        inner = Frame(module, (), {})
+        for watcher, name in watched.get(id(module), ()):
+            if watcher in self.forwards:
+                forward = self.forwards[watcher][0]
+                inner.forwards[watcher] = (forward, name)
+                if forward.active:
+                    forward.enter(name, module)
+        return inner
+
+
+class _Quiet:
+    """See ``Frame.quietly``."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.before = False
+
+    def __enter__(self) -> None:
+        self.before, self.frame.quiet = self.frame.quiet, True
+
+    def __exit__(self, *_: object) -> None:
+        self.frame.quiet = self.before
+
+
+def bound(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name; what does not fit the signature is the module's own error to raise."""
+    function = getattr(forward, "__func__", None)
+    signature = inspect.signature(forward) if function is None else _signature_of_method(function)
+    try:
+        found = dict(signature.bind(*args, **kwargs).arguments)
+    except TypeError:
+        return dict(kwargs)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            found |= found.pop(name, {})
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
+    """Without ``self``. Kept: to make it takes as long as attending to a short text."""
+    return inspect.signature(MethodType(function, object()))
+
+
+class _Thread(threading.local):
+    """What a thread runs.
+
+    Attributes:
+        stack: the modules that run, the outermost first.
+        masks: see ``Frame.converted``.
+    """
+
+    def __init__(self) -> None:
+        self.stack: list[Frame] = []
+        # with the tensor, because ids are reused, and with what it held
+        self.masks: dict[Any, tuple[Tensor, Fingerprint, Mask | None, Tensor | None]] = {}
+
+
+thread = _Thread()
+watched: dict[int, Entries] = {}  # by id of the module; the watchers keep the modules alive
+
+
+def innermost() -> Frame | None:
+    """The module that runs in this thread, or None."""
+    return thread.stack[-1] if thread.stack else None
+
+
+def frames() -> Iterator[Frame]:
+    """The modules that run in this thread, the innermost first."""
+    return reversed(thread.stack)
+
+
+@contextmanager
+def unobserved() -> Generator[None]:
+    """While we compute for ourselves: no mode of others, and attention is not looked at.
+
+    A selective checkpoint keeps what runs under its mode and takes it, in order, for what the model computes again.
+    Modes of tensors without values stay: without them nobody could tell.
+    """
+    frame = innermost()
+    quietly = nullcontext() if frame is None else frame.quietly()
+    others = _len_torch_dispatch_stack() > 0 and not has_no_values()
+    lifted = _disable_current_modes() if others else nullcontext()
+    with quietly, torch.no_grad(), torch._C.DisableTorchFunction(), lifted:
+        yield

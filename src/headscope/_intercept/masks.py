@@ -1,0 +1,119 @@
+"""The masks that other code gives SDPA, [B, H, Q, K] tensors, as masks and biases of headscope."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headscope._support.tensor_classes import ORDINARY, has_own_functions, is_causal_bias
+from headscope.masks import Band, Dense, Documents, Mask, causal
+
+HIDDEN = -1e9
+"""An additive mask at or below this hides: -inf, the smallest number of a dtype, -1e9, -1e30 are all written for it."""
+
+AT_ONCE = 1 << 20  # entries of a mask that are compared at once
+
+
+def split(mask: Tensor) -> tuple[Mask | None, Tensor | None]:
+    """A mask of SDPA (True = attend, or numbers to add) as a mask or as a bias.
+
+    What numbers hide is empty here, also where they hide all of a row: the model's own softmax is even there, for it
+    cannot tell, but the row takes part in nothing.
+
+    Raises:
+        TypeError: ``check_class``.
+    """
+    check_class("attn_mask", mask)
+    if mask.dtype == torch.bool:
+        return known(mask), None
+    bias = additive(mask)
+    if bias.requires_grad:  # it may be all 0 and yet be learned
+        return None, bias
+    hidden = bias == -math.inf
+    if mask.device.type == "cpu" and bool((hidden | (bias == 0)).all()):  # elsewhere to look would be to wait
+        return known(~hidden), None
+    return None, bias
+
+
+def check_class(name: str, mask: object) -> None:
+    """Raise where the numbers of a mask may not say what it hides.
+
+    Raises:
+        TypeError: it is not a tensor, or its class changes torch's functions, attention among them.
+    """
+    if type(mask) in ORDINARY:
+        return
+    if not isinstance(mask, Tensor) or has_own_functions(mask):
+        raise TypeError(
+            f"{name}: got {type(mask).__name__}, which watch cannot read; expected a boolean or float tensor, "
+            "or leave the layer out with layers="
+        )
+
+
+def causal_rule(mask: object, queries: int, keys: int) -> Mask | None:
+    """Return the mask that a ``torch.nn.attention.bias.CausalBias`` stands for; None where ``mask`` is not one.
+
+    A square one is top-left in torch, whatever its variant and the sizes of the call.
+
+    Raises:
+        ValueError: a lower-right one has other sizes than the call; what torch then computes depends on the device.
+    """
+    if not is_causal_bias(mask):
+        return None
+    bias: Any = mask
+    own = (bias.seq_len_q, bias.seq_len_kv)
+    if bias.variant.name == "UPPER_LEFT" or own[0] == own[1]:
+        return Band(None, 0, offset=0)
+    if own != (queries, keys):
+        raise ValueError(
+            f"attn_mask: CausalBias does not fit the call; expected [Q, K] = {[queries, keys]}, got {list(own)}"
+        )
+    return causal()
+
+
+def additive(mask: Tensor) -> Tensor:
+    """A bias from an additive mask: what is as low as a mask's "minus infinity" becomes -inf."""
+    limit = max(HIDDEN, torch.finfo(mask.dtype).min / 2)
+    return mask.masked_fill(mask <= limit, -math.inf)
+
+
+def known(seen: Tensor) -> Mask:
+    """Return the mask as a rule where it has a common one, else as the tensor.
+
+    The common rules are causal or not, with a window or without, and with some keys masked for every query. Every layer
+    reads a tensor again; a rule is not read at all.
+    """
+    dense = Dense(seen)
+    if seen.device.type != "cpu" or seen.ndim != 4 or seen.shape[1] != 1 or 0 in seen.shape or seen.shape[2] == 1:
+        return dense
+    seen = seen[:, 0]  # [B, Q, K]
+    keys = seen.any(1)  # [B, K]
+    if torch.equal(seen, keys[:, None].expand_as(seen)):
+        return dense if bool(keys.all()) else among(keys, seen.shape[1])
+    queries, length = seen.shape[1:]
+    first = int(seen[:, -1].byte().argmax(-1).amin())  # the first key that the last query may see
+    band = causal() if first == 0 else Band(length - 1 - first, 0)
+    rule = band if bool(keys.all()) else band & among(keys, queries)
+    return rule if _same(rule, seen) else dense
+
+
+def _same(rule: Mask, seen: Tensor) -> bool:
+    """Whether a rule allows just this, [B, Q, K]; a few rows at a time, for the tensor may fill much of the memory."""
+    batch, queries, length = seen.shape
+    rule = rule.at(queries, length)
+    step = max(1, AT_ONCE // (batch * length))
+    for start in range(0, queries, step):
+        i = slice(start, min(start + step, queries))
+        allowed = rule.tile(slice(0, batch), slice(0, 1), i, slice(0, length), seen.device)
+        allowed = allowed.expand(batch, 1, i.stop - start, length)[:, 0]
+        if not torch.equal(seen[:, i], allowed):
+            return False
+    return True
+
+
+def among(keys: Tensor, queries: int) -> Mask:
+    """Which keys may be seen, boolean [B, K], the same ones by every query."""
+    return Documents(keys.new_ones(len(keys), queries, dtype=torch.long), keys.long())

@@ -1,0 +1,207 @@
+"""The modules of a watched model: their names, which of them are chosen, which ought to be seen, what kind they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from torch import jit, nn
+
+from headscope._intercept.call import Call, Kind
+
+Choice = str | Collection[str] | Callable[[str, nn.Module], bool]
+Kinds = Mapping[str, Kind]
+
+_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
+_SELF = re.compile(r"self_?att(n|ention)", re.IGNORECASE)
+# BridgeTower's cross-modal layers hold both kinds
+_CROSS = re.compile(r"cross(?!_modal_\w+_layers)|encoder_attn|encdecattention|enc_dec", re.IGNORECASE)
+# class and name of what stands beside an attention and is called after it: MobileBERT's, DeepSeek-V4's, Inkling's
+_BESIDE = re.compile(r"^BottleneckLayer |_(hc|hyper_connection|s?conv|convolution)$", re.IGNORECASE)
+# the end of a norm's class or name: RMSNormGated, NemotronLayerNorm1P, post_attention_layernorm, norm_1
+_NORM = re.compile(r"norm(alization)?(_?(gated|layer|\d+[a-z]?))*$", re.IGNORECASE)
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Module path -> module, in the order of the model; torch's own leaves, which attend to nothing, are left out.
+
+    The model itself goes by the name of its class. A module that is shared goes by the first of its paths.
+    """
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        ours = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+        if path == "" or not ours:
+            found[path or type(model).__name__] = module
+    return found
+
+
+def compiled(modules: Mapping[str, nn.Module]) -> list[str]:
+    """The names of those that run compiled, or as TorchScript; ``generate`` keeps a compiled call in the model."""
+    return [
+        name
+        for name, module in modules.items()
+        if getattr(module, "_compiled_call_impl", None) is not None
+        or vars(module).get("_compiled_call") is not None
+        or type(module).__module__.startswith("torch._dynamo")
+        or isinstance(module, jit.ScriptModule)
+    ]
+
+
+def forget_compiled(modules: Mapping[str, nn.Module]) -> None:
+    """Drop the calls that ``generate`` compiled meanwhile: they are of the watched call, which does not compile."""
+    for module in modules.values():
+        vars(module).pop("_compiled_call", None)
+
+
+def chosen(modules: Mapping[str, nn.Module], layers: Choice | None) -> frozenset[str]:
+    """The names that were asked for: by a name or pattern, with all that is inside; or by a predicate.
+
+    Raises:
+        TypeError: neither names or patterns nor a function.
+        ValueError: none is given; a pattern, or the predicate, fits no module.
+    """
+    if layers is None:
+        return frozenset(modules)
+    if callable(layers):
+        found = {name for name, module in modules.items() if layers(name, module)}
+        if not found:
+            raise ValueError("layers: the predicate fits no module of the model")
+        return frozenset(found)
+    patterns = [layers] if isinstance(layers, str) else layers
+    if not isinstance(patterns, Collection) or not all(isinstance(each, str) for each in patterns):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"layers: got {layers!r}, wanted names or patterns, or a function of name and module")
+    if not patterns:
+        raise ValueError("layers: got none, wanted at least one; leave it out for all")
+    return frozenset(name for pattern in patterns for name in fitting(modules, pattern, "layers"))
+
+
+def fitting(modules: Mapping[str, nn.Module], pattern: str, argument: str) -> list[str]:
+    """The names that a name or pattern fits, with all that is inside.
+
+    Raises:
+        ValueError: there are none.
+    """
+    fits = [name for name in modules if any(fnmatchcase(part, pattern) for part in path_of(name))]
+    if not fits:
+        raise ValueError(f"{argument}: {pattern!r} fits no module of the model; it has {some_of(modules)}")
+    return fits
+
+
+def path_of(name: str) -> list[str]:
+    """A module's path and those of all modules around it."""
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def some_of(names: Iterable[str], limit: int = 12) -> str:
+    """The first names that say attention, or else the first of all."""
+    shown = list(names)
+    attention = [name for name in shown if _ATTENTION.search(name.rsplit(".", 1)[-1])] or shown
+    more = f" and {len(attention) - limit} more" if len(attention) > limit else ""
+    return ", ".join(attention[:limit]) + more
+
+
+def unseen(modules: Mapping[str, nn.Module], ran: Collection[str], seen: Collection[str]) -> list[str]:
+    """The modules that call themselves attention and ran, while no attention call in, of or around them was seen."""
+    named = [name for name in ran if is_attention(name, modules[name])]
+    missing = [
+        name
+        for name in named
+        if not any(_within(other, name) for other in seen)
+        and not any(_within(name, other) and is_attention(other, modules[other]) for other in seen)
+    ]
+    missing = [name for name in missing if not _is_projection(name, modules, ran, missing)]
+    return [name for name in missing if not any(_within(other, name) and other != name for other in missing)]
+
+
+def unrecorded(
+    modules: Mapping[str, nn.Module], noted: Mapping[str, str | None], seen: Collection[str], missing: Collection[str]
+) -> dict[str, str]:
+    """Return the modules whose attention is not all recorded -> a sentence about each, without its end.
+
+    A softmax counts in a module of which calls were seen; in one called attention also if those of a module inside it
+    were. A fused operator counts anywhere.
+
+    Args:
+        noted: module -> the fused operator that it attends by; None: it multiplied the result of a softmax with what
+            may be values.
+        missing: modules that are reported as errors.
+    """
+    found: dict[str, str] = {}
+    for name, operator in noted.items():
+        inside = any(_within(other, name) for other in seen)
+        if any(_within(name, other) for other in missing):
+            continue
+        if operator is not None:
+            found[name] = f"attends {'once more, by' if inside else 'by'} {operator}"
+        elif name in seen or (inside and is_attention(name, modules[name])):
+            found[name] = "may attend once more, by a softmax of its own"
+    return {name: f"{with_classes(modules, [name])} {text}" for name, text in found.items()}
+
+
+def with_classes(modules: Mapping[str, nn.Module], names: Collection[str]) -> str:
+    """Names of modules, each with its class: a name may be no more than a number."""
+    kinds = {name: type(modules[name]).__name__ for name in names}
+    return ", ".join(name if name == kind else f"{name} ({kind})" for name, kind in kinds.items())
+
+
+def is_attention(name: str, module: nn.Module) -> bool:
+    """Whether it is called so, by its class or its path, and holds a matrix; a norm's gate may be one."""
+    kind, called = type(module).__name__, name.rsplit(".", 1)[-1]
+    if not _ATTENTION.search(kind):
+        named = _ATTENTION.search(called) and not _NORM.search(called)
+        if not named or _BESIDE.search(f"{kind} {called}"):
+            return False
+    return _matrices(module) > (1 if _NORM.search(kind) else 0)
+
+
+def is_attention_class(name: str, module: nn.Module) -> bool:
+    """Return whether it is an attention module by its class, whatever its name."""
+    return bool(_ATTENTION.search(type(module).__name__)) and is_attention(name, module)
+
+
+def _is_projection(name: str, modules: Mapping[str, nn.Module], ran: Collection[str], missing: Collection[str]) -> bool:
+    """Whether it holds a single matrix and is called by a layer that is missing itself, which is named for both."""
+    around = max((other for other in ran if other != name and _within(name, other)), key=len, default=None)
+    return around in missing and _matrices(modules[name]) == 1
+
+
+def _matrices(module: nn.Module) -> int:
+    return sum(parameter.ndim >= 2 for parameter in module.parameters())
+
+
+def _within(name: str, around: str) -> bool:
+    return name == around or name.startswith(around + ".")
+
+
+def kind_of(name: str, call: Call, choices: Kinds, before: Kind | None) -> Kind:
+    """Self- or cross-attention: what the caller says, else the call, else the module's path, else the lengths.
+
+    With as many queries as keys, or where the layer has been seen so before (a cache that grows), it is self-attention;
+    with more keys also where the module is called so.
+
+    Args:
+        said: pattern -> kind.
+        before: what this layer was last time.
+    """
+    for pattern, kind in choices.items():
+        if any(fnmatchcase(part, pattern) for part in path_of(name)):
+            return kind
+    if call.kind is not None:
+        return call.kind
+    if is_cross(name):
+        return "cross"
+    queries, keys = call.q.shape[-2], call.k.shape[-2]
+    called = keys > queries and _SELF.search(name.rsplit(".", 1)[-1])
+    return "self" if before == "self" or queries == keys or called else "cross"
+
+
+def is_cross(name: str) -> bool:
+    """Whether a module's path says cross-attention."""
+    return bool(_CROSS.search(name))
+
+
+def is_self(name: str) -> bool:
+    """Whether a module's path says self-attention."""
+    return bool(_SELF.search(name)) and not is_cross(name)

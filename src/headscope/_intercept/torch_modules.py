@@ -1,0 +1,172 @@
+"""torch's own multi-head attention: its calls in headscope's words, by the arguments of the functions that make them.
+
+``nn.MultiheadAttention`` calls ``multi_head_attention_forward``, or, on its fast path, one operator that projects,
+attends and projects back; ``nn.TransformerEncoderLayer`` has an operator for all of itself. What they attended with is
+computed beside them: the same projections of the same inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headscope._intercept.call import Call, Kind, WatchError, rounded
+from headscope._intercept.masks import additive, check_class
+from headscope.masks import Band, Dense, KeyLengths, Mask
+
+NATIVE = {
+    "_native_multi_head_attention": (
+        *("query", "key", "value", "embed_dim", "num_heads", "weight", "bias", "out_weight", "out_bias", "mask"),
+        *("need_weights", "average", "mask_type"),
+    ),
+    "_transformer_encoder_layer_fwd": (
+        *("query", "embed_dim", "num_heads", "weight", "bias", "out_weight", "out_bias", "gelu", "norm_first", "eps"),
+        *("norm_weight", "norm_bias", "norm2_weight", "norm2_bias", "w1", "b1", "w2", "b2", "mask", "mask_type"),
+    ),
+}
+"""The operators of the fast path, and the names of their arguments."""
+
+
+def native_call(operator: str, args: tuple[Any, ...]) -> Call:
+    """The attention of an operator of the fast path: self-attention, batch first, sometimes of a nested tensor.
+
+    It takes any mask as a boolean one: a float mask hides where it is not 0, whatever else was meant.
+    """
+    given = dict(zip(NATIVE[operator], args, strict=False))
+    x: Tensor = given["query"]
+    hidden: Tensor | None = given.get("mask")
+    mask: Mask | None = None
+    if x.is_nested:
+        lengths = torch.tensor([len(part) for part in x.unbind()], device=x.device)
+        x, mask = x.to_padded_tensor(0.0), KeyLengths(lengths)
+    elif hidden is not None:
+        hidden = hidden != 0
+        mask = Dense(~(hidden[:, None, None] if given.get("mask_type") == 1 else hidden))  # 1: [B, K], of padding
+    if given.get("norm_first"):
+        x = F.layer_norm(x, x.shape[-1:], given["norm_weight"], given["norm_bias"], given["eps"])
+    options: dict[str, Any] = {"mask": mask, "kind": "self"}
+    none = (None, None)
+    return _packed(
+        (x, x, x), given["weight"].chunk(3), given["bias"], given["num_heads"], (*none, False), none, options
+    )
+
+
+def of_heads(weight: Tensor, factors: Tensor) -> Tensor:
+    """An output projection [E, H * Dv] that multiplies what it takes of each head by its factor, [H]."""
+    factors = factors.to(weight.device, weight.dtype)
+    return weight * factors.repeat_interleave(weight.shape[1] // len(factors))
+
+
+def heads_of_native(operator: str, args: tuple[Any, ...]) -> int:
+    """How many heads an operator of the fast path has."""
+    return args[NATIVE[operator].index("num_heads")]
+
+
+def with_factors(operator: str, args: tuple[Any, ...], factors: Tensor) -> list[Any]:
+    """The arguments of an operator of the fast path, with its heads multiplied.
+
+    Raises:
+        WatchError: a gradient is wanted, which these operators do not have.
+    """
+    if factors.requires_grad:
+        raise WatchError(
+            "torch's fast path has no gradient; "
+            "it is not taken in training, or where a parameter of the layer needs one"
+        )
+    at = NATIVE[operator].index("out_weight")
+    return [*args[:at], of_heads(args[at], factors), *args[at + 1 :]]
+
+
+def functional_call(given: Mapping[str, Any]) -> Call:
+    """The attention of ``torch.nn.functional.multi_head_attention_forward``; lengths come first, then the batch."""
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    kind: Kind = "self" if same(query, key) else "cross"
+    sources = tuple(x[None] if x.ndim == 2 else x.transpose(0, 1) for x in (query, key, value))  # [B, length, E]
+    padding, mask = given.get("key_padding_mask"), given.get("attn_mask")
+    hinted = bool(given.get("is_causal")) and padding is None and not given.get("need_weights", True)
+    options = _masks(None if hinted else mask, padding, (sources[0].shape[0], given["num_heads"]))
+    if hinted:
+        options["mask"] = Band(None, 0, offset=0)
+    if given.get("use_separate_proj_weight"):
+        weights = [given[f"{name}_proj_weight"] for name in "qkv"]
+    else:
+        weights = given["in_proj_weight"].chunk(3)
+    extra = (given.get("bias_k"), given.get("bias_v"), bool(given.get("add_zero_attn")))
+    fixed = (given.get("static_k"), given.get("static_v"))
+    return _packed(sources, weights, given["in_proj_bias"], given["num_heads"], extra, fixed, {**options, "kind": kind})
+
+
+def _packed(
+    sources: tuple[Tensor, ...], weights: Any, bias: Tensor | None, heads: int,
+    extra: tuple[Tensor | None, Tensor | None, bool], fixed: tuple[Tensor | None, Tensor | None],
+    options: dict[str, Any],
+) -> Call:  # fmt: skip
+    """Project [B, length, E] each, cut into heads, and add the keys that belong to no token."""
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    q, k, v = (F.linear(x, w, b) for x, w, b in zip(sources, weights, biases, strict=True))
+    batch, queries, keys = len(q), q.shape[1], k.shape[1]
+    if extra[0] is not None and extra[1] is not None:
+        k, v = (torch.cat([x, more.expand(batch, 1, -1)], 1) for x, more in ((k, extra[0]), (v, extra[1])))
+    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))  # [B, H, length, D]
+    k, v = (x if one is None else one.unflatten(0, (batch, heads)) for x, one in ((k, fixed[0]), (v, fixed[1])))
+    if extra[2]:
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    if added := k.shape[-2] - keys:
+        options = {**options, **_beside(options, queries, keys, added, q.device)}
+    return rounded(Call(q=q, k=k, v=v, **options), bias=True)
+
+
+def _beside(options: dict[str, Any], queries: int, keys: int, added: int, device: torch.device) -> dict[str, Any]:
+    """Masks and positions where keys follow that belong to no token: all rows may see them, and they stand nowhere."""
+    changed: dict[str, Any] = {}
+    if isinstance(options.get("mask"), Dense):
+        changed["mask"] = Dense(F.pad(options["mask"].tensor, (0, added), value=True))
+    if options.get("bias") is not None:
+        changed["bias"] = F.pad(options["bias"], (0, added))
+    place = torch.arange(keys, dtype=torch.float64, device=device)
+    nowhere = place.new_full((added,), math.nan)
+    return {
+        **changed,
+        "q_pos": place[keys - queries :] if queries <= keys else None,
+        "k_pos": torch.cat([place, nowhere]),
+    }
+
+
+def _masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[int, int]) -> dict[str, Any]:
+    """The masks of ``nn.MultiheadAttention`` (True = hidden, or numbers to add) as mask and bias of headscope.
+
+    Args:
+        attn_mask: [Q, K] or [B * H, Q, K]; padding: [B, K], or [K].
+        sizes: B and H.
+
+    Raises:
+        TypeError: the class of a mask is unknown.
+    """
+    for name, given in (("attn_mask", attn_mask), ("key_padding_mask", padding)):
+        if given is not None:
+            check_class(name, given)
+    if attn_mask is not None and attn_mask.ndim == 3:
+        attn_mask = attn_mask.unflatten(0, sizes)  # [B, H, Q, K]
+    if padding is not None:
+        padding = (padding[None] if padding.ndim == 1 else padding)[:, None, None]  # [B, 1, 1, K]
+    seen: Tensor | None = None
+    bias: Tensor | None = None
+    for mask in (attn_mask, padding):
+        if mask is None:
+            continue
+        if mask.dtype == torch.bool:
+            seen = ~mask if seen is None else seen & ~mask
+        else:
+            bias = additive(mask) if bias is None else bias + additive(mask)
+    return {"mask": None if seen is None else Dense(seen), "bias": bias}
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether these are one tensor, or two views of it that are alike."""
+    alike = a.shape == b.shape and a.stride() == b.stride() and a.is_neg() == b.is_neg()
+    return a is b or (alike and a.data_ptr() == b.data_ptr())

@@ -1,0 +1,446 @@
+"""Hugging Face models: their attention functions, seen where a layer looks them up.
+
+A layer of transformers 5 asks ``AttentionInterface.get_interface`` for the function that attends, by the name of the
+attention implementation, and calls it with itself, q, k, v, a mask and options. While a watch is open, that look-up
+gives the same function, which then tells what it was called with. Nothing here imports transformers: a model of it has.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headscope._attend.call import as_mask
+from headscope._intercept import call as _watch_calls
+from headscope._intercept import frames, masks, patching
+from headscope._intercept.call import Call, Kind
+from headscope._intercept.frames import Frame
+from headscope._intercept.module_names import is_cross, is_self
+from headscope._intercept.torch_modules import same
+from headscope.masks import Band, Mask
+
+NAME = "headscope"
+_UNREADABLE = ("flash", "flex", "paged", "/")  # their masks are no tensors [B, H, Q, K]; "/" is a kernel from a hub
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+# what queries are made of, and keys, where a layer is told: SAM's always are, most others only of another sequence
+_QUERIES = ("query", "queries", "query_tensor", "hidden_states")
+_KEYS = (
+    *("key", "keys", "key_tensor"),
+    *("key_value_states", "encoder_hidden_states", "cross_attention_states", "context"),
+)
+_SLIDING = ("sliding_attention", "chunked_attention", "hybrid_sliding")  # types of layers that pass the first keys
+_LEAD = ("module", "query", "key", "value", "attention_mask")
+ROWS = 16  # of the model's own function that are computed where headscope attends in its place
+
+Function = Callable[..., tuple[Tensor, Tensor | None]]
+
+_original: Callable[..., Any] | None = None
+
+
+def install() -> None:
+    """Start to see what layers of transformers call, if it is loaded."""
+    global _original
+    interface = _interface()
+    if interface is None or _original is not None:
+        return
+    _original = interface.get_interface
+    interface.get_interface = _get_interface
+
+
+def remove() -> None:
+    """Put everything back."""
+    global _original
+    interface = _interface()
+    if interface is not None and _original is not None:
+        interface.get_interface = _original
+    _original = None
+
+
+patching.patches.append((install, remove))
+
+
+def _interface() -> Any:
+    loaded = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
+    return loaded if hasattr(loaded, "get_interface") else None
+
+
+def refusal(modules: Mapping[str, nn.Module]) -> str | None:
+    """Why a model of transformers cannot be seen into, before it has run; None = it can, or is none of theirs."""
+    loaded = sys.modules.get("transformers.modeling_utils")
+    base = getattr(loaded, "PreTrainedModel", None)
+    if loaded is None or base is None or not any(isinstance(module, base) for module in modules.values()):
+        return None
+    if _interface() is None and any(_implementation(module) == "eager" for module in modules.values()):
+        version = sys.modules["transformers"].__version__
+        return (
+            f"watch: transformers {version} has no AttentionInterface.get_interface, so that eager attention cannot be "
+            'seen; use transformers 5.15 or newer, or load the model with attn_implementation="sdpa"'
+        )
+    return None
+
+
+def _implementation(module: nn.Module) -> str | None:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
+def _get_interface(self: Any, attn_implementation: str, default: Function) -> Function:
+    """``AttentionInterface.get_interface`` while a watch is open."""
+    original = _original or type(self).get_interface
+    attend: Function = original(self, attn_implementation, default)
+    frame = frames.innermost()
+    if frame is None or frame.quiet or not frame.active:
+        return attend
+
+    @functools.wraps(attend)
+    def seen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        return _attend(attend, str(attn_implementation), frame, {**dict(zip(_LEAD, args, strict=False)), **kwargs})
+
+    return seen
+
+
+def _attend(attend: Function, name: str, frame: Frame, given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    request, given = given, {**_bound(attend), **given}
+    dropout = given.get("dropout") or 0.0
+    with frame.quietly():  # its own call of SDPA is this call
+        if frame.accelerate:
+            call = described(attend, name, frame, given)
+            out = _watch_calls.attend(call, dropout).transpose(1, 2).contiguous()
+            result: tuple[Tensor, Tensor | None] = (out, None)
+        else:
+            result = _called(attend, request)
+
+    def seen() -> Call:
+        call = described(attend, name, frame, given)
+        if dropout:  # there is nothing to compare
+            return call
+        if frame.accelerate:
+            return replace(call, own=lambda: _own(attend, name, frame, request))
+        return replace(call, out=result[0].transpose(1, 2))
+
+    frame.see(seen)
+    out = frame.scaled(result[0], -2)  # [B, Q, H, Dv]
+    return result if out is result[0] else (out, result[1])
+
+
+def _called(attend: Function, request: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """What the model's own function gives."""
+    options = {key: value for key, value in request.items() if key not in _LEAD}
+    return attend(*(request.get(each) for each in _LEAD), **options)
+
+
+def _own(attend: Function, name: str, frame: Frame, request: Mapping[str, Any]) -> Call:
+    """A call with what the model's own function gives: of a few rows, for which there is always memory and time.
+
+    Where these are not what is expected it is asked for all of them: it may not know of a few.
+    """
+
+    def of(part: Mapping[str, Any]) -> Call:
+        out = _called(attend, part)[0].transpose(1, 2)
+        return replace(described(attend, name, frame, {**_bound(attend), **part}), out=out)
+
+    with suppress(Exception):
+        call = of(_few(name, frame.module, request))
+        error = _watch_calls.error_of(call)
+        if error is not None and float(error[0]) <= error[1]:
+            return call
+    return of(request)
+
+
+def _few(name: str, module: nn.Module, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a function is asked, for its last queries; the first ones, and their keys, where no mask says what they see.
+
+    A function of the caller's own may have a window where it gets no mask: it is asked for all rows.
+    """
+    q, k, v, mask = (request.get(each) for each in _LEAD[1:])
+    assert isinstance(q, Tensor)
+    assert isinstance(k, Tensor)
+    assert isinstance(v, Tensor)
+    queries, keys = q.shape[-2], k.shape[-2]
+    fewer = queries - min(queries, ROWS)
+    rows, columns = slice(fewer, None), slice(None)
+    if mask is None and _causal(name, module, request, queries) is not None:
+        if name not in ("sdpa", NAME):
+            return request
+        rows, columns = slice(queries - fewer), slice(max(ROWS, keys - fewer))
+
+    def of(given: Any) -> Any:
+        """Of a mask, a bias, or anything else that the rows have."""
+        if not isinstance(given, Tensor) or given.ndim < 4 or given.shape[-2] != queries:
+            return given
+        return given[..., rows, columns if given.shape[-1] == keys else slice(None)]
+
+    part = {each: of(given) for each, given in request.items()}
+    return {**part, "query": q[..., rows, :], "key": k[..., columns, :], "value": v[..., columns, :]}
+
+
+def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any]) -> Call:
+    """An attention function's call in headscope's words.
+
+    Which options count is up to the function: one that does not name ``softcap`` or ``position_bias``, or does not look
+    at ``module.sinks``, does not use it; nor does one without code to look into, and its output then tells.
+
+    Args:
+        given: what it is called with, by name, and what partials bind.
+
+    Raises:
+        WatchError: its masks cannot be read.
+    """
+    q, k, v, mask = (given.get(each) for each in _LEAD[1:])
+    if any(part in name for part in _UNREADABLE) or not (mask is None or isinstance(mask, Tensor)):
+        raise _watch_calls.WatchError(
+            f"it attends by {name!r}, whose masks cannot be read; load the model with "
+            'attn_implementation="sdpa" or "eager"'
+        )
+    assert isinstance(q, Tensor)
+    assert isinstance(k, Tensor)
+    code = _code(attend)
+    named = () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    seen, bias = (None, None) if mask is None else frame.converted(mask)
+    if mask is None:
+        seen = _causal(name, frame.module, given, q.shape[-2])
+    if "position_bias" in named and given.get("position_bias") is not None:
+        bias = given["position_bias"] if bias is None else given["position_bias"] + bias
+    sinks = given.get("s_aux") if "s_aux" in named else None
+    if sinks is None and code is not None and "sinks" in code.co_names:
+        sinks = getattr(frame.module, "sinks", None)
+    beside = _beside(frame, mask, k.shape[-2])
+    kind = _kind(frame, q.shape[-2], k.shape[-2] - beside)
+    total = None if kind == "cross" else _length(frame, q.shape[-2])
+    q_pos, k_pos = _places(total, q.shape[-2], k.shape[-2], beside, q.device)
+    real = None if kind == "cross" else _real(frame, mask)
+    call = Call(
+        q=q, k=k, v=v, mask=seen, real=real, bias=bias, scale=given.get("scaling"), sinks=sinks, kind=kind,
+        softcap=given.get("softcap") if "softcap" in named else None, q_pos=q_pos, k_pos=k_pos, total=total,
+        beside=beside, late=_late(frame, given, q.shape[-2], total),
+    )  # fmt: skip
+    return _watch_calls.rounded(call, bias=name == "sdpa")  # all others add it to what matmul gives
+
+
+def _bound(attend: Any) -> dict[str, Any]:
+    """The options that partials bind, by name; the outermost counts."""
+    bound: dict[str, Any] = {}
+    while (inner := _inner(attend)) is not None:
+        if isinstance(attend, functools.partial):
+            bound = {**attend.keywords, **bound}
+        attend = inner
+    return bound
+
+
+def _code(attend: Any) -> CodeType | None:
+    """The code of a function, or of what a wrapper, a partial or an object calls; None = it has none."""
+    while (inner := _inner(attend)) is not None:
+        attend = inner
+    return getattr(attend, "__code__", None)
+
+
+def _inner(attend: Any) -> Any:
+    """What a partial, a wrapper or an object calls; None of a function, or of what cannot be looked into."""
+    if isinstance(attend, functools.partial):
+        return attend.func
+    if hasattr(attend, "__wrapped__"):
+        return attend.__wrapped__
+    if isinstance(attend, nn.Module):
+        return attend.forward
+    own = inspect.getattr_static(type(attend), "__call__", None)
+    return own if hasattr(own, "__code__") or hasattr(own, "__wrapped__") else None
+
+
+def _causal(name: str, module: nn.Module, given: Mapping[str, Any], queries: int) -> Mask | None:
+    """What a function sees where it gets no mask: eager everything; the others, as SDPA, no later key if so told."""
+    if name == "eager" or queries == 1:
+        return None
+    causal = given.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    return Band(None, 0, offset=0) if causal else None
+
+
+def _kind(frame: Frame, queries: int, keys: int) -> Kind | None:
+    """Self- or cross-attention by what the layer was given; None where that does not say.
+
+    Other than a cache, nothing gives a sequence more keys, or fewer, than queries: such a layer has pooled one of them,
+    and they no longer share an axis.
+    """
+    arguments = frame.arguments
+    if _merged(frame) is not None:
+        return "self"
+    own, other = _first(arguments, _QUERIES), _first(arguments, _KEYS)
+    if other is not None:
+        alike = isinstance(own, Tensor) and isinstance(other, Tensor) and same(own, other)
+        pooled = queries == keys and is_self(frame.name)  # EfficientLoFTR pools one image twice, and gives both
+        return "self" if alike or pooled else "cross"
+    if getattr(frame.module, "is_cross_attention", False):
+        return "cross"
+    if is_cross(frame.name):
+        return None
+    return "self" if queries == keys or _first(arguments, _CACHES) is not None else None
+
+
+def _first(arguments: Mapping[str, Any], names: Iterable[str]) -> Any:
+    """The first of these arguments that is given; None = none is."""
+    return next((arguments[name] for name in names if arguments.get(name) is not None), None)
+
+
+def _length(frame: Frame, queries: int) -> int | Tensor | None:
+    """How many positions the layer has seen, this call's included; None where no cache says so."""
+    module = frame.module
+    cache = _first(frame.arguments, _CACHES)
+    cache = getattr(cache, "self_attention_cache", cache)
+    if cache is None or not hasattr(cache, "get_seq_length"):
+        return None
+    if getattr(module, "is_kv_shared_layer", False):  # its keys are of an earlier layer, and all have seen as many
+        return int(cache.get_seq_length())
+    layer = _layer(frame)
+    if layer is None:
+        return None
+    own = queries if hasattr(module, "append_to_cache") else 0  # DiffusionGemma's decoder, which keeps no keys there
+    return cache.get_seq_length(layer) + own
+
+
+def _layer(frame: Frame) -> int | None:
+    """Which of the model's layers this is; None where nothing says so."""
+    layer = frame.arguments.get("layer_idx")  # where several layers share a module, which then has none of its own
+    layer = getattr(frame.module, "layer_idx", None) if layer is None else layer
+    return None if layer is None or layer < 0 else layer
+
+
+def _merged(frame: Frame) -> int | None:
+    """How many keys of the encoder T5Gemma 2's decoder has put behind its own; None in every other layer."""
+    context = frame.arguments.get("encoder_hidden_states")
+    return context.shape[-2] if isinstance(context, Tensor) and "merged_attention_mask" in frame.arguments else None
+
+
+def _real(frame: Frame, mask: Tensor | None) -> Tensor | None:
+    """Which keys are not padding, [B or 1, K]; None: those that the mask lets some query see.
+
+    A layer that chooses its keys (DeepSeek's indexer, Doge) hides the others, of a few rows even their own. The mask
+    that it was given says more, if it hides nothing that the layer sees: a layer may read it otherwise than we do.
+    """
+    given = frame.arguments.get("attention_mask")
+    if mask is None or not isinstance(given, Tensor) or given is mask or given.ndim != 4:
+        return None
+    if given.shape[-2:] != mask.shape[-2:] or not (given.dtype == torch.bool or given.is_floating_point()):
+        return None
+    allowed, chosen = (_allowed(frame, each) for each in (given, mask))
+    if allowed is None or chosen is None or bool((chosen & ~allowed).any()):
+        return None
+    return allowed.any((1, 2))
+
+
+def _allowed(frame: Frame, mask: Tensor) -> Tensor | None:
+    """The pairs that a mask of four axes lets through, boolean, [B or 1, H or 1, Q, K]; None = all."""
+    seen = as_mask(frame.converted(mask)[0])
+    if seen is None:
+        return None
+    b, h, i, j = (torch.arange(n, device=mask.device) for n in mask.shape)
+    allowed = seen.at(*mask.shape[-2:]).allows(b[:, None, None, None], h[:, None, None], i[:, None], j)
+    return allowed.expand(torch.broadcast_shapes(allowed.shape, (1, 1, *mask.shape[-2:])))
+
+
+def _late(frame: Frame, given: Mapping[str, Any], queries: int, total: int | Tensor | None) -> bool:
+    """Whether a window has passed the first key before the first of these queries; where a cache keeps all keys.
+
+    Not every layer is told of its window, or its chunk (Llama 4, Doge, PhiMoE). Not every config says which layers have
+    one (Moshi's have none): there the mask that the layer was given says, as far as padding lets it.
+    """
+    module, slides = frame.module, True
+    if "sliding_window" in given:  # Exaone's modules all have one, and those that attend to everything pass None
+        window = given["sliding_window"]
+    elif hasattr(module, "sliding_window"):
+        window = module.sliding_window
+    else:
+        config, slides = getattr(module, "config", None), False
+        window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    if not (isinstance(window, int) and isinstance(total, int) and total - queries >= window):
+        return False
+    return slides or (_may_slide(frame) and _narrow(frame.arguments.get("attention_mask"), window))
+
+
+def _may_slide(frame: Frame) -> bool:
+    """Whether the config leaves it open that the layer has a window, or a chunk."""
+    types, layer = getattr(getattr(frame.module, "config", None), "layer_types", None), _layer(frame)
+    return types is None or layer is None or layer >= len(types) or types[layer] in _SLIDING
+
+
+def _narrow(mask: Any, window: int) -> bool:
+    """Whether a mask lets no query see more keys than a window has."""
+    if not isinstance(mask, Tensor) or mask.ndim != 4:
+        return False
+    seen = mask if mask.dtype == torch.bool else masks.additive(mask) > -math.inf
+    return not bool((seen.sum(-1) > window).any())
+
+
+def _beside(frame: Frame, mask: Tensor | None, keys: int) -> int:
+    """How many keys a layer has put behind those of tokens: as many as it has added to the mask that it was given."""
+    if (merged := _merged(frame)) is not None:
+        return merged
+    given = frame.arguments.get("attention_mask")
+    if mask is None or not isinstance(given, Tensor) or given.ndim != 4 or mask.shape[-1] != keys:
+        return 0
+    tokens = given.shape[-1]
+    return keys - tokens if 1 < tokens < keys and torch.equal(mask[..., :tokens], given) else 0
+
+
+def _places(
+    total: int | Tensor | None, queries: int, keys: int, beside: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Where queries and keys stand, None = as usual: the keys from 0 on, and the queries at their end.
+
+    A sliding cache has forgotten the first keys, and a static one has room for keys that have not come yet. Keys that
+    are no token's stand nowhere.
+    """
+    keys -= beside
+    if total is None:
+        total = keys
+    if not beside and isinstance(total, int) and total == keys:
+        return None, None
+    first = max(0, total - keys) if isinstance(total, int) else 0
+    last = torch.arange(queries, device=device) - queries
+    q_pos = last + (total.to(device) if isinstance(total, Tensor) else total)
+    k_pos = torch.arange(keys, device=device) + first
+    return q_pos, F.pad(k_pos.double(), (0, beside), value=math.nan) if beside else k_pos
+
+
+# ---------------------------------------------------------------- headscope's own attention function
+
+
+def register(name: str = NAME) -> None:
+    """See ``headscope.watching.register_transformers``."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, position_bias: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """``headscope.attention`` as an attention function of transformers; masks as its ``sdpa_mask`` makes them.
+
+    Shapes: query [B, H, Q, D], key [B, Hkv, K, D], value [B, Hkv, K, Dv], attention_mask [B, 1 or H, Q, K], boolean
+    (True = attend) or numbers to add -> [B, Q, H, Dv], and None for the weights.
+    """
+    if attention_mask is not None:
+        seen, bias = masks.split(attention_mask)
+    else:
+        bias = None
+        seen = _causal(NAME, module, {"is_causal": is_causal}, query.shape[-2])
+    if position_bias is not None:
+        bias = position_bias if bias is None else position_bias + bias
+    call = Call(q=query, k=key, v=value, mask=seen, bias=bias, scale=scaling, softcap=softcap, sinks=s_aux)
+    call = _watch_calls.rounded(call, bias=False)
+    return _watch_calls.attend(call, dropout).transpose(1, 2).contiguous(), None

@@ -1,0 +1,1 @@
+"""Layouts of other modules, as tables."""

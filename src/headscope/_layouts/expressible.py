@@ -1,0 +1,143 @@
+"""What a layout can express: the checks of an export, and those that an import shares with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, nn
+
+from headscope._layouts.table import Layout
+from headscope.module import MultiHeadAttention
+from headscope.positions import ALiBi
+
+MOST_LAYERS = 1024
+"""The largest number of a layer that divides a scale; near a larger one, nearly any small scale would pass."""
+OPTIONS = {
+    "q": "bias", "k": "bias", "v": "bias", "out": "out_bias", "gate_proj": "gate",
+    "q_norm": "qk_norm", "k_norm": "qk_norm", "bias_k": "bias_kv", "bias_v": "bias_kv",
+}  # fmt: skip
+"""The option that adds a tensor, by the first part of the tensor's name; ``sinks`` and ``position_bias`` are both."""
+
+
+def changed_calls(module: nn.Module, called: Iterable[str]) -> Iterator[str]:
+    """Yield in words each forward that was set on the module or a part, and each part of ``called`` with hooks."""
+    parts = dict(module.named_modules(remove_duplicate=False))
+    for path, part in parts.items():
+        if "forward" in vars(part):
+            yield f"{path or type(part).__name__} has a forward that was set on it"
+    for path in called:
+        if path in parts and (parts[path]._forward_hooks or parts[path]._forward_pre_hooks):
+            yield f"{path} has hooks"
+
+
+def check_calls(module: MultiHeadAttention) -> None:
+    """Raise unless the weights of one of ours determine what its call computes.
+
+    Raises:
+        ValueError: its class or the module itself has another ``forward`` or ``project``, a norm is of another kind, or
+            a part has hooks. Hooks of the module itself run around its attention.
+    """
+    for change in _changes(module):
+        raise ValueError(
+            f"module: {change}, so that its weights may not determine what it computes; expected "
+            "MultiHeadAttention's own forward and parts without hooks"
+        )
+
+
+def _changes(module: MultiHeadAttention) -> Iterator[str]:
+    kind_of = type(module)
+    for name in ("forward", "project"):
+        if getattr(kind_of, name) is not getattr(MultiHeadAttention, name):
+            yield f"{kind_of.__name__} is a MultiHeadAttention with a {name} of its own"
+    if "project" in vars(module):
+        yield f"{kind_of.__name__} has a project that was set on it"
+    yield from changed_calls(module, [name for name, _ in module.named_children()])
+    usual = nn.LayerNorm if module.qk_norm == "layer" else nn.RMSNorm
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(module, name)
+        if norm is not None and type(norm).forward is not usual.forward:
+            yield f"{name} is a {type(norm).__name__}, whose forward is not that of a {usual.__name__}"
+
+
+def check_rotary(argument: str, layout: Layout, module: MultiHeadAttention) -> None:
+    """Raise unless a module of the layout can turn q and k as this one does.
+
+    Modules with rotary positions turn whole heads, in halves, always.
+
+    Raises:
+        ValueError: none where the layout has one, or one that pairs otherwise or turns a part of each head.
+    """
+    rotary = module.rotary
+    if "rotary" not in layout.needs:
+        return
+    if rotary is None or rotary.pairing != "half" or rotary.dim != module.head_dim:
+        raise ValueError(
+            f"{argument}: rotary does not fit layout {layout.name!r}, which turns whole heads in halves; expected dim "
+            f"{module.head_dim} and pairing 'half', got {rotary}"
+        )
+
+
+def check_expressible(module: MultiHeadAttention, layout: Layout, tensors: dict[str, Tensor]) -> None:
+    """Raise unless a module of this layout would compute the same.
+
+    Raises:
+        ValueError: an option that this layout has no place for, or that it requires; the message names the option.
+    """
+    _check_tensors(layout, tensors)
+    if module.kv_heads != module.num_heads and not layout.grouped:
+        raise ValueError(f"module: kv_heads is {module.kv_heads}; layout {layout.name!r} has one for each of its heads")
+    if isinstance(module.position_bias, ALiBi):
+        raise ValueError(f"module: has position_bias ALiBi, which a module of layout {layout.name!r} does not have")
+    if module.qk_norm == "rms_all":
+        raise ValueError(f"module: qk_norm is 'rms_all'; a module of layout {layout.name!r} has a norm for each head")
+    options = {"softcap": module.softcap, "rotary": module.rotary}
+    for name, value in options.items():
+        if value is not None and name not in layout.needs:
+            raise ValueError(f"module: {name} is {value}, which a module of layout {layout.name!r} does not have")
+    usual = {"head_dim": module.embed_dim / module.num_heads, "v_head_dim": module.head_dim}
+    for name, width in {**usual, "kdim": module.embed_dim, "vdim": module.embed_dim}.items():
+        if name not in layout.widths and getattr(module, name) != width:
+            got = getattr(module, name)
+            raise ValueError(f"module: {name} is {got}; a module of layout {layout.name!r} has {width:g}")
+    check_rotary("module", layout, module)
+    _check_scale(module, layout)
+
+
+def _check_tensors(layout: Layout, tensors: dict[str, Tensor]) -> None:
+    """Raise unless each tensor has a place, and each place that must be filled a tensor; a bias may be zeros."""
+    places = {name for part in layout.parts for name in part.holds}
+    homeless = [name for name in tensors if name not in places]
+    if homeless == ["sinks"] and "sinks" in layout.more and not tensors["sinks"].any():
+        homeless = []  # add_zero_attn=True, on the other side
+    if homeless:
+        raise ValueError(
+            f"module: has {', '.join(homeless)}, for which layout {layout.name!r} has no place; expected a module "
+            f"without {_options(homeless)}"
+        )
+    required = [name for part in layout.parts if not part.optional for name in part.holds]
+    lacking = [name for name in required if name not in tensors and not name.endswith(".bias")]
+    if lacking:
+        raise ValueError(
+            f"module: has no {', '.join(lacking)}, for which layout {layout.name!r} has a place; expected a module "
+            f"with {_options(lacking)}"
+        )
+
+
+def _options(names: Iterable[str]) -> str:
+    """The options that add these tensors."""
+    firsts = [name.split(".")[0] for name in names]
+    return ", ".join(dict.fromkeys(OPTIONS.get(first, first) for first in firsts))
+
+
+def _check_scale(module: MultiHeadAttention, layout: Layout) -> None:
+    """Raise unless a configuration of the layout has this scale."""
+    scales = layout.scales(module.embed_dim, module.head_dim)
+    for scale in scales:
+        ratio = scale / module.scale if layout.by_layer and module.scale else 1.0
+        layer = min(max(round(ratio), 1), MOST_LAYERS)
+        if math.isclose(module.scale * layer, scale, rel_tol=1e-6):
+            return
+    expected = " or ".join(f"{scale:.6g}" for scale in scales)
+    divided = ", or one of these divided by the number of a layer" if layout.by_layer else ""
+    raise ValueError(f"module: scale is {module.scale:.6g}; a module of layout {layout.name!r} has {expected}{divided}")

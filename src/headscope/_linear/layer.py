@@ -1,0 +1,306 @@
+"""Linear: ``nn.Linear`` by the fastest route there is, as a shipped table says for this kind of CPU.
+
+``F.linear`` in float32 goes to MKL, which takes a slower path on CPUs that are not Intel's; oneDNN, which torch also
+carries, does not; and the tiles of our own kernels multiply too. ``table.json`` holds what was measured, and the
+choice is made from that and from the shapes alone. oneDNN's has no gradient, so it runs in inference only; where one is
+not there (it is internal to torch), or the call is not an ordinary one, ``F.linear`` runs.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_legacy_batchedtensor
+from torch.nn import functional as F
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+from headscope._attend.backends import native as cpu
+from headscope._attend.call import kind
+from headscope._support.cpuinfo import family, vendor
+from headscope._support.torch_state import is_traced
+
+TABLE = "table.json"
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # that the table may speak of
+
+
+class Product(Protocol):
+    """``x @ weight.T + bias``."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[..., width], [outs, width] -> [..., outs]."""
+        ...
+
+
+class Linear(nn.Linear):
+    """``nn.Linear``, with the same parameters and the same result to rounding."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        return linear(input, self.weight, self.bias)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` by the fastest route."""
+    product = route(input, weight, bias)
+    return F.linear(input, weight, bias) if product is None else product(input, weight, bias)
+
+
+def in_heads(linear: nn.Module, input: Tensor, width: int) -> Tensor | None:
+    """What a linear projects, as heads of that width, each of which lies together: [..., T, E] -> [..., H, T, width].
+
+    Attention reads them faster so. None where they would not come from our own kernels, or somebody wants to see them
+    come out of the module.
+    """
+    weight, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
+    if weight is None or width % 16 or not is_plain(linear) or _global_forward_hooks or _global_forward_pre_hooks:
+        return None
+    product = route(input, weight, bias)
+    return product.heads(input, weight, bias, width) if isinstance(product, Native) and product.takes(weight) else None
+
+
+def route(input: Tensor, weight: Tensor, bias: Tensor | None) -> Product | None:
+    """The product that the table prefers to torch's for this call."""
+    if torch.compiler.is_compiling() or is_traced() or not fits(input, weight, bias):
+        return None
+    trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, weight, bias))
+    for least_rows, product in trained_routes(input.dtype) if trained else routes(input.dtype):
+        if input.numel() >= least_rows * input.shape[-1]:
+            return product
+    return None
+
+
+def fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the table's figures speak of this call: plain and dense, on the CPU, and enough of it."""
+    return (
+        type(input) is Tensor
+        and type(weight) is nn.Parameter
+        and not input.is_nested
+        and weight.ndim == 2
+        and input.numel() * weight.shape[0] >= table()["least_products"]
+        and min(weight.shape) >= table()["least_side"]
+        and input.shape[-1] == weight.shape[1]
+        and input.dtype in DTYPES
+        and _lies_plainly(input, input.dtype)
+        and _lies_plainly(weight, input.dtype)
+        and (bias is None or (bias.shape == weight.shape[:1] and _lies_plainly(bias, input.dtype)))
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _lies_plainly(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether its numbers lie in memory, which may have been freed, one behind the other, as they are to be read."""
+    return (
+        x.is_cpu
+        and x.dtype == dtype
+        and x.layout == torch.strided
+        and not (x.is_neg() or x._is_zerotensor())
+        and x.is_contiguous()
+        and x.untyped_storage().nbytes() >= (x.storage_offset() + x.numel()) * x.element_size()
+    )
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear by its class: ``nn.Linear``, ours, or one that inherits its forward from them."""
+    return isinstance(module, nn.Linear) and type(module).forward in (Linear.forward, nn.Linear.forward)
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """Whether it is a linear whose call is its weight's product and nothing more."""
+    hooked = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
+    return is_linear(linear) and not hooked
+
+
+def check_kind(name: str, x: Tensor, linear: nn.Module) -> None:
+    """Whether x has the dtype and device of what projects it; a module that took its place may take any."""
+    weight = linear._parameters.get("weight")
+    if weight is None or (x.dtype == weight.dtype and x.device == weight.device):
+        return
+    if not is_plain(linear):
+        return
+    if x.device != weight.device:
+        raise ValueError(f"{name}: is on {x.device}, the module on {weight.device}")
+    where = x.device.type
+    cast = torch.amp.is_autocast_available(where) and torch.is_autocast_enabled(where) and x.is_floating_point()
+    if not cast:
+        raise TypeError(f"{name}: dtype is {kind(x)}, the module has {kind(weight)}")
+
+
+def strangers(module: nn.Module) -> dict[str, nn.Module]:
+    """Projections of a module that are no linears, as those of LoRA: their weight, if any, may not be all."""
+    return {name: part for name, part in module.named_children() if name.endswith("_proj") and not is_linear(part)}
+
+
+def entry() -> dict[str, Any]:
+    """What the table says of this CPU: of its family, else of its vendor."""
+    cpus = table()["cpus"]
+    return cpus.get(f"{vendor()} {family()}".strip()) or cpus.get(vendor()) or {}
+
+
+@cache
+def routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
+    """What the table prefers to torch's product on this CPU, and is there: from so many rows on, the fastest first."""
+    there = {"native": native(dtype), "onednn": onednn() if dtype is torch.float32 else None}
+    said = entry().get(DTYPES[dtype], {}).get("routes", ())
+    return tuple((rows, product) for rows, name in said if (product := there[name]) is not None)
+
+
+@cache
+def trained_routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
+    """Likewise where gradients are asked for: forward and backward together."""
+    said = entry().get(DTYPES[dtype], {}).get("trained", ())
+    product = native(dtype)
+    return () if product is None else tuple((rows, product.trained) for rows, _ in said)
+
+
+class Native:
+    """The product of our own kernels.
+
+    A row is summed in one order, whatever the other rows and the number of threads.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.code = dtype, cpu.CODES[dtype]
+
+    def takes(self, weight: Tensor) -> bool:
+        """Whether they multiply this width: pairs of bf16 want an even one."""
+        return weight.shape[1] > 0 and cpu.native.multiplies(self.code, weight.shape[1])
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[..., width], [outs, width] -> [..., outs]."""
+        if not self.takes(weight):
+            return F.linear(x, weight, bias)
+        outs = weight.shape[0]
+        out = torch.empty((*x.shape[:-1], outs), dtype=self.dtype, device="cpu")
+        self._multiply(x, weight, bias, out, x.numel() // x.shape[-1], outs, (0, 0, outs))
+        return out
+
+    def trained(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same with gradients."""
+        out: Any = _Trained.apply(self, x.reshape(-1, x.shape[-1]), weight.t(), bias)
+        return out.view(*x.shape[:-1], weight.shape[0])
+
+    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """``grad @ weight``: [rows, outs], [outs, width] -> [rows, width]."""
+        (rows, outs), width = grad.shape, weight.shape[1]
+        out = torch.empty((rows, width), dtype=self.dtype, device="cpu")
+        self._of(grad, (outs, 1), weight, (1, width), out, (rows, outs, width))
+        return out
+
+    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        """``grad.T @ x``: [rows, outs], [rows, width] -> [outs, width]."""
+        (rows, outs), width = grad.shape, x.shape[1]
+        out = torch.empty((outs, width), dtype=self.dtype, device="cpu")
+        self._of(grad, (1, outs), x, (1, width), out, (outs, rows, width))
+        return out
+
+    def heads(self, x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
+        """[..., T, E], [count * width, E] -> [..., count, T, width]; the width is a multiple of 16."""
+        *batch, length, _ = x.shape
+        outs = weight.shape[0]
+        out = torch.empty((*batch, outs // width, length, width), dtype=self.dtype, device="cpu")
+        self._multiply(x, weight, bias, out, length, width, (length * outs, length * width, width))
+        return out
+
+    def _multiply(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, length: int, width: int,
+        strides: tuple[int, int, int],
+    ) -> None:  # fmt: skip
+        outs, depth = weight.shape
+        cpu.native.linear(
+            (x.numel() // depth, depth, outs), self.code, x.data_ptr(), (depth, 1), weight.data_ptr(), (depth, 1),
+            0 if bias is None else bias.data_ptr(), out.data_ptr(), length, width, strides, torch.get_num_threads(),
+        )  # fmt: skip
+
+    def _of(
+        self, x: Tensor, x_stride: tuple[int, int], w: Tensor, w_stride: tuple[int, int], out: Tensor,
+        sizes: tuple[int, int, int],
+    ) -> None:  # fmt: skip
+        """x @ w.T of so many rows, so deep and so many columns, by strides over rows (of w: columns) and depth."""
+        rows, _, width = sizes
+        cpu.native.linear(
+            sizes, self.code, x.data_ptr(), x_stride, w.data_ptr(), w_stride, 0, out.data_ptr(), rows, width,
+            (0, 0, width), torch.get_num_threads(),
+        )  # fmt: skip
+
+
+class _Trained(torch.autograd.Function):
+    """Our own product and its gradients; torch's where they are differentiated again, or many are asked for at once.
+
+    Takes and saves what ``torch.addmm`` (without bias ``torch.mm``) takes and saves in ``F.linear``, so that whoever
+    counts, changes or replaces what is saved finds no difference: x [rows, width] and the weight turned, [width, outs],
+    each if the other needs a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, product: Native, x: Tensor, turned: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _, of_x, of_turned, _ = ctx.needs_input_grad
+        ctx.product = product
+        saved = (x if of_turned else None, turned if of_x else None)  # in torch's order, which is by its names for them
+        ctx.biased = bias is not None
+        ctx.save_for_backward(*(saved if ctx.biased else saved[::-1]))
+        return product(x, turned.t(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, turned = ctx.saved_tensors if ctx.biased else ctx.saved_tensors[::-1]
+        product: Native = ctx.product
+        of_x = of_turned = None
+        if turned is not None:
+            own = _own(grad, turned.t())
+            of_x = product.of_input(*own) if own and grad.shape[1] == turned.shape[1] else grad @ turned.t()
+        if x is not None:
+            own = _own(grad, x)
+            of_turned = product.of_weight(*own).t() if own and len(grad) == len(x) else (grad.t() @ x).t()
+        return None, of_x, of_turned, grad.sum(0) if ctx.needs_input_grad[3] else None
+
+
+def _own(*factors: Tensor) -> tuple[Tensor, ...] | None:
+    """Factors as our own product reads them in a backward pass, or None: hooks may have given back anything."""
+    if torch.is_grad_enabled() or is_traced() or any(is_legacy_batchedtensor(x) for x in factors):
+        return None
+    dense = tuple(x.contiguous() if x.layout == torch.strided else x for x in factors)
+    plain = (type(x) in (Tensor, nn.Parameter) and x.ndim == 2 and _lies_plainly(x, torch.float32) for x in dense)
+    return dense if all(plain) else None
+
+
+@cache
+def native(dtype: torch.dtype) -> Native | None:
+    """The product of our own kernels; None where they are missing, refuse, or run another target than was measured."""
+    kernels = cpu.native
+    if kernels is None or kernels.target() != entry().get("target", kernels.target()):
+        return None
+    return Native(dtype) if kernels.multiplies(cpu.CODES[dtype], 2) else None
+
+
+@cache
+def onednn() -> Product | None:
+    """``x @ weight.T + bias`` in float32 by oneDNN; None where this torch cannot, or does not compute that."""
+    if not torch.backends.mkldnn.is_available():
+        return None
+    try:
+        product: Any = torch.ops.mkldnn._linear_pointwise
+        said: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
+        x, weight, bias = torch.ones(2, 16, **said), torch.eye(16, **said), torch.ones(16, **said)
+        right = torch.equal(product(x, weight, bias, "none", [], ""), x + 1)
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    if not right:
+        return None
+
+    def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not torch._C._get_mkldnn_enabled():
+            return F.linear(x, weight, bias)
+        return product(x, weight, bias, "none", [], "")
+
+    return multiplied
+
+
+@cache
+def table() -> dict[str, Any]:
+    """The shipped table."""
+    return json.loads(files("headscope._linear").joinpath(TABLE).read_text(encoding="utf-8"))

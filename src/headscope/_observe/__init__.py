@@ -1,0 +1,1 @@
+"""Statistics of attention weights, computed tile by tile."""

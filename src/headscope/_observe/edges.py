@@ -1,0 +1,116 @@
+"""The largest weights of a row, and of a head: exact, and of equal ones the first.
+
+The k largest weights of a head lie in the k rows with the largest maxima: were one of them in another row, the maxima
+of these k rows would all come before it. So when the maxima of all rows are known, k rows of each head and batch entry
+are enough to look at, and they are computed once more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headscope._observe import inputs
+from headscope._observe.inputs import Scene
+from headscope._observe.tile import Rows, weights
+from headscope.stats._layer import largest_first
+
+_LOW = 0xFFFFFFFF
+
+
+class Candidates(NamedTuple):
+    """Weights, largest first, and where they stand.
+
+    Attributes:
+        p: [..., k], NaN where there are fewer.
+        at: keys [..., k], or batch entry, query and key [..., k, 3]; int64, -1 where there are fewer.
+    """
+
+    p: Tensor
+    at: Tensor
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Candidates:
+        """None yet."""
+        return Candidates(torch.full(shape, math.nan, dtype=dtype, device=device), torch.full(shape, -1, device=device))
+
+
+def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of the last axis and their places; of equal ones the first. There are no NaN.
+
+    torch.topk leaves open which of equal ones it takes. Where the numbers have 32 bits they are joined with the place
+    into one integer, so that no two are equal.
+    """
+    if x.dtype != torch.float32:
+        values, index = torch.sort(x, dim=-1, descending=True, stable=True)
+        return values[..., :k], index[..., :k]
+    place = torch.arange(x.shape[-1], device=x.device)
+    # bits of what is not negative are in the order of the numbers; negative ones come after, in whatever order
+    joined = (x.contiguous().view(torch.int32).long() << 32) | (_LOW - place)
+    index = _LOW - (joined.topk(k, dim=-1).values & _LOW)
+    return x.gather(-1, index), index
+
+
+def largest_edges(k: int, scene: Scene, maxima: Tensor) -> Candidates:
+    """The k largest weights of each head over batch entries, queries and keys.
+
+    Args:
+        k: how many, from 1.
+        maxima: the largest weight of each row [B, H, R]; NaN where a row does not count.
+    """
+    call = scene.call
+    edges = Candidates(
+        torch.full((call.heads, k), math.nan, dtype=maxima.dtype, device=maxima.device),
+        torch.full((call.heads, k, 3), -1, device=maxima.device),
+    )
+    if 0 in (call.heads, call.keys):
+        return edges
+    for b, h, rows in _chunks(k, scene, maxima):
+        heads = slice(h.start * call.group, h.stop * call.group)
+        assert isinstance(rows.i, Tensor)
+        tile = weights(scene, rows, slice(0, call.keys))
+        shown = tile.p if tile.visible is None else torch.where(tile.visible, tile.p, -1.0)
+        p, key = largest(shown, min(k, call.keys))  # [1, h, r, k]
+        p = torch.where((p >= 0) & tile.counted[..., None], p, math.nan)
+        at = torch.stack([torch.full_like(key, b), rows.i[..., None].expand_as(key), key], -1)  # [1, h, r, k, 3]
+        p = torch.cat([edges.p[heads], p[0].flatten(1)], 1)
+        at = torch.cat([edges.at[heads], at[0].flatten(1, 2)], 1)
+        _retain_largest(edges, heads, p, at, call.queries, call.keys)
+    return edges
+
+
+def _chunks(k: int, scene: Scene, maxima: Tensor) -> Iterator[tuple[int, slice, Rows]]:
+    """The rows with the k largest maxima of each batch entry and head, in pieces of at most ``BLOCK`` logits."""
+    call = scene.call
+    count = min(k, maxima.shape[-1])
+    chosen = largest_first(maxima)[..., :count].sort(-1).values  # [B, H, k], ascending
+    queries = chosen if scene.whole else torch.tensor(list(scene.rows), device=chosen.device)[chosen]
+    logits = inputs.BLOCK
+    rows = max(1, min(count, logits // max(1, call.group * call.keys)))
+    step = max(1, min(call.kv_heads, logits // max(1, call.group * call.keys * rows)))
+    for b in range(call.batch):
+        one = slice(b, b + 1)
+        for start in range(0, call.kv_heads, step):
+            h = slice(start, min(start + step, call.kv_heads))
+            heads = slice(h.start * call.group, h.stop * call.group)
+            for r in range(0, count, rows):
+                pick = chosen[one, heads, r : r + rows]
+                q = scene.q[one, heads].gather(2, pick[..., None].expand(-1, -1, -1, call.head_dim))
+                lse = None if scene.lse is None else scene.lse[one, heads].gather(2, pick)
+                counts = ~maxima[one, heads].gather(2, pick).isnan()
+                yield b, h, Rows(q, one, h, queries[one, heads, r : r + rows], lse, counts)
+
+
+def _retain_largest(edges: Candidates, heads: slice, p: Tensor, at: Tensor, queries: int, keys: int) -> None:
+    """Keep the largest of what was found for some heads; of equal ones the first by batch entry, query, key."""
+    k = edges.p.shape[1]
+    place = (at[..., 0] * queries + at[..., 1]) * keys + at[..., 2]
+    order = place.argsort(dim=1)
+    order = order.gather(1, largest_first(p.gather(1, order))[:, :k])
+    edges.p[heads] = p.gather(1, order)
+    places = at.gather(1, order[..., None].expand(-1, -1, 3))
+    edges.at[heads] = torch.where(edges.p[heads].isnan()[..., None], -1, places)

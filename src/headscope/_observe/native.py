@@ -1,0 +1,282 @@
+"""Observing by the native kernels: the second step of ``_observe``, on a CPU.
+
+One pass over the weights. Where the call attends natively too, measuring rides in that pass: row quantities are sums
+beside those of the softmax. What keys receive, and the map, need weights that are normalised; for these a block of rows
+keeps its weights until its rows are known whole, and is swept through once more. Edges need the largest weight of each
+row only: the rows they can be in are looked at again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headscope._attend.backends import native
+from headscope._attend.call import Call
+from headscope._attend.interface import Inputs, accumulate_dtype, readable
+from headscope._observe.edges import Candidates
+from headscope._observe.inputs import Scene, Work, to_work
+from headscope._observe.portable import row_names
+from headscope._observe.result import Observed
+from headscope._observe.tile import ROUNDING
+from headscope.stats import Observe
+from headscope.stats._layer import Edges, HeadMap, Moments, MomentsTable, Packed, histogram_edges
+
+QUANTITIES = (
+    "lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "first", "distance",
+    "self", "previous", "next", "duplicate", "induction", "value_norm", "chance",
+)  # fmt: skip
+"""In the order of ``Quantity`` in csrc/interface/attention.h."""
+
+MOST_WINDOWS, MOST_FIRST = 8, 16  # as there
+MOST_KEPT_EDGES = (
+    256  # of a head, that each share of the work keeps beside the map; with more, rows are looked at again
+)
+
+Address = int
+"""Of memory; 0 = there is none."""
+
+
+def refuses_call(call: Call) -> list[str]:
+    """Why the native kernels cannot observe such a call, whatever is asked of it."""
+    reasons = native.refuses(call)
+    if call.form == "traced":
+        reasons.append("torch.compile: a compiler sees these kernels as operators, of which none observes")
+    if 0 in (call.batch, call.heads, call.queries, call.keys, call.head_dim):
+        reasons.append("sizes: one is 0, so that there is nothing to measure")
+    return reasons
+
+
+def refuses(work: Work, scene: Scene) -> list[str]:
+    """Why the native kernels cannot observe this; the portable form then does. docs/kernels.md explains each."""
+    reasons = refuses_call(scene.call)
+    if not scene.rows:
+        reasons.append("rows: none is to be looked at")
+    if scene.q_at is not None:
+        reasons.append("positions: given ones; these kernels count keys from 0")
+    if len(work.windows) > MOST_WINDOWS:
+        reasons.append(f"windows: more than {MOST_WINDOWS}")
+    if scene.first.shape[1] > MOST_FIRST:
+        reasons.append(f"first: more than {MOST_FIRST} keys")
+    if scene.ids is not None and scene.ids.numel() and not _fits(scene.ids):
+        reasons.append("tokens: ids beyond 32 bits")
+    if scene.id_before is not None:
+        reasons.append("tokens: one is given of the key before the first, which these kernels do not look at")
+    return reasons
+
+
+def _fits(ids: Tensor) -> bool:
+    least, most = (int(x) for x in torch.aminmax(ids))
+    return least >= -(2**31) and most < 2**31
+
+
+PLACES = (
+    "counted", "values", "most_weight", "most_key", "received", "eligible", "sum", "max", "pairs", "at",
+    "edge_weight", "edge_at", "whole", "numbers",
+)  # fmt: skip
+"""What is found of a call, in the order of ``Place`` in csrc/python/bind.cpp."""
+
+
+class _Part(NamedTuple):
+    """One of them, in the memory that all of them share."""
+
+    offset: int
+    bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def of(self, memory: Tensor) -> Tensor:
+        """A view of it, with a storage of its own: torch saves no storage that has two dtypes."""
+        storage: Any = memory.untyped_storage()[self.offset : self.offset + self.bytes]
+        return torch.empty(0, dtype=self.dtype, device="cpu").set_(storage).view(self.shape)
+
+
+class Ready:
+    """An observation that is described once, and can be made of any tensors of the same sizes, dtypes and strides.
+
+    Whatever else it is made from (positions, masks, a given lse, rows) is that of the scene.
+
+    Attributes:
+        what: what was asked.
+        rows: as in ``Scene``.
+        first_key: likewise.
+    """
+
+    def __init__(self, what: Observe, scene: Scene) -> None:
+        call, self.work = scene.call, to_work(what)
+        self.call = call
+        self.what = what
+        self.rows = scene.rows
+        self.first_key = scene.first_key
+        self.dtype = accumulate_dtype(call.dtype)
+        later = self.work.edges > (MOST_KEPT_EDGES if self.work.bins else 0)
+        only = ["max_weight", "max_logit"] if later else []
+        self.names = tuple(row_names(self.work, scene) if self.work.rows else only)
+        self.borders = borders_of(self.names, self.dtype) if self.work.rows else None
+        self.parts, self.size, room = self._laid_out()
+        edges = (self.work.edges, *((self.names.index(x) if later else -1) for x in ("max_weight", "max_logit")))
+        self.native, self.held = self._described(scene, edges, room)
+
+    def _laid_out(self) -> tuple[dict[str, _Part], int, int]:
+        """Where what is found lies; bytes of what stays, and of what is only needed on the way, which comes last."""
+        call, work = self.call, self.work
+        rows, keys = (call.batch, call.heads, len(self.rows)), (call.heads, call.keys)
+        cells = (call.heads, work.bins, work.bins)
+        double, whole = torch.float64, torch.int64
+        stay: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        passing = {"counted": (torch.bool, rows), "values": (self.dtype, (len(self.names), *rows))}
+        if work.top or work.argmax:
+            most = (*rows, max(1, work.top))
+            stay |= {"most_weight": (self.dtype, most), "most_key": (whole, most)}
+        if work.top or work.argmax or not work.rows:
+            stay["counted"] = passing.pop("counted")
+        if work.rows and work.argmax:
+            stay["values"] = passing.pop("values")
+        if work.received:
+            stay |= {"received": (double, keys), "eligible": (whole, keys)}
+        if work.bins:
+            stay |= {"sum": (double, cells), "max": (double, cells), "pairs": (whole, cells)}
+            stay["at"] = (torch.int32, (*cells, 3))
+        if work.edges:
+            stay |= {"edge_weight": (double, (call.heads, work.edges)), "edge_at": (whole, (call.heads, work.edges, 4))}
+        if self.borders is not None:
+            counts = len(self.names) * call.heads * (1 + self.borders.shape[1])
+            stay |= {"whole": (whole, (counts,)), "numbers": (double, (4, len(self.names), call.heads))}
+        parts: dict[str, _Part] = {}
+        size = end = 0
+        for name, (dtype, shape) in (stay | passing).items():
+            parts[name] = _Part(end, math.prod(shape) * dtype.itemsize, dtype, shape)
+            end += (parts[name].bytes + 63) // 64 * 64
+            size = end if name in stay else size
+        return parts, size, end - size
+
+    def _described(self, scene: Scene, edges: tuple[int, ...], room: int) -> tuple[Any, Any]:
+        """As the extension knows it; and what has to stay alive for it."""
+        address, work = native.address, self.work
+        described = native.describe(self.call, scene.plan, scene.inputs)
+        index = None if scene.whole else torch.tensor(list(scene.rows), device="cpu")
+        places = {name: place for place, name in enumerate(self.names)}
+        line, own, ids = (0, 0), (0, 0), None
+        line_at, own_at, first, may_count = (
+            x if x is None else readable(x) for x in (scene.line, scene.own, scene.first, scene.may_count)
+        )
+        assert first is not None  # it is a part of every scene
+        if line_at is not None:
+            line = _by_batch(line_at)
+            if scene.ids is not None and own_at is not None:
+                own, ids = _by_batch(own_at), readable(scene.ids.to(torch.int32)).contiguous()
+        windows = [
+            (float(w), places.get(f"window_{w:g}", -1), places.get(f"streaming_{w:g}", -1))
+            for w in (work.windows if line[0] else ())
+        ]
+        strides = (0, 0, 0)
+        if may_count is not None:
+            strides = tuple(0 if n == 1 else s for n, s in zip(may_count.shape, may_count.stride(), strict=True))
+        lse = None if scene.lse is None else readable(scene.lse.to(self.dtype)).contiguous()
+        observation = native.native.Observation(
+            described.native, (len(scene.rows), address(index)), [places.get(name, -1) for name in QUANTITIES], windows,
+            line, own, address(ids), (*_by_batch(first), first.shape[1]), (address(may_count), *strides),
+            address(lse), 0.0 if scene.lse is None else ROUNDING[scene.lse.dtype],
+            max(1, work.top) if work.top or work.argmax else 0, work.bins, edges,
+            (0, 0, 0) if self.borders is None else (len(self.names), self.borders.data_ptr(), self.borders.shape[1]),
+            [self.parts[name].offset if name in self.parts else -1 for name in PLACES], self.size, room,
+        )  # fmt: skip
+        mine = described.held[3:]  # q, k and v will be others
+        return observation, (mine, index, line_at, own_at, ids, first, may_count, lse)
+
+    def observed(self, memory: Tensor) -> Observed:
+        """What was found, as views of the memory it lies in."""
+        call, work = self.call, self.work
+        at = {name: part.of(memory) for name, part in self.parts.items() if part.offset < self.size}
+        moments: Mapping[str, Moments] = {}
+        if "whole" in at:
+            moments = MomentsTable(self.names, Packed(at["whole"], at["numbers"]))
+        rows = dict(zip(self.names, at["values"].unbind(), strict=True)) if "values" in at else {}
+        if work.argmax:
+            rows["argmax"] = at["most_key"][..., 0]
+        return Observed(
+            rows,
+            at.get("counted"),
+            torch.zeros(call.heads, dtype=torch.int64, device="cpu"),  # broken; else there were nothing
+            at.get("received"),
+            at.get("eligible"),
+            HeadMap(at["sum"], at["pairs"], at["max"], at["at"]) if work.bins else None,
+            Edges(at["edge_weight"], at["edge_at"]) if work.edges else None,
+            Candidates(at["most_weight"], at["most_key"]) if work.top else None,
+            moments,
+            at["whole"][: call.heads] if "whole" in at else None,  # rows that have an lse
+        )
+
+
+Attending = tuple[Tensor, Tensor]
+"""What is filled beside the statistics, where the kernels attend as well: out [B, H, Q, Dv] and lse [B, H, Q]."""
+
+
+def attending(call: Call) -> Attending:
+    """Not filled yet."""
+    rows = (call.batch, call.heads, call.queries)
+    lse = torch.empty(rows, dtype=accumulate_dtype(call.dtype), device="cpu")
+    return native.rows_like(call, call.queries, call.heads, call.v_head_dim), lse
+
+
+def observe_rows(ready: Ready, inputs: Inputs, into: Attending | None = None) -> Observed | None:
+    """Everything that was asked for; None where a row that sees keys is not finite, which the portable form untangles.
+
+    Args:
+        ready: what is to be made of them.
+        inputs: q, k and v.
+        into: what to fill beside; then all rows have to be looked at.
+    """
+    q, k, v = (native.unit_stride(x) for x in inputs[:3])
+    out, lse = (0, 0) if into is None else (x.data_ptr() for x in into)
+    memory = torch.empty(ready.size, dtype=torch.uint8, device="cpu")
+    at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out, lse, memory.data_ptr())
+    return ready.observed(memory) if native.native.look(ready.native, *at, torch.get_num_threads()) else None
+
+
+def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
+    """A short way to attend and observe again: out, lse, and the memory that ``Ready.observed`` makes views of.
+
+    It takes q, k and v with the sizes, dtypes and strides of the call, the last stride 1; and returns None where
+    ``observe_rows`` does. Every line is felt: after a call of some milliseconds no cache holds anything of Python.
+    """
+    look, described, threads, empty = native.native.look, ready.native, torch.get_num_threads, torch.empty_like
+    like, lse_like = (native.hollow(x) for x in attending(ready.call))
+    memory_like = native.hollow(torch.empty(ready.size, dtype=torch.uint8, device="cpu"))
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        out, lse, memory = empty(like), empty(lse_like), empty(memory_like)
+        at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), memory.data_ptr())
+        try:
+            finite = look(described, *at, threads())
+        except ValueError:  # one has no memory: ``observe_rows`` materializes it, or raises
+            return None
+        return (out, lse, memory) if finite else None
+
+    return run
+
+
+def _by_batch(x: Tensor) -> tuple[Address, int]:
+    """The address of [B or 1, n], and how far batch entries lie apart."""
+    assert (x.dtype, x.stride(-1)) == (torch.int64, 1)  # so _observe_scene makes them
+    return x.data_ptr(), 0 if x.shape[0] == 1 else x.stride(0)
+
+
+@cache
+def borders_of(names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
+    """From where on values are in each bin of a histogram, [names, bins]; filled up with NaN.
+
+    An edge is no number of the dtype: its border is the least one that is not below it, with which values compare as
+    they do with the edge. The first bin takes what is below it, too.
+    """
+    edges = [(-math.inf, *histogram_edges(name)[1:-1]) for name in names]
+    most = max(len(x) for x in edges)
+    filled = [[*x, *[math.nan] * (most - len(x))] for x in edges]
+    exact = torch.tensor(filled, dtype=torch.float64, device="cpu")
+    border = exact.to(dtype)
+    return torch.where(border.double() < exact, border.nextafter(torch.full_like(border, math.inf)), border)

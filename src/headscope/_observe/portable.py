@@ -1,0 +1,190 @@
+"""Observing: every tile of the weights computed again from q and k, reduced to statistics, and forgotten.
+
+Three steps, of which the second has two forms:
+
+1. **The plan.** ``_observe_scene.work`` says in numbers what is to be reduced (``Work``); ``_observe_scene.build``
+   checks what was asked and says in tensors what it is reduced from (``Scene``).
+2. **The pass over the weights**, ``observe_rows(work, scene) -> Observed``. This file is its portable form: blocked
+   torch, any device, every option, memory linear in the length, blocks cut by shapes alone. ``_observe_native`` is the
+   fast one, by the kernels of csrc, which may attend beside; it refuses what they cannot do. Both are given the numbers
+   of ``Work`` and ``Call`` and the tensors of ``Scene``, and fill the same ``Observed``:
+
+   - per row: ``entropy`` as Σ p (lse - s), Σ p² (``effective_keys`` is its inverse), max p and its key, Σ p · distance,
+     the masses ``self``, ``previous``, ``next``, ``first``, ``window_w``, ``streaming_w``, ``duplicate``,
+     ``induction``, Σ p ‖v‖, the largest logit, the mass, n = how many keys it may see (for ``normalized_entropy`` and
+     ``chance``), whether it counts, whether it is broken;
+   - per key: received and eligible;
+   - the map: sum, count, max and the place of the max of each bin;
+   - edges: the largest p of each row are enough to find the rows they are in, see ``_observe_edges``.
+3. **The aggregation**, ``_observe_sums``: means, histograms, sums over the batch, in float64.
+
+A row is normalised by its own sum, as softmax is, so that it errs no more than softmax does: exp(s - lse) would carry
+lse's own rounding, which for logits of 50 is 2e-6, into every weight. A given lse that agrees with the row's own to
+within rounding changes nothing; one that does not is taken as it stands, and p = exp(s - lse).
+
+The entropy is Σ p (lse - s) = Σ p (top - s) + mass · (lse - top), where top is the row's largest logit: both terms are
+sums of what is never negative, so nothing cancels on peaked rows, as it does in lse - Σ p s.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from headscope._attend.interface import accumulate_dtype
+from headscope._observe.edges import Candidates, largest, largest_edges
+from headscope._observe.inputs import Scene, Work
+from headscope._observe.map_bins import MapSums, add_to_map
+from headscope._observe.result import Observed
+from headscope._observe.row_quantities import gather_mass, place_values
+from headscope._observe.tile import Block, Tile, blocks, cut, rows_of, weights
+from headscope.stats._layer import Edges, HeadMap, wide
+
+
+def observe_rows(work: Work, scene: Scene) -> Observed:
+    """Everything that was asked for of all rows of a scene, block by block."""
+    call, device = scene.call, scene.q.device
+    shape = (call.batch, call.heads, len(scene.rows))
+    rows: dict[str, Tensor] = {}
+    counted = torch.zeros(shape, dtype=torch.bool, device=device)
+    broken = torch.zeros(call.heads, dtype=torch.int64, device=device)
+    dtype = accumulate_dtype(call.dtype)
+    keys = (call.batch, call.heads, call.keys)
+    received = torch.zeros(keys, dtype=wide(device), device=device) if work.received else None
+    eligible = torch.zeros(keys, dtype=torch.int64, device=device) if work.received else None
+    sums = MapSums.empty(call.heads, work.bins, device) if work.bins else None
+    top = Candidates.empty((*shape, work.top), dtype, device) if work.top else None
+    names = row_names(work, scene)
+    for name in names:
+        rows[name] = torch.full(shape, math.nan, dtype=dtype, device=device)
+    if work.argmax:
+        rows["argmax"] = torch.full(shape, -1, device=device)
+    for block in blocks(scene):
+        tile = weights(scene, rows_of(scene, block), block.j)
+        heads = slice(block.h.start * call.group, block.h.stop * call.group)
+        at = (block.b, heads, block.r)
+        counted[at] = tile.counted
+        broken[heads] += tile.broken.sum((0, 2))
+        for name, values in row_values(work, scene, block, tile, names).items():
+            rows[name][at] = values
+        if received is not None and eligible is not None:
+            _add_to_keys(tile, received[block.b, heads, block.j], eligible[block.b, heads, block.j])
+        if sums is not None:
+            queries = range(block.r.start, block.r.stop) if scene.whole else scene.rows[block.r]
+            add_to_map(
+                sums, tile.p, tile.visible, tile.hidden, tile.counted, heads, block.b.start, queries, block.j, call
+            )
+        if top is not None:
+            _store_top(tile, block.j.start, top, at)
+    edges = None
+    if work.edges:
+        edges = _edges(largest_edges(work.edges, scene, torch.where(counted, rows["max_weight"], math.nan)))
+    if not work.rows:
+        rows.pop("max_weight", None)
+    received, eligible = (None if x is None else x.sum(0) for x in (received, eligible))
+    return Observed(rows, counted, broken, received, eligible, sums and _map(sums), edges, top)
+
+
+def _first_run(at: Tensor) -> Tensor:
+    """[..., 3] of batch entry, query, key -> [..., 4] with the run before them, which is 0."""
+    return torch.cat([torch.where(at[..., :1] >= 0, 0, -1), at], -1)
+
+
+def _map(sums: MapSums) -> HeadMap:
+    most = sums.max.masked_fill(sums.max == -math.inf, math.nan)
+    return HeadMap(sums.sum, sums.count, most, sums.at)
+
+
+def _edges(largest_of_head: Candidates) -> Edges:
+    return Edges(largest_of_head.p.to(wide(largest_of_head.p.device)), _first_run(largest_of_head.at))
+
+
+def row_names(work: Work, scene: Scene) -> list[str]:
+    """The row quantities that are asked for and that these rows have, in the order of docs/statistics.md."""
+    if not work.rows:
+        return ["max_weight"] if work.edges else []  # edges are found by it
+    names = ["lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass"]
+    names += ["first", "chance"]
+    if scene.own is not None:
+        names += ["distance", "self"]
+        if scene.q_at is None or scene.q_at.shape[-1] == 1:
+            names += ["previous", "next"]
+        names += [f"window_{w:g}" for w in work.windows]
+        names += [f"streaming_{w:g}" for w in work.windows]
+        names += ["duplicate", "induction"] if scene.ids is not None else []
+    return names + (["value_norm"] if scene.has_norms else [])
+
+
+def row_values(work: Work, scene: Scene, block: Block, tile: Tile, names: list[str]) -> dict[str, Tensor]:
+    """name -> [b, h, i], NaN where a row does not count or does not have the quantity."""
+    quantities = {"max_weight": (tile.max_logit - tile.top).exp() * tile.scale}
+    if work.rows:
+        quantities |= _of_weights(tile)
+        quantities |= _of_keys(scene, block, tile)
+        if scene.own is not None:
+            quantities |= place_values(work, scene, block, tile)
+    values = {name: quantities[name].masked_fill(~tile.counted, math.nan) for name in names}
+    if work.argmax:
+        shown = tile.p if tile.hidden is None else tile.p + tile.hidden
+        values["argmax"] = torch.where(tile.counted, shown.argmax(-1) + block.j.start, -1)
+    return values
+
+
+def _of_weights(tile: Tile) -> dict[str, Tensor]:
+    """What needs nothing but the weights of a row."""
+    mass = tile.p.sum(-1)
+    squares = torch.linalg.vector_norm(tile.p, dim=-1).square()
+    entropy = (mass * tile.norm - (tile.p * tile.depth).sum(-1)).clamp_min(0.0)
+    return {
+        "lse": tile.top + tile.norm,
+        "max_logit": tile.max_logit,
+        "entropy": entropy,
+        "normalized_entropy": torch.where(tile.choices >= 2, entropy / tile.choices.to(entropy.dtype).log(), math.nan),
+        "effective_keys": torch.where(squares >= torch.finfo(squares.dtype).tiny, 1 / squares, math.nan),
+        "mass": mass,
+        "chance": (1 / tile.choices.to(mass.dtype)).expand_as(mass),
+    }
+
+
+def _of_keys(scene: Scene, block: Block, tile: Tile) -> dict[str, Tensor]:
+    """What depends on which keys are real, and on their values."""
+    index = cut(scene.first, block.b)[:, None, None, :]  # [b or 1, 1, 1, n]
+    quantities = {"first": gather_mass(tile.p, index, block.j).sum(-1)}
+    if scene.norms is None:
+        return quantities
+    norms = scene.norms[block.b, block.h, block.j]  # [b, hkv, j]
+    grouped = tile.p.unflatten(1, (norms.shape[1], -1))  # [b, hkv, g, i, j]
+    bad = None if scene.clean else ~norms.isfinite()
+    clean = norms if bad is None else norms.masked_fill(bad, 0.0)
+    values = (grouped @ clean[:, :, None, :, None]).squeeze(-1).flatten(1, 2)  # [b, h, i]
+    if bad is not None:
+        not_finite = bad.repeat_interleave(grouped.shape[2], 1)[:, :, None]  # [b, h, 1, j]
+        not_finite = (not_finite if tile.visible is None else not_finite & tile.visible).any(-1)
+        values = values.masked_fill(not_finite, math.nan)
+    return quantities | {"value_norm": values}
+
+
+def _add_to_keys(tile: Tile, received: Tensor, eligible: Tensor) -> None:
+    """Add a block's columns."""
+    received += tile.p.sum(2)
+    counted = tile.counted.to(tile.p.dtype)
+    if tile.visible is None:
+        eligible += tile.counted.sum(-1)[..., None]
+        return
+    visible = tile.visible.to(tile.p.dtype).expand(-1, -1, counted.shape[2], -1)  # [b or 1, h or 1, i, j]
+    columns = (
+        counted @ visible[:, 0] if visible.shape[1] == 1 else (counted[:, :, None] @ visible)[:, :, 0]
+    )  # [b, h, j]
+    eligible += columns.long()
+
+
+def _store_top(tile: Tile, start: int, top: Candidates, at: tuple[slice, slice, slice]) -> None:
+    """The largest weights of each row of a block."""
+    shown = tile.p if tile.visible is None else torch.where(tile.visible, tile.p, -1.0)
+    k = min(top.p.shape[-1], shown.shape[-1])
+    values, index = largest(shown, k)
+    there = (values >= 0) & tile.counted[..., None]
+    top.p[at][..., :k] = torch.where(there, values, math.nan)
+    top.at[at][..., :k] = torch.where(there, index + start, -1)

@@ -1,0 +1,204 @@
+"""One tile of the weights, computed again from q and k: which rows and keys it covers, and what its numbers are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headscope._attend.interface import accumulate_dtype
+from headscope._observe import inputs as observe_inputs
+from headscope._observe.inputs import Scene
+from headscope._observe.visibility import bias_rows, visible_block, visible_rows
+from headscope.stats._layer import wide
+
+FLOOR = -1000.0  # exp of it is 0 in every dtype, and 0 times it is 0
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+"""How far a given lse may be from the row's own, relative to it, to be taken for the same."""
+
+
+class Block(NamedTuple):
+    """A block of rows: batch entries, key/value heads, rows of the scene, keys."""
+
+    b: slice
+    h: slice
+    r: slice
+    j: slice
+
+
+class Tile(NamedTuple):
+    """The weights of a block.
+
+    Attributes:
+        p: [b, h, i, j]; 0 where nothing may be seen and in rows that do not count.
+        depth: the logits less the row's largest, not below ``FLOOR``, [b, h, i, j].
+        visible: what may be seen, broadcastable to p; None = everything.
+        hidden: 0 where it may and -inf where it may not, to add to p.
+        counted, broken: [b, h, i].
+        top, norm: the row's largest logit (or sink), and lse - top, [b, h, i].
+        scale: what exp(s - top) was multiplied by, [b, h, i].
+        max_logit: [b, h, i].
+        choices: how many keys a row may see, broadcastable to [b, h, i].
+    """
+
+    p: Tensor
+    depth: Tensor
+    visible: Tensor | None
+    hidden: Tensor | None
+    counted: Tensor
+    broken: Tensor
+    top: Tensor
+    norm: Tensor
+    scale: Tensor
+    max_logit: Tensor
+    choices: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Some rows whose weights are to be computed.
+
+    Attributes:
+        q: [b, H, i, D]; b and h (key/value heads) say where they come from.
+        i: their query indices: a slice, or int64 [1, 1, i] or [b, H, i].
+        lse, may_count: of these rows, or None.
+    """
+
+    q: Tensor
+    b: slice
+    h: slice
+    i: slice | Tensor
+    lse: Tensor | None
+    may_count: Tensor | None
+
+
+def blocks(scene: Scene) -> Iterator[Block]:
+    """Blocks of at most ``BLOCK`` logits (but at least one row), cut by shapes alone, batch entries in order."""
+    call, size = scene.call, observe_inputs.BLOCK
+    if call.heads == 0:  # of q alone: k may have heads
+        return
+    count = len(scene.rows)
+    rows = max(1, min(count, size // max(1, call.group * call.keys)))
+    fit = max(1, size // max(1, call.group * call.keys * rows))  # key/value heads at a time
+    head_step = min(call.kv_heads, fit)
+    batch_step = max(1, fit // call.kv_heads)
+    for b in range(0, call.batch, batch_step):
+        for h in range(0, call.kv_heads, head_step):
+            for r in range(0, count, rows):
+                r_slice = slice(r, min(r + rows, count))
+                j_slice = _visible_keys(scene, r_slice)
+                if j_slice.start < j_slice.stop:
+                    yield Block(
+                        slice(b, min(b + batch_step, call.batch)),
+                        slice(h, min(h + head_step, call.kv_heads)),
+                        r_slice,
+                        j_slice,
+                    )
+
+
+def _visible_keys(scene: Scene, r: slice) -> slice:
+    plan = scene.plan
+    if plan is None or plan.bounds is None:
+        return slice(0, scene.call.keys)
+    bounds = plan.bounds if len(plan.bounds) == 1 else plan.bounds[query_index(scene, r)]
+    stop = int(bounds[:, 1].max())
+    return slice(min(int(bounds[:, 0].min()), stop), stop)
+
+
+def query_index(scene: Scene, r: slice) -> slice | list[int]:
+    """Which queries these rows are."""
+    return r if scene.whole else list(scene.rows[r])
+
+
+def rows_of(scene: Scene, block: Block) -> Rows:
+    """The rows of a block."""
+    heads = slice(block.h.start * scene.call.group, block.h.stop * scene.call.group)
+    index = query_index(scene, block.r)
+    return Rows(
+        q=scene.q[block.b, heads, block.r],
+        b=block.b,
+        h=block.h,
+        i=index if isinstance(index, slice) else torch.tensor(index, device=scene.q.device)[None, None],
+        lse=None if scene.lse is None else scene.lse[block.b, heads, block.r],
+        may_count=None if scene.may_count is None else cut(scene.may_count, block.b, heads, block.r),
+    )
+
+
+def cut(tensor: Tensor, *at: slice) -> Tensor:
+    """A part of a tensor along its first axes; an axis of size 1 stays as it is."""
+    whole = slice(None)
+    return tensor[tuple(whole if n == 1 else here for n, here in zip(tensor.shape, at, strict=False))]
+
+
+def weights(scene: Scene, rows: Rows, j: slice) -> Tile:
+    """The weights of some rows over keys that hold everything these rows may see."""
+    dtype = accumulate_dtype(scene.call.dtype)
+    heads = slice(rows.h.start * scene.call.group, rows.h.stop * scene.call.group)
+    s, visible = _logits(scene, rows, heads, j)
+    hidden = None
+    if visible is not None:
+        visible = visible.expand(-1, -1, -1, j.stop - j.start)
+        hidden = torch.zeros(visible.shape, dtype=dtype, device=s.device).masked_fill_(~visible, -torch.inf)
+        # adding is many times faster than filling; what is NaN or infinite would come through it
+        s = s.add_(hidden) if scene.clean else s.masked_fill_(~visible, -torch.inf)
+    choices = torch.tensor(j.stop - j.start, device=s.device) if visible is None else visible.sum(-1)
+    max_logit = s.amax(-1)
+    top, sink = max_logit, None
+    if scene.inputs.sinks is not None:
+        sink = scene.inputs.sinks[heads].to(dtype)[:, None]  # [h, 1]
+        top = torch.maximum(top, sink)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    depth = s.sub_(top[..., None]).clamp_(min=FLOOR)
+    e = depth.exp()
+    ones = depth.clone().eq_(0)  # where e is 1, in its dtype
+    beside = (e - ones).sum(-1) + (ones.sum(-1) - 1)  # Σ e - 1: the 1 of a peaked row would swallow the rest
+    if sink is not None:
+        beside = beside + (sink - top).exp()
+    norm, scale = _normal(rows.lse, top, beside)
+    finite = scale.isfinite() & norm.isfinite() & (max_logit != -torch.inf)
+    counted = (choices > 0) & finite
+    broken = (choices > 0) & ~finite
+    if rows.may_count is not None:
+        counted, broken = counted & rows.may_count, broken & rows.may_count
+    p = e.mul_(torch.where(counted, scale, 0.0)[..., None])
+    if not scene.clean:
+        p = p.masked_fill_(~counted[..., None], 0.0)
+    return Tile(p, depth, visible, hidden, counted, broken, top, norm, scale, max_logit, choices)
+
+
+def _logits(scene: Scene, rows: Rows, heads: slice, j: slice) -> tuple[Tensor, Tensor | None]:
+    """The final logits [b, h, i, j] before anything is hidden, and what may be seen."""
+    call, inputs = scene.call, scene.inputs
+    dtype = accumulate_dtype(call.dtype)
+    q = rows.q.to(dtype) * (call.scale / (call.softcap or 1))
+    k = inputs.k[rows.b, rows.h, j].to(dtype)
+    batch, _, count, _ = q.shape
+    grouped = q.reshape(batch, -1, call.group * count, call.head_dim)  # [b, hkv, g * i, D]
+    s = (grouped @ k.transpose(-2, -1)).view(batch, -1, count, j.stop - j.start)  # [b, h, i, j]
+    if call.softcap is not None:
+        s = s.tanh_().mul_(call.softcap)
+    if isinstance(rows.i, slice):
+        place = (rows.b, heads, rows.i, j)
+        visible = visible_block(scene.plan, inputs.bias, place, s.device)
+        bias = None if inputs.bias is None else cut(inputs.bias, *place)
+    else:
+        visible = visible_rows(scene.plan, inputs.bias, rows.b, heads, rows.i, j)
+        at_b, at_h = (torch.arange(x.start, x.stop, device=s.device) for x in (rows.b, heads))
+        bias = None
+        if inputs.bias is not None:
+            bias = bias_rows(inputs.bias, at_b[:, None, None], at_h[:, None], rows.i, j)
+    return (s if bias is None else s.add_(bias.to(dtype))), visible
+
+
+def _normal(lse: Tensor | None, top: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+    """lse - top, and what exp(s - top) is multiplied by to give p; ``beside`` is Σ exp(s - top) less 1."""
+    norm, scale = beside.log1p(), 1 / (1 + beside)
+    if lse is None:
+        return norm, scale
+    offset = lse.to(wide(top.device)) - top
+    near = (offset - norm).abs() <= ROUNDING[lse.dtype] * (norm + top).abs().clamp_min(1.0)
+    offset = offset.to(top.dtype)
+    return torch.where(near, norm, offset), torch.where(near, scale, (-offset).exp())

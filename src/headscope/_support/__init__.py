@@ -1,0 +1,1 @@
+"""Small helpers that every other package may use; none of them knows attention."""

@@ -1,0 +1,7 @@
+"""check: what is wrong with an attention module, found from outside by what it computes."""
+
+from headscope.checking._check import check
+from headscope.checking._findings import Finding, Findings
+from headscope.checking._subject import CheckError
+
+__all__ = ["CheckError", "Finding", "Findings", "check"]

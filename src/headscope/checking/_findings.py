@@ -1,0 +1,113 @@
+"""Findings: the result of a check, as a value; nothing here needs torch."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+
+from headscope.checking._catalogue import Severity
+from headscope.checking._render import FindingsTable, render_html
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One mistake, or one thing that may be a mistake.
+
+    Attributes:
+        name: its name, such as "softmax-over-queries"; docs/checking.md lists all.
+        severity: "wrong"; "unusual", which may be meant; or "slow".
+        seen: the evidence, with numbers and positions.
+        why: why it matters.
+        fix: how to correct it, in a sentence or two.
+        code: a line of code that does so.
+    """
+
+    name: str
+    severity: Severity
+    seen: str
+    why: str
+    fix: str
+    code: str
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Findings:
+    """The result of a check: causes before their consequences. True where anything is wrong.
+
+    Attributes:
+        subject: the name of what was checked.
+        found: the findings.
+        understood: how it was called, and what it does.
+        not_tested: what could not be tested -> why.
+    """
+
+    subject: str
+    found: tuple[Finding, ...]
+    understood: tuple[str, ...]
+    not_tested: dict[str, str]
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.found)
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __getitem__(self, name: str) -> Finding:
+        """Return the finding of a name.
+
+        Raises:
+            KeyError: there is none; the message lists those there are.
+        """
+        for finding in self.found:
+            if finding.name == name:
+                return finding
+        raise KeyError(f"name: got {name!r}, found was {', '.join(self.names) or 'nothing'}")
+
+    def __bool__(self) -> bool:
+        return any(finding.severity == "wrong" for finding in self.found)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the findings, in order."""
+        return tuple(finding.name for finding in self.found)
+
+    @property
+    def summary(self) -> str:
+        """The number of findings of each severity, in one line."""
+        counts = [(sum(f.severity == kind for f in self.found), kind) for kind in ("wrong", "unusual", "slow")]
+        text = ", ".join(f"{count} {kind}" for count, kind in counts if count)
+        return f"{self.subject}: {text or 'nothing found'}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the findings in plain lists, numbers and texts."""
+        head = {"kind": "headscope-findings", "version": 1, "subject": self.subject, "wrong": bool(self)}
+        rest = {"understood": list(self.understood), "not_tested": dict(self.not_tested)}
+        return {**head, "findings": [asdict(finding) for finding in self.found], **rest}
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return ``to_dict`` as JSON."""
+        return json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False, indent=indent)
+
+    def table(self) -> RenderableType:
+        """Return the findings for ``rich.print``; they fit themselves to the width of the console."""
+        return FindingsTable(self)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.table()
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=100, color_system=None, legacy_windows=False)
+        with console.capture() as captured:
+            console.print(self.table())
+        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+    def __repr__(self) -> str:
+        return f"<Findings of {self.summary}{': ' + ', '.join(self.names) if self.found else ''}>"
+
+    def _repr_html_(self) -> str:
+        return render_html(self)

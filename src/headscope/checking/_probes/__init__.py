@@ -1,0 +1,1 @@
+"""The probes of ``check``, by what they examine."""

@@ -1,0 +1,306 @@
+"""What follows from the weights of a forward pass: softmax and its axis, the scale, and how a mask was applied."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headscope.checking._head_layout import Heads
+
+HIDDEN = 1e-20  # a weight below this part of its row's largest is hidden
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a mask was applied, or what is wrong with the weights.
+
+    Attributes:
+        outcome: "hidden", as it should be; "none"; or the name of a finding.
+        evidence: the numbers and positions that show it.
+        after_softmax: what shows that the mask was applied after the softmax; "" if it was not.
+    """
+
+    outcome: str
+    evidence: str = ""
+    after_softmax: str = ""
+
+
+def visible_pairs(p: Tensor) -> Tensor:
+    """Return which weights are more than rounding, as p."""
+    p = p.nan_to_num(0.0).abs()
+    return p > HIDDEN * p.amax(-1, keepdim=True).clamp_min(1e-300)
+
+
+def differ_in_pattern(visible: Tensor, other: Tensor) -> bool:
+    """Return whether two patterns of the same shape hide other pairs."""
+    return visible.shape == other.shape and not torch.equal(visible, other)
+
+
+def log_weights(p: Tensor) -> Tensor:
+    """Return log p, 0 where it is hidden."""
+    return torch.where(visible_pairs(p), p.clamp_min(1e-300).log(), 0.0).nan_to_num(0.0)
+
+
+def largest_difference(p: Tensor) -> float:
+    """Return the largest difference of two visible logits of a row."""
+    visible, log = visible_pairs(p), log_weights(p)
+    high = torch.where(visible, log, -math.inf).amax(-1)
+    low = torch.where(visible, log, math.inf).amin(-1)
+    differences = (high - low)[torch.isfinite(high - low)]
+    return float(differences.max()) if len(differences) else 0.0
+
+
+# ---------------------------------------------------------------- sums
+
+
+def explain_sums(heads: Heads, tolerance: float) -> Verdict | None:
+    """Return the mistake that explains weights of a query that do not sum to one; None if they do."""
+    p = heads.p
+    rows = visible_pairs(p).any(-1) & torch.isfinite(p).all(-1)
+    totals = (p.sum(-1) + heads.unattributed)[rows]
+
+    def are_ones(x: Tensor) -> bool:
+        return bool(((x - 1).abs() < 10 * tolerance).all())
+
+    if not len(totals) or are_ones(totals):
+        return None
+    low, high = float(totals.min()), float(totals.max())
+    evidence = f"the weights of a query sum to {low:.4g}" + (f" … {high:.4g}" if high - low > tolerance else "")
+    finite = p[torch.isfinite(p)]
+    if float(finite.min()) < -tolerance * float(finite.abs().max()):  # no softmax gives these
+        log = ", and their exp to 1: they are logarithms" if are_ones(p.exp().sum(-1)[rows]) else ""
+        return Verdict("no-softmax", f"{evidence}{log}; the lowest is {float(finite.min()):.4g}")
+    if are_ones(p.sum(-2)):
+        return Verdict("softmax-over-queries", f"{evidence}; those of a key, over the queries, to 1")
+    over_heads = p.sum(1)
+    over_heads = over_heads[torch.isfinite(over_heads)]  # where all heads hide a pair there is NaN
+    if heads.count > 1 and are_ones(over_heads):
+        return Verdict("softmax-over-heads", f"{evidence}; those of a pair of tokens, over the heads, to 1")
+    if high - low < tolerance * 10:
+        return Verdict("scaled-after-softmax", f"{evidence}, all alike (1/√D is {heads.width**-0.5:.4g})")
+    return Verdict("rows-do-not-sum-to-one", evidence)
+
+
+def explain_missing_exp(one: Heads, two: Heads) -> Verdict | None:
+    """Return the mistake that explains weights of two inputs that are not exp of a linear function of q·k, if any."""
+    plain = one.raw * one.factor
+    scaled = plain * one.width**-0.5
+    for text, functions in {
+        "q·k": (plain,), "|q·k|": (plain.abs(),), "(q·k)²": (plain**2,),
+        "the sigmoid of q·k": (plain.sigmoid(), scaled.sigmoid()),
+        "the softplus of q·k": (F.softplus(plain), F.softplus(scaled)),
+    }.items():  # fmt: skip
+        if any(_is_proportional(one.p, x) for x in functions):
+            return Verdict("no-softmax", f"the weights of a query that are not 0 are proportional to {text}")
+    inner = [replace(heads, p=_inner_weights(heads.p)) for heads in (one, two)]
+    if all(bool((heads.p >= 0).all()) for heads in inner) and isinstance(fit_slope(inner[0], inner[1], None), Slope):
+        ratio = float((one.p / one.p.amin(-1, keepdim=True)).nan_to_num(1.0, 1.0).max())
+        return Verdict("softmax-twice", f"log p is a softmax of q·k: no weight is more than {ratio:.3g} times another")
+    return None
+
+
+def _is_proportional(p: Tensor, x: Tensor) -> bool:
+    """Whether the weights of each query are x times a number, where they are not 0."""
+    at = visible_pairs(p) & (x.abs() > 1e-12)
+    at = at & (at.sum(-1, keepdim=True) >= 2)
+    ratio = torch.where(at, p / x, 0.0)
+    middle = ratio.sum(-1, keepdim=True) / at.sum(-1, keepdim=True).clamp_min(1)
+    return bool(at.any()) and bool((torch.where(at, ratio - middle, 0.0).abs() <= 1e-4 * middle.abs()).all())
+
+
+def _inner_weights(p: Tensor) -> Tensor:
+    """The weights that p is a softmax of, if it is one: log p, raised so that it sums to one. Negative if it is not."""
+    visible, log = visible_pairs(p), log_weights(p)
+    missing = (1 - log.sum(-1, keepdim=True)) / visible.sum(-1, keepdim=True).clamp_min(1)
+    inner = torch.where(visible, log + missing, 0.0)
+    return torch.where(inner.abs() > 1e-5, inner, 0.0)
+
+
+def has_sink(heads: Heads, slope: Tensor, tolerance: float) -> bool:
+    """Return whether one more term of each head's softmax explains what is missing from the sums."""
+    s = heads.raw * slope[:, None, None]
+    visible = visible_pairs(heads.p)
+    shifts = torch.where(visible, log_weights(heads.p) - s, 0)
+    constant = shifts.sum(-1) / visible.sum(-1).clamp_min(1)  # -log of the whole sum
+    rest = (-constant).exp() - torch.where(visible, s.exp(), 0.0).sum(-1)  # [B, H, Q]
+    middle = rest.mean((0, 2), keepdim=True)
+    return bool((middle > 0).all()) and bool(((rest - middle).abs() < 1e3 * tolerance * (1 + middle)).all())
+
+
+# ---------------------------------------------------------------- scale
+
+
+@dataclass(frozen=True)
+class Slope:
+    """log p as a function of q·k.
+
+    Attributes:
+        of_raw: [H], the factor between the operands' bare product and the logit.
+        total: [H], the factor between the projections' product and the logit.
+        biased: something else is added to the logits, which does not depend on the input.
+    """
+
+    of_raw: Tensor
+    total: Tensor
+    biased: bool
+
+
+def fit_slope(one: Heads, two: Heads, allowed: Tensor | None) -> Slope | str:
+    """Fit differences between two inputs, so that what is added to the logits cancels; or return why that fails.
+
+    Args:
+        allowed: pairs that are counted, broadcasting to [B, H, Q, K]; None = those that are visible.
+    """
+    at = visible_pairs(one.p) & visible_pairs(two.p)
+    if allowed is not None:
+        at = at & allowed
+    at = at & (at.sum(-1, keepdim=True) >= 2) & ~(_are_even(one.p, at) & _are_even(two.p, at))
+    if not bool(at.any((0, 2, 3)).all()):
+        return "no query sees two keys"
+
+    def centred(x: Tensor) -> Tensor:
+        mean = torch.where(at, x, 0.0).sum(-1, keepdim=True) / at.sum(-1, keepdim=True).clamp_min(1)
+        return torch.where(at, x - mean, 0.0)
+
+    log, raw = centred(log_weights(one.p) - log_weights(two.p)), centred(one.raw - two.raw)
+    factors = (log * raw).sum((0, 2, 3)) / (raw * raw).sum((0, 2, 3)).clamp_min(1e-300)  # [H]
+    off = (log - factors[:, None, None] * raw).abs().max()
+    if float(off) > 1e-3 * max(1e-3, float(log.abs().max())):
+        return "logits are no linear function of q·k: they are capped, or not made by a plain product"
+    alone = centred(log_weights(one.p)) - factors[:, None, None] * centred(one.raw)
+    biased = float(alone.abs().max()) > 1e-3 * max(1e-3, float(log.abs().max()))
+    factor = one.factor.amax((0, 2, 3))
+    return Slope(factors, factors * factor, biased)
+
+
+def _are_even(p: Tensor, at: Tensor) -> Tensor:
+    """Rows whose weights are all alike: all keys were hidden by the same number."""
+    high, low = (torch.where(at, p, other) for other in (-math.inf, math.inf))
+    return high.amax(-1, keepdim=True) - low.amin(-1, keepdim=True) < 1e-9
+
+
+# ---------------------------------------------------------------- masks
+
+
+def judge_mask(
+    p: Tensor, logit: Tensor | None, mask: Tensor, before: Tensor, plain: Tensor | None, tolerance: float
+) -> Verdict:
+    """Judge by the weights how a mask was applied.
+
+    Args:
+        p: [B, H, Q, K].
+        logit: what the logits are without it, up to a number for each row, or None where that is not known.
+        mask: what may be seen, [B, Q, K].
+        before: what was visible without it, [B, H, Q, K].
+        plain: the weights without it, or None.
+    """
+    visible = visible_pairs(p)
+    expected, inverted = before & mask[:, None], before & ~mask[:, None]
+    rows = expected.any(-1) & inverted.any(-1)  # rows where something is hidden and something is not
+
+    def same(pattern: Tensor, where: Tensor) -> Tensor:
+        return (visible == pattern).all(-1) | ~where  # [B, H, Q]
+
+    right, full = same(expected, rows), logit.softmax(-1) if plain is None and logit is not None else plain
+    after_softmax = _show_late_mask(p, full, expected, inverted, rows, tolerance)
+    if bool(right.all()) or after_softmax:
+        return Verdict("hidden", after_softmax=after_softmax)
+    after_softmax = _show_late_mask(p, full, inverted, expected, rows, tolerance)
+    if bool(same(inverted, rows).all()) or after_softmax:
+        seen_pair, hidden_pair = (_describe_pair(pattern & rows[..., None]) for pattern in (inverted, expected))
+        evidence = f"{seen_pair} is seen, {hidden_pair} is hidden"
+        return Verdict("mask-inverted", evidence, after_softmax)
+    across, unmasked = before & mask.transpose(-2, -1)[:, None], same(before, rows)
+    if not bool(unmasked.all()) and not torch.equal(across, expected) and bool(same(across, across.any(-1)).all()):
+        evidence = f"{_describe_pair(expected & ~visible)} is hidden: the mask is applied with its axes swapped"
+        return Verdict("mask-on-queries", evidence)
+    by_head, by_entry = right.all(2).all(0), right.all(2).all(1)
+    if bool(by_head.any()) and bool((by_head | unmasked.all(2).all(0)).all()):
+        leaking = ", ".join(str(h) for h in range(len(by_head)) if not by_head[h])
+        return Verdict("mask-on-some-heads", f"heads that see what is hidden: {leaking}, of {len(by_head)}")
+    if bool(by_entry.any()) and bool((by_entry | unmasked.all(2).all(1)).all()) and bool((rows.any(2).any(1)).all()):
+        leaking = ", ".join(str(b) for b in range(len(by_entry)) if not by_entry[b])
+        return Verdict("mask-on-some-batches", f"batch entries that see what is hidden: {leaking}, of {len(by_entry)}")
+    return _judge_visible_mask(p, logit, expected, before, plain)
+
+
+def _show_late_mask(
+    p: Tensor, full: Tensor | None, retained: Tensor, cut: Tensor, rows: Tensor, tolerance: float
+) -> str:
+    """Describe what shows that pairs were cut after the softmax with the weights ``full``; "" if they were not."""
+    if full is None:
+        return ""
+    retained, cut, total = retained & rows[..., None], cut & rows[..., None], p.sum(-1)[rows]
+    off = (p - full).abs()
+    alike = bool((off[retained] <= 10 * tolerance * full[retained]).all())
+    if not alike or not bool((off[cut] > 10 * tolerance).any()) or not bool((total < 1 - 10 * tolerance).any()):
+        return ""
+    low, high = float(total.min()), float(total.max())
+    return f"keys that are left weigh what they do without it, and the weights of a query sum to {low:.3g} … {high:.3g}"
+
+
+def _judge_visible_mask(
+    p: Tensor, logit: Tensor | None, expected: Tensor, before: Tensor, plain: Tensor | None
+) -> Verdict:
+    """Judge a mask that hides nothing, or other keys than it specifies, by the logits."""
+    visible = visible_pairs(p)
+    hidden = before & ~expected
+    rows = (expected.any(-1) & hidden.any(-1))[..., None]
+    if plain is not None and _is_on_queries(p, plain, expected, before):
+        return Verdict("mask-on-queries", "real tokens see padding as without the mask; its own rows have changed")
+    if not bool((visible == before)[rows.expand(visible.shape)].all()):
+        pairs = _describe_pair(hidden & visible), _describe_pair(expected & ~visible)
+        return Verdict(
+            "mask-applied-wrong",
+            " and ".join(f"{pair} is {what}" for pair, what in zip(pairs, ("seen", "hidden"), strict=True) if pair),
+        )
+    log = log_weights(p)
+    base = logit if logit is not None else log_weights(plain) if plain is not None else None
+    if base is None:
+        return Verdict("none")
+    level = torch.where(expected, log - base, 0.0).sum(-1, keepdim=True) / expected.sum(-1, keepdim=True).clamp_min(1)
+    at = hidden & rows
+    residual = (torch.where(expected & rows, log - base - level, 0.0)).abs().max()
+    if float(residual) > 1e-3:
+        return Verdict("none")
+    gap, fill = (log - base - level)[at], (log - level)[at]
+    if float(gap.abs().max()) < 1e-3:
+        return Verdict("none")
+    if float(gap.max() - gap.min()) < 1e-3:
+        evidence = f"logits of hidden pairs are {'lower' if gap[0] < 0 else 'higher'} by {abs(float(gap[0])):.4g}"
+        return Verdict("bool-mask-added" if abs(abs(float(gap[0])) - 1) < 1e-2 else "mask-fill-too-small", evidence)
+    if logit is not None and float(fill.max() - fill.min()) < 1e-3:
+        value = float(fill.mean())
+        return Verdict("mask-fill-too-small", f"logits of hidden pairs are {0.0 if abs(value) < 1e-6 else value:.4g}")
+    return Verdict("none")
+
+
+def _is_on_queries(p: Tensor, plain: Tensor, expected: Tensor, before: Tensor) -> bool:
+    """Whether rows of tokens that are themselves hidden have changed, and no others."""
+    padding = before.any(-2) & ~expected.any(-2)  # [B, H, K], as they stand as keys
+    changed = (p.nan_to_num(-1) - plain).abs().amax(-1) > 1e-6  # [B, H, Q]
+    if padding.shape != changed.shape or not bool(padding.any()):
+        return False
+    return bool((changed & padding).any()) and not bool((changed & ~padding).any())
+
+
+def _describe_pair(at: Tensor) -> str:
+    """The first pair of a pattern [B, H, Q, K], in words; "" if there is none."""
+    pairs = at.nonzero()
+    return f"key {int(pairs[0, 3])} of query {int(pairs[0, 2])}" if len(pairs) else ""
+
+
+def measure_lowering(p: Tensor, plain: Tensor, mask: Tensor) -> float | None:
+    """Return by how much a mask [B, Q, K] lowers the logits of hidden pairs; None if not by one number."""
+    both, shift = visible_pairs(p) & visible_pairs(plain), log_weights(p) - log_weights(plain)
+    retained = both & mask[:, None]
+    level = torch.where(retained, shift, 0.0).sum(-1, keepdim=True) / retained.sum(-1, keepdim=True).clamp_min(1)
+    gap = (level - shift)[both & ~retained & retained.any(-1, keepdim=True)]
+    residual = float(torch.where(retained, shift - level, 0.0).abs().max())
+    if residual > 1e-3 or not len(gap) or float(gap.max() - gap.min()) > 1e-3:
+        return None
+    return float(gap.mean())

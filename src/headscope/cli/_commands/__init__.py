@@ -1,0 +1,62 @@
+"""The verbs of the command line, one file each; their help needs click and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from headscope import __version__
+from headscope.cli._commands.bench import bench
+from headscope.cli._commands.check import check
+from headscope.cli._commands.doctor import doctor
+from headscope.cli._commands.image import image
+from headscope.cli._commands.report import report
+from headscope.cli._commands.text import text
+from headscope.cli._commands.trace import trace
+from headscope.cli._commands.watch import watch
+from headscope.cli._shared.console import Mistake
+
+__all__ = ["verbs"]
+
+
+TARGET = "HEADSCOPE_CPU_TARGET:"  # so begins what the native kernels say of a target that is not here
+
+
+class Verbs(click.Group):
+    """The group of all verbs."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a verb.
+
+        Raises:
+            Mistake: the environment asks for native kernels that this CPU does not run.
+        """
+        try:
+            return super().invoke(ctx)
+        except ValueError as error:
+            if not str(error).startswith(TARGET):
+                raise
+            raise Mistake(str(error)) from error
+
+
+@click.group(cls=Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="%(prog)s %(version)s")
+@click.pass_context
+def verbs(context: click.Context) -> None:
+    """See multi-head attention at work, step by step and head by head.
+
+    \b
+    Start here:
+      headscope text "i love to code"    a small trained language model reads your text
+      headscope image --sample 3         a small trained vision model looks at a digit
+      headscope trace                    every step of one attention layer, with shapes
+      headscope watch text --file a.py   exact statistics of every head, also of a model of yours
+      headscope check hw.py:Attention    what is wrong with an attention module of yours
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+for _verb in (text, image, trace, watch, check, report, doctor, bench):
+    verbs.add_command(_verb)

@@ -1,0 +1,253 @@
+"""``headscope doctor``: what the machine has, which backend takes which call, and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from headscope.cli._shared.console import SIZE, Mistake, busy, console, print_json, visible
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from headscope.cli._doctor.machine import Ask, Verdict
+    from headscope.cli._doctor.matrix import Cell
+
+    Verdicts = dict[str, dict[str, Verdict]]  # by call, then by dtype
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+OWN_CALL = (
+    click.option("--batch", type=SIZE, default=2, show_default=True, help="B, batch entries."),
+    click.option("--heads", type=SIZE, default=8, show_default=True, help="H, query heads."),
+    click.option("--kv-heads", type=SIZE, help="Hkv, key/value heads.  [default: as --heads]"),
+    click.option("--seq", type=SIZE, default=512, show_default=True, help="Q, queries."),
+    click.option("--context-seq", type=SIZE, help="K, keys.  [default: as --seq]"),
+    click.option("--head-dim", type=SIZE, default=64, show_default=True, help="D, width of q and k."),
+    click.option("--v-head-dim", type=SIZE, help="Dv, width of v.  [default: as --head-dim]"),
+    click.option("--causal", is_flag=True, help="No query sees a later key."),
+    click.option("--window", type=SIZE, help="Each query sees its last so many keys, and none later."),
+    click.option("--padded", is_flag=True, help="Keys beyond each batch entry's length are hidden."),
+    click.option("--bias", is_flag=True, help="A tensor is added to the logits."),
+    click.option("--softcap", type=float, metavar="X", help="Logits are bounded to this by tanh."),
+    click.option("--sinks", is_flag=True, help="A learned logit a head takes part in the softmax."),
+    click.option(
+        "--dropout", type=float, metavar="P", default=0.0, help="Probability of dropping a weight.  [default: 0]"
+    ),
+    click.option("--lse", is_flag=True, help="The log-sum-exp of each row is wanted."),
+    click.option("--grad", is_flag=True, help="In training: gradients are wanted, those of bias and sinks included."),
+)
+ASK_NAMES = {"seq": "queries", "context_seq": "keys"}
+
+
+def _own_call(command: Command) -> Command:
+    for option in reversed(OWN_CALL):
+        command = option(command)
+    return command
+
+
+@click.command()
+@_own_call
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), multiple=True, help="May be repeated.  [default: float32, bfloat16]"
+)
+@click.option(
+    "--device", default="cpu", metavar="TYPE", help="cpu, cuda, mps or xpu; need not be here.  [default: cpu]"
+)
+@click.option("--matrix", is_flag=True, help="Every option, in every dtype, for every native target and backend.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
+@click.pass_context
+def doctor(
+    context: click.Context, dtype: tuple[str, ...], device: str, matrix: bool, as_json: bool, **own: Any
+) -> None:
+    """Show the machine, and which backend takes which call.
+
+    By itself, or with --dtype and --device alone, it judges a list of typical calls; with any size or option of a call
+    (--batch to --grad), the one call they describe. Nothing of that size is allocated. --matrix goes through the
+    options instead, one by one.
+    """
+    if device not in ("cpu", "cuda", "mps", "xpu"):
+        raise Mistake(f"--device: got {device!r}, wanted cpu, cuda, mps or xpu")
+    given = [name for name in own if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if matrix:
+        if given:
+            raise Mistake(f"--matrix: goes through all options by itself, got --{given[0].replace('_', '-')} too")
+        _show_matrix(dtype or DTYPES, device, as_json)
+        return
+    dtypes = dtype or ("float32", "bfloat16")
+    with busy("loading torch"):
+        from headscope.cli._doctor import machine as _doctor
+    asks = _doctor.TYPICAL
+    if given:
+        asks = {"this call": _doctor.Ask(**{ASK_NAMES.get(name, name): value for name, value in own.items()})}
+    try:
+        verdicts = {
+            title: {name: _doctor.judge(ask, _doctor.DTYPES[name], device) for name in dtypes}
+            for title, ask in asks.items()
+        }
+    except (TypeError, ValueError) as error:
+        raise Mistake(_by_option(str(error), own)) from error
+    if as_json:
+        print_json(_as_dict(_doctor.machine(), device, asks, verdicts))
+        return
+    _print(_doctor.machine(), device, asks, verdicts)
+
+
+def _by_option(message: str, own: Iterable[str]) -> str:
+    """A message of ``attention``, with the argument it begins with named as the option it came from."""
+    name, colon, rest = message.partition(":")
+    return f"--{name}{colon}{rest.removesuffix(', or None')}" if name in own else message
+
+
+def _show_matrix(dtypes: tuple[str, ...], device: str, as_json: bool) -> None:
+    with busy("loading torch"):
+        from headscope.cli._doctor import machine as _doctor
+        from headscope.cli._doctor import matrix as _matrix
+    try:
+        _doctor.machine()  # a target that is forced may not be there
+    except ValueError as error:
+        raise Mistake(str(error)) from error
+    cells = _matrix.matrix({name: _doctor.DTYPES[name] for name in dtypes}, device)
+    if as_json:
+        said = [
+            {"option": cell.option, "dtype": cell.dtype, "backend": cell.backend, "target": cell.target,
+             "takes": not cell.reasons, "reasons": list(cell.reasons)}
+            for cell in cells
+        ]  # fmt: skip
+        print_json({"device": device, "matrix": said})
+        return
+    _print_matrix(cells, dtypes, device)
+
+
+def _print_matrix(cells: list[Cell], dtypes: tuple[str, ...], device: str) -> None:
+    """A row for each option, or for some of its dtypes; a column for each backend with all its targets."""
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    numbers: dict[str, int] = {}  # of the reasons
+    columns: dict[str, dict[tuple[str, str], str]] = {}
+    for cell in cells:
+        notes = sorted(numbers.setdefault(f"{cell.backend}: {why}", len(numbers) + 1) for why in cell.reasons)
+        word = f"no ({', '.join(map(str, notes))})" if notes else "yes"
+        columns.setdefault(cell.backend, {})[cell.option, cell.dtype] = word
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("", width=29)
+    for backend, words in columns.items():
+        # built from one source: what one target takes, all take
+        targets = dict.fromkeys(cell.target for cell in cells if cell.backend == backend and cell.target is not None)
+        title = f"{backend}: {', '.join(targets)}" if targets else backend
+        table.add_column(title, header_style="dim", width=min(12, max(map(len, (title, *words.values())))))
+    for option in dict.fromkeys(cell.option for cell in cells):
+        kinds: dict[tuple[str, ...], list[str]] = {}
+        for dtype in dtypes:
+            kinds.setdefault(tuple(words[option, dtype] for words in columns.values()), []).append(dtype)
+        for words, names in kinds.items():
+            only = "" if len(kinds) == 1 else f" ({', '.join(names)})"
+            table.add_row(Text(option + only), *(Text(word) for word in words))
+    out = console()
+    out.print(Text(f"which backend takes which option (device: {device}; {', '.join(dtypes)})", style="bold"))
+    out.print()
+    out.print(Padding(table, (0, 0, 0, 2)))
+    out.print()
+    for reason, number in numbers.items():
+        out.print(Padding(Text(f"({number}) {reason}", style="dim"), (0, 0, 0, 2)))
+
+
+def _as_dict(
+    machine: dict[str, dict[str, Any]], device: str, asks: dict[str, Ask], verdicts: Verdicts
+) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    calls = [
+        {
+            "call": title,
+            "sizes_and_options": asdict(asks[title]),
+            "dtypes": {name: asdict(verdict) for name, verdict in row.items()},
+        }
+        for title, row in verdicts.items()
+    ]
+    return {**machine, "device": device, "calls": calls}
+
+
+def _print(machine: dict[str, dict[str, Any]], device: str, asks: dict[str, Ask], verdicts: Verdicts) -> None:
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    out = console()
+    single = len(asks) == 1
+    for section, found in ({} if single else machine).items():
+        table = Table.grid(padding=(0, 2))
+        for name, value in found.items():
+            table.add_row(Text(f"  {name}"), Text(visible(_word(value))))
+        out.print(Text(section, style="bold"))
+        out.print(table)
+        out.print()
+    title = "which backend takes this call" if single else "which backend takes which call, and why not the faster ones"
+    out.print(Text(f"{title} (device: {device})", style="bold"))
+    sizes = _describe(next(iter(asks.values())))
+    out.print(Padding(Text(sizes if single else f"{sizes}, where nothing else is said"), (0, 0, 0, 2)))
+    out.print()
+    for line in _calls(verdicts):
+        out.print(line)
+    out.print()
+    out.print(Text(_observing(verdicts)))
+    if not single:
+        out.print()
+        out.print(
+            Text("For a call of your own: headscope doctor --seq 4096 --causal, and so on; see headscope doctor --help")
+        )
+
+
+def _calls(verdicts: Verdicts) -> Iterator[RenderableType]:
+    """A line for each call with the backend it gets in each dtype; below it, why those asked earlier refuse."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    first = 2 + max(len(title) for title in verdicts)
+    names = next(iter(verdicts.values()))
+    yield Text("  " + " " * first + "".join(f"{name:<10}" for name in names).rstrip(), style="dim")
+    for title, row in verdicts.items():
+        yield Text("  " + f"{title:<{first}}" + "".join(f"{verdict.selected:<10}" for verdict in row.values()).rstrip())
+        reasons: dict[str, list[str]] = {}
+        for name, verdict in row.items():
+            for backend, why in verdict.refusals.items():
+                for reason in why:
+                    reasons.setdefault(f"{backend} refuses: {reason}", []).append(name)
+        for reason, where in reasons.items():
+            only = "" if len(where) == len(row) else f" ({', '.join(where)})"
+            yield Padding(Text(reason + only, style="dim"), (0, 0, 0, 6))
+
+
+def _observing(verdicts: Verdicts) -> str:
+    """Which observer takes these calls; what else it may refuse depends on what is asked of it, not on the call."""
+    every = (reason for row in verdicts.values() for verdict in row.values() for reason in verdict.observer)
+    reasons = "; ".join(dict.fromkeys(every))
+    return f"observe: portable ({reasons})" if reasons else "observe: native"
+
+
+def _describe(ask: Ask) -> str:
+    """The sizes of a call and the options that are on."""
+    keys = ask.queries if ask.keys is None else ask.keys
+    kv_heads = ask.heads if ask.kv_heads is None else ask.kv_heads
+    v_head_dim = ask.head_dim if ask.v_head_dim is None else ask.v_head_dim
+    heads = f"B {ask.batch}, H {ask.heads}, Hkv {kv_heads}"
+    sizes = f"{heads}, Q {ask.queries}, K {keys}, D {ask.head_dim}, Dv {v_head_dim}"
+    options = {
+        name: getattr(ask, name)
+        for name in ("causal", "window", "padded", "bias", "softcap", "sinks", "dropout", "lse", "grad")
+        if getattr(ask, name)
+    }
+    return ", ".join([sizes, *(name if value is True else f"{name} {value}" for name, value in options.items())])
+
+
+def _word(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "unknown" if value is None else str(value)

@@ -1,0 +1,220 @@
+"""``headscope image``: what every head of the shipped vision model looks at in a digit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from headscope.cli._shared.console import INDEX, Mistake, busy, console, print_json, say, visible
+from headscope.cli._shared.headings import ATTENTION, heading, meanings, show_closing, show_steps
+from headscope.cli._shared.observation import (
+    OF_OBJECT,
+    Asked,
+    Choice,
+    check_range,
+    choose_head,
+    heads_as_dict,
+    looking_options,
+    one_thread,
+    run,
+    trace_layer,
+)
+from headscope.cli._shared.pages import check_apart, save_page
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from torch import Tensor
+
+    from headscope.examples import DigitsExample
+    from headscope.report import Sheet
+    from headscope.tracing import Trace
+
+SAMPLE = 3
+SHOWN = (*OF_OBJECT, "layout", "near")
+BAR = 20  # characters of a probability of 1
+
+
+@dataclass(frozen=True, slots=True)
+class Digit:
+    """An image [8, 8], ink from 0 to 1, and where it came from.
+
+    Attributes:
+        label: which digit it is, if that is known.
+        done: what was done to a picture of the user's.
+        number: which of the shipped samples it is; None: a picture of the user's.
+    """
+
+    ink: Tensor
+    source: str
+    label: int | None
+    done: tuple[str, ...]
+    number: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A digit as the model saw it."""
+
+    sheet: Sheet
+    digit: Digit
+    probabilities: list[float]
+    choice: Choice
+    trace: Trace
+    page: str | None
+
+    @property
+    def predicted(self) -> int:
+        return max(range(len(self.probabilities)), key=lambda each: self.probabilities[each])
+
+
+@click.command(short_help="See what each head of a vision model looks at in a digit.")
+@click.argument("path", required=False)
+@click.option("--sample", type=INDEX, help=f"A shipped digit, not trained on.  [default: {SAMPLE}]")
+@looking_options
+def image(
+    path: str | None,
+    sample: int | None,
+    **options: Any,
+) -> None:
+    """Run the shipped vision model on a digit and show what each head looks at.
+
+    The digit is a PNG or JPEG at PATH, of any size, or a sample that ships with headscope. Prints the predicted class,
+    one layer step by step, all heads with what they look at, and the maps of a layer; writes a page with all maps.
+    """
+    if path is not None and sample is not None:
+        raise Mistake("wanted one digit: a PATH or --sample, not both")
+    asked = Asked.of(**options)
+    check_apart("--out", asked.page, {"the picture": path})
+    with busy("loading torch"):
+        import_module("torch")
+    with busy("looking"), one_thread():
+        look = _look(path, sample, asked)
+    if asked.as_json:
+        print_json(_as_dict(look))
+    else:
+        _print(look, asked.explain)
+
+
+def _look(path: str | None, sample: int | None, asked: Asked) -> Look:
+    from headscope import load_example
+    from headscope.report import image_sheet
+
+    example = load_example("digits", seed_random=asked.seed_random)
+    sizes = example.model.config
+    check_range("--layer", asked.layer, sizes.num_layers)
+    check_range("--head", asked.head, sizes.num_heads)
+    digit = _digit(example, path, sample)
+    passed = run(example.model, digit.ink[None])
+    state = "trained on handwritten digits" if example.trained else "untrained, weights as drawn"
+    rows, columns = digit.ink.shape[0], digit.ink.shape[1]
+    sheet = image_sheet(
+        visible(digit.source),
+        (digit.ink * 255).round().byte().numpy(),
+        (rows, columns),
+        passed.weights,
+        position_maps=_by_position(example, digit.number),
+        footer={
+            "Model": f"{sizes.num_layers} layers of {sizes.num_heads} heads, width {sizes.embed_dim}, {state}",
+            "Input": visible("; ".join((digit.source, *digit.done))) + f", {rows} × {columns} patches",
+            "Options": asked.said(),
+        },
+    )
+    for each in sheet.notes:
+        say(f"headscope image: {each}")
+    choice = choose_head(sheet, asked)
+    trace = trace_layer(passed, choice.layer)
+    shown = replace(sheet, trace=trace.to_dict()["rows"], trace_title=f"Layer {choice.layer}, step by step")
+    probabilities = passed.logits[0].float().softmax(-1).tolist()
+    return Look(shown, digit, probabilities, choice, trace, save_page(shown, asked.page, asked.force))
+
+
+def _digit(example: DigitsExample, path: str | None, sample: int | None) -> Digit:
+    """The digit to look at.
+
+    Raises:
+        Mistake: there is no such sample, or the file is no picture.
+    """
+    if path is None:
+        number = SAMPLE if sample is None else sample
+        check_range("--sample", number, len(example.samples))
+        chosen = example.samples[number]
+        return Digit(chosen.image, f"shipped sample {number}", chosen.label, (), number)
+    import torch
+
+    from headscope.cli._shared.digits import read_picture
+
+    prepared = read_picture(path)
+    return Digit(torch.from_numpy(prepared.pixels).float(), path, None, prepared.done, None)
+
+
+def _by_position(example: DigitsExample, shown: int | None) -> Sequence[Tensor]:
+    """What position alone explains: the mean weights of each layer over the samples other than the one shown."""
+    import torch
+
+    others = [sample.image for number, sample in enumerate(example.samples) if number != shown]
+    with torch.inference_mode():
+        _, weights = example.model(torch.stack(others), need_weights=True)
+    return [layer.mean(0) for layer in weights]
+
+
+def _print(look: Look, explain: bool) -> None:
+    from rich.text import Text
+
+    from headscope.cli._shared.head_grid import HeadGrid
+    from headscope.cli._shared.pictures import Gallery
+    from headscope.report import terminal
+    from headscope.report.words import REGIONS
+
+    sheet, choice, digit = look.sheet, look.choice, look.digit
+    out = console()
+    out.print(Text(visible(f"headscope image: {sheet.footer['Model']}"), style="dim"))
+    out.print(Text(f"{ATTENTION} Each patch of the image looks at all of them."))
+    known = "" if digit.label is None else f", a {digit.label}"
+    heading(out, "The digit", f"{visible(digit.source)}{known}; each of its 64 pixels is a patch")
+    if digit.done:
+        out.print(Text(visible("; ".join(digit.done)), style="dim"))
+    out.print(_digit_and_classes(look))
+    show_steps(out, look.trace, choice.layer, sheet.layers, explain)
+    heading(out, "All heads", "where each looks; 1 is as much as by chance, 4 the most there can be")
+    out.print(terminal.statistics_table(sheet) if explain else HeadGrid(sheet, choice))
+    out.print(meanings(REGIONS if explain else SHOWN, REGIONS))
+    heading(out, f"The heads of layer {choice.layer}", "where its 64 patches look, on average")
+    out.print(Gallery(sheet, choice.layer))
+    heading(out, f"Layer {choice.layer}, head {choice.head}", choice.why)
+    out.print(terminal.image_picture(sheet, choice.layer, choice.head))
+    show_closing(out, sheet, look.page)
+
+
+def _digit_and_classes(look: Look) -> RenderableType:
+    """The digit as the model sees it; beside it the probability of each class, as a number and a bar."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from headscope.cli._shared import pictures
+
+    lines: list[Text] = []
+    for each, probability in enumerate(look.probabilities):
+        style = "bold green" if each == look.predicted else ""
+        lines.append(Text(f"{each}  {probability:6.1%}  {'█' * round(BAR * probability)}", style=style))
+    table = Table.grid(padding=(0, 4, 0, 0))
+    table.add_column(width=2 * look.digit.ink.shape[1])
+    table.add_row(pictures.Digit(look.sheet), Text("\n").join(lines))
+    return table
+
+
+def _as_dict(look: Look) -> dict[str, Any]:
+    sheet, digit = look.sheet, look.digit
+    return {
+        "model": sheet.footer["Model"],
+        "notes": list(sheet.notes),
+        "input": {"source": digit.source, "label": digit.label, "done": list(digit.done), "pixels": digit.ink.tolist()},
+        "predicted": look.predicted,
+        "probabilities": look.probabilities,
+        **heads_as_dict(sheet, look.choice),
+        "trace": look.trace.to_dict(),
+        "page": look.page,
+    }

@@ -1,0 +1,173 @@
+"""``headscope report``: the page of a recording, in which every head can be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from headscope.cli._shared.console import Mistake, Whole, busy, say, unread, visible
+from headscope.cli._shared.pages import PAGE, check_apart, check_page, write_page
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from headscope.watching import Recording
+
+LARGEST = 4096  # pixels of a side of an image; larger ones are made smaller
+
+
+@click.command(short_help="Write or serve the page of a recording.")
+@click.argument("recording")
+@click.option("--out", metavar="PATH", help=f"Where to write the page.  [default: {PAGE}]")
+@click.option("--title", metavar="TEXT", default="", help="What stands above it.  [default: the model]")
+@click.option("--image", metavar="PATH", help="The image that was looked at, if the keys are its patches.")
+@click.option("--grid", metavar="ROWSxCOLUMNS", help="Its patches, as 14x14.  [default: a square]")
+@click.option("--special", type=Whole(0), help="Keys before them: CLS, registers.  [default: what the grid leaves]")
+@click.option("--strip", "strips", multiple=True, metavar="LAYER.HEAD", help="A head with strips; up to 16 times.")
+@click.option("--serve", is_flag=True, help="Serve it to this machine instead, with exact tiles at any zoom.")
+@click.option("--port", type=Whole(0, 65535), help="Where, with --serve.  [default: any]")
+@click.option("--force", is_flag=True, help="Replace a file there, even if it is no page of headscope's own.")
+def report(recording: str, out: str | None, serve: bool, port: int | None, force: bool, **options: Any) -> None:
+    """Write the page of a RECORDING that ``watch --out`` or ``Recording.save`` wrote.
+
+    One file that opens from disk and asks for nothing: maps of all heads, one head or two large, figures as CSV. With
+    --serve nothing is written, and what one zooms into is computed exactly, if q and k were kept (watch --keep-qk).
+    """
+    if serve and out is not None:
+        raise Mistake("--serve: wanted either it or --out")
+    if port is not None and not serve:
+        raise Mistake("--port: wanted --serve with it")
+    if not recording:
+        raise Mistake("RECORDING: is empty, wanted a path")
+    page = PAGE if out is None else out
+    if not serve:
+        check_apart("--out", page, {"the recording": recording, "the image": options["image"]})
+        check_page(page, force, "--out")
+    with busy("loading torch"):
+        import_module("torch")
+    from headscope.watching import Recording
+
+    try:
+        with busy(f"reading {visible(recording)}"):
+            found = Recording.load(recording)
+    except (OSError, ValueError, KeyError) as error:
+        raise Mistake(f"RECORDING: {unread(recording, error)}") from error
+    given = _options(**options)
+    if serve:
+        _serve(found, port or 0, given)
+        return
+    from headscope.report.viewer import render_recording
+
+    _check_strips(found, given.get("strips", ()))
+    try:
+        with busy("writing the page"):
+            html = render_recording(found, **given)
+    except ValueError as error:
+        raise Mistake(_by_option(str(error), "RECORDING")) from error
+    path = write_page(page, html, force, "--out")
+    if spared := _spared(found, given.get("strips", ())):
+        why = "the map holds every weight of the layer, so the page has no strip beside it"
+        say(f"headscope report: --strip: {', '.join(spared)}: {why}")
+    click.echo(f"The page, to be opened in a browser: {visible(path)} ({Path(path).stat().st_size / 2**20:.1f} MiB)")
+
+
+def _options(
+    title: str, image: str | None, grid: str | None, special: int | None, strips: tuple[str, ...]
+) -> dict[str, Any]:
+    """As ``render_recording`` takes them.
+
+    Raises:
+        Mistake: one that cannot be read.
+    """
+    found: dict[str, Any] = {"title": title}
+    if image is not None:
+        found["image"] = _pixels(image)
+    if grid is not None:
+        sides = [part for part in grid.split("x") if part.isdecimal() and len(part) < 6]
+        if len(sides) != 2 or grid.count("x") != 1:
+            raise Mistake(f"--grid: got {visible(grid)}, wanted rows and columns, as 14x14")
+        if image is None:
+            raise Mistake("--grid: wanted --image with it")
+        found["grid"] = (int(sides[0]), int(sides[1]))
+    if special is not None:
+        if image is None:
+            raise Mistake("--special: wanted --image with it")
+        found["special"] = special
+    if strips:
+        places: list[tuple[int, int]] = []
+        for strip in strips:
+            layer, _, head = strip.partition(".")
+            if not (layer.isdecimal() and head.isdecimal()):
+                raise Mistake(f"--strip: got {visible(strip)}, wanted a layer and a head, counted from 0, as 3.5")
+            places.append((int(layer), int(head)))
+        found["strips"] = places
+    return found
+
+
+def _check_strips(found: Recording, strips: Sequence[tuple[int, int]]) -> None:
+    """Raises: Mistake: too many, of a head that is not there, or of one whose q and k are not."""
+    from headscope.report._viewer.from_recording import MOST_STRIPS
+
+    parts = list(found.stats.parts.values())
+    if len(strips) > MOST_STRIPS:
+        raise Mistake(f"--strip: got {len(strips)} heads, wanted at most {MOST_STRIPS}")
+    for layer, head in strips:
+        got = f"--strip: got {layer}.{head}, wanted"
+        if layer >= len(parts):
+            raise Mistake(f"{got} a layer from 0 to {len(parts) - 1}")
+        if head >= parts[layer].heads:
+            raise Mistake(f"{got} a head of layer {layer}, from 0 to {parts[layer].heads - 1}")
+        if not parts[layer].tiles:
+            raise Mistake(f"{got} a recording with q and k, as watch --keep-qk writes it")
+
+
+def _spared(found: Recording, strips: Sequence[tuple[int, int]]) -> list[str]:
+    """Those heads that were to have strips and need none."""
+    from headscope.report._viewer.packing import exact
+
+    parts = list(found.stats.parts.values())
+    return [f"{layer}.{head}" for layer, head in strips if exact(parts[layer])]
+
+
+def _by_option(message: str, otherwise: str) -> str:
+    """What the page says of an argument, with that named as the option it came from; else of what is named."""
+    name, colon, rest = message.partition(":")
+    option = {"grid": "--grid", "image": "--image", "special": "--special", "strips": "--strip"}.get(name)
+    rest = rest.replace("give special=", "give --special ")
+    return f"{otherwise}: {message.removeprefix('recording: ')}" if option is None else f"{option}{colon}{rest}"
+
+
+def _pixels(path: str) -> Any:
+    """An image file as uint8 [h, w, 3]."""
+    import numpy as np
+
+    from headscope.cli._shared.digits import with_picture
+
+    def rgb(picture: Image) -> Any:
+        small = picture.convert("RGB")
+        small.thumbnail((LARGEST, LARGEST))
+        return np.asarray(small)
+
+    return with_picture(path, rgb)
+
+
+def _serve(found: Recording, port: int, options: dict[str, Any]) -> None:
+    """Until Ctrl-C."""
+    from headscope.report.serving import Server
+
+    if "strips" in options:
+        raise Mistake("--strip: wanted none with --serve, which has those of every head")
+    try:
+        with busy("preparing the page"):
+            server = Server(found, port=port, **options)
+    except ValueError as error:
+        raise Mistake(_by_option(str(error), "--serve")) from error
+    except OSError as error:
+        raise Mistake(f"--port: {port}: {error.strerror or error}") from error
+    with server:
+        click.echo(f"The page, for this machine alone, until Ctrl-C: {server.url}")
+        server.serve_forever()

@@ -1,0 +1,294 @@
+"""``headscope text``: what every head of the shipped language model looks at in a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from headscope.cli._shared.console import Mistake, busy, console, print_json, say, visible
+from headscope.cli._shared.headings import ATTENTION, heading, meanings, show_closing, show_steps
+from headscope.cli._shared.observation import (
+    Asked,
+    Choice,
+    check_range,
+    choose_head,
+    heads_as_dict,
+    looking_options,
+    one_thread,
+    run,
+    trace_layer,
+)
+from headscope.cli._shared.pages import check_apart, save_page
+from headscope.cli._shared.text_input import Given, clipped, read_text, told
+
+if TYPE_CHECKING:
+    from rich.text import Text
+    from torch import Tensor
+
+    from headscope.examples.text import TextConfig
+    from headscope.report import Sheet
+    from headscope.tracing import Trace
+
+GUESSES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A token that may come next."""
+
+    piece: str
+    probability: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A text as the model read it; the steps of a layer are those of the shipped model only."""
+
+    sheet: Sheet
+    ids: list[int]
+    choice: Choice
+    trace: Trace | None
+    guesses: list[Guess]
+    page: str | None
+
+
+@click.command(short_help="See what each head of a language model looks at in a text.")
+@click.argument("text", required=False)
+@click.option("--file", metavar="PATH", help="Read the text from a file (UTF-8).")
+@click.option("--model", metavar="MODEL", help="A folder with a Hugging Face model, or a name on the hub.")
+@looking_options
+def text(
+    text: str | None,
+    file: str | None,
+    model: str | None,
+    **options: Any,
+) -> None:
+    """Run a language model on TEXT ("-" reads it from stdin) and show what each head looks at.
+
+    The model is the one that ships with the package, or --model.
+
+    Prints the tokens, one layer step by step, all heads with the pattern each matches best, and a picture of one head;
+    writes a page with every head's map.
+    """
+    asked = Asked.of(**options)
+    check_apart("--out", asked.page, {"the text": file}, model)
+    given = read_text(text, file)
+    given = replace(given, source=told(given, text))
+    with busy("loading torch"):
+        import_module("torch")
+    if model is None or model == "text":
+        with busy("reading"), one_thread():
+            reading = _read(given, asked)
+    else:
+        if asked.seed_random:
+            raise Mistake("--seed-random: wanted the shipped model, got --model")
+        with busy(f"reading with {visible(model)}"):
+            reading = _read_with(model, given, asked)
+    if asked.as_json:
+        print_json(_as_dict(reading))
+    else:
+        _print(reading, asked.explain)
+
+
+def _read(given: Given, asked: Asked) -> Reading:
+    import torch
+
+    from headscope import load_example
+    from headscope.report import text_sheet
+
+    example = load_example("text", seed_random=asked.seed_random)
+    sizes = example.model.config
+    check_range("--layer", asked.layer, sizes.num_layers)
+    check_range("--head", asked.head, sizes.num_heads)
+    every = example.tokenizer.encode(given.text)
+    ids = every[-sizes.context :]
+    notes = [note] if (note := _left_out(given, len(every), len(ids))) else []
+    passed = run(example.model, torch.tensor([ids]))
+    pieces = [example.tokenizer.piece(token) for token in ids]
+    sheet = text_sheet(
+        clipped("".join(pieces)),
+        pieces,
+        passed.weights,
+        ids=ids,
+        footer={
+            "Model": _model(sizes, example.trained),
+            "Input": _input(given, len(every), len(ids)),
+            "Options": asked.said(),
+        },
+        notes=notes,
+    )
+    for each in sheet.notes:
+        say(f"headscope text: {each}")
+    choice = choose_head(sheet, asked, ids)
+    trace = trace_layer(passed, choice.layer)
+    shown = replace(sheet, trace=trace.to_dict()["rows"], trace_title=f"Layer {choice.layer}, step by step")
+    page = save_page(shown, asked.page, asked.force)
+    return Reading(shown, ids, choice, trace, _likely(passed.logits[0, -1], example.tokenizer.piece), page)
+
+
+def _read_with(model: str, given: Given, asked: Asked) -> Reading:
+    """The same by a model of another make: its weights, but not the steps of a layer."""
+    from headscope.cli._shared import model_text, models
+    from headscope.report import text_sheet
+
+    loaded = models.load(model)
+    passed = model_text.read(loaded, given.text)
+    check_range("--layer", asked.layer, len(passed.layers))
+    check_range("--head", asked.head, min(weights.shape[0] for weights in passed.weights))
+    piece = loaded.piece
+    assert piece is not None  # it has a tokenizer: the text was split by it
+    pieces = [piece(token) for token in passed.ids]
+    notes = [note] if (note := _left_out(given, len(passed.ids) + passed.cut, len(passed.ids))) else []
+    logits = passed.logits if passed.causal else None
+    guesses = [] if logits is None else _likely(logits, piece)
+    if logits is not None and not guesses:
+        notes.append("what comes next cannot be told: the output of the model holds NaN or infinity")
+    layers = f"{len(passed.layers)} layers of {passed.weights[0].shape[0]} heads"
+    sheet = text_sheet(
+        clipped("".join(pieces)), pieces, passed.weights, ids=passed.ids, seen=passed.seen,
+        footer={
+            "Model": f"{loaded.name}, {layers}",
+            "Input": _input(given, len(passed.ids) + passed.cut, len(passed.ids)),
+            "Options": asked.said(),
+        },
+        notes=notes,
+    )  # fmt: skip
+    for each in sheet.notes:
+        say(f"headscope text: {each}")
+    choice = choose_head(sheet, asked, passed.ids)
+    try:
+        page = save_page(sheet, asked.page, asked.force)
+    except ValueError as error:  # more weights than a page holds
+        raise Mistake(f"--out: {error}; with --no-page none is written") from error
+    return Reading(sheet, passed.ids, choice, None, guesses, page)
+
+
+def _left_out(given: Given, tokens: int, used: int) -> str | None:
+    """What is said of a text that is longer than what the model reads at once."""
+    if given.dropped:
+        length = given.dropped + len(given.text)
+        return f"the text has {length:,} characters, more than the model reads at once: its last {used} tokens are used"
+    if tokens > used:
+        return f"the text has {tokens:,} tokens, the model reads {used} at once: the last {used} are used"
+    return None
+
+
+def _input(given: Given, tokens: int, used: int) -> str:
+    """Where a text came from, and how much of it was read."""
+    if given.dropped:
+        return f"{given.source}, its last {used} tokens"
+    if tokens > used:
+        return f"{given.source}, the last {used} of {tokens:,} tokens"
+    return f"{given.source}, {used} token{'' if used == 1 else 's'}"
+
+
+def _likely(logits: Tensor, piece: Callable[[int], str]) -> list[Guess]:
+    """The most probable next tokens; none where no probability is a number."""
+    top = logits.float().softmax(-1).topk(min(GUESSES, len(logits)))
+    if top.values.isnan().any():  # one logit that is no number leaves no other one
+        return []
+    return [Guess(piece(token), share) for share, token in zip(top.values.tolist(), top.indices.tolist(), strict=True)]
+
+
+def _model(sizes: TextConfig, trained: bool) -> str:
+    state = "trained on Python's library" if trained else "untrained, weights as drawn"
+    return f"{sizes.num_layers} layers of {sizes.num_heads} heads, width {sizes.embed_dim}, {state}"
+
+
+def _print(reading: Reading, explain: bool) -> None:
+    from rich.text import Text
+
+    from headscope.cli._shared.head_grid import HeadGrid
+    from headscope.report import terminal
+    from headscope.report.words import PATTERNS
+
+    sheet, choice = reading.sheet, reading.choice
+    out = console()
+    out.print(Text(visible(f"headscope text: {sheet.footer['Model']}"), style="dim"))
+    out.print(Text(f"{ATTENTION} Each token looks at {_looks(sheet)}."))
+    count = len(sheet.tokens)
+    pieces = (
+        "the one piece that the model reads" if count == 1 else f"the {count} pieces that the model reads, in order"
+    )
+    heading(out, "Tokens", pieces)
+    out.print(terminal.tokens_line(sheet))
+    if reading.guesses:
+        out.print(_guess_line(reading.guesses))
+    if reading.trace is not None:
+        show_steps(out, reading.trace, choice.layer, sheet.layers, explain)
+    heading(out, "All heads", "the pattern that comes closest to how each spreads its attention")
+    out.print(terminal.statistics_table(sheet) if explain else HeadGrid(sheet, choice))
+    patterns = {match.pattern for matches in sheet.patterns for match in matches if match is not None}
+    out.print(meanings((name for name in PATTERNS if name in patterns), PATTERNS))
+    out.print(Text("Score 1: exactly so; 0: no closer than chance. Tokens: over how many it spreads.", style="dim"))
+    heading(out, f"Layer {choice.layer}, head {choice.head}", choice.why)
+    out.print(terminal.map_picture(sheet, choice.layer, choice.head))
+    out.print(_example(sheet, choice))
+    show_closing(out, sheet, reading.page)
+
+
+def _looks(sheet: Sheet) -> str:
+    """What the mask lets a token look at."""
+    import numpy as np
+
+    seen = [
+        np.ones(weights.shape, bool) if sight is None else sight
+        for weights, sight in zip(sheet.weights, sheet.seen, strict=True)
+    ]
+    if all((sight == np.tril(np.ones_like(sight))).all() for sight in seen):
+        return "itself and at those before it"
+    if all(sight.all() for sight in seen):
+        return "all of them"
+    ahead = any(np.triu(sight, 1).any() for sight in seen)
+    return "those that its layer lets it see" + ("" if ahead else ": itself and some of those before it")
+
+
+def _example(sheet: Sheet, choice: Choice) -> Text:
+    """One row of the map in words: the strongest look of a token at another."""
+    import numpy as np
+    from rich.text import Text
+
+    weights = sheet.weights[choice.layer][choice.head]
+    whole = np.isfinite(weights).all(-1)
+    if not whole.any():
+        return Text("Its weights are not finite.")
+    weights = np.where(whole[:, None] & ~np.eye(len(weights), dtype=bool), weights, 0)
+    query, key = np.unravel_index(int(weights.argmax()), weights.shape)
+    if not weights[query, key]:
+        who = "A single token can look" if len(weights) == 1 else "Each token looks"
+        return Text(f"{who} at nothing but itself.")
+    looks, at = (f"{sheet.labels[each]} ({each})" for each in (int(query), int(key)))
+    return Text(f"Read it by rows. For example, {looks} gives {weights[query, key]:.0%} of its attention to {at}.")
+
+
+def _guess_line(guesses: list[Guess]) -> Text:
+    from rich.text import Text
+
+    from headscope.report.sheet import visible as shown
+
+    line = Text("What it expects next:  ")
+    for at, guess in enumerate(guesses):
+        line.append("  " if at else "")
+        line.append(shown(guess.piece), style="bold")
+        line.append(f" {guess.probability:.0%}")
+    return line
+
+
+def _as_dict(reading: Reading) -> dict[str, Any]:
+    sheet, choice = reading.sheet, reading.choice
+    return {
+        "model": sheet.footer["Model"],
+        "notes": list(sheet.notes),
+        "tokens": [
+            {"position": at, "id": token, "text": piece}
+            for at, (token, piece) in enumerate(zip(reading.ids, sheet.tokens, strict=True))
+        ],
+        "next": [asdict(guess) for guess in reading.guesses],
+        **heads_as_dict(sheet, choice),
+        "trace": None if reading.trace is None else reading.trace.to_dict(),
+        "page": reading.page,
+    }

@@ -1,0 +1,127 @@
+"""``headscope trace``: every step of multi-head attention, from sizes alone or with values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from headscope.cli._shared.console import SIZE, Mistake, busy, console, print_json, visible
+from headscope.cli._shared.pages import write_page
+
+if TYPE_CHECKING:
+    from headscope.tracing import Trace
+
+MOST_BYTES = 2 << 30  # of all steps together, if they are to be computed
+
+
+@click.command(short_help="Show every step of multi-head attention, with shapes.")
+@click.option("--batch", type=SIZE, default=32, show_default=True, help="B, sequences.")
+@click.option("--seq", type=SIZE, default=10, show_default=True, help="Q, tokens in each.")
+@click.option("--dim", type=SIZE, default=512, show_default=True, help="E, width of the model.")
+@click.option("--heads", type=SIZE, default=8, show_default=True, help="H, heads; a divisor of --dim.")
+@click.option("--kv-heads", type=SIZE, help="Hkv, key/value heads, a divisor of --heads.  [default: as --heads]")
+@click.option("--head-dim", type=SIZE, help="D, width of a head.  [default: --dim / --heads]")
+@click.option("--context-seq", type=SIZE, help="K, tokens of another sequence to look at (cross-attention).")
+@click.option("--causal", is_flag=True, help="No token sees a later one.")
+@click.option("--values", is_flag=True, help="Compute the steps too, with random weights: values, and checks on them.")
+@click.option("--explain", is_flag=True, help="Say why each step exists, and the common mistake at it.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
+@click.option("--html", metavar="PATH", help="Write a page instead.")
+@click.option("--force", is_flag=True, help="Replace the file there, even if it is no page of headscope's.")
+def trace(
+    batch: int,
+    seq: int,
+    dim: int,
+    heads: int,
+    kv_heads: int | None,
+    head_dim: int | None,
+    context_seq: int | None,
+    causal: bool,
+    values: bool,
+    explain: bool,
+    as_json: bool,
+    html: str | None,
+    force: bool,
+) -> None:
+    """Show every step of a multi-head attention layer, with equation, code and shape.
+
+    By default from sizes alone: nothing is computed or allocated, so any size is instant.
+    """
+    if as_json and html is not None:
+        raise Mistake("--json: wanted either it or --html")
+    with busy("loading torch"):
+        from headscope import tracing
+    _check_sizes(batch, seq, max(dim, heads * (head_dim or 1)), heads, context_seq)
+    try:
+        steps = tracing.trace(
+            batch=batch, seq=seq, dim=dim, heads=heads, kv_heads=kv_heads, head_dim=head_dim, context_seq=context_seq,
+            causal=causal,
+        )  # fmt: skip
+        if values:
+            with busy("computing"):
+                steps = _computed(steps, batch, seq, context_seq, causal)
+    except (TypeError, ValueError) as error:
+        raise Mistake(_by_option(str(error))) from error
+    if as_json:
+        print_json(steps.to_dict())
+    elif html is not None:
+        print(visible(write_page(html, _page(steps), force)))
+    else:
+        console().print(steps.table(explain=explain))
+
+
+def _check_sizes(batch: int, seq: int, dim: int, heads: int, context_seq: int | None) -> None:
+    """Raises: Mistake: a step would have more numbers than torch can count the bytes of."""
+    keys = seq if context_seq is None else context_seq
+    largest = max(batch * heads * seq * keys, batch * max(seq, keys) * dim, 3 * dim * dim)
+    if largest >= 2**60:
+        raise Mistake(f"these sizes make a tensor of {largest:.0e} numbers, wanted less than {2**60:.0e}")
+
+
+def _computed(sizes: Trace, batch: int, seq: int, context_seq: int | None, causal: bool) -> Trace:
+    """The same steps with values: weights and inputs drawn from a fixed seed.
+
+    Raises:
+        Mistake: that would take too much memory.
+    """
+    import torch
+
+    from headscope import MultiHeadAttention, tracing
+
+    total = sum(row.bytes for row in sizes.rows)
+    if total > MOST_BYTES:
+        raise Mistake(
+            f"--values: the steps take {total:,} bytes, wanted at most {MOST_BYTES:,}; shapes alone take none"
+        )
+    options = sizes.module
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # torch.manual_seed seeds every device
+        made = {name: options[name] for name in ("embed_dim", "num_heads", "kv_heads", "head_dim")}
+        module = MultiHeadAttention(**made).eval()
+        x = torch.randn(batch, seq, options["embed_dim"])
+        context = None if context_seq is None else torch.randn(batch, context_seq, options["kdim"])
+    return tracing.trace(module, x, context, causal=causal)
+
+
+def _by_option(message: str) -> str:
+    """A message of the module, with the argument it begins with named as the option it came from."""
+    name, colon, rest = message.partition(":")
+    option = {"num_heads": "--heads", "kv_heads": "--kv-heads"}.get(name, name)
+    return option + colon + rest.replace("give head_dim", "give --head-dim")
+
+
+def _page(steps: Trace) -> str:
+    """The steps as a page of their own, which ``headscope`` knows again as one of its pages."""
+    from html import escape
+
+    from headscope.report.page import MARKER
+
+    return (
+        f"<!doctype html>\n{MARKER}\n"
+        '<html lang="en"><head><meta charset="utf-8">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<style>:root { color-scheme: light dark } body { font-family: system-ui, sans-serif; margin: 2em }</style>"
+        f"<title>{escape(steps.title)}</title></head>\n<body>{steps._repr_html_()}</body></html>\n"
+    )

@@ -1,0 +1,174 @@
+"""What the verbs share: text fit for a terminal, the console, progress, mistakes, and work without interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from headscope._support.jsonable import plain
+from headscope._support.text import visible
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDEST = 120  # tables and sentences wider than this are hard to read
+NARROWEST = 20  # in less, words are cut
+ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+class Mistake(click.ClickException):
+    """What the user can put right: told in one line on stderr, exit code 2."""
+
+    exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.ctx = click.get_current_context(silent=True)
+
+
+class Whole(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]  # it takes one from click 8.2 on
+    """A whole number from ``low`` to ``high``; sizes beyond a thousand million are slips of the finger."""
+
+    name = "whole number"
+
+    def __init__(self, low: int, high: int = 10**9) -> None:
+        self.low, self.high = low, high
+
+    def get_metavar(self, *args: Any, **kwargs: Any) -> str:
+        return "N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Raises: Mistake: it is none."""
+        try:
+            number = int(value)
+        except ValueError:
+            number = None
+        if number is None or not self.low <= number <= self.high:
+            name = param.opts[0] if param is not None else "number"
+            raise Mistake(f"{name}: got {value}, wanted a whole number from {self.low} to {self.high}")
+        return number
+
+
+class Index(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]  # as Whole
+    """A number that is counted from 0; how far it goes is known once there is a model, and looked at then."""
+
+    name = "index"
+
+    def get_metavar(self, *args: Any, **kwargs: Any) -> str:
+        return "N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Raises: Mistake: it is no whole number."""
+        try:
+            return int(value)
+        except ValueError:
+            name = param.opts[0] if param is not None else "number"
+            raise Mistake(f"{name}: got {value}, wanted a whole number from 0") from None
+
+
+SIZE = Whole(1)
+INDEX = Index()
+
+
+def few(names: Sequence[str], most: int) -> str:
+    """The first of these names, fit for a terminal, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(visible(name) for name in names[:most]) + more
+
+
+def one_line(message: str) -> str:
+    """A message as one line, fit for a terminal."""
+    return visible(" ".join(message.split()))
+
+
+def unread(path: str, error: Exception) -> str:
+    """Why a file was not read, of an error that may name it or not."""
+    why = getattr(error, "strerror", None)
+    return f"{path}: cannot be read: {why}" if why else str(error)
+
+
+def console() -> Console:
+    """The console of stdout: as wide as the terminal, within what can be read; plain where stdout is no terminal."""
+    from rich.console import Console
+
+    made = Console(highlight=False, markup=False, emoji=False)
+    wide = made.width or shutil.get_terminal_size().columns  # 0 where COLUMNS says so, which stands for unset
+    made.width = min(max(wide, NARROWEST), WIDEST)
+    return made
+
+
+def say(note: str) -> None:
+    """One line on stderr, beside the result: what was done to the input, say."""
+    print(one_line(note), file=sys.stderr)
+
+
+@contextmanager
+def warnings_as_notes(command: str) -> Generator[None]:
+    """Write each warning of ``headscope.watch`` as one line on stderr, once."""
+    from headscope.watching import WatchWarning
+
+    written: set[str] = set()
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def write(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+            if not issubclass(category, WatchWarning):
+                show(one_line(str(message)), category, *rest, **more)
+                return
+            note = str(message).removeprefix("watch: ").partition("; unseen=")[0]
+            if note not in written:
+                written.add(note)
+                say(f"headscope {command}: {note}")
+
+        warnings.simplefilter("always", WatchWarning)
+        warnings.showwarning = write
+        yield
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """A result for programs: ASCII, numbers that are not finite as null."""
+    print(json.dumps(plain(value), indent=2, allow_nan=False))
+
+
+@contextmanager
+def busy(what: str) -> Generator[None]:
+    """Show on stderr what is being done, if stderr is a terminal."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True, highlight=False, markup=False).status(visible(what)):
+        yield
+
+
+@contextmanager
+def uninterrupted() -> Generator[None]:
+    """Put signals that end the process off until the end of the block: for writing a file, which takes a moment."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    struck: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        struck.append(number)
+
+    before = {each: signal.signal(each, remember) or signal.SIG_DFL for each in ENDING}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        for each in struck:
+            signal.raise_signal(each)

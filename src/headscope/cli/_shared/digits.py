@@ -1,0 +1,156 @@
+"""A picture of a digit, of any size and kind, made into what the shipped model knows: 8 x 8, bright on dark."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headscope.cli._shared.console import Mistake
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Result = TypeVar("Result")
+
+SIDE = 8
+MOST_PIXELS = 50_000_000  # a photograph has fewer; what has more is a mistake or a trap
+LARGE = 1024  # pixels along a side that are looked at
+FORMATS = ("PNG", "JPEG")
+INK = 0.3  # the mean of the digits that the model was trained on, of a full 1
+MOST_GAIN = 3.0  # beyond this, what was faint grey becomes a stroke
+STROKE = 0.5  # of the contrast: what is brighter belongs to a stroke
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What the model is given.
+
+    Attributes:
+        pixels: float64 [8, 8] in [0, 1], strokes bright.
+        done: what was done to the picture, in order, a few words each.
+    """
+
+    pixels: NDArray[np.float64]
+    done: tuple[str, ...]
+
+
+def read_picture(path: str) -> Prepared:
+    """Read a PNG or JPEG and prepare it.
+
+    Raises:
+        Mistake: there is no such file, it is no picture, it is damaged, or it is too large.
+    """
+    return with_picture(path, prepare)
+
+
+def with_picture(path: str, use: Callable[[Image], Result]) -> Result:
+    """What is made of a PNG or JPEG, upright as its EXIF says.
+
+    Raises:
+        Mistake: there is no such file, it is no picture, it is damaged, or it is too large.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    if not path:
+        raise Mistake("image: is empty, wanted the path of a picture")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's remarks on odd metadata would stand in the way of the answer
+        try:
+            with Image.open(path, formats=FORMATS) as picture:
+                if picture.width * picture.height > MOST_PIXELS:
+                    raise Mistake(
+                        f"{path}: {picture.width} x {picture.height} pixels, wanted at most {MOST_PIXELS} in all"
+                    )
+                picture.load()
+                return use(ImageOps.exif_transpose(picture))
+        except UnidentifiedImageError as error:
+            raise Mistake(f"{path}: is no picture that can be read, wanted a PNG or a JPEG") from error
+        except Image.DecompressionBombError as error:
+            raise Mistake(f"{path}: has too many pixels, wanted at most {MOST_PIXELS}") from error
+        except OSError as error:  # not there, not to be read, or cut off in the middle
+            raise Mistake(f"{path}: cannot be read: {error.strerror or error}") from error
+        except (SyntaxError, ValueError, EOFError, OverflowError) as error:  # what Pillow raises for damaged files
+            raise Mistake(f"{path}: is damaged: {error}") from error
+
+
+def prepare(picture: Image) -> Prepared:
+    """Grey, strokes bright on dark, cut to the strokes, 8 x 8, full contrast."""
+    done = [f"{picture.width} x {picture.height} {picture.mode}"]
+    grey = _grey(picture, done)
+    low, high = float(grey.min()), float(grey.max())
+    if high == low:
+        done.append("one even grey: there is no stroke to be found")
+        return Prepared(np.zeros((SIDE, SIDE)), tuple(done))
+    light = (grey - low) / (high - low)
+    if _ground(light) > STROKE:
+        light = 1 - light
+        done.append("dark strokes on a light ground: turned around")
+    else:
+        done.append("bright strokes on a dark ground: kept")
+    if grey.shape == (SIDE, SIDE):
+        return Prepared(light, tuple(done))
+    return Prepared(_inked(_fit(light, done), done), tuple(done))
+
+
+def _grey(picture: Image, done: list[str]) -> NDArray[np.float64]:
+    """Light of each pixel, [height, width], in any unit."""
+    if picture.mode.startswith(("I", "F")):  # 16 or 32 bits a pixel: Pillow's own conversion would cut them off at 255
+        picture = picture.convert("F")
+    if max(picture.size) > LARGE:
+        picture = picture.copy()
+        picture.thumbnail((LARGE, LARGE), reducing_gap=2)
+        done.append(f"shrunk to {picture.width} x {picture.height}")
+    if picture.mode == "F":
+        return np.asarray(picture, dtype=np.float64)
+    if not picture.has_transparency_data:
+        return np.asarray(picture.convert("L"), dtype=np.float64)
+    colours = np.asarray(picture.convert("LA"), dtype=np.float64) / 255
+    light, cover = colours[..., 0], colours[..., 1]
+    if not cover.any():
+        done.append("all of it is transparent")
+        return np.zeros(light.shape)
+    # what is transparent takes the ground that what is drawn stands out from
+    drawn = float((light * cover).sum() / cover.sum())
+    ground = 0.0 if drawn > 0.5 else 1.0
+    done.append(f"transparent parts made {'black' if ground == 0 else 'white'}")
+    return light * cover + ground * (1 - cover)
+
+
+def _ground(light: NDArray[np.float64]) -> float:
+    """How light the picture's border is."""
+    border = np.concatenate([light[0], light[-1], light[1:-1, 0], light[1:-1, -1]])
+    return float(np.median(border))
+
+
+def _fit(light: NDArray[np.float64], done: list[str]) -> NDArray[np.float64]:
+    """Cut to the strokes, fill up to a square, and scale down to 8 x 8."""
+    from PIL import Image
+
+    rows, columns = (np.flatnonzero((light > STROKE).any(axis)) for axis in (1, 0))
+    top, bottom, left, right = int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
+    cut = light[top:bottom, left:right]
+    height, width = cut.shape
+    side = max(height, width)
+    square = np.zeros((side, side))
+    y, x = (side - height) // 2, (side - width) // 2
+    square[y : y + height, x : x + width] = cut
+    done.append(f"cut to the strokes, {width} x {height} at ({left}, {top})")
+    done.append(f"made {SIDE} x {SIDE}")
+    small = Image.fromarray(square.astype(np.float32)).resize((SIDE, SIDE), Image.Resampling.BILINEAR)
+    return np.asarray(small, dtype=np.float64)
+
+
+def _inked(small: NDArray[np.float64], done: list[str]) -> NDArray[np.float64]:
+    """Full contrast, and as much ink as the training digits had: a thin stroke is faint once it is 8 x 8."""
+    small = small / small.max()
+    gain = 1.0
+    while gain < MOST_GAIN and np.minimum(1, small * gain).mean() < INK:
+        gain *= 1.1
+    if gain > 1:
+        done.append(f"thin strokes made {gain:.1f} times as bright")
+    return np.minimum(1, small * gain)

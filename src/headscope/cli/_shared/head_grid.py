@@ -1,0 +1,84 @@
+"""All heads at a glance: layers down, heads across, a few lines in each place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.style import Style
+from rich.text import Text
+
+from headscope.cli._shared.observation import Choice, strongest
+from headscope.report import Sheet
+from headscope.report.terminal import statistics_table
+from headscope.report.words import strength
+
+PLACE = 9  # characters a head, the gap included
+SHORT = {"duplicate": "duplic.", "induction": "induct."}  # names that are longer than a place
+FAR_FROM_CHANCE = 2.0  # ratios that are bold from here
+
+Figure = Callable[[int, int], Text]
+
+
+@dataclass(frozen=True)
+class HeadGrid:
+    """Layers × heads, the chosen head marked; on a console too narrow for it, the table with a line a head."""
+
+    sheet: Sheet
+    choice: Choice
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = self._image() if self.sheet.kind == "image" else self._text()
+        side = len(f"layer {self.sheet.layers - 1}") + 1
+        if side + PLACE * self.sheet.heads - 1 > options.max_width:
+            yield statistics_table(self.sheet)
+            return
+        yield Text(" " * side + "".join(f"{f'head {head}':<{PLACE}}" for head in range(self.sheet.heads)), "dim")
+        for layer in range(self.sheet.layers):
+            for number, (name, figure) in enumerate(lines.items()):
+                line = Text(f"{f'layer {layer}' if number == 0 else f' {name}':<{side}}", "" if number == 0 else "dim")
+                for head in range(len(self.sheet.weights[layer])):
+                    place = figure(layer, head)
+                    if (layer, head) == (self.choice.layer, self.choice.head):
+                        place.stylize(Style(reverse=True))
+                    line.append_text(place).append(" " * (PLACE - place.cell_len))
+                yield line
+
+    def _text(self) -> dict[str, Figure]:
+        """What stands in a place, of a text: the pattern that matches best, its score, and over how many tokens."""
+
+        def pattern(layer: int, head: int) -> Text:
+            match = self.sheet.patterns[layer][head]
+            if match is None:
+                return Text("-")
+            return Text(SHORT.get(match.pattern, match.pattern), strength(match.score))
+
+        def score(layer: int, head: int) -> Text:
+            match = self.sheet.patterns[layer][head]
+            return _number(None if match is None else match.score, 2)
+
+        def spread(layer: int, head: int) -> Text:
+            return _number(self.sheet.statistics[layer]["effective_keys"][head], 1)
+
+        return {"pattern": pattern, "score": score, "tokens": spread}
+
+    def _image(self) -> dict[str, Figure]:
+        """What stands in a place, of an image: the region of the object that stands out most, and ratios to chance."""
+
+        def region(layer: int, head: int) -> Text:
+            look = strongest(self.sheet, layer, head)
+            return Text("-") if look is None else Text(look.region, "bold" if look.ratio >= FAR_FROM_CHANCE else "")
+
+        def ratio(layer: int, head: int) -> Text:
+            look = strongest(self.sheet, layer, head)
+            return _number(None if look is None else look.ratio, 1)
+
+        def of(name: str) -> Figure:
+            return lambda layer, head: _number(self.sheet.regions[layer][name][head], 1)
+
+        return {"region": region, "ratio": ratio, "layout": of("layout"), "near": of("near")}
+
+
+def _number(value: float | None, decimals: int) -> Text:
+    return Text("-" if value is None else f"{value:.{decimals}f}", "dim")

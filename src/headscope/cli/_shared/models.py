@@ -1,0 +1,365 @@
+"""Models that a verb can run: those that ship with the package, and Hugging Face's, from a folder or from the hub.
+
+Of the latter only safetensors are read, never pickles; no code from a repository and no compiled kernel runs; a folder
+is read offline. ``model_config`` checks what a configuration asks for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headscope.cli._shared.console import Mistake, few, one_line, visible
+from headscope.cli._shared.model_config import confined, read_config
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+SHIPPED = ("text", "digits")
+MOST_TOKENS = 4096  # read at once unless asked otherwise: models of today say 131072 and more
+FEW_NAMED = 3  # of missing weights, and of those left over
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, and how it is run.
+
+    Attributes:
+        model: in eval mode, on the CPU.
+        name: what it is, in a few words.
+        takes: "text", or "image".
+        context: how many tokens it reads at once.
+        vocabulary: how many token ids it knows.
+        encode: a text's token ids, without those that mark its ends; None = it has no tokenizer.
+        ends: the ids that its tokenizer sets before and after a text.
+        piece: the text of a token.
+        run: a forward pass over tokens [1, T], or over images.
+        paired: an encoder and a decoder: the decoder reads the same tokens, one place later.
+        key_heads: how many key/value heads it has, if it says so.
+        prepare: a picture as it takes it, by the path of a file.
+        samples: pictures that ship with it, to look at where none is given.
+        notes: what has to be known of it.
+    """
+
+    model: nn.Module
+    name: str
+    takes: str
+    context: int
+    vocabulary: int
+    encode: Callable[[str], list[int]] | None
+    ends: tuple[list[int], list[int]]
+    piece: Callable[[int], str] | None
+    run: Callable[[Tensor], Any]
+    paired: bool = False
+    key_heads: int | None = None
+    prepare: Callable[[str], Tensor] | None = None
+    samples: Callable[[], Tensor] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def load(name: str) -> Loaded:
+    """The model of this name: "text", "digits", a folder, or a name on the hub.
+
+    Raises:
+        Mistake: there is none, or it cannot be loaded.
+    """
+    if name == "text":
+        return _text()
+    if name == "digits":
+        return _digits()
+    if not name.strip():
+        raise Mistake('model: is empty, wanted "text", "digits", a folder or a name on the hub')
+    return _hugging_face(name)
+
+
+def _text() -> Loaded:
+    from headscope import load_example
+
+    example = load_example("text")
+    sizes, tokenizer = example.model.config, example.tokenizer
+    return Loaded(
+        example.model, "the shipped language model", "text", sizes.context, sizes.vocab_size, tokenizer.encode,
+        ([], []), tokenizer.piece, example.model,
+    )  # fmt: skip
+
+
+def _digits() -> Loaded:
+    from headscope import load_example
+
+    example = load_example("digits")
+
+    def prepare(path: str) -> Tensor:
+        import torch
+
+        from headscope.cli._shared.digits import read_picture
+
+        return torch.from_numpy(read_picture(path).pixels).float()[None]
+
+    def samples() -> Tensor:
+        import torch
+
+        return torch.stack([sample.image for sample in example.samples])
+
+    return Loaded(
+        example.model, "the shipped vision model", "image", 0, 0, None, ([], []), None, example.model,
+        prepare=prepare, samples=samples,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- Hugging Face
+
+
+def _hugging_face(name: str) -> Loaded:
+    folder = os.path.isdir(name)  # False where Path.is_dir raises: a name can be too long
+    if folder:
+        _check_folder(name)
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name):
+        raise Mistake(f"{name}: is no folder with a model")
+    try:
+        import transformers
+    except ImportError as error:
+        raise Mistake(
+            f"{name}: a model other than {' and '.join(SHIPPED)} needs transformers: pip install transformers"
+        ) from error
+    with _quiet(transformers):
+        return _loaded(transformers, name, folder)
+
+
+def _check_folder(name: str) -> None:
+    """Raises: Mistake: no model is there, or one that would have to be unpickled."""
+    files = {path.name for path in Path(name).iterdir()}
+    if "config.json" not in files:
+        raise Mistake(f"{name}: holds no config.json, wanted a folder as transformers' save_pretrained writes it")
+    if not any(file.endswith(".safetensors") for file in files):
+        pickles = sorted(file for file in files if file.endswith((".bin", ".pt", ".pth", ".ckpt")))
+        has = f"; {pickles[0]} is a pickle, which can run code when it is read" if pickles else ""
+        raise Mistake(f"{name}: holds no weights in .safetensors{has}")
+
+
+def _loaded(transformers: Any, name: str, folder: bool) -> Loaded:
+    """From what is here first; a name that is not in the cache is asked for on the hub."""
+    try:
+        try:
+            return _from(transformers, name, offline=True)
+        except OSError:
+            if folder:
+                raise
+            return _from(transformers, name, offline=False)
+    except Mistake:
+        raise
+    except OSError as error:
+        if folder:
+            raise Mistake(f"{name}: cannot be loaded: {_first(error)}") from error
+        raise Mistake(f"{name}: neither a folder here nor found on the hub: {_first(error)}") from error
+    except Exception as error:  # whatever a damaged folder, or one of another version, makes transformers raise
+        if "trust_remote_code" in str(error):
+            raise Mistake(
+                f"{name}: needs Python code of its own repository, which is not run here; load it yourself and use "
+                "headscope.watch"
+            ) from error
+        raise Mistake(f"{name}: cannot be loaded: {type(error).__name__}: {_first(error)}") from error
+
+
+def _first(error: Exception) -> str:
+    """The first line of an error, fit for a terminal, and what follows as long as a line ends in a colon."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    last = next((at for at, line in enumerate(lines) if not line.rstrip().endswith(":")), len(lines) - 1)
+    return one_line(" ".join(lines[: last + 1]))
+
+
+def _from(transformers: Any, name: str, *, offline: bool) -> Loaded:
+    with confined(name, offline=offline):
+        return _confined(transformers, name, offline=offline)
+
+
+def _confined(transformers: Any, name: str, *, offline: bool) -> Loaded:
+    config, notes = read_config(transformers, name, offline=offline)
+    options: dict[str, Any] = {"config": config, "local_files_only": offline, "trust_remote_code": False}
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        kind = transformers.AutoModel
+    model, report = kind.from_pretrained(
+        name, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
+    _check_shapes(name, report["mismatched_keys"])
+    model.eval()
+    said = {
+        "missing_keys": "weights are not in the files and were drawn at random",
+        "unexpected_keys": "weights in the files have no place in this model and were left out",
+    }
+    notes += [f"{what}: {few(sorted(report[keys]), FEW_NAMED)}" for keys, what in said.items() if report[keys]]
+    label = f"{type(model).__name__} ({visible(name)})"
+    loaded = _either(transformers, model, label, name, options)
+
+    def run(inputs: Tensor) -> Any:
+        with confined(name, offline=True):
+            return loaded.run(inputs)
+
+    return replace(loaded, notes=tuple(notes), run=run)
+
+
+def _check_shapes(name: str, mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """Check that every tensor of the files has the shape that the configuration requires.
+
+    transformers would raise, too, but writes the tensors into its log and not into the error.
+
+    Args:
+        name: of the model.
+        mismatched: of each tensor its name, its shape in the files, and its shape in the model.
+
+    Raises:
+        Mistake: a tensor has another shape.
+    """
+    if not mismatched:
+        return
+    (tensor, stored, expected), *others = sorted(mismatched, key=lambda each: each[0])
+    more = f"; {len(others)} more tensors do not match" if others else ""
+    raise Mistake(
+        f"{name}: cannot be loaded: {visible(tensor)}: expected shape {list(expected)}, as config.json describes the "
+        f"model, got {list(stored)} in the files{more}; use the config.json that belongs to these weights"
+    )
+
+
+def _either(transformers: Any, model: Any, label: str, name: str, options: dict[str, Any]) -> Loaded:
+    if model.main_input_name == "pixel_values":
+        return _vision(model, label, name)
+    if model.main_input_name != "input_ids":
+        raise Mistake(f"{name}: takes {model.main_input_name}, wanted a model of text or of images")
+    return _language(transformers, model, label, name, options)
+
+
+def _language(transformers: Any, model: Any, label: str, name: str, options: dict[str, Any]) -> Loaded:
+    tokenizer = _tokenizer(transformers, name, options)
+    import torch
+
+    config = model.config.get_text_config()
+    paired = bool(model.config.is_encoder_decoder)
+    parameters = inspect.signature(model.forward).parameters
+    extra: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
+    # the last row; told so by a number, Gemma 4 would compute no other in the layers that share keys
+    extra |= {"logits_to_keep": torch.tensor([-1])} if "logits_to_keep" in parameters else {}
+
+    def run(ids: Tensor) -> Any:
+        decoded = {"decoder_input_ids": _later(ids, model.config)} if paired else {}
+        return model(input_ids=ids, **decoded, **extra)
+
+    def encode(text: str) -> list[int]:
+        # verbose: it would warn of a text that is longer than the context, which is read in windows
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def piece(token: int) -> str:
+        return tokenizer.decode([token])
+
+    return Loaded(
+        model, label, "text", _context(config, tokenizer), model.get_input_embeddings().num_embeddings,
+        None if tokenizer is None else encode,
+        ([], []) if tokenizer is None else _ends(tokenizer), None if tokenizer is None else piece, run, paired,
+        getattr(config, "num_key_value_heads", None),
+    )  # fmt: skip
+
+
+def _tokenizer(transformers: Any, name: str, options: dict[str, Any]) -> Any:
+    """The model's tokenizer, or None: token ids can be given without one."""
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+        # where there are no files, some versions make an empty one up
+        return tokenizer if tokenizer("a", add_special_tokens=False)["input_ids"] else None
+    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):
+        return None
+
+
+def _context(config: Any, tokenizer: Any) -> int:
+    """How many tokens are read at once: what the model and its tokenizer allow, up to ``MOST_TOKENS``."""
+    names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+    said = [getattr(config, name, None) for name in names]
+    said += [None if tokenizer is None else tokenizer.model_max_length]
+    return int(min([MOST_TOKENS, *(n for n in said if isinstance(n, (int, float)) and n > 0)]))
+
+
+def _ends(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the tokenizer sets before and after a text."""
+    bare, whole = (tokenizer("a", add_special_tokens=wanted)["input_ids"] for wanted in (False, True))
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return list(whole[:start]), list(whole[start + len(bare) :])
+    return [], []
+
+
+def _later(ids: Tensor, config: Any) -> Tensor:
+    """What the decoder reads: the same tokens one place later, after the one that starts it."""
+    start = config.decoder_start_token_id
+    if start is None:
+        start = config.pad_token_id or 0
+    shifted = ids.roll(1, -1)
+    shifted[..., 0] = start
+    return shifted
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Generator[None]:
+    """Without the remarks and bars that would stand between the user and the answer."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if bars:
+            transformers.utils.logging.enable_progress_bar()
+
+
+# ---------------------------------------------------------------- images
+
+
+def _vision(model: Any, label: str, name: str) -> Loaded:
+    def prepare(path: str) -> Tensor:
+        return _pixels(path, name, model)
+
+    return Loaded(
+        model, label, "image", 0, 0, None, ([], []), None, lambda images: model(pixel_values=images), prepare=prepare
+    )
+
+
+def _pixels(path: str, name: str, model: Any) -> Tensor:
+    """A picture as the model takes it: scaled to its size and normalised as its preprocessor_config.json says."""
+    import numpy as np
+    import torch
+
+    from headscope.cli._shared.digits import with_picture
+
+    said = _preprocessing(name)
+    size = model.config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    channels = getattr(model.config, "num_channels", 3)
+    mode = "L" if channels == 1 else "RGB"
+    scaled = with_picture(path, lambda picture: picture.convert(mode).resize((width, height), said.get("resample", 2)))
+    pixels = np.asarray(scaled, dtype=np.float32).reshape(height, width, channels) * said.get("rescale_factor", 1 / 255)
+    if said.get("do_normalize", True):
+        mean, std = (np.asarray(said.get(key, [0.5])) for key in ("image_mean", "image_std"))
+        pixels = (pixels - mean) / std
+    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1), dtype=np.float32))[None]
+
+
+def _preprocessing(name: str) -> dict[str, Any]:
+    """What preprocessor_config.json says; nothing where there is none."""
+    import json
+
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(
+        name, "preprocessor_config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
+    )
+    if found is None:
+        return {}
+    return json.loads(Path(found).read_text(encoding="utf-8"))

@@ -1,0 +1,57 @@
+"""Small pictures for ``image``: the digit, and what each head of a layer looks at."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from headscope.cli._shared.observation import strongest
+from headscope.report import Sheet
+from headscope.report.terminal import Ink, ability, brightness, largest, looked_at, patches
+
+GAP = 3  # blanks between pictures
+
+
+@dataclass(frozen=True)
+class Digit:
+    """The image, two characters a patch."""
+
+    sheet: Sheet
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        ink = Ink(ability(console, options), 255.0, grey=True)
+        yield patches(brightness(self.sheet), ink, None)
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """For each head of a layer where its patches look on average, as many side by side as there is room for."""
+
+    sheet: Sheet
+    layer: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        able = ability(console, options)
+        heads = range(len(self.sheet.weights[self.layer]))
+        maps = [looked_at(self.sheet, self.layer, head, None) for head in heads]
+        wide = 2 * maps[0].shape[1]
+        room = max(1, (options.max_width + GAP) // (wide + GAP))
+        across = math.ceil(len(maps) / math.ceil(len(maps) / room))  # rows of equal length
+        for start in range(0, len(maps), across):
+            table = Table.grid(padding=(0, GAP, 0, 0))
+            shown = heads[start : start + across]
+            table.add_row(*(self._title(head, wide) for head in shown))
+            table.add_row(*(patches(maps[head], Ink(able, largest(maps[head])), None) for head in shown))
+            yield table
+
+    def _title(self, head: int, wide: int) -> Text:
+        look = strongest(self.sheet, self.layer, head)
+        title = Text(
+            f"{self.layer}.{head}" + ("" if look is None else f" {look.region} {look.ratio:.1f}"), style="bold"
+        )
+        title.truncate(wide)
+        return title

@@ -1,0 +1,127 @@
+"""What a model is given: one input, cut into windows of what it reads at once."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from headscope.cli._shared.console import Mistake, visible
+from headscope.cli._shared.models import Loaded
+from headscope.cli._shared.text_input import read_whole, told
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SOURCES = ("--text", "--file", "--ids", "--image")
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a model is given.
+
+    Attributes:
+        source: where it came from, in a few words.
+        parts: one for each forward pass: token ids [1, T], or images.
+        tokens: how many there are in all, without those that mark ends; of images how many of these.
+        digest: the same for the same input.
+    """
+
+    source: str
+    parts: tuple[Tensor, ...]
+    tokens: int
+    digest: str
+
+
+def read_input(
+    loaded: Loaded, text: str | None, file: str | None, ids: str | None, image: str | None, context: int | None
+) -> Input:
+    """The one input that was given, made ready.
+
+    Raises:
+        Mistake: none or several, of the wrong kind, or one that cannot be read.
+    """
+    given = [name for name, value in zip(SOURCES, (text, file, ids, image), strict=True) if value is not None]
+    if len(given) > 1:
+        raise Mistake(f"wanted one input, got {' and '.join(given)}")
+    if loaded.takes == "image":
+        if context is not None:
+            raise Mistake("--context: this model looks at images, each as a whole")
+        return _images(loaded, given, image)
+    if image is not None:
+        raise Mistake("--image: this model reads text, wanted --text, --file or --ids")
+    if not given:
+        raise Mistake("wanted an input: --text, --file or --ids")
+    return _tokens(loaded, text, file, ids, context)
+
+
+def _images(loaded: Loaded, given: list[str], image: str | None) -> Input:
+    if given and image is None:
+        raise Mistake(f"{given[0]}: this model looks at images, wanted --image")
+    if image is not None:
+        assert loaded.prepare is not None
+        pixels, source = loaded.prepare(image), visible(image)
+    elif loaded.samples is not None:
+        pixels = loaded.samples()
+        source = f"the {len(pixels)} shipped samples"
+    else:
+        raise Mistake("wanted an input: --image")
+    return Input(source, (pixels,), len(pixels), _digest(pixels))
+
+
+def _tokens(loaded: Loaded, text: str | None, file: str | None, ids: str | None, context: int | None) -> Input:
+    if ids is not None:
+        every, ends, source = _numbers(ids), ([], []), "token ids"
+    else:
+        if loaded.encode is None:
+            raise Mistake(f"{loaded.name}: has no tokenizer that can be read, wanted --ids")
+        read = read_whole(text, file)
+        every, ends, source = loaded.encode(read.text), loaded.ends, told(read, text)
+        if not every:
+            raise Mistake(f"{read.source}: has no tokens")
+    if (largest := max(every)) >= loaded.vocabulary:
+        raise Mistake(f"--ids: got {largest}, wanted 0 to {loaded.vocabulary - 1}")
+    if context is not None and context > loaded.context:
+        raise Mistake(f"--context: got {context}, wanted at most {loaded.context}, as many as are read at once")
+    parts = windows(every, context or loaded.context, ends)
+    return Input(source, parts, len(every), _digest(*parts))
+
+
+def _numbers(ids: str) -> list[int]:
+    """Raises: Mistake: not whole numbers from 0, separated by blanks or commas."""
+    words = re.split(r"[\s,]+", ids.strip(" \t\n,"))
+    if words == [""]:
+        raise Mistake("--ids: is empty, wanted whole numbers such as 5,7,9")
+    if wrong := next((word for word in words if not re.fullmatch(r"[0-9]{1,9}", word)), None):
+        raise Mistake(f"--ids: got {wrong[:40]}, wanted whole numbers from 0, separated by commas or blanks")
+    return [int(word) for word in words]
+
+
+def windows(ids: list[int], context: int, ends: tuple[list[int], list[int]]) -> tuple[Tensor, ...]:
+    """As few windows as fit the context, as long as each other to one token, without overlap; each with its ends.
+
+    So no token is counted twice, and no window is a short rest in which every row sees little.
+
+    Raises:
+        Mistake: the ends alone fill the context.
+    """
+    import torch
+
+    before, after = ends
+    room = context - len(before) - len(after)
+    if room < 1:
+        raise Mistake(f"--context: got {context}, wanted more than the {len(before) + len(after)} that mark the ends")
+    count = -(-len(ids) // room)
+    cuts = [n * len(ids) // count for n in range(count + 1)]
+    parts = [[*before, *ids[start:stop], *after] for start, stop in pairwise(cuts)]
+    return tuple(torch.tensor([part]) for part in parts)
+
+
+def _digest(*tensors: Tensor) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(repr(tuple(tensor.shape)).encode())
+        found.update(tensor.numpy().tobytes())
+    return found.hexdigest()[:16]

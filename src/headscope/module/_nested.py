@@ -1,0 +1,71 @@
+"""Nested tensors through ``MultiHeadAttention``: rows of unequal length, one behind the other, as documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headscope._attend.call import kind
+from headscope.masks import Band, Documents, Mask
+from headscope.positions import restarting
+
+
+def forward(
+    attend: Callable[..., Tensor], x: Tensor, context: Any, mask: Mask | Tensor | None, restart: bool, **others: object
+) -> Tensor:
+    """The forward pass of a nested x [B, ragged, E]: each row sees itself, or the same row of a nested context.
+
+    Args:
+        attend: the forward pass of ordinary tensors.
+        mask: ``causal()``, ``window(n)`` or another combination of bands.
+        restart: whether to give positions that begin anew in each row.
+        others: arguments that do not go with it, unless None or False.
+
+    Raises:
+        ValueError: another layout, or an argument that does not go with nested tensors.
+    """
+    for name, value in others.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name}: got one beside a nested x, whose rows differ in length")
+    offsets = _offsets("x", x)
+    documents, sources = Documents.from_cu_seqlens(offsets), {}
+    if context is not None:
+        if mask is not None:
+            raise ValueError("mask: got one beside a nested context; wanted None: each row sees its row of the context")
+        if not isinstance(context, Tensor) or not context.is_nested:
+            got = kind(context) if not isinstance(context, Tensor) else f"a tensor of {context.ndim} axes"
+            raise ValueError(f"context: got {got} beside a nested x, wanted a nested tensor")
+        k_offsets = _offsets("context", context)
+        if len(k_offsets) != len(offsets):
+            raise ValueError(f"context: has {len(k_offsets) - 1} rows, x has {len(offsets) - 1}")
+        documents = Documents.from_cu_seqlens(offsets, k_offsets)
+        sources = {"context": context.values()[None]}
+    positions = {"positions": restarting(offsets)} if restart else {}
+    out = attend(x.values()[None], mask=_within(documents, mask), **sources, **positions)  # [1, total, E]
+    return torch.nested.nested_tensor_from_jagged(out[0], offsets)
+
+
+def _within(documents: Documents, mask: Mask | Tensor | None) -> Mask:
+    if mask is None:
+        return documents
+    if not isinstance(mask, Mask) or not all(isinstance(leaf, Band) and leaf.offset is None for leaf in mask.leaves()):
+        raise ValueError(
+            f"mask: got {kind(mask)} beside a nested x, wanted causal(), window(n) or another Band without offset: "
+            "numbers of keys mean something else in each row"
+        )
+    return mask & documents
+
+
+def _offsets(name: str, x: Tensor) -> Tensor:
+    """Where the rows of a nested tensor begin in its values, and the last one ends."""
+    if x.layout != torch.jagged:
+        raise ValueError(f"{name}: is a nested tensor of layout {x.layout}, wanted torch.jagged")
+    jagged: Any = x
+    if jagged.ndim != 3 or jagged._ragged_idx != 1:
+        raise ValueError(f"{name}: is a nested tensor of {jagged.ndim} axes, wanted [B, ragged, E]")
+    if jagged.lengths() is not None:
+        raise ValueError(f"{name}: is a nested tensor with gaps between its rows; wanted it contiguous: .contiguous()")
+    return jagged.offsets()

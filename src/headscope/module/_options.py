@@ -1,0 +1,77 @@
+"""What a ``MultiHeadAttention`` may be made of: its sizes, flags and norms, checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any, Literal
+
+from torch import nn
+
+from headscope._attend.call import kind, number, whole
+from headscope.positions import Rotary
+
+QKV = ("q", "k", "v")
+QKNorm = Literal["rms", "layer", "rms_all"]
+
+
+def whole_sizes(**given: object) -> list[int]:
+    """Them in turn, as whole numbers from 1."""
+    return [whole(name, size) for name, size in given.items()]
+
+
+def check_heads(embed_dim: int, num_heads: int, kv_heads: int, head_dim: int | None) -> None:
+    """Raise unless the width is divided among the heads, and the query heads among the key/value heads."""
+    if head_dim is None and embed_dim % num_heads:
+        raise ValueError(
+            f"num_heads: embed_dim {embed_dim} is not divisible by num_heads {num_heads}, so that d_k = d_model / h is "
+            f"not a whole number; choose a divisor of {embed_dim}, or give head_dim"
+        )
+    if num_heads % kv_heads:
+        raise ValueError(f"kv_heads: got {kv_heads}, wanted a divisor of num_heads {num_heads}")
+
+
+def check_rotary(rotary: Rotary | None, head_dim: int) -> Rotary | None:
+    """The same, if it turns no more than a head has."""
+    if rotary is None:
+        return None
+    if not isinstance(rotary, Rotary):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"rotary: got {kind(rotary)}, wanted headscope.positions.Rotary or None")
+    if rotary.dim > head_dim:
+        raise ValueError(f"rotary: its dim is {rotary.dim}, wanted at most head_dim {head_dim}")
+    return rotary
+
+
+def norm_of(
+    qk_norm: QKNorm | None, heads: int, head_dim: int, eps: float, made: dict[str, Any]
+) -> nn.RMSNorm | nn.LayerNorm | None:
+    """The norm of queries or keys: of each head, or of all heads together."""
+    if qk_norm is None:
+        return None
+    if qk_norm not in ("rms", "layer", "rms_all"):
+        raise ValueError(f'qk_norm: got {qk_norm!r}, wanted "rms", "layer", "rms_all" or None')
+    eps = number("qk_norm_eps", eps)
+    if not 0 < eps < math.inf:
+        raise ValueError(f"qk_norm_eps: got {eps}, wanted a finite number above 0")
+    if qk_norm == "layer":
+        return nn.LayerNorm(head_dim, eps, **made)
+    return nn.RMSNorm(heads * head_dim if qk_norm == "rms_all" else head_dim, eps, **made)
+
+
+def check_flags(**flags: bool) -> None:
+    """Raise unless all are True or False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{name}: got {flag!r}, wanted True or False")
+
+
+def biased_parts(bias: bool | Collection[str]) -> frozenset[str]:
+    """The names of the projections that have a bias."""
+    if isinstance(bias, bool):
+        return frozenset(QKV if bias else ())
+    if not isinstance(bias, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"bias: got {kind(bias)}, wanted True, False, or names among {', '.join(QKV)}")
+    names = frozenset(bias)
+    if not names <= set(QKV):
+        raise ValueError(f"bias: got {sorted(map(str, names))}, wanted True, False, or names among {', '.join(QKV)}")
+    return names

@@ -1,0 +1,135 @@
+"""What the viewer's page shows of a sheet: one forward pass whose weights are all there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headscope.report._figures import SheetFigures
+from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
+from headscope.report._viewer.packing import Map, Rows, Source
+from headscope.report.regions import object_mask
+from headscope.report.words import REGIONS, STATISTICS
+
+MOST = 32 * 2**20
+"""How many weights one page may hold."""
+
+EDGES = 16
+
+
+def shown(sheet: SheetFigures) -> Shown:
+    """See ``render_sheet``.
+
+    Raises:
+        ValueError: there are more weights than ``MOST``.
+    """
+    length, layers = len(sheet.tokens), sheet.layers
+    both = zip(sheet.weights, sheet.seen, strict=True)
+    cells = sum(len(weights) * length**2 if seen is None else int(seen.sum()) for weights, seen in both)
+    if cells > MOST:
+        raise ValueError(
+            f"sheet: {cells:,} weights do not fit one page, which holds {MOST:,}; {length} tokens, "
+            f"{layers} layers of {sheet.heads} heads"
+        )
+    made = [_layer(sheet, n) for n in range(layers)]
+    statistics: list[Mapping[str, Columns]] = [layer.statistics for layer in made]
+    names = [name for name in (*REGIONS, *STATISTICS) if any(name in layer for layer in statistics)]
+    names += [name for name in dict.fromkeys(name for layer in statistics for name in layer) if name not in names]
+    return Shown(
+        title=sheet.title,
+        layers=made,
+        names=[name for name in names if not _says_nothing(name, statistics)],
+        texts=sheet.tokens if sheet.kind == "text" else None,
+        footer=sheet.footer,
+        lead=_lead(sheet),
+        notes=sheet.notes,
+        trace=sheet.trace,
+        trace_title=sheet.trace_title,
+        picture=_picture(sheet),
+    )
+
+
+def _lead(sheet: SheetFigures) -> str:
+    sizes = f"{_count(sheet.layers, 'layer')} × {_count(sheet.heads, 'head')}"
+    if sheet.kind == "image" and sheet.grid is not None:
+        rows, columns = sheet.grid
+        return (
+            f"{sizes}, {rows} × {columns} patches. Every patch looks at all patches, with weights that sum to one. "
+            "Layers, heads and patches are counted from 0."
+        )
+    return (
+        f"{sizes}, {_count(len(sheet.tokens), 'token')}. A row of a map is a token that looks, a column one that is "
+        "looked at; each row sums to one. Layers, heads and tokens are counted from 0."
+    )
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def _says_nothing(name: str, statistics: list[Mapping[str, Columns]]) -> bool:
+    """A mass that is always one."""
+    means = [x for layer in statistics for x in layer.get(name, {}).get("mean", ()) if x is not None]
+    return name == "mass" and all(abs(x - 1) <= 1e-3 for x in means)
+
+
+def _layer(sheet: SheetFigures, n: int) -> Layer:
+    weights, seen = sheet.weights[n], sheet.seen[n]
+    heads, length, _ = weights.shape
+    whole: NDArray[np.bool_] = np.asarray(np.isfinite(weights).all(-1))  # [H, T]
+    there = np.broadcast_to(whole[..., None], weights.shape) if seen is None else seen & whole[..., None]  # [H, T, T]
+    p = np.where(there, weights, 0)
+    first = np.divide(p[..., 0], p.sum(-1), out=np.full((heads, length), np.nan), where=p.sum(-1) > 0)
+    broken = (~whole).sum(-1)
+    matches: list[list[Scored]] = [
+        [] if match is None else [(match.pattern, match.score, match.rows, True)] for match in sheet.patterns[n]
+    ]
+    statistics = {name: _columns(figures, sheet.rows[n][name]) for name, figures in sheet.statistics[n].items()} | {
+        name: _columns(figures, [length] * heads)
+        for name, figures in (sheet.regions[n].items() if sheet.regions else ())
+    }
+    facts: dict[str, Any] = {
+        "kind": "self",
+        "lengths": (length, length),
+        "runs": 1,
+        "lookedAt": length,
+        "of": length,
+        "rows": (length - broken).tolist(),
+        "broken": broken.tolist(),
+    }
+    found = Map(weights.astype(np.float64), weights, there, [], first, exact=True, ranges=True)
+    return Layer(str(n), str(n), facts, Source(heads, found, _rows(p, there)), statistics, matches)
+
+
+def _columns(figures: Sequence[float | None], rows: Sequence[int]) -> Columns:
+    nothing: list[None] = [None] * len(figures)
+    return {"mean": list(figures), "std": nothing, "min": nothing, "max": nothing, "count": list(rows)}
+
+
+def _rows(p: NDArray[np.float32], there: NDArray[np.bool_]) -> Rows:
+    """What stands beside the maps, from the weights p [H, T, T]."""
+    heads, length, _ = p.shape
+    wide = p.astype(np.float64)
+    eligible = there.sum(1)
+    received = np.divide(wide.sum(1), eligible, out=np.full((heads, length), np.nan), where=eligible > 0)
+    spread = -np.where(wide > 0, wide * np.log(np.where(wide > 0, wide, 1)), 0).sum(-1)
+    entropy = np.where(there.any(-1), spread, np.nan)
+    flat = np.where(there, wide, -1).reshape(heads, -1)
+    order = np.argsort(-flat, axis=1, kind="stable")[:, :EDGES]
+    largest = np.take_along_axis(flat, order, 1)
+    missing = largest < 0
+    at = np.stack([np.zeros_like(order), np.zeros_like(order), order // length, order % length], -1)
+    at[missing] = -1
+    none = np.zeros((heads, 0, 0))
+    return Rows(received, length, entropy, length, np.where(missing, np.nan, largest), at, none, none)
+
+
+def _picture(sheet: SheetFigures) -> Picture | None:
+    if sheet.kind != "image" or sheet.image is None or sheet.grid is None:
+        return None
+    inside = object_mask(sheet.image, sheet.grid)
+    outline = () if inside is None else [int(patch) for patch in inside]
+    return Picture(sheet.image, sheet.grid, 0, outline, sheet.region_maps, sheet.looks)

@@ -1,0 +1,265 @@
+"""A sheet: everything that a page or a terminal shows of one forward pass, and nothing that was not measured."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headscope import __version__
+from headscope.report import regions
+from headscope.report._figures import Look, Numbers, SheetFigures
+from headscope.report._texts import NOT_EXPLANATION, broken_layers, few, stands_on, visible
+from headscope.report.viewer import framed, render_sheet
+from headscope.stats import Match, best_matches, broken_rows, head_means, pattern_scores, row_statistics
+
+__all__ = ["NOT_EXPLANATION", "Look", "Sheet", "broken_layers", "image_sheet", "text_sheet", "versions", "visible"]
+
+
+@dataclass(frozen=True, eq=False)
+class Sheet(SheetFigures):
+    """One forward pass, measured; a notebook shows its page.
+
+    Layers, heads and tokens are counted from 0, as in code. Statistics are per head, over the rows of this input.
+
+    Attributes:
+        title: what was run, one line.
+        kind: "text", or "image" where the tokens are patches of a grid.
+        tokens: the text of each token, or the place of each patch.
+        weights: for each layer the weights, float32 [H, T, T]: row = query (it looks), column = key (it is looked at).
+        seen: for each layer what each query of each head may see, boolean [H, T, T]; None = everything.
+        statistics: for each layer name -> one mean a head.
+        rows: for each layer name -> on how many rows each mean stands.
+        patterns: for each layer the pattern that each head matches best, with its score, or None.
+        trace: the steps of the forward pass, as ``Trace.to_dict()`` gives its rows.
+        trace_title: what the trace is of.
+        footer: model, input, options, rows, versions: label -> text.
+        notes: what a reader has to know of this input, such as that it was cut.
+        image: what the patches are of, uint8 [h, w] or [h, w, 3].
+        grid: rows and columns of patches.
+        regions: for each layer region -> one ratio a head; 1 is what chance gives.
+        looks: for each layer the region that each head looks at most, with its ratio.
+        region_maps: region -> how far each patch belongs to it, 0 to 1, where it is the same for all queries.
+    """
+
+    def _repr_html_(self) -> str:
+        return framed(render_sheet(self))
+
+
+def text_sheet(
+    title: str,
+    tokens: Sequence[str],
+    weights: Sequence[Tensor],
+    *,
+    ids: Sequence[int] | None = None,
+    causal: bool = True,
+    seen: Sequence[Tensor] | None = None,
+    trace: Sequence[Mapping[str, Any]] = (),
+    trace_title: str = "",
+    footer: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
+) -> Sheet:
+    """Measure a forward pass over text.
+
+    Shapes: weights, one tensor a layer, [H, T, T] or [1, H, T, T]; seen, one a layer, broadcasts to [H, T, T]; tokens
+    and ids of length T.
+
+    Args:
+        title: what was run, one line.
+        tokens: the text of each token.
+        weights: of each layer, row = query.
+        ids: token ids; without them duplicate and induction are left out.
+        causal: whether a query sees its own token and those before it only.
+        seen: for each layer what each query may see, boolean, True = attend; in place of ``causal``, for layers that
+            see less or not all the same, such as those with a sliding window.
+        trace: rows of ``Trace.to_dict()``.
+        trace_title: what the trace is of.
+        footer: model, input and options; how many rows a figure stands on and the versions are added.
+        notes: what a reader has to know of this input.
+
+    Raises:
+        ValueError: no token, no layer, or sizes that do not fit.
+    """
+    maps = [_map(layer, weight, len(tokens)) for layer, weight in enumerate(weights)]
+    _check(tokens, maps)
+    if ids is not None and len(ids) != len(tokens):
+        raise ValueError(f"ids: has {len(ids)} entries, tokens has {len(tokens)}")
+    sights = _sights(seen, causal, maps)
+    measured = _measure(maps, sights, {"tokens": None if ids is None else torch.tensor(list(ids), device="cpu")})
+    return Sheet(
+        title,
+        "text",
+        tuple(tokens),
+        [weight[0].numpy() for weight in maps],
+        [None if sight is None else sight.numpy() for sight in sights],
+        *measured,
+        trace=[dict(row) for row in trace],
+        trace_title=trace_title,
+        footer={**(footer or {}), "Rows": _rows(maps), "Versions": versions()},
+        notes=[*notes, *_broken(maps)],
+    )
+
+
+def image_sheet(
+    title: str,
+    image: NDArray[np.uint8],
+    grid: tuple[int, int],
+    weights: Sequence[Tensor],
+    *,
+    position_maps: Sequence[Tensor] | None = None,
+    trace: Sequence[Mapping[str, Any]] = (),
+    trace_title: str = "",
+    footer: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
+) -> Sheet:
+    """Measure a forward pass over the patches of an image.
+
+    Shapes: weights, one tensor a layer, [H, T, T] or [1, H, T, T] with T = rows · columns of the grid, row by row.
+
+    Args:
+        title: what was run, one line.
+        image: what the model saw, uint8 [h, w] or [h, w, 3], the object brighter than its ground; h and w are multiples
+            of the grid's rows and columns.
+        grid: rows and columns of patches.
+        weights: of each layer, row = query.
+        position_maps: the mean weights of each layer over other images, shaped as ``weights``: what position alone
+            explains; without them it is estimated from this image's own map (docs/statistics.md, "layout").
+        trace, trace_title, footer, notes: as for ``text_sheet``.
+
+    Raises:
+        ValueError: no layer, sizes that do not fit, or an image of another kind.
+    """
+    height, width = grid
+    image = regions.pixels_of(image)
+    maps = [_map(layer, weight, height * width) for layer, weight in enumerate(weights)]
+    places = [f"row {row}, column {column}" for row in range(height) for column in range(width)]
+    _check(places, maps)
+    if position_maps is not None and len(position_maps) != len(maps):
+        raise ValueError(f"position_maps: has {len(position_maps)} layers, weights has {len(maps)}")
+    at = torch.tensor([(row, column) for row in range(height) for column in range(width)], device="cpu")
+    measured = _measure(maps, [None] * len(maps), {"k_pos": at})
+    if position_maps is None:
+        expected = [None] * len(maps)
+    else:
+        expected = [_position_map(layer, *both) for layer, both in enumerate(zip(position_maps, maps, strict=True))]
+    regions_of = [
+        regions.measure(weight[0], image, grid, position_map=expectation)
+        for weight, expectation in zip(maps, expected, strict=True)
+    ]
+    return Sheet(
+        title,
+        "image",
+        tuple(places),
+        [weight[0].numpy() for weight in maps],
+        [None] * len(maps),
+        *measured,
+        trace=[dict(row) for row in trace],
+        trace_title=trace_title,
+        footer={**(footer or {}), "Rows": _rows(maps), "Versions": versions()},
+        notes=[*notes, *_broken(maps)],
+        image=image,
+        grid=grid,
+        regions=[{name: _numbers(values) for name, values in measured.items()} for measured in regions_of],
+        looks=[regions.looks_most_at(measured) for measured in regions_of],
+        region_maps={name: part.tolist() for name, part in regions.image_regions(image, grid).items()},
+    )
+
+
+def versions() -> str:
+    """The versions that made a sheet, in one line."""
+    return f"headscope {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def _map(layer: int, weight: Tensor, tokens: int) -> Tensor:
+    """One layer's weights as [1, H, T, T] on the host, float32."""
+    shape = list(weight.shape)
+    if weight.ndim == 3:
+        weight = weight[None]
+    if weight.ndim != 4 or weight.shape[0] != 1 or weight.shape[2:] != (tokens, tokens):
+        raise ValueError(
+            f"weights: layer {layer} is {shape}, wanted [H, {tokens}, {tokens}], one row and column a token"
+        )
+    return weight.detach().to("cpu", torch.float32)
+
+
+def _position_map(layer: int, position_map: Tensor, weight: Tensor) -> Tensor:
+    """One layer's map of positions as [H, T, T] on the host."""
+    sizes = weight.shape[1:]
+    if position_map.shape not in (sizes, weight.shape):
+        raise ValueError(f"position_maps: layer {layer} is {list(position_map.shape)}, wanted {list(sizes)} as weights")
+    return position_map.detach().to("cpu").reshape(sizes)
+
+
+def _check(tokens: Sequence[str], maps: Sequence[Tensor]) -> None:
+    if not tokens:
+        raise ValueError("tokens: there is none, wanted at least 1")
+    if not maps:
+        raise ValueError("weights: there is no layer, wanted at least 1")
+
+
+def _sights(seen: Sequence[Tensor] | None, causal: bool, maps: Sequence[Tensor]) -> list[Tensor | None]:
+    """What each layer may see, boolean [H, T, T] on the host; None = everything."""
+    if seen is None:
+        before = torch.ones(maps[0].shape[2:], dtype=torch.bool, device="cpu").tril()
+        return [before.expand(weight.shape[1:]) if causal else None for weight in maps]
+    if len(seen) != len(maps):
+        raise ValueError(f"seen: has {len(seen)} layers, weights has {len(maps)}")
+    return [_sight(layer, *both) for layer, both in enumerate(zip(seen, maps, strict=True))]
+
+
+def _sight(layer: int, seen: Tensor, weight: Tensor) -> Tensor:
+    sizes = weight.shape[1:]
+    if seen.dtype != torch.bool:
+        raise ValueError(f"seen: layer {layer} is {seen.dtype}, wanted torch.bool, True = attend")
+    try:
+        return seen.detach().to("cpu").expand(sizes)
+    except RuntimeError:
+        raise ValueError(f"seen: layer {layer} is {list(seen.shape)}, wanted {list(sizes)} as weights") from None
+
+
+def _measure(
+    maps: Sequence[Tensor], sights: Sequence[Tensor | None], given: dict[str, Any]
+) -> tuple[list[dict[str, Numbers]], list[dict[str, list[int]]], list[list[Match | None]]]:
+    statistics: list[dict[str, Numbers]] = []
+    rows: list[dict[str, list[int]]] = []
+    patterns: list[list[Match | None]] = []
+    for weight, seen in zip(maps, sights, strict=True):
+        means = head_means(row_statistics(weight, seen=seen, **given))
+        statistics.append({name: _numbers(values) for name, values in means.mean.items()})
+        rows.append({name: counts.tolist() for name, counts in means.rows.items()})
+        patterns.append(best_matches(pattern_scores(weight, seen=seen, **given)) or [None] * weight.shape[1])
+    return statistics, rows, patterns
+
+
+def _numbers(values: Tensor) -> Numbers:
+    return [value if math.isfinite(value) else None for value in values.tolist()]
+
+
+def _rows(maps: Sequence[Tensor]) -> str:
+    """On how many rows the figures stand."""
+    return stands_on([weight.shape[2] - broken for weight in maps for broken in broken_rows(weight).tolist()])
+
+
+def _broken(maps: Sequence[Tensor]) -> list[str]:
+    """A line for the heads whose weights are not all finite, if there are any: their figures leave these rows out."""
+    counts = {
+        (layer, head): count
+        for layer, weight in enumerate(maps)
+        for head, count in enumerate(broken_rows(weight).tolist())
+        if count
+    }
+    if not counts:
+        return []
+    text = "hold NaN or infinity and are in no statistic"
+    if len(counts) == 1:
+        (((layer, head), count),) = counts.items()
+        return [f"Layer {layer}, head {head}: {count} of {maps[layer].shape[2]} rows {text}."]
+    heads = few([f"layer {layer} head {head}" for layer, head in counts])
+    return [f"{sum(counts.values()):,} rows of {len(counts)} heads {text}: {heads}."]

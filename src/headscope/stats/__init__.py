@@ -1,0 +1,43 @@
+"""What is measured of attention: what to ask for, what comes back, and how it merges."""
+
+from headscope.stats._dense import (
+    LOCAL_REACH,
+    MINIMUM_ROWS,
+    PATTERNS,
+    HeadMeans,
+    Match,
+    PatternScores,
+    best_matches,
+    broken_rows,
+    head_means,
+    pattern_scores,
+    row_statistics,
+)
+from headscope.stats._head_stats import HeadStats, merge
+from headscope.stats._layer import Edge, Edges, HeadMap, Kept, histogram_edges
+from headscope.stats._options import Observe
+from headscope.stats._summaries import Column, Summary
+
+__all__ = [
+    "LOCAL_REACH",
+    "MINIMUM_ROWS",
+    "PATTERNS",
+    "Column",
+    "Edge",
+    "Edges",
+    "HeadMap",
+    "HeadMeans",
+    "HeadStats",
+    "Kept",
+    "Match",
+    "Observe",
+    "PatternScores",
+    "Summary",
+    "best_matches",
+    "broken_rows",
+    "head_means",
+    "histogram_edges",
+    "merge",
+    "pattern_scores",
+    "row_statistics",
+]

@@ -1,0 +1,380 @@
+"""What is measured of dense attention weights: numbers for each row, means for each head, matches with known patterns.
+
+Every definition stands in docs/statistics.md with its traps. All is computed in float64 on the dense weights; entropies
+are in nats. ``headscope.observe`` measures the same without filling the matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "LOCAL_REACH",
+    "MINIMUM_ROWS",
+    "PATTERNS",
+    "HeadMeans",
+    "Match",
+    "PatternScores",
+    "best_matches",
+    "broken_rows",
+    "head_means",
+    "pattern_scores",
+    "row_statistics",
+]
+
+PATTERNS = ("previous", "next", "self", "first", "duplicate", "induction", "local", "uniform")
+"""The patterns that a head can match; of equal scores the earlier one wins."""
+
+LOCAL_REACH = 3.0
+"""How far the pattern "local" reaches on either side, in positions."""
+
+MINIMUM_ROWS = {"duplicate": 8, "induction": 8}
+"""How many rows a score has to stand on to be offered; ``FEW`` for the patterns not named here."""
+
+FEW = 2
+
+
+class HeadMeans(NamedTuple):
+    """Means of row quantities over the rows where they are defined, batch entries pooled.
+
+    Attributes:
+        mean: name -> float64 [H]; NaN where no row of the head has the quantity.
+        rows: name -> integers [H], on how many rows the mean stands.
+    """
+
+    mean: dict[str, Tensor]
+    rows: dict[str, Tensor]
+
+
+class PatternScores(NamedTuple):
+    """How well each head matches each pattern that its rows allow to be told.
+
+    Attributes:
+        score: name -> float64 [H] in [0, 1]; NaN for a head with too few rows.
+        rows: name -> integers [H], on how many rows the score stands.
+    """
+
+    score: dict[str, Tensor]
+    rows: dict[str, Tensor]
+
+
+class Match(NamedTuple):
+    """The pattern that a head matches best: a likeness, not a claim of what the head is for."""
+
+    pattern: str
+    score: float
+    rows: int
+
+
+def row_statistics(
+    p: Tensor,
+    *,
+    seen: Tensor | None = None,
+    kind: Literal["self", "cross"] = "self",
+    q_pos: Tensor | None = None,
+    k_pos: Tensor | None = None,
+    tokens: Tensor | None = None,
+    rows: Tensor | None = None,
+    windows: Collection[float] = (),
+    first: int = 1,
+) -> dict[str, Tensor]:
+    """The quantities of every row of attention weights.
+
+    Shapes: p [B, H, Q, K] -> name -> float64 [B, H, Q]. NaN marks a row that does not count (see ``rows``) or that the
+    quantity is not defined for, such as ``previous`` for the row that has no key before it.
+
+    Args:
+        p: weights; zero where ``seen`` is False. Rows sum to one, or to less with sinks.
+        seen: what each row may see, boolean, broadcasts to p; True = attend; by default everything. A causal mask has
+            to be given, or the rows are measured against keys that they could not see.
+        kind: "cross" leaves out all that needs queries and keys on one axis: distance, self, previous, next, window,
+            duplicate, induction.
+        q_pos: position of each query, [Q] or [Q, 2]; by default the last Q of the keys' positions (bottom-right).
+        k_pos: position of each key, [K] or, on a grid, [K, 2]; by default 0, 1, 2, … NaN = has no position (CLS,
+            registers).
+        tokens: ids of the keys, [B, K] or [K]; a query has the id of the key at its own position.
+        rows: which rows count, boolean, broadcasts to [B, H, Q]. Rows that may see nothing, rows of padding (their own
+            key is hidden from the whole batch entry) and rows with a weight that is not finite never do.
+        windows: distances w, each at least 0; adds ``window_{w}``, the mass within w of the query.
+        first: over how many keys ``first`` sums, at least 1; keys hidden from the whole batch entry are skipped.
+
+    Returns:
+        entropy, normalized_entropy, max_weight, effective_keys, mass, first; for self-attention also distance, self and
+        window_{w}, in one dimension previous and next, and with tokens duplicate and induction.
+
+    Raises:
+        ValueError: a shape that does not fit, or a weight where ``seen`` is False.
+    """
+    at = _prepare(p, seen, kind, q_pos, k_pos, tokens, rows)
+    _check_at_least("first", first, 1)
+    entropy = torch.special.entr(at.p).sum(-1).clamp_min(0)  # rounding of float32 inputs may push it below
+    squares = at.p.square().sum(-1)
+    choices = at.visible.sum(-1)
+    values = {
+        "entropy": entropy,
+        "normalized_entropy": torch.where(choices >= 2, entropy / choices.double().log(), math.nan),
+        "max_weight": at.p.amax(-1),
+        "effective_keys": torch.where(squares >= torch.finfo(squares.dtype).tiny, 1 / squares, math.nan),
+        "mass": at.p.sum(-1),
+        "first": (at.p * at.first_keys(first)).sum(-1),
+    }
+    if at.gap is not None:
+        reach = at.gap.norm(dim=-1)  # [Q, K]
+        placed = ~at.gap.isnan().all(-1).all(-1)  # a query without a position has no distance
+        values["distance"] = torch.where(placed, (at.p * reach.nan_to_num(0.0)).sum(-1), math.nan)
+        for w in windows:
+            _check_at_least("windows", w, 0)
+            values[f"window_{w:g}"] = torch.where(placed, (at.p * (reach <= w)).sum(-1), math.nan)
+        targets = _targets(at)
+        if "induction" in targets and at.own is not None:  # the query's own token comes before the next key, too
+            targets["induction"] = targets["induction"] | at.own.roll(1, -1) & _beyond_first(at.own)
+        for name, target in targets.items():
+            target = target & at.visible
+            values[name] = torch.where(target.any(-1), (at.p * target).sum(-1), math.nan)
+    return {name: torch.where(at.counted, value, math.nan) for name, value in values.items()}
+
+
+def head_means(rows: Mapping[str, Tensor]) -> HeadMeans:
+    """The mean of each row quantity over the rows that have it, and how many those are.
+
+    Shapes: name -> [B, H, Q] -> name -> [H]; rows of all batch entries weigh the same.
+    """
+    mean: dict[str, Tensor] = {}
+    count: dict[str, Tensor] = {}
+    for name, values in rows.items():
+        flat = values.double().movedim(1, 0).flatten(1)  # [H, B * Q]
+        defined = ~flat.isnan()
+        count[name] = defined.sum(-1)
+        mean[name] = torch.where(defined, flat, 0.0).sum(-1) / count[name]  # 0 / 0 = NaN: no row has it
+    return HeadMeans(mean, count)
+
+
+def pattern_scores(
+    p: Tensor,
+    *,
+    seen: Tensor | None = None,
+    kind: Literal["self", "cross"] = "self",
+    q_pos: Tensor | None = None,
+    k_pos: Tensor | None = None,
+    tokens: Tensor | None = None,
+    rows: Tensor | None = None,
+    reach: float = LOCAL_REACH,
+) -> PatternScores:
+    """How well each head matches the rows that each pattern would have, between 0 (chance or worse) and 1 (exactly).
+
+    A pattern says how a row would look: all weight on certain keys, or spread evenly over them. The overlap o_i of row
+    i with it is set against the overlap c_i that an even row has by chance (for "uniform": that a row on one key has)
+
+        score = max(0, Σ_i (o_i - c_i) / Σ_i (1 - c_i))
+
+    over the rows where such keys may be seen and are not all there is to see (c_i < 1), batch entries pooled.
+
+    Shapes: p [B, H, Q, K] -> name -> [H].
+
+    Args:
+        p, seen, kind, q_pos, k_pos, tokens, rows: as for ``row_statistics``.
+        reach: how far "local" reaches on either side, in positions, above 0.
+
+    A pattern for which no head has enough rows (``MINIMUM_ROWS``) is not in the result.
+
+    Raises:
+        ValueError: as ``row_statistics``.
+    """
+    at = _prepare(p, seen, kind, q_pos, k_pos, tokens, rows)
+    choices = at.visible.sum(-1).double()  # [B, H, Q]
+    overlaps: dict[str, tuple[Tensor, Tensor]] = {}  # overlap and chance
+    for name, target in (_targets(at) | {"first": at.first_keys(1)}).items():
+        target = target & at.visible
+        overlaps[name] = (at.p * target).sum(-1), target.sum(-1) / choices
+    if at.gap is not None:
+        target = (at.gap.norm(dim=-1) <= reach) & at.visible
+        size = target.sum(-1).double()
+        overlaps["local"] = torch.minimum(at.p * target, 1 / size[..., None]).sum(-1), size / choices
+    overlaps["uniform"] = torch.minimum(at.p * at.visible, 1 / choices[..., None]).sum(-1), 1 / choices
+    scores = PatternScores({}, {})
+    for name in PATTERNS:
+        if name not in overlaps:
+            continue
+        overlap, chance = (value.expand(at.p.shape[:3]) for value in overlaps[name])
+        telling = at.counted & (chance > 0) & (chance < 1)
+        count = telling.sum((0, 2))
+        gain = torch.where(telling, overlap - chance, 0.0).sum((0, 2))
+        score = (gain / torch.where(telling, 1 - chance, 0.0).sum((0, 2))).clamp(0, 1)
+        enough = count >= MINIMUM_ROWS.get(name, FEW)
+        if enough.any():
+            scores.score[name] = torch.where(enough, score, math.nan)
+            scores.rows[name] = count
+    return scores
+
+
+def best_matches(scores: PatternScores) -> list[Match | None]:
+    """For each head the pattern with the highest score, or None where no pattern can be told (a single token, say)."""
+    heads = max((len(score) for score in scores.score.values()), default=0)
+    matches: list[Match | None] = []
+    for head in range(heads):
+        offered = [
+            Match(name, float(score[head]), int(scores.rows[name][head]))
+            for name, score in scores.score.items()
+            if not score[head].isnan()
+        ]
+        matches.append(max(offered, key=lambda match: match.score, default=None))  # the first of equals
+    return matches
+
+
+def broken_rows(p: Tensor) -> Tensor:
+    """How many rows of each head hold a weight that is NaN or infinite, [H]: these take part in no statistic."""
+    return (~p.isfinite().all(-1)).sum((0, 2))
+
+
+# ---------------------------------------------------------------- rows, keys and where they stand
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Weights, made ready.
+
+    Attributes:
+        p: [B, H, Q, K] float64; rows that do not count are zero.
+        visible: [B, H, Q, K].
+        counted: [B, H, Q].
+        gap: key's position less query's, [Q, K, axes]; None in cross-attention.
+        own: [Q, K], whether the key is the query's own.
+        tokens: [B, K] or None.
+    """
+
+    p: Tensor
+    visible: Tensor
+    counted: Tensor
+    gap: Tensor | None
+    own: Tensor | None
+    tokens: Tensor | None
+
+    def first_keys(self, n: int) -> Tensor:
+        """The first n keys that any row of the batch entry may see, [B, 1, 1, K]."""
+        real = self.visible.any(1).any(1)  # [B, K]
+        return (real & (real.cumsum(-1) <= n))[:, None, None]
+
+
+def _prepare(
+    p: Tensor,
+    seen: Tensor | None,
+    kind: str,
+    q_pos: Tensor | None,
+    k_pos: Tensor | None,
+    tokens: Tensor | None,
+    rows: Tensor | None,
+) -> _Rows:
+    if p.ndim != 4:
+        raise ValueError(f"p: has {p.ndim} axes, wanted 4 ([B, H, Q, K]); p {list(p.shape)}")
+    if kind not in ("self", "cross"):
+        raise ValueError(f'kind: got {kind!r}, wanted "self" or "cross"')
+    batch, keys = p.shape[0], p.shape[3]
+    p = p.detach().double()
+    sight = _boolean("seen", seen, p, p.shape)
+    whole = p.isfinite().all(-1)
+    counted = sight.any(-1) & whole & _boolean("rows", rows, p, p.shape[:3])
+    astray = ~sight & (p != 0) & whole[..., None]
+    if bool(astray.any()):
+        b, h, i, j = astray.nonzero()[0].tolist()
+        raise ValueError(
+            f"p: [{b}, {h}, {i}, {j}] is {p[b, h, i, j]:.3g} where seen is False (True = may be seen); "
+            f"p {list(p.shape)}, seen {list(sight.shape) if seen is None else list(seen.shape)}"
+        )
+    if kind == "cross":
+        return _Rows(torch.where(counted[..., None], p, 0.0), sight, counted, None, None, None)
+    gap = _gap(q_pos, k_pos, p)
+    own = (gap == 0).all(-1)
+    hidden = ~sight.any(1).any(1)  # [B, K]
+    padding = (own & hidden[:, None]).any(-1)  # [B, Q]
+    counted = counted & ~padding[:, None]
+    return _Rows(torch.where(counted[..., None], p, 0.0), sight, counted, gap, own, _ids(tokens, batch, keys, p))
+
+
+def _boolean(name: str, tensor: Tensor | None, p: Tensor, shape: torch.Size) -> Tensor:
+    if tensor is None:
+        return torch.ones(shape, dtype=torch.bool, device=p.device)
+    if tensor.dtype != torch.bool:
+        raise ValueError(f"{name}: dtype is {tensor.dtype}, wanted torch.bool; {name} {list(tensor.shape)}")
+    try:
+        return tensor.to(p.device).expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: does not broadcast to {list(shape)}; p {list(p.shape)}, {name} {list(tensor.shape)}"
+        ) from None
+
+
+def _gap(q_pos: Tensor | None, k_pos: Tensor | None, p: Tensor) -> Tensor:
+    """The way from each query to each key, [Q, K, axes]; NaN where one of them has no position."""
+    queries, keys = p.shape[2:]
+    if k_pos is None:
+        k_pos = torch.arange(keys, device="cpu")
+    k_at = _positions("k_pos", k_pos, "K", keys, p)
+    if q_pos is None:
+        if queries > keys:
+            raise ValueError(
+                f"q_pos: wanted, for there are more queries ({queries}) than keys ({keys}); p {list(p.shape)}"
+            )
+        q_pos = k_pos[keys - queries :]
+    q_at = _positions("q_pos", q_pos, "Q", queries, p)
+    if q_at.shape[1] != k_at.shape[1]:
+        raise ValueError(
+            f"q_pos: has {q_at.shape[1]} numbers a position, k_pos has {k_at.shape[1]}; "
+            f"q_pos {list(q_pos.shape)}, k_pos {list(k_pos.shape)}"
+        )
+    return k_at[None] - q_at[:, None]
+
+
+def _positions(name: str, places: Tensor, letter: str, length: int, p: Tensor) -> Tensor:
+    if tuple(places.shape) not in ((length,), (length, 1), (length, 2)):
+        expected = f"[{length}] or [{length}, 2]"
+        raise ValueError(
+            f"{name}: wanted [{letter}] or [{letter}, 2], here {expected}; "
+            f"{name} {list(places.shape)}, p {list(p.shape)}"
+        )
+    at = places.to(p.device).double().reshape(length, -1)  # [length, axes]
+    return at.masked_fill(at.isinf(), math.nan)
+
+
+def _ids(tokens: Tensor | None, batch: int, keys: int, p: Tensor) -> Tensor | None:
+    if tokens is None:
+        return None
+    if tokens.shape not in ((keys,), (batch, keys)):
+        raise ValueError(
+            f"tokens: wanted [B, K] or [K], here [{batch}, {keys}]; tokens {list(tokens.shape)}, p {list(p.shape)}"
+        )
+    return tokens.to(p.device).expand(batch, keys)
+
+
+def _beyond_first(x: Tensor) -> Tensor:
+    """Every key but key 0, [K]."""
+    return torch.arange(x.shape[-1], device=x.device) > 0
+
+
+def _targets(at: _Rows) -> dict[str, Tensor]:
+    """For each pattern of single keys the keys it means, broadcastable to [B, H, Q, K].
+
+    Those of induction come after *another* place of the query's token: else every next-token head would be one.
+    """
+    if at.gap is None or at.own is None:
+        return {}
+    targets = {"self": at.own}
+    if at.gap.shape[-1] == 1:
+        targets |= {"previous": at.gap[..., 0] == -1, "next": at.gap[..., 0] == 1}
+    if at.tokens is not None:
+        of_query = at.tokens[:, at.own.int().argmax(-1), None]  # [B, Q, 1]
+        same = (at.tokens[:, None] == of_query) & ~at.own & at.own.any(-1, keepdim=True)  # [B, Q, K], other places only
+        after = torch.zeros_like(same)
+        after[..., 1:] = same[..., :-1]
+        targets |= {"duplicate": same[:, None], "induction": after[:, None]}
+    return targets
+
+
+def _check_at_least(name: str, got: float, least: int) -> None:
+    if not got >= least:
+        raise ValueError(f"{name}: got {got}, wanted at least {least}")

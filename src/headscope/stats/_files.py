@@ -1,0 +1,330 @@
+"""The statistics of layers on disk: tensors in a safetensors file, everything else as JSON in its header."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headscope._attend.call import check_scale, check_softcap
+from headscope._support.files import amiss, replace
+from headscope.masks import FAR
+from headscope.stats._checks import MOMENTS, check_complete, check_moments, check_parts
+from headscope.stats._header import (
+    ORIGIN,
+    RECORDING,
+    STATISTICS,
+    check_format,
+    check_utf8,
+    damage_named,
+    is_cut_short,
+    is_statistics,
+    read_header,
+    read_list,
+    read_value,
+    read_whole,
+    read_wholes,
+)
+from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments, histogram_edges
+from headscope.stats._origin import UNKNOWN, LayerOrigin, Origin, Part
+from headscope.stats._tiles import KeptWeights, kept_of
+
+VERSION = 1
+_ORIGIN_VERSION = 1
+_NUMBERS = ("heads", "runs", "looked_at", "of")
+Axes = tuple[str | int, ...]
+_PARTS: dict[str, tuple[type[Any], dict[str, Axes]]] = {
+    "map": (HeadMap, {**dict.fromkeys(("sum", "count", "max"), ("H", "n", "n")), "argmax": ("H", "n", "n", 4)}),
+    "edges": (Edges, {"p": ("H", "k"), "at": ("H", "k", 4)}),
+}
+_QK: dict[str, Axes] = {
+    "q": ("B", "H", "Q", "D"), "k": ("B", "Hkv", "K", "D"), "lse": ("B", "H", "Q"),
+    "spans": ("B", "Q", "n", 2), "rest": ("B", "H", "Q", "K"), "bias": ("B", "H", "Q", "K"),
+}  # fmt: skip
+_KINDS = {"rest": ("BOOL",), "spans": ("I64",)}  # as safetensors calls them
+_FLOATING = ("F64", "F32", "F16", "BF16")
+_WHOLE = ("rows", "broken", "count", "histogram", "eligible", "argmax", "at", "queries", "top_keys")
+_FIGURES = (torch.float32, torch.float64)
+_DTYPES = {"counted": torch.bool, **dict.fromkeys(_WHOLE, torch.int64)}  # all others are of ``_FIGURES``
+_NATS = (-1, 100)  # an entropy of 100 nats takes e^100 keys
+_PAIRS = {"top_keys": "top_weights", "top_weights": "top_keys"}
+
+
+def save(
+    parts: Mapping[str, LayerStats], origin: Origin | None, path: Path, force: bool,
+    more: Mapping[str, str] | None = None, *, qk: bool = False,
+) -> Path:  # fmt: skip
+    """See ``HeadStats.save``; ``more`` are further entries of the header, ``qk``: also q, k and lse."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save as encode
+
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
+    check_utf8(path)
+    if (reason := amiss(path)) is not None:
+        raise FileExistsError(f"{path}: {reason}")
+    if path.exists() and not force and not is_statistics(path):
+        raise FileExistsError(
+            f"{path}: is there and is no file of headscope's statistics; give force=True to replace it"
+        )
+    tensors: dict[str, Tensor] = {}
+    layers = [_store_layer(part, name, f"{number}", tensors) for number, (name, part) in enumerate(parts.items())]
+    if qk:
+        for number, (entry, part) in enumerate(zip(layers, parts.values(), strict=True)):
+            entry["qk"] = [_store_qk(each, f"{number}/qk/{n}", tensors) for n, each in enumerate(part.tiles.values())]
+            entry["qk_runs"] = [*part.tiles]
+    entries = {STATISTICS: json.dumps({"version": VERSION, "layers": layers}), **_store_origin(origin), **(more or {})}
+    plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
+    try:
+        content = encode(plain, entries)
+    except SafetensorError as error:
+        runs = sum(len(part.kept) for part in parts.values())
+        raise ValueError(
+            f"{path}: too much for one file ({error}): the header would name {len(plain)} tensors, for rows of {runs} "
+            "calls are kept; observe without keep_rows and top, or save and start anew more often"
+        ) from error
+    replace(path, content)
+    return path
+
+
+def load(path: Path) -> tuple[dict[str, LayerStats], Origin | None]:
+    """Return layer -> its statistics, and what they are of; see ``HeadStats.load``."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file")
+    if (why := amiss(path)) is not None:
+        raise ValueError(f"{path}: {why}")
+    check_utf8(path)
+    path.open("rb").close()  # raises with the reason, which safetensors does not give
+    header = read_header(path)
+    if header is None:
+        if is_cut_short(path):
+            raise ValueError(f"{path}: is cut short, its end is missing")
+        raise ValueError(f"{path}: no file of headscope's statistics")
+    check_format(path, header, VERSION)
+    origin = read_header(path, ORIGIN)
+    if origin is not None:
+        check_format(path, origin, _ORIGIN_VERSION)
+    with damage_named(path):
+        parts = _load(path, header)
+        if origin is not None:
+            return parts, _read_origin(origin, parts)
+    return parts, None if read_header(path, RECORDING) is None else UNKNOWN
+
+
+def _load(path: Path, header: dict[str, Any]) -> dict[str, LayerStats]:
+    from safetensors import safe_open
+
+    layers = read_list(header, "layers", dict)
+    layer_names = [read_value(layer, "name", str) for layer in layers]
+    if len({*layer_names}) < len(layers):
+        raise ValueError(f"layers: got {Counter(layer_names).most_common(1)[0][0]} twice, expected different names")
+    with safe_open(path, framework="pt") as file:  # pyright: ignore[reportUnknownVariableType, reportGeneralTypeIssues]
+        names: list[str] = [name for name in file.keys() if "/qk/" not in name]  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in names}
+    # stays open: of q and k the pieces that are asked for are read, and no more
+    mapped = safe_open(path, framework="pt") if any(layer.get("qk") for layer in layers) else None
+    parts = [_read_layer(layer, f"{n}", tensors, mapped) for n, layer in enumerate(layers)]
+    check_moments(parts)
+    return dict(zip(layer_names, parts, strict=True))
+
+
+def _store_layer(part: LayerStats, name: str, under: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """File the tensors of a layer, and return all else that has to be known of it."""
+    tensors |= {f"{under}/rows": part.rows, f"{under}/broken": part.broken}
+    for quantity, moments in part.moments.items():
+        tensors |= {f"{under}/moments/{quantity}/{what}": getattr(moments, what) for what in MOMENTS}
+    if part.received is not None and part.eligible is not None:
+        tensors |= {f"{under}/received": part.received, f"{under}/eligible": part.eligible}
+    for which, (_, whats) in _PARTS.items():
+        if (value := getattr(part, which)) is not None:
+            tensors |= {f"{under}/{which}/{what}": getattr(value, what) for what in whats}
+    for run, rows in enumerate(part.kept):
+        tensors |= {f"{under}/kept/{run}/queries": rows.queries, f"{under}/kept/{run}/counted": rows.counted}
+        tensors |= {f"{under}/kept/{run}/values/{what}": x for what, x in rows.values.items()}
+    return {
+        "name": name,
+        **{what: getattr(part, what) for what in _NUMBERS},
+        "moments": list(part.moments),
+        "received": part.received is not None,
+        **{which: getattr(part, which) is not None for which in _PARTS},
+        "kept": [list(rows.values) for rows in part.kept],
+        "lengths": part.lengths,
+        "first": part.first,
+    }
+
+
+def _store_origin(origin: Origin | None) -> dict[str, str]:
+    """The entry of the header that states what the statistics are of, or that it is unknown."""
+    if origin is None:
+        return {}
+    return {ORIGIN: json.dumps({"version": _ORIGIN_VERSION, **asdict(origin)})}
+
+
+def _read_origin(header: dict[str, Any], names: Collection[str]) -> Origin:
+    layers: dict[str, Any] = read_value(header, "layers", dict)
+    if not layers.keys() <= {*names}:
+        raise ValueError(f"layers: got {next(iter(layers.keys() - {*names}))}, expected names of the layers")
+    model = read_value(header, "model", str)
+    if not model:
+        return UNKNOWN
+    origins = {name: _read_layer_origin(read_value(layers, name, dict)) for name in layers}
+    return Origin(model, read_value(header, "config", str), origins)
+
+
+def _read_layer_origin(header: dict[str, Any]) -> LayerOrigin:
+    widths = read_wholes(header, "widths")
+    if len(widths) != 2:
+        raise TypeError(f"widths: got {len(widths)} numbers, expected 2")
+    part = read_value(header, "part", dict, NoneType)
+    if part is None:
+        return LayerOrigin((widths[0], widths[1]))
+    of, holder = read_whole(part, "of", 1), read_value(part, "holder", str)
+    if read_value(part, "heads", list, NoneType) is None:
+        return LayerOrigin((widths[0], widths[1]), Part(of, None, holder))
+    heads = read_wholes(part, "heads", of)
+    if len(heads) != 2 or heads[0] >= heads[1]:
+        raise ValueError(f"heads: got {list(heads)}, expected the first head and the one after the last")
+    return LayerOrigin((widths[0], widths[1]), Part(of, (heads[0], heads[1]), holder))
+
+
+def _store_qk(tiles: Any, under: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """File the q, k and lse of a run."""
+    weights = kept_of(tiles)
+    tensors |= {f"{under}/{name}": x for name, x in weights.tensors().items()}
+    return weights.metadata()
+
+
+def _read_qk(entry: dict[str, Any], under: str, file: Any, sizes: dict[str, int]) -> KeptWeights:
+    entry = {"offset": None} | entry  # older files do not say it
+    names = {"q", "k", "lse", *read_list(entry, "parts", str)}
+    parts = {name: file.get_slice(f"{under}/{name}") for name in _QK if name in names}
+    shapes = {name: tuple(x.get_shape()) for name, x in parts.items()}
+    for name, shape in shapes.items():
+        _check_axes(f"{under}/{name}", shape, _QK[name], sizes, ones=name in ("spans", "rest", "bias"))
+        if (got := parts[name].get_dtype()) not in (expected := _KINDS.get(name, _FLOATING)):
+            raise TypeError(f"{under}/{name}: got {got}, wanted {' or '.join(expected)}")
+    lead, heads, kv_heads = read_wholes(entry, "lead"), sizes["H"], sizes["Hkv"]
+    if math.prod(lead) != sizes["B"] or heads // max(1, kv_heads) * kv_heads != heads:
+        raise TypeError(f"{under}: lead {lead} and {kv_heads} key/value heads do not fit {shapes['q']}")
+    if "spans" in parts:
+        _check_within(f"{under}/spans", parts["spans"][:], 0, sizes["K"] + 1)
+    scale = check_scale(read_value(entry, "scale", float, int), sizes["D"])
+    softcap = check_softcap(read_value(entry, "softcap", float, int, NoneType))
+    offset = None if read_value(entry, "offset", int, NoneType) is None else read_whole(entry, "offset", -FAR, FAR)
+    return KeptWeights(parts, shapes, lead, scale, softcap, parts["q"].get_dtype() == "F64", offset)
+
+
+def _check_axes(name: str, shape: tuple[int, ...], axes: Axes, sizes: dict[str, int], *, ones: bool = False) -> None:
+    """Raises: TypeError: a letter is not everywhere the same size (or 1, if ``ones``)."""
+    fit = len(shape) == len(axes)
+    for n, axis in zip(shape, axes, strict=False):
+        size = sizes.setdefault(axis, n) if isinstance(axis, str) else axis
+        fit &= n == size or (ones and n == 1 and isinstance(axis, str))
+    if not fit:
+        raise TypeError(f"{name}: got {list(shape)}, wanted [{', '.join(map(str, axes))}]")
+
+
+def _check_within(name: str, values: Tensor, least: int, end: int | Tensor | None) -> None:
+    """Raises: ValueError: not all numbers are from ``least`` up to, not including, ``end``; NaN is left alone."""
+    if bool((values < least).any()) or (end is not None and bool((values >= end).any())):
+        raise ValueError(f"{name}: holds {values.min()} to {values.max()}, beyond what there can be")
+
+
+def _tensor_reader(tensors: Mapping[str, Tensor], under: str, sizes: dict[str, int]) -> Callable[..., Tensor]:
+    """What gives a tensor of a layer by its name, if its axes, dtype and range are those that go with the name."""
+
+    def read(name: str, *axes: str | int, within: tuple[int, int | Tensor | None] | None = None) -> Tensor:
+        name = f"{under}/{name}"
+        tensor, expected = tensors[name], _DTYPES.get(name.rpartition("/")[2])
+        _check_axes(name, tuple(tensor.shape), axes, sizes)
+        if tensor.dtype not in _FIGURES if expected is None else tensor.dtype != expected:
+            raise TypeError(f"{name}: got {tensor.dtype}, expected {expected or 'float32 or float64'}")
+        if within is not None:
+            _check_within(name, tensor, *within)
+        return tensor
+
+    return read
+
+
+def _read_kept(names: list[str], run: int, read: Callable[..., Tensor], queries: int, keys: int) -> Kept:
+    b, r, k = (f"{axis} of run {run}" for axis in "BRk")
+    at = f"kept/{run}"
+    rows, counted = read(f"{at}/queries", r, within=(0, queries)), read(f"{at}/counted", b, "H", r)
+    values: dict[str, Tensor] = {}
+    for name in names:
+        if (other := _PAIRS.get(name, name)) not in names:
+            raise ValueError(f"{at}: {other} is missing; expected beside {name}")
+        deep = (k,) if name.startswith("top_") else ()
+        within = (-1, keys) if name in ("argmax", "top_keys") else _NATS if name == "entropy" else None
+        values[name] = read(f"{at}/values/{name}", b, "H", r, *deep, within=within)
+    return Kept(rows, counted, values)
+
+
+def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor], mapped: Any) -> LayerStats:
+    """The reverse of ``_put``."""
+    entry = {"lengths": None, "first": None, "qk": [], "qk_runs": None} | entry  # older files do not say these
+    numbers = {what: read_whole(entry, what, 0) for what in _NUMBERS}
+    looked_at = read_whole(entry, "looked_at", 0, numbers["of"])
+    lengths = _read_lengths(entry, numbers["of"])
+    queries, keys = lengths or (FAR, FAR)
+    ends = torch.tensor([numbers["runs"], numbers["of"], queries, keys], device="cpu")
+    sizes = {"H": numbers["heads"]}
+    read = _tensor_reader(tensors, under, sizes)
+    rows, broken = (read(what, "H", within=(0, looked_at + 1)) for what in ("rows", "broken"))
+    moments: dict[str, Moments] = {}
+    for name in read_list(entry, "moments", str):
+        bins = {"histogram": [len(histogram_edges(name)) - 1]}
+        moments[name] = Moments(*(read(f"moments/{name}/{what}", "H", *bins.get(what, ())) for what in MOMENTS))
+    check_complete(read_value(entry, "name", str), entry["moments"])
+    parts: dict[str, Any] = {
+        which: kind(
+            *(
+                read(f"{which}/{what}", *axes, within=(-1, ends) if axes[-1] == 4 else (0, None))
+                for what, axes in whats.items()
+            )
+        )
+        for which, (kind, whats) in _PARTS.items()
+        if read_value(entry, which, bool)
+    }
+    if read_value(entry, "received", bool):
+        parts |= {what: read(what, "H", "K", within=(0, None)) for what in ("received", "eligible")}
+    check_parts(under, parts)
+    retained = tuple(
+        _read_kept(names, run, read, queries, keys) for run, names in enumerate(read_list(entry, "kept", list))
+    )
+    known = {"H": numbers["heads"], **({} if lengths is None else {"Q": queries, "K": keys})}
+    tiles = [
+        _read_qk(each, f"{under}/qk/{n}", mapped, {**known}) for n, each in enumerate(read_list(entry, "qk", dict))
+    ]
+    runs = (
+        [*range(len(tiles))]
+        if read_value(entry, "qk_runs", list, NoneType) is None
+        else read_list(entry, "qk_runs", int)
+    )
+    if len(runs) != len(tiles) or runs != sorted({*runs}) or not all(0 <= n < numbers["runs"] for n in runs):
+        raise TypeError(f"qk_runs: got {runs} for {len(tiles)} of {numbers['runs']} runs")
+    return LayerStats(
+        **numbers, rows=rows, broken=broken, moments=moments, **parts, kept=retained,
+        tiles=dict(zip(runs, tiles, strict=True)), lengths=lengths,
+        first=None if read_value(entry, "first", int, NoneType) is None else read_whole(entry, "first", 1, math.inf),
+    )  # fmt: skip
+
+
+def _read_lengths(entry: dict[str, Any], of: int) -> tuple[int, int] | None:
+    """How many queries and keys each run had; ``of``: how many rows all had."""
+    if read_value(entry, "lengths", list, NoneType) is None:
+        return None
+    lengths = read_wholes(entry, "lengths", FAR)
+    if len(lengths) != 2:
+        raise TypeError(f"lengths: got {len(lengths)} numbers, wanted 2")
+    if of % max(1, lengths[0]):
+        raise ValueError(f"lengths: got {lengths[0]} queries for {of} rows in all")
+    return lengths

@@ -1,0 +1,339 @@
+"""``HeadStats``, what ``headscope.observe`` returns: read, merged, shown and saved.
+
+Every number is defined in docs/statistics.md with its traps, as are the measures of weights that are there as a dense
+tensor (``row_statistics``, ``pattern_scores``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import Tensor
+
+from headscope._attend.call import as_whole, kind, whole
+from headscope._support.text import visible
+from headscope.stats import _files, _tables
+from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats
+from headscope.stats._origin import Origin, joined
+from headscope.stats._summaries import Column, Summary, names_of, stack_columns, summaries_of, summarise
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["HeadStats", "merge"]
+
+
+@dataclass(frozen=True, eq=False)
+class HeadStats:
+    """Statistics of attention heads, by layer, head and name; what ``observe`` and ``attend(observe=...)`` return.
+
+    ``stats[layer, head, name]`` is a ``Summary``, ``stats[layer, name]`` and ``stats[name]`` are ``Column``s,
+    ``stats[layer, head]`` is a dictionary of summaries and ``stats[layer]`` the statistics of that layer alone. A layer
+    is named by its place (0, 1, …, -1 = the last) or by its name. What belongs to one layer (``received``, ``map``, …)
+    is an attribute where there is one layer: ``stats[3].received``.
+
+    Args:
+        parts: layer name -> its statistics, in the order of the model.
+        origin: the model, its configuration and the part of its heads; None where no recording states them.
+    """
+
+    parts: Mapping[str, LayerStats]
+    origin: Origin | None = None
+
+    # ------------------------------------------------------------ finding
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers' names, in order."""
+        return tuple(self.parts)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The row quantities that some layer has."""
+        return names_of(self.parts)
+
+    @property
+    def heads(self) -> int:
+        """How many heads the widest layer has."""
+        return max((part.heads for part in self.parts.values()), default=0)
+
+    @overload
+    def __getitem__(self, at: tuple[int | str, int, str]) -> Summary: ...
+    @overload
+    def __getitem__(self, at: tuple[int | str, int]) -> dict[str, Summary]: ...
+    @overload
+    def __getitem__(self, at: tuple[int | str, str]) -> Column: ...
+    @overload
+    def __getitem__(self, at: int) -> HeadStats: ...
+    @overload
+    def __getitem__(self, at: str) -> Any: ...
+
+    def __getitem__(self, at: Any) -> Any:
+        if not isinstance(at, tuple):
+            if isinstance(at, str) and at in self.names:
+                return stack_columns(self.parts.values(), at)
+            name = self._layer(at)
+            return HeadStats({name: self.parts[name]}, None if self.origin is None else self.origin.of_layer(name))
+        layer = self._layer(at[0]) if at else self._layer("")
+        part = self.parts[layer]
+        if len(at) == 2 and isinstance(at[1], str):
+            column = stack_columns([part], self._known(part, at[1], layer))
+            return Column(*(getattr(column, each.name)[0] for each in fields(column)))
+        head = as_whole(at[1]) if len(at) in (2, 3) else None
+        if head is None:
+            raise TypeError(f"stats[...]: got {at!r}, wanted [layer, head, name], [layer, head], [layer, name] or less")
+        if not -part.heads <= head < part.heads:
+            raise IndexError(f"head: got {head}, layer {layer} has {part.heads} (0 to {part.heads - 1})")
+        if len(at) == 2:
+            return {name: summarise(name, moments, head) for name, moments in part.moments.items()}
+        name = self._known(part, at[2], layer)
+        return summarise(name, part.moments[name], head)
+
+    def _layer(self, at: Any) -> str:
+        if isinstance(at, str):
+            if at in self.parts:
+                return at
+            known = ", ".join((*self.names, *self.layers)) or "nothing"
+            raise KeyError(f"{at}: neither a quantity nor a layer; there is {known}")
+        number = as_whole(at)
+        if number is None:
+            raise TypeError(f"layer: got {kind(at)}, wanted a number or a name")
+        if not -len(self.parts) <= number < len(self.parts):
+            raise IndexError(f"layer: got {number}, there are {len(self.parts)}: {', '.join(self.layers) or 'none'}")
+        return self.layers[number]
+
+    @staticmethod
+    def _known(part: LayerStats, name: str, layer: str) -> str:
+        if name not in part.moments:
+            raise KeyError(f"{name}: layer {layer} has {', '.join(part.moments) or 'no row quantities'}")
+        return name
+
+    # ------------------------------------------------------------ of a single layer
+
+    def _only(self, what: str) -> LayerStats:
+        if len(self.parts) != 1:
+            raise ValueError(f"{what}: there are {len(self.parts)} layers, take one of them: stats[layer].{what}")
+        return next(iter(self.parts.values()))
+
+    def _observed(self, what: str, argument: str) -> Any:
+        part = getattr(self._only(what), what)
+        if part is None:
+            raise ValueError(f"{what}: was not observed; observe with Observe({argument})")
+        return part
+
+    @property
+    def rows(self) -> Tensor:
+        """On how many rows each head's figures stand at most, int64 [H]; a name may stand on fewer."""
+        return self._only("rows").rows
+
+    @property
+    def broken(self) -> Tensor:
+        """How many rows of each head hold NaN or infinity and take part in nothing, int64 [H]."""
+        return self._only("broken").broken
+
+    @property
+    def sampled(self) -> bool:
+        """Whether not all query rows were looked at."""
+        return any(part.looked_at < part.of for part in self.parts.values())
+
+    @property
+    def received(self) -> Tensor:
+        """How much weight each key received from the counted rows, float64 [H, K], by key position."""
+        return self._observed("received", "received=True")
+
+    @property
+    def eligible(self) -> Tensor:
+        """How many counted rows could see each key, int64 [H, K]."""
+        return self._observed("eligible", "received=True")
+
+    @property
+    def received_share(self) -> Tensor:
+        """received / eligible, [H, K]; NaN for a key that no counted row could see."""
+        return self.received / self.eligible
+
+    @property
+    def map(self) -> HeadMap:
+        """The weights in bins."""
+        return self._observed("map", "map=64")
+
+    @property
+    def edges(self) -> Edges:
+        """The largest weights of each head."""
+        return self._observed("edges", "edges=32")
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        """The rows as they are, one entry for each observed call."""
+        part = self._only("kept")
+        if not part.kept:
+            raise ValueError("kept: was not observed; observe with Observe(keep_rows=True) or Observe(top=8)")
+        return part.kept
+
+    def tile(self, i0: int, i1: int, j0: int, j1: int, *, run: int | None = None) -> Tensor:
+        """Exact weights p[i0:i1, j0:j1] of an observed call, [B, H, i1 - i0, j1 - j0].
+
+        Args:
+            i0, i1: queries, half-open, 0 <= i0 <= i1 <= Q.
+            j0, j1: keys, half-open, 0 <= j0 <= j1 <= K.
+            run: which of the observed calls, from 0, or from -1 backwards; None = the last whose q and k were kept.
+
+        What may not be seen, and every row that may see nothing, is 0; what a row may see whose logits have a NaN or
+        infinity is NaN. Time and memory are those of the rows.
+
+        Raises:
+            ValueError: q and k were not kept, or not saved, several layers, or out of range; or a bias, sinks or a
+                mask have been written to since they were observed.
+        """
+        part = self._only("tile")
+        tiles = part.tiles
+        if not tiles:
+            raise ValueError("tile: q and k were not kept; observe with Observe(keep_qk=True)")
+        if run is None:
+            run = max(tiles)
+        if not -part.runs <= run < part.runs:
+            raise ValueError(f"run: got {run}, there are {part.runs}")
+        if run % part.runs not in tiles:
+            raise ValueError(
+                f"run: got {run}, whose q and k were not kept; kept: those of {', '.join(map(str, tiles))}"
+            )
+        return tiles[run % part.runs](i0, i1, j0, j1)
+
+    # ------------------------------------------------------------ merging
+
+    def merge(self, *others: HeadStats) -> HeadStats:
+        """The statistic of the runs of all: layers by name, new ones at the end. Also ``HeadStats.merge(a, b)``.
+
+        Raises:
+            TypeError: one of them is no HeadStats.
+            ValueError: a layer with other heads, bins, edges or first keys, on another device, or with a part that only
+                one of them has (q and k may be missing: ``tile`` then has some of the runs); recordings of different
+                models, or of different parts of a layer's heads.
+
+        Warns:
+            UserWarning: a recording of an earlier version, which does not state its model and heads.
+        """
+        several: dict[str, list[LayerStats]] = {}
+        for stats in (self, *others):
+            if not isinstance(stats, HeadStats):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"merge: got {kind(stats)}, wanted HeadStats")
+            for name, part in stats.parts.items():
+                several.setdefault(name, []).append(part)
+        origin = joined([stats.origin for stats in (self, *others) if stats.parts])
+        parts: dict[str, LayerStats] = {}
+        for name, (first, *rest) in several.items():
+            try:
+                parts[name] = first.merge(*rest) if rest else first
+            except ValueError as error:
+                raise ValueError(f"layer {name}: {error}") from error
+        return HeadStats(parts, origin)
+
+    def named(self, *names: str) -> HeadStats:
+        """The same under other layer names, without ``origin``: merging no longer checks the model and its heads.
+
+        Raises:
+            ValueError: not as many names as layers, or a name twice.
+        """
+        if len(names) != len(self.parts) or len({*names}) < len(names):
+            raise ValueError(f"names: got {', '.join(names)}, wanted {len(self.parts)} different ones")
+        return HeadStats(dict(zip(names, self.parts.values(), strict=True)))
+
+    def to(self, device: torch.device | str) -> HeadStats:
+        """With every tensor on a device, but for what ``tile`` computes from, which stays where it is."""
+        return HeadStats({name: part.to(device) for name, part in self.parts.items()}, self.origin)
+
+    # ------------------------------------------------------------ handing on
+
+    def summaries(self) -> Iterator[tuple[str, int, str, Summary]]:
+        """Layer, head, name and summary of everything there is, in order."""
+        return summaries_of(self.parts)
+
+    def flat(self) -> dict[str, float]:
+        """Means under flat names, as trackers want them: ``attn/L03/H05/entropy``; L counts the layers of this object.
+
+        What no row of a head has is left out.
+        """
+        number = {layer: n for n, layer in enumerate(self.parts)}
+        return {
+            f"attn/L{number[layer]:02d}/H{head:02d}/{name}": summary.mean
+            for layer, head, name, summary in self.summaries()
+            if summary.count
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but kept rows and tensors of keys and bins, ready for JSON: what is not defined is None."""
+        return _tables.to_dict(self.parts)
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame`` with one line for each layer, head and name: count, mean, std, min, max.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        return _tables.to_frame(self.parts)
+
+    def table(
+        self,
+        sort: str | None = None,
+        *,
+        names: Collection[str] | None = None,
+        descending: bool = True,
+        limit: int | None = None,
+    ) -> Table:
+        """One line for each head with its means, for ``rich.print``.
+
+        Args:
+            sort: a column: ``layer``, ``head``, ``rows`` or a quantity; by default layers and heads in order.
+            names: which quantities to show (``stats.names`` = all); by default a few, and the one to sort by.
+            descending: the largest first; heads without the quantity come last either way.
+            limit: how many lines at most.
+
+        Raises:
+            ValueError: there is no such column, or a limit below 0.
+        """
+        if limit is not None:
+            limit = whole("limit", limit, 0, " or None")
+        return _tables.render_table(self.parts, sort, names, descending, limit)
+
+    def save(self, path: str | Path, *, force: bool = False) -> Path:
+        """Write everything but ``tile``'s q and k into one safetensors file with a JSON header.
+
+        The file is written beside its place and then moved there. Another file of statistics is replaced; any other is
+        left alone unless ``force``; what is no regular file, always. A link stays, and what it leads to is replaced.
+
+        Raises:
+            FileExistsError: there is a file that is no statistics of headscope, or no regular file.
+            ValueError: there is too much for one file, as the kept rows of very many calls.
+        """
+        return _files.save(self.parts, self.origin, Path(path), force)
+
+    @staticmethod
+    def load(path: str | Path) -> HeadStats:
+        """Read what ``save`` wrote.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            OSError: it cannot be opened.
+            ValueError: it is no file of statistics, or one of a newer format.
+        """
+        return HeadStats(*_files.load(Path(path)))
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.names) or "no row quantities"
+        looked, of = (sum(getattr(part, what) for part in self.parts.values()) for what in ("looked_at", "of"))
+        sample = f", a sample of {looked} of {of} rows" if self.sampled else ""
+        return visible(f"HeadStats({len(self.parts)} layers, {self.heads} heads{sample}: {names})")
+
+    def _repr_html_(self) -> str:
+        return _tables.render_html(self.parts)
+
+    def __rich__(self) -> Table:
+        return self.table()
+
+
+def merge(first: HeadStats, *others: HeadStats) -> HeadStats:
+    """The statistic of the runs of all; see ``HeadStats.merge``."""
+    return HeadStats.merge(first, *others)

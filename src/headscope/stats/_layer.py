@@ -1,0 +1,433 @@
+"""What the statistics of one layer are made of, each part with its own exact ``merge``; tensors only, no models.
+
+Everything that is summed is float64 or int64 (float32 where a device has no float64). A *run* is one observed call;
+merging keeps the order of the runs, and ties are decided by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headscope.stats._tiles import Tiles
+
+_UNIT = tuple(k / 20 for k in range(21))
+_NATS = tuple(k / 2 for k in range(33))
+_LOGITS = tuple(float(k) for k in range(-128, 129, 4))
+_DOUBLING = (0.0, *(2.0**k for k in range(-10, 21)))
+_KEYS = tuple(2.0**k for k in range(21))
+
+_EDGES = {
+    "lse": _LOGITS,
+    "max_logit": _LOGITS,
+    "entropy": _NATS,
+    "effective_keys": _KEYS,
+    "distance": _DOUBLING,
+    "value_norm": _DOUBLING,
+}
+
+
+def histogram_edges(name: str) -> tuple[float, ...]:
+    """The edges of a quantity's histogram: bin k holds [edge k, edge k + 1), the outer two also what lies beyond."""
+    return _EDGES.get(name, _UNIT)
+
+
+def wide(device: torch.device) -> torch.dtype:
+    """The dtype of sums: float64, or float32 on a device that has none."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class _Part:
+    """What is copied and pickled with no more than its own numbers: a tensor drags along all that it is a view of."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: _alone(value) for name, value in self.__dict__.items()}
+
+
+def _alone(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, Packed):
+        return Packed(*map(_alone, value))
+    return {name: _alone(each) for name, each in value.items()} if isinstance(value, dict) else value
+
+
+@dataclass(frozen=True, eq=False)
+class Moments(_Part):
+    """One row quantity of every head.
+
+    Attributes:
+        count: on how many rows the rest stands, int64 [H].
+        mean, M2: mean and sum of squared deviations from it, [H]; std = sqrt(M2 / count).
+        min, max: [H].
+        histogram: int64 [H, bins], see ``histogram_edges``.
+    """
+
+    count: Tensor
+    mean: Tensor
+    M2: Tensor
+    min: Tensor
+    max: Tensor
+    histogram: Tensor
+
+    @staticmethod
+    def of(name: str, rows: Tensor) -> Moments:
+        """Of a row quantity [B, H, R] in which NaN marks rows that do not have it."""
+        flat = rows.to(wide(rows.device)).movedim(1, 0).flatten(1)  # [H, B * R]
+        defined = ~flat.isnan()
+        count = defined.sum(-1)
+        values = torch.where(defined, flat, 0.0).contiguous()
+        mean = values.sum(-1) / count  # 0 / 0 = NaN: no row has it
+        away = torch.where(defined, flat - mean[:, None], 0.0)
+        none = count == 0
+        M2 = away.square().sum(-1).masked_fill(none, math.nan)
+        edges = histogram_edges(name)
+        inner = torch.tensor(edges[1:-1], dtype=flat.dtype, device=flat.device)
+        bins = torch.bucketize(values, inner, right=True)
+        histogram = count.new_zeros(len(count), len(edges) - 1).scatter_add_(1, bins, defined.long())
+        if flat.shape[1] == 0:
+            return Moments(count, mean, M2, mean, mean, histogram)
+        least = torch.where(defined, flat, math.inf).amin(-1).masked_fill(none, math.nan)
+        most = torch.where(defined, flat, -math.inf).amax(-1).masked_fill(none, math.nan)
+        return Moments(count, mean, M2, least, most, histogram)
+
+    def merge(self, other: Moments) -> Moments:
+        """Of the rows of both (Chan, Golub and LeVeque 1983, equation 2.1)."""
+        count = self.count + other.count
+        share = other.count.to(self.mean.dtype) / count  # NaN where neither has a row
+        apart = other.mean - self.mean
+        mean = _either(self, other, "mean", self.mean + apart * share)
+        M2 = _either(self, other, "M2", self.M2 + other.M2 + apart.square() * self.count * share)
+        least = torch.fmin(self.min, other.min)  # NaN only where both are
+        return Moments(count, mean, M2, least, torch.fmax(self.max, other.max), self.histogram + other.histogram)
+
+
+class Packed(NamedTuple):
+    """Moments of N names and H heads in two tensors.
+
+    Attributes:
+        whole: count [N, H], then the histogram [N, H, bins]; int64, flat.
+        numbers: mean, M2, min and max [4, N, H].
+    """
+
+    whole: Tensor
+    numbers: Tensor
+
+    @staticmethod
+    def empty(names: int, heads: int, bins: int) -> Packed:
+        """Not filled yet."""
+        whole = torch.empty(names * heads * (1 + bins), dtype=torch.int64, device="cpu")
+        return Packed(whole, torch.empty(4, names, heads, dtype=torch.float64, device="cpu"))
+
+    def moments(self) -> Moments:
+        """Views of them."""
+        _, names, heads = self.numbers.shape
+        mean, M2, least, largest = self.numbers.unbind()
+        count, histogram = self.whole[: names * heads], self.whole[names * heads :]
+        return Moments(count.view(names, heads), mean, M2, least, largest, histogram.view(names, heads, -1))
+
+
+class MomentsTable(_Part, Mapping[str, Moments]):
+    """Row quantities by name, whose numbers lie together: to keep and to merge all costs what one does.
+
+    Args:
+        names: of the quantities.
+        together: what ``Moments`` holds, with an axis of names before each: [N, H], and [N, H, bins] filled up with 0;
+            or the same as ``Packed``, which is taken apart when it is first asked for.
+    """
+
+    def __init__(self, names: tuple[str, ...], together: Moments | Packed) -> None:
+        self.names = names
+        self._together = together
+
+    @property
+    def together(self) -> Moments:
+        """What ``Moments`` holds, of all names."""
+        if isinstance(self._together, Packed):
+            self._together = self._together.moments()
+        return self._together
+
+    def __getitem__(self, name: str) -> Moments:
+        try:
+            n = self.names.index(name)
+        except ValueError:
+            raise KeyError(name) from None
+        all_ = self.together
+        bins = len(histogram_edges(name)) - 1
+        numbers = (all_.count[n], all_.mean[n], all_.M2[n], all_.min[n], all_.max[n])
+        return Moments(*numbers, all_.histogram[n, :, :bins])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def merged(ours: Mapping[str, Moments], theirs: Mapping[str, Moments]) -> Mapping[str, Moments]:
+    """Moments by name of the rows of both."""
+    if isinstance(ours, MomentsTable) and isinstance(theirs, MomentsTable) and ours.names == theirs.names:
+        return MomentsTable(ours.names, ours.together.merge(theirs.together))
+    both = dict(ours)
+    for name, moments in theirs.items():
+        both[name] = both[name].merge(moments) if name in both else moments
+    return both
+
+
+def _either(a: Moments, b: Moments, what: str, both: Tensor) -> Tensor:
+    """What both have together, or what one has where the other has no row."""
+    of_a, of_b = getattr(a, what), getattr(b, what)
+    return torch.where(b.count == 0, of_a, torch.where(a.count == 0, of_b, both))
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMap(_Part):
+    """The weights of each head in n x n bins: bin b holds queries (rows) or keys (columns) ⌊bT/n⌋ to ⌊(b+1)T/n⌋ - 1.
+
+    Attributes:
+        sum: of the weights of each bin, [H, n, n].
+        count: of the pairs that counted rows may see, int64 [H, n, n].
+        max: the largest weight of each bin, [H, n, n]; NaN where count is 0.
+        places: where it stands, whole numbers [H, n, n, 4] as ``argmax`` has them; or, of one run, [H, n, n, 3] without
+            the run.
+    """
+
+    sum: Tensor
+    count: Tensor
+    max: Tensor
+    places: Tensor
+
+    @property
+    def argmax(self) -> Tensor:
+        """Where ``max`` stands, int64 [H, n, n, 4]: run, batch entry, query, key; -1 where count is 0.
+
+        Of equal weights the first in that order.
+        """
+        if self.places.shape[-1] == 4:
+            return self.places.long()
+        run = torch.where(self.places[..., :1] < 0, -1, 0)
+        return torch.cat([run, self.places], -1).long()
+
+    @property
+    def bins(self) -> int:
+        """n."""
+        return self.sum.shape[-1]
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean weight of each bin over its eligible pairs, [H, n, n]; NaN where there is none."""
+        return self.sum / self.count
+
+    @staticmethod
+    def merged(maps: Sequence[HeadMap], before: Sequence[int]) -> HeadMap:
+        """Of all; ``before`` each there are so many runs."""
+        first = maps[0]
+        if other := next((each for each in maps if each.bins != first.bins), None):
+            raise ValueError(f"map: cannot merge {first.bins} bins with {other.bins}; maps merge for equal n only")
+        sum_, count, largest = first.sum.clone(), first.count.clone(), first.max
+        best, run = torch.zeros_like(count), torch.zeros_like(count)
+        for n, (each, runs) in enumerate(zip(maps[1:], before[1:], strict=True), 1):
+            sum_ += each.sum
+            count += each.count
+            better = (each.max > largest) | largest.isnan()
+            largest = torch.where(better, each.max, largest)
+            best.masked_fill_(better, n)
+            run.masked_fill_(better, runs)
+        for n, each in enumerate(maps):
+            if each.places.shape[-1] == 4:
+                run += torch.where(best == n, each.places[..., 0], 0)
+        cells = best.numel()
+        place = torch.cat([each.places[..., -3:].reshape(cells, 3).int() for each in maps])  # [maps * H * n * n, 3]
+        place = place[(best.flatten() * cells).add_(torch.arange(cells, device=best.device))].view(*best.shape, 3)
+        run.masked_fill_(place[..., -1] < 0, -1)  # nothing is seen there
+        return HeadMap(sum_, count, largest, torch.cat([run[..., None], place], -1))
+
+
+class Edge(NamedTuple):
+    """One weight: query i of batch entry b in a run looks at key j with weight p."""
+
+    i: int
+    j: int
+    p: float
+    b: int
+    run: int
+
+
+@dataclass(frozen=True, eq=False)
+class Edges(_Part):
+    """The k largest weights of each head.
+
+    Attributes:
+        p: [H, k], largest first; NaN where a head has fewer.
+        at: int64 [H, k, 4]: run, batch entry, query, key; -1 where a head has fewer. Equal weights are in this order.
+    """
+
+    p: Tensor
+    at: Tensor
+
+    def of(self, head: int) -> list[Edge]:
+        """Those of one head, as numbers."""
+        return [
+            Edge(i, j, p, b, run)
+            for p, (run, b, i, j) in zip(self.p[head].tolist(), self.at[head].tolist(), strict=True)
+            if run >= 0
+        ]
+
+    @staticmethod
+    def merged(several: Sequence[Edges], before: Sequence[int]) -> Edges:
+        """The k largest of all; ``before`` each there are so many runs."""
+        k = several[0].p.shape[1]
+        if other := next((each for each in several if each.p.shape[1] != k), None):
+            raise ValueError(f"edges: cannot merge {k} a head with {other.p.shape[1]}")
+        places: list[Tensor] = []
+        for each, runs in zip(several, before, strict=True):
+            places.append(each.at.clone())
+            places[-1][..., 0] += torch.where(each.at[..., 0] >= 0, runs, 0)
+        p, at = torch.cat([each.p for each in several], 1), torch.cat(places, 1)
+        order = largest_first(p)[:, :k]
+        return Edges(p.gather(1, order), at.gather(1, order[..., None].expand(-1, -1, 4)))
+
+
+def largest_first(p: Tensor) -> Tensor:
+    """The order of the last axis from the largest to the smallest, NaN last; equal ones keep theirs."""
+    return torch.sort(p.nan_to_num(nan=-math.inf), dim=-1, descending=True, stable=True).indices
+
+
+@dataclass(frozen=True, eq=False)
+class Kept(_Part):
+    """The rows of one run as they are, batch entry by batch entry.
+
+    Attributes:
+        queries: which queries these are, int64 [R].
+        counted: which of them count, boolean [B, H, R].
+        values: name -> [B, H, R], NaN where a row does not have the quantity; ``argmax`` is int64, -1 where there is
+            none; ``top_keys`` and ``top_weights`` are [B, H, R, k], largest first, -1 and NaN where there are fewer.
+    """
+
+    queries: Tensor
+    counted: Tensor
+    values: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStats(_Part):
+    """The statistics of one layer.
+
+    Attributes:
+        heads: how many query heads.
+        runs: how many calls were observed.
+        looked_at, of: how many query rows a head was looked at in, and how many there were (B * Q, over the runs).
+        rows: how many of them count, int64 [H].
+        broken: how many hold NaN or infinity and take part in nothing, int64 [H].
+        moments: of each row quantity that was asked for.
+        received, eligible: by key position, [H, K] and int64 [H, K].
+        map, edges: see there.
+        kept: rows as they are, one entry a run.
+        tiles: run -> a way to its weights, of those whose q and k are kept, in order; saved only if asked for.
+        lengths: how many queries and keys each run had; None where they differ.
+        first: over how many of the first real keys ``first`` and ``streaming_{w}`` sum; None where it is not known.
+    """
+
+    heads: int
+    runs: int
+    looked_at: int
+    of: int
+    rows: Tensor
+    broken: Tensor
+    moments: Mapping[str, Moments] = field(default_factory=dict[str, Moments])
+    received: Tensor | None = None
+    eligible: Tensor | None = None
+    map: HeadMap | None = None
+    edges: Edges | None = None
+    kept: tuple[Kept, ...] = ()
+    tiles: Mapping[int, Tiles] = field(default_factory=dict[int, Tiles])
+    lengths: tuple[int, int] | None = None
+    first: int | None = None
+
+    @property
+    def last_tiles(self) -> Tiles | None:
+        """The way to the weights of the last run whose q and k are kept."""
+        return self.tiles[max(self.tiles)] if self.tiles else None
+
+    def merge(self, *others: LayerStats) -> LayerStats:
+        """Of the runs of all, in this order.
+
+        Raises:
+            ValueError: other heads, device, bins, edges or first keys, or a part that only some of them have.
+        """
+        for other in others:
+            if self.heads != other.heads:
+                raise ValueError(f"heads: cannot merge {self.heads} heads with {other.heads}")
+            if self.rows.device != other.rows.device:
+                raise ValueError(
+                    f"device: cannot merge what is on {self.rows.device} with what is on {other.rows.device}; "
+                    'bring both to one device first: stats.to("cpu")'
+                )
+            for part in ("moments", "received", "map", "edges", "kept"):
+                if _has(self, part) != _has(other, part):
+                    option = "row_stats" if part == "moments" else part
+                    raise ValueError(f"{option}: cannot merge, for only one of the two has it; observe both alike")
+        several = (self, *others)
+        first = [each.first for each in several if each.first is not None]
+        if other := next((n for n in first if n != first[0]), None):
+            raise ValueError(f"first: cannot merge sums over the first {first[0]} keys with those over {other}")
+        before = [0, *accumulate(each.runs for each in several[:-1])]
+        maps = [each.map for each in several if each.map is not None]
+        edges = [each.edges for each in several if each.edges is not None]
+        return LayerStats(
+            self.heads,
+            sum(each.runs for each in several),
+            sum(each.looked_at for each in several),
+            sum(each.of for each in several),
+            reduce(torch.add, [each.rows for each in several]),
+            reduce(torch.add, [each.broken for each in several]),
+            reduce(merged, [each.moments for each in several]),
+            reduce(_longer, [each.received for each in several]),
+            reduce(_longer, [each.eligible for each in several]),
+            HeadMap.merged(maps, before) if maps else None,
+            Edges.merged(edges, before) if edges else None,
+            tuple(kept for each in several for kept in each.kept),
+            {n + run: at for n, each in zip(before, several, strict=True) for run, at in each.tiles.items()},
+            self.lengths if all(each.lengths == self.lengths for each in others) else None,
+            first[0] if first else None,
+        )
+
+    def to(self, device: torch.device | str) -> LayerStats:
+        """With every tensor on a device, but for what ``tiles`` are computed from."""
+        return moved(self, torch.device(device))
+
+
+def _has(stats: LayerStats, part: str) -> bool:
+    value = getattr(stats, part)
+    return value is not None and (not isinstance(value, (Mapping, tuple)) or len(value) > 0)
+
+
+def _longer(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sum of both by position, the shorter extended by zeros."""
+    if a is None or b is None:
+        return None
+    keys = max(a.shape[-1], b.shape[-1])
+    a, b = (torch.nn.functional.pad(x, (0, keys - x.shape[-1])) for x in (a, b))
+    return a + b
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A part, or a mapping or tuple of parts, with every tensor on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, MomentsTable):
+        return MomentsTable(value.names, moved(value.together, device))
+    if isinstance(value, Mapping):
+        return {name: moved(each, device) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(moved(each, device) for each in value)
+    if isinstance(value, (Moments, HeadMap, Edges, Kept, LayerStats)):
+        return replace(value, **{each.name: moved(getattr(value, each.name), device) for each in fields(value)})
+    return value

@@ -1,0 +1,184 @@
+"""The weights of one run from its q, k and lse, piece by piece, also from a file of which no more than that is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from headscope._support.fingerprint import Fingerprint
+
+MOST_REST = 2**28
+"""How many pairs a mask that is no spans may have to be saved."""
+
+
+class NoWeightsError(ValueError):
+    """The weights of a run whose q and k were kept cannot be had; the message says why."""
+
+
+class Tiles(Protocol):
+    """Exact weights p[i0:i1, j0:j1] of a run, [*lead, H, i, j], that tensors alone can be made of."""
+
+    def __call__(self, i0: int, i1: int, j0: int, j1: int, /) -> Tensor: ...
+
+    def to_weights(self) -> KeptWeights: ...
+
+
+def kept_of(tiles: Tiles | None) -> KeptWeights:
+    """Return what a layer's ``tiles`` are computed from.
+
+    Raises:
+        NoWeightsError: q and k were not kept; the bias, sinks or mask were written to; or the mask is too large.
+    """
+    if tiles is None:
+        raise NoWeightsError("tile: q and k were not kept; observe with Observe(keep_qk=True)")
+    return tiles.to_weights()
+
+
+def kept_if_any(tiles: Tiles | None) -> KeptWeights | None:
+    """Return the same, or None in place of the error: a page of many layers goes on without this one."""
+    try:
+        return kept_of(tiles)
+    except NoWeightsError:
+        return None
+
+
+def written_to(name: str, shape: Sequence[int]) -> NoWeightsError:
+    """Return the error for a tensor that has been written to since the weights that read it were observed."""
+    return NoWeightsError(
+        f"tile: {name} [{', '.join(map(str, shape))}] has been written to since it was observed, so that these weights "
+        "are gone; take tiles before, give a copy, or save without qk"
+    )
+
+
+def check_within(i: tuple[int, int], j: tuple[int, int], queries: int, keys: int) -> None:
+    """Whether p[i0:i1, j0:j1] is a piece of the weights.
+
+    Raises:
+        ValueError: it is not.
+    """
+    for names, (start, stop), letter, size in (("i0, i1", i, "Q", queries), ("j0, j1", j, "K", keys)):
+        if not 0 <= start <= stop <= size:
+            raise ValueError(f"{names}: got {start}, {stop}, wanted 0 <= start <= stop <= {size} ({letter})")
+
+
+@dataclass(frozen=True, eq=False)
+class KeptWeights:
+    """p[i0:i1, j0:j1] on demand.
+
+    Attributes:
+        parts: tensors, or slices of a file that give one where they are indexed: q [B, H, Q, D], k [B, Hkv, K, D], lse
+            [B, H, Q] (inf in rows that see nothing, NaN in those that see a NaN or infinity), and, where there are,
+            spans [B or 1, Q or 1, n, 2], rest and bias [B or 1, H or 1, Q or 1, K or 1]; see ``masks.Plan``.
+        sizes: of the parts.
+        lead: the leading axes, whose product is B.
+        scale, softcap: of the logits.
+        wide: whether to compute in float64.
+        offset: where query 0 stands among the keys; None: the queries are the last ones, at K - Q.
+        shared: parts that share memory with tensors of the caller's, and what they held.
+    """
+
+    parts: Mapping[str, Any]
+    sizes: Mapping[str, tuple[int, ...]]
+    lead: tuple[int, ...]
+    scale: float
+    softcap: float | None
+    wide: bool
+    offset: int | None = None
+    shared: Mapping[str, Fingerprint] = field(default_factory=dict[str, Fingerprint])
+
+    @staticmethod
+    def of(
+        tensors: Mapping[str, Tensor],
+        lead: tuple[int, ...],
+        scale: float,
+        softcap: float | None,
+        offset: int | None = None,
+    ) -> KeptWeights:
+        """From tensors."""
+        sizes = {name: tuple(x.shape) for name, x in tensors.items()}
+        return KeptWeights(tensors, sizes, lead, scale, softcap, tensors["q"].dtype == torch.float64, offset)
+
+    def to_weights(self) -> KeptWeights:
+        """Return itself."""
+        return self
+
+    @property
+    def queries(self) -> int:
+        """Q."""
+        return self.sizes["q"][2]
+
+    @property
+    def keys(self) -> int:
+        """K."""
+        return self.sizes["k"][2]
+
+    def metadata(self) -> dict[str, Any]:
+        """All but the tensors, ready for JSON."""
+        numbers = {"scale": self.scale, "softcap": self.softcap, "offset": self.offset}
+        return {"parts": [*self.parts], "lead": [*self.lead], **numbers}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the parts whole: slices of a file cannot be copied."""
+        return {**self.__dict__, "parts": self.tensors()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The parts, whole."""
+        return {name: x if isinstance(x, Tensor) else x[:] for name, x in self.parts.items()}
+
+    def __call__(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
+        """Of every batch entry and head, [*lead, H, i, j].
+
+        Raises:
+            NoWeightsError: a part that the caller owns has been written to.
+        """
+        check_within((i0, i1), (j0, j1), self.queries, self.keys)
+        batch, heads = self.sizes["q"][:2]
+        every = [self._weights_and_hidden(b, h, (i0, i1), (j0, j1)) for b in range(batch) for h in range(heads)]
+        pieces = [p.masked_fill(hidden, 0.0) for p, hidden in every]
+        p = torch.stack(pieces) if pieces else torch.zeros(0, i1 - i0, j1 - j0, device="cpu")
+        return p.reshape(*self.lead, heads, i1 - i0, j1 - j0)  # [*lead, H, i, j]
+
+    def piece(self, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> Tensor:
+        """Of one batch entry and head, [i, j]; NaN where nothing may be seen, too."""
+        p, hidden = self._weights_and_hidden(b, head, i, j)
+        return p.masked_fill(hidden, torch.nan)
+
+    def _weights_and_hidden(self, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Of one batch entry and head, and what may not be seen, whose weight means nothing; both [i, j]."""
+        dtype = torch.float64 if self.wide else torch.float32
+        heads, groups = self.sizes["q"][1], self.sizes["k"][1]
+        q = self._part("q", b, head, slice(*i)).to(dtype)
+        k = self._part("k", b, head * groups // heads, slice(*j)).to(dtype)
+        s = (q * (self.scale / (self.softcap or 1))) @ k.T  # [i, j]
+        if self.softcap is not None:
+            s = torch.tanh(s) * self.softcap
+        hidden = torch.zeros_like(s, dtype=torch.bool)
+        if "bias" in self.parts:
+            bias = self._block("bias", b, head, i, j).to(dtype)
+            s, hidden = s + bias, hidden | (bias == -torch.inf)
+        if "rest" in self.parts:
+            hidden = hidden | ~self._block("rest", b, head, i, j)
+        if "spans" in self.parts:
+            size = self.sizes["spans"]
+            rows = slice(*i) if size[1] > 1 else slice(0, 1)
+            spans = self.parts["spans"][min(b, size[0] - 1), rows][..., None]  # [i or 1, n, 2, 1]
+            at = torch.arange(*j, device=spans.device)
+            hidden = hidden | ~((at >= spans[:, :, 0]) & (at < spans[:, :, 1])).any(1)
+        p = (s - self._part("lse", b, head, slice(*i)).to(dtype)[:, None]).exp()
+        return p, hidden
+
+    def _part(self, name: str, b: int, h: int, at: slice) -> Tensor:
+        return self.parts[name][b, h, at]
+
+    def _block(self, name: str, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> Tensor:
+        """A block of what broadcasts to [B, H, Q, K]."""
+        size = self.sizes[name]
+        rows, columns = (slice(*at) if n > 1 else slice(0, 1) for at, n in zip((i, j), size[2:], strict=True))
+        at = (min(b, size[0] - 1), min(head, size[1] - 1), rows)
+        if name in self.shared and not self.shared[name].matches(self.parts[name], at):
+            raise written_to("mask" if name == "rest" else name, size)
+        return self.parts[name][*at, columns]

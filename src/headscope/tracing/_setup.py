@@ -1,0 +1,198 @@
+"""What is traced: a module with its inputs, or with sizes alone; checked, run once, and described."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headscope._attend import call
+from headscope._attend.call import FLOATS, as_mask, check_mask, kind
+from headscope.masks import Band, Mask, causal
+from headscope.module import MultiHeadAttention
+
+Context = Tensor | tuple[Tensor, Tensor] | None
+Source = Literal["self", "cross", "pair"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is traced.
+
+    Attributes:
+        module: the module.
+        x: where the queries come from, [B, Q, E].
+        k_from: where the keys come from, [B, K, kdim].
+        v_from: where the values come from, [B, K, vdim].
+        batched: whether x has a batch axis for the reader too.
+        source: "self", "cross" (one context), or "pair" (one for the keys, one for the values).
+        mask: what may be seen, or None for everything.
+        mask_code: lines of code that make ``seen``.
+        bias: added to the scores, or None.
+        returned: what the module itself returned; None if there are no values.
+        x_code: lines of code that make the inputs; none if the reader has them.
+    """
+
+    module: MultiHeadAttention
+    x: Tensor
+    k_from: Tensor
+    v_from: Tensor
+    batched: bool
+    source: Source
+    mask: Mask | None
+    mask_code: tuple[str, ...]
+    bias: Tensor | None
+    returned: Tensor | None
+    x_code: tuple[str, ...] = ()
+
+    @property
+    def values(self) -> bool:
+        """Whether there are values, or sizes alone."""
+        return self.returned is not None
+
+    @property
+    def output(self) -> Tensor | None:
+        """What the module returned, [B, Q, E]."""
+        return self.returned if self.returned is None or self.batched else self.returned[None]
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, H, Q, K of the weights."""
+        batch = next((t.shape[0] for t in (self.x, self.k_from, self.v_from) if t.shape[0] != 1), 1)  # they broadcast
+        return batch, self.module.num_heads, self.x.shape[1], self.k_from.shape[1]
+
+    @property
+    def kv_letter(self) -> str:
+        """The letter of the key/value heads; H where there are as many as query heads."""
+        return "H" if self.module.kv_heads == self.module.num_heads else "Hkv"
+
+    @property
+    def value_letter(self) -> str:
+        """The letter of the values' head width; D where it is that of queries and keys."""
+        return "D" if self.module.v_head_dim == self.module.head_dim else "Dv"
+
+    def size_code(self, batch: int) -> str:
+        """How code names a batch size, with a comma behind it: by letter, or by number where it is not that of x."""
+        return "" if not self.batched else "B, " if batch == self.x.shape[0] else f"{batch}, "
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """The caller's options of the scores: what may be seen, and what is added to them."""
+
+    mask: Mask | Tensor | None
+    causal: bool
+    bias: Tensor | None
+
+    def as_mask(self) -> Mask | None:
+        """Return mask and ``causal`` as one mask."""
+        mask = as_mask(self.mask)
+        if not self.causal or is_causal(mask):
+            return mask
+        return causal() if mask is None else causal() & mask
+
+    def code(self, batch: str, device: torch.device) -> tuple[str, ...]:
+        """Return the lines that make ``seen``; ``batch`` is the code of the batch size, "" without a batch axis."""
+        if self.mask is None and not self.causal:
+            return ()
+        where = "" if device.type in ("cpu", "meta") else ", device=x.device"
+        future = f"seen = torch.ones(Q, K{where}).tril(K - Q).bool()"
+        if self.mask is None or is_causal(self.mask):
+            return (future,)
+        own = "mask"
+        if isinstance(self.mask, Mask):
+            own = f"mask.dense({batch or '1, '}H, Q, K{where})" + ("" if batch else "[0]")
+        return (future, f"seen = seen & {own}") if self.causal else (f"seen = {own}",)
+
+
+def is_causal(mask: object) -> bool:
+    """Whether a mask is ``causal()``."""
+    return isinstance(mask, Band) and (mask.left, mask.right, mask.offset) == (None, 0, None)
+
+
+def prepare_values(module: MultiHeadAttention, x: Tensor, context: Context, options: ScoreOptions) -> Setting:
+    """Check a module's inputs and run it once, as in eval."""
+    k_from, v_from = module._sources(x, context)
+    for name, tensor in (("x", x), ("context", k_from), ("context", v_from)):
+        _check_input(name, tensor, module)
+    if x.is_meta:
+        return prepare_sizes(module, (x, k_from, v_from), _source_of(context), options)
+    output = _run_module(module, x, context, options)
+    if not isinstance(output, Tensor):
+        raise TypeError(f"module: {type(module).__name__} returned {kind(output)}, expected a tensor")
+    return _describe_setting(module, (x, k_from, v_from), _source_of(context), options, output)
+
+
+def prepare_sizes(
+    module: MultiHeadAttention,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    source: Source,
+    options: ScoreOptions,
+    code: tuple[str, ...] = (),
+) -> Setting:
+    """Check inputs that are on the meta device, where nothing has values: x, and where keys and values come from."""
+    x, k_from, v_from = inputs
+    module._check_inputs(x, k_from, v_from)
+    heads = [
+        source.new_empty(*source.shape[:-2], number, source.shape[-2], width, device="meta")  # [B, H, length, D]
+        for source, number, width in (
+            (x, module.num_heads, module.head_dim),
+            (k_from, module.kv_heads, module.head_dim),
+            (v_from, module.kv_heads, module.v_head_dim),
+        )
+    ]
+    call._sizes(*heads)
+    call.check_scale(module.scale, module.head_dim)
+    call.check_softcap(module.softcap)
+    setting = _describe_setting(module, inputs, source, options, None, code)
+    if setting.mask is not None:
+        held = setting.mask.tensors()
+        check_mask(setting.mask, setting.sizes, held[0].device if held else x.device)
+    if options.bias is not None:
+        batch, number, queries, keys = setting.sizes
+        call._bias(options.bias, (batch,) if setting.batched else (), (number, queries, keys), options.bias)
+    return setting
+
+
+def _describe_setting(
+    module: MultiHeadAttention,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    source: Source,
+    options: ScoreOptions,
+    output: Tensor | None,
+    code: tuple[str, ...] = (),
+) -> Setting:
+    batched = inputs[0].ndim == 3
+    x, k_from, v_from = inputs if batched else (tensor[None] for tensor in inputs)  # [B, length, width]
+    setting = Setting(module, x, k_from, v_from, batched, source, options.as_mask(), (), options.bias, output, code)
+    return replace(setting, mask_code=options.code(setting.size_code(setting.sizes[0]), x.device))
+
+
+def _source_of(context: Context) -> Source:
+    return "self" if context is None else "pair" if isinstance(context, tuple) else "cross"
+
+
+def _check_input(name: str, tensor: object, module: MultiHeadAttention) -> None:
+    weight, _ = module.projection("out")
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: got {kind(tensor)}, expected a torch.Tensor")
+    if tensor.dtype not in FLOATS:
+        hint = "token numbers go through an embedding first"
+        raise TypeError(f"{name}: dtype is {kind(tensor)}, expected {kind(weight)}; {hint}")
+    if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(tensor.device.type):
+        raise TypeError(f"{name}: dtype is {kind(tensor)}, the module has {kind(weight)}; convert one of them")
+    if tensor.device != weight.device:
+        raise ValueError(f"{name}: is on {tensor.device}, the module is on {weight.device}")
+
+
+def _run_module(module: MultiHeadAttention, x: Tensor, context: Context, options: ScoreOptions) -> object:
+    """Return the module's own output, without dropout; that of a subclass may be anything."""
+    modes = {part: part.training for part in module.modules()}
+    try:
+        module.eval()
+        return module(x, context, mask=options.as_mask(), bias=options.bias)
+    finally:
+        for part, training in modes.items():
+            part.training = training

@@ -1,0 +1,117 @@
+"""Trace: the steps of one forward pass, as a value."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from torch import Tensor
+
+from headscope.tracing._html import render_html
+from headscope.tracing._row import Row
+from headscope.tracing._terminal import TraceTable
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Trace:
+    """The steps of one forward pass. Print it, leave it as the last line of a notebook cell, or convert it to JSON.
+
+    Attributes:
+        title: what was traced, in one line.
+        rows: the steps, in order.
+        output: what the module itself returned, to the bit; None where only sizes were given.
+        module: the sizes and options of the module.
+        setup: the lines of code that come before those of the rows.
+    """
+
+    title: str
+    rows: list[Row]
+    output: Tensor | None
+    module: dict[str, Any]
+    setup: str
+
+    @property
+    def held(self) -> bool | None:
+        """Whether every invariant held; None where there were no values to check."""
+        return None if self.output is None else all(row.held for row in self.rows)
+
+    @property
+    def failed(self) -> list[Row]:
+        """The rows whose invariant did not hold."""
+        return [row for row in self.rows if row.held is False]
+
+    @property
+    def summary(self) -> str:
+        """How many invariants held, or why none was checked, in one line."""
+        if self.held is None:
+            return "○ sizes alone: nothing was computed; give a module and an input to check these"
+        if self.failed:
+            names = ", ".join(row.step for row in self.failed)
+            return f"✗ {len(self.failed)} of {len(self.rows)} invariants did not hold: {names}"
+        return f"✓ all {len(self.rows)} invariants held; errors are against the same step in float64"
+
+    @property
+    def code(self) -> str:
+        """The lines of all rows as one program that makes ``out``; what it needs beforehand stands at its top."""
+        lines = [self.setup]
+        for row in self.rows:
+            axes = ", ".join(row.axes)
+            lines.append(f"{row.code}  # [{axes}]" if row.stage > 1 else row.code)
+        return "\n".join(lines) + "\n"
+
+    def row(self, step: str) -> Row:
+        """Return the row of one step, by name, such as "scores".
+
+        Raises:
+            KeyError: there is no such step; the message lists those there are.
+        """
+        for row in self.rows:
+            if row.step == step:
+                return row
+        raise KeyError(f"step: got {step!r}, expected one of {', '.join(row.step for row in self.rows)}")
+
+    def table(self, *, explain: bool = False) -> RenderableType:
+        """Return the steps as a table for ``rich.print``; it fits itself to the width and the encoding of the console.
+
+        Args:
+            explain: also explain why each step exists, and the common mistake at it.
+        """
+        return TraceTable(self, explain=explain)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the trace in plain lists, numbers and texts; NaN and infinity as "NaN", "Infinity", "-Infinity"."""
+        rows = [asdict(row) for row in self.rows]
+        for row in rows:
+            if row["corner"] is not None:
+                row["corner"] = [[_encode_number(value) for value in line] for line in row["corner"]]
+        head = {"kind": "headscope-trace", "version": 1, "title": self.title, "module": self.module}
+        return {**head, "held": self.held, "rows": rows}
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return ``to_dict`` as JSON that strict parsers accept."""
+        return json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False, indent=indent)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.table()
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=80, color_system=None, legacy_windows=False)
+        with console.capture() as captured:
+            console.print(self.table())
+        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+    def __repr__(self) -> str:
+        held = "sizes alone" if self.output is None else f"{sum(row.held is True for row in self.rows)} invariants held"
+        failed = f", failed at {', '.join(row.step for row in self.failed)}" if self.failed else ""
+        return f"<Trace of {self.title}: {len(self.rows)} steps, {held}{failed}>"
+
+    def _repr_html_(self) -> str:
+        return render_html(self)
+
+
+def _encode_number(value: float) -> float | str:
+    return value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,0 +1,23 @@
+"""watch: exact statistics of every attention head of a model, while it runs, its outputs unchanged."""
+
+from headscope._intercept.call import WatchError, WatchWarning
+from headscope.stats._origin import Origin, Part
+from headscope.watching._about import About
+from headscope.watching._monitor import Alarm, AttentionWarning, Limits
+from headscope.watching._recording import Recording
+from headscope.watching._watch import Watch, register_transformers, watch
+
+__all__ = [
+    "About",
+    "Alarm",
+    "AttentionWarning",
+    "Limits",
+    "Origin",
+    "Part",
+    "Recording",
+    "Watch",
+    "WatchError",
+    "WatchWarning",
+    "register_transformers",
+    "watch",
+]

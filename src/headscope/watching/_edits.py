@@ -1,0 +1,102 @@
+"""Attention layers that are replaced or added while a watch is open.
+
+A watch registers the modules of the model by identity when it is created. A call of a module that is put in later has
+no entry of its own: it is attributed to the module around it, or not recorded. ``Layout`` notices such modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from torch import nn
+
+from headscope._intercept import module_names
+from headscope._intercept.call import WatchError
+
+Choose = Callable[[Mapping[str, nn.Module]], Collection[str]]
+"""Select names of modules; raises ValueError where none fits."""
+
+
+class Layout:
+    """The modules of a model as they were when it was first watched.
+
+    Attributes:
+        attended: names of the modules that have made an attention call so far.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], choose: Choose, who: str) -> None:
+        self.modules = modules
+        self.attended: set[str] = set()
+        self._choose = choose
+        self._who = who
+        self._children: list[tuple[nn.Module, dict[str, nn.Module | None]]] | None = None
+        self._edited = False  # an edit was found that concerns no attention layer known so far
+
+    def check(self, *, last: bool = False) -> None:
+        """Compare the model with what it was; where nothing was edited, one dictionary comparison for each module.
+
+        Args:
+            last: no forward pass follows; judge earlier edits again, by all layers that have attended meanwhile.
+
+        Raises:
+            WatchError: chosen attention layers were replaced or added.
+        """
+        same = self._children is not None and all(module._modules == before for module, before in self._children)
+        if same and not (last and self._edited):
+            return
+        now = module_names.modules_of(next(iter(self.modules.values())))
+        different = [name for name, module in now.items() if self.modules.get(name) is not module]
+        if found := self._attention(now, different):
+            names = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+            raise WatchError(
+                f"{self._who}: attention layers were replaced or added after the model was registered: {names}; their "
+                "calls would be missing or attributed to another module. Edit the model first, then open a new block"
+            )
+        self._edited = bool(different)
+        root = next(iter(self.modules.values()))
+        self._children = [(module, dict(module._modules)) for module in root.modules()]
+
+    def _attention(self, now: Mapping[str, nn.Module], different: Collection[str]) -> list[str]:
+        """Return the chosen attention layers among the modules that are not those registered under their names."""
+        if not different:
+            return []
+        unchanged = now.keys() - different
+        chosen = {*self._chosen(self.modules), *self._chosen(now)}
+        found: list[str] = []
+        for name in different:
+            around = [other for other in module_names.path_of(name)[:-1] if other in unchanged]
+            nearest = around[-1] if around else next(iter(self.modules))  # its calls are attributed to this module
+            if name not in chosen and nearest not in chosen:
+                continue
+            if self._attends(name, now[name], around) and not self._is_wrapper(name, now[name]):
+                found.append(f"{name} ({type(now[name]).__name__})")
+        return found
+
+    def _chosen(self, modules: Mapping[str, nn.Module]) -> Collection[str]:
+        try:
+            return self._choose(modules)
+        except ValueError:  # no module of this name is left
+            return ()
+
+    def _attends(self, name: str, module: nn.Module, around: Collection[str]) -> bool:
+        """Whether the module, or the one that had its name, attends as far as is known: by name, class or calls."""
+        if "parametrizations" in name.split("."):
+            return False
+        kinds = {type(self.modules[other]) for other in self.attended}
+        if name in self.attended or type(module) in kinds:
+            return True
+        inside = any(module_names.is_attention(other, self.modules[other]) for other in around)
+        attends = module_names.is_attention_class if inside else module_names.is_attention  # c_attn is a projection
+        before = self.modules.get(name)
+        return attends(name, module) or (before is not None and attends(name, before))
+
+    def _is_wrapper(self, name: str, module: nn.Module) -> bool:
+        """Whether it is, or holds, what was registered: a wrapped or moved module keeps its entry.
+
+        A registered module under the name of another one is neither: layers changed places.
+        """
+        inside = {id(each) for each in module.modules()}
+        before = self.modules.get(name)
+        if before is not None:
+            return id(before) in inside
+        return any(id(each) in inside for each in self.modules.values())

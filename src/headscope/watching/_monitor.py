@@ -1,0 +1,221 @@
+"""Monitoring a training: values of each step to trackers, and alarms, without a step that waits for its device.
+
+The values of a step are copied to the host beside the work that is going on, and handed on when they have arrived: on a
+GPU that is in a later step, or when the watch ends; on the CPU at once.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headscope._support.text import visible
+from headscope.stats._layer import LayerStats
+
+Write = Callable[[dict[str, float], int], None]
+
+
+class AttentionWarning(UserWarning):
+    """An alarm of ``watch(alarms=...)``."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When an alarm is raised; None = never. The defaults, and what they rest on, are in docs/watching.md.
+
+    Attributes:
+        entropy: entropy collapse: a head's mean ``normalized_entropy`` is below this, in (0, 1), and less than half of
+            the most it has been.
+        max_logit: growing logits: the largest ``max_logit`` of a head's rows is above this, and more than twice what it
+            was at first.
+        sink: a rising sink: a head's mean ``first`` is above this, in (0, 1), and more than 0.1 above the least it has
+            been.
+    """
+
+    entropy: float | None = 0.1
+    max_logit: float | None = 100.0
+    sink: float | None = 0.3
+
+    def __post_init__(self) -> None:
+        for name, most in (("entropy", 1.0), ("max_logit", math.inf), ("sink", 1.0)):
+            limit = getattr(self, name)
+            if limit is not None and not 0 < limit < most:
+                raise ValueError(
+                    f"{name}: got {limit}, wanted a number above 0{'' if most == math.inf else ' and below 1'}"
+                )
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """What went over a limit.
+
+    Attributes:
+        step: the forward pass, counted from 0.
+        layer, head: where.
+        what: "entropy collapse", "growing logits" or "rising sink".
+        value: of the quantity in this step; limit: what it went over, or fell below; reference: what it was before.
+    """
+
+    step: int
+    layer: str
+    head: int
+    what: str
+    value: float
+    limit: float
+    reference: float
+
+    def __str__(self) -> str:
+        return visible(
+            f"step {self.step}, layer {self.layer}, head {self.head}: {self.what}: {self.value:.4g} "
+            f"(limit {self.limit:g}, before {self.reference:.4g})"
+        )
+
+
+def writer(target: Any) -> Write:
+    """How to write to a tracker: a TensorBoard ``SummaryWriter``, a Weights & Biases run, or a function.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if callable(getattr(target, "add_scalar", None)):
+
+        def to_tensorboard(values: dict[str, float], step: int) -> None:
+            for name, value in values.items():
+                target.add_scalar(name, value, step)
+
+        return to_tensorboard
+    if callable(getattr(target, "log", None)):
+
+        def to_weights_and_biases(values: dict[str, float], step: int) -> None:
+            # into the row that the training loop logs next: a step of our own would have to rise together with its own
+            target.log({**values, "attn/step": step}, commit=False)
+
+        return to_weights_and_biases
+    if callable(target):
+        function: Any = target
+        return function
+    raise TypeError(f"log: got {type(target).__name__}, wanted something with add_scalar or log, or a function")
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """Values on their way to the host: a name for each, and what says that they have arrived."""
+
+    number: int
+    names: list[tuple[str, int, str]]  # layer, number of the layer, quantity; its heads follow one another
+    heads: list[int]
+    values: Tensor
+    arrived: Any
+
+
+class Monitor:
+    """Hands the values of each step to writers, and looks for alarms.
+
+    Attributes:
+        alarms: those that were raised so far.
+    """
+
+    def __init__(self, writers: Iterable[Write], limits: Limits | None) -> None:
+        self.writers = tuple(writers)
+        self.limits = limits
+        self.alarms: list[Alarm] = []
+        self._waiting: deque[_Step] = deque()
+        self._numbers: dict[str, int] = {}  # of layers; a name that was written once has to stay that layer's
+        self._writing = False
+        self._references: dict[tuple[str, int, str], float] = {}
+        self._raised: set[tuple[str, int, str]] = set()
+
+    def step(self, number: int, parts: Mapping[str, LayerStats]) -> None:
+        """Start to fetch the values of a step, and hand on those that have arrived; nothing while a writer runs.
+
+        Args:
+            parts: layer -> its statistics in this step alone, in the order of the model.
+        """
+        if self._writing:  # the writer runs the model itself: to hand that on would never end
+            return
+        for layer in parts:
+            self._numbers.setdefault(layer, len(self._numbers))
+        if parts:
+            self._waiting.append(_fetch(number, parts, self._numbers))
+        while self._waiting and (self._waiting[0].arrived is None or self._waiting[0].arrived.query()):
+            self._hand_on(self._waiting.popleft())
+
+    def finish(self) -> None:
+        """Wait for what has not arrived, and hand it on."""
+        while self._waiting:
+            step = self._waiting.popleft()
+            if step.arrived is not None:
+                step.arrived.synchronize()
+            self._hand_on(step)
+
+    def _hand_on(self, step: _Step) -> None:
+        flat: dict[str, float] = {}
+        numbers = iter(step.values.tolist())
+        for (layer, at, quantity), heads in zip(step.names, step.heads, strict=True):
+            for head in range(heads):
+                value = next(numbers)
+                if math.isnan(value):
+                    continue  # no row of the head has it
+                flat[f"attn/L{at:02d}/H{head:02d}/{quantity}"] = value
+                if self.limits is not None:
+                    self._look(self.limits, step.number, (layer, head, quantity), value)
+        self._writing = True
+        try:
+            for write in self.writers:
+                write(flat, step.number)
+        finally:
+            self._writing = False
+
+    def _look(self, limits: Limits, step: int, at: tuple[str, int, str], value: float) -> None:
+        """Raise an alarm where a limit is passed; the next one of that head not before it has gone back."""
+        before = self._references.get(at, value)
+        match at[2]:
+            case "normalized_entropy":
+                what, limit, reference = "entropy collapse", limits.entropy, max(before, value)
+                passed = limit is not None and value < limit and value < reference / 2
+            case "max_logit_max":
+                what, limit, reference = "growing logits", limits.max_logit, before
+                passed = limit is not None and value > limit and value > 2 * reference
+            case "first":
+                what, limit, reference = "rising sink", limits.sink, min(before, value)
+                passed = limit is not None and value > limit and value > reference + 0.1
+            case _:
+                return
+        self._references[at] = reference
+        if not passed or limit is None:
+            self._raised.discard(at)
+        elif at not in self._raised:
+            self._raised.add(at)
+            alarm = Alarm(step, at[0], at[1], what, value, limit, reference)
+            self.alarms.append(alarm)
+            warnings.warn(str(alarm), AttentionWarning, stacklevel=2)
+
+
+def _fetch(number: int, parts: Mapping[str, LayerStats], layers: Mapping[str, int]) -> _Step:
+    """The means of all quantities, and the largest logit, copied to the host without waiting."""
+    names: list[tuple[str, int, str]] = []
+    found: list[Tensor] = []
+    for layer, part in parts.items():
+        for quantity, moments in part.moments.items():
+            names.append((layer, layers[layer], quantity))
+            found.append(moments.mean)
+            if quantity == "max_logit":
+                names.append((layer, layers[layer], "max_logit_max"))
+                found.append(moments.max)
+    device = found[0].device if found else torch.device("cpu")
+    values = torch.cat([torch.empty(0, device=device), *(each.to(device, non_blocking=True) for each in found)])
+    heads = [len(each) for each in found]
+    if device.type == "cpu":
+        return _Step(number, names, heads, values, None)
+    host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=device.type == "cuda")
+    host.copy_(values, non_blocking=True)
+    arrived = torch.Event(device)
+    arrived.record()
+    return _Step(number, names, heads, host, arrived)

@@ -1,0 +1,67 @@
+"""The options of ``watch``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headscope._intercept.call import Kind
+from headscope.stats import Observe
+from headscope.watching._monitor import Limits, Monitor
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The options; see ``watch``."""
+
+    what: Observe
+    every: int
+    tokens: Tensor | Literal["inputs"] | None
+    kinds: Mapping[str, Kind]
+    positions: Tensor | None
+    accelerate: bool
+    unseen: Literal["error", "ignore"]
+    monitor: Monitor | None
+
+
+def check(
+    tokens: object,
+    positions: object,
+    kinds: Mapping[str, object],
+    unseen: object,
+    alarms: object,
+    texts: Iterable[object],
+) -> None:
+    """Check the arguments of ``watch``.
+
+    Raises:
+        TypeError, ValueError: an argument of another kind.
+    """
+    if not (tokens is None or isinstance(tokens, Tensor) or tokens == "inputs"):
+        raise ValueError(f'tokens: got {tokens!r}, wanted a tensor of ids or "inputs"')
+    if isinstance(tokens, Tensor):
+        Observe(tokens=tokens)  # judges the dtype
+        if not tokens.ndim:
+            raise ValueError("tokens: got a single number, wanted [K] or [B, K]")
+    if positions is not None and not isinstance(positions, Tensor):
+        raise TypeError(f"positions: got {type(positions).__name__}, wanted a torch.Tensor or None")
+    if isinstance(positions, Tensor):
+        if positions.dtype == torch.bool or positions.dtype.is_complex:
+            dtype = str(positions.dtype).removeprefix("torch.")
+            raise TypeError(f"positions: dtype is {dtype}, wanted numbers")
+        if not 1 <= positions.ndim <= 3:
+            raise ValueError(f"positions: got {list(positions.shape)}, wanted [K], [K, 2] or [B, K, 1 or 2]")
+    for kind in kinds.values():
+        if kind not in ("self", "cross"):
+            raise ValueError(f'kinds: got {kind!r}, wanted "self" or "cross"')
+    if unseen not in ("error", "ignore"):
+        raise ValueError(f'unseen: got {unseen!r}, wanted "error" or "ignore"')
+    if not isinstance(alarms, (bool, Limits)):
+        raise TypeError(f"alarms: got {type(alarms).__name__}, wanted True, False or Limits")
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"texts: got {type(text).__name__}, wanted a str for each token")

@@ -1,0 +1,358 @@
+"""watch: exact statistics of every attention head of a model, while it runs, its outputs unchanged."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from headscope._attend.call import whole
+from headscope._intercept import frames, module_names, patching, transformers
+from headscope._intercept.call import (
+    COMPILED,
+    Call,
+    Ids,
+    Kind,
+    WatchError,
+    WatchWarning,
+    error_of,
+    measure,
+    placed,
+    standing,
+)
+from headscope._intercept.frames import Frame
+from headscope._intercept.module_names import Choice
+from headscope.stats import HeadStats, Observe
+from headscope.stats._layer import LayerStats
+from headscope.watching._about import about_of
+from headscope.watching._edits import Layout
+from headscope.watching._monitor import Limits, Monitor, writer
+from headscope.watching._options import Options, check
+from headscope.watching._origin import layer_origin
+from headscope.watching._recording import Recording
+from headscope.watching._token_ids import Streams, check_texts, given
+
+__all__ = ["Watch", "register_transformers", "watch"]
+
+
+def watch(
+    model: nn.Module,
+    *,
+    what: Observe | None = None,
+    rows: int | None = None,
+    layers: Choice | None = None,
+    every: int = 1,
+    tokens: Tensor | Literal["inputs"] | None = None,
+    texts: Collection[str] | None = None,
+    kinds: Mapping[str, Kind] | None = None,
+    positions: Tensor | None = None,
+    accelerate: bool = False,
+    unseen: Literal["error", "ignore"] = "error",
+    log: Any = None,
+    alarms: bool | Limits = False,
+) -> Watch:
+    """Watch every attention head of a model: ``with headscope.watch(model) as seen: model(**inputs)``.
+
+    The model computes what it computes without, to the bit; its attention weights are computed a second time, tile by
+    tile, and reduced to statistics, in memory linear in the length. ``seen`` is a ``Recording``. docs/watching.md says
+    which modules are seen, and what is refused.
+
+    Args:
+        model: any module; what is inside is seen, too, whichever thread runs it.
+        what: what to measure; by default ``Observe()``.
+        rows: look at an even sample of this many query rows only, from 1; short for ``Observe(rows=...)``.
+        layers: which modules: names or patterns ("decoder.*.self_attn", "h.3"), each with all that is inside; or a
+            function of name and module. By default all.
+        every: look at the first of every so many forward passes, from 1. A forward pass is one call of the model from
+            outside, or of one of its modules; those of an evaluation count, too.
+        tokens: ids of the keys, [K] or [B, K], the same for all calls, for ``duplicate`` and ``induction``; "inputs":
+            take the ``input_ids`` that the modules are called with, over the steps of a cache.
+        texts: the text of each token, to be kept with the recording: of the queries or keys of some layer.
+        kinds: name or pattern -> "self" or "cross", where the calls do not say (see docs/watching.md).
+        positions: where the keys of self-attention stand, [K], or [K, 2] on a grid of patches; NaN = nowhere (CLS). By
+            default 0, 1, 2, …, a cache included.
+        accelerate: let headscope's kernel attend as well, in the layers that are chosen. Outputs are then equal up to
+            rounding, not to the bit, but for rows in which everything is hidden: headscope gives them 0.
+        unseen: "error": a module called attention that ran and could not be seen into is an error that names it, and
+            one that was seen and may attend once more, by a softmax of its own, a warning. "ignore": neither.
+        log: where the values of each forward pass that is looked at go, under flat names (``attn/L03/H05/entropy``): a
+            TensorBoard ``SummaryWriter``, a Weights & Biases run, a function of the values and the step, or several. A
+            layer keeps its number: those of a step are numbered in the order of the model, layers that are first seen
+            in a later step get the next ones.
+        alarms: warn of entropy collapse, growing logits and a rising sink; ``Limits`` says when.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; texts that are of no layer when the watch ends.
+        WatchError: the model runs compiled; later, a layer that cannot be seen, one that was replaced or added within
+            the block, or nothing that was seen.
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"model: got {type(model).__name__}, wanted a torch.nn.Module")
+    if what is not None and not isinstance(what, Observe):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"what: got {type(what).__name__}, wanted a headscope.Observe")
+    what = Observe() if what is None else what
+    for name, value in (("rows", rows), ("tokens", tokens)):
+        if value is not None and getattr(what, name) is not None:
+            raise ValueError(f"{name}: given twice, here and in what.{name}")
+    if rows is not None:
+        what = replace(what, rows=rows)
+    if kinds is not None and not isinstance(kinds, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"kinds: got {type(kinds).__name__}, wanted a mapping of patterns to kinds")
+    kinds = dict(kinds or {})
+    texts = None if texts is None else tuple(texts)
+    check(tokens, positions, kinds, unseen, alarms, texts or ())
+    if not isinstance(accelerate, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"accelerate: got {type(accelerate).__name__}, wanted True or False")
+    targets = [] if log is None else list(log) if isinstance(log, (list, tuple)) else [log]
+    limits = Limits() if alarms is True else alarms or None
+    monitor = Monitor([writer(target) for target in targets], limits) if targets or limits else None
+    options = Options(what, whole("every", every), tokens, kinds, positions, accelerate, unseen, monitor)
+    return Watch(model, options, layers, texts)
+
+
+class Watch:
+    """The context that ``watch`` returns; it can be entered once.
+
+    Attributes:
+        recording: what has been seen so far.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: Options, layers: Choice | None, texts: tuple[str, ...] | None
+    ) -> None:
+        self.monitor = options.monitor
+        self.options = options
+        self.again = options.accelerate  # what is computed again has to be computed alike
+        self._last_active = False
+        self.modules = module_names.modules_of(model)
+        self.chosen = module_names.chosen(self.modules, layers)
+        self.layout = Layout(self.modules, partial(module_names.chosen, layers=layers), "watch")
+        for pattern in options.kinds:
+            module_names.fitting(self.modules, pattern, "kinds")
+        self.places = {name: place for place, name in enumerate(self.modules)}
+        self.recording = Recording(HeadStats({}), about_of(model, options, layers, texts))
+        self.recording._monitor = options.monitor
+        self._lock = threading.RLock()  # what a monitor writes to may run the model itself
+        self._entered = False
+        self._streams = Streams()
+        self._complete: set[tuple[frozenset[str], frozenset[str]]] = set()  # what ran and was seen, with nothing amiss
+        self._errors: dict[str, tuple[Tensor, float]] = {}
+        self._warned: set[str] = set()
+
+    def __enter__(self) -> Recording:
+        if self._entered:
+            raise WatchError("watch: this one has been used; make another")
+        if found := module_names.compiled(self.modules):
+            raise WatchError(f"{COMPILED}; compiled: {', '.join(found[:8])}")
+        if refusal := transformers.refusal(self.modules):
+            raise WatchError(refusal)
+        self._entered = True
+        patching.open_watch(self, self.modules)
+        return self.recording
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        patching.close_watch(self, self.modules)
+        if self.monitor is not None:
+            self.monitor.finish()
+        if error is None:
+            self.layout.check(last=True)
+            self._check()
+
+    def _check(self) -> None:
+        for layer in self._errors:
+            try:
+                self._judge(layer)
+            except WatchError as found:
+                raise WatchError(f"watch: layer {layer}: {found}") from found
+        recording = self.recording
+        if recording._parts or recording._pending:
+            if recording.texts is not None:
+                check_texts(len(recording.texts), recording.stats.parts.values())
+            return
+        if recording.about.ran == 0:
+            raise WatchError(
+                "watch: no forward pass of the model ran within the with block (a module that runs compiled, a copy of "
+                "the model, and what runs within a backward pass, as a checkpoint computes again, are not seen)"
+            )
+        hint = module_names.some_of(self.modules)
+        raise WatchError(f"watch: no attention call was seen in {recording.about.model}; its modules: {hint}")
+
+    # ------------------------------------------------------------ as the modules' calls see it
+
+    def begin(self) -> Pass:
+        """A forward pass starts, or a piece of the last one is computed again.
+
+        Raises:
+            WatchError: attention layers were replaced or added since the watch was opened.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return Again(self, self.recording.about.ran, self._last_active)
+        self.layout.check()
+        with self.recording._lock:
+            about = self.recording.about
+            active = about.ran % self.options.every == 0
+            self.recording.about = replace(about, ran=about.ran + 1, forwards=about.forwards + active)
+            self._last_active = active
+        return Pass(self, about.ran, active)
+
+    def tokens_of(self, call: Call) -> Ids | None:
+        """The ids of a call's keys, if they were asked for and are known."""
+        if self.options.tokens is None or call.beside:  # a key that is no token's would pass for the next one
+            return None
+        if isinstance(self.options.tokens, Tensor):
+            return given(self.options.tokens, call)
+        return self._streams.of(call, frames.frames())
+
+    def compare(self, layer: str, call: Call) -> None:
+        """Compare a layer's first output with what its call gives by definition.
+
+        Where the call was understood wrongly (a model with a rule of its own), this is an error and no statistic. On a
+        device it is looked at when the watch ends, so that no step waits for it.
+        """
+        if layer in self._errors:
+            return
+        error = error_of(call if call.own is None else call.own())
+        if error is None:
+            return
+        self._errors[layer] = error
+        if error[0].device.type == "cpu":
+            self._judge(layer)
+
+    def _judge(self, layer: str) -> None:
+        error, most = self._errors[layer]
+        if float(error) > most:
+            raise WatchError(
+                f"its output differs by {float(error):.2g} of the largest value from what its "
+                "q, k, v and mask give; it attends by a rule that headscope does not know. Leave it out with layers="
+            )
+
+    def end(self, forward: Pass, *, finished: bool) -> None:
+        """It is over; not finished = by an exception.
+
+        Raises:
+            WatchError: an attention layer ran in it and was not seen.
+        """
+        if not finished or not forward.active or isinstance(forward, Again):
+            return
+        if self.monitor is not None:
+            order = self.recording._order
+            parts = {layer: forward.parts[layer] for layer in sorted(forward.parts, key=order.__getitem__)}
+            with self._lock, torch.no_grad():
+                self.monitor.step(forward.number, parts)
+        if self.options.unseen == "ignore":
+            return
+        both = (frozenset(forward.ran), frozenset(forward.seen))
+        missing: list[str] = []
+        if both not in self._complete:
+            missing = module_names.unseen(self.modules, forward.ran, forward.seen)
+            missing = [name for name in missing if name in self.chosen]
+        self._warn_of_unrecorded(forward, missing)
+        if missing:
+            raise WatchError(
+                f"watch: of the attention layers that ran {len(missing)} could not be seen: "
+                f"{module_names.with_classes(self.modules, missing)}. None calls scaled_dot_product_attention or "
+                'anything else that headscope knows. Leave out with layers=, or give unseen="ignore"'
+            )
+        self._complete.add(both)
+
+    def _warn_of_unrecorded(self, forward: Pass, missing: Collection[str]) -> None:
+        """Warn, once for each layer, of attention beside what was recorded."""
+        if not forward.unrecorded:
+            return
+        texts = module_names.unrecorded(self.modules, forward.unrecorded, forward.seen, missing)
+        for name, text in texts.items():
+            if name not in self.chosen or name in self._warned:
+                continue
+            self._warned.add(name)
+            warnings.warn(
+                f'watch: {text}, which the recording does not include; unseen="ignore" turns this warning off',
+                WatchWarning,
+                stacklevel=2,
+            )
+
+
+class Pass:
+    """One forward pass: which modules ran in it, and which of them attended."""
+
+    def __init__(self, watch: Watch, number: int, active: bool) -> None:
+        self.watch = watch
+        self.number = number
+        self.active = active
+        self.parts: dict[str, LayerStats] = {}  # of this pass alone, for a monitor
+        self.ran: dict[str, None] = {}
+        self.seen: set[str] = set()
+        self.unrecorded: dict[str, str | None] = {}  # see module_names.unrecorded
+
+    def note_unrecorded(self, name: str, operator: str | None) -> None:
+        """A module attends by an operator, or perhaps by a softmax of its own (None)."""
+        self.unrecorded[name] = self.unrecorded.get(name) or operator
+
+    def enter(self, name: str, module: nn.Module) -> bool:
+        """A module starts to run; headscope's kernel attends in those that were chosen, if at all."""
+        self.ran[name] = None
+        return self.watch.options.accelerate and name in self.watch.chosen
+
+    def factors(self, name: str, heads: int) -> Tensor | None:
+        """The heads stay as they are."""
+        return None
+
+    def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
+        """Measure the attention call that a module makes.
+
+        Raises:
+            WatchError: it cannot be measured; the message names the layer.
+        """
+        self.seen.add(name)
+        watch = self.watch
+        watch.layout.attended.add(name)
+        if name not in watch.chosen:
+            return
+        layer = name if frame.calls == 1 else f"{name}#{frame.calls}"
+        before = watch.recording.about.kinds.get(layer)
+        try:
+            call = make()
+            kind = module_names.kind_of(name, call, watch.options.kinds, before)
+            watch.compare(layer, call)
+            if kind == "self":
+                call = standing(call)
+                tokens = watch.tokens_of(call)
+                if tokens is not None or call.kind != kind:
+                    call = replace(call, kind=kind, tokens=tokens)
+                call = placed(call, watch.options.positions)
+            elif call.kind != kind:
+                call = replace(call, kind=kind)
+            part = measure(call, watch.options.what)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise WatchError(f"watch: layer {layer}: {error}") from error
+        order = (watch.places[name], frame.calls)
+        watch.recording._add(layer, order, part, kind, partial(layer_origin, watch.modules, name, call))
+        if watch.monitor is not None:
+            self.parts[layer] = self.parts[layer].merge(part) if layer in self.parts else part
+
+
+class Again(Pass):
+    """A piece of a forward pass that a checkpoint computes once more: by the same kernels, and nobody looks."""
+
+    def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
+        """It has been seen."""
+
+
+def register_transformers(name: str = "headscope") -> None:
+    """Register headscope's attention with transformers, for ``attn_implementation=name``.
+
+    The function and the making of its masks are registered under the one name: without the second, transformers gives
+    the function no mask at all, and padding is silently lost.
+
+    Raises:
+        ImportError: transformers is not installed, or older than 5.
+    """
+    transformers.register(name)

@@ -1,0 +1,109 @@
+"""The benchmark: what it compares is equal, and what it reports follows from what it measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from headscope.cli import _benchmark
+from headscope.cli._commands import verbs
+
+SMALL = (2, 5, 6, 3)
+
+
+def timing(**medians: float) -> _benchmark.Timing:
+    return _benchmark.Timing(*SMALL, "inference", "fp32", 5, {_benchmark.OURS: 2000.0, **medians})
+
+
+@pytest.mark.parametrize("mode", _benchmark.MODES)
+def test_every_competitor_is_timed(mode: str) -> None:
+    measured = _benchmark.measure(SMALL, mode, "fp32", seconds=0.0)
+    assert set(measured.median_us) == {_benchmark.OURS, *_benchmark.PEERS}
+    assert measured.rounds == 5
+    assert min(measured.median_us.values()) > 0
+
+
+def test_the_competitors_compute_the_same() -> None:
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    outs = [module(x) for module in _benchmark.competitors(6, 3, torch.float64).values()]
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0])
+
+
+def test_a_competitor_that_computes_something_else_is_not_compared() -> None:
+    runs: dict[str, _benchmark.Run] = {_benchmark.OURS: lambda: torch.zeros(3), "torch": lambda: torch.ones(3)}
+    with pytest.raises(AssertionError, match="not close"):
+        _benchmark._check_equal(runs, "inference")
+
+
+def test_ratio_and_table() -> None:
+    row = timing(**dict.fromkeys(_benchmark.PEERS, 5000.0))
+    assert row.ratio("torch") == 2.5
+    assert _benchmark.markdown([row]).splitlines()[-1] == (
+        "| (2, 5, 6, 3) | inference | fp32 | 2.000 | 2.50 | 2.50 | 2.50 |"
+    )
+
+
+def test_saved_whole(tmp_path: Path) -> None:
+    _benchmark.save([timing()], tmp_path / "out.json")
+    saved = json.loads((tmp_path / "out.json").read_text())
+    assert saved["timings"][0]["median_us"] == {_benchmark.OURS: 2000.0}
+    assert saved["machine"]["torch"] == torch.__version__
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_saved_for_others_to_read_and_nothing_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    (tmp_path / "folder").mkdir()
+    _benchmark.save([timing()], tmp_path / "out.json")
+    assert (tmp_path / "out.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    with pytest.raises(OSError, match="folder"):
+        _benchmark.save([timing()], tmp_path / "folder")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "out.json", "plain"]
+
+
+def test_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_benchmark, "SHAPES", (SMALL,))
+    shown = CliRunner().invoke(verbs, ["bench", "--seconds", "0.001", "--dtype", "fp32"])
+    assert shown.exit_code == 0, shown.output
+    assert [line.split("  ")[0] for line in shown.stdout.splitlines() if line.startswith("(2")] == ["(2, 5, 6, 3)"] * 2
+    found = json.loads(CliRunner().invoke(verbs, ["bench", "--seconds", "0.001", "--dtype", "fp32", "--json"]).stdout)
+    assert [row["mode"] for row in found["timings"]] == list(_benchmark.MODES)
+
+
+def test_no_line_of_the_table_is_longer_than_80_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> Iterator[_benchmark.Timing]:
+        for shape in _benchmark.SHAPES:
+            for mode in _benchmark.MODES:
+                medians = {_benchmark.OURS: 9_999_999.0, **dict.fromkeys(_benchmark.PEERS, 5e8)}
+                yield _benchmark.Timing(*shape, mode, "fp32", 5, medians)
+
+    monkeypatch.setattr(_benchmark, "run", run)
+    for columns in ("80", "40"):  # a line is one line, also where the terminal is narrower
+        shown = CliRunner().invoke(verbs, ["bench"], env={"COLUMNS": columns})
+        head, *rows = shown.stdout.splitlines()[1:]
+        assert head.split() == [
+            "(B,",
+            "T,",
+            "E,",
+            "H)",
+            "mode",
+            "dtype",
+            "ours,",
+            "ms",
+            *"×torch ×need_weights ×plain".replace("×", "× ").split(),
+        ]
+        assert len(rows) == len(_benchmark.SHAPES) * len(_benchmark.MODES)
+        assert all(row.endswith("50.00") for row in rows)
+        assert max(map(len, [head, *rows])) <= 80
+
+
+def test_seconds_out_of_range() -> None:
+    refused = CliRunner().invoke(verbs, ["bench", "--seconds", "0"])
+    assert refused.exit_code == 2
+    assert "--seconds: got 0.0, wanted a number above 0 and up to 600" in refused.stderr

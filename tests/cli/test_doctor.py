@@ -1,0 +1,161 @@
+"""doctor's verdicts are those of a real call."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from dataclasses import replace
+from importlib.abc import MetaPathFinder
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
+
+import pytest
+import torch
+
+from headscope import attention, masks
+from headscope._attend.backends import native as cpu
+from headscope._attend.select import BACKENDS
+from headscope._observe import native as _observe_native
+from headscope.cli._doctor.machine import DTYPES, TYPICAL, Ask, judge, machine
+from headscope.cli._doctor.matrix import OPTIONS, matrix
+from support.paths import DOCS
+
+SMALL = {
+    "plain": {},
+    "causal": {"mask": masks.causal()},
+    "window of 128": {"mask": masks.window(3)},
+    "softcap": {"softcap": 50.0},
+    "dropout": {"dropout": 0.1},
+}
+
+
+@pytest.mark.parametrize("title", TYPICAL)
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
+def test_every_typical_call_has_a_backend_and_reasons(title: str, device: str) -> None:
+    verdict = judge(TYPICAL[title], torch.float32, device)
+    assert verdict.selected in BACKENDS
+    assert verdict.selected not in verdict.refusals
+    assert all(reasons and all(reasons) for reasons in verdict.refusals.values())
+
+
+@pytest.mark.parametrize("title", SMALL)
+def test_what_is_refused_here_is_refused_by_attention(title: str) -> None:
+    q, k, v = torch.randn(3, 2, 8, 5, 64).unbind()
+    verdict = judge(TYPICAL[title], torch.float32, "cpu")
+    for name in BACKENDS:
+        if name in verdict.refusals:
+            with pytest.raises(ValueError, match=f"backend: {name} refuses this call"):
+                attention(q, k, v, backend=name, **SMALL[title])
+        else:
+            assert attention(q, k, v, backend=name, **SMALL[title]).shape == (2, 8, 5, 64)
+
+
+def test_sizes_of_any_kind_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "native", None)  # it would take the call
+    ask = Ask(batch=3, heads=6, kv_heads=2, queries=5, keys=7, head_dim=11, v_head_dim=13, causal=True, padded=True,
+              bias=True, softcap=2.0, sinks=True, dropout=0.5, lse=True, grad=True)  # fmt: skip
+    verdict = judge(ask, torch.bfloat16, "cpu")
+    assert verdict.selected == "blocked"
+    assert {reason.split(":")[0] for reason in verdict.refusals["sdpa"]} >= {"lse", "softcap", "sinks", "dropout", "Dv"}
+
+
+def test_the_machine_is_described() -> None:
+    found = machine()
+    assert found.keys() == {"versions", "machine", "torch", "native kernels"}
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["torch"]["threads"] == torch.get_num_threads()
+    assert found["machine"]["cores"] >= 1
+
+
+def test_an_extension_that_is_not_built_is_told_from_one_that_cannot_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "headscope._native", None)  # as where there is no such file
+    assert cpu._load() == (None, "")
+    monkeypatch.delitem(sys.modules, "headscope._native")
+    broken = tmp_path / f"_native{EXTENSION_SUFFIXES[0]}"
+    broken.write_bytes(b"\x7fELF")
+
+    class Finder(MetaPathFinder):  # before all others, an editable install's too
+        @staticmethod
+        def find_spec(name: str, *_: object) -> ModuleSpec | None:
+            return spec_from_file_location(name, broken) if name == "headscope._native" else None
+
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    native, why = cpu._load()
+    assert native is None
+    assert str(tmp_path) in why
+    for name, value in (("native", native), ("unloadable", why)):
+        monkeypatch.setattr(cpu, name, value)
+    assert machine()["native kernels"] == {"target": f"built, and cannot be loaded: {why}"}
+    refusals = judge(TYPICAL["plain"], torch.float32, "cpu").refusals
+    assert refusals["cpu"] == [f"build: the native extension cannot be loaded: {why}"]
+
+
+# ---------------------------------------------------------------- the matrix
+
+KERNELS = DOCS / "kernels.md"
+
+
+def test_the_matrix_has_every_option_dtype_target_and_backend() -> None:
+    targets = cpu.native.targets() if cpu.native is not None else [None]
+    columns = [("cpu", target) for target in targets] + [(name, None) for name in BACKENDS if name != "cpu"]
+    got = [(cell.option, cell.dtype, cell.backend, cell.target) for cell in matrix(DTYPES, "cpu")]
+    assert got == [(option, dtype, *column) for option in OPTIONS for dtype in DTYPES for column in columns]
+
+
+def test_the_matrix_says_what_the_backends_say() -> None:
+    said = {(cell.option, cell.backend): cell.reasons for cell in matrix({"float32": torch.float32}, "cpu")}
+    assert said["softcap", "sdpa"] == ("softcap: not an option of scaled_dot_product_attention",)
+    assert said["mask: window", "blocked"] == ()
+    assert said["no option", "reference"] == ()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("built", [True, False])
+def test_every_native_refusal_is_explained(device: str, built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not built:
+        monkeypatch.setattr(cpu, "native", None)
+    named = KERNELS.read_text(encoding="utf-8").partition("## What they refuse")[2].partition("\n## ")[0]
+    refused = {
+        (cell.option, reason) for cell in matrix(DTYPES, device) if cell.backend == "cpu" for reason in cell.reasons
+    }
+    for option, reason in refused:
+        assert f"- `{reason.partition(':')[0]}`:" in named, f"{option}: docs/kernels.md does not explain {reason!r}"
+    taken = {option for option in OPTIONS if option not in {refusal[0] for refusal in refused}}
+    if device == "cpu" and cpu.native is not None:
+        assert taken >= set(OPTIONS) - {"torch.compile, torch.func", "a subclass of Tensor"}
+
+
+def test_every_refusal_of_the_native_observer_is_explained() -> None:
+    source = inspect.getsource(_observe_native)
+    refusals = re.findall(r'reasons\.append\(f?"([^:"]+): ', source)
+    assert len(refusals) == source.count("reasons.append("), "a reason begins with a word and a colon"
+    told = KERNELS.read_text(encoding="utf-8").partition("### What the observer refuses")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^- `([^`]+)`:", told, re.MULTILINE)) == set(refusals)
+
+
+@pytest.mark.skipif(cpu.native is None, reason="the native extension is not installed")
+def test_the_verdict_is_that_of_the_native_observer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert judge(TYPICAL["plain"], torch.float32, "cpu").observer == []
+    assert judge(TYPICAL["plain"], torch.float32, "cuda").observer == [
+        "device: these kernels run on the CPU, not on cuda"
+    ]
+    traced = judge(replace(TYPICAL["plain"], form="traced"), torch.float32, "cpu").observer
+    assert [reason.partition(":")[0] for reason in traced] == ["torch.compile"]
+    monkeypatch.setattr(cpu, "native", None)
+    assert judge(TYPICAL["plain"], torch.float32, "cpu").observer == ["build: the native extension is not installed"]
+
+
+def test_what_the_matrix_says_of_tensors_of_a_subclass_is_so() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    q = torch.randn(1, 2, 5, 4).as_subclass(Own)
+    reasons = {cell.reasons for cell in matrix({"float32": torch.float32}, "cpu")
+               if cell.option == "a subclass of Tensor" and cell.backend == "cpu"}  # fmt: skip
+    (said,) = reasons
+    with pytest.raises(ValueError, match=f"backend: cpu refuses this call: .*{said[-1].partition(':')[0]}"):
+        attention(q, q, q, backend="cpu")

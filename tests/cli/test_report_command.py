@@ -1,0 +1,249 @@
+"""``headscope report``: the page of a recording, written or served, and mistakes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from headscope import HeadStats, Observe, masks, observe
+from headscope.report.page import MARKER
+from headscope.watching import About, Recording
+from support.commands import Ran, Run
+from support.html_pages import Page
+from support.processes import POSIX
+
+
+@pytest.fixture
+def saved(run: Run) -> Path:
+    """A recording with q and k in the folder that the command runs in."""
+    q, k = torch.randn(2, 1, 3, 11, 5)
+    found = observe(q, k, mask=masks.causal(), what=Observe(map=7, keep_qk=True)).named("a.0")
+    return Recording(found, About("m", {}, {}, {"a.0": "self"}, None, 1, 1)).save("seen.safetensors", qk=True)
+
+
+@pytest.mark.usefixtures("saved")
+def test_a_page_is_written(run: Run) -> None:
+    ran = run("report", "seen.safetensors", "--out", "page.html", "--title", "<b>mine</b>")
+    assert (ran.code, ran.err) == (0, "")
+    assert re.fullmatch(r"The page, to be opened in a browser: page\.html \(\d\.\d MiB\)\n", ran.out)
+    html = Path("page.html").read_text(encoding="utf-8")
+    assert MARKER in html[:256]
+    page = Page(html)
+    assert [h1.text for h1 in page.all("h1")] == ["<b>mine</b>"]
+    assert list(page.data["layers"][0]["strips"]["heads"]) == ["0", "1", "2"], "as it has q and k, strips are there"
+    assert run("report", "seen.safetensors", "--strip", "0.2").code == 0
+    page = Page(Path("headscope-report.html").read_text(encoding="utf-8"))
+    assert list(page.data["layers"][0]["strips"]["heads"]) == ["2"]
+
+
+def test_an_image_lies_below(run: Run) -> None:
+    q, k = torch.randn(2, 1, 3, 13, 5)
+    found = observe(q, k, what=Observe(map=13)).named("a")
+    Recording(found, About("m", {}, {}, {"a": "self"}, None, 1, 1)).save("seen.safetensors")
+    pixels = np.arange(6 * 8 * 3, dtype=np.uint8).reshape(6, 8, 3)
+    Image.fromarray(pixels).save("photo.png")
+    assert run("report", "seen.safetensors", "--image", "photo.png", "--grid", "3x4").code == 0
+    image = Page(Path("headscope-report.html").read_text(encoding="utf-8")).data["image"]
+    assert (image["height"], image["width"], image["grid"], image["special"]) == (6, 8, [3, 4], 1)
+    leaves = ("report", "seen.safetensors", "--image", "photo.png", "--grid", "3x3")
+    said = "--grid: 3 x 3 patches leave 4 of the 13 keys, as many as a row or column of patches; "
+    wanted = f"headscope report: {said}give --special 4 if all of them come before the patches\n"
+    assert run(*leaves) == Ran(2, "", wanted)
+    assert run(*leaves, "--special", "4").code == 0
+    assert run(*leaves, "--special", "3") == Ran(
+        2, "", "headscope report: --grid: 3 x 3 patches and 3 keys before them are not the 13 keys that there are\n"
+    )
+    ran = run("report", "seen.safetensors", "--special", "4")
+    assert ran == Ran(2, "", "headscope report: --special: wanted --image with it\n")
+    ran = run("report", "seen.safetensors", "--image", "photo.png", "--grid", "5x5")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == "headscope report: --grid: 5 x 5 patches are not the 13 keys that there are\n"
+
+
+@pytest.mark.parametrize("read", ["seen.safetensors", "link.safetensors"])
+@pytest.mark.parametrize("out", ["seen.safetensors", "./seen.safetensors", "link.safetensors"])
+def test_what_is_read_is_not_replaced(read: str, out: str, saved: Path, run: Run) -> None:
+    Path("link.safetensors").symlink_to(saved)
+    before = saved.read_bytes()
+    ran = run("report", read, "--out", out, "--force")
+    assert (ran.code, ran.out, ran.err) == (2, "", f"headscope report: --out: {out}: is the recording itself\n")
+    Image.new("RGB", (8, 6)).save("photo.png")
+    ran = run(
+        "report", "seen.safetensors", "--image", "photo.png", "--out", f"../{Path.cwd().name}/photo.png", "--force"
+    )
+    assert ran.code == 2
+    assert "photo.png: is the image itself" in ran.err
+    assert saved.read_bytes() == before
+    assert Path("link.safetensors").is_symlink()
+
+
+MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
+    "no file": (("no.safetensors",), "RECORDING: no.safetensors: no such file"),
+    "a name of 300": (("a" * 300,), f"RECORDING: {'a' * 300}: cannot be read: File name too long\n"),
+    "no recording": (("other.txt",), "RECORDING: other.txt: no file of headscope's statistics"),
+    "no name": (("",), "RECORDING: is empty, wanted a path\n"),
+    "page without a name": (("seen.safetensors", "--out", ""), "--out: is empty, wanted the name of a file\n"),
+    "over a file": (("seen.safetensors", "--out", "other.txt"), "--out: other.txt: holds a file that is no page"),
+    "both": (("seen.safetensors", "--serve", "--out", "a.html"), "--serve: wanted either it or --out"),
+    "grid": (("seen.safetensors", "--grid", "14"), "--grid: got 14, wanted rows and columns, as 14x14"),
+    "grid alone": (("seen.safetensors", "--grid", "2x5"), "--grid: wanted --image with it"),
+    "image": (("seen.safetensors", "--image", "other.txt"), "other.txt: is no picture that can be read, wanted a PNG"),
+    "no image": (("seen.safetensors", "--image", "no.png"), "no.png: cannot be read: No such file or directory"),
+    "strip": (("seen.safetensors", "--strip", "a.1"), "--strip: got a.1, wanted a layer and a head, counted from 0"),
+    "no such strip": (
+        ("seen.safetensors", "--strip", "0.3"),
+        "--strip: got 0.3, wanted a head of layer 0, from 0 to 2\n",
+    ),
+    "no such layer": (("seen.safetensors", "--strip", "1.0"), "--strip: got 1.0, wanted a layer from 0 to 0\n"),
+    "17 strips": (("seen.safetensors", *("--strip", "0.1") * 17), "--strip: got 17 heads, wanted at most 16\n"),
+    "port": (("seen.safetensors", "--port", "80"), "--port: wanted --serve with it\n"),
+    "no such port": (
+        ("seen.safetensors", "--serve", "--port", "65536"),
+        "--port: got 65536, wanted a whole number from 0 to 65535\n",
+    ),
+    "a port that is no number": (
+        ("seen.safetensors", "--serve", "--port", "http"),
+        "--port: got http, wanted a whole number from 0 to 65535\n",
+    ),
+    "force": (
+        ("seen.safetensors", "--out", "other.txt"),
+        "--out: other.txt: holds a file that is no page of headscope's own; choose another name, or give --force\n",
+    ),
+    "served strips": (("seen.safetensors", "--serve", "--strip", "0.1"), "--strip: wanted none with --serve"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.usefixtures("saved")
+def test_a_mistake_is_one_line(name: str, run: Run) -> None:
+    Path("other.txt").write_text("mine", encoding="utf-8")
+    arguments, said = MISTAKES[name]
+    ran = run("report", *arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(f"headscope report: {said}"), ran.err
+    assert ran.err.count("\n") == 1
+    assert Path("other.txt").read_text(encoding="utf-8") == "mine"
+    assert sorted(os.listdir()) == ["other.txt", "seen.safetensors"]
+
+
+def test_strips_need_q_and_k(run: Run, saved: Path) -> None:
+    Recording.load(saved).save("plain.safetensors")
+    ran = run("report", "plain.safetensors", "--strip", "0.0")
+    said = "--strip: got 0.0, wanted a recording with q and k, as watch --keep-qk writes it"
+    assert (ran.code, ran.out, ran.err) == (2, "", f"headscope report: {said}\n")
+
+
+def test_a_map_with_every_weight_needs_no_strips(run: Run) -> None:
+    q, k = torch.randn(2, 1, 3, 11, 5)
+    found = {name: observe(q, k, what=Observe(map=bins, keep_qk=True)) for name, bins in (("a", 11), ("b", 7))}
+    stats = HeadStats({name: each.parts["0"] for name, each in found.items()})
+    Recording(stats, About("m", {}, {}, {"a": "self", "b": "self"}, None, 1, 1)).save("seen.safetensors", qk=True)
+    ran = run("report", "seen.safetensors", "--strip", "0.2", "--strip", "1.1", "--strip", "0.0")
+    said = "--strip: 0.2, 0.0: the map holds every weight of the layer, so the page has no strip beside it"
+    assert (ran.code, ran.err) == (0, f"headscope report: {said}\n")
+    layers = Page(Path("headscope-report.html").read_text(encoding="utf-8")).data["layers"]
+    assert [list(layer["strips"]["heads"]) for layer in layers] == [[], ["1"]]
+
+
+def test_strips_need_self_attention(run: Run, saved: Path) -> None:
+    crossed = Recording(Recording.load(saved).stats, About("m", {}, {}, {"a.0": "cross"}, None, 1, 1))
+    crossed.save("cross.safetensors", qk=True)
+    ran = run("report", "cross.safetensors", "--strip", "0.0")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("headscope report: --strip: got layer 0, wanted ")
+
+
+@pytest.mark.parametrize("kept", [0.5, -1])
+def test_a_recording_that_is_cut_short_is_called_so(kept: float, run: Run, saved: Path) -> None:
+    whole = saved.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    Path("cut.safetensors").write_bytes(whole[: round(header * 0.9) if kept == 0.5 else -1])
+    said = "cut.safetensors: is cut short, its end is missing"
+    with pytest.raises(ValueError, match=said):
+        Recording.load("cut.safetensors")
+    assert run("report", "cut.safetensors").err == f"headscope report: RECORDING: {said}\n"
+    ran = run("watch", "text", "--text", "a", "--no-page", "--against", "cut.safetensors")
+    assert (ran.code, ran.err) == (2, f"headscope watch: --against: {said}\n")
+
+
+def test_serving_needs_q_and_k(run: Run, saved: Path) -> None:
+    Recording.load(saved).save("plain.safetensors")
+    ran = run("report", "plain.safetensors", "--serve")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("headscope report: --serve: q and k were not kept; wanted watch --keep-qk")
+
+
+@POSIX
+def test_it_serves_until_ctrl_c(saved: Path) -> None:
+    command: list[Any] = [sys.executable, "-u", "-m", "headscope.cli", "report", saved.name, "--serve"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path.cwd()
+    ) as running:
+        assert running.stdout is not None
+        said = running.stdout.readline()
+        url = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", said)
+        assert url is not None, said
+        with urllib.request.urlopen(url[0], timeout=20) as answer:
+            assert MARKER.encode() in answer.read(256)
+        tile = f"{url[0]}tile?layer=0&head=1&i0=0&i1=11&j0=0&j1=11&size=16"
+        with urllib.request.urlopen(tile, timeout=20) as answer:
+            both = np.frombuffer(answer.read(), "<f4").reshape(2, 11, 11)
+        wanted = Recording.load(saved).stats.tile(0, 11, 0, 11)[0, 1].numpy()
+        np.testing.assert_array_equal(np.nan_to_num(both[0]), wanted)
+        running.send_signal(signal.SIGINT)
+        out, error = running.communicate(timeout=20)
+        assert (running.returncode, out, error) == (130, "", "headscope: interrupted\n")
+
+
+def test_watch_keeps_q_and_k_in_the_recording(run: Run) -> None:
+    ran = run("watch", "text", "--text", "abc", "--keep-qk", "--no-page")
+    assert (ran.code, ran.err) == (2, "headscope watch: --keep-qk: wanted --out with it\n")
+    ran = run(
+        "watch", "text", "--text", "i love to code", "--keep-qk", "--out", "seen.safetensors", "--no-page", "--json"
+    )
+    assert ran.code == 0, ran.err
+    stats = Recording.load("seen.safetensors").stats
+    queries, keys = next(iter(stats.parts.values())).lengths or (0, 0)
+    for layer in range(len(stats.layers)):
+        p = stats[layer].tile(0, queries, 0, keys)[0].double()  # pyright: ignore[reportAttributeAccessIssue]
+        torch.testing.assert_close(
+            p.amax((1, 2)), stats[layer].map.max.nan_to_num(0).amax((1, 2)), rtol=1e-5, atol=1e-6
+        )
+        torch.testing.assert_close(p.sum(-1), torch.ones(8, queries, dtype=torch.float64), rtol=1e-5, atol=1e-6)
+
+
+def test_the_footer_of_a_page_says_of_what_it_is(run: Run) -> None:
+    def footer(*arguments: str) -> dict[str, str]:
+        ran = run(*arguments)
+        assert ran.code == 0, ran.err
+        page = Page(Path("headscope-report.html").read_text(encoding="utf-8"))
+        return {name.text: value.text for name, value in zip(page.all("dt"), page.all("dd"), strict=True)}
+
+    found = footer("text", "i love\tto code")
+    assert list(found) == ["Model", "Input", "Options", "Rows", "Versions"]
+    assert (found["Input"], found["Rows"]) == (
+        "“i love\\tto code”, 6 tokens",
+        "each head's figures stand on 6 rows at most",
+    )
+    assert found["Options"] == "none"
+    Path("given.txt").write_text("one " * 400, encoding="utf-8")
+    found = footer("text", "--file", "given.txt", "--layer", "2", "--head", "1", "--seed-random")
+    assert found["Input"] == "given.txt, the last 256 of 401 tokens"
+    assert found["Options"] == "layer=2, head=1, seed_random=True"
+    found = footer("image", "--head", "0")
+    assert list(found) == ["Model", "Input", "Options", "Rows", "Versions"]
+    assert found["Input"] == "shipped sample 3, 8 × 8 patches"
+    assert (found["Rows"], found["Options"]) == ("each head's figures stand on 64 rows at most", "head=0")
+    assert footer("watch", "text", "--text", "a" * 99)["Input"].startswith(f"“{'a' * 59}…”; ")
+    assert footer("watch", "text", "--file", "given.txt")["Input"].startswith("given.txt; ")

@@ -1,0 +1,605 @@
+"""``headscope watch`` and ``text --model``: what they show of shipped models and of Hugging Face's, and of mistakes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from headscope import HeadStats, Recording, observe
+from headscope.cli._shared.console import Mistake
+from headscope.cli._shared.models import load
+from headscope.cli._shared.windows import windows
+from headscope.report.page import MARKER
+from headscope.stats import head_means, row_statistics
+from support.commands import Run, answer
+from support.html_pages import Page
+from support.model_folders import SIZES, gpt2, save
+from support.processes import POSIX, STRIKE, headscope, names
+
+TEXT = "the quick brown fox jumps over the lazy dog, the quick brown fox jumps."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small GPT-2 that reads 29 tokens."""
+    return save(gpt2(), tmp_path_factory.mktemp("models") / "gpt2")
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def start(run: Run) -> Start:
+    """Run ``watch`` for its JSON."""
+    return lambda *arguments: answer(run("watch", *map(str, arguments), "--json"))
+
+
+# ---------------------------------------------------------------- what is seen
+
+
+def test_a_long_text_is_read_in_windows_and_merged_exactly(folder: Path, start: Start) -> None:
+    """Against the weights that transformers' eager code returns, window by window."""
+    said = start(folder, "--text", TEXT)
+    loaded = load(str(folder))
+    assert loaded.encode is not None
+    parts = windows(loaded.encode(TEXT), 29, loaded.ends)
+    assert [part.shape[1] for part in parts] == [24, 25, 25]
+    assert all(part[0, 0] == 0 for part in parts), "each has the token that starts a text"
+    eager = transformers.GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager").eval()
+    rows: list[dict[str, torch.Tensor]] = []
+    for part in parts:
+        with torch.inference_mode():
+            weights = eager(part, output_attentions=True).attentions[1]
+        seen = torch.ones(weights.shape[-2:]).tril().bool()
+        rows.append(row_statistics(weights, seen=seen, tokens=part, windows=(3,)))
+    wanted = head_means({name: torch.cat([each[name] for each in rows], -1) for name in rows[0]})
+    layer = said["layers"]["transformer.h.1.attn"]
+    for head in range(3):
+        for name in wanted.mean:
+            got = layer["heads"][head][name]
+            assert got["count"] == int(wanted.rows[name][head]), name
+            mean = pytest.approx(float(wanted.mean[name][head]), rel=1e-4, abs=1e-6) if got["count"] else None
+            assert got["mean"] == mean, name
+    assert said["about"]["options"]["input"]["windows"] == 3
+    assert said["about"]["forwards"] == 3
+    assert said["kv_budget"]["pooled"] is True
+    assert said["notes"] == ["the text is read in 3 windows of 24 or 25 tokens, each from position 0, and merged"]
+
+
+def test_transformers_has_nothing_to_say_of_a_long_text(folder: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    shutil.copytree(folder, tmp_path / "short")
+    config = tmp_path / "short" / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_max_length": 20}))
+    loaded = load(str(tmp_path / "short"))
+    assert loaded.encode is not None
+    assert loaded.context == 20
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        assert len(loaded.encode(TEXT)) > 20
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert said == []
+
+
+def test_windows_are_even_and_hold_every_token_once() -> None:
+    parts = windows(list(range(23)), 11, ([90], [91, 92]))
+    assert [part.tolist()[0] for part in parts] == [
+        [90, *range(7), 91, 92],
+        [90, *range(7, 15), 91, 92],
+        [90, *range(15, 23), 91, 92],
+    ]
+    assert [part.shape for part in windows([5], 7, ([], []))] == [(1, 1)]
+    with pytest.raises(Mistake, match=r"--context: got 3, wanted more than the 3 that mark the ends"):
+        windows([1], 3, ([90], [91, 92]))
+
+
+def test_what_is_printed_and_written(run: Run, folder: Path) -> None:
+    Path("dog.txt").write_text(TEXT[:24], encoding="utf-8")
+    ran = run("watch", str(folder), "--file", "dog.txt", "--out", "seen.safetensors")
+    assert ran.code == 0, ran.err
+    assert "GPT2LMHeadModel" in ran.out
+    assert "Input: dog.txt, 24 tokens." in ran.out
+    assert len(re.findall(r"^[01] +[012] +\w+ +[01]\.\d\d ", ran.out, re.MULTILINE)) == 6, "a line for each head"
+    for word in ("Layers: transformer.h.*.attn.", "Streaming:", "Cache:", "Near-duplicates:", "seen.safetensors"):
+        assert word in ran.out
+    assert all(len(line) <= 80 for line in ran.out.splitlines() if "browser" not in line)
+    assert ran.err == ""
+    recording = Recording.load("seen.safetensors")
+    assert recording.layers == ("transformer.h.0.attn", "transformer.h.1.attn")
+    assert recording.texts == ("<s>", *TEXT[:24])
+    page = Path("headscope-report.html").read_text(encoding="utf-8")
+    assert MARKER in page[:256]
+    assert "Window: the smallest that, with the first token, keeps 95% of the mass." in page
+    tables = Page(page).data["tables"]
+    assert [table["title"] for table in tables if table["cells"]] == [
+        "Every head", "Patterns", "Streaming", "What a smaller cache keeps"
+    ], "no two heads are near-duplicates"  # fmt: skip
+    assert sorted(path.name for path in Path().iterdir()) == ["dog.txt", "headscope-report.html", "seen.safetensors"]
+    assert run("watch", str(folder), "--text", "a", "--out", "seen.safetensors").code == 0, "its own files are replaced"
+
+
+def test_the_shipped_models(start: Start) -> None:
+    said = start("text", "--text", "def parse(line): return line. def parse(line): return line.")
+    assert len(said["layers"]) == 6
+    best = {(each["layer"], each["head"]): each for each in said["patterns"]["scores"] if each["pattern"] == "previous"}
+    assert best["layers.2.attention", 0]["score"] > 0.9, "the previous-token head"
+    assert best["layers.2.attention", 0]["exact"] is True
+    assert (said["page"], said["recording"], said["comparison"]) == (None, None, None)
+    digits = start("digits")
+    assert digits["streaming"] is None
+    assert digits["layers"]["layers.0.attention"]["rows"] == [20 * 64] * 8
+    assert "not on their grid" in digits["notes"][0]
+
+
+def test_encoders_with_decoders_grouped_heads_and_images(tmp_path: Path, start: Start) -> None:
+    plain: dict[str, Any] = {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 1}
+    t5 = transformers.T5Config(
+        d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4, decoder_start_token_id=0, **SIZES
+    )
+    said = start(save(transformers.T5ForConditionalGeneration(t5), tmp_path / "t5"), "--text", TEXT)
+    assert set(said["about"]["kinds"].values()) == {"self", "cross"}
+    assert len(said["layers"]) == 3
+    assert "one place later" in said["notes"][0]
+    llama = transformers.LlamaConfig(num_key_value_heads=2, intermediate_size=24, **plain, **SIZES)
+    said = start(save(transformers.LlamaForCausalLM(llama), tmp_path / "llama"), "--ids", "3 4,5, 6", "--rows", 2)
+    assert [each["name"] for each in said["kv_budget"]["heads"][4:]] == ["kv 0 (heads 0-1)", "kv 1 (heads 2-3)"]
+    assert said["patterns"]["basis"]["sampled"] is True
+    vit = transformers.ViTConfig(image_size=12, patch_size=4, intermediate_size=24, **plain)
+    Image.new("RGB", (31, 17), (200, 10, 60)).save("p.png")
+    at = save(transformers.ViTForImageClassification(vit), tmp_path / "vit", tokenizer=False)
+    (at / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}')
+    said = start(at, "--image", "p.png")
+    assert next(iter(said["layers"].values()))["rows"] == [10] * 4
+
+
+def test_every_row_of_layers_that_share_keys_is_seen(tmp_path: Path, start: Start) -> None:
+    """Of these layers a model need not compute the rows whose logits nobody asks for."""
+    config = transformers.Gemma4TextConfig(
+        **SIZES, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2, head_dim=6,
+        num_key_value_heads=1, layer_types=["full_attention"] * 2, num_kv_shared_layers=1,
+        vocab_size_per_layer_input=SIZES["vocab_size"], hidden_size_per_layer_input=4,
+    )  # fmt: skip
+    at = save(transformers.Gemma4ForCausalLM(config), tmp_path / "gemma4", tokenizer=False)
+    layers = start(at, "--ids", "3,4,5,6,7")["layers"].values()
+    assert [layer["rows"] for layer in layers] == [[5, 5]] * 2
+
+
+def test_little_text_tells_nothing_of_windows(run: Run, start: Start) -> None:
+    said = start("text", "--ids", "5,6,7,8,9")
+    assert said["streaming"] is None
+    assert "window_3" in said["layers"]["layers.0.attention"]["heads"][0], "local is told by it"
+    assert start("text", "--ids", "5,6,7,8,9,10,11,12,13")["streaming"] is not None
+    one = run("watch", "text", "--ids", "5", "--no-page").out
+    assert "1 key keeps 100%" in one
+    assert "Streaming" not in one
+
+
+def test_some_layers_and_less_context(folder: Path, start: Start) -> None:
+    said = start(folder, "--text", TEXT, "--layers", "transformer.h.1", "--context", 11)
+    assert list(said["layers"]) == ["transformer.h.1.attn"]
+    assert said["about"]["options"]["input"]["windows"] == 8
+
+
+def test_many_heads_are_cut_in_the_terminal(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headscope.cli._shared.recording_view.LINES", 2)
+    ran = run("watch", str(folder), "--text", "abc abc", "--no-page")
+    assert "The 2 of 6 heads with the highest scores; the page has all." in ran.out
+    assert len(re.findall(r"^[01] +[012] +\w+ +[01]\.\d\d ", ran.out, re.MULTILINE)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("h.1.attn.c_attn.bias", "30 rows of heads hold NaN or infinity and are in no figure: in layer 1."),
+        ("wpe.weight", "60 rows of heads hold NaN or infinity and are in no figure: in layers 0, 1."),
+    ],
+)
+def test_broken_rows_are_counted_and_nothing_is_told_of_none(
+    name: str, said: str, run: Run, folder: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    with torch.no_grad():
+        model.transformer.get_parameter(name).fill_(torch.nan)
+    model.save_pretrained(tmp_path / "broken")
+    out = run("watch", str(tmp_path / "broken"), "--ids", "3,4,5,6,7,8,9,10,11,12", "--no-page").out
+    assert said in out
+    assert ("Cache: of the attention mass, 2 keys keep" in out) == ("Cache:" in out) == (name != "wpe.weight")
+    assert ("Streaming:" in out) == (name != "wpe.weight")
+    assert "NaN" not in run("watch", str(folder), "--ids", "3,4", "--no-page").out
+
+
+# ---------------------------------------------------------------- comparing
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """The same model but for one head of layer 1, whose queries are turned around."""
+    model = gpt2()
+    at = save(model, tmp_path / "other")
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.transformer.h[1].attn.c_attn.weight[:, 8:16] *= -1
+    changed.save_pretrained(at)
+    return at
+
+
+def test_against_an_older_recording(run: Run, folder: Path, other: Path) -> None:
+    watched = ("watch", str(folder), "--text", TEXT[:28])
+    assert run(*watched, "--out", "old.safetensors", "--no-page").code == 0
+    same = run(*watched, "--against", "old.safetensors", "--no-page")
+    assert same.code == 0
+    assert "0 of 6 heads moved." in same.out
+    moved = run("watch", str(other), *watched[2:], "--against", "old.safetensors")
+    assert moved.code == 1
+    assert "1 of 6 heads moved." in moved.out
+    page = Page(Path("headscope-report.html").read_text(encoding="utf-8"))
+    assert (page.data["tables"][0]["title"], page.data["tables"][0]["says"]) == ("What moved", "Since old.safetensors.")
+    assert "since old.safetensors" in moved.out
+    ran = run("watch", str(other), *watched[2:], "--against", "old.safetensors", "--json")
+    said = json.loads(ran.out)["comparison"]
+    assert (ran.code, said["differs"], said["moved"]) == (1, True, 1)
+    assert [head["head"] for head in said["heads"] if head["moved"]] == [1]
+    loose = [f"--threshold={name}=99" for name in ("share", "entropy", "logits", "ratio", "map", "received")]
+    assert run("watch", str(other), *watched[2:], "--against", "old.safetensors", "--json", *loose).code == 0
+    ran = run("watch", str(folder), "--text", TEXT[:27], "--against", "old.safetensors", "--json")
+    assert "the input is not the one of old.safetensors" in ran.err
+    HeadStats.load("old.safetensors").save("stats.safetensors")
+    assert run(*watched, "--against", "stats.safetensors", "--json").code == 0, "statistics alone will do"
+    foreign = run("watch", "text", "--text", "a", "--against", "old.safetensors", "--no-page")
+    assert (foreign.code, foreign.out, foreign.err.count("\n")) == (2, "", 1)
+    assert foreign.err.startswith(
+        "headscope watch: --against: old.safetensors: after: another architecture than before; expected "
+    )
+
+
+def test_a_recording_compares_itself(run: Run, folder: Path) -> None:
+    run("watch", str(folder), "--text", TEXT[:28], "--out", "old.safetensors", "--json")
+    recording = Recording.load("old.safetensors")
+    assert not recording.compare(recording).differs
+    assert len(recording.compare(recording.stats).heads) == 6
+
+
+# ---------------------------------------------------------------- mistakes
+
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "no model": (["watch"], "Missing argument 'MODEL'"),
+    "no input": (["watch", "text"], "wanted an input: --text, --file or --ids"),
+    "two inputs": (["watch", "text", "--text", "a", "--ids", "3"], "wanted one input, got --text and --ids"),
+    "an image for a reader": (["watch", "text", "--image", "p.png"], "--image: this model reads text"),
+    "a text for a viewer": (["watch", "digits", "--text", "a"], "--text: this model looks at images"),
+    "no picture": (["watch", "digits", "--image", "given.txt"], "given.txt: is no picture"),
+    "empty text": (["watch", "text", "--text", ""], "text: is empty"),
+    "missing file": (["watch", "text", "--file", "no.txt"], "no.txt: cannot be read"),
+    "ids in words": (["watch", "text", "--ids", "3 x"], "--ids: got x, wanted whole numbers from 0"),
+    "no ids": (["watch", "text", "--ids", " ,"], "--ids: is empty"),
+    "unknown ids": (["watch", "text", "--ids", "2048"], "--ids: got 2048, wanted 0 to 2047"),
+    "no such layers": (["watch", "text", "--text", "a", "--layers", "zork"], "layers: 'zork' fits no module"),
+    "rows": (["watch", "text", "--text", "a", "--rows", "0"], "--rows: got 0, wanted a whole number from 1"),
+    "context": (
+        ["watch", "text", "--text", "a", "--context", "257"],
+        "--context: got 257, wanted at most 256, as many",
+    ),
+    "a context for pictures": (["watch", "digits", "--context", "3"], "--context: this model looks at images"),
+    "no such folder": (["watch", "./nowhere", "--text", "a"], r"\./nowhere: is no folder with a model"),
+    "a file": (["watch", "given.txt", "--text", "a"], "given.txt: is no folder with a model"),
+    "an empty folder": (["watch", "empty", "--text", "a"], "empty: holds no config.json"),
+    "a name that is not there": (["watch", "no/such", "--text", "a"], "no/such: neither a folder here nor found on"),
+    "page and no page": (["watch", "text", "--page", "a.html", "--no-page"], "--no-page: wanted either it or --page"),
+    "page over a file": (["watch", "text", "--page", "given.txt"], "--page: given.txt: holds a file that is no page"),
+    "page in no folder": (["watch", "text", "--page", "no/a.html"], "--page: no/a.html: cannot be written"),
+    "recording over a file": (["watch", "text", "--out", "given.txt"], "--out: given.txt: holds a .* give --force$"),
+    "recording in no folder": (["watch", "text", "--out", "no/a"], "--out: no/a: there is no such folder"),
+    "recording over a folder": (["watch", "text", "--out", "empty"], "--out: empty: is no regular file"),
+    "zero byte": (["watch", "text", "--out", "a\0b"], r"--out: a\\x00b: "),
+    "one file for both": (["watch", "text", "--out", "a", "--page", "./a"], r"--page: \./a: is where --out puts the"),
+    "recording without a name": (["watch", "text", "--out", ""], "--out: is empty, wanted the name of a file"),
+    "recording named -": (["watch", "text", "--out", "-"], "--out: got -, wanted the name of a file"),
+    "page without a name": (["watch", "text", "--page", ""], "--page: is empty, wanted the name of a file"),
+    "older one without a name": (["watch", "text", "--against", ""], "--against: is empty, wanted a path"),
+    "no older one": (["watch", "text", "--against", "no.safetensors"], "--against: no.safetensors: no such file"),
+    "older one of 300": (["watch", "text", "--against", "a" * 300], "--against: a{300}: cannot be read: File name too"),
+    "older one is none": (["watch", "text", "--against", "given.txt"], "--against: given.txt: no file of headscope"),
+    "a name of 300": (["watch", "a" * 300, "--ids", "5"], "a{300}: neither a folder here nor found on the hub"),
+    "a path of 300": (["watch", "./" + "a" * 300, "--ids", "5"], r"\./a{300}: is no folder with a model"),
+    "text with 300": (["text", "a", "--model", "a" * 300], "a{300}: neither a folder here nor found on"),
+    "a recording of 300": (["watch", "text", "--out", "a" * 300], "--out: a{300}: cannot be written: File name too"),
+    "no name of a model": (["watch", "", "--ids", "5"], 'model: is empty, wanted "text", "digits", a folder or a name'),
+    "no name of a file": (["watch", "text", "--file", ""], "--file: is empty, wanted a path"),
+    "no name of a picture": (["watch", "digits", "--image", ""], "image: is empty, wanted the path of a picture"),
+    "no name of a digit": (["image", ""], "image: is empty, wanted the path of a picture"),
+    "threshold alone": (["watch", "text", "--threshold", "map=1"], "--threshold: wanted --against with it"),
+    "no such layer": (["watch", "text", "--text", "a", "--layers", "x"], "model: --layers: 'x' fits no module"),
+    "text with digits": (["text", "a", "--model", "digits"], "--model: the shipped vision model looks at images"),
+    "text drawn": (["text", "a", "--model", "x", "--seed-random"], "--seed-random: wanted the shipped model"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(mistake: str, run: Run, offline: None) -> None:
+    Path("given.txt").write_text("given", encoding="utf-8")
+    Path("empty").mkdir()
+    arguments, message = MISTAKES[mistake]
+    ran = run(*arguments)
+    assert ran.code == 2
+    assert ran.out == ""
+    assert re.fullmatch(rf"headscope \w+: .*{message}.*\n", ran.err), ran.err
+    assert Path("given.txt").read_text(encoding="utf-8") == "given"
+    assert not Path("headscope-report.html").exists()
+
+
+OVER: dict[str, tuple[list[str], str]] = {
+    "text": (["text", "--file", "a", "--out", "./a"], "--out: ./a: is the text itself"),
+    "text, through a link": (["text", "--file", "link", "--out", "a"], "--out: a: is the text itself"),
+    "text, the default": (["text", "--file", "headscope-report.html"], "--out: headscope-report.html: is the text"),
+    "image": (["image", "a", "--out", "link"], "--out: link: is the picture itself"),
+    "watched text": (["watch", "text", "--file", "a", "--out", "a"], "--out: a: is the text itself"),
+    "watched text, page": (["watch", "text", "--file", "a", "--page", "a"], "--page: a: is the text itself"),
+    "watched image": (["watch", "digits", "--image", "a", "--page", "a"], "--page: a: is the image itself"),
+    "older recording": (
+        ["watch", "text", "--text", "b", "--against", "old.safetensors", "--page", "old.safetensors"],
+        "--page: old.safetensors: is the older recording itself",
+    ),
+    "model": (["watch", "model", "--ids", "1", "--out", "model/w.safetensors"], "is a file of the model itself"),
+    "model, page": (["text", "b", "--model", "model", "--out", "model/config.json"], "is a file of the model itself"),
+}
+
+
+@pytest.mark.parametrize("case", OVER)
+def test_what_is_read_is_not_written_over(case: str, run: Run, offline: None) -> None:
+    Path("model").mkdir()
+    for name in ("a", "headscope-report.html", "model/w.safetensors", "model/config.json"):
+        Path(name).write_text(f"{MARKER if name[0] == 'h' else ''}given", encoding="utf-8")
+    Path("link").symlink_to("a")
+    q = torch.randn(1, 2, 3, 4)
+    observe(q, q).named("a").save("old.safetensors")
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    arguments, message = OVER[case]
+    ran = run(*arguments, *(() if "default" in case else ("--force",)))
+    assert (ran.code, ran.out) == (2, "")
+    assert message in ran.err
+    assert ran.err.count("\n") == 1
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ("shares=1", "got shares=1, wanted one of share, entropy"),
+        ("share", "got share, wanted a number after share="),
+        ("ratio=1", "ratio: got 1.0, wanted above 1"),
+    ],
+)
+def test_thresholds_are_checked(limit: str, message: str, run: Run) -> None:
+    ran = run("watch", "text", "--text", "a", "--against", "x", "--threshold", limit)
+    assert (ran.code, ran.err) == (2, ran.err)
+    assert message in ran.err
+
+
+def refused(name: Path | str) -> str:
+    with pytest.raises(Mistake) as error:
+        load(str(name))
+    return error.value.format_message()
+
+
+def test_nothing_is_unpickled(folder: Path, tmp_path: Path) -> None:
+    """A pickle that would write a file, beside a config that transformers would follow."""
+
+    class Trap:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    at = tmp_path / "pickled"
+    at.mkdir()
+    (at / "config.json").write_bytes((folder / "config.json").read_bytes())
+    torch.save({"x": Trap()}, at / "pytorch_model.bin")
+    assert re.search(r"holds no weights in \.safetensors; pytorch_model\.bin is a pickle", refused(at))
+    (at / "adapter.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    assert "cannot be loaded" in refused(at), "another name than that of the weights"
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_code_of_a_repository_runs(folder: Path, tmp_path: Path) -> None:
+    at = tmp_path / "coded"
+    at.mkdir()
+    (at / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (at / "zork.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')", encoding="utf-8")
+    (at / "config.json").write_text('{"model_type": "zork", "auto_map": {"AutoConfig": "zork.Zork"}}', encoding="utf-8")
+    assert "needs Python code of its own repository, which is not run here" in refused(at)
+    (at / "config.json").write_text('{"model_type": "gpt2", "architectures": ["Trainer"]}', encoding="utf-8")
+    assert "cannot be loaded" in refused(at), "the weights do not fit, and what is named is no model"
+    (at / "config.json").write_text("{", encoding="utf-8")
+    assert "cannot be loaded" in refused(at)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_missing_weights_are_said(folder: Path, tmp_path: Path, run: Run) -> None:
+    from safetensors.torch import load_file, save_file
+
+    at = tmp_path / "holes"
+    at.mkdir()
+    (at / "config.json").write_bytes((folder / "config.json").read_bytes())
+    weights = {name: x for name, x in load_file(folder / "model.safetensors").items() if "h.1.attn" not in name}
+    save_file(weights, at / "model.safetensors", {"format": "pt"})
+    ran = run("watch", str(at), "--ids", "3 4 5", "--json")
+    assert ran.code == 0
+    assert "were drawn at random: transformer.h.1.attn" in ran.err
+    assert "no tokenizer" in run("watch", str(at), "--text", "a").err
+
+
+def test_weights_that_are_left_over_are_said(folder: Path, tmp_path: Path, run: Run) -> None:
+    at = shutil.copytree(folder, tmp_path / "more")
+    config = json.loads((at / "config.json").read_text(encoding="utf-8"))
+    (at / "config.json").write_text(json.dumps({**config, "n_layer": 1}), encoding="utf-8")
+    ran = run("watch", str(at), "--ids", "3 4 5", "--json")
+    left = "weights in the files have no place in this model and were left out: transformer.h.1.attn.c_attn.weight, "
+    assert left in ran.err
+    assert ran.err.endswith(" and 8 more\n")
+    assert list(answer(ran)["layers"]) == ["transformer.h.0.attn"]
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "needs transformers: pip install transformers" in refused(folder)
+    assert load("text").context == 256
+
+
+def test_a_model_that_fails_is_one_line(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of luck\nand more")
+
+    monkeypatch.setattr(transformers.GPT2LMHeadModel, "forward", fail)
+    ran = run("watch", str(folder), "--ids", "3 4")
+    assert (ran.code, "the forward pass failed: out of luck and more" in ran.err) == (2, True)
+
+
+def test_a_layer_that_cannot_be_seen_is_told_with_the_option_for_it(run: Run, tmp_path: Path) -> None:
+    gptj = transformers.GPTJConfig(n_embd=24, n_layer=1, n_head=3, n_positions=16, rotary_dim=4, **SIZES)
+    at = save(transformers.GPTJForCausalLM(gptj), tmp_path / "gptj", tokenizer=False)
+    ran = run("watch", str(at), "--ids", "3 4")
+    assert ran.code == 2
+    assert re.search(
+        r"headscope watch: .* of the attention layers that ran 1 could not be seen.*\. Leave out with --layers\n$",
+        ran.err,
+    ), ran.err
+
+
+def test_transformers_has_nothing_to_say_of_a_model_that_cannot_be_watched(tmp_path: Path) -> None:
+    config = transformers.MambaConfig(hidden_size=24, state_size=4, num_hidden_layers=1, **SIZES)
+    save(transformers.MambaForCausalLM(config), tmp_path / "mamba", tokenizer=False)
+    done = headscope("watch", "mamba", "--ids", "3 4", cwd=tmp_path)
+    assert done.returncode == 2
+    assert re.fullmatch(r"headscope watch: .* no attention call was seen in .*\n", done.stderr), done.stderr
+
+
+def test_what_comes_from_outside_is_escaped(run: Run, folder: Path, tmp_path: Path) -> None:
+    at = tmp_path / "<b>[red]\x1bmodel"
+    at.symlink_to(folder)
+    name = "<script>alert(1)</script>\x1b.txt".replace("/", "_")
+    Path(name).write_text("abc", encoding="utf-8")
+    ran = run("watch", str(at), "--file", name)
+    assert ran.code == 0, ran.err
+    assert "\x1b" not in ran.out
+    assert "[red]" in ran.out.replace("\n", ""), "no markup"
+    page = Path("headscope-report.html").read_text(encoding="utf-8")
+    assert len(Page(page).all("script")) == 3, "no text became a script"
+    assert "&lt;script&gt;" in page
+    assert "\x1b" not in page
+
+
+WHILE_WATCHING = f"""
+from importlib import import_module
+verb = import_module("headscope.cli._commands.watch")
+def strike(*arguments):
+    {STRIKE}
+verb._one = strike
+"""
+
+WHILE_WRITING = f"""
+put = os.replace
+def strike_and_put(*paths):
+    {STRIKE}
+    put(*paths)
+os.replace = strike_and_put
+"""
+
+
+@POSIX
+@pytest.mark.parametrize(("setup", "left"), [(WHILE_WATCHING, []), (WHILE_WRITING, ["a.safetensors"])])
+def test_ctrl_c_leaves_nothing_half_written(setup: str, left: list[str], tmp_path: Path) -> None:
+    done = headscope("watch", "text", "--text", "a b c", "--out", "a.safetensors", cwd=tmp_path, setup=setup)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.endswith("headscope: interrupted\n")
+    assert names(tmp_path) == left
+    if left:
+        assert Recording.load(tmp_path / "a.safetensors").heads == 8
+
+
+# ---------------------------------------------------------------- text --model
+
+
+def test_text_with_another_model(run: Run, folder: Path) -> None:
+    said = answer(run("text", TEXT, "--model", str(folder), "--json", "--layer", "1", "--head", "2"))
+    assert len(said["heads"]) == 6
+    assert said["trace"] is None
+    assert len(said["next"]) == 5
+    assert "the last 29 are used" in said["notes"][0] or "29" in said["notes"][0]
+    ids = torch.tensor([[token["id"] for token in said["tokens"]]])
+    assert (ids.shape[1], int(ids[0, 0])) == (29, 0)
+    eager = transformers.GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        wanted = eager(ids, output_attentions=True)
+    got = torch.tensor(said["chosen"]["weights"])
+    torch.testing.assert_close(got, wanted.attentions[1][0, 2], rtol=0, atol=2e-6)
+    best = wanted.logits[0, -1].softmax(-1).max()
+    assert said["next"][0]["probability"] == pytest.approx(float(best), rel=1e-4)
+
+
+def test_text_with_an_encoder(run: Run, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = transformers.BertConfig(num_hidden_layers=1, **sizes, **SIZES)
+    at = save(transformers.BertModel(config), tmp_path / "bert")
+    ran = run("text", "abc, abc", "--model", str(at), "--no-page")
+    assert ran.code == 0, ran.err
+    assert "Each token looks at all of them." in ran.out
+    assert "What it expects next" not in ran.out
+    assert "step by step" not in ran.out
+
+
+def test_text_with_a_sliding_window(run: Run, start: Start, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "sliding_window": 4}
+    config = transformers.MistralConfig(num_hidden_layers=2, num_key_value_heads=2, **sizes, **SIZES)
+    at = save(transformers.MistralForCausalLM(config), tmp_path / "mistral")
+    said = answer(run("text", TEXT, "--model", str(at), "--json"))
+    watched = [head for layer in start(at, "--text", TEXT)["layers"].values() for head in layer["heads"]]
+    for got, wanted in zip(said["heads"], watched, strict=True):
+        for name in ("entropy", "normalized_entropy", "distance"):
+            assert got["statistics"][name] == pytest.approx(wanted[name]["mean"], rel=1e-4)
+    ran = run("text", TEXT, "--model", str(at), "--no-page")
+    assert "itself and some of those before it" in " ".join(ran.out.split())
+
+
+def test_what_a_broken_model_did_is_in_no_statistic(run: Run, folder: Path, tmp_path: Path) -> None:
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    with torch.no_grad():
+        model.transformer.wpe.weight[5] = torch.nan
+    shutil.copytree(folder, tmp_path / "broken")
+    model.save_pretrained(tmp_path / "broken")
+    ran = run("text", "abc, abc", "--model", str(tmp_path / "broken"), "--json")
+    rows = [head["rows"]["entropy"] for head in answer(ran)["heads"]]
+    assert rows == [5] * 3 + [0] * 3
+    assert "39 rows of 6 heads hold NaN or infinity and are in no statistic: layer 0 head 0, " in ran.err
+    untold = "what comes next cannot be told: the output of the model holds NaN or infinity"
+    assert (answer(ran)["next"], untold in answer(ran)["notes"], untold in ran.err) == ([], True, True)
+    ran = run("text", "abc, abc", "--model", str(tmp_path / "broken"), "--no-page", "--layer", "1", "--head", "0")
+    assert "Its weights are not finite." in ran.out
+    assert "What it expects next" not in ran.out
+    assert untold in ran.err
+
+
+def test_what_text_cannot_show_is_said(run: Run, folder: Path, tmp_path: Path) -> None:
+    at = save(gpt2(), tmp_path / "bare", tokenizer=False)
+    ran = run("text", "a", "--model", str(at))
+    assert (ran.code, "has no tokenizer that can be read" in ran.err) == (2, True)
+    ran = run("text", "a", "--model", str(folder), "--layer", "2")
+    assert (ran.code, "--layer: got 2, wanted 0 to 1" in ran.err) == (2, True)

@@ -1,0 +1,390 @@
+"""observe under random combinations of every option, against its definition in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import headscope
+from headscope import functional
+from headscope._attend.interface import accumulate_dtype
+from headscope._observe import inputs, native
+from headscope.masks import Band, Mask
+from headscope.stats import HeadStats, Observe
+from support import oracle, oracle_observe
+from support.attention_fuzz import Case, cases
+
+BEYOND = 1e30  # Σ p² of a row whose weight went to the sink underflows in float32: its effective_keys are not compared
+
+
+@dataclass(repr=False)
+class Observed:
+    """One observation, and what the oracle has to be told of it."""
+
+    case: Case
+    kind: str
+    q_pos: Tensor | None
+    k_pos: Tensor | None
+    what: Observe
+    lse: str
+    values: bool
+    block: int
+
+    def __repr__(self) -> str:
+        return f"Observed({vars(self)})"
+
+
+# ---------------------------------------------------------------- drawing
+
+
+def _sizes(case: Case) -> tuple[tuple[int, ...], int, int, int]:
+    lead = torch.broadcast_shapes(case.q.shape[:-3], case.k.shape[:-3], case.v.shape[:-3])
+    return tuple(lead), case.q.shape[-3], case.q.shape[-2], case.k.shape[-2]
+
+
+@st.composite
+def observations(draw: st.DrawFn) -> Observed:
+    case = draw(cases())
+    random = torch.Generator().manual_seed(draw(st.integers(0, 2**31 - 1)))
+    lead, heads, queries, keys = _sizes(case)
+    batch = math.prod(lead)
+    q_pos, k_pos = _positions(draw, batch, queries, keys, random)
+    tokens = None
+    if draw(st.booleans()):
+        tokens = torch.randint(3, draw(st.sampled_from(((keys,), (batch, keys)))), generator=random)
+    rows: Any = draw(st.sampled_from((None, None, "sample", "mask")))
+    if rows == "sample":
+        rows = draw(st.integers(1, queries + 2))
+    elif rows == "mask":
+        shape = draw(st.sampled_from(((queries,), (heads, queries), (*lead, heads, queries), (*lead, 1, queries))))
+        rows = torch.rand(shape, generator=random) < 0.6
+    what = Observe(
+        rows=rows,
+        map=draw(st.none() | st.integers(1, 6)),
+        edges=draw(st.sampled_from((0, 1, 4, 200))),
+        top=draw(st.sampled_from((0, 1, 3, 20))),
+        windows=draw(st.sampled_from(((), (0,), (1, 2.5)))),
+        first=draw(st.sampled_from((1, 1, 2, 30))),
+        tokens=tokens,
+        keep_rows=True,
+        keep_qk=draw(st.booleans()),
+    )
+    return Observed(
+        case,
+        draw(st.sampled_from(("self", "self", "cross"))),
+        q_pos,
+        k_pos,
+        what,
+        draw(st.sampled_from(("none", "own", "other"))),
+        draw(st.booleans()),
+        draw(st.sampled_from((1 << 19, 1, 10, 64))),
+    )
+
+
+def _positions(
+    draw: st.DrawFn, batch: int, queries: int, keys: int, random: torch.Generator
+) -> tuple[Tensor | None, Tensor | None]:
+    kind = draw(st.sampled_from(("default", "default", "keys", "both", "grid", "each", "queries")))
+    if kind == "default":
+        return None, None
+    if kind == "queries":
+        return torch.randint(-1, keys + 2, (queries,), generator=random), None
+    if kind == "keys" and queries <= keys:
+        return None, torch.randperm(keys + 2, generator=random)[:keys]
+    made = []
+    for length in (queries, keys):
+        shape = {"both": (length,), "keys": (length,), "grid": (length, 2), "each": (batch, length, 1)}[kind]
+        at = torch.randint(4, shape, generator=random).double()
+        lost = torch.rand(length, generator=random) < draw(st.sampled_from((0.0, 0.3)))
+        at[(slice(None), lost) if kind == "each" else lost] = math.nan
+        made.append(at)
+    return made[0], made[1]
+
+
+# ---------------------------------------------------------------- what should come out
+
+
+def _line(case: Case, batch: int, queries: int, keys: int) -> list[list[int]]:
+    """The place of each query on the line: what the mask's bands agree on, else bottom-right."""
+    said: list[list[int]] = []
+    for leaf in case.mask.leaves() if isinstance(case.mask, Mask) else ():
+        if isinstance(leaf, Band):
+            offset = keys - queries if leaf.offset is None else leaf.offset
+            said.append(torch.as_tensor(offset).expand(batch).tolist())
+    agreed = said[0] if said and all(each == said[0] for each in said) else [keys - queries] * batch
+    return [[i + agreed[b] for i in range(queries)] for b in range(batch)]
+
+
+def _places(given: Tensor | None, batch: int, default: Sequence[Sequence[oracle_observe.Place]]) -> Any:
+    if given is None:
+        return default
+    each = given.double()
+    each = each if each.ndim == 3 else each[None] if each.ndim == 2 else each[None, :, None]
+    return [[tuple(place) for place in entry] for entry in each.expand(batch, -1, -1).tolist()]
+
+
+def asked(seen: Observed, weights: oracle.Attended, visible: Tensor) -> oracle_observe.Asked:
+    """The same observation of other weights, as the oracle takes it."""
+    case, what = seen.case, seen.what
+    lead, heads, queries, keys = _sizes(case)
+    batch = math.prod(lead)
+    line = _line(case, batch, queries, keys)
+    k_at = _places(seen.k_pos, batch, [[(float(j),) for j in range(keys)]] * batch)
+    if seen.q_pos is None and seen.k_pos is not None:
+        axes = len(k_at[0][0]) if batch and keys else 1
+        lost = (math.nan,) * axes
+        own = [[k_at[b][at] if 0 <= at < keys else lost for at in line[b]] for b in range(batch)]
+    else:
+        own = [[(float(at),) for at in line[b]] for b in range(batch)]
+    q_at = _places(seen.q_pos, batch, own)
+    values = None
+    if seen.values:
+        _, _, v = oracle.spread(case.q.double(), case.k.double(), case.v.double())
+        values = v.norm(dim=-1).reshape(batch, heads, keys)
+    sampled, rows = None, None
+    if isinstance(what.rows, int) and what.rows < queries:
+        sampled = [(2 * r + 1) * queries // (2 * what.rows) for r in range(what.rows)]
+    elif isinstance(what.rows, Tensor):
+        rows = what.rows.expand(*(lead or (1,)), heads, queries).reshape(batch, heads, queries)
+    tokens = None if what.tokens is None else what.tokens.expand(batch, keys).tolist()
+    cross = seen.kind == "cross"
+    return oracle_observe.Asked(
+        weights.weights.reshape(batch, heads, queries, keys),
+        weights.lse.reshape(batch, heads, queries),
+        visible.reshape(batch, heads, queries, keys),
+        None if cross else q_at,
+        None if cross else k_at,
+        line,
+        tokens,
+        rows,
+        sampled,
+        values,
+        tuple(what.windows),
+        what.first,
+    )
+
+
+@contextmanager
+def blocks_of(logits: int) -> Iterator[None]:
+    """Blocks so small that there are many of them."""
+    usual, inputs.BLOCK = inputs.BLOCK, logits
+    try:
+        yield
+    finally:
+        inputs.BLOCK = usual
+
+
+@contextmanager
+def portable() -> Iterator[None]:
+    """The portable form, also where the native kernels could observe."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "refuses", lambda *_: ["this test wants the portable form"])
+        patch.setattr(functional, "_kept", functional.PreparedCalls())  # what was made ready before
+        yield
+
+
+@contextmanager
+def native_or_portable() -> Iterator[None]:
+    """As users have it; which form observed is an event."""
+    usual = native.observe_rows
+
+    def told(*asked: Any) -> Any:
+        found = usual(*asked)
+        event(
+            "observed by " + ("the portable form, for a row is not finite" if found is None else "the native kernels")
+        )
+        return found
+
+    native.observe_rows = told
+    try:
+        yield
+    finally:
+        native.observe_rows = usual
+
+
+def check(seen: Observed) -> HeadStats:
+    """Everything that comes out, against the oracle and against what plain float32 makes of it."""
+    case = seen.case
+    double = {name: x.double() for name, x in case.tensors().items()}
+    told = {**case.numbers, "seen": case.seen}
+    exact = oracle.attention(**double, **told)
+    wide = {name: x.to(accumulate_dtype(case.q.dtype)) for name, x in case.tensors().items()}
+    plain = oracle.plain(**wide, **told)
+    visible, _ = oracle._visible(*oracle.spread(*(double[n] for n in "qkv"))[:2], case.seen, double.get("bias"))
+    lse = None
+    if seen.lse != "none":
+        lse = exact.lse.to(wide["q"].dtype)
+    if seen.lse == "other":  # of some other softmax: to be taken as it stands
+        lse = (exact.lse + 0.7).to(wide["q"].dtype)
+        exact, plain = (_normalised(x, lse) for x in (exact, plain))
+    given = case.tensors()
+    if not seen.values:  # and with them their leading axes
+        given = {**given, "v": None, "q": case.q.expand(*_sizes(case)[0], *case.q.shape[-3:])}
+    with blocks_of(seen.block):
+        if seen.q_pos is None and seen.k_pos is not None and seen.kind == "self":
+            event("positions of keys alone")
+        wanted = oracle_observe.observe(asked(seen, exact, visible))
+        for form in (native_or_portable, portable):
+            with form():
+                got = headscope.observe(
+                    **given, lse=lse, mask=case.mask, **case.numbers,
+                    q_pos=seen.q_pos, k_pos=seen.k_pos, kind=seen.kind, what=seen.what,
+                )  # fmt: skip
+                compare(seen, got, wanted, exact, plain, visible)
+    return got
+
+
+def _normalised(x: oracle.Attended, lse: Tensor) -> oracle.Attended:
+    """With another lse; rows that may see nothing stay empty."""
+    lse = lse.to(x.lse.dtype)
+    empty = x.lse == -torch.inf
+    factor = torch.where(empty, 0.0, (x.lse - lse).exp())
+    return oracle.Attended(x.out, torch.where(empty, x.lse, lse), x.weights * factor[..., None])
+
+
+def compare(
+    seen: Observed, got: HeadStats, wanted: oracle_observe.Seen, exact: oracle.Attended, plain: oracle.Attended,
+    visible: Tensor,
+) -> None:  # fmt: skip
+    baseline = oracle_observe.observe(asked(seen, plain, visible))
+    (kept,) = got.kept
+    picked = kept.queries
+    assert torch.equal(kept.counted, wanted.counted[..., picked])
+    assert not wanted.counted.any() or set(wanted.rows) <= set(kept.values)
+    assert got.broken.tolist() == wanted.broken.sum((0, 2)).tolist()
+    for name, values in kept.values.items():
+        if not name.startswith("top_") and name != "argmax":
+            truth = wanted.rows.get(name, torch.full(wanted.counted.shape, math.nan, dtype=torch.float64))
+            theirs = baseline.rows.get(name, truth)
+            floor = 1e-6
+            if seen.lse == "other":  # exp(s - lse) carries the rounding of both, which is relative to their size
+                sizes = exact.lse.abs().nan_to_num(0, 0, 0).flatten().tolist()
+                floor = max(5e-6, 2.4e-7 * max(sizes, default=0))
+            compare_rows(name, values, truth[..., picked], theirs[..., picked], floor)
+            compare_heads(name, got, truth, 1e-5 if seen.lse != "other" else 3e-5)  # twice over in 1 / Σ p²
+    _, _, queries, keys = _sizes(seen.case)
+    before = _before(seen)
+    torch.testing.assert_close(got.received[:, before:], wanted.received, rtol=1e-5, atol=2e-6)
+    assert torch.equal(got.eligible[:, before:], wanted.eligible)
+    assert not got.eligible[:, :before].any()
+    p = asked(seen, exact, visible).p
+    if seen.what.map is not None:
+        compare_map(got, oracle_observe.head_map(wanted, seen.what.map, queries, keys), p)
+    compare_edges(seen, got, wanted, p)
+    compare_top(kept, wanted, p, visible.reshape(p.shape), seen.what.top)
+    if seen.what.keep_qk and not p.isnan().any():
+        lead, heads, *_ = _sizes(seen.case)
+        tile = got.tile(queries // 3, queries, keys // 4, keys)
+        assert tile.shape == (*lead, heads, queries - queries // 3, keys - keys // 4)
+        wide = p[:, :, queries // 3 :, keys // 4 :].reshape(tile.shape)
+        torch.testing.assert_close(tile.double(), wide, rtol=2e-5, atol=1e-6)
+
+
+def _before(seen: Observed) -> int:
+    """How many absolute positions lie before the first key: keys may stand on consecutive ones from there."""
+    at = seen.k_pos
+    if seen.kind == "cross" or at is None or at.ndim == 2 or len(at) == 0:
+        return 0
+    places = at.flatten().tolist() if at.ndim == 1 or len(at) == 1 else []
+    return int(places[0]) if places and places == [places[0] + j for j in range(len(places))] else 0
+
+
+def compare_rows(name: str, got: Tensor, wanted: Tensor, baseline: Tensor, floor: float) -> None:
+    """At most twice the error of plain float32, plus ``floor`` times the size of the number (or times 1)."""
+    outside = (wanted > BEYOND) if name == "effective_keys" else torch.zeros_like(wanted, dtype=torch.bool)
+    assert torch.equal(got.isnan() | outside, wanted.isnan() | outside), f"{name}: other rows have it"
+    there = ~wanted.isnan() & ~outside
+    if not there.any():
+        return
+    error = (got.double() - wanted)[there].abs()
+    theirs = (baseline - wanted)[there].abs().nan_to_num(0).max()
+    size = wanted[there].abs().clamp_min(1.0)
+    if name == "effective_keys":  # 1 / p² where the sink took the row: a logit of -30 rounds p by 30 times an epsilon
+        size = size * size.log().clamp_min(1.0)
+    worst = float((error / (2 * theirs + floor * size)).max())
+    assert worst <= 1, f"{name}: error {float(error.max()):.3g}, plain float32 {float(theirs):.3g}"
+
+
+def compare_heads(name: str, got: HeadStats, rows: Tensor, rtol: float) -> None:
+    """Counts exactly, the rest to ``rtol`` (and a millionth, where the terms themselves are that exact only)."""
+    wanted, column = oracle_observe.head(rows), got[0, name]
+    assert [sum(got[0, h, name].histogram) for h in range(got.heads)] == column.count.tolist(), name
+    if (rows > BEYOND).any():  # some of which may be missing
+        return
+    assert column.count.tolist() == wanted["count"].tolist(), name
+    for what in ("mean", "min", "max"):
+        torch.testing.assert_close(
+            getattr(column, what), wanted[what], rtol=rtol, atol=2e-6, equal_nan=True,
+            msg=lambda text, what=what: f"{what} of {name}: {text}",
+        )  # fmt: skip
+
+
+def compare_map(got: HeadStats, wanted: dict[str, Any], p: Tensor) -> None:
+    assert torch.equal(got.map.count, wanted["count"])
+    torch.testing.assert_close(got.map.sum, wanted["sum"], rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(got.map.mean, wanted["sum"] / wanted["count"], rtol=1e-5, atol=2e-6, equal_nan=True)
+    torch.testing.assert_close(got.map.max, wanted["max"], rtol=1e-5, atol=2e-6, equal_nan=True)
+    for head, x, y in (wanted["count"] > 0).nonzero().tolist():
+        run, b, i, j = got.map.argmax[head, x, y].tolist()
+        assert run == 0
+        assert (
+            oracle_observe.bin_of(i, p.shape[2], got.map.bins),
+            oracle_observe.bin_of(j, p.shape[3], got.map.bins),
+        ) == (x, y)
+        assert float(p[b, head, i, j]) == pytest.approx(float(wanted["max"][head, x, y]), rel=1e-5, abs=2e-6)
+    assert (got.map.argmax[wanted["count"] == 0] == -1).all()
+
+
+def compare_edges(seen: Observed, got: HeadStats, wanted: oracle_observe.Seen, p: Tensor) -> None:
+    if not seen.what.edges:
+        return
+    for head, order in enumerate(wanted.order):
+        found = got.edges.of(head)
+        assert len(found) == min(seen.what.edges, len(order))
+        assert len({(edge.b, edge.i, edge.j) for edge in found}) == len(found)
+        allowed = {each[1:] for each in order}
+        for edge, (weight, *_) in zip(found, order, strict=False):
+            assert edge.p == pytest.approx(weight, rel=1e-5, abs=2e-6)
+            assert float(p[edge.b, head, edge.i, edge.j]) == pytest.approx(edge.p, rel=1e-5, abs=2e-6)
+            assert (edge.b, edge.i, edge.j) in allowed
+        assert [edge.p for edge in found] == sorted((edge.p for edge in found), reverse=True)
+
+
+def compare_top(kept: Any, wanted: oracle_observe.Seen, p: Tensor, visible: Tensor, k: int) -> None:
+    for b, h, r in kept.counted.nonzero().tolist():
+        i = int(kept.queries[r])
+        shown = p[b, h, i].masked_fill(~visible[b, h, i], -1)
+        first = int(kept.values["argmax"][b, h, r])
+        assert float(shown[first]) == pytest.approx(float(shown.max()), rel=1e-5, abs=2e-6)
+        if not k:
+            continue
+        many = min(k, int(visible[b, h, i].sum()))
+        keys, weights = kept.values["top_keys"][b, h, r], kept.values["top_weights"][b, h, r].double()
+        assert (keys >= 0).sum() == many
+        assert (~weights.isnan()).sum() == many
+        assert len({*keys[:many].tolist()}) == many
+        best = shown.sort(descending=True).values[:many]
+        torch.testing.assert_close(weights[:many], best, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(shown[keys[:many]], best, rtol=1e-5, atol=2e-6)
+
+
+@given(observations())
+@settings(max_examples=60)
+def test_against_the_definition(seen: Observed) -> None:
+    assert check(seen).parts
+
+
+@pytest.mark.long
+@given(observations())
+@settings(settings.get_profile("long"), max_examples=5_000)
+def test_against_the_definition_at_length(seen: Observed) -> None:
+    assert check(seen).parts

@@ -1,0 +1,145 @@
+"""The plots: what is drawn is what was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headscope import HeadStats, Observe, Recording, masks, observe
+from headscope.report.colours import colour_at
+from headscope.report.sheet import visible
+from headscope.watching import About
+from support.sheets import digit, picture, softmax
+
+
+@pytest.fixture
+def pyplot() -> Any:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    yield plt
+    plt.close("all")
+
+
+def test_plots_draw_the_weights(pyplot: Any) -> None:
+    from headscope.report.plots import plot_grid, plot_head
+
+    weights = softmax(3, 7)
+    ax = pyplot.subplots()[1]
+    tokens = ["$x$", "\n", *"abcde"]
+    assert plot_head(weights[1], tokens, ax=ax) is ax
+    np.testing.assert_array_equal(ax.images[0].get_array(), weights[1].double().numpy())
+    assert [label.get_text() for label in ax.get_yticklabels()] == [visible(token) for token in tokens]
+    ax.figure.canvas.draw()  # "$x$" is no formula
+    last = plot_head(weights[1, 4:], tokens)
+    assert [label.get_text() for label in last.get_yticklabels()] == [visible(token) for token in tokens[4:]]
+    axes = plot_grid([weights, weights[:2]])
+    assert axes.shape == (2, 3)
+    np.testing.assert_array_equal(axes[0, 2].images[0].get_array(), weights[2].double().numpy())
+    np.testing.assert_array_equal(axes[1, 1].images[0].get_array(), weights[1].double().numpy())
+    assert [ax.axison for ax in axes.flat] == [True] * 5 + [False], "there is no head 1.2"
+    for largest, ax in zip(weights.amax((1, 2)).tolist(), axes[0], strict=True):
+        assert ax.get_title().endswith(f"(0–{largest:.2g})"), "the colours of a map are its own"
+        assert ax.images[0].get_clim() == pytest.approx((0, largest))
+    assert plot_grid([weights], axes=axes) is axes
+    together = torch.stack([weights, weights.flip(0)])
+    for given in (together, together.numpy()):
+        axes = plot_grid(given)
+        np.testing.assert_array_equal(axes[1, 0].images[0].get_array(), weights[2].double().numpy())
+
+
+def test_plots_of_statistics_and_patches(pyplot: Any) -> None:
+    from headscope.report.plots import plot_patches, plot_statistics
+
+    sheet = picture()
+    ax = plot_statistics(sheet.statistics, "entropy")
+    np.testing.assert_array_equal(ax.images[0].get_array(), [layer["entropy"] for layer in sheet.statistics])
+    assert ax.texts[4].get_text() == f"{sheet.statistics[1]['entropy'][1]:.2f}"
+    gap = plot_statistics([{"x": [1.0, None]}], "x")
+    assert np.isnan(np.ma.getdata(gap.images[0].get_array())[0, 1])
+    weights = sheet.weights[0][1].astype(np.float64)
+    for query, looked in ((None, weights.mean(0)), (9, weights[9])):
+        ax = pyplot.subplots()[1]
+        assert plot_patches(weights, digit(), query=query, grid=(5, 7), ax=ax) is ax
+        np.testing.assert_array_equal(ax.images[0].get_array(), digit())
+        np.testing.assert_array_equal(ax.images[1].get_array(), looked.reshape(5, 7))
+        assert [patch.get_xy() for patch in ax.patches] == ([] if query is None else [(1.5, 0.5)])
+
+
+def test_plots_refuse_what_does_not_fit(pyplot: Any) -> None:
+    from headscope.report.plots import plot_grid, plot_head, plot_patches, plot_statistics
+
+    weights = softmax(3, 7)
+    with pytest.raises(ValueError, match=r"weights: has 3 axes, wanted 2 \(\[Q, K\]\); weights \[3, 7, 7\]"):
+        plot_head(weights)
+    with pytest.raises(ValueError, match=r"tokens: has 2 entries, weights has 7 keys; weights \[7, 7\]"):
+        plot_head(weights[0], ["a", "b"])
+    with pytest.raises(ValueError, match=r"tokens: the queries are the last Q of 3 \(K\), and there are 7; weights"):
+        plot_head(weights[0, :, :3], ["a", "b", "c"])
+    with pytest.raises(ValueError, match=r"weights\[0\]: has 2 axes, wanted 3 \(\[H, Q, K\]\)"):
+        plot_grid([weights[0]])
+    with pytest.raises(ValueError, match=r"weights: there is no layer"):
+        plot_grid([])
+    with pytest.raises(ValueError, match=r"weights: there is no head, wanted at least 1"):
+        plot_grid([weights[:0]])
+    with pytest.raises(ValueError, match=r"weights: has 3 axes, wanted 4 \(\[layers, H, Q, K\]\); weights \[3, 7, 7\]"):
+        plot_grid(weights)
+    with pytest.raises(ValueError, match=r"axes: shape is \[1, 2\], wanted at least \[1, 3\] \(layers, heads\)"):
+        plot_grid([weights], axes=pyplot.subplots(1, 2, squeeze=False)[1])
+    with pytest.raises(ValueError, match=r"statistics: there is no layer"):
+        plot_statistics([], "x")
+    with pytest.raises(ValueError, match=r"name: layer 0 has no 'y', it has x"):
+        plot_statistics([{"x": [1.0]}], "y")
+    with pytest.raises(ValueError, match=r"grid: 3 x 3 patches do not fit; weights \[7, 7\]"):
+        plot_patches(weights[0], digit())
+    with pytest.raises(ValueError, match=r"query: got 35, wanted 0 to 34"):
+        plot_patches(np.ones((35, 35)), digit(), query=35, grid=(5, 7))
+
+
+def test_colours_are_magma(pyplot: Any) -> None:
+    magma = pyplot.get_cmap("magma")
+    for place in np.linspace(0, 1, 101):
+        np.testing.assert_allclose(colour_at(place), 255 * np.array(magma(place)[:3]), atol=3)
+
+
+def test_what_was_observed_is_drawn(pyplot: Any) -> None:
+    from headscope.report.plots import plot_grid, plot_statistics
+
+    q, k = torch.randn(2, 1, 3, 7, 5)
+    parts = {
+        name: observe(q, layer * k, mask=masks.causal(), what=Observe(map=7)).parts["0"]
+        for layer, name in enumerate(("a", "b"))
+    }
+    stats = HeadStats(parts)
+    recording = Recording(stats, About())
+    for observed in (stats, recording):
+        axes = plot_grid(observed)
+        assert axes.shape == (2, 3)
+        drawn = np.ma.filled(axes[1, 2].get_images()[0].get_array(), np.nan)
+        np.testing.assert_allclose(drawn, parts["b"].map.mean[2].numpy())  # pyright: ignore[reportOptionalMemberAccess]
+        ax = plot_statistics(observed, "entropy")
+        figures = np.ma.filled(ax.get_images()[0].get_array(), np.nan)
+        np.testing.assert_allclose(figures[0], parts["a"].moments["entropy"].mean.numpy())
+        pyplot.close("all")
+    with pytest.raises(ValueError, match=r"weights: 0 has no map; observe with Observe\(map=64\)"):
+        plot_grid(observe(q, k))
+    with pytest.raises(ValueError, match=r"name: layer 0 has no 'entropi', it has "):
+        plot_statistics(stats, "entropi")
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 11), (11, 5), (5, 7), (23, 7), (1, 1)])
+def test_a_map_has_no_bins_without_a_query_or_a_key(pyplot: Any, queries: int, keys: int) -> None:
+    from headscope.report.plots import plot_grid
+
+    q, k = torch.randn(1, 2, queries, 5), torch.randn(1, 2, keys, 5)
+    stats = observe(q, k, what=Observe(map=11))
+    drawn = np.ma.filled(plot_grid(stats)[0, 1].get_images()[0].get_array(), np.nan)
+    p = torch.softmax(q.double() @ k.double().mT / 5**0.5, -1)[0, 1]
+    if queries <= 11:
+        np.testing.assert_allclose(drawn, p.numpy(), rtol=1e-5)
+    assert drawn.shape == (min(queries, 11), min(keys, 11))
+    assert np.isfinite(drawn).all()

@@ -1,0 +1,241 @@
+"""What stands around the maps on the page of a recording: what is wrong with it, how it is read, and of what it is."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headscope import Observe, masks, observe
+from headscope.report import render, text_sheet
+from headscope.report.viewer import render_recording
+from headscope.stats import HeadStats
+from headscope.watching import About, Recording
+from support.html_pages import Page
+from support.sheets import picture, softmax, words
+
+
+def recorded(layers: int, broken: int = 0, **about: Any) -> Recording:
+    """Layers of three heads over 7 tokens; in the first so many, one row of each head is broken."""
+    parts = {}
+    for layer in range(layers):
+        q, k = torch.randn(2, 1, 3, 7, 5)
+        if layer < broken:
+            q[:, :, 4] = torch.nan
+        found = observe(q, k, mask=masks.causal(), what=Observe(map=7))
+        parts |= found.named(f"layers.{layer}.attn").parts
+    kinds: Any = dict.fromkeys(parts, "self")
+    said = {"model": "m", "options": {}, "versions": {}, "kinds": kinds, "texts": None, "forwards": 1, "ran": 1}
+    return Recording(HeadStats(parts), About(**{**said, **about}))
+
+
+def notes(html: str) -> list[str]:
+    return [p.text for p in Page(html).all("p") if p.attributes.get("class") == "note"]
+
+
+def footer(html: str) -> dict[str, str]:
+    page = Page(html)
+    return {name.text: value.text for name, value in zip(page.all("dt"), page.all("dd"), strict=True)}
+
+
+# ---------------------------------------------------------------- what is wrong with it
+
+
+@pytest.mark.parametrize(
+    ("layers", "broken", "said"),
+    [
+        (2, 0, []),
+        (1, 1, ["3 rows of heads hold NaN or infinity and are in no figure: in layer layers.0.attn."]),
+        (3, 1, ["3 rows of heads hold NaN or infinity and are in no figure: in layer 0."]),
+        (3, 2, ["6 rows of heads hold NaN or infinity and are in no figure: in layers 0, 1."]),
+        (
+            20,
+            17,
+            [
+                "51 rows of heads hold NaN or infinity and are in no figure: in 17 layers: "
+                "0, 1, 2, 3, 4, 5, 6, 7 and 9 more."
+            ],
+        ),
+    ],
+)
+def test_all_broken_rows_are_told_in_one_line(layers: int, broken: int, said: list[str]) -> None:
+    assert notes(render_recording(recorded(layers, broken))) == said
+
+
+def test_a_sheet_tells_all_broken_rows_in_one_line() -> None:
+    weights = [softmax(4, 7) for _ in range(3)]
+    for layer in weights:
+        layer[:, 5, 2] = torch.nan
+    sheet = text_sheet("x", words(7), weights)
+    assert notes(render(sheet)) == [
+        "12 rows of 12 heads hold NaN or infinity and are in no statistic: layer 0 head 0, layer 0 head 1, "
+        "layer 0 head 2, layer 0 head 3, layer 1 head 0, layer 1 head 1, layer 1 head 2, layer 1 head 3 and 4 more."
+    ]
+
+
+# ---------------------------------------------------------------- how it is read, and of what it is
+
+
+def test_the_page_says_how_a_map_is_read() -> None:
+    page = Page(render_recording(recorded(2)))
+    (lead,) = [p.text for p in page.all("p") if p.attributes.get("class") == "lead"]
+    assert lead == (
+        "2 layers, 6 heads. Rows of a map are queries, which look; columns are keys, which are looked at. "
+        "All are counted from 0."
+    )
+    plain = observe(*torch.randn(2, 1, 1, 7, 5)).named("a")
+    page = Page(render_recording(Recording(plain, About("m", {}, {}, {"a": "self"}, None, 1, 1))))
+    (lead,) = [p.text for p in page.all("p") if p.attributes.get("class") == "lead"]
+    assert lead == "1 layer, 1 head. A query looks, a key is looked at. All are counted from 0."
+
+
+def test_the_footer_of_a_recording() -> None:
+    options = {
+        "rows": None, "row_stats": True, "received": False, "map": 7, "edges": 0, "top": 0, "windows": [3, 16],
+        "first": 1, "tokens": "Tensor", "keep_rows": True, "keep_qk": False, "every": 1, "kinds": {},
+        "positions": "Tensor", "accelerate": False, "layers": ["layers.*"], "input": {"source": "a.txt", "tokens": 7},
+    }  # fmt: skip
+    found = footer(render_recording(recorded(2, options=options, versions={"headscope": "1", "torch": "2"})))
+    assert found == {
+        "Model": "m",
+        "Input": "a.txt; 7 queries × 7 keys; 1 forward pass",
+        "Rows": "each head's figures stand on 7 rows at most",
+        "Layers": "layers.*.attn",
+        "Options": "received=False, map=7, windows=[3, 16], tokens given, keep_rows=True, positions given, "
+        "layers=['layers.*']",
+        "Versions": "headscope 1, torch 2",
+    }
+    one = observe(*torch.randn(2, 1, 1, 1, 5)).named("a")
+    found = footer(render_recording(Recording(one, About("m", {}, {}, {"a": "self"}, None, 2, 2))))
+    assert found["Input"] == "1 query × 1 key; 2 forward passes"
+    assert found["Rows"] == "each head's figures stand on 1 row at most"
+    assert found["Options"] == "none"
+    assert footer(render_recording(recorded(1, ran=9, forwards=3)))["Input"].endswith(
+        "; 3 of 9 forward passes looked at"
+    )
+
+
+def test_the_footer_of_a_sheet_says_on_how_many_rows_its_figures_stand() -> None:
+    weights = [softmax(4, 7) for _ in range(3)]
+    weights[1][2, 5, 2] = torch.nan
+    found = footer(render(text_sheet("x", words(7), weights, footer={"Model": "m", "Input": "i", "Options": "none"})))
+    assert list(found) == ["Model", "Input", "Options", "Rows", "Versions"]
+    assert found["Rows"] == "each head's figures stand on 6 to 7 rows at most"
+    assert footer(render(picture()))["Rows"] == "each head's figures stand on 35 rows at most"
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+def patches(keys: int, **about: Any) -> Recording:
+    found = observe(*torch.randn(2, 1, 1, keys, 5), what=Observe(map=keys)).named("a")
+    return Recording(found, About(**{"model": "m", "kinds": {"a": "self"}, "forwards": 1, "ran": 1, **about}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "grid", "left"),
+    [(197, (13, 14), 15), (197, (14, 13), 15), (210, None, 14), (24, (4, 4), 8)],
+)
+def test_a_grid_leaves_no_row_of_patches_over(keys: int, grid: tuple[int, int] | None, left: int) -> None:
+    seen, pixels = patches(keys), np.zeros((6, 8), np.uint8)
+    rows, columns = grid or (14, 14)
+    said = f"grid: {rows} x {columns} patches leave {left} of the {keys} keys, as many as a row or column of patches; "
+    said += f"give special={left} if all of them come before the patches"
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        render_recording(seen, image=pixels, grid=grid)
+    image = Page(render_recording(seen, image=pixels, grid=(rows, columns), special=left)).data["image"]
+    assert (image["grid"], image["special"]) == ([rows, columns], left)
+
+
+@pytest.mark.parametrize(("keys", "grid", "special"), [(197, None, 1), (201, None, 5), (13, (1, 12), 1), (16, None, 0)])
+def test_a_few_keys_before_the_patches_are_special(keys: int, grid: tuple[int, int] | None, special: int) -> None:
+    page = Page(render_recording(patches(keys), image=np.zeros((6, 8), np.uint8), grid=grid))
+    assert page.data["image"]["special"] == special
+
+
+def test_an_image_of_tokens_is_refused() -> None:
+    seen = patches(16, texts=tuple("abcdefghijklmnop"))
+    with pytest.raises(ValueError, match=r"image: the recording has the texts of 16 tokens; wanted one of patches"):
+        render_recording(seen, image=np.zeros((6, 8), np.uint8), grid=(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"title": 3}, "title: got 3, wanted a str"),
+        ({"special": ["a"]}, "special: got list, wanted a whole number from 0"),
+        ({"special": 1.0}, "special: got float, wanted a whole number from 0"),
+        ({"special": True}, "special: got bool, wanted a whole number from 0"),
+        ({"grid": "4x4"}, "grid: got '4x4', wanted rows and columns of patches, each at least 1"),
+        ({"grid": 4}, "grid: got 4, wanted rows and columns of patches, each at least 1"),
+        ({"grid": (4.0, 4)}, "grid: got (4.0, 4), wanted rows and columns of patches, each at least 1"),
+        ({"strips": 5}, "strips: got 5, wanted pairs of a layer and the number of a head"),
+    ],
+)
+def test_options_of_another_kind_are_named(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    pixels = {"image": np.zeros((6, 8), np.uint8)} if {"special", "grid"} & set(options) else {}
+    with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
+        patches(16).save_html(tmp_path / "a.html", **{**pixels, **options})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    grid: Any = np.array([4, 4])
+    special: Any = np.int64(1)
+    html = render_recording(patches(17), image=np.zeros((6, 8), np.uint8), grid=grid, special=special)
+    image = Page(html).data["image"]
+    assert (image["grid"], image["special"]) == ([4, 4], 1)
+
+
+# ---------------------------------------------------------------- a page that takes long
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "after", "told"), [(Terminal, 0.01, True), (Terminal, 60.0, False), (io.StringIO, 0.01, False)]
+)
+def test_of_a_page_that_takes_long_a_terminal_is_told(
+    stream: type[io.StringIO], after: float, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*_: Any, **__: Any) -> list[str]:
+        deadline = time.monotonic() + (10 if told else 0.2)
+        while time.monotonic() < deadline and "writing the page" not in stderr.getvalue():
+            time.sleep(0.01)
+        return []
+
+    stderr = stream()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr("headscope._support.progress.SECONDS", after)
+    monkeypatch.setattr("headscope.report._viewer.from_recording._notes", slow)
+    before = {*threading.enumerate()}
+    recorded(1).save_html(tmp_path / "a.html")
+    assert ("writing the page" in stderr.getvalue()) == told
+    deadline = time.monotonic() + 10
+    while (left := {*threading.enumerate()} - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left
+    monkeypatch.setenv("TERM", "dumb")
+    written = stderr.getvalue()
+    recorded(1).save_html(tmp_path / "a.html")
+    assert stderr.getvalue() == written
+
+
+def test_an_error_of_a_page_ends_what_a_terminal_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    threads = threading.active_count()
+    with pytest.raises(TypeError, match="title: got 3, wanted a str"):
+        recorded(1).save_html(tmp_path / "a.html", title=3)
+    assert threading.active_count() == threads

@@ -1,0 +1,235 @@
+"""Damaged recordings: loading one raises a single clear error, or all that one does with a recording works."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import headscope
+from headscope import Observe, Recording, decisions, watch
+from headscope.comparing import compare
+from headscope.report.viewer import render_recording
+from support.commands import Run
+
+Tensors = dict[str, Tensor]
+Entries = dict[str, Any]
+Damage = Callable[[Tensors, Entries], object]
+
+
+class Both(nn.Module):
+    """A layer of self-attention, then one of cross-attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = headscope.MultiHeadAttention(12, 3), headscope.MultiHeadAttention(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x), x[:, :4])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recording with all that there can be."""
+    torch.manual_seed(0)
+    model, what = Both().eval(), Observe(map=3, edges=3, top=2, windows=(1, 2), keep_rows=True, keep_qk=True)
+    ids = torch.arange(7) % 3
+    with torch.no_grad(), watch(model, what=what, texts="abcdefg", tokens=ids, kinds={"b": "cross"}) as seen:
+        model(torch.randn(1, 7, 12))
+    return seen.save(tmp_path_factory.mktemp("whole") / "whole.safetensors", qk=True)
+
+
+def damaged(whole: Path, path: Path, damage: Damage) -> Path:
+    """A copy of a recording whose tensors or header entries were changed."""
+    with safe_open(whole, framework="pt") as file:
+        tensors: Tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        entries: Entries = {name: json.loads(entry) for name, entry in file.metadata().items()}
+    damage(tensors, entries)
+    save_file(tensors, path, {name: json.dumps(entry) for name, entry in entries.items()})
+    return path
+
+
+def use(path: Path, good: Recording) -> None:
+    """Do all that one does with a recording; documented refusals are left alone."""
+    recording = Recording.load(path)
+    stats = recording.stats
+    with Console(width=100).capture():
+        Console(width=100).print(recording.table(names=stats.names))
+    json.dumps(recording.to_dict(), allow_nan=False)
+    recording.flat()
+    render_recording(recording)
+    for decide in (decisions.patterns, decisions.streaming_heads, decisions.near_duplicates, decisions.kv_budget):
+        refused_or_done(lambda decide=decide: decide(recording).to_dict())
+    refused_or_done(lambda: compare(recording, good).to_dict())
+    refused_or_done(lambda: stats.merge(good.stats))
+    refused_or_done(lambda: stats[0].tile(0, 7, 0, 7))
+
+
+def refused_or_done(do: Callable[[], object]) -> None:
+    with suppress(ValueError):
+        do()
+
+
+def without(layer: int, *names: str) -> Damage:
+    """Row quantities are neither listed nor there."""
+
+    def damage(tensors: Tensors, entries: Entries) -> None:
+        listed: list[str] = entries["headscope.stats"]["layers"][layer]["moments"]
+        for name in names:
+            listed.remove(name)
+            for each in [each for each in tensors if each.startswith(f"{layer}/moments/{name}/")]:
+                del tensors[each]
+
+    return damage
+
+
+def renamed(name: str, new: str) -> Damage:
+    def damage(tensors: Tensors, entries: Entries) -> None:
+        listed: list[str] = entries["headscope.stats"]["layers"][0]["moments"]
+        listed[listed.index(name)] = new
+        for each in [each for each in tensors if each.startswith(f"0/moments/{name}/")]:
+            tensors[each.replace(f"/{name}/", f"/{new}/")] = tensors.pop(each)
+
+    return damage
+
+
+def filled(name: str, value: float) -> Damage:
+    def damage(tensors: Tensors, _: Entries) -> None:
+        tensors[name].view(-1)[-1:] = value
+
+    return damage
+
+
+def kept(*names: str) -> Damage:
+    return lambda _, entries: entries["headscope.stats"]["layers"][0].update(kept=[list(names)])
+
+
+def about(**changes: Any) -> Damage:
+    return lambda _, entries: entries["headscope.recording"]["about"].update(changes)
+
+
+REFUSED: dict[str, tuple[Damage, str]] = {
+    "no entropy": (without(0, "entropy"), "layer a: row quantities are missing: entropy; expected beside lse, "),
+    "no mass": (without(0, "mass"), "layer a: row quantities are missing: mass; expected beside lse, "),
+    "no normalized entropy": (without(1, "normalized_entropy"), "layer b: row quantities are missing: normalized_ent"),
+    "several": (without(0, "lse", "mass", "max_weight"), "row quantities are missing: lse, max_weight, mass; expected"),
+    "no window": (without(0, "window_2"), "row quantities are missing: window_2; expected beside"),
+    "no chance": (without(0, "chance"), "row quantities are missing: chance; expected beside"),
+    "no number": (renamed("window_1", "window_x"), "layer a: row quantity window_x: expected a distance in its name"),
+    "no finite number": (renamed("window_1", "window_inf"), "row quantity window_inf: expected a distance in its name"),
+    "another spelling": (renamed("window_1", "window_01"), "row quantity window_01: expected a distance in its name"),
+    "listed twice": (
+        lambda _, entries: entries["headscope.stats"]["layers"][0]["moments"].append("mass"),
+        "row quantity mass is listed twice",
+    ),
+    "keys without weights": (kept("top_keys"), "kept/0: top_weights is missing; expected beside top_keys"),
+    "infinite entropy": (filled("0/kept/0/values/entropy", math.inf), "0/kept/0/values/entropy: holds"),
+    "NaN in the map": (filled("0/map/max", math.nan), "0/map/max: expected weights that come to at most 1, got nan"),
+    "a weight of 2": (filled("0/edges/p", 2), "0/edges/p: expected weights that come to at most 1, got 2"),
+    "NaN edge": (filled("0/edges/p", math.nan), "0/edges/p: expected weights that come to at most 1, got nan"),
+    "too much received": (filled("1/received", 1e300), r"1/received: expected weights .* at most 7, got 1e\+300"),
+    "too much in a bin": (filled("0/map/sum", math.inf), "0/map/sum: expected weights that come to at most"),
+    "chance of 0": (filled("0/moments/chance/min", 0), "0/moments/chance/min: is not that of any rows"),
+    "half precision": (
+        lambda tensors, _: tensors.update({"0/received": tensors["0/received"].bfloat16()}),
+        "0/received: got torch.bfloat16, expected float32 or float64",
+    ),
+    "no such kind": (about(kinds={"a": "x"}), 'kinds: layer a is \'x\', expected "self" or "cross"'),
+    "no version": (about(versions={"torch": math.nan}), "torch: got float, wanted str"),
+    "NaN option": (about(options={"windows": [math.nan]}), "options: got nan, expected finite numbers"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_missing_or_cannot_be_is_one_clear_error(name: str, whole: Path, run: Run) -> None:
+    damage, message = REFUSED[name]
+    path = damaged(whole, Path("seen.safetensors"), damage)
+    with pytest.raises(ValueError, match=rf"^seen.safetensors: is damaged: .*{message}"):
+        Recording.load(path)
+    ran = run("report", "seen.safetensors")
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    assert ran.err.startswith("headscope report: RECORDING: seen.safetensors: is damaged: ")
+
+
+def test_a_layer_without_derived_quantities_is_whole(whole: Path, tmp_path: Path) -> None:
+    gone = ("first", "distance", "self", "previous", "streaming_1", "streaming_2", "chance", "duplicate", "induction")
+    use(damaged(whole, tmp_path / "seen.safetensors", without(0, *gone)), Recording.load(whole))
+
+
+def drawn(number: int) -> Damage:
+    """A damage by chance, to one tensor or one entry of the header."""
+    dice = random.Random(number)
+
+    def damage(tensors: Tensors, entries: Entries) -> None:
+        name = dice.choice(sorted(tensors))
+        x = tensors[name]
+        match dice.randrange(6):
+            case 0:
+                tensors[name] = x[..., : x.shape[-1] // 2].contiguous()
+            case 1:
+                tensors[name] = x.to(dice.choice([torch.float32, torch.int32, torch.bfloat16, torch.bool]))
+            case 2:
+                value = dice.choice([-1, 0, 1, 2**40] if not x.is_floating_point() else [math.nan, math.inf, -1, 0])
+                x.view(-1)[dice.randrange(x.numel())] = value
+            case 3:
+                other = dice.choice(sorted(tensors))
+                tensors[name], tensors[other] = tensors[other].clone(), x.clone()
+            case _:
+                spoil(entries[dice.choice(sorted(entries))], dice)
+
+    return damage
+
+
+def spoil(held: Any, dice: random.Random) -> None:
+    """Drop one entry of a nested header, or set it to something else."""
+    while True:
+        at = dice.choice(sorted(held) if isinstance(held, dict) else range(len(held)))
+        if isinstance(held[at], (dict, list)) and held[at] and dice.random() < 0.8:
+            held = held[at]
+            continue
+        if dice.random() < 0.3:
+            del held[at]
+        else:
+            held[at] = copy.copy(dice.choice([None, True, -1, 10**30, 1.5, "", "x", "<b>\0", "window_x", [], {}, [[]]]))
+        return
+
+
+def test_damage_by_chance_is_refused_or_does_no_harm(whole: Path, tmp_path: Path) -> None:
+    good, path = Recording.load(whole), tmp_path / "seen.safetensors"
+    errors: list[str] = []
+    for number in range(30):
+        damaged(whole, path, drawn(number))
+        try:
+            use(path, good)
+        except ValueError as error:
+            errors.append(str(error))
+    assert 10 < len(errors) < 28, "both kinds are there"
+    assert [error for error in errors if not error.startswith(f"{path}: ") or "\n" in error] == []
+
+
+def test_bytes_that_are_missing_or_others_are_one_clear_error(whole: Path, tmp_path: Path) -> None:
+    good, content, path = Recording.load(whole), whole.read_bytes(), tmp_path / "seen.safetensors"
+    header, dice = 8 + int.from_bytes(content[:8], "little"), random.Random(0)
+    places = [0, 3, 7, 8, 9, header - 1, *(dice.randrange(header) for _ in range(30))]
+    variants = [content[:n] for n in places] + [content[:n] + b"\xff" + content[n + 1 :] for n in places] + [b""]
+    errors: list[str] = []
+    for variant in variants:
+        path.write_bytes(variant)
+        try:
+            use(path, good)
+        except ValueError as error:
+            errors.append(str(error))
+    assert len(errors) >= 60
+    assert [error for error in errors if not error.startswith(f"{path}: ") or "\n" in error] == []

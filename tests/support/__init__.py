@@ -1,0 +1,1 @@
+"""What tests share: oracles, models, programs and places."""

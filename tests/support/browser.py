@@ -1,0 +1,148 @@
+"""The viewer's page opened in a real browser: recordings to show, and what is read from the screen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import numpy as np
+import pytest
+import torch
+
+from headscope import Observe, masks, observe
+from headscope.watching import About, Recording
+from support.html_pages import HOSTILE, browser
+
+try:
+    from playwright.sync_api import BrowserContext, Page, sync_playwright
+except ImportError:  # pragma: no cover
+    pytest.skip("Playwright is not installed", allow_module_level=True)
+
+in_a_browser = pytest.mark.skipif(browser() is None, reason="no Chromium is installed")
+
+LONG, BINS = 97, 12
+
+
+def recorded(length: int, texts: tuple[str, ...] | None, what: Observe) -> Recording:
+    """Two layers of three heads over one text."""
+    parts = {}
+    for layer in range(2):
+        q, k = 2 * torch.randn(2, 1, 3, length, 8, generator=torch.Generator().manual_seed(layer))
+        found = observe(q, k, mask=masks.causal(), what=what)
+        parts |= found.named(f"layers.{layer}.attention").parts
+    kinds: Any = dict.fromkeys(parts, "self")
+    return Recording(type(found)(parts), About("a <model>", {}, {"headscope": "0"}, kinds, texts, 1, 1))
+
+
+@pytest.fixture(scope="module")
+def short() -> Recording:
+    """Every weight is in the map; the tokens mean harm."""
+    length = len(HOSTILE)
+    what = Observe(map=length, edges=5, keep_rows=True, top=2, tokens=torch.arange(length) % 3, keep_qk=True)
+    return recorded(length, tuple(HOSTILE), what)
+
+
+@pytest.fixture(scope="module")
+def long() -> Recording:
+    """Pooled maps, with q and k."""
+    what = Observe(map=BINS, edges=5, keep_rows=True, top=3, keep_qk=True)
+    return recorded(LONG, tuple(f" w{n}" for n in range(LONG)), what)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[BrowserContext]:
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox", "--disable-gpu"])
+        context = opened.new_context()
+        context.set_default_timeout(20_000)
+        yield context
+        opened.close()
+
+
+class Watched:
+    """A page, what it wrote to the console, and what it asked for."""
+
+    def __init__(self, chromium: BrowserContext, url: str, *, width: int = 1280, scheme: Any = "light") -> None:
+        self.page: Page = chromium.new_page()
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.emulate_media(color_scheme=scheme)
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.said.append(dialog.message))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(url)
+
+    def close(self) -> None:
+        self.page.close()
+
+
+@pytest.fixture
+def look(chromium: BrowserContext, tmp_path: Path) -> Iterator[Any]:
+    """Opens the page of a recording at an address; in the end nothing was said and nothing asked for."""
+    pages: list[Watched] = []
+
+    def opened(found: Recording | Path, at: str = "", **options: Any) -> Page:
+        path = found if isinstance(found, Path) else found.save_html(tmp_path / f"{len(pages)}.html")
+        watched = Watched(chromium, f"{path.as_uri()}#{at}", **options)
+        pages.append(watched)
+        return watched.page
+
+    yield opened
+    for watched in pages:
+        assert watched.said == []
+        assert [url for url in watched.asked if not url.startswith(("data:", "blob:"))] == watched.asked[:1]
+        watched.close()
+
+
+def figure(value: float) -> str:
+    """A number as the page shows it."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return re.sub(r"e-0", "e-", f"{value:.2e}") if abs(value) < 1e-4 else f"{value:#.3g}".rstrip(".")
+
+
+def numbers(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"-?\d+(?:\.\d+)?(?:e-?\d+)?", text)]
+
+
+def near(shown: float, wanted: float) -> None:
+    """Three digits of a number that is kept in 16 bits."""
+    assert shown == pytest.approx(wanted, rel=6e-3, abs=4e-5)
+
+
+def thumbs(page: Page) -> list[str]:
+    page.locator(".thumb canvas[data-drawn], .thumb .tile").first.wait_for()
+    return [str(each.get_attribute("aria-label")) for each in page.locator(".thumb").all()]
+
+
+def weight(recording: Recording, layer: int, head: int) -> np.ndarray[Any, Any]:
+    kept = recording.stats.parts[f"layers.{layer}.attention"]
+    return kept.tiles[0](0, kept.lengths[0], 0, kept.lengths[1])[0, head].double().numpy()  # pyright: ignore[reportOptionalSubscript]
+
+
+def place(page: Page, row: float, column: float) -> tuple[float, float]:
+    """Where a place of the map, as shares, is on the screen, to which it is brought; nothing is zoomed."""
+    plot = page.evaluate("JSON.parse(document.querySelector('.map canvas').dataset.plot)")
+
+    def now() -> tuple[float, float]:
+        box = page.locator(".map canvas").bounding_box()
+        assert box is not None
+        return box["x"] + plot["x"] + column * plot["width"], box["y"] + plot["y"] + row * plot["height"]
+
+    beyond = now()[1] - page.evaluate("innerHeight") + 40
+    if beyond > 0:
+        drawn = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"  # scrolled, and told
+        page.evaluate(f"(scrollBy({{ top: {beyond}, behavior: 'instant' }}), {drawn})")
+    return now()
+
+
+def zoom_of(url: str) -> list[float]:
+    """The scale, and the middle of what is seen, that an address names."""
+    return [float(part) for part in parse_qs(urlsplit(url).fragment).get("zoom", ["1,0.5,0.5"])[0].split(",")]

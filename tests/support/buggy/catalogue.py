@@ -1,0 +1,57 @@
+"""The bugs that the modules of this folder have on demand, and the finding that names each."""
+
+from __future__ import annotations
+
+CAUSAL = {
+    *("causal", "causal forgotten", "one ahead", "strict", "inverted", "only itself", "multiplied", "added as bool"),
+    *("masked after", "first head", "first entry", "cache in front", "fill of -1e9"),
+}  # bugs of, or beside, a causal mask
+
+
+BUGS: dict[str, str] = {
+    "view without transpose": "heads-split-wrong",
+    "merge without transpose": "heads-merged-wrong",
+    "heads summed": "heads-not-joined",
+    "heads interleaved": "heads-interleaved",
+    "one head": "heads-not-split",
+    "keys are queries": "keys-are-queries",
+    "values are keys": "values-are-keys",
+    "values not projected": "values-not-projected",
+    "no output projection": "no-output-projection",
+    "batches mixed": "batches-mixed",
+    "batch and length swapped": "batch-and-length-swapped",
+    "softmax over queries": "softmax-over-queries",
+    "softmax over heads": "softmax-over-heads",
+    "no softmax": "no-softmax",
+    "softmax by hand": "softmax-overflows",
+    "scale after softmax": "scaled-after-softmax",
+    "no scale": "scale-missing",
+    "scale without root": "scale-without-root",
+    "scaled twice": "scaled-twice",
+    "scale multiplied": "scale-multiplied",
+    "scale of the model": "scale-sqrt-embed-dim",
+    "scale of the length": "scale-of-length",
+    "causal forgotten": "looks-into-the-future",
+    "one ahead": "sees-one-ahead",
+    "strict": "cannot-see-itself",
+    "inverted": "mask-inverted",
+    "only itself": "cannot-see-the-past",
+    "multiplied": "mask-fill-too-small",
+    "added as bool": "bool-mask-added",
+    "masked after": "mask-after-softmax",
+    "first head": "mask-on-some-heads",
+    "first entry": "mask-on-some-batches",
+    "mask inverted": "mask-inverted",
+    "mask ignored": "mask-ignored",
+    "padding on queries": "mask-on-queries",
+    "fill of -inf": "nan-on-empty-row",
+    "fill of -1e9": "fp16-overflow",
+    "dropout in eval": "dropout-in-eval",
+    "dropout before softmax": "dropout-before-softmax",
+    "state": "state-between-calls",
+    "input in place": "input-modified",
+    "detached": "gradient-blocked",
+    "squeeze": "fails-on-batch-of-one",
+    "cache in front": "decoding-differs",
+    "heads averaged": "weights-discarded",
+}
