@@ -92,14 +92,14 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise OSError("the network is blocked")
 
-    def answer(asked: dict[str, Any], timeout: int) -> dict[str, Any]:
+    def answer(request: dict[str, Any], timeout: int) -> dict[str, Any]:
         try:
-            return {"findings": _check_child._check(asked)}
-        except _check_child.MistakeError as error:
+            return {"findings": check_child._check(request)}
+        except check_child.MistakeError as error:
             return {"mistake": str(error)}
 
     monkeypatch.setattr("socket.create_connection", refuse)
-    monkeypatch.setattr(import_module("headscope._commands.check"), "_ask", answer)
+    monkeypatch.setattr(import_module("headscope.cli._commands.check"), "_ask_child", answer)
 
 
 @pytest.mark.usefixtures("here")
@@ -173,7 +173,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     ("arguments", "said"),
     [
         (["exits.py:attend", "--embed-dim", "4"], "tried first (x) with x [2, 7, 4]: SystemExit: 0; give"),
-        (["small.py:attend"], "--embed-dim: missing; there are no weights to tell it from"),
+        (["small.py:attend"], "--embed-dim: missing; there are no weights to derive it from"),
         (["small.py:attend", "--args", ""], "attend: cannot be made with --args '': TypeError"),
         (["makes.py:fails"], "fails: cannot be made with --args '': RuntimeError: no"),
         (["makes.py:sometimes"], "--embed-dim: missing"),

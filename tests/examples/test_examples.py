@@ -223,7 +223,7 @@ Keys = Callable[[list[int], int], list[int]]
 def head_scores(
     model: torch.nn.Module, sequences: list[list[int]], rows: range, *keys_of: Keys
 ) -> list[tuple[Tensor, int]]:
-    """Return, for each `keys_of(sequence, i)`, the mean weight [layers, heads] over rows with such keys, and their number."""
+    """Return, by `keys_of(sequence, i)`, the mean weight [layers, heads] over rows with such keys, and how many."""
     totals, counts = torch.zeros(len(keys_of), 6, 8, dtype=torch.float64), [0] * len(keys_of)
     for first in range(0, len(sequences), 8):
         part = sequences[first : first + 8]

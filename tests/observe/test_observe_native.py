@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from headscope.masks import Dense, Documents, KeyLengths, Mask, Prefix, causal, 
 from headscope.stats import HeadStats
 from headscope.stats._layer import Moments, Packed, histogram_edges
 from support.native_targets import TARGETS, run
+from support.paths import TESTS
 
 pytestmark = pytest.mark.skipif(cpu.native is None, reason="the native extension is not installed")
 
@@ -34,7 +34,7 @@ B, H, HKV, Q, K, D, DV = 2, 6, 2, 131, 197, 23, 11
 # A slice of this file by each target, in a process of its own: of one that has imported what takes long.
 FORCED = """
 import os, sys, torch
-sys.path.insert(0, {folder!r})
+sys.path[:0] = {folders!r}
 import test_observe_native as tests
 
 def observe():
@@ -597,7 +597,7 @@ def test_of_equal_weights_the_first_are_named(bins: int) -> None:
 
 
 def test_each_target_observes_the_same() -> None:
-    done = run(FORCED.format(targets=TARGETS, folder=str(Path(__file__).parent)))
+    done = run(FORCED.format(targets=TARGETS, folders=[str(TESTS), str(TESTS / "observe")]))
     assert done.stdout == "".join(f"{target} 0\n" for target in TARGETS), done.stderr
 
 
