@@ -29,7 +29,7 @@ from headscope.stats._layer import Edges, HeadMap, Moments, MomentsTable, Packed
 
 QUANTITIES = (
     "lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "first", "distance",
-    "self", "previous", "next", "duplicate", "induction", "value_norm", "chance",
+    "self", "previous", "next", "duplicate", "induction", "value_norm", "chance", "second_weight",
 )  # fmt: skip
 """In the order of ``Quantity`` in csrc/interface/attention.h."""
 
