@@ -6,8 +6,6 @@ import copy
 import functools
 import math
 import pickle
-import subprocess
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +22,7 @@ from headscope._intercept.masks import split, to_rule
 from headscope.masks import Dense
 from headscope.stats import HeadStats, merge
 from headscope.watching import WatchError
+from support.forking import run_program
 from support.watched_small import Attention, Raw, Small, input_of
 
 # ---------------------------------------------------------------- which layers, and what they are
@@ -692,7 +691,7 @@ assert (sys.meta_path, torch.nn.Module.__call__) == (finders, call)
 
 
 def test_a_compiler_that_is_first_imported_while_a_model_is_watched_lets_it_run_as_it_is() -> None:
-    done = subprocess.run([sys.executable, "-c", COMPILED_WITHIN], capture_output=True, text=True, check=False)
+    done = run_program(COMPILED_WITHIN)
     assert done.returncode == 0, done.stderr
 
 
