@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from headscope._attend.call import as_whole, kind, number
 from headscope._intercept import module_names, patching, transformers
 from headscope._intercept.call import Call, WatchError, WatchWarning
 from headscope._intercept.frames import Frame
 from headscope._intercept.module_names import Choice
+from headscope._support.arguments import as_whole, kind, number
 from headscope.watching._edits import Choose, Layout
 
 __all__ = ["Ablation", "ablate", "head_importance"]

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from headscope._attend.call import whole
 from headscope._intercept import frames, module_names, patching, transformers
 from headscope._intercept.call import (
     COMPILED,
@@ -29,6 +28,7 @@ from headscope._intercept.call import (
 )
 from headscope._intercept.frames import Frame
 from headscope._intercept.module_names import Choice
+from headscope._support.arguments import whole
 from headscope.stats import HeadStats, Observe
 from headscope.stats._layer import LayerStats
 from headscope.watching._about import about_of
