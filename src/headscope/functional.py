@@ -18,12 +18,12 @@ from torch.nn import functional as F
 from headscope._attend import nonfinite, operators
 from headscope._attend.backends import blocked, native, sdpa
 from headscope._attend.backends.visibility import Pair, gradients_of_bad_inputs
-from headscope._attend.call import ORDINARY, Call, Options, as_mask, described, fold, fold_mask, form
+from headscope._attend.call import ORDINARY, Call, Options, described, fold, fold_mask, form
 from headscope._attend.interface import Backend, Inputs, Work, full_precision, is_lazy
 from headscope._attend.select import select
 from headscope._support.arguments import check_layout
 from headscope._support.torch_state import CONTEXT_PARALLEL, check_context_parallel, has_no_values, is_traced
-from headscope.masks import Mask, Plan
+from headscope.masks import Mask, Plan, as_mask, decode
 from headscope.stats import HeadStats, Observe
 
 __all__ = ["Attended", "attend", "attention", "observe"]
@@ -372,7 +372,7 @@ def _operate(
     """What the operator for the forward pass runs: the same as a call without gradients."""
     with torch.no_grad():
         numbers = (scale, softcap or None, dropout, True)
-        prepared = prepare(q, k, v, operators.decode(codes, parts), bias, sinks, numbers, backend)
+        prepared = prepare(q, k, v, decode(codes, parts), bias, sinks, numbers, backend)
         done = prepared.repeat(q, k, v, bias, sinks) if prepared.repeat is not None else None
         if done is None:
             inputs = Inputs(q, k, v, bias, sinks)
@@ -390,7 +390,7 @@ def _operate_backward(
     """What the operator for the backward pass runs; a gradient that is not wanted has no elements."""
     with torch.no_grad():
         numbers = (scale, softcap or None, dropout, True)
-        prepared = prepare(q, k, v, operators.decode(codes, parts), bias, sinks, numbers, backend)
+        prepared = prepare(q, k, v, decode(codes, parts), bias, sinks, numbers, backend)
         work = Work(prepared.call, prepared.plan, 0 if seed is None else int(seed))
         inputs = Inputs(q, k, v, bias, sinks)
         with full_precision(prepared.call):

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from headscope import functional  # noqa: F401  # pyright: ignore[reportUnusedImport]  # it registers the operators
-from headscope._attend.operators import Code
-from headscope.masks import FAR, UNBOUNDED, offset_limits
+from headscope.masks import FAR, UNBOUNDED, Code, offset_limits
 
 __all__ = ["translations"]
 
@@ -84,7 +83,7 @@ class _Masks:
         self.last = op.Sub(keys, queries)  # what stands bottom-right
 
     def of(self, codes: Sequence[int], parts: Sequence[Value]) -> Value:
-        """The mask that ``_operator.encode`` wrote down."""
+        """The mask that ``Mask.encode`` wrote."""
         op, numbers, tensors, made = self.op, iter(codes), iter(parts), list[Value]()
         for code in numbers:
             match code:

@@ -39,7 +39,6 @@ UPWARD_IMPORTS = {
     "_layouts.expressible -> module",
     "_layouts.table -> module._options",
     "_linear.layer -> _attend.backends.native",
-    "cache -> _attend.call",
     "module._multi_head -> layouts",
     "stats._files -> _attend.call",
 }
@@ -47,10 +46,8 @@ IN_CIRCLES = {  # within one package
     "_attend.eager _attend.operators",
 }
 LONG_FILES = {
-    "_attend.call",
     "functional",
     "layouts",
-    "masks",
     "module._multi_head",
     "positions",
 }
