@@ -209,7 +209,7 @@ def _observe(
         return eager.observe(tensors, mask, numbers, lse, what, places)
     _check_readable(*tensors[:3])
     from headscope._observe import aggregate
-    from headscope._observe.inputs import Given
+    from headscope._observe.inputs import Request
 
     if not isinstance(what, Observe):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"what: got {type(what).__name__}, wanted a headscope.Observe")
@@ -222,8 +222,8 @@ def _observe(
         prepared = prepare(q, k, values, mask, bias, sinks, numbers, "blocked")
         inputs = Inputs(*(x if x is None else x.detach() for x in canonical(prepared, q, k, values, bias, sinks)))  # pyright: ignore[reportArgumentType]
     call, known = prepared.call, prepared.mask
-    given = Given(call, known, prepared.plan, inputs, v is not None, lse, *places, what, prepared.before, False)
-    return aggregate.observe(given)
+    request = Request(call, known, prepared.plan, inputs, v is not None, lse, *places, what, prepared.before, False)
+    return aggregate.observe(request)
 
 
 def _check_readable(*tensors: Tensor | None) -> None:
@@ -253,13 +253,13 @@ def _attend_and_observe(
     if prepared.backend.name != native.name or call.form != "plain" or call.grad or call.bias_grad:
         return None
     from headscope._observe import aggregate
-    from headscope._observe.inputs import Given
+    from headscope._observe.inputs import Request
 
     inputs = canonical(prepared, q, k, v, bias, sinks)
     places = (None, None, "self", None)
     has_place = prepared.canonical and all(x.stride(-1) == 1 and not is_lazy(x) for x in (q, k, v))
-    given = Given(call, prepared.mask, prepared.plan, inputs, True, None, *places, what, prepared.before, has_place)
-    done = aggregate.attend(given)
+    request = Request(call, prepared.mask, prepared.plan, inputs, True, None, *places, what, prepared.before, has_place)
+    done = aggregate.attend(request)
     if done is None:
         return None
     out, lse, stats = done

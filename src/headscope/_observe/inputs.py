@@ -136,9 +136,6 @@ class Request:
     """q, k and v are as they came, with a last stride of 1; ``before`` is then looked into for them."""
 
 
-Given = Request  # TODO of the merge: ``functional`` and ``measure`` import this name
-
-
 def value_norms(v: Tensor, call: Call) -> Tensor:
     """Of values [B, Hkv, K, Dv], in the dtype of the arithmetic."""
     return torch.linalg.vector_norm(v, dim=-1, dtype=accumulate_dtype(call.dtype))
