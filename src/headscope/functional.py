@@ -18,9 +18,10 @@ from torch.nn import functional as F
 from headscope._attend import nonfinite, operators
 from headscope._attend.backends import blocked, native, sdpa
 from headscope._attend.backends.visibility import Pair, gradients_of_bad_inputs
-from headscope._attend.call import ORDINARY, Call, Options, as_mask, check_layout, described, fold, fold_mask, form
+from headscope._attend.call import ORDINARY, Call, Options, as_mask, described, fold, fold_mask, form
 from headscope._attend.interface import Backend, Inputs, Work, full_precision, is_lazy
 from headscope._attend.select import select
+from headscope._support.arguments import check_layout
 from headscope._support.torch_state import CONTEXT_PARALLEL, check_context_parallel, has_no_values, is_traced
 from headscope.masks import Mask, Plan
 from headscope.stats import HeadStats, Observe

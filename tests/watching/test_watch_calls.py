@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import headscope
 from headscope import Observe, Recording, watch
 from headscope._intercept import call
-from headscope._intercept.masks import known, split
+from headscope._intercept.masks import split, to_rule
 from headscope.masks import Dense
 from headscope.stats import HeadStats, merge
 from headscope.watching import WatchError
@@ -480,7 +480,7 @@ def test_masks_that_are_met_often_are_known_by_their_rule() -> None:
         back[0],
     ]
     for seen in (*rules, *others):
-        found = known(seen)
+        found = to_rule(seen)
         assert isinstance(found, Dense) == any(seen is other for other in others)
         sizes = (len(seen) if seen.ndim == 4 else 1, seen.shape[-3], seen.shape[-2], seen.shape[-1])
         assert torch.equal(found.dense(*sizes), seen.expand(sizes))

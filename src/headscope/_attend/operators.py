@@ -29,7 +29,7 @@ from headscope._attend.interface import (
     accumulate_dtype,
     refuse_tangents,
 )
-from headscope.masks import FAR, And, Band, Dense, Documents, KeyLengths, Mask, Or, Prefix
+from headscope.masks import And, Band, Dense, Documents, KeyLengths, Mask, Or, Prefix, reach
 
 FORWARD, BACKWARD = "headscope::attend_forward", "headscope::attend_backward"
 # softcap 0 is none; seed: one int64, wanted where there is dropout; backend: the name of the one that runs
@@ -109,7 +109,7 @@ def encode(
     """
     # no match: the compiler of older versions of torch cannot read one with classes
     if isinstance(mask, Band):
-        codes += [Code.BAND, _reach(mask.left), _reach(mask.right)]
+        codes += [Code.BAND, reach(mask.left), reach(mask.right)]
         if mask.offset is None:
             codes += [Code.NO_OFFSET]
         elif isinstance(mask.offset, Tensor):
@@ -155,11 +155,6 @@ def decode(codes: Sequence[int], parts: Sequence[Tensor]) -> Mask | None:
                 second, first = made.pop(), made.pop()
                 made.append(first & second if code == Code.BOTH else first | second)
     return made[0] if made else None
-
-
-def _reach(n: int | None) -> int:
-    """A reach of a band as a number: unbounded is further than any sequence is long."""
-    return FAR if n is None else max(-FAR, min(n, FAR))
 
 
 def _band(left: int, right: int, numbers: Iterator[int], tensors: Iterator[Tensor]) -> Band:

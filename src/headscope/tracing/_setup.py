@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from headscope._attend import call
-from headscope._attend.call import FLOATS, as_mask, check_mask, kind
+from headscope._attend.call import FLOATS, as_mask, check_mask
+from headscope._support.arguments import kind
 from headscope.masks import Band, Mask, causal
 from headscope.module import MultiHeadAttention
 

@@ -27,7 +27,7 @@ Index: TypeAlias = "int | Tensor"
 Sizes: TypeAlias = "tuple[int, int, int, int]"
 
 FAR = 1 << 48  # positions; no sequence is longer
-LAST_OFFSET = 1 << 61  # further ones count as this: added to a position, int64 must not overflow
+UNBOUNDED = (1 << 63) - 1  # the reach of a band without one; ``sys.maxsize``
 PLANS = 64  # plans kept with a mask that holds tensors
 SMALL = 16  # numbers that compare faster as a list than by a call of torch
 
@@ -133,8 +133,8 @@ class Band(Mask):
     Query i stands at position ``i + offset`` and may see keys from ``position - left`` to ``position + right``.
 
     Args:
-        left: how many positions back, ``None`` = all.
-        right: how many positions ahead, ``None`` = all.
+        left: how many positions back, ``None`` = all; so are ``sys.maxsize`` and more.
+        right: how many positions ahead, ``None`` = all; so are ``sys.maxsize`` and more.
         offset: the position of query 0: one number, or one for each batch entry (a sequence or a tensor [B]). By
             default K - Q: the queries are the last Q positions (bottom-right). torch's ``is_causal`` is top-left:
             ``offset=0``.
@@ -155,15 +155,16 @@ class Band(Mask):
         if isinstance(offset, tuple):
             offset = torch.tensor(offset, device=b.device if isinstance(b, Tensor) else None)
         if isinstance(offset, Tensor):
-            offset = _within_reach(offset)
             offset = offset[b] if offset.ndim else offset
-        # without an offset and without sizes (see `at`) the queries start where the keys do
-        gap = j - (i + (0 if offset is None else offset))
+        if offset is None:  # and no sizes (see `at`): the queries start where the keys do
+            offset = 0
+        left, right = reach(self.left), reach(self.right)
+        gap = j - i - offset * 0  # of the shape of all three
         seen = torch.ones_like(gap, dtype=torch.bool) if isinstance(gap, Tensor) else torch.tensor(True)
-        if self.left is not None:
-            seen = seen & (gap >= -_reach(self.left))
-        if self.right is not None:
-            seen = seen & (gap <= _reach(self.right))
+        if left < UNBOUNDED:
+            seen = seen & (gap >= _shifted(offset, -left))
+        if right < UNBOUNDED:
+            seen = seen & (gap <= _shifted(offset, right))
         return seen
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -648,21 +649,34 @@ def _band(mask: Band, sizes: Sizes, device: torch.device) -> Tensor:
     _, _, queries, keys = sizes
     offset = 0 if mask.offset is None else mask.offset  # a number stays one: it may be a compiler's
     if isinstance(offset, (Tensor, tuple)):
-        offset = _within_reach(torch.as_tensor(offset, device=device)).reshape(-1, 1)  # [B, 1]
-    position = torch.arange(queries, device=device)[None] + offset  # [B or 1, Q]
-    low = position - _reach(mask.left) if mask.left is not None else torch.zeros_like(position)
-    high = position + _reach(mask.right) + 1 if mask.right is not None else torch.full_like(position, keys)
+        offset = torch.as_tensor(offset, device=device).reshape(-1, 1)  # [B, 1]
+    left, right = reach(mask.left), reach(mask.right)
+    i = torch.arange(queries, device=device)[None]  # [1, Q]
+    rows = i.expand(len(offset), queries) if isinstance(offset, Tensor) else i  # [B or 1, Q]
+    low = i + _shifted(offset, -left) if left < UNBOUNDED else torch.zeros_like(rows)
+    high = i + _shifted(offset, right + 1) if right < UNBOUNDED else torch.full_like(rows, keys)
     return _span(low, high, keys)
 
 
-def _reach(n: int) -> int:
-    """A reach as wide as anybody needs, so that ``sys.maxsize`` for "unbounded" does not overflow."""
-    return max(-FAR, min(n, FAR))
+def reach(n: int | None) -> int:
+    """Return how far a band reaches, as 64 bits hold it; ``UNBOUNDED`` where it has no end."""
+    return UNBOUNDED if n is None else max(-UNBOUNDED, min(n, UNBOUNDED))
 
 
-def _within_reach(offset: Tensor) -> Tensor:
-    """Bound offsets to what can be added to a position. No reach spans so many positions, so nothing else changes."""
-    return offset.long().clamp(-LAST_OFFSET, LAST_OFFSET)
+def _shifted(offset: int | Tensor, by: int) -> int | Tensor:
+    """Add a number of up to 64 bits to an offset: exact within ``FAR``, and beyond it at least on the right side."""
+    if isinstance(offset, Tensor):
+        low, high = offset_limits(by)
+        return offset.long().clamp(low, high) + by
+    if isinstance(offset, torch.SymInt) or is_dynamo_compiling():  # checked; a comparison would become a guard
+        return offset + max(-2 * FAR, min(by, 2 * FAR))
+    return max(-FAR, min(offset + by, FAR))
+
+
+def offset_limits(by: int) -> tuple[int | None, int | None]:
+    """Return between which offsets ``offset + by`` stays within ``FAR``; None where every offset of 64 bits does."""
+    low, high = -FAR - by, FAR - by
+    return low if low > -UNBOUNDED else None, high if high < UNBOUNDED else None
 
 
 def _documents(mask: Documents, keys: int) -> tuple[Tensor, Mask | None]:
