@@ -49,7 +49,6 @@ LONG_FILES = {
     "functional",
     "layouts",
     "module._multi_head",
-    "positions",
 }
 LONG_FUNCTIONS = {"module._multi_head.__init__"}
 MOST_PRIVATE_IMPORTS = 73  # of another package's private modules; those of _support and _attend are free
