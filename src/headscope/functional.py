@@ -18,11 +18,12 @@ from torch.nn import functional as F
 from headscope._attend import nonfinite, operators
 from headscope._attend.backends import blocked, native, sdpa
 from headscope._attend.backends.visibility import Pair, gradients_of_bad_inputs
-from headscope._attend.call import ORDINARY, Call, Options, as_mask, check_layout, described, fold, fold_mask, form
+from headscope._attend.call import ORDINARY, Call, Options, described, fold, fold_mask, form
 from headscope._attend.interface import Backend, Inputs, Work, full_precision, is_lazy
 from headscope._attend.select import select
+from headscope._support.arguments import check_layout
 from headscope._support.torch_state import CONTEXT_PARALLEL, check_context_parallel, has_no_values, is_traced
-from headscope.masks import Mask, Plan
+from headscope.masks import Mask, Plan, as_mask, decode
 from headscope.stats import HeadStats, Observe
 
 __all__ = ["Attended", "attend", "attention", "observe"]
@@ -208,7 +209,7 @@ def _observe(
         return eager.observe(tensors, mask, numbers, lse, what, places)
     _check_readable(*tensors[:3])
     from headscope._observe import aggregate
-    from headscope._observe.inputs import Given
+    from headscope._observe.inputs import Request
 
     if not isinstance(what, Observe):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"what: got {type(what).__name__}, wanted a headscope.Observe")
@@ -221,8 +222,8 @@ def _observe(
         prepared = prepare(q, k, values, mask, bias, sinks, numbers, "blocked")
         inputs = Inputs(*(x if x is None else x.detach() for x in canonical(prepared, q, k, values, bias, sinks)))  # pyright: ignore[reportArgumentType]
     call, known = prepared.call, prepared.mask
-    given = Given(call, known, prepared.plan, inputs, v is not None, lse, *places, what, prepared.before, False)
-    return aggregate.observe(given)
+    request = Request(call, known, prepared.plan, inputs, v is not None, lse, *places, what, prepared.before, False)
+    return aggregate.observe(request)
 
 
 def _check_readable(*tensors: Tensor | None) -> None:
@@ -252,13 +253,13 @@ def _attend_and_observe(
     if prepared.backend.name != native.name or call.form != "plain" or call.grad or call.bias_grad:
         return None
     from headscope._observe import aggregate
-    from headscope._observe.inputs import Given
+    from headscope._observe.inputs import Request
 
     inputs = canonical(prepared, q, k, v, bias, sinks)
     places = (None, None, "self", None)
     has_place = prepared.canonical and all(x.stride(-1) == 1 and not is_lazy(x) for x in (q, k, v))
-    given = Given(call, prepared.mask, prepared.plan, inputs, True, None, *places, what, prepared.before, has_place)
-    done = aggregate.attend(given)
+    request = Request(call, prepared.mask, prepared.plan, inputs, True, None, *places, what, prepared.before, has_place)
+    done = aggregate.attend(request)
     if done is None:
         return None
     out, lse, stats = done
@@ -371,7 +372,7 @@ def _operate(
     """What the operator for the forward pass runs: the same as a call without gradients."""
     with torch.no_grad():
         numbers = (scale, softcap or None, dropout, True)
-        prepared = prepare(q, k, v, operators.decode(codes, parts), bias, sinks, numbers, backend)
+        prepared = prepare(q, k, v, decode(codes, parts), bias, sinks, numbers, backend)
         done = prepared.repeat(q, k, v, bias, sinks) if prepared.repeat is not None else None
         if done is None:
             inputs = Inputs(q, k, v, bias, sinks)
@@ -389,7 +390,7 @@ def _operate_backward(
     """What the operator for the backward pass runs; a gradient that is not wanted has no elements."""
     with torch.no_grad():
         numbers = (scale, softcap or None, dropout, True)
-        prepared = prepare(q, k, v, operators.decode(codes, parts), bias, sinks, numbers, backend)
+        prepared = prepare(q, k, v, decode(codes, parts), bias, sinks, numbers, backend)
         work = Work(prepared.call, prepared.plan, 0 if seed is None else int(seed))
         inputs = Inputs(q, k, v, bias, sinks)
         with full_precision(prepared.call):

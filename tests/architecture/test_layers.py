@@ -39,28 +39,20 @@ UPWARD_IMPORTS = {
     "_layouts.expressible -> module",
     "_layouts.table -> module._options",
     "_linear.layer -> _attend.backends.native",
-    "_linear.layer -> _attend.call",
-    "cache -> _attend.call",
-    "heads -> watching._edits",
     "module._multi_head -> layouts",
-    "positions -> _attend.call",
     "stats._files -> _attend.call",
-    "stats._head_stats -> _attend.call",
-    "stats._options -> _attend.call",
 }
 IN_CIRCLES = {  # within one package
     "_attend.eager _attend.operators",
 }
 LONG_FILES = {
-    "_attend.call",
     "functional",
     "layouts",
-    "masks",
     "module._multi_head",
     "positions",
 }
 LONG_FUNCTIONS = {"module._multi_head.__init__"}
-MOST_PRIVATE_IMPORTS = 97  # of another package's private modules; those of _support and _attend are free
+MOST_PRIVATE_IMPORTS = 73  # of another package's private modules; those of _support and _attend are free
 
 ROOT = Path(headscope.__file__).parent
 

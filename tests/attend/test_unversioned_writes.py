@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,7 +22,8 @@ from headscope import Observe, attend, attention, watch
 from headscope._support.fingerprint import Fingerprint
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, causal
 from headscope.report.serving import RefusedError, Server
-from headscope.stats._tiles import kept_of
+from headscope.stats._tiles import weights_of
+from support.forking import run_ranks
 from support.paths import PROGRAMS
 from support.programs.collective_masks import MASKS
 from support.watched_small import Raw
@@ -59,23 +58,8 @@ def inputs(*, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
 def received(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bool, bool]]:
     """What rank 1 of two processes finds: whether a cached mask is right, and whether the new contents matter."""
     store = tmp_path_factory.mktemp("gloo") / "store"
-    program = PROGRAMS / "collective_masks.py"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(rank), str(store)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        ended = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], ended
-    return json.loads(ended[1][0].splitlines()[-1])  # behind what older versions of gloo print
+    out = run_ranks(PROGRAMS / "collective_masks.py", str(store))[1]
+    return json.loads(out.splitlines()[-1])  # behind what older versions of gloo print
 
 
 @pytest.mark.parametrize("collective", ["broadcast", "all_reduce", "scatter", "recv", "irecv"])
@@ -286,7 +270,7 @@ def test_tiles_do_not_follow_the_lse_that_was_given() -> None:
 @pytest.mark.parametrize("what", ["bias", "mask"])
 def test_weights_prepared_for_a_page_are_refused_once_their_bias_or_mask_has_been_written_to(what: str) -> None:
     tensor = TILED[what]()
-    kept = kept_of(tiles_of(what, tensor).parts["0"].last_tiles)
+    kept = weights_of(tiles_of(what, tensor).parts["0"].last_tiles)
     kept.piece(0, 0, (0, 7), (0, 7))
     write("data", tensor, tensor.flip(0))
     with pytest.raises(ValueError, match=rf"tile: {what} \[1, 1, 7, 7\] has been written to"):

@@ -20,7 +20,7 @@ from headscope import functional, nn_compat
 from headscope._intercept import call as calls
 from headscope._intercept import frames, fused, softmax, torch_modules
 from headscope._intercept.call import Call
-from headscope.masks import Mask, Turned, turned
+from headscope.masks import Mask, ReversedBand
 from headscope.module import MultiHeadAttention
 
 
@@ -148,17 +148,19 @@ def _multi_head(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     frame = frames.innermost()
     if frame is None or frame.quiet:
         return F.multi_head_attention_forward(*args, **kwargs)
-    given = frames.bound(F.multi_head_attention_forward, args, kwargs)
-    factors = frame.factors(given["num_heads"]) if "num_heads" in given else None  # without it, torch will complain
+    arguments = frames.bound(F.multi_head_attention_forward, args, kwargs)
+    factors = (
+        frame.factors(arguments["num_heads"]) if "num_heads" in arguments else None
+    )  # without it, torch will complain
     if factors is None:
         out = F.multi_head_attention_forward(*args, **kwargs)
     else:  # the heads meet only in the output projection
         changed: dict[str, Any] = {
-            **given,
-            "out_proj_weight": torch_modules.of_heads(given["out_proj_weight"], factors),
+            **arguments,
+            "out_proj_weight": torch_modules.of_heads(arguments["out_proj_weight"], factors),
         }
         out = F.multi_head_attention_forward(**changed)
-    frame.see(lambda: torch_modules.functional_call(given))
+    frame.see(lambda: torch_modules.functional_call(arguments))
     return out
 
 
@@ -203,7 +205,7 @@ def headscope_attention(
 
 def _first_first(q: Tensor, mask: Any, bias: Tensor | None, lse: Tensor | None) -> dict[str, Any]:
     """What depends on queries, in their usual order where our module has them last first."""
-    if isinstance(mask, Mask) and bias is not None and any(isinstance(leaf, Turned) for leaf in mask.leaves()):
-        mask, q, bias = turned(mask, q.shape[-2], bias.shape[-1]), q.flip(-2), bias.flip(-2)
+    if isinstance(mask, Mask) and bias is not None and any(isinstance(leaf, ReversedBand) for leaf in mask.leaves()):
+        mask, q, bias = mask.reverse_queries(q.shape[-2], bias.shape[-1]), q.flip(-2), bias.flip(-2)
         lse = None if lse is None else lse.flip(-1)
     return {"q": q, "mask": mask, "bias": bias, "lse": lse}

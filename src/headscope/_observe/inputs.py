@@ -36,6 +36,7 @@ class Work:
         bins: of the map; 0 = none.
         edges, top: how many of the largest weights of a head and of a row; 0 = none.
         windows: the distances of window_{w}.
+        extra: the row quantities on request.
     """
 
     rows: bool
@@ -45,6 +46,7 @@ class Work:
     edges: int
     top: int
     windows: tuple[float, ...]
+    extra: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,9 +136,6 @@ class Request:
     """q, k and v are as they came, with a last stride of 1; ``before`` is then looked into for them."""
 
 
-Given = Request  # TODO of the merge: ``functional`` and ``measure`` import this name
-
-
 def value_norms(v: Tensor, call: Call) -> Tensor:
     """Of values [B, Hkv, K, Dv], in the dtype of the arithmetic."""
     return torch.linalg.vector_norm(v, dim=-1, dtype=accumulate_dtype(call.dtype))
@@ -144,7 +143,16 @@ def value_norms(v: Tensor, call: Call) -> Tensor:
 
 def to_work(what: Observe) -> Work:
     """Return what has to be reduced for these options."""
-    return Work(what.row_stats, what.keep_rows, what.received, what.map or 0, what.edges, what.top, tuple(what.windows))
+    return Work(
+        rows=what.row_stats,
+        argmax=what.keep_rows,
+        received=what.received,
+        bins=what.map or 0,
+        edges=what.edges,
+        top=what.top,
+        windows=tuple(what.windows),
+        extra=tuple(what.extra),
+    )
 
 
 def _clean(scene: Scene) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headscope._attend.call import check_scale, check_softcap
-from headscope._support.files import amiss, replace
+from headscope._support.files import describe_obstacle, replace
 from headscope.masks import FAR
 from headscope.stats._checks import (
     MOMENTS,
@@ -44,7 +44,7 @@ from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
 from headscope.stats._origin import UNKNOWN, LayerOrigin, Origin, Part
 from headscope.stats._quantities import histogram_edges
 from headscope.stats._tensor_file import NoTensorsError, TensorFile
-from headscope.stats._tiles import KeptWeights, kept_of
+from headscope.stats._tiles import KeptWeights, weights_of
 
 VERSION = 1
 _ORIGIN_VERSION = 1
@@ -77,7 +77,7 @@ def save(
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
     check_utf8(path)
-    if (reason := amiss(path)) is not None:
+    if (reason := describe_obstacle(path)) is not None:
         raise FileExistsError(f"{path}: {reason}")
     if path.exists() and not force and not is_statistics(path):
         raise FileExistsError(
@@ -107,7 +107,7 @@ def load(path: Path) -> tuple[dict[str, LayerStats], Origin | None]:
     """Return layer -> its statistics, and what they are of; see ``HeadStats.load``."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
-    if (why := amiss(path)) is not None:
+    if (why := describe_obstacle(path)) is not None:
         raise ValueError(f"{path}: {why}")
     check_utf8(path)
     try:
@@ -204,7 +204,7 @@ def _read_layer_origin(header: dict[str, Any]) -> LayerOrigin:
 
 def _store_qk(tiles: Any, under: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """File the q, k and lse of a run."""
-    weights = kept_of(tiles)
+    weights = weights_of(tiles)
     tensors |= {f"{under}/{name}": x for name, x in weights.tensors().items()}
     return weights.metadata()
 
