@@ -317,6 +317,7 @@ class _Gauge(_Acting):
         self.chosen = choose(modules)
         self.learn = learn
         self.scales: dict[str, Tensor] = {}
+        self.without_gradients: set[str] = set()  # layers that ran while gradients were disabled
 
     def means(self, name: str) -> bool:
         """Whether a layer was chosen."""
@@ -324,6 +325,8 @@ class _Gauge(_Acting):
 
     def factors(self, name: str, heads: int) -> Tensor | None:
         """The layer's factors."""
+        if not torch.is_grad_enabled():
+            self.without_gradients.add(name)
         if name not in self.scales:
             with torch.inference_mode(False):
                 factors = torch.ones(heads, dtype=torch.float64, device="cpu", requires_grad=self.learn)
@@ -335,21 +338,39 @@ class _Gauge(_Acting):
 @torch.enable_grad()
 def _by_gradient(model: nn.Module, loss_fn: Loss, gauge: _Gauge) -> dict[str, Tensor]:
     losses = _losses(loss_fn(model), gauge)
-    if not losses.requires_grad:
-        raise ValueError("loss_fn: its loss has no gradient; the model ran under torch.no_grad(), or it was detached")
     names, scales = list(gauge.scales), list(gauge.scales.values())
+    if not losses.requires_grad:
+        if gauge.without_gradients:
+            raise _missing_gradients(names)
+        raise ValueError("loss_fn: its loss has no gradient; the model ran under torch.no_grad(), or it was detached")
     importance: dict[str, Tensor] = {}
     for n, loss in enumerate(losses):
-        grads: Any = torch.autograd.grad(loss, scales, retain_graph=n + 1 < len(losses), allow_unused=True)
+        try:
+            grads: Any = torch.autograd.grad(loss, scales, retain_graph=n + 1 < len(losses), allow_unused=True)
+        except RuntimeError as error:  # torch's, which names no layer
+            if gauge.without_gradients:
+                raise _missing_gradients(sorted(gauge.without_gradients)) from error
+            raise
         for name, grad in zip(names, grads, strict=True):
             if grad is not None:
                 importance[name] = importance.get(name, 0.0) + grad.abs() / len(losses)
-    if lost := [name for name in names if name not in importance]:
+    lost = [name for name in names if name not in importance]
+    if disabled := [name for name in lost if name in gauge.without_gradients]:
+        raise _missing_gradients(disabled)
+    if lost:
         raise ValueError(
-            f"loss_fn: its loss does not depend on the heads of {', '.join(lost)}: their output is not used, or they "
-            "ran without gradients; leave them out with layers="
+            f"loss_fn: its loss does not depend on the heads of {', '.join(lost)}: their output is not used; leave "
+            "them out with layers="
         )
     return importance
+
+
+def _missing_gradients(layers: list[str]) -> ValueError:
+    return ValueError(
+        f"loss_fn: no gradient reaches the heads of {', '.join(layers)}: they ran under torch.no_grad(), or in "
+        "activation checkpointing with use_reentrant=True, which disables gradients; pass use_reentrant=False to the "
+        'checkpoint, leave the layers out with layers=, or use method="ablation"'
+    )
 
 
 @torch.no_grad()
