@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from headscope import functional  # noqa: F401  # pyright: ignore[reportUnusedImport]  # it registers the operators
 from headscope._attend.operators import Code
 from headscope.masks import FAR
 

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headscope
 from headscope import HeadStats, Observe, attend, comparing, decisions, functional, masks, observe
+from headscope._attend import prepare
 from headscope._observe.inputs import _frames
 from headscope._observe.native import borders_of
 from headscope.masks import Band, KeyLengths, Mask, Prefix, causal, window
@@ -49,10 +50,10 @@ def test_what_was_called_before_does_not_matter() -> None:
     )
     fresh = []
     for said in calls:
-        functional._kept.clear()
+        prepare.prepared_calls.clear()
         masks._plan_by_value.cache_clear()
         fresh.append(headscope.attention(**given, **said))
-    functional._kept.clear()
+    prepare.prepared_calls.clear()
     masks._plan_by_value.cache_clear()
     with torch.inference_mode():
         kept = [headscope.attention(**given, **said) for said in calls]
@@ -71,7 +72,7 @@ def test_what_was_called_before_does_not_matter() -> None:
 @pytest.mark.parametrize("run", [headscope.attention, headscope.attend])
 def test_gradients_flow_whether_or_not_the_same_call_ran_without_them(run: Any, name: str) -> None:
     """The same tensors, so that nothing but the grad mode differs."""
-    functional._kept.clear()
+    prepare.prepared_calls.clear()
     given = {**tensors(torch.float32), "bias": torch.zeros(Q, K), "sinks": torch.zeros(H)}
     given = given if name in ("bias", "sinks") else {each: given[each] for each in ("q", "k", "v")}
 
@@ -93,7 +94,7 @@ def test_gradients_flow_whether_or_not_the_same_call_ran_without_them(run: Any, 
 @pytest.mark.parametrize("name", ["bias", "sinks"])
 def test_a_tensor_that_learns_has_its_gradient_after_one_that_does_not(name: str) -> None:
     given, sizes = tensors(torch.float32), {"bias": (H, 1, K), "sinks": (H,)}
-    functional._kept.clear()
+    prepare.prepared_calls.clear()
     headscope.attention(**given, **{name: torch.zeros(sizes[name])})
     leaf = torch.zeros(sizes[name], requires_grad=True)
     (found,) = torch.autograd.grad(headscope.attention(**given, **{name: leaf}).square().sum(), leaf)
@@ -101,12 +102,11 @@ def test_a_tensor_that_learns_has_its_gradient_after_one_that_does_not(name: str
     torch.testing.assert_close(found, torch.autograd.grad(exact.square().sum(), leaf)[0], rtol=1e-4, atol=1e-5)
 
 
-def test_the_table_of_kept_calls_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "_KEPT", 5)
-    functional._kept.clear()
+def test_the_table_of_prepared_calls_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "prepared_calls", prepare.PreparedCalls(most=5))
     for keys in range(1, 17):
         headscope.attention(torch.zeros(1, 1, D), torch.zeros(1, keys, D), torch.zeros(1, keys, D))
-        assert len(functional._kept) <= 5
+        assert len(prepare.prepared_calls) <= 5
 
 
 # ---------------------------------------------------------------- modes of torch
@@ -145,7 +145,7 @@ def test_the_default_device_does_not_matter(said: dict[str, Any]) -> None:
 
 def forget() -> None:
     """As in a new process."""
-    for kept in (functional._kept, _frames):
+    for kept in (prepare.prepared_calls, _frames):
         kept.clear()
     for made in (borders_of, masks._plan_by_value):
         made.cache_clear()

@@ -11,7 +11,8 @@ from support.attention_cases import ANY, BY, HKV, B, D, H, K, Q, gradients, run_
 from torch import Tensor
 
 import headscope
-from headscope import functional, masks
+from headscope import masks
+from headscope._attend import prepare
 from headscope.masks import KeyLengths, Prefix, causal
 
 
@@ -120,7 +121,7 @@ def test_strides_of_masks_and_biases(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BY, indirect=True)
 def test_biases_of_one_shape_and_other_strides_in_turn(backend: str) -> None:
-    functional._kept.clear()
+    prepare.prepared_calls.clear()
     given, wide = tensors(torch.float64), torch.randn(H, B, Q, K, dtype=torch.float64)
     bias = wide.transpose(0, 1)
     exact = oracle.attention(**given, bias=bias).out
@@ -130,7 +131,7 @@ def test_biases_of_one_shape_and_other_strides_in_turn(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ANY, indirect=True)
 def test_strides_of_sinks(backend: str) -> None:
-    functional._kept.clear()
+    prepare.prepared_calls.clear()
     given, wide = tensors(torch.float64), torch.linspace(-3, 3, 2 * H, dtype=torch.float64)
     for sinks in (wide[::2], wide[1::2].contiguous(), wide[::2], wide[:1].expand(H)):
         exact = oracle.attention(**given, sinks=sinks).out

@@ -7,13 +7,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from support import oracle
 from torch import Tensor
 
 import headscope
 from headscope._attend.backends import native
 from headscope._attend.interface import accumulate_dtype
 from headscope.masks import Band, Dense, Documents, KeyLengths, Prefix, causal, window
+from support import oracle
 
 B, H, HKV, Q, K, D = 2, 6, 3, 11, 13, 5
 SIZES = (B, H, Q, K)

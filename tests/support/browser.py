@@ -11,10 +11,10 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 import pytest
 import torch
-from support.html_pages import HOSTILE, browser
 
 from headscope import Observe, masks, observe
 from headscope.watching import About, Recording
+from support.html_pages import HOSTILE, browser
 
 try:
     from playwright.sync_api import BrowserContext, Page, sync_playwright

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from support.watched_models import Case, Layer, band, real, spread
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import headscope
 from headscope.masks import KeyLengths, causal
+from support.watched_models import Case, Layer, band, real, spread
 
 WIDTH = 24
 HALF = torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(2))

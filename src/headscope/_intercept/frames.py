@@ -27,12 +27,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from headscope import functional, nn_compat
+from headscope import nn_compat
+from headscope._attend import hook
+from headscope._attend.context_parallel import CONTEXT_PARALLEL, check_context_parallel
+from headscope._attend.run import run
 from headscope._intercept import call as _watch_calls
 from headscope._intercept import dynamo, masks, module_names, softmax, torch_modules
 from headscope._intercept.call import Call
 from headscope._support.fingerprint import Fingerprint
-from headscope._support.torch_state import CONTEXT_PARALLEL, check_context_parallel, has_no_values
+from headscope._support.torch_state import has_no_values
 from headscope.masks import Mask, Turned, turned
 from headscope.module import MultiHeadAttention
 
@@ -253,7 +256,7 @@ def open_(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
                 nn.Module.__call__ = call
                 if call is _call:
                     sys.meta_path.insert(0, _IMPORT)
-                functional.watched = _headscope_attention
+                hook.install(_headscope_attention)
                 torch.overrides.has_torch_function = _has_torch_function
                 for install, _ in patches:
                     install()
@@ -307,7 +310,7 @@ def _close(watcher: Watcher) -> None:
             nn.Module.__call__ = _original_call
             if _IMPORT in sys.meta_path:
                 sys.meta_path.remove(_IMPORT)
-            functional.watched = None
+            hook.install(None)
             torch.overrides.has_torch_function = _has_torch_function_originally
             for _, remove in patches:
                 remove()
@@ -515,28 +518,28 @@ def _native(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _headscope_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None, sinks: Tensor | None, numbers: Any, backend: Any
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    scale: float | None, softcap: float | None, dropout: float, lse: bool, backend: str | None, /,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """``headscope.attention`` and ``attend`` while a watch is open."""
     frame = innermost()
     if frame is None or frame.quiet or not frame.active:
-        return functional._run(q, k, v, mask, bias, sinks, numbers, backend)
+        return run(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
     with frame.quietly():  # the backend may be SDPA
-        out, lse = functional._run(q, k, v, mask, bias, sinks, numbers, backend)
-    scale, softcap = numbers[:2]
+        out, row_lse = run(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
     kind = None
     if isinstance(frame.module, MultiHeadAttention):
         kind = "self" if frame.argument("context", 1) is None else "cross"
     elif isinstance(frame.module, nn_compat.MultiheadAttention):
         kind = "self" if torch_modules.same(frame.argument("query", 0), frame.argument("key", 1)) else "cross"
     said: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "kind": kind}
-    frame.see(lambda: Call(k=k, v=v, **_first_first(q, mask, bias, lse), **said))
+    frame.see(lambda: Call(k=k, v=v, **_first_first(q, mask, bias, row_lse), **said))
     scaled = frame.scaled(out, -3)  # [B, H, Q, Dv]
     if scaled is not out and isinstance(frame.module, MultiHeadAttention) and frame.module.bias_k is not None:
         raise _watch_calls.WatchError(
             "heads: this module has bias_kv, whose value joins the heads' outputs later and cannot be reached"
         )
-    return scaled, lse
+    return scaled, row_lse
 
 
 def _first_first(q: Tensor, mask: Any, bias: Tensor | None, lse: Tensor | None) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headscope import functional as ours
+from headscope._attend import hook
+from headscope._attend.run import run
 
 NONE, MIXED = -1, -2  # instead of a token or a feature: there is none; there are several
 LARGEST = 1 << 24  # numbers with an id: beyond that a forward pass is not followed
@@ -572,14 +573,14 @@ def _attend(
 @contextmanager
 def headscope_spelled() -> Generator[list[int]]:
     """Our own attention by its definition while this is open; the list gets an entry for each call."""
-    before, calls = ours.watched, list[int]()
+    calls = list[int]()
 
-    def attend(q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, numbers: Any, backend: Any) -> Any:
+    def attend(
+        q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any,
+        scale: Any, softcap: Any, dropout: Any, lse: Any, backend: Any, /,
+    ) -> Any:  # fmt: skip
         calls.append(1)
-        return ours._run(q, k, v, mask, bias, sinks, numbers, "reference")
+        return run(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, "reference")
 
-    ours.watched = attend
-    try:
+    with hook.intercepting(attend):
         yield calls
-    finally:
-        ours.watched = before
