@@ -79,7 +79,7 @@ def measure(shape: str, dtype: str, busy: int, calls: int) -> dict[str, object]:
         torch.randn(batch, n, length, width, generator=generator).to(DTYPES[dtype])
         for n, length in ((heads, queries), (kv_heads, keys), (kv_heads, keys))
     )
-    peers = {
+    peers: dict[str, Callable[[], object]] = {
         "headscope": lambda: headscope.attention(q, k, v),
         "torch": lambda: scaled_dot_product_attention(q, k, v),
     }

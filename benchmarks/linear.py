@@ -52,7 +52,7 @@ def main() -> None:
         entry["target"] = cpu.native.target()
     with torch.no_grad():
         for dtype, name in layer.DTYPES.items():
-            routes: dict[str, layer.Product] = {"torch": F.linear}
+            routes: dict[str, Any] = {"torch": F.linear}
             if dtype is torch.float32 and (onednn := layer.onednn()) is not None:
                 routes["onednn"] = onednn
             if cpu.native is not None and cpu.native.multiplies(cpu.CODES[dtype], 2):
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def measured(
-    rows: int, width: int, outs: int, dtype: torch.dtype, routes: dict[str, layer.Product], seconds: float,
+    rows: int, width: int, outs: int, dtype: torch.dtype, routes: dict[str, Any], seconds: float,
     *, grad: bool = False,
 ) -> Speeds:  # fmt: skip
     """GFLOP/s of each route for [rows, width] x [outs, width]ᵀ; with gradients there are three products."""
@@ -102,7 +102,7 @@ def measured(
                 start = time.perf_counter()
                 run(route)
                 times[name].append(time.perf_counter() - start)
-    speeds = {
+    speeds: Speeds = {
         name: round((6e-9 if grad else 2e-9) * rows * width * outs / statistics.median(taken))
         for name, taken in times.items()
     }

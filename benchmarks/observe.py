@@ -78,7 +78,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name}: got {getattr(asked, name)}, wanted at least 1")
     if not chosen(asked):
         parser.error(
-            f"--cases: no case matches {', '.join(asked.cases)}; they are called '1024 causal', 'text 128', ..."
+            f"--cases: no case matches {', '.join(asked.cases or ())}; they are called '1024 causal', 'text 128', ..."
         )
     if asked.add is not None and not asked.add.is_file():
         parser.error(f"--add: there is no file {asked.add}")

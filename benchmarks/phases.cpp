@@ -1,7 +1,8 @@
-// Where the kernels' time goes: each phase of a block of rows and a block of keys alone, in one thread, from caches, beside
-// multiply-adds in registers. For the widest target that this CPU has:
+// Where the kernels' time goes: each phase of a block of rows and a block of keys alone, in one thread, from caches,
+// beside multiply-adds in registers. For the widest target that this CPU has:
 //
-//     g++ -std=c++20 -O3 -march=native -ffp-contract=fast -fno-math-errno -fno-trapping-math benchmarks/phases.cpp -o phases
+//     g++ -std=c++20 -O3 -march=native -ffp-contract=fast -fno-math-errno -fno-trapping-math benchmarks/phases.cpp -o
+//     phases
 //     ./phases [length] [head width]
 #if defined(__AVX512BF16__)
 #include "../csrc/targets/avx512_bf16.cpp"
@@ -27,7 +28,8 @@ namespace headscope::TARGET {
 namespace {
 
 // Nanoseconds of one call: the best of many short repetitions, as other work on the machine only takes away.
-template <class Body> double best(const Body& body) {
+template <class Body>
+double best(const Body& body) {
     using Clock = std::chrono::steady_clock;
     const auto of = [&](int times) {
         const auto begun = Clock::now();
@@ -41,27 +43,31 @@ template <class Body> double best(const Body& body) {
 }
 
 // Multiply-adds of vectors in a nanosecond.
-template <class Op> double peak() {
+template <class Op>
+double peak() {
     constexpr int SUMS = 12, ROUNDS = 1000;
     typename Op::Word word{}, words[LANES<float>] __attribute__((aligned(64))){};
     asm volatile("" : "+m"(word), "+m"(words));  // whatever they are
     const double ns = best([&] {
         V<float> sum[SUMS];
-        UNROLL for (int n = 0; n < SUMS; n++) sum[n] = splat(float(n));
-        for (int r = 0; r < ROUNDS; r++) UNROLL for (int n = 0; n < SUMS; n++) sum[n] = Op::add(sum[n], word, words);
-        UNROLL for (int n = 0; n < SUMS; n++) asm volatile("" : : "x"(sum[n]));
+        UNROLL_FOR(n, SUMS) sum[n] = splat(float(n));
+        for (int r = 0; r < ROUNDS; r++)
+            UNROLL_FOR(n, SUMS) sum[n] = Op::add(sum[n], word, words);
+        UNROLL_FOR(n, SUMS) asm volatile("" : : "x"(sum[n]));
     });
     return SUMS * ROUNDS / ns;
 }
 
-template <class Op> struct Phases {
+template <class Op>
+struct Phases {
     using Attending = Attend<float, QUERY_VECTORS, 0, Op>;
     using Block = Gradient<float, QUERY_VECTORS, Op>;
     static constexpr int ROWS = Attending::ROWS, KEYS = Attending::KEYS;
     static constexpr bool HALF = Op::PER_WORD == 2;
 
     const int length, width;
-    const double fastest = peak<Op>(), product = double(KEYS) * QUERY_VECTORS * width / Op::PER_WORD;  // multiply-adds of vectors
+    const double fastest = peak<Op>(),
+                 product = double(KEYS) * QUERY_VECTORS * width / Op::PER_WORD;  // multiply-adds of vectors
     Backward g{};
     std::vector<std::vector<char>> memory;
     std::minstd_rand random;
@@ -75,21 +81,33 @@ template <class Op> struct Phases {
         void* const data = take(std::size_t(length) * width * (HALF ? 2 : 4));
         std::uniform_real_distribution<float> numbers(-2, 2);
         for (int n = 0; n < length * width; n++) {
-            if (HALF) static_cast<std::uint16_t*>(data)[n] = narrow(numbers(random), Dtype::bf16);
-            else static_cast<float*>(data)[n] = numbers(random);
+            if (HALF)
+                static_cast<std::uint16_t*>(data)[n] = narrow(numbers(random), Dtype::bf16);
+            else
+                static_cast<float*>(data)[n] = numbers(random);
         }
         return {data, {length * width, length * width, width, 1}, HALF ? Dtype::bf16 : Dtype::f32};
     }
     void* result(std::int64_t* stride) {
-        stride[0] = stride[1] = length * width, stride[2] = width;
+        stride[0] = stride[1] = length * width;
+        stride[2] = width;
         return take(std::size_t(length) * width * 4);
     }
     Phases(int length, int width) : length(length), width(width) {
         Forward& f = g.forward;
-        f.batch = f.heads = f.kv_heads = 1, f.queries = f.keys = length, f.head_dim = f.v_head_dim = width;
+        f.batch = f.heads = f.kv_heads = 1;
+        f.queries = f.keys = length;
+        f.head_dim = f.v_head_dim = width;
         f.scale = 1 / std::sqrt(double(width));
-        f.q = tensor(), f.k = tensor(), f.v = tensor(), g.out = tensor(), g.grad_out = tensor();
-        f.out = result(f.out_stride), g.dq = result(g.dq_stride), g.dk = result(g.dk_stride), g.dv = result(g.dv_stride);
+        f.q = tensor();
+        f.k = tensor();
+        f.v = tensor();
+        g.out = tensor();
+        g.grad_out = tensor();
+        f.out = result(f.out_stride);
+        g.dq = result(g.dq_stride);
+        g.dk = result(g.dk_stride);
+        g.dv = result(g.dv_stride);
         f.lse = take(sizeof(float) * length);
         std::fill_n(static_cast<float*>(f.lse), length, 7.f);
         if (const std::size_t bytes = prepared(f)) {
@@ -108,21 +126,36 @@ template <class Op> struct Phases {
     // All of them, and a whole pass, of so many blocks.
     void compare(const char* pass, int products, double ns, double blocks) {
         const double all = total;
-        show("all of these", all, products), show(pass, ns / blocks, products);
+        show("all of these", all, products);
+        show(pass, ns / blocks, products);
         total = 0;
     }
 
     void forward() {
-        std::printf("%s forward, %d rows and %d keys of (1, 1, %d, %d)\n", HALF ? "bf16" : "fp32", ROWS, KEYS, length, width);
+        std::printf("%s forward, %d rows and %d keys of (1, 1, %d, %d)\n", HALF ? "bf16" : "fp32", ROWS, KEYS, length,
+                    width);
         const Forward& f = g.forward;
         Arena arena{reinterpret_cast<std::uintptr_t>(take(Attending::scratch(f)))};
         Attending a(f, 0, 0, arena);
         a.run(0, ROWS, 0, 1, nullptr);
         std::int64_t j = 0;
         const auto next = [&] { j = (j + KEYS) % length; };
-        show("logits, and the largest", best([&] { std::copy_n(a.top, QUERY_VECTORS, a.most), a.logits(j, KEYS), next(); }), 1);
-        show("weights", best([&] { std::copy_n(a.top, QUERY_VECTORS, a.most), a.weigh(0, KEYS, false); }), 0);
-        show("weights times values", best([&] { a.mix(j, KEYS, true), next(); }), 1);
+        show("logits, and the largest", best([&] {
+                 std::copy_n(a.top, QUERY_VECTORS, a.most);
+                 a.logits(j, KEYS);
+                 next();
+             }),
+             1);
+        show("weights", best([&] {
+                 std::copy_n(a.top, QUERY_VECTORS, a.most);
+                 a.weigh(0, KEYS, false);
+             }),
+             0);
+        show("weights times values", best([&] {
+                 a.mix(j, KEYS, true);
+                 next();
+             }),
+             1);
         const double whole = best([&] { a.run(0, ROWS, 0, 1, nullptr); });
         compare("a pass over all keys, for each block", 2, whole, length / KEYS);
     }
@@ -135,7 +168,8 @@ template <class Op> struct Phases {
         for (int n = 0; n < TOGETHER; n++) {
             block[n] = new (room[n]) Block(g, 0, 0, arena);
             if (n) block[n]->share(*block[0]);
-            block[n]->start(n * ROWS, ROWS), block[n]->meet(0);
+            block[n]->start(n * ROWS, ROWS);
+            block[n]->meet(0);
         }
         Block& a = *block[0];
         float* const sums = static_cast<float*>(take(sums_of<float>(g.forward)));
@@ -143,26 +177,41 @@ template <class Op> struct Phases {
         const auto next = [&] { j = (j + KEYS) % length; };
         const Turns<float> turns{g, 0, 0, 1, sums, sums + length * width, width, width, nullptr};
         const Lines across = a.keys_across(0, KEYS);
-        show("logits", best([&] { a.logits(j, KEYS), next(); }), 1);
+        show("logits", best([&] {
+                 a.logits(j, KEYS);
+                 next();
+             }),
+             1);
         show("dO times values", best([&] {
-            Block::Products::dots(a.dout, a.natural(g.forward.v, j, KEYS, width, a.wide_v), KEYS, width / Op::PER_WORD, 1, a.dots, Also::less, a.delta), next();
-        }), 1);
+                 Block::Products::dots(a.dout, a.natural(g.forward.v, j, KEYS, width, a.wide_v), KEYS,
+                                       width / Op::PER_WORD, 1, a.dots, Also::less, a.delta);
+                 next();
+             }),
+             1);
         show("weights and dS", best([&] { a.template weights_and_gradients<false>(KEYS, false, false); }), 0);
         show("dQ", best([&] { Block::Products::mixes(a.by_keys, across, KEYS / Op::PER_WORD, width, a.dq, true); }), 1);
         show("dK and dV", best([&] {
-            for (Block* x : block) x->from = j, x->to = j + KEYS;
-            Block::add(block, TOGETHER, turns), next();
-        }) / TOGETHER, 2);
+                              for (Block* x : block) {
+                                  x->from = j;
+                                  x->to = j + KEYS;
+                              }
+                              Block::add(block, TOGETHER, turns);
+                              next();
+                          }) / TOGETHER,
+             2);
         std::vector<std::atomic<std::int64_t>> passed(std::size_t(groups(g.forward)));
         const double whole = best([&] {
             for (auto& keys : passed) keys = 0;
-            for (std::size_t n = 0; n < passed.size(); n++) run_gradient(g, 0, std::int64_t(n), scratch, sums, passed.data());
+            for (std::size_t n = 0; n < passed.size(); n++)
+                run_gradient(g, 0, std::int64_t(n), scratch, sums, passed.data());
         });
         compare("a pass over all, for each block", 5, whole, double(length) / ROWS * length / KEYS);
     }
     void run() {
-        std::printf("%s: %.0f GFLOP/s in registers\n", HALF ? "bf16" : "fp32", fastest * 2 * LANES<float> * Op::PER_WORD);
-        forward(), backward();
+        std::printf("%s: %.0f GFLOP/s in registers\n", HALF ? "bf16" : "fp32",
+                    fastest * 2 * LANES<float> * Op::PER_WORD);
+        forward();
+        backward();
     }
 };
 }  // namespace
@@ -172,7 +221,10 @@ int main(int count, char** words) {
     using namespace headscope::TARGET;
     const int length = count > 1 ? std::atoi(words[1]) : 1024, width = count > 2 ? std::atoi(words[2]) : 64;
     if (length < 256 || length % 128 || width < 16 || width % 16 || width > 256) {
-        std::fprintf(stderr, "phases: got length %d and head width %d, wanted a multiple of 128 from 256 on, and of 16 up to 256\n", length, width);
+        std::fprintf(
+            stderr,
+            "phases: got length %d and head width %d, wanted a multiple of 128 from 256 on, and of 16 up to 256\n",
+            length, width);
         return 2;
     }
     Phases<Plain<float>>(length, width).run();

@@ -125,7 +125,7 @@ def add_attention(digests: Digests, tensors: dict[str, Tensor], options: dict[st
     total = sum(
         (x.double() * torch.linspace(-1, 1, x.numel()).view(x.shape)).nan_to_num(0, 0, 0).sum() for x in results
     )
-    gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)  # pyright: ignore[reportArgumentType]
+    gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)  # pyright: ignore[reportArgumentType, reportCallIssue]
     digests.add("gradients", *gradients)
     torch.manual_seed(5)
     if not options.get("dropout"):

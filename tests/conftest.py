@@ -11,9 +11,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from support.commands import run
 
 from headscope._attend.backends import blocked
+from support.commands import run
 
 __all__ = ["run"]  # a fixture
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import openvino
-from openvino import opset13
+import openvino  # pyright: ignore[reportMissingImports]
+from openvino import opset13  # pyright: ignore[reportMissingImports]
 
 from attention_peers.cases import DECODE, FORWARD, Case
 from attention_peers.exact import Array, Result, bits_of_bf16, of_bf16

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from attention_peers.cases import Case
 from attention_peers.workers import AbsentError
@@ -93,7 +94,7 @@ class Reading:
         self._native = _built()
         self._buffers: dict[Case, list[mmap.mmap]] = {}
 
-    def prepare(self, case: Case) -> dict[str, object]:
+    def prepare(self, case: Case) -> dict[str, Any]:
         """Memory for a case, each thread its part.
 
         Raises:

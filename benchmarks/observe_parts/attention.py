@@ -16,6 +16,7 @@ from torch import Tensor
 
 import headscope
 from headscope import Observe
+from headscope.functional import Attended
 from headscope.masks import Mask, causal
 from observe_parts.timing import Row, Run, interleave, same
 
@@ -102,9 +103,10 @@ def check(case: Case, runs: dict[str, Run]) -> None:
         AssertionError: they do not.
     """
     out = runs[SDPA]()
+    assert isinstance(out, Tensor)
     for name in WATCHED:
         attended = runs[name]()
-        assert isinstance(attended, headscope.functional.Attended)
+        assert isinstance(attended, Attended)
         same(name, attended.out, out, 1e-4, 1e-4)
         assert attended.stats is not None
         if name == "all":

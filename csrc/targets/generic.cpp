@@ -7,7 +7,7 @@
 
 namespace headscope::generic {
 namespace {
-#include "../kernels-inl.h"
+#include "../kernels/kernels-inl.h"
 bool runs_here() { return true; }
 }  // namespace
 extern const Target target;

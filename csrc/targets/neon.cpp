@@ -8,7 +8,7 @@
 
 namespace headscope::neon {
 namespace {
-#include "../kernels-inl.h"
+#include "../kernels/kernels-inl.h"
 bool runs_here() { return true; }
 }  // namespace
 extern const Target target;

@@ -12,26 +12,59 @@
 #include <utility>
 
 #if defined(__x86_64__)
+#if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // g++ 12 says it of its own intrinsics
+#endif
 #include <immintrin.h>
+
+#include "cpu_features.h"
 #endif
 
-#include "../attention.h"
+#include "../interface/attention.h"
 
+// The compiler's own float16, if it has one: g++ knows _Float16 on AArch64 from version 13 on, Clang on x86 from
+// version 15 on.
 #if defined(__aarch64__)
-using Half = __fp16;  // g++ knows _Float16 there from version 13 on
+using Half = __fp16;
+#define HAS_HALF 1
+#elif defined(__clang__) && __clang_major__ < 15
+#define HAS_HALF 0
 #else
 using Half = _Float16;
+#define HAS_HALF 1
 #endif
 
 #define INLINE inline __attribute__((always_inline))
 #define APART __attribute__((noinline))  // once for all who call it: what is large and not called often
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll 64")
+#else
 #define UNROLL _Pragma("GCC unroll 64")
+#endif
+// Unrolled loops: over begin, begin + step, … below end; over 0 .. count; and over 0 .. rows times 0 .. columns.
+#define UNROLL_RANGE(index, begin, end, step) \
+    UNROLL                                    \
+    for (int index = begin; index < (end); index += step)
+#define UNROLL_FOR(index, count) UNROLL_RANGE(index, 0, count, 1)
+#define UNROLL_TILE(row, rows, column, columns) \
+    UNROLL_FOR(row, rows)                       \
+        UNROLL_FOR(column, columns)
 
-// What a target, target-inl.h, pool-inl.h and linear-inl.h define, in the order of Target.
-#define OFFERS                                                                                                               \
-    runs_here, prepare_tasks, prepared, prepare, tasks, scratch, run, shares, partial, merge, groups, gradient_scratch, sums, \
-        run_gradient, bias_tasks, run_bias_gradient, look_shares, lines_apart, look_tasks, \
-        look_scratch, run_look, gather_look, lengths, pool, squares, reach, \
-        multiplies, lengthwise, panels, panel_size, turn, multiply
+// Between these two, functions are compiled for the features of a target. g++ must be told, besides, to use all 64
+// bytes of AVX-512; Clang has no such feature and drops an attribute that names one.
+#define PRAGMA(...) _Pragma(#__VA_ARGS__)
+#if defined(__clang__)
+#define BEGIN_TARGET(features) PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define END_TARGET PRAGMA(clang attribute pop)
+#else
+#define BEGIN_TARGET(features) PRAGMA(GCC push_options) PRAGMA(GCC target(features, "prefer-vector-width=512"))
+#define END_TARGET PRAGMA(GCC pop_options)
+#endif
+
+// What a target, tasks-inl.h, reductions-inl.h and projection-inl.h define, in the order of Target.
+#define OFFERS                                                                                                     \
+    runs_here, prepare_tasks, prepared, prepare, tasks, scratch, run, shares, partial, merge, groups,              \
+        gradient_scratch, sums, run_gradient, bias_tasks, run_bias_gradient, look_shares, lines_apart, look_tasks, \
+        look_scratch, run_look, gather_look, lengths, pool, squares, reach, multiplies, lengthwise, panels,        \
+        panel_size, turn, multiply

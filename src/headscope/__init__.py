@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 
 TYPE_CHECKING = False  # as typing has it, which takes longer to import than all that is here
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _HOME = {
     "Attended": "functional",

@@ -100,12 +100,12 @@ class Cache(ABC):
     @property
     def keys(self) -> Tensor:
         """The keys that are held, [B, Hkv, tokens, D]; a view."""
-        return self._made(self._k)[:, :, : self._length - self._first]
+        return self._filled(self._k)[:, :, : self._length - self._first]
 
     @property
     def values(self) -> Tensor:
         """The values that are held, [B, Hkv, tokens, Dv]; a view."""
-        return self._made(self._v)[:, :, : self._length - self._first]
+        return self._filled(self._v)[:, :, : self._length - self._first]
 
     def __repr__(self) -> str:
         padded = f", padding={list(self._padding)}" if self._padding else ""
@@ -148,7 +148,7 @@ class Cache(ABC):
             TypeError: rows are not whole numbers.
             ValueError: there is no such row; nothing is held yet.
         """
-        k, v = self._made(self._k), self._made(self._v)
+        k, v = self._filled(self._k), self._filled(self._v)
         rows = torch.as_tensor(rows, device=k.device)
         if rows.numel() == 0:
             raise ValueError(f"rows: got none, wanted at least one number from 0 to {len(k) - 1}")
@@ -163,7 +163,21 @@ class Cache(ABC):
             self._padding = tuple(self._padding[row] for row in rows.tolist())
 
     def reset(self, *, padding: Tensor | Sequence[int] | None = None) -> None:
-        """Forget all tokens; the memory is kept for others of the same sizes."""
+        """Forget all tokens. The buffers are used again for tokens of the same sizes; other sizes get new buffers.
+
+        Args:
+            padding: how many of the first of the next tokens of each row are padding, [B]. Required if the cache has
+                padding: that of the last tokens rarely fits the next ones. ``[0] * B`` means none.
+
+        Raises:
+            TypeError: padding is not integers.
+            ValueError: the cache has padding and the argument is missing; nothing has changed then.
+        """
+        if padding is None and self._padding:
+            raise ValueError(
+                f"padding: expected that of the next tokens, for the cache has padding {list(self._padding)}; pass "
+                "reset(padding=[…]), or padding=[0, …] for none"
+            )
         self._padding = _counts(padding)
         self._first = self._length = 0
 
@@ -184,19 +198,19 @@ class Cache(ABC):
         staged = Staged(self._length, into_k, into_v, first, first + stop)
         return Added(into_k[:, :, :stop], into_v[:, :, :stop], first, staged)
 
-    def _make(self, k: Tensor, v: Tensor, tokens: int, kept: int) -> tuple[Tensor, Tensor]:
-        """Buffers with room for so many tokens, the last ``kept`` of what is held in front."""
+    def _make(self, k: Tensor, v: Tensor, tokens: int, retained: int) -> tuple[Tensor, Tensor]:
+        """Buffers with room for so many tokens, the last ``retained`` of those held in front."""
         held = self._length - self._first
-        made: list[Tensor] = []
+        buffers: list[Tensor] = []
         with torch.inference_mode(False):  # later calls, outside of it, write here too
             for before, new in ((self._k, k), (self._v, v)):
                 room = new.new_empty((*new.shape[:2], tokens, new.shape[3]))  # [B, Hkv, tokens, D]
                 if before is not None:
-                    room[:, :, :kept] = before[:, :, held - kept : held]
-                made.append(room)
-        return made[0], made[1]
+                    room[:, :, :retained] = before[:, :, held - retained : held]
+                buffers.append(room)
+        return buffers[0], buffers[1]
 
-    def _made(self, tensor: Tensor | None) -> Tensor:
+    def _filled(self, tensor: Tensor | None) -> Tensor:
         if tensor is None:
             raise ValueError("cache: holds nothing yet; its sizes are those of the first call")
         return tensor
@@ -233,15 +247,25 @@ class Cache(ABC):
             )
         if self._padding and len(self._padding) != len(k):
             raise ValueError(f"cache: padding has {len(self._padding)} rows, wanted {len(k)} (B); {shapes(k=k)}")
+        error = self._mismatch(k, v)
+        if error is None:
+            return
+        if self._length:
+            raise error
+        self._k = self._v = None  # after a reset the buffers hold nothing: allocate others
+
+    def _mismatch(self, k: Tensor, v: Tensor) -> TypeError | ValueError | None:
+        """Return the error of keys and values, four axes each, that do not fit the buffers; None if they fit."""
         for name, new, held in (("k", k, self._k), ("v", v, self._v)):
             if held is None:
                 continue
             if new.dtype != held.dtype or new.device != held.device:
-                got, wanted = (f"{kind(x)} on {x.device}" for x in (new, held))
-                raise TypeError(f"cache: {name} is {got}, what is held is {wanted}")
+                got, expected = (f"{kind(x)} on {x.device}" for x in (new, held))
+                return TypeError(f"cache: {name} is {got}, what is held is {expected}")
             if (*new.shape[:2], new.shape[3]) != (*held.shape[:2], held.shape[3]):
                 sizes = f"[{held.shape[0]}, {held.shape[1]}, T, {held.shape[3]}]"
-                raise ValueError(f"cache: {name} is {list(new.shape)}, wanted {sizes} as what is held")
+                return ValueError(f"cache: {name} is {list(new.shape)}, expected {sizes} as what is held")
+        return None
 
 
 class GrowingCache(Cache):
@@ -305,27 +329,27 @@ class RollingCache(Cache):
 
     def _add(self, k: Tensor, v: Tensor) -> Added:
         new, held, room = k.shape[-2], self._length - self._first, 2 * self.window
-        kept = min(self.window - 1, held)  # what the first of the new ones may see
-        if kept + new > room:
-            return self._pass_through(k, v, kept)
+        retained = min(self.window - 1, held)  # what the first of the new ones may see
+        if retained + new > room:
+            return self._pass_through(k, v, retained)
         if self._k is None or self._v is None or held + new > room:
-            into, first = self._make(k, v, room, kept), self._length - kept
+            into, first = self._make(k, v, room, retained), self._length - retained
         else:
             into, first = (self._k, self._v), self._first
         keys, values, first, staged = self._store(into, first, k, v)
-        unseen = keys.shape[-2] - new - kept
+        unseen = keys.shape[-2] - new - retained
         return Added(keys[:, :, unseen:], values[:, :, unseen:], first + unseen, staged)
 
-    def _pass_through(self, k: Tensor, v: Tensor, kept: int) -> Added:
+    def _pass_through(self, k: Tensor, v: Tensor, retained: int) -> Added:
         """More than there is room for: attend to a copy of what may be seen, and keep the end of it."""
         length = self._length + k.shape[-2]
-        all_k, all_v = self._make(k, v, kept + k.shape[-2], kept)
-        all_k[:, :, kept:], all_v[:, :, kept:] = k, v
+        all_k, all_v = self._make(k, v, retained + k.shape[-2], retained)
+        all_k[:, :, retained:], all_v[:, :, retained:] = k, v
         into_k, into_v = self._make(k, v, 2 * self.window, 0)
         end = self.window
         into_k[:, :, :end], into_v[:, :, :end] = all_k[:, :, -end:], all_v[:, :, -end:]
         staged = Staged(self._length, into_k, into_v, length - end, length)
-        return Added(all_k, all_v, self._length - kept, staged)
+        return Added(all_k, all_v, self._length - retained, staged)
 
     def _sees(self, mask: Mask | None, queries: int, keys: int, first: int, device: torch.device) -> Mask | None:
         reach = Band(self.window - 1, 0)
@@ -356,7 +380,7 @@ def _counts(padding: Tensor | Sequence[int] | None) -> tuple[int, ...]:
     counts: Tensor = torch.as_tensor(padding, device="cpu")
     if counts.dtype.is_floating_point or counts.dtype == torch.bool or counts.ndim != 1:
         raise TypeError(f"padding: got {kind(counts)} {list(counts.shape)}, wanted integers [B]")
-    found = tuple(int(count) for count in counts)
-    if any(count < 0 for count in found):
-        raise ValueError(f"padding: got {list(found)}, wanted numbers from 0")
-    return found if any(found) else ()
+    numbers = tuple(int(count) for count in counts)
+    if any(count < 0 for count in numbers):
+        raise ValueError(f"padding: got {list(numbers)}, wanted numbers from 0")
+    return numbers if any(numbers) else ()

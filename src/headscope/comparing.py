@@ -200,10 +200,10 @@ class Comparison(Answer):
 
     def to_dict(self) -> dict[str, Any]:
         """The answer ready for JSON; what is not defined is None."""
-        found = super().to_dict()
+        entries = super().to_dict()
         for side in ("before", "after"):
-            found[side]["sampled"] = getattr(self, side).sampled
-        return {"differs": self.differs, "moved": len(self.moved), **found}
+            entries[side]["sampled"] = getattr(self, side).sampled
+        return {"differs": self.differs, "moved": len(self.moved), **entries}
 
 
 def _number(value: float) -> str:
@@ -276,11 +276,11 @@ def _heads(layer: str, old: LayerStats, new: LayerStats, limits: Thresholds) -> 
         )
         moved = [each.name for each in changes if each.moved]
         apart = {"map": maps, "received": received}
-        found = {name: None if x is None or bool(x[head].isnan()) else float(x[head]) for name, x in apart.items()}
-        moved += [name for name, far in found.items() if far is not None and far >= getattr(limits, name)]
+        distances = {name: None if x is None or bool(x[head].isnan()) else float(x[head]) for name, x in apart.items()}
+        moved += [name for name, far in distances.items() if far is not None and far >= getattr(limits, name)]
         broken = int(old.broken[head]), int(new.broken[head])
         moved += ["broken"] if (broken[0] > 0) != (broken[1] > 0) else []
-        yield HeadChange(layer, head, changes, found["map"], found["received"], broken, tuple(moved))
+        yield HeadChange(layer, head, changes, distances["map"], distances["received"], broken, tuple(moved))
 
 
 def _is_one_measure(name: str, old: LayerStats, new: LayerStats) -> bool:
@@ -365,21 +365,21 @@ def _notes(old: HeadStats, new: HeadStats) -> tuple[str, ...]:
 
 def _looked_at(part: LayerStats) -> dict[str, int]:
     """How much a layer's statistics were made from."""
-    found = {"forwards": part.runs, "rows looked at": part.looked_at}
-    found |= {"keys": part.received.shape[-1]} if part.received is not None else {}
-    found |= {"first keys": part.first} if part.first is not None else {}
-    return found | ({"bins of the map": part.map.bins} if part.map is not None else {})
+    basis = {"forwards": part.runs, "rows looked at": part.looked_at}
+    basis |= {"keys": part.received.shape[-1]} if part.received is not None else {}
+    basis |= {"first keys": part.first} if part.first is not None else {}
+    return basis | ({"bins of the map": part.map.bins} if part.map is not None else {})
 
 
 def _without_rows(shared: list[tuple[LayerStats, LayerStats]]) -> list[tuple[str, list[str]]]:
     """Quantities that some layer has rows of on the other side only: it depends on the input which rows have them."""
-    found: dict[str, dict[str, None]] = {"before": {}, "after": {}}
+    names_of: dict[str, dict[str, None]] = {"before": {}, "after": {}}
     for pair in shared:
         for name in pair[0].moments:
             some = [name in part.moments and bool(part.moments[name].count.any()) for part in pair]
             if name in pair[1].moments and some[0] != some[1]:
-                found["after" if some[0] else "before"][name] = None
-    return [(when, list(names)) for when, names in found.items()]
+                names_of["after" if some[0] else "before"][name] = None
+    return [(when, list(names)) for when, names in names_of.items()]
 
 
 def _range(numbers: set[int]) -> str:

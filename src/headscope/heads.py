@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headscope._attend.call import as_whole, kind, number
-from headscope._intercept import frames, module_names, transformers
+from headscope._intercept import module_names, patching, transformers
 from headscope._intercept.call import Call, WatchError, WatchWarning
 from headscope._intercept.frames import Frame
 from headscope._intercept.module_names import Choice
@@ -118,10 +118,10 @@ class _Acting:
             )
         if refusal := transformers.refusal(self.modules):
             raise WatchError(refusal.replace("watch:", "heads:", 1))
-        frames.open_(self, self.modules)
+        patching.open_watch(self, self.modules)
 
     def close(self) -> None:
-        frames.close(self, self.modules)
+        patching.close_watch(self, self.modules)
 
     def begin(self) -> _Pass:
         """A forward pass starts.
@@ -142,21 +142,17 @@ class _Acting:
             return
         missing = module_names.unseen(self.modules, forward.ran, forward.seen)
         missing = [name for name in missing if self.means(name)]
+        texts = module_names.unrecorded(self.modules, forward.unrecorded, forward.seen, missing)
+        for name, text in texts.items():
+            if self.means(name) and name not in self._warned:
+                self._warned.add(name)
+                warnings.warn(f"heads: {text}, whose heads are not reached", WatchWarning, stacklevel=2)
         if missing:
             raise WatchError(
                 f"heads: of the attention layers that ran {len(missing)} could not be reached: "
                 f"{module_names.with_classes(self.modules, missing)}. None calls scaled_dot_product_attention or "
                 "anything else that headscope knows"
             )
-        for name in module_names.partly_unseen(self.modules, forward.written, forward.seen):
-            if self.means(name) and name not in self._warned:
-                self._warned.add(name)
-                warnings.warn(
-                    f"heads: {module_names.with_classes(self.modules, [name])} may attend once more, by a softmax of "
-                    "its own, whose heads are not reached",
-                    WatchWarning,
-                    stacklevel=2,
-                )
 
     def means(self, name: str) -> bool:
         """Whether a layer is to be reached."""
@@ -176,11 +172,11 @@ class _Pass:
         self.acting = acting
         self.ran: dict[str, None] = {}
         self.seen: set[str] = set()
-        self.written: dict[str, None] = {}
+        self.unrecorded: dict[str, str | None] = {}
 
-    def note_softmax(self, name: str) -> None:
-        """A module may have attended by a softmax of its own."""
-        self.written[name] = None
+    def note_unrecorded(self, name: str, operator: str | None) -> None:
+        """A module attends by an operator, or perhaps by a softmax of its own (None)."""
+        self.unrecorded[name] = self.unrecorded.get(name) or operator
 
     def enter(self, name: str, module: nn.Module) -> None:
         """A module starts to run."""

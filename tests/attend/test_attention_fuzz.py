@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import event, given, settings
-from support import oracle
-from support.attention_fuzz import Case, cases
-from support.tolerance import assert_as_accurate
 from torch import Tensor
 
 import headscope
 from headscope._attend.backends import blocked
 from headscope._attend.interface import accumulate_dtype
 from headscope._attend.select import BACKENDS
+from support import oracle
+from support.attention_fuzz import Case, cases
+from support.tolerance import assert_as_accurate
 
 # ---------------------------------------------------------------- drawing
 

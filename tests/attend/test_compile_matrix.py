@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.paths import DOCS
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -18,6 +17,7 @@ import headscope
 import headscope.onnx
 from headscope import masks
 from headscope.masks import KeyLengths
+from support.paths import DOCS
 
 BACKENDS = ("cpu", "sdpa", "blocked", "reference")
 PAGE = DOCS / "compile.md"

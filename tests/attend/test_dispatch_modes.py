@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import oracle
-from support.attention_cases import FUSED, INF, NATIVE, OPTIONS, SIZES, D, H, K, Q, gradients, pairs, run_by, tensors
-from support.tolerance import assert_as_accurate
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -22,9 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import headscope
 from headscope import HeadStats, Observe, attend, comparing, decisions, functional, masks, observe
 from headscope._attend import prepare
-from headscope._observe.inputs import _frames
 from headscope._observe.native import borders_of
+from headscope._observe.placement import _frames
 from headscope.masks import Band, KeyLengths, Mask, Prefix, causal, window
+from support import oracle
+from support.attention_cases import FUSED, INF, NATIVE, OPTIONS, SIZES, D, H, K, Q, gradients, pairs, run_by, tensors
+from support.tolerance import assert_as_accurate
 
 REPEATED = ["nothing", "mask: causal & documents | dense", "everything", "bias that hides", "mask: dense"]
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_cases import ANY, tensors
 from torch import Tensor
 
 import headscope
 from headscope._attend.backends import blocked
 from headscope.masks import Band, causal, window
+from support.attention_cases import ANY, tensors
 
 BY = ANY
 LONG = (1, 4, 64, 64)  # B, H, Q, K: 16,384 weights

@@ -6,6 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+import headscope
+from headscope import functional, masks
+from headscope._attend.backends import blocked
+from headscope._attend.interface import accumulate_dtype
+from headscope.masks import Band, Dense, KeyLengths, Prefix, causal, window
 from support import oracle
 from support.attention_cases import (
     ANY,
@@ -27,13 +34,6 @@ from support.attention_cases import (
     wanted,
 )
 from support.tolerance import assert_as_accurate
-from torch import Tensor
-
-import headscope
-from headscope import functional, masks
-from headscope._attend.backends import blocked
-from headscope._attend.interface import accumulate_dtype
-from headscope.masks import Band, Dense, KeyLengths, Prefix, causal, window
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import oracle
-from support.attention_cases import INF, NATIVE
 from torch import Tensor
 
 import headscope
 from headscope import masks
 from headscope.masks import Band, Dense, KeyLengths, Prefix, causal
+from support import oracle
+from support.attention_cases import INF, NATIVE
 
 NAN = torch.nan
 B, H, HKV, Q, K, D = 3, 4, 2, 21, 37, 5

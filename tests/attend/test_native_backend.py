@@ -12,13 +12,13 @@ import threading
 
 import pytest
 import torch
-from support.native_targets import TARGETS, run
-from support.tolerance import assert_as_accurate
 from torch import Tensor
 
 from headscope import attend, attention, masks
 from headscope._attend.backends import native
 from headscope.masks import Dense, Documents, KeyLengths
+from support.native_targets import TARGETS, run
+from support.tolerance import assert_as_accurate
 
 pytestmark = pytest.mark.skipif(native.native is None, reason="the native extension was not built: no C++ compiler")
 

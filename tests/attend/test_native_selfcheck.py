@@ -13,9 +13,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.paths import ROOT
 
 from headscope._attend.backends import native
+from support.paths import ROOT
 
 TARGETS = ("avx512_bf16", "avx512", "avx2", "generic", "neon")
 LACKING = 77  # the exit code where a CPU lacks the target

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from support import oracle
-from support.attention_cases import ANY, BY, INF, MASKS, NATIVE, SIZES, B, D, H, K, Q, gradients, run_by, tensors
-from support.tolerance import assert_as_accurate
 from torch import Tensor
 
 import headscope
 from headscope import masks
 from headscope._attend.backends import visibility
 from headscope.masks import Band, Dense, KeyLengths, Prefix, causal
+from support import oracle
+from support.attention_cases import ANY, BY, INF, MASKS, NATIVE, SIZES, B, D, H, K, Q, gradients, run_by, tensors
+from support.tolerance import assert_as_accurate
 
 NAN = torch.nan
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_cases import OPTIONS, SIZES, Asked, B, H, K, Q, gradients, tensors
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
@@ -24,6 +23,7 @@ from headscope import positions
 from headscope._attend import operators
 from headscope._attend.backends import native
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, causal, window
+from support.attention_cases import OPTIONS, SIZES, Asked, B, H, K, Q, gradients, tensors
 
 pytestmark = [
     pytest.mark.skipif(native.native is None, reason="the native extension was not built: no C++ compiler"),

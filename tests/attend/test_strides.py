@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support import oracle
-from support.attention_cases import ANY, BY, HKV, B, D, H, K, Q, gradients, run_by, tensors
 from torch import Tensor
 
 import headscope
 from headscope import masks
 from headscope._attend import prepare
 from headscope.masks import KeyLengths, Prefix, causal
+from support import oracle
+from support.attention_cases import ANY, BY, HKV, B, D, H, K, Q, gradients, run_by, tensors
 
 
 @pytest.mark.parametrize("backend", BY, indirect=True)

@@ -16,9 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.paths import PROGRAMS
-from support.programs.collective_masks import MASKS
-from support.watched_small import Raw
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,6 +25,9 @@ from headscope._support.fingerprint import Fingerprint
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, causal
 from headscope.report.serving import RefusedError, Server
 from headscope.stats._tiles import kept_of
+from support.paths import PROGRAMS
+from support.programs.collective_masks import MASKS
+from support.watched_small import Raw
 
 Write = Callable[[Tensor, Tensor], object]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from support.paths import BENCHMARKS
 
 sys.path.insert(0, str(BENCHMARKS))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from support.paths import BENCHMARKS
 
 sys.path.insert(0, str(BENCHMARKS))

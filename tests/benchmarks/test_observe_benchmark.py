@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.paths import BENCHMARKS
 
 import headscope
+from support.paths import BENCHMARKS
 
 sys.path.insert(0, str(BENCHMARKS))
 
-import observe as driver  # pyright: ignore[reportMissingImports]
 from observe_parts import attention, models, report, timing
 from observe_parts.timing import Row
+
+import observe as driver  # pyright: ignore[reportMissingImports]
 
 sys.path.remove(str(BENCHMARKS))
 

@@ -11,11 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.buggy import late_division as checked_late
-from support.buggy.catalogue import BUGS
-from support.buggy.packed_projection import Packed
-from support.paths import DOCS
-from support.seed_modules import Enforced, FoldedHeads, OneText, Patches, SixSteps
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -28,8 +23,13 @@ from transformers.models.vit.modeling_vit import ViTAttention
 
 from headscope import Findings, MultiHeadAttention, check
 from headscope.checking import CheckError
-from headscope.checking._catalogue import WORDS
+from headscope.checking._catalogue import CATALOGUE
 from headscope.masks import causal
+from support.buggy import late_division as checked_late
+from support.buggy.catalogue import BUGS
+from support.buggy.packed_projection import Packed
+from support.paths import DOCS
+from support.seed_modules import Enforced, FoldedHeads, OneText, Patches, SixSteps
 
 # ---------------------------------------------------------------- nothing is wrong
 
@@ -273,7 +273,7 @@ def test_seed_001_divides_by_the_width_of_the_model() -> None:
     found = check(FoldedHeads(24, 3))
     assert found.names == ("scale-sqrt-embed-dim",)
     assert found["scale-sqrt-embed-dim"].severity == "unusual"
-    assert "0.2041 · q·k, wanted 0.3536 (1/√8): it is 1/√24" in found["scale-sqrt-embed-dim"].seen
+    assert "0.2041 · q·k, expected 0.3536 (1/√8): it is 1/√24" in found["scale-sqrt-embed-dim"].seen
     assert not found, "unusual is not wrong"
 
 
@@ -295,7 +295,7 @@ def test_every_kind_of_finding_is_tested() -> None:
         *("returned-weights-differ", "scale-unusual", "mask-applied-wrong", "not-finite", "quadratic-memory"),
         *("not-permutation-equivariant", "softmax-twice"),
     }
-    assert {*BUGS.values(), *elsewhere} == WORDS.keys()
+    assert {*BUGS.values(), *elsewhere} == CATALOGUE.keys()
 
 
 # ---------------------------------------------------------------- the rest of the kinds
@@ -765,17 +765,17 @@ def test_what_came_furthest_is_said_beside_what_was_tried_first() -> None:
 @pytest.mark.parametrize(
     ("error", "given", "options", "said"),
     [
-        (TypeError, nn.MultiheadAttention, {}, "module: got the class MultiheadAttention, wanted an nn.Module"),
-        (TypeError, 3, {}, "module: got int, wanted an nn.Module or a function"),
-        (CheckError, nn.Identity(), {}, "embed_dim: missing; there are no weights to tell it from"),
+        (TypeError, nn.MultiheadAttention, {}, "module: got the class MultiheadAttention, expected an nn.Module"),
+        (TypeError, 3, {}, "module: got int, expected an nn.Module or a function"),
+        (CheckError, nn.Identity(), {}, "embed_dim: missing; there are no weights to derive it from"),
         (CheckError, nn.Linear(3, 3, device="meta"), {}, "meta device"),
         (
             CheckError,
             nn.Sequential(nn.Linear(4, 4), nn.Flatten()),
             {},
-            r"output: got \[2, 28\], wanted \[2, 7, width\]",
+            r"output: got \[2, 28\], expected \[2, 7, width\]",
         ),
-        (CheckError, SixSteps(24, 3), {"inputs": torch.zeros(3, 24)}, r"inputs: has 2 axes, wanted 3 \(\[B, T, E\]\)"),
+        (CheckError, SixSteps(24, 3), {"inputs": torch.zeros(3, 24)}, r"inputs: has 2 axes, expected 3 \(\[B, T"),
         (CheckError, SixSteps(24, 3), {"embed_dim": 7}, r"tried first \(x\) with x \[2, 7, 7\]: RuntimeError"),
     ],
 )
@@ -902,12 +902,12 @@ def test_findings_as_text_json_and_html() -> None:
 def test_the_page_lists_every_finding() -> None:
     page = (DOCS / "checking.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `([a-z0-9-]+)` \| (wrong|unusual|slow) \|", page, re.MULTILINE)
-    assert dict(listed) == {name: words.severity for name, words in WORDS.items()}
-    assert len(listed) == len(WORDS)
+    assert dict(listed) == {name: words.severity for name, words in CATALOGUE.items()}
+    assert len(listed) == len(CATALOGUE)
 
 
 def test_words_are_whole() -> None:
-    for name, words in WORDS.items():
+    for name, words in CATALOGUE.items():
         assert words.why.endswith("."), name
         assert words.fix.endswith("."), name
         assert words.severity in ("wrong", "unusual", "slow")

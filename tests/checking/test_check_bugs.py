@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+
+from headscope import check
 from support.buggy.catalogue import BUGS, CAUSAL
 from support.buggy.functional_attention import Functional
 from support.buggy.head_loops import Loops
 from support.buggy.packed_projection import Packed
-
-from headscope import check
 
 WIDTH, HEADS = 24, 3  # D = 8
 

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from headscope import Findings
-from headscope.checking import _child
-from headscope.cli import main
+from headscope.cli import _check_process, main
 from headscope.cli._shared.console import Mistake
 
 HOMEWORK = """
@@ -76,7 +75,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_bug_is_said_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "homework.py:Attention", "--args", "24, heads=3, scaled=False"]) == 1
     out, err = capsys.readouterr()
-    assert out.startswith("Attention: 1 wrong\n\n✗ scale-missing  wrong\n  logits are 1 · q·k, wanted 0.3536 (1/√8)")
+    assert out.startswith("Attention: 1 wrong\n\n✗ scale-missing  wrong\n  logits are 1 · q·k, expected 0.3536 (1/√8)")
     assert err == "headscope check: importing and running homework.py, in a process of its own\n"
 
 
@@ -120,7 +119,7 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
         (["nothing.py:A"], "nothing.py: there is no such file"),
         ([".:A"], ".: is a directory, wanted a Python file"),
         (["homework.py:Attention", "--args", "25, 5", "--embed-dim", "24"], IN_PYTHON),
-        (["small.py:attend"], "--embed-dim: missing; there are no weights to tell it from"),
+        (["small.py:attend"], "--embed-dim: missing; there are no weights to derive it from"),
         (["small.py:attend", "--args", ""], "attend: cannot be made with --args '': TypeError"),
         (["makes.py:fails"], "fails: cannot be made with --args '': RuntimeError: no"),
         (["makes.py:sometimes"], "--embed-dim: missing"),
@@ -231,8 +230,8 @@ def test_code_that_ends_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
     ("path", "name", "args", "said"),
     [
         ("small.py", "Attention", [1], r"Attention: cannot be made with --args '1': TypeError"),
-        ("small.py", "attend", [], r"embed_dim: missing; there are no weights to tell it from"),
-        ("notes.txt", "A", [], r"notes.txt: is no Python file"),
+        ("small.py", "attend", [], r"embed_dim: missing; there are no weights to derive it from"),
+        ("notes.txt", "A", [], r"notes.txt: is not a Python file"),
     ],
 )
 def test_code_that_cannot_be_checked(
@@ -244,8 +243,8 @@ def test_code_that_cannot_be_checked(
     monkeypatch.setitem(sys.modules, "small", None)
     Path("notes.txt").write_text("no code")
     asked = {"path": path, "name": name, "args": args, "kwargs": {}, "given": "1" if args else None, "options": {}}
-    with pytest.raises(_child.MistakeError, match=said):
-        _child._check(asked)
+    with pytest.raises(_check_process.MistakeError, match=said):
+        _check_process._check(asked)
 
 
 def test_arguments_are_those_of_a_call() -> None:

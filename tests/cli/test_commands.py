@@ -14,7 +14,6 @@ from typing import cast
 import pytest
 import torch
 from PIL import Image
-from support.commands import Ran, Run, answer
 from torch.testing import assert_close
 
 from headscope import __version__, load_example, masks
@@ -25,6 +24,7 @@ from headscope.cli._shared.console import console
 from headscope.cli._shared.observation import Choice
 from headscope.report import regions, text_sheet
 from headscope.stats import pattern_scores
+from support.commands import Ran, Run, answer
 
 VERBS = ("text", "image", "trace", "watch", "doctor")
 REPEATED = "def parse(line): return line. def parse(line): return line. def parse(line):"

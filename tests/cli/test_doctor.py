@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.paths import DOCS
 
 from headscope import attention, masks
 from headscope._attend.backends import native as cpu
@@ -21,6 +20,7 @@ from headscope._attend.select import BACKENDS
 from headscope._observe import native as _observe_native
 from headscope.cli._doctor.machine import DTYPES, TYPICAL, Ask, judge, machine
 from headscope.cli._doctor.matrix import OPTIONS, matrix
+from support.paths import DOCS
 
 SMALL = {
     "plain": {},

@@ -12,7 +12,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from support.paths import DATA
 
 from headscope import cli, load_example
 from headscope._support.jsonable import plain
@@ -20,6 +19,7 @@ from headscope.cli._shared import text_input
 from headscope.cli._shared.console import Mistake, one_line, visible
 from headscope.cli._shared.digits import SIDE, prepare, read_picture, with_picture
 from headscope.cli._shared.text_input import read_text
+from support.paths import DATA
 
 HELDOUT = DATA / "digits_heldout.npz"
 

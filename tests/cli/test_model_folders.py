@@ -20,14 +20,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.commands import Run
-from support.model_folders import gpt2, save
 from transformers import modeling_utils
 from transformers.integrations import hub_kernels
 from transformers.models.auto import auto_factory
 
 from headscope.cli._shared.console import Mistake
 from headscope.cli._shared.models import Loaded, load
+from support.commands import Run
+from support.model_folders import gpt2, save
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 24, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 3,

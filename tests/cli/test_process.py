@@ -14,10 +14,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.processes import POSIX, PROGRAM, STRIKE, headscope, names
 
 from headscope._attend.backends import native
 from headscope.cli import main
+from support.processes import POSIX, PROGRAM, STRIKE, headscope, names
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="streams as /dev/full and the errors of Linux have them")
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.commands import Ran, Run
-from support.html_pages import Page
-from support.processes import POSIX
 
 from headscope import HeadStats, Observe, masks, observe
 from headscope.report.page import MARKER
 from headscope.watching import About, Recording
+from support.commands import Ran, Run
+from support.html_pages import Page
+from support.processes import POSIX
 
 
 @pytest.fixture

@@ -17,10 +17,6 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from support.commands import Run, answer
-from support.html_pages import Page
-from support.model_folders import SIZES, gpt2, save
-from support.processes import POSIX, STRIKE, headscope, names
 
 from headscope import HeadStats, Recording, observe
 from headscope.cli._shared.console import Mistake
@@ -28,6 +24,10 @@ from headscope.cli._shared.models import load
 from headscope.cli._shared.windows import windows
 from headscope.report.page import MARKER
 from headscope.stats import head_means, row_statistics
+from support.commands import Run, answer
+from support.html_pages import Page
+from support.model_folders import SIZES, gpt2, save
+from support.processes import POSIX, STRIKE, headscope, names
 
 TEXT = "the quick brown fox jumps over the lazy dog, the quick brown fox jumps."
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.paths import PROGRAMS
 from torch.nn import functional as F
 
 import headscope
 from headscope._attend import context_parallel
 from headscope._attend.backends import native
+from support.paths import PROGRAMS
 
 RAISES = "RuntimeError: q, k, v: torch's context parallelism is active"
 

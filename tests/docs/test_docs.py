@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import nbformat
 import pytest
+
 from support.paths import ROOT
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "training").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "training").glob("*.md")])
 NOTEBOOKS = sorted((ROOT / "docs").glob("*.ipynb"))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import nbformat
 import pytest
+
 from support.paths import DOCS
 
 NOTEBOOK = DOCS / "multi_head_attention.ipynb"

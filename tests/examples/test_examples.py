@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from support.paths import DATA, ROOT
 from torch import Tensor
 
 import headscope
 from headscope.examples import DigitsExample, TextExample, load_example
+from support.paths import DATA, ROOT
 
 FOLDER = Path(headscope.__file__).parent / "examples"
 LARGEST = 4_000_000  # bytes

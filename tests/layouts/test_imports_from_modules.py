@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import layout_modules
-from support.paths import DOCS
 from torch import Tensor, nn
 
 from headscope import MultiHeadAttention, ablate, attention, functional, layouts, nn_compat, trace
 from headscope._intercept.call import WatchError
 from headscope.masks import Band, KeyLengths, Mask, causal
 from headscope.positions import ALiBi, RelativeBias, T5Buckets
+from support import layout_modules
+from support.paths import DOCS
 
 B, H, T, E = 3, 2, 5, 12  # batch, heads, length, width
 LENGTHS = torch.tensor([2, T, 4])

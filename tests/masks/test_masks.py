@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from support import oracle
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from headscope import attention, masks
 from headscope._attend import prepare
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, causal, window
+from support import oracle
 
 SIZES = [(2, 3, 5, 7), (2, 1, 7, 7), (3, 2, 11, 5), (1, 1, 1, 13), (2, 2, 13, 1), (1, 1, 1, 1)]
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.tolerance import assert_as_accurate
 from torch import Tensor, nn
 
 from headscope import MultiHeadAttention, watch
 from headscope.cache import LEAST, Cache, GrowingCache, RollingCache, StaticCache
 from headscope.masks import Band, Dense, KeyLengths, Mask, Prefix, causal, window
 from headscope.positions import NTK, ALiBi, Rotary, T5Buckets
+from support.tolerance import assert_as_accurate
 
 B, T, E, H = 3, 17, 24, 4
 CUTS = {"tokens": [1] * T, "prefill": [11] + [1] * 6, "chunks": [5, 1, 3, 7, 1], "at once": [T]}
@@ -172,11 +172,39 @@ def test_a_reset_cache_has_the_padding_of_its_next_tokens(kind: str) -> None:
     m, x, cache = module(rotary=Rotary(6)), inputs(), CACHES[kind]()
     cache.reset(padding=[5, 0, 1])
     m(x[:, :7], cache=cache)
-    cache.reset()
+    cache.reset(padding=[0] * B)
     assert cache.padding == ()
     torch.testing.assert_close(
         decoded(m, x, cache, CUTS["prefill"]), m(x, mask=window(W) if kind == "rolling" else causal())
     )
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_padded_cache_is_reset_only_with_the_padding_of_its_next_tokens(kind: str) -> None:
+    m, x, cache = module(), inputs(), CACHES[kind]()
+    cache.reset(padding=[5, 0, 1])
+    m(x[:, :7], cache=cache)
+    refused(ValueError, r"padding: .* the cache has padding \[5, 0, 1\]; .* padding=\[0, …\] for none", cache.reset)
+    assert (cache.length, cache.padding) == (7, (5, 0, 1))  # as it was
+    cache.reset(padding=[5, 0, 1])
+    assert (cache.length, cache.padding) == (0, (5, 0, 1))
+    cache.reset(padding=[0] * B)
+    cache.reset()
+    assert cache.padding == ()
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_reset_cache_takes_tokens_of_other_sizes(kind: str) -> None:
+    m, x, cache = module(), inputs(), CACHES[kind]()
+    expected = m(x, mask=window(W) if kind == "rolling" else causal())
+    m(x[:, :5], cache=cache)
+    cache.reorder([0, 0, 1, 1, 2])
+    cache.reset()
+    torch.testing.assert_close(decoded(m, x, cache, CUTS["prefill"]), expected)
+    cache.reset()
+    half = m.float()(x.float(), cache=cache)
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_half_precision_decodes_in_it() -> None:
@@ -286,7 +314,7 @@ def test_what_does_not_fit_is_named() -> None:
     m, x, cache = module(), inputs(), GrowingCache()
     refused(ValueError, "cache: holds nothing yet", lambda: cache.reorder([0]))
     m(x[:, :2], cache=cache)
-    refused(ValueError, r"cache: k is \[2, 4, 1, 6\], wanted \[3, 4, T, 6\]", lambda: m(x[:2, :1], cache=cache))
+    refused(ValueError, r"cache: k is \[2, 4, 1, 6\], expected \[3, 4, T, 6\]", lambda: m(x[:2, :1], cache=cache))
     refused(ValueError, "cache: wanted x with three axes", lambda: m(x[0], cache=cache))
     refused(TypeError, "cache: k is float32 on cpu, what is held is float64", lambda: m.float()(x.float(), cache=cache))
     m.double()

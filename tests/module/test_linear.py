@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.tolerance import assert_as_accurate
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -18,6 +17,7 @@ import headscope
 from headscope._attend.backends import native
 from headscope._linear import layer as _linear
 from headscope._linear.layer import Linear
+from support.tolerance import assert_as_accurate
 
 ROWS, WIDTH, OUT = 67, 256, 257  # more products than the table's least
 

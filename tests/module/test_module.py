@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import oracle
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
@@ -21,6 +20,7 @@ from headscope import MultiHeadAttention
 from headscope.masks import Band, KeyLengths, Prefix, causal, window
 from headscope.module._multi_head import merge_heads, split_heads
 from headscope.module._options import QKV
+from support import oracle
 
 B, Q, K, E, H = 2, 5, 7, 12, 3
 

@@ -9,7 +9,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support import oracle
 from torch import Tensor, nn
 
 from headscope import MultiHeadAttention, functional, trace, watch
@@ -17,6 +16,7 @@ from headscope._attend.call import as_mask
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, causal, turned, window
 from headscope.module._multi_head import merge_heads, split_heads
 from headscope.positions import NTK, ALiBi, RelativeBias, Rotary, T5Buckets, YaRN, matrix
+from support import oracle
 
 B, Q, E, H = 2, 5, 24, 3
 
@@ -269,7 +269,7 @@ def test_turned_queries_give_what_the_definition_gives(name: str, option: str, m
     torch.testing.assert_close(again, out, rtol=0, atol=0)
     with watch(m) as seen_turned:
         torch.testing.assert_close(m(x, mask=mask), out, rtol=0, atol=0)
-    monkeypatch.setattr("headscope.module._may_be_turned", Mock(return_value=False))
+    monkeypatch.setattr("headscope.module._multi_head._may_be_turned", Mock(return_value=False))
     with watch(m) as seen_plain:
         torch.testing.assert_close(m(x, mask=mask), out)
     assert seen_turned.names == seen_plain.names

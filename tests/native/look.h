@@ -1,4 +1,5 @@
-// One random look at a problem: what is measured of which rows; and what should come out, by docs/statistics.md, a pair at a time.
+// One random look at a problem: what is measured of which rows; and what should come out, by docs/statistics.md, a pair
+// at a time.
 #pragma once
 
 #include <algorithm>
@@ -13,10 +14,10 @@ using headscope::MOST_WINDOWS;
 using headscope::QUANTITIES;
 
 struct Look {
-    std::int64_t R;                  // rows that are looked at
-    Array queries;                   // which query each of them is, [B or 1, H or 1, 1, R]; not given: 0, 1, 2, …
-    Array line, own, ids, first;     // [B or 1, 1, 1, R] both, [B, 1, 1, K], [B or 1, 1, 1, firsts]; as in RowStats
-    Array norms, may_count, given;   // [B, Hkv, K, 1], [B or 1, H or 1, R or 1, 1], [B, H, R, 1]
+    std::int64_t R;                 // rows that are looked at
+    Array queries;                  // which query each of them is, [B or 1, H or 1, 1, R]; not given: 0, 1, 2, …
+    Array line, own, ids, first;    // [B or 1, 1, 1, R] both, [B, 1, 1, K], [B or 1, 1, 1, firsts]; as in RowStats
+    Array norms, may_count, given;  // [B, Hkv, K, 1], [B or 1, H or 1, R or 1, 1], [B, H, R, 1]
     std::vector<double> reach;
     bool attends, received, values, floor;  // floor: none of the largest weights is below it
     std::int64_t most, bins, shares, edges;
@@ -34,8 +35,10 @@ struct Look {
         if (given.given) text += ", given lse";
         if (attends) text += ", attending";
         if (received) text += ", received";
-        text += ", " + std::to_string(reach.size()) + " windows, first " + std::to_string(first.n[3]) + ", most " + std::to_string(most);
-        return text + ", bins " + std::to_string(bins) + ", shares " + std::to_string(shares) + ", edges " + std::to_string(edges);
+        text += ", " + std::to_string(reach.size()) + " windows, first " + std::to_string(first.n[3]) + ", most " +
+                std::to_string(most);
+        return text + ", bins " + std::to_string(bins) + ", shares " + std::to_string(shares) + ", edges " +
+               std::to_string(edges);
     }
 };
 
@@ -43,7 +46,8 @@ struct Look {
 inline Look draw_look(Random& r, const Problem& p, const Array& lse) {
     Look x{};
     const auto batch = [&] { return r.one_in(2) ? 1 : p.B; };
-    x.attends = r.one_in(2), x.R = p.Q;
+    x.attends = r.one_in(2);
+    x.R = p.Q;
     if (!x.attends && r.one_in(2)) {
         x.R = r.range(1, p.Q + 2);
         x.queries = Array(batch(), r.one_in(2) ? 1 : p.H, 1, x.R);
@@ -57,7 +61,8 @@ inline Look draw_look(Random& r, const Problem& p, const Array& lse) {
         for (std::int64_t n = r.one_in(2) ? 0 : r.range(1, MOST_WINDOWS); n > 0; n--)
             x.reach.push_back(r.one_in(8) ? INF : r.one_in(4) ? 0 : r.range(1, 2 * p.K) / 2.0);
         if (r.one_in(2)) {
-            x.own = Array(batch(), 1, 1, x.R), x.ids = Array(p.B, 1, 1, p.K);
+            x.own = Array(batch(), 1, 1, x.R);
+            x.ids = Array(p.B, 1, 1, p.K);
             for (double& j : x.own.x) j = double(r.range(-1, p.K - 1));
             for (double& id : x.ids.x) id = double(r.range(-2, r.one_in(2) ? 2 : 30));
         }
@@ -65,15 +70,18 @@ inline Look draw_look(Random& r, const Problem& p, const Array& lse) {
     x.first = Array(batch(), 1, 1, r.one_in(2) ? 1 : r.range(0, p.K < MOST_FIRST ? p.K : MOST_FIRST));
     for (std::int64_t b = 0; b < x.first.n[0] && x.first.n[3]; b++) {
         std::int64_t j = r.range(0, p.K - 1);
-        for (std::int64_t n = 0; n < x.first.n[3]; n++, j += r.one_in(3) ? 2 : 1) x.first(b, 0, 0, n) = j < p.K ? double(j) : -1;
+        for (std::int64_t n = 0; n < x.first.n[3]; n++, j += r.one_in(3) ? 2 : 1)
+            x.first(b, 0, 0, n) = j < p.K ? double(j) : -1;
     }
     if (r.one_in(2)) {
         x.norms = Array(p.B, p.Hkv, p.K, 1);
-        for (std::int64_t b = 0; b < p.B; b++) for (std::int64_t h = 0; h < p.Hkv; h++) for (std::int64_t j = 0; j < p.K; j++) {
-            double squares = 0;
-            for (std::int64_t c = 0; c < p.Dv; c++) squares += p.v(b, h, j, c) * p.v(b, h, j, c);
-            x.norms(b, h, j, 0) = rounded(std::sqrt(squares), arithmetic(p.dtype));
-        }
+        for (std::int64_t b = 0; b < p.B; b++)
+            for (std::int64_t h = 0; h < p.Hkv; h++)
+                for (std::int64_t j = 0; j < p.K; j++) {
+                    double squares = 0;
+                    for (std::int64_t c = 0; c < p.Dv; c++) squares += p.v(b, h, j, c) * p.v(b, h, j, c);
+                    x.norms(b, h, j, 0) = rounded(std::sqrt(squares), arithmetic(p.dtype));
+                }
     }
     if (r.one_in(2)) {
         x.may_count = Array(batch(), r.one_in(2) ? 1 : p.H, r.one_in(4) ? 1 : x.R, 1);
@@ -82,11 +90,16 @@ inline Look draw_look(Random& r, const Problem& p, const Array& lse) {
     if (r.one_in(4)) {
         x.given = Array(p.B, p.H, x.R, 1);
         const double off = r.one_in(2) ? 0 : 0.4;
-        for (std::int64_t b = 0; b < p.B; b++) for (std::int64_t h = 0; h < p.H; h++) for (std::int64_t n = 0; n < x.R; n++)
-            x.given(b, h, n, 0) = rounded(lse(b, h, x.query(b, h, n), 0) + off, arithmetic(p.dtype));
+        for (std::int64_t b = 0; b < p.B; b++)
+            for (std::int64_t h = 0; h < p.H; h++)
+                for (std::int64_t n = 0; n < x.R; n++)
+                    x.given(b, h, n, 0) = rounded(lse(b, h, x.query(b, h, n), 0) + off, arithmetic(p.dtype));
     }
-    x.values = !r.one_in(4), x.received = r.one_in(2), x.shares = r.range(1, 4);
-    x.most = r.one_in(2) ? 0 : r.one_in(6) ? p.K + 2 : r.range(1, 4), x.floor = r.one_in(2);
+    x.values = !r.one_in(4);
+    x.received = r.one_in(2);
+    x.shares = r.range(1, 4);
+    x.most = r.one_in(2) ? 0 : r.one_in(6) ? p.K + 2 : r.range(1, 4);
+    x.floor = r.one_in(2);
     x.bins = r.one_in(2) ? 0 : r.one_in(4) ? p.K + r.range(0, 9) : r.range(1, 9);
     if (x.shares * p.H * x.bins * x.bins > 100'000) x.bins = 3;
     x.edges = !x.bins || r.one_in(2) ? 0 : r.one_in(3) ? r.range(1, 40) : r.range(1, 3);
@@ -96,41 +109,48 @@ inline Look draw_look(Random& r, const Problem& p, const Array& lse) {
 // What should come out. `size` of a number is how far it moves where each weight moves by its own size.
 struct Measured {
     Array value[QUANTITIES], size[QUANTITIES], window[MOST_WINDOWS], streaming[MOST_WINDOWS];
-    Array counted, weights;                                // [B, H, R, 1] and [B, H, R, K], -1 where a key is not seen
+    Array counted, weights;                                 // [B, H, R, 1] and [B, H, R, K], -1 where a key is not seen
     Array received, eligible, map_sum, map_count, map_max;  // [1, H, K, 1] and [1, H, bins, bins]
 };
 
 // One row: the keys it sees, in arithmetic of type A.
-template <class A> struct MeasuredRow {
+template <class A>
+struct MeasuredRow {
     std::vector<std::int64_t> keys;
     std::vector<A> weight;
     A lse, top = A(-INF);
 
     // Σ of what(j, p) over the keys that are seen.
-    template <class What> double sum(const What& what) const {
+    template <class What>
+    double sum(const What& what) const {
         A total = 0;
         for (std::size_t n = 0; n < keys.size(); n++) total += what(keys[n], weight[n]);
         return double(total);
     }
     // The weight of such keys; NaN where none is seen and one is `needed`.
-    template <class Which> double mass(bool needed, const Which& which) const {
+    template <class Which>
+    double mass(bool needed, const Which& which) const {
         const double found = sum([&](std::int64_t j, A) { return A(which(j)); });
         return found > 0 || !needed ? sum([&](std::int64_t j, A w) { return which(j) ? w : A(0); }) : NOT;
     }
 };
 
-template <class A> MeasuredRow<A> measured_row(const Problem& p, const Look& x, double rounding, std::int64_t b, std::int64_t h,
-                                               std::int64_t r) {
+template <class A>
+MeasuredRow<A> measured_row(const Problem& p, const Look& x, double rounding, std::int64_t b, std::int64_t h,
+                            std::int64_t r) {
     MeasuredRow<A> row;
     const std::int64_t i = x.query(b, h, r);
-    for (std::int64_t j = 0; j < p.K; j++) if (p.seen(b, h, i, j)) {
-        A s = 0;
-        for (std::int64_t d = 0; d < p.D; d++) s += A(p.q(b, h, i, d)) * A(p.k(b, h / p.group(), j, d));
-        s *= A(p.scale);
-        if (p.softcap > 0) s = A(p.softcap) * std::tanh(s / A(p.softcap));
-        if (p.bias.given) s += A(p.bias(b, h, i, j));
-        row.keys.push_back(j), row.weight.push_back(s), row.top = std::max(row.top, s);
-    }
+    for (std::int64_t j = 0; j < p.K; j++)
+        if (p.seen(b, h, i, j)) {
+            A s = 0;
+            for (std::int64_t d = 0; d < p.D; d++) s += A(p.q(b, h, i, d)) * A(p.k(b, h / p.group(), j, d));
+            s *= A(p.scale);
+            if (p.softcap > 0) s = A(p.softcap) * std::tanh(s / A(p.softcap));
+            if (p.bias.given) s += A(p.bias(b, h, i, j));
+            row.keys.push_back(j);
+            row.weight.push_back(s);
+            row.top = std::max(row.top, s);
+        }
     const A sink = p.sinks.empty() ? A(-INF) : A(p.sinks[std::size_t(h)]), top = std::max(row.top, sink);
     A total = std::exp(sink - top);
     for (A s : row.weight) total += std::exp(s - top);
@@ -143,26 +163,36 @@ template <class A> MeasuredRow<A> measured_row(const Problem& p, const Look& x, 
     return row;
 }
 
-template <class A> void measure_row(const Problem& p, const Look& x, const MeasuredRow<A>& row, std::int64_t b, std::int64_t h,
-                                    std::int64_t r, Measured& m) {
+template <class A>
+void measure_row(const Problem& p, const Look& x, const MeasuredRow<A>& row, std::int64_t b, std::int64_t h,
+                 std::int64_t r, Measured& m) {
     using namespace headscope;
-    const auto put = [&](int n, double value, double size) { m.value[n](b, h, r, 0) = value, m.size[n](b, h, r, 0) = size; };
+    const auto put = [&](int n, double value, double size) {
+        m.value[n](b, h, r, 0) = value;
+        m.size[n](b, h, r, 0) = size;
+    };
     const auto sum = [&](int n, double value) { put(n, value, std::fabs(value)); };
     const double choices = double(row.keys.size()), mass = row.sum([](std::int64_t, A w) { return w; });
     const double entropy = row.sum([](std::int64_t, A w) { return w > 0 ? -w * std::log(w) : A(0); });
     const double spread = mass + row.sum([](std::int64_t, A w) { return w > 0 ? std::fabs(w * std::log(w)) : A(0); });
     const double squares = row.sum([](std::int64_t, A w) { return w * w; });
-    put(LSE, double(row.lse), 1), put(MAX_LOGIT, double(row.top), 1);
+    put(LSE, double(row.lse), 1);
+    put(MAX_LOGIT, double(row.top), 1);
     put(ENTROPY, entropy > 0 ? entropy : 0, spread);
-    put(NORMALIZED_ENTROPY, choices < 2 ? NOT : (entropy > 0 ? entropy : 0) / std::log(choices), spread / std::log(choices));
-    sum(MAX_WEIGHT, double(std::exp(row.top - row.lse))), sum(MASS, mass), sum(CHANCE, 1 / choices);
+    put(NORMALIZED_ENTROPY, choices < 2 ? NOT : (entropy > 0 ? entropy : 0) / std::log(choices),
+        spread / std::log(choices));
+    sum(MAX_WEIGHT, double(std::exp(row.top - row.lse)));
+    sum(MASS, mass);
+    sum(CHANCE, 1 / choices);
     put(EFFECTIVE_KEYS, 1 / squares, 2 / squares);
     const auto is_first = [&](std::int64_t j) {
-        for (std::int64_t n = 0; n < x.first.n[3]; n++) if (x.first(b, 0, 0, n) == double(j)) return true;
+        for (std::int64_t n = 0; n < x.first.n[3]; n++)
+            if (x.first(b, 0, 0, n) == double(j)) return true;
         return false;
     };
     sum(FIRST, row.mass(false, is_first));
-    if (x.norms.given) sum(VALUE_NORM, row.sum([&](std::int64_t j, A w) { return w * A(x.norms(b, h / p.group(), j, 0)); }));
+    if (x.norms.given)
+        sum(VALUE_NORM, row.sum([&](std::int64_t j, A w) { return w * A(x.norms(b, h / p.group(), j, 0)); }));
     if (!x.line.given) return;
     const double at = x.line(b, 0, 0, r);
     sum(DISTANCE, row.sum([&](std::int64_t j, A w) { return w * A(std::fabs(at - double(j))); }));
@@ -188,34 +218,43 @@ inline std::int64_t bin_of(std::int64_t place, std::int64_t bins, std::int64_t l
     return bin;
 }
 
-template <class A> Measured measured(const Problem& p, const Look& x, double rounding) {
+template <class A>
+Measured measured(const Problem& p, const Look& x, double rounding) {
     Measured m;
     const Array empty(p.B, p.H, x.R, 1, NOT);
     for (Array& a : m.value) a = empty;
     for (Array& a : m.size) a = empty;
     for (Array& a : m.window) a = empty;
     for (Array& a : m.streaming) a = empty;
-    m.counted = Array(p.B, p.H, x.R, 1), m.weights = Array(p.B, p.H, x.R, p.K, -1);
-    m.received = Array(1, p.H, p.K, 1), m.eligible = m.received;
-    m.map_sum = Array(1, p.H, x.bins, x.bins), m.map_count = m.map_sum, m.map_max = Array(1, p.H, x.bins, x.bins, NOT);
+    m.counted = Array(p.B, p.H, x.R, 1);
+    m.weights = Array(p.B, p.H, x.R, p.K, -1);
+    m.received = Array(1, p.H, p.K, 1);
+    m.eligible = m.received;
+    m.map_sum = Array(1, p.H, x.bins, x.bins);
+    m.map_count = m.map_sum;
+    m.map_max = Array(1, p.H, x.bins, x.bins, NOT);
     // of thousands of equal weights double would lose as much as is allowed
     std::vector<long double> map_sum(m.map_sum.x.size()), received(m.received.x.size());
-    for (std::int64_t b = 0; b < p.B; b++) for (std::int64_t h = 0; h < p.H; h++) for (std::int64_t r = 0; r < x.R; r++) {
-        const MeasuredRow<A> row = measured_row<A>(p, x, rounding, b, h, r);
-        if (row.keys.empty() || (x.may_count.given && x.may_count(b, h, r, 0) == 0)) continue;
-        m.counted(b, h, r, 0) = 1;
-        measure_row(p, x, row, b, h, r, m);
-        const std::int64_t y = x.bins ? bin_of(x.query(b, h, r), x.bins, p.Q) : 0;
-        for (std::size_t n = 0; n < row.keys.size(); n++) {
-            const std::int64_t j = row.keys[n];
-            const double w = m.weights(b, h, r, j) = double(row.weight[n]);
-            received[m.received.where(0, h, j, 0)] += w, m.eligible(0, h, j, 0)++;
-            if (!x.bins) continue;
-            const std::size_t cell = m.map_sum.where(0, h, y, bin_of(j, x.bins, p.K));
-            map_sum[cell] += w, m.map_count.x[cell]++;
-            if (!(m.map_max.x[cell] >= w)) m.map_max.x[cell] = w;
-        }
-    }
+    for (std::int64_t b = 0; b < p.B; b++)
+        for (std::int64_t h = 0; h < p.H; h++)
+            for (std::int64_t r = 0; r < x.R; r++) {
+                const MeasuredRow<A> row = measured_row<A>(p, x, rounding, b, h, r);
+                if (row.keys.empty() || (x.may_count.given && x.may_count(b, h, r, 0) == 0)) continue;
+                m.counted(b, h, r, 0) = 1;
+                measure_row(p, x, row, b, h, r, m);
+                const std::int64_t y = x.bins ? bin_of(x.query(b, h, r), x.bins, p.Q) : 0;
+                for (std::size_t n = 0; n < row.keys.size(); n++) {
+                    const std::int64_t j = row.keys[n];
+                    const double w = m.weights(b, h, r, j) = double(row.weight[n]);
+                    received[m.received.where(0, h, j, 0)] += w;
+                    m.eligible(0, h, j, 0)++;
+                    if (!x.bins) continue;
+                    const std::size_t cell = m.map_sum.where(0, h, y, bin_of(j, x.bins, p.K));
+                    map_sum[cell] += w;
+                    m.map_count.x[cell]++;
+                    if (!(m.map_max.x[cell] >= w)) m.map_max.x[cell] = w;
+                }
+            }
     for (std::size_t n = 0; n < map_sum.size(); n++) m.map_sum.x[n] = double(map_sum[n]);
     for (std::size_t n = 0; n < received.size(); n++) m.received.x[n] = double(received[n]);
     return m;

@@ -26,8 +26,12 @@ inline double half_value(std::uint16_t bits) {
     return bits & 0x8000 ? -size : size;
 }
 
-template <class To> void put(char* at, To x) { std::memcpy(at, &x, sizeof x); }
-template <class From> From get(const char* at) {
+template <class To>
+void put(char* at, To x) {
+    std::memcpy(at, &x, sizeof x);
+}
+template <class From>
+From get(const char* at) {
     From x;
     std::memcpy(&x, at, sizeof x);
     return x;
@@ -38,30 +42,42 @@ inline void encode(char* at, double x, Element e) {
         return;
     }
     switch (e) {
-        case Element::f32: return put(at, float(x));
-        case Element::f64: return put(at, x);
+        case Element::f32:
+            return put(at, float(x));
+        case Element::f64:
+            return put(at, x);
         case Element::bf16: {
             const float wide = float(x);
             return put(at, std::uint16_t(get<std::uint32_t>(reinterpret_cast<const char*>(&wide)) >> 16));
         }
-        case Element::f16: return put(at, half_bits(x));
-        case Element::i32: return put(at, std::int32_t(x));
-        case Element::i64: return put(at, std::int64_t(x));
-        default: return put(at, std::uint8_t(x));
+        case Element::f16:
+            return put(at, half_bits(x));
+        case Element::i32:
+            return put(at, std::int32_t(x));
+        case Element::i64:
+            return put(at, std::int64_t(x));
+        default:
+            return put(at, std::uint8_t(x));
     }
 }
 inline double decode(const char* at, Element e) {
     switch (e) {
-        case Element::f32: return get<float>(at);
-        case Element::f64: return get<double>(at);
+        case Element::f32:
+            return get<float>(at);
+        case Element::f64:
+            return get<double>(at);
         case Element::bf16: {
             const std::uint32_t wide = std::uint32_t(get<std::uint16_t>(at)) << 16;
             return get<float>(reinterpret_cast<const char*>(&wide));
         }
-        case Element::f16: return half_value(get<std::uint16_t>(at));
-        case Element::i32: return get<std::int32_t>(at);
-        case Element::i64: return double(get<std::int64_t>(at));
-        default: return get<std::uint8_t>(at);
+        case Element::f16:
+            return half_value(get<std::uint16_t>(at));
+        case Element::i32:
+            return get<std::int32_t>(at);
+        case Element::i64:
+            return double(get<std::int64_t>(at));
+        default:
+            return get<std::uint8_t>(at);
     }
 }
 
@@ -69,9 +85,7 @@ inline double decode(const char* at, Element e) {
 class Memory {
 public:
     explicit Memory(std::size_t bytes, int filled = 0) : size(bytes) {
-        void* p = nullptr;
-        if (posix_memalign(&p, 64, bytes ? bytes : 1)) throw std::bad_alloc();
-        at.reset(static_cast<char*>(p));
+        at.reset(static_cast<char*>(::operator new(bytes ? bytes : 1, ALIGNMENT)));
         fill(filled);
     }
     void fill(int byte) { std::memset(at.get(), byte, size); }
@@ -79,7 +93,10 @@ public:
     const std::size_t size;
 
 private:
-    struct Free { void operator()(char* p) const { std::free(p); } };
+    static constexpr std::align_val_t ALIGNMENT{64};
+    struct Free {
+        void operator()(char* p) const { ::operator delete(p, ALIGNMENT); }
+    };
     std::unique_ptr<char, Free> at;
 };
 
@@ -99,7 +116,8 @@ public:
         memory = std::make_unique<Memory>(std::size_t((before + elements + after) * size), PATTERN);
         first = memory->data() + before * size;
         if (!output) {
-            for (std::size_t n = 0; n + std::size_t(size) <= memory->size; n += std::size_t(size)) encode(memory->data() + n, strange(), kind);
+            for (std::size_t n = 0; n + std::size_t(size) <= memory->size; n += std::size_t(size))
+                encode(memory->data() + n, strange(), kind);
             each(x, [&](std::size_t from, char* to) { encode(to, x.x[from], kind); });
         }
     }
@@ -121,7 +139,9 @@ public:
             if (!own[n] && static_cast<unsigned char>(memory->data()[n]) != PATTERN) return false;
         return true;
     }
-    bool same(const Placed& other) const { return !memory || !std::memcmp(memory->data(), other.memory->data(), memory->size); }
+    bool same(const Placed& other) const {
+        return !memory || !std::memcmp(memory->data(), other.memory->data(), memory->size);
+    }
     // The same layout again, with the pattern everywhere.
     Placed again() const {
         Placed copy(*this, 0);
@@ -131,12 +151,16 @@ public:
         each(x, [&](std::size_t from, char* to) { encode(to, x.x[from], kind); });
     }
     void zero() {
-        each(Array(shape[0], shape[1], shape[2], shape[3]), [&](std::size_t, char* at) { std::memset(at, 0, std::size_t(bytes_of(kind))); });
+        each(Array(shape[0], shape[1], shape[2], shape[3]),
+             [&](std::size_t, char* at) { std::memset(at, 0, std::size_t(bytes_of(kind))); });
     }
-    headscope::Tensor4 tensor(Dtype dtype) const { return {first, {stride[0], stride[1], stride[2], stride[3]}, dtype}; }
+    headscope::Tensor4 tensor(Dtype dtype) const {
+        return {first, {stride[0], stride[1], stride[2], stride[3]}, dtype};
+    }
 
 private:
-    Placed(const Placed& other, int) : shape{other.shape[0], other.shape[1], other.shape[2], other.shape[3]}, kind(other.kind) {
+    Placed(const Placed& other, int)
+        : shape{other.shape[0], other.shape[1], other.shape[2], other.shape[3]}, kind(other.kind) {
         std::copy(other.stride, other.stride + 4, stride);
         if (!other.memory) return;
         memory = std::make_unique<Memory>(other.memory->size, PATTERN);
@@ -145,15 +169,21 @@ private:
     double strange() const {
         return kind == Element::i32 ? 1e9 : kind == Element::i64 ? 0 : kind == Element::u8 ? 1 : NOT;
     }
-    template <class Visit> void each(const Array& x, const Visit& visit) const {
-        for (std::int64_t a = 0; a < shape[0]; a++) for (std::int64_t b = 0; b < shape[1]; b++)
-            for (std::int64_t c = 0; c < shape[2]; c++) for (std::int64_t d = 0; d < shape[3]; d++)
-                visit(x.where(a, b, c, d), first + (a * stride[0] + b * stride[1] + c * stride[2] + d * stride[3]) * bytes_of(kind));
+    template <class Visit>
+    void each(const Array& x, const Visit& visit) const {
+        for (std::int64_t a = 0; a < shape[0]; a++)
+            for (std::int64_t b = 0; b < shape[1]; b++)
+                for (std::int64_t c = 0; c < shape[2]; c++)
+                    for (std::int64_t d = 0; d < shape[3]; d++)
+                        visit(x.where(a, b, c, d),
+                              first + (a * stride[0] + b * stride[1] + c * stride[2] + d * stride[3]) * bytes_of(kind));
     }
-    // Strides with the axes in a random order and gaps between; 0 where an axis repeats. Returns how many elements that spans.
+    // Strides with the axes in a random order and gaps between; 0 where an axis repeats. Returns how many elements that
+    // spans.
     std::int64_t lay_out(Random& r, bool tight, bool unit) {
         int order[4] = {3, 2, 1, 0};  // fastest first
-        if (!tight) for (int n = unit ? 1 : 0; n < 3; n++) std::swap(order[n], order[r.range(n, 3)]);
+        if (!tight)
+            for (int n = unit ? 1 : 0; n < 3; n++) std::swap(order[n], order[r.range(n, 3)]);
         const bool gaps = !tight && r.one_in(2);
         std::int64_t step = !unit && gaps ? r.range(1, 3) : 1, elements = 1;
         for (int axis : order) {

@@ -1,6 +1,6 @@
-// Random calls of one target against the definition, without Python: every option, forward, looked at and backward, and projections,
-// guards around every buffer. `selfcheck TARGET CALLS SEED [FIRST]`, FIRST to begin with a later call; exit code 1 where a result is wrong,
-// 77 where this CPU lacks the target.
+// Random calls of one target against the definition, without Python: every option, forward, looked at and backward, and
+// projections, guards around every buffer. `selfcheck TARGET CALLS SEED [FIRST]`, FIRST to begin with a later call;
+// exit code 1 where a result is wrong, 77 where this CPU lacks the target.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -38,16 +38,19 @@ void run(const Target& target, Forward& f, Random& r) {
     const std::int64_t shares = target.shares(f), tasks = target.tasks(f);
     const std::size_t prepared = target.prepared(f);
     Memory scratch(target.scratch(f)), partial(target.partial(f), 0xff), paired_v(prepared, 0xff);
-    f.partial = partial.data(), f.paired_v = prepared ? paired_v.data() : nullptr;
-    if (prepared) for (std::int64_t task : shuffled(r, target.prepare_tasks(f))) target.prepare(f, task);
+    f.partial = partial.data();
+    f.paired_v = prepared ? paired_v.data() : nullptr;
+    if (prepared)
+        for (std::int64_t task : shuffled(r, target.prepare_tasks(f))) target.prepare(f, task);
     for (std::int64_t task : shuffled(r, tasks)) {
         scratch.fill(r.one_in(2) ? 0xff : 0x3f);
         target.run(f, task, scratch.data());
     }
-    if (shares > 1) for (std::int64_t block : shuffled(r, tasks / shares)) {
-        scratch.fill(0xff);
-        target.merge(f, block, scratch.data());
-    }
+    if (shares > 1)
+        for (std::int64_t block : shuffled(r, tasks / shares)) {
+            scratch.fill(0xff);
+            target.merge(f, block, scratch.data());
+        }
     f.partial = f.paired_v = nullptr;
 }
 void run(const Target& target, const Backward& g, Random& r) {
@@ -82,7 +85,8 @@ void look(const Target& target, Forward& f, Random& r) {
     const std::size_t prepared = target.prepared(f);
     Memory scratch(target.look_scratch(f)), paired_v(prepared, 0xff);
     f.paired_v = prepared ? paired_v.data() : nullptr;
-    if (prepared) for (std::int64_t task : shuffled(r, target.prepare_tasks(f))) target.prepare(f, task);
+    if (prepared)
+        for (std::int64_t task : shuffled(r, target.prepare_tasks(f))) target.prepare(f, task);
     for (std::int64_t task : shuffled(r, target.look_tasks(f))) {
         scratch.fill(r.one_in(2) ? 0xff : 0x3f);
         target.run_look(f, task, scratch.data());
@@ -106,8 +110,16 @@ struct Call {
     }
     Call(Random& r, const Problem& p) : f{} {
         const Element e = element(p.dtype), wide = arithmetic(p.dtype);
-        f.batch = p.B, f.heads = p.H, f.kv_heads = p.Hkv, f.queries = p.Q, f.keys = p.K, f.head_dim = p.D, f.v_head_dim = p.Dv;
-        f.q = place(r, p.q, e).tensor(p.dtype), f.k = place(r, p.k, e).tensor(p.dtype), f.v = place(r, p.v, e).tensor(p.dtype);
+        f.batch = p.B;
+        f.heads = p.H;
+        f.kv_heads = p.Hkv;
+        f.queries = p.Q;
+        f.keys = p.K;
+        f.head_dim = p.D;
+        f.v_head_dim = p.Dv;
+        f.q = place(r, p.q, e).tensor(p.dtype);
+        f.k = place(r, p.k, e).tensor(p.dtype);
+        f.v = place(r, p.v, e).tensor(p.dtype);
         f.bias = place(r, p.bias, wide, false, false).tensor(p.dtype);
         if (!p.sinks.empty()) {
             Array sinks(1, 1, 1, p.H);
@@ -116,11 +128,15 @@ struct Call {
         }
         if (p.spans.given) f.visible.spans = reach(r, p.spans);
         if (!p.rules.empty()) add(r, p.rules[0]);
-        f.scale = p.scale, f.softcap = p.softcap, f.dropout = p.dropout, f.seed = p.seed;
+        f.scale = p.scale;
+        f.softcap = p.softcap;
+        f.dropout = p.dropout;
+        f.seed = p.seed;
     }
     headscope::Spans reach(Random& r, const Array& spans) {
         const Placed& at = place(r, spans, Element::i32, true);
-        return {reinterpret_cast<const std::int32_t*>(at.data()), at.stride[0], at.stride[2], std::int32_t(spans.n[3] / 2)};
+        return {reinterpret_cast<const std::int32_t*>(at.data()), at.stride[0], at.stride[2],
+                std::int32_t(spans.n[3] / 2)};
     }
     void add(Random& r, const Node& node) {  // in postfix order
         for (const Node& part : node.parts) add(r, part);
@@ -128,7 +144,10 @@ struct Call {
         rule = {node.kind, {}, {}, {}};
         if (node.kind == Rule::spans) rule.reach = reach(r, node.first);
         if (node.kind == Rule::bytes) rule.q = place(r, node.first, Element::u8, false, false).tensor(Dtype::f32);
-        if (node.kind == Rule::same_id) rule.q = ids(r, node.first), rule.k = ids(r, node.second);
+        if (node.kind == Rule::same_id) {
+            rule.q = ids(r, node.first);
+            rule.k = ids(r, node.second);
+        }
     }
     headscope::Tensor4 ids(Random& r, const Array& x) {
         const Placed& at = place(r, x, Element::i64, false, false);
@@ -143,8 +162,8 @@ struct Looking {
     RowStats s;
     std::atomic<bool> spoilt{false};
     std::vector<std::unique_ptr<Placed>> out;
-    Placed *value[QUANTITIES], *window[MOST_WINDOWS], *streaming[MOST_WINDOWS], *counted, *most_weight, *most_key, *received, *eligible, *sum,
-        *max, *count, *at, *edge, *edges_found;
+    Placed *value[QUANTITIES], *window[MOST_WINDOWS], *streaming[MOST_WINDOWS], *counted, *most_weight, *most_key,
+        *received, *eligible, *sum, *max, *count, *at, *edge, *edges_found;
 
     Looking(Random& r, const Problem& p, const Look& x, const Array& floor, double rounding, Call& call) {
         const Element wide = arithmetic(p.dtype);
@@ -153,18 +172,24 @@ struct Looking {
             stride = at.stride[0];
             return reinterpret_cast<const std::int64_t*>(at.data());
         };
-        s.line = whole(x.line, s.line_stride), s.own = whole(x.own, s.own_stride);
-        s.first = whole(x.first, s.first_stride), s.firsts = int(x.first.n[3]);
+        s.line = whole(x.line, s.line_stride);
+        s.own = whole(x.own, s.own_stride);
+        s.first = whole(x.first, s.first_stride);
+        s.firsts = int(x.first.n[3]);
         s.ids = reinterpret_cast<const std::int32_t*>(call.place(r, x.ids, Element::i32, true).data());
-        s.norms = call.place(r, x.norms, wide, true).data(), s.given = call.place(r, x.given, wide, true).data(), s.rounding = rounding;
+        s.norms = call.place(r, x.norms, wide, true).data();
+        s.given = call.place(r, x.given, wide, true).data();
+        s.rounding = rounding;
         s.floor = call.place(r, floor, wide, true).data();
         const Placed& may_count = call.place(r, x.may_count, Element::u8, false, false);
-        s.may_count = reinterpret_cast<const std::uint8_t*>(may_count.data()), std::copy(may_count.stride, may_count.stride + 3, s.may_count_stride);
+        s.may_count = reinterpret_cast<const std::uint8_t*>(may_count.data());
+        std::copy(may_count.stride, may_count.stride + 3, s.may_count_stride);
         const Array rows(p.B, p.H, x.R, 1);
         for (int n = 0; n < QUANTITIES; n++) {
             const bool of_tokens = n == headscope::DUPLICATE || n == headscope::INDUCTION;
             const bool of_places = of_tokens || (n >= headscope::DISTANCE && n <= headscope::NEXT);
-            const bool has = (!of_tokens || x.ids.given) && (!of_places || x.line.given) && (n != headscope::VALUE_NORM || x.norms.given);
+            const bool has = (!of_tokens || x.ids.given) && (!of_places || x.line.given) &&
+                             (n != headscope::VALUE_NORM || x.norms.given);
             s.value[n] = (value[n] = place(r, rows, wide, x.values && has && !r.one_in(5)))->data();
         }
         for (; s.windows < int(x.reach.size()); s.windows++) {
@@ -176,24 +201,38 @@ struct Looking {
         s.counted = reinterpret_cast<std::uint8_t*>((counted = place(r, rows, Element::u8))->data());
         s.most = int(x.most);
         s.most_weight = (most_weight = place(r, Array(p.B, p.H, x.R, x.most), wide, x.most > 0))->data();
-        s.most_key = reinterpret_cast<std::int64_t*>((most_key = place(r, Array(p.B, p.H, x.R, x.most), Element::i64, x.most > 0))->data());
-        s.bins = x.bins, s.all_queries = p.Q, s.shares = x.shares, s.spoilt = &spoilt;
+        s.most_key = reinterpret_cast<std::int64_t*>(
+            (most_key = place(r, Array(p.B, p.H, x.R, x.most), Element::i64, x.most > 0))->data());
+        s.bins = x.bins;
+        s.all_queries = p.Q;
+        s.shares = x.shares;
+        s.spoilt = &spoilt;
         place_columns(r, s.whole, 1, p, x, x.bins);
         const std::size_t of_whole = out.size();
         place_columns(r, s.apart, x.shares - 1, p, x, x.queries.given ? x.bins : 1);
         const auto piece = [&](std::size_t n) { return out[of_whole - 6 + n].get(); };
-        received = piece(0), eligible = piece(1), sum = piece(2), max = piece(3), count = piece(4), at = piece(5);
+        received = piece(0);
+        eligible = piece(1);
+        sum = piece(2);
+        max = piece(3);
+        count = piece(4);
+        at = piece(5);
         s.edges = int(x.edges);
-        const auto of_edges = [&](std::int64_t n) { return place(r, Array(x.shares, p.H, n, 1), Element::i64, x.edges > 0); };
+        const auto of_edges = [&](std::int64_t n) {
+            return place(r, Array(x.shares, p.H, n, 1), Element::i64, x.edges > 0);
+        };
         s.edge = reinterpret_cast<headscope::Edge*>((edge = of_edges(4 * x.edges))->data());
         s.edges_found = reinterpret_cast<std::int64_t*>((edges_found = of_edges(1))->data());
-        s.edge_least = reinterpret_cast<std::atomic<double>*>(place(r, Array(1, p.H, 1, 1), Element::f64, x.edges > 0)->data());
+        s.edge_least =
+            reinterpret_cast<std::atomic<double>*>(place(r, Array(1, p.H, 1, 1), Element::f64, x.edges > 0)->data());
         if (x.edges > 0) std::uninitialized_fill_n(s.edge_least, p.H, -1.0);
     }
 
-    // The edges of a head: where each is, and how large. What shares keep beside depends on what others had found by then.
+    // The edges of a head: where each is, and how large. What shares keep beside depends on what others had found by
+    // then.
     static constexpr std::size_t OF_EDGES = 3;  // the last of `out`
-    std::vector<std::tuple<double, std::int64_t, std::int64_t, std::int64_t>> largest(std::int64_t heads, std::int64_t h) const {
+    std::vector<std::tuple<double, std::int64_t, std::int64_t, std::int64_t>> largest(std::int64_t heads,
+                                                                                      std::int64_t h) const {
         std::vector<std::tuple<double, std::int64_t, std::int64_t, std::int64_t>> all;
         for (std::int64_t n = h; s.edges && n < s.shares * heads; n += heads)
             for (const headscope::Edge* e = s.edge + n * s.edges; e < s.edge + n * s.edges + s.edges_found[n]; e++)
@@ -204,12 +243,20 @@ struct Looking {
     }
 
 private:
-    void place_columns(Random& r, headscope::Columns& to, std::int64_t shares, const Problem& p, const Look& x, std::int64_t lines) {
-        const Array keys(shares, p.H, p.K, 1), cells(shares, p.H, lines, x.bins), places(shares, p.H, lines * x.bins, 3);
-        const auto numbers = [&](const Array& a, bool asked) { return reinterpret_cast<double*>(place(r, a, Element::f64, asked)->data()); };
-        const auto whole = [&](const Array& a, bool asked) { return reinterpret_cast<std::int64_t*>(place(r, a, Element::i64, asked)->data()); };
-        to.received = numbers(keys, x.received), to.eligible = whole(keys, x.received);
-        to.sum = numbers(cells, x.bins > 0), to.max = numbers(cells, x.bins > 0);
+    void place_columns(Random& r, headscope::Columns& to, std::int64_t shares, const Problem& p, const Look& x,
+                       std::int64_t lines) {
+        const Array keys(shares, p.H, p.K, 1), cells(shares, p.H, lines, x.bins),
+            places(shares, p.H, lines * x.bins, 3);
+        const auto numbers = [&](const Array& a, bool asked) {
+            return reinterpret_cast<double*>(place(r, a, Element::f64, asked)->data());
+        };
+        const auto whole = [&](const Array& a, bool asked) {
+            return reinterpret_cast<std::int64_t*>(place(r, a, Element::i64, asked)->data());
+        };
+        to.received = numbers(keys, x.received);
+        to.eligible = whole(keys, x.received);
+        to.sum = numbers(cells, x.bins > 0);
+        to.max = numbers(cells, x.bins > 0);
         to.count = whole(cells, x.bins > 0);
         to.largest = reinterpret_cast<std::int32_t*>(place(r, places, Element::i32, x.bins > 0)->data());
     }
@@ -219,16 +266,24 @@ private:
     }
 };
 
-// What dropout leaves of each weight, found by asking: with all logits 0, no mask, and V the identity, `out` is the weights.
+// What dropout leaves of each weight, found by asking: with all logits 0, no mask, and V the identity, `out` is the
+// weights.
 Array kept_weights(const Target& target, const Problem& p, Random& r) {
     Problem ask = p;
-    ask.dtype = Dtype::f32, ask.Dv = p.K;
-    ask.q = Array(p.B, p.H, p.Q, p.D), ask.k = Array(p.B, p.Hkv, p.K, p.D), ask.v = Array(1, 1, p.K, p.K);
+    ask.dtype = Dtype::f32;
+    ask.Dv = p.K;
+    ask.q = Array(p.B, p.H, p.Q, p.D);
+    ask.k = Array(p.B, p.Hkv, p.K, p.D);
+    ask.v = Array(1, 1, p.K, p.K);
     for (std::int64_t j = 0; j < p.K; j++) ask.v(0, 0, j, j) = 1;
-    ask.bias = {}, ask.spans = {}, ask.rules.clear(), ask.sinks.clear();
+    ask.bias = {};
+    ask.spans = {};
+    ask.rules.clear();
+    ask.sinks.clear();
     Call call(r, ask);
     Placed out(r, Array(p.B, p.H, p.Q, p.K), Element::f32, true);
-    call.f.out = out.data(), strides(out, call.f.out_stride);
+    call.f.out = out.data();
+    strides(out, call.f.out_stride);
     run(target, call.f, r);
     Array kept = out.read();
     for (double& x : kept.x) x = x > 0 ? 1 / (1 - p.dropout) : 0;
@@ -237,9 +292,10 @@ Array kept_weights(const Target& target, const Problem& p, Random& r) {
 
 // ---------------------------------------------------------------- comparing
 
-// Errors are counted in roundings: of the sizes of the terms that a number is the sum of, once in the dtype of the inputs, and in
-// the arithmetic's as often as the logits are large. The rule is that of tests/support/tolerance.py: at most twice the error of a plain
-// computation in the same dtype, which on few numbers can be exact by luck: some roundings are allowed in any case.
+// Errors are counted in roundings: of the sizes of the terms that a number is the sum of, once in the dtype of the
+// inputs, and in the arithmetic's as often as the logits are large. The rule is that of tests/support/tolerance.py: at
+// most twice the error of a plain computation in the same dtype, which on few numbers can be exact by luck: some
+// roundings are allowed in any case.
 constexpr double ROUNDINGS = 4;
 // On the average there is less room: half types must gain by float arithmetic what the plain computation loses.
 constexpr double MEAN[] = {1.5, 1.5, 1, 1};
@@ -258,8 +314,8 @@ public:
     std::string look;  // if there is one
 
     // `own_dtype`: the dtype that the terms are rounded to.
-    void compare(const char* name, const Placed& got, const Array& exact, const Array& plain, const Array& size, double logits,
-                 Dtype own_dtype) {
+    void compare(const char* name, const Placed& got, const Array& exact, const Array& plain, const Array& size,
+                 double logits, Dtype own_dtype) {
         guard(name, got);
         const Array x = got.read();
         const double own = epsilon(own_dtype), wide = p.dtype == Dtype::f64 ? epsilon(Dtype::f64) : epsilon(Dtype::f32);
@@ -275,8 +331,12 @@ public:
         }
         const double allowed = 2 * theirs + ROUNDINGS;
         if (ours > allowed) fail(name, "error of %.3g roundings, allowed %.3g", ours, allowed);
-        worst.ours += ours, worst.theirs += theirs;
-        if (ours > worst.share * allowed) worst.share = ours / allowed, worst.where = name;
+        worst.ours += ours;
+        worst.theirs += theirs;
+        if (ours > worst.share * allowed) {
+            worst.share = ours / allowed;
+            worst.where = name;
+        }
     }
     void guard(const char* name, const Placed& x) {
         if (!x.untouched_around()) fail(name, "bytes around it were written", 0, 0);
@@ -289,8 +349,12 @@ public:
         for (std::size_t n = 0; n < exact.x.size(); n++) {
             if (std::fabs(exact.x[n]) > 1 / small()) continue;
             const double allowed = size.x[n] * unit + small(), off = std::fabs(x.x[n] - exact.x[n]);
-            if (std::isnan(exact.x[n]) ? !std::isnan(x.x[n]) : !(off <= allowed)) return fail(name, "got %.9g, wanted %.9g", x.x[n], exact.x[n]);
-            if (off > worst.share * allowed) worst.share = off / allowed, worst.where = name;
+            if (std::isnan(exact.x[n]) ? !std::isnan(x.x[n]) : !(off <= allowed))
+                return fail(name, "got %.9g, wanted %.9g", x.x[n], exact.x[n]);
+            if (off > worst.share * allowed) {
+                worst.share = off / allowed;
+                worst.where = name;
+            }
         }
     }
     void near(const char* name, double got, double exact, double roundings) {
@@ -316,7 +380,9 @@ public:
 private:
     // Where the dtype's numbers end, and exp2 flushes to 0.
     double least() const { return p.dtype == Dtype::f64 ? 0x1p-1000 : p.dtype == Dtype::f16 ? 0x1p-24 : 0x1p-100; }
-    double small() const { return p.dtype == Dtype::f64 ? 0x1p-900 : 0x1p-80; }  // of numbers in the arithmetic's type; times a distance
+    double small() const {
+        return p.dtype == Dtype::f64 ? 0x1p-900 : 0x1p-80;
+    }  // of numbers in the arithmetic's type; times a distance
 
     const Problem& p;
     Worst& worst;
@@ -324,43 +390,58 @@ private:
 
 // ---------------------------------------------------------------- one call
 
-// Where a row sees a NaN, it is NaN. (What it does not see may also spoil it here: then `spoilt` says so, and the caller mends it.)
+// Where a row sees a NaN, it is NaN. (What it does not see may also spoil it here: then `spoilt` says so, and the
+// caller mends it.)
 bool nan_reaches(const Problem& p, const Array& out, const Array& lse) {
-    for (std::int64_t b = 0; b < p.B; b++) for (std::int64_t h = 0; h < p.H; h++) for (std::int64_t i = 0; i < p.Q; i++) {
-        for (std::int64_t j = 0; j < p.K; j++) {
-            if (!p.seen(b, h, i, j)) continue;
-            double dot = 0;
-            for (std::int64_t d = 0; d < p.D; d++) dot += p.q(b, h, i, d) * p.k(b, h / p.group(), j, d);
-            bool reached = !(std::isnan(dot) && lse.given) || std::isnan(lse(b, h, i, 0));
-            for (std::int64_t c = 0; c < p.Dv; c++)
-                reached &= !std::isnan(dot + p.v(b, h / p.group(), j, c)) || std::isnan(out(b, h, i, c));
-            if (reached) continue;
-            std::printf("wrong: a NaN does not reach row (%d, %d, %d): %s\n", int(b), int(h), int(i), p.describe().c_str());
-            return false;
-        }
-    }
+    for (std::int64_t b = 0; b < p.B; b++)
+        for (std::int64_t h = 0; h < p.H; h++)
+            for (std::int64_t i = 0; i < p.Q; i++) {
+                for (std::int64_t j = 0; j < p.K; j++) {
+                    if (!p.seen(b, h, i, j)) continue;
+                    double dot = 0;
+                    for (std::int64_t d = 0; d < p.D; d++) dot += p.q(b, h, i, d) * p.k(b, h / p.group(), j, d);
+                    bool reached = !(std::isnan(dot) && lse.given) || std::isnan(lse(b, h, i, 0));
+                    for (std::int64_t c = 0; c < p.Dv; c++)
+                        reached &= !std::isnan(dot + p.v(b, h / p.group(), j, c)) || std::isnan(out(b, h, i, c));
+                    if (reached) continue;
+                    std::printf("wrong: a NaN does not reach row (%d, %d, %d): %s\n", int(b), int(h), int(i),
+                                p.describe().c_str());
+                    return false;
+                }
+            }
     return true;
 }
 
-bool check_forward(const Target& target, const Problem& p, Call& call, Random& r, Placed& out, Placed& lse, bool with_lse) {
+bool check_forward(const Target& target, const Problem& p, Call& call, Random& r, Placed& out, Placed& lse,
+                   bool with_lse) {
     Forward& f = call.f;
     std::atomic<bool> spoilt{false};
-    f.out = out.data(), strides(out, f.out_stride), f.lse = with_lse ? lse.data() : nullptr, f.spoilt = &spoilt;
+    f.out = out.data();
+    strides(out, f.out_stride);
+    f.lse = with_lse ? lse.data() : nullptr;
+    f.spoilt = &spoilt;
     run(target, f, r);
     f.spoilt = nullptr;
     bool finite = true;
     for (const Array got = out.read(); double x : got.x) finite = finite && std::isfinite(x);
     // With a NaN hidden from all rows `spoilt` may be set for nothing.
     const bool told = finite ? p.spoilt || !spoilt : spoilt.load();
-    if (!told) std::printf("wrong: spoilt is %d, out is %sfinite: %s\n", int(spoilt), finite ? "" : "not ", p.describe().c_str());
+    if (!told)
+        std::printf("wrong: spoilt is %d, out is %sfinite: %s\n", int(spoilt), finite ? "" : "not ",
+                    p.describe().c_str());
     return told && (!p.spoilt || nan_reaches(p, out.read(), with_lse ? lse.read() : Array()));
 }
 
 struct Gradients {
     Placed dq, dk, dv, dbias;
     void into(Backward& g, bool bias) {
-        g.dq = dq.data(), g.dk = dk.data(), g.dv = dv.data(), g.dbias = bias ? dbias.data() : nullptr;
-        strides(dq, g.dq_stride), strides(dk, g.dk_stride), strides(dv, g.dv_stride);
+        g.dq = dq.data();
+        g.dk = dk.data();
+        g.dv = dv.data();
+        g.dbias = bias ? dbias.data() : nullptr;
+        strides(dq, g.dq_stride);
+        strides(dk, g.dk_stride);
+        strides(dv, g.dv_stride);
         std::copy(dbias.stride, dbias.stride + 4, g.dbias_stride);
         if (g.dbias) dbias.zero();
     }
@@ -369,29 +450,36 @@ struct Gradients {
 
 // ---------------------------------------------------------------- one look
 
-const char* const NAMES[QUANTITIES] = {"lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "first",
-                                       "distance", "self", "previous", "next", "duplicate", "induction", "value_norm", "chance"};
+const char* const NAMES[QUANTITIES] = {
+    "lse",  "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass",  "first", "distance",
+    "self", "previous",  "next",    "duplicate",          "induction",  "value_norm",     "chance"};
 
-// What the `most`-th largest weight of each row, if there are so many, has for a logit times log2(e), and somewhat less.
+// What the `most`-th largest weight of each row, if there are so many, has for a logit times log2(e), and somewhat
+// less.
 Array floors(const Look& x, const Measured& m) {
     Array floor(m.counted.n[0], m.counted.n[1], x.R, 1, -INF);
     for (std::size_t n = 0; n < floor.x.size(); n++) {
         const std::int64_t K = m.weights.n[3];
-        std::vector<double> row(m.weights.x.begin() + std::int64_t(n) * K, m.weights.x.begin() + std::int64_t(n + 1) * K);
+        std::vector<double> row(m.weights.x.begin() + std::int64_t(n) * K,
+                                m.weights.x.begin() + std::int64_t(n + 1) * K);
         std::sort(row.begin(), row.end(), std::greater<>());
         if (x.most > K || !(row[std::size_t(x.most - 1)] > 0)) continue;
-        const double logit = (std::log(row[std::size_t(x.most - 1)]) + m.value[headscope::LSE].x[n]) * 1.4426950408889634;
+        const double logit =
+            (std::log(row[std::size_t(x.most - 1)]) + m.value[headscope::LSE].x[n]) * 1.4426950408889634;
         floor.x[n] = float(logit - 1e-3 * (1 + std::fabs(logit)));
     }
     return floor;
 }
 void check_most(Check& found, const Looking& got, const Look& x, const Measured& m, double roundings) {
-    found.guard("most_weight", *got.most_weight), found.guard("most_key", *got.most_key);
+    found.guard("most_weight", *got.most_weight);
+    found.guard("most_key", *got.most_key);
     const Array weights = got.most_weight->read(), keys = got.most_key->read();
     const std::int64_t K = m.weights.n[3];
     Array wanted = weights, there = weights;
     for (std::size_t n = 0; n < m.counted.x.size(); n++) {
-        std::vector<double> row(m.weights.x.begin() + std::int64_t(n) * K, m.weights.x.begin() + std::int64_t(n + 1) * K), best = row;
+        std::vector<double> row(m.weights.x.begin() + std::int64_t(n) * K,
+                                m.weights.x.begin() + std::int64_t(n + 1) * K),
+            best = row;
         std::sort(best.begin(), best.end(), std::greater<>());
         for (std::int64_t k = 0; k < x.most; k++) {
             const std::size_t at = n * std::size_t(x.most) + std::size_t(k);
@@ -399,59 +487,79 @@ void check_most(Check& found, const Looking& got, const Look& x, const Measured&
             wanted.x[at] = there.x[at] = has ? best[std::size_t(k)] : NOT;
             const double j = keys.x[at];
             if (has != (j >= 0) || (!has && j != -1)) return found.fail("most_key", "got %g at place %g", j, double(k));
-            if (has) there.x[at] = row[std::size_t(j)], row[std::size_t(j)] = -1;  // a second time it would be wrong
+            if (has) {
+                there.x[at] = row[std::size_t(j)];
+                row[std::size_t(j)] = -1;
+            }  // a second time it would be wrong
         }
     }
     found.near("most_weight", *got.most_weight, wanted, wanted, roundings);
     found.near("most_key's weight", *got.most_weight, there, wanted, roundings);
 }
-void check_map(Check& found, const Looking& got, const Look& x, const Measured& m, const Problem& p, double roundings, double of_sums) {
-    found.near("map sum", *got.sum, m.map_sum, m.map_sum, of_sums), found.near("map max", *got.max, m.map_max, m.map_max, roundings);
+void check_map(Check& found, const Looking& got, const Look& x, const Measured& m, const Problem& p, double roundings,
+               double of_sums) {
+    found.near("map sum", *got.sum, m.map_sum, m.map_sum, of_sums);
+    found.near("map max", *got.max, m.map_max, m.map_max, roundings);
     found.equal("map count", *got.count, m.map_count);
     found.guard("map at", *got.at);
     const Array at = got.at->read();
     Array largest = m.map_max;
-    for (std::int64_t h = 0; h < p.H; h++) for (std::int64_t cell = 0; cell < x.bins * x.bins; cell++) {
-        const auto place = [&](int n) { return std::int64_t(at(0, h, cell, n)); };
-        double& most = largest.x[std::size_t(h * x.bins * x.bins + cell)];
-        if (std::isnan(most) ? place(0) != -1 || place(1) != -1 || place(2) != -1
-                             : place(0) < 0 || place(0) >= p.B || place(2) < 0 || place(2) >= p.K ||
-                                   bin_of(place(1), x.bins, p.Q) != cell / x.bins || bin_of(place(2), x.bins, p.K) != cell % x.bins)
-            return found.fail("map at", "nothing of the kind is at query %g, key %g", double(place(1)), double(place(2)));
-        if (std::isnan(most)) continue;
-        most = -1;  // a query may have been picked more than once
-        for (std::int64_t r = 0; r < x.R; r++)
-            if (x.query(place(0), h, r) == place(1)) most = std::max(most, m.weights(place(0), h, r, place(2)));
-    }
+    for (std::int64_t h = 0; h < p.H; h++)
+        for (std::int64_t cell = 0; cell < x.bins * x.bins; cell++) {
+            const auto place = [&](int n) { return std::int64_t(at(0, h, cell, n)); };
+            double& most = largest.x[std::size_t(h * x.bins * x.bins + cell)];
+            if (std::isnan(most) ? place(0) != -1 || place(1) != -1 || place(2) != -1
+                                 : place(0) < 0 || place(0) >= p.B || place(2) < 0 || place(2) >= p.K ||
+                                       bin_of(place(1), x.bins, p.Q) != cell / x.bins ||
+                                       bin_of(place(2), x.bins, p.K) != cell % x.bins)
+                return found.fail("map at", "nothing of the kind is at query %g, key %g", double(place(1)),
+                                  double(place(2)));
+            if (std::isnan(most)) continue;
+            most = -1;  // a query may have been picked more than once
+            for (std::int64_t r = 0; r < x.R; r++)
+                if (x.query(place(0), h, r) == place(1)) most = std::max(most, m.weights(place(0), h, r, place(2)));
+        }
     found.near("map at", *got.max, largest, m.map_max, roundings);
 }
 // Of each head the largest, over all shares, and each where it says.
-void check_edges(Check& found, const Looking& got, const Look& x, const Measured& m, const Problem& p, double roundings) {
-    found.guard("edges", *got.edge), found.guard("edges_found", *got.edges_found);
+void check_edges(Check& found, const Looking& got, const Look& x, const Measured& m, const Problem& p,
+                 double roundings) {
+    found.guard("edges", *got.edge);
+    found.guard("edges_found", *got.edges_found);
     for (std::int64_t h = 0; h < p.H; h++) {
         std::vector<double> kept, wanted;
         for (std::int64_t share = 0; share < x.shares; share++) {
             const std::int64_t n = share * p.H + h, count = got.s.edges_found[n];
-            if (count < 0 || count > x.edges) return found.fail("edges_found", "got %g of %g", double(count), double(x.edges));
+            if (count < 0 || count > x.edges)
+                return found.fail("edges_found", "got %g of %g", double(count), double(x.edges));
             for (const headscope::Edge* e = got.s.edge + n * x.edges; e < got.s.edge + n * x.edges + count; e++) {
-                if (e->b < 0 || e->b >= p.B || e->j < 0 || e->j >= p.K) return found.fail("edges", "at batch entry %g, key %g", double(e->b), double(e->j));
+                if (e->b < 0 || e->b >= p.B || e->j < 0 || e->j >= p.K)
+                    return found.fail("edges", "at batch entry %g, key %g", double(e->b), double(e->j));
                 double there = -1;
                 for (std::int64_t r = 0; r < x.R; r++)
                     if (x.query(e->b, h, r) == e->i) there = std::max(there, m.weights(e->b, h, r, e->j));
-                if (there < 0) return found.fail("edges", "nothing is seen at query %g, key %g", double(e->i), double(e->j));
-                found.near("edges", e->p, there, roundings), kept.push_back(e->p);
+                if (there < 0)
+                    return found.fail("edges", "nothing is seen at query %g, key %g", double(e->i), double(e->j));
+                found.near("edges", e->p, there, roundings);
+                kept.push_back(e->p);
             }
         }
-        for (std::int64_t b = 0; b < p.B; b++) for (std::int64_t r = 0; r < x.R; r++) for (std::int64_t j = 0; j < p.K; j++)
-            if (m.weights(b, h, r, j) >= 0) wanted.push_back(m.weights(b, h, r, j));
-        std::sort(kept.begin(), kept.end(), std::greater<>()), std::sort(wanted.begin(), wanted.end(), std::greater<>());
+        for (std::int64_t b = 0; b < p.B; b++)
+            for (std::int64_t r = 0; r < x.R; r++)
+                for (std::int64_t j = 0; j < p.K; j++)
+                    if (m.weights(b, h, r, j) >= 0) wanted.push_back(m.weights(b, h, r, j));
+        std::sort(kept.begin(), kept.end(), std::greater<>());
+        std::sort(wanted.begin(), wanted.end(), std::greater<>());
         const std::size_t least = std::min(wanted.size(), std::size_t(x.edges));
-        if (kept.size() < least || kept.size() > wanted.size()) return found.fail("edges", "got %g of %g", double(kept.size()), double(wanted.size()));
+        if (kept.size() < least || kept.size() > wanted.size())
+            return found.fail("edges", "got %g of %g", double(kept.size()), double(wanted.size()));
         for (std::size_t n = 0; n < least; n++) found.near("edges", kept[n], wanted[n], roundings);
     }
 }
-void check_numbers(Check& found, const Looking& got, const Problem& p, const Look& x, const Measured& m, double roundings) {
-    for (int n = 0; n < QUANTITIES; n++) if (got.s.value[n]) found.near(NAMES[n], *got.value[n], m.value[n], m.size[n], roundings);
+void check_numbers(Check& found, const Looking& got, const Problem& p, const Look& x, const Measured& m,
+                   double roundings) {
+    for (int n = 0; n < QUANTITIES; n++)
+        if (got.s.value[n]) found.near(NAMES[n], *got.value[n], m.value[n], m.size[n], roundings);
     for (int n = 0; n < got.s.windows; n++) {
         if (got.s.window[n]) found.near("window", *got.window[n], m.window[n], m.window[n], roundings);
         if (got.s.streaming[n]) found.near("streaming", *got.streaming[n], m.streaming[n], m.streaming[n], roundings);
@@ -459,44 +567,66 @@ void check_numbers(Check& found, const Looking& got, const Problem& p, const Loo
     found.equal("counted", *got.counted, m.counted);
     // Equal weights, one after the other, round the same way; where the arithmetic is that of the sums, this shows.
     const double of_sums = p.dtype == Dtype::f64 ? roundings + double(p.B * x.R) / 8 : roundings;
-    if (x.received) found.near("received", *got.received, m.received, m.received, of_sums), found.equal("eligible", *got.eligible, m.eligible);
+    if (x.received) {
+        found.near("received", *got.received, m.received, m.received, of_sums);
+        found.equal("eligible", *got.eligible, m.eligible);
+    }
     if (x.bins) check_map(found, got, x, m, p, roundings, of_sums);
     if (x.edges) check_edges(found, got, x, m, p, roundings);
     if (x.most) check_most(found, got, x, m, roundings);
 }
 // A row that sees a NaN is told of.
 bool sees_nan(const Problem& p, const Look& x) {
-    for (std::int64_t b = 0; b < p.B; b++) for (std::int64_t h = 0; h < p.H; h++) for (std::int64_t r = 0; r < x.R; r++)
-        for (std::int64_t j = 0; j < p.K; j++) if (p.seen(b, h, x.query(b, h, r), j)) {
-            double all = x.norms.given ? x.norms(b, h / p.group(), j, 0) : 0;
-            for (std::int64_t d = 0; d < p.D; d++) all += p.q(b, h, x.query(b, h, r), d) * p.k(b, h / p.group(), j, d);
-            if (std::isnan(all)) return true;
-        }
+    for (std::int64_t b = 0; b < p.B; b++)
+        for (std::int64_t h = 0; h < p.H; h++)
+            for (std::int64_t r = 0; r < x.R; r++)
+                for (std::int64_t j = 0; j < p.K; j++)
+                    if (p.seen(b, h, x.query(b, h, r), j)) {
+                        double all = x.norms.given ? x.norms(b, h / p.group(), j, 0) : 0;
+                        for (std::int64_t d = 0; d < p.D; d++)
+                            all += p.q(b, h, x.query(b, h, r), d) * p.k(b, h / p.group(), j, d);
+                        if (std::isnan(all)) return true;
+                    }
     return false;
 }
 
 // `out` and `lse` are what attending alone gave, `exact` is the lse by the definition.
-void check_look(const Target& target, const Problem& p, Call& call, Random& r, const Placed& out, const Placed& lse, const Array& exact,
-                double logits, Check& found) {
+void check_look(const Target& target, const Problem& p, Call& call, Random& r, const Placed& out, const Placed& lse,
+                const Array& exact, double logits, Check& found) {
     const Look x = draw_look(r, p, exact);
     found.look = x.describe();
     const double rounding = p.dtype == Dtype::f64 ? 1e-12 : 1e-5;
     const bool wide = p.dtype == Dtype::f64;
-    const Measured m = p.spoilt ? Measured() : wide ? measured<long double>(p, x, rounding) : measured<double>(p, x, rounding);
+    const Measured m = p.spoilt ? Measured()
+                       : wide   ? measured<long double>(p, x, rounding)
+                                : measured<double>(p, x, rounding);
     const Array floor = x.floor && x.most && !p.spoilt ? floors(x, m) : Array();
     Random again = r;
     Looking got(r, p, x, floor, rounding, call);
     Forward f = call.f;
     Array queries = x.queries;
     const Placed& rows = call.place(r, queries, Element::i64, true);
-    f.rows = reinterpret_cast<const std::int64_t*>(rows.data()), f.rows_stride[0] = rows.stride[0], f.rows_stride[1] = rows.stride[1];
-    f.queries = x.R, f.dropout = 0, f.look = &got.s, f.spoilt = &got.spoilt, f.out = nullptr, f.lse = nullptr;
+    f.rows = reinterpret_cast<const std::int64_t*>(rows.data());
+    f.rows_stride[0] = rows.stride[0];
+    f.rows_stride[1] = rows.stride[1];
+    f.queries = x.R;
+    f.dropout = 0;
+    f.look = &got.s;
+    f.spoilt = &got.spoilt;
+    f.out = nullptr;
+    f.lse = nullptr;
     Placed own = out.again(), own_lse = lse.again();
-    if (x.attends) f.out = own.data(), strides(own, f.out_stride), f.lse = own_lse.data();
-    else f.v_head_dim = 0;
+    if (x.attends) {
+        f.out = own.data();
+        strides(own, f.out_stride);
+        f.lse = own_lse.data();
+    } else
+        f.v_head_dim = 0;
     look(target, f, r);
-    if (x.attends && p.dropout == 0 && target.shares(f) == 1)
-        found.same("out, looked at or not", own, out), found.same("lse, looked at or not", own_lse, lse);
+    if (x.attends && p.dropout == 0 && target.shares(f) == 1) {
+        found.same("out, looked at or not", own, out);
+        found.same("lse, looked at or not", own_lse, lse);
+    }
     if (p.spoilt) {
         for (const auto& each : got.out) found.guard("what is measured", *each);
         if (sees_nan(p, x) && !got.spoilt) found.fail("spoilt", "got %g, wanted %g", 0, 1);
@@ -506,9 +636,11 @@ void check_look(const Target& target, const Problem& p, Call& call, Random& r, c
     check_numbers(found, got, p, x, m, 4 + 2 * logits);
     if (!r.one_in(8)) return;  // the same bits whatever the order of the tasks
     Looking second(again, p, x, floor, rounding, call);
-    f.look = &second.s, f.spoilt = &second.spoilt;
+    f.look = &second.s;
+    f.spoilt = &second.spoilt;
     look(target, f, r);
-    for (std::size_t n = 0; n + got.OF_EDGES < got.out.size(); n++) found.same("what is measured", *got.out[n], *second.out[n]);
+    for (std::size_t n = 0; n + got.OF_EDGES < got.out.size(); n++)
+        found.same("what is measured", *got.out[n], *second.out[n]);
     for (std::int64_t h = 0; h < p.H; h++)
         if (got.largest(p.H, h) != second.largest(p.H, h)) found.fail("edges", "a second run gave others", 0, 0);
 }
@@ -531,24 +663,33 @@ bool check(const Target& target, Random& r, Worst* worst) {
     }
     worst[int(p.dtype)].calls++;
     if (p.spoilt) {
-        found.guard("out", out), found.guard("lse", lse);
+        found.guard("out", out);
+        found.guard("lse", lse);
         if (p.Q && p.K) check_look(target, p, call, r, out, lse, Array(p.B, p.H, p.Q, 1), 0, found);
         return found.good;
     }
     const Results truth = exact(p), near = plain(p);
     Results size = sizes(p, truth);
-    const double logits = 1 + size.lse.largest() + truth.lse.largest();  // the backward pass takes the difference from lse
+    const double logits =
+        1 + size.lse.largest() + truth.lse.largest();  // the backward pass takes the difference from lse
     for (double& x : size.lse.x) x = 1;
     found.compare("out", out, truth.out, near.out, size.out, logits, p.dtype);
     found.compare("lse", lse, truth.lse, near.lse, size.lse, logits, p.dtype == Dtype::f64 ? Dtype::f64 : Dtype::f32);
-    if (p.Q && p.K && r.one_in(2)) check_look(target, p, call, r, out, lse, truth.lse, logits, found), found.look.clear();
+    if (p.Q && p.K && r.one_in(2)) {
+        check_look(target, p, call, r, out, lse, truth.lse, logits, found);
+        found.look.clear();
+    }
 
     Backward g{};
     g.forward = call.f;
-    g.out = out.tensor(p.dtype), g.grad_out = call.place(r, p.grad_out, e).tensor(p.dtype);
+    g.out = out.tensor(p.dtype);
+    g.grad_out = call.place(r, p.grad_out, e).tensor(p.dtype);
     g.grad_lse = call.place(r, p.grad_lse, wide, true).data();
     Array like_bias = p.bias;
-    Gradients made{{r, truth.dq, e, true}, {r, truth.dk, e, true}, {r, truth.dv, e, true}, {r, like_bias, wide, true, false, false}};
+    Gradients made{{r, truth.dq, e, true},
+                   {r, truth.dk, e, true},
+                   {r, truth.dv, e, true},
+                   {r, like_bias, wide, true, false, false}};
     const bool bias = p.bias.given && !r.one_in(3);
     made.into(g, bias);
     run(target, g, r);
@@ -560,7 +701,9 @@ bool check(const Target& target, Random& r, Worst* worst) {
         Gradients second = made.again();
         second.into(g, bias);
         run(target, g, r);
-        found.same("dq", made.dq, second.dq), found.same("dk", made.dk, second.dk), found.same("dv", made.dv, second.dv);
+        found.same("dq", made.dq, second.dq);
+        found.same("dk", made.dk, second.dk);
+        found.same("dv", made.dv, second.dv);
         if (bias) found.same("dbias", made.dbias, second.dbias);
     }
     return found.good;
@@ -569,18 +712,29 @@ bool check(const Target& target, Random& r, Worst* worst) {
 const Target* find(const char* name) {
     int count = 0;
     const Target* const* all = headscope::targets(&count);
-    for (int n = 0; n < count; n++) if (!std::strcmp(all[n]->name, name)) return all[n];
+    for (int n = 0; n < count; n++)
+        if (!std::strcmp(all[n]->name, name)) return all[n];
     return nullptr;
 }
 
 }  // namespace
 
 int main(int count, char** said) {
-    if (count != 4 && count != 5) return std::fprintf(stderr, "usage: %s TARGET CALLS SEED [FIRST]\n", said[0]), 2;
+    if (count != 4 && count != 5) {
+        std::fprintf(stderr, "usage: %s TARGET CALLS SEED [FIRST]\n", said[0]);
+        return 2;
+    }
     const Target* target = find(said[1]);
-    if (!target) return std::fprintf(stderr, "target: got '%s', which this architecture does not have\n", said[1]), 77;
-    if (!target->runs_here()) return std::fprintf(stderr, "target: this CPU has no %s\n", said[1]), 77;
-    const std::int64_t calls = std::atoll(said[2]), seed = std::atoll(said[3]), first = count > 4 ? std::atoll(said[4]) : 0;
+    if (!target) {
+        std::fprintf(stderr, "target: got '%s', which this architecture does not have\n", said[1]);
+        return 77;
+    }
+    if (!target->runs_here()) {
+        std::fprintf(stderr, "target: this CPU has no %s\n", said[1]);
+        return 77;
+    }
+    const std::int64_t calls = std::atoll(said[2]), seed = std::atoll(said[3]),
+                       first = count > 4 ? std::atoll(said[4]) : 0;
     Worst worst[4];
     std::int64_t wrong = 0;
     for (std::int64_t n = first; n < first + calls && wrong < 20; n++) {
@@ -594,8 +748,10 @@ int main(int count, char** said) {
     static const char* const names[] = {"float32", "float64", "bfloat16", "float16"};
     for (int n = 0; n < 4; n++) {
         const double mean = worst[n].theirs > 0 ? worst[n].ours / worst[n].theirs : 0;
-        std::printf("%s %s: %lld calls, at worst %.2f of what is allowed (%s), mean error %.2f of a plain computation's\n", target->name,
-                    names[n], static_cast<long long>(worst[n].calls), worst[n].share, worst[n].where.c_str(), mean);
+        std::printf(
+            "%s %s: %lld calls, at worst %.2f of what is allowed (%s), mean error %.2f of a plain computation's\n",
+            target->name, names[n], static_cast<long long>(worst[n].calls), worst[n].share, worst[n].where.c_str(),
+            mean);
         if (worst[n].calls < ENOUGH || mean <= MEAN[n]) continue;
         std::printf("wrong: that mean is above %.1f\n", MEAN[n]);
         wrong++;

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_cases import OPTIONS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +17,7 @@ from headscope._observe import inputs
 from headscope.functional import weights
 from headscope.masks import Band, Dense, KeyLengths, causal
 from headscope.stats import HeadStats, head_means, row_statistics
+from support.attention_cases import OPTIONS
 
 INF = torch.inf
 OF_WEIGHTS = {
@@ -180,9 +180,9 @@ def test_only_what_is_asked_for_is_there() -> None:
         ("map", "map=64"),
         ("edges", "edges=32"),
     ):
-        with pytest.raises(ValueError, match=rf"{what}: was not asked for; observe with Observe\({asking}\)"):
+        with pytest.raises(ValueError, match=rf"{what}: was not observed; observe with Observe\({asking}\)"):
             getattr(nothing, what)
-    with pytest.raises(ValueError, match=r"kept: was not asked for; observe with Observe\(keep_rows=True\) or"):
+    with pytest.raises(ValueError, match=r"kept: was not observed; observe with Observe\(keep_rows=True\) or"):
         _ = nothing.kept
     with pytest.raises(ValueError, match=r"tile: q and k were not kept; observe with Observe\(keep_qk=True\)"):
         nothing.tile(0, 1, 0, 1)
@@ -383,6 +383,20 @@ def test_empty_rows_take_part_in_nothing() -> None:
         assert none.rows.tolist() == [0, 0]
         assert none[0, 0, "entropy"].count == 0
         assert math.isnan(none[0, 0, "entropy"].mean)
+
+
+def test_no_head_has_no_statistics() -> None:
+    """q without heads and k with some: attention returns an empty output, and so observing returns empty statistics."""
+    q, k = torch.randn(2, 0, 5, 8), torch.randn(2, 2, 6, 8)
+    assert observe(q, k)["lse"].mean.shape == (1, 0)
+    what = Observe(received=True, map=2, edges=2, top=2, keep_rows=True, keep_qk=True, windows=(1,))
+    stats = observe(q, k, k, mask=causal(), what=what)
+    assert (stats.rows.shape, stats.broken.shape) == ((0,), (0,))
+    assert stats.received.shape == (0, 6)
+    assert stats.tile(0, 5, 0, 6).shape == (2, 0, 5, 6)
+    attended = headscope.attend(q, k, k, observe=Observe()).stats
+    assert attended is not None
+    assert attended.rows.shape == (0,)
 
 
 # ---------------------------------------------------------------- where rows stand

@@ -12,8 +12,6 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support import oracle, oracle_observe
-from support.attention_fuzz import Case, cases
 from torch import Tensor
 
 import headscope
@@ -22,6 +20,8 @@ from headscope._attend.interface import accumulate_dtype
 from headscope._observe import inputs, native
 from headscope.masks import Band, Mask
 from headscope.stats import HeadStats, Observe
+from support import oracle, oracle_observe
+from support.attention_fuzz import Case, cases
 
 BEYOND = 1e30  # Σ p² of a row whose weight went to the sink underflows in float32: its effective_keys are not compared
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.native_targets import TARGETS, run
 from torch import Tensor
 
 import headscope
@@ -26,6 +25,7 @@ from headscope._observe.native import borders_of
 from headscope.masks import Dense, Documents, KeyLengths, Mask, Prefix, causal, window
 from headscope.stats import HeadStats
 from headscope.stats._layer import Moments, Packed, histogram_edges
+from support.native_targets import TARGETS, run
 
 pytestmark = pytest.mark.skipif(cpu.native is None, reason="the native extension is not installed")
 
@@ -509,7 +509,7 @@ def test_what_was_observed_before_is_described_once(option: str, asked: str, mon
     others = given | {name: x.flip(2) * 1.5 for name, x in made().items()}
     with portable():
         wanted = observe(**others, what=Observe(**AGAIN[asked]))
-    monkeypatch.setattr(aggregate, "build", None)  # what made it ready
+    monkeypatch.setattr(aggregate, "build_scene", None)  # what made it ready
     same(observe(**others, what=Observe(**AGAIN[asked])), wanted)
 
 

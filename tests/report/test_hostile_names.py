@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from support.commands import Run
 
 from headscope import Observe, load_example, observe, watch
 from headscope.stats import HeadStats
 from headscope.watching import Recording
+from support.commands import Run
 
 HOSTILE = "\ud800\u202e\x1b[31m\x9b\nFORGED\u2028"
 SHOWN = r"\ud800\u202e\x1b[31m\x9b\nFORGED\u2028"

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.sheets import digit, picture, softmax
 
 from headscope import HeadStats, Observe, Recording, masks, observe
 from headscope.report.colours import colour_at
 from headscope.report.sheet import visible
 from headscope.watching import About
+from support.sheets import digit, picture, softmax
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.html_pages import Page
-from support.sheets import picture, softmax, words
 
 from headscope import Observe, masks, observe
 from headscope.report import render, text_sheet
 from headscope.report.viewer import render_recording
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
+from support.html_pages import Page
+from support.sheets import picture, softmax, words
 
 
 def recorded(layers: int, broken: int = 0, **about: Any) -> Recording:

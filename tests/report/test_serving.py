@@ -91,7 +91,7 @@ def test_without_qk_none_is_saved(tmp_path: Path) -> None:
 
 
 def test_a_mask_too_large_to_be_saved_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headscope._observe.aggregate.MOST_REST", 10)
+    monkeypatch.setattr("headscope._observe.kept_tiles.MOST_REST", 10)
     recording = recorded(**options()["documents"] | {"mask": options()["documents"]["mask"] & ~odd()})
     with pytest.raises(ValueError, match=r"mask: .* has more than 10 pairs, too many to be saved with q and k"):
         recording.save(tmp_path / "r.safetensors", qk=True)

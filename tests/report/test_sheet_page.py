@@ -14,21 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from headscope.report import NOT_EXPLANATION, SaveError, image_sheet, page, render, save, text_sheet
+from headscope.report._viewer import packing
+from headscope.report.sheet import visible
+from headscope.stats import best_matches, head_means, pattern_scores, row_statistics
 from support.html_pages import HOSTILE, Page, map_of
 from support.paths import ROOT
 from support.sheets import TRACE, digit, picture, softmax, text, words
-
-from headscope.report import NOT_EXPLANATION, SaveError, image_sheet, page, render, save, text_sheet
-from headscope.report._viewer import model
-from headscope.report.sheet import visible
-from headscope.stats import best_matches, head_means, pattern_scores, row_statistics
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("bits", [16, 8])
 def test_the_page_holds_the_weights(causal: bool, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if bits == 8:
-        monkeypatch.setattr(model, "FINE_BYTES", 10)
+        monkeypatch.setattr(packing, "FINE_BYTES", 10)
     sheet = text(words(13), causal=causal)
     found = Page(render(sheet))
     assert found.data["bits"] == bits

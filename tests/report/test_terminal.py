@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console, RenderableType
-from support.sheets import digit, picture, softmax, text, words
 
 from headscope.report import image_sheet, terminal, text_sheet
 from headscope.report.colours import colour_at
+from support.sheets import digit, picture, softmax, text, words
 
 
 def printed(what: RenderableType, *, width: int = 80, colour: str | None = None, encoding: str = "utf-8") -> str:

@@ -16,13 +16,13 @@ import torch
 from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support.commands import Run
 from torch import Tensor, nn
 
 import headscope
 from headscope import Observe, Recording, decisions, watch
 from headscope.comparing import compare
 from headscope.report.viewer import render_recording
+from support.commands import Run
 
 Tensors = dict[str, Tensor]
 Entries = dict[str, Any]

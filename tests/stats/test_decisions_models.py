@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from support.watched_models import FAMILIES, in_float64
 
 from headscope import Observe, watch
 from headscope.decisions import kv_budget, near_duplicates, patterns, streaming_heads
 from headscope.stats import pattern_scores
 from headscope.watching import register_transformers
+from support.watched_models import FAMILIES, in_float64
 
 register_transformers()
 ESTIMATED = {"uniform": 0.25, "local": 0.15, "duplicate": 0.15, "induction": 0.15}  # how far an estimate may be off

@@ -172,7 +172,7 @@ def test_tiles_are_those_of_the_run_that_is_asked_for_also_where_others_have_non
 ) -> None:
     with_qk, without = stats_of(what=replace(ALL, keep_qk=True)), stats_of(seed=1)
     merged = merge(*([with_qk, without][n] for n in order))
-    saved = _files.save(merged, tmp_path / "qk.safetensors", False, qk=True)
+    saved = _files.save(merged.parts, merged.origin, tmp_path / "qk.safetensors", False, qk=True)
     n, k = order.index(0), len(order)
     for stats in (merged, HeadStats.load(saved), merged.to("cpu")):
         for run in (n, n - k):
@@ -402,7 +402,7 @@ def test_a_part_that_was_not_asked_for_is_not_saved(tmp_path: Path) -> None:
     stats = stats_of(what=Observe(received=False))
     back = HeadStats.load(stats.save(tmp_path / "heads.safetensors"))
     assert back.flat() == stats.flat()
-    with pytest.raises(ValueError, match=r"received: was not asked for"):
+    with pytest.raises(ValueError, match=r"received: was not observed"):
         _ = back.received
     assert HeadStats.load(HeadStats({}).save(tmp_path / "none.safetensors")).layers == ()
 
@@ -458,7 +458,7 @@ def test_a_pipe_is_left_alone_and_a_link_stays(force: bool, tmp_path: Path) -> N
     for name, message in (("pipe", "pipe: is no regular file"), (".", "is a directory")):
         with pytest.raises(FileExistsError, match=message):
             stats.save(tmp_path / name, force=force)
-    assert not _files.is_ours(tmp_path / "pipe")
+    assert not _files.is_statistics(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="symbolic links"):
         stats.save(tmp_path / "loop", force=force)
@@ -577,7 +577,7 @@ def test_what_a_header_says_in_another_kind_is_told_as_damage(name: str, got: An
 def saved(tmp_path: Path) -> Path:
     """Statistics of one layer with all that there can be."""
     what = replace(ALL, keep_qk=True)
-    return _files.save(stats_of(what=what), tmp_path / "heads.safetensors", False, qk=True)
+    return _files.save(stats_of(what=what).parts, None, tmp_path / "heads.safetensors", False, qk=True)
 
 
 @pytest.mark.parametrize(("to", "nth"), [("gone", 0), ("flat", 1), ("bool", 2)])
@@ -632,7 +632,7 @@ def test_two_layers_of_one_name_are_told_as_damage(tmp_path: Path) -> None:
     path = stats_of().named("a").merge(stats_of().named("b")).save(tmp_path / "heads.safetensors")
     with safe_open(path, framework="pt") as file:
         entry = file.metadata()["headscope.stats"].replace('"name": "b"', '"name": "a"')
-    with pytest.raises(ValueError, match=r"heads.safetensors: is damaged: layers: got a twice, wanted different names"):
+    with pytest.raises(ValueError, match=r"is damaged: layers: got a twice, expected different names"):
         HeadStats.load(damaged(path, entry))
 
 
@@ -651,7 +651,7 @@ def test_a_name_that_could_not_be_read_again_is_refused(tmp_path: Path) -> None:
 
 
 def test_loaded_weights_can_be_copied_and_pickled(tmp_path: Path) -> None:
-    _files.save(stats_of(what=replace(ALL, keep_qk=True)), tmp_path / "qk.safetensors", False, qk=True)
+    _files.save(stats_of(what=replace(ALL, keep_qk=True)).parts, None, tmp_path / "qk.safetensors", False, qk=True)
     stats = HeadStats.load(tmp_path / "qk.safetensors")
     for again in (copy.deepcopy(stats), pickle.loads(pickle.dumps(stats))):
         assert torch.equal(again.tile(0, 11, 0, 11), stats.tile(0, 11, 0, 11))
@@ -685,7 +685,7 @@ def test_nothing_is_left_of_a_write_that_fails(tmp_path: Path, monkeypatch: pyte
 
     path = stats_of().save(tmp_path / "heads.safetensors")
     before = path.read_bytes()
-    monkeypatch.setattr(_files.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match=r"no space left"):
         stats_of(seed=4).save(path)
     assert path.read_bytes() == before

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import astuple
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.traced_modules import made, printed
 from torch import Tensor, nn
 
 from headscope import MultiHeadAttention, masks, trace
-from headscope.tracing._explanations import LETTERS, WORDS
-from headscope.tracing._invariants import Visible, visible
+from headscope.tracing._explanations import EXPLANATIONS, LETTERS
+from headscope.tracing._invariants import VisiblePairs, count_visible_pairs
+from support.traced_modules import made, printed
 
 PLAIN = [
     "input", "queries", "keys", "values", "split queries", "split keys", "split values", "scores", "weights",
@@ -111,7 +112,7 @@ def test_every_invariant_holds_and_the_output_is_the_modules_own(name: str) -> N
     for row in found.rows:
         assert list(row.axes.values()) == row.shape
         assert {part for letter in row.axes for part in letter.split("·")} <= set(LETTERS)
-        assert (row.why, row.mistake) == WORDS[row.step]
+        assert (row.why, row.mistake) == astuple(EXPLANATIONS[row.step])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -164,7 +165,7 @@ def test_every_step_there_is() -> None:
     module = made(20, 4, kv_heads=2, softcap=2.0, sinks=True)
     x, context = torch.randn(2, 5, 20), torch.randn(2, 7, 20)
     found = trace(module, x, context, mask=masks.Prefix(3), bias=torch.randn(5, 7))
-    assert [row.step for row in found.rows] == list(WORDS)
+    assert [row.step for row in found.rows] == list(EXPLANATIONS)
 
 
 def test_corners_are_the_first_values() -> None:
@@ -276,7 +277,7 @@ def test_a_million_positions_are_described_without_allocating(monkeypatch: pytes
     assert scores.bytes == 32 * 10**12
     assert "8 × 10¹² numbers would take 29.1 TiB" in (found.row("weights").note or "")
     assert "5 × 10¹¹ of 1 × 10¹² pairs in each head (50%)" in (found.row("mask").note or "")
-    assert visible(masks.causal(), (1, 1, 1_000_000, 1_000_000)) == Visible(500_000_500_000, 0)
+    assert count_visible_pairs(masks.causal(), (1, 1, 1_000_000, 1_000_000)) == VisiblePairs(500_000_500_000, 0)
     assert found.output is None
     assert "8 × 10¹² float32" in printed(found)
 
@@ -326,7 +327,7 @@ def test_sizes_of_the_input_of_a_module() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ((nn.MultiheadAttention(20, 4), torch.ones(1, 5, 20)), TypeError, "module: got MultiheadAttention, wanted"),
+        ((nn.MultiheadAttention(20, 4), torch.ones(1, 5, 20)), TypeError, "module: got MultiheadAttention, expected"),
         ((MultiHeadAttention, torch.ones(1, 5, 20)), TypeError, "module: got the class MultiHeadAttention"),
         (({"dim": 20},), ValueError, "^seq, heads: missing; give a module and its input x, or the sizes seq"),
         (({},), ValueError, "^seq, dim, heads: missing"),
@@ -345,8 +346,8 @@ def test_sizes_of_the_input_of_a_module() -> None:
         ((made(20, 4), torch.ones(1, 5, 20), {"seq": 5}), ValueError, "^seq: x has its own"),
         ((None, torch.ones(1, 5, 20)), ValueError, "module: missing"),
         ((made(20, 4), None, torch.ones(1, 5, 20), {"seq": 5}), ValueError, "context: got one without x"),
-        ((made(20, 4), torch.ones(1, 5).long()), TypeError, "x: dtype is int64, wanted float32; token numbers go"),
-        ((made(20, 4), [1.0]), TypeError, "x: got list, wanted a torch.Tensor"),
+        ((made(20, 4), torch.ones(1, 5).long()), TypeError, "x: dtype is int64, expected float32; token numbers go"),
+        ((made(20, 4), [1.0]), TypeError, "x: got list, expected a torch.Tensor"),
         ((made(20, 4), torch.ones(1, 5, 20).double()), TypeError, "x: dtype is float64, the module has float32"),
         ((made(20, 4), torch.ones(1, 5, 20, device="meta")), ValueError, "x: is on meta, the module is on cpu"),
         ((made(20, 4), torch.ones(1, 5, 21)), ValueError, "x: axis 2 .E. is 21, wanted 20"),
@@ -368,10 +369,10 @@ def test_a_module_that_returns_no_tensor() -> None:
         def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
             return super().forward(x), None
 
-    with pytest.raises(TypeError, match="module: Pair returned tuple, wanted a tensor"):
+    with pytest.raises(TypeError, match="module: Pair returned tuple, expected a tensor"):
         trace(Pair(15, 3), torch.randn(2, 7, 15))
 
 
 def test_a_step_that_is_not_there() -> None:
-    with pytest.raises(KeyError, match="got 'softmax', wanted one of input, queries"):
+    with pytest.raises(KeyError, match="got 'softmax', expected one of input, queries"):
         trace(seq=5, dim=20, heads=4).row("softmax")

@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.traced_modules import WithoutOutput, made, printed
 from torch import Tensor
 
 from headscope import MultiHeadAttention, functional, masks, trace
-from headscope.tracing import _attention_steps, _invariants, _row
-from headscope.tracing._invariants import Visible, spread, visible
+from headscope.tracing import _attention_steps, _invariants, _steps
+from headscope.tracing._invariants import VisiblePairs, count_visible_pairs, spread
+from support.traced_modules import WithoutOutput, made, printed
 
 
 class SplitByView(MultiHeadAttention):
@@ -79,16 +79,16 @@ def failing(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, wrong: Any,
 
 def test_projections_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = SimpleNamespace(linear=lambda x, w, b: x @ w + b)
-    assert failing(monkeypatch, _row, "F", wrong)[:3] == ["queries", "keys", "values"]
+    assert failing(monkeypatch, _steps, "F", wrong)[:3] == ["queries", "keys", "values"]
 
 
 def test_split_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = failing(monkeypatch, _row, "split_heads", lambda x, h, d: x.reshape(len(x), h, -1, d))
+    found = failing(monkeypatch, _steps, "split_heads", lambda x, h, d: x.reshape(len(x), h, -1, d))
     assert found == ["split queries", "split keys", "split values", "concatenation"]
 
 
 def test_concatenation_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = failing(monkeypatch, _row, "merge_heads", lambda x: x.reshape(len(x), x.shape[2], -1))
+    found = failing(monkeypatch, _steps, "merge_heads", lambda x: x.reshape(len(x), x.shape[2], -1))
     assert "concatenation" in found
 
 
@@ -193,7 +193,7 @@ def test_large_inputs_are_checked_on_a_sample(monkeypatch: pytest.MonkeyPatch, c
     whole = trace(module, x, **call)
     monkeypatch.setattr(_invariants, "MATRIX", 1 << 10)
     monkeypatch.setattr(_invariants, "PRODUCTS", 1 << 12)
-    monkeypatch.setattr(_row, "PRODUCTS", 1 << 12)
+    monkeypatch.setattr(_steps, "PRODUCTS", 1 << 12)
     found = trace(module, x, **call)
     assert found.held is True, [(row.step, row.invariant) for row in found.failed]
     assert re.search(r"\(on \d+ of 248 rows\)$", found.row("weights").invariant)
@@ -227,15 +227,15 @@ simple = bands | st.builds(masks.Prefix, st.integers(0, 9))
        st.integers(0, 7), st.integers(0, 8))  # fmt: skip
 def test_visible_pairs_are_counted_as_they_are(mask: masks.Mask, queries: int, keys: int) -> None:
     dense = mask.dense(2, 3, queries, keys)
-    wanted = Visible(int(dense.sum()), int((~dense.any(-1)).sum()))
-    assert visible(mask, (2, 3, queries, keys)) == wanted
+    wanted = VisiblePairs(int(dense.sum()), int((~dense.any(-1)).sum()))
+    assert count_visible_pairs(mask, (2, 3, queries, keys)) == wanted
 
 
 def test_visible_pairs_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = masks.Dense(torch.rand(2, 1, 5, 7) > 0.5) & masks.Band(None, 1)
     dense = mask.dense(2, 3, 5, 7)
     monkeypatch.setattr(_invariants, "MATRIX", 100)  # more than one run of rows
-    assert visible(mask, (2, 3, 5, 7)) == Visible(int(dense.sum()), int((~dense.any(-1)).sum()))
+    assert count_visible_pairs(mask, (2, 3, 5, 7)) == VisiblePairs(int(dense.sum()), int((~dense.any(-1)).sum()))
     monkeypatch.setattr(_invariants, "COUNTED", 100)
-    assert visible(mask, (2, 3, 5, 7)) is None
-    assert visible(masks.KeyLengths(torch.tensor([1, 2], device="meta")), (2, 3, 5, 7)) is None
+    assert count_visible_pairs(mask, (2, 3, 5, 7)) is None
+    assert count_visible_pairs(masks.KeyLengths(torch.tensor([1, 2], device="meta")), (2, 3, 5, 7)) is None

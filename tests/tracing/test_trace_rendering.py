@@ -10,12 +10,12 @@ from html.parser import HTMLParser
 import pytest
 import torch
 from rich.console import Console
-from support.traced_modules import WithoutOutput, made, printed, rich_trace, words
 
 import headscope
 from headscope import MultiHeadAttention, masks, trace
 from headscope.tracing import Trace
 from headscope.tracing._explanations import memory
+from support.traced_modules import WithoutOutput, made, printed, rich_trace, words
 
 
 def test_json_is_strict_and_complete() -> None:

@@ -18,6 +18,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+
+from headscope import Observe
+from headscope.report import image_sheet, save
+from headscope.report.serving import Server
+from headscope.report.sheet import visible
+from headscope.report.viewer import render_recording
+from headscope.stats import HeadStats
+from headscope.watching import About, Recording
 from support.browser import (
     BINS,
     LONG,
@@ -39,14 +47,6 @@ from support.browser import (
 )
 from support.html_pages import HOSTILE
 from support.sheets import TRACE, digit, picture, softmax, text, words
-
-from headscope import Observe
-from headscope.report import image_sheet, save
-from headscope.report.serving import Server
-from headscope.report.sheet import visible
-from headscope.report.viewer import render_recording
-from headscope.stats import HeadStats
-from headscope.watching import About, Recording
 
 pytestmark = in_a_browser
 

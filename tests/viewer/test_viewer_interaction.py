@@ -15,6 +15,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+
+from headscope import Observe, masks, observe
+from headscope.report.serving import Server
+from headscope.stats import HeadStats
+from headscope.watching import About, Recording
 from support.browser import (
     LONG,
     BrowserContext,
@@ -34,11 +39,6 @@ from support.browser import (
     zoom_of,
 )
 from support.html_pages import HOSTILE
-
-from headscope import Observe, masks, observe
-from headscope.report.serving import Server
-from headscope.stats import HeadStats
-from headscope.watching import About, Recording
 
 pytestmark = in_a_browser
 

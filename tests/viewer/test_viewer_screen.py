@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from support.browser import Page, chromium, in_a_browser, long, look, numbers, place, recorded, short, thumbs
 
 from headscope import Observe, observe
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
+from support.browser import Page, chromium, in_a_browser, long, look, numbers, place, recorded, short, thumbs
 
 pytestmark = in_a_browser
 

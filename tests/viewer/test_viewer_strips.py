@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support.html_pages import Page
 
 from headscope import Observe, masks, observe
-from headscope.report._viewer.model import Strips
+from headscope.report._viewer.packing import Strips
 from headscope.report.serving import RefusedError, Server
 from headscope.report.viewer import render_recording, shown_recording
 from headscope.stats import HeadStats
 from headscope.stats._tiles import kept_of
 from headscope.watching import About, Recording
+from support.html_pages import Page
 
 HEADS = 3
 

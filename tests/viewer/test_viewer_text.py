@@ -13,6 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+
+from headscope import Observe
+from headscope.report.serving import Server
+from headscope.stats import HeadStats
+from headscope.watching import About, Recording
 from support.browser import (
     LONG,
     BrowserContext,
@@ -31,11 +36,6 @@ from support.browser import (
     thumbs,
     weight,
 )
-
-from headscope import Observe
-from headscope.report.serving import Server
-from headscope.stats import HeadStats
-from headscope.watching import About, Recording
 
 pytestmark = in_a_browser
 
@@ -56,7 +56,7 @@ def test_the_scale_says_that_there_is_more_than_its_largest(look: Any, short: Re
 def test_values_in_8_bits_say_so(look: Any, short: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     page = look(short, "view=head&layer=1&head=2&row=9&column=5")
     assert "8 bits" not in page.locator(".legend").first.inner_text()
-    monkeypatch.setattr("headscope.report._viewer.model.FINE_BYTES", 0)
+    monkeypatch.setattr("headscope.report._viewer.packing.FINE_BYTES", 0)
     page = look(short, "view=head&layer=1&head=2&row=9&column=5")
     p = weight(short, 1, 2)
     assert "8 bits" in page.locator(".legend").first.inner_text()

@@ -10,19 +10,21 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.commands import Run
-from support.model_folders import gpt2, save
-from support.watched_small import Attention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headscope import ablate, watch
 from headscope.watching import WatchWarning
+from support.commands import Run
+from support.model_folders import gpt2, save
+from support.watched_small import Attention
 
 bmm: Callable[..., Tensor] = torch.ops.aten.bmm
 bmm_overload: Callable[..., Tensor] = torch.ops.aten.bmm.default
 tensordot: Callable[..., Tensor] = torch.tensordot  # its stub has the overloads of dims left out
 chain_matmul: Callable[..., Tensor] = torch.chain_matmul
+aten: Any = torch.ops.aten
+private_torch: Any = torch
 
 Own = Callable[[Tensor, Tensor], Tensor]
 """Logits [B, H, Q, K] and values [B, H, K, D] -> [B, H, Q, D]."""
@@ -96,6 +98,23 @@ def summed(s: Tensor, v: Tensor) -> Tensor:
     return v.new_zeros((*v.shape[:2], p.shape[1], v.shape[-1])) + torch.addbmm(v.new_zeros(()), p, v.flatten(0, 1))
 
 
+def one_by_one(s: Tensor, v: Tensor) -> Tensor:
+    p = s.softmax(-1)
+    return torch.stack([p[:, head] @ v[:, head] for head in range(s.shape[1])], 1)
+
+
+def written(s: Tensor, v: Tensor) -> Tensor:
+    p = torch.zeros_like(s)
+    for n in range(0, s.shape[-2], 3):
+        p[..., n : n + 3, :] = s[..., n : n + 3, :].softmax(-1)
+    return p @ v
+
+
+def scattered(s: Tensor, v: Tensor) -> Tensor:
+    top = s.topk(2, -1)
+    return torch.zeros_like(s).scatter(-1, top.indices, top.values.softmax(-1)) @ v
+
+
 ATTENDS: dict[str, Own] = {
     "softmax and @": lambda s, v: s.softmax(-1) @ v,
     "functional": lambda s, v: torch.matmul(F.softmax(s, dim=-1), v),
@@ -124,6 +143,24 @@ ATTENDS: dict[str, Own] = {
     "aten": by_batch(bmm),
     "aten, an overload": by_batch(bmm_overload),
     "by keyword": lambda s, v: torch.matmul(input=torch.softmax(input=s, dim=-1), other=v),
+    "softmin": lambda s, v: F.softmin(-s, -1) @ v,
+    "gumbel_softmax": lambda s, v: F.gumbel_softmax(s, tau=100.0, dim=-1) @ v * 0,
+    "sparse softmax": lambda s, v: torch.sparse.softmax(s.detach().to_sparse(), -1).to_dense() @ v,
+    "_softmax": lambda s, v: private_torch._softmax(s, -1, False) @ v,
+    "_safe_softmax": lambda s, v: private_torch._safe_softmax(s, -1) @ v,
+    "aten softmax": lambda s, v: aten.softmax(s, -1) @ v,
+    "aten _softmax": lambda s, v: aten._softmax.default(s, -1, False) @ v,
+    "log_softmax": lambda s, v: F.log_softmax(s, -1).exp() @ v,
+    "a sink that is cut off": lambda s, v: torch.cat([s, s.new_zeros(*s.shape[:-1], 1)], -1).softmax(-1)[..., :-1] @ v,
+    "chunks of queries, cat": lambda s, v: torch.cat([each.softmax(-1) for each in s.split(3, -2)], -2) @ v,
+    "heads, stack": lambda s, v: torch.stack([s[:, head].softmax(-1) for head in range(s.shape[1])], 1) @ v,
+    "heads, one by one": one_by_one,
+    "chunks of queries, written": written,
+    "top-k, scattered": scattered,
+    "weights that heads share, repeated": lambda s, v: s[:, :1].softmax(-1).repeat_interleave(s.shape[1], 1) @ v,
+    "weights that heads share, expanded": lambda s, v: s[:, :1].softmax(-1).expand_as(s) @ v,
+    "weights that heads share, repeat": lambda s, v: s[:, :1].softmax(-1).repeat(1, s.shape[1], 1, 1) @ v,
+    "a pad": lambda s, v: F.pad(s[..., 1:].softmax(-1), (1, 0)) @ v,
 }
 
 
@@ -153,6 +190,36 @@ def routed(s: Tensor, v: Tensor) -> Tensor:
     return v * weights.sum(-1, keepdim=True) + experts.sum() * 0
 
 
+def many_gates(s: Tensor, v: Tensor) -> Tensor:
+    """Mixes three experts of each token by two gates, which are stacked, or written into one tensor."""
+    experts = torch.stack([v, 2 * v, 3 * v], -2)  # [B, H, Q, E, D]
+    gates = [s[..., :3].softmax(-1), s[..., :3].neg().softmax(-1)]
+    both = torch.empty(*s.shape[:-1], 2, 3)
+    for n, each in enumerate(gates):
+        both[..., n, :] = each
+    return (torch.stack(gates, -2) @ experts + both @ experts).sum(-2)
+
+
+def one_gate(s: Tensor, v: Tensor) -> Tensor:
+    """As a product of a row and a matrix for each token."""
+    experts = torch.stack([v, 2 * v, 3 * v], -2)
+    weights = s[..., :3].softmax(-1)
+    return (weights[..., None, :] @ experts + weights.unsqueeze(-2) @ experts).squeeze(-2)
+
+
+def top_gates(s: Tensor, v: Tensor) -> Tensor:
+    """A router that gives the weights of the two best experts, and 0 for the others."""
+    top = s[..., :3].topk(2, -1)
+    weights = torch.zeros_like(s[..., :3]).scatter(-1, top.indices, top.values.softmax(-1))
+    return torch.einsum("bhqe,bhqed->bhqd", weights, torch.stack([v, 2 * v, 3 * v], -2))
+
+
+def features(s: Tensor, v: Tensor) -> Tensor:
+    """Weights as features of their token beside others."""
+    x = torch.cat([s[..., :3].softmax(-1), v], -1)
+    return v + (x @ x.transpose(-2, -1)).mean() + F.pad(x, (0, 1)).sum()
+
+
 LEARNED = nn.Parameter(torch.ones(5, 7))
 
 
@@ -160,6 +227,10 @@ NONE: dict[str, Own] = {
     "weights that are not used": lambda s, v: v + s.softmax(-1).sum() * 0,
     "a gate": gate,
     "a router": routed,
+    "many gates": many_gates,
+    "one gate": one_gate,
+    "gates of the best experts": top_gates,
+    "features beside others": features,
     "a learned codebook": lambda s, v: v + s[..., :3].softmax(-1) @ torch.ones(3, v.shape[-1]),
     "a learned matrix": by_head(lambda p, v: v[: len(p)].sum() + F.linear(p, LEARNED[:, : p.shape[-1]])),
     "a learned matrix, transposed": by_head(lambda p, v: v.sum() + torch.addmm(p[:, :1], p, LEARNED[:, : len(p)].T)),

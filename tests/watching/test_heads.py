@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.watched_small import Alone, Attention, Small, input_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -23,6 +22,7 @@ from headscope import MultiHeadAttention, ablate, head_importance, watch
 from headscope.masks import causal
 from headscope.positions import ALiBi, RelativeBias, Rotary, T5Buckets
 from headscope.watching import WatchError
+from support.watched_small import Alone, Attention, Small, input_of
 
 SCALES = (0.0, 0.3, -2.0)
 

@@ -16,8 +16,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support.paths import DATA, PROGRAMS
-from support.programs.sharded_recordings import SIZE, Model, shard_by_hand
 from torch import nn
 
 import headscope
@@ -26,6 +24,8 @@ from headscope.comparing import compare
 from headscope.report.viewer import render_recording
 from headscope.stats import merge
 from headscope.watching import Origin, Part
+from support.paths import DATA, PROGRAMS
+from support.programs.sharded_recordings import SIZE, Model, shard_by_hand
 
 OLD = DATA / "recording_v1.safetensors"
 """Written before recordings stated their origin."""

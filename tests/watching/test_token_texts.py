@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.watched_small import Small, input_of
 from torch import Tensor, nn
 
 import headscope
 from headscope import Observe, watch
+from support.watched_small import Small, input_of
 
 
 class Crossed(nn.Module):

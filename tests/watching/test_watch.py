@@ -20,7 +20,6 @@ import torch
 from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support.watched_small import Alone, Attention, Raw, Small, input_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -28,12 +27,13 @@ from torch.overrides import _get_current_function_mode_stack as mode_stack
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import headscope
-from headscope import Observe, Recording, watch, watching
+from headscope import Observe, Recording, watch
 from headscope._analysis.answers import short_layers
 from headscope._attend import hook
-from headscope._intercept import frames
+from headscope._intercept import patching
 from headscope.masks import causal
 from headscope.watching import WatchError
+from support.watched_small import Alone, Attention, Raw, Small, input_of
 
 
 def test_layers_are_named_by_path_in_the_order_of_the_model() -> None:
@@ -162,7 +162,7 @@ def test_an_interrupt_of_opening_or_closing_leaves_nothing_behind(
 
     before, model = called(), Small()
     steps = (interrupted, tuple) if opening else (tuple, interrupted)
-    monkeypatch.setattr(frames, "patches", [*frames.patches, steps])
+    monkeypatch.setattr(patching, "patches", [*patching.patches, steps])
     with pytest.raises(KeyboardInterrupt), open_(model):
         model(input_of(model))
     assert called() == before
@@ -453,7 +453,7 @@ def test_forward_passes_merge() -> None:
 
 
 def test_many_calls_of_a_layer_are_merged_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "PENDING", 3)
+    monkeypatch.setattr("headscope.watching._recording.PENDING", 3)
     model = Attention()
     x = input_of(model)
     with watch(model) as seen:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.watched_small import Attention, Raw, Small, input_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,6 +24,7 @@ from headscope._intercept.masks import known, split
 from headscope.masks import Dense
 from headscope.stats import HeadStats, merge
 from headscope.watching import WatchError
+from support.watched_small import Attention, Raw, Small, input_of
 
 # ---------------------------------------------------------------- which layers, and what they are
 

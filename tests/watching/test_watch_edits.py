@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.watched_small import Attention
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.nn.utils.parametrizations import weight_norm
 
 from headscope import ablate, head_importance, watch
 from headscope.watching import Recording, WatchError
+from support.watched_small import Attention
 
 
 class Mixer(Attention):

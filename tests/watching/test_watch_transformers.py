@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.watched_models import FAMILIES, IDS, PADDING, TARGET
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -20,6 +19,7 @@ import headscope
 from headscope import Observe, Recording, watch
 from headscope._intercept import transformers as _watch_transformers
 from headscope.watching import WatchError, register_transformers
+from support.watched_models import FAMILIES, IDS, PADDING, TARGET
 
 STEPS = ((0, 4), (4, 5), (5, 6), (6, 9), (9, 11))
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import oracle_observe as oracle
-from support.watched_models import FAMILIES, Case, Layer, in_float64
-from support.watched_modules import OTHERS
 from torch import Tensor, nn
 
 from headscope import Observe, Recording, watch
 from headscope.watching import register_transformers
+from support import oracle_observe as oracle
+from support.watched_models import FAMILIES, Case, Layer, in_float64
+from support.watched_modules import OTHERS
 
 WINDOWS = (2,)
 UNKNOWN = {"lse", "max_logit"}  # where a family's own code does not show its logits

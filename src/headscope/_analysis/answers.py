@@ -27,16 +27,16 @@ class HasStats(Protocol):
         ...
 
 
-def stats_of(seen: HeadStats | HasStats, argument: str = "stats") -> HeadStats:
+def stats_of(source: HeadStats | HasStats, argument: str = "stats") -> HeadStats:
     """The statistics themselves.
 
     Raises:
         TypeError: it is neither statistics nor a holder of them.
     """
-    found: object = seen if isinstance(seen, HeadStats) else getattr(seen, "stats", None)
-    if not isinstance(found, HeadStats):
-        raise TypeError(f"{argument}: got {type(seen).__name__}, wanted HeadStats or a recording")
-    return found
+    stats: object = source if isinstance(source, HeadStats) else getattr(source, "stats", None)
+    if not isinstance(stats, HeadStats):
+        raise TypeError(f"{argument}: got {type(source).__name__}, wanted HeadStats or a recording")
+    return stats
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ class Basis:
     def __str__(self) -> str:
         least, most = self.rows
         rows = f"{most:,}" if least == most else f"{least:,} to {most:,}"
-        said = f"From {', '.join(self.quantities)}; {rows} {plural('row', most)} a head"
-        said += f" in {self.forwards:,} {plural('forward', self.forwards)}"
+        text = f"From {', '.join(self.quantities)}; {rows} {plural('row', most)} a head"
+        text += f" in {self.forwards:,} {plural('forward', self.forwards)}"
         if self.sampled:
-            said += f", a sample of {self.looked_at / self.of:.2g} of the rows"
-        return visible(said + (f"; {self.broken:,} broken rows left out" if self.broken else "") + ".")
+            text += f", a sample of {self.looked_at / self.of:.2g} of the rows"
+        return visible(text + (f"; {self.broken:,} broken rows left out" if self.broken else "") + ".")
 
 
 def plural(word: str, count: int) -> str:
@@ -140,9 +140,9 @@ class Decision(Answer):
 
     def to_dict(self) -> dict[str, Any]:
         """The answer ready for JSON; what is not defined is None."""
-        found = super().to_dict()
-        found["basis"]["sampled"] = self.basis.sampled
-        return found
+        entries = super().to_dict()
+        entries["basis"]["sampled"] = self.basis.sampled
+        return entries
 
 
 def as_table(columns: Sequence[str], cells: Sequence[Sequence[str]], caption: str, limit: int | None = None) -> Table:
@@ -152,9 +152,9 @@ def as_table(columns: Sequence[str], cells: Sequence[Sequence[str]], caption: st
 
     shown = cells[:limit]
     left = len(cells) - len(shown)
-    said = f"{left:,} more lines. {caption}" if left else caption
+    text = f"{left:,} more lines. {caption}" if left else caption
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.caption, table.caption_justify = (Text(visible(said)) if said else None), "left"
+    table.caption, table.caption_justify = (Text(visible(text)) if text else None), "left"
     for name in columns:
         table.add_column(name, justify="left" if name in TEXTS else "right", overflow="fold")
     for line in shown:

@@ -55,26 +55,26 @@ class Chance(NamedTuple):
         total: Σ 1 / n_i.
         single: rows that may see one key.
         alike: whether all rows that may see more see equally many.
-        seen: how many rows may see 1, 2, … 6 keys, by that number.
+        by_count: how many rows may see 1, 2, … 6 keys, by that number.
     """
 
     rows: Tensor
     total: Tensor
     single: Tensor
     alike: Tensor
-    seen: Mapping[int, Tensor]
+    by_count: Mapping[int, Tensor]
 
     @staticmethod
     def of(moments: Moments) -> Chance:
         """From the moments of ``chance``."""
         total = torch.where(moments.count > 0, moments.mean * moments.count, 0.0)
-        seen = {n: moments.histogram[:, at] for n, at in KNOWN.items()}
-        many = (moments.count - seen[1]).clamp_min(1)
-        mean = (total - seen[1]) / many
+        by_count = {n: moments.histogram[:, at] for n, at in KNOWN.items()}
+        many = (moments.count - by_count[1]).clamp_min(1)
+        mean = (total - by_count[1]) / many
         # of rows that see several keys Σ (c - mean)² is 0 if they see equally many
-        squares = moments.M2 + moments.mean**2 * moments.count - seen[1] - mean**2 * many
+        squares = moments.M2 + moments.mean**2 * moments.count - by_count[1] - mean**2 * many
         alike = squares.nan_to_num(0.0) / many <= (_ROUNDING * mean) ** 2
-        return Chance(moments.count, total, seen[1], alike, seen)
+        return Chance(moments.count, total, by_count[1], alike, by_count)
 
     def mean_of_many(self) -> Tensor:
         """The mean of 1 / n_i over rows that may see several keys; NaN where there is none."""
@@ -96,7 +96,7 @@ class Chance(NamedTuple):
 
     def capped(self, keys: float) -> Tensor:
         """Σ min(1, keys / n_i): exact up to 7 keys, beyond it at most too large."""
-        few = {n: count for n, count in self.seen.items() if n <= keys}
+        few = {n: count for n, count in self.by_count.items() if n <= keys}
         certain = sum(few.values(), torch.zeros_like(self.rows)).double()
         rest = self.total - sum((count.double() / n for n, count in few.items()), torch.zeros_like(self.total))
         return certain + torch.minimum(keys * rest.clamp_min(0), self.rows - certain)
@@ -108,7 +108,7 @@ def pattern_means(part: LayerStats) -> dict[str, Scores]:
     if "chance" not in moments:
         return {}
     chance = Chance.of(moments["chance"])
-    found: dict[str, Scores] = {}
+    scores: dict[str, Scores] = {}
     whole = moments["mass"].min >= 1 - _ROUNDING  # no sinks
     for name in SINGLE_KEYS:
         if name in moments:
@@ -116,7 +116,7 @@ def pattern_means(part: LayerStats) -> dict[str, Scores]:
             exact = exact & (whole | (telling == moments[name].count))
             if name == "first":
                 exact = exact & _all_see_the_first(part)
-            found[name] = _score(name, _total(moments[name]), even, moments[name].count, telling, exact)
+            scores[name] = _score(name, _total(moments[name]), even, moments[name].count, telling, exact)
     never = torch.zeros_like(chance.alike)
     for name in ("duplicate", "induction"):
         if name in moments:
@@ -125,17 +125,17 @@ def pattern_means(part: LayerStats) -> dict[str, Scores]:
             total = _total(moments[name])
             if name == "induction" and "next" in moments:  # its mass holds the next key's, which is no earlier copy's
                 total = (total - _total(moments["next"])).clamp_min(0)
-            found[name] = _score(name, total, even, rows, rows, never)
+            scores[name] = _score(name, total, even, rows, rows, never)
     if (window := smallest_window(part)) is not None:
-        found["local"] = _local(moments, chance, window, never)
-    found["uniform"] = _uniform(moments, chance, never)
-    return found
+        scores["local"] = _local(moments, chance, window, never)
+    scores["uniform"] = _uniform(moments, chance, never)
+    return scores
 
 
 def smallest_window(part: LayerStats) -> float | None:
     """The smallest distance w of ``window_w`` from 1 on; window_0 is the query's own place."""
-    found = [float(name.removeprefix("window_")) for name in part.moments if name.startswith("window_")]
-    return min((w for w in found if w >= 1), default=None)
+    windows = [float(name.removeprefix("window_")) for name in part.moments if name.startswith("window_")]
+    return min((w for w in windows if w >= 1), default=None)
 
 
 def _total(moments: Moments) -> Tensor:

@@ -117,9 +117,9 @@ def _check_values(call: Call) -> None:
 def _with_tokens(what: Observe, ids: Ids) -> Observe:
     if ids.before is None:
         return replace(what, tokens=ids.keys)
-    asked: dict[str, Any] = {each.name: getattr(what, each.name) for each in fields(what)}
-    asked["tokens"] = ids.keys
-    return Continued(**asked, token_before=ids.before)
+    options: dict[str, Any] = {each.name: getattr(what, each.name) for each in fields(what)}
+    options["tokens"] = ids.keys
+    return Continued(**options, token_before=ids.before)
 
 
 def standing(call: Call) -> Call:
@@ -322,10 +322,10 @@ def error_of(call: Call) -> tuple[Tensor, float] | None:
         return None
     queries = call.q.shape[-2]
     rows = torch.tensor(sorted({queries // 2, queries - 1}), device=call.q.device)
-    wanted, lse = _rows(call, rows)
+    expected, lse = _rows(call, rows)
     out = call.out.detach().index_select(-2, rows).float()
-    apart = torch.where(lse == -math.inf, 0.0, (wanted - out).abs().amax(-1))
-    return apart.amax() / wanted.abs().amax().clamp_min(1e-30), TOLERANCE[call.out.dtype]
+    apart = torch.where(lse == -math.inf, 0.0, (expected - out).abs().amax(-1))
+    return apart.amax() / expected.abs().amax().clamp_min(1e-30), TOLERANCE[call.out.dtype]
 
 
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}

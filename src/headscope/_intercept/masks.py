@@ -81,8 +81,10 @@ def additive(mask: Tensor) -> Tensor:
 
 
 def known(seen: Tensor) -> Mask:
-    """The same mask by its rule, where it is one that is met often: causal or not, with a window or without, some keys
-    hidden from all. A tensor is read as it stands by every layer; a rule is not read at all.
+    """Return the mask as a rule where it has a common one, else as the tensor.
+
+    The common rules are causal or not, with a window or without, and with some keys masked for every query. Every layer
+    reads a tensor again; a rule is not read at all.
     """
     dense = Dense(seen)
     if seen.device.type != "cpu" or seen.ndim != 4 or seen.shape[1] != 1 or 0 in seen.shape or seen.shape[2] == 1:
@@ -105,9 +107,9 @@ def _same(rule: Mask, seen: Tensor) -> bool:
     step = max(1, AT_ONCE // (batch * length))
     for start in range(0, queries, step):
         i = slice(start, min(start + step, queries))
-        wanted = rule.tile(slice(0, batch), slice(0, 1), i, slice(0, length), seen.device)
-        wanted = wanted.expand(batch, 1, i.stop - start, length)[:, 0]
-        if not torch.equal(seen[:, i], wanted):
+        allowed = rule.tile(slice(0, batch), slice(0, 1), i, slice(0, length), seen.device)
+        allowed = allowed.expand(batch, 1, i.stop - start, length)[:, 0]
+        if not torch.equal(seen[:, i], allowed):
             return False
     return True
 

@@ -97,9 +97,9 @@ def path_of(name: str) -> list[str]:
 def some_of(names: Iterable[str], limit: int = 12) -> str:
     """The first names that say attention, or else the first of all."""
     shown = list(names)
-    wanted = [name for name in shown if _ATTENTION.search(name.rsplit(".", 1)[-1])] or shown
-    more = f" and {len(wanted) - limit} more" if len(wanted) > limit else ""
-    return ", ".join(wanted[:limit]) + more
+    attention = [name for name in shown if _ATTENTION.search(name.rsplit(".", 1)[-1])] or shown
+    more = f" and {len(attention) - limit} more" if len(attention) > limit else ""
+    return ", ".join(attention[:limit]) + more
 
 
 def unseen(modules: Mapping[str, nn.Module], ran: Collection[str], seen: Collection[str]) -> list[str]:
@@ -115,19 +115,29 @@ def unseen(modules: Mapping[str, nn.Module], ran: Collection[str], seen: Collect
     return [name for name in missing if not any(_within(other, name) and other != name for other in missing)]
 
 
-def partly_unseen(modules: Mapping[str, nn.Module], written: Collection[str], seen: Collection[str]) -> list[str]:
-    """Return the modules that may attend by a softmax of their own besides the calls that were seen of them.
+def unrecorded(
+    modules: Mapping[str, nn.Module], noted: Mapping[str, str | None], seen: Collection[str], missing: Collection[str]
+) -> dict[str, str]:
+    """Return the modules whose attention is not all recorded -> a sentence about each, without its end.
 
-    A module called attention counts, too, if a call of a module inside it was seen. ``unseen`` returns the others.
+    A softmax counts in a module of which calls were seen; in one called attention also if those of a module inside it
+    were. A fused operator counts anywhere.
 
     Args:
-        written: modules that multiplied the result of a softmax with what may be values.
+        noted: module -> the fused operator that it attends by; None: it multiplied the result of a softmax with what
+            may be values.
+        missing: modules that are reported as errors.
     """
-    return [
-        name
-        for name in written
-        if name in seen or (is_attention(name, modules[name]) and any(_within(other, name) for other in seen))
-    ]
+    found: dict[str, str] = {}
+    for name, operator in noted.items():
+        inside = any(_within(other, name) for other in seen)
+        if any(_within(name, other) for other in missing):
+            continue
+        if operator is not None:
+            found[name] = f"attends {'once more, by' if inside else 'by'} {operator}"
+        elif name in seen or (inside and is_attention(name, modules[name])):
+            found[name] = "may attend once more, by a softmax of its own"
+    return {name: f"{with_classes(modules, [name])} {text}" for name, text in found.items()}
 
 
 def with_classes(modules: Mapping[str, nn.Module], names: Collection[str]) -> str:
@@ -165,7 +175,7 @@ def _within(name: str, around: str) -> bool:
     return name == around or name.startswith(around + ".")
 
 
-def kind_of(name: str, call: Call, said: Kinds, before: Kind | None) -> Kind:
+def kind_of(name: str, call: Call, choices: Kinds, before: Kind | None) -> Kind:
     """Self- or cross-attention: what the caller says, else the call, else the module's path, else the lengths.
 
     With as many queries as keys, or where the layer has been seen so before (a cache that grows), it is self-attention;
@@ -175,7 +185,7 @@ def kind_of(name: str, call: Call, said: Kinds, before: Kind | None) -> Kind:
         said: pattern -> kind.
         before: what this layer was last time.
     """
-    for pattern, kind in said.items():
+    for pattern, kind in choices.items():
         if any(fnmatchcase(part, pattern) for part in path_of(name)):
             return kind
     if call.kind is not None:

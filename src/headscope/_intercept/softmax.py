@@ -2,15 +2,15 @@
 
 ``watch`` cannot record such a call yet, so it warns. What counts is the shape: a product contracts the softmax's last
 axis, and the other operand does not have the softmax's second last axis. So a gate or a router does not count, which
-weights what each token has of its own. Neither does a product with a parameter. Sums of elementwise products, an
-exponential that is divided by its sum, and ``tensordot`` over several axes are not noticed.
+weights what each token has of its own. Neither does a product with a parameter. What a module cuts or joins of weights
+are weights too (``join``). docs/watching.md lists what is noticed and what is not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,17 @@ def _overloads(*packets: Any) -> set[Any]:
     return {*packets, *(getattr(packet, name) for packet in packets for name in packet.overloads())}
 
 
-SOFTMAX = {F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax}
+SOFTMAX = {
+    *(F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax, F.softmin, F.gumbel_softmax),
+    *(F.log_softmax, torch.log_softmax, torch.special.log_softmax, Tensor.log_softmax),
+}
+# these, and the functions of JOINED, dynamo cannot hash: look them up only where nothing is being compiled
+UNTRACED_SOFTMAX = {
+    *(getattr(torch, name) for name in ("_softmax", "_safe_softmax", "_masked_softmax")),
+    torch.sparse.softmax,
+    *_overloads(_OPS.softmax, _OPS._softmax, _OPS._safe_softmax, _OPS.special_softmax, _OPS._masked_softmax),
+    *_overloads(_OPS.log_softmax),
+}
 MATMUL = {
     *(torch.matmul, Tensor.matmul, torch.linalg.matmul, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm),
     *_overloads(_OPS.matmul, _OPS.bmm, _OPS.mm),
@@ -37,6 +47,15 @@ ADDED = {  # input + a @ b
 INNER = {torch.inner, Tensor.inner, F.linear, *_overloads(_OPS.inner, _OPS.linear)}  # a @ b.T
 CHAIN = {torch.linalg.multi_dot, torch.chain_matmul}
 NOTED = SOFTMAX | MATMUL | ADDED | INNER | CHAIN | {torch.einsum, torch.tensordot}
+STACK = {torch.stack, *_overloads(_OPS.stack)}
+CAT = {torch.cat, torch.concat, torch.concatenate, *_overloads(_OPS.cat)}
+SCATTER = {torch.scatter, Tensor.scatter, Tensor.scatter_, *_overloads(_OPS.scatter, _OPS.scatter_)}
+SHARED = {  # weights that several heads share
+    *(torch.repeat_interleave, Tensor.repeat_interleave, Tensor.repeat, torch.tile, Tensor.tile),
+    *(Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to),
+}
+CUT = {Tensor.__getitem__, torch.narrow, Tensor.narrow, F.pad}
+JOINED = STACK | CAT | SCATTER | SHARED | CUT | {Tensor.__setitem__}
 MOST = 64  # softmaxes of one module that wait for a product
 
 
@@ -55,9 +74,7 @@ def attends(waiting: list[Weights], function: Any, args: Sequence[Any], kwargs: 
         waiting: the softmaxes that the module has computed so far; changed in place.
     """
     if function in SOFTMAX:
-        weights = _weights(args, kwargs)
-        if weights is not None and len(waiting) < MOST:
-            waiting.append(weights)
+        wait(waiting, function, args, kwargs)
         return False
     if not waiting:
         return False
@@ -72,12 +89,63 @@ def attends(waiting: list[Weights], function: Any, args: Sequence[Any], kwargs: 
     return False
 
 
-def _weights(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weights | None:
-    x = args[0] if args else kwargs.get("input")
-    axis = args[1] if len(args) > 1 else kwargs.get("dim")
-    if not isinstance(x, Tensor) or x.is_nested or x.ndim < 2 or axis not in (-1, x.ndim - 1):
+def wait(waiting: list[Weights], function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Note a softmax over the last axis; ``waiting`` is changed in place."""
+    x = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    axis = kwargs.get("dim", -1 if function is F.gumbel_softmax else None)
+    if axis is None:
+        whole = [each for each in args[1:] if type(each) is int]  # a mask may come before the axis
+        axis = whole[0] if whole else None
+    if isinstance(x, Tensor) and not x.is_nested and x.ndim >= 2 and axis in (-1, x.ndim - 1):
+        _append(waiting, Weights(x.numel(), *x.shape[-2:]))
+
+
+def join(
+    waiting: list[Weights], function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor | None
+) -> None:
+    """Note the result of a call of one of ``JOINED`` if it holds weights: those of other heads, queries or keys.
+
+    Where the result has other queries or another order of axes it may be a gate, and does not count.
+
+    Args:
+        waiting: the softmaxes that the module has computed so far; changed in place.
+    """
+    operands = [*args, *kwargs.values()]
+    if function in CAT | STACK:
+        parts = operands[0] if isinstance(operands[0], (list, tuple)) else []
+    elif function in SCATTER:
+        parts = [*operands[3:4], *([kwargs["src"]] if "src" in kwargs else [])]
+    elif function is Tensor.__setitem__:
+        parts, out = operands[2:3], operands[0]
+    else:
+        parts = operands[:1]
+    if not parts or out is None or not _is_plain(out):
+        return
+    sources = [source for part in parts if (source := _source(waiting, part)) is not None]
+    if len(sources) != len(parts):
+        return
+    source, axes = sources[0], {part.ndim for part in parts}
+    queries = sum(each.queries for each in sources) if function in CAT else source.queries
+    if function is Tensor.__setitem__ and axes == {out.ndim}:
+        queries = out.shape[-2]  # a chunk of them
+    same_keys = function in SCATTER | CUT or out.shape[-1] == source.keys
+    if same_keys and out.shape[-2] in (source.queries, queries):
+        _append(waiting, Weights(out.numel(), *out.shape[-2:]))
+
+
+def _source(waiting: list[Weights], x: object) -> Weights | None:
+    """Return the softmax whose weights a tensor may hold: one of the same size and the same last two axes."""
+    if not _is_plain(x):
         return None
-    return Weights(x.numel(), *x.shape[-2:])
+    fitting = (each for each in waiting if each == (x.numel(), *x.shape[-2:]))
+    return next(fitting, None)
+
+
+def _append(waiting: list[Weights], weights: Weights) -> None:
+    """Append to those that wait; of too many the first is dropped."""
+    if weights not in waiting:
+        waiting.append(weights)
+        del waiting[:-MOST]
 
 
 class Product(NamedTuple):
@@ -134,7 +202,7 @@ def _over_keys(weights: Weights, p: Tensor, axis: int, values: Tensor, axis_of_v
     return fits and values.shape[axis_of_values] == keys
 
 
-def _is_plain(x: object) -> bool:
+def _is_plain(x: object) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and not x.is_nested and x.ndim >= 2
 
 

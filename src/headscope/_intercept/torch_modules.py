@@ -49,9 +49,11 @@ def native_call(operator: str, args: tuple[Any, ...]) -> Call:
         mask = Dense(~(hidden[:, None, None] if given.get("mask_type") == 1 else hidden))  # 1: [B, K], of padding
     if given.get("norm_first"):
         x = F.layer_norm(x, x.shape[-1:], given["norm_weight"], given["norm_bias"], given["eps"])
-    said: dict[str, Any] = {"mask": mask, "kind": "self"}
+    options: dict[str, Any] = {"mask": mask, "kind": "self"}
     none = (None, None)
-    return _packed((x, x, x), given["weight"].chunk(3), given["bias"], given["num_heads"], (*none, False), none, said)
+    return _packed(
+        (x, x, x), given["weight"].chunk(3), given["bias"], given["num_heads"], (*none, False), none, options
+    )
 
 
 def of_heads(weight: Tensor, factors: Tensor) -> Tensor:
@@ -87,21 +89,22 @@ def functional_call(given: Mapping[str, Any]) -> Call:
     sources = tuple(x[None] if x.ndim == 2 else x.transpose(0, 1) for x in (query, key, value))  # [B, length, E]
     padding, mask = given.get("key_padding_mask"), given.get("attn_mask")
     hinted = bool(given.get("is_causal")) and padding is None and not given.get("need_weights", True)
-    said = _masks(None if hinted else mask, padding, (sources[0].shape[0], given["num_heads"]))
+    options = _masks(None if hinted else mask, padding, (sources[0].shape[0], given["num_heads"]))
     if hinted:
-        said["mask"] = Band(None, 0, offset=0)
+        options["mask"] = Band(None, 0, offset=0)
     if given.get("use_separate_proj_weight"):
         weights = [given[f"{name}_proj_weight"] for name in "qkv"]
     else:
         weights = given["in_proj_weight"].chunk(3)
     extra = (given.get("bias_k"), given.get("bias_v"), bool(given.get("add_zero_attn")))
     fixed = (given.get("static_k"), given.get("static_v"))
-    return _packed(sources, weights, given["in_proj_bias"], given["num_heads"], extra, fixed, {**said, "kind": kind})
+    return _packed(sources, weights, given["in_proj_bias"], given["num_heads"], extra, fixed, {**options, "kind": kind})
 
 
 def _packed(
     sources: tuple[Tensor, ...], weights: Any, bias: Tensor | None, heads: int,
-    extra: tuple[Tensor | None, Tensor | None, bool], fixed: tuple[Tensor | None, Tensor | None], said: dict[str, Any],
+    extra: tuple[Tensor | None, Tensor | None, bool], fixed: tuple[Tensor | None, Tensor | None],
+    options: dict[str, Any],
 ) -> Call:  # fmt: skip
     """Project [B, length, E] each, cut into heads, and add the keys that belong to no token."""
     biases = (None, None, None) if bias is None else bias.chunk(3)
@@ -114,17 +117,17 @@ def _packed(
     if extra[2]:
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
     if added := k.shape[-2] - keys:
-        said = {**said, **_beside(said, queries, keys, added, q.device)}
-    return rounded(Call(q=q, k=k, v=v, **said), bias=True)
+        options = {**options, **_beside(options, queries, keys, added, q.device)}
+    return rounded(Call(q=q, k=k, v=v, **options), bias=True)
 
 
-def _beside(said: dict[str, Any], queries: int, keys: int, added: int, device: torch.device) -> dict[str, Any]:
+def _beside(options: dict[str, Any], queries: int, keys: int, added: int, device: torch.device) -> dict[str, Any]:
     """Masks and positions where keys follow that belong to no token: all rows may see them, and they stand nowhere."""
     changed: dict[str, Any] = {}
-    if isinstance(said.get("mask"), Dense):
-        changed["mask"] = Dense(F.pad(said["mask"].tensor, (0, added), value=True))
-    if said.get("bias") is not None:
-        changed["bias"] = F.pad(said["bias"], (0, added))
+    if isinstance(options.get("mask"), Dense):
+        changed["mask"] = Dense(F.pad(options["mask"].tensor, (0, added), value=True))
+    if options.get("bias") is not None:
+        changed["bias"] = F.pad(options["bias"], (0, added))
     place = torch.arange(keys, dtype=torch.float64, device=device)
     nowhere = place.new_full((added,), math.nan)
     return {

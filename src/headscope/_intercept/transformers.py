@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from headscope._attend.call import as_mask
 from headscope._intercept import call as _watch_calls
-from headscope._intercept import frames, masks
+from headscope._intercept import frames, masks, patching
 from headscope._intercept.call import Call, Kind
 from headscope._intercept.frames import Frame
 from headscope._intercept.module_names import is_cross, is_self
@@ -67,7 +67,7 @@ def remove() -> None:
     _original = None
 
 
-frames.patches.append((install, remove))
+patching.patches.append((install, remove))
 
 
 def _interface() -> Any:
@@ -110,7 +110,7 @@ def _get_interface(self: Any, attn_implementation: str, default: Function) -> Fu
 
 
 def _attend(attend: Function, name: str, frame: Frame, given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    asked, given = given, {**_bound(attend), **given}
+    request, given = given, {**_bound(attend), **given}
     dropout = given.get("dropout") or 0.0
     with frame.quietly():  # its own call of SDPA is this call
         if frame.accelerate:
@@ -118,14 +118,14 @@ def _attend(attend: Function, name: str, frame: Frame, given: dict[str, Any]) ->
             out = _watch_calls.attend(call, dropout).transpose(1, 2).contiguous()
             result: tuple[Tensor, Tensor | None] = (out, None)
         else:
-            result = _called(attend, asked)
+            result = _called(attend, request)
 
     def seen() -> Call:
         call = described(attend, name, frame, given)
         if dropout:  # there is nothing to compare
             return call
         if frame.accelerate:
-            return replace(call, own=lambda: _own(attend, name, frame, asked))
+            return replace(call, own=lambda: _own(attend, name, frame, request))
         return replace(call, out=result[0].transpose(1, 2))
 
     frame.see(seen)
@@ -133,13 +133,13 @@ def _attend(attend: Function, name: str, frame: Frame, given: dict[str, Any]) ->
     return result if out is result[0] else (out, result[1])
 
 
-def _called(attend: Function, asked: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+def _called(attend: Function, request: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
     """What the model's own function gives."""
-    options = {key: value for key, value in asked.items() if key not in _LEAD}
-    return attend(*(asked.get(each) for each in _LEAD), **options)
+    options = {key: value for key, value in request.items() if key not in _LEAD}
+    return attend(*(request.get(each) for each in _LEAD), **options)
 
 
-def _own(attend: Function, name: str, frame: Frame, asked: Mapping[str, Any]) -> Call:
+def _own(attend: Function, name: str, frame: Frame, request: Mapping[str, Any]) -> Call:
     """A call with what the model's own function gives: of a few rows, for which there is always memory and time.
 
     Where these are not what is expected it is asked for all of them: it may not know of a few.
@@ -150,28 +150,28 @@ def _own(attend: Function, name: str, frame: Frame, asked: Mapping[str, Any]) ->
         return replace(described(attend, name, frame, {**_bound(attend), **part}), out=out)
 
     with suppress(Exception):
-        call = of(_few(name, frame.module, asked))
+        call = of(_few(name, frame.module, request))
         error = _watch_calls.error_of(call)
         if error is not None and float(error[0]) <= error[1]:
             return call
-    return of(asked)
+    return of(request)
 
 
-def _few(name: str, module: nn.Module, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+def _few(name: str, module: nn.Module, request: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a function is asked, for its last queries; the first ones, and their keys, where no mask says what they see.
 
     A function of the caller's own may have a window where it gets no mask: it is asked for all rows.
     """
-    q, k, v, mask = (asked.get(each) for each in _LEAD[1:])
+    q, k, v, mask = (request.get(each) for each in _LEAD[1:])
     assert isinstance(q, Tensor)
     assert isinstance(k, Tensor)
     assert isinstance(v, Tensor)
     queries, keys = q.shape[-2], k.shape[-2]
     fewer = queries - min(queries, ROWS)
     rows, columns = slice(fewer, None), slice(None)
-    if mask is None and _causal(name, module, asked, queries) is not None:
+    if mask is None and _causal(name, module, request, queries) is not None:
         if name not in ("sdpa", NAME):
-            return asked
+            return request
         rows, columns = slice(queries - fewer), slice(max(ROWS, keys - fewer))
 
     def of(given: Any) -> Any:
@@ -180,7 +180,7 @@ def _few(name: str, module: nn.Module, asked: Mapping[str, Any]) -> Mapping[str,
             return given
         return given[..., rows, columns if given.shape[-1] == keys else slice(None)]
 
-    part = {each: of(given) for each, given in asked.items()}
+    part = {each: of(given) for each, given in request.items()}
     return {**part, "query": q[..., rows, :], "key": k[..., columns, :], "value": v[..., columns, :]}
 
 
@@ -272,10 +272,10 @@ def _kind(frame: Frame, queries: int, keys: int) -> Kind | None:
     Other than a cache, nothing gives a sequence more keys, or fewer, than queries: such a layer has pooled one of them,
     and they no longer share an axis.
     """
-    said = frame.arguments
+    arguments = frame.arguments
     if _merged(frame) is not None:
         return "self"
-    own, other = _first(said, _QUERIES), _first(said, _KEYS)
+    own, other = _first(arguments, _QUERIES), _first(arguments, _KEYS)
     if other is not None:
         alike = isinstance(own, Tensor) and isinstance(other, Tensor) and same(own, other)
         pooled = queries == keys and is_self(frame.name)  # EfficientLoFTR pools one image twice, and gives both
@@ -284,12 +284,12 @@ def _kind(frame: Frame, queries: int, keys: int) -> Kind | None:
         return "cross"
     if is_cross(frame.name):
         return None
-    return "self" if queries == keys or _first(said, _CACHES) is not None else None
+    return "self" if queries == keys or _first(arguments, _CACHES) is not None else None
 
 
-def _first(said: Mapping[str, Any], names: Iterable[str]) -> Any:
+def _first(arguments: Mapping[str, Any], names: Iterable[str]) -> Any:
     """The first of these arguments that is given; None = none is."""
-    return next((said[name] for name in names if said.get(name) is not None), None)
+    return next((arguments[name] for name in names if arguments.get(name) is not None), None)
 
 
 def _length(frame: Frame, queries: int) -> int | Tensor | None:
@@ -354,17 +354,17 @@ def _late(frame: Frame, given: Mapping[str, Any], queries: int, total: int | Ten
     Not every layer is told of its window, or its chunk (Llama 4, Doge, PhiMoE). Not every config says which layers have
     one (Moshi's have none): there the mask that the layer was given says, as far as padding lets it.
     """
-    module, told = frame.module, True
+    module, slides = frame.module, True
     if "sliding_window" in given:  # Exaone's modules all have one, and those that attend to everything pass None
         window = given["sliding_window"]
     elif hasattr(module, "sliding_window"):
         window = module.sliding_window
     else:
-        config, told = getattr(module, "config", None), False
+        config, slides = getattr(module, "config", None), False
         window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     if not (isinstance(window, int) and isinstance(total, int) and total - queries >= window):
         return False
-    return told or (_may_slide(frame) and _narrow(frame.arguments.get("attention_mask"), window))
+    return slides or (_may_slide(frame) and _narrow(frame.arguments.get("attention_mask"), window))
 
 
 def _may_slide(frame: Frame) -> bool:

@@ -63,24 +63,24 @@ def largest_edges(k: int, scene: Scene, maxima: Tensor) -> Candidates:
         maxima: the largest weight of each row [B, H, R]; NaN where a row does not count.
     """
     call = scene.call
-    found = Candidates(
+    edges = Candidates(
         torch.full((call.heads, k), math.nan, dtype=maxima.dtype, device=maxima.device),
         torch.full((call.heads, k, 3), -1, device=maxima.device),
     )
-    if call.keys == 0:
-        return found
+    if 0 in (call.heads, call.keys):
+        return edges
     for b, h, rows in _chunks(k, scene, maxima):
         heads = slice(h.start * call.group, h.stop * call.group)
         assert isinstance(rows.i, Tensor)
         tile = weights(scene, rows, slice(0, call.keys))
-        shown = tile.p if tile.seen is None else torch.where(tile.seen, tile.p, -1.0)
+        shown = tile.p if tile.visible is None else torch.where(tile.visible, tile.p, -1.0)
         p, key = largest(shown, min(k, call.keys))  # [1, h, r, k]
         p = torch.where((p >= 0) & tile.counted[..., None], p, math.nan)
         at = torch.stack([torch.full_like(key, b), rows.i[..., None].expand_as(key), key], -1)  # [1, h, r, k, 3]
-        p = torch.cat([found.p[heads], p[0].flatten(1)], 1)
-        at = torch.cat([found.at[heads], at[0].flatten(1, 2)], 1)
-        _keep(found, heads, p, at, call.queries, call.keys)
-    return found
+        p = torch.cat([edges.p[heads], p[0].flatten(1)], 1)
+        at = torch.cat([edges.at[heads], at[0].flatten(1, 2)], 1)
+        _retain_largest(edges, heads, p, at, call.queries, call.keys)
+    return edges
 
 
 def _chunks(k: int, scene: Scene, maxima: Tensor) -> Iterator[tuple[int, slice, Rows]]:
@@ -105,12 +105,12 @@ def _chunks(k: int, scene: Scene, maxima: Tensor) -> Iterator[tuple[int, slice, 
                 yield b, h, Rows(q, one, h, queries[one, heads, r : r + rows], lse, counts)
 
 
-def _keep(found: Candidates, heads: slice, p: Tensor, at: Tensor, queries: int, keys: int) -> None:
+def _retain_largest(edges: Candidates, heads: slice, p: Tensor, at: Tensor, queries: int, keys: int) -> None:
     """Keep the largest of what was found for some heads; of equal ones the first by batch entry, query, key."""
-    k = found.p.shape[1]
+    k = edges.p.shape[1]
     place = (at[..., 0] * queries + at[..., 1]) * keys + at[..., 2]
     order = place.argsort(dim=1)
     order = order.gather(1, largest_first(p.gather(1, order))[:, :k])
-    found.p[heads] = p.gather(1, order)
-    kept = at.gather(1, order[..., None].expand(-1, -1, 3))
-    found.at[heads] = torch.where(found.p[heads].isnan()[..., None], -1, kept)
+    edges.p[heads] = p.gather(1, order)
+    places = at.gather(1, order[..., None].expand(-1, -1, 3))
+    edges.at[heads] = torch.where(edges.p[heads].isnan()[..., None], -1, places)

@@ -84,13 +84,13 @@ def binned(x: Tensor, axis: int, cut: Segments, fill: float) -> Tensor:
     parts, width = cut.index.shape
     if cut.inside is None:
         return x.unflatten(axis, (parts, width))
-    found = x.index_select(axis, cut.index.flatten()).unflatten(axis, (parts, width))
+    cells = x.index_select(axis, cut.index.flatten()).unflatten(axis, (parts, width))
     after = x.ndim - 1 - axis
-    return found.masked_fill_(~cut.inside.view(parts, width, *(1,) * after), fill)
+    return cells.masked_fill_(~cut.inside.view(parts, width, *(1,) * after), fill)
 
 
 def add_to_map(
-    sums: MapSums, p: Tensor, seen: Tensor | None, hidden: Tensor | None, counted: Tensor,
+    sums: MapSums, p: Tensor, visible: Tensor | None, hidden: Tensor | None, counted: Tensor,
     heads: slice, batch: int, queries: Sequence[int], j: slice, call: Call,
 ) -> None:  # fmt: skip
     """Add a tile: p [b, h, i, j] of these heads, queries and keys, whose first batch entry is number ``batch``."""
@@ -102,8 +102,8 @@ def add_to_map(
     per_row = columns.index.new_full((1, 1, 1, len(columns.index)), columns.index.shape[1])
     if columns.inside is not None:
         per_row = columns.inside.sum(-1)[None, None, None]
-    if seen is not None:
-        per_row = _sum(seen.expand(-1, -1, -1, j.stop - j.start).to(p.dtype), 3, columns)
+    if visible is not None:
+        per_row = _sum(visible.expand(-1, -1, -1, j.stop - j.start).to(p.dtype), 3, columns)
     eligible = counted[..., None] * per_row.to(p.dtype)  # [b, h, i, bins]
     sums.count[at] += _sum(eligible, 2, rows).sum(0).long()
     shown = p if hidden is None else p + hidden
@@ -136,5 +136,5 @@ def _largest(
     query = torch.tensor(list(queries), device=row.device)[row]
     better = best > sums.max[at]
     sums.max[at] = torch.where(better, best.to(sums.max.dtype), sums.max[at])
-    found = torch.stack([entry + batch, query, key], -1)
-    sums.at[at] = torch.where(better[..., None], found, sums.at[at])
+    places = torch.stack([entry + batch, query, key], -1)
+    sums.at[at] = torch.where(better[..., None], places, sums.at[at])

@@ -14,7 +14,7 @@ from headscope._attend.call import check_layout
 from headscope._attend.interface import Inputs, is_lazy
 from headscope._attend.prepare import canonical_inputs, prepare, prepare_with_plan
 from headscope._observe import aggregate
-from headscope._observe.inputs import Given
+from headscope._observe.inputs import Request
 from headscope._support.torch_state import has_no_values
 from headscope.masks import Mask
 from headscope.stats import HeadStats, Observe
@@ -56,12 +56,22 @@ def measure(
         prepared = prepare_with_plan(q, k, values, mask, bias, sinks, scale, softcap, dropout, False, "blocked")
         inputs = canonical_inputs(prepared, q, k, values, bias, sinks)
         inputs = Inputs(*(x if x is None else x.detach() for x in inputs))  # pyright: ignore[reportArgumentType]
-    at = (positions.q_pos, positions.k_pos, positions.kind, positions.real)
-    observations = prepared.observations
-    given = Given(
-        prepared.call, prepared.mask, prepared.plan, inputs, v is not None, lse, *at, what, observations, False
+    request = Request(
+        call=prepared.call,
+        mask=prepared.mask,
+        plan=prepared.plan,
+        inputs=inputs,
+        has_values=v is not None,
+        lse=lse,
+        q_pos=positions.q_pos,
+        k_pos=positions.k_pos,
+        kind=positions.kind,
+        real=positions.real,
+        what=what,
+        before=prepared.observations,
+        has_place=False,
     )
-    return aggregate.observe(given)
+    return aggregate.observe(request)
 
 
 def attend_and_observe(
@@ -85,9 +95,22 @@ def attend_and_observe(
         return None
     inputs = canonical_inputs(prepared, q, k, v, bias, sinks)
     has_place = prepared.canonical and all(x.stride(-1) == 1 and not is_lazy(x) for x in (q, k, v))
-    known, plan, observations = prepared.mask, prepared.plan, prepared.observations
-    given = Given(call, known, plan, inputs, True, None, None, None, "self", None, what, observations, has_place)
-    result = aggregate.attend(given)
+    request = Request(
+        call=call,
+        mask=prepared.mask,
+        plan=prepared.plan,
+        inputs=inputs,
+        has_values=True,
+        lse=None,
+        q_pos=None,
+        k_pos=None,
+        kind="self",
+        real=None,
+        what=what,
+        before=prepared.observations,
+        has_place=has_place,
+    )
+    result = aggregate.attend(request)
     if result is None:
         return None
     out, lse, stats = result

@@ -20,8 +20,9 @@ from headscope._attend.backends import native
 from headscope._attend.call import Call
 from headscope._attend.interface import Inputs, accumulate_dtype, readable
 from headscope._observe.edges import Candidates
-from headscope._observe.inputs import Scene, Work, work
-from headscope._observe.portable import Observed, row_names
+from headscope._observe.inputs import Scene, Work, to_work
+from headscope._observe.portable import row_names
+from headscope._observe.result import Observed
 from headscope._observe.tile import ROUNDING
 from headscope.stats import Observe
 from headscope.stats._layer import Edges, HeadMap, Moments, MomentsTable, Packed, histogram_edges
@@ -30,7 +31,7 @@ QUANTITIES = (
     "lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "first", "distance",
     "self", "previous", "next", "duplicate", "induction", "value_norm", "chance",
 )  # fmt: skip
-"""In the order of ``Quantity`` in csrc/attention.h."""
+"""In the order of ``Quantity`` in csrc/interface/attention.h."""
 
 MOST_WINDOWS, MOST_FIRST = 8, 16  # as there
 MOST_KEPT_EDGES = (
@@ -78,7 +79,7 @@ PLACES = (
     "counted", "values", "most_weight", "most_key", "received", "eligible", "sum", "max", "pairs", "at",
     "edge_weight", "edge_at", "whole", "numbers",
 )  # fmt: skip
-"""What is found of a call, in the order of ``Place`` in csrc/bind.cpp."""
+"""What is found of a call, in the order of ``Place`` in csrc/python/bind.cpp."""
 
 
 class _Part(NamedTuple):
@@ -107,7 +108,7 @@ class Ready:
     """
 
     def __init__(self, what: Observe, scene: Scene) -> None:
-        call, self.work = scene.call, work(what)
+        call, self.work = scene.call, to_work(what)
         self.call = call
         self.what = what
         self.rows = scene.rows
@@ -176,17 +177,17 @@ class Ready:
         strides = (0, 0, 0)
         if may_count is not None:
             strides = tuple(0 if n == 1 else s for n, s in zip(may_count.shape, may_count.stride(), strict=True))
-        given = None if scene.lse is None else readable(scene.lse.to(self.dtype)).contiguous()
-        made = native.native.Observation(
+        lse = None if scene.lse is None else readable(scene.lse.to(self.dtype)).contiguous()
+        observation = native.native.Observation(
             described.native, (len(scene.rows), address(index)), [places.get(name, -1) for name in QUANTITIES], windows,
             line, own, address(ids), (*_by_batch(first), first.shape[1]), (address(may_count), *strides),
-            address(given), 0.0 if scene.lse is None else ROUNDING[scene.lse.dtype],
+            address(lse), 0.0 if scene.lse is None else ROUNDING[scene.lse.dtype],
             max(1, work.top) if work.top or work.argmax else 0, work.bins, edges,
             (0, 0, 0) if self.borders is None else (len(self.names), self.borders.data_ptr(), self.borders.shape[1]),
             [self.parts[name].offset if name in self.parts else -1 for name in PLACES], self.size, room,
         )  # fmt: skip
         mine = described.held[3:]  # q, k and v will be others
-        return made, (mine, index, line_at, own_at, ids, first, may_count, given)
+        return observation, (mine, index, line_at, own_at, ids, first, may_count, lse)
 
     def observed(self, memory: Tensor) -> Observed:
         """What was found, as views of the memory it lies in."""

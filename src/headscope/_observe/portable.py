@@ -29,8 +29,6 @@ sums of what is never negative, so nothing cancels on peaked rows, as it does in
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,36 +37,10 @@ from headscope._attend.interface import accumulate_dtype
 from headscope._observe.edges import Candidates, largest, largest_edges
 from headscope._observe.inputs import Scene, Work
 from headscope._observe.map_bins import MapSums, add_to_map
+from headscope._observe.result import Observed
 from headscope._observe.row_quantities import gather_mass, place_values
 from headscope._observe.tile import Block, Tile, blocks, cut, rows_of, weights
-from headscope.stats._layer import Edges, HeadMap, Moments, wide
-
-
-class Observed(NamedTuple):
-    """What one pass over the weights leaves behind; R counts the rows of ``Scene``.
-
-    Attributes:
-        rows: name -> [B, H, R], NaN where a row does not count or has no such quantity; argmax is int64, there -1.
-            Where moments are known, only if rows are to be kept.
-        counted: which rows count, boolean [B, H, R]; None where their number is known and they are not to be kept.
-        broken: how many of each head are left out because they are not finite, int64 [H].
-        received, eligible: over the batch, float64 and int64 [H, K], or None.
-        map, edges: see there; or None.
-        top: keys, int64, and weights of each row's largest, [B, H, R, k] both, or None.
-        moments: of the rows, where they are known already.
-        rows_counted: how many rows of each head count, int64 [H], where that is known already.
-    """
-
-    rows: dict[str, Tensor]
-    counted: Tensor | None
-    broken: Tensor
-    received: Tensor | None
-    eligible: Tensor | None
-    map: HeadMap | None
-    edges: Edges | None
-    top: Candidates | None
-    moments: Mapping[str, Moments] | None = None
-    rows_counted: Tensor | None = None
+from headscope.stats._layer import Edges, HeadMap, wide
 
 
 def observe_rows(work: Work, scene: Scene) -> Observed:
@@ -101,9 +73,11 @@ def observe_rows(work: Work, scene: Scene) -> Observed:
             _add_to_keys(tile, received[block.b, heads, block.j], eligible[block.b, heads, block.j])
         if sums is not None:
             queries = range(block.r.start, block.r.stop) if scene.whole else scene.rows[block.r]
-            add_to_map(sums, tile.p, tile.seen, tile.hidden, tile.counted, heads, block.b.start, queries, block.j, call)
+            add_to_map(
+                sums, tile.p, tile.visible, tile.hidden, tile.counted, heads, block.b.start, queries, block.j, call
+            )
         if top is not None:
-            _put_top(tile, block.j.start, top, at)
+            _store_top(tile, block.j.start, top, at)
     edges = None
     if work.edges:
         edges = _edges(largest_edges(work.edges, scene, torch.where(counted, rows["max_weight"], math.nan)))
@@ -123,8 +97,8 @@ def _map(sums: MapSums) -> HeadMap:
     return HeadMap(sums.sum, sums.count, most, sums.at)
 
 
-def _edges(found: Candidates) -> Edges:
-    return Edges(found.p.to(wide(found.p.device)), _first_run(found.at))
+def _edges(largest_of_head: Candidates) -> Edges:
+    return Edges(largest_of_head.p.to(wide(largest_of_head.p.device)), _first_run(largest_of_head.at))
 
 
 def row_names(work: Work, scene: Scene) -> list[str]:
@@ -145,13 +119,13 @@ def row_names(work: Work, scene: Scene) -> list[str]:
 
 def row_values(work: Work, scene: Scene, block: Block, tile: Tile, names: list[str]) -> dict[str, Tensor]:
     """name -> [b, h, i], NaN where a row does not count or does not have the quantity."""
-    found = {"max_weight": (tile.max_logit - tile.top).exp() * tile.scale}
+    quantities = {"max_weight": (tile.max_logit - tile.top).exp() * tile.scale}
     if work.rows:
-        found |= _of_weights(tile)
-        found |= _of_keys(scene, block, tile)
+        quantities |= _of_weights(tile)
+        quantities |= _of_keys(scene, block, tile)
         if scene.own is not None:
-            found |= place_values(work, scene, block, tile)
-    values = {name: found[name].masked_fill(~tile.counted, math.nan) for name in names}
+            quantities |= place_values(work, scene, block, tile)
+    values = {name: quantities[name].masked_fill(~tile.counted, math.nan) for name in names}
     if work.argmax:
         shown = tile.p if tile.hidden is None else tile.p + tile.hidden
         values["argmax"] = torch.where(tile.counted, shown.argmax(-1) + block.j.start, -1)
@@ -177,36 +151,38 @@ def _of_weights(tile: Tile) -> dict[str, Tensor]:
 def _of_keys(scene: Scene, block: Block, tile: Tile) -> dict[str, Tensor]:
     """What depends on which keys are real, and on their values."""
     index = cut(scene.first, block.b)[:, None, None, :]  # [b or 1, 1, 1, n]
-    found = {"first": gather_mass(tile.p, index, block.j).sum(-1)}
+    quantities = {"first": gather_mass(tile.p, index, block.j).sum(-1)}
     if scene.norms is None:
-        return found
+        return quantities
     norms = scene.norms[block.b, block.h, block.j]  # [b, hkv, j]
     grouped = tile.p.unflatten(1, (norms.shape[1], -1))  # [b, hkv, g, i, j]
     bad = None if scene.clean else ~norms.isfinite()
     clean = norms if bad is None else norms.masked_fill(bad, 0.0)
     values = (grouped @ clean[:, :, None, :, None]).squeeze(-1).flatten(1, 2)  # [b, h, i]
     if bad is not None:
-        spoilt = bad.repeat_interleave(grouped.shape[2], 1)[:, :, None]  # [b, h, 1, j]
-        spoilt = (spoilt if tile.seen is None else spoilt & tile.seen).any(-1)
-        values = values.masked_fill(spoilt, math.nan)
-    return found | {"value_norm": values}
+        not_finite = bad.repeat_interleave(grouped.shape[2], 1)[:, :, None]  # [b, h, 1, j]
+        not_finite = (not_finite if tile.visible is None else not_finite & tile.visible).any(-1)
+        values = values.masked_fill(not_finite, math.nan)
+    return quantities | {"value_norm": values}
 
 
 def _add_to_keys(tile: Tile, received: Tensor, eligible: Tensor) -> None:
     """Add a block's columns."""
     received += tile.p.sum(2)
     counted = tile.counted.to(tile.p.dtype)
-    if tile.seen is None:
+    if tile.visible is None:
         eligible += tile.counted.sum(-1)[..., None]
         return
-    seen = tile.seen.to(tile.p.dtype).expand(-1, -1, counted.shape[2], -1)  # [b or 1, h or 1, i, j]
-    columns = counted @ seen[:, 0] if seen.shape[1] == 1 else (counted[:, :, None] @ seen)[:, :, 0]  # [b, h, j]
+    visible = tile.visible.to(tile.p.dtype).expand(-1, -1, counted.shape[2], -1)  # [b or 1, h or 1, i, j]
+    columns = (
+        counted @ visible[:, 0] if visible.shape[1] == 1 else (counted[:, :, None] @ visible)[:, :, 0]
+    )  # [b, h, j]
     eligible += columns.long()
 
 
-def _put_top(tile: Tile, start: int, top: Candidates, at: tuple[slice, slice, slice]) -> None:
+def _store_top(tile: Tile, start: int, top: Candidates, at: tuple[slice, slice, slice]) -> None:
     """The largest weights of each row of a block."""
-    shown = tile.p if tile.seen is None else torch.where(tile.seen, tile.p, -1.0)
+    shown = tile.p if tile.visible is None else torch.where(tile.visible, tile.p, -1.0)
     k = min(top.p.shape[-1], shown.shape[-1])
     values, index = largest(shown, k)
     there = (values >= 0) & tile.counted[..., None]

@@ -16,15 +16,15 @@ NEAR = {"self": 0, "previous": -1, "next": 1}
 
 def place_values(work: Work, scene: Scene, block: Block, tile: Tile) -> dict[str, Tensor]:
     """name -> [b, h, i]; NaN where a row does not have the quantity."""
-    found = _on_a_line(scene, block, tile) if scene.line is not None else _by_position(scene, block, tile)
-    reach, placed, values = found
+    places = _on_a_line(scene, block, tile) if scene.line is not None else _by_position(scene, block, tile)
+    reach, placed, values = places
     distance = (tile.p * (reach if scene.line is not None else reach.nan_to_num(0.0))).sum(-1)
     values["distance"] = torch.where(placed, distance, math.nan)
     for w in work.windows:
         near = reach <= w
         values[f"window_{w:g}"] = torch.where(placed, (tile.p * near).sum(-1), math.nan)
-        kept = near | _first_keys(scene, block)
-        values[f"streaming_{w:g}"] = torch.where(placed, (tile.p * kept).sum(-1), math.nan)
+        retained = near | _first_keys(scene, block)
+        values[f"streaming_{w:g}"] = torch.where(placed, (tile.p * retained).sum(-1), math.nan)
     if scene.ids is not None:
         values |= _by_token(scene, block, tile)
     return values
@@ -46,7 +46,7 @@ def _on_a_line(scene: Scene, block: Block, tile: Tile) -> Places:
     for name, step in NEAR.items():
         index = (line + step)[..., None]  # [b or 1, 1, i, 1]
         mass = gather_mass(tile.p, index, block.j)[..., 0]
-        values[name] = mass.masked_fill(~_seen_at(tile, index, block.j), math.nan)
+        values[name] = mass.masked_fill(~_visible_at(tile, index, block.j), math.nan)
     return reach, torch.ones_like(line, dtype=torch.bool), values
 
 
@@ -93,7 +93,7 @@ def _first_keys(scene: Scene, block: Block) -> Tensor:
 
 def _mass_on(tile: Tile, target: Tensor) -> Tensor:
     """The mass on these keys, [b, h, i]; NaN where none of them may be seen."""
-    there = target if tile.seen is None else target & tile.seen
+    there = target if tile.visible is None else target & tile.visible
     return (tile.p * target).sum(-1).masked_fill(~there.any(-1), math.nan)
 
 
@@ -104,12 +104,12 @@ def gather_mass(p: Tensor, index: Tensor, j: slice) -> Tensor:
     return p.gather(-1, at).masked_fill(~inside, 0.0)
 
 
-def _seen_at(tile: Tile, index: Tensor, j: slice) -> Tensor:
+def _visible_at(tile: Tile, index: Tensor, j: slice) -> Tensor:
     """Whether a row may see the key at this place [b or 1, 1, i, 1], broadcastable to [b, h, i]."""
     inside = (index >= j.start) & (index < j.stop)
-    if tile.seen is None:
+    if tile.visible is None:
         return inside[..., 0]
-    batch = max(len(tile.seen), len(index))
-    seen = tile.seen.expand(batch, -1, index.shape[2], -1)
-    at = torch.where(inside, index - j.start, 0).expand(batch, seen.shape[1], -1, -1)
-    return (seen.gather(-1, at) & inside)[..., 0]
+    batch = max(len(tile.visible), len(index))
+    visible = tile.visible.expand(batch, -1, index.shape[2], -1)
+    at = torch.where(inside, index - j.start, 0).expand(batch, visible.shape[1], -1, -1)
+    return (visible.gather(-1, at) & inside)[..., 0]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from headscope._attend.interface import accumulate_dtype
-from headscope._observe import inputs as _observe_scene
-from headscope._observe.inputs import Scene, bias_rows, visible, visible_rows
+from headscope._observe import inputs as observe_inputs
+from headscope._observe.inputs import Scene
+from headscope._observe.visibility import bias_rows, visible_block, visible_rows
 from headscope.stats._layer import wide
 
 FLOOR = -1000.0  # exp of it is 0 in every dtype, and 0 times it is 0
@@ -34,7 +35,7 @@ class Tile(NamedTuple):
     Attributes:
         p: [b, h, i, j]; 0 where nothing may be seen and in rows that do not count.
         depth: the logits less the row's largest, not below ``FLOOR``, [b, h, i, j].
-        seen: what may be seen, broadcastable to p; None = everything.
+        visible: what may be seen, broadcastable to p; None = everything.
         hidden: 0 where it may and -inf where it may not, to add to p.
         counted, broken: [b, h, i].
         top, norm: the row's largest logit (or sink), and lse - top, [b, h, i].
@@ -45,7 +46,7 @@ class Tile(NamedTuple):
 
     p: Tensor
     depth: Tensor
-    seen: Tensor | None
+    visible: Tensor | None
     hidden: Tensor | None
     counted: Tensor
     broken: Tensor
@@ -76,7 +77,9 @@ class Rows:
 
 def blocks(scene: Scene) -> Iterator[Block]:
     """Blocks of at most ``BLOCK`` logits (but at least one row), cut by shapes alone, batch entries in order."""
-    call, size = scene.call, _observe_scene.BLOCK
+    call, size = scene.call, observe_inputs.BLOCK
+    if call.heads == 0:  # of q alone: k may have heads
+        return
     count = len(scene.rows)
     rows = max(1, min(count, size // max(1, call.group * call.keys)))
     fit = max(1, size // max(1, call.group * call.keys * rows))  # key/value heads at a time
@@ -134,14 +137,14 @@ def weights(scene: Scene, rows: Rows, j: slice) -> Tile:
     """The weights of some rows over keys that hold everything these rows may see."""
     dtype = accumulate_dtype(scene.call.dtype)
     heads = slice(rows.h.start * scene.call.group, rows.h.stop * scene.call.group)
-    s, seen = _logits(scene, rows, heads, j)
+    s, visible = _logits(scene, rows, heads, j)
     hidden = None
-    if seen is not None:
-        seen = seen.expand(-1, -1, -1, j.stop - j.start)
-        hidden = torch.zeros(seen.shape, dtype=dtype, device=s.device).masked_fill_(~seen, -torch.inf)
+    if visible is not None:
+        visible = visible.expand(-1, -1, -1, j.stop - j.start)
+        hidden = torch.zeros(visible.shape, dtype=dtype, device=s.device).masked_fill_(~visible, -torch.inf)
         # adding is many times faster than filling; what is NaN or infinite would come through it
-        s = s.add_(hidden) if scene.clean else s.masked_fill_(~seen, -torch.inf)
-    choices = torch.tensor(j.stop - j.start, device=s.device) if seen is None else seen.sum(-1)
+        s = s.add_(hidden) if scene.clean else s.masked_fill_(~visible, -torch.inf)
+    choices = torch.tensor(j.stop - j.start, device=s.device) if visible is None else visible.sum(-1)
     max_logit = s.amax(-1)
     top, sink = max_logit, None
     if scene.inputs.sinks is not None:
@@ -163,7 +166,7 @@ def weights(scene: Scene, rows: Rows, j: slice) -> Tile:
     p = e.mul_(torch.where(counted, scale, 0.0)[..., None])
     if not scene.clean:
         p = p.masked_fill_(~counted[..., None], 0.0)
-    return Tile(p, depth, seen, hidden, counted, broken, top, norm, scale, max_logit, choices)
+    return Tile(p, depth, visible, hidden, counted, broken, top, norm, scale, max_logit, choices)
 
 
 def _logits(scene: Scene, rows: Rows, heads: slice, j: slice) -> tuple[Tensor, Tensor | None]:
@@ -179,15 +182,15 @@ def _logits(scene: Scene, rows: Rows, heads: slice, j: slice) -> tuple[Tensor, T
         s = s.tanh_().mul_(call.softcap)
     if isinstance(rows.i, slice):
         place = (rows.b, heads, rows.i, j)
-        seen = visible(scene.plan, inputs.bias, place, s.device)
+        visible = visible_block(scene.plan, inputs.bias, place, s.device)
         bias = None if inputs.bias is None else cut(inputs.bias, *place)
     else:
-        seen = visible_rows(scene.plan, inputs.bias, rows.b, heads, rows.i, j)
+        visible = visible_rows(scene.plan, inputs.bias, rows.b, heads, rows.i, j)
         at_b, at_h = (torch.arange(x.start, x.stop, device=s.device) for x in (rows.b, heads))
         bias = None
         if inputs.bias is not None:
             bias = bias_rows(inputs.bias, at_b[:, None, None], at_h[:, None], rows.i, j)
-    return (s if bias is None else s.add_(bias.to(dtype))), seen
+    return (s if bias is None else s.add_(bias.to(dtype))), visible
 
 
 def _normal(lse: Tensor | None, top: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,7 +198,7 @@ def _normal(lse: Tensor | None, top: Tensor, beside: Tensor) -> tuple[Tensor, Te
     norm, scale = beside.log1p(), 1 / (1 + beside)
     if lse is None:
         return norm, scale
-    given = lse.to(wide(top.device)) - top
-    near = (given - norm).abs() <= ROUNDING[lse.dtype] * (norm + top).abs().clamp_min(1.0)
-    given = given.to(top.dtype)
-    return torch.where(near, norm, given), torch.where(near, scale, (-given).exp())
+    offset = lse.to(wide(top.device)) - top
+    near = (offset - norm).abs() <= ROUNDING[lse.dtype] * (norm + top).abs().clamp_min(1.0)
+    offset = offset.to(top.dtype)
+    return torch.where(near, norm, offset), torch.where(near, scale, (-offset).exp())

@@ -1,1 +1,6 @@
-"""Which numbers of a forward pass come from which inputs."""
+"""Which numbers of a forward pass come from which, through products, softmax and elementwise operations."""
+
+from headscope._provenance.mode import ProvenanceMode
+from headscope._provenance.record import HEADS, INPUT, MIXED, NONE, Mixing, Operands, Provenance
+
+__all__ = ["HEADS", "INPUT", "MIXED", "NONE", "Mixing", "Operands", "Provenance", "ProvenanceMode"]

@@ -1,7 +1,8 @@
-"""What a check knows so far: the subject, what was asked, one forward pass, and what was found."""
+"""The state of a check: the subject, the caller's options, one forward pass, and the findings so far."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headscope.checking import _weights as weights
-from headscope.checking._catalogue import WORDS, Severity
+from headscope.checking._catalogue import CATALOGUE, Severity
 from headscope.checking._head_layout import Heads
 from headscope.checking._subject import Call, Run, Subject
 from headscope.checking._weights import Slope
@@ -18,8 +19,8 @@ MaskMeans = Literal["keep", "hide", "add"]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the caller said of the subject; None = not said."""
+class Options:
+    """What the caller specified of the subject; None = not specified."""
 
     heads: int | None
     causal: bool | None
@@ -30,23 +31,46 @@ class Asked:
     decode: Call | None
 
 
+@dataclass(frozen=True)
+class Observation:
+    """What a probe observed of one mistake: how bad it is, and the numbers and positions that show it."""
+
+    severity: Severity
+    evidence: str
+
+
+@dataclass(frozen=True)
+class WorkingMask:
+    """A mask argument that works.
+
+    Attributes:
+        argument: its name.
+        kind: "pairs" or "keys".
+        build: from what may be seen, [B, 1, T, T] or [B, T], to the argument.
+    """
+
+    argument: str
+    kind: str
+    build: Callable[[Tensor], Any]
+
+
 @dataclass
 class Case:
     """One check.
 
     Attributes:
-        found: by name, the severity and what was seen.
+        observations: by the name of the finding.
         not_tested: what could not be tested -> why.
         understood: how the subject was called and what it does, in words.
         size: of the input, so that the weights are neither even nor one-hot.
         causal: whether no query sees a later key; None if that is not known.
         allowed: what may be seen without a mask, [1, Q, K], if it is causal or was meant to be.
-        masked: argument, shape and meaning of each mask that works: (name, "pairs" or "keys", builder).
+        masks: the mask arguments that work.
     """
 
     subject: Subject
-    asked: Asked
-    found: dict[str, tuple[Severity, str]] = field(default_factory=dict[str, tuple[Severity, str]])
+    options: Options
+    observations: dict[str, Observation] = field(default_factory=dict[str, Observation])
     not_tested: dict[str, str] = field(default_factory=dict[str, str])
     understood: list[str] = field(default_factory=list[str])
     size: float = 1.0
@@ -55,11 +79,11 @@ class Case:
     slope: Slope | None = None
     causal: bool | None = None
     allowed: Tensor | None = None
-    masked: list[tuple[str, str, Any]] = field(default_factory=list[tuple[str, str, Any]])
+    masks: list[WorkingMask] = field(default_factory=list[WorkingMask])
 
-    def find(self, name: str, seen: str, severity: Severity | None = None) -> None:
-        """Note a finding; the first of a name counts."""
-        self.found.setdefault(name, (severity or WORDS[name].severity, seen))
+    def report(self, name: str, evidence: str, severity: Severity | None = None) -> None:
+        """Record an observation; the first of a name counts."""
+        self.observations.setdefault(name, Observation(severity or CATALOGUE[name].severity, evidence))
 
     @property
     def x(self) -> Tensor:
@@ -70,8 +94,13 @@ class Case:
         return None if self.base is None else self.base.heads
 
     @property
+    def other_heads(self) -> Heads | None:
+        """The heads for another input."""
+        return None if self.other is None else self.other.heads
+
+    @property
     def random(self) -> bool:
-        return "dropout-in-eval" in self.found
+        return "dropout-in-eval" in self.observations
 
     @property
     def logit(self) -> Tensor | None:
@@ -80,28 +109,30 @@ class Case:
             return None
         return self.heads.raw * self.slope.of_raw[:, None, None]
 
-    def why_no_heads(self) -> str:
+    @property
+    def reason_without_heads(self) -> str:
+        """Why there are no heads to examine."""
         if self.random:
             return "dropout is active"
-        return "the weights were not seen" if self.base is None else self.base.why
+        return "the weights were not seen" if self.base is None else self.base.reason
 
 
-def look(case: Case) -> None:
-    """Tap two forward passes, with inputs of a size that makes weights neither even nor one-hot."""
+def follow_forward_passes(case: Case) -> None:
+    """Follow two forward passes, with inputs of a size that makes weights neither even nor one-hot."""
     if case.random:
         return
     subject = case.subject
-    base = subject.tapped(case.x)
+    base = subject.follow(case.x)
     for _ in range(2):
-        wide = 0.0 if base.heads is None else weights.spread(base.heads.p)
+        wide = 0.0 if base.heads is None else weights.largest_difference(base.heads.p)
         if 0.5 < wide < 16 or wide == 0:
             break
         case.size = min(max(case.size * (4 / wide) ** 0.5, 1e-3), 1e3)
-        base = subject.tapped(case.x)
-    case.base, case.other = base, subject.tapped(subject.input(2, case.size))
+        base = subject.follow(case.x)
+    case.base, case.other = base, subject.follow(subject.input(2, case.size))
     plain = subject.run(case.x)
     both = torch.isfinite(plain) & torch.isfinite(base.out)
     off = (plain - base.out)[both].abs()
-    # a kernel that was spelled out may do something else
+    # a kernel may differ from its definition
     if len(off) and float(off.max()) > 100 * subject.tolerance * float(plain[both].abs().max()):
         case.base = None

@@ -8,13 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope.checking._case import Asked, Case, MaskMeans, look
-from headscope.checking._catalogue import WORDS
+from headscope.checking._case import Case, MaskMeans, Observation, Options, follow_forward_passes
+from headscope.checking._catalogue import CATALOGUE
+from headscope.checking._copies import CODE_ERRORS, CheckError, describe_error
 from headscope.checking._findings import Finding, Findings
-from headscope.checking._probes import behaviour as probes
-from headscope.checking._probes import masks
-from headscope.checking._probes import numerics as ranges
-from headscope.checking._subject import RAISED, CheckError, line, subject
+from headscope.checking._probes.behaviour import (
+    probe_batch_of_one,
+    probe_dependence,
+    probe_gradients,
+    probe_inputs,
+    probe_layout,
+    probe_state,
+    probe_structure,
+)
+from headscope.checking._probes.built_in_masks import probe_built_in_mask
+from headscope.checking._probes.mask_arguments import probe_empty_rows, probe_mask_arguments
+from headscope.checking._probes.numerics import probe_cost, probe_decoding, probe_overflow, probe_training
+from headscope.checking._probes.softmax import probe_softmax_and_scale, probe_sums
+from headscope.checking._subject import prepare_subject
 
 __all__ = ["CheckError", "Finding", "Findings", "check"]
 
@@ -35,18 +46,18 @@ def check(
 ) -> Findings:
     """Find what is wrong with an attention module or function, by what it computes: self-attention of [B, T, E].
 
-    A copy of the module is called some dozen times, in float64 on the CPU, with small random inputs, and with a tap
-    that follows each number from the input through the operations. Neither source nor names of attributes are read;
-    the names of the arguments of ``forward`` are, to call it. The module, its training mode and torch's random numbers
+    A copy of the module is called some dozen times, in float64 on the CPU, with small random inputs, and each number is
+    followed from the input through the operations. Neither source nor names of attributes are read; the names of the
+    arguments of ``forward`` are, to call it. The module, its training mode and torch's random numbers
     stay as they were; a function is called as it is.
 
     Args:
         module: an ``nn.Module``, or a function that takes x and gives the output (alone or first of a tuple).
         embed_dim: E; by default what the shapes of the weights allow.
         heads: H that was meant; by default it is not tested.
-        causal: whether no token may see a later one; by default it follows from what is seen, so that a mask that is
-            missing altogether is found only if this is said.
-        batch_first: True = input is [B, T, E], False = [T, B, E]; by default what is seen, with a remark.
+        causal: whether no token may see a later one; by default it follows from the outputs, so that a mask that is
+            missing altogether is found only if this is True.
+        batch_first: True = input is [B, T, E], False = [T, B, E]; by default what the outputs show, with a remark.
         mask_means: of a mask that is handed over: "keep" = True may be seen, "hide" = True is hidden, "add" = numbers
             added to the logits; by default each is taken.
         scale: factor of q·k that was meant; by default 1/√D.
@@ -63,52 +74,53 @@ def check(
         TypeError: ``module`` can not be called.
         CheckError: no way to call it was found.
     """
-    asked = Asked(heads, causal, batch_first, mask_means, scale, length, decode)
+    options = Options(heads, causal, batch_first, mask_means, scale, length, decode)
     with (
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),  # which enable_grad does not end
         torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),  # a probe that rounds says so itself
+        torch.autocast("cpu", enabled=False),  # a probe that needs a low precision converts to it
         torch.device("cpu"),  # whatever the default device is
     ):
-        case = Case(subject(module, call, embed_dim, inputs), asked)
-        case.understood.append(f"called as {case.subject.way.said} with E = {case.subject.embed_dim}")
+        case = Case(prepare_subject(module, call, embed_dim, inputs), options)
+        case.understood.append(f"called as {case.subject.pattern.text} with E = {case.subject.embed_dim}")
         for probe in PROBES:
-            _try(case, probe)
+            _run_probe(case, probe)
     name = getattr(module, "__name__", None) or type(module).__name__
-    return Findings(str(name), _sorted(case), tuple(case.understood), case.not_tested)
+    return Findings(str(name), _sort_findings(case), tuple(case.understood), case.not_tested)
 
 
 PROBES: tuple[Callable[[Case], None], ...] = (
-    probes.state,
-    probes.layout,
-    look,
-    probes.structure,
-    masks.softmax_and_scale,
-    masks.built_in,
-    probes.dependence,
-    masks.given,
-    masks.late_sums,
-    masks.empty_rows,
-    probes.inputs,
-    probes.one,
-    probes.gradients,
-    ranges.overflow,
-    ranges.training,
-    ranges.decoding,
-    ranges.speed,
+    probe_state,
+    probe_layout,
+    follow_forward_passes,
+    probe_structure,
+    probe_softmax_and_scale,
+    probe_built_in_mask,
+    probe_dependence,
+    probe_mask_arguments,
+    probe_sums,
+    probe_empty_rows,
+    probe_inputs,
+    probe_batch_of_one,
+    probe_gradients,
+    probe_overflow,
+    probe_training,
+    probe_decoding,
+    probe_cost,
 )
 
 
-def _try(case: Case, probe: Callable[[Case], None]) -> None:
-    """Run a probe; what the subject raises there is told, and no reason to stop."""
+def _run_probe(case: Case, probe: Callable[[Case], None]) -> None:
+    """Run a probe; an error of the subject is recorded, and the check continues."""
     try:
         probe(case)
-    except RAISED as error:  # it comes from code that nobody knows
-        case.not_tested[f"the rest of {probe.__name__}"] = line(error)
+    except CODE_ERRORS as error:  # it comes from unknown code
+        subject = probe.__name__.removeprefix("probe_").replace("_", " ")
+        case.not_tested[f"the rest of {subject}"] = describe_error(error)
 
 
-FOLLOWS: dict[str, set[str]] = {
+EXPLAINS: dict[str, set[str]] = {
     "heads-split-wrong": {"heads-merged-wrong", "batches-mixed", "cannot-see-the-past", "values-misplaced",
                           "unused-parameter", "looks-into-the-future", "fails-on-batch-of-one"},
     "heads-merged-wrong": {"looks-into-the-future", "batches-mixed", "fails-on-batch-of-one"},
@@ -135,22 +147,23 @@ FOLLOWS: dict[str, set[str]] = {
     "not-finite": {"cannot-see-the-past", "fails-on-batch-of-one", "input-ignored", "gradient-blocked",
                    "unused-parameter"},
 }  # fmt: skip
-"""What a finding explains, so that it is not told by itself."""
+"""What a finding explains, so that it is not reported separately."""
 
 
-def _sorted(case: Case) -> tuple[Finding, ...]:
-    found = dict(case.found)
-    explained = {other for name in found for other in FOLLOWS.get(name, ())}
-    if len(found) > 1:
+def _sort_findings(case: Case) -> tuple[Finding, ...]:
+    """The findings that no other one explains, the worst first."""
+    observations = dict(case.observations)
+    explained = {other for name in observations for other in EXPLAINS.get(name, ())}
+    if len(observations) > 1:
         explained.add("decoding-differs")  # whatever is wrong with one of the two is wrong with their difference
     for name in ("no-output-projection", "values-not-projected"):
-        if {name, "unused-parameter"} <= found.keys():  # then it was not meant
-            found[name] = ("wrong", f"{found[name][1]}; {found['unused-parameter'][1]}")
+        if {name, "unused-parameter"} <= observations.keys():  # then it was not meant
+            evidence = f"{observations[name].evidence}; {observations['unused-parameter'].evidence}"
+            observations[name] = Observation("wrong", evidence)
     rank = {"wrong": 0, "unusual": 1, "slow": 2}
-    names = sorted((name for name in found if name not in explained), key=lambda name: rank[found[name][0]])
-    made: list[Finding] = []
-    for name in names:
-        severity, seen = found[name]
-        words = WORDS[name]
-        made.append(Finding(name, severity, seen, words.why, words.fix, words.code))
-    return tuple(made)
+    names = [name for name in observations if name not in explained]
+    findings: list[Finding] = []
+    for name in sorted(names, key=lambda name: rank[observations[name].severity]):
+        observation, entry = observations[name], CATALOGUE[name]
+        findings.append(Finding(name, observation.severity, observation.evidence, entry.why, entry.fix, entry.code))
+    return tuple(findings)

@@ -1,4 +1,4 @@
-"""Findings: what a check found, as a value; nothing here needs torch."""
+"""Findings: the result of a check, as a value; nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 from headscope.checking._catalogue import Severity
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from headscope.checking._render import FindingsTable, render_html
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found.
+    """One mistake, or one thing that may be a mistake.
 
     Attributes:
-        name: what it is called, such as "softmax-over-queries"; docs/checking.md lists all.
+        name: its name, such as "softmax-over-queries"; docs/checking.md lists all.
         severity: "wrong"; "unusual", which may be meant; or "slow".
-        seen: what was seen, with numbers and positions.
+        seen: the evidence, with numbers and positions.
         why: why it matters.
-        fix: how it is put right, in a sentence or two.
+        fix: how to correct it, in a sentence or two.
         code: a line of code that does so.
     """
 
@@ -37,10 +37,10 @@ class Finding:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Findings:
-    """What a check found: the cause first, what follows from it behind. True where anything is wrong.
+    """The result of a check: causes before their consequences. True where anything is wrong.
 
     Attributes:
-        subject: what was checked, in a word.
+        subject: the name of what was checked.
         found: the findings.
         understood: how it was called, and what it does.
         not_tested: what could not be tested -> why.
@@ -58,7 +58,7 @@ class Findings:
         return len(self.found)
 
     def __getitem__(self, name: str) -> Finding:
-        """The finding of a name.
+        """Return the finding of a name.
 
         Raises:
             KeyError: there is none; the message lists those there are.
@@ -78,33 +78,29 @@ class Findings:
 
     @property
     def summary(self) -> str:
-        """How much was found, in one line."""
+        """The number of findings of each severity, in one line."""
         counts = [(sum(f.severity == kind for f in self.found), kind) for kind in ("wrong", "unusual", "slow")]
-        said = ", ".join(f"{count} {kind}" for count, kind in counts if count)
-        return f"{self.subject}: {said or 'nothing found'}"
+        text = ", ".join(f"{count} {kind}" for count, kind in counts if count)
+        return f"{self.subject}: {text or 'nothing found'}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The findings in plain lists, numbers and texts."""
+        """Return the findings in plain lists, numbers and texts."""
         head = {"kind": "headscope-findings", "version": 1, "subject": self.subject, "wrong": bool(self)}
         rest = {"understood": list(self.understood), "not_tested": dict(self.not_tested)}
         return {**head, "findings": [asdict(finding) for finding in self.found], **rest}
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """``to_dict`` as JSON."""
+        """Return ``to_dict`` as JSON."""
         return json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False, indent=indent)
 
     def table(self) -> RenderableType:
-        """The findings for ``rich.print``; they fit themselves to the width of the console."""
-        from headscope.checking._render import Page
-
-        return Page(self)
+        """Return the findings for ``rich.print``; they fit themselves to the width of the console."""
+        return FindingsTable(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.table()
 
     def __str__(self) -> str:
-        from rich.console import Console
-
         console = Console(file=io.StringIO(), width=100, color_system=None, legacy_windows=False)
         with console.capture() as captured:
             console.print(self.table())
@@ -114,6 +110,4 @@ class Findings:
         return f"<Findings of {self.summary}{': ' + ', '.join(self.names) if self.found else ''}>"
 
     def _repr_html_(self) -> str:
-        from headscope.checking._render import fragment
-
-        return fragment(self)
+        return render_html(self)

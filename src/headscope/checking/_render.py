@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from html import escape
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from headscope.checking._findings import Finding, Findings
 
 MARKS = {"wrong": ("✗", "bold red"), "unusual": ("·", "bold yellow"), "slow": ("·", "bold cyan")}
 HUES = {"wrong": "#d64545", "unusual": "#b07a10", "slow": "#2a7f9e"}
@@ -25,52 +23,83 @@ STYLE = """
 """
 
 
-class Page:
+class RenderedFinding(Protocol):
+    """One finding, as it is rendered."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def severity(self) -> str: ...
+    @property
+    def seen(self) -> str: ...
+    @property
+    def why(self) -> str: ...
+    @property
+    def fix(self) -> str: ...
+    @property
+    def code(self) -> str: ...
+
+
+class RenderedFindings(Protocol):
+    """Findings, as they are rendered."""
+
+    @property
+    def summary(self) -> str: ...
+    @property
+    def found(self) -> Iterable[RenderedFinding]: ...
+    @property
+    def understood(self) -> Iterable[str]: ...
+    @property
+    def not_tested(self) -> dict[str, str]: ...
+
+
+class FindingsTable:
     """Findings as rich prints them."""
 
-    def __init__(self, findings: Findings) -> None:
+    def __init__(self, findings: RenderedFindings) -> None:
         self.findings = findings
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.findings.summary, style="bold")
-        for finding in self.findings:
+        for finding in self.findings.found:
             yield Text("")
-            yield from _finding(finding)
-        for title, lines in _rest(self.findings):
+            yield from _print_finding(finding)
+        for title, lines in _list_remarks(self.findings):
             yield Text("")
             yield Text(title, style="dim")
             for line in lines:
                 yield Padding(Text(line, style="dim"), (0, 0, 0, 2))
 
 
-def _finding(finding: Finding) -> RenderResult:
+def _print_finding(finding: RenderedFinding) -> RenderResult:
     mark, style = MARKS[finding.severity]
     yield Text.assemble((f"{mark} {finding.name}", style), f"  {finding.severity}")
-    for said, look in ((finding.seen, ""), (finding.why, ""), (finding.fix, "")):
-        yield Padding(Text(said, style=look), (0, 0, 0, 2))
+    for text in (finding.seen, finding.why, finding.fix):
+        yield Padding(Text(text), (0, 0, 0, 2))
     yield Padding(Text(finding.code, style="bold"), (0, 0, 0, 4))
 
 
-def _rest(findings: Findings) -> list[tuple[str, list[str]]]:
-    found: list[tuple[str, list[str]]] = []
+def _list_remarks(findings: RenderedFindings) -> list[tuple[str, list[str]]]:
+    """The lines behind the findings, by title."""
+    remarks: list[tuple[str, list[str]]] = []
     if findings.understood:
-        found.append(("understood", list(findings.understood)))
+        remarks.append(("understood", list(findings.understood)))
     if findings.not_tested:
-        found.append(("not tested, because", [f"{what}: {why}" for what, why in findings.not_tested.items()]))
-    return found
+        remarks.append(("not tested, because", [f"{what}: {why}" for what, why in findings.not_tested.items()]))
+    return remarks
 
 
-def fragment(findings: Findings) -> str:
-    """The findings as a fragment of HTML; every text is escaped, nothing is loaded."""
+def render_html(findings: RenderedFindings) -> str:
+    """Render findings as a fragment of HTML; every text is escaped, nothing is loaded."""
     parts = [f'<div class="headscope-check"><style>{STYLE}</style><p><b>{escape(findings.summary)}</b></p>']
-    for finding in findings:
+    for finding in findings.found:
         hue = HUES[finding.severity]
         parts.append(
             f'<h4 style="color: {hue}">{escape(finding.name)} <span class="faint">{finding.severity}</span></h4>'
             f"<p>{escape(finding.seen)}</p><p>{escape(finding.why)}</p><p>{escape(finding.fix)}</p>"
             f"<pre>{escape(finding.code)}</pre>"
         )
-    for title, lines in _rest(findings):
+    for title, lines in _list_remarks(findings):
         items = "".join(f"<li>{escape(line)}</li>" for line in lines)
         parts.append(f'<details class="faint"><summary>{escape(title)}</summary><ul>{items}</ul></details>')
     return "".join(parts) + "</div>"

@@ -193,7 +193,3 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 def _on_terminal(descriptor: int) -> bool:
     return os.isatty(descriptor) and os.environ.get("TERM") != "dumb"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
-from typing import Any
 
-from headscope._support.files import amiss, replace
-from headscope.report.sheet import Sheet, visible
+from headscope.report._page_file import MARKER, SaveError, asset, check, check_target, digest, embedded, write
+from headscope.report.sheet import Sheet
+from headscope.report.viewer import render_sheet
 
 __all__ = ["MARKER", "SaveError", "asset", "check", "digest", "embedded", "render", "save", "write"]
 
-MARKER = "<!-- headscope report -->"
-"""By this, near its start, a page of headscope's own is known."""
-
-
-class SaveError(OSError):
-    """A page cannot be written where it was asked for; the message is one line that says why."""
-
-
-# ---------------------------------------------------------------- the file
+SaveError.__module__ = __name__  # its public path
 
 
 def save(sheet: Sheet, path: str | Path, *, force: bool = False) -> Path:
@@ -38,53 +25,8 @@ def save(sheet: Sheet, path: str | Path, *, force: bool = False) -> Path:
         SaveError: the path is a directory, holds a file that is no headscope page, or cannot be written.
         ValueError: as ``render``.
     """
-    _check_target(Path(path), force)
+    check_target(Path(path), force)
     return write(render(sheet), path, force=force)
-
-
-def write(html: str, path: str | Path, *, force: bool = False) -> Path:
-    """Write HTML that has the ``MARKER`` in its first 256 bytes; arguments, result and errors are those of ``save``."""
-    target = Path(path)
-    _check_target(target, force)
-    try:
-        replace(target, html.encode("utf-8"))
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise SaveError(f"{_shown(target)}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
-    return target
-
-
-def check(path: str | Path, *, force: bool = False) -> None:
-    """Raises: SaveError: ``save`` would not write there, as far as can be told before."""
-    _check_target(Path(path), force)
-    if not Path(path).parent.is_dir():
-        raise SaveError(f"{_shown(Path(path))}: cannot be written: there is no such folder")
-
-
-def _check_target(target: Path, force: bool) -> None:
-    try:
-        if (said := amiss(target)) is not None:
-            raise SaveError(f"{_shown(target)}: {said}")
-        if not target.exists():
-            return
-        with target.open("rb") as file:
-            ours = MARKER.encode() in file.read(256)
-    except SaveError:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise SaveError(f"{_shown(target)}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if not ours and not force:
-        raise SaveError(
-            f"{_shown(target)}: holds a file that is no page of headscope's own; choose another name, or give "
-            "force=True"
-        )
-
-
-def _shown(path: Path) -> str:
-    """A path fit for one line."""
-    return visible(str(path), limit=1000, blanks=False)
-
-
-# ---------------------------------------------------------------- the page
 
 
 def render(sheet: Sheet) -> str:
@@ -93,22 +35,4 @@ def render(sheet: Sheet) -> str:
     Raises:
         ValueError: the weights do not fit one page.
     """
-    from headscope.report.viewer import render_sheet  # it is made of what is here
-
     return render_sheet(sheet)
-
-
-def asset(name: str) -> str:
-    """A file of this room, as text."""
-    return resources.files(__package__ or "").joinpath(name).read_text(encoding="utf-8")
-
-
-def digest(text: str) -> str:
-    """How a content security policy names a style or script that may be there."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode()}"
-
-
-def embedded(data: Mapping[str, Any]) -> str:
-    """JSON that can stand inside a script element: ASCII, without "<", ">" and "&"."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from headscope.report.sheet import visible
+from headscope.report._texts import visible
+from headscope.report._viewer.packing import standing
+from headscope.report.observed_model import ObservedModel
+from headscope.stats import HeadStats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from headscope.stats import HeadStats
-    from headscope.watching import Recording
 
 __all__ = ["plot_grid", "plot_head", "plot_patches", "plot_statistics"]
 
@@ -58,7 +58,7 @@ def plot_head(weights: Weights, tokens: Sequence[str] | None = None, *, ax: Axes
 
 
 def plot_grid(
-    weights: Tensor | NDArray[Any] | Sequence[Weights] | HeadStats | Recording, *, axes: NDArray[Any] | None = None
+    weights: Tensor | NDArray[Any] | Sequence[Weights] | HeadStats | ObservedModel, *, axes: NDArray[Any] | None = None
 ) -> NDArray[Any]:
     """The map of every head: a row of axes for each layer, a column for each head.
 
@@ -80,17 +80,17 @@ def plot_grid(
     elif not isinstance(weights, Sequence):
         weights = _maps(weights)
     layers = [_array(f"weights[{n}]", layer, "[H, Q, K]", 3) for n, layer in enumerate(weights)]
-    wanted = (len(layers), max((len(layer) for layer in layers), default=0))
-    if 0 in wanted:
+    sizes = (len(layers), max((len(layer) for layer in layers), default=0))
+    if 0 in sizes:
         raise ValueError(f"weights: there is no {'head' if layers else 'layer'}, wanted at least 1")
     if axes is None:
         import matplotlib.pyplot as plt
 
-        _, axes = plt.subplots(*wanted, squeeze=False, figsize=(1.2 * wanted[1] + 0.6, 1.2 * wanted[0] + 0.6))
-    if axes.ndim != 2 or axes.shape[0] < wanted[0] or axes.shape[1] < wanted[1]:
-        raise ValueError(f"axes: shape is {list(axes.shape)}, wanted at least {list(wanted)} (layers, heads)")
+        _, axes = plt.subplots(*sizes, squeeze=False, figsize=(1.2 * sizes[1] + 0.6, 1.2 * sizes[0] + 0.6))
+    if axes.ndim != 2 or axes.shape[0] < sizes[0] or axes.shape[1] < sizes[1]:
+        raise ValueError(f"axes: shape is {list(axes.shape)}, wanted at least {list(sizes)} (layers, heads)")
     for number, layer in enumerate(layers):
-        for unused in axes[number, len(layer) : wanted[1]]:  # another layer has more heads
+        for unused in axes[number, len(layer) : sizes[1]]:  # another layer has more heads
             unused.set_axis_off()
         for head, p in enumerate(layer):
             ax: Axes = axes[number, head]
@@ -103,7 +103,7 @@ def plot_grid(
 
 
 def plot_statistics(
-    statistics: Sequence[Mapping[str, Sequence[float | None]]] | HeadStats | Recording,
+    statistics: Sequence[Mapping[str, Sequence[float | None]]] | HeadStats | ObservedModel,
     name: str,
     *,
     ax: Axes | None = None,
@@ -197,16 +197,12 @@ def plot_patches(
     return ax
 
 
-def _stats(observed: HeadStats | Recording) -> HeadStats:
-    from headscope.stats import HeadStats
-
+def _stats(observed: HeadStats | ObservedModel) -> HeadStats:
     return observed if isinstance(observed, HeadStats) else observed.stats
 
 
-def _maps(observed: HeadStats | Recording) -> list[NDArray[np.float64]]:
+def _maps(observed: HeadStats | ObservedModel) -> list[NDArray[np.float64]]:
     """Of each layer the mean of each bin [H, rows, columns], without the bins that hold no query or no key."""
-    from headscope.report._viewer.model import standing
-
     maps: list[NDArray[np.float64]] = []
     for name, part in _stats(observed).parts.items():
         if part.map is None:

@@ -36,11 +36,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headscope.report._viewer.model import Strips
+from headscope.report._viewer.packing import Strips
 from headscope.report._viewer.strips import empty_strips, strip_of
+from headscope.report.observed_model import ObservedModel
 from headscope.report.viewer import Layer, render_shown, shown_recording
 from headscope.stats._tiles import KeptWeights, NoWeightsError, kept_if_any, kept_of
-from headscope.watching import Recording
 
 __all__ = ["Server", "pooled_tile"]
 
@@ -84,7 +84,7 @@ class Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = CONNECTIONS  # not the usual 5: a client beyond it connects again a second later
 
-    def __init__(self, recording: Recording, *, port: int = 0, title: str = "", **options: Any) -> None:
+    def __init__(self, recording: ObservedModel, *, port: int = 0, title: str = "", **options: Any) -> None:
         """Bind to 127.0.0.1.
 
         Args:
@@ -177,34 +177,34 @@ class Server(ThreadingHTTPServer):
 
     # ------------------------------------------------------------ what is answered
 
-    def tile(self, asked: Mapping[str, int]) -> bytes:
+    def tile(self, query: Mapping[str, int]) -> bytes:
         """Raises: RefusedError."""
-        kept = self._layer(asked)
-        i, j = _span(asked, "i", kept.queries), _span(asked, "j", kept.keys)
-        size = _number(asked, "size", 1, LARGEST)
+        kept = self._layer(query)
+        i, j = _span(query, "i", kept.queries), _span(query, "j", kept.keys)
+        size = _number(query, "size", 1, LARGEST)
         if (i[1] - i[0]) * (j[1] - j[0]) > MOST_PAIRS:
             raise RefusedError(f"i0 to j1: wanted at most {MOST_PAIRS:,} pairs")
         with self.computing, torch.no_grad(), _refusing():
-            mean, largest = pooled_tile(kept, asked["head"], i, j, size)
+            mean, largest = pooled_tile(kept, query["head"], i, j, size)
         return np.stack([mean, largest]).astype("<f4").tobytes()
 
-    def strip(self, asked: Mapping[str, int]) -> bytes:
+    def strip(self, query: Mapping[str, int]) -> bytes:
         """Raises: RefusedError."""
-        kept = self._layer(asked)
-        i = _span(asked, "i", kept.queries)
+        kept = self._layer(query)
+        i = _span(query, "i", kept.queries)
         if i[1] - i[0] > STRIP:
             raise RefusedError(f"i0, i1: wanted at most {STRIP:,} queries")
-        strips = self.strips[asked["layer"]]
+        strips = self.strips[query["layer"]]
         if strips is None:
             raise RefusedError("layer: it has no strips")
         with self.computing, torch.no_grad(), _refusing():
-            return strip_of(kept, asked["head"], i, strips).tobytes()
+            return strip_of(kept, query["head"], i, strips).tobytes()
 
-    def _layer(self, asked: Mapping[str, int]) -> KeptWeights:
-        kept = self.kept[_number(asked, "layer", 0, len(self.kept) - 1)]
+    def _layer(self, query: Mapping[str, int]) -> KeptWeights:
+        kept = self.kept[_number(query, "layer", 0, len(self.kept) - 1)]
         if kept is None:
             raise RefusedError("layer: its q and k were not kept")
-        _number(asked, "head", 0, kept.sizes["q"][1] - 1)
+        _number(query, "head", 0, kept.sizes["q"][1] - 1)
         return kept
 
 
@@ -224,15 +224,15 @@ def _strips(layer: Layer, kept: KeptWeights | None) -> Strips | None:
     return empty_strips(kept, range(layer.source.heads))
 
 
-def _number(asked: Mapping[str, int], name: str, least: int, most: int) -> int:
-    if name not in asked or not least <= asked[name] <= most:
+def _number(query: Mapping[str, int], name: str, least: int, most: int) -> int:
+    if name not in query or not least <= query[name] <= most:
         raise RefusedError(f"{name}: wanted {least} to {most}")
-    return asked[name]
+    return query[name]
 
 
-def _span(asked: Mapping[str, int], letter: str, size: int) -> tuple[int, int]:
-    start = _number(asked, f"{letter}0", 0, size - 1)
-    return start, _number(asked, f"{letter}1", start + 1, size)
+def _span(query: Mapping[str, int], letter: str, size: int) -> tuple[int, int]:
+    start = _number(query, f"{letter}0", 0, size - 1)
+    return start, _number(query, f"{letter}1", start + 1, size)
 
 
 def pooled_tile(
@@ -310,13 +310,13 @@ class _Handler(BaseHTTPRequestHandler):
         if len(self.path) > LONGEST:
             return self._answer(414, "text/plain", b"too long\n")
         try:
-            asked = urlsplit(self.path)
+            request = urlsplit(self.path)
         except ValueError:  # a host in brackets that is none
             return self._answer(400, "text/plain", b"wanted a path\n")
         # "GET http://host/path": the host of an absolute target overrides the header (RFC 9112, 3.2.2)
-        if (asked.scheme or asked.netloc) and (asked.scheme != "http" or asked.netloc not in own):
+        if (request.scheme or request.netloc) and (request.scheme != "http" or request.netloc not in own):
             return self._answer(403, "text/plain", b"wrong host\n")
-        token, slash, what = asked.path.removeprefix("/").partition("/")
+        token, slash, what = request.path.removeprefix("/").partition("/")
         if not slash or not hmac.compare_digest(token.encode(), self.server.token.encode()):
             return self._answer(404, "text/plain", b"not here\n")
         if what == "":
@@ -324,11 +324,11 @@ class _Handler(BaseHTTPRequestHandler):
         if what not in ("tile", "strip"):
             return self._answer(404, "text/plain", b"not here\n")
         try:
-            given = {name: int(value) for name, value in parse_qsl(asked.query, max_num_fields=16) if len(value) < 12}
-            found = self.server.tile(given) if what == "tile" else self.server.strip(given)
+            query = {name: int(value) for name, value in parse_qsl(request.query, max_num_fields=16) if len(value) < 12}
+            found = self.server.tile(query) if what == "tile" else self.server.strip(query)
         except ValueError as error:  # also a number that is none
-            said = str(error) if isinstance(error, RefusedError) else "wanted whole numbers"
-            return self._answer(400, "text/plain", f"{said}\n".encode())
+            text = str(error) if isinstance(error, RefusedError) else "wanted whole numbers"
+            return self._answer(400, "text/plain", f"{text}\n".encode())
         return self._answer(200, "application/octet-stream", found)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import platform
-import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,31 +14,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headscope import __version__
-from headscope._analysis.answers import plural, short_layers
 from headscope.report import regions
+from headscope.report._figures import Look, Numbers, SheetFigures
+from headscope.report._texts import NOT_EXPLANATION, broken_layers, few, stands_on, visible
+from headscope.report.viewer import framed, render_sheet
 from headscope.stats import Match, best_matches, broken_rows, head_means, pattern_scores, row_statistics
-from headscope.stats._layer import LayerStats
 
-__all__ = ["NOT_EXPLANATION", "Look", "Sheet", "image_sheet", "text_sheet", "versions", "visible"]
-
-NOT_EXPLANATION = (
-    "Attention weights show where a head read from, not why the model answered as it did: attention is not "
-    "explanation. A pattern is a likeness, measured by a score; it does not say what a head is for."
-)
-
-FEW = 8
-"""How many layers or heads a line names."""
-
-Numbers = list[float | None]
-"""One figure a head; None where no row of the head has it."""
-
-Look = tuple[str, float]
-"""A region of an image and how many times the attention falls on it that chance would give."""
+__all__ = ["NOT_EXPLANATION", "Look", "Sheet", "broken_layers", "image_sheet", "text_sheet", "versions", "visible"]
 
 
 @dataclass(frozen=True, eq=False)
-class Sheet:
-    """One forward pass, measured.
+class Sheet(SheetFigures):
+    """One forward pass, measured; a notebook shows its page.
 
     Layers, heads and tokens are counted from 0, as in code. Statistics are per head, over the rows of this input.
 
@@ -63,42 +49,7 @@ class Sheet:
         region_maps: region -> how far each patch belongs to it, 0 to 1, where it is the same for all queries.
     """
 
-    title: str
-    kind: Literal["text", "image"]
-    tokens: Sequence[str]
-    weights: Sequence[NDArray[np.float32]]
-    seen: Sequence[NDArray[np.bool_] | None]
-    statistics: Sequence[Mapping[str, Numbers]]
-    rows: Sequence[Mapping[str, list[int]]]
-    patterns: Sequence[Sequence[Match | None]]
-    trace: Sequence[Mapping[str, Any]] = ()
-    trace_title: str = ""
-    footer: Mapping[str, str] = field(default_factory=dict[str, str])
-    notes: Sequence[str] = ()
-    image: NDArray[np.uint8] | None = None
-    grid: tuple[int, int] | None = None
-    regions: Sequence[Mapping[str, Numbers]] = ()
-    looks: Sequence[Sequence[Look | None]] = ()
-    region_maps: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
-
-    @property
-    def layers(self) -> int:
-        """How many layers there are."""
-        return len(self.weights)
-
-    @property
-    def heads(self) -> int:
-        """How many heads the widest layer has."""
-        return max(len(weights) for weights in self.weights)
-
-    @property
-    def labels(self) -> list[str]:
-        """The tokens as they are shown: see ``visible``."""
-        return [visible(token) for token in self.tokens]
-
     def _repr_html_(self) -> str:
-        from headscope.report.viewer import framed, render_sheet  # the page is made of sheets, not the other way round
-
         return framed(render_sheet(self))
 
 
@@ -226,57 +177,6 @@ def versions() -> str:
     return f"headscope {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
-_SHOWN = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"}
-
-
-def visible(text: str, *, limit: int = 24, blanks: bool = True) -> str:
-    """Text on one line, with every character to be seen: blanks as symbols, controls and marks of direction as escapes.
-
-    A letter that combines with nothing is given a dotted circle; what is longer than ``limit`` characters ends in "…".
-    The empty text is shown as "∅". Without ``blanks`` a space stays a space.
-    """
-    shown = "".join(
-        " " if character == " " and not blanks else _visible_character(character) for character in text[: limit + 1]
-    )
-    if text and unicodedata.combining(text[0]):
-        shown = "◌" + shown
-    return (shown[: limit - 1] + "…" if len(text) > limit or len(shown) > limit else shown) or "∅"
-
-
-def _visible_character(character: str) -> str:
-    if character in _SHOWN:
-        return _SHOWN[character]
-    # Cc control, Cf format (joiners, marks of direction), Cs lone surrogate, Co private, Cn unassigned, Z other blanks
-    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"):
-        return f"\\u{ord(character):04x}" if ord(character) < 0x10000 else f"\\U{ord(character):08x}"
-    return character
-
-
-def stands_on(rows: Sequence[int]) -> str:
-    """On how many rows figures stand, of the counts of all heads."""
-    least, most = min(rows, default=0), max(rows, default=0)
-    span = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-    return f"each head's figures stand on {span} {plural('row', most)} at most"
-
-
-def few(names: Sequence[str], most: int = FEW) -> str:
-    """The first of these names, as they are shown, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(visible(name, limit=40, blanks=False) for name in names[:most]) + more
-
-
-def broken_layers(parts: Mapping[str, LayerStats]) -> str:
-    """How many rows are in no figure since they hold NaN or infinity, and in which layers; empty where none do."""
-    counts = {layer: int(part.broken.sum()) for layer, part in parts.items() if part.broken.any()}
-    if not counts:
-        return ""
-    short, _ = short_layers([*parts])
-    total, names = sum(counts.values()), few([short[layer] for layer in counts])
-    which = f"{plural('layer', len(counts))} {names}" if len(counts) <= FEW else f"{len(counts)} layers: {names}"
-    hold, are = ("holds", "is") if total == 1 else ("hold", "are")
-    return f"{total:,} {plural('row', total)} of heads {hold} NaN or infinity and {are} in no figure: in {which}."
-
-
 def _map(layer: int, weight: Tensor, tokens: int) -> Tensor:
     """One layer's weights as [1, H, T, T] on the host, float32."""
     shape = list(weight.shape)
@@ -291,12 +191,10 @@ def _map(layer: int, weight: Tensor, tokens: int) -> Tensor:
 
 def _position_map(layer: int, position_map: Tensor, weight: Tensor) -> Tensor:
     """One layer's map of positions as [H, T, T] on the host."""
-    wanted = weight.shape[1:]
-    if position_map.shape not in (wanted, weight.shape):
-        raise ValueError(
-            f"position_maps: layer {layer} is {list(position_map.shape)}, wanted {list(wanted)} as weights"
-        )
-    return position_map.detach().to("cpu").reshape(wanted)
+    sizes = weight.shape[1:]
+    if position_map.shape not in (sizes, weight.shape):
+        raise ValueError(f"position_maps: layer {layer} is {list(position_map.shape)}, wanted {list(sizes)} as weights")
+    return position_map.detach().to("cpu").reshape(sizes)
 
 
 def _check(tokens: Sequence[str], maps: Sequence[Tensor]) -> None:
@@ -317,13 +215,13 @@ def _sights(seen: Sequence[Tensor] | None, causal: bool, maps: Sequence[Tensor])
 
 
 def _sight(layer: int, seen: Tensor, weight: Tensor) -> Tensor:
-    wanted = weight.shape[1:]
+    sizes = weight.shape[1:]
     if seen.dtype != torch.bool:
         raise ValueError(f"seen: layer {layer} is {seen.dtype}, wanted torch.bool, True = attend")
     try:
-        return seen.detach().to("cpu").expand(wanted)
+        return seen.detach().to("cpu").expand(sizes)
     except RuntimeError:
-        raise ValueError(f"seen: layer {layer} is {list(seen.shape)}, wanted {list(wanted)} as weights") from None
+        raise ValueError(f"seen: layer {layer} is {list(seen.shape)}, wanted {list(sizes)} as weights") from None
 
 
 def _measure(
@@ -359,9 +257,9 @@ def _broken(maps: Sequence[Tensor]) -> list[str]:
     }
     if not counts:
         return []
-    said = "hold NaN or infinity and are in no statistic"
+    text = "hold NaN or infinity and are in no statistic"
     if len(counts) == 1:
         (((layer, head), count),) = counts.items()
-        return [f"Layer {layer}, head {head}: {count} of {maps[layer].shape[2]} rows {said}."]
+        return [f"Layer {layer}, head {head}: {count} of {maps[layer].shape[2]} rows {text}."]
     heads = few([f"layer {layer} head {head}" for layer, head in counts])
-    return [f"{sum(counts.values()):,} rows of {len(counts)} heads {said}: {heads}."]
+    return [f"{sum(counts.values()):,} rows of {len(counts)} heads {text}: {heads}."]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Section"]
+__all__ = ["Section", "grid", "number"]
 
 
 @dataclass(frozen=True)
@@ -24,3 +24,19 @@ class Section:
     cells: Sequence[Sequence[str]]
     caption: str
     words: Collection[str] = ()
+
+
+def number(value: float, digits: int) -> str:
+    """One value of a corner with ``digits`` decimals; a negative number of digits means scientific notation."""
+    if value != value:
+        return "NaN"
+    if value in (float("inf"), float("-inf")):
+        return "∞" if value > 0 else "−∞"
+    return f"{value:.{digits}f}" if digits >= 0 else f"{value:.1e}"
+
+
+def grid(corner: Sequence[Sequence[float]]) -> list[list[str]]:
+    """A corner of values as text, with as many decimals as its largest value leaves room for."""
+    largest = max((abs(v) for row in corner for v in row if abs(v) < float("inf")), default=0.0)
+    digits = 3 if 1e-2 <= largest < 100 or largest == 0 else 1 if 100 <= largest < 1e5 else -1
+    return [[number(value, digits) for value in row] for row in corner]

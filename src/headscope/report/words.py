@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["PATTERNS", "REGIONS", "STATISTICS", "STRONG", "WEAK", "Word", "strength", "word"]
+__all__ = ["PATTERNS", "REGIONS", "STAGES", "STATISTICS", "STRONG", "WEAK", "Word", "strength", "word"]
 
 
 class Word(NamedTuple):
@@ -14,6 +14,16 @@ class Word(NamedTuple):
     meaning: str
     decimals: int = 2
 
+
+STAGES = {
+    1: "Input",
+    2: "Linear projections for Q, K and V",
+    3: "Split into heads",
+    4: "Scaled dot-product attention",
+    5: "Concatenation of heads",
+    6: "Final linear projection",
+}
+"""The stages of a trace."""
 
 STATISTICS = {
     "entropy": Word("entropy", "How spread out a row is, in nats: 0 on one key, ln n evenly over n keys."),

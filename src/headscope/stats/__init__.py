@@ -13,8 +13,10 @@ from headscope.stats._dense import (
     pattern_scores,
     row_statistics,
 )
-from headscope.stats._head_stats import Column, HeadStats, Observe, Summary, merge
+from headscope.stats._head_stats import HeadStats, merge
 from headscope.stats._layer import Edge, Edges, HeadMap, Kept, histogram_edges
+from headscope.stats._options import Observe
+from headscope.stats._summaries import Column, Summary
 
 __all__ = [
     "LOCAL_REACH",

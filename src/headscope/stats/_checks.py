@@ -48,14 +48,14 @@ def _check_distance(layer: str, name: str, distance: str) -> None:
         raise ValueError(f"layer {layer}: row quantity {name}: expected a distance in its name, as window_16")
 
 
-def _check_weights(name: str, found: Tensor, most: Tensor, absent: Tensor | None = None) -> None:
+def _check_weights(name: str, values: Tensor, most: Tensor, absent: Tensor | None = None) -> None:
     """Raises: ValueError: a weight, or a sum of weights, above ``most``, or NaN where it is not ``absent``."""
-    wrong = ~(found <= most * (1 + _ROUNDING))
+    wrong = ~(values <= most * (1 + _ROUNDING))
     if absent is not None:
-        wrong &= ~(found.isnan() & absent)
+        wrong &= ~(values.isnan() & absent)
     if bool(wrong.any()):
         at = int(wrong.flatten().nonzero()[0])
-        got, expected = float(found.flatten()[at]), float(most.expand_as(found).flatten()[at])
+        got, expected = float(values.flatten()[at]), float(most.expand_as(values).flatten()[at])
         raise ValueError(f"{name}: expected weights that come to at most {expected:g}, got {got:g}")
 
 
@@ -92,7 +92,7 @@ def check_moments(parts: Sequence[LayerStats]) -> None:
             "min": (least <= 0) & (name == "chance"),  # 1 / n
             "mean": mean.isfinite() & ((mean < least - room) | (mean > most + room)),  # a sum may overflow
         }
-        for what, found in wrong.items():
-            if bool(found.any()):
+        for what, heads in wrong.items():
+            if bool(heads.any()):
                 layers = [n for n, part in those.items() for _ in range(part.heads)]
-                raise ValueError(f"{layers[int(found.nonzero()[0])]}/moments/{name}/{what}: is not that of any rows")
+                raise ValueError(f"{layers[int(heads.nonzero()[0])]}/moments/{name}/{what}: is not that of any rows")

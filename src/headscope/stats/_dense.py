@@ -115,7 +115,7 @@ def row_statistics(
     _check_at_least("first", first, 1)
     entropy = torch.special.entr(at.p).sum(-1).clamp_min(0)  # rounding of float32 inputs may push it below
     squares = at.p.square().sum(-1)
-    choices = at.seen.sum(-1)
+    choices = at.visible.sum(-1)
     values = {
         "entropy": entropy,
         "normalized_entropy": torch.where(choices >= 2, entropy / choices.double().log(), math.nan),
@@ -135,7 +135,7 @@ def row_statistics(
         if "induction" in targets and at.own is not None:  # the query's own token comes before the next key, too
             targets["induction"] = targets["induction"] | at.own.roll(1, -1) & _beyond_first(at.own)
         for name, target in targets.items():
-            target = target & at.seen
+            target = target & at.visible
             values[name] = torch.where(target.any(-1), (at.p * target).sum(-1), math.nan)
     return {name: torch.where(at.counted, value, math.nan) for name, value in values.items()}
 
@@ -187,21 +187,21 @@ def pattern_scores(
         ValueError: as ``row_statistics``.
     """
     at = _prepare(p, seen, kind, q_pos, k_pos, tokens, rows)
-    choices = at.seen.sum(-1).double()  # [B, H, Q]
-    found: dict[str, tuple[Tensor, Tensor]] = {}  # overlap and chance
+    choices = at.visible.sum(-1).double()  # [B, H, Q]
+    overlaps: dict[str, tuple[Tensor, Tensor]] = {}  # overlap and chance
     for name, target in (_targets(at) | {"first": at.first_keys(1)}).items():
-        target = target & at.seen
-        found[name] = (at.p * target).sum(-1), target.sum(-1) / choices
+        target = target & at.visible
+        overlaps[name] = (at.p * target).sum(-1), target.sum(-1) / choices
     if at.gap is not None:
-        target = (at.gap.norm(dim=-1) <= reach) & at.seen
+        target = (at.gap.norm(dim=-1) <= reach) & at.visible
         size = target.sum(-1).double()
-        found["local"] = torch.minimum(at.p * target, 1 / size[..., None]).sum(-1), size / choices
-    found["uniform"] = torch.minimum(at.p * at.seen, 1 / choices[..., None]).sum(-1), 1 / choices
+        overlaps["local"] = torch.minimum(at.p * target, 1 / size[..., None]).sum(-1), size / choices
+    overlaps["uniform"] = torch.minimum(at.p * at.visible, 1 / choices[..., None]).sum(-1), 1 / choices
     scores = PatternScores({}, {})
     for name in PATTERNS:
-        if name not in found:
+        if name not in overlaps:
             continue
-        overlap, chance = (value.expand(at.p.shape[:3]) for value in found[name])
+        overlap, chance = (value.expand(at.p.shape[:3]) for value in overlaps[name])
         telling = at.counted & (chance > 0) & (chance < 1)
         count = telling.sum((0, 2))
         gain = torch.where(telling, overlap - chance, 0.0).sum((0, 2))
@@ -241,7 +241,7 @@ class _Rows:
 
     Attributes:
         p: [B, H, Q, K] float64; rows that do not count are zero.
-        seen: [B, H, Q, K].
+        visible: [B, H, Q, K].
         counted: [B, H, Q].
         gap: key's position less query's, [Q, K, axes]; None in cross-attention.
         own: [Q, K], whether the key is the query's own.
@@ -249,7 +249,7 @@ class _Rows:
     """
 
     p: Tensor
-    seen: Tensor
+    visible: Tensor
     counted: Tensor
     gap: Tensor | None
     own: Tensor | None
@@ -257,7 +257,7 @@ class _Rows:
 
     def first_keys(self, n: int) -> Tensor:
         """The first n keys that any row of the batch entry may see, [B, 1, 1, K]."""
-        real = self.seen.any(1).any(1)  # [B, K]
+        real = self.visible.any(1).any(1)  # [B, K]
         return (real & (real.cumsum(-1) <= n))[:, None, None]
 
 
@@ -330,13 +330,14 @@ def _gap(q_pos: Tensor | None, k_pos: Tensor | None, p: Tensor) -> Tensor:
     return k_at[None] - q_at[:, None]
 
 
-def _positions(name: str, given: Tensor, letter: str, length: int, p: Tensor) -> Tensor:
-    if given.ndim not in (1, 2) or given.shape[0] != length or (given.ndim == 2 and given.shape[1] not in (1, 2)):
-        wanted = f"[{length}] or [{length}, 2]"
+def _positions(name: str, places: Tensor, letter: str, length: int, p: Tensor) -> Tensor:
+    if tuple(places.shape) not in ((length,), (length, 1), (length, 2)):
+        expected = f"[{length}] or [{length}, 2]"
         raise ValueError(
-            f"{name}: wanted [{letter}] or [{letter}, 2], here {wanted}; {name} {list(given.shape)}, p {list(p.shape)}"
+            f"{name}: wanted [{letter}] or [{letter}, 2], here {expected}; "
+            f"{name} {list(places.shape)}, p {list(p.shape)}"
         )
-    at = given.to(p.device).double().reshape(length, -1)  # [length, axes]
+    at = places.to(p.device).double().reshape(length, -1)  # [length, axes]
     return at.masked_fill(at.isinf(), math.nan)
 
 

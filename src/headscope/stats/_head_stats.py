@@ -1,185 +1,30 @@
-"""What is measured of attention: what to ask for, what comes back, and how it merges.
+"""``HeadStats``, what ``headscope.observe`` returns: read, merged, shown and saved.
 
-``Observe`` says what ``headscope.observe`` is to measure and ``HeadStats`` is what it returns. Every number is defined
-in docs/statistics.md with its traps, as are the measures of weights that are there as a dense tensor
-(``row_statistics``, ``pattern_scores``).
+Every number is defined in docs/statistics.md with its traps, as are the measures of weights that are there as a dense
+tensor (``row_statistics``, ``pattern_scores``).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 
-from headscope._attend.call import as_whole, kind, number, whole
+from headscope._attend.call import as_whole, kind, whole
 from headscope._support.text import visible
-from headscope.stats._dense import (
-    LOCAL_REACH,
-    MINIMUM_ROWS,
-    PATTERNS,
-    HeadMeans,
-    Match,
-    PatternScores,
-    best_matches,
-    broken_rows,
-    head_means,
-    pattern_scores,
-    row_statistics,
-)
-from headscope.stats._layer import Edge, Edges, HeadMap, Kept, LayerStats, Moments, histogram_edges
+from headscope.stats import _files, _tables
+from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats
 from headscope.stats._origin import Origin, joined
+from headscope.stats._summaries import Column, Summary, names_of, stack_columns, summaries_of, summarise
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = [
-    "LOCAL_REACH",
-    "MINIMUM_ROWS",
-    "PATTERNS",
-    "Column",
-    "Edge",
-    "Edges",
-    "HeadMap",
-    "HeadMeans",
-    "HeadStats",
-    "Kept",
-    "Match",
-    "Observe",
-    "PatternScores",
-    "Summary",
-    "best_matches",
-    "broken_rows",
-    "head_means",
-    "histogram_edges",
-    "merge",
-    "pattern_scores",
-    "row_statistics",
-]
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-@dataclass(frozen=True, eq=False)
-class Observe:
-    """What is to be measured; nothing else is computed.
-
-    Args:
-        rows: which query rows are looked at: None = all; a number N from 1 = an even sample, the middle query of each
-            of N equal parts; a boolean tensor that broadcasts to [B, H, Q], True = counts.
-        row_stats: the row quantities: lse, max_logit, entropy, normalized_entropy, max_weight, effective_keys, mass,
-            first, chance, and in self-attention distance, self, previous, next; value_norm if v is given.
-        received: how much weight each key receives, and from how many rows it may be seen.
-        map: n from 1: mean, max and argmax of the weights in n x n bins.
-        edges: how many of the largest weights of each head to keep, from 0.
-        top: how many of the largest weights of each row to keep, from 0.
-        windows: finite distances w from 0, in positions: each adds ``window_{w}``, the mass within w of the query, and
-            ``streaming_{w}``, the mass within w or on the first keys.
-        first: over how many of the first real keys ``first`` and ``streaming_{w}`` sum, from 1.
-        tokens: ids of the keys, whole numbers [K] or [B, K]: adds duplicate and induction.
-        keep_rows: keep the row quantities of every row, and the argmax, [B, H, R].
-        keep_qk: keep copies of q and k, so that ``HeadStats.tile`` can give any exact piece of the weights.
-
-    Raises:
-        TypeError: an argument is not of the right kind.
-        ValueError: a number is out of range, or ``keep_rows`` without ``row_stats``.
-    """
-
-    rows: int | Tensor | None = None
-    row_stats: bool = True
-    received: bool = True
-    map: int | None = None
-    edges: int = 0
-    top: int = 0
-    windows: Collection[float] = ()
-    first: int = 1
-    tokens: Tensor | None = None
-    keep_rows: bool = False
-    keep_qk: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("row_stats", "received", "keep_rows", "keep_qk"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}: got {kind(getattr(self, name))}, wanted True or False")
-        self._check_rows()
-        if self.map is not None:
-            object.__setattr__(self, "map", whole("map", self.map, 1, " or None"))
-        for name, least in (("edges", 0), ("top", 0), ("first", 1)):
-            object.__setattr__(self, name, whole(name, getattr(self, name), least))
-        if not isinstance(self.windows, Collection) or isinstance(self.windows, (str, Tensor)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"windows: got {kind(self.windows)}, wanted a tuple of distances")
-        windows = tuple(number("windows", w) for w in self.windows)
-        for w in windows:
-            if not 0 <= w < math.inf:
-                raise ValueError(f"windows: got {w}, wanted a finite number from 0")
-        names = [f"window_{w:g}" for w in windows]
-        if len({*names}) < len(names):
-            raise ValueError(f"windows: got {windows}, wanted each distance once (to six digits)")
-        object.__setattr__(self, "windows", windows)
-        if self.tokens is not None:
-            if not isinstance(self.tokens, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise TypeError(f"tokens: got {kind(self.tokens)}, wanted a tensor of whole numbers")
-            if self.tokens.dtype not in _INTEGERS:
-                raise TypeError(f"tokens: dtype is {kind(self.tokens)}, wanted whole numbers")
-        if self.keep_rows and not self.row_stats:
-            raise ValueError("keep_rows: got True beside row_stats=False; there would be no rows to keep")
-
-    def _check_rows(self) -> None:
-        if isinstance(self.rows, Tensor):
-            if self.rows.dtype != torch.bool:
-                raise TypeError(f"rows: dtype is {kind(self.rows)}, wanted bool (True = counts)")
-        elif self.rows is not None:
-            object.__setattr__(self, "rows", whole("rows", self.rows, 1, ", a boolean tensor or None"))
-
-
-@dataclass(frozen=True)
-class Summary:
-    """One quantity of one head.
-
-    Attributes:
-        count: on how many rows it stands.
-        mean, M2, min, max: over these rows, each with equal weight; M2 = Σ (x - mean)²; NaN where count is 0.
-        histogram: how many rows lie in each bin.
-        edges: of the bins: bin k holds [edge k, edge k + 1), the outer two also what lies beyond.
-    """
-
-    count: int
-    mean: float
-    M2: float
-    min: float
-    max: float
-    histogram: tuple[int, ...]
-    edges: tuple[float, ...]
-
-    @property
-    def std(self) -> float:
-        """sqrt(M2 / count)."""
-        return math.sqrt(self.M2 / self.count) if self.count else math.nan
-
-
-@dataclass(frozen=True, eq=False)
-class Column:
-    """One quantity of all heads: of one layer [H], of all layers [L, H] (a layer with fewer heads has count 0 there).
-
-    Attributes:
-        count: on how many rows each stands.
-        mean, M2, min, max: float64; NaN where count is 0.
-    """
-
-    count: Tensor
-    mean: Tensor
-    M2: Tensor
-    min: Tensor
-    max: Tensor
-
-    @property
-    def std(self) -> Tensor:
-        """sqrt(M2 / count)."""
-        return (self.M2 / self.count).sqrt()
+__all__ = ["HeadStats", "merge"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +54,7 @@ class HeadStats:
     @property
     def names(self) -> tuple[str, ...]:
         """The row quantities that some layer has."""
-        return tuple(dict.fromkeys(name for part in self.parts.values() for name in part.moments))
+        return names_of(self.parts)
 
     @property
     def heads(self) -> int:
@@ -230,13 +75,13 @@ class HeadStats:
     def __getitem__(self, at: Any) -> Any:
         if not isinstance(at, tuple):
             if isinstance(at, str) and at in self.names:
-                return self._column(self.parts.values(), at)
+                return stack_columns(self.parts.values(), at)
             name = self._layer(at)
             return HeadStats({name: self.parts[name]}, None if self.origin is None else self.origin.of_layer(name))
         layer = self._layer(at[0]) if at else self._layer("")
         part = self.parts[layer]
         if len(at) == 2 and isinstance(at[1], str):
-            column = self._column([part], self._known(part, at[1], layer))
+            column = stack_columns([part], self._known(part, at[1], layer))
             return Column(*(getattr(column, each.name)[0] for each in fields(column)))
         head = as_whole(at[1]) if len(at) in (2, 3) else None
         if head is None:
@@ -244,9 +89,9 @@ class HeadStats:
         if not -part.heads <= head < part.heads:
             raise IndexError(f"head: got {head}, layer {layer} has {part.heads} (0 to {part.heads - 1})")
         if len(at) == 2:
-            return {name: _summary(name, moments, head) for name, moments in part.moments.items()}
+            return {name: summarise(name, moments, head) for name, moments in part.moments.items()}
         name = self._known(part, at[2], layer)
-        return _summary(name, part.moments[name], head)
+        return summarise(name, part.moments[name], head)
 
     def _layer(self, at: Any) -> str:
         if isinstance(at, str):
@@ -267,22 +112,6 @@ class HeadStats:
             raise KeyError(f"{name}: layer {layer} has {', '.join(part.moments) or 'no row quantities'}")
         return name
 
-    def _column(self, parts: Collection[LayerStats], name: str) -> Column:
-        wide = max(part.heads for part in parts)
-        columns: list[Tensor] = []
-        for what in (each.name for each in fields(Column)):
-            rows: list[Tensor] = []
-            for part in parts:
-                if what == "count":
-                    row = torch.zeros(wide, dtype=torch.int64, device="cpu")
-                else:
-                    row = torch.full((wide,), math.nan, dtype=torch.float64, device="cpu")
-                if name in part.moments:
-                    row[: part.heads] = getattr(part.moments[name], what).cpu()
-                rows.append(row)
-            columns.append(torch.stack(rows))
-        return Column(*columns)
-
     # ------------------------------------------------------------ of a single layer
 
     def _only(self, what: str) -> LayerStats:
@@ -290,11 +119,11 @@ class HeadStats:
             raise ValueError(f"{what}: there are {len(self.parts)} layers, take one of them: stats[layer].{what}")
         return next(iter(self.parts.values()))
 
-    def _asked(self, what: str, argument: str) -> Any:
-        found = getattr(self._only(what), what)
-        if found is None:
-            raise ValueError(f"{what}: was not asked for; observe with Observe({argument})")
-        return found
+    def _observed(self, what: str, argument: str) -> Any:
+        part = getattr(self._only(what), what)
+        if part is None:
+            raise ValueError(f"{what}: was not observed; observe with Observe({argument})")
+        return part
 
     @property
     def rows(self) -> Tensor:
@@ -314,12 +143,12 @@ class HeadStats:
     @property
     def received(self) -> Tensor:
         """How much weight each key received from the counted rows, float64 [H, K], by key position."""
-        return self._asked("received", "received=True")
+        return self._observed("received", "received=True")
 
     @property
     def eligible(self) -> Tensor:
         """How many counted rows could see each key, int64 [H, K]."""
-        return self._asked("eligible", "received=True")
+        return self._observed("eligible", "received=True")
 
     @property
     def received_share(self) -> Tensor:
@@ -329,19 +158,19 @@ class HeadStats:
     @property
     def map(self) -> HeadMap:
         """The weights in bins."""
-        return self._asked("map", "map=64")
+        return self._observed("map", "map=64")
 
     @property
     def edges(self) -> Edges:
         """The largest weights of each head."""
-        return self._asked("edges", "edges=32")
+        return self._observed("edges", "edges=32")
 
     @property
     def kept(self) -> tuple[Kept, ...]:
         """The rows as they are, one entry for each observed call."""
         part = self._only("kept")
         if not part.kept:
-            raise ValueError("kept: was not asked for; observe with Observe(keep_rows=True) or Observe(top=8)")
+            raise ValueError("kept: was not observed; observe with Observe(keep_rows=True) or Observe(top=8)")
         return part.kept
 
     def tile(self, i0: int, i1: int, j0: int, j1: int, *, run: int | None = None) -> Tensor:
@@ -420,11 +249,7 @@ class HeadStats:
 
     def summaries(self) -> Iterator[tuple[str, int, str, Summary]]:
         """Layer, head, name and summary of everything there is, in order."""
-        for layer, part in self.parts.items():
-            columns = {name: _on_host(moments) for name, moments in part.moments.items()}
-            for head in range(part.heads):
-                for name, moments in columns.items():
-                    yield layer, head, name, _summary(name, moments, head)
+        return summaries_of(self.parts)
 
     def flat(self) -> dict[str, float]:
         """Means under flat names, as trackers want them: ``attn/L03/H05/entropy``; L counts the layers of this object.
@@ -440,9 +265,7 @@ class HeadStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but kept rows and tensors of keys and bins, ready for JSON: what is not defined is None."""
-        from headscope.stats._tables import as_dict
-
-        return as_dict(self)
+        return _tables.to_dict(self.parts)
 
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame`` with one line for each layer, head and name: count, mean, std, min, max.
@@ -450,9 +273,7 @@ class HeadStats:
         Raises:
             ImportError: pandas is not installed.
         """
-        from headscope.stats._tables import as_frame
-
-        return as_frame(self)
+        return _tables.to_frame(self.parts)
 
     def table(
         self,
@@ -473,11 +294,9 @@ class HeadStats:
         Raises:
             ValueError: there is no such column, or a limit below 0.
         """
-        from headscope.stats._tables import as_table
-
         if limit is not None:
             limit = whole("limit", limit, 0, " or None")
-        return as_table(self, sort, names, descending, limit)
+        return _tables.render_table(self.parts, sort, names, descending, limit)
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Write everything but ``tile``'s q and k into one safetensors file with a JSON header.
@@ -489,9 +308,7 @@ class HeadStats:
             FileExistsError: there is a file that is no statistics of headscope, or no regular file.
             ValueError: there is too much for one file, as the kept rows of very many calls.
         """
-        from headscope.stats._files import save
-
-        return save(self, Path(path), force)
+        return _files.save(self.parts, self.origin, Path(path), force)
 
     @staticmethod
     def load(path: str | Path) -> HeadStats:
@@ -502,9 +319,7 @@ class HeadStats:
             OSError: it cannot be opened.
             ValueError: it is no file of statistics, or one of a newer format.
         """
-        from headscope.stats._files import load
-
-        return load(Path(path))
+        return HeadStats(*_files.load(Path(path)))
 
     def __repr__(self) -> str:
         names = ", ".join(self.names) or "no row quantities"
@@ -513,9 +328,7 @@ class HeadStats:
         return visible(f"HeadStats({len(self.parts)} layers, {self.heads} heads{sample}: {names})")
 
     def _repr_html_(self) -> str:
-        from headscope.stats._tables import as_html
-
-        return as_html(self)
+        return _tables.render_html(self.parts)
 
     def __rich__(self) -> Table:
         return self.table()
@@ -524,14 +337,3 @@ class HeadStats:
 def merge(first: HeadStats, *others: HeadStats) -> HeadStats:
     """The statistic of the runs of all; see ``HeadStats.merge``."""
     return HeadStats.merge(first, *others)
-
-
-def _on_host(moments: Moments) -> Moments:
-    """The same on the CPU, so that reading its numbers waits for a device once and not once a number."""
-    return replace(moments, **{what: getattr(moments, what).cpu() for what in vars(moments)})
-
-
-def _summary(name: str, moments: Moments, head: int) -> Summary:
-    mean, M2, least, most = (float(x[head]) for x in (moments.mean, moments.M2, moments.min, moments.max))
-    histogram = tuple(int(n) for n in moments.histogram[head].tolist())
-    return Summary(int(moments.count[head]), mean, M2, least, most, histogram, histogram_edges(name))

@@ -7,7 +7,7 @@ merging keeps the order of the runs, and ties are decided by it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from itertools import accumulate
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from headscope.stats._tiles import Tiles
 
 _UNIT = tuple(k / 20 for k in range(21))
 _NATS = tuple(k / 2 for k in range(33))
@@ -81,14 +83,14 @@ class Moments(_Part):
         flat = rows.to(wide(rows.device)).movedim(1, 0).flatten(1)  # [H, B * R]
         defined = ~flat.isnan()
         count = defined.sum(-1)
-        kept = torch.where(defined, flat, 0.0).contiguous()
-        mean = kept.sum(-1) / count  # 0 / 0 = NaN: no row has it
+        values = torch.where(defined, flat, 0.0).contiguous()
+        mean = values.sum(-1) / count  # 0 / 0 = NaN: no row has it
         away = torch.where(defined, flat - mean[:, None], 0.0)
         none = count == 0
         M2 = away.square().sum(-1).masked_fill(none, math.nan)
         edges = histogram_edges(name)
         inner = torch.tensor(edges[1:-1], dtype=flat.dtype, device=flat.device)
-        bins = torch.bucketize(kept, inner, right=True)
+        bins = torch.bucketize(values, inner, right=True)
         histogram = count.new_zeros(len(count), len(edges) - 1).scatter_add_(1, bins, defined.long())
         if flat.shape[1] == 0:
             return Moments(count, mean, M2, mean, mean, histogram)
@@ -314,10 +316,6 @@ class Kept(_Part):
     values: Mapping[str, Tensor]
 
 
-Tiles = Callable[[int, int, int, int], Tensor]
-"""Exact weights p[i0:i1, j0:j1] of a run whose q and k are kept, [B, H, i, j]."""
-
-
 @dataclass(frozen=True, eq=False)
 class LayerStats(_Part):
     """The statistics of one layer.
@@ -374,8 +372,8 @@ class LayerStats(_Part):
                 )
             for part in ("moments", "received", "map", "edges", "kept"):
                 if _has(self, part) != _has(other, part):
-                    said = "row_stats" if part == "moments" else part
-                    raise ValueError(f"{said}: cannot merge, for only one of the two has it; observe both alike")
+                    option = "row_stats" if part == "moments" else part
+                    raise ValueError(f"{option}: cannot merge, for only one of the two has it; observe both alike")
         several = (self, *others)
         first = [each.first for each in several if each.first is not None]
         if other := next((n for n in first if n != first[0]), None):
@@ -407,8 +405,8 @@ class LayerStats(_Part):
 
 
 def _has(stats: LayerStats, part: str) -> bool:
-    found = getattr(stats, part)
-    return found is not None and (not isinstance(found, (Mapping, tuple)) or len(found) > 0)
+    value = getattr(stats, part)
+    return value is not None and (not isinstance(value, (Mapping, tuple)) or len(value) > 0)
 
 
 def _longer(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -1,15 +1,16 @@
-"""HeadStats for people and for programs: a dictionary, a data frame, a table in the terminal, a table in a notebook."""
+"""The statistics of layers for people and for programs: a dictionary, a data frame, a table, an HTML table."""
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from headscope._support.jsonable import plain
 from headscope._support.text import visible
-from headscope.stats._head_stats import HeadStats
+from headscope.stats._layer import LayerStats
+from headscope.stats._summaries import names_of, summaries_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,10 +19,10 @@ _PLACE = ("layer", "head", "rows")
 _SHOWN = ("entropy", "max_weight", "first", "previous", "distance")  # what fits into 80 columns
 
 
-def as_dict(stats: HeadStats) -> dict[str, Any]:
+def to_dict(parts: Mapping[str, LayerStats]) -> dict[str, Any]:
     """See ``HeadStats.to_dict``."""
     layers: dict[str, Any] = {}
-    for layer, part in stats.parts.items():
+    for layer, part in parts.items():
         heads: list[dict[str, Any]] = [{} for _ in range(part.heads)]
         layers[layer] = {
             "runs": part.runs,
@@ -33,7 +34,7 @@ def as_dict(stats: HeadStats) -> dict[str, Any]:
         }
         if part.edges is not None:
             layers[layer]["edges"] = [[edge._asdict() for edge in part.edges.of(head)] for head in range(part.heads)]
-    for layer, head, name, summary in stats.summaries():
+    for layer, head, name, summary in summaries_of(parts):
         layers[layer]["heads"][head][name] = {
             "count": summary.count,
             **{what: plain(getattr(summary, what)) for what in ("mean", "std", "min", "max")},
@@ -43,7 +44,7 @@ def as_dict(stats: HeadStats) -> dict[str, Any]:
     return {"layers": layers}
 
 
-def as_frame(stats: HeadStats) -> Any:
+def to_frame(parts: Mapping[str, LayerStats]) -> Any:
     """See ``HeadStats.to_pandas``."""
     try:
         import pandas as pd  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
@@ -51,7 +52,7 @@ def as_frame(stats: HeadStats) -> Any:
         raise ImportError("to_pandas: pandas is not installed; pip install pandas, or use to_dict()") from error
     lines = [
         (layer, head, name, each.count, each.mean, each.std, each.min, each.max)
-        for layer, head, name, each in stats.summaries()
+        for layer, head, name, each in summaries_of(parts)
     ]
     return pd.DataFrame(lines, columns=["layer", "head", "name", "count", "mean", "std", "min", "max"])
 
@@ -59,49 +60,53 @@ def as_frame(stats: HeadStats) -> Any:
 Line = dict[str, str | float]
 
 
-def _lines(stats: HeadStats) -> list[Line]:
+def _lines(parts: Mapping[str, LayerStats]) -> list[Line]:
     """One line a head: its place, its rows, and every mean it has."""
     lines: dict[tuple[str, int], Line] = {}
-    for number, (layer, part) in enumerate(stats.parts.items()):
+    for number, (layer, part) in enumerate(parts.items()):
         for head, rows in enumerate(part.rows.tolist()):
             lines[layer, head] = {"layer": layer, "number": number, "head": head, "rows": rows}
-    for layer, head, name, summary in stats.summaries():
+    for layer, head, name, summary in summaries_of(parts):
         if summary.count:
             lines[layer, head][name] = summary.mean
     return list(lines.values())
 
 
-def _caption(stats: HeadStats) -> str:
-    looked, of = (sum(getattr(part, what) for part in stats.parts.values()) for what in ("looked_at", "of"))
-    broken = sum(int(part.broken.sum()) for part in stats.parts.values())
-    said = "Means over the rows that count; entropies in nats."
-    if stats.sampled:
-        said += f" A sample: {looked} of {of} rows of each head, all layers together."
-    return said + (f" {broken} rows hold NaN or infinity and take part in nothing." if broken else "")
+def _caption(parts: Mapping[str, LayerStats]) -> str:
+    looked, of = (sum(getattr(part, what) for part in parts.values()) for what in ("looked_at", "of"))
+    broken = sum(int(part.broken.sum()) for part in parts.values())
+    caption = "Means over the rows that count; entropies in nats."
+    if any(part.looked_at < part.of for part in parts.values()):
+        caption += f" A sample: {looked} of {of} rows of each head, all layers together."
+    return caption + (f" {broken} rows hold NaN or infinity and take part in nothing." if broken else "")
 
 
-def as_table(
-    stats: HeadStats, sort: str | None, names: Collection[str] | None, descending: bool, limit: int | None
+def render_table(
+    parts: Mapping[str, LayerStats],
+    sort: str | None,
+    names: Collection[str] | None,
+    descending: bool,
+    limit: int | None,
 ) -> Table:
     """See ``HeadStats.table``."""
     from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
-    known = (*_PLACE, *stats.names)
-    for argument, wanted in (("sort", [sort] if sort is not None else []), ("names", names or ())):
-        for name in wanted:
+    known = (*_PLACE, *names_of(parts))
+    for argument, requested in (("sort", [sort] if sort is not None else []), ("names", names or ())):
+        for name in requested:
             if name not in known:
                 raise ValueError(f"{argument}: got {name!r}, wanted one of {', '.join(known)}")
-    chosen = [name for name in _SHOWN if name in stats.names] if names is None else list(names)
+    chosen = [name for name in _SHOWN if name in names_of(parts)] if names is None else list(names)
     chosen += [sort] if sort is not None and sort not in (*_PLACE, *chosen) else []
     columns = (*_PLACE, *chosen)
-    lines = _lines(stats)
+    lines = _lines(parts)
     if sort is not None:
         by = "number" if sort == "layer" else sort  # layers in the order of the model
         sign = -1 if descending else 1
         lines.sort(key=lambda line: sign * float(line[by]) if by in line else math.inf)
-    table = Table(caption=_caption(stats), caption_justify="left")
+    table = Table(caption=_caption(parts), caption_justify="left")
     for name in columns:
         table.add_column(escape(visible(name)), justify="left" if name == "layer" else "right")
     for line in lines[:limit]:
@@ -109,15 +114,15 @@ def as_table(
     return table
 
 
-def as_html(stats: HeadStats) -> str:
+def render_html(parts: Mapping[str, LayerStats]) -> str:
     """The same as an HTML table; every text is escaped."""
-    columns = (*_PLACE, *stats.names)
+    columns = (*_PLACE, *names_of(parts))
     head = "".join(f"<th>{html.escape(visible(name))}</th>" for name in columns)
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(_shown(line.get(name)))}</td>" for name in columns) + "</tr>"
-        for line in _lines(stats)
+        for line in _lines(parts)
     )
-    caption = html.escape(_caption(stats))
+    caption = html.escape(_caption(parts))
     return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 

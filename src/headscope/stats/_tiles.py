@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,17 +19,27 @@ class NoWeightsError(ValueError):
     """The weights of a run whose q and k were kept cannot be had; the message says why."""
 
 
-def kept_of(tiles: Any) -> KeptWeights:
-    """What a layer's ``tiles`` are made from; computed if it was observed here, as it is if it was read from a file.
+class Tiles(Protocol):
+    """Exact weights p[i0:i1, j0:j1] of a run, [*lead, H, i, j], that tensors alone can be made of."""
+
+    def __call__(self, i0: int, i1: int, j0: int, j1: int, /) -> Tensor: ...
+
+    def to_weights(self) -> KeptWeights: ...
+
+
+def kept_of(tiles: Tiles | None) -> KeptWeights:
+    """Return what a layer's ``tiles`` are computed from.
 
     Raises:
-        NoWeightsError: its bias, sinks or mask were written to, or its mask is too large.
+        NoWeightsError: q and k were not kept; the bias, sinks or mask were written to; or the mask is too large.
     """
-    return tiles if isinstance(tiles, KeptWeights) else tiles.kept()
+    if tiles is None:
+        raise NoWeightsError("tile: q and k were not kept; observe with Observe(keep_qk=True)")
+    return tiles.to_weights()
 
 
-def kept_if_any(tiles: Any) -> KeptWeights | None:
-    """``kept_of``, or None in place of the error: what shows many layers goes on without this one."""
+def kept_if_any(tiles: Tiles | None) -> KeptWeights | None:
+    """Return the same, or None in place of the error: a page of many layers goes on without this one."""
     try:
         return kept_of(tiles)
     except NoWeightsError:
@@ -92,6 +102,10 @@ class KeptWeights:
         sizes = {name: tuple(x.shape) for name, x in tensors.items()}
         return KeptWeights(tensors, sizes, lead, scale, softcap, tensors["q"].dtype == torch.float64, offset)
 
+    def to_weights(self) -> KeptWeights:
+        """Return itself."""
+        return self
+
     @property
     def queries(self) -> int:
         """Q."""
@@ -102,7 +116,7 @@ class KeptWeights:
         """K."""
         return self.sizes["k"][2]
 
-    def said(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """All but the tensors, ready for JSON."""
         numbers = {"scale": self.scale, "softcap": self.softcap, "offset": self.offset}
         return {"parts": [*self.parts], "lead": [*self.lead], **numbers}
@@ -123,17 +137,17 @@ class KeptWeights:
         """
         check_within((i0, i1), (j0, j1), self.queries, self.keys)
         batch, heads = self.sizes["q"][:2]
-        every = [self._seen(b, h, (i0, i1), (j0, j1)) for b in range(batch) for h in range(heads)]
-        found = [p.masked_fill(hidden, 0.0) for p, hidden in every]
-        p = torch.stack(found) if found else torch.zeros(0, i1 - i0, j1 - j0, device="cpu")
+        every = [self._weights_and_hidden(b, h, (i0, i1), (j0, j1)) for b in range(batch) for h in range(heads)]
+        pieces = [p.masked_fill(hidden, 0.0) for p, hidden in every]
+        p = torch.stack(pieces) if pieces else torch.zeros(0, i1 - i0, j1 - j0, device="cpu")
         return p.reshape(*self.lead, heads, i1 - i0, j1 - j0)  # [*lead, H, i, j]
 
     def piece(self, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> Tensor:
         """Of one batch entry and head, [i, j]; NaN where nothing may be seen, too."""
-        p, hidden = self._seen(b, head, i, j)
+        p, hidden = self._weights_and_hidden(b, head, i, j)
         return p.masked_fill(hidden, torch.nan)
 
-    def _seen(self, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _weights_and_hidden(self, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Of one batch entry and head, and what may not be seen, whose weight means nothing; both [i, j]."""
         dtype = torch.float64 if self.wide else torch.float32
         heads, groups = self.sizes["q"][1], self.sizes["k"][1]

@@ -19,19 +19,19 @@ from headscope.tracing._invariants import (
     MATRIX,
     Check,
     Sample,
-    Visible,
+    VisiblePairs,
     close,
+    count_visible_pairs,
     equal,
-    exact,
-    pick,
     rounding,
     sample,
-    visible,
+    select,
+    to_float64,
 )
-from headscope.tracing._row import Pages
+from headscope.tracing._row import RowWriter
 from headscope.tracing._setup import Setting, is_causal
 
-LARGE = 1 << 30  # bytes of weights from which on the trace says that nobody keeps them
+LARGE = 1 << 30  # bytes of weights from which on the trace notes that fused kernels do not store them
 PLANNED = 32  # queries of a sample for which a mask's plan is compared with its definition
 TRUE = "True = may be seen"
 HALF = (torch.bfloat16, torch.float16)
@@ -47,7 +47,7 @@ class Heads(NamedTuple):
 
 @dataclass
 class Matrix:
-    """The rows of the Q x K matrix that are looked at, and what they are made of; ``s`` changes from step to step."""
+    """The rows of the Q x K matrix that are checked, and what they are made of; ``s`` changes from step to step."""
 
     at: Sample
     q: Tensor  # [b, h, i, D], in the dtype of the scores
@@ -56,44 +56,44 @@ class Matrix:
     s: Tensor  # [b, h, i, K]
     allowed: Tensor  # [b, h, i, K]: what the mask lets through
     bias: Tensor | None  # broadcasts to [b, h, i, K]
-    rows: int  # of all batch entries and heads, looked at or not
+    rows: int  # of all batch entries and heads, checked or not
 
     @property
-    def said(self) -> str:
-        """On how many rows something was checked, if not on all."""
-        return self.said_of(len(self.at.i))
+    def scope(self) -> str:
+        """The text that gives the number of checked rows; empty where all are checked."""
+        return self.scope_of(len(self.at.i))
 
-    def said_of(self, queries: int) -> str:
-        """The same, where only the first ``queries`` of those looked at were used."""
+    def scope_of(self, queries: int) -> str:
+        """Return that text where only the first ``queries`` of the sample were checked."""
         checked = len(self.at.b) * len(self.at.h) * queries
         return "" if self.at.whole else f" (on {checked:,} of {quantity(self.rows)} rows)"
 
     @property
-    def seen(self) -> Tensor:
+    def visible(self) -> Tensor:
         """What mask and bias let through, [b, h, i, K]."""
         return self.allowed if self.bias is None else self.allowed & (self.bias != -torch.inf)
 
 
 class Attention:
-    """Writes down the rows of stage 4."""
+    """Adds the rows of stage 4."""
 
-    def __init__(self, pages: Pages, heads: Heads) -> None:
-        self.pages = pages
-        self.setting = pages.setting
-        self.module = pages.setting.module
+    def __init__(self, writer: RowWriter, heads: Heads) -> None:
+        self.writer = writer
+        self.setting = writer.setting
+        self.module = writer.setting.module
         self.heads = heads
         self.dtype = accumulate_dtype(heads.q.dtype)
         self.matrix = _matrix(self.setting, heads, self.dtype) if self.setting.values else None
-        self.visible = None if self.setting.mask is None else visible(self.setting.mask, self.setting.sizes)
+        self.counted = None if self.setting.mask is None else count_visible_pairs(self.setting.mask, self.setting.sizes)
 
     def add(
         self, step: str, value: Tensor | None, equation: str, code: list[str], check: Check, note: str | None = None
     ) -> None:
         """A row whose result is a [B, H, Q, K] matrix."""
         axes = zip("BHQK", self.setting.sizes, strict=True)
-        self.pages.add(4, step, value, axes, self.dtype, equation=equation, code=code, check=check, note=note)
+        self.writer.add(4, step, value, axes, self.dtype, equation=equation, code=code, check=check, note=note)
 
-    def walk(self) -> Tensor:
+    def run(self) -> Tensor:
         """Share, score, cap, bias, mask, weigh, average; returns the output of each head, [B, H, Q, Dv]."""
         if self.module.kv_heads < self.module.num_heads:
             self.share("keys", self.heads.k, "D")
@@ -118,7 +118,7 @@ class Attention:
             part = own[:, :, : max(1, MATRIX // max(1, batch * self.module.num_heads * width))]
             value = part.repeat_interleave(group, dim=1)  # [B, H, K, D]
             check = equal(claim, value, torch.stack([part[:, h // group] for h in range(self.module.num_heads)], 1))
-        self.pages.add(
+        self.writer.add(
             4,
             f"share {step}",
             value,
@@ -133,19 +133,19 @@ class Attention:
     def scores(self) -> None:
         """q kᵀ · scale."""
         matrix, scale = self.matrix, self.module.scale
-        factor = "/ √D" if _same(scale, self.module.head_dim**-0.5) else f"· {scale:.4g}"
-        factor = "/ √E" if _is_by_width(self.module) else factor
+        factor = "/ √D" if _is_close(scale, self.module.head_dim**-0.5) else f"· {scale:.4g}"
+        factor = "/ √E" if _is_scaled_by_width(self.module) else factor
         claim = "equals scale · q kᵀ in float64"
         check = Check(claim)
         if matrix is not None:
-            q, k = exact(matrix.q), exact(matrix.k).transpose(-2, -1)
+            q, k = to_float64(matrix.q), to_float64(matrix.k).transpose(-2, -1)
             size = abs(scale) * (q.abs() @ k.abs()) * rounding(self.dtype, q.shape[-1])
-            check = close(claim, matrix.s, scale * (q @ k), size, matrix.said)
+            check = close(claim, matrix.s, scale * (q @ k), size, matrix.scope)
         half = self.heads.q.dtype in HALF
         code = ["q, k, v = q.float(), k.float(), v.float()"] if half else []
         code.append("s = q @ k.transpose(-2, -1) * module.scale")
         value = None if matrix is None else matrix.s
-        self.add("scores", value, f"s[i, j] = q[i] · k[j] {factor}", code, check, _about_scale(self.setting))
+        self.add("scores", value, f"s[i, j] = q[i] · k[j] {factor}", code, check, _note_scale(self.setting))
 
     def softcap(self, cap: float) -> None:
         """c · tanh(s / c)."""
@@ -153,13 +153,13 @@ class Attention:
         claim = f"no score is beyond ±{cap:g}, and each equals c · tanh(s / c) in float64"
         check = Check(claim)
         if matrix is not None:
-            before = exact(matrix.s)
+            before = to_float64(matrix.s)
             allowed = before.abs().clamp(max=cap) * rounding(self.dtype, 1)
             matrix.s = cap * torch.tanh(matrix.s / cap)
-            check = close(claim, matrix.s, cap * torch.tanh(before / cap), allowed, matrix.said)
-            beyond = int((exact(matrix.s).abs() > cap * (1 + torch.finfo(self.dtype).eps)).sum())
+            check = close(claim, matrix.s, cap * torch.tanh(before / cap), allowed, matrix.scope)
+            beyond = int((to_float64(matrix.s).abs() > cap * (1 + torch.finfo(self.dtype).eps)).sum())
             if beyond:
-                check = Check(claim, f"{beyond:,} are beyond it{matrix.said}", False)
+                check = Check(claim, f"{beyond:,} are beyond it{matrix.scope}", False)
         code = ["c = module.softcap", "s = c * torch.tanh(s / c)"]
         value = None if matrix is None else matrix.s
         self.add("softcap", value, f"s[i, j] ← c · tanh(s[i, j] / c), c = {cap:g}", code, check)
@@ -172,10 +172,12 @@ class Attention:
         if matrix is not None and matrix.bias is not None:
             b, h, i = (index.to(bias.device) for index in matrix.at[:3])
             full = bias.expand(*self.setting.sizes)  # [B, H, Q, K]
-            before, added = exact(matrix.s), exact(full[b[:, None, None], h[:, None], i])
+            before, added = to_float64(matrix.s), to_float64(full[b[:, None, None], h[:, None], i])
             matrix.s = (matrix.s + matrix.bias.to(self.dtype)).masked_fill(matrix.bias == -torch.inf, -torch.inf)
-            wanted = (before + added).masked_fill(added == -torch.inf, -torch.inf)
-            check = close(claim, matrix.s, wanted, (before.abs() + added.abs()) * rounding(self.dtype, 1), matrix.said)
+            expected = (before + added).masked_fill(added == -torch.inf, -torch.inf)
+            check = close(
+                claim, matrix.s, expected, (before.abs() + added.abs()) * rounding(self.dtype, 1), matrix.scope
+            )
             hidden = int((bias == -torch.inf).sum())
             note = f"{hidden:,} of its {bias.numel():,} numbers are −∞: those pairs may not be seen" if hidden else None
         value = None if matrix is None else matrix.s
@@ -191,13 +193,13 @@ class Attention:
             matrix.s = before.masked_fill(~matrix.allowed, -torch.inf)
             hidden = _future(self.setting, matrix) if causal else _hidden_by_plan(mask, self.setting, matrix)
             queries = hidden.shape[-2]
-            wanted = torch.where(hidden, -torch.inf, before[:, :, :queries])
-            check = equal(claim, matrix.s[:, :, :queries], wanted)
-            check = check._replace(found=f"{check.found}{matrix.said_of(queries)}")
+            expected = torch.where(hidden, -torch.inf, before[:, :, :queries])
+            check = equal(claim, matrix.s[:, :, :queries], expected)
+            check = check._replace(outcome=f"{check.outcome}{matrix.scope_of(queries)}")
         code = [*self.setting.mask_code, "s = s.masked_fill(~seen, -torch.inf)"]
         _, _, queries, keys = self.setting.sizes
         where = "i may not see j" if not causal else "j > i" if queries == keys else "j > i + K − Q"
-        value, note = None if matrix is None else matrix.s, _about_mask(mask, self.visible, self.setting)
+        value, note = None if matrix is None else matrix.s, _note_mask(mask, self.counted, self.setting)
         self.add("mask", value, f"s[i, j] ← −∞ where {where}", code, check, note)
 
     def weights(self) -> Tensor | None:
@@ -205,7 +207,7 @@ class Attention:
         matrix, sinks = self.matrix, self.module.sinks
         equation = "p = exp s / Σⱼ exp s"
         code, p = ["p = torch.softmax(s, dim=-1)"], None
-        empty_rows = self.visible is not None and self.visible.empty_rows > 0
+        empty_rows = self.counted is not None and self.counted.empty_rows > 0
         if sinks is not None:
             equation = "p = exp s / (exp sink[h] + Σⱼ exp s)"
             sizes = f"{self.setting.size_code(self.setting.sizes[0])}H, Q, 1"
@@ -216,7 +218,7 @@ class Attention:
         if matrix is not None:
             terms = matrix.s
             if sinks is not None:
-                sink = pick(sinks.to(terms.dtype), matrix.at.h)[:, None, None].expand(*terms.shape[:-1], 1)
+                sink = select(sinks.to(terms.dtype), matrix.at.h)[:, None, None].expand(*terms.shape[:-1], 1)
                 terms = torch.cat([terms, sink], -1)
             p = torch.softmax(terms, dim=-1)[..., : matrix.s.shape[-1]]  # [b, h, i, K]
             empty = (terms == -torch.inf).all(-1, keepdim=True)
@@ -224,8 +226,8 @@ class Attention:
             empty_rows = empty_rows or bool(empty.any())
         if empty_rows and sinks is None:
             code.append("p = p.masked_fill((s == -torch.inf).all(-1, keepdim=True), 0)")
-        check = _is_share(self.setting, matrix, p, sinks)
-        self.add("weights", p, equation, code, check, _about_weights(self.setting, self.dtype))
+        check = _check_weights(self.setting, matrix, p, sinks)
+        self.add("weights", p, equation, code, check, _note_weights(self.setting, self.dtype))
         return p
 
     def outputs(self, p: Tensor | None) -> Tensor:
@@ -237,26 +239,28 @@ class Attention:
         if self.matrix is None or p is None:
             own = q.new_empty(batch, heads, queries, m.v_head_dim)
         else:
-            options = {"mask": s.mask, "bias": s.bias, "scale": m.scale, "softcap": m.softcap, "sinks": m.sinks}
-            own = functional.attention(q, k, v, **options)  # pyright: ignore[reportArgumentType]
+            own = functional.attention(
+                q, k, v, mask=s.mask, bias=s.bias, scale=m.scale, softcap=m.softcap, sinks=m.sinks
+            )
             prepared = prepare(q, k, v, s.mask, s.bias, m.sinks, m.scale, m.softcap, 0.0, False, None)
             backend = prepared.backend.name
             note = f"computed by the {backend} backend"
-            check = _is_average(claim, self.matrix, p, own, m.scale)
+            check = _check_outputs(claim, self.matrix, p, own, m.scale)
         code = ["o = (p @ v).to(x.dtype)" if q.dtype in HALF else "o = p @ v"]
         axes = (("B", batch), ("H", heads), ("Q", queries), (s.value_letter, m.v_head_dim))
         equation = "o[i] = Σⱼ p[i, j] v[j]"
-        self.pages.add(4, "head outputs", own, axes, own.dtype, equation=equation, code=code, check=check, note=note)
+        self.writer.add(4, "head outputs", own, axes, own.dtype, equation=equation, code=code, check=check, note=note)
         return own
 
 
-def _same(a: float, b: float) -> bool:
+def _is_close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=1e-6)
 
 
-def _is_by_width(module: MultiHeadAttention) -> bool:
+def _is_scaled_by_width(module: MultiHeadAttention) -> bool:
     """Whether the scores are divided by √E though the heads are narrower than that."""
-    return module.embed_dim != module.head_dim and module.num_heads > 1 and _same(module.scale, module.embed_dim**-0.5)
+    by_width = _is_close(module.scale, module.embed_dim**-0.5)
+    return module.embed_dim != module.head_dim and module.num_heads > 1 and by_width
 
 
 def _matrix(s: Setting, heads: Heads, dtype: torch.dtype) -> Matrix:
@@ -264,8 +268,8 @@ def _matrix(s: Setting, heads: Heads, dtype: torch.dtype) -> Matrix:
     m = s.module
     at = sample(batch, number, queries, keys, m.head_dim + m.v_head_dim)
     shared = at.h // (number // m.kv_heads)
-    q = pick(heads.q, at.b, at.h, at.i).to(dtype)
-    k, v = pick(heads.k, at.b, shared).to(dtype), pick(heads.v, at.b, shared).to(dtype)
+    q = select(heads.q, at.b, at.h, at.i).to(dtype)
+    k, v = select(heads.k, at.b, shared).to(dtype), select(heads.v, at.b, shared).to(dtype)
     shape = (len(at.b), len(at.h), len(at.i), keys)
     allowed = torch.ones((), dtype=torch.bool, device=q.device)
     if s.mask is not None:
@@ -276,7 +280,7 @@ def _matrix(s: Setting, heads: Heads, dtype: torch.dtype) -> Matrix:
     bias = None
     if s.bias is not None:
         bias = s.bias[(None,) * (4 - s.bias.ndim)]  # [B, H, Q, K], or 1 where it repeats
-        bias = pick(bias, at.b, at.h, at.i)
+        bias = select(bias, at.b, at.h, at.i)
     with torch.autocast(q.device.type, enabled=False):  # scores are computed in float32 or better
         scores = q @ k.transpose(-2, -1) * m.scale  # [b, h, i, K]
     return Matrix(at, q, k, v, scores.expand(shape), allowed.to(q.device).expand(shape), bias, batch * number * queries)
@@ -290,7 +294,7 @@ def _future(s: Setting, matrix: Matrix) -> Tensor:
 
 
 def _hidden_by_plan(mask: Mask, s: Setting, matrix: Matrix) -> Tensor:
-    """What the mask hides in the form that kernels read: of the first ``PLANNED`` queries looked at, [b, h, i, K]."""
+    """What the plan of the mask hides from the first ``PLANNED`` queries of the sample, [b, h, i, K]."""
     batch, heads, queries, keys = s.sizes
     plan = mask.plan(*s.sizes)
     b, h = (index.to(matrix.s.device) for index in matrix.at[:2])
@@ -302,10 +306,10 @@ def _hidden_by_plan(mask: Mask, s: Setting, matrix: Matrix) -> Tensor:
     return torch.cat(tiles, 2)
 
 
-def _is_share(s: Setting, matrix: Matrix | None, p: Tensor | None, sinks: Tensor | None) -> Check:
+def _check_weights(s: Setting, matrix: Matrix | None, p: Tensor | None, sinks: Tensor | None) -> Check:
     """Whether rows sum to one (with their sink), no weight leaves [0, 1], and nothing hidden has any."""
     causal = s.mask is not None and is_causal(s.mask)
-    empty = matrix is not None and not bool(matrix.seen.any(-1).all())
+    empty = matrix is not None and not bool(matrix.visible.any(-1).all())
     row = "each row that sees a key" if empty else "each row"
     total = f"{row} sums to 1" if sinks is None else f"{row} sums to 1 less its sink's share"
     hides = s.mask is not None or s.bias is not None
@@ -313,52 +317,52 @@ def _is_share(s: Setting, matrix: Matrix | None, p: Tensor | None, sinks: Tensor
     claim = f"{total}; weights lie in [0, 1]{hidden}"
     if matrix is None or p is None:
         return Check(claim)
-    weights, seen = exact(p), matrix.seen.cpu()
-    wanted = seen.any(-1).to(torch.float64)
+    weights, visible = to_float64(p), matrix.visible.cpu()
+    expected = visible.any(-1).to(torch.float64)
     if sinks is not None:
-        sink = pick(exact(sinks), matrix.at.h)[:, None].expand(wanted.shape)[..., None]  # [b, h, i, 1]
-        wanted = 1 - torch.softmax(torch.cat([exact(matrix.s), sink], -1), -1)[..., -1]
-    allowed = torch.full_like(wanted, rounding(p.dtype, p.shape[-1]))
-    sums = close(claim, weights.sum(-1).to(p.dtype), wanted, allowed, matrix.said)
+        sink = select(to_float64(sinks), matrix.at.h)[:, None].expand(expected.shape)[..., None]  # [b, h, i, 1]
+        expected = 1 - torch.softmax(torch.cat([to_float64(matrix.s), sink], -1), -1)[..., -1]
+    allowed = torch.full_like(expected, rounding(p.dtype, p.shape[-1]))
+    sums = close(claim, weights.sum(-1).to(p.dtype), expected, allowed, matrix.scope)
     outside = int(((weights < 0) | (weights > 1 + rounding(p.dtype, 1))).sum())
     if causal:
-        seen = seen & ~_future(s, matrix).cpu()
-    leaked = int((~seen & (weights != 0)).sum())
+        visible = visible & ~_future(s, matrix).cpu()
+    leaked = int((~visible & (weights != 0)).sum())
     bad = int(weights.isnan().any(-1).sum())
     if bad:
-        return Check(claim, f"{bad:,} rows are not numbers: they see NaN or infinity{matrix.said}", False)
+        return Check(claim, f"{bad:,} rows are not numbers: they see NaN or infinity{matrix.scope}", False)
     if outside or leaked:
-        found = f"{outside:,} weights lie outside, {leaked:,} hidden pairs have weight{matrix.said}"
-        return Check(claim, found, False)
+        outcome = f"{outside:,} weights lie outside, {leaked:,} hidden pairs have weight{matrix.scope}"
+        return Check(claim, outcome, False)
     return sums
 
 
-def _is_average(claim: str, matrix: Matrix, p: Tensor, own: Tensor, scale: float) -> Check:
+def _check_outputs(claim: str, matrix: Matrix, p: Tensor, own: Tensor, scale: float) -> Check:
     """Whether a kernel's output is p v: what p may be off by in another order of summation counts as rounding too."""
-    weights, v = exact(p), exact(matrix.v)
-    got = pick(own, matrix.at.b, matrix.at.h, matrix.at.i)
+    weights, v = to_float64(p), to_float64(matrix.v)
+    got = select(own, matrix.at.b, matrix.at.h, matrix.at.i)
     spoilt = ~torch.isfinite(v)
     clean = v.masked_fill(spoilt, 0)
-    wanted = weights @ clean  # [b, h, i, Dv]
+    expected = weights @ clean  # [b, h, i, Dv]
     if spoilt.any():  # reaches the rows that see it, and only those
-        reached = matrix.seen.cpu().to(torch.float64) @ spoilt.to(torch.float64) > 0
-        wanted = wanted.masked_fill(reached, torch.nan)
+        reached = matrix.visible.cpu().to(torch.float64) @ spoilt.to(torch.float64) > 0
+        expected = expected.masked_fill(reached, torch.nan)
         got = got.masked_fill(reached.to(got.device) & ~torch.isfinite(got), torch.nan)
-    longest = exact(matrix.k).norm(dim=-1).nan_to_num(0, 0).max() if matrix.k.numel() else 0
-    reach = abs(scale) * exact(matrix.q).norm(dim=-1, keepdim=True) * longest  # [b, h, i, 1]: no product is larger
+    longest = to_float64(matrix.k).norm(dim=-1).nan_to_num(0, 0).max() if matrix.k.numel() else 0
+    reach = abs(scale) * to_float64(matrix.q).norm(dim=-1, keepdim=True) * longest  # [b, h, i, 1]: no product is larger
     if matrix.bias is not None and matrix.bias.numel():
-        reach = reach + exact(matrix.bias).nan_to_num(0, 0, 0).abs().max()
+        reach = reach + to_float64(matrix.bias).nan_to_num(0, 0, 0).abs().max()
     in_scores = reach * rounding(p.dtype, matrix.q.shape[-1])  # [b, h, i, 1]: how far off a score may be
     allowed = (weights @ clean.abs()) * (rounding(own.dtype, p.shape[-1]) + 2 * in_scores)
-    return close(claim, got, wanted, allowed, matrix.said)
+    return close(claim, got, expected, allowed, matrix.scope)
 
 
-def _about_scale(s: Setting) -> str | None:
+def _note_scale(s: Setting) -> str | None:
     m = s.module
     usual = m.head_dim**-0.5
-    if _same(m.scale, usual):
+    if _is_close(m.scale, usual):
         return None
-    if _is_by_width(m):
+    if _is_scaled_by_width(m):
         return (
             f"unusual: divided by √E = {m.embed_dim**0.5:.4g} (√embed_dim) instead of √D = {m.head_dim**0.5:.4g} "
             f"(√head_dim); the scores are {(m.embed_dim / m.head_dim) ** 0.5:.3g} times smaller, the weights flatter"
@@ -366,7 +370,7 @@ def _about_scale(s: Setting) -> str | None:
     return f"this module scales by {m.scale:.4g}; usual is 1 / √D = {usual:.4g}"
 
 
-def name_of(mask: Mask) -> str:
+def describe_mask(mask: Mask) -> str:
     """A mask in a few words: "causal", "window(5)", "Documents", "causal and KeyLengths, combined"."""
     if is_causal(mask):
         return "causal"
@@ -377,31 +381,31 @@ def name_of(mask: Mask) -> str:
     parts = list(mask.leaves())
     if len(parts) == 1:
         return type(mask).__name__
-    return f"{' and '.join(dict.fromkeys(name_of(part) for part in parts))}, combined"
+    return f"{' and '.join(dict.fromkeys(describe_mask(part) for part in parts))}, combined"
 
 
-def _about_mask(mask: Mask, found: Visible | None, s: Setting) -> str:
+def _note_mask(mask: Mask, counted: VisiblePairs | None, s: Setting) -> str:
     batch, heads, queries, keys = s.sizes
-    if found is None:
-        return f"{name_of(mask)}, {TRUE}: how many pairs that is was not counted"
-    pairs, total, each = found.pairs, batch * heads * queries * keys, ""
-    if batch * heads and all(_says_the_same(leaf) for leaf in mask.leaves()):
+    if counted is None:
+        return f"{describe_mask(mask)}, {TRUE}: how many pairs that is was not counted"
+    pairs, total, each = counted.pairs, batch * heads * queries * keys, ""
+    if batch * heads and all(_is_shared_by_all(leaf) for leaf in mask.leaves()):
         pairs, total, each = pairs // (batch * heads), queries * keys, " in each head"
     share = 100 * pairs / max(1, total)
-    text = f"{name_of(mask)}, {TRUE}: {quantity(pairs)} of {quantity(total)} pairs{each} ({share:.3g}%)"
-    if found.empty_rows:
-        text += f"; {quantity(found.empty_rows)} of {quantity(batch * heads * queries)} rows see nothing and give 0"
+    text = f"{describe_mask(mask)}, {TRUE}: {quantity(pairs)} of {quantity(total)} pairs{each} ({share:.3g}%)"
+    if counted.empty_rows:
+        text += f"; {quantity(counted.empty_rows)} of {quantity(batch * heads * queries)} rows see nothing and give 0"
     return text
 
 
-def _says_the_same(leaf: Mask) -> bool:
+def _is_shared_by_all(leaf: Mask) -> bool:
     """Whether a mask is the same for every batch entry and head."""
     return isinstance(leaf, Prefix) or (
         isinstance(leaf, Band) and (leaf.offset is None or isinstance(leaf.offset, int))
     )
 
 
-def _about_weights(s: Setting, dtype: torch.dtype) -> str | None:
+def _note_weights(s: Setting, dtype: torch.dtype) -> str | None:
     notes: list[str] = []
     elements = math.prod(s.sizes)
     if elements * dtype.itemsize >= LARGE:

@@ -1,20 +1,20 @@
-"""What a trace says beside the numbers: why each step exists, the common mistake at it, and how sizes are written."""
+"""The texts of a trace: why each step exists, the common mistake at it, and how sizes are written."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from headscope._support.ascii import LIKE
 
-STAGES = {
-    1: "Input",
-    2: "Linear projections for Q, K and V",
-    3: "Split into heads",
-    4: "Scaled dot-product attention",
-    5: "Concatenation of heads",
-    6: "Final linear projection",
-}
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a step exists, and the common mistake at it."""
+
+    why: str
+    mistake: str
+
 
 LETTERS = {
     "B": "batch",
@@ -28,101 +28,100 @@ LETTERS = {
     "Dv": "head width of the values",
 }
 
-# step -> (why it exists, the common mistake)
-WORDS: dict[str, tuple[str, str]] = {
-    "input": (
+EXPLANATIONS: dict[str, Explanation] = {
+    "input": Explanation(
         "One vector of width E for each position. Attention is where positions exchange information: the other "
         "layers of a transformer treat each position by itself.",
         "Passing token numbers instead of vectors (an embedding comes first), or [length, batch, E]: here the batch "
         "is the first axis, in nn.MultiheadAttention it is the second unless batch_first=True.",
     ),
-    "context": (
+    "context": Explanation(
         "Cross-attention: the queries come from x, the keys and values from another sequence, as when a decoder "
         "reads what an encoder wrote.",
         "Swapping the two. The output has one position for each query, so its length is that of x, never that of "
         "the context.",
     ),
-    "queries": (
-        "A query says what a position is looking for. W_q is learned, and apart from W_k, so that what a position "
+    "queries": Explanation(
+        "A query is what a position is looking for. W_q is learned, and apart from W_k, so that what a position "
         "looks for need not be what it offers.",
         "Multiplying by W instead of Wᵀ: nn.Linear keeps its weight as [out, in]. For a square W the shape comes "
         "out right all the same.",
     ),
-    "keys": (
-        "A key says by what a position can be found. How well query i matches key j is their dot product.",
+    "keys": Explanation(
+        "A key is what a position can be found by. How well query i matches key j is their dot product.",
         "Using one matrix for queries and keys: i then matches j exactly as much as j matches i, and most positions "
         "match themselves best.",
     ),
-    "values": (
+    "values": Explanation(
         "A value is what a position hands over when it is found. It is apart from the key, as a book's text is from "
         "its catalogue card.",
         "Averaging x, or the keys, instead of the values: the shapes agree, so that nothing complains.",
     ),
-    "split queries": (
+    "split queries": Explanation(
         "The width is cut into H pieces of D, so that H heads can look for different things at the cost of one wide "
         "head. The axis of heads moves in front of the positions: matrix products then stay within a head.",
         "view(B, H, Q, D) without the transpose. The shape is right and the numbers are not: each “head” then holds "
         "a run of positions instead of a piece of every position.",
     ),
-    "split keys": (
+    "split keys": Explanation(
         "Keys are cut exactly as queries are, so that head h of the queries meets head h of the keys.",
         "Cutting as view(B, K, D, H): the rows of W are ordered head by head, so each head's D columns lie together.",
     ),
-    "split values": (
+    "split values": Explanation(
         "Each head will mix only its own piece of the values, and so contributes its own part of the result.",
         "Folding heads into the batch, view(B * H, K, D), straight after the projection: transpose(1, 2) comes first.",
     ),
-    "share keys": (
+    "share keys": Explanation(
         "There are fewer key heads than query heads: each key head serves a group of H / Hkv query heads, and the "
         "cache of keys is smaller by that factor.",
         "repeat instead of repeat_interleave: head h would then use key head h mod Hkv, not ⌊h · Hkv / H⌋, for "
         "which the weights were trained.",
     ),
-    "share values": (
+    "share values": Explanation(
         "The values are shared by the same groups as the keys.",
         "Sharing the keys and the values in different orders: each head would then weigh by one and hand over another.",
     ),
-    "scores": (
-        "The dot product of a query with a key says how well they match. It sums D products, so its spread grows as "
-        "√D; dividing by √D keeps the softmax from putting all its weight on one key before anything was learned.",
+    "scores": Explanation(
+        "The dot product of a query with a key measures how well they match. It sums D products, so its spread grows "
+        "as √D; dividing by √D keeps the softmax from putting all its weight on one key before anything was learned.",
         "Dividing by √E (√embed_dim) instead of √D (√head_dim): with H heads the scores are √H times too small and "
         "the weights too even. The shapes cannot show it.",
     ),
-    "softcap": (
+    "softcap": Explanation(
         "tanh keeps every score between −c and c, without a hard edge at which the gradient would stop: no single "
         "match can take over.",
         "Capping after the mask: −∞ would become −c, and what is hidden would get weight.",
     ),
-    "bias": (
+    "bias": Explanation(
         "A number added to each score, often from how far apart i and j are (ALiBi, T5, relative positions): "
         "attention itself does not see the order of the positions.",
         "Adding it before the scale, which would scale it too; or passing a boolean mask as bias, which only adds 0 "
         "or 1.",
     ),
-    "mask": (
+    "mask": Explanation(
         "exp(−∞) = 0: a hidden key gets exactly no weight and its share goes to the others. A causal mask hides the "
         "future; without it a model in training could read the answer it is to predict.",
         "Polarity: here and in scaled_dot_product_attention True = may be seen; in nn.MultiheadAttention True = "
         "hidden. Masking after the softmax: what is left no longer sums to one.",
     ),
-    "weights": (
+    "weights": Explanation(
         "Softmax turns the scores of each query into shares: none negative, together one. This matrix is what "
         "pictures of attention show: row = query, column = key.",
         "Softmax over the wrong axis. It runs over the keys, dim=-1; dim=1, right for a single [Q, K] matrix, means "
         "the heads once there are four axes, and the shape is the same.",
     ),
-    "head outputs": (
+    "head outputs": Explanation(
         "Each query's output in a head is the average of the values, weighted by its row of weights.",
         "Multiplying the weights with the keys instead of the values, or pᵀ v: in self-attention both have the "
         "right shape.",
     ),
-    "concatenation": (
+    "concatenation": Explanation(
         "The heads are laid side by side again, so that each position has one vector. It is the inverse of the "
         "split: transpose back, then join.",
         "reshape(B, Q, H * D) without transposing back: right shape, positions and heads mixed. After the "
         "transpose, view fails because memory is no longer contiguous; .contiguous().view(…) or .reshape(…) copies.",
     ),
-    "output": (
+    "output": Explanation(
         "W_o mixes what the heads found. Without it each head could write only to its own D columns of the result.",
         "Leaving it out: the shape is right already after the concatenation, so nothing complains.",
     ),
@@ -155,25 +154,9 @@ def memory(size: int) -> str:
     return f"{amount:.3g} {unit}"
 
 
-def number(value: float, digits: int) -> str:
-    """One value of a corner with ``digits`` decimals; a negative number of digits means scientific notation."""
-    if value != value:
-        return "NaN"
-    if value in (float("inf"), float("-inf")):
-        return "∞" if value > 0 else "−∞"
-    return f"{value:.{digits}f}" if digits >= 0 else f"{value:.1e}"
-
-
-def grid(corner: Sequence[Sequence[float]]) -> list[list[str]]:
-    """A corner of values as text, with as many decimals as its largest value leaves room for."""
-    largest = max((abs(v) for row in corner for v in row if abs(v) < float("inf")), default=0.0)
-    digits = 3 if 1e-2 <= largest < 100 or largest == 0 else 1 if 100 <= largest < 1e5 else -1
-    return [[number(value, digits) for value in row] for row in corner]
-
-
 def plain(text: str) -> str:
     """The same in ASCII, for terminals that know nothing else."""
-    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda found: f"^{found[0].translate(_PLAIN_POWERS)}", text)
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda match: f"^{match[0].translate(_PLAIN_POWERS)}", text)
     for fancy, simple in _ASCII.items():
         text = text.replace(fancy, simple)
     return text.encode("ascii", "replace").decode()

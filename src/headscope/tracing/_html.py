@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
 
-from headscope.tracing._explanations import LETTERS, STAGES, grid, memory, quantity
-
-if TYPE_CHECKING:
-    from headscope.tracing._row import Row
-    from headscope.tracing._trace import Trace
+from headscope.report.tables import grid
+from headscope.report.words import STAGES
+from headscope.tracing._explanations import LETTERS, memory, quantity
+from headscope.tracing._view import RenderedRow, RenderedTrace
 
 HUES = {"B": 215, "H": 300, "Hkv": 300, "Q": 145, "K": 35}  # as in the terminal; all others are 190
 MARKS = {True: ("held", "✓"), False: ("failed", "✗"), None: ("open", "○")}
@@ -42,52 +40,52 @@ STYLE = """
 """
 
 
-def fragment(trace: Trace) -> str:
-    """The whole trace: a table with a line for each step, and why and mistake to unfold."""
+def render_html(trace: RenderedTrace) -> str:
+    """Render a whole trace: a table with a line for each step, and why and mistake to unfold."""
     parts = [
         f'<div class="headscope-trace"><style>{STYLE}</style>',
         f'<div class="title">{escape(trace.title)}</div>',
-        f'<div class="legend">{_legend(trace)}</div>',
+        f'<div class="legend">{_render_legend(trace)}</div>',
         "<table>",
     ]
     for stage, title in STAGES.items():
         parts.append(f'<tr class="stage"><th colspan="5">{stage} &nbsp; {escape(title)}</th></tr>')
-        parts += [_line(row) for row in trace.rows if row.stage == stage]
+        parts += [_render_row(row) for row in trace.rows if row.stage == stage]
     parts.append(f"</table><p>{escape(trace.summary)}</p></div>")
     return "\n".join(parts)
 
 
-def _legend(trace: Trace) -> str:
+def _render_legend(trace: RenderedTrace) -> str:
     used = {part for row in trace.rows for letter in row.axes for part in letter.split("·")}
-    said = (f"<b>{escape(letter)}</b> {escape(LETTERS[letter])}" for letter in LETTERS if letter in used)
-    return " &ensp; ".join(said)
+    entries = (f"<b>{escape(letter)}</b> {escape(LETTERS[letter])}" for letter in LETTERS if letter in used)
+    return " &ensp; ".join(entries)
 
 
-def _line(row: Row) -> str:
+def _render_row(row: RenderedRow) -> str:
     takes = f"{quantity(row.elements)} {row.dtype}<br>{memory(row.bytes)}"
     kind, mark = MARKS[row.held]
-    look = "note unusual" if row.note and row.note.startswith("unusual") else "note"
-    note = f'<div class="{look}">{escape(row.note)}</div>' if row.note else ""
+    style = "note unusual" if row.note and row.note.startswith("unusual") else "note"
+    note = f'<div class="{style}">{escape(row.note)}</div>' if row.note else ""
     cells = (
         f'<span class="name">{escape(row.step)}</span><br><span class="faint">{takes}</span>',
-        _shape(row),
+        _render_shape(row),
         f"<i>{escape(row.equation)}</i><pre>{escape(row.code)}</pre>"
         f"<details><summary>why, and the common mistake</summary><p>{escape(row.why)}</p>"
         f"<p><b>Mistake:</b> {escape(row.mistake)}</p></details>",
-        _values(row),
+        _render_values(row),
         f'<div class="{kind}"><span class="mark">{mark}</span> {escape(row.invariant)}</div>{note}',
     )
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
-def _shape(row: Row) -> str:
+def _render_shape(row: RenderedRow) -> str:
     colours = [f"hsl({HUES.get(letter.split('·')[-1], 190)} 60% 45%)" for letter in row.axes]
     sizes = (f'<td style="color: {hue}"><b>{size}</b></td>' for hue, size in zip(colours, row.shape, strict=True))
     letters = (f'<td style="color: {hue}">{escape(letter)}</td>' for hue, letter in zip(colours, row.axes, strict=True))
     return f'<table class="shape"><tr>{"".join(sizes)}</tr><tr>{"".join(letters)}</tr></table>'
 
 
-def _values(row: Row) -> str:
+def _render_values(row: RenderedRow) -> str:
     """The corner; weights are shaded by how large they are."""
     if not row.corner:
         return ""

@@ -1,4 +1,4 @@
-"""What a trace is checked with: a sample of rows, comparison in float64, a count of what a mask lets through."""
+"""The checks of a trace: a sample of rows, comparison in float64, a count of what a mask lets through."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import Tensor
 from headscope._attend.interface import accumulate_dtype
 from headscope.masks import Band, Mask, Plan, Prefix
 
-MATRIX = 1 << 21  # weights looked at in one trace; where there are more, a sample of the rows stands for them
+MATRIX = 1 << 21  # weights checked in one trace; where there are more, a sample of the rows stands for them
 PRODUCTS = 1 << 27  # multiplications spent on one check in float64: some tens of milliseconds
 COUNTED = 1 << 28  # pairs of a mask that are counted one by one
 
 
 class Check(NamedTuple):
-    """Something that must be true of a step: what, and what was found (None: there are no values)."""
+    """Something that must be true of a step: the claim, and what was measured (None: there are no values)."""
 
     claim: str
-    found: str | None = None
+    outcome: str | None = None
     held: bool | None = None
 
     @property
     def text(self) -> str:
-        return self.claim if self.found is None else f"{self.claim}: {self.found}"
+        return self.claim if self.outcome is None else f"{self.claim}: {self.outcome}"
 
 
 class Sample(NamedTuple):
-    """The rows of the weights that are looked at: every combination of these batch entries, heads and queries."""
+    """The rows of the weights that are checked: every combination of these batch entries, heads and queries."""
 
     b: Tensor
     h: Tensor
@@ -49,17 +49,17 @@ def sample(batch: int, heads: int, queries: int, keys: int, width: int) -> Sampl
     return Sample(b, h, spread(queries, rows), whole=False)
 
 
-def spread(size: int, wanted: int) -> Tensor:
-    """``wanted`` indices of an axis, evenly spread, with the first four among them if as many are wanted."""
-    if wanted >= size:
+def spread(size: int, count: int) -> Tensor:
+    """Return ``count`` indices of an axis, evenly spread; from four on, the first four are among them."""
+    if count >= size:
         return torch.arange(size, device="cpu")
-    first = torch.arange(min(4, wanted), device="cpu")
-    others = max(1, wanted - 3 if wanted >= 4 else wanted)
+    first = torch.arange(min(4, count), device="cpu")
+    others = max(1, count - 3 if count >= 4 else count)
     rest = torch.linspace(0, size - 1, others, dtype=torch.float64, device="cpu").long()
-    return torch.cat([first, rest]).unique() if wanted >= 4 else rest.unique()
+    return torch.cat([first, rest]).unique() if count >= 4 else rest.unique()
 
 
-def pick(tensor: Tensor, *indices: Tensor | None) -> Tensor:
+def select(tensor: Tensor, *indices: Tensor | None) -> Tensor:
     """The chosen indices of each axis; an axis of size 1 is left to broadcast."""
     for axis, index in enumerate(indices):
         if index is not None and tensor.shape[axis] not in (1, len(index)):
@@ -67,7 +67,7 @@ def pick(tensor: Tensor, *indices: Tensor | None) -> Tensor:
     return tensor
 
 
-def exact(tensor: Tensor) -> Tensor:
+def to_float64(tensor: Tensor) -> Tensor:
     """A tensor in float64 on the host (not every accelerator has float64)."""
     return tensor.detach().to("cpu").to(torch.float64)
 
@@ -77,60 +77,60 @@ def rounding(dtype: torch.dtype, terms: int) -> float:
 
     The result is rounded to ``dtype`` a few times; the sum is kept in float32 or better, and its error grows as √terms.
     """
-    kept = accumulate_dtype(dtype)
-    unit = torch.finfo(kept).eps
-    if kept == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    accumulator = accumulate_dtype(dtype)
+    unit = torch.finfo(accumulator).eps
+    if accumulator == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         unit = torch.finfo(torch.bfloat16).eps  # the user allows float32 products to be rounded to fewer bits
     return 4 * max(torch.finfo(dtype).eps, unit) + math.sqrt(max(1, terms)) * unit
 
 
-def close(claim: str, got: Tensor, wanted: Tensor, allowed: Tensor, suffix: str = "") -> Check:
-    """Whether ``got`` equals ``wanted`` (float64) to within ``allowed``, element by element; NaN equals NaN."""
-    kind = torch.finfo(got.dtype)
-    allowed = allowed + 4 * kind.tiny * kind.eps + torch.finfo(accumulate_dtype(got.dtype)).tiny  # underflow
-    got = exact(got)
-    same = (got == wanted) | (got.isnan() & wanted.isnan())
-    error = (got - wanted).abs().masked_fill(same, 0).nan_to_num(torch.inf, torch.inf)
+def close(claim: str, actual: Tensor, expected: Tensor, allowed: Tensor, suffix: str = "") -> Check:
+    """Whether ``actual`` equals ``expected`` (float64) to within ``allowed``, element by element; NaN equals NaN."""
+    kind = torch.finfo(actual.dtype)
+    allowed = allowed + 4 * kind.tiny * kind.eps + torch.finfo(accumulate_dtype(actual.dtype)).tiny  # underflow
+    actual = to_float64(actual)
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    error = (actual - expected).abs().masked_fill(same, 0).nan_to_num(torch.inf, torch.inf)
     allowed = allowed.nan_to_num(0, 0).expand_as(error)  # where the magnitudes are not finite only equality will do
     if not error.numel():
         return Check(claim, f"there is nothing to compare{suffix}", True)
     at = int((error / allowed).nan_to_num(0, torch.inf).argmax())  # 0 of 0 allowed is no error
     worst, limit = float(error.flatten()[at]), float(allowed.flatten()[at])
-    found = f"error {_short(worst)}, allowed {_short(limit)}{suffix}"
-    return Check(claim, found, bool((error <= allowed).all()))
+    outcome = f"error {_short(worst)}, allowed {_short(limit)}{suffix}"
+    return Check(claim, outcome, bool((error <= allowed).all()))
 
 
 def _short(error: float) -> str:
     return f"{error:.0e}" if error else "0"
 
 
-def equal(claim: str, got: Tensor, wanted: Tensor) -> Check:
+def equal(claim: str, actual: Tensor, expected: Tensor) -> Check:
     """Whether two tensors are the same to the bit; NaN equals NaN."""
-    if got.shape != wanted.shape:
-        return Check(claim, f"the shapes differ, {list(got.shape)} and {list(wanted.shape)}", False)
-    differ = int(((got != wanted) & ~(got.isnan() & wanted.isnan())).sum())
-    return Check(claim, "to the bit" if not differ else f"{differ:,} of {got.numel():,} values differ", not differ)
+    if actual.shape != expected.shape:
+        return Check(claim, f"the shapes differ, {list(actual.shape)} and {list(expected.shape)}", False)
+    differ = int(((actual != expected) & ~(actual.isnan() & expected.isnan())).sum())
+    return Check(claim, "to the bit" if not differ else f"{differ:,} of {actual.numel():,} values differ", not differ)
 
 
 def finite(x: Tensor) -> Check:
     """Whether every value is finite."""
     bad = int((~torch.isfinite(x)).sum())
-    found = f"{bad:,} of {x.numel():,} are NaN or infinite, and reach every row that sees them" if bad else None
-    return Check("every value is finite", found, not bad)
+    outcome = f"{bad:,} of {x.numel():,} are NaN or infinite, and reach every row that sees them" if bad else None
+    return Check("every value is finite", outcome, not bad)
 
 
 # ---------------------------------------------------------------- how many pairs may be seen
 
 
 @dataclass(frozen=True, slots=True)
-class Visible:
+class VisiblePairs:
     """How many of the B · H · Q · K pairs may be seen, and how many of the B · H · Q rows see nothing."""
 
     pairs: int
     empty_rows: int
 
 
-def visible(mask: Mask, sizes: tuple[int, int, int, int]) -> Visible | None:
+def count_visible_pairs(mask: Mask, sizes: tuple[int, int, int, int]) -> VisiblePairs | None:
     """Count what a mask lets through: in closed form, from the spans of its plan, or pair by pair.
 
     None where the mask has no values (meta device), or where only counting more than ``COUNTED`` pairs would tell.
@@ -140,8 +140,8 @@ def visible(mask: Mask, sizes: tuple[int, int, int, int]) -> Visible | None:
     if any(tensor.is_meta for tensor in mask.tensors()):
         return None
     if isinstance(mask, Prefix):
-        seen = min(mask.n, keys)
-        return Visible(batch * heads * queries * seen, 0 if seen else batch * heads * queries)
+        visible = min(mask.n, keys)
+        return VisiblePairs(batch * heads * queries * visible, 0 if visible else batch * heads * queries)
     if isinstance(mask, Band):
         return _band(mask, sizes)
     plan = mask.plan(*sizes) if queries <= COUNTED else None
@@ -152,7 +152,7 @@ def visible(mask: Mask, sizes: tuple[int, int, int, int]) -> Visible | None:
     return _one_by_one(plan, sizes)
 
 
-def _band(band: Band, sizes: tuple[int, int, int, int]) -> Visible:
+def _band(band: Band, sizes: tuple[int, int, int, int]) -> VisiblePairs:
     """Row i sees the keys from i + low to i + high - 1 that exist: sums of clamped ramps, whatever the length."""
     batch, heads, queries, keys = sizes
     offset = band.offset
@@ -172,7 +172,7 @@ def _band(band: Band, sizes: tuple[int, int, int, int]) -> Visible:
         beyond = 0 if low is None else max(0, queries - max(0, keys - low))  # rows whose reach starts behind the last
         empty += queries if not keys else min(queries, before + beyond)
     repeat = heads * (batch if len(offsets) == 1 else 1)
-    return Visible(pairs * repeat, empty * repeat)
+    return VisiblePairs(pairs * repeat, empty * repeat)
 
 
 def _ramp(start: int, rows: int, top: int) -> int:
@@ -183,21 +183,22 @@ def _ramp(start: int, rows: int, top: int) -> int:
     return number * start + (rising + full - 1) * number // 2 + (rows - max(full, rising)) * top
 
 
-def _spans(plan: Plan, sizes: tuple[int, int, int, int]) -> Visible:
+def _spans(plan: Plan, sizes: tuple[int, int, int, int]) -> VisiblePairs:
     batch, heads, queries, _ = sizes
-    seen = (plan.spans[..., 1] - plan.spans[..., 0]).sum(-1)  # [B or 1, Q or 1]
-    repeat = heads * (batch // len(seen) if len(seen) else 0) * (queries // seen.shape[1] if seen.shape[1] else 0)
-    return Visible(int(seen.sum()) * repeat, int((seen == 0).sum()) * repeat)
+    visible = (plan.spans[..., 1] - plan.spans[..., 0]).sum(-1)  # [B or 1, Q or 1]
+    rows, columns = visible.shape
+    repeat = heads * (batch // rows if rows else 0) * (queries // columns if columns else 0)
+    return VisiblePairs(int(visible.sum()) * repeat, int((visible == 0).sum()) * repeat)
 
 
-def _one_by_one(plan: Plan, sizes: tuple[int, int, int, int]) -> Visible:
+def _one_by_one(plan: Plan, sizes: tuple[int, int, int, int]) -> VisiblePairs:
     batch, heads, queries, keys = sizes
     step = max(1, MATRIX // max(1, batch * heads * keys))
     pairs = empty = 0
     for start in range(0, queries, step):
         i = slice(start, min(start + step, queries))
-        seen = plan.tile(slice(0, batch), slice(0, heads), i, slice(0, keys))
-        seen = seen.expand(batch, heads, i.stop - i.start, keys)
-        pairs += int(seen.sum())
-        empty += int((~seen.any(-1)).sum())
-    return Visible(pairs, empty)
+        visible = plan.tile(slice(0, batch), slice(0, heads), i, slice(0, keys))
+        visible = visible.expand(batch, heads, i.stop - i.start, keys)
+        pairs += int(visible.sum())
+        empty += int((~visible.any(-1)).sum())
+    return VisiblePairs(pairs, empty)

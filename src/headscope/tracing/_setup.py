@@ -79,32 +79,32 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What may be seen and what is added to the scores, as the caller said it."""
+class ScoreOptions:
+    """The caller's options of the scores: what may be seen, and what is added to them."""
 
     mask: Mask | Tensor | None
     causal: bool
     bias: Tensor | None
 
     def as_mask(self) -> Mask | None:
-        """Mask and ``causal`` as one mask."""
-        given = as_mask(self.mask)
-        if not self.causal or is_causal(given):
-            return given
-        return causal() if given is None else causal() & given
+        """Return mask and ``causal`` as one mask."""
+        mask = as_mask(self.mask)
+        if not self.causal or is_causal(mask):
+            return mask
+        return causal() if mask is None else causal() & mask
 
     def code(self, batch: str, device: torch.device) -> tuple[str, ...]:
-        """Lines that make ``seen``; ``batch`` is how the code names the batch size, nothing without a batch axis."""
+        """Return the lines that make ``seen``; ``batch`` is the code of the batch size, "" without a batch axis."""
         if self.mask is None and not self.causal:
             return ()
         where = "" if device.type in ("cpu", "meta") else ", device=x.device"
         future = f"seen = torch.ones(Q, K{where}).tril(K - Q).bool()"
         if self.mask is None or is_causal(self.mask):
             return (future,)
-        given = "mask"
+        own = "mask"
         if isinstance(self.mask, Mask):
-            given = f"mask.dense({batch or '1, '}H, Q, K{where})" + ("" if batch else "[0]")
-        return (future, f"seen = seen & {given}") if self.causal else (f"seen = {given}",)
+            own = f"mask.dense({batch or '1, '}H, Q, K{where})" + ("" if batch else "[0]")
+        return (future, f"seen = seen & {own}") if self.causal else (f"seen = {own}",)
 
 
 def is_causal(mask: object) -> bool:
@@ -112,24 +112,24 @@ def is_causal(mask: object) -> bool:
     return isinstance(mask, Band) and (mask.left, mask.right, mask.offset) == (None, 0, None)
 
 
-def of_values(module: MultiHeadAttention, x: Tensor, context: Context, asked: Asked) -> Setting:
+def prepare_values(module: MultiHeadAttention, x: Tensor, context: Context, options: ScoreOptions) -> Setting:
     """Check a module's inputs and run it once, as in eval."""
     k_from, v_from = module._sources(x, context)
     for name, tensor in (("x", x), ("context", k_from), ("context", v_from)):
         _check_input(name, tensor, module)
     if x.is_meta:
-        return of_sizes(module, (x, k_from, v_from), _source(context), asked)
-    output = _run(module, x, context, asked)
-    if not isinstance(output, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # a subclass may return anything
-        raise TypeError(f"module: {type(module).__name__} returned {kind(output)}, wanted a tensor")
-    return _setting(module, (x, k_from, v_from), _source(context), asked, output)
+        return prepare_sizes(module, (x, k_from, v_from), _source_of(context), options)
+    output = _run_module(module, x, context, options)
+    if not isinstance(output, Tensor):
+        raise TypeError(f"module: {type(module).__name__} returned {kind(output)}, expected a tensor")
+    return _describe_setting(module, (x, k_from, v_from), _source_of(context), options, output)
 
 
-def of_sizes(
+def prepare_sizes(
     module: MultiHeadAttention,
     inputs: tuple[Tensor, Tensor, Tensor],
     source: Source,
-    asked: Asked,
+    options: ScoreOptions,
     code: tuple[str, ...] = (),
 ) -> Setting:
     """Check inputs that are on the meta device, where nothing has values: x, and where keys and values come from."""
@@ -146,53 +146,53 @@ def of_sizes(
     call._sizes(*heads)
     call.check_scale(module.scale, module.head_dim)
     call.check_softcap(module.softcap)
-    setting = _setting(module, inputs, source, asked, None, code)
+    setting = _describe_setting(module, inputs, source, options, None, code)
     if setting.mask is not None:
         held = setting.mask.tensors()
         check_mask(setting.mask, setting.sizes, held[0].device if held else x.device)
-    if asked.bias is not None:
+    if options.bias is not None:
         batch, number, queries, keys = setting.sizes
-        call._bias(asked.bias, (batch,) if setting.batched else (), (number, queries, keys), asked.bias)
+        call._bias(options.bias, (batch,) if setting.batched else (), (number, queries, keys), options.bias)
     return setting
 
 
-def _setting(
+def _describe_setting(
     module: MultiHeadAttention,
     inputs: tuple[Tensor, Tensor, Tensor],
     source: Source,
-    asked: Asked,
+    options: ScoreOptions,
     output: Tensor | None,
     code: tuple[str, ...] = (),
 ) -> Setting:
     batched = inputs[0].ndim == 3
     x, k_from, v_from = inputs if batched else (tensor[None] for tensor in inputs)  # [B, length, width]
-    setting = Setting(module, x, k_from, v_from, batched, source, asked.as_mask(), (), asked.bias, output, code)
-    return replace(setting, mask_code=asked.code(setting.size_code(setting.sizes[0]), x.device))
+    setting = Setting(module, x, k_from, v_from, batched, source, options.as_mask(), (), options.bias, output, code)
+    return replace(setting, mask_code=options.code(setting.size_code(setting.sizes[0]), x.device))
 
 
-def _source(context: Context) -> Source:
+def _source_of(context: Context) -> Source:
     return "self" if context is None else "pair" if isinstance(context, tuple) else "cross"
 
 
 def _check_input(name: str, tensor: object, module: MultiHeadAttention) -> None:
     weight, _ = module.projection("out")
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: got {kind(tensor)}, wanted a torch.Tensor")
+        raise TypeError(f"{name}: got {kind(tensor)}, expected a torch.Tensor")
     if tensor.dtype not in FLOATS:
         hint = "token numbers go through an embedding first"
-        raise TypeError(f"{name}: dtype is {kind(tensor)}, wanted {kind(weight)}; {hint}")
+        raise TypeError(f"{name}: dtype is {kind(tensor)}, expected {kind(weight)}; {hint}")
     if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(tensor.device.type):
         raise TypeError(f"{name}: dtype is {kind(tensor)}, the module has {kind(weight)}; convert one of them")
     if tensor.device != weight.device:
         raise ValueError(f"{name}: is on {tensor.device}, the module is on {weight.device}")
 
 
-def _run(module: MultiHeadAttention, x: Tensor, context: Context, asked: Asked) -> Tensor:
-    """The module's own output, without dropout."""
+def _run_module(module: MultiHeadAttention, x: Tensor, context: Context, options: ScoreOptions) -> object:
+    """Return the module's own output, without dropout; that of a subclass may be anything."""
     modes = {part: part.training for part in module.modules()}
     try:
         module.eval()
-        return module(x, context, mask=asked.as_mask(), bias=asked.bias)
+        return module(x, context, mask=options.as_mask(), bias=options.bias)
     finally:
         for part, training in modes.items():
             part.training = training

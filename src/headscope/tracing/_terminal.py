@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
-from rich.table import Table as Grid
+from rich.table import Table
 from rich.text import Text
 
-from headscope.tracing._explanations import LETTERS, STAGES, grid, memory, plain, quantity
-
-if TYPE_CHECKING:
-    from headscope.tracing._row import Row
-    from headscope.tracing._trace import Trace
+from headscope.report.tables import grid
+from headscope.report.words import STAGES
+from headscope.tracing._explanations import LETTERS, memory, plain, quantity
+from headscope.tracing._view import RenderedRow, RenderedTrace
 
 WIDE = 110  # columns from which on the values stand beside the equations
 VALUES = 34  # how wide they are then
@@ -25,10 +23,10 @@ MARKS = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("○", "dim"
 
 
 @dataclass(frozen=True)
-class Table:
+class TraceTable:
     """The table of a trace."""
 
-    trace: Trace
+    trace: RenderedTrace
     explain: bool
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -37,7 +35,7 @@ class Table:
 
 @dataclass(frozen=True)
 class _Page:
-    trace: Trace
+    trace: RenderedTrace
     explain: bool
     width: int
     ascii_only: bool
@@ -85,10 +83,10 @@ class _Page:
             lines[-1].append(entry)
         return Text("\n").join(lines)
 
-    def steps(self, rows: list[Row]) -> RenderableType:
+    def steps(self, rows: list[RenderedRow]) -> RenderableType:
         """One stage: beside each step's name its shape, equation and code, its values, and what was checked."""
         step, _, _ = self.columns
-        table = Grid.grid(padding=(0, 2, 0, 0), expand=True)
+        table = Table.grid(padding=(0, 2, 0, 0), expand=True)
         table.add_column(width=step)
         table.add_column(ratio=1)
         if self.wide:
@@ -100,12 +98,12 @@ class _Page:
                 table.add_row()
         return table
 
-    def facts(self, row: Row) -> Text:
+    def facts(self, row: RenderedRow) -> Text:
         """The step's name, and what its result takes."""
         more = self.text(f"\n{quantity(row.elements)} {row.dtype}\n{memory(row.bytes)}", "dim")
         return Text.assemble((row.step, "bold"), more)
 
-    def shape(self, row: Row) -> Text:
+    def shape(self, row: RenderedRow) -> Text:
         """The sizes, and each one's letter below it."""
         names = [self.text(letter).plain for letter in row.axes]
         sizes, letters = Text("["), Text("[")
@@ -115,12 +113,12 @@ class _Page:
             letters.append(", " if n else "").append(f"{name:>{width}}", colour(letter))
         return Text("\n").join([sizes.append("]"), letters.append("]")])
 
-    def formula(self, row: Row) -> Iterator[RenderableType]:
+    def formula(self, row: RenderedRow) -> Iterator[RenderableType]:
         """Shape, equation and code; code that is too wide to stand beside the shape stands below it."""
         _, shape, room = self.columns
         code = [self.text(line, "green") for line in row.code.split("\n")]
         beside = all(len(line) <= room for line in code)
-        table = Grid.grid(padding=(0, 2, 0, 0))
+        table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(width=shape, no_wrap=True)
         table.add_column()
         table.add_row(self.shape(row), Group(self.text(row.equation, "italic"), *(code if beside else ())))
@@ -128,8 +126,8 @@ class _Page:
         if not beside:
             yield Padding(Group(*code), (0, 0, 0, 2))
 
-    def checks(self, row: Row) -> Iterator[RenderableType]:
-        """The values, unless they have their own column; the invariant; what is to be noted; and why, if asked for."""
+    def checks(self, row: RenderedRow) -> Iterator[RenderableType]:
+        """The values, unless they have their own column; the invariant; the note; and why, with explanations."""
         if row.corner and not self.wide:
             yield self.values(row, 4 if list(row.axes)[-2:] == ["Q", "K"] else 1)
         mark, style = MARKS[row.held]
@@ -143,13 +141,13 @@ class _Page:
 
     def hanging(self, mark: tuple[str, str], words: str, style: str = "") -> RenderableType:
         """Words that wrap beside a mark."""
-        table = Grid.grid(padding=(0, 1, 0, 0))
+        table = Table.grid(padding=(0, 1, 0, 0))
         table.add_column(no_wrap=True)
         table.add_column(ratio=1)
         table.add_row(self.text(*mark), self.text(words, style))
         return table
 
-    def values(self, row: Row, lines: int) -> Text:
+    def values(self, row: RenderedRow, lines: int) -> Text:
         """The corner of the values, each as wide as the widest."""
         cells = [[plain(cell) if self.ascii_only else cell for cell in line] for line in grid(row.corner or [])]
         width = max(6, *(len(cell) for line in cells for cell in line), 0)

@@ -2,9 +2,10 @@
 
 from headscope._intercept.call import WatchError, WatchWarning
 from headscope.stats._origin import Origin, Part
+from headscope.watching._about import About
 from headscope.watching._monitor import Alarm, AttentionWarning, Limits
-from headscope.watching._options import About
-from headscope.watching._watch import Recording, Watch, register_transformers, watch
+from headscope.watching._recording import Recording
+from headscope.watching._watch import Watch, register_transformers, watch
 
 __all__ = [
     "About",

@@ -10,8 +10,16 @@ from types import NoneType
 from typing import Any
 
 from headscope.stats import HeadStats, _files
-from headscope.stats._files import RECORDING, listed, told, whole
-from headscope.watching._watch import About, Recording
+from headscope.stats._header import (
+    RECORDING,
+    check_format,
+    damage_named,
+    read_header,
+    read_list,
+    read_value,
+    read_whole,
+)
+from headscope.watching._about import About
 
 VERSION = 1
 _ABOUT: dict[str, tuple[type[Any], ...]] = {
@@ -19,21 +27,21 @@ _ABOUT: dict[str, tuple[type[Any], ...]] = {
 }  # fmt: skip
 
 
-def said(about: About) -> dict[str, Any]:
-    """What a recording is of, ready for JSON."""
+def description(about: About) -> dict[str, Any]:
+    """Return what a recording is of, ready for JSON."""
     return asdict(about)
 
 
 def save(stats: HeadStats, about: About, path: Path, force: bool, qk: bool) -> Path:
     """See ``Recording.save``."""
-    held = said(about)
-    del held["origin"]  # an entry of its own, which HeadStats.load reads, too
-    header = {RECORDING: json.dumps({"version": VERSION, "about": held})}
-    return _files.save(stats, path, force, header, qk=qk)
+    entries = description(about)
+    del entries["origin"]  # an entry of its own, which HeadStats.load reads, too
+    header = {RECORDING: json.dumps({"version": VERSION, "about": entries})}
+    return _files.save(stats.parts, stats.origin, path, force, header, qk=qk)
 
 
-def load(path: Path) -> Recording:
-    """See ``Recording.load``.
+def load(path: Path) -> tuple[HeadStats, About]:
+    """Return the parts of a recording; see ``Recording.load``.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -41,22 +49,22 @@ def load(path: Path) -> Recording:
         ValueError: it is no recording, or one of a newer format, or damaged.
     """
     stats = HeadStats.load(path)
-    header = _files.header(path, RECORDING)
+    header = read_header(path, RECORDING)
     if header is None:
         raise ValueError(f"{path}: holds statistics, but is no recording; HeadStats.load reads it")
-    _files.check_format(path, header, VERSION)
-    with _files.sound(path):
+    check_format(path, header, VERSION)
+    with damage_named(path):
         if not stats.parts:
             raise TypeError("layers: got none")
-        about: dict[str, Any] = told(header, "about", dict)
+        about: dict[str, Any] = read_value(header, "about", dict)
         for name, kinds in _ABOUT.items():
-            told(about, name, *kinds)
+            read_value(about, name, *kinds)
         _check_values(about)
         for name in ("forwards", "ran"):
-            whole(about, name, 0)
+            read_whole(about, name, 0)
         if about["texts"] is not None:
-            about["texts"] = tuple(listed(about, "texts", str))
-        return Recording(stats, About(**about))
+            about["texts"] = tuple(read_list(about, "texts", str))
+        return stats, About(**about)
 
 
 def _check_values(about: dict[str, Any]) -> None:
@@ -69,7 +77,7 @@ def _check_values(about: dict[str, Any]) -> None:
         if kind not in ("self", "cross"):
             raise ValueError(f'kinds: layer {layer} is {kind!r}, expected "self" or "cross"')
     for name in about["versions"]:
-        told(about["versions"], name, str)
+        read_value(about["versions"], name, str)
     waiting = [*about["options"].values()]
     while waiting:
         value = waiting.pop()

@@ -103,11 +103,11 @@ def _total(call: Call) -> int:
 
 def _ids(frame: Frame, queries: int) -> Tensor | None:
     """The ids that a module was called with, [B, T]: its ``input_ids``, or its first whole numbers, one a query."""
-    said: dict[str, Any] = dict(frame.arguments)
-    named = said.get("input_ids")
+    arguments: dict[str, Any] = dict(frame.arguments)
+    named = arguments.get("input_ids")
     if isinstance(named, Tensor):
         return named.detach() if named.ndim == 2 and named.shape[-1] == queries else None
-    for name, value in said.items():
+    for name, value in arguments.items():
         if not isinstance(value, Tensor) or any(part in name for part in _NOT_IDS):
             continue
         whole = not (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import html
 import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from headscope._attend.call import whole
-from headscope._intercept import frames, module_names, transformers
+from headscope._intercept import frames, module_names, patching, transformers
 from headscope._intercept.call import (
     COMPILED,
     Call,
@@ -31,249 +29,17 @@ from headscope._intercept.call import (
 )
 from headscope._intercept.frames import Frame
 from headscope._intercept.module_names import Choice
-from headscope._support.text import visible
-from headscope.stats import Column, HeadStats, Observe, Summary, merge
+from headscope.stats import HeadStats, Observe
 from headscope.stats._layer import LayerStats
-from headscope.stats._origin import LayerOrigin, Origin, Part
+from headscope.watching._about import about_of
 from headscope.watching._edits import Layout
-from headscope.watching._monitor import Alarm, AttentionWarning, Limits, Monitor, writer
-from headscope.watching._options import About, Options, about_of, check
+from headscope.watching._monitor import Limits, Monitor, writer
+from headscope.watching._options import Options, check
 from headscope.watching._origin import layer_origin
+from headscope.watching._recording import Recording
 from headscope.watching._token_ids import Streams, check_texts, given
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from headscope.comparing import Comparison, Thresholds
-
-__all__ = [
-    "About",
-    "Alarm",
-    "AttentionWarning",
-    "Limits",
-    "Origin",
-    "Part",
-    "Recording",
-    "Watch",
-    "WatchError",
-    "WatchWarning",
-    "register_transformers",
-    "watch",
-]
-
-PENDING = 16  # calls of a layer that are kept before they are merged
-
-
-class Recording:
-    """What was seen of a model's attention: the statistics of each layer, and what they are of.
-
-    It can be read while the model is still being watched. Whatever ``HeadStats`` has, it has, too:
-    ``recording["h.0.attn", 3, "entropy"]``, ``recording["entropy"]``, ``recording[0].received``.
-
-    Attributes:
-        about: model, options, versions, how many forward passes; ``about.part``: the heads of each layer, if not all.
-    """
-
-    def __init__(self, stats: HeadStats, about: About) -> None:
-        self.about = about if stats.origin is None else replace(about, origin=stats.origin)
-        self._parts: dict[str, LayerStats] = dict(stats.parts)
-        self._pending: dict[str, list[LayerStats]] = {}
-        self._order: dict[str, tuple[int, int]] = {}
-        self._monitor: Monitor | None = None
-        self._lock = threading.RLock()
-
-    # ------------------------------------------------------------ reading
-
-    @property
-    def stats(self) -> HeadStats:
-        """The statistics of all layers, named by module path, in the order of the model.
-
-        Raises:
-            WatchError: nothing has been seen so far.
-        """
-        with self._lock:
-            if not self._all():
-                raise WatchError("watch: nothing has been seen so far; run the model within the with block")
-            names = sorted(self._parts, key=lambda name: self._order.get(name, (0, 0)))
-            return HeadStats({name: self._parts[name] for name in names}, self.about.origin)
-
-    def __getitem__(self, at: Any) -> Summary | Column | HeadStats | dict[str, Summary]:
-        return self.stats[at]
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """The layers' names, in order."""
-        return self.stats.layers
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The row quantities that some layer has."""
-        return self.stats.names
-
-    @property
-    def heads(self) -> int:
-        """How many heads the widest layer has."""
-        return self.stats.heads
-
-    @property
-    def forwards(self) -> int:
-        """How many forward passes were looked at."""
-        return self.about.forwards
-
-    @property
-    def kinds(self) -> Mapping[str, str]:
-        """Layer -> "self" or "cross"."""
-        return self.about.kinds
-
-    @property
-    def texts(self) -> tuple[str, ...] | None:
-        """The text of each token, if it was given."""
-        return self.about.texts
-
-    @property
-    def alarms(self) -> tuple[Alarm, ...]:
-        """The alarms that were raised, if the model was watched with ``alarms``."""
-        return () if self._monitor is None else tuple(self._monitor.alarms)
-
-    def flat(self) -> dict[str, float]:
-        """Means under flat names, as trackers want them: ``attn/L03/H05/entropy``."""
-        return self.stats.flat()
-
-    def to_dict(self) -> dict[str, Any]:
-        """What it is of and all statistics, ready for JSON; see ``HeadStats.to_dict``."""
-        from headscope.watching._files import said
-
-        return {"about": said(self.about), **self.stats.to_dict()}
-
-    def to_pandas(self) -> Any:
-        """A ``pandas.DataFrame``; see ``HeadStats.to_pandas``."""
-        return self.stats.to_pandas()
-
-    def table(self, sort: str | None = None, **options: Any) -> Table:
-        """One line for each head, under paths without what is common to all; see ``HeadStats.table``."""
-        from rich.markup import escape
-
-        from headscope._analysis.answers import short_layers
-
-        stats = self.stats
-        short, note = short_layers(stats.layers)
-        table = stats.named(*short.values()).table(sort, **options)
-        table.caption = f"{table.caption} {escape(visible(note))}".rstrip()
-        return table
-
-    def compare(self, other: HeadStats | Recording, thresholds: Thresholds | None = None) -> Comparison:
-        """What moved from this recording to another, head by head; see ``headscope.comparing.compare``."""
-        from headscope.comparing import compare
-
-        return compare(self, other, thresholds)
-
-    def save(self, path: str | Path, *, qk: bool = False, force: bool = False) -> Path:
-        """Write one safetensors file; ``HeadStats.load`` reads its statistics, too.
-
-        Args:
-            path: where.
-            qk: with q, k and lse, if they were kept (``Observe(keep_qk=True)``), so that every tile of the weights can
-                be computed from the file; it then grows with the length, by B · (H + Hkv) · D numbers a position.
-            force: replace any file.
-
-        Raises:
-            FileExistsError, ValueError: see ``HeadStats.save``.
-            ValueError: ``qk``, and a mask that is too large to be saved.
-        """
-        from headscope.watching._files import save
-
-        return save(self.stats, self.about, Path(path), force, qk)
-
-    def save_html(self, path: str | Path, *, force: bool = False, **options: Any) -> Path:
-        """Write one page in which every head can be looked at, without any request; see docs/viewer.md.
-
-        Maps are shown if they were observed: ``Observe(map=64)``.
-
-        Args:
-            path: where.
-            force: replace any file.
-            options: title, image, grid, special and strips, as for ``headscope.report.viewer.render_recording``.
-
-        Raises:
-            SaveError: there is a file that is no page of headscope's own, or it cannot be written.
-            TypeError: an option of another kind.
-            ValueError: the maps do not fit one page, or an image does not fit the keys.
-            WatchError: nothing has been seen so far.
-        """
-        from headscope.report.viewer import save_recording
-
-        return save_recording(self, path, force=force, **options)
-
-    @staticmethod
-    def load(path: str | Path) -> Recording:
-        """Read what ``save`` wrote.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            OSError: it cannot be opened.
-            ValueError: it is no recording, or one of a newer format.
-        """
-        from headscope.watching._files import load
-
-        return load(Path(path))
-
-    def __repr__(self) -> str:
-        if not self._parts and not self._pending:
-            return visible(f"Recording({self.about.model}: nothing seen so far)")
-        return visible(f"Recording({self.about.model}, {self.forwards} forward passes: {self.stats!r})")
-
-    def _repr_html_(self) -> str:
-        if not self._parts and not self._pending:
-            return f"<p>{html.escape(repr(self))}</p>"
-        from headscope.report.viewer import framed, render_recording
-
-        return framed(render_recording(self))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy starts from: a monitor, with what it writes to, stays with the original, as does the lock."""
-        with self._lock:
-            return {**self.__dict__, "_pending": {}, "_parts": self._all(), "_monitor": None, "_lock": None}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
-
-    def __rich__(self) -> Table:
-        return self.table()
-
-    # ------------------------------------------------------------ writing
-
-    def _add(
-        self, name: str, order: tuple[int, int], part: LayerStats, kind: Kind, origin: Callable[[], LayerOrigin]
-    ) -> None:
-        """Add one call of a layer; ``origin``: what its first call is of."""
-        with self._lock:
-            if name not in self._order:
-                self._order[name] = order
-                about = self.about
-                whole = about.origin and replace(about.origin, layers={**about.origin.layers, name: origin()})
-                self.about = replace(about, kinds={**about.kinds, name: kind}, origin=whole)
-            waiting = self._pending.setdefault(name, [])
-            waiting.append(part)
-            if len(waiting) >= PENDING:
-                self._fold(name)
-
-    def _all(self) -> dict[str, LayerStats]:
-        """Layer -> all of its calls, merged."""
-        for name in list(self._pending):
-            self._fold(name)
-        return dict(self._parts)
-
-    def _fold(self, name: str) -> None:
-        """Merge what waits of a layer."""
-        parts = [*self._pending[name]]
-        if name in self._parts:
-            parts.insert(0, self._parts[name])
-        try:
-            merged = merge(*(HeadStats({name: part}) for part in parts))
-        except ValueError as error:
-            raise WatchError(f"watch: {error}; a layer has to have the same heads in every call") from error
-        self._parts[name] = merged.parts[name]
-        del self._pending[name]
+__all__ = ["Watch", "register_transformers", "watch"]
 
 
 def watch(
@@ -388,13 +154,13 @@ class Watch:
         if refusal := transformers.refusal(self.modules):
             raise WatchError(refusal)
         self._entered = True
-        frames.open_(self, self.modules)
+        patching.open_watch(self, self.modules)
         return self.recording
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        frames.close(self, self.modules)
+        patching.close_watch(self, self.modules)
         if self.monitor is not None:
             self.monitor.finish()
         if error is None:
@@ -484,12 +250,12 @@ class Watch:
                 self.monitor.step(forward.number, parts)
         if self.options.unseen == "ignore":
             return
-        self._warn_of_softmax(forward)
         both = (frozenset(forward.ran), frozenset(forward.seen))
-        if both in self._complete:
-            return  # looked through in an earlier pass
-        missing = module_names.unseen(self.modules, forward.ran, forward.seen)
-        missing = [name for name in missing if name in self.chosen]
+        missing: list[str] = []
+        if both not in self._complete:
+            missing = module_names.unseen(self.modules, forward.ran, forward.seen)
+            missing = [name for name in missing if name in self.chosen]
+        self._warn_of_unrecorded(forward, missing)
         if missing:
             raise WatchError(
                 f"watch: of the attention layers that ran {len(missing)} could not be seen: "
@@ -498,15 +264,17 @@ class Watch:
             )
         self._complete.add(both)
 
-    def _warn_of_softmax(self, forward: Pass) -> None:
-        """Warn, once for each layer, of attention that may have been missed beside what was recorded."""
-        for name in module_names.partly_unseen(self.modules, forward.written, forward.seen):
+    def _warn_of_unrecorded(self, forward: Pass, missing: Collection[str]) -> None:
+        """Warn, once for each layer, of attention beside what was recorded."""
+        if not forward.unrecorded:
+            return
+        texts = module_names.unrecorded(self.modules, forward.unrecorded, forward.seen, missing)
+        for name, text in texts.items():
             if name not in self.chosen or name in self._warned:
                 continue
             self._warned.add(name)
             warnings.warn(
-                f"watch: {module_names.with_classes(self.modules, [name])} may attend once more, by a softmax of its "
-                'own, which the recording does not include; unseen="ignore" turns this warning off',
+                f'watch: {text}, which the recording does not include; unseen="ignore" turns this warning off',
                 WatchWarning,
                 stacklevel=2,
             )
@@ -522,11 +290,11 @@ class Pass:
         self.parts: dict[str, LayerStats] = {}  # of this pass alone, for a monitor
         self.ran: dict[str, None] = {}
         self.seen: set[str] = set()
-        self.written: dict[str, None] = {}  # whose own softmax was multiplied with what may be values
+        self.unrecorded: dict[str, str | None] = {}  # see module_names.unrecorded
 
-    def note_softmax(self, name: str) -> None:
-        """A module may have attended by a softmax of its own."""
-        self.written[name] = None
+    def note_unrecorded(self, name: str, operator: str | None) -> None:
+        """A module attends by an operator, or perhaps by a softmax of its own (None)."""
+        self.unrecorded[name] = self.unrecorded.get(name) or operator
 
     def enter(self, name: str, module: nn.Module) -> bool:
         """A module starts to run; headscope's kernel attends in those that were chosen, if at all."""

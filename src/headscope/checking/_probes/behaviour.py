@@ -1,4 +1,4 @@
-"""Probes that look at inputs and outputs, and at the layout of heads, batch and length."""
+"""Probes of inputs and outputs, and of the layout of heads, batch and length."""
 
 from __future__ import annotations
 
@@ -7,121 +7,126 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headscope._provenance.tap import HEADS
+from headscope.checking._call_patterns import takes_input
 from headscope.checking._case import Case
-from headscope.checking._subject import RAISED, Subject, duplicate, line, takes_input
+from headscope.checking._copies import CODE_ERRORS, copy_target, describe_error
+from headscope.checking._subject import Subject
 
-TELLS_MASK = {
+MASK_FINDINGS = {
     *("sees-one-ahead", "mask-inverted", "mask-fill-too-small", "bool-mask-added", "mask-on-some-heads"),
     *("mask-on-some-batches", "cannot-see-itself", "looks-into-the-future", "heads-split-wrong", "heads-merged-wrong"),
     *("softmax-over-queries", "cannot-see-the-past", "mask-after-softmax"),
 }
-"""Findings that say already who sees whom wrongly."""
+"""Findings that already explain which query sees which key wrongly."""
 
 
-def _differs(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> Tensor:
+def _differ(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> Tensor:
     """Where two outputs differ; NaN equals NaN. Over the last axis."""
     scale = max(1e-30, float(a.nan_to_num(0, 0, 0).abs().max()))
-    apart = (a.nan_to_num(0, 0, 0) - b.nan_to_num(0, 0, 0)).abs() > tolerance * scale
-    return (apart | (torch.isfinite(a) != torch.isfinite(b))).any(-1)
+    differ = (a.nan_to_num(0, 0, 0) - b.nan_to_num(0, 0, 0)).abs() > tolerance * scale
+    return (differ | (torch.isfinite(a) != torch.isfinite(b))).any(-1)
 
 
 # ---------------------------------------------------------------- what stays between calls
 
 
-def state(case: Case) -> None:
-    """The same call again: same seed, another seed, after another input; and the input itself afterwards."""
+def probe_state(case: Case) -> None:
+    """Repeat a call: same seed, another seed, after another input; and compare the input itself afterwards."""
     subject = case.subject
     x, y = subject.input(1), subject.input(2)
-    target = duplicate(subject.target) if subject.module is not None else subject.target
-    given = x.clone()
-    first = subject.output(subject.results(given, target=target), given).detach().double()
-    if not torch.equal(given, x):
-        changed = float((given - x).abs().max())
-        case.find("input-modified", f"after the call the input differs from before by up to {changed:.3g}")
+    target = copy_target(subject.target) if subject.module is not None else subject.target
+    inputs = x.clone()
+    first = subject.output(subject.call_with(inputs, target=target), inputs).detach().double()
+    if not torch.equal(inputs, x):
+        changed = float((inputs - x).abs().max())
+        case.report("input-modified", f"after the call the input differs from before by up to {changed:.3g}")
     try:
-        subject.results(y.clone(), target=target)
-        again = subject.output(subject.results(x.clone(), target=target), x).detach().double()
-    except RAISED as error:  # the first call went well
-        case.find("state-between-calls", f"another call after the first fails: {line(error)}")
+        subject.call_with(y.clone(), target=target)
+        repeated = subject.output(subject.call_with(x.clone(), target=target), x).detach().double()
+    except CODE_ERRORS as error:  # the first call went well
+        case.report("state-between-calls", f"another call after the first fails: {describe_error(error)}")
         subject.stateful = True
         return
-    if bool(_differs(first, again).any()):
-        off = float((first - again).abs().nan_to_num().max())
-        case.find("state-between-calls", f"the same input with the same seed gives outputs that are apart by {off:.3g}")
+    if bool(_differ(first, repeated).any()):
+        off = float((first - repeated).abs().nan_to_num().max())
+        evidence = f"the same input with the same seed gives outputs that are apart by {off:.3g}"
+        case.report("state-between-calls", evidence)
         subject.stateful = True
         return
     other = subject.run(x, seed=7)
-    if bool(_differs(first, other).any()):
-        share = float(_differs(first, other).double().mean())
-        case.find("dropout-in-eval", f"in eval, two seeds give different outputs at {share:.0%} of the positions")
+    if bool(_differ(first, other).any()):
+        share = float(_differ(first, other).double().mean())
+        case.report("dropout-in-eval", f"in eval, two seeds give different outputs at {share:.0%} of the positions")
 
 
-def layout(case: Case) -> None:
-    """Which axis is the batch: changing one entry of the input changes the outputs along the length."""
+def probe_layout(case: Case) -> None:
+    """Find which axis is the batch: changing one entry of the input changes the outputs along the length."""
     subject = case.subject
     if case.random:
         case.not_tested["which axis is the batch"] = "dropout is active"
         return
-    changed = [_reach(subject, at) for at in ((0, 0), (-1, -1))]
+    changed = [_changed_by(subject, at) for at in ((0, 0), (-1, -1))]
     inside = changed[0][0, 1:].any() or changed[1][-1, :-1].any()
     across = changed[0][1:, 0].any() or changed[1][:-1, -1].any()
     elsewhere = changed[0][1:, 1:].any() or changed[1][:-1, :-1].any()
     unknown = not across and not inside and not elsewhere  # each output depends on its own token alone
-    if (across and not inside and not elsewhere) or (unknown and case.asked.batch_first is False):
+    if (across and not inside and not elsewhere) or (unknown and case.options.batch_first is False):
         subject.swapped = True
-        said = "changing a token changes outputs at its place in other batch entries, and none of its own sequence"
+        evidence = "changing a token changes outputs at its place in other batch entries, and none of its own sequence"
         if unknown:
             pass
-        elif case.asked.batch_first:
-            case.find("batch-and-length-swapped", said)
-        elif case.asked.batch_first is None and not subject.torch_like:
-            case.find("batch-and-length-swapped", f"{said}; say batch_first=False if it is meant to", "unusual")
+        elif case.options.batch_first:
+            case.report("batch-and-length-swapped", evidence)
+        elif case.options.batch_first is None and not subject.torch_like:
+            case.report("batch-and-length-swapped", f"{evidence}; say batch_first=False if it is meant to", "unusual")
         case.understood.append("its input is [T, B, E], length first")
         return
     case.understood.append("its input is [B, T, E], batch first")
-    if case.asked.batch_first is False and inside and not across and not elsewhere:
-        said = "changing a token changes outputs along axis 1, which was to be the batch"
-        case.find("batch-and-length-swapped", said)
+    if case.options.batch_first is False and inside and not across and not elsewhere:
+        case.report(
+            "batch-and-length-swapped", "changing a token changes outputs along axis 1, which was to be the batch"
+        )
     if (across or elsewhere) and inside:
         where = (changed[0][1:].any(0) | changed[1][:-1].any(0)).nonzero().flatten().tolist()
-        case.find("batches-mixed", f"changing batch entry 0 changes others at positions {', '.join(map(str, where))}")
+        case.report("batches-mixed", f"changing batch entry 0 changes others at positions {', '.join(map(str, where))}")
 
 
-def _reach(subject: Subject, at: tuple[int, int]) -> Tensor:
+def _changed_by(subject: Subject, at: tuple[int, int]) -> Tensor:
     """Where outputs change if one token does, [B, T]."""
     x = subject.input(1)
     moved = x.clone()
     moved[at] = -2 * moved[at] + 1
-    return _differs(subject.run(x), subject.run(moved))
+    return _differ(subject.run(x), subject.run(moved))
 
 
 # ---------------------------------------------------------------- layout
 
 
-def structure(case: Case) -> None:
-    """What the tap says of the layout."""
+def probe_structure(case: Case) -> None:
+    """Report the faults of the layout, and the number of heads."""
     run = case.base
     if case.random or run is None:
-        case.not_tested["heads"] = case.why_no_heads()
+        case.not_tested["heads"] = case.reason_without_heads
         return
     for fault in run.faults:
-        case.find(fault.name, fault.seen)
+        case.report(fault.name, fault.evidence)
     if run.heads is None:
-        case.not_tested["weights"] = run.why
+        case.not_tested["weights"] = run.reason
         return
-    asked, heads = case.asked.heads, run.heads
+    expected, heads = case.options.heads, run.heads
     case.understood.append(f"{heads.count} heads of width {heads.width}")
-    if asked is not None and heads.count != asked:
-        said = f"{heads.count} {'head' if heads.count == 1 else 'heads'} of width {heads.width}, wanted {asked}"
-        case.find("heads-not-split", said)
-    ids = run.seen.out_ids
-    if ids is not None and heads.count > 1 and bool((run.seen.kind[ids] == HEADS).all()):
-        case.find("no-output-projection", "the output is the heads' results side by side")
+    if expected is not None and heads.count != expected:
+        evidence = (
+            f"{heads.count} {'head' if heads.count == 1 else 'heads'} of width {heads.width}, expected {expected}"
+        )
+        case.report("heads-not-split", evidence)
+    ids = run.record.out_ids
+    if ids is not None and heads.count > 1 and run.record.holds_heads(ids):
+        case.report("no-output-projection", "the output is the heads' results side by side")
 
 
-def dependence(case: Case) -> None:
-    """Which outputs change with which token, where the weights were not seen or something else may leak."""
+def probe_dependence(case: Case) -> None:
+    """Find which outputs change with which token, where the weights were not seen or something else may leak."""
     subject, known = case.subject, case.heads is not None
     if case.random:
         case.not_tested["which token an output depends on"] = "dropout is active"
@@ -136,78 +141,78 @@ def dependence(case: Case) -> None:
     for j in range(length):
         moved = x.clone()
         moved[0, j] = -2 * moved[0, j] + case.size
-        changed = _differs(plain, subject.run(moved))
+        changed = _differ(plain, subject.run(moved))
         reach[:, j] = changed[0]
-        if bool(changed[1:].any()) and not case.found.keys() & {"batches-mixed", "heads-split-wrong"}:
+        if bool(changed[1:].any()) and not case.observations.keys() & {"batches-mixed", "heads-split-wrong"}:
             other = 1 + int(changed[1:].any(1).nonzero()[0])
-            said = f"changing position {j} of batch entry 0 changes batch entry {other}"
-            case.find("batches-mixed", said)
+            case.report("batches-mixed", f"changing position {j} of batch entry 0 changes batch entry {other}")
     past, future = reach.tril(-1), reach.triu(1)
-    told = case.found.keys() & TELLS_MASK
-    if case.causal or case.asked.causal:
-        if bool(future.any()) and not told:
+    explained = case.observations.keys() & MASK_FINDINGS
+    if case.causal or case.options.causal:
+        if bool(future.any()) and not explained:
             i, j = future.nonzero()[0].tolist()
-            case.find("looks-into-the-future", f"changing position {j} changes the output at position {i}")
+            case.report("looks-into-the-future", f"changing position {j} changes the output at position {i}")
     elif not known and not bool(future.any()):
         case.causal = True
         case.understood.append("causal: no output depends on a later position")
-    if not bool(past.any()) and not told and length > 1:
-        case.find("cannot-see-the-past", "no output depends on an earlier position")
-    if not known and not case.causal and not case.found:
-        _equivariance(case, plain)
+    if not bool(past.any()) and not explained and length > 1:
+        case.report("cannot-see-the-past", "no output depends on an earlier position")
+    if not known and not case.causal and not case.observations:
+        _test_equivariance(case, plain)
 
 
-def _equivariance(case: Case, plain: Tensor) -> None:
+def _test_equivariance(case: Case, plain: Tensor) -> None:
     order = torch.arange(case.subject.length).flip(0)
     turned = case.subject.run(case.x[:, order])
-    if bool(_differs(plain[:, order], turned, case.subject.tolerance).any()):
+    if bool(_differ(plain[:, order], turned, case.subject.tolerance).any()):
         off = float((plain[:, order] - turned).abs().max())
-        case.find("not-permutation-equivariant", f"for tokens in reverse order the outputs are off by up to {off:.3g}")
+        case.report(
+            "not-permutation-equivariant", f"for tokens in reverse order the outputs are off by up to {off:.3g}"
+        )
 
 
-def inputs(case: Case) -> None:
-    """Modules that take queries, keys and values each: does each of them count?"""
+def probe_inputs(case: Case) -> None:
+    """Test that the output depends on each input, where queries, keys and values are separate arguments."""
     subject = case.subject
     names = dict(enumerate(subject.names))
-    at = [
-        n for n, each in enumerate(subject.way.positional) if each is ... and (not n or takes_input(names.get(n, "x")))
-    ]
+    values = enumerate(subject.pattern.positional)
+    at = [n for n, value in values if value is ... and (not n or takes_input(names.get(n, "x")))]
     if len(at) < 2 or subject.call is not None or case.random:
         return
     plain = subject.run(case.x)
     for n in at:
         other = subject.input(3, case.size)
-        given = other.transpose(0, 1).contiguous() if subject.swapped else other
-        if not bool(_differs(plain, _with(subject, n, given, case.x)).any()):
-            case.find("input-ignored", f"argument {n} of ({', '.join('x' for _ in at)}) changes nothing")
+        value = other.transpose(0, 1).contiguous() if subject.swapped else other
+        if not bool(_differ(plain, _run_with_argument(subject, n, value, case.x)).any()):
+            case.report("input-ignored", f"argument {n} of ({', '.join('x' for _ in at)}) changes nothing")
 
 
-def _with(subject: Subject, n: int, value: Tensor, x: Tensor) -> Tensor:
-    positional = tuple(value if k == n else each for k, each in enumerate(subject.way.positional))
-    return replace(subject, way=replace(subject.way, positional=positional)).run(x)
+def _run_with_argument(subject: Subject, n: int, value: Tensor, x: Tensor) -> Tensor:
+    positional = tuple(value if k == n else each for k, each in enumerate(subject.pattern.positional))
+    return replace(subject, pattern=replace(subject.pattern, positional=positional)).run(x)
 
 
-def one(case: Case) -> None:
-    """A batch of one gives what it gives in a larger batch."""
+def probe_batch_of_one(case: Case) -> None:
+    """Test that a batch of one gives what it gives in a larger batch."""
     subject = case.subject
-    if case.random or "batches-mixed" in case.found:
+    if case.random or "batches-mixed" in case.observations:
         return
     x = case.x
     whole = subject.run(x)[:1]
     try:
         alone = subject.run(x[:1])
-    except RAISED as error:  # whatever it raises is what was found
-        case.find("fails-on-batch-of-one", line(error))
+    except CODE_ERRORS as error:  # whatever it raises is the evidence
+        case.report("fails-on-batch-of-one", describe_error(error))
         return
-    if alone.shape != whole.shape or bool(_differs(whole, alone, subject.tolerance).any()):
-        case.find("fails-on-batch-of-one", f"alone, batch entry 0 gives {list(alone.shape)} with other numbers")
+    if alone.shape != whole.shape or bool(_differ(whole, alone, subject.tolerance).any()):
+        case.report("fails-on-batch-of-one", f"alone, batch entry 0 gives {list(alone.shape)} with other numbers")
 
 
 # ---------------------------------------------------------------- gradients
 
 
-def gradients(case: Case) -> None:
-    """Weights that change the output get a gradient; weights that do not are not used."""
+def probe_gradients(case: Case) -> None:
+    """Test that weights that change the output get a gradient, and that all weights are used."""
     subject = case.subject
     module = subject.module
     if module is None:
@@ -216,9 +221,9 @@ def gradients(case: Case) -> None:
     if case.random:
         case.not_tested["gradients of weights"] = "dropout is active"
         return
-    made = duplicate(module)
-    weights = [(name, p) for name, p in made.named_parameters() if p.ndim >= 2 and p.is_floating_point()]
-    out = subject.output(subject.results(case.x, target=made), case.x)
+    copied = copy_target(module)
+    weights = [(name, p) for name, p in copied.named_parameters() if p.ndim >= 2 and p.is_floating_point()]
+    out = subject.output(subject.call_with(case.x, target=copied), case.x)
     plain = out.detach().double()
     if out.requires_grad:
         factor = torch.linspace(1, 2, out.numel(), dtype=out.dtype).sin().view(out.shape)
@@ -228,25 +233,27 @@ def gradients(case: Case) -> None:
         rows = torch.ones(len(p), dtype=torch.bool) if p.grad is None else (p.grad.flatten(1) == 0).all(1)
         if not bool(rows.any()):
             continue
-        if bool(_moved(subject, made, p, rows, plain, case.x)):
+        if bool(_output_depends_on(subject, copied, p, rows, plain, case.x)):
             blocked.append(f"{name} ({int(rows.sum())} of {len(rows)} rows)")
         elif bool(rows.all()):
             unused.append(f"{name} {list(p.shape)}")
     if blocked:
-        case.find("gradient-blocked", f"the output depends on {', '.join(blocked)}, and no gradient reaches it")
+        case.report("gradient-blocked", f"the output depends on {', '.join(blocked)}, and no gradient reaches it")
     if unused:
-        case.find("unused-parameter", f"changing {', '.join(unused)} changes nothing")
+        case.report("unused-parameter", f"changing {', '.join(unused)} changes nothing")
 
 
-def _moved(subject: Subject, made: torch.nn.Module, p: Tensor, rows: Tensor, plain: Tensor, x: Tensor) -> bool:
-    """Whether the output changes with these rows of a parameter."""
+def _output_depends_on(
+    subject: Subject, module: torch.nn.Module, p: Tensor, rows: Tensor, plain: Tensor, x: Tensor
+) -> bool:
+    """Return whether the output changes with these rows of a parameter."""
     before = p.detach().clone()
     with torch.no_grad():
-        # a small step: a large one would wake what ReLU has put to sleep
+        # a small step: a large one would activate units that ReLU has switched off
         p[rows] += 1e-3 * (1e-3 + before.abs().mean()) * torch.randn(before[rows].shape).to(p.dtype)
     try:
-        out = subject.output(subject.results(x, target=made), x).detach().double()
+        out = subject.output(subject.call_with(x, target=module), x).detach().double()
     finally:
         with torch.no_grad():
             p.copy_(before)
-    return bool(_differs(plain, out).any())
+    return bool(_differ(plain, out).any())

@@ -30,7 +30,7 @@ import sys
 root = sys.argv[1]  # the same package as here, wherever it was found
 if root not in sys.path:
     sys.path.insert(0, root)
-from headscope.checking._child import main
+from headscope.cli._shared.check_child import main
 main()
 """
 

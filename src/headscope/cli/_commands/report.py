@@ -127,7 +127,7 @@ def _check_strips(found: Recording, strips: Sequence[tuple[int, int]]) -> None:
 
 def _spared(found: Recording, strips: Sequence[tuple[int, int]]) -> list[str]:
     """Those heads that were to have strips and need none."""
-    from headscope.report._viewer.model import exact
+    from headscope.report._viewer.packing import exact
 
     parts = list(found.stats.parts.values())
     return [f"{layer}.{head}" for layer, head in strips if exact(parts[layer])]

@@ -221,7 +221,7 @@ def _check_out(path: Path, force: bool) -> None:
         _files.check_utf8(path)
     except ValueError as error:
         raise Mistake(f"--out: {error}") from error
-    if there and not force and not _files.is_ours(path):
+    if there and not force and not _files.is_statistics(path):
         raise Mistake(f"--out: {path}: holds a file that is no recording; choose another name, or give --force")
 
 

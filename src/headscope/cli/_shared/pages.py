@@ -96,7 +96,7 @@ def _is_ours(path: str) -> bool:
     try:
         check(path)
     except SaveError:
-        return _files.is_ours(Path(path))
+        return _files.is_statistics(Path(path))
     return True
 
 

@@ -9,24 +9,26 @@ from typing import Any
 
 from torch import Tensor
 
+from headscope import decisions
 from headscope._analysis.answers import plural, short_layers
 from headscope._attend.call import as_whole, whole
-from headscope.report._viewer.model import Strips, exact, sources
+from headscope.report._texts import broken_layers, stands_on
+from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
+from headscope.report._viewer.packing import Strips, exact, sources
+from headscope.report._viewer.strips import empty_strips, strips_of
+from headscope.report.observed_model import ObservedModel
 from headscope.report.regions import pixels_of
-from headscope.report.sheet import broken_layers, stands_on
-from headscope.report.viewer import Columns, Layer, Picture, Scored, Shown
 from headscope.stats import Observe
 from headscope.stats._layer import LayerStats
 from headscope.stats._origin import Part
 from headscope.stats._tiles import kept_if_any, kept_of
-from headscope.watching import Recording
 
 MOST_STRIPS = 16
 """How many heads may have strips."""
 
 
 def shown(
-    recording: Recording,
+    recording: ObservedModel,
     *,
     title: str = "",
     image: Any = None,
@@ -45,7 +47,7 @@ def shown(
     if image is None and (grid is not None or special is not None):
         raise ValueError("grid, special: wanted an image with them")
     patterns = _patterns(recording)
-    short, common = short_layers(recording.layers)
+    short, common = short_layers(recording.stats.layers)
     of_heads = _strips(stats.parts, patterns, strips, about.kinds)
     layers = [
         Layer(
@@ -96,13 +98,11 @@ def _statistics(part: LayerStats) -> dict[str, Columns]:
     return found
 
 
-def _patterns(recording: Recording) -> list[list[list[Scored]]]:
+def _patterns(recording: ObservedModel) -> list[list[list[Scored]]]:
     """For each layer and head its patterns, the one that it matches best first."""
-    from headscope.decisions import patterns
-
-    if "chance" not in recording.names:  # nothing by which a pattern could be told
+    if "chance" not in recording.stats.names:  # nothing by which a pattern could be told
         return []
-    scored = patterns(recording)
+    scored = decisions.patterns(recording.stats)
     found: dict[tuple[str, int], list[Scored]]
     found = {(layer, head): [] for layer, part in recording.stats.parts.items() for head in range(part.heads)}
     for each in scored.scores:
@@ -118,30 +118,28 @@ def _patterns(recording: Recording) -> list[list[list[Scored]]]:
 def _strips(
     parts: Mapping[str, LayerStats],
     patterns: Sequence[Sequence[Sequence[Scored]]],
-    asked: Sequence[tuple[int | str, int]] | None,
+    request: Sequence[tuple[int | str, int]] | None,
     kinds: Mapping[str, str],
 ) -> list[Strips | None]:
     """Of each layer the strips of those of its heads that are to have them.
 
     Where every weight is in the map there are none; what is said of them still tells where the queries stand.
     """
-    from headscope.report._viewer.strips import empty_strips, strips_of
-
     names = list(parts)
-    if asked is None:
+    if request is None:
         chosen = _telling(parts, patterns, kinds)
     else:
-        if not isinstance(asked, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"strips: got {asked!r}, wanted pairs of a layer and the number of a head")
-        if len(asked) > MOST_STRIPS:
-            raise ValueError(f"strips: got {len(asked)} heads, wanted at most {MOST_STRIPS}")
-        for each in asked:
+        if not isinstance(request, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"strips: got {request!r}, wanted pairs of a layer and the number of a head")
+        if len(request) > MOST_STRIPS:
+            raise ValueError(f"strips: got {len(request)} heads, wanted at most {MOST_STRIPS}")
+        for each in request:
             match each:
                 case (int() | str(), int()):
                     pass
                 case _:
                     raise ValueError(f"strips: got {each!r}, wanted pairs of a layer and the number of a head")
-        chosen = [(names.index(layer) if layer in names else layer, head) for layer, head in asked]
+        chosen = [(names.index(layer) if layer in names else layer, head) for layer, head in request]
         for layer, head in chosen:
             if not (isinstance(layer, int) and 0 <= layer < len(names) and 0 <= head < parts[names[layer]].heads):
                 raise ValueError(f"strips: got layer {layer}, head {head}, which is not there")
@@ -157,14 +155,14 @@ def _strips(
         heads = [head for layer, head in chosen if layer == n]
         kept = None
         if heads:  # weights that cannot be had are told of if somebody asked
-            kept = kept_if_any(part.last_tiles) if asked is None else kept_of(part.last_tiles)
+            kept = kept_if_any(part.last_tiles) if request is None else kept_of(part.last_tiles)
         elif whole[n] and part.tiles and kinds.get(name) != "cross":
             kept = kept_if_any(part.last_tiles)
         if kept is None:
             strips = None
         else:
             strips = empty_strips(kept, range(part.heads)) if whole[n] else strips_of(kept, heads, count)
-        if asked is not None and heads and strips is None:
+        if request is not None and heads and strips is None:
             raise ValueError(f"strips: got layer {n}, wanted one whose last call has inputs, queries and keys")
         found.append(strips)
     return found
@@ -228,22 +226,22 @@ def few_before(rows: int, columns: int, keys: int) -> bool:
 
 
 def _sides(grid: object) -> tuple[int, int]:
-    wanted = "rows and columns of patches, each at least 1"
+    expected = "rows and columns of patches, each at least 1"
     if isinstance(grid, str) or not isinstance(grid, Iterable):
-        raise TypeError(f"grid: got {grid!r}, wanted {wanted}")
+        raise TypeError(f"grid: got {grid!r}, wanted {expected}")
     sides: list[object] = [*grid]
     numbers = [number for side in sides if (number := as_whole(side)) is not None]
     if len(numbers) < len(sides):
-        raise TypeError(f"grid: got {grid!r}, wanted {wanted}")
+        raise TypeError(f"grid: got {grid!r}, wanted {expected}")
     if len(numbers) != 2 or min(numbers) < 1:
-        raise ValueError(f"grid: got {grid}, wanted {wanted}")
+        raise ValueError(f"grid: got {grid}, wanted {expected}")
     return numbers[0], numbers[1]
 
 
 # ---------------------------------------------------------------- what stands around
 
 
-def _notes(recording: Recording) -> list[str]:
+def _notes(recording: ObservedModel) -> list[str]:
     notes = [broken] if (broken := broken_layers(recording.stats.parts)) else []
     if recording.stats.sampled:
         looked = sum(part.looked_at for part in recording.stats.parts.values())
@@ -253,7 +251,7 @@ def _notes(recording: Recording) -> list[str]:
     return notes
 
 
-def reading(recording: Recording) -> str:
+def reading(recording: ObservedModel) -> str:
     """How the maps are read."""
     mapped = any(part.map is not None for part in recording.stats.parts.values())
     how = "A query looks, a key is looked at."
@@ -262,14 +260,14 @@ def reading(recording: Recording) -> str:
     return f"{how} All are counted from 0."
 
 
-def _lead(recording: Recording) -> str:
+def _lead(recording: ObservedModel) -> str:
     parts = recording.stats.parts.values()
     heads = sum(part.heads for part in parts)
     sizes = f"{len(parts):,} {plural('layer', len(parts))}, {heads:,} {plural('head', heads)}"
     return f"{sizes}. {reading(recording)}"
 
 
-def _footer(recording: Recording, common: str) -> dict[str, str]:
+def _footer(recording: ObservedModel, common: str) -> dict[str, str]:
     about, stats = recording.about, recording.stats
     lengths = {part.lengths for part in stats.parts.values()}
     inputs = ", ".join(

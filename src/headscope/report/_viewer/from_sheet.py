@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headscope.report._viewer.model import Map, Rows, Source
+from headscope.report._figures import SheetFigures
+from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
+from headscope.report._viewer.packing import Map, Rows, Source
 from headscope.report.regions import object_mask
-from headscope.report.sheet import Sheet
-from headscope.report.viewer import Columns, Layer, Picture, Scored, Shown
 from headscope.report.words import REGIONS, STATISTICS
 
 MOST = 32 * 2**20
@@ -20,7 +20,7 @@ MOST = 32 * 2**20
 EDGES = 16
 
 
-def shown(sheet: Sheet) -> Shown:
+def shown(sheet: SheetFigures) -> Shown:
     """See ``render_sheet``.
 
     Raises:
@@ -52,7 +52,7 @@ def shown(sheet: Sheet) -> Shown:
     )
 
 
-def _lead(sheet: Sheet) -> str:
+def _lead(sheet: SheetFigures) -> str:
     sizes = f"{_count(sheet.layers, 'layer')} × {_count(sheet.heads, 'head')}"
     if sheet.kind == "image" and sheet.grid is not None:
         rows, columns = sheet.grid
@@ -76,7 +76,7 @@ def _says_nothing(name: str, statistics: list[Mapping[str, Columns]]) -> bool:
     return name == "mass" and all(abs(x - 1) <= 1e-3 for x in means)
 
 
-def _layer(sheet: Sheet, n: int) -> Layer:
+def _layer(sheet: SheetFigures, n: int) -> Layer:
     weights, seen = sheet.weights[n], sheet.seen[n]
     heads, length, _ = weights.shape
     whole: NDArray[np.bool_] = np.asarray(np.isfinite(weights).all(-1))  # [H, T]
@@ -127,7 +127,7 @@ def _rows(p: NDArray[np.float32], there: NDArray[np.bool_]) -> Rows:
     return Rows(received, length, entropy, length, np.where(missing, np.nan, largest), at, none, none)
 
 
-def _picture(sheet: Sheet) -> Picture | None:
+def _picture(sheet: SheetFigures) -> Picture | None:
     if sheet.kind != "image" or sheet.image is None or sheet.grid is None:
         return None
     inside = object_mask(sheet.image, sheet.grid)

@@ -1,415 +1,83 @@
-"""What the viewer's script reads: a description as JSON, and one block of bytes for each head.
-
-A block is little-endian and compressed (raw deflate); blocks stand one after the other, each at a multiple of three
-bytes, so that base64 of the whole can be cut into theirs. Within a block, in this order, with the sizes that the
-layer's description gives:
-
-    float32 [3]        the largest mean and the largest max of the map; 1 if its codes are differences, see below
-    float32 [rows]     of each row of bins, the share of its weight in the first column; NaN where it has none
-    float32 [2]        the largest received and the largest entropy
-    uint16 [received]  weight received over rows that could see the key, evenly pooled over keys: planes of codes c with
-                       value = largest * c / 65534; 65535 = none
-    uint16 [entropy]   likewise, the entropy of the rows of one text, evenly pooled over queries
-    float32 [edges], uint32 [4, edges]   the largest weights: p, then run, batch entry, query, key
-    uint16 [queries, k], uint32 [queries, k]   the largest weights of each query and their keys, as planes: codes as of
-                       bins with a largest of 1, and NONE where there is no key
-    mean, max          codes of the visible bins, row by row: value = largest * (code / top)**2
-    argmax             where the max of each visible bin stands: query, key, run, batch entry, each where it can differ;
-                       query and key count from the first of the bin where the bins' ranges are known
-
-Codes and places of two or four bytes stand as planes: all low bytes first, which compresses better. Differences are
-those of codes of 8 bits from the code of the bin above (0 where that may not be seen), modulo 256: keys that many
-queries look at make columns alike.
-
-A strip, of the few heads that have one, is a block of its own: uint8 [queries, near + first], p = (code / 254)**2, and
-255 for what may not be seen: weights on the keys at the distances ``low`` to ``high`` of the query, then on the first.
-"""
+"""What a page of the viewer shows."""
 
 from __future__ import annotations
 
-import base64
-import math
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from headscope.stats._layer import HeadMap, LayerStats
+from headscope.report._viewer.packing import Source
+from headscope.report.tables import Section
 
-__all__ = [
-    "FINE_BYTES",
-    "MOST_BYTES",
-    "Map",
-    "Packed",
-    "Rows",
-    "Source",
-    "Strips",
-    "exact",
-    "pack",
-    "sources",
-    "standing",
-]
+Columns = Mapping[str, Sequence[float | int | None]]
+"""``mean``, ``std``, ``min``, ``max`` and ``count`` of a quantity, each one figure a head."""
 
-Array = NDArray[Any]
-
-MOST_BYTES = 64 * 2**20
-"""How much the blocks of one page may take, before base64."""
-
-FINE_BYTES = 5 * 2**20
-"""Up to this, a bin has 16 bits; beyond, 8."""
-
-PROFILES = 2**18
-"""How many values of ``received`` all heads together may have; beyond, neighbouring keys are pooled."""
-
-TOP_BYTES = 4 * 2**20
-"""How much the largest weights of each row may take before they are compressed; beyond, fewer of each row are kept."""
-
-NONE = 0xFFFF_FFFF
-NOTHING = 0xFFFF
-
-
-@dataclass(frozen=True)
-class Packed:
-    """The blocks of all heads.
-
-    Attributes:
-        layers: how to read the blocks of each layer, ready for JSON.
-        masks: which bins may be seen at all, packed bits in base64; layers name theirs by its place.
-        blocks: of each layer and head where its block begins, and its length, in bytes.
-        content: all blocks, base64.
-        bits: of a bin's code.
-    """
-
-    layers: list[dict[str, Any]]
-    masks: list[str]
-    blocks: list[list[tuple[int, int]]]
-    content: str
-    bits: int
+Scored = tuple[str, float, int, bool]
+"""A pattern, its score, on how many rows, and whether it is exact."""
 
 
 @dataclass(frozen=True, eq=False)
-class Strips:
-    """Weights near the diagonal and on the first keys, of some heads, at full resolution.
+class Picture:
+    """The image whose patches the keys are.
 
     Attributes:
-        lengths: how many queries and keys the run has that they are of.
-        offset: the position of query 0 among the keys.
-        low, high: the distances key - query that are there, both inclusive.
-        first: how many of the first keys.
-        codes: head -> uint8 [queries, high - low + 1 + first].
+        pixels: uint8 [h, w] or [h, w, 3].
+        grid: rows and columns of patches.
+        special: how many keys stand before the patches and are none: CLS and registers.
+        outline: for each patch whether it is of the object, row by row; empty = not known.
+        regions: region -> how far each patch belongs to it, 0 to 1.
+        looks: for each layer the region that each head looks at most, and how many times as much as by chance.
     """
 
-    lengths: tuple[int, int]
-    offset: int
-    low: int
-    high: int
-    first: int
-    codes: Mapping[int, Array]
+    pixels: NDArray[Any]
+    grid: tuple[int, int]
+    special: int = 0
+    outline: Sequence[int] = ()
+    regions: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
+    looks: Sequence[Sequence[tuple[str, float] | None]] = ()
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
-    """What a layer's blocks are made of."""
-
-    heads: int
-    map: Map | None
-    rows: Rows
-    strips: Strips | None = None
-
-
-def sources(parts: Sequence[LayerStats], strips: Sequence[Strips | None]) -> list[Source]:
-    """Of layers that were observed."""
-    heads = sum(part.heads for part in parts)
-    most = max(64, PROFILES // max(heads, 1))
-    room = TOP_BYTES // max(1, heads) // 6
-    return [
-        Source(part.heads, None if part.map is None else Map.of(part.map, part), Rows.of(part, most, room), strip)
-        for part, strip in zip(parts, strips, strict=True)
-    ]
-
-
-def pack(made: Sequence[Source]) -> Packed:
-    """Make the blocks of all layers.
-
-    Raises:
-        ValueError: they take more than ``MOST_BYTES``.
-    """
-    bits = 16 if sum(2 * each.map.codes for each in made if each.map is not None) <= FINE_BYTES else 8
-    heads = sum(each.heads for each in made)
-    layers: list[dict[str, Any]] = []
-    masks: dict[bytes, int] = {}
-    blocks: list[list[tuple[int, int]]] = []
-    content = bytearray()
-
-    def put(block: bytes, differs: bool = False) -> tuple[int, int]:
-        packed = _deflated(block, differs)
-        place = (len(content), len(packed))
-        content.extend(packed + b"\0" * (-len(packed) % 3))
-        return place
-
-    for part in made:
-        rows, found, strips = part.rows, part.map, part.strips
-        said = rows.said() | {"map": None if found is None else found.said(masks), "strips": None}
-        places: list[tuple[int, int]] = []
-        for head in range(part.heads):
-            differs = found is not None and bits == 8 and found.differs(head)
-            block = rows.block(head)
-            if found is not None:
-                block = found.largest(head, differs) + block + found.block(head, bits, differs)
-            places.append(put(block, differs))
-            if len(content) > MOST_BYTES:
-                raise ValueError(
-                    f"recording: the maps of {heads:,} heads do not fit one page, which holds {MOST_BYTES / 2**20:.0f} "
-                    "MiB; observe with a smaller map=, or fewer layers"
-                )
-        if strips is not None:
-            of_heads = {str(head): put(np.ascontiguousarray(codes).tobytes()) for head, codes in strips.codes.items()}
-            sizes = {name: getattr(strips, name) for name in ("lengths", "offset", "low", "high", "first")}
-            said["strips"] = {**sizes, "heads": of_heads}
-        layers.append(said)
-        blocks.append(places)
-    return Packed(layers, [_text(mask) for mask in masks], blocks, _text(bytes(content)), bits)
-
-
-def _deflated(block: bytes, differs: bool = False) -> bytes:
-    """Compressed; of small differences few sequences repeat, and looking for them costs time and room."""
-    coder = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zlib.Z_FILTERED if differs else zlib.Z_DEFAULT_STRATEGY)
-    return coder.compress(block) + coder.flush()
-
-
-def _text(content: bytes) -> str:
-    return base64.b64encode(content).decode("ascii")
-
-
-def _floats(values: Array) -> bytes:
-    return values.astype("<f4").tobytes()
-
-
-def _planes(values: Array, width: int) -> bytes:
-    """Whole numbers as planes of bytes, the lowest first."""
-    wide = values.astype("<u4" if width == 4 else f"<u{width}")
-    return np.ascontiguousarray(wide.reshape(-1).view(np.uint8).reshape(-1, width).T).tobytes()
-
-
-def _width(largest: int) -> int:
-    """How many bytes hold numbers up to this; 0 where all are 0."""
-    return 0 if largest == 0 else 1 if largest < 2**8 else 2 if largest < 2**16 else 4
-
-
-# ---------------------------------------------------------------- the map
-
-
-@dataclass(frozen=True)
-class Map:
-    """The map of a layer without the bins that hold no pair.
+class Layer:
+    """One layer as the page has it.
 
     Attributes:
-        mean, max: [H, rows, columns]; NaN where no pair may be seen.
-        seen: where there is one, bool [H, rows, columns].
-        places: query, key, run and batch entry of the max, each int64 [H, rows, columns] and in how many bytes.
-        first_share: [H, rows].
-        exact: whether each bin is one weight of one run and batch entry.
-        ranges: whether the ranges of the bins are known.
+        name, short: its path, and as much of it as tells it from the others.
+        facts: what the script reads beside the blocks: kind, lengths, runs, lookedAt, of, rows, broken.
+        source: what the blocks are made of.
+        statistics: quantity -> its columns.
+        patterns: of each head, the best first.
     """
 
-    mean: Array
-    max: Array
-    seen: Array
-    places: list[tuple[Array, int]]
-    first_share: Array
-    exact: bool
-    ranges: bool
-
-    @staticmethod
-    def of(found: HeadMap, part: LayerStats) -> Map:
-        """With the bins that stand for some query and some key: of n bins over T < n positions, T."""
-        n, lengths = found.bins, part.lengths
-        rows, columns = standing(n, lengths)
-        cut = np.ix_(np.arange(part.heads), rows, columns)
-        total, count, most = (x.cpu().double().numpy()[cut] for x in (found.sum, found.count, found.max))
-        at: Array = found.argmax.cpu().numpy()[cut]
-        seen = count > 0
-        mean = np.divide(total, count, out=np.full_like(total, math.nan), where=seen)
-        weight = np.where(seen, total, 0).sum(-1)
-        first = np.divide(total[..., :1].sum(-1), weight, out=np.full_like(weight, math.nan), where=weight > 0)
-        run, entry, query, key = np.moveaxis(at, -1, 0)
-        if lengths is not None:
-            query = query - (rows * lengths[0] // n if lengths[0] > n else np.arange(len(rows)))[:, None]
-            key = key - (columns * lengths[1] // n if lengths[1] > n else np.arange(len(columns)))
-        places = [(x, _width(int(x[seen].max(initial=0)))) for x in (query, key, run, entry)]
-        return Map(mean, most, seen, places, first, exact(part), lengths is not None)
-
-    @property
-    def codes(self) -> int:
-        """How many codes all heads have."""
-        return int(self.seen.sum()) * (1 if self.exact else 2)
-
-    def said(self, masks: dict[bytes, int]) -> dict[str, Any]:
-        """How to read the blocks; new masks are added."""
-        mine = [masks.setdefault(np.packbits(seen).tobytes(), len(masks)) for seen in self.seen]
-        return {
-            "rows": self.mean.shape[1],
-            "columns": self.mean.shape[2],
-            "exact": self.exact,
-            "ranges": self.ranges,
-            "masks": mine,
-            "widths": [0, 0, 0, 0] if self.exact else [width for _, width in self.places],
-        }
-
-    def largest(self, head: int, differs: bool) -> bytes:
-        """What a block begins with: the largest mean and max, and the share of the first column."""
-        seen = self.seen[head]
-        tops = [float(x[head][seen].max(initial=0.0)) for x in (self.mean, self.max)]
-        return _floats(np.array([*tops, float(differs)])) + _floats(self.first_share[head])
-
-    def differs(self, head: int) -> bool:
-        """Whether differences from the bin above take less than codes of 8 bits as they are, by their entropy."""
-        seen = self.seen[head]
-        codes = _codes(self.mean[head][seen], 8).astype(np.uint8)
-        return _entropy(_differences(codes, seen)) < _entropy(codes)
-
-    def block(self, head: int, bits: int, differs: bool) -> bytes:
-        """What a block ends with: the codes, and where each max stands."""
-        seen, width = self.seen[head], bits // 8
-        parts: list[bytes] = []
-        for values in (self.mean,) if self.exact else (self.mean, self.max):
-            codes = _codes(values[head][seen], bits)
-            parts.append(_planes(_differences(codes.astype(np.uint8), seen) if differs else codes, width))
-        if not self.exact:
-            parts += [_planes(x[head][seen], wide) for x, wide in self.places if wide]
-        return b"".join(parts)
+    name: str
+    short: str
+    facts: Mapping[str, Any]
+    source: Source
+    statistics: Mapping[str, Columns]
+    patterns: Sequence[Sequence[Scored]]
 
 
-def exact(part: LayerStats) -> bool:
-    """Whether each bin of a layer's map is one weight of one run and batch entry."""
-    if part.map is None or part.lengths is None:
-        return False
-    return max(part.lengths) <= part.map.bins and not bool((part.map.count > 1).any())
-
-
-def standing(bins: int, lengths: tuple[int, int] | None) -> tuple[Array, Array]:
-    """Which of n x n bins hold a query, and which a key; all where their ranges are not known."""
-    queries, keys = (np.arange(bins + 1) * length // bins for length in lengths or (bins, bins))
-    return np.flatnonzero(queries[1:] > queries[:-1]), np.flatnonzero(keys[1:] > keys[:-1])
-
-
-def _differences(codes: Array, seen: Array) -> Array:
-    """Codes of 8 bits, less those of the bins above."""
-    full = np.zeros(seen.shape, np.uint8)
-    full[seen] = codes
-    full[1:] -= full[:-1].copy()
-    return full[seen]
-
-
-def _entropy(codes: Array) -> float:
-    """In bits, of how often each code of 8 bits occurs."""
-    share = np.bincount(codes, minlength=256) / max(1, len(codes))
-    return float(-(share[share > 0] * np.log2(share[share > 0])).sum())
-
-
-def _codes(values: Array, bits: int) -> Array:
-    """Values as whole numbers c with value = largest * (c / top)²; what was above the float32 of the largest is top."""
-    largest, top = float(np.float32(values.max(initial=0.0))), 2**bits - 1
-    return np.zeros(len(values)) if largest == 0 else np.rint(np.sqrt((values / largest).clip(0, 1)) * top)
-
-
-# ---------------------------------------------------------------- what stands beside the map
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Profiles over keys and queries, and the largest weights of a layer.
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """All that a page shows; every text may come from outside, for it is escaped where it is written.
 
     Attributes:
-        received: [H, m]; keys: over how many keys.
-        entropy: [H, m]; queries: over how many queries.
-        p, at: the largest weights, [H, k] and [H, k, 4].
-        top_p, top_at: the largest weights of each query of the one text that was seen, [H, Q, k]; NaN and -1 where it
-            has fewer.
+        names: the quantities, in the order of the table.
+        texts: of each token, or None.
+        trace: rows of ``Trace.to_dict()``; trace_title: what they are of.
+        tables: more that was found, as text.
     """
 
-    received: Array
-    keys: int
-    entropy: Array
-    queries: int
-    p: Array
-    at: Array
-    top_p: Array
-    top_at: Array
-
-    @staticmethod
-    def of(part: LayerStats, most: int, room: int) -> Rows:
-        """With profiles of at most so many values, and room for so many of the largest weights of rows a head."""
-        none = np.zeros((part.heads, 0))
-        received, keys = none, 0
-        if part.received is not None and part.eligible is not None:
-            keys = part.received.shape[1]
-            received = _ratio(*(_pooled(x.cpu().double().numpy(), most) for x in (part.received, part.eligible)))
-        entropy, queries = none, 0
-        kept = _only(part)
-        if "entropy" in kept:
-            rows = kept["entropy"]
-            queries = rows.shape[1]
-            there = ~np.isnan(rows)
-            entropy = _ratio(_pooled(np.where(there, rows, 0), most), _pooled(there.astype(np.float64), most))
-        p, at = none, np.zeros((part.heads, 0, 4))
-        if part.edges is not None:
-            p, at = part.edges.p.cpu().double().numpy(), part.edges.at.cpu().numpy()
-        top_p = top_at = np.zeros((part.heads, 0, 0))
-        if "top_keys" in kept:
-            fit = room // max(1, kept["top_keys"].shape[1])
-            top_p, top_at = (kept[name][..., :fit] for name in ("top_weights", "top_keys"))
-        return Rows(received, keys, entropy, queries, p, at, top_p, top_at)
-
-    def said(self) -> dict[str, Any]:
-        """How to read the blocks."""
-        return {
-            "received": self.received.shape[1],
-            "receivedOf": self.keys,
-            "entropy": self.entropy.shape[1],
-            "entropyOf": self.queries,
-            "edges": self.p.shape[1],
-            "top": [*self.top_p.shape[1:]],
-        }
-
-    def block(self, head: int) -> bytes:
-        """Both profiles and the largest weights of a head and of its rows."""
-        at = np.where(self.at[head] < 0, NONE, self.at[head]).T.astype("<u4")
-        profiles = (self.received[head], self.entropy[head])
-        largest = [float(np.nanmax(profile, initial=0.0)) for profile in profiles]
-        parts = [_floats(np.array(largest))]
-        for profile, most in zip(profiles, largest, strict=True):
-            codes = np.rint(profile / (most or 1.0) * (NOTHING - 1))
-            parts.append(_planes(np.where(np.isnan(profile), NOTHING, codes), 2))
-        parts += [_floats(self.p[head]), at.tobytes()]
-        top = self.top_p[head].astype(np.float64)
-        root = np.sqrt(np.nan_to_num(top).clip(0, 1))
-        parts.append(_planes(np.rint(root * 0xFFFF), 2))
-        parts.append(_planes(np.where(np.isnan(top) | (self.top_at[head] < 0), NONE, self.top_at[head]), 4))
-        return b"".join(parts)
-
-
-def _only(part: LayerStats) -> dict[str, Array]:
-    """The kept rows [H, Q] of the one text that was seen whole; nothing of several, or of a sample."""
-    if len(part.kept) != 1 or part.lengths is None:
-        return {}
-    kept = part.kept[0]
-    if kept.counted.shape[0] != 1 or len(kept.queries) != part.lengths[0]:
-        return {}
-    wanted = ("entropy", "top_keys", "top_weights")
-    return {name: x[0].cpu().numpy() for name, x in kept.values.items() if name in wanted}
-
-
-def _pooled(values: Array, most: int) -> Array:
-    """Sums over at most so many even parts of the last axis: part b holds ⌊bT/m⌋ to ⌊(b+1)T/m⌋ - 1."""
-    length = values.shape[-1]
-    if length <= most:
-        return values
-    return np.add.reduceat(values, np.arange(most) * length // most, axis=-1)
-
-
-def _ratio(total: Array, count: Array) -> Array:
-    return np.divide(total, count, out=np.full_like(total, math.nan), where=count > 0)
+    title: str
+    layers: Sequence[Layer]
+    names: Sequence[str]
+    texts: Sequence[str] | None
+    footer: Mapping[str, str]
+    lead: str = ""
+    notes: Sequence[str] = ()
+    trace: Sequence[Mapping[str, Any]] = ()
+    trace_title: str = ""
+    picture: Picture | None = None
+    tables: Sequence[Section] = ()

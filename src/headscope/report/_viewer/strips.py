@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headscope.report._viewer.model import Strips
+from headscope.report._viewer.packing import Strips
 from headscope.stats._tiles import KeptWeights
 
 STRIP_BYTES = 8 * 2**20

@@ -1,0 +1,13 @@
+// All that a target is made of; included inside its namespace and region.
+#include "vec-inl.h"
+#include "qk_tile-inl.h"
+#include "decode_rows-inl.h"
+#include "observer_hooks-inl.h"
+#include "top_k-inl.h"
+#include "key_statistics-inl.h"
+#include "row_statistics-inl.h"
+#include "forward-inl.h"
+#include "backward-inl.h"
+#include "tasks-inl.h"
+#include "reductions-inl.h"
+#include "projection-inl.h"

@@ -1,0 +1,448 @@
+// A small vector of T over the compiler's own vector type. VECTOR_BYTES comes from the target. Included once inside
+// each target's namespace and region, so that no vector code can leak into functions that targets share.
+
+template <class T>
+struct VecTypes;
+template <>
+struct VecTypes<float> {
+    typedef float V __attribute__((vector_size(VECTOR_BYTES), may_alias));
+    typedef float U
+        __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));  // anywhere, as words of two bf16 lie
+    typedef std::int32_t I __attribute__((vector_size(VECTOR_BYTES), may_alias));
+};
+template <>
+struct VecTypes<double> {
+    typedef double V __attribute__((vector_size(VECTOR_BYTES), may_alias));
+    typedef double U __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
+    typedef std::int64_t I __attribute__((vector_size(VECTOR_BYTES), may_alias));
+};
+
+template <class T>
+using V = typename VecTypes<T>::V;
+template <class T>
+using I = typename VecTypes<T>::I;
+template <class T>
+using Int = std::remove_reference_t<decltype(std::declval<I<T>&>()[0])>;
+template <class T>
+constexpr int LANES = VECTOR_BYTES / int(sizeof(T));
+
+template <class T>
+INLINE V<T> load(const T* at) {
+    return *reinterpret_cast<const V<T>*>(at);
+}
+template <class T>
+INLINE I<T> load_int(const Int<T>* at) {
+    return *reinterpret_cast<const I<T>*>(at);
+}
+template <class T>
+INLINE V<T> load_anywhere(const T* at) {
+    return *reinterpret_cast<const typename VecTypes<T>::U*>(at);
+}
+template <class T>
+INLINE void store(T* at, V<T> x) {
+    *reinterpret_cast<V<T>*>(at) = x;
+}
+template <class T>
+INLINE void store_int(Int<T>* at, I<T> x) {
+    *reinterpret_cast<I<T>*>(at) = x;
+}
+template <class T>
+INLINE void store_anywhere(T* at, V<T> x) {
+    *reinterpret_cast<typename VecTypes<T>::U*>(at) = x;
+}
+template <class T>
+INLINE V<T> load_wide(const T* at) {
+    return load_anywhere(at);
+}
+template <class T, int... N>
+INLINE V<T> load_half(const T* at, std::integer_sequence<int, N...>) {
+    typedef T Half __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+    return (V<T>)__builtin_shufflevector(*reinterpret_cast<const Half*>(at), Half{}, N...);
+}
+template <class T>
+INLINE V<T> load_half(const T* at) {
+    return load_half(at, std::make_integer_sequence<int, LANES<T>>{});
+}  // then zeros
+// As many words (low, high) as there are lanes.
+template <int... N>
+INLINE V<float> words_of(const std::uint16_t* low, const std::uint16_t* high, std::integer_sequence<int, N...>) {
+    typedef std::uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+    constexpr int L = LANES<float>;
+    return (V<float>)__builtin_shufflevector(*reinterpret_cast<const Halves*>(low),
+                                             *reinterpret_cast<const Halves*>(high), (N / 2 + N % 2 * L)...);
+}
+INLINE V<float> words_of(const std::uint16_t* low, const std::uint16_t* high) {
+    return words_of(low, high, std::make_integer_sequence<int, 2 * LANES<float>>{});
+}
+#if defined(BF16_DOT)
+// Two vectors rounded to bf16, to nearest: x, then y; as they lie in memory, and as the words (x, y).
+INLINE __m512i narrowed(V<float> x, V<float> y) { return BF16_PAIR(x, y); }
+INLINE void store_apart(std::uint16_t* x_at, std::uint16_t* y_at, __m512i both) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(x_at), _mm512_castsi512_si256(both));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(y_at), _mm512_extracti64x4_epi64(both, 1));
+}
+template <int... N>
+INLINE __m512i words_of(__m512i both, std::integer_sequence<int, N...>) {
+    typedef std::int16_t Halves __attribute__((vector_size(64), may_alias));
+    return (__m512i)__builtin_shufflevector((Halves)both, (Halves)both, (N / 2 + N % 2 * 16)...);
+}
+INLINE void store_words_of(std::uint32_t* at, __m512i both) {
+    _mm512_store_si512(at, words_of(both, std::make_integer_sequence<int, 32>{}));
+}
+#endif
+
+#if !HAS_HALF
+// float16 by whole numbers, of a number or of a vector: F and U are float and std::uint32_t, or vectors of them.
+typedef std::uint32_t UInt __attribute__((vector_size(VECTOR_BYTES), may_alias));
+template <class F, class U>
+INLINE F float_of_half(U half) {
+    const U size = half & 0x7fffu, sign = (half & 0x8000u) << 16;
+    const F scaled =
+        __builtin_bit_cast(F, size << 13) * 0x1p112f;  // the exponents' biases are 112 apart; exact below 2^-14, too
+    const U bits = size >= 0x7c00u ? size << 13 | 0x7f800000u : __builtin_bit_cast(U, scaled);  // infinity, NaN
+    return __builtin_bit_cast(F, bits | sign);
+}
+template <class U, class F>
+INLINE U half_of_float(F x) {  // to nearest, ties to even
+    const U all = __builtin_bit_cast(U, x), size = all & 0x7fffffffu, sign = all >> 16 & 0x8000u;
+    const U normal = (size - 0x38000000u + 0xfffu + (size >> 13 & 1u)) >> 13;
+    const U small =
+        __builtin_bit_cast(U, __builtin_bit_cast(F, size) + 0.5f) - 0x3f000000u;  // 0.5: its last bit is 2^-24
+    const U large = size > 0x7f800000u ? size - size + 0x7e00u : size - size + 0x7c00u;
+    return (size >= 0x47800000u ? large : size < 0x38800000u ? small : normal) | sign;
+}
+#endif
+
+// Half types, widened. The compiler would do it in pieces, so x86 says how.
+#if VECTOR_BYTES == 64
+template <class T>
+INLINE V<T> load_wide(const BFloat16* at) {
+    return (V<T>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))), 16);
+}
+template <class T>
+INLINE V<T> load_wide(const Float16* at) {
+    return (V<T>)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+}
+#elif VECTOR_BYTES == 32
+template <class T>
+INLINE V<T> load_wide(const BFloat16* at) {
+    return (V<T>)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))), 16);
+}
+template <class T>
+INLINE V<T> load_wide(const Float16* at) {
+    return (V<T>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+}
+#else
+template <class T>
+INLINE V<T> load_wide(const BFloat16* at) {
+    typedef std::uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+    return (V<T>)(__builtin_convertvector(*reinterpret_cast<const Halves*>(at), I<T>) << 16);
+}
+template <class T>
+INLINE V<T> load_wide(const Float16* at) {
+#if HAS_HALF
+    typedef Half Halves __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+    return __builtin_convertvector(*reinterpret_cast<const Halves*>(at), V<T>);
+#else
+    typedef std::uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+    return float_of_half<V<T>>(__builtin_convertvector(*reinterpret_cast<const Halves*>(at), UInt));
+#endif
+}
+#endif
+// And narrowed, to nearest, ties to even; NaN stays NaN.
+INLINE void store_words(std::uint16_t* at, I<float> words) {  // the lower half of each
+#if VECTOR_BYTES == 64
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), _mm512_cvtepi32_epi16((__m512i)words));
+#else
+    typedef std::uint16_t Words __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+    *reinterpret_cast<Words*>(at) = __builtin_convertvector(words, Words);
+#endif
+}
+INLINE void store_bf16(std::uint16_t* at, V<float> x) {
+#if defined(BF16_NARROW)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), BF16_NARROW(x));
+#else
+    typedef std::uint32_t Bits __attribute__((vector_size(VECTOR_BYTES)));
+    const Bits bits = (Bits)x;
+    store_words(at, (I<float>)(x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : bits >> 16 | 64));
+#endif
+}
+INLINE void store_f16(std::uint16_t* at, V<float> x) {
+#if VECTOR_BYTES == 64
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#elif VECTOR_BYTES == 32
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+#if HAS_HALF
+    typedef Half Halves __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+    *reinterpret_cast<Halves*>(at) = __builtin_convertvector(x, Halves);
+#else
+    store_words(at, (I<float>)half_of_float<UInt>(x));
+#endif
+#endif
+}
+
+INLINE float widen(std::uint16_t x, Dtype dtype) {
+    if (dtype == Dtype::bf16) return __builtin_bit_cast(float, std::uint32_t(x) << 16);
+#if HAS_HALF
+    return float(__builtin_bit_cast(Half, x));
+#else
+    return float_of_half<float>(std::uint32_t(x));
+#endif
+}
+INLINE std::uint16_t narrow(float x, Dtype dtype) {
+#if HAS_HALF
+    if (dtype == Dtype::f16) return __builtin_bit_cast(std::uint16_t, Half(x));
+#else
+    if (dtype == Dtype::f16) return std::uint16_t(half_of_float<std::uint32_t>(x));
+#endif
+    std::uint32_t bits = __builtin_bit_cast(std::uint32_t, x);
+    if (x != x) return std::uint16_t(bits >> 16 | 64);               // stays NaN
+    return std::uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to nearest, ties to even
+}
+
+// Of a row of the given dtype: a number, and a vector of numbers as far as the row goes.
+template <class T>
+INLINE void put_number(char* row, std::int64_t c, T x, Dtype dtype) {
+    if (sizeof(T) == 8 || dtype == Dtype::f32)
+        reinterpret_cast<T*>(row)[c] = x;
+    else
+        reinterpret_cast<std::uint16_t*>(row)[c] = narrow(float(x), dtype);
+}
+template <class T>
+INLINE void put_numbers(char* row, std::int64_t c, V<T> x, std::int64_t width, Dtype dtype) {
+    if (c + LANES<T> > width)
+        for (int n = 0; c + n < width; n++) put_number<T>(row, c + n, x[n], dtype);
+    else if (sizeof(T) == 8 || dtype == Dtype::f32)
+        store_anywhere(reinterpret_cast<T*>(row) + c, x);
+    else if constexpr (sizeof(T) == 4) {
+        if (dtype == Dtype::bf16)
+            store_bf16(reinterpret_cast<std::uint16_t*>(row) + c, x);
+        else
+            store_f16(reinterpret_cast<std::uint16_t*>(row) + c, x);
+    }
+}
+
+// A sum of its own joins what lies there, or begins it.
+template <class T>
+INLINE void add_to(T* sum, V<T> x, bool fresh) {
+    store(sum, fresh ? x : load(sum) + x);
+}
+template <class T>
+INLINE V<T> splat(T x) {
+    return x - V<T>{};
+}
+// b where one is NaN. Of a comparison with a constant the compiler would make two instructions.
+template <class T>
+INLINE V<T> greater(V<T> a, V<T> b) {
+#if VECTOR_BYTES == 64
+    if constexpr (sizeof(T) == 4) return _mm512_max_ps(a, b);
+#elif VECTOR_BYTES == 32
+    if constexpr (sizeof(T) == 4) return _mm256_max_ps(a, b);
+#endif
+    return a > b ? a : b;
+}
+
+// A bit for each lane that is set.
+template <class T>
+INLINE unsigned lanes_of(I<T> mask) {
+#if VECTOR_BYTES == 64
+    if constexpr (sizeof(T) == 4) return _mm512_movepi32_mask((__m512i)mask);
+#elif VECTOR_BYTES == 32
+    if constexpr (sizeof(T) == 4) return unsigned(_mm256_movemask_ps((__m256)mask));
+#endif
+    unsigned lanes = 0;
+    UNROLL_FOR(lane, LANES<T>) lanes |= unsigned(mask[lane] != 0) << lane;
+    return lanes;
+}
+template <class T>
+INLINE bool any(I<T> mask) {
+    if constexpr (sizeof(T) == 4 && VECTOR_BYTES >= 32) return lanes_of<T>(mask) != 0;
+    std::int64_t words[VECTOR_BYTES / 8], all = 0;
+    __builtin_memcpy(words, &mask, VECTOR_BYTES);
+    for (std::int64_t word : words) all |= word;
+    return all != 0;
+}
+// The first lane that is set; LANES if none is.
+template <class T>
+INLINE int first_lane(I<T> mask) {
+    return __builtin_ctz(lanes_of<T>(mask) | 1u << LANES<T>);
+}
+
+// 2**t for t up to about 120, of N vectors; 0 where it would be less than a normal number. NaN stays NaN. The
+// polynomials are minimax, of relative error 8.2e-8 and 9.1e-8, and exactly 1 at 0. Each step is taken of all vectors
+// before the next one: a CPU does not look far enough ahead to find by itself what it could do while it waits.
+#if VECTOR_BYTES == 64
+template <int N>
+INLINE void exp2_each(V<float>* t) {
+    V<float> f[N], p[N];
+    UNROLL_FOR(n, N) f[n] = _mm512_reduce_ps(t[n], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // t - floor(t)
+    UNROLL_FOR(n, N) p[n] = 1.86713017e-3f * f[n] + 9.01702978e-3f;
+    UNROLL_FOR(n, N) p[n] = p[n] * f[n] + 5.57999127e-2f;
+    UNROLL_FOR(n, N) p[n] = p[n] * f[n] + 2.40164444e-1f;
+    UNROLL_FOR(n, N) p[n] = p[n] * f[n] + 6.93151295e-1f;
+    UNROLL_FOR(n, N) p[n] = p[n] * f[n] + 1.f;
+    UNROLL_FOR(n, N)
+        t[n] = _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(t[n], splat(-126.f), _CMP_NLT_UQ), p[n],
+                                      t[n]);  // p * 2**floor(t)
+}
+#else
+template <int N>
+INLINE void exp2_each(V<float>* t) {  // of a vector after the other: there are fewer registers
+    UNROLL_FOR(n, N) {
+        V<float> x = greater<float>(splat(-127.f), t[n]);
+        const V<float> magic =
+            splat(12583039.f);  // 1.5 * 2**23 + 127: adding it rounds to a whole number, with a float's bias
+        V<float> z = x + magic;
+        V<float> f = x - (z - magic);
+        V<float> p = splat(1.32646524e-3f);
+        p = p * f + 9.67151132e-3f;
+        p = p * f + 5.55073396e-2f;
+        p = p * f + 2.40222421e-1f;
+        p = p * f + 6.93146978e-1f;
+        p = p * f + 1.f;  // 1 at -127, which then gives 0 without a comparison
+        t[n] =
+            p * (V<float>)((I<float>)z << 23);  // a product, not a sum of bits: a NaN stays one, whatever its payload
+    }
+}
+#endif
+INLINE V<float> exp2(V<float> t) {
+    exp2_each<1>(&t);
+    return t;
+}
+
+// For checking, not for speed.
+APART V<double> exp2(V<double> t) {
+    for (int lane = 0; lane < LANES<double>; lane++) t[lane] = std::exp2(t[lane]);
+    return t;
+}
+template <int N>
+INLINE void exp2_each(V<double>* t) {
+    for (int n = 0; n < N; n++) t[n] = exp2(t[n]);
+}
+// What 2**t is to be taken of. From memory, vreduceps waits on a Zen 4 for what was in its own register before.
+template <class T>
+INLINE V<T> load_exponent(const T* at) {
+    V<T> t = load(at);
+#if VECTOR_BYTES == 64 && \
+    !defined(__clang__)  // Clang takes no vector of 64 bytes there, unless all of the file is for AVX-512
+    asm("" : "+v"(t));
+#endif
+    return t;
+}
+INLINE V<float> at_floor(V<float> t) { return greater<float>(splat(-127.f), t); }
+INLINE V<double> at_floor(V<double> t) { return greater<double>(splat(-2000.), t); }  // 2**t is 0 there
+
+INLINE V<float> tanh(V<float> x) {
+    const V<float> size = x < 0 ? -x : x;
+    const V<float> e = exp2(size * -2.88539008178f);  // exp(-2 |x|)
+    const V<float> far = (1 - e) / (1 + e);
+    const V<float> y = x * x;
+    // tanh(x) / x on |x| < 0.625, minimax in x * x, relative error 3.9e-9
+    V<float> p = splat(-0.005660017044f);
+    p = p * y + 0.02059101899f;
+    p = p * y + -0.05372108021f;
+    p = p * y + 0.1333112775f;
+    p = p * y + -0.3333326054f;
+    p = p * y + 0.9999999961f;
+    return size < 0.625f ? x * p : x < 0 ? -far : far;
+}
+APART V<double> tanh(V<double> x) {
+    for (int lane = 0; lane < LANES<double>; lane++) x[lane] = std::tanh(x[lane]);
+    return x;
+}
+
+// The derivative of tanh at x, from y = tanh(x): where y is near 1, 1 - y * y would have lost it.
+INLINE V<float> slope_of_tanh(V<float> x, V<float> y) {
+    const V<float> size = x < 0 ? -x : x;
+    const V<float> e = exp2(size * -2.88539008178f);
+    return size < 0.625f ? 1 - y * y : 4 * e / ((1 + e) * (1 + e));
+}
+APART V<double> slope_of_tanh(V<double> x, V<double>) {
+    for (int lane = 0; lane < LANES<double>; lane++) {
+        const double c = std::cosh(x[lane]);
+        x[lane] = 1 / (c * c);
+    }
+    return x;
+}
+
+// log(1 + x) for x >= 0.
+INLINE V<float> log1p(V<float> x) {
+    const V<float> u = 1 + x;
+    const I<float> whole = ((I<float>)u - 0x3f3504f3) >> 23;  // u = m 2**whole with m from sqrt(1/2) to sqrt(2)
+    const V<float> f = (V<float>)((I<float>)u - (whole << 23)) - 1;
+    const V<float> r = f / (2 + f), z = r * r;
+    // log(m) = 2 artanh(r), minimax in z, relative error 8.1e-10
+    V<float> p = splat(0.29871735f);
+    p = p * z + 0.399775413f;
+    p = p * z + 0.666667764f;
+    p = p * z + 2.f;
+    return __builtin_convertvector(whole, V<float>) * 0.693147181f +
+           (r * p + (x - (u - 1)) / u);  // the last: what u has lost of x
+}
+APART V<double> log1p(V<double> x) {
+    for (int lane = 0; lane < LANES<double>; lane++) x[lane] = std::log1p(x[lane]);
+    return x;
+}
+
+// LANES x LANES transpose in registers: log2(LANES) rounds of interleaving.
+template <class T, int... N>
+INLINE void interleave(V<T> a, V<T> b, V<T>& low, V<T>& high, std::integer_sequence<int, N...>) {
+    constexpr int L = LANES<T>;
+    low = __builtin_shufflevector(a, b, (N % 2 * L + N / 2)...);
+    high = __builtin_shufflevector(a, b, (N % 2 * L + N / 2 + L / 2)...);
+}
+template <class T>
+INLINE void transpose(V<T>* x) {
+    constexpr int L = LANES<T>;
+    V<T> y[L];
+    UNROLL
+    for (int round = 1; round < L; round *= 2) {
+        UNROLL_FOR(n, L / 2)
+            interleave<T>(x[n], x[n + L / 2], y[2 * n], y[2 * n + 1], std::make_integer_sequence<int, L>{});
+        UNROLL_FOR(n, L) x[n] = y[n];
+    }
+}
+
+// LANES vectors to one: lane n is what `join`, two at a time, makes of the lanes of vector n. Two rounds stay within
+// fours of lanes, where moving them costs least, and two move whole fours.
+constexpr int over_lanes_from(int lanes, int round, int lane, bool high) {
+    const int w = lane % 4, four = lane / 4;
+    if (round == 0) return w % 2 * lanes + four * 4 + w / 2 + 2 * high;
+    if (round == 1) return w / 2 * lanes + four * 4 + w % 2 + 2 * high;
+    if (lanes == 8) return four * lanes + 4 * high + w;
+    return four / 2 * lanes + (round == 2 ? four % 2 + 2 * high : four % 2 * 2 + high) * 4 + w;
+}
+template <class T, int ROUND, class Join, int... N>
+INLINE V<T> join_lanes(V<T> a, V<T> b, const Join& join, std::integer_sequence<int, N...>) {
+    return join(__builtin_shufflevector(a, b, over_lanes_from(LANES<T>, ROUND, N, false)...),
+                __builtin_shufflevector(a, b, over_lanes_from(LANES<T>, ROUND, N, true)...));
+}
+template <class T, int ROUND = 0, class Join>
+INLINE V<T> over_lanes(V<T>* x, const Join& join) {
+    constexpr int L = LANES<T>, LEFT = L >> (ROUND + 1);
+    if constexpr (LEFT == 0)
+        return x[0];
+    else {
+        UNROLL_FOR(n, LEFT) {
+            if constexpr (L >= 4)
+                x[n] = join_lanes<T, ROUND>(x[2 * n], x[2 * n + 1], join, std::make_integer_sequence<int, L>{});
+            else {
+                V<T> low, high;
+                interleave<T>(x[n], x[n + LEFT], low, high, std::make_integer_sequence<int, L>{});
+                x[n] = join(low, high);
+            }
+        }
+        return over_lanes<T, ROUND + 1>(x, join);
+    }
+}
+template <class T>
+INLINE V<T> sums(V<T>* x) {
+    return over_lanes<T>(x, [](V<T> a, V<T> b) __attribute__((always_inline)) { return a + b; });
+}
+// Of vectors whose bits are whole numbers.
+template <class T>
+INLINE I<T> largest(V<T>* x) {
+    return (I<T>)over_lanes<T>(x,
+                               [](V<T> a, V<T> b) __attribute__((always_inline)) { return (I<T>)a > (I<T>)b ? a : b; });
+}

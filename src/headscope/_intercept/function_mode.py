@@ -1,0 +1,210 @@
+"""What a module that runs calls: a function mode, and headscope's own attention.
+
+torch's transformer modules leave their fast path where a function mode is on, for then
+``torch.overrides.has_torch_function`` is true. So that function is replaced by one that does not count this mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_function_stack
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from headscope import nn_compat
+from headscope._attend.run import run
+from headscope._intercept import call as calls
+from headscope._intercept import frames, fused, softmax, torch_modules
+from headscope._intercept.call import Call
+from headscope.masks import Mask, Turned, turned
+from headscope.module import MultiHeadAttention
+
+
+class Mode(TorchFunctionMode):
+    """Looks at attention calls that go through torch's functions."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _sdpa(args, kwargs or {})
+        if func is F.multi_head_attention_forward:
+            return _multi_head(args, kwargs or {})
+        if func in _NATIVE:
+            return _native(func, args, kwargs or {})
+        if func in softmax.NOTED:
+            _note_softmax(func, args, kwargs or {})
+        elif not torch.compiler.is_compiling():
+            return _uncompiled(func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+MODE = Mode()
+_NATIVE: dict[Any, str] = {getattr(torch, name): name for name in torch_modules.NATIVE if hasattr(torch, name)}
+_TORCH_HAS_FUNCTION = torch.overrides.has_torch_function
+
+
+def is_on() -> bool:
+    """Whether the function mode is on in this thread."""
+    return MODE in _get_current_function_mode_stack()
+
+
+@contextmanager
+def beneath() -> Generator[None]:
+    """With our mode below those of others, which may change what a function is called with."""
+    for mode in reversed([*(_pop_mode() for _ in range(_len_torch_function_stack())), MODE]):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for mode in reversed(_take()):
+            _push_mode(mode)
+
+
+def has_torch_function(relevant: Any) -> bool:
+    """``torch.overrides.has_torch_function`` as if our mode were not there."""
+    with _lifted() if is_on() else nullcontext():
+        return _TORCH_HAS_FUNCTION(relevant)
+
+
+@contextmanager
+def _lifted() -> Generator[None]:
+    """Without our mode; others stay, in their order."""
+    above = _take()
+    for mode in reversed(above):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in above:
+            _pop_mode()
+        _push_mode(MODE)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+
+def _take() -> list[Any]:
+    """Pop modes until ours is off; those that lay above it, the topmost first."""
+    above: list[Any] = []
+    while (mode := _pop_mode()) is not MODE:
+        above.append(mode)
+    return above
+
+
+def _sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    frame = frames.innermost()
+    if frame is None or frame.quiet:
+        return F.scaled_dot_product_attention(*args, **kwargs)
+    if frame.accelerate:
+        with frame.quietly():
+            out = calls.attend(calls.sdpa(args, kwargs, frame.converted), _dropout(args, kwargs))
+    else:
+        out = F.scaled_dot_product_attention(*args, **kwargs)
+    frame.see(lambda: calls.sdpa(args, kwargs, frame.converted))
+    return frame.scaled(out, -3)  # [B, H, Q, Dv]
+
+
+def _note_softmax(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note a softmax, or a product that completes an attention that the module writes out."""
+    frame = frames.innermost()
+    if frame is not None and not frame.quiet and softmax.attends(frame.softmaxes, function, args, kwargs):
+        note_unrecorded(None)
+
+
+def _uncompiled(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function that may be part of an attention; what dynamo cannot trace."""
+    out = function(*args, **kwargs) if kwargs else function(*args)
+    frame = frames.innermost()
+    if frame is None or frame.quiet:
+        return out
+    if function in softmax.UNTRACED_SOFTMAX:
+        softmax.wait(frame.softmaxes, function, args, kwargs)
+    elif frame.softmaxes and function in softmax.JOINED:
+        softmax.join(frame.softmaxes, function, args, kwargs, out)
+    elif (name := fused.operator_name(function, args, kwargs)) is not None:
+        note_unrecorded(name)
+    return out
+
+
+def note_unrecorded(operator: str | None) -> None:
+    """Tell everybody who watches that a module attends by an operator, or by a softmax of its own."""
+    frame = frames.innermost()
+    if frame is None or frame.quiet:
+        return
+    for forward, name in frame.forwards.values():
+        if forward.active:
+            forward.note_unrecorded(name, operator)
+
+
+def _dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    return args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+
+
+def _multi_head(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    frame = frames.innermost()
+    if frame is None or frame.quiet:
+        return F.multi_head_attention_forward(*args, **kwargs)
+    given = frames.bound(F.multi_head_attention_forward, args, kwargs)
+    factors = frame.factors(given["num_heads"]) if "num_heads" in given else None  # without it, torch will complain
+    if factors is None:
+        out = F.multi_head_attention_forward(*args, **kwargs)
+    else:  # the heads meet only in the output projection
+        changed: dict[str, Any] = {
+            **given,
+            "out_proj_weight": torch_modules.of_heads(given["out_proj_weight"], factors),
+        }
+        out = F.multi_head_attention_forward(**changed)
+    frame.see(lambda: torch_modules.functional_call(given))
+    return out
+
+
+def _native(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A fast path; that of an encoder layer attends for its ``self_attn``, which it does not call."""
+    frame = frames.innermost()
+    if frame is None or frame.quiet:
+        return operator(*args, **kwargs)
+    inner: Any = getattr(frame.module, "self_attn", None)
+    frame = frame if inner is None else frame.within(inner)
+    name = _NATIVE[operator]
+    factors = frame.factors(torch_modules.heads_of_native(name, args))
+    out = operator(*(args if factors is None else torch_modules.with_factors(name, args, factors)), **kwargs)
+    frame.see(lambda: torch_modules.native_call(name, args))
+    return out
+
+
+def headscope_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    scale: float | None, softcap: float | None, dropout: float, lse: bool, backend: str | None, /,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """``headscope.attention`` and ``attend`` while a watch is open."""
+    frame = frames.innermost()
+    if frame is None or frame.quiet or not frame.active:
+        return run(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
+    with frame.quietly():  # the backend may be SDPA
+        out, row_lse = run(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
+    kind = None
+    if isinstance(frame.module, MultiHeadAttention):
+        kind = "self" if frame.argument("context", 1) is None else "cross"
+    elif isinstance(frame.module, nn_compat.MultiheadAttention):
+        kind = "self" if torch_modules.same(frame.argument("query", 0), frame.argument("key", 1)) else "cross"
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "kind": kind}
+    frame.see(lambda: Call(k=k, v=v, **_first_first(q, mask, bias, row_lse), **options))
+    scaled = frame.scaled(out, -3)  # [B, H, Q, Dv]
+    if scaled is not out and isinstance(frame.module, MultiHeadAttention) and frame.module.bias_k is not None:
+        raise calls.WatchError(
+            "heads: this module has bias_kv, whose value joins the heads' outputs later and cannot be reached"
+        )
+    return scaled, row_lse
+
+
+def _first_first(q: Tensor, mask: Any, bias: Tensor | None, lse: Tensor | None) -> dict[str, Any]:
+    """What depends on queries, in their usual order where our module has them last first."""
+    if isinstance(mask, Mask) and bias is not None and any(isinstance(leaf, Turned) for leaf in mask.leaves()):
+        mask, q, bias = turned(mask, q.shape[-2], bias.shape[-1]), q.flip(-2), bias.flip(-2)
+        lse = None if lse is None else lse.flip(-1)
+    return {"q": q, "mask": mask, "bias": bias, "lse": lse}

@@ -1,0 +1,159 @@
+"""What is replaced in torch while a watch is open: the one place that reaches into it.
+
+While a watch is open, ``nn.Module.__call__`` is replaced by one that knows the modules of watched models and keeps,
+for each thread, a stack of those that run (``Frame``). While one of them runs, a function mode sees what it calls; an
+attention call belongs to the innermost module.
+
+Nothing of this may change what the model computes. torch's transformer modules leave their fast path where a hook is
+registered, and where a function mode is about, for then ``torch.overrides.has_torch_function`` is true. So no hook is
+registered and no module is touched, and that function is replaced by one that does not count our mode.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import _len_torch_function_stack
+
+from headscope._attend import hook
+from headscope._attend.context_parallel import CONTEXT_PARALLEL, check_context_parallel
+from headscope._intercept import call as calls
+from headscope._intercept import dynamo, frames, function_mode, fused, module_names
+from headscope._intercept.frames import Entries, Forward, Frame, Watcher
+
+_FUSED = fused.Patches(function_mode.note_unrecorded)
+patches: list[tuple[Callable[[], None], Callable[[], None]]] = [(_FUSED.install, _FUSED.remove)]
+"""What else is replaced while a watch is open: what is done when the first one opens, and when the last one closes."""
+
+_TORCH_HAS_FUNCTION = torch.overrides.has_torch_function
+_lock = threading.Lock()
+_original_call: Callable[..., Any] | None = None
+
+
+def open_watch(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
+    """Start to tell a watcher of the calls of these modules."""
+    global _original_call
+    call = _uncompiled_call() if "torch._dynamo" in sys.modules else _call  # may wait for its import: not with the lock
+    try:
+        with _lock:
+            if _original_call is None:
+                _original_call = nn.Module.__call__
+                nn.Module.__call__ = call
+                if call is _call:
+                    sys.meta_path.insert(0, _IMPORT)
+                hook.install(function_mode.headscope_attention)
+                torch.overrides.has_torch_function = function_mode.has_torch_function
+                for install, _ in patches:
+                    install()
+            for name, module in modules.items():
+                frames.watched[id(module)] = (*frames.watched.get(id(module), ()), (watcher, name))
+            dynamo.set_aside(watcher, modules.values())
+    except BaseException:  # Ctrl-C, say
+        close_watch(watcher, modules)
+        raise
+
+
+@functools.cache
+def _uncompiled_call() -> Callable[..., Any]:
+    """A compiled function that calls a watched model leaves it alone: the model then runs as it is."""
+    return torch.compiler.disable(_call)
+
+
+def _dynamo_has_come() -> None:
+    """It has been imported while a watch is open."""
+    call = _uncompiled_call()
+    with _lock:
+        if _original_call is not None:
+            nn.Module.__call__ = call
+            dynamo.say_original(_original_call)
+
+
+_IMPORT: Any = dynamo.Import(_dynamo_has_come)
+
+
+def close_watch(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
+    """Stop to tell it, and put everything back with the last one."""
+    try:
+        _close(watcher)
+    except BaseException:  # Ctrl-C, say: what it left is done now
+        _close(watcher)
+        raise
+    finally:
+        module_names.forget_compiled(modules)
+
+
+def _close(watcher: Watcher) -> None:
+    global _original_call
+    with _lock:
+        for key, entries in list(frames.watched.items()):
+            left = tuple(entry for entry in entries if entry[0] is not watcher)
+            if left:
+                frames.watched[key] = left
+            else:
+                del frames.watched[key]
+        if not frames.watched and _original_call is not None:
+            nn.Module.__call__ = _original_call
+            if _IMPORT in sys.meta_path:
+                sys.meta_path.remove(_IMPORT)
+            hook.install(None)
+            torch.overrides.has_torch_function = _TORCH_HAS_FUNCTION
+            for _, remove in patches:
+                remove()
+            _original_call = None
+        dynamo.put_back(watcher)
+
+
+def _call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """``nn.Module.__call__`` while a watch is open."""
+    original = _original_call or nn.Module._wrapped_call_impl  # closed by another thread just now
+    entries = frames.watched.get(id(self))
+    if entries is None and id(dynamo.inside(self)) not in frames.watched:
+        return original(self, *args, **kwargs)
+    if entries is None or torch.compiler.is_compiling():
+        raise calls.WatchError(calls.COMPILED)
+    if CONTEXT_PARALLEL in sys.modules:
+        check_context_parallel()
+    if torch._C._current_graph_task_id() != -1:  # a checkpoint computes again what was seen before
+        entries = tuple(entry for entry in entries if entry[0].again)
+        if not entries:
+            return original(self, *args, **kwargs)
+    return _run(original, Frame(self, args, kwargs), entries)
+
+
+def _run(original: Callable[..., Any], frame: Frame, entries: Entries) -> Any:
+    begun: list[tuple[Watcher, Forward]] = []
+    finished = False
+    stack = frames.thread.stack
+    for watcher, name in entries:
+        outer = None
+        for above in reversed(stack):
+            if watcher in above.forwards:
+                outer = above.forwards[watcher][0]
+                break
+        if outer is None:
+            outer = watcher.begin()
+            begun.append((watcher, outer))
+        frame.forwards[watcher] = (outer, name)
+        if outer.active and outer.enter(name, frame.module):
+            frame.accelerate = True
+    stack.append(frame)
+    try:
+        if not frame.active or function_mode.is_on():
+            out = original(frame.module, *frame.args, **frame.kwargs)
+        else:
+            with function_mode.MODE if _len_torch_function_stack() == 0 else function_mode.beneath():
+                out = original(frame.module, *frame.args, **frame.kwargs)
+        finished = True
+        return out
+    finally:
+        stack.pop()
+        if not stack:
+            frames.thread.masks.clear()
+        for watcher, forward in begun:
+            watcher.end(forward, finished=finished)

@@ -1,0 +1,161 @@
+"""Check the options of an observation, and build its tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headscope._attend.call import FLOATS, Call, check_layout, kind, shapes
+from headscope._observe.inputs import Continued, Request, Scene
+from headscope._observe.placement import find_first_key, to_frame
+from headscope._support.tensor_classes import ORDINARY, to_ordinary
+from headscope.stats import Observe
+
+
+def build_scene(request: Request) -> Scene:
+    """Check the options of a request, and return the tensors that it is measured from.
+
+    Raises:
+        TypeError: an argument is not of the right kind or dtype.
+        ValueError: a size or option does not fit.
+    """
+    if request.kind not in ("self", "cross"):
+        raise ValueError(f'kind: got {request.kind!r}, wanted "self" or "cross"')
+    request = _ordinary(request)
+    call, inputs, what = request.call, request.inputs, request.what
+    _check_lse(request)
+    _check_tokens(request)
+    counts = _row_mask(request)
+    rows = _rows(request, counts)
+    index = None if isinstance(rows, range) else torch.tensor(rows, dtype=torch.long, device=inputs.q.device)
+    line, q_at, k_at, first, own, padding = to_frame(request)
+    if padding is not None:
+        counts = ~padding[:, None] if counts is None else counts & ~padding[:, None]
+    lse = None if request.lse is None else request.lse.detach().reshape(call.batch, call.heads, call.queries)
+    return Scene(
+        call=call,
+        plan=request.plan,
+        inputs=inputs,
+        rows=rows,
+        q=_pick(inputs.q, index, 2),
+        lse=None if lse is None else _pick(lse, index, 2),
+        may_count=None if counts is None else _pick(counts, index, 2),
+        line=None if line is None else _pick(line, index, 1),
+        q_at=None if q_at is None else _pick(q_at, index, 1),
+        k_at=k_at,
+        own=None if own is None else _pick(own, index, 1),
+        first=first,
+        ids=None if what.tokens is None or own is None else _ids(what.tokens, call),
+        id_before=None if own is None else _id_before(what, call),
+        has_norms=request.has_values and what.row_stats,
+        first_key=find_first_key(k_at) if what.received and request.k_pos is not None else 0,
+    )
+
+
+def _ordinary(request: Request) -> Request:
+    """Return the observation over ordinary tensors, where its q, k, v, bias, sinks and mask are ordinary.
+
+    The native kernels read tensors by their addresses. Where q, k, v, bias, sinks or the mask is of a subclass, the
+    portable form observes, which calls operators only.
+
+    Raises:
+        TypeError: a tensor may have no memory of its own; the message names it.
+    """
+    if request.call.form == "subclass":
+        return request
+    what = request.what
+    options = {name: getattr(request, name) for name in ("lse", "q_pos", "k_pos", "real")}
+    measured = {name: getattr(what, name, None) for name in ("tokens", "rows", "token_before")}
+    changed = _changed(options)
+    if of_what := _changed(measured):
+        changed["what"] = replace(what, **of_what)
+    return replace(request, **changed) if changed else request
+
+
+def _changed(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return those that are a subclass of Tensor, as ordinary tensors."""
+    return {
+        name: to_ordinary("mask" if name == "real" else name, x)
+        for name, x in tensors.items()
+        if isinstance(x, Tensor) and type(x) not in ORDINARY
+    }
+
+
+def _pick(tensor: Tensor, index: Tensor | None, axis: int) -> Tensor:
+    return tensor if index is None else tensor.index_select(axis, index)
+
+
+def sample(n: int, of: int) -> Sequence[int]:
+    """The middle of each of n equal parts; all where there are no more than n."""
+    return range(of) if n >= of else [(2 * r + 1) * of // (2 * n) for r in range(n)]
+
+
+def _rows(request: Request, counts: Tensor | None) -> Sequence[int]:
+    queries = request.call.queries
+    if isinstance(request.what.rows, int):
+        return sample(request.what.rows, queries)
+    if (
+        counts is None or counts.device.type != "cpu" or type(counts) not in ORDINARY
+    ):  # a GPU would have to be waited for
+        return range(queries)
+    picked = counts.any(0).any(0).nonzero()[:, 0].tolist()
+    return range(queries) if len(picked) == queries else picked
+
+
+def _row_mask(request: Request) -> Tensor | None:
+    rows, call = request.what.rows, request.call
+    if not isinstance(rows, Tensor):
+        return None
+    expected = (*(call.lead or (1,)), call.heads, call.queries)
+    q = request.inputs.q
+    if rows.device != q.device:
+        raise ValueError(f"rows: is on {rows.device}, q is on {q.device}")
+    try:
+        return rows.expand(expected).reshape(call.batch, call.heads, call.queries)  # [B, H, Q]
+    except RuntimeError:
+        hint = "; the same rows for every head are [B, 1, Q]" if rows.ndim > 1 else ""
+        raise ValueError(
+            f"rows: does not broadcast to [B, H, Q] = {list(expected)}{hint}; {shapes(rows=rows, q=q)}"
+        ) from None
+
+
+def _check_lse(request: Request) -> None:
+    lse, call, q = request.lse, request.call, request.inputs.q
+    if lse is None:
+        return
+    if not isinstance(lse, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"lse: got {kind(lse)}, wanted a torch.Tensor or None")
+    check_layout("lse", lse)
+    if lse.dtype not in FLOATS:
+        raise TypeError(f"lse: dtype is {kind(lse)}, wanted a floating one")
+    if lse.device != q.device:
+        raise ValueError(f"lse: is on {lse.device}, q is on {q.device}")
+    expected = (*call.lead, call.heads, call.queries)
+    if lse.shape != expected:
+        raise ValueError(f"lse: wanted [B, H, Q] = {list(expected)}; {shapes(lse=lse, q=q)}")
+
+
+def _check_tokens(request: Request) -> None:
+    tokens, call = request.what.tokens, request.call
+    if tokens is None:
+        return
+    keys, lead = call.keys, call.lead
+    if tuple(tokens.shape) not in ((keys,), (1, keys), (call.batch, keys), (*lead, keys)):
+        raise ValueError(
+            f"tokens: wanted [K] or [B, K], here [{keys}] or [{call.batch}, {keys}]; "
+            f"{shapes(tokens=tokens, k=request.inputs.k)}"
+        )
+
+
+def _ids(tokens: Tensor, call: Call) -> Tensor:
+    return tokens.detach().reshape(math.prod(tokens.shape[:-1]), call.keys).expand(call.batch, -1)  # [B, K]
+
+
+def _id_before(what: Observe, call: Call) -> Tensor | None:
+    known = what.token_before if isinstance(what, Continued) else None
+    return None if known is None else known.detach().reshape(-1).expand(call.batch)  # [B]

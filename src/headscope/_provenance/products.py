@@ -1,0 +1,103 @@
+"""Products of matrices: projections of tokens, scores of queries with keys, and weights times values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headscope._provenance.identities import Identities, Origin
+from headscope._provenance.record import HEADS, LINEAR, MIXED, SCORES, Mixing, Operands
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A copy of an operand with three axes, and copies of its ids and factors, None where it has no shadow."""
+
+    values: Tensor
+    ids: Tensor | None
+    factors: Tensor | None
+
+
+def copy_operand(identities: Identities, x: Tensor) -> Operand:
+    """Copy an operand and its shadow before the product is computed."""
+    shadow = identities.shadows.find(x)
+    ids, factors = (None, None) if shadow is None or not shadow.ids.any() else (s.clone() for s in shadow)
+    values = x.detach().clone()
+    if x.ndim == 3:
+        return Operand(values, ids, factors)
+    return Operand(values[None], None if ids is None else ids[None], None if factors is None else factors[None])
+
+
+def record_product(identities: Identities, out: Tensor, left: Operand, right: Operand) -> None:
+    """Record the product of two operands, by what is known of each."""
+    a, b = left, right
+    three = out if out.ndim == 3 else out[None]
+    if a.ids is None or b.ids is None or a.factors is None or b.factors is None:
+        if a.ids is not None:
+            _record_projection(identities, three, a.ids, b.values)
+        elif b.ids is not None:  # weights @ xᵀ
+            _record_projection(identities, three.transpose(1, 2), b.ids.transpose(1, 2), a.values.transpose(1, 2))
+        return
+    record = identities.record
+    a_scores, b_scores = record.holds_scores(a.ids), record.holds_scores(b.ids)
+    if a_scores and not b_scores:
+        _record_mixing(identities, three, a.values, a.ids, b.ids)
+    elif b_scores and not a_scores:
+        transposed = (x.transpose(1, 2) for x in (three, b.values, b.ids, a.ids))
+        _record_mixing(identities, *transposed)
+    elif not a_scores:
+        _record_scores(identities, three, left, right)
+
+
+def common_value(x: Tensor, axis: int) -> Tensor:
+    """Return the value that is everywhere the same along an axis; MIXED where there are several."""
+    low = x.amin(axis)
+    return torch.where(low == x.amax(axis), low, MIXED)
+
+
+def _record_projection(identities: Identities, out: Tensor, ids: Tensor, weights: Tensor) -> None:
+    """A product with weights, [N, rows, width] @ [N, width, features]."""
+    record = identities.record
+    if record.holds_scores(ids):
+        return
+    token = common_value(record.token[ids], -1)[..., None]  # [N, rows, 1]
+    identities.assign_new(out, Origin(LINEAR, token, identities.number_columns(weights)[:, None]))
+    record.projections.append(ids)
+
+
+def _record_scores(identities: Identities, out: Tensor, left: Operand, right: Operand) -> None:
+    """A product of two operands that were made of tokens, [N, rows, D] @ [N, D, columns]."""
+    record, a_ids, b_ids, a_factors, b_factors = identities.record, left.ids, right.ids, left.factors, right.factors
+    assert a_ids is not None
+    assert b_ids is not None
+    assert a_factors is not None
+    assert b_factors is not None
+    rows, columns = common_value(record.token[a_ids], -1), common_value(record.token[b_ids], 1)
+    if bool((rows == MIXED).all()) and bool((columns == MIXED).all()):
+        record.tokens_summed = True  # summed over tokens, not over features: linear attention, say
+        return
+    origin = Origin(
+        SCORES,
+        token=rows[..., None],
+        feature=record.feature[a_ids].amin(-1)[..., None],
+        other_token=columns[:, None],
+        other_feature=record.feature[b_ids].amin(1)[:, None],
+        value=left.values.double() @ right.values.double(),
+        factor=a_factors.amax(-1)[..., None] * b_factors.amax(1)[:, None],
+    )
+    identities.assign_new(out, origin)
+    unit = bool(record.unit[a_ids].all()) and bool(record.unit[b_ids].all())
+    record.operands.append(Operands(a_ids, b_ids, (float(a_factors.amax()), float(b_factors.amax())), unit))
+
+
+def _record_mixing(identities: Identities, out: Tensor, p: Tensor, p_ids: Tensor, v_ids: Tensor) -> None:
+    """A product of weights with values, [N, Q, K] @ [N, K, Dv]."""
+    record, first = identities.record, identities.count
+    record.mixings.append(Mixing(p, p_ids, v_ids, range(first, first + out.numel())))
+    token = common_value(record.token[p_ids], -1)
+    if bool((token == MIXED).any()):  # the second operand of the scores was the queries'
+        token = common_value(record.other_token[p_ids], -1)
+    feature = common_value(record.feature[v_ids], 1)
+    identities.assign_new(out, Origin(HEADS, token[..., None], feature[:, None]))

@@ -1,0 +1,66 @@
+"""Copies of what is checked, in another dtype, and the errors and results of code that nobody knows."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+CODE_ERRORS = (Exception, SystemExit)
+"""What unknown code may raise, and what is reported; Ctrl-C passes."""
+
+
+class CheckError(ValueError):
+    """The target cannot be called, or returns nothing that can be checked."""
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error in one line."""
+    message = " ".join(str(error).split())[:160]
+    return type(error).__name__ + (f": {message}" if message else "")
+
+
+def convert_dtype(target: Any, dtype: torch.dtype) -> Any:
+    """Convert the real numbers of a module; complex ones stay complex, which ``Module.to`` would not ensure."""
+    pair = torch.complex128 if dtype == torch.float64 else torch.complex64
+
+    def convert(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() else x.to(pair) if x.is_complex() else x
+
+    return target._apply(convert) if isinstance(target, nn.Module) else target
+
+
+def copy_target(target: Any) -> Any:
+    """Return a deep copy. Results of earlier calls that a module holds, which torch does not copy, become numbers."""
+    memo: dict[int, Any] = {}
+
+    def collect(value: Any, depth: int) -> None:
+        if isinstance(value, Tensor) and not value.is_leaf:
+            memo[id(value)] = value.detach().clone()
+        elif isinstance(value, (list, tuple, dict)) and depth < 3:
+            for each in value.values() if isinstance(value, dict) else value:
+                collect(each, depth + 1)
+
+    for part in target.modules() if isinstance(target, nn.Module) else ():
+        for value in vars(part).values():
+            collect(value, 0)
+    return copy.deepcopy(target, memo)
+
+
+def list_tensors(result: Any) -> list[Tensor]:
+    """Return the floating-point tensors of a result, in order."""
+    if isinstance(result, Tensor):
+        return [result] if result.is_floating_point() else []
+    if isinstance(result, dict):
+        result = list(result.values())
+    if isinstance(result, (tuple, list)):
+        return [tensor for part in result for tensor in list_tensors(part)]
+    return []
+
+
+def describe_shapes(result: Any) -> str:
+    """Return the shapes of the tensors of a result, or its type."""
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in list_tensors(result))
+    return shapes or type(result).__name__

@@ -1,0 +1,26 @@
+"""headscope's own attention by its definition, so that its steps can be followed."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from headscope._attend import hook
+from headscope._attend.run import run
+
+
+@contextmanager
+def computed_by_reference() -> Generator[list[int]]:
+    """Compute ``headscope.attention`` by the reference backend while this is open; yield an entry for each call."""
+    calls = list[int]()
+
+    def attend(
+        q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any,
+        scale: Any, softcap: Any, dropout: Any, lse: Any, backend: Any, /,
+    ) -> Any:  # fmt: skip
+        calls.append(1)
+        return run(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, "reference")
+
+    with hook.intercepting(attend):
+        yield calls

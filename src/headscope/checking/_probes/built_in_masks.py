@@ -1,0 +1,91 @@
+"""The probe of the mask that is built in: which query sees which key if no mask is given."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headscope.checking import _weights as weights
+from headscope.checking._case import Case
+from headscope.checking._probes.softmax import NO_SOFTMAX
+from headscope.checking._weights import differ_in_pattern, visible_pairs
+
+
+def probe_built_in_mask(case: Case) -> None:
+    """Find which query sees which key if no mask is given."""
+    heads = case.heads
+    if case.random or heads is None:
+        case.not_tested["built-in mask"] = case.reason_without_heads
+        return
+    if case.observations.keys() & NO_SOFTMAX:
+        case.not_tested["built-in mask"] = "the weights are not from one softmax over the keys"
+        return
+    visible = visible_pairs(heads.p)
+    size = visible.shape[-1]
+    tri = torch.ones(size, size, dtype=torch.bool).tril()
+    everything = torch.ones_like(visible)
+    mask, tolerance = tri.expand(len(visible), -1, -1), case.subject.tolerance
+    verdict = weights.judge_mask(heads.p, case.logit, mask, everything, None, tolerance)
+    if verdict.after_softmax:
+        case.allowed = tri[None]
+        case.report("mask-after-softmax", f"built-in mask: {verdict.after_softmax}")
+        if verdict.outcome != "hidden":
+            case.report(verdict.outcome, f"built-in mask: {verdict.evidence}")
+        return
+    if verdict.outcome == "hidden" or (
+        size > 1 and bool((visible <= tri).all()) and verdict.outcome == "mask-applied-wrong"
+    ):
+        case.causal = True
+        case.allowed = tri[None]
+        _judge_causal_pattern(case, visible, tri)
+        return
+    if verdict.outcome in ("none", "mask-applied-wrong", "mask-on-queries"):  # there is no padding
+        _judge_other_pattern(case, visible, tri)
+        return
+    case.allowed = tri[None]
+    case.report(verdict.outcome, f"built-in mask: {verdict.evidence}")
+
+
+def _judge_causal_pattern(case: Case, visible: Tensor, tri: Tensor) -> None:
+    """Test whether each query sees the past, where none sees the future."""
+    size = len(tri)
+    for j in range(2, size):  # a window of j keys
+        if bool((visible == tri.triu(1 - j)).all()):
+            case.understood.append(f"causal, with a window of {j} keys")
+            return
+    if bool((visible[..., 1:, :] == tri.tril(-1)[1:]).all()):
+        case.report("cannot-see-itself", "query 1 sees key 0 and not key 1; query 0 sees nothing")
+    elif bool((visible == torch.eye(size, dtype=torch.bool)).all()):
+        case.report("cannot-see-the-past", "each query sees its own key and no other")
+    elif case.other_heads is not None and differ_in_pattern(visible, visible_pairs(case.other_heads.p)):
+        case.understood.append("causal; which earlier keys a query sees depends on the input")
+    elif not bool((visible == tri)[..., 1:, :].all()):
+        b, h, i, j = (~visible & tri).nonzero()[0].tolist()
+        case.report("cannot-see-the-past", f"query {i} of head {h} of batch entry {b} does not see key {j}")
+    else:
+        case.understood.append("causal: no query sees a later key")
+
+
+def _judge_other_pattern(case: Case, visible: Tensor, tri: Tensor) -> None:
+    size = len(tri)
+    if bool(visible[..., 1:, :].all()):
+        case.causal = False
+        case.understood.append("not causal: every query sees every key")
+        if case.options.causal:
+            case.report("looks-into-the-future", "query 0 sees key 1, and so does every query every key")
+    elif bool((visible == torch.ones_like(tri).tril(1)).all()) and size > 2:
+        case.report("sees-one-ahead", "query 0 sees keys 0 and 1, query 1 sees keys 0 to 2, and so on")
+    elif bool((visible[..., 1:, :] == tri.tril(-1)[1:]).all()):
+        case.report("cannot-see-itself", "query 1 sees key 0 and not key 1")
+    elif bool((visible == tri.T).all()):
+        pattern = "each query sees its own key and later ones, and none before, as by triu instead of tril"
+        case.report("looks-into-the-future", f"built-in mask: {pattern}")
+    elif bool((visible[..., :-1, :] == tri.T.triu(1)[:-1]).all()):
+        case.report("mask-inverted", "built-in mask: each query sees later keys alone")
+    else:
+        case.causal = False
+        later = bool((visible & ~tri).any())
+        b, h, i, j = ((visible & ~tri) if later else ~visible).nonzero()[0].tolist()
+        if case.options.causal:
+            case.report("looks-into-the-future", f"query {i} of head {h} of batch entry {b} sees key {j}")
+        case.understood.append(f"a built-in pattern hides {float((~visible).double().mean()):.0%} of the pairs")

@@ -1,0 +1,236 @@
+"""Probes of masks that are handed over, and of rows that may see nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headscope.checking import _weights as weights
+from headscope.checking._case import Case, WorkingMask
+from headscope.checking._copies import CODE_ERRORS, describe_error
+from headscope.checking._probes.behaviour import MASK_FINDINGS
+from headscope.checking._probes.softmax import NO_SOFTMAX
+from headscope.checking._subject import Run
+from headscope.checking._weights import Verdict, differ_in_pattern, visible_pairs
+
+LOWEST = torch.finfo(torch.float32).min  # what stands for minus infinity where masks are added
+
+
+WEAK = ("mask-applied-wrong", "bool-mask-added")  # what a mask of another form than the right one may look like
+
+
+@dataclass(frozen=True)
+class Form:
+    """A shape and a meaning of a mask.
+
+    Attributes:
+        kind: "pairs" or "keys".
+        text: shape and values, in words.
+        build: from what may be seen, [B, 1, T, T] or [B, T], to the argument.
+        adds: it holds numbers to add.
+        hides: True = hidden.
+    """
+
+    kind: str
+    text: str
+    build: Callable[[Tensor], Any]
+    adds: bool = False
+    hides: bool = False
+
+
+def _list_forms(name: str, own: bool, dtype: torch.dtype, means: str | None) -> list[Form]:
+    if own:
+        return [Form("pairs", "[B, 1, T, T], True = may be seen", lambda m: m)]
+
+    def number(m: Tensor) -> Tensor:
+        return torch.where(m, 0.0, LOWEST).to(dtype)
+
+    shapes: list[tuple[str, str, Callable[[Tensor], Tensor]]] = [
+        ("pairs", "[T, T]", lambda m: m[0, 0]),
+        ("pairs", "[B, 1, T, T]", lambda m: m),
+        ("pairs", "[B, T, T]", lambda m: m[:, 0]),
+        ("keys", "[B, T]", lambda m: m),
+        ("keys", "[B, 1, 1, T]", lambda m: m[:, None, None]),
+        ("keys", "[B, 1, T]", lambda m: m[:, None]),
+    ]
+    if "pad" in name or "key" in name:
+        shapes = shapes[3:]
+    forms: list[Form] = []
+    for kind, shape, make in shapes:
+        if means in (None, "keep"):
+            forms.append(Form(kind, f"{shape} boolean", make))
+            forms.append(Form(kind, f"{shape} of 0 and 1", lambda m, f=make: f(m).to(dtype)))
+        if means in (None, "hide"):
+            forms.append(Form(kind, f"{shape} boolean", lambda m, f=make: ~f(m), hides=True))
+        if means in (None, "add"):
+            forms.append(Form(kind, f"{shape} of 0 and -inf", lambda m, f=make: number(f(m)), adds=True))
+    order = {"boolean": 0, "-inf": 2, "1": 3}
+    return sorted(forms, key=lambda form: order[form.text.split()[-1]] + form.hides)
+
+
+def probe_mask_arguments(case: Case) -> None:
+    """Test masks that are handed over: what they hide, and what they should hide."""
+    subject = case.subject
+    if not subject.mask_names:
+        case.not_tested["a mask that is handed over"] = "it takes none that is named so; give call= if it takes one"
+        return
+    if case.random or case.heads is None or case.observations.keys() & NO_SOFTMAX:
+        why = case.reason_without_heads if case.heads is None or case.random else "the weights are not from one softmax"
+        case.not_tested["a mask that is handed over"] = why
+        return
+    if case.observations.keys() & (MASK_FINDINGS | {"softmax-over-queries"}):
+        case.not_tested["a mask that is handed over"] = "what is built in hides the wrong keys"
+        return
+    for name in subject.mask_names:
+        _probe_argument(case, name)
+
+
+def _probe_argument(case: Case, name: str) -> None:
+    """Try shapes and meanings until a mask hides what it specifies."""
+    means, own = case.options.mask_means, case.subject.call is not None
+    first: tuple[Form, Verdict] | None = None
+    ran: tuple[Form, Verdict] | None = None
+    for form in _list_forms(name, own, case.subject.dtype, means):
+        if form.kind == "keys" and first is not None and first[0].kind == "pairs":
+            continue
+        verdict = _judge_form(case, name, form)
+        if verdict is None:
+            continue
+        if verdict.outcome in ("hidden", "mask-inverted") and not (form.adds and verdict.outcome == "mask-inverted"):
+            _report_working_mask(case, name, form, verdict)
+            if form.adds and first is not None and first[1].outcome == "bool-mask-added":
+                case.understood.append(f"{name}= boolean: added as 0 and 1, which hides nothing")
+            return
+        if verdict.outcome == "none":
+            ran = ran or (form, verdict)
+        elif first is None or (verdict.outcome != "mask-applied-wrong" and first[1].outcome in WEAK):
+            first = (form, verdict)
+    best = first or ran
+    if best is None:
+        case.not_tested[f"{name}="] = "no shape of a mask that was tried fits"
+        return
+    form, verdict = best
+    if own and verdict.outcome == "none":
+        case.not_tested["a mask that is handed over"] = "call= does nothing with it, or the module does not"
+        return
+    finding = "mask-ignored" if verdict.outcome == "none" else verdict.outcome
+    case.report(finding, f"{name}= {form.text}: {verdict.evidence or 'the weights are those without it'}")
+
+
+def _judge_form(case: Case, name: str, form: Form) -> Verdict | None:
+    """Judge how a mask of this form is applied; None if it is refused."""
+    subject, heads = case.subject, case.heads
+    assert heads is not None
+    mask, allowed = _test_pattern(form.kind, subject.batch, subject.length)
+    run = _run_with_mask(case, name, form.build(allowed))
+    if run is None or run.heads is None or run.heads.p.shape != heads.p.shape:
+        return None
+    assert case.base is not None
+    if run.out.shape != case.base.out.shape:
+        return None
+    before = visible_pairs(heads.p)
+    if case.other_heads is not None and differ_in_pattern(before, visible_pairs(case.other_heads.p)):
+        before = before | visible_pairs(run.heads.p)  # hidden keys make room for others, as among the largest few
+    verdict = weights.judge_mask(run.heads.p, case.logit, mask, before, heads.p, subject.tolerance)
+    if verdict.outcome == "mask-applied-wrong" and case.causal:  # it may take the place of the built-in one
+        everything = torch.ones_like(visible_pairs(heads.p))
+        alone = weights.judge_mask(run.heads.p, None, mask, everything, None, subject.tolerance)
+        verdict = alone if alone.outcome in ("hidden", "mask-inverted") else verdict
+    unsure = form.adds and verdict.outcome == "hidden" and not verdict.after_softmax and case.options.mask_means is None
+    if unsure and not _is_added(case, name, form):
+        return None
+    return verdict
+
+
+def _is_added(case: Case, name: str, form: Form) -> bool:
+    """Return whether a mask is added: minus infinity also hides where it is not, as in (1 - mask) * -10."""
+    assert case.heads is not None
+    mask, allowed = _test_pattern(form.kind, case.subject.batch, case.subject.length)
+    run = _run_with_mask(case, name, form.build(allowed).clamp_min(-0.5))
+    if run is None or run.heads is None or run.heads.p.shape != case.heads.p.shape:
+        return True
+    p, plain = run.heads.p, case.heads.p
+    by = weights.measure_lowering(p, plain, mask)
+    if by is None or torch.equal(p, plain):  # then it is compared with a number, or applied in another way
+        return True
+    factors = [1.0] if case.slope is None else [1.0, *case.slope.of_raw.tolist()]  # before or after q·k is scaled
+    return any(math.isclose(by, 0.5 * factor, rel_tol=1e-3) for factor in factors)
+
+
+def _run_with_mask(case: Case, name: str, mask: Any) -> Run | None:
+    try:
+        return case.subject.follow(case.x, **{name: mask})
+    except CODE_ERRORS:  # this form is refused: the next one is tried; where none is left, that is reported
+        return None
+
+
+def _test_pattern(kind: str, batch: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return what may be seen, [B, T, T], and as it is handed over, before its form: [B, 1, T, T] or [B, T]."""
+    if kind == "keys":
+        allowed = torch.ones(batch, length, dtype=torch.bool)
+        allowed[1:, -2:] = False  # padding on the right, which the first entry has not
+        return allowed[:, None].expand(batch, length, length), allowed
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    pairs = ((3 * i + 5 * j) % 7 < 4) | (i == j) | (j == 0)
+    pairs[0, -1] = False
+    return pairs.expand(batch, length, length), pairs.expand(batch, 1, length, length)
+
+
+def _report_working_mask(case: Case, name: str, form: Form, verdict: Verdict) -> None:
+    hides = (verdict.outcome == "mask-inverted") != form.hides
+    if form.adds:
+        meaning = "0 = may be seen" if verdict.after_softmax else "added to the logits"
+    else:
+        meaning = "True = hidden, as in nn.MultiheadAttention" if hides else "True = may be seen, as in SDPA"
+    case.understood.append(f"{name}= {form.text}: {meaning}")
+    if verdict.after_softmax:
+        case.report("mask-after-softmax", f"{name}= {form.text}: {verdict.after_softmax}")
+    means, own = case.options.mask_means, case.subject.call is not None
+    torch_like = case.subject.torch_like or "pad" in name
+    if not form.adds and ((hides and (means == "keep" or own)) or (not hides and means == "hide")):
+        evidence = f"{verdict.evidence or 'False hides'}; expected: True = {'may be seen' if hides else 'hidden'}"
+        case.report("mask-inverted", f"{name}= {form.text}: {evidence}")
+    elif hides and means is None and not torch_like:
+        evidence = f"{name}= {form.text}: True hides; say mask_means='hide' if it is meant to"
+        case.report("mask-inverted", evidence, "unusual")
+
+    def build(allowed: Tensor) -> Any:
+        return form.build(~allowed if verdict.outcome == "mask-inverted" else allowed)
+
+    case.masks.append(WorkingMask(name, form.kind, build))
+
+
+def probe_empty_rows(case: Case) -> None:
+    """Test a query that may see nothing."""
+    subject = case.subject
+    plain = subject.run(case.x)
+    if not bool(torch.isfinite(plain).all()):
+        rows = (~torch.isfinite(plain)).any(-1).any(0).nonzero().flatten().tolist()
+        evidence = f"without a mask, outputs at positions {', '.join(map(str, rows))} are not finite"
+        heads = case.heads
+        empty = heads is not None and not bool(torch.isfinite(heads.p).all())
+        case.report("nan-on-empty-row" if empty else "not-finite", evidence)
+        return
+    if not case.masks:
+        case.not_tested["a row that may see nothing"] = "there is no mask to hide its keys with"
+        return
+    for mask in case.masks:
+        batch, length, keys_only = subject.batch, subject.length, mask.kind == "keys"
+        allowed = torch.ones((batch, length) if keys_only else (batch, 1, length, length), dtype=torch.bool)
+        if keys_only:
+            allowed[-1] = False
+        else:
+            allowed[..., 1, :] = False
+        try:
+            out = subject.run(case.x, **{mask.argument: mask.build(allowed)})
+        except CODE_ERRORS as error:  # it is the module's to refuse
+            case.not_tested["a row that may see nothing"] = describe_error(error)
+            continue
+        if not bool(torch.isfinite(out).all()):
+            hidden = "all keys of a batch entry" if keys_only else "all keys of query 1"
+            case.report("nan-on-empty-row", f"{mask.argument}= that hides {hidden} gives NaN")

@@ -1,0 +1,123 @@
+"""Probes of the softmax: sums of the weights, and the scale of the logits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from headscope.checking import _weights as weights
+from headscope.checking._case import Case
+from headscope.checking._head_layout import Heads
+from headscope.checking._weights import Slope
+
+NO_SOFTMAX = {"softmax-over-heads", "no-softmax", "softmax-twice"}  # which keys these hide does not depend on a mask
+
+
+EXPLAINS_SUMS = {
+    *("mask-after-softmax", "softmax-over-queries", "scaled-after-softmax", "cannot-see-itself"),
+    *NO_SOFTMAX,
+}
+
+
+def probe_softmax_and_scale(case: Case) -> None:
+    """Judge the sums of the weights, and the factor of the dot products."""
+    heads, other = case.heads, case.other_heads
+    if case.random or heads is None or other is None or heads.p.shape != other.p.shape:
+        for what in ("softmax", "scale"):
+            case.not_tested[what] = case.reason_without_heads
+        return
+    tolerance = case.subject.tolerance
+    tri = torch.ones(heads.p.shape[-2:], dtype=torch.bool).tril()
+    fitted = weights.fit_slope(heads, other, None)
+    verdict = weights.explain_sums(heads, tolerance)
+    if isinstance(fitted, str) or fitted.biased:
+        lower = weights.fit_slope(heads, other, tri)  # logits above the diagonal may be something else
+        if isinstance(lower, Slope) and not (isinstance(fitted, Slope) and lower.biased):
+            fitted = lower
+    if isinstance(fitted, str) or bool((heads.p < 0).any()):
+        verdict = weights.explain_missing_exp(heads, other) or verdict
+    if verdict is not None and verdict.outcome in {"softmax-over-queries", *NO_SOFTMAX}:
+        case.report(verdict.outcome, verdict.evidence)
+        case.not_tested["scale"] = "the weights are not from one softmax over the keys"
+        return
+    if isinstance(fitted, str):
+        case.not_tested["scale"] = fitted
+    else:
+        case.slope = fitted
+    if verdict is not None and verdict.outcome == "scaled-after-softmax":
+        case.report(verdict.outcome, verdict.evidence)
+        return
+    if isinstance(fitted, Slope):
+        _judge_scale(case, heads, fitted)
+
+
+def probe_sums(case: Case) -> None:
+    """Report sums that no mask explains."""
+    heads = case.heads
+    if case.random or heads is None or case.observations.keys() & EXPLAINS_SUMS:
+        return
+    verdict = weights.explain_sums(heads, case.subject.tolerance)
+    if verdict is None or verdict.outcome in case.observations:
+        return
+    if case.slope is not None and not case.slope.biased and weights.has_sink(heads, case.slope.of_raw, 1e-5):
+        case.understood.append("each head has a sink: one more term in the softmax, without a value")
+        return
+    case.report(verdict.outcome, verdict.evidence)
+
+
+def _judge_scale(case: Case, heads: Heads, fitted: Slope) -> None:
+    total, width, subject = fitted.total, heads.width, case.subject
+    expected = case.options.scale if case.options.scale is not None else width**-0.5
+    scale = float(total.mean())
+    if float((total - scale).abs().max()) > 1e-3 * abs(scale):
+        case.understood.append("heads have scales of their own: " + ", ".join(f"{float(x):.4g}" for x in total))
+        return
+
+    def close(x: float) -> bool:
+        return math.isclose(scale, x, rel_tol=1e-3)
+
+    if close(expected):
+        case.understood.append(f"scale {scale:.4g}" + (" = 1/√D" if math.isclose(expected, width**-0.5) else ""))
+        return
+    assert case.base is not None
+    if close(expected * width) and case.base.record.operands[0].unit:  # √D · √D: of a length of √D, as by RMSNorm
+        case.understood.append(f"scale {expected:.4g} of queries and keys that are brought to length √D")
+        return
+    evidence = f"logits are {scale:.4g} · q·k, expected {expected:.4g}"
+    evidence += f" (1/√{width})" if math.isclose(expected, width**-0.5) else ""
+    if close(1.0) and fitted.biased:
+        case.understood.append("scale 1 with a bias added to the logits, as in T5")
+    elif close(1.0):
+        case.report("scale-missing", evidence)
+    elif close(1 / width) and _count_scale_steps(case) >= 2:
+        case.report("scaled-twice", f"{evidence}: it is 1/{width}")
+    elif close(subject.embed_dim**-0.5):
+        either = f", or 1/{width}" if close(1 / width) else ""  # where there are as many heads as a head is wide
+        case.report("scale-sqrt-embed-dim", f"{evidence}: it is 1/√{subject.embed_dim}, the width of the model{either}")
+    elif close(1 / width):
+        case.report("scale-without-root", f"{evidence}: it is 1/{width}")
+    elif close(width**0.5) or close(width):
+        case.report("scale-multiplied", evidence)
+    elif close(subject.length**-0.5) or close(1 / subject.length):
+        case.report("scale-of-length", f"{evidence}: it follows from the length, {subject.length}")
+    else:
+        case.report("scale-unusual", evidence)
+
+
+def _count_scale_steps(case: Case) -> int:
+    """Count the steps of 1/√D each in which the logits were scaled."""
+    assert case.base is not None
+    assert case.heads is not None
+    record, root = case.base.record, case.heads.width**-0.5
+    by_id: dict[int, list[float]] = {}
+    for number, by in record.scales:
+        by_id.setdefault(number, []).append(by)
+    on_scores = next(iter(by_id.values()), [])
+    parts = sum(math.isclose(by, root, rel_tol=1e-3) for by in on_scores)
+    before = float(case.heads.factor.amax())
+    if math.isclose(before, root, rel_tol=1e-3):
+        parts += 1
+    elif math.isclose(before, root * root, rel_tol=1e-3):
+        parts += sum(math.isclose(by, root, rel_tol=1e-3) for by in record.operands[0].factors)
+    return parts

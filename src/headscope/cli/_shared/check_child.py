@@ -1,0 +1,130 @@
+"""The process in which ``headscope check`` imports and runs code that it was given: no network, one answer.
+
+This is no sandbox. Code in this process can do what its user can; only what goes through Python's sockets fails.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+
+class MistakeError(Exception):
+    """What the user can put right."""
+
+
+def main() -> None:
+    """Read what is wanted from stdin, a line of JSON; write the findings, or what went wrong, to stdout."""
+    stdout = os.dup(1)
+    os.dup2(2, 1)  # what the code prints is no part of the answer
+    asked: dict[str, Any] = json.loads(sys.stdin.readline())
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    _block_network()
+    answer: dict[str, Any] = {}
+    try:
+        answer["findings"] = _check(asked)
+    except MistakeError as error:
+        answer["mistake"] = str(error)
+    with os.fdopen(stdout, "w", encoding="utf-8") as stream:
+        json.dump(answer, stream)
+    os._exit(0)  # whatever threads the code has started
+
+
+def _leave_with_parent() -> None:
+    """End this process and its group once the parent is gone: the parent keeps stdin open while it waits."""
+    sys.stdin.read()
+    if hasattr(os, "killpg") and os.getsid(0) == os.getpid():  # the group holds only what this process has started
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _block_network() -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise OSError("headscope check: the network is blocked while code is checked")
+
+    for name in ("connect", "connect_ex", "bind", "sendto", "sendmsg"):
+        if hasattr(socket.socket, name):
+            setattr(socket.socket, name, refuse)
+    for name in ("create_connection", "getaddrinfo", "gethostbyname", "gethostbyname_ex"):
+        setattr(socket, name, refuse)
+
+
+def _check(asked: dict[str, Any]) -> dict[str, Any]:
+    """The findings as ``to_dict`` has them."""
+    found = _load(Path(asked["path"]), asked["name"])
+    import torch
+
+    from headscope.checking import CheckError, check
+
+    torch.set_num_threads(1)  # inputs are small
+    torch.manual_seed(0)
+    if isinstance(found, type) or asked["given"] is not None:
+        found = _made(found, asked)
+    elif inspect.isroutine(found):
+        found = _made_of_nothing(found, asked)
+    try:
+        return check(found, **asked["options"]).to_dict()
+    except (CheckError, TypeError) as error:
+        raise MistakeError(str(error)) from error
+
+
+def _made(found: Any, asked: dict[str, Any]) -> Any:
+    try:
+        return found(*asked["args"], **asked["kwargs"])
+    except (Exception, SystemExit) as error:
+        said = f"cannot be made with --args {asked['given'] or ''!r}: {_line(error)}"
+        raise MistakeError(f"{asked['name']}: {said}") from error
+
+
+def _made_of_nothing(found: Any, asked: dict[str, Any]) -> Any:
+    """The module that a function makes of no arguments; or the function, which then is one that attends.
+
+    Where all arguments have defaults, what it returns tells the two apart.
+    """
+    try:
+        takes = inspect.signature(found).parameters.values()
+    except (ValueError, TypeError):
+        return found
+    if not takes:
+        return _made(found, asked)
+    if any(each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in takes):
+        return found
+    from torch import nn
+
+    try:
+        made = _made(found, asked)
+    except MistakeError:
+        return found
+    return made if isinstance(made, nn.Module) else found
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _load(path: Path, name: str) -> Any:
+    """What has that name in a file, after running it."""
+    sys.path.insert(0, str(path.parent))  # for what it imports beside itself
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise MistakeError(f"{path}: is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.argv = [str(path)]
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise MistakeError(f"{path}: fails when it is imported: {_line(error)}") from error
+    found = getattr(module, name, None)
+    if found is None:
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        raise MistakeError(f"{path}: has no {name}, only {', '.join(own) or 'nothing'}")
+    return found

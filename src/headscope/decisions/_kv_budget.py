@@ -1,0 +1,143 @@
+"""How much attention mass caches of fewer keys keep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from headscope._analysis.answers import Basis, Decision, HasStats, share, stats_of
+from headscope._attend.call import as_whole
+from headscope.stats import HeadStats
+
+if TYPE_CHECKING:
+    from headscope.stats._layer import LayerStats
+
+__all__ = ["HeadBudget", "KVBudget", "kv_budget"]
+
+
+@dataclass(frozen=True)
+class HeadBudget:
+    """What budgets of keys keep of the mass of one query head, or of the query heads that share keys.
+
+    Attributes:
+        layer: which one.
+        name: "head 5", or "kv 1 (heads 4-7)" for the key/value head of a group.
+        keys: how many keys received anything to choose from.
+        kept: the share of the received mass on the keys that receive the most, for each budget; NaN where nothing was
+            received.
+    """
+
+    layer: str
+    name: str
+    keys: int
+    kept: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class KVBudget(Decision):
+    """How much attention mass smaller caches keep; see ``kv_budget``.
+
+    Attributes:
+        budgets: how many keys each head or group may keep.
+        pooled: whether several forwards or batch entries are summed by position; each figure is then at most what
+            budgets chosen for each sequence by itself would keep.
+        heads: query heads and, where asked for, groups, in the order of the model.
+    """
+
+    budgets: tuple[int, ...]
+    pooled: bool
+    heads: tuple[HeadBudget, ...]
+
+    def columns(self) -> tuple[str, ...]:
+        """The headings of the table."""
+        return ("layer", "head or group", "keys", *(f"{budget:,}" for budget in self.budgets))
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """In the order of the model."""
+        return [(each.layer, each.name, f"{each.keys:,}", *map(share, each.kept)) for each in self.heads]
+
+
+def kv_budget(
+    stats: HeadStats | HasStats,
+    keys: Collection[int] = (64, 256, 1024),
+    *,
+    kv_heads: int | Mapping[str, int] | None = None,
+) -> KVBudget:
+    """How much attention mass a cache of k keys keeps, were it to hold those that receive the most (heavy hitters).
+
+    Args:
+        stats: with ``received``.
+        keys: budgets k, each from 1.
+        kv_heads: how many key/value heads the query heads share, or that for each layer by name: adds a line for each
+            group, whose query heads keep the same keys. By default only query heads by themselves.
+
+    Exact for one sequence. ``received`` is summed by position, so where several sequences are in it, one set of
+    positions stands for all, which keeps at most what a choice for each would.
+
+    Raises:
+        TypeError: one budget that is in no collection.
+        ValueError: nothing was received, a budget below 1, or heads that do not divide into so many groups.
+    """
+    if as_whole(keys) is not None:
+        raise TypeError(f"keys: got {keys}, wanted several budgets, as ({keys},)")
+    budgets = tuple(as_whole(k) or 0 for k in keys)
+    if not budgets or min(budgets) < 1:
+        raise ValueError(f"keys: got {tuple(keys)}, wanted whole numbers from 1")
+    observed = stats_of(stats)
+    parts = {layer: part for layer, part in observed.parts.items() if part.received is not None}
+    if not parts:
+        raise ValueError("kv_budget: needs what the keys received; observe with Observe(received=True)")
+    if isinstance(kv_heads, Mapping) and (unknown := [layer for layer in kv_heads if layer not in observed.parts]):
+        raise ValueError(f"kv_heads: got {', '.join(unknown)}, wanted layers: {', '.join(observed.layers)}")
+    lines: list[HeadBudget] = []
+    for layer, part in parts.items():
+        groups = kv_heads.get(layer) if isinstance(kv_heads, Mapping) else kv_heads
+        lines += _budgets(layer, part, budgets, groups)
+    rows = [n for part in parts.values() for n in part.rows.tolist()]
+    pooled = any(part.runs > 1 or part.of > _queries(part) for part in parts.values())
+    caveat = "The keys are chosen with hindsight, which no cache has while it fills."
+    if pooled:
+        caveat += " Several forwards or batch entries are summed by position: steps of one sequence are exact, of"
+        caveat += " several sequences this is a lower bound."
+    basis = Basis.of_layers(parts.values(), ("received",), rows)
+    if basis.sampled:
+        caveat += " Of a sample of the rows too few keys receive anything: with few rows these figures are too high."
+    if missing := [layer for layer in observed.layers if layer not in parts]:
+        caveat += f" Without received and left out: {', '.join(missing)}."
+    return KVBudget(basis, caveat, budgets, pooled, tuple(lines))
+
+
+def _queries(part: LayerStats) -> int:
+    """How many a batch entry has, of one run; of an older file, which does not say it, at most."""
+    if part.lengths is not None:
+        return part.lengths[0]
+    return 0 if part.received is None else part.received.shape[-1]
+
+
+def _budgets(layer: str, part: LayerStats, budgets: tuple[int, ...], groups: int | None) -> Iterator[HeadBudget]:
+    assert part.received is not None
+    assert part.eligible is not None
+    for head, (received, eligible) in enumerate(zip(part.received, part.eligible, strict=True)):
+        yield _head_budget(layer, f"head {head}", received, eligible, budgets)
+    if groups is None:
+        return
+    if groups < 1 or part.heads % groups:
+        raise ValueError(f"kv_heads: got {groups}, wanted a number that divides the {part.heads} heads of {layer}")
+    size = part.heads // groups
+    sums = (x.unflatten(0, (groups, size)).sum(1) for x in (part.received, part.eligible))
+    for group, (received, eligible) in enumerate(zip(*sums, strict=True)):
+        first, last = group * size, (group + 1) * size - 1
+        name = f"kv {group} (head {first})" if size == 1 else f"kv {group} (heads {first}-{last})"
+        yield _head_budget(layer, name, received, eligible, budgets)
+
+
+def _head_budget(layer: str, name: str, received: Tensor, eligible: Tensor, budgets: tuple[int, ...]) -> HeadBudget:
+    most_first = received.sort(descending=True).values.cumsum(0)  # [K]
+    count = int((eligible > 0).sum())
+    total = float(received.sum())
+    shares = tuple(float(most_first[min(k, len(most_first)) - 1]) / total if total > 0 else math.nan for k in budgets)
+    return HeadBudget(layer, name, count, tuple(min(each, 1.0) for each in shares))

@@ -1,0 +1,121 @@
+"""Which patterns heads match, from the means of their row quantities."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from headscope._analysis.answers import Basis, Decision, HasStats, decimal, stats_of
+from headscope._analysis.pattern_means import pattern_means, smallest_window
+from headscope.stats import PATTERNS, HeadStats
+
+__all__ = ["PatternScore", "Patterns", "patterns"]
+
+
+@dataclass(frozen=True)
+class PatternScore:
+    """How well one head matches one pattern: a likeness, not a claim of what the head is for.
+
+    Attributes:
+        layer, head: which one.
+        pattern: its name.
+        score: from 0 (chance or worse) to 1 (every row is exactly the pattern).
+        rows: on how many rows that can tell this stands.
+        exact: whether it is what ``pattern_scores`` says of the dense weights of the same rows; else an estimate.
+    """
+
+    layer: str
+    head: int
+    pattern: str
+    score: float
+    rows: int
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Patterns(Decision):
+    """Which patterns heads match; see ``patterns``.
+
+    Attributes:
+        scores: of each head and each pattern that can be told, in the order of the model.
+        local: the distances within which "local" was measured, for each layer that has any.
+    """
+
+    scores: tuple[PatternScore, ...]
+    local: dict[str, float]
+
+    def of(self, layer: str, head: int) -> dict[str, PatternScore]:
+        """Pattern -> score of one head.
+
+        Raises:
+            KeyError: no pattern could be told of such a head.
+        """
+        scores = {each.pattern: each for each in self.scores if (each.layer, each.head) == (layer, head)}
+        if not scores:
+            layers = ", ".join(dict.fromkeys(each.layer for each in self.scores)) or "none"
+            raise KeyError(f"layer {layer}, head {head}: no scores; there are scores of heads of {layers}")
+        return scores
+
+    @property
+    def best(self) -> tuple[PatternScore, ...]:
+        """Of each head the pattern with the highest score; of equal ones the more specific. None scored is left out."""
+        return tuple(ranked[0] for ranked in self._ranked())
+
+    def _ranked(self) -> list[list[PatternScore]]:
+        heads: dict[tuple[str, int], list[PatternScore]] = {}
+        for each in self.scores:
+            heads.setdefault((each.layer, each.head), []).append(each)
+        return [sorted(each, key=lambda score: -score.score) for each in heads.values()]  # stable: specific ones first
+
+    def columns(self) -> tuple[str, ...]:
+        """The headings of the table."""
+        return ("layer", "head", "pattern", "score", "rows", "next best", "its score")
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """One line for each head: its best pattern and the next best."""
+        lines: list[tuple[str, ...]] = []
+        for best, *rest in self._ranked():
+            second = (_marked(rest[0]), decimal(rest[0].score)) if rest else ("", "")
+            lines.append((best.layer, str(best.head), _marked(best), decimal(best.score), f"{best.rows:,}", *second))
+        return lines
+
+
+def _marked(score: PatternScore) -> str:
+    return score.pattern if score.exact else f"{score.pattern} ~"
+
+
+def patterns(stats: HeadStats | HasStats) -> Patterns:
+    """Which patterns each head matches, with a score and the rows it stands on.
+
+    previous, next, self, first, duplicate, induction, local and uniform, in the sense of ``pattern_scores``: row is
+    query, and "previous" is weight on the key before it. From means alone the scores of the first four are those of the
+    dense weights in most cases; the others are estimates, marked ``exact=False`` and by ~ in the table.
+    docs/decisions.md says how each differs. "first" expects ``Observe(first=1)``.
+
+    Args:
+        stats: with the row quantities; "duplicate" and "induction" want ``Observe(tokens=...)``, "local" a window, of
+            which the smallest from 1 on is taken.
+
+    Raises:
+        ValueError: there are no row quantities.
+    """
+    observed = stats_of(stats)
+    parts = {layer: part for layer, part in observed.parts.items() if "chance" in part.moments}
+    if not parts:
+        raise ValueError("patterns: there are no row quantities with chance; observe with Observe(row_stats=True)")
+    scores: list[PatternScore] = []
+    for layer, part in parts.items():
+        means = {name: tuple(x.tolist() for x in each) for name, each in pattern_means(part).items()}
+        for head in range(part.heads):
+            for name in PATTERNS:
+                if name in means and not math.isnan(means[name][0][head]):
+                    score, rows, exact = (x[head] for x in means[name])
+                    scores.append(PatternScore(layer, head, name, score, rows, exact))
+    local = {layer: w for layer, part in parts.items() if (w := smallest_window(part)) is not None}
+    names = tuple(dict.fromkeys(each.pattern for each in scores))
+    rows = [int(n) for part in parts.values() for n in part.moments["chance"].count.tolist()]
+    basis = Basis.of_layers(parts.values(), (f"the means of {', '.join(names)}", "chance"), rows)
+    caveat = "A pattern is a likeness on this input, no claim of what a head is for; below about 0.3 none fits."
+    if any(not each.exact for each in scores):
+        caveat += " ~ marks estimates from means."
+    return Patterns(basis, caveat, tuple(scores), local)

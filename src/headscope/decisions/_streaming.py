@@ -1,0 +1,148 @@
+"""Which heads keep their mass in a window and on the first keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headscope._analysis.answers import Basis, Decision, HasStats, share, stats_of
+from headscope.stats import HeadStats, histogram_edges
+
+if TYPE_CHECKING:
+    from headscope.stats._layer import LayerStats, Moments
+
+__all__ = ["StreamingHead", "StreamingHeads", "streaming_heads"]
+
+
+@dataclass(frozen=True)
+class StreamingHead:
+    """What one head keeps of its mass in a window and on the first keys.
+
+    Attributes:
+        layer, head: which one.
+        window: the smallest observed distance that suffices, in positions; None = none does.
+        kept: the share of its mass within ``window``, or within the largest observed one where none suffices.
+        rows_kept: the share of its rows that keep at least ``StreamingHeads.keep``; None where the histogram of twenty
+            bins cannot say.
+        sees: how many keys the row that sees the most may see.
+        rows: on how many rows this stands.
+    """
+
+    layer: str
+    head: int
+    window: float | None
+    kept: float
+    rows_kept: float | None
+    sees: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class StreamingHeads(Decision):
+    """Which heads a cache of a window and the first keys would serve; see ``streaming_heads``.
+
+    Attributes:
+        keep: the share of the mass that was to be kept.
+        windows: the distances that were observed.
+        heads: every head, in the order of the model.
+    """
+
+    keep: float
+    windows: tuple[float, ...]
+    heads: tuple[StreamingHead, ...]
+
+    @property
+    def streaming(self) -> tuple[StreamingHead, ...]:
+        """Those for which some window suffices."""
+        return tuple(head for head in self.heads if head.window is not None)
+
+    def columns(self) -> tuple[str, ...]:
+        """The headings of the table."""
+        return ("layer", "head", "window", "kept", f"rows ≥ {self.keep:.0%}", "sees", "rows")
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The heads with the smallest windows first."""
+        last = math.inf
+        order = sorted(self.heads, key=lambda each: last if each.window is None else each.window)
+        return [
+            (
+                each.layer,
+                str(each.head),
+                "none" if each.window is None else f"{each.window:g}",
+                share(each.kept),
+                share(math.nan if each.rows_kept is None else each.rows_kept),
+                f"{each.sees:,}",
+                f"{each.rows:,}",
+            )
+            for each in order
+        ]
+
+    def caption(self) -> str:
+        """What stands below the table."""
+        text = f"{len(self.streaming)} of {len(self.heads)} heads keep {self.keep:.0%} of their mass in a window."
+        return f"{text} {super().caption()}"
+
+
+def streaming_heads(stats: HeadStats | HasStats, keep: float = 0.95) -> StreamingHeads:
+    """Which heads keep their mass in a window plus the first keys, and could do with a cache of those.
+
+    Of each head the smallest observed window w is named for which mean ``streaming_w`` / mean ``mass`` >= keep. A
+    window that holds all that any row of the head may see, but for the first key, tells nothing and is passed over.
+
+    Args:
+        stats: with ``Observe(windows=...)``; how many first keys are added is what ``Observe.first`` said.
+        keep: the share of the mass, above 0 and below 1. The share of rows is exact where this is a multiple of 0.05,
+            an edge of the histogram; between edges it is that of the next edge above.
+
+    Raises:
+        ValueError: keep is out of range, or no window was observed.
+    """
+    if not 0 < keep < 1:
+        raise ValueError(f"keep: got {keep}, wanted a share above 0 and below 1")
+    observed = stats_of(stats)
+    parts = {layer: part for layer, part in observed.parts.items() if _windows(part)}
+    if not parts:
+        raise ValueError("streaming_heads: no window was observed; observe with Observe(windows=(64, 256))")
+    heads = [each for layer, part in parts.items() for each in _streaming(layer, part, keep)]
+    windows = tuple(sorted({w for part in parts.values() for w in _windows(part)}))
+    names = tuple(f"streaming_{w:g}" for w in windows)
+    basis = Basis.of_layers(parts.values(), names, [head.rows for head in heads])
+    caveat = "Measured on this input: what a head does not need here it may need on a longer or another text."
+    if wide := [w for w in windows if all(w >= head.sees - 2 for head in heads)]:
+        caveat += f" No row sees more than a window of {', '.join(f'{w:g}' for w in wide)}, which tells nothing."
+    if missing := [layer for layer in observed.layers if layer not in parts]:
+        caveat += f" Without a window and left out: {', '.join(missing)}."
+    return StreamingHeads(basis, caveat, keep, windows, tuple(heads))
+
+
+def _windows(part: LayerStats) -> list[float]:
+    """The observed distances, ascending."""
+    return sorted(float(name.removeprefix("streaming_")) for name in part.moments if name.startswith("streaming_"))
+
+
+def _streaming(layer: str, part: LayerStats, keep: float) -> Iterator[StreamingHead]:
+    mass, most = part.moments["mass"].mean, 1 / part.moments["chance"].min
+    for head in range(part.heads):
+        sees = 0 if bool(most[head].isnan()) else round(float(most[head]))
+        window, mass_kept, rows_kept, rows = None, math.nan, None, 0
+        for w in _windows(part):
+            moments = part.moments[f"streaming_{w:g}"]
+            mass_kept = float(moments.mean[head] / mass[head])
+            rows_kept, rows = _rows_above(keep, moments, head), int(moments.count[head])
+            if w >= sees - 2:  # with the first key, all that there is to see
+                break
+            if mass_kept >= keep:
+                window = w
+                break
+        yield StreamingHead(layer, head, window, mass_kept, rows_kept, sees, rows)
+
+
+def _rows_above(least: float, moments: Moments, head: int) -> float | None:
+    """The share of rows with at least this, or at least the next edge of the histogram."""
+    edges = histogram_edges("streaming")
+    first = next((at for at, edge in enumerate(edges) if edge >= least - 1e-9), len(edges))
+    counts = moments.histogram[head]
+    rows = int(moments.count[head])
+    return float(counts[first:].sum()) / rows if rows and first < len(counts) else None

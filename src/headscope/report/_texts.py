@@ -1,0 +1,70 @@
+"""Texts of pages: tokens and names as they are shown, and sentences about rows."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+
+from headscope._analysis.answers import plural, short_layers
+from headscope.stats._layer import LayerStats
+
+__all__ = ["NOT_EXPLANATION", "broken_layers", "few", "stands_on", "visible"]
+
+NOT_EXPLANATION = (
+    "Attention weights show where a head read from, not why the model answered as it did: attention is not "
+    "explanation. A pattern is a likeness, measured by a score; it does not say what a head is for."
+)
+
+FEW = 8
+"""How many layers or heads a line names."""
+
+
+_SHOWN = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"}
+
+
+def visible(text: str, *, limit: int = 24, blanks: bool = True) -> str:
+    """Text on one line, with every character to be seen: blanks as symbols, controls and marks of direction as escapes.
+
+    A letter that combines with nothing is given a dotted circle; what is longer than ``limit`` characters ends in "…".
+    The empty text is shown as "∅". Without ``blanks`` a space stays a space.
+    """
+    shown = "".join(
+        " " if character == " " and not blanks else _visible_character(character) for character in text[: limit + 1]
+    )
+    if text and unicodedata.combining(text[0]):
+        shown = "◌" + shown
+    return (shown[: limit - 1] + "…" if len(text) > limit or len(shown) > limit else shown) or "∅"
+
+
+def _visible_character(character: str) -> str:
+    if character in _SHOWN:
+        return _SHOWN[character]
+    # Cc control, Cf format (joiners, marks of direction), Cs lone surrogate, Co private, Cn unassigned, Z other blanks
+    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"):
+        return f"\\u{ord(character):04x}" if ord(character) < 0x10000 else f"\\U{ord(character):08x}"
+    return character
+
+
+def stands_on(rows: Sequence[int]) -> str:
+    """On how many rows figures stand, of the counts of all heads."""
+    least, most = min(rows, default=0), max(rows, default=0)
+    span = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    return f"each head's figures stand on {span} {plural('row', most)} at most"
+
+
+def few(names: Sequence[str], most: int = FEW) -> str:
+    """The first of these names, as they are shown, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(visible(name, limit=40, blanks=False) for name in names[:most]) + more
+
+
+def broken_layers(parts: Mapping[str, LayerStats]) -> str:
+    """How many rows are in no figure since they hold NaN or infinity, and in which layers; empty where none do."""
+    counts = {layer: int(part.broken.sum()) for layer, part in parts.items() if part.broken.any()}
+    if not counts:
+        return ""
+    short, _ = short_layers([*parts])
+    total, names = sum(counts.values()), few([short[layer] for layer in counts])
+    which = f"{plural('layer', len(counts))} {names}" if len(counts) <= FEW else f"{len(counts)} layers: {names}"
+    hold, are = ("holds", "is") if total == 1 else ("hold", "are")
+    return f"{total:,} {plural('row', total)} of heads {hold} NaN or infinity and {are} in no figure: in {which}."

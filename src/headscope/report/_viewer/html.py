@@ -1,0 +1,161 @@
+"""The page of the viewer as HTML, and the data that its script reads."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from headscope.report._page_file import MARKER, asset, digest, embedded
+from headscope.report._texts import NOT_EXPLANATION, visible
+from headscope.report._viewer.model import Picture, Shown
+from headscope.report._viewer.packing import pack
+from headscope.report.tables import Section, grid
+from headscope.report.words import PATTERNS, REGIONS, STAGES, word
+
+LABEL = 24  # characters of a token on an axis
+LONGEST = 200  # characters of a token anywhere
+
+
+def render_shown(shown: Shown, *, served: bool = False, tiles: Sequence[tuple[int, int] | None] = ()) -> str:
+    """The page as HTML.
+
+    Args:
+        shown: what it shows.
+        served: whether it may ask the server that it came from for tiles, see ``headscope.report.serving``.
+        tiles: of each layer how many queries and keys the run has that its tiles are of; None where it has none.
+
+    Raises:
+        ValueError: the maps do not fit one page.
+    """
+    from jinja2 import Environment  # only who writes a page waits for it
+    from markupsafe import Markup
+
+    style, script = asset("viewer.css"), asset("viewer.js")
+    data, blocks = _data(shown)
+    environment = Environment(autoescape=True, trim_blocks=False, keep_trailing_newline=True)
+    html = environment.from_string(asset("viewer.html.jinja")).render(
+        marker=Markup(MARKER),
+        title=_line(shown.title or "Attention heads", 160),
+        style=Markup(style),
+        style_hash=digest(style),
+        script=Markup(script),
+        script_hash=digest(script),
+        served=served,
+        lead=_line(shown.lead, 1000) if shown.lead else "",
+        data=Markup(embedded({**data, "served": [*tiles] if served else None})),
+        blocks=Markup(blocks),
+        notes=[_line(note, 500) for note in shown.notes],
+        footer=[(_line(name, 40), _line(value, 1000)) for name, value in shown.footer.items()],
+        explanation=NOT_EXPLANATION,
+    )
+    return html.encode("utf-8", "backslashreplace").decode("utf-8")  # a lone surrogate cannot be written
+
+
+def framed(html: str, *, height: int = 900) -> str:
+    """A page inside a frame of a notebook, so many pixels high: its script can reach nothing outside of it."""
+    return (
+        f'<iframe title="headscope" sandbox="allow-scripts allow-downloads" width="100%" height="{height}" '
+        f'style="border: 0" srcdoc="{escape(html, quote=True)}"></iframe>'
+    )
+
+
+def _line(text: str, limit: int) -> str:
+    return visible(text, limit=limit, blanks=False)
+
+
+def _data(shown: Shown) -> tuple[dict[str, Any], str]:
+    """What the script reads, and the blocks as base64."""
+    packed = pack([layer.source for layer in shown.layers])
+    layers = [
+        {
+            "name": _line(layer.name, LONGEST),
+            "short": _line(layer.short, 60),
+            "heads": layer.source.heads,
+            **layer.facts,
+            "blocks": blocks,
+            **description,
+        }
+        for layer, description, blocks in zip(shown.layers, packed.layers, packed.blocks, strict=True)
+    ]
+    data = {
+        "layers": layers,
+        "masks": packed.masks,
+        "bits": packed.bits,
+        "names": [_named(name) for name in shown.names],
+        "statistics": [dict(layer.statistics) for layer in shown.layers],
+        "patterns": [[list(head) for head in layer.patterns] for layer in shown.layers],
+        "patternWords": PATTERNS,
+        "tokens": _tokens(shown.texts),
+        "image": None if shown.picture is None else _picture(shown.picture),
+        "trace": None if not shown.trace else {"title": _line(shown.trace_title, 160), "stages": _stages(shown.trace)},
+        "tables": [_table(section) for section in shown.tables],
+    }
+    return data, packed.content
+
+
+def _named(name: str) -> dict[str, str]:
+    found = word(name)
+    return {"name": name, "heading": found.heading, "meaning": found.meaning}
+
+
+def _tokens(texts: Sequence[str] | None) -> dict[str, Any] | None:
+    """The tokens as they are shown, and those that are longer than that in more of their length."""
+    if texts is None:
+        return None
+    known = {text: (visible(text, limit=LABEL), visible(text, limit=LONGEST)) for text in dict.fromkeys(texts)}
+    longer = {n: known[text][1] for n, text in enumerate(texts) if known[text][1] != known[text][0]}
+    return {"labels": [known[text][0] for text in texts], "longer": longer}
+
+
+def _picture(picture: Picture) -> dict[str, Any]:
+    """The image as its bytes: the page may draw them on a canvas, and load no file."""
+    pixels = picture.pixels if picture.pixels.ndim == 3 else np.repeat(picture.pixels[..., None], 3, -1)
+    return {
+        "height": pixels.shape[0],
+        "width": pixels.shape[1],
+        "rgb": base64.b64encode(np.ascontiguousarray(pixels).tobytes()).decode("ascii"),
+        "grid": list(picture.grid),
+        "special": picture.special,
+        "outline": list(picture.outline),
+        "regions": {name: [round(x, 4) for x in part] for name, part in picture.regions.items()},
+        "regionWords": {name: {"heading": word.heading, "meaning": word.meaning} for name, word in REGIONS.items()},
+        "looks": [[look and list(look) for look in layer] for layer in picture.looks],
+    }
+
+
+def _table(section: Section) -> dict[str, Any]:
+    return {
+        "title": _line(section.title, 160),
+        "says": _line(section.says, 1000),
+        "columns": list(section.columns),
+        "words": [column in section.words for column in section.columns],
+        "cells": [[_line(cell, 120) if cell else "" for cell in line] for line in section.cells],
+        "caption": _line(section.caption, 4000) if section.caption else "",
+    }
+
+
+def _stages(trace: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The steps of a trace, in runs of one stage."""
+    texts = ("step", "equation", "code", "dtype", "invariant", "why", "mistake", "note")
+    stages: list[dict[str, Any]] = []
+    for number, rows in itertools.groupby(trace, key=lambda row: row.get("stage")):
+        steps: list[dict[str, Any]] = []
+        for row in rows:
+            corner = row.get("corner")
+            # JSON knows no infinity: a trace may write it as "Infinity"
+            values = grid([[float(value) for value in line] for line in corner]) if corner else None
+            step = {name: _lines(row[name]) if row.get(name) else "" for name in texts}
+            steps.append({**step, "axes": list(row.get("axes", {}).items()), "corner": values, "held": row.get("held")})
+        name = STAGES.get(number, "") if isinstance(number, int) else ""
+        stages.append({"name": f"{number}. {name}" if name else "Steps", "steps": steps})
+    return stages
+
+
+def _lines(text: str) -> str:
+    """Text of several lines, every character to be seen."""
+    return "\n".join(_line(line, 400) if line else "" for line in str(text).split("\n"))

@@ -1,0 +1,69 @@
+"""What a report needs of a model that was observed; ``headscope.Recording`` is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from headscope.stats import HeadStats
+from headscope.stats._origin import Part
+
+__all__ = ["Description", "ObservedModel"]
+
+
+class Description(Protocol):
+    """What the statistics are of; see ``headscope.watching.About``."""
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+        ...
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options of the observation."""
+        ...
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """The versions of the packages."""
+        ...
+
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        """Layer -> "self" or "cross"."""
+        ...
+
+    @property
+    def texts(self) -> tuple[str, ...] | None:
+        """The text of each token."""
+        ...
+
+    @property
+    def forwards(self) -> int:
+        """How many forward passes were observed."""
+        ...
+
+    @property
+    def ran(self) -> int:
+        """How many forward passes ran."""
+        ...
+
+    @property
+    def part(self) -> Mapping[str, Part]:
+        """Layer -> the part of its heads that was recorded."""
+        ...
+
+
+class ObservedModel(Protocol):
+    """The statistics of a model's heads, and what they are of."""
+
+    @property
+    def stats(self) -> HeadStats:
+        """The statistics of each layer."""
+        ...
+
+    @property
+    def about(self) -> Description:
+        """What the statistics are of."""
+        ...

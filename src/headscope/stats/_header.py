@@ -1,0 +1,141 @@
+"""The header of a file of statistics: JSON whose values are checked as they are read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+STATISTICS = "headscope.stats"
+RECORDING = "headscope.recording"
+ORIGIN = "headscope.origin"
+_LONGEST = 100_000_000  # bytes of a header, by safetensors
+_MOST_SHOWN = 300  # characters of a damaged value: a name may be as long as the file
+
+
+def check_format(path: Path, header: Mapping[str, Any], most: int) -> None:
+    """Check the version that a header states.
+
+    Raises:
+        ValueError: it is newer than ``most``, or missing.
+    """
+    with damage_named(path):
+        version = read_whole(header, "version", 1)
+    if version > most:
+        raise ValueError(f"{path}: format {version}, this version of headscope reads up to {most}")
+
+
+def read_header(path: Path, key: str = STATISTICS) -> dict[str, Any] | None:
+    """Return the entry of a file's header under a key; None for any other file.
+
+    Raises:
+        ValueError: the entry is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:  # pyright: ignore[reportUnknownVariableType, reportGeneralTypeIssues]
+            metadata: Mapping[str, str] = file.metadata() or {}
+    except (SafetensorError, OSError):
+        return None
+    if key not in metadata:
+        return None
+    with damage_named(path):
+        return {**json.loads(metadata[key])}
+
+
+def is_cut_short(path: Path) -> bool:
+    """Return whether a file has the header of statistics, or its beginning, and ends before its tensors do."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            head = file.read(min(length, size)) if length <= _LONGEST else b""
+        if f'"{STATISTICS}"'.encode() not in head:
+            return False
+        if len(head) < length:
+            return True
+        tensors = (entry for name, entry in json.loads(head).items() if name != "__metadata__")
+        return size < 8 + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return False  # it is damaged in another way
+
+
+def is_statistics(path: Path) -> bool:
+    """Return whether a file holds readable statistics of headscope, and so may be replaced."""
+    try:
+        return path.is_file() and read_header(path) is not None  # to open a pipe is to wait
+    except ValueError:
+        return False
+
+
+def check_utf8(path: Path) -> None:
+    """Check that a file of this name can be read again.
+
+    Raises:
+        ValueError: the name is not UTF-8.
+    """
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{str(path)!a}: is no UTF-8, and safetensors opens no file of such a name") from error
+
+
+@contextmanager
+def damage_named(path: Path) -> Generator[None]:
+    """Raise every error within the block as a ``ValueError`` that names the file and the damage."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: is damaged: its header is no JSON ({error})") from error
+    except KeyError as error:
+        raise ValueError(f"{path}: is damaged: it lacks {_short(error)}") from error
+    except (TypeError, ValueError, AttributeError, IndexError, RecursionError, SafetensorError) as error:
+        raise ValueError(f"{path}: is damaged: {_short(error)}") from error
+
+
+def _short(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
+def read_value(header: Mapping[str, Any], name: str, *kinds: type[Any]) -> Any:
+    """Return a value of a header.
+
+    Raises:
+        KeyError: it is missing.
+        TypeError: the value is of another kind; True and False are no whole numbers.
+    """
+    value = header[name]
+    if type(value) not in kinds:
+        expected = " or ".join(each.__name__ for each in kinds)
+        raise TypeError(f"{name}: got {type(value).__name__}, wanted {expected}")
+    return value
+
+
+def read_list(header: Mapping[str, Any], name: str, kind: type[Any]) -> list[Any]:
+    """Return a list of values of one kind; raise as ``read_value``."""
+    return [read_value({name: each}, name, kind) for each in read_value(header, name, list)]
+
+
+def read_whole(header: Mapping[str, Any], name: str, least: int, most: float = 2**62) -> int:
+    """Return a whole number of a header, by default one that 64 bits hold.
+
+    Raises:
+        KeyError, TypeError: as ``read_value``.
+        ValueError: it is out of range.
+    """
+    value = read_value(header, name, int)
+    if not least <= value <= most:
+        raise ValueError(f"{name}: got {value}, wanted {least} to {most}")
+    return value
+
+
+def read_wholes(header: Mapping[str, Any], name: str, most: int = 2**62) -> tuple[int, ...]:
+    """Return a list of whole numbers from 0; raise as ``read_whole``."""
+    return tuple(read_whole({name: each}, name, 0, most) for each in read_value(header, name, list))

@@ -1,0 +1,88 @@
+"""What is to be measured of attention: the options of ``headscope.observe``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headscope._attend.call import kind, number, whole
+
+__all__ = ["Observe"]
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class Observe:
+    """What is to be measured; nothing else is computed.
+
+    Args:
+        rows: which query rows are looked at: None = all; a number N from 1 = an even sample, the middle query of each
+            of N equal parts; a boolean tensor that broadcasts to [B, H, Q], True = counts.
+        row_stats: the row quantities: lse, max_logit, entropy, normalized_entropy, max_weight, effective_keys, mass,
+            first, chance, and in self-attention distance, self, previous, next; value_norm if v is given.
+        received: how much weight each key receives, and from how many rows it may be seen.
+        map: n from 1: mean, max and argmax of the weights in n x n bins.
+        edges: how many of the largest weights of each head to keep, from 0.
+        top: how many of the largest weights of each row to keep, from 0.
+        windows: finite distances w from 0, in positions: each adds ``window_{w}``, the mass within w of the query, and
+            ``streaming_{w}``, the mass within w or on the first keys.
+        first: over how many of the first real keys ``first`` and ``streaming_{w}`` sum, from 1.
+        tokens: ids of the keys, whole numbers [K] or [B, K]: adds duplicate and induction.
+        keep_rows: keep the row quantities of every row, and the argmax, [B, H, R].
+        keep_qk: keep copies of q and k, so that ``HeadStats.tile`` can give any exact piece of the weights.
+
+    Raises:
+        TypeError: an argument is not of the right kind.
+        ValueError: a number is out of range, or ``keep_rows`` without ``row_stats``.
+    """
+
+    rows: int | Tensor | None = None
+    row_stats: bool = True
+    received: bool = True
+    map: int | None = None
+    edges: int = 0
+    top: int = 0
+    windows: Collection[float] = ()
+    first: int = 1
+    tokens: Tensor | None = None
+    keep_rows: bool = False
+    keep_qk: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("row_stats", "received", "keep_rows", "keep_qk"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: got {kind(getattr(self, name))}, wanted True or False")
+        self._check_rows()
+        if self.map is not None:
+            object.__setattr__(self, "map", whole("map", self.map, 1, " or None"))
+        for name, least in (("edges", 0), ("top", 0), ("first", 1)):
+            object.__setattr__(self, name, whole(name, getattr(self, name), least))
+        if not isinstance(self.windows, Collection) or isinstance(self.windows, (str, Tensor)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"windows: got {kind(self.windows)}, wanted a tuple of distances")
+        windows = tuple(number("windows", w) for w in self.windows)
+        for w in windows:
+            if not 0 <= w < math.inf:
+                raise ValueError(f"windows: got {w}, wanted a finite number from 0")
+        names = [f"window_{w:g}" for w in windows]
+        if len({*names}) < len(names):
+            raise ValueError(f"windows: got {windows}, wanted each distance once (to six digits)")
+        object.__setattr__(self, "windows", windows)
+        if self.tokens is not None:
+            if not isinstance(self.tokens, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"tokens: got {kind(self.tokens)}, wanted a tensor of whole numbers")
+            if self.tokens.dtype not in _INTEGERS:
+                raise TypeError(f"tokens: dtype is {kind(self.tokens)}, wanted whole numbers")
+        if self.keep_rows and not self.row_stats:
+            raise ValueError("keep_rows: got True beside row_stats=False; there would be no rows to keep")
+
+    def _check_rows(self) -> None:
+        if isinstance(self.rows, Tensor):
+            if self.rows.dtype != torch.bool:
+                raise TypeError(f"rows: dtype is {kind(self.rows)}, wanted bool (True = counts)")
+        elif self.rows is not None:
+            object.__setattr__(self, "rows", whole("rows", self.rows, 1, ", a boolean tensor or None"))

@@ -1,0 +1,220 @@
+"""``trace``: build the trace of a module and an input, or of sizes alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headscope._linear.layer import strangers
+from headscope.masks import Mask
+from headscope.module import MultiHeadAttention
+from headscope.module._options import QKV, whole_sizes
+from headscope.tracing import _steps as steps
+from headscope.tracing._attention_steps import Attention, Heads
+from headscope.tracing._row import RowWriter
+from headscope.tracing._setup import Context, ScoreOptions, Setting, Source, prepare_sizes, prepare_values
+from headscope.tracing._trace import Trace
+
+
+def trace(
+    module: MultiHeadAttention | None = None,
+    x: Tensor | None = None,
+    context: Context = None,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    batch: int | None = None,
+    seq: int | None = None,
+    context_seq: int | None = None,
+    dim: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    v_head_dim: int | None = None,
+    kdim: int | None = None,
+    vdim: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Trace:
+    """Go through multi-head attention step by step: of a module and an input, or from sizes alone.
+
+    ``trace(module, x)`` computes every step, shows a corner of its values and checks an invariant on them; the module
+    runs as in eval (dropout is left out), without gradients. ``trace(seq=10, dim=512, heads=8)`` allocates nothing,
+    whatever the sizes: shapes and memory, no values. ``trace(module, seq=10)`` does the same for a module that exists.
+
+    Shapes: as ``MultiHeadAttention.forward``. The result has a row for the input (and context), the projections to
+    q, k, v, their split into heads, the sharing of grouped heads, the scores, softcap, bias, mask, weights, the output
+    of each head, their concatenation and the output; what a module or call does not have is left out.
+
+    Args:
+        module: a ``headscope.MultiHeadAttention``.
+        x: its input, [B, Q, E] or [Q, E], in the module's dtype and on its device.
+        context: where keys and values come from, or a pair of tensors; by default ``x``.
+        mask: what may be seen, a mask of ``headscope.masks`` or a boolean tensor, True = attend (the opposite of
+            ``nn.MultiheadAttention``).
+        bias: added to the scores; broadcasts to [B, H, Q, K].
+        causal: hide the future; together with ``mask``, what both allow may be seen.
+        batch: from sizes alone, the number of sequences, at least 1; by default 1.
+        seq: from sizes alone, the length of each.
+        context_seq: from sizes alone, the length of the context; by default there is none.
+        dim: from sizes alone, the model width E.
+        heads: from sizes alone, the number of heads H.
+        kv_heads, head_dim, v_head_dim, kdim, vdim, scale, softcap, sinks, dtype: from sizes alone, as for
+            ``MultiHeadAttention``.
+
+    Where the matrix of weights has more than 2 million numbers, or a projection takes more than 2^27 multiplications, a
+    row is checked on a sample, and its invariant says on how many rows. Tolerances follow from the dtype and the number
+    of terms that were added up; an invariant says what it found and what rounding allows. NaN and infinity in the input
+    show as invariants that did not hold.
+
+    Raises:
+        TypeError: ``module`` is something else, or an input is of a wrong kind or dtype.
+        ValueError: sizes that are missing, given twice, or do not fit; the messages are those of the module.
+    """
+    sizes = {"batch": batch, "seq": seq, "context_seq": context_seq}
+    every_option = {
+        "dim": dim, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim, "kdim": kdim,
+        "vdim": vdim, "scale": scale, "softcap": softcap, "sinks": sinks or None, "dtype": dtype,
+    }  # fmt: skip
+    module_options: dict[str, Any] = {name: value for name, value in every_option.items() if value is not None}
+    lengths = {name: value for name, value in sizes.items() if value is not None}
+    _check_arguments(module, x, context, lengths, module_options)
+    options, own = ScoreOptions(mask, causal, bias), module is None
+    with torch.no_grad():
+        if module is None:
+            width, number = module_options.pop("dim"), module_options.pop("heads")
+            module = MultiHeadAttention(width, number, device="meta", **module_options)
+        if x is None:
+            lengths = dict(zip(lengths, whole_sizes(**lengths), strict=True))
+            return _trace_steps(_from_sizes(module, options, **lengths), own_module=own)
+        return _trace_steps(prepare_values(module, x, context, options), own_module=own)
+
+
+def _check_arguments(
+    module: object, x: object, context: object, lengths: dict[str, int], module_sizes: dict[str, Any]
+) -> None:
+    """Raise unless there is a module with an input, or a module or its sizes with the sizes of an input."""
+    if module is not None and not isinstance(module, MultiHeadAttention):
+        got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        raise TypeError(
+            f"module: got {got}, expected a headscope.MultiHeadAttention; other modules cannot be traced yet"
+        )
+    if module is not None and (beyond := _list_untraced(module)):
+        raise TypeError(f"module: has {', '.join(beyond)}, whose steps cannot be traced yet")
+    if module is not None and module_sizes:
+        raise ValueError(f"{', '.join(module_sizes)}: the module has its own; give a module, or the sizes of one")
+    if x is not None and lengths:
+        raise ValueError(f"{', '.join(lengths)}: x has its own; give x, or its sizes")
+    if x is not None and module is None:
+        raise ValueError("module: missing; an input x is traced through a headscope.MultiHeadAttention")
+    if x is None and context is not None:
+        raise ValueError("context: got one without x; from sizes alone, give context_seq")
+    if x is None:
+        needed = ("seq",) if module is not None else ("seq", "dim", "heads")
+        missing = [name for name in needed if name not in lengths and name not in module_sizes]
+        if missing:
+            remedy = "give a module and its input x, or the sizes seq, dim and heads"
+            raise ValueError(f"{', '.join(missing)}: missing; {remedy}")
+
+
+def _list_untraced(module: MultiHeadAttention) -> list[str]:
+    """List what a module has that no row shows."""
+    options = {
+        "rotary": module.rotary, "position_bias": module.position_bias, "qk_norm": module.qk_norm,
+        "gate": module.gate_proj, "bias_kv": module.bias_k,
+    }  # fmt: skip
+    others = [f"a {type(part).__name__} as {name}" for name, part in strangers(module).items()]
+    return [name for name, value in options.items() if value is not None] + others
+
+
+def _from_sizes(
+    module: MultiHeadAttention, options: ScoreOptions, seq: int, batch: int = 1, context_seq: int | None = None
+) -> Setting:
+    """Prepare inputs of these sizes on the meta device, and the code that would make them."""
+    weight, _ = module.projection("out")
+
+    def empty(length: int, width: int) -> Tensor:
+        if batch * length * width * weight.dtype.itemsize >= 1 << 63:
+            raise ValueError(f"batch, seq: [{batch}, {length}, {width}] is more than a tensor can hold (2^63 bytes)")
+        return torch.empty(batch, length, width, device="meta", dtype=weight.dtype)
+
+    def random(length: int, width: int) -> str:
+        kind = "" if weight.dtype == torch.get_default_dtype() else f", dtype={weight.dtype}"
+        return f"torch.randn({batch}, {length}, {width}{kind})"
+
+    x, code = empty(seq, module.embed_dim), [f"x = {random(seq, module.embed_dim)}"]
+    if context_seq is None:
+        return prepare_sizes(module, (x, x, x), "self", options, tuple(code))
+    widths = (module.kdim, module.vdim)
+    source: Source = "cross" if module.kdim == module.vdim else "pair"
+    code_of_context = [random(context_seq, width) for width in (widths if source == "pair" else widths[:1])]
+    code.append(f"context = {', '.join(code_of_context)}")
+    k_from, v_from = (empty(context_seq, width) for width in widths)
+    return prepare_sizes(module, (x, k_from, v_from), source, options, tuple(code))
+
+
+def _trace_steps(setting: Setting, *, own_module: bool) -> Trace:
+    """Trace every step of the forward pass that ``setting`` describes."""
+    module, writer = setting.module, RowWriter(setting)
+    steps.add_inputs(writer)
+    flat = {name: steps.project(writer, name) for name in QKV}
+    own: tuple[Tensor | None, ...] = (None, None, None)
+    if setting.values:
+        context = {"self": None, "cross": setting.k_from, "pair": (setting.k_from, setting.v_from)}[setting.source]
+        own = module.project(setting.x, context)
+    heads = Heads(*(steps.split(writer, name, flat[name], mine) for name, mine in zip(QKV, own, strict=True)))
+    steps.add_output(writer, steps.concatenate(writer, Attention(writer, heads).run()))
+    return Trace(_title(setting), writer.rows, setting.returned, _describe(module), _setup(setting, own_module))
+
+
+def _title(setting: Setting) -> str:
+    axes = setting.x.shape if setting.batched else setting.x.shape[1:]
+    text = f"{_call_text(setting.module, '.4g')} on x {list(axes)}"
+    if setting.source != "self":
+        text += f", context {list(setting.k_from.shape if setting.batched else setting.k_from.shape[1:])}"
+    return text
+
+
+def _describe(module: MultiHeadAttention) -> dict[str, Any]:
+    sizes = ("embed_dim", "num_heads", "kv_heads", "head_dim", "v_head_dim", "kdim", "vdim")
+    options = {name: getattr(module, name) for name in (*sizes, "scale", "softcap", "dropout")}
+    return options | {"sinks": module.sinks is not None}
+
+
+def _call_text(module: MultiHeadAttention, precision: str = "") -> str:
+    """The module as it would be made: what is not the default, in the order of the signature."""
+    biased = tuple(name for name in QKV if module.projection(name)[1] is not None)
+    bias = biased if 0 < len(biased) < len(QKV) else bool(biased)
+    usual: dict[str, Any] = {
+        "kv_heads": module.num_heads, "head_dim": module.embed_dim / module.num_heads, "v_head_dim": module.head_dim,
+        "kdim": module.embed_dim, "vdim": module.kdim, "bias": True, "out_bias": bool(biased),
+        "scale": module.head_dim**-0.5, "softcap": None, "sinks": False, "dropout": 0.0,
+    }  # fmt: skip
+    flags = {"bias": bias, "out_bias": module.projection("out")[1] is not None, "sinks": module.sinks is not None}
+    options: list[str] = []
+    for name, default in usual.items():
+        value = flags[name] if name in flags else getattr(module, name)
+        if value != default:
+            options.append(f", {name}={format(value, precision) if isinstance(value, float) else value}")
+    return f"{type(module).__name__}({module.embed_dim}, {module.num_heads}{''.join(options)})"
+
+
+def _setup(setting: Setting, own_module: bool) -> str:
+    """What the code of the rows needs: imports, and the module where it was sizes alone; the reader has the rest."""
+    yours = [] if own_module else ["module"]
+    yours += [] if setting.x_code else ["x"] if setting.source == "self" else ["x", "context"]
+    yours += ["mask"] if any("mask" in line for line in setting.mask_code) else []
+    yours += ["bias"] if setting.bias is not None else []
+    lines = ["import torch", "import torch.nn.functional as F"]
+    if own_module:
+        weight, _ = setting.module.projection("out")
+        dtype = "" if weight.dtype == torch.get_default_dtype() else f", dtype={weight.dtype}"
+        lines += ["import headscope", f"module = headscope.{_call_text(setting.module)[:-1]}{dtype})"]
+    if yours:
+        lines.append(f"# yours: {', '.join(yours)}")
+    return "\n".join(lines)
