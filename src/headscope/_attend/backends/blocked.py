@@ -58,6 +58,8 @@ class Block:
 
 def blocks(call: Call, plan: Plan | None) -> Iterator[Block]:
     """Cut a call into blocks of at most ``BLOCK`` logits (but at least one row); what nobody may see is left out."""
+    if call.heads == 0:
+        return
     rows = max(1, min(call.queries, BLOCK // max(1, call.group * call.keys)))
     fit = max(1, BLOCK // max(1, call.group * call.keys * rows))  # key/value heads at a time
     head_step = min(call.kv_heads, fit)
@@ -158,7 +160,7 @@ def _attend_plainly(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tens
     would be wrong without a word. A gradient keeps the weights, so that dropout needs no seed and can be torch's own.
     """
     rows = (call.batch, call.heads, call.queries)
-    if call.queries == 0:
+    if call.queries == 0 or call.heads == 0:
         return inputs.q.new_zeros((*rows, call.v_head_dim)), inputs.q.new_zeros(
             rows, dtype=accumulate_dtype(call.dtype)
         )

@@ -12,7 +12,15 @@ from torch.nn import functional as F
 
 from headscope._attend.backends import blocked
 from headscope._attend.call import Call
-from headscope._attend.interface import Inputs, Repeat, Result, accumulate_dtype, readable, within_range
+from headscope._attend.interface import (
+    Inputs,
+    Repeat,
+    Result,
+    accumulate_dtype,
+    readable,
+    refuse_tangents,
+    within_range,
+)
 from headscope.masks import Dense, Plan
 
 name = "sdpa"
@@ -53,7 +61,7 @@ def refuses(call: Call) -> list[str]:
         reasons += _refuses_bias(call)
     if call.device == "cuda" and call.form != "subclass":  # of a subclass, it is its own matter which kernel runs
         reasons += _refuses_on_cuda(call)
-    if call.keys == 0 or call.queries == 0 or call.batch == 0:
+    if call.keys == 0 or call.queries == 0 or call.heads == 0 or call.batch == 0:
         reasons.append("an axis of size 0")
     return reasons
 
@@ -92,6 +100,8 @@ def _refuses_on_cuda(call: Call) -> list[str]:
 def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     """One call of ``scaled_dot_product_attention``."""
     q, k, v = inputs.q, inputs.k, inputs.v
+    if call.form != "subclass":  # of a subclass, it is its own matter which kernel runs
+        refuse_tangents(q, k, v, inputs.bias)
     if q.layout == torch.strided:
         if not torch.compiler.is_compiling():  # which cannot trace the question
             q, k, v = readable(q), readable(k), readable(v)
