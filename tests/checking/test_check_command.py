@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from headscope import Findings
-from headscope.cli import _check_process, main
+from headscope.cli import main
+from headscope.cli._shared import check_child
 from headscope.cli._shared.console import Mistake
 
 HOMEWORK = """
@@ -243,8 +244,8 @@ def test_code_that_cannot_be_checked(
     monkeypatch.setitem(sys.modules, "small", None)
     Path("notes.txt").write_text("no code")
     asked = {"path": path, "name": name, "args": args, "kwargs": {}, "given": "1" if args else None, "options": {}}
-    with pytest.raises(_check_process.MistakeError, match=said):
-        _check_process._check(asked)
+    with pytest.raises(check_child.MistakeError, match=said):
+        check_child._check(asked)
 
 
 def test_arguments_are_those_of_a_call() -> None:

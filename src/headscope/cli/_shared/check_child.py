@@ -115,7 +115,7 @@ def _load(path: Path, name: str) -> Any:
     sys.path.insert(0, str(path.parent))  # for what it imports beside itself
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise MistakeError(f"{path}: is no Python file")
+        raise MistakeError(f"{path}: is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     sys.argv = [str(path)]
