@@ -17,6 +17,7 @@ from headscope._analysis.answers import Answer, Basis, HasStats, decimal, plural
 from headscope._analysis.distances import normalised
 from headscope._attend.call import kind
 from headscope._support.text import visible
+from headscope.stats import quantity_of
 from headscope.stats._origin import check_comparable
 from headscope.stats._origin import notes as unchecked
 
@@ -28,11 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Change", "Comparison", "HeadChange", "Thresholds", "compare"]
 
-OF_INPUT = ("chance",)
-"""Row quantities that say what a row may see, not what the head does with it."""
-
-RATIOS = ("effective_keys", "distance", "value_norm")
-LOGITS = ("lse", "max_logit")
 NAMED = 6  # of what is on one side only, below the table; all of it is in the result
 
 
@@ -87,7 +83,8 @@ class Change:
         error: standard error of the change, were rows independent.
         rows: on how many rows either mean stands.
         size: the change in thresholds of its unit: 1 is just at it.
-        moved: whether size is at least 1 and the change at least so many errors.
+        moved: whether size is at least 1 and the change at least so many errors; or a number that both sides have is
+            not finite, so that they cannot be compared: then size is infinite.
     """
 
     name: str
@@ -272,7 +269,7 @@ def _heads(layer: str, old: LayerStats, new: LayerStats, limits: Thresholds) -> 
         changes = tuple(
             _change(name, old.moments[name], new.moments[name], head, limits)
             for name in old.moments
-            if name in new.moments and name not in OF_INPUT and _is_one_measure(name, old, new)
+            if name in new.moments and _unit(name) != "input" and _is_one_measure(name, old, new)
         )
         moved = [each.name for each in changes if each.moved]
         apart = {"map": maps, "received": received}
@@ -299,19 +296,28 @@ def _change(name: str, old: Moments, new: Moments, head: int, limits: Thresholds
         math.sqrt(max(sum(s / n**2 for s, n in zip(squares, counts, strict=True)), 0.0)) if all(counts) else math.nan
     )
     size = _size(name, before, after, limits)
-    moved = size >= 1 and abs(after - before) >= limits.errors * error  # NaN: not all of it is there
+    moved = size >= 1 and abs(after - before) >= limits.errors * error  # NaN: one side has no row with it
+    if all(counts) and not (math.isfinite(after - before) and (math.isfinite(error) or before == after)):
+        size, moved = math.inf, True  # such numbers cannot be compared, so nothing shows that they are the same
     return Change(name, before, after, after - before, std, error, counts, size, moved)
 
 
 def _size(name: str, before: float, after: float, limits: Thresholds) -> float:
     """A change in thresholds of its unit."""
-    if name in RATIOS:
+    unit = _unit(name)
+    if unit == "ratio":
         low, high = sorted((before, after))
         if math.isnan(low + high):
             return math.nan
         return 0.0 if low == high else math.inf if low <= 0 else math.log(high / low) / math.log(limits.ratio)
-    unit = limits.entropy if name == "entropy" else limits.logits if name in LOGITS else limits.share
-    return abs(after - before) / unit
+    limit = {"nats": limits.entropy, "logits": limits.logits}.get(unit, limits.share)
+    return abs(after - before) / limit
+
+
+def _unit(name: str) -> str:
+    """What a change of a row quantity is measured in; see ``Quantity``."""
+    quantity = quantity_of(name)
+    return "share" if quantity is None else quantity.unit
 
 
 def _same_places(old: LayerStats, new: LayerStats) -> bool:
@@ -338,10 +344,16 @@ def _received(old: LayerStats, new: LayerStats, count: int) -> Tensor | None:
 
 
 def _apart(old: Tensor, new: Tensor) -> Tensor:
-    """Total variation between the same head before and after, [H]; NaN where one side has no weight."""
-    old, new = normalised(old.cpu()), normalised(new.cpu())
+    """Total variation between the same head before and after, [H].
+
+    NaN where one side has no weight; infinite where a weight is not finite, so that the two cannot be compared.
+    """
+    old, new = old.cpu(), new.cpu()
+    undefined = ~(old.isfinite().all(-1) & new.isfinite().all(-1))
+    old, new = normalised(old), normalised(new)
     there = (old.sum(-1) > 0) & (new.sum(-1) > 0)
-    return torch.where(there, (old - new).abs().sum(-1) / 2, math.nan)
+    distance = torch.where(there, (old - new).abs().sum(-1) / 2, math.nan)
+    return distance.masked_fill(undefined, math.inf)
 
 
 def _notes(old: HeadStats, new: HeadStats) -> tuple[str, ...]:

@@ -50,11 +50,9 @@ UPWARD_IMPORTS = {
 }
 IN_CIRCLES = {  # within one package
     "_attend.eager _attend.operators",
-    "cli._commands.watch cli._shared.recording_view",
 }
 LONG_FILES = {
     "_attend.call",
-    "cli._commands.watch",
     "functional",
     "layouts",
     "masks",

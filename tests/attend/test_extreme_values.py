@@ -211,6 +211,45 @@ def test_the_largest_logits_are_those_of_the_documentation(backend: Any) -> None
     assert beyond.lse.isnan().all()
 
 
+def values_of_size(size: float, keys: int, dtype: torch.dtype) -> Tensor:
+    """Values [1, keys, D] that all are this multiple of the largest number."""
+    return torch.full((1, keys, D), size * torch.finfo(dtype).max, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", [*BACKENDS, "sdpa", None])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 7), (8, 64), (40, 1000)])
+def test_the_largest_values_are_those_of_the_documentation(
+    backend: Any, dtype: torch.dtype, queries: int, keys: int
+) -> None:
+    """Without a backend: torch's own function."""
+    q, k = torch.zeros(1, queries, D, dtype=dtype), torch.zeros(1, keys, D, dtype=dtype)
+
+    def is_finite(size: float) -> bool:
+        v = values_of_size(size, keys, dtype)
+        out = attention(q, k, v, backend=backend) if backend else sdpa(q[None], k[None], v[None])[0]
+        return bool(out.isfinite().all())
+
+    assert is_finite(0.98 / keys)
+    assert is_finite(1.02 / keys) == (backend == "reference")
+    assert is_finite(0.998) == (backend == "reference")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", [*BACKENDS, "sdpa"])
+def test_large_values_of_keys_that_lose_their_weight_later(backend: Any, dtype: torch.dtype) -> None:
+    q, k, v = torch.ones(1, 8, D, dtype=dtype), torch.zeros(1, 1000, D, dtype=dtype), values_of_size(0.5, 1000, dtype)
+    k[:, -1] = 100.0
+    out = attention(q, k, v, backend=backend)
+    assert bool(out.isfinite().all()) == (backend in ("blocked", "reference"))
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "sdpa"])
+def test_no_values_of_float16_overflow(backend: Any) -> None:
+    q, k = torch.zeros(1, 8, D, dtype=torch.float16), torch.zeros(1, 1000, D, dtype=torch.float16)
+    assert attention(q, k, values_of_size(1.0, 1000, torch.float16), backend=backend).isfinite().all()
+
+
 @NATIVE
 def test_biases_below_the_range_of_the_kernels_are_equal_and_hide_nothing() -> None:
     zero, v = torch.zeros(1, 1, 4), torch.tensor([[[1.0], [3.0]]])

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from headscope.cli import _benchmark
-from headscope.cli._commands import verbs
+from headscope.cli._commands import commands
 
 SMALL = (2, 5, 6, 3)
 
@@ -67,12 +67,14 @@ def test_saved_for_others_to_read_and_nothing_left_behind(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "out.json", "plain"]
 
 
-def test_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_benchmark, "SHAPES", (SMALL,))
-    shown = CliRunner().invoke(verbs, ["bench", "--seconds", "0.001", "--dtype", "fp32"])
+    shown = CliRunner().invoke(commands, ["bench", "--seconds", "0.001", "--dtype", "fp32"])
     assert shown.exit_code == 0, shown.output
     assert [line.split("  ")[0] for line in shown.stdout.splitlines() if line.startswith("(2")] == ["(2, 5, 6, 3)"] * 2
-    found = json.loads(CliRunner().invoke(verbs, ["bench", "--seconds", "0.001", "--dtype", "fp32", "--json"]).stdout)
+    found = json.loads(
+        CliRunner().invoke(commands, ["bench", "--seconds", "0.001", "--dtype", "fp32", "--json"]).stdout
+    )
     assert [row["mode"] for row in found["timings"]] == list(_benchmark.MODES)
 
 
@@ -85,7 +87,7 @@ def test_no_line_of_the_table_is_longer_than_80_characters(monkeypatch: pytest.M
 
     monkeypatch.setattr(_benchmark, "run", run)
     for columns in ("80", "40"):  # a line is one line, also where the terminal is narrower
-        shown = CliRunner().invoke(verbs, ["bench"], env={"COLUMNS": columns})
+        shown = CliRunner().invoke(commands, ["bench"], env={"COLUMNS": columns})
         head, *rows = shown.stdout.splitlines()[1:]
         assert head.split() == [
             "(B,",
@@ -104,6 +106,6 @@ def test_no_line_of_the_table_is_longer_than_80_characters(monkeypatch: pytest.M
 
 
 def test_seconds_out_of_range() -> None:
-    refused = CliRunner().invoke(verbs, ["bench", "--seconds", "0"])
+    refused = CliRunner().invoke(commands, ["bench", "--seconds", "0"])
     assert refused.exit_code == 2
     assert "--seconds: got 0.0, wanted a number above 0 and up to 600" in refused.stderr

@@ -17,7 +17,7 @@ import pytest
 from headscope import Findings
 from headscope.cli import main
 from headscope.cli._shared import check_child
-from headscope.cli._shared.console import Mistake
+from headscope.cli._shared.mistakes import Mistake
 
 HOMEWORK = """
 import socket, sys
@@ -98,7 +98,7 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
         asked.append({**what, "timeout": timeout})
         return {"findings": nothing}
 
-    monkeypatch.setattr(import_module("headscope.cli._commands.check"), "_ask", ask)
+    monkeypatch.setattr(import_module("headscope.cli._commands.check"), "_ask_child", ask)
     options = ["--heads", "3", "--causal", "--length-first", "--mask-means", "hide", "--timeout", "7"]
     assert main(["check", "homework.py:A", "--args", "24, h=(3,)", *options, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == nothing
@@ -243,14 +243,14 @@ def test_code_that_cannot_be_checked(
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setitem(sys.modules, "small", None)
     Path("notes.txt").write_text("no code")
-    asked = {"path": path, "name": name, "args": args, "kwargs": {}, "given": "1" if args else None, "options": {}}
+    asked = {"path": path, "name": name, "args": args, "kwargs": {}, "arguments": "1" if args else None, "options": {}}
     with pytest.raises(check_child.MistakeError, match=said):
         check_child._check(asked)
 
 
 def test_arguments_are_those_of_a_call() -> None:
     command = import_module("headscope.cli._commands.check")
-    assert command._arguments("") == ([], {})
-    assert command._arguments("24, 'a', c=(1, None), d=-0.5") == ([24, "a"], {"c": (1, None), "d": -0.5})
+    assert command._parse_arguments("") == ([], {})
+    assert command._parse_arguments("24, 'a', c=(1, None), d=-0.5") == ([24, "a"], {"c": (1, None), "d": -0.5})
     with pytest.raises(Mistake, match="wanted plain values"):
-        command._arguments("open('x')")
+        command._parse_arguments("open('x')")

@@ -1,4 +1,4 @@
-"""The command line in-process: what each verb prints and writes, and how it answers a mistake."""
+"""The command line in-process: what each command prints and writes, and how it answers a mistake."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from headscope.report import regions, text_sheet
 from headscope.stats import pattern_scores
 from support.commands import Ran, Run, answer
 
-VERBS = ("text", "image", "trace", "watch", "doctor")
+COMMANDS = ("text", "image", "trace", "watch", "doctor")
 REPEATED = "def parse(line): return line. def parse(line): return line. def parse(line):"
 
 
@@ -34,24 +34,24 @@ REPEATED = "def parse(line): return line. def parse(line): return line. def pars
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
-def test_help_lists_every_verb(run: Run, arguments: tuple[str, ...]) -> None:
+def test_help_lists_every_command(run: Run, arguments: tuple[str, ...]) -> None:
     ran = run(*arguments)
     assert ran.code == 0
     assert ran.err == ""
-    assert all(re.search(rf"^  {verb} ", ran.out, re.MULTILINE) for verb in VERBS), ran.out
+    assert all(re.search(rf"^  {command} ", ran.out, re.MULTILINE) for command in COMMANDS), ran.out
 
 
-def test_what_help_says_of_a_verb_is_not_cut(run: Run) -> None:
+def test_what_help_says_of_a_command_is_not_cut(run: Run) -> None:
     commands = run("--help").out.partition("Commands:\n")[2].splitlines()
     assert len(commands) == 8
     assert all(line.endswith(".") and not line.endswith("...") for line in commands), commands
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help(run: Run, verb: str) -> None:
-    ran = run(verb, "--help")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(run: Run, command: str) -> None:
+    ran = run(command, "--help")
     assert ran.code == 0
-    assert "Usage: headscope " + verb in ran.out
+    assert "Usage: headscope " + command in ran.out
     assert "--json" in ran.out
 
 
@@ -77,7 +77,7 @@ def test_version(run: Run) -> None:
 
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
-    "no such verb": (["nothing"], "No such command 'nothing'"),
+    "no such command": (["nothing"], "No such command 'nothing'"),
     "no such option": (["text", "a", "--bend"], "No such option:? '?--bend"),
     "no text": (["text"], "wanted one text"),
     "two texts": (["text", "a", "--file", "given.txt"], "wanted one text"),

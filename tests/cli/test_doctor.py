@@ -18,7 +18,7 @@ from headscope import attention, masks
 from headscope._attend.backends import native as cpu
 from headscope._attend.select import BACKENDS
 from headscope._observe import native as _observe_native
-from headscope.cli._doctor.machine import DTYPES, TYPICAL, Ask, judge, machine
+from headscope.cli._doctor.machine import DTYPES, TYPICAL, CallSpec, judge, machine
 from headscope.cli._doctor.matrix import OPTIONS, matrix
 from support.paths import DOCS
 
@@ -54,9 +54,11 @@ def test_what_is_refused_here_is_refused_by_attention(title: str) -> None:
 
 def test_sizes_of_any_kind_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "native", None)  # it would take the call
-    ask = Ask(batch=3, heads=6, kv_heads=2, queries=5, keys=7, head_dim=11, v_head_dim=13, causal=True, padded=True,
-              bias=True, softcap=2.0, sinks=True, dropout=0.5, lse=True, grad=True)  # fmt: skip
-    verdict = judge(ask, torch.bfloat16, "cpu")
+    spec = CallSpec(
+        batch=3, heads=6, kv_heads=2, queries=5, keys=7, head_dim=11, v_head_dim=13, causal=True, padded=True,
+        bias=True, softcap=2.0, sinks=True, dropout=0.5, lse=True, grad=True,
+    )  # fmt: skip
+    verdict = judge(spec, torch.bfloat16, "cpu")
     assert verdict.selected == "blocked"
     assert {reason.split(":")[0] for reason in verdict.refusals["sdpa"]} >= {"lse", "softcap", "sinks", "dropout", "Dv"}
 

@@ -15,9 +15,11 @@ from PIL import Image
 
 from headscope import cli, load_example
 from headscope._support.jsonable import plain
+from headscope._support.text import visible
 from headscope.cli._shared import text_input
-from headscope.cli._shared.console import Mistake, one_line, visible
+from headscope.cli._shared.console import one_line
 from headscope.cli._shared.digits import SIDE, prepare, read_picture, with_picture
+from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.text_input import read_text
 from support.paths import DATA
 
@@ -67,7 +69,7 @@ def test_the_byte_that_is_no_utf8_is_named(
 
 def test_of_a_long_text_the_end_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_input, "CHUNK", 7)
-    monkeypatch.setattr(text_input, "KEPT", 11)
+    monkeypatch.setattr(text_input, "FEWEST", 11)
     text = "".join(chr(0x4E00 + number) for number in range(101))
     path = tmp_path / "text.txt"
     path.write_text(text, encoding="utf-8")

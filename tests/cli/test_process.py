@@ -67,7 +67,7 @@ def test_a_native_target_that_is_not_here_is_a_mistake(arguments: tuple[str, ...
     "arguments",
     [
         *("--help", "--version"),
-        *(f"{verb} --help" for verb in ("text", "image", "trace", "watch", "report", "check", "doctor", "bench")),
+        *(f"{command} --help" for command in ("text", "image", "trace", "watch", "report", "check", "doctor", "bench")),
     ],
 )
 def test_help_imports_no_more_than_click(arguments: str, tmp_path: Path) -> None:
@@ -170,16 +170,16 @@ STDOUT = {
 
 @LINUX
 @pytest.mark.parametrize(
-    ("streams", "verb"),
+    ("streams", "command"),
     [
         *((streams, "--help") for streams in STDOUT),
         *((streams, "text x --no-page") for streams in (">/dev/full", ">&-")),
         *((streams, "trace --json") for streams in ("1</dev/null", ">large")),
     ],
 )
-def test_a_stdout_that_takes_nothing_is_one_line(streams: str, verb: str, tmp_path: Path) -> None:
+def test_a_stdout_that_takes_nothing_is_one_line(streams: str, command: str, tmp_path: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))" if "large" in streams else ""
-    ran = redirected(streams, *verb.split(), cwd=tmp_path, setup=limit)
+    ran = redirected(streams, *command.split(), cwd=tmp_path, setup=limit)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr == f"headscope: stdout: cannot be written: {STDOUT[streams]}\n"
 

@@ -19,7 +19,7 @@ import transformers
 from PIL import Image
 
 from headscope import HeadStats, Recording, observe
-from headscope.cli._shared.console import Mistake
+from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.models import load
 from headscope.cli._shared.windows import windows
 from headscope.report.page import MARKER
@@ -509,10 +509,10 @@ def test_what_comes_from_outside_is_escaped(run: Run, folder: Path, tmp_path: Pa
 
 WHILE_WATCHING = f"""
 from importlib import import_module
-verb = import_module("headscope.cli._commands.watch")
+run = import_module("headscope.cli._shared.watch_run")
 def strike(*arguments):
     {STRIKE}
-verb._one = strike
+run._record_window = strike
 """
 
 WHILE_WRITING = f"""

@@ -244,3 +244,38 @@ def test_float32_is_compared_with_float64() -> None:
     single = replace(chance, mean=chance.mean.float())  # as on a device without float64
     other = HeadStats({"0": replace(part, moments={**part.moments, "chance": single})})
     assert not compare(stats, other).differs
+
+
+@pytest.mark.parametrize("side", [0, 1, 2])
+@pytest.mark.parametrize(("what", "number"), [("mean", math.nan), ("mean", math.inf), ("M2", math.nan)])
+def test_a_number_that_is_not_finite_has_moved(side: int, what: str, number: float) -> None:
+    stats = stats_of(*tensors())
+    part = stats.parts["0"]
+    bad = getattr(part.moments["entropy"], what).clone()
+    bad[1] = number
+    moments = {**part.moments, "entropy": replace(part.moments["entropy"], **{what: bad})}
+    spoilt = HeadStats({"0": replace(part, moments=moments)})
+    others = {0: (spoilt, stats), 1: (stats, spoilt), 2: (spoilt, spoilt)}
+    comparison = compare(*others[side])
+    if what == "M2":  # equal means are equal, whatever their spread
+        assert not comparison.differs
+        return
+    assert [(head.head, head.moved) for head in comparison.moved] == [(1, ("entropy",))]
+    assert comparison.differs
+    assert "1 of 3 heads moved" in shown(comparison)
+    json.dumps(comparison.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("part", ["map", "received"])
+def test_weights_that_are_not_finite_have_moved(part: str) -> None:
+    stats = stats_of(*tensors())
+    layer = stats.parts["0"]
+    assert layer.map is not None
+    assert layer.received is not None
+    sums = {"map": layer.map.sum, "received": layer.received}[part].clone()
+    sums[2, 0] = math.nan
+    spoilt = replace(layer, map=replace(layer.map, sum=sums)) if part == "map" else replace(layer, received=sums)
+    comparison = compare(stats, HeadStats({"0": spoilt}))
+    assert [(head.head, head.moved) for head in comparison.moved] == [(2, (part,))]
+    assert "1 of 3 heads moved" in shown(comparison)
+    json.dumps(comparison.to_dict(), allow_nan=False)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import headscope
-from headscope import Observe, Recording, decisions, watch
+from headscope import HeadStats, Observe, Recording, decisions, masks, observe, watch
 from headscope.comparing import compare
 from headscope.report.viewer import render_recording
 from support.commands import Run
@@ -112,6 +112,26 @@ def filled(name: str, value: float) -> Damage:
     return damage
 
 
+def moved(name: str, value: float) -> Damage:
+    """Every row of the last head has this value."""
+
+    def damage(tensors: Tensors, _: Entries) -> None:
+        for what, number in (("mean", value), ("M2", 0), ("min", value), ("max", value)):
+            tensors[f"{name}/{what}"][-1] = number
+
+    return damage
+
+
+def emptied(name: str) -> Damage:
+    """No row of the last head has it, though there are a mean, an M2, a min and a max."""
+
+    def damage(tensors: Tensors, _: Entries) -> None:
+        tensors[f"{name}/count"][-1] = 0
+        tensors[f"{name}/histogram"][-1] = 0
+
+    return damage
+
+
 def kept(*names: str) -> Damage:
     return lambda _, entries: entries["headscope.stats"]["layers"][0].update(kept=[list(names)])
 
@@ -135,13 +155,53 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         "row quantity mass is listed twice",
     ),
     "keys without weights": (kept("top_keys"), "kept/0: top_weights is missing; expected beside top_keys"),
-    "infinite entropy": (filled("0/kept/0/values/entropy", math.inf), "0/kept/0/values/entropy: holds"),
+    "infinite entropy": (filled("0/kept/0/values/entropy", math.inf), "0/kept/0/values/entropy: holds inf"),
     "NaN in the map": (filled("0/map/max", math.nan), "0/map/max: expected weights that come to at most 1, got nan"),
     "a weight of 2": (filled("0/edges/p", 2), "0/edges/p: expected weights that come to at most 1, got 2"),
     "NaN edge": (filled("0/edges/p", math.nan), "0/edges/p: expected weights that come to at most 1, got nan"),
     "too much received": (filled("1/received", 1e300), r"1/received: expected weights .* at most 7, got 1e\+300"),
     "too much in a bin": (filled("0/map/sum", math.inf), "0/map/sum: expected weights that come to at most"),
     "chance of 0": (filled("0/moments/chance/min", 0), "0/moments/chance/min: is not that of any rows"),
+    **{
+        f"{what} of {value}": (filled(f"0/moments/lse/{what}", value), f"0/moments/lse/{what}: is not that of any rows")
+        for what in ("mean", "M2", "min", "max")
+        for value in (math.nan, math.inf, -math.inf)
+    },
+    "M2 beyond the range": (filled("0/moments/mass/M2", 1e3), "0/moments/mass/M2: is not that of any rows"),
+    "mean below the least": (filled("0/moments/mass/mean", 0.5), "0/moments/mass/mean: is not that of any rows"),
+    **{
+        f"{name} of {value}": (moved(f"0/moments/{name}", value), f"0/moments/{name}/m(in|ax): is not that of any rows")
+        for name, value in {
+            "entropy": -0.5,
+            "normalized_entropy": 2,
+            "max_weight": 1.5,
+            "effective_keys": 0.5,
+            "mass": -1,
+            "first": 2,
+            "distance": -1,
+            "self": 1.5,
+            "window_1": 1.5,
+            "streaming_2": -1,
+            "duplicate": 2,
+            "value_norm": -1,
+        }.items()
+    },
+    "numbers of no row": (emptied("0/moments/duplicate"), "0/moments/duplicate/min: is not that of any rows"),
+    "an edge of no place": (filled("0/edges/at", -1), "0/edges/at: expected -1 where there is no weight, and only"),
+    "a negative edge": (filled("0/edges/p", -0.5), "0/edges/p: holds -0.5"),
+    "a kept weight of 2": (
+        filled("0/kept/0/values/max_weight", 2),
+        "0/kept/0/values/max_weight: holds 2, expected -0.001 to 1.001",
+    ),
+    "a kept infinity": (filled("0/kept/0/values/lse", -math.inf), "0/kept/0/values/lse: holds -inf, expected"),
+    "a row that does not count": (
+        filled("0/kept/0/counted", False),
+        "0/kept/0/values/.*: got a (number|key) in a row that does not count",
+    ),
+    "other widths": (
+        lambda _, entries: entries["headscope.origin"]["layers"]["a"].update(widths=[5, 4]),
+        "layers: a has heads of width 5, expected 4 as of q and k",
+    ),
     "half precision": (
         lambda tensors, _: tensors.update({"0/received": tensors["0/received"].bfloat16()}),
         "0/received: got torch.bfloat16, expected float32 or float64",
@@ -209,13 +269,13 @@ def spoil(held: Any, dice: random.Random) -> None:
 def test_damage_by_chance_is_refused_or_does_no_harm(whole: Path, tmp_path: Path) -> None:
     good, path = Recording.load(whole), tmp_path / "seen.safetensors"
     errors: list[str] = []
-    for number in range(30):
+    for number in range(60):
         damaged(whole, path, drawn(number))
         try:
             use(path, good)
         except ValueError as error:
             errors.append(str(error))
-    assert 10 < len(errors) < 28, "both kinds are there"
+    assert 20 < len(errors) < 60, "both kinds are there"
     assert [error for error in errors if not error.startswith(f"{path}: ") or "\n" in error] == []
 
 
@@ -233,3 +293,31 @@ def test_bytes_that_are_missing_or_others_are_one_clear_error(whole: Path, tmp_p
             errors.append(str(error))
     assert len(errors) >= 60
     assert [error for error in errors if not error.startswith(f"{path}: ") or "\n" in error] == []
+
+
+def test_numbers_whose_sums_overflow_are_no_damage(tmp_path: Path) -> None:
+    q, k = torch.randn(2, 1, 2, 9, 4, dtype=torch.float64)
+    lowest = torch.full((2, 9, 9), torch.finfo(torch.float64).min, dtype=torch.float64)
+    calls: list[dict[str, Any]] = [
+        {"q": q * 1e200, "k": k * 1e100},
+        {"q": q * 0, "k": k, "bias": lowest, "sinks": torch.zeros(2, dtype=torch.float64)},
+        {"q": q, "k": k, "v": k * 1e300},
+    ]
+    for number, options in enumerate(calls):
+        stats = observe(**options, what=Observe(map=3, edges=2, top=2, keep_rows=True))
+        assert stats.broken.sum() == 0
+        again = HeadStats.load(stats.save(tmp_path / f"{number}.safetensors"))
+        assert torch.equal(again["max_logit"].max, stats["max_logit"].max)
+    assert not observe(q * 1e200, k * 1e100, what=Observe())[0, 0, "max_logit"].std < math.inf
+
+
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["q", "k", "v", "sinks", "bias"])
+def test_rows_that_hold_nan_or_infinity_are_no_damage(where: str, spoilt: float, tmp_path: Path) -> None:
+    options: dict[str, Any] = {name: torch.randn(1, 2, 6, 4) for name in "qkv"}
+    options |= {"sinks": torch.zeros(2), "bias": torch.zeros(2, 6, 6)}
+    options[where].view(-1)[-3:] = spoilt
+    what = Observe(map=3, edges=40, top=2, keep_rows=True, windows=(2,), tokens=torch.arange(6) % 3)
+    stats = observe(**options, mask=masks.causal(), what=what)
+    again = HeadStats.load(stats.save(tmp_path / "stats.safetensors"))
+    assert torch.equal(again.broken, stats.broken)

@@ -24,8 +24,8 @@ from headscope._observe.inputs import Scene, Work, to_work
 from headscope._observe.portable import row_names
 from headscope._observe.result import Observed
 from headscope._observe.tile import ROUNDING
-from headscope.stats import Observe
-from headscope.stats._layer import Edges, HeadMap, Moments, MomentsTable, Packed, histogram_edges
+from headscope.stats import Observe, histogram_edges
+from headscope.stats._layer import Edges, HeadMap, Moments, MomentsTable, Packed
 
 QUANTITIES = (
     "lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "first", "distance",

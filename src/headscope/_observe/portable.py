@@ -40,6 +40,7 @@ from headscope._observe.map_bins import MapSums, add_to_map
 from headscope._observe.result import Observed
 from headscope._observe.row_quantities import gather_mass, place_values
 from headscope._observe.tile import Block, Tile, blocks, cut, rows_of, weights
+from headscope.stats import quantity_names
 from headscope.stats._layer import Edges, HeadMap, wide
 
 
@@ -105,16 +106,16 @@ def row_names(work: Work, scene: Scene) -> list[str]:
     """The row quantities that are asked for and that these rows have, in the order of docs/statistics.md."""
     if not work.rows:
         return ["max_weight"] if work.edges else []  # edges are found by it
-    names = ["lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass"]
-    names += ["first", "chance"]
+    having = ["weights"]
     if scene.own is not None:
-        names += ["distance", "self"]
+        having.append("positions")
         if scene.q_at is None or scene.q_at.shape[-1] == 1:
-            names += ["previous", "next"]
-        names += [f"window_{w:g}" for w in work.windows]
-        names += [f"streaming_{w:g}" for w in work.windows]
-        names += ["duplicate", "induction"] if scene.ids is not None else []
-    return names + (["value_norm"] if scene.has_norms else [])
+            having.append("line")
+        if scene.ids is not None:
+            having.append("tokens")
+    if scene.has_norms:
+        having.append("values")
+    return quantity_names(having, work.windows)
 
 
 def row_values(work: Work, scene: Scene, block: Block, tile: Tile, names: list[str]) -> dict[str, Tensor]:

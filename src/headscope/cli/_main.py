@@ -1,6 +1,6 @@
-"""The front door of the command line: Ctrl-C, streams that fail, and one line for every mistake.
+"""The entry of the command line: Ctrl-C, streams that fail, and one line for every mistake.
 
-The verbs are in ``_commands``, one file each. Nothing here or there imports torch before a verb runs, so that
+The commands are in ``_commands``, one file each. Nothing here or there imports torch before a command runs, so that
 ``--help`` never waits for it; and what is not needed to catch Ctrl-C is imported once that is caught.
 """
 
@@ -81,11 +81,11 @@ def _flushed(arguments: Sequence[str] | None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     import click
 
-    from headscope.cli._commands import verbs
+    from headscope.cli._commands import commands
     from headscope.cli._shared.console import one_line
 
     try:
-        code = verbs.main(arguments, prog_name="headscope", standalone_mode=False)
+        code = commands.main(arguments, prog_name="headscope", standalone_mode=False)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         name = context.command_path if context is not None else "headscope"
@@ -150,7 +150,7 @@ def _discard(stream: TextIO) -> None:
     """
     try:
         descriptor = stream.fileno()
-        kept, inheritable = os.dup(descriptor), os.get_inheritable(descriptor)
+        copy, inheritable = os.dup(descriptor), os.get_inheritable(descriptor)
     except (AttributeError, OSError, ValueError):  # it is no file, or closed
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -158,9 +158,9 @@ def _discard(stream: TextIO) -> None:
     try:
         stream.flush()
     finally:
-        os.dup2(kept, descriptor, inheritable)
+        os.dup2(copy, descriptor, inheritable)
         os.close(nowhere)
-        os.close(kept)
+        os.close(copy)
 
 
 def _without(error: UnicodeError) -> tuple[str, int]:
@@ -171,18 +171,18 @@ def _without(error: UnicodeError) -> tuple[str, int]:
 
     from headscope._support.ascii import LIKE
 
-    found: list[str] = []
+    replacements: list[str] = []
     for character in error.object[error.start : error.end]:
         parts = unicodedata.normalize("NFKD", character)  # ᵀ is T, ₁ is 1, é is e and an accent
         like = LIKE.get(character) or "".join(part for part in parts if not unicodedata.combining(part))
-        found.append(like.encode(error.encoding, "replace").decode(error.encoding) or "?")
-    return "".join(found), error.end
+        replacements.append(like.encode(error.encoding, "replace").decode(error.encoding) or "?")
+    return "".join(replacements), error.end
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
     """End at once. An exception could be swallowed on its way, in a callback or while torch is being imported.
 
-    Files are written where this cannot strike (``screen.uninterrupted``), so nothing is left behind.
+    Files are written where this cannot strike (``console.uninterrupted``), so nothing is left behind.
     """
     cursor = b"\r\x1b[K\x1b[?25h" if _on_terminal(2) else b""
     try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headscope._support.progress import waiting
+from headscope._support.progress import progress_line
 from headscope.report._figures import SheetFigures
 from headscope.report._page_file import write
 from headscope.report._viewer import from_recording, from_sheet
@@ -40,7 +40,7 @@ def save_recording(recording: ObservedModel, path: str | Path, *, force: bool = 
         TypeError, ValueError: as ``render_recording``.
         WatchError: nothing has been seen so far.
     """
-    with waiting("writing the page"):
+    with progress_line("writing the page", delay=1.0):
         return write(render_recording(recording, **options), path, force=force)
 
 

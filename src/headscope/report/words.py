@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from headscope.stats import ROW_QUANTITIES, quantity_of
+
 __all__ = ["PATTERNS", "REGIONS", "STAGES", "STATISTICS", "STRONG", "WEAK", "Word", "strength", "word"]
 
 
@@ -13,6 +15,14 @@ class Word(NamedTuple):
     heading: str
     meaning: str
     decimals: int = 2
+
+
+def _word_of(name: str) -> Word:
+    quantity = quantity_of(name)
+    if quantity is None:
+        return Word(name.replace("_", " "), "")
+    meaning = quantity.meaning.format(name.rpartition("_")[2])
+    return Word(quantity.heading or name.replace("_", " "), meaning, quantity.decimals)
 
 
 STAGES = {
@@ -25,23 +35,14 @@ STAGES = {
 }
 """The stages of a trace."""
 
+_COLUMNS = (
+    "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "distance", "self", "previous", "next",
+    "first", "duplicate", "induction", "lse", "max_logit", "chance", "value_norm",
+)  # fmt: skip
+"""The order of columns; other quantities follow."""
+
 STATISTICS = {
-    "entropy": Word("entropy", "How spread out a row is, in nats: 0 on one key, ln n evenly over n keys."),
-    "normalized_entropy": Word("entropy / ln n", "Entropy as a share of the most that a row's n visible keys allow."),
-    "max_weight": Word("max weight", "The largest weight of a row."),
-    "effective_keys": Word("effective keys", "1 / Σ p²: over how many keys a row is spread.", 1),
-    "mass": Word("mass", "Σ p: below 1 only where a learned sink takes a share."),
-    "distance": Word("distance", "Mean distance from query to key, in positions or patches.", 1),
-    "self": Word("self", "Weight on the query's own place."),
-    "previous": Word("previous", "Weight on the token just before."),
-    "next": Word("next", "Weight on the token just after."),
-    "first": Word("first", "Weight on the first token, where heads often put what they do not need."),
-    "duplicate": Word("duplicate", "Weight on other places that hold the same token."),
-    "induction": Word("induction", "Weight on what followed the same token elsewhere."),
-    "lse": Word("lse", "log Σ exp of a row's scores: how large they are altogether."),
-    "max_logit": Word("max logit", "The largest score of a row, before the softmax."),
-    "chance": Word("chance", "1 / n: the weight of each of n visible keys if all had the same."),
-    "value_norm": Word("value norm", "Mean length of the value vectors, by weight."),
+    name: _word_of(name) for name in (*_COLUMNS, *(each.name for each in ROW_QUANTITIES if not each.has_distance))
 }
 
 REGIONS = {
@@ -67,21 +68,10 @@ PATTERNS = {
     "uniform": "weight spread evenly over everything",
 }
 
-WITHIN = {
-    "window": Word("window", "Weight on the keys within {} of the query."),
-    "streaming": Word("streaming", "Weight on the first keys and those within {} of the query."),
-}
-"""Of those that are made for several distances, such as ``window_64``."""
-
 
 def word(name: str) -> Word:
-    """Heading and meaning of a figure; one that is not known is its name, and means nothing."""
-    found = (STATISTICS | REGIONS).get(name)
-    if found is not None:
-        return found
-    kind, _, distance = name.rpartition("_")
-    meaning = WITHIN[kind].meaning.format(distance) if kind in WITHIN else ""
-    return Word(name.replace("_", " "), meaning)
+    """Return heading and meaning of a figure; one without a definition has its name for a heading, and no meaning."""
+    return REGIONS.get(name) or _word_of(name)
 
 
 WEAK, STRONG = 0.3, 0.5

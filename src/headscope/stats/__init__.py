@@ -14,14 +14,16 @@ from headscope.stats._dense import (
     row_statistics,
 )
 from headscope.stats._head_stats import HeadStats, merge
-from headscope.stats._layer import Edge, Edges, HeadMap, Kept, histogram_edges
+from headscope.stats._layer import Edge, Edges, HeadMap, Kept
 from headscope.stats._options import Observe
+from headscope.stats._quantities import ROW_QUANTITIES, Quantity, histogram_edges, quantity_names, quantity_of
 from headscope.stats._summaries import Column, Summary
 
 __all__ = [
     "LOCAL_REACH",
     "MINIMUM_ROWS",
     "PATTERNS",
+    "ROW_QUANTITIES",
     "Column",
     "Edge",
     "Edges",
@@ -32,6 +34,7 @@ __all__ = [
     "Match",
     "Observe",
     "PatternScores",
+    "Quantity",
     "Summary",
     "best_matches",
     "broken_rows",
@@ -39,5 +42,7 @@ __all__ = [
     "histogram_edges",
     "merge",
     "pattern_scores",
+    "quantity_names",
+    "quantity_of",
     "row_statistics",
 ]

@@ -1,4 +1,4 @@
-"""Whether the statistics in a file are complete, and numbers that rows can come to."""
+"""Whether the statistics in a file are complete, and numbers that some rows can have."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope.stats._layer import Edges, HeadMap, LayerStats
+from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
+from headscope.stats._origin import Origin
+from headscope.stats._quantities import quantity_of
 
 MOMENTS = ("count", "mean", "M2", "min", "max", "histogram")
-_ROUNDING = 1e-3  # more than any rounding of a weight, or of a sum of weights
+_ROUNDING = 1e-3  # more than any rounding of a weight, of a sum of weights, or of a row quantity
 _TOGETHER = ("lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass")
 """Row quantities that every observed layer has, if it has any; others are derived from these."""
 
@@ -60,39 +62,121 @@ def _check_weights(name: str, values: Tensor, most: Tensor, absent: Tensor | Non
 
 
 def check_parts(under: str, parts: Mapping[str, Any]) -> None:
-    """Raises: ValueError: sums or maxima that no weights come to."""
+    """Check received weight, the map and edges.
+
+    Raises:
+        ValueError: sums or maxima that no weights have, or a number where there is no weight.
+    """
     one = torch.ones((), dtype=torch.float64, device="cpu")
     if "received" in parts:
         _check_weights(f"{under}/received", parts["received"], parts["eligible"].double())
     if "map" in parts:
-        held: HeadMap = parts["map"]
-        _check_weights(f"{under}/map/sum", held.sum, held.count.double())
-        _check_weights(f"{under}/map/max", held.max, one, held.count == 0)
+        stored: HeadMap = parts["map"]
+        empty = stored.count == 0
+        _check_weights(f"{under}/map/sum", stored.sum, stored.count.double())
+        _check_weights(f"{under}/map/max", stored.max, one, empty)
+        _check_absent(f"{under}/map/max", stored.max, empty)
+        _check_places(f"{under}/map/argmax", stored.places, empty)
     if "edges" in parts:
         largest: Edges = parts["edges"]
-        _check_weights(f"{under}/edges/p", largest.p, one, largest.at[..., 0] < 0)
+        absent = largest.at[..., 0] < 0
+        _check_weights(f"{under}/edges/p", largest.p, one, absent)
+        _check_absent(f"{under}/edges/p", largest.p, absent)
+        _check_places(f"{under}/edges/at", largest.at, absent)
+
+
+def _check_absent(name: str, values: Tensor, absent: Tensor) -> None:
+    """Raises: ValueError: a number where there is none."""
+    numbers = values[absent]
+    if not bool(numbers.isnan().all()):
+        raise ValueError(f"{name}: got {float(numbers[~numbers.isnan()][0]):g} where there is no weight, expected NaN")
+
+
+def _check_places(name: str, places: Tensor, absent: Tensor) -> None:
+    """Raises: ValueError: a place [..., 4] has no run, batch entry, query or key, though there is a weight."""
+    if not torch.equal(places < 0, absent[..., None].expand_as(places)):
+        raise ValueError(f"{name}: expected -1 where there is no weight, and only there")
+
+
+def check_kept(name: str, rows: Kept) -> None:
+    """Check the rows of one run that were kept as they are.
+
+    Raises:
+        ValueError: a value that no row has, or one of a row that does not count.
+    """
+    for quantity, values in rows.values.items():
+        counted = rows.counted.view(*rows.counted.shape, *[1] * (values.ndim - rows.counted.ndim)).expand_as(values)
+        if not values.is_floating_point():  # keys
+            if bool((values[~counted] >= 0).any()):
+                raise ValueError(f"{name}/{quantity}: got a key in a row that does not count, expected -1")
+            continue
+        least, most = (0.0, 1.0) if quantity == "top_weights" else _bounds(quantity)
+        inside = values.isfinite() & (values >= least) & (values <= most)
+        if not bool((inside | values.isnan()).all()):
+            wrong = float(values[~(inside | values.isnan())][0])
+            raise ValueError(f"{name}/{quantity}: holds {wrong:g}, expected {least:g} to {most:g}")
+        if not bool(values[~counted].isnan().all()):
+            raise ValueError(f"{name}/{quantity}: got a number in a row that does not count, expected NaN")
+
+
+def check_widths(origin: Origin, parts: Mapping[str, LayerStats]) -> None:
+    """Check the width of the heads that an origin states against q and k.
+
+    Raises:
+        ValueError: they differ.
+    """
+    for name, layer in origin.layers.items():
+        for tiles in parts[name].tiles.values():
+            width = tiles.to_weights().sizes["q"][-1]
+            if layer.widths[0] != width:
+                raise ValueError(f"layers: {name} has heads of width {layer.widths[0]}, expected {width} as of q and k")
 
 
 def check_moments(parts: Sequence[LayerStats]) -> None:
-    """Of all layers at once, for there may be thousands.
+    """Check the moments of all layers at once, for there may be thousands.
 
     Raises:
-        ValueError: numbers that no rows come to; NaN is left alone.
+        ValueError: numbers that no rows have.
     """
     for name in dict.fromkeys(name for part in parts for name in part.moments):
         those = {n: part for n, part in enumerate(parts) if name in part.moments}
         each = [part.moments[name] for part in those.values()]
-        count, mean, M2, least, most, histogram = (torch.cat([getattr(x, what) for x in each]) for what in MOMENTS)
+        together = Moments(*(torch.cat([getattr(x, what) for x in each]) for what in MOMENTS))
         rows = torch.cat([part.rows for part in those.values()])  # [heads of all layers], as the others
-        room = 1e-3 * torch.maximum(least.abs(), most.abs())  # more than any rounding
-        wrong = {
-            "count": (count < 0) | (count > rows),
-            "histogram": (histogram < 0).any(-1) | (histogram.sum(-1) != count),
-            "M2": M2 < 0,
-            "min": (least <= 0) & (name == "chance"),  # 1 / n
-            "mean": mean.isfinite() & ((mean < least - room) | (mean > most + room)),  # a sum may overflow
-        }
-        for what, heads in wrong.items():
+        for what, heads in _wrong_moments(name, together, rows).items():
             if bool(heads.any()):
                 layers = [n for n, part in those.items() for _ in range(part.heads)]
-                raise ValueError(f"{layers[int(heads.nonzero()[0])]}/moments/{name}/{what}: is not that of any rows")
+                layer = layers[int(heads.nonzero()[0])]
+                raise ValueError(f"{layer}/moments/{name}/{what}: is not that of any rows")
+
+
+def _wrong_moments(name: str, moments: Moments, rows: Tensor) -> dict[str, Tensor]:
+    """Of which heads a number is impossible, by what it is; ``rows``: how many rows each head has.
+
+    Sums of large numbers may overflow: to an infinite mean, and so to any M2.
+    """
+    count, mean, M2, least, most = moments.count, moments.mean, moments.M2, moments.min, moments.max
+    lowest, highest = _bounds(name)
+    none = count == 0
+    size = torch.maximum(least.abs(), most.abs())
+    room = _ROUNDING * size  # more than any rounding
+    overflown = ~mean.isfinite() & (count.to(size.dtype) * size).isinf()
+    limit = count.to(size.dtype) * ((most - least).square() / 4 + room.square())  # Popoviciu's inequality
+    impossible = {
+        "min": ~(least.isfinite() & (least >= lowest)) | ((least <= 0) & (name == "chance")),
+        "max": ~(most.isfinite() & (most <= highest) & (most >= least)),
+        "mean": ~((mean >= least - room) & (mean <= most + room)) & ~overflown,
+        "M2": ~((M2 >= 0) & (limit >= M2)) & ~overflown,
+    }
+    wrong = {
+        "count": (count < 0) | (count > rows),
+        "histogram": (moments.histogram < 0).any(-1) | (moments.histogram.sum(-1) != count),
+    }
+    return wrong | {what: torch.where(none, ~getattr(moments, what).isnan(), x) for what, x in impossible.items()}
+
+
+def _bounds(name: str) -> tuple[float, float]:
+    """The least and the largest value of a row quantity, with room for rounding."""
+    quantity = quantity_of(name)
+    least, most = (-math.inf, math.inf) if quantity is None else quantity.bounds
+    return least - _ROUNDING, most + _ROUNDING * max(1.0, most)

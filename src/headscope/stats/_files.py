@@ -17,7 +17,14 @@ from torch import Tensor
 from headscope._attend.call import check_scale, check_softcap
 from headscope._support.files import amiss, replace
 from headscope.masks import FAR
-from headscope.stats._checks import MOMENTS, check_complete, check_moments, check_parts
+from headscope.stats._checks import (
+    MOMENTS,
+    check_complete,
+    check_kept,
+    check_moments,
+    check_parts,
+    check_widths,
+)
 from headscope.stats._header import (
     ORIGIN,
     RECORDING,
@@ -27,14 +34,16 @@ from headscope.stats._header import (
     damage_named,
     is_cut_short,
     is_statistics,
-    read_header,
+    parse_entry,
     read_list,
     read_value,
     read_whole,
     read_wholes,
 )
-from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments, histogram_edges
+from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
 from headscope.stats._origin import UNKNOWN, LayerOrigin, Origin, Part
+from headscope.stats._quantities import histogram_edges
+from headscope.stats._tensor_file import NoTensorsError, TensorFile
 from headscope.stats._tiles import KeptWeights, kept_of
 
 VERSION = 1
@@ -54,7 +63,6 @@ _FLOATING = ("F64", "F32", "F16", "BF16")
 _WHOLE = ("rows", "broken", "count", "histogram", "eligible", "argmax", "at", "queries", "top_keys")
 _FIGURES = (torch.float32, torch.float64)
 _DTYPES = {"counted": torch.bool, **dict.fromkeys(_WHOLE, torch.int64)}  # all others are of ``_FIGURES``
-_NATS = (-1, 100)  # an entropy of 100 nats takes e^100 keys
 _PAIRS = {"top_keys": "top_weights", "top_weights": "top_keys"}
 
 
@@ -102,36 +110,35 @@ def load(path: Path) -> tuple[dict[str, LayerStats], Origin | None]:
     if (why := amiss(path)) is not None:
         raise ValueError(f"{path}: {why}")
     check_utf8(path)
-    path.open("rb").close()  # raises with the reason, which safetensors does not give
-    header = read_header(path)
-    if header is None:
+    try:
+        file = TensorFile(path)
+        header = parse_entry(file, STATISTICS)
+    except NoTensorsError:
+        file = header = None
+    if file is None or header is None:
         if is_cut_short(path):
             raise ValueError(f"{path}: is cut short, its end is missing")
         raise ValueError(f"{path}: no file of headscope's statistics")
     check_format(path, header, VERSION)
-    origin = read_header(path, ORIGIN)
+    origin = parse_entry(file, ORIGIN)
     if origin is not None:
         check_format(path, origin, _ORIGIN_VERSION)
     with damage_named(path):
-        parts = _load(path, header)
+        parts = _load(file, header)
         if origin is not None:
-            return parts, _read_origin(origin, parts)
-    return parts, None if read_header(path, RECORDING) is None else UNKNOWN
+            read = _read_origin(origin, parts)
+            check_widths(read, parts)
+            return parts, read
+    return parts, None if parse_entry(file, RECORDING) is None else UNKNOWN
 
 
-def _load(path: Path, header: dict[str, Any]) -> dict[str, LayerStats]:
-    from safetensors import safe_open
-
+def _load(file: TensorFile, header: dict[str, Any]) -> dict[str, LayerStats]:
     layers = read_list(header, "layers", dict)
     layer_names = [read_value(layer, "name", str) for layer in layers]
     if len({*layer_names}) < len(layers):
         raise ValueError(f"layers: got {Counter(layer_names).most_common(1)[0][0]} twice, expected different names")
-    with safe_open(path, framework="pt") as file:  # pyright: ignore[reportUnknownVariableType, reportGeneralTypeIssues]
-        names: list[str] = [name for name in file.keys() if "/qk/" not in name]  # noqa: SIM118
-        tensors = {name: file.get_tensor(name) for name in names}
-    # stays open: of q and k the pieces that are asked for are read, and no more
-    mapped = safe_open(path, framework="pt") if any(layer.get("qk") for layer in layers) else None
-    parts = [_read_layer(layer, f"{n}", tensors, mapped) for n, layer in enumerate(layers)]
+    tensors = file.read(name for name in file.entries if "/qk/" not in name)  # of q and k pieces are read on request
+    parts = [_read_layer(layer, f"{n}", tensors, file) for n, layer in enumerate(layers)]
     check_moments(parts)
     return dict(zip(layer_names, parts, strict=True))
 
@@ -202,14 +209,14 @@ def _store_qk(tiles: Any, under: str, tensors: dict[str, Tensor]) -> dict[str, A
     return weights.metadata()
 
 
-def _read_qk(entry: dict[str, Any], under: str, file: Any, sizes: dict[str, int]) -> KeptWeights:
+def _read_qk(entry: dict[str, Any], under: str, file: TensorFile, sizes: dict[str, int]) -> KeptWeights:
     entry = {"offset": None} | entry  # older files do not say it
     names = {"q", "k", "lse", *read_list(entry, "parts", str)}
-    parts = {name: file.get_slice(f"{under}/{name}") for name in _QK if name in names}
-    shapes = {name: tuple(x.get_shape()) for name, x in parts.items()}
+    parts = {name: file.part(f"{under}/{name}") for name in _QK if name in names}
+    shapes = {name: x.shape for name, x in parts.items()}
     for name, shape in shapes.items():
         _check_axes(f"{under}/{name}", shape, _QK[name], sizes, ones=name in ("spans", "rest", "bias"))
-        if (got := parts[name].get_dtype()) not in (expected := _KINDS.get(name, _FLOATING)):
+        if (got := parts[name].dtype) not in (expected := _KINDS.get(name, _FLOATING)):
             raise TypeError(f"{under}/{name}: got {got}, wanted {' or '.join(expected)}")
     lead, heads, kv_heads = read_wholes(entry, "lead"), sizes["H"], sizes["Hkv"]
     if math.prod(lead) != sizes["B"] or heads // max(1, kv_heads) * kv_heads != heads:
@@ -219,7 +226,7 @@ def _read_qk(entry: dict[str, Any], under: str, file: Any, sizes: dict[str, int]
     scale = check_scale(read_value(entry, "scale", float, int), sizes["D"])
     softcap = check_softcap(read_value(entry, "softcap", float, int, NoneType))
     offset = None if read_value(entry, "offset", int, NoneType) is None else read_whole(entry, "offset", -FAR, FAR)
-    return KeptWeights(parts, shapes, lead, scale, softcap, parts["q"].get_dtype() == "F64", offset)
+    return KeptWeights(parts, shapes, lead, scale, softcap, parts["q"].dtype == "F64", offset)
 
 
 def _check_axes(name: str, shape: tuple[int, ...], axes: Axes, sizes: dict[str, int], *, ones: bool = False) -> None:
@@ -254,7 +261,7 @@ def _tensor_reader(tensors: Mapping[str, Tensor], under: str, sizes: dict[str, i
     return read
 
 
-def _read_kept(names: list[str], run: int, read: Callable[..., Tensor], queries: int, keys: int) -> Kept:
+def _read_kept(names: list[str], under: str, run: int, read: Callable[..., Tensor], queries: int, keys: int) -> Kept:
     b, r, k = (f"{axis} of run {run}" for axis in "BRk")
     at = f"kept/{run}"
     rows, counted = read(f"{at}/queries", r, within=(0, queries)), read(f"{at}/counted", b, "H", r)
@@ -263,12 +270,14 @@ def _read_kept(names: list[str], run: int, read: Callable[..., Tensor], queries:
         if (other := _PAIRS.get(name, name)) not in names:
             raise ValueError(f"{at}: {other} is missing; expected beside {name}")
         deep = (k,) if name.startswith("top_") else ()
-        within = (-1, keys) if name in ("argmax", "top_keys") else _NATS if name == "entropy" else None
+        within = (-1, keys) if name in ("argmax", "top_keys") else None
         values[name] = read(f"{at}/values/{name}", b, "H", r, *deep, within=within)
-    return Kept(rows, counted, values)
+    kept = Kept(rows, counted, values)
+    check_kept(f"{under}/{at}/values", kept)
+    return kept
 
 
-def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor], mapped: Any) -> LayerStats:
+def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor], file: TensorFile) -> LayerStats:
     """The reverse of ``_put``."""
     entry = {"lengths": None, "first": None, "qk": [], "qk_runs": None} | entry  # older files do not say these
     numbers = {what: read_whole(entry, what, 0) for what in _NUMBERS}
@@ -298,12 +307,10 @@ def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor]
         parts |= {what: read(what, "H", "K", within=(0, None)) for what in ("received", "eligible")}
     check_parts(under, parts)
     retained = tuple(
-        _read_kept(names, run, read, queries, keys) for run, names in enumerate(read_list(entry, "kept", list))
+        _read_kept(names, under, run, read, queries, keys) for run, names in enumerate(read_list(entry, "kept", list))
     )
     known = {"H": numbers["heads"], **({} if lengths is None else {"Q": queries, "K": keys})}
-    tiles = [
-        _read_qk(each, f"{under}/qk/{n}", mapped, {**known}) for n, each in enumerate(read_list(entry, "qk", dict))
-    ]
+    tiles = [_read_qk(each, f"{under}/qk/{n}", file, {**known}) for n, each in enumerate(read_list(entry, "qk", dict))]
     runs = (
         [*range(len(tiles))]
         if read_value(entry, "qk_runs", list, NoneType) is None

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from headscope.stats._tensor_file import LONGEST_HEADER, ChangedFileError, NoTensorsError, TensorFile
+
 STATISTICS = "headscope.stats"
 RECORDING = "headscope.recording"
 ORIGIN = "headscope.origin"
-_LONGEST = 100_000_000  # bytes of a header, by safetensors
 _MOST_SHOWN = 300  # characters of a damaged value: a name may be as long as the file
 
 
@@ -34,17 +35,19 @@ def read_header(path: Path, key: str = STATISTICS) -> dict[str, Any] | None:
     Raises:
         ValueError: the entry is damaged.
     """
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(path, framework="pt") as file:  # pyright: ignore[reportUnknownVariableType, reportGeneralTypeIssues]
-            metadata: Mapping[str, str] = file.metadata() or {}
-    except (SafetensorError, OSError):
+        file = TensorFile(path)
+    except (NoTensorsError, OSError):
         return None
-    if key not in metadata:
+    return parse_entry(file, key)
+
+
+def parse_entry(file: TensorFile, key: str) -> dict[str, Any] | None:
+    """Return the entry of an opened file's header under a key; None if it has none; raise as ``read_header``."""
+    if key not in file.metadata:
         return None
-    with damage_named(path):
-        return {**json.loads(metadata[key])}
+    with damage_named(file.path):
+        return {**json.loads(file.metadata[key])}
 
 
 def is_cut_short(path: Path) -> bool:
@@ -53,7 +56,7 @@ def is_cut_short(path: Path) -> bool:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            head = file.read(min(length, size)) if length <= _LONGEST else b""
+            head = file.read(min(length, size)) if length <= LONGEST_HEADER else b""
         if f'"{STATISTICS}"'.encode() not in head:
             return False
         if len(head) < length:
@@ -87,15 +90,15 @@ def check_utf8(path: Path) -> None:
 @contextmanager
 def damage_named(path: Path) -> Generator[None]:
     """Raise every error within the block as a ``ValueError`` that names the file and the damage."""
-    from safetensors import SafetensorError
-
     try:
         yield
+    except ChangedFileError:
+        raise  # names the file
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: is damaged: its header is no JSON ({error})") from error
     except KeyError as error:
         raise ValueError(f"{path}: is damaged: it lacks {_short(error)}") from error
-    except (TypeError, ValueError, AttributeError, IndexError, RecursionError, SafetensorError) as error:
+    except (TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         raise ValueError(f"{path}: is damaged: {_short(error)}") from error
 
 

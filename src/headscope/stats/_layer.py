@@ -16,27 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headscope.stats._quantities import histogram_edges
 from headscope.stats._tiles import Tiles
-
-_UNIT = tuple(k / 20 for k in range(21))
-_NATS = tuple(k / 2 for k in range(33))
-_LOGITS = tuple(float(k) for k in range(-128, 129, 4))
-_DOUBLING = (0.0, *(2.0**k for k in range(-10, 21)))
-_KEYS = tuple(2.0**k for k in range(21))
-
-_EDGES = {
-    "lse": _LOGITS,
-    "max_logit": _LOGITS,
-    "entropy": _NATS,
-    "effective_keys": _KEYS,
-    "distance": _DOUBLING,
-    "value_norm": _DOUBLING,
-}
-
-
-def histogram_edges(name: str) -> tuple[float, ...]:
-    """The edges of a quantity's histogram: bin k holds [edge k, edge k + 1), the outer two also what lies beyond."""
-    return _EDGES.get(name, _UNIT)
 
 
 def wide(device: torch.device) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The weights of one run from its q, k and lse, piece by piece, also from a file of which no more than that is read."""
+"""The weights of one run from its q, k and lse, piece by piece; from a file it reads no more than a piece needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_REST = 2**28
 
 
 class NoWeightsError(ValueError):
-    """The weights of a run whose q and k were kept cannot be had; the message says why."""
+    """The weights of a run whose q and k were kept are not available; the message states why."""
 
 
 class Tiles(Protocol):

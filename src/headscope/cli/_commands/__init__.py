@@ -1,4 +1,4 @@
-"""The verbs of the command line, one file each; their help needs click and nothing else."""
+"""The commands of the command line, one file each; their help needs click and nothing else."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from headscope.cli._commands.report import report
 from headscope.cli._commands.text import text
 from headscope.cli._commands.trace import trace
 from headscope.cli._commands.watch import watch
-from headscope.cli._shared.console import Mistake
+from headscope.cli._shared.mistakes import Mistake
 
-__all__ = ["verbs"]
-
-
-TARGET = "HEADSCOPE_CPU_TARGET:"  # so begins what the native kernels say of a target that is not here
+__all__ = ["commands"]
 
 
-class Verbs(click.Group):
-    """The group of all verbs."""
+TARGET = "HEADSCOPE_CPU_TARGET:"  # how the message of the native kernels on an unavailable target begins
+
+
+class Commands(click.Group):
+    """The group of all commands."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a verb.
+        """Run a command.
 
         Raises:
-            Mistake: the environment asks for native kernels that this CPU does not run.
+            Mistake: the environment requires native kernels that this CPU does not run.
         """
         try:
             return super().invoke(ctx)
@@ -40,10 +40,10 @@ class Verbs(click.Group):
             raise Mistake(str(error)) from error
 
 
-@click.group(cls=Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="%(prog)s %(version)s")
 @click.pass_context
-def verbs(context: click.Context) -> None:
+def commands(context: click.Context) -> None:
     """See multi-head attention at work, step by step and head by head.
 
     \b
@@ -58,5 +58,5 @@ def verbs(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _verb in (text, image, trace, watch, check, report, doctor, bench):
-    verbs.add_command(_verb)
+for _command in (text, image, trace, watch, check, report, doctor, bench):
+    commands.add_command(_command)

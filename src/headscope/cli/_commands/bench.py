@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from headscope.cli._shared.console import Mistake, busy, console, print_json, visible
+from headscope._support.progress import progress_line
+from headscope._support.text import visible
+from headscope.cli._shared.console import console, print_json
+from headscope.cli._shared.mistakes import Mistake
 
 if TYPE_CHECKING:
     from headscope.cli._benchmark import Timing
@@ -30,7 +33,7 @@ def bench(seconds: float, dtype: tuple[str, ...], as_json: bool) -> None:
     """
     if not 0 < seconds <= 600:
         raise Mistake(f"--seconds: got {seconds}, wanted a number above 0 and up to 600")
-    with busy("loading torch"):
+    with progress_line("loading torch"):
         from headscope.cli import _benchmark
     timings: list[Timing] = []
     out = console()
@@ -57,7 +60,7 @@ def _run(seconds: float, dtype: tuple[str, ...]) -> Iterator[Timing]:
 
     rows = _benchmark.run(seconds, dtype or tuple(_benchmark.DTYPES))
     while True:
-        with busy("measuring"):
+        with progress_line("measuring"):
             timing = next(rows, None)
         if timing is None:
             return

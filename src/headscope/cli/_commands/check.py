@@ -18,12 +18,15 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from headscope.cli._shared.console import ENDING, SIZE, Mistake, busy, console, print_json, say, visible
+from headscope._support.progress import progress_line
+from headscope._support.text import visible
+from headscope.cli._shared.console import ENDING, SIZE, console, print_json, say
+from headscope.cli._shared.mistakes import Mistake, name_options
 
 if TYPE_CHECKING:
     from headscope.checking._findings import Findings
 
-FOUND = 1  # the exit code where something was found
+PROBLEMS = 1  # the exit code where the module has any
 IN_PYTHON = "; give --embed-dim, or use headscope.check with inputs= or call="
 CHILD = """
 import sys
@@ -37,7 +40,7 @@ main()
 
 @click.command(short_help="Find what is wrong with an attention module of yours.")
 @click.argument("target", metavar="FILE.py:NAME")
-@click.option("--args", "given", metavar="ARGS", help='What it is made with: --args "512, 8, causal=True".')
+@click.option("--args", "arguments", metavar="ARGS", help='What it is made with: --args "512, 8, causal=True".')
 @click.option("--embed-dim", type=SIZE, help="E, width of the input.  [default: from the weights]")
 @click.option("--heads", type=SIZE, help="H that was meant.")
 @click.option("--causal/--not-causal", default=None, help="Whether no token may see a later one.")
@@ -49,7 +52,7 @@ main()
 @click.option("--length", type=SIZE, help="At what length it will be used; from 1024 on, slow paths are told.")
 @click.option("--timeout", type=SIZE, default=60, show_default=True, help="Seconds after which it is stopped.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
-def check(target: str, given: str | None, timeout: int, as_json: bool, **options: Any) -> int:
+def check(target: str, arguments: str | None, timeout: int, as_json: bool, **options: Any) -> int:
     """Find what is wrong with an attention module, from outside, by what it computes.
 
     NAME is a class or a function that makes a module, with --args; both may need none. Or it is a module, or a function
@@ -59,28 +62,31 @@ def check(target: str, given: str | None, timeout: int, as_json: bool, **options
     Processes that the code starts end with it. That is no sandbox: check only code that you would run. Exit code 0:
     nothing found; 1: something found.
     """
-    path, name = _target(target)
-    args, kwargs = _arguments(given or "")
+    path, name = _parse_target(target)
+    args, kwargs = _parse_arguments(arguments or "")
     if (scale := options["scale"]) is not None and not (math.isfinite(scale) and scale > 0):
         raise Mistake(f"--scale: got {scale:g}, wanted a finite number above 0")
     say(f"headscope check: importing and running {visible(str(path))}, in a process of its own")
-    asked = {
-        "path": str(path.resolve()), "name": name, "args": args, "kwargs": kwargs, "given": given,
+    request = {
+        "path": str(path.resolve()), "name": name, "args": args, "kwargs": kwargs, "arguments": arguments,
         "options": {key: value for key, value in options.items() if value is not None},
     }  # fmt: skip
-    with busy("checking"):
-        answer = _ask(asked, timeout)
+    with progress_line("checking"):
+        answer = _ask_child(request, timeout)
     if "mistake" in answer:
-        raise Mistake(_by_option(str(answer["mistake"])))
-    found = answer["findings"]
+        message = str(answer["mistake"]).replace(
+            "; give embed_dim=, inputs=, or call=lambda module, x, mask: ...", IN_PYTHON
+        )
+        raise Mistake(name_options(message, {"embed_dim": "--embed-dim"}))
+    findings = answer["findings"]
     if as_json:
-        print_json(found)
+        print_json(findings)
     else:
-        console().print(_findings(found).table())
-    return FOUND if found["findings"] else 0
+        console().print(_parse_findings(findings).table())
+    return PROBLEMS if findings["findings"] else 0
 
 
-def _target(target: str) -> tuple[Path, str]:
+def _parse_target(target: str) -> tuple[Path, str]:
     file, colon, name = target.rpartition(":")
     if not file or not colon or not name.isidentifier():
         raise Mistake(f"target: got {target}, wanted FILE.py:NAME, as homework.py:MultiHeadAttention")
@@ -92,35 +98,29 @@ def _target(target: str) -> tuple[Path, str]:
     return path, name
 
 
-def _by_option(message: str) -> str:
-    """A message of ``headscope.check``, with its arguments named as the options they come from."""
-    message = message.replace("; give embed_dim=, inputs=, or call=lambda module, x, mask: ...", IN_PYTHON)
-    return f"--embed-dim:{message.removeprefix('embed_dim:')}" if message.startswith("embed_dim:") else message
-
-
-def _arguments(given: str) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments as they stand in a call; plain values only.
+def _parse_arguments(arguments: str) -> tuple[list[Any], dict[str, Any]]:
+    """Return arguments as they stand in a call; plain values only.
 
     Raises:
         Mistake: it is no list of arguments, or one is no plain value.
     """
     try:
-        call = ast.parse(f"f({given})", mode="eval").body
+        call = ast.parse(f"f({arguments})", mode="eval").body
         if not isinstance(call, ast.Call) or any(word.arg is None for word in call.keywords):
             raise ValueError
         args = [ast.literal_eval(each) for each in call.args]
         kwargs = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
         json.dumps([args, kwargs])
     except (SyntaxError, ValueError, TypeError):
-        raise Mistake(f"--args: got {given}, wanted plain values as in a call: 512, 8, causal=True") from None
+        raise Mistake(f"--args: got {arguments}, wanted plain values as in a call: 512, 8, causal=True") from None
     return args, kwargs
 
 
-def _ask(asked: dict[str, Any], timeout: int) -> dict[str, Any]:
-    """What the process that runs the code answers. What the code prints is not shown.
+def _ask_child(request: dict[str, Any], timeout: int) -> dict[str, Any]:
+    """Return the answer of the process that runs the code. What the code prints is not shown.
 
     Args:
-        asked: as that process takes it.
+        request: as that process reads it.
         timeout: seconds.
 
     Raises:
@@ -137,7 +137,7 @@ def _ask(asked: dict[str, Any], timeout: int) -> dict[str, Any]:
         answer, printed = _Reader(process.stdout), _Reader(process.stderr)
         with process.stdin as stdin:
             with suppress(BrokenPipeError):
-                stdin.write(json.dumps(asked).encode() + b"\n")  # and left open: the process ends when this one does
+                stdin.write(json.dumps(request).encode() + b"\n")  # and left open: the process ends when this one does
             try:
                 code = process.wait(timeout)
             except subprocess.TimeoutExpired:
@@ -146,8 +146,8 @@ def _ask(asked: dict[str, Any], timeout: int) -> dict[str, Any]:
         return json.loads(answer.text())
     except ValueError:
         last = printed.text().strip().rpartition("\n")[2]
-        said = f": {last}" if last else ""
-        raise Mistake(f"the code ended its process with {code} before there was an answer{said}") from None
+        reason = f": {last}" if last else ""
+        raise Mistake(f"the code ended its process with {code} before there was an answer{reason}") from None
 
 
 @contextmanager
@@ -187,33 +187,33 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 class _Reader(threading.Thread):
-    """Reads a stream while the process runs, and keeps its end."""
+    """A thread that reads a stream while the process runs; only the end is stored."""
 
-    KEPT = 1 << 22
+    MOST_BYTES = 1 << 22
 
     def __init__(self, stream: IO[bytes] | None) -> None:
         super().__init__(daemon=True)
         assert stream is not None
-        self._stream, self._kept = stream, b""
+        self._stream, self._end = stream, b""
         self.start()
 
     def run(self) -> None:
         """Until the stream ends."""
         with self._stream as stream:
             while chunk := os.read(stream.fileno(), 1 << 16):
-                self._kept = (self._kept + chunk)[-self.KEPT :]
+                self._end = (self._end + chunk)[-self.MOST_BYTES :]
 
     def text(self) -> str:
         """What was read; a program that the code has left running may keep the stream open."""
         self.join(1.0)
-        return self._kept.decode("utf-8", "replace")
+        return self._end.decode("utf-8", "replace")
 
 
-def _findings(found: dict[str, Any]) -> Findings:
-    """Findings again, fit for a terminal."""
+def _parse_findings(answer: dict[str, Any]) -> Findings:
+    """Return the findings of an answer, their text fit for a terminal."""
     from headscope.checking._findings import Finding, Findings
 
-    texts: list[dict[str, Any]] = [{key: visible(value) for key, value in each.items()} for each in found["findings"]]
+    texts: list[dict[str, Any]] = [{key: visible(value) for key, value in each.items()} for each in answer["findings"]]
     parts = tuple(Finding(**each) for each in texts)
-    rest = {visible(what): visible(why) for what, why in found["not_tested"].items()}
-    return Findings(visible(found["subject"]), parts, tuple(map(visible, found["understood"])), rest)
+    rest = {visible(what): visible(why) for what, why in answer["not_tested"].items()}
+    return Findings(visible(answer["subject"]), parts, tuple(map(visible, answer["understood"])), rest)

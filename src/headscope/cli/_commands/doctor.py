@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from headscope.cli._shared.console import SIZE, Mistake, busy, console, print_json, visible
+from headscope._support.progress import progress_line
+from headscope._support.text import visible
+from headscope.cli._shared.console import SIZE, console, print_json
+from headscope.cli._shared.mistakes import Mistake, name_options
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from headscope.cli._doctor.machine import Ask, Verdict
+    from headscope.cli._doctor.machine import CallSpec, Verdict
     from headscope.cli._doctor.matrix import Cell
 
     Verdicts = dict[str, dict[str, Verdict]]  # by call, then by dtype
@@ -42,7 +45,7 @@ OWN_CALL = (
     click.option("--lse", is_flag=True, help="The log-sum-exp of each row is wanted."),
     click.option("--grad", is_flag=True, help="In training: gradients are wanted, those of bias and sinks included."),
 )
-ASK_NAMES = {"seq": "queries", "context_seq": "keys"}
+FIELDS = {"seq": "queries", "context_seq": "keys"}
 
 
 def _own_call(command: Command) -> Command:
@@ -73,39 +76,34 @@ def doctor(
     """
     if device not in ("cpu", "cuda", "mps", "xpu"):
         raise Mistake(f"--device: got {device!r}, wanted cpu, cuda, mps or xpu")
-    given = [name for name in own if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    specified = [name for name in own if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     if matrix:
-        if given:
-            raise Mistake(f"--matrix: goes through all options by itself, got --{given[0].replace('_', '-')} too")
+        if specified:
+            raise Mistake(f"--matrix: goes through all options by itself, got --{specified[0].replace('_', '-')} too")
         _show_matrix(dtype or DTYPES, device, as_json)
         return
     dtypes = dtype or ("float32", "bfloat16")
-    with busy("loading torch"):
+    with progress_line("loading torch"):
         from headscope.cli._doctor import machine as _doctor
-    asks = _doctor.TYPICAL
-    if given:
-        asks = {"this call": _doctor.Ask(**{ASK_NAMES.get(name, name): value for name, value in own.items()})}
+    specs = _doctor.TYPICAL
+    if specified:
+        specs = {"this call": _doctor.CallSpec(**{FIELDS.get(name, name): value for name, value in own.items()})}
     try:
         verdicts = {
-            title: {name: _doctor.judge(ask, _doctor.DTYPES[name], device) for name in dtypes}
-            for title, ask in asks.items()
+            title: {name: _doctor.judge(spec, _doctor.DTYPES[name], device) for name in dtypes}
+            for title, spec in specs.items()
         }
     except (TypeError, ValueError) as error:
-        raise Mistake(_by_option(str(error), own)) from error
+        options = {name: f"--{name.replace('_', '-')}" for name in own}
+        raise Mistake(name_options(str(error).removesuffix(", or None"), options)) from error
     if as_json:
-        print_json(_as_dict(_doctor.machine(), device, asks, verdicts))
+        print_json(_as_dict(_doctor.machine(), device, specs, verdicts))
         return
-    _print(_doctor.machine(), device, asks, verdicts)
-
-
-def _by_option(message: str, own: Iterable[str]) -> str:
-    """A message of ``attention``, with the argument it begins with named as the option it came from."""
-    name, colon, rest = message.partition(":")
-    return f"--{name}{colon}{rest.removesuffix(', or None')}" if name in own else message
+    _print(_doctor.machine(), device, specs, verdicts)
 
 
 def _show_matrix(dtypes: tuple[str, ...], device: str, as_json: bool) -> None:
-    with busy("loading torch"):
+    with progress_line("loading torch"):
         from headscope.cli._doctor import machine as _doctor
         from headscope.cli._doctor import matrix as _matrix
     try:
@@ -114,12 +112,12 @@ def _show_matrix(dtypes: tuple[str, ...], device: str, as_json: bool) -> None:
         raise Mistake(str(error)) from error
     cells = _matrix.matrix({name: _doctor.DTYPES[name] for name in dtypes}, device)
     if as_json:
-        said = [
+        entries = [
             {"option": cell.option, "dtype": cell.dtype, "backend": cell.backend, "target": cell.target,
              "takes": not cell.reasons, "reasons": list(cell.reasons)}
             for cell in cells
         ]  # fmt: skip
-        print_json({"device": device, "matrix": said})
+        print_json({"device": device, "matrix": entries})
         return
     _print_matrix(cells, dtypes, device)
 
@@ -160,14 +158,14 @@ def _print_matrix(cells: list[Cell], dtypes: tuple[str, ...], device: str) -> No
 
 
 def _as_dict(
-    machine: dict[str, dict[str, Any]], device: str, asks: dict[str, Ask], verdicts: Verdicts
+    machine: dict[str, dict[str, Any]], device: str, specs: dict[str, CallSpec], verdicts: Verdicts
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
     calls = [
         {
             "call": title,
-            "sizes_and_options": asdict(asks[title]),
+            "sizes_and_options": asdict(specs[title]),
             "dtypes": {name: asdict(verdict) for name, verdict in row.items()},
         }
         for title, row in verdicts.items()
@@ -175,23 +173,23 @@ def _as_dict(
     return {**machine, "device": device, "calls": calls}
 
 
-def _print(machine: dict[str, dict[str, Any]], device: str, asks: dict[str, Ask], verdicts: Verdicts) -> None:
+def _print(machine: dict[str, dict[str, Any]], device: str, specs: dict[str, CallSpec], verdicts: Verdicts) -> None:
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
     out = console()
-    single = len(asks) == 1
-    for section, found in ({} if single else machine).items():
+    single = len(specs) == 1
+    for section, properties in ({} if single else machine).items():
         table = Table.grid(padding=(0, 2))
-        for name, value in found.items():
+        for name, value in properties.items():
             table.add_row(Text(f"  {name}"), Text(visible(_word(value))))
         out.print(Text(section, style="bold"))
         out.print(table)
         out.print()
     title = "which backend takes this call" if single else "which backend takes which call, and why not the faster ones"
     out.print(Text(f"{title} (device: {device})", style="bold"))
-    sizes = _describe(next(iter(asks.values())))
+    sizes = _describe(next(iter(specs.values())))
     out.print(Padding(Text(sizes if single else f"{sizes}, where nothing else is said"), (0, 0, 0, 2)))
     out.print()
     for line in _calls(verdicts):
@@ -206,7 +204,7 @@ def _print(machine: dict[str, dict[str, Any]], device: str, asks: dict[str, Ask]
 
 
 def _calls(verdicts: Verdicts) -> Iterator[RenderableType]:
-    """A line for each call with the backend it gets in each dtype; below it, why those asked earlier refuse."""
+    """A line for each call with the backend it gets in each dtype; below it, why those before it refuse."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -232,17 +230,17 @@ def _observing(verdicts: Verdicts) -> str:
     return f"observe: portable ({reasons})" if reasons else "observe: native"
 
 
-def _describe(ask: Ask) -> str:
+def _describe(spec: CallSpec) -> str:
     """The sizes of a call and the options that are on."""
-    keys = ask.queries if ask.keys is None else ask.keys
-    kv_heads = ask.heads if ask.kv_heads is None else ask.kv_heads
-    v_head_dim = ask.head_dim if ask.v_head_dim is None else ask.v_head_dim
-    heads = f"B {ask.batch}, H {ask.heads}, Hkv {kv_heads}"
-    sizes = f"{heads}, Q {ask.queries}, K {keys}, D {ask.head_dim}, Dv {v_head_dim}"
+    keys = spec.queries if spec.keys is None else spec.keys
+    kv_heads = spec.heads if spec.kv_heads is None else spec.kv_heads
+    v_head_dim = spec.head_dim if spec.v_head_dim is None else spec.v_head_dim
+    heads = f"B {spec.batch}, H {spec.heads}, Hkv {kv_heads}"
+    sizes = f"{heads}, Q {spec.queries}, K {keys}, D {spec.head_dim}, Dv {v_head_dim}"
     options = {
-        name: getattr(ask, name)
+        name: getattr(spec, name)
         for name in ("causal", "window", "padded", "bias", "softcap", "sinks", "dropout", "lse", "grad")
-        if getattr(ask, name)
+        if getattr(spec, name)
     }
     return ", ".join([sizes, *(name if value is True else f"{name} {value}" for name, value in options.items())])
 

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from headscope.cli._shared.console import INDEX, Mistake, busy, console, print_json, say, visible
+from headscope._support.progress import progress_line
+from headscope._support.text import visible
+from headscope.cli._shared.console import INDEX, console, print_json, say
 from headscope.cli._shared.headings import ATTENTION, heading, meanings, show_closing, show_steps
+from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.observation import (
     OF_OBJECT,
-    Asked,
     Choice,
+    HeadOptions,
     check_range,
     choose_head,
     heads_as_dict,
@@ -87,26 +90,26 @@ def image(
     """
     if path is not None and sample is not None:
         raise Mistake("wanted one digit: a PATH or --sample, not both")
-    asked = Asked.of(**options)
-    check_apart("--out", asked.page, {"the picture": path})
-    with busy("loading torch"):
+    parsed = HeadOptions.of(**options)
+    check_apart("--out", parsed.page, {"the picture": path})
+    with progress_line("loading torch"):
         import_module("torch")
-    with busy("looking"), one_thread():
-        look = _look(path, sample, asked)
-    if asked.as_json:
+    with progress_line("looking"), one_thread():
+        look = _look(path, sample, parsed)
+    if parsed.as_json:
         print_json(_as_dict(look))
     else:
-        _print(look, asked.explain)
+        _print(look, parsed.explain)
 
 
-def _look(path: str | None, sample: int | None, asked: Asked) -> Look:
+def _look(path: str | None, sample: int | None, options: HeadOptions) -> Look:
     from headscope import load_example
     from headscope.report import image_sheet
 
-    example = load_example("digits", seed_random=asked.seed_random)
+    example = load_example("digits", seed_random=options.seed_random)
     sizes = example.model.config
-    check_range("--layer", asked.layer, sizes.num_layers)
-    check_range("--head", asked.head, sizes.num_heads)
+    check_range("--layer", options.layer, sizes.num_layers)
+    check_range("--head", options.head, sizes.num_heads)
     digit = _digit(example, path, sample)
     passed = run(example.model, digit.ink[None])
     state = "trained on handwritten digits" if example.trained else "untrained, weights as drawn"
@@ -120,16 +123,16 @@ def _look(path: str | None, sample: int | None, asked: Asked) -> Look:
         footer={
             "Model": f"{sizes.num_layers} layers of {sizes.num_heads} heads, width {sizes.embed_dim}, {state}",
             "Input": visible("; ".join((digit.source, *digit.done))) + f", {rows} × {columns} patches",
-            "Options": asked.said(),
+            "Options": options.describe(),
         },
     )
     for each in sheet.notes:
         say(f"headscope image: {each}")
-    choice = choose_head(sheet, asked)
+    choice = choose_head(sheet, options)
     trace = trace_layer(passed, choice.layer)
     shown = replace(sheet, trace=trace.to_dict()["rows"], trace_title=f"Layer {choice.layer}, step by step")
     probabilities = passed.logits[0].float().softmax(-1).tolist()
-    return Look(shown, digit, probabilities, choice, trace, save_page(shown, asked.page, asked.force))
+    return Look(shown, digit, probabilities, choice, trace, save_page(shown, options.page, options.force))
 
 
 def _digit(example: DigitsExample, path: str | None, sample: int | None) -> Digit:

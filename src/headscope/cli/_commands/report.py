@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from headscope.cli._shared.console import Mistake, Whole, busy, say, unread, visible
+from headscope._support.progress import progress_line
+from headscope._support.text import visible
+from headscope.cli._shared.console import Whole, say
+from headscope.cli._shared.mistakes import Mistake, describe_unreadable, name_options
 from headscope.cli._shared.pages import PAGE, check_apart, check_page, write_page
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
     from headscope.watching import Recording
 
+ARGUMENTS = {name: f"--{name}" for name in ("grid", "image", "special")} | {"strips": "--strip"}  # of the page
 LARGEST = 4096  # pixels of a side of an image; larger ones are made smaller
 
 
@@ -47,56 +51,57 @@ def report(recording: str, out: str | None, serve: bool, port: int | None, force
     if not serve:
         check_apart("--out", page, {"the recording": recording, "the image": options["image"]})
         check_page(page, force, "--out")
-    with busy("loading torch"):
+    with progress_line("loading torch"):
         import_module("torch")
     from headscope.watching import Recording
 
     try:
-        with busy(f"reading {visible(recording)}"):
-            found = Recording.load(recording)
+        with progress_line(f"reading {recording}"):
+            loaded = Recording.load(recording)
     except (OSError, ValueError, KeyError) as error:
-        raise Mistake(f"RECORDING: {unread(recording, error)}") from error
-    given = _options(**options)
+        raise Mistake(f"RECORDING: {describe_unreadable(recording, error)}") from error
+    arguments = _page_arguments(**options)
     if serve:
-        _serve(found, port or 0, given)
+        _serve(loaded, port or 0, arguments)
         return
     from headscope.report.viewer import render_recording
 
-    _check_strips(found, given.get("strips", ()))
+    _check_strips(loaded, arguments.get("strips", ()))
     try:
-        with busy("writing the page"):
-            html = render_recording(found, **given)
+        with progress_line("writing the page"):
+            html = render_recording(loaded, **arguments)
     except ValueError as error:
-        raise Mistake(_by_option(str(error), "RECORDING")) from error
+        message = str(error).removeprefix("recording: ")
+        raise Mistake(name_options(message, ARGUMENTS, default="RECORDING")) from error
     path = write_page(page, html, force, "--out")
-    if spared := _spared(found, given.get("strips", ())):
+    if exact := _without_strips(loaded, arguments.get("strips", ())):
         why = "the map holds every weight of the layer, so the page has no strip beside it"
-        say(f"headscope report: --strip: {', '.join(spared)}: {why}")
+        say(f"headscope report: --strip: {', '.join(exact)}: {why}")
     click.echo(f"The page, to be opened in a browser: {visible(path)} ({Path(path).stat().st_size / 2**20:.1f} MiB)")
 
 
-def _options(
+def _page_arguments(
     title: str, image: str | None, grid: str | None, special: int | None, strips: tuple[str, ...]
 ) -> dict[str, Any]:
-    """As ``render_recording`` takes them.
+    """Return the options as arguments of ``render_recording``.
 
     Raises:
         Mistake: one that cannot be read.
     """
-    found: dict[str, Any] = {"title": title}
+    arguments: dict[str, Any] = {"title": title}
     if image is not None:
-        found["image"] = _pixels(image)
+        arguments["image"] = _pixels(image)
     if grid is not None:
         sides = [part for part in grid.split("x") if part.isdecimal() and len(part) < 6]
         if len(sides) != 2 or grid.count("x") != 1:
             raise Mistake(f"--grid: got {visible(grid)}, wanted rows and columns, as 14x14")
         if image is None:
             raise Mistake("--grid: wanted --image with it")
-        found["grid"] = (int(sides[0]), int(sides[1]))
+        arguments["grid"] = (int(sides[0]), int(sides[1]))
     if special is not None:
         if image is None:
             raise Mistake("--special: wanted --image with it")
-        found["special"] = special
+        arguments["special"] = special
     if strips:
         places: list[tuple[int, int]] = []
         for strip in strips:
@@ -104,15 +109,15 @@ def _options(
             if not (layer.isdecimal() and head.isdecimal()):
                 raise Mistake(f"--strip: got {visible(strip)}, wanted a layer and a head, counted from 0, as 3.5")
             places.append((int(layer), int(head)))
-        found["strips"] = places
-    return found
+        arguments["strips"] = places
+    return arguments
 
 
-def _check_strips(found: Recording, strips: Sequence[tuple[int, int]]) -> None:
+def _check_strips(recording: Recording, strips: Sequence[tuple[int, int]]) -> None:
     """Raises: Mistake: too many, of a head that is not there, or of one whose q and k are not."""
     from headscope.report._viewer.from_recording import MOST_STRIPS
 
-    parts = list(found.stats.parts.values())
+    parts = list(recording.stats.parts.values())
     if len(strips) > MOST_STRIPS:
         raise Mistake(f"--strip: got {len(strips)} heads, wanted at most {MOST_STRIPS}")
     for layer, head in strips:
@@ -125,20 +130,12 @@ def _check_strips(found: Recording, strips: Sequence[tuple[int, int]]) -> None:
             raise Mistake(f"{got} a recording with q and k, as watch --keep-qk writes it")
 
 
-def _spared(found: Recording, strips: Sequence[tuple[int, int]]) -> list[str]:
-    """Those heads that were to have strips and need none."""
+def _without_strips(recording: Recording, strips: Sequence[tuple[int, int]]) -> list[str]:
+    """Return the heads among these whose map holds every weight, so that they need no strips."""
     from headscope.report._viewer.packing import exact
 
-    parts = list(found.stats.parts.values())
+    parts = list(recording.stats.parts.values())
     return [f"{layer}.{head}" for layer, head in strips if exact(parts[layer])]
-
-
-def _by_option(message: str, otherwise: str) -> str:
-    """What the page says of an argument, with that named as the option it came from; else of what is named."""
-    name, colon, rest = message.partition(":")
-    option = {"grid": "--grid", "image": "--image", "special": "--special", "strips": "--strip"}.get(name)
-    rest = rest.replace("give special=", "give --special ")
-    return f"{otherwise}: {message.removeprefix('recording: ')}" if option is None else f"{option}{colon}{rest}"
 
 
 def _pixels(path: str) -> Any:
@@ -155,17 +152,18 @@ def _pixels(path: str) -> Any:
     return with_picture(path, rgb)
 
 
-def _serve(found: Recording, port: int, options: dict[str, Any]) -> None:
+def _serve(recording: Recording, port: int, options: dict[str, Any]) -> None:
     """Until Ctrl-C."""
     from headscope.report.serving import Server
 
     if "strips" in options:
         raise Mistake("--strip: wanted none with --serve, which has those of every head")
     try:
-        with busy("preparing the page"):
-            server = Server(found, port=port, **options)
+        with progress_line("preparing the page"):
+            server = Server(recording, port=port, **options)
     except ValueError as error:
-        raise Mistake(_by_option(str(error), "--serve")) from error
+        message = str(error).removeprefix("recording: ")
+        raise Mistake(name_options(message, ARGUMENTS, default="--serve")) from error
     except OSError as error:
         raise Mistake(f"--port: {port}: {error.strerror or error}") from error
     with server:

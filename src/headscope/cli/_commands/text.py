@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from headscope.cli._shared.console import Mistake, busy, console, print_json, say, visible
+from headscope._support.progress import progress_line
+from headscope._support.text import visible
+from headscope.cli._shared.console import console, print_json, say
 from headscope.cli._shared.headings import ATTENTION, heading, meanings, show_closing, show_steps
+from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.observation import (
-    Asked,
     Choice,
+    HeadOptions,
     check_range,
     choose_head,
     heads_as_dict,
@@ -23,7 +26,7 @@ from headscope.cli._shared.observation import (
     trace_layer,
 )
 from headscope.cli._shared.pages import check_apart, save_page
-from headscope.cli._shared.text_input import Given, clipped, read_text, told
+from headscope.cli._shared.text_input import TextInput, clipped, describe_source, read_text
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -74,39 +77,39 @@ def text(
     Prints the tokens, one layer step by step, all heads with the pattern each matches best, and a picture of one head;
     writes a page with every head's map.
     """
-    asked = Asked.of(**options)
-    check_apart("--out", asked.page, {"the text": file}, model)
-    given = read_text(text, file)
-    given = replace(given, source=told(given, text))
-    with busy("loading torch"):
+    parsed = HeadOptions.of(**options)
+    check_apart("--out", parsed.page, {"the text": file}, model)
+    text_input = read_text(text, file)
+    text_input = replace(text_input, source=describe_source(text_input, text))
+    with progress_line("loading torch"):
         import_module("torch")
     if model is None or model == "text":
-        with busy("reading"), one_thread():
-            reading = _read(given, asked)
+        with progress_line("reading"), one_thread():
+            reading = _read(text_input, parsed)
     else:
-        if asked.seed_random:
+        if parsed.seed_random:
             raise Mistake("--seed-random: wanted the shipped model, got --model")
-        with busy(f"reading with {visible(model)}"):
-            reading = _read_with(model, given, asked)
-    if asked.as_json:
+        with progress_line(f"reading with {model}"):
+            reading = _read_with(model, text_input, parsed)
+    if parsed.as_json:
         print_json(_as_dict(reading))
     else:
-        _print(reading, asked.explain)
+        _print(reading, parsed.explain)
 
 
-def _read(given: Given, asked: Asked) -> Reading:
+def _read(text_input: TextInput, options: HeadOptions) -> Reading:
     import torch
 
     from headscope import load_example
     from headscope.report import text_sheet
 
-    example = load_example("text", seed_random=asked.seed_random)
+    example = load_example("text", seed_random=options.seed_random)
     sizes = example.model.config
-    check_range("--layer", asked.layer, sizes.num_layers)
-    check_range("--head", asked.head, sizes.num_heads)
-    every = example.tokenizer.encode(given.text)
+    check_range("--layer", options.layer, sizes.num_layers)
+    check_range("--head", options.head, sizes.num_heads)
+    every = example.tokenizer.encode(text_input.text)
     ids = every[-sizes.context :]
-    notes = [note] if (note := _left_out(given, len(every), len(ids))) else []
+    notes = [note] if (note := _left_out(text_input, len(every), len(ids))) else []
     passed = run(example.model, torch.tensor([ids]))
     pieces = [example.tokenizer.piece(token) for token in ids]
     sheet = text_sheet(
@@ -116,74 +119,74 @@ def _read(given: Given, asked: Asked) -> Reading:
         ids=ids,
         footer={
             "Model": _model(sizes, example.trained),
-            "Input": _input(given, len(every), len(ids)),
-            "Options": asked.said(),
+            "Input": _input(text_input, len(every), len(ids)),
+            "Options": options.describe(),
         },
         notes=notes,
     )
     for each in sheet.notes:
         say(f"headscope text: {each}")
-    choice = choose_head(sheet, asked, ids)
+    choice = choose_head(sheet, options, ids)
     trace = trace_layer(passed, choice.layer)
     shown = replace(sheet, trace=trace.to_dict()["rows"], trace_title=f"Layer {choice.layer}, step by step")
-    page = save_page(shown, asked.page, asked.force)
+    page = save_page(shown, options.page, options.force)
     return Reading(shown, ids, choice, trace, _likely(passed.logits[0, -1], example.tokenizer.piece), page)
 
 
-def _read_with(model: str, given: Given, asked: Asked) -> Reading:
+def _read_with(model: str, text_input: TextInput, options: HeadOptions) -> Reading:
     """The same by a model of another make: its weights, but not the steps of a layer."""
     from headscope.cli._shared import model_text, models
     from headscope.report import text_sheet
 
     loaded = models.load(model)
-    passed = model_text.read(loaded, given.text)
-    check_range("--layer", asked.layer, len(passed.layers))
-    check_range("--head", asked.head, min(weights.shape[0] for weights in passed.weights))
+    passed = model_text.read(loaded, text_input.text)
+    check_range("--layer", options.layer, len(passed.layers))
+    check_range("--head", options.head, min(weights.shape[0] for weights in passed.weights))
     piece = loaded.piece
     assert piece is not None  # it has a tokenizer: the text was split by it
     pieces = [piece(token) for token in passed.ids]
-    notes = [note] if (note := _left_out(given, len(passed.ids) + passed.cut, len(passed.ids))) else []
+    notes = [note] if (note := _left_out(text_input, len(passed.ids) + passed.cut, len(passed.ids))) else []
     logits = passed.logits if passed.causal else None
     guesses = [] if logits is None else _likely(logits, piece)
     if logits is not None and not guesses:
         notes.append("what comes next cannot be told: the output of the model holds NaN or infinity")
     layers = f"{len(passed.layers)} layers of {passed.weights[0].shape[0]} heads"
     sheet = text_sheet(
-        clipped("".join(pieces)), pieces, passed.weights, ids=passed.ids, seen=passed.seen,
+        clipped("".join(pieces)), pieces, passed.weights, ids=passed.ids, seen=passed.visible,
         footer={
             "Model": f"{loaded.name}, {layers}",
-            "Input": _input(given, len(passed.ids) + passed.cut, len(passed.ids)),
-            "Options": asked.said(),
+            "Input": _input(text_input, len(passed.ids) + passed.cut, len(passed.ids)),
+            "Options": options.describe(),
         },
         notes=notes,
     )  # fmt: skip
     for each in sheet.notes:
         say(f"headscope text: {each}")
-    choice = choose_head(sheet, asked, passed.ids)
+    choice = choose_head(sheet, options, passed.ids)
     try:
-        page = save_page(sheet, asked.page, asked.force)
+        page = save_page(sheet, options.page, options.force)
     except ValueError as error:  # more weights than a page holds
         raise Mistake(f"--out: {error}; with --no-page none is written") from error
     return Reading(sheet, passed.ids, choice, None, guesses, page)
 
 
-def _left_out(given: Given, tokens: int, used: int) -> str | None:
-    """What is said of a text that is longer than what the model reads at once."""
-    if given.dropped:
-        length = given.dropped + len(given.text)
+def _left_out(text_input: TextInput, tokens: int, used: int) -> str | None:
+    """Return the note on a text that is longer than what the model reads at once."""
+    if text_input.dropped:
+        length = text_input.dropped + len(text_input.text)
         return f"the text has {length:,} characters, more than the model reads at once: its last {used} tokens are used"
     if tokens > used:
         return f"the text has {tokens:,} tokens, the model reads {used} at once: the last {used} are used"
     return None
 
 
-def _input(given: Given, tokens: int, used: int) -> str:
+def _input(text_input: TextInput, tokens: int, used: int) -> str:
     """Where a text came from, and how much of it was read."""
-    if given.dropped:
-        return f"{given.source}, its last {used} tokens"
+    if text_input.dropped:
+        return f"{text_input.source}, its last {used} tokens"
     if tokens > used:
-        return f"{given.source}, the last {used} of {tokens:,} tokens"
-    return f"{given.source}, {used} token{'' if used == 1 else 's'}"
+        return f"{text_input.source}, the last {used} of {tokens:,} tokens"
+    return f"{text_input.source}, {used} token{'' if used == 1 else 's'}"
 
 
 def _likely(logits: Tensor, piece: Callable[[int], str]) -> list[Guess]:
@@ -232,18 +235,18 @@ def _print(reading: Reading, explain: bool) -> None:
 
 
 def _looks(sheet: Sheet) -> str:
-    """What the mask lets a token look at."""
+    """Return what the mask lets a token look at, as the end of a sentence."""
     import numpy as np
 
-    seen = [
-        np.ones(weights.shape, bool) if sight is None else sight
-        for weights, sight in zip(sheet.weights, sheet.seen, strict=True)
+    masks = [
+        np.ones(weights.shape, bool) if mask is None else mask
+        for weights, mask in zip(sheet.weights, sheet.seen, strict=True)
     ]
-    if all((sight == np.tril(np.ones_like(sight))).all() for sight in seen):
+    if all((mask == np.tril(np.ones_like(mask))).all() for mask in masks):
         return "itself and at those before it"
-    if all(sight.all() for sight in seen):
+    if all(mask.all() for mask in masks):
         return "all of them"
-    ahead = any(np.triu(sight, 1).any() for sight in seen)
+    ahead = any(np.triu(mask, 1).any() for mask in masks)
     return "those that its layer lets it see" + ("" if ahead else ": itself and some of those before it")
 
 

@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from headscope.cli._shared.console import SIZE, Mistake, busy, console, print_json, visible
+from headscope._support.progress import progress_line
+from headscope._support.text import visible
+from headscope.cli._shared.console import SIZE, console, print_json
+from headscope.cli._shared.mistakes import Mistake, name_options
 from headscope.cli._shared.pages import write_page
 
 if TYPE_CHECKING:
     from headscope.tracing import Trace
 
+ARGUMENTS = {"num_heads": "--heads", "kv_heads": "--kv-heads", "head_dim": "--head-dim"}  # of the module
 MOST_BYTES = 2 << 30  # of all steps together, if they are to be computed
 
 
@@ -50,7 +54,7 @@ def trace(
     """
     if as_json and html is not None:
         raise Mistake("--json: wanted either it or --html")
-    with busy("loading torch"):
+    with progress_line("loading torch"):
         from headscope import tracing
     _check_sizes(batch, seq, max(dim, heads * (head_dim or 1)), heads, context_seq)
     try:
@@ -59,10 +63,10 @@ def trace(
             causal=causal,
         )  # fmt: skip
         if values:
-            with busy("computing"):
-                steps = _computed(steps, batch, seq, context_seq, causal)
+            with progress_line("computing"):
+                steps = _compute(steps, batch, seq, context_seq, causal)
     except (TypeError, ValueError) as error:
-        raise Mistake(_by_option(str(error))) from error
+        raise Mistake(name_options(str(error), ARGUMENTS)) from error
     if as_json:
         print_json(steps.to_dict())
     elif html is not None:
@@ -79,7 +83,7 @@ def _check_sizes(batch: int, seq: int, dim: int, heads: int, context_seq: int | 
         raise Mistake(f"these sizes make a tensor of {largest:.0e} numbers, wanted less than {2**60:.0e}")
 
 
-def _computed(sizes: Trace, batch: int, seq: int, context_seq: int | None, causal: bool) -> Trace:
+def _compute(sizes: Trace, batch: int, seq: int, context_seq: int | None, causal: bool) -> Trace:
     """The same steps with values: weights and inputs drawn from a fixed seed.
 
     Raises:
@@ -97,18 +101,11 @@ def _computed(sizes: Trace, batch: int, seq: int, context_seq: int | None, causa
     options = sizes.module
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # torch.manual_seed seeds every device
-        made = {name: options[name] for name in ("embed_dim", "num_heads", "kv_heads", "head_dim")}
-        module = MultiHeadAttention(**made).eval()
+        arguments = {name: options[name] for name in ("embed_dim", "num_heads", "kv_heads", "head_dim")}
+        module = MultiHeadAttention(**arguments).eval()
         x = torch.randn(batch, seq, options["embed_dim"])
         context = None if context_seq is None else torch.randn(batch, context_seq, options["kdim"])
     return tracing.trace(module, x, context, causal=causal)
-
-
-def _by_option(message: str) -> str:
-    """A message of the module, with the argument it begins with named as the option it came from."""
-    name, colon, rest = message.partition(":")
-    option = {"num_heads": "--heads", "kv_heads": "--kv-heads"}.get(name, name)
-    return option + colon + rest.replace("give head_dim", "give --head-dim")
 
 
 def _page(steps: Trace) -> str:

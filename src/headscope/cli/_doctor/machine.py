@@ -24,7 +24,7 @@ LARGEST_PLAN = 1 << 24  # rows; the spans of a mask take some bytes for each
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CallSpec:
     """One attention by its sizes and options, without tensors.
 
     Attributes:
@@ -63,21 +63,21 @@ class Ask:
     form: Form = "plain"
 
 
-TYPICAL: dict[str, Ask] = {
-    "plain": Ask(),
-    "causal": Ask(causal=True),
-    "window of 128": Ask(window=128),
-    "padded batch": Ask(padded=True),
-    "causal, padded batch": Ask(causal=True, padded=True),
-    "bias": Ask(bias=True),
-    "bias, training": Ask(bias=True, grad=True),
-    "softcap": Ask(softcap=50.0),
-    "sinks": Ask(sinks=True),
-    "dropout": Ask(dropout=0.1, grad=True),
-    "grouped heads (8 over 2)": Ask(kv_heads=2),
-    "Dv 32 beside D 64": Ask(v_head_dim=32),
-    "lse asked for": Ask(lse=True),
-    "decode (1 query, 512 keys)": Ask(queries=1, keys=512, causal=True),
+TYPICAL: dict[str, CallSpec] = {
+    "plain": CallSpec(),
+    "causal": CallSpec(causal=True),
+    "window of 128": CallSpec(window=128),
+    "padded batch": CallSpec(padded=True),
+    "causal, padded batch": CallSpec(causal=True, padded=True),
+    "bias": CallSpec(bias=True),
+    "bias, training": CallSpec(bias=True, grad=True),
+    "softcap": CallSpec(softcap=50.0),
+    "sinks": CallSpec(sinks=True),
+    "dropout": CallSpec(dropout=0.1, grad=True),
+    "grouped heads (8 over 2)": CallSpec(kv_heads=2),
+    "Dv 32 beside D 64": CallSpec(v_head_dim=32),
+    "lse asked for": CallSpec(lse=True),
+    "decode (1 query, 512 keys)": CallSpec(queries=1, keys=512, causal=True),
 }
 
 
@@ -96,76 +96,78 @@ class Verdict:
     observer: list[str]
 
 
-def judge(ask: Ask, dtype: torch.dtype, device: str) -> Verdict:
+def judge(spec: CallSpec, dtype: torch.dtype, device: str) -> Verdict:
     """Which backend takes a call of these sizes and options, and whether the native observer would.
 
     Nothing of the sizes asked for is allocated. A device that this machine lacks is answered for as if it were there.
 
     Args:
-        ask: sizes and options.
+        spec: sizes and options.
         dtype: of q, k and v.
         device: a device type, as "cpu" or "cuda".
 
     Raises:
         TypeError, ValueError: such a call would be refused by ``headscope.attention``; the message says why.
     """
-    call = describe_ask(ask, dtype, device)
+    call = describe_spec(spec, dtype, device)
     refusals = {name: BACKENDS[name].refuses(call) for name in order(call)}
     selected = next(name for name, reasons in refusals.items() if not reasons)
     refusals = {name: reasons for name, reasons in refusals.items() if reasons}
     return Verdict(selected, refusals, native.refuses_call(call))
 
 
-def describe_ask(ask: Ask, dtype: torch.dtype, device: str) -> Call:
+def describe_spec(spec: CallSpec, dtype: torch.dtype, device: str) -> Call:
     """The call as backends are asked about it; arguments and errors as ``judge``."""
-    _check_sizes(ask)
+    _check_sizes(spec)
     # on the CPU the values of a mask are read to plan it; elsewhere they are not, as on meta, which every machine has
     where = "cpu" if device == "cpu" else "meta"
-    keys = ask.queries if ask.keys is None else ask.keys
-    kv_heads = ask.heads if ask.kv_heads is None else ask.kv_heads
+    keys = spec.queries if spec.keys is None else spec.keys
+    kv_heads = spec.heads if spec.kv_heads is None else spec.kv_heads
 
     def make(*sizes: int) -> Tensor:
         # one element, seen at every index
-        return torch.zeros((), dtype=dtype, device=where).expand(sizes).requires_grad_(ask.grad)
+        return torch.zeros((), dtype=dtype, device=where).expand(sizes).requires_grad_(spec.grad)
 
-    q = make(ask.batch, ask.heads, ask.queries, ask.head_dim)
-    k = make(ask.batch, kv_heads, keys, ask.head_dim)
-    v = make(ask.batch, kv_heads, keys, ask.head_dim if ask.v_head_dim is None else ask.v_head_dim)
-    bias = make(ask.heads, ask.queries, keys) if ask.bias else None
-    sinks = make(ask.heads) if ask.sinks else None
-    options = Options(mask=_mask(ask, keys, where), scale=None, softcap=ask.softcap, dropout=ask.dropout, lse=ask.lse)
-    with torch.set_grad_enabled(ask.grad):
-        return replace(describe(q, k, v, bias, sinks, options), device=device, form=ask.form)
+    q = make(spec.batch, spec.heads, spec.queries, spec.head_dim)
+    k = make(spec.batch, kv_heads, keys, spec.head_dim)
+    v = make(spec.batch, kv_heads, keys, spec.head_dim if spec.v_head_dim is None else spec.v_head_dim)
+    bias = make(spec.heads, spec.queries, keys) if spec.bias else None
+    sinks = make(spec.heads) if spec.sinks else None
+    options = Options(
+        mask=_mask(spec, keys, where), scale=None, softcap=spec.softcap, dropout=spec.dropout, lse=spec.lse
+    )
+    with torch.set_grad_enabled(spec.grad):
+        return replace(describe(q, k, v, bias, sinks, options), device=device, form=spec.form)
 
 
-def _check_sizes(ask: Ask) -> None:
-    rows = ask.batch * max(ask.queries, ask.keys or 0)
-    masked = ask.causal or ask.padded or ask.window or ask.prefix or ask.documents or ask.interleaved
+def _check_sizes(spec: CallSpec) -> None:
+    rows = spec.batch * max(spec.queries, spec.keys or 0)
+    masked = spec.causal or spec.padded or spec.window or spec.prefix or spec.documents or spec.interleaved
     if masked and rows > LARGEST_PLAN:
         raise ValueError(f"B x max(Q, K) is {rows}; to plan a mask here, wanted at most {LARGEST_PLAN}")
-    widest = max(ask.head_dim, ask.v_head_dim or 0, ask.queries if ask.bias else 0)
-    if rows * ask.heads * widest >= 2**63:
-        sizes = f"B {ask.batch}, H {ask.heads}, Q {ask.queries}, K {ask.keys or ask.queries}"
+    widest = max(spec.head_dim, spec.v_head_dim or 0, spec.queries if spec.bias else 0)
+    if rows * spec.heads * widest >= 2**63:
+        sizes = f"B {spec.batch}, H {spec.heads}, Q {spec.queries}, K {spec.keys or spec.queries}"
         raise ValueError(f"{sizes}: more than a tensor holds")
 
 
-def _mask(ask: Ask, keys: int, device: str) -> masks.Mask | None:
+def _mask(spec: CallSpec, keys: int, device: str) -> masks.Mask | None:
     parts: list[masks.Mask] = []
-    if ask.window is not None:
-        parts.append(masks.window(ask.window))
-    elif ask.causal:
+    if spec.window is not None:
+        parts.append(masks.window(spec.window))
+    elif spec.causal:
         parts.append(masks.causal())
-    if ask.prefix is not None:
-        parts = [masks.Prefix(ask.prefix) | part for part in parts] or [masks.Prefix(ask.prefix)]
-    if ask.padded:
-        parts.append(masks.KeyLengths(torch.arange(ask.batch, device=device) % max(1, keys) + 1))
-    if ask.documents or ask.interleaved:
+    if spec.prefix is not None:
+        parts = [masks.Prefix(spec.prefix) | part for part in parts] or [masks.Prefix(spec.prefix)]
+    if spec.padded:
+        parts.append(masks.KeyLengths(torch.arange(spec.batch, device=device) % max(1, keys) + 1))
+    if spec.documents or spec.interleaved:
         at = torch.arange(keys, device=device)
-        ids = (at % 3 if ask.interleaved else at * 3 // max(1, keys)).expand(ask.batch, keys)
-        parts.append(masks.Documents(ids[:, max(0, keys - ask.queries) :], ids))
-    if ask.dense:
-        seen = torch.ones((), dtype=torch.bool, device=device)
-        parts.append(masks.Dense(seen.expand(ask.batch, ask.heads, ask.queries, keys)))
+        ids = (at % 3 if spec.interleaved else at * 3 // max(1, keys)).expand(spec.batch, keys)
+        parts.append(masks.Documents(ids[:, max(0, keys - spec.queries) :], ids))
+    if spec.dense:
+        visible = torch.ones((), dtype=torch.bool, device=device)
+        parts.append(masks.Dense(visible.expand(spec.batch, spec.heads, spec.queries, keys)))
     return reduce(operator.and_, parts) if parts else None
 
 
@@ -185,17 +187,17 @@ def _native() -> dict[str, Any]:
 def _versions() -> dict[str, Any]:
     from importlib.metadata import PackageNotFoundError, version
 
-    found: dict[str, Any] = {
+    versions: dict[str, Any] = {
         "headscope": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,  # with what it was built for, which the metadata may lack
     }
     for name in ("numpy", "safetensors", "tokenizers", "rich", "click", "pillow", "matplotlib", "jinja2"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "missing"
-    return found
+            versions[name] = "missing"
+    return versions
 
 
 def _hardware() -> dict[str, Any]:
@@ -217,7 +219,7 @@ def _memory() -> float | None:
 
 
 def _torch() -> dict[str, Any]:
-    found: dict[str, Any] = {
+    features: dict[str, Any] = {
         "threads": torch.get_num_threads(),
         "threads between operations": torch.get_num_interop_threads(),
         "vector instructions": torch.backends.cpu.get_cpu_capability(),
@@ -232,8 +234,8 @@ def _torch() -> dict[str, Any]:
             "memory-efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
             "cuDNN": torch.backends.cuda.cudnn_sdp_enabled(),
         }
-        found["attention kernels"] = ", ".join(name for name, on in kernels.items() if on) or "none enabled"
-    return found
+        features["attention kernels"] = ", ".join(name for name, on in kernels.items() if on) or "none enabled"
+    return features
 
 
 def _devices() -> str:

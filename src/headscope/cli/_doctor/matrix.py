@@ -2,53 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from headscope._attend.backends import native
 from headscope._attend.select import BACKENDS
-from headscope.cli._doctor.machine import Ask, describe_ask
+from headscope.cli._doctor.machine import CallSpec, describe_spec
 
-_SMALL = {"batch": 2, "heads": 4, "queries": 24, "head_dim": 16}
-
-
-def _ask(**said: object) -> Ask:
-    return Ask(**{**_SMALL, **said})  # pyright: ignore[reportArgumentType]
+_SMALL = CallSpec(batch=2, heads=4, queries=24, head_dim=16)
 
 
-OPTIONS: dict[str, Ask] = {
-    "no option": _ask(),
-    "gradients": _ask(grad=True),
-    "lse": _ask(lse=True),
-    "grouped heads": _ask(kv_heads=2),
-    "one query": _ask(queries=1, keys=24),
-    "more keys than queries": _ask(keys=37),
-    "D 512": _ask(head_dim=512),
-    "Dv 11 beside D 16": _ask(v_head_dim=11),
-    "mask: causal": _ask(causal=True),
-    "mask: causal, more keys": _ask(causal=True, keys=37),
-    "mask: window": _ask(window=5),
-    "mask: prefix | window": _ask(window=5, prefix=3),
-    "mask: prefix": _ask(prefix=3),
-    "mask: key lengths": _ask(padded=True),
-    "mask: causal & key lengths": _ask(causal=True, padded=True),
-    "mask: documents": _ask(documents=True),
-    "mask: causal & documents": _ask(causal=True, documents=True),
-    "mask: interleaved documents": _ask(interleaved=True),
-    "mask: boolean tensor": _ask(dense=True),
-    "mask: causal & boolean tensor": _ask(causal=True, dense=True),
-    "bias": _ask(bias=True),
-    "bias and its gradient": _ask(bias=True, grad=True),
-    "softcap": _ask(softcap=5.0),
-    "sinks": _ask(sinks=True),
-    "dropout": _ask(dropout=0.1),
-    "every option together": _ask(
+OPTIONS: dict[str, CallSpec] = {
+    "no option": _SMALL,
+    "gradients": replace(_SMALL, grad=True),
+    "lse": replace(_SMALL, lse=True),
+    "grouped heads": replace(_SMALL, kv_heads=2),
+    "one query": replace(_SMALL, queries=1, keys=24),
+    "more keys than queries": replace(_SMALL, keys=37),
+    "D 512": replace(_SMALL, head_dim=512),
+    "Dv 11 beside D 16": replace(_SMALL, v_head_dim=11),
+    "mask: causal": replace(_SMALL, causal=True),
+    "mask: causal, more keys": replace(_SMALL, causal=True, keys=37),
+    "mask: window": replace(_SMALL, window=5),
+    "mask: prefix | window": replace(_SMALL, window=5, prefix=3),
+    "mask: prefix": replace(_SMALL, prefix=3),
+    "mask: key lengths": replace(_SMALL, padded=True),
+    "mask: causal & key lengths": replace(_SMALL, causal=True, padded=True),
+    "mask: documents": replace(_SMALL, documents=True),
+    "mask: causal & documents": replace(_SMALL, causal=True, documents=True),
+    "mask: interleaved documents": replace(_SMALL, interleaved=True),
+    "mask: boolean tensor": replace(_SMALL, dense=True),
+    "mask: causal & boolean tensor": replace(_SMALL, causal=True, dense=True),
+    "bias": replace(_SMALL, bias=True),
+    "bias and its gradient": replace(_SMALL, bias=True, grad=True),
+    "softcap": replace(_SMALL, softcap=5.0),
+    "sinks": replace(_SMALL, sinks=True),
+    "dropout": replace(_SMALL, dropout=0.1),
+    "every option together": replace(
+        _SMALL,
         kv_heads=2, v_head_dim=11, window=5, padded=True, dense=True, bias=True, softcap=5.0, sinks=True, dropout=0.1,
         lse=True, grad=True,
     ),
-    "torch.compile, torch.func": _ask(form="traced"),
-    "a subclass of Tensor": _ask(form="subclass"),
+    "torch.compile, torch.func": replace(_SMALL, form="traced"),
+    "a subclass of Tensor": replace(_SMALL, form="subclass"),
 }  # fmt: skip
 
 
@@ -76,9 +73,9 @@ def matrix(dtypes: dict[str, torch.dtype], device: str) -> list[Cell]:
     targets = native.native.targets() if native.native is not None else [None]
     columns = [(name, target) for name in BACKENDS for target in (targets if name == native.name else [None])]
     cells: list[Cell] = []
-    for option, ask in OPTIONS.items():
+    for option, spec in OPTIONS.items():
         for dtype, kind in dtypes.items():
-            call = describe_ask(ask, kind, device)
+            call = describe_spec(spec, kind, device)
             # all targets are built from one source, so that none of them refuses what another takes
             refusals = {name: tuple(backend.refuses(call)) for name, backend in BACKENDS.items()}
             cells += [Cell(option, dtype, name, target, refusals[name]) for name, target in columns]

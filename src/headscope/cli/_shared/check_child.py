@@ -18,19 +18,19 @@ from typing import Any
 
 
 class MistakeError(Exception):
-    """What the user can put right."""
+    """What the user can correct."""
 
 
 def main() -> None:
-    """Read what is wanted from stdin, a line of JSON; write the findings, or what went wrong, to stdout."""
+    """Read the request from stdin, a line of JSON; write the findings, or what went wrong, to stdout."""
     stdout = os.dup(1)
     os.dup2(2, 1)  # what the code prints is no part of the answer
-    asked: dict[str, Any] = json.loads(sys.stdin.readline())
+    request: dict[str, Any] = json.loads(sys.stdin.readline())
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     _block_network()
     answer: dict[str, Any] = {}
     try:
-        answer["findings"] = _check(asked)
+        answer["findings"] = _check(request)
     except MistakeError as error:
         answer["mistake"] = str(error)
     with os.fdopen(stdout, "w", encoding="utf-8") as stream:
@@ -57,53 +57,55 @@ def _block_network() -> None:
         setattr(socket, name, refuse)
 
 
-def _check(asked: dict[str, Any]) -> dict[str, Any]:
-    """The findings as ``to_dict`` has them."""
-    found = _load(Path(asked["path"]), asked["name"])
+def _check(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the findings as ``to_dict`` has them."""
+    subject = _load(Path(request["path"]), request["name"])
     import torch
 
     from headscope.checking import CheckError, check
 
     torch.set_num_threads(1)  # inputs are small
     torch.manual_seed(0)
-    if isinstance(found, type) or asked["given"] is not None:
-        found = _made(found, asked)
-    elif inspect.isroutine(found):
-        found = _made_of_nothing(found, asked)
+    if isinstance(subject, type) or request["arguments"] is not None:
+        subject = _build(subject, request)
+    elif inspect.isroutine(subject):
+        subject = _build_without_arguments(subject, request)
     try:
-        return check(found, **asked["options"]).to_dict()
+        return check(subject, **request["options"]).to_dict()
     except (CheckError, TypeError) as error:
         raise MistakeError(str(error)) from error
 
 
-def _made(found: Any, asked: dict[str, Any]) -> Any:
+def _build(factory: Any, request: dict[str, Any]) -> Any:
+    """Return what a class or a function makes of the requested arguments."""
     try:
-        return found(*asked["args"], **asked["kwargs"])
+        return factory(*request["args"], **request["kwargs"])
     except (Exception, SystemExit) as error:
-        said = f"cannot be made with --args {asked['given'] or ''!r}: {_line(error)}"
-        raise MistakeError(f"{asked['name']}: {said}") from error
+        problem = f"cannot be made with --args {request['arguments'] or ''!r}: {_line(error)}"
+        raise MistakeError(f"{request['name']}: {problem}") from error
 
 
-def _made_of_nothing(found: Any, asked: dict[str, Any]) -> Any:
-    """The module that a function makes of no arguments; or the function, which then is one that attends.
+def _build_without_arguments(function: Any, request: dict[str, Any]) -> Any:
+    """Return the module that a function makes without arguments; or the function itself, if it attends.
 
-    Where all arguments have defaults, what it returns tells the two apart.
+    If all its parameters have defaults, the function makes a module where it returns one, and attends otherwise.
     """
     try:
-        takes = inspect.signature(found).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):
-        return found
-    if not takes:
-        return _made(found, asked)
-    if any(each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in takes):
-        return found
+        return function
+    if not parameters:
+        return _build(function, request)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if any(each.default is each.empty and each.kind not in variadic for each in parameters):
+        return function
     from torch import nn
 
     try:
-        made = _made(found, asked)
+        module = _build(function, request)
     except MistakeError:
-        return found
-    return made if isinstance(made, nn.Module) else found
+        return function
+    return module if isinstance(module, nn.Module) else function
 
 
 def _line(error: BaseException) -> str:
@@ -111,7 +113,7 @@ def _line(error: BaseException) -> str:
 
 
 def _load(path: Path, name: str) -> Any:
-    """What has that name in a file, after running it."""
+    """Run a file and return what has that name in it."""
     sys.path.insert(0, str(path.parent))  # for what it imports beside itself
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
@@ -123,8 +125,8 @@ def _load(path: Path, name: str) -> Any:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise MistakeError(f"{path}: fails when it is imported: {_line(error)}") from error
-    found = getattr(module, name, None)
-    if found is None:
+    subject = getattr(module, name, None)
+    if subject is None:
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         raise MistakeError(f"{path}: has no {name}, only {', '.join(own) or 'nothing'}")
-    return found
+    return subject

@@ -1,9 +1,8 @@
-"""What the verbs share: text fit for a terminal, the console, progress, mistakes, and work without interruption."""
+"""What the commands share: option types, text fit for a terminal, the console, and work without interruption."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import sys
@@ -18,26 +17,21 @@ import click
 
 from headscope._support.jsonable import plain
 from headscope._support.text import visible
+from headscope.cli._shared.mistakes import Mistake
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    Integer = click.ParamType[int]  # it takes a type from click 8.2 on
+else:
+    Integer = click.ParamType
 
 WIDEST = 120  # tables and sentences wider than this are hard to read
 NARROWEST = 20  # in less, words are cut
 ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
-class Mistake(click.ClickException):
-    """What the user can put right: told in one line on stderr, exit code 2."""
-
-    exit_code = 2
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.ctx = click.get_current_context(silent=True)
-
-
-class Whole(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]  # it takes one from click 8.2 on
+class Whole(Integer):
     """A whole number from ``low`` to ``high``; sizes beyond a thousand million are slips of the finger."""
 
     name = "whole number"
@@ -60,7 +54,7 @@ class Whole(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]  # i
         return number
 
 
-class Index(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]  # as Whole
+class Index(Integer):
     """A number that is counted from 0; how far it goes is known once there is a model, and looked at then."""
 
     name = "index"
@@ -92,20 +86,14 @@ def one_line(message: str) -> str:
     return visible(" ".join(message.split()))
 
 
-def unread(path: str, error: Exception) -> str:
-    """Why a file was not read, of an error that may name it or not."""
-    why = getattr(error, "strerror", None)
-    return f"{path}: cannot be read: {why}" if why else str(error)
-
-
 def console() -> Console:
     """The console of stdout: as wide as the terminal, within what can be read; plain where stdout is no terminal."""
     from rich.console import Console
 
-    made = Console(highlight=False, markup=False, emoji=False)
-    wide = made.width or shutil.get_terminal_size().columns  # 0 where COLUMNS says so, which stands for unset
-    made.width = min(max(wide, NARROWEST), WIDEST)
-    return made
+    out = Console(highlight=False, markup=False, emoji=False)
+    wide = out.width or shutil.get_terminal_size().columns  # 0 where COLUMNS says so, which stands for unset
+    out.width = min(max(wide, NARROWEST), WIDEST)
+    return out
 
 
 def say(note: str) -> None:
@@ -139,18 +127,6 @@ def warnings_as_notes(command: str) -> Generator[None]:
 def print_json(value: dict[str, Any]) -> None:
     """A result for programs: ASCII, numbers that are not finite as null."""
     print(json.dumps(plain(value), indent=2, allow_nan=False))
-
-
-@contextmanager
-def busy(what: str) -> Generator[None]:
-    """Show on stderr what is being done, if stderr is a terminal."""
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True, highlight=False, markup=False).status(visible(what)):
-        yield
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headscope.cli._shared.console import Mistake
+from headscope.cli._shared.mistakes import Mistake
 
 if TYPE_CHECKING:
     from PIL.Image import Image

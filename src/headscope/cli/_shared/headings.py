@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from headscope.cli._shared.console import visible
+from headscope._support.text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -19,12 +19,12 @@ ATTENTION = "In attention each position collects from others what it looks for; 
 LETTERS = "B batch  Q tokens that look  K those looked at  H heads  D head width  E width"
 
 
-def heading(out: Console, name: str, says: str) -> None:
+def heading(out: Console, name: str, caption: str) -> None:
     """A blank line, then what comes: its name, and what it shows."""
     from rich.text import Text
 
     out.print()
-    out.print(Text.assemble((visible(name), "bold cyan"), "  ", (visible(says), "italic")))
+    out.print(Text.assemble((visible(name), "bold cyan"), "  ", (visible(caption), "italic")))
 
 
 def show_steps(out: Console, trace: Trace, layer: int, layers: int, explain: bool) -> None:
@@ -67,13 +67,13 @@ def meanings(names: Iterable[str], words: dict[str, str] | dict[str, Word]) -> T
     """What the words in a table mean, those of them that it has."""
     from rich.text import Text
 
-    found = Text(style="dim")
+    line = Text(style="dim")
     for name in names:
         if name in words:
             word = words[name]
             meaning = word if isinstance(word, str) else word.meaning[0].lower() + word.meaning[1:].rstrip(".")
-            found.append("; " if found else "").append(name, style="bold").append(f": {meaning}")
-    return found.append(".") if found else found
+            line.append("; " if line else "").append(name, style="bold").append(f": {meaning}")
+    return line.append(".") if line else line
 
 
 def show_closing(out: Console, sheet: Sheet, page: str | None) -> None:

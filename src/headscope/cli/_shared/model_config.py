@@ -16,7 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from headscope.cli._shared.console import Mistake, visible
+from headscope._support.text import visible
+from headscope.cli._shared.mistakes import Mistake
 
 ATTENTION = ("eager", "sdpa")
 EXPERTS = ("eager", "grouped_mm", "batched_mm")
@@ -68,10 +69,10 @@ def check_is_object(name: str, *, offline: bool) -> None:
     from transformers.utils.hub import cached_file
 
     file = cached_file(name, "config.json", local_files_only=offline)
-    found = None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
+    config = None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
         kinds = ((list, "a list"), (str, "a string"), (bool, "true or false"), ((int, float), "a number"))
-        kind = next((words for types, words in kinds if isinstance(found, types)), "null")
+        kind = next((words for types, words in kinds if isinstance(config, types)), "null")
         raise Mistake(f"{name}: config.json: expected a JSON object, got {kind}")
 
 

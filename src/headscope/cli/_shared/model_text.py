@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from headscope.cli._shared.console import Mistake, one_line, say, warnings_as_notes
+from headscope.cli._shared.console import one_line, say, warnings_as_notes
+from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.models import Loaded
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Passed:
         cut: how many tokens of the text were left out, from its start.
         layers: the names of the attention modules, in order.
         weights: of each [H, T, T]; NaN in rows that could not be computed.
-        seen: of each what its tokens may see, boolean [H, T, T].
+        visible: of each the keys that its tokens may see, boolean [H, T, T].
         logits: of the next token [V], or None if the model predicts none.
     """
 
@@ -33,17 +34,17 @@ class Passed:
     cut: int
     layers: tuple[str, ...]
     weights: list[Tensor]
-    seen: list[Tensor]
+    visible: list[Tensor]
     logits: Tensor | None
 
     @property
     def causal(self) -> bool:
         """Whether no token sees a later one."""
-        return not any(bool(seen.triu(1).any()) for seen in self.seen)
+        return not any(bool(visible.triu(1).any()) for visible in self.visible)
 
 
 def read(loaded: Loaded, text: str) -> Passed:
-    """The end of a text, as much as fits, read by a model.
+    """Run a model on the end of a text, as much as fits.
 
     Raises:
         Mistake: the model reads no text, has no tokenizer, or cannot be watched.
@@ -61,16 +62,16 @@ def read(loaded: Loaded, text: str) -> Passed:
     before, after = loaded.ends
     every = loaded.encode(text)
     room = min(MOST, loaded.context) - len(before) - len(after)
-    kept = every[-room:] if room > 0 else []
-    if not kept:
+    end = every[-room:] if room > 0 else []
+    if not end:
         raise Mistake("the text has no tokens")
-    ids = [*before, *kept, *after]
+    ids = [*before, *end, *after]
     what = headscope.Observe(received=False, keep_qk=True)
     try:
         with (
             warnings_as_notes("text"),
             torch.inference_mode(),
-            headscope.watch(loaded.model, what=what) as seen,
+            headscope.watch(loaded.model, what=what) as recording,
         ):
             out = loaded.run(torch.tensor([ids]))
     except WatchError as error:
@@ -79,24 +80,24 @@ def read(loaded: Loaded, text: str) -> Passed:
         raise Mistake(f"--model: {loaded.name}: the forward pass failed: {one_line(str(error))[:300]}") from error
     for note in loaded.notes:
         say(f"headscope text: {note}")
-    parts = seen.stats.parts
-    weights, sights = zip(*(_layer(part) for part in parts.values()), strict=True)
-    return Passed(ids, len(every) - len(kept), tuple(parts), [*weights], [*sights], _logits(out))
+    parts = recording.stats.parts
+    weights, visible = zip(*(_layer_weights(part) for part in parts.values()), strict=True)
+    return Passed(ids, len(every) - len(end), tuple(parts), [*weights], [*visible], _logits(out))
 
 
-def _layer(part: LayerStats) -> tuple[Tensor, Tensor]:
-    """The weights of a layer, and what its tokens may see."""
+def _layer_weights(part: LayerStats) -> tuple[Tensor, Tensor]:
+    """Return the weights of a layer, and which keys its tokens may see."""
     import torch
 
     from headscope.stats._tiles import kept_of
 
-    kept = kept_of(part.last_tiles)
-    whole = (0, kept.queries)
+    tiles = kept_of(part.last_tiles)
+    whole = (0, tiles.queries)
     # a weight is NaN where it is hidden, and where it could not be computed; of zeros nothing but the mask hides one
-    zeros = {name: torch.zeros_like(kept.parts[name]) for name in ("q", "k", "lse")}
+    zeros = {name: torch.zeros_like(tiles.parts[name]) for name in ("q", "k", "lse")}
     p, blank = (
         torch.stack([each.piece(0, head, whole, whole) for head in range(part.heads)])
-        for each in (kept, replace(kept, parts={**kept.parts, **zeros}))
+        for each in (tiles, replace(tiles, parts={**tiles.parts, **zeros}))
     )  # [H, T, T]
     return p.masked_fill(blank.isnan(), 0.0), ~blank.isnan()
 

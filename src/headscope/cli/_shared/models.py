@@ -1,4 +1,4 @@
-"""Models that a verb can run: those that ship with the package, and Hugging Face's, from a folder or from the hub.
+"""Models that a command can run: those that ship with the package, and Hugging Face's, from a folder or from the hub.
 
 Of the latter only safetensors are read, never pickles; no code from a repository and no compiled kernel runs; a folder
 is read offline. ``model_config`` checks what a configuration asks for.
@@ -9,20 +9,23 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headscope.cli._shared.console import Mistake, few, one_line, visible
+from headscope._support.text import visible
+from headscope.cli._shared.console import few, one_line
+from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.model_config import confined, read_config
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SHIPPED = ("text", "digits")
-MOST_TOKENS = 4096  # read at once unless asked otherwise: models of today say 131072 and more
+MOST_TOKENS = 4096  # read at once by default: models of today say 131072 and more
 FEW_NAMED = 3  # of missing weights, and of those left over
 
 
@@ -127,7 +130,7 @@ def _hugging_face(name: str) -> Loaded:
         raise Mistake(
             f"{name}: a model other than {' and '.join(SHIPPED)} needs transformers: pip install transformers"
         ) from error
-    with _quiet(transformers):
+    with quiet_transformers():
         return _loaded(transformers, name, folder)
 
 
@@ -189,11 +192,11 @@ def _confined(transformers: Any, name: str, *, offline: bool) -> Loaded:
     )
     _check_shapes(name, report["mismatched_keys"])
     model.eval()
-    said = {
+    problems = {
         "missing_keys": "weights are not in the files and were drawn at random",
         "unexpected_keys": "weights in the files have no place in this model and were left out",
     }
-    notes += [f"{what}: {few(sorted(report[keys]), FEW_NAMED)}" for keys, what in said.items() if report[keys]]
+    notes += [f"{what}: {few(sorted(report[keys]), FEW_NAMED)}" for keys, what in problems.items() if report[keys]]
     label = f"{type(model).__name__} ({visible(name)})"
     loaded = _either(transformers, model, label, name, options)
 
@@ -277,14 +280,14 @@ def _tokenizer(transformers: Any, name: str, options: dict[str, Any]) -> Any:
 def _context(config: Any, tokenizer: Any) -> int:
     """How many tokens are read at once: what the model and its tokenizer allow, up to ``MOST_TOKENS``."""
     names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
-    said = [getattr(config, name, None) for name in names]
-    said += [None if tokenizer is None else tokenizer.model_max_length]
-    return int(min([MOST_TOKENS, *(n for n in said if isinstance(n, (int, float)) and n > 0)]))
+    limits = [getattr(config, name, None) for name in names]
+    limits += [None if tokenizer is None else tokenizer.model_max_length]
+    return int(min([MOST_TOKENS, *(n for n in limits if isinstance(n, (int, float)) and n > 0)]))
 
 
 def _ends(tokenizer: Any) -> tuple[list[int], list[int]]:
     """What the tokenizer sets before and after a text."""
-    bare, whole = (tokenizer("a", add_special_tokens=wanted)["input_ids"] for wanted in (False, True))
+    bare, whole = (tokenizer("a", add_special_tokens=with_ends)["input_ids"] for with_ends in (False, True))
     for start in range(len(whole) - len(bare) + 1):
         if whole[start : start + len(bare)] == bare:
             return list(whole[:start]), list(whole[start + len(bare) :])
@@ -302,8 +305,12 @@ def _later(ids: Tensor, config: Any) -> Tensor:
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Generator[None]:
-    """Without the remarks and bars that would stand between the user and the answer."""
+def quiet_transformers() -> Generator[None]:
+    """Silence the log and the progress bars of transformers, if it is imported."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        yield
+        return
     loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
     bars = transformers.utils.logging.is_progress_bar_enabled()
@@ -338,28 +345,32 @@ def _pixels(path: str, name: str, model: Any) -> Tensor:
 
     from headscope.cli._shared.digits import with_picture
 
-    said = _preprocessing(name)
+    preprocessing = _read_preprocessing(name)
     size = model.config.image_size
     height, width = (size, size) if isinstance(size, int) else size
     channels = getattr(model.config, "num_channels", 3)
     mode = "L" if channels == 1 else "RGB"
-    scaled = with_picture(path, lambda picture: picture.convert(mode).resize((width, height), said.get("resample", 2)))
-    pixels = np.asarray(scaled, dtype=np.float32).reshape(height, width, channels) * said.get("rescale_factor", 1 / 255)
-    if said.get("do_normalize", True):
-        mean, std = (np.asarray(said.get(key, [0.5])) for key in ("image_mean", "image_std"))
+    scaled = with_picture(
+        path, lambda picture: picture.convert(mode).resize((width, height), preprocessing.get("resample", 2))
+    )
+    pixels = np.asarray(scaled, dtype=np.float32).reshape(height, width, channels) * preprocessing.get(
+        "rescale_factor", 1 / 255
+    )
+    if preprocessing.get("do_normalize", True):
+        mean, std = (np.asarray(preprocessing.get(key, [0.5])) for key in ("image_mean", "image_std"))
         pixels = (pixels - mean) / std
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1), dtype=np.float32))[None]
 
 
-def _preprocessing(name: str) -> dict[str, Any]:
-    """What preprocessor_config.json says; nothing where there is none."""
+def _read_preprocessing(name: str) -> dict[str, Any]:
+    """Return the contents of preprocessor_config.json, or nothing if there is none."""
     import json
 
     from transformers.utils.hub import cached_file
 
-    found = cached_file(
+    path = cached_file(
         name, "preprocessor_config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
     )
-    if found is None:
+    if path is None:
         return {}
-    return json.loads(Path(found).read_text(encoding="utf-8"))
+    return json.loads(Path(path).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What ``text`` and ``image`` share: run a model and keep what its layers saw, choose a head, write the page."""
+"""What ``text`` and ``image`` share: run a model and record the calls of its layers, choose a head, write the page."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
-from headscope.cli._shared.console import INDEX, Mistake
+from headscope.cli._shared.console import INDEX
+from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.pages import PAGE
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from headscope import MultiHeadAttention
+    from headscope.masks import Mask
     from headscope.report import Sheet
     from headscope.tracing import Trace
 
@@ -45,7 +48,7 @@ def looking_options(command: Command) -> Command:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class HeadOptions:
     """The options that ``text`` and ``image`` have in common.
 
     Attributes:
@@ -61,17 +64,30 @@ class Asked:
     as_json: bool
 
     @classmethod
-    def of(cls, out: str | None, no_page: bool, as_json: bool, **rest: Any) -> Asked:
-        """Raises: Mistake: --out together with --no-page."""
+    def of(cls, out: str | None, no_page: bool, as_json: bool, **rest: Any) -> HeadOptions:
+        """Return the options of the command line, checked.
+
+        Raises:
+            Mistake: --out together with --no-page.
+        """
         if no_page and out is not None:
             raise Mistake("--no-page: wanted either it or --out")
-        wanted = not no_page and (out is not None or not as_json)
-        return cls(page=(PAGE if out is None else out) if wanted else None, as_json=as_json, **rest)
+        has_page = not no_page and (out is not None or not as_json)
+        return cls(page=(PAGE if out is None else out) if has_page else None, as_json=as_json, **rest)
 
-    def said(self) -> str:
-        """The options that decide what the page shows, as its footer has them."""
-        given = {"layer": self.layer, "head": self.head, "seed_random": self.seed_random or None}
-        return ", ".join(f"{name}={value}" for name, value in given.items() if value is not None) or "none"
+    def describe(self) -> str:
+        """Return the options that decide what the page shows, for its footer."""
+        options = {"layer": self.layer, "head": self.head, "seed_random": self.seed_random or None}
+        return ", ".join(f"{name}={value}" for name, value in options.items() if value is not None) or "none"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """What the attention of one layer was called with."""
+
+    module: MultiHeadAttention
+    x: Tensor
+    mask: Mask | Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +97,12 @@ class Pass:
     Attributes:
         logits: what the model returned.
         weights: for each layer [B, H, T, T].
-        calls: for each layer its attention module, the input it got, and the options it was called with.
+        calls: the attention call of each layer.
     """
 
     logits: Tensor
     weights: Sequence[Tensor]
-    calls: Sequence[tuple[nn.Module, Tensor, dict[str, Any]]]
+    calls: Sequence[LayerCall]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +128,18 @@ def one_thread() -> Generator[None]:
 
 
 def run(model: nn.Module, inputs: Tensor) -> Pass:
-    """A forward pass with weights, keeping what each layer's attention was called with."""
+    """Run a forward pass with weights, and record the call of each layer's attention."""
     import torch
 
-    calls: list[tuple[nn.Module, Tensor, dict[str, Any]]] = []
+    from headscope import MultiHeadAttention
 
-    def keep(module: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> None:
-        calls.append((module, given[0], options))
+    calls: list[LayerCall] = []
 
-    attentions = [layer.attention for layer in model.layers]  # pyright: ignore[reportGeneralTypeIssues]
-    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in attentions]
+    def record(module: MultiHeadAttention, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        calls.append(LayerCall(module, inputs[0], options.get("mask")))
+
+    attentions = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
+    hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in attentions]
     try:
         with torch.inference_mode():
             logits, weights = model(inputs, need_weights=True)
@@ -137,9 +155,9 @@ def trace_layer(passed: Pass, layer: int) -> Trace:
 
     from headscope.tracing import trace
 
-    module, x, options = passed.calls[layer]
+    call = passed.calls[layer]
     with torch.inference_mode():
-        return trace(module, x, mask=options.get("mask"))  # pyright: ignore[reportArgumentType]
+        return trace(call.module, call.x, mask=call.mask)
 
 
 def check_range(option: str, value: int | None, count: int) -> None:
@@ -148,7 +166,7 @@ def check_range(option: str, value: int | None, count: int) -> None:
         raise Mistake(f"{option}: got {value}, wanted 0 to {count - 1}")
 
 
-def choose_head(sheet: Sheet, asked: Asked, ids: list[int] | None = None) -> Choice:
+def choose_head(sheet: Sheet, options: HeadOptions, ids: list[int] | None = None) -> Choice:
     """The head to draw: the one that was asked for, or the most striking among those that the options leave.
 
     Striking is, over text, the highest score of a pattern of single tokens (previous, next, self, duplicate,
@@ -157,13 +175,13 @@ def choose_head(sheet: Sheet, asked: Asked, ids: list[int] | None = None) -> Cho
 
     Args:
         sheet: what was measured.
-        asked: the options --layer and --head.
+        options: the options --layer and --head.
         ids: the token ids of a text.
     """
-    if asked.layer is not None and asked.head is not None:
-        return Choice(asked.layer, asked.head, "the one you asked for")
-    layers = range(sheet.layers) if asked.layer is None else (asked.layer,)
-    heads = range(sheet.heads) if asked.head is None else (asked.head,)
+    if options.layer is not None and options.head is not None:
+        return Choice(options.layer, options.head, "the one you asked for")
+    layers = range(sheet.layers) if options.layer is None else (options.layer,)
+    heads = range(sheet.heads) if options.head is None else (options.head,)
     places = [(layer, head) for layer in layers for head in heads if head < len(sheet.weights[layer])]
     return _striking_over_image(sheet, places) if ids is None else _striking_over_text(sheet, places, ids)
 
@@ -173,21 +191,21 @@ def _striking_over_text(sheet: Sheet, places: list[tuple[int, int]], ids: list[i
 
     from headscope.stats import pattern_scores
 
-    found: list[tuple[float, str, tuple[int, int]]] = []
+    matches: list[tuple[float, str, tuple[int, int]]] = []
     for layer in sorted({layer for layer, _ in places}):
-        weights, sight = torch.from_numpy(sheet.weights[layer])[None], sheet.seen[layer]
-        seen = None if sight is None else torch.from_numpy(sight)
-        scores = pattern_scores(weights, seen=seen, tokens=torch.tensor(ids)).score
-        found += [
+        weights, visible = torch.from_numpy(sheet.weights[layer])[None], sheet.seen[layer]
+        mask = None if visible is None else torch.from_numpy(visible)
+        scores = pattern_scores(weights, seen=mask, tokens=torch.tensor(ids)).score
+        matches += [
             (float(scores[name][head]), name, (layer, head))
             for name in SHARP
             if name in scores
             for at, head in places
             if at == layer and not scores[name][head].isnan()
         ]
-    if not found:
+    if not matches:
         return Choice(*places[0], "of so few tokens no pattern can be told")
-    score, name, best = max(found, key=lambda each: each[0])
+    score, name, best = max(matches, key=lambda each: each[0])
     return Choice(*best, f"the most striking one: “{name}”, score {score:.2f}")
 
 
@@ -211,8 +229,8 @@ class OnObject(NamedTuple):
 def strongest(sheet: Sheet, layer: int, head: int) -> OnObject | None:
     """What a head looks at most of what depends on the image; None where the image has no such regions."""
     ratios = {name: values[head] for name, values in sheet.regions[layer].items() if name in OF_OBJECT}
-    told = [OnObject(name, ratio) for name, ratio in ratios.items() if ratio is not None]
-    return max(told, key=lambda look: look.ratio, default=None)
+    looks = [OnObject(name, ratio) for name, ratio in ratios.items() if ratio is not None]
+    return max(looks, key=lambda look: look.ratio, default=None)
 
 
 def heads_as_dict(sheet: Sheet, choice: Choice) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where a verb writes a page: whole or not at all, over nothing but pages of headscope's own."""
+"""Where a command writes a page: whole or not at all, over nothing but pages of headscope's own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headscope.cli._shared.console import Mistake, uninterrupted
+from headscope.cli._shared.console import uninterrupted
+from headscope.cli._shared.mistakes import Mistake, name_options
 
 if TYPE_CHECKING:
     from headscope.report import Sheet
@@ -26,7 +27,7 @@ def save_page(sheet: Sheet, path: str | None, force: bool) -> str | None:
         return None
     from headscope.report import save
 
-    with _told("--out", path):
+    with _written_as_option("--out", path):
         return str(save(sheet, path, force=force))
 
 
@@ -38,7 +39,7 @@ def write_page(path: str, html: str, force: bool, option: str = "--html") -> str
     """
     from headscope.report.page import write
 
-    with _told(option, path):
+    with _written_as_option(option, path):
         return str(write(html, path, force=force))
 
 
@@ -50,7 +51,7 @@ def check_page(path: str, force: bool, option: str = "--page") -> None:
     """
     from headscope.report.page import check
 
-    with _told(option, path):
+    with _written_as_option(option, path):
         check(path, force=force)
 
 
@@ -101,12 +102,12 @@ def _is_ours(path: str) -> bool:
 
 
 @contextmanager
-def _told(option: str, path: str) -> Generator[None]:
-    """Write without interruption; what is said of the file becomes a mistake of the option that named it."""
+def _written_as_option(option: str, path: str) -> Generator[None]:
+    """Write without interruption; an error becomes a mistake of the option that named the path."""
     check_name(option, path)
     try:
         with uninterrupted():
             yield
     except OSError as error:
-        said = error.strerror or str(error).replace("give force=True", "give --force")
-        raise Mistake(f"{option}: {said}") from error
+        message = error.strerror or name_options(str(error), {"force": "--force"})
+        raise Mistake(f"{option}: {message}") from error

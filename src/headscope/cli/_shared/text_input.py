@@ -9,19 +9,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from headscope.cli._shared.console import Mistake, visible
+from headscope._support.text import visible
+from headscope.cli._shared.mistakes import Mistake
 
 CHUNK = 1 << 20  # bytes read at once
-KEPT = 1 << 16  # characters kept at least: far more than any model of ours reads
+FEWEST = 1 << 16  # characters of the end that are read at least: far more than the shipped model reads
 MOST = 1 << 26  # characters of a text that is read whole
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class TextInput:
     """The end of a text.
 
     Attributes:
-        text: the text, or its last characters if there are more than were kept.
+        text: the text, or its last characters if it is longer.
         dropped: how many characters stand before it.
         source: where it came from, in a few words.
     """
@@ -37,12 +38,12 @@ def clipped(text: str) -> str:
     return shown if len(shown) <= 60 else f"{shown[:59]}…"
 
 
-def told(given: Given, argument: str | None) -> str:
-    """Where a text came from, as a page says it: of an argument how it begins."""
-    return f"“{clipped(given.text)}”" if argument not in (None, "-") else visible(given.source)
+def describe_source(text_input: TextInput, argument: str | None) -> str:
+    """Return where a text came from, for a page: how an argument begins, or the name of the file."""
+    return f"“{clipped(text_input.text)}”" if argument not in (None, "-") else visible(text_input.source)
 
 
-def read_text(argument: str | None, file: str | None) -> Given:
+def read_text(argument: str | None, file: str | None) -> TextInput:
     """The text of the one source that was given: an argument ("-" = stdin), or a file.
 
     Raises:
@@ -50,19 +51,19 @@ def read_text(argument: str | None, file: str | None) -> Given:
     """
     if (argument is None) == (file is None):
         raise Mistake('wanted one text: "your text" as an argument, --file PATH, or - to read from stdin')
-    return _given(*_source(argument, file), KEPT)
+    return _decode_end(*_source(argument, file), FEWEST)
 
 
-def read_whole(argument: str | None, file: str | None) -> Given:
+def read_whole(argument: str | None, file: str | None) -> TextInput:
     """The whole text of one source; nothing of it is dropped.
 
     Raises:
         Mistake: as ``read_text``, or more than ``MOST`` characters.
     """
-    given = _given(*_source(argument, file), MOST)
-    if given.dropped:
-        raise Mistake(f"{given.source}: has more than {MOST:,} characters")
-    return given
+    whole = _decode_end(*_source(argument, file), MOST)
+    if whole.dropped:
+        raise Mistake(f"{whole.source}: has more than {MOST:,} characters")
+    return whole
 
 
 def _source(argument: str | None, file: str | None) -> tuple[Iterable[bytes], str]:
@@ -86,8 +87,10 @@ def _file(path: str) -> Iterator[bytes]:
     try:
         with open(path, "rb") as stream:
             yield from _chunks(stream, path)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        raise Mistake(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise Mistake(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # a zero byte in the path
+        raise Mistake(f"{path}: cannot be read: {error}") from error
 
 
 def _chunks(stream: BinaryIO, source: str) -> Iterator[bytes]:
@@ -98,8 +101,8 @@ def _chunks(stream: BinaryIO, source: str) -> Iterator[bytes]:
         raise Mistake(f"{source}: cannot be read: {error.strerror or error}") from error
 
 
-def _given(chunks: Iterable[bytes], source: str, kept: int) -> Given:
-    """Decode chunk by chunk and keep at least so many characters of the end.
+def _decode_end(chunks: Iterable[bytes], source: str, fewest: int) -> TextInput:
+    """Decode chunk by chunk and return at least so many characters of the end.
 
     A byte order mark at the start is no part of the text.
     """
@@ -112,12 +115,12 @@ def _given(chunks: Iterable[bytes], source: str, kept: int) -> Given:
         new, used = _decode(data, done, source, final=False)
         done, pending = done + used, data[used:]
         text += new
-        if len(text) > 2 * kept:
-            dropped, text = dropped + len(text) - kept, text[-kept:]
+        if len(text) > 2 * fewest:
+            dropped, text = dropped + len(text) - fewest, text[-fewest:]
     _decode(pending, done, source, final=True)
     if not text:
         raise Mistake(f"{source}: is empty")
-    return Given(text, dropped, source)
+    return TextInput(text, dropped, source)
 
 
 def _decode(data: bytes, start: int, source: str, *, final: bool) -> tuple[str, int]:

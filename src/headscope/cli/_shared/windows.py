@@ -1,4 +1,4 @@
-"""What a model is given: one input, cut into windows of what it reads at once."""
+"""The input of a model, cut into windows of what it reads at once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from headscope.cli._shared.console import Mistake, visible
+from headscope._support.text import visible
+from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.models import Loaded
-from headscope.cli._shared.text_input import read_whole, told
+from headscope.cli._shared.text_input import describe_source, read_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +21,7 @@ SOURCES = ("--text", "--file", "--ids", "--image")
 
 @dataclass(frozen=True)
 class Input:
-    """What a model is given.
+    """The input of a model.
 
     Attributes:
         source: where it came from, in a few words.
@@ -43,23 +44,23 @@ def read_input(
     Raises:
         Mistake: none or several, of the wrong kind, or one that cannot be read.
     """
-    given = [name for name, value in zip(SOURCES, (text, file, ids, image), strict=True) if value is not None]
-    if len(given) > 1:
-        raise Mistake(f"wanted one input, got {' and '.join(given)}")
+    options = [name for name, value in zip(SOURCES, (text, file, ids, image), strict=True) if value is not None]
+    if len(options) > 1:
+        raise Mistake(f"wanted one input, got {' and '.join(options)}")
     if loaded.takes == "image":
         if context is not None:
             raise Mistake("--context: this model looks at images, each as a whole")
-        return _images(loaded, given, image)
+        return _images(loaded, options, image)
     if image is not None:
         raise Mistake("--image: this model reads text, wanted --text, --file or --ids")
-    if not given:
+    if not options:
         raise Mistake("wanted an input: --text, --file or --ids")
     return _tokens(loaded, text, file, ids, context)
 
 
-def _images(loaded: Loaded, given: list[str], image: str | None) -> Input:
-    if given and image is None:
-        raise Mistake(f"{given[0]}: this model looks at images, wanted --image")
+def _images(loaded: Loaded, options: list[str], image: str | None) -> Input:
+    if options and image is None:
+        raise Mistake(f"{options[0]}: this model looks at images, wanted --image")
     if image is not None:
         assert loaded.prepare is not None
         pixels, source = loaded.prepare(image), visible(image)
@@ -78,7 +79,7 @@ def _tokens(loaded: Loaded, text: str | None, file: str | None, ids: str | None,
         if loaded.encode is None:
             raise Mistake(f"{loaded.name}: has no tokenizer that can be read, wanted --ids")
         read = read_whole(text, file)
-        every, ends, source = loaded.encode(read.text), loaded.ends, told(read, text)
+        every, ends, source = loaded.encode(read.text), loaded.ends, describe_source(read, text)
         if not every:
             raise Mistake(f"{read.source}: has no tokens")
     if (largest := max(every)) >= loaded.vocabulary:
@@ -120,8 +121,8 @@ def windows(ids: list[int], context: int, ends: tuple[list[int], list[int]]) -> 
 
 
 def _digest(*tensors: Tensor) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for tensor in tensors:
-        found.update(repr(tuple(tensor.shape)).encode())
-        found.update(tensor.numpy().tobytes())
-    return found.hexdigest()[:16]
+        digest.update(repr(tuple(tensor.shape)).encode())
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,130 @@
+"""The options of ``headscope watch``, checked before any long work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headscope.cli._shared.mistakes import Mistake, describe_unreadable
+from headscope.cli._shared.pages import PAGE, check_name, check_page
+
+if TYPE_CHECKING:
+    from headscope.comparing import Thresholds
+    from headscope.stats import HeadStats
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """The options of the command, except its model and its input.
+
+    Attributes:
+        page: the path of the page, or None for no page.
+        old: the statistics to compare with.
+        thresholds: from where on a change counts.
+    """
+
+    rows: int | None
+    layers: tuple[str, ...]
+    out: str | None
+    keep_qk: bool
+    page: str | None
+    force: bool
+    as_json: bool
+    against: str | None
+    old: HeadStats | None
+    thresholds: Thresholds | None
+
+
+def parse_options(
+    out: str | None, keep_qk: bool, page: str | None, no_page: bool, force: bool, as_json: bool,
+    against: str | None, limits: tuple[str, ...], **rest: Any,
+) -> WatchOptions:  # fmt: skip
+    """Return the options, checked.
+
+    Raises:
+        Mistake: options exclude each other, or a file cannot be written or read.
+    """
+    if no_page and page is not None:
+        raise Mistake("--no-page: wanted either it or --page")
+    if limits and against is None:
+        raise Mistake("--threshold: wanted --against with it")
+    if keep_qk and out is None:
+        raise Mistake("--keep-qk: wanted --out with it")
+    page = None if no_page or (page is None and as_json) else PAGE if page is None else page
+    thresholds = _parse_thresholds(limits) if against is not None else None
+    if out is not None:
+        check_name("--out", out)
+        _check_recording_path(Path(out), force)
+    if page is not None:
+        check_page(page, force)
+    if out is not None and page is not None and Path(out).resolve() == Path(page).resolve():
+        raise Mistake(f"--page: {page}: is where --out puts the recording")
+    old = None if against is None else _load_old(against)
+    return WatchOptions(
+        out=out,
+        keep_qk=keep_qk,
+        page=page,
+        force=force,
+        as_json=as_json,
+        against=against,
+        old=old,
+        thresholds=thresholds,
+        **rest,
+    )
+
+
+def _parse_thresholds(limits: tuple[str, ...]) -> Thresholds:
+    from headscope.comparing import Thresholds
+
+    names = [each.name for each in fields(Thresholds)]
+    values: dict[str, float] = {}
+    for limit in limits:
+        name, _, number = limit.partition("=")
+        if name not in names:
+            raise Mistake(f"--threshold: got {limit}, wanted one of {', '.join(names)}, as share=0.02")
+        try:
+            values[name] = float(number)
+        except ValueError:
+            raise Mistake(f"--threshold: got {limit}, wanted a number after {name}=") from None
+    try:
+        return Thresholds(**values)
+    except ValueError as error:
+        raise Mistake(f"--threshold: {error}") from error
+
+
+def _check_recording_path(path: Path, force: bool) -> None:
+    """Check, before any long work, that the recording can be written there.
+
+    Raises:
+        Mistake: it cannot.
+    """
+    from headscope.stats import _files
+
+    if "\0" in str(path):
+        raise Mistake(f"--out: {path}: no file can have this name")
+    try:
+        there = path.exists()
+    except OSError as error:  # the name is too long, say
+        raise Mistake(f"--out: {path}: cannot be written: {error.strerror}") from error
+    if not path.parent.is_dir():
+        raise Mistake(f"--out: {path}: there is no such folder")
+    if there and not path.is_file():
+        raise Mistake(f"--out: {path}: is no regular file")
+    try:
+        _files.check_utf8(path)
+    except ValueError as error:
+        raise Mistake(f"--out: {error}") from error
+    if there and not force and not _files.is_statistics(path):
+        raise Mistake(f"--out: {path}: holds a file that is no recording; choose another name, or give --force")
+
+
+def _load_old(path: str) -> HeadStats:
+    from headscope.stats import HeadStats
+
+    if not path:
+        raise Mistake("--against: is empty, wanted a path")
+    try:
+        return HeadStats.load(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise Mistake(f"--against: {describe_unreadable(path, error)}") from error

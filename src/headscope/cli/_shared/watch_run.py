@@ -1,0 +1,210 @@
+"""What ``headscope watch`` does: run a model on an input, record its heads, and draw the conclusions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from headscope._support.progress import progress_over
+from headscope._support.text import visible
+from headscope.cli._shared.console import one_line, warnings_as_notes
+from headscope.cli._shared.mistakes import Mistake, name_options
+from headscope.cli._shared.models import quiet_transformers
+
+if TYPE_CHECKING:
+    from headscope.cli._shared.models import Loaded
+    from headscope.cli._shared.watch_options import WatchOptions
+    from headscope.cli._shared.windows import Input
+    from headscope.comparing import Comparison
+    from headscope.decisions import KVBudget, NearDuplicates, Patterns, StreamingHeads
+    from headscope.stats import HeadStats
+    from headscope.watching import Recording
+
+WINDOWS = (3, 16, 64, 256, 1024, 4096)  # the first, and those up to a third of the input: wider ones tell little
+BUDGETS = (16, 64, 256, 1024)
+BINS = 64
+WHOLE = 128  # up to this many tokens, and
+PATCHES = 256  # up to this many patches, every weight is in the map
+ROWS = 2048  # up to this many tokens the rows are kept, for the entropy beside the map
+EDGES = 16
+ARGUMENTS = {"layers": "--layers"}  # of ``headscope.watch``, and the option that each comes from
+
+
+@dataclass(frozen=True)
+class WatchResult:
+    """The recording of a model on an input, and the conclusions; a conclusion that needs more data is None.
+
+    Attributes:
+        against: the path of the older recording, as it is shown.
+    """
+
+    loaded: Loaded
+    model_input: Input
+    recording: Recording
+    patterns: Patterns
+    streaming: StreamingHeads | None
+    budget: KVBudget
+    duplicates: NearDuplicates
+    comparison: Comparison | None
+    against: str
+    notes: tuple[str, ...]
+
+
+def run_watch(loaded: Loaded, model_input: Input, options: WatchOptions) -> WatchResult:
+    """Return the recording of a model on an input, and what follows from it.
+
+    Raises:
+        Mistake: the model cannot be watched or fails, or the older recording is of another model.
+    """
+    from headscope.decisions import kv_budget, near_duplicates, patterns, streaming_heads
+
+    recording = _record(loaded, model_input, options)
+    stats = recording.stats
+    keys = max((part.received.shape[-1] for part in stats.parts.values() if part.received is not None), default=0)
+    budgets = tuple(k for k in BUDGETS if k < keys) or (max(1, keys // 4),)
+    groups = loaded.key_heads if _are_grouped(loaded.key_heads, stats) else None
+    # below that not even the first window is up to a third of the input: it is there for "local" alone
+    windowed = any(name.startswith("streaming_") for name in stats.names) and keys >= 3 * WINDOWS[0]
+    return WatchResult(
+        loaded,
+        model_input,
+        recording,
+        patterns(stats),
+        streaming_heads(stats) if windowed else None,
+        kv_budget(stats, budgets, kv_heads=groups),
+        near_duplicates(stats),
+        _compare(options, stats),
+        visible(options.against or ""),
+        (*loaded.notes, *_notes(loaded, model_input, options)),
+    )
+
+
+def _compare(options: WatchOptions, stats: HeadStats) -> Comparison | None:
+    """Return what moved since the recording of --against, if there is one.
+
+    Raises:
+        Mistake: it is of another model, or of other heads.
+    """
+    from headscope.comparing import compare
+
+    if options.old is None:
+        return None
+    try:
+        return compare(options.old, stats, options.thresholds)
+    except ValueError as error:
+        problem = str(error).partition("; compare recordings")[0]  # the remedy is one of Python's
+        raise Mistake(f"--against: {visible(options.against or '')}: {problem}") from error
+
+
+def _are_grouped(groups: int | None, stats: HeadStats) -> bool:
+    """Return whether in every layer several query heads share each of so many key/value heads."""
+    return bool(groups) and all(part.heads % groups == 0 and part.heads > groups for part in stats.parts.values())
+
+
+def _notes(loaded: Loaded, model_input: Input, options: WatchOptions) -> Iterator[str]:
+    if len(model_input.parts) > 1:
+        sizes = sorted({part.shape[1] for part in model_input.parts})
+        size = " or ".join(f"{n:,}" for n in sizes)
+        count = f"{len(model_input.parts):,}"
+        yield f"the text is read in {count} windows of {size} tokens, each from position 0, and merged"
+    if loaded.takes == "image":
+        yield "distances, previous and next are along the sequence of patches, not on their grid"
+    if loaded.paired:
+        yield "the decoder reads the same tokens as the encoder, one place later"
+    if options.old is not None and options.against is not None:
+        before = _input_digest(options.against)
+        if before is not None and before != model_input.digest:
+            yield f"the input is not the one of {visible(options.against)}"
+
+
+def _input_digest(path: str) -> str | None:
+    """Return the digest of the input of a recording, if the file holds it."""
+    from headscope.watching import Recording
+
+    try:
+        source = Recording.load(path).about.options.get("input")
+    except ValueError:  # statistics alone
+        return None
+    return source.get("digest") if isinstance(source, dict) else None
+
+
+def _record(loaded: Loaded, model_input: Input, options: WatchOptions) -> Recording:
+    """Return one recording of all forward passes.
+
+    Raises:
+        Mistake: the model cannot be watched, or fails.
+    """
+    import torch
+
+    from headscope.watching import Recording, WatchError
+
+    stats, last = None, None
+    try:
+        with warnings_as_notes("watch"):
+            for part in progress_over(model_input.parts, "watching"):
+                last = _record_window(loaded, model_input, part, options)
+                stats = last.stats if stats is None else stats.merge(last.stats)
+    except WatchError as error:
+        message = str(error).removeprefix("watch: ").replace(', or give unseen="ignore"', "")
+        raise Mistake(f"{loaded.name}: {name_options(message, ARGUMENTS)}") from error
+    except (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError, torch.OutOfMemoryError) as error:
+        option = "--" if str(error).startswith("layers:") else "the forward pass failed: "
+        raise Mistake(f"{loaded.name}: {option}{one_line(str(error))[:300]}") from error
+    assert stats is not None
+    assert last is not None
+    count = len(model_input.parts)
+    source = {
+        "source": model_input.source, "tokens": model_input.tokens, "windows": count, "digest": model_input.digest
+    }  # fmt: skip
+    recorded = {**last.about.options, "tokens": None, "input": source}
+    texts = _token_texts(loaded, model_input)
+    return Recording(stats, replace(last.about, options=recorded, texts=texts, forwards=count, ran=count))
+
+
+def _token_texts(loaded: Loaded, model_input: Input) -> tuple[str, ...] | None:
+    """Return the text of each token, if there is one window."""
+    first, *more = model_input.parts
+    if loaded.takes == "image" or loaded.piece is None or more:
+        return None
+    ids: list[int] = first[0].tolist()
+    return tuple(loaded.piece(token) for token in ids)
+
+
+def _record_window(loaded: Loaded, model_input: Input, part: Any, options: WatchOptions) -> Recording:
+    """Return the recording of one forward pass."""
+    import torch
+
+    import headscope
+
+    text = loaded.takes == "text"
+    longest = max(part.shape[1] for part in model_input.parts) if text else 0
+    shortest = min(part.shape[1] for part in model_input.parts) if text else 0
+    what = headscope.Observe(
+        rows=options.rows,
+        map=shortest if text and shortest <= WHOLE else BINS if text else _patches(loaded),
+        edges=EDGES,
+        windows=tuple(w for w in WINDOWS if w == WINDOWS[0] or 3 * w <= longest) if text else (),
+        tokens=part if text and not loaded.paired else None,
+        keep_rows=text and longest <= ROWS and len(model_input.parts) == 1,
+        keep_qk=options.keep_qk,
+    )
+    arguments: dict[str, Any] = {"layers": options.layers or None}
+    arguments |= {"tokens": "inputs"} if loaded.paired else {}  # its two halves read different ids
+    with (
+        quiet_transformers(),
+        torch.inference_mode(),
+        headscope.watch(loaded.model, what=what, **arguments) as recording,
+    ):
+        loaded.run(part)
+    return recording
+
+
+def _patches(loaded: Loaded) -> int:
+    """Return how many bins an image's map has: one for each patch, CLS and register, if the model has their number."""
+    config = getattr(loaded.model, "config", None)
+    size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if not (isinstance(size, int) and isinstance(patch, int)):
+        return BINS
+    keys = (size // patch) ** 2 + 2 + (getattr(config, "num_register_tokens", 0) or 0)
+    return keys if keys <= PATCHES else BINS

@@ -1,0 +1,221 @@
+"""The row quantities, each defined once: name, formula, rows without it, histogram, and a reference in float64.
+
+To add one: define it here, compute it in ``_observe/portable.py`` (or ``row_quantities.py``) and in the native kernels,
+and give it a row in docs/statistics.md. While the native kernels lack it, the portable form observes it.
+tests/stats/test_quantities.py fails while one of these is missing, and names it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Requirement = Literal["weights", "positions", "line", "tokens", "values"]
+"""What rows need to have a quantity: nothing more, self-attention, positions in one dimension, tokens, or values."""
+
+Unit = Literal["share", "nats", "logits", "ratio", "input"]
+
+UNIT = tuple(k / 20 for k in range(21))
+NATS = tuple(k / 2 for k in range(33))
+LOGITS = tuple(float(k) for k in range(-128, 129, 4))
+DOUBLING = (0.0, *(2.0**k for k in range(-10, 21)))
+KEYS = tuple(2.0**k for k in range(21))
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One row over its n visible keys, in float64: what references compute from.
+
+    Attributes:
+        p, s: weights and final logits, [n].
+        lse: log-sum-exp of the row, the sink's logit included.
+        gap: position of each key less that of the query, [n].
+        first: which keys are among the first real ones, boolean [n].
+        duplicate, induction: which keys have the query's own token, or come right after a place of it, boolean [n].
+        norms: lengths of the value vectors, [n].
+        distance: w of ``window_w`` and ``streaming_w``.
+    """
+
+    p: Tensor
+    s: Tensor
+    lse: float
+    gap: Tensor
+    first: Tensor
+    duplicate: Tensor
+    induction: Tensor
+    norms: Tensor
+    distance: float = 0.0
+
+    def mass(self, keys: Tensor) -> float:
+        """Return the weight on these keys; NaN where there are none."""
+        return float(self.p[keys].sum()) if bool(keys.any()) else math.nan
+
+
+@dataclass(frozen=True, eq=False)
+class Quantity:
+    """The definition of one row quantity.
+
+    Attributes:
+        name: its name; a quantity with a distance appends ``_{w}``.
+        formula: its formula, over the visible keys j of a row.
+        reference: its value for one row, in float64; NaN for a row that does not have it.
+        meaning: one sentence for readers of a page; ``{}`` stands for the distance.
+        absent: which rows do not have it; empty = every row that counts has it.
+        edges: of its histogram.
+        bounds: the least and the largest value that a row can have.
+        requires: what rows need to have it.
+        unit: what a change of it is measured in; "input" = it depends on the mask alone.
+        has_distance: whether there is one for each of ``Observe.windows``.
+        on_request: whether it is measured only if ``Observe.extra`` names it.
+        heading: of a column; empty = the name in words.
+        decimals: how many are shown.
+    """
+
+    name: str
+    formula: str
+    reference: Callable[[Row], float]
+    meaning: str
+    absent: str = ""
+    edges: tuple[float, ...] = UNIT
+    bounds: tuple[float, float] = (0.0, 1.0)
+    requires: Requirement = "weights"
+    unit: Unit = "share"
+    has_distance: bool = False
+    on_request: bool = False
+    heading: str = ""
+    decimals: int = 2
+
+
+def _entropy(row: Row) -> float:
+    return float(torch.special.entr(row.p).sum())
+
+
+def _normalized_entropy(row: Row) -> float:
+    return _entropy(row) / math.log(len(row.p)) if len(row.p) >= 2 else math.nan
+
+
+_NO_KEY = "no such key is visible"
+_NO_POSITION = "the query has no position, or no key has"
+
+_ANY = (-math.inf, math.inf)
+_FROM_0 = (0.0, math.inf)
+_MOST_NORMALIZED = 2 / (math.e * math.log(2))  # of two keys beside a sink: p = 1 / e each
+
+ROW_QUANTITIES = (
+    Quantity(
+        "lse", "log Σ_j exp s, the sink's logit included", lambda row: row.lse,
+        "log Σ exp of a row's scores: how large they are altogether.",
+        edges=LOGITS, bounds=_ANY, unit="logits",
+    ),
+    Quantity(
+        "max_logit", "max_j s", lambda row: float(row.s.max()), "The largest score of a row, before the softmax.",
+        edges=LOGITS, bounds=_ANY, unit="logits",
+    ),
+    Quantity(
+        "entropy", "-Σ_j p ln p", _entropy, "How spread out a row is, in nats: 0 on one key, ln n evenly over n keys.",
+        edges=NATS, bounds=(0.0, 100.0), unit="nats",  # 100 nats take e^100 keys
+    ),
+    Quantity(
+        "normalized_entropy", "entropy / ln n", _normalized_entropy,
+        "Entropy as a share of the most that a row's n visible keys allow.", "n < 2",
+        bounds=(0.0, _MOST_NORMALIZED), heading="entropy / ln n",
+    ),
+    Quantity("max_weight", "max_j p", lambda row: float(row.p.max()), "The largest weight of a row."),
+    Quantity(
+        "effective_keys", "1 / Σ_j p²", lambda row: 1 / float(row.p.square().sum()),
+        "1 / Σ p²: over how many keys a row is spread.", "Σ p² is 0 or denormal",
+        edges=KEYS, bounds=(1.0, math.inf), unit="ratio", decimals=1,
+    ),
+    Quantity(
+        "mass", "Σ_j p", lambda row: float(row.p.sum()), "Σ p: below 1 only where a learned sink takes a share."
+    ),
+    Quantity(
+        "first", "mass on the first n real keys", lambda row: float(row.p[row.first].sum()),
+        "Weight on the first token, where heads often put what they do not need.",
+    ),
+    Quantity(
+        "chance", "1 / n", lambda row: 1 / len(row.p),
+        "1 / n: the weight of each of n visible keys if all had the same.", unit="input",
+    ),
+    Quantity(
+        "distance", "Σ_j p · ‖pos_i - pos_j‖", lambda row: float((row.p * row.gap.abs()).sum()),
+        "Mean distance from query to key, in positions or patches.", _NO_POSITION,
+        edges=DOUBLING, bounds=_FROM_0, requires="positions", unit="ratio", decimals=1,
+    ),
+    Quantity(
+        "self", "p at pos_i", lambda row: row.mass(row.gap == 0), "Weight on the query's own place.", _NO_KEY,
+        requires="positions",
+    ),
+    Quantity(
+        "previous", "p at pos_i - 1", lambda row: row.mass(row.gap == -1), "Weight on the token just before.", _NO_KEY,
+        requires="line",
+    ),
+    Quantity(
+        "next", "p at pos_i + 1", lambda row: row.mass(row.gap == 1), "Weight on the token just after.", _NO_KEY,
+        requires="line",
+    ),
+    Quantity(
+        "window", "mass within w of pos_i", lambda row: float(row.p[row.gap.abs() <= row.distance].sum()),
+        "Weight on the keys within {} of the query.", _NO_POSITION, requires="positions", has_distance=True,
+    ),
+    Quantity(
+        "streaming", "mass within w of pos_i or on the first keys",
+        lambda row: float(row.p[(row.gap.abs() <= row.distance) | row.first].sum()),
+        "Weight on the first keys and those within {} of the query.", _NO_POSITION,
+        requires="positions", has_distance=True,
+    ),
+    Quantity(
+        "duplicate", "mass on other keys with the token of i", lambda row: row.mass(row.duplicate),
+        "Weight on other places that hold the same token.", _NO_KEY, requires="tokens",
+    ),
+    Quantity(
+        "induction", "mass on keys after a place of the token of i", lambda row: row.mass(row.induction),
+        "Weight on what followed the same token elsewhere.", _NO_KEY, requires="tokens",
+    ),
+    Quantity(
+        "value_norm", "Σ_j p · ‖v_j‖", lambda row: float((row.p * row.norms).sum()),
+        "Mean length of the value vectors, by weight.", "a visible value vector is not finite",
+        edges=DOUBLING, bounds=_FROM_0, requires="values", unit="ratio",
+    ),
+)  # fmt: skip
+"""All of them, in the order of statistics."""
+
+_BY_NAME = {each.name: each for each in ROW_QUANTITIES}
+
+
+def quantity_of(name: str) -> Quantity | None:
+    """Return the definition of a row quantity by its name, also of one for a distance; None = there is none."""
+    if name in _BY_NAME:
+        return None if _BY_NAME[name].has_distance else _BY_NAME[name]
+    kind, _, distance = name.rpartition("_")
+    quantity = _BY_NAME.get(kind)
+    return quantity if quantity is not None and quantity.has_distance and distance else None
+
+
+def histogram_edges(name: str) -> tuple[float, ...]:
+    """Return the edges of a quantity's histogram.
+
+    Bin k holds [edge k, edge k + 1); the outer two bins also hold what lies beyond.
+    """
+    quantity = quantity_of(name)
+    return UNIT if quantity is None else quantity.edges
+
+
+def quantity_names(having: Collection[str], windows: Sequence[float], extra: Collection[str] = ()) -> list[str]:
+    """Return the row quantities that rows have, in order.
+
+    Args:
+        having: what the rows have, of what ``Quantity.requires`` names.
+        windows: the distances of quantities that have one.
+        extra: the quantities on request.
+    """
+    names: list[str] = []
+    for each in ROW_QUANTITIES:
+        if each.requires in having and (not each.on_request or each.name in extra):
+            names += [f"{each.name}_{w:g}" for w in windows] if each.has_distance else [each.name]
+    return names
