@@ -11,8 +11,7 @@ from headscope._attend.backends import reference
 from headscope._attend.interface import full_precision
 from headscope._attend.prepare import canonical_inputs, prepare, prepare_with_plan
 from headscope._attend.run import run
-from headscope._observe.measure import Positions, attend_and_observe
-from headscope._observe.observe_call import observe_call
+from headscope._observe import Positions, attend_and_observe, observe_call
 from headscope.masks import Mask
 from headscope.stats import HeadStats, Observe
 

@@ -34,8 +34,6 @@ MOST_FUNCTION_LINES = 60  # of a function, without its docstring, comments and b
 MOST_PRIVATE_FILES = 2  # directly in src/headscope
 
 UPWARD_IMPORTS = {
-    "_attend.eager -> functional",
-    "_attend.eager -> stats",
     "_layouts.expressible -> module",
     "_layouts.table -> module._options",
     "_linear.layer -> _attend.backends.native",
@@ -48,19 +46,16 @@ UPWARD_IMPORTS = {
     "stats._head_stats -> _attend.call",
     "stats._options -> _attend.call",
 }
-IN_CIRCLES = {  # within one package
-    "_attend.eager _attend.operators",
-}
+IN_CIRCLES: set[str] = set()  # within one package
 LONG_FILES = {
     "_attend.call",
-    "functional",
     "layouts",
     "masks",
     "module._multi_head",
     "positions",
 }
 LONG_FUNCTIONS = {"module._multi_head.__init__"}
-MOST_PRIVATE_IMPORTS = 97  # of another package's private modules; those of _support and _attend are free
+MOST_PRIVATE_IMPORTS = 94  # of another package's private modules; those of _support and _attend are free
 
 ROOT = Path(headscope.__file__).parent
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -107,6 +108,25 @@ def test_the_table_of_prepared_calls_stays_small(monkeypatch: pytest.MonkeyPatch
     for keys in range(1, 17):
         headscope.attention(torch.zeros(1, 1, D), torch.zeros(1, keys, D), torch.zeros(1, keys, D))
         assert len(prepare.prepared_calls) <= 5
+
+
+def test_a_call_that_becomes_the_latest_during_a_comparison_replaces_no_other() -> None:
+    """As another thread may; here the comparison of two masks makes the other call."""
+
+    @dataclass(frozen=True, eq=False)
+    class Comparing(Band):
+        def __eq__(self, other: object) -> bool:
+            headscope.attention(*(torch.zeros(1, 1, 2, 1) for _ in range(3)))
+            return isinstance(other, Comparing)
+
+        def __hash__(self) -> int:
+            return 0
+
+    inputs = tensors(torch.float32)
+    expected = headscope.attention(**inputs, mask=causal())
+    for _ in range(3):
+        out = headscope.attention(**inputs, mask=Comparing(None, 0))
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
 # ---------------------------------------------------------------- modes of torch

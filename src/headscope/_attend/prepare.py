@@ -6,7 +6,8 @@ import atexit
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from headscope._support.torch_state import is_traced
 from headscope.masks import Mask, Plan
 
 
-class Prepared(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
     """All that can be computed for a call without reading the numbers of its tensors.
 
     Attributes:
@@ -46,9 +48,12 @@ class PreparedCalls:
 
     A call beyond a bound empties the table: then the sizes grow with every call, and no old one comes again.
 
-    Args:
+    Attributes:
         most: how many calls it holds.
         most_rows: how many rows all plans have together; a row takes some 50 bytes.
+        rows: how many they have now.
+        latest: the latest call and its key. ``prepare`` compares this key first: that takes half as long as hashing
+            one. They are one tuple because another thread may replace them at any time.
     """
 
     def __init__(self, most: int = 1024, most_rows: int = 1 << 19) -> None:
@@ -56,9 +61,7 @@ class PreparedCalls:
         self.most_rows = most_rows
         self.rows = 0
         self._calls: dict[tuple[Any, ...], Prepared] = {}
-        # the latest call: comparing two keys takes half as long as hashing one
-        self._latest_key: tuple[Any, ...] | None = None
-        self._latest: Prepared | None = None
+        self.latest: tuple[tuple[Any, ...], Prepared | None] = ((), None)
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -69,11 +72,9 @@ class PreparedCalls:
         Raises:
             TypeError: the key cannot be hashed.
         """
-        if self._latest_key == key:
-            return self._latest
         prepared = self._calls.get(key)
         if prepared is not None:
-            self._latest_key, self._latest = key, prepared
+            self.latest = key, prepared
         return prepared
 
     def add(self, key: tuple[Any, ...], prepared: Prepared) -> None:
@@ -84,7 +85,7 @@ class PreparedCalls:
         if len(self._calls) >= self.most or self.rows + rows > self.most_rows:
             self.clear()
         self._calls[key] = prepared
-        self._latest_key, self._latest = key, prepared
+        self.latest = key, prepared
         self.rows += rows
 
     def plans(self) -> list[Plan | None]:
@@ -94,7 +95,7 @@ class PreparedCalls:
     def clear(self) -> None:
         """Drop all calls."""
         self._calls.clear()
-        self._latest_key = self._latest = None
+        self.latest = (), None
         self.rows = 0
 
 
@@ -131,6 +132,9 @@ def prepare(
                     bias is not None and _key(bias),
                     sinks is not None and _key(sinks),
                 )  # fmt: skip
+                latest_key, latest = prepared_calls.latest
+                if latest_key == key and latest is not None:
+                    return latest
                 prepared = prepared_calls.find(key)
                 if prepared is not None:
                     return prepared
@@ -151,7 +155,7 @@ def prepare_with_plan(
     call, mask = prepared.call, prepared.mask
     if mask is None or prepared.plan is not None:
         return prepared
-    return prepared._replace(plan=mask.plan(call.batch, call.heads, call.queries, call.keys))
+    return replace(prepared, plan=mask.plan(call.batch, call.heads, call.queries, call.keys))
 
 
 def _key(x: Tensor) -> tuple[Any, ...]:

@@ -17,9 +17,7 @@ from headscope import functional
 from headscope._attend.call import as_mask
 from headscope._attend.run import run
 from headscope._intercept.masks import causal_rule, check_class
-from headscope._observe.inputs import Continued
-from headscope._observe.measure import Positions
-from headscope._observe.observe_call import observe_call
+from headscope._observe import Continued, Positions, observe_call
 from headscope.masks import Band, Mask
 from headscope.stats import Observe
 from headscope.stats._layer import LayerStats
