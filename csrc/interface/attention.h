@@ -113,6 +113,7 @@ enum Quantity : int {
     INDUCTION,
     VALUE_NORM,
     CHANCE,
+    SECOND_WEIGHT,
     QUANTITIES
 };
 constexpr int MOST_WINDOWS = 8, MOST_FIRST = 16;

@@ -17,6 +17,7 @@ struct Look : Sweep<T, QV> {
     T* sum;                            // [SUMS][ROWS]
     T* picked;                         // [PICKED][ROWS]: logits of single keys; -inf: not seen
     T *highest, *place;                // [ROWS]: the largest logit where there are sinks; the position
+    T *largest, *second;               // [ROWS]: the two largest logits, where the second is measured
     Int<T>*line, *seen, *own, *token;  // [ROWS]: the position; how many keys are seen; the own key and its token
     Int<T>*copies, *followers;         // [ROWS]: whether such a key is seen
     Largest<T, QV> most;
@@ -37,6 +38,8 @@ struct Look : Sweep<T, QV> {
         picked = memory.take<T>(PICKED * ROWS);
         highest = memory.take<T>(ROWS);
         place = memory.take<T>(ROWS);
+        largest = memory.take<T>(ROWS);
+        second = memory.take<T>(ROWS);
         for (T** to : {&steps, &block_norms}) *to = memory.take<T>(Base::MOST_KEYS + 1);
         for (Int<T>** to : {&line, &seen, &own, &token, &copies, &followers}) *to = memory.take<Int<T>>(ROWS);
         most.take(memory, s->most);
@@ -53,7 +56,7 @@ struct Look : Sweep<T, QV> {
             return s->floor ? static_cast<const T*>(s->floor)[block.row(r < block.count ? r : 0)] : never;
         });
         for (int r = 0; r < ROWS; r++) {
-            highest[r] = never;
+            highest[r] = largest[r] = second[r] = never;
             seen[r] = copies[r] = followers[r] = 0;
         }
         norms = s->norms ? static_cast<const T*>(s->norms) + (block.b * f.kv_heads + block.kv_head) * f.keys : nullptr;
@@ -107,6 +110,7 @@ struct Look : Sweep<T, QV> {
                 for (int j = 0; j < keys; j++) x = greater<T>(load(p + j * ROWS + v * L), x);
                 store(highest + v * L, x);
             }
+        if (s->value[SECOND_WEIGHT]) find_second(p, keys);
         if (counts) count(block, j0, keys);
         if (s->bins && !block.all_seen)
             for (int j = 0; j < keys; j++)
@@ -118,6 +122,19 @@ struct Look : Sweep<T, QV> {
     }
     INLINE static I<T> is_seen(const T* p, int j, int v) {
         return load(p + j * ROWS + v * L) != -std::numeric_limits<T>::infinity();
+    }
+    // The two largest logits of each row; of equal ones both.
+    void find_second(const T* p, int keys) {
+        UNROLL_FOR(v, QV) {
+            V<T> one = load(largest + v * L), two = load(second + v * L);
+            for (int j = 0; j < keys; j++) {
+                const V<T> x = load(p + j * ROWS + v * L);
+                two = greater<T>(x > one ? one : x, two);
+                one = greater<T>(x, one);
+            }
+            store(largest + v * L, one);
+            store(second + v * L, two);
+        }
     }
     // Keys that are seen, of each row, of each row and bin, and rows that see each key.
     template <class Block>
@@ -380,6 +397,9 @@ struct Look : Sweep<T, QV> {
             [&](int v) { return choices_of(v) >= 2 ? entropy(v) / log1p(choices_of(v) - 1) : none; });
         say(rows, s->value[MAX_WEIGHT],
             [&](int v) { return exp2(load(highest + v * L) - load(rows.top + v * L)) * scale(v); });
+        say(rows, s->value[SECOND_WEIGHT], [&](int v) {
+            return greater<T>(weight_of(load(second + v * L), load(rows.top + v * L)), V<T>{}) * scale(v);
+        });
         say(rows, s->value[EFFECTIVE_KEYS], [&](int v) {
             const V<T> squares = of(SQUARES, v) * scale(v) * scale(v);
             return squares >= std::numeric_limits<T>::min() ? 1 / squares

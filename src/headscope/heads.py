@@ -13,11 +13,27 @@ import torch
 from torch import Tensor, nn
 
 from headscope._attend.call import as_whole, kind, number
-from headscope._intercept import module_names, patching, transformers
-from headscope._intercept.call import Call, WatchError, WatchWarning
-from headscope._intercept.frames import Frame
-from headscope._intercept.module_names import Choice
-from headscope.watching._edits import Choose, Layout
+from headscope._intercept import (
+    Call,
+    Choice,
+    Choose,
+    Frame,
+    Layout,
+    WatchError,
+    WatchWarning,
+    close_watch,
+    describe_modules,
+    describe_unrecorded,
+    enclosing_paths,
+    find_compiled,
+    find_unobserved,
+    list_modules,
+    match_modules,
+    open_watch,
+    select_modules,
+    summarize_names,
+    transformers_refusal,
+)
 
 __all__ = ["Ablation", "ablate", "head_importance"]
 
@@ -51,11 +67,11 @@ def ablate(model: nn.Module, heads: Mapping[str, Heads], scale: float = 0.0) -> 
     scale = number("scale", scale)
     if not abs(scale) < float("inf"):
         raise ValueError(f"scale: got {scale}, wanted a finite number")
-    modules = module_names.modules_of(model)
+    modules = list_modules(model)
     chosen: dict[str, set[int] | None] = {}
     patterns: dict[str, list[str]] = {}
     for pattern, which in heads.items():
-        patterns[pattern] = module_names.fitting(modules, pattern, "heads")
+        patterns[pattern] = match_modules(modules, pattern, "heads")
         numbers = _numbers(pattern, which)
         for name in patterns[pattern]:
             before = chosen.get(name, set[int]())
@@ -73,13 +89,13 @@ def _numbers(layer: str, heads: Heads) -> set[int] | None:
     if heads == "all":
         return None
     one = as_whole(heads)
-    found = heads if one is None else [one]
-    if isinstance(found, (str, bool)) or not isinstance(found, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
+    numbered = heads if one is None else [one]
+    if isinstance(numbered, (str, bool)) or not isinstance(numbered, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f'heads: got {heads!r} for {layer!r}, wanted a number, numbers or "all"')
-    if not found:
+    if not numbered:
         raise ValueError(f"heads: got none for {layer!r}, wanted at least one")
     numbers: set[int] = set()
-    for each in found:
+    for each in numbered:
         head = as_whole(each)
         if head is None:
             raise TypeError(f"heads: got {kind(each)} for {layer!r}, wanted whole numbers")
@@ -94,7 +110,7 @@ def _fitting(modules: Mapping[str, nn.Module], patterns: Collection[str]) -> set
     return {
         name
         for name in modules
-        if any(fnmatchcase(part, pattern) for part in module_names.path_of(name) for pattern in patterns)
+        if any(fnmatchcase(part, pattern) for part in enclosing_paths(name) for pattern in patterns)
     }
 
 
@@ -111,17 +127,17 @@ class _Acting:
         self._warned: set[str] = set()
 
     def open(self) -> None:
-        if found := module_names.compiled(self.modules):
+        if compiled := find_compiled(self.modules):
             raise WatchError(
                 "heads: the model, or a part of it, runs compiled, so that its heads cannot be reached; run it as it "
-                f"was before torch.compile or torch.jit; compiled: {', '.join(found[:8])}"
+                f"was before torch.compile or torch.jit; compiled: {', '.join(compiled[:8])}"
             )
-        if refusal := transformers.refusal(self.modules):
+        if refusal := transformers_refusal(self.modules):
             raise WatchError(refusal.replace("watch:", "heads:", 1))
-        patching.open_watch(self, self.modules)
+        open_watch(self, self.modules)
 
     def close(self) -> None:
-        patching.close_watch(self, self.modules)
+        close_watch(self, self.modules)
 
     def begin(self) -> _Pass:
         """A forward pass starts.
@@ -140,9 +156,9 @@ class _Acting:
         """
         if not finished:
             return
-        missing = module_names.unseen(self.modules, forward.ran, forward.seen)
+        missing = find_unobserved(self.modules, forward.ran, forward.observed)
         missing = [name for name in missing if self.means(name)]
-        texts = module_names.unrecorded(self.modules, forward.unrecorded, forward.seen, missing)
+        texts = describe_unrecorded(self.modules, forward.unrecorded, forward.observed, missing)
         for name, text in texts.items():
             if self.means(name) and name not in self._warned:
                 self._warned.add(name)
@@ -150,7 +166,7 @@ class _Acting:
         if missing:
             raise WatchError(
                 f"heads: of the attention layers that ran {len(missing)} could not be reached: "
-                f"{module_names.with_classes(self.modules, missing)}. None calls scaled_dot_product_attention or "
+                f"{describe_modules(self.modules, missing)}. None calls scaled_dot_product_attention or "
                 "anything else that headscope knows"
             )
 
@@ -171,7 +187,7 @@ class _Pass:
     def __init__(self, acting: _Acting) -> None:
         self.acting = acting
         self.ran: dict[str, None] = {}
-        self.seen: set[str] = set()
+        self.observed: set[str] = set()
         self.unrecorded: dict[str, str | None] = {}
 
     def note_unrecorded(self, name: str, operator: str | None) -> None:
@@ -184,7 +200,7 @@ class _Pass:
 
     def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
         """A module has made its attention call."""
-        self.seen.add(name)
+        self.observed.add(name)
         self.acting.layout.attended.add(name)
 
     def factors(self, name: str, heads: int) -> Tensor | None:
@@ -212,7 +228,7 @@ class Ablation(_Acting):
         self._patterns = patterns
         self._scale = scale
         self._entered = False
-        self._made: dict[str, Tensor] = {}
+        self._factors: dict[str, Tensor] = {}
 
     def __enter__(self) -> Ablation:
         if self._entered:
@@ -240,16 +256,16 @@ class Ablation(_Acting):
 
     def factors(self, name: str, heads: int) -> Tensor | None:
         """``scale`` for those that were named, 1 for the others."""
-        if name not in self._made:
+        if name not in self._factors:
             numbers = self._chosen[name]
             beyond = [number for number in sorted(numbers or ()) if number >= heads]
             if beyond:
                 raise WatchError(f"ablate: layer {name} has no head {beyond[0]}, wanted numbers from 0 to {heads - 1}")
             with torch.inference_mode(False):  # it outlives this pass: a later one may want gradients
-                made = torch.ones(heads, dtype=torch.float64, device="cpu")
-                made[list(range(heads)) if numbers is None else sorted(numbers)] = self._scale
-            self._made[name] = made
-        return self._made[name]
+                factors = torch.ones(heads, dtype=torch.float64, device="cpu")
+                factors[list(range(heads)) if numbers is None else sorted(numbers)] = self._scale
+            self._factors[name] = factors
+        return self._factors[name]
 
 
 # ---------------------------------------------------------------- importance
@@ -282,15 +298,17 @@ def head_importance(
     _check_model(model)
     if method not in ("gradient", "ablation"):
         raise ValueError(f'method: got {method!r}, wanted "gradient" or "ablation"')
-    modules = module_names.modules_of(model)
-    gauge = _Gauge(modules, partial(module_names.chosen, layers=layers), learn=method == "gradient")
+    modules = list_modules(model)
+    gauge = _Gauge(modules, partial(select_modules, layers=layers), learn=method == "gradient")
     gauge.open()
     try:
-        found = _by_gradient(model, loss_fn, gauge) if method == "gradient" else _by_ablation(model, loss_fn, gauge)
+        importance = (
+            _by_gradient(model, loss_fn, gauge) if method == "gradient" else _by_ablation(model, loss_fn, gauge)
+        )
         gauge.layout.check(last=True)
     finally:
         gauge.close()
-    return {name: found[name] for name in modules if name in found}
+    return {name: importance[name] for name in modules if name in importance}
 
 
 class _Gauge(_Acting):
@@ -310,8 +328,8 @@ class _Gauge(_Acting):
         """The layer's factors."""
         if name not in self.scales:
             with torch.inference_mode(False):
-                made = torch.ones(heads, dtype=torch.float64, device="cpu", requires_grad=self.learn)
-            self.scales[name] = made
+                factors = torch.ones(heads, dtype=torch.float64, device="cpu", requires_grad=self.learn)
+            self.scales[name] = factors
         return self.scales[name]
 
 
@@ -322,33 +340,33 @@ def _by_gradient(model: nn.Module, loss_fn: Loss, gauge: _Gauge) -> dict[str, Te
     if not losses.requires_grad:
         raise ValueError("loss_fn: its loss has no gradient; the model ran under torch.no_grad(), or it was detached")
     names, scales = list(gauge.scales), list(gauge.scales.values())
-    found: dict[str, Tensor] = {}
+    importance: dict[str, Tensor] = {}
     for n, loss in enumerate(losses):
         grads: Any = torch.autograd.grad(loss, scales, retain_graph=n + 1 < len(losses), allow_unused=True)
         for name, grad in zip(names, grads, strict=True):
             if grad is not None:
-                found[name] = found.get(name, 0.0) + grad.abs() / len(losses)
-    if lost := [name for name in names if name not in found]:
+                importance[name] = importance.get(name, 0.0) + grad.abs() / len(losses)
+    if lost := [name for name in names if name not in importance]:
         raise ValueError(
             f"loss_fn: its loss does not depend on the heads of {', '.join(lost)}: their output is not used, or they "
             "ran without gradients; leave them out with layers="
         )
-    return found
+    return importance
 
 
 @torch.no_grad()
 def _by_ablation(model: nn.Module, loss_fn: Loss, gauge: _Gauge) -> dict[str, Tensor]:
     whole = _losses(loss_fn(model), gauge).double().mean()
-    found: dict[str, Tensor] = {}
-    while waiting := [name for name in gauge.scales if name not in found]:  # a layer may first run in a later pass
+    importance: dict[str, Tensor] = {}
+    while waiting := [name for name in gauge.scales if name not in importance]:  # a layer may first run in a later pass
         for name in waiting:
             scale = gauge.scales[name]
-            found[name] = torch.zeros_like(scale)
+            importance[name] = torch.zeros_like(scale)
             for head in range(len(scale)):
                 scale[head] = 0.0
-                found[name][head] = _losses(loss_fn(model), gauge).double().mean() - whole
+                importance[name][head] = _losses(loss_fn(model), gauge).double().mean() - whole
                 scale[head] = 1.0
-    return found
+    return importance
 
 
 def _losses(loss: object, gauge: _Gauge) -> Tensor:
@@ -360,6 +378,6 @@ def _losses(loss: object, gauge: _Gauge) -> Tensor:
             f"loss_fn: returned a tensor {list(loss.shape)}, wanted one number, or one for each example [N]"
         )
     if not gauge.scales:
-        names = module_names.some_of(gauge.modules)
+        names = summarize_names(gauge.modules)
         raise WatchError(f"head_importance: no attention call was seen while loss_fn ran; the model's modules: {names}")
     return loss.reshape(-1)

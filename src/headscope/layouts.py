@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from headscope._attend.call import FLOATS, check_layout, kind, whole
 from headscope._layouts.expressible import changed_calls, check_calls, check_expressible, check_rotary
 from headscope._layouts.table import HEADS, LAYOUTS, PROJECTIONS, QKV, Layout, Part, cut, read, write
-from headscope._linear.layer import is_linear, strangers
+from headscope._linear.layer import is_linear, unknown_projections
 from headscope.module import MultiHeadAttention
 from headscope.module._pruning import check_kept
 from headscope.positions import RelativeBias
@@ -160,7 +160,7 @@ def to_state_dict(module: MultiHeadAttention, layout: str, *, prefix: str = "") 
             in its class or set on it or on a part; or a part with hooks.
     """
     found = _named(layout)
-    for name, part in strangers(module).items():
+    for name, part in unknown_projections(module).items():
         raise ValueError(f"module: {name} is a {type(part).__name__}, wanted nn.Linear, or one with its forward")
     check_calls(module)
     tensors = _parameters(module)

@@ -7,6 +7,7 @@ headscope's in two places: True in a mask means *hidden*, and the batch comes se
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TypeGuard
 
 import torch
@@ -85,15 +86,15 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise ValueError(
                 f"module: {type(module).__name__} has a forward of its own, wanted nn.MultiheadAttention's"
             )
-        made = cls(
+        twin = cls(
             module.embed_dim, module.num_heads, module.dropout, module._parameters["in_proj_bias"] is not None,
             add_zero_attn=module.add_zero_attn, kdim=module.kdim, vdim=module.vdim, batch_first=module.batch_first,
             device="meta",
         )  # fmt: skip
         for name, parameter in module._parameters.items():  # bias_k and bias_v among them
-            setattr(made, name, parameter)
-        made.out_proj = module.out_proj
-        return made.train(module.training)
+            setattr(twin, name, parameter)
+        twin.out_proj = module.out_proj
+        return twin.train(module.training)
 
     def forward(
         self,
@@ -136,7 +137,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         hidden = attn_mask, key_padding_mask if batched or key_padding_mask is None else key_padding_mask[None]
         _check_masks(*hidden, sizes)
         k, v, extra = self._more_keys(k, v)
-        mask, bias = _seen(*hidden, sizes, extra, hinted=is_causal and not need_weights)
+        mask, bias = _to_mask_and_bias(*hidden, sizes, extra, hinted=is_causal and not need_weights)
         out, weights = self._attend(q, k, v, mask, bias, need_weights)
         out = out.permute((0, 2, 1, 3) if first else (2, 0, 1, 3)).flatten(2)  # [N, L, E] or [L, N, E]
         out = linear(out, self.out_proj.weight, self.out_proj.bias)
@@ -211,24 +212,34 @@ def replace(model: nn.Module) -> list[str]:
     """
     if _is_torchs(model):
         raise TypeError("model: is itself a MultiheadAttention; wanted a model that holds some. See from_torch")
-    found = list(_places(model))
-    made: dict[nn.MultiheadAttention, MultiheadAttention] = {}  # a shared module stays shared
-    for *_, module in found:
-        made[module] = made.get(module) or MultiheadAttention.from_torch(module)
-    for parent, name, _, module in found:
-        setattr(parent, name, made[module])
+    places = list(_places(model))
+    twins: dict[nn.MultiheadAttention, MultiheadAttention] = {}  # a shared module stays shared
+    for place in places:
+        twins[place.module] = twins.get(place.module) or MultiheadAttention.from_torch(place.module)
+    for place in places:
+        setattr(place.parent, place.name, twins[place.module])
     for each in model.modules():
         if isinstance(each, nn.TransformerEncoder):
             each.use_nested_tensor = False
-    return [path for _, _, path, _ in found]
+    return [place.path for place in places]
 
 
-def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.MultiheadAttention]]:
-    """Where torch's modules are: the module that holds each, by which name, its path, itself."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one of torch's modules is: the module that holds it, its name there, and its path in the model."""
+
+    parent: nn.Module
+    name: str
+    path: str
+    module: nn.MultiheadAttention
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    """Yield the places of torch's modules in a model."""
     for path, parent in model.named_modules():
         for name, child in parent._modules.items():  # by every name that it has
             if _is_torchs(child):
-                yield parent, name, f"{path}.{name}".lstrip("."), child
+                yield _Place(parent, name, f"{path}.{name}".lstrip("."), child)
 
 
 def _is_torchs(module: nn.Module | None) -> TypeGuard[nn.MultiheadAttention]:
@@ -240,8 +251,8 @@ def _is_torchs(module: nn.Module | None) -> TypeGuard[nn.MultiheadAttention]:
 
 
 def _check_inputs(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> None:
-    given = {"query": query, "key": key, "value": value}
-    for name, x in given.items():
+    inputs = {"query": query, "key": key, "value": value}
+    for name, x in inputs.items():
         if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
             raise TypeError(f"{name}: got {kind(x)}, wanted a torch.Tensor")
         if x.is_nested:
@@ -250,40 +261,40 @@ def _check_inputs(module: nn.MultiheadAttention, query: Tensor, key: Tensor, val
                 "nested tensors unless it is built with enable_nested_tensor=False or passed to replace()"
             )
     if query.ndim not in (2, 3):
-        raise ValueError(f"query: has {query.ndim} axes, wanted 2 ([L, E]) or 3 (with a batch); {shapes(**given)}")
-    for (name, x), width in zip(given.items(), (module.embed_dim, module.kdim, module.vdim), strict=True):
+        raise ValueError(f"query: has {query.ndim} axes, wanted 2 ([L, E]) or 3 (with a batch); {shapes(**inputs)}")
+    for (name, x), width in zip(inputs.items(), (module.embed_dim, module.kdim, module.vdim), strict=True):
         if x.ndim != query.ndim:
-            raise ValueError(f"{name}: has {x.ndim} axes, query has {query.ndim}; {shapes(**given)}")
+            raise ValueError(f"{name}: has {x.ndim} axes, query has {query.ndim}; {shapes(**inputs)}")
         if x.shape[-1] != width:
-            raise ValueError(f"{name}: axis {x.ndim - 1} (E) is {x.shape[-1]}, wanted {width}; {shapes(**given)}")
+            raise ValueError(f"{name}: axis {x.ndim - 1} (E) is {x.shape[-1]}, wanted {width}; {shapes(**inputs)}")
     if key.shape[:-1] != value.shape[:-1]:
-        raise ValueError(f"value: its batch and length are not those of key; {shapes(**given)}")
+        raise ValueError(f"value: its batch and length are not those of key; {shapes(**inputs)}")
     axis = 0 if module.batch_first else 1
     if query.ndim == 3 and key.shape[axis] != query.shape[axis]:
         raise ValueError(
             f"key: axis {axis} (N) is {key.shape[axis]}, query has {query.shape[axis]}; "
-            f"batch_first is {module.batch_first}; {shapes(**given)}"
+            f"batch_first is {module.batch_first}; {shapes(**inputs)}"
         )
 
 
 def _check_masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[int, int, int, int]) -> None:
     batch, heads, queries, keys = sizes
-    wanted = {
+    expected = {
         "attn_mask": (attn_mask, {2: [queries, keys], 3: [batch * heads, queries, keys]}, "[L, S] or [N * H, L, S]"),
         "key_padding_mask": (padding, {2: [batch, keys]}, "[N, S], or [S] without batch"),
     }
-    for name, (mask, allowed, axes) in wanted.items():
+    for name, (mask, allowed, axes) in expected.items():
         if mask is None:
             continue
         check_no_causal_bias(name, mask, "pass a boolean tensor (True = hidden)")
         if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"{name}: got {kind(mask)}, wanted a tensor of bool (True = hidden) or of a floating type")
         if list(mask.shape) != allowed.get(mask.ndim):
-            sizes_wanted = " or ".join(map(str, allowed.values()))
-            raise ValueError(f"{name}: is {list(mask.shape)}, wanted {axes}: {sizes_wanted}")
+            shapes_expected = " or ".join(map(str, allowed.values()))
+            raise ValueError(f"{name}: is {list(mask.shape)}, wanted {axes}: {shapes_expected}")
 
 
-def _seen(
+def _to_mask_and_bias(
     attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[int, int, int, int], extra: int, *, hinted: bool
 ) -> tuple[Mask | None, Tensor | None]:
     """torch's masks (True = hidden, or numbers to add) as mask and bias; ``extra`` keys come first, seen by all."""

@@ -15,9 +15,10 @@ import headscope
 NOT_NEEDED = ("matplotlib", "tokenizers", "jinja2", "rich", "click", "PIL", "safetensors", "transformers", "sklearn")
 
 
-def loaded(code: str) -> set[str]:
-    """The modules loaded after running code in a fresh interpreter."""
-    code += "\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
+def loaded(code: str, before: str = "") -> set[str]:
+    """The modules that code loads in a fresh interpreter, where other code has run before."""
+    code = f"{before}\nimport sys, json; there = set(sys.modules)\n{code}"
+    code += "\nprint(json.dumps(sorted(set(sys.modules) - there)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     return set(json.loads(done.stdout.splitlines()[-1]))
 
@@ -29,7 +30,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 
 def test_the_command_line_loads_next_to_nothing_before_it_catches_ctrl_c() -> None:
-    modules = loaded("import headscope.cli") - loaded("import headscope, signal, warnings")
+    modules = loaded("import headscope.cli", before="import headscope, signal, warnings")
     assert modules == {"headscope.cli", "headscope.cli._main"}
 
 
@@ -38,7 +39,7 @@ def test_attention_loads_torch_and_nothing_else_of_weight() -> None:
     call = "import torch; q = torch.zeros(1, 1, 2, 4)"
     ours = "from headscope import attention, masks, MultiHeadAttention; attention(q, q, q, mask=masks.causal())"
     ours += "; MultiHeadAttention(4, 2)(q[0], mask=masks.Prefix(1))"
-    extra = loaded(f"{call}; {ours}") - loaded(call)
+    extra = loaded(ours, before=call)
     assert {"headscope.functional", "headscope.module"} <= extra
     assert {name.split(".")[0] for name in extra} - sys.stdlib_module_names == {"headscope"}, extra
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +18,7 @@ from headscope._intercept.masks import split
 from headscope.functional import weights
 from headscope.masks import Band, Mask, causal
 from headscope.watching import WatchError
+from support.forking import run_program
 
 T = 6
 VARIANTS: dict[str, tuple[Callable[..., CausalBias], Mask]] = {
@@ -79,7 +78,8 @@ def test_headscope_does_not_import_the_module_of_causal_bias() -> None:
         "headscope.observe(q, q, q, bias=torch.zeros(4, 4).as_subclass(type('Own', (torch.Tensor,), {})))",
         "assert 'torch.nn.attention.bias' not in sys.modules",
     )
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=60)
+    done = run_program("\n".join(lines))
+    assert done.returncode == 0, done.stderr
 
 
 class Attends(nn.Module):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +15,7 @@ import headscope
 import headscope.onnx
 from headscope import masks
 from headscope.masks import KeyLengths
+from support.forking import run_program
 from support.paths import DOCS
 
 BACKENDS = ("cpu", "sdpa", "blocked", "reference")
@@ -209,7 +208,7 @@ print("agrees")
 
 
 def test_ddp_and_fsdp2_train_the_same() -> None:
-    done = subprocess.run([sys.executable, "-c", PARALLEL], capture_output=True, text=True, timeout=120, check=False)
+    done = run_program(PARALLEL, timeout=120)
     assert done.stdout.endswith("agrees\n"), done.stderr  # behind what older versions of gloo print
 
 

@@ -6,7 +6,6 @@ backend.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 
@@ -23,9 +22,9 @@ from support.tolerance import assert_as_accurate
 pytestmark = pytest.mark.skipif(native.native is None, reason="the native extension was not built: no C++ compiler")
 
 
-# Each target in a process of its own: of one that has imported what takes long.
+# Each target in a process of its own: of one that has imported torch.
 FORCED = """
-import itertools, os, torch._dynamo
+import itertools, os, torch
 
 def compare(target):
     from headscope import attend, masks
@@ -415,7 +414,7 @@ print("read nothing else")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_keys_beyond_the_lengths_are_not_read(dtype: str) -> None:
     """Nor are they copied, which took as long as all of a static cache is."""
-    ended = subprocess.run([sys.executable, "-c", GUARDED, dtype], capture_output=True, text=True)
+    ended = run(GUARDED, dtype)
     assert ended.stdout == "read nothing else\n", f"exit code {ended.returncode}: {ended.stderr}"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config as inductor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,6 +24,7 @@ from headscope._attend import operators
 from headscope._attend.backends import native
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, causal, window
 from support.attention_cases import OPTIONS, SIZES, Asked, B, H, K, Q, gradients, tensors
+from support.forking import run_program
 
 pytestmark = [
     pytest.mark.skipif(native.native is None, reason="the native extension was not built: no C++ compiler"),
@@ -31,6 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning"),
 ]
 
+LONG = pytest.mark.long  # on combinations of what other cases compile
 FORWARD, BACKWARD = "headscope.attend_forward.default", "headscope.attend_backward.default"
 
 
@@ -146,7 +148,10 @@ def test_fake_results_are_laid_out_as_real_ones(option: str, backend: str, dtype
 # ---------------------------------------------------------------- torch.compile
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+LIKE_OTHERS = ("Dv 1", "scale 0", "scale 2", "softcap, scale", "bias of heads", "bias of queries", "mask: top-left")
+
+
+@pytest.mark.parametrize("option", [pytest.param(name, marks=[LONG] * (name in LIKE_OTHERS)) for name in OPTIONS])
 def test_every_option_compiles_to_the_operator(option: str) -> None:
     asked = OPTIONS[option](torch.float32)
     seen = Seen()
@@ -176,7 +181,13 @@ LENGTHS = KeyLengths(torch.tensor([9, 4]))
 
 @pytest.mark.parametrize(
     ("mask", "dynamic"),
-    [(None, None), (causal(), None), (window(3) | Prefix(2), None), (causal() & LENGTHS, None), (causal(), True)],
+    [
+        (None, None),
+        pytest.param(causal(), None, marks=LONG),
+        (window(3) | Prefix(2), None),
+        (causal() & LENGTHS, None),
+        (causal(), True),
+    ],
     ids=str,
 )
 def test_one_graph_for_every_length(mask: Mask | None, dynamic: bool | None) -> None:
@@ -228,17 +239,30 @@ def test_the_seed_of_dropout_is_drawn_by_each_run(backend: str) -> None:
     assert not torch.equal(first, second), "the seed is part of the graph"
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_with_dropout_drops_the_same_in_both_passes() -> None:
+@pytest.mark.parametrize(
+    ("backend", "fused"),
+    [
+        # the partition into passes, and what inductor recomputes; and its own calls of the operators
+        ("aot_eager_decomp_partition", True), ("inductor", False),
+        # with kernels of its own, which g++ compiles for 15 s
+        pytest.param(
+            "inductor", True, marks=[LONG, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
+        ),
+    ],
+)  # fmt: skip
+def test_inductor_with_dropout_drops_the_same_in_both_passes(backend: str, fused: bool) -> None:
     q, k = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 7, 4)
     v = torch.eye(7).expand(1, 2, 7, 7).clone().requires_grad_()  # out shows the dropped weights; so does the gradient
 
     def run(v: Tensor) -> Tensor:
+        if not fused:
+            return headscope.attention(q, k, v, mask=causal(), dropout=0.4)
         return headscope.attention(q * 2, k * 0.5, v, mask=causal(), dropout=0.4) * 1.0
 
     torch.manual_seed(0)
-    out = compiled(run, backend="inductor")(v)
-    (gradient,) = torch.autograd.grad(out.sum(), v)
+    with inductor.patch(fallback_random=not fused):
+        out = compiled(run, backend=backend)(v)
+        (gradient,) = torch.autograd.grad(out.sum(), v)
     torch.testing.assert_close(gradient[..., 0], out.detach().sum(2), rtol=1e-5, atol=1e-6)
     assert 0 < int((out == 0).sum()) < out.numel()
 
@@ -325,7 +349,7 @@ def test_an_exported_program_is_saved_and_loaded(tmp_path: Any) -> None:
     torch.export.save(program, tmp_path / "program.pt2")
     torch.save((x, lengths, module(x, lengths).detach()), tmp_path / "given.pt")
     paths = [str(tmp_path / "program.pt2"), str(tmp_path / "given.pt")]
-    done = subprocess.run([sys.executable, "-c", LOADED, *paths], capture_output=True, text=True, timeout=120)
+    done = run_program(LOADED, *paths)
     assert done.stdout == "agrees\n", done.stderr
 
 
@@ -417,9 +441,16 @@ def test_vmap_inside_a_compiled_function_is_left_to_others() -> None:
         compiled(torch.func.vmap(lambda q: headscope.attention(q, q, q, backend="cpu")))(q)
 
 
-@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
-    "bias", [positions.ALiBi(2), positions.RelativeBias(2, positions.T5Buckets()), None], ids=["alibi", "t5", "rotary"]
+    ("bias", "strict"),
+    [
+        pytest.param(positions.ALiBi(2), False, marks=LONG, id="alibi"),
+        pytest.param(positions.ALiBi(2), True, id="alibi, strict"),
+        pytest.param(positions.RelativeBias(2, positions.T5Buckets()), False, id="t5"),
+        pytest.param(positions.RelativeBias(2, positions.T5Buckets()), True, marks=LONG, id="t5, strict"),
+        pytest.param(None, False, marks=LONG, id="rotary"),
+        pytest.param(None, True, id="rotary, strict"),
+    ],
 )
 def test_an_exported_module_takes_positions_of_any_batch_and_length(bias: Any, strict: bool) -> None:
     rotary = positions.Rotary(8) if bias is None else None
@@ -443,7 +474,7 @@ def test_a_bias_with_a_fixed_number_of_heads_fits_a_graph_of_any_number() -> Non
     torch.testing.assert_close(run(q, bias), headscope.attention(q, q, q, bias=bias))
 
 
-@pytest.mark.parametrize("mask", [Band(3, 0), Prefix(3) | causal(), causal()], ids=str)
+@pytest.mark.parametrize("mask", [pytest.param(Band(3, 0), marks=LONG), Prefix(3) | causal(), causal()], ids=str)
 def test_queries_and_keys_are_open_apart_by_definition_too(mask: Mask) -> None:
     counter = CompileCounterWithBackend("eager")
     run = torch.compile(
@@ -482,10 +513,10 @@ def test_gradients_have_the_strides_of_eager_mode(backend: str) -> None:
 @pytest.mark.parametrize(
     ("transform", "itself"),
     [
-        ("jvp", False),
+        pytest.param("jvp", False, marks=LONG),
         ("hessian", True),
         ("grad of grad", False),
-        ("grad of grad", True),
+        pytest.param("grad of grad", True, marks=LONG),
         ("grad of each sample", False),
     ],
 )
@@ -568,8 +599,9 @@ def test_subclasses_are_masked_as_others(mask: Mask, backend: str | None) -> Non
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize(
     ("mask", "transform"),
-    [(causal(), "vmap"), (causal(), "grad"), (Band(1, 0, offset=-1), "vjp"), (Prefix(2), "grad"), (None, "vjp"),
-     *((KeyLengths(torch.tensor([3])), each) for each in ("vmap", "vjp", "grad"))],
+    [(causal(), "vmap"), pytest.param(causal(), "grad", marks=LONG), (Band(1, 0, offset=-1), "vjp"),
+     (Prefix(2), "grad"), pytest.param(None, "vjp", marks=LONG), (KeyLengths(torch.tensor([3])), "vmap"),
+     pytest.param(KeyLengths(torch.tensor([3])), "vjp", marks=LONG), (KeyLengths(torch.tensor([3])), "grad")],
 )  # fmt: skip
 def test_transforms_inside_a_compiled_function_are_masked_as_elsewhere(mask: Mask | None, transform: str) -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 4)
@@ -686,5 +718,5 @@ def test_hidden_nan_spoils_no_gradient_of_a_repeated_call(repeat: int) -> None:
 def test_nothing_is_said_at_exit() -> None:
     code = "import torch; from headscope import attention, masks; q = torch.randn(1, 1, 2, 8)"
     code += "; attention(q, q, q); attention(q, q.requires_grad_(), q, mask=masks.causal()).sum().backward()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_program(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

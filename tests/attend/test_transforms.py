@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning"),
 ]
 
+LONG = pytest.mark.long  # on combinations of what other cases compile
 NO_TANGENTS = "attention: this backend has no gradient in forward mode"
 
 
@@ -213,7 +214,7 @@ def test_a_first_gradient_within_a_compiled_function_is_by_torchs_kernels() -> N
             assert "scaled_dot_product_attention" in called(torch.func.vmap(lambda q: headscope.attention(q, q, q)))
 
 
-@pytest.mark.parametrize("option", ["nothing", "causal", "bias"])
+@pytest.mark.parametrize("option", [pytest.param("nothing", marks=LONG), "causal", "bias"])
 def test_the_default_has_every_derivative_within_a_compiled_function(option: str) -> None:
     q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
     said = {"nothing": {}, "causal": {"mask": causal()}, "bias": {"bias": torch.randn(2, 5, 5)}}[option]
@@ -235,8 +236,15 @@ DERIVATIVES: dict[str, Callable[[Tensor], Tensor]] = {  # what is found beside o
 }
 
 
-@pytest.mark.parametrize("backend", [None, "blocked"])
-@pytest.mark.parametrize("transform", DERIVATIVES)
+@pytest.mark.parametrize(
+    ("transform", "backend"),
+    [
+        ("vmap", None), ("jvp", "blocked"), ("grad", None), ("grad of each sample", "blocked"), ("grad of grad", None),
+        pytest.param("vmap", "blocked", marks=LONG), pytest.param("jvp", None, marks=LONG),
+        pytest.param("grad", "blocked", marks=LONG), pytest.param("grad of each sample", None, marks=LONG),
+        pytest.param("grad of grad", "blocked", marks=LONG),
+    ],
+)  # fmt: skip
 def test_dropout_within_a_compiled_function(transform: str, backend: str | None) -> None:
     q, k = torch.randn(2, 1, 3, 29, 4), torch.randn(1, 3, 31, 4)
     v = torch.eye(31).expand(1, 3, 31, 31).clone()

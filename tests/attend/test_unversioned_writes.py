@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,6 +23,7 @@ from headscope._support.fingerprint import Fingerprint
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, causal
 from headscope.report.serving import RefusedError, Server
 from headscope.stats._tiles import kept_of
+from support.forking import run_ranks
 from support.paths import PROGRAMS
 from support.programs.collective_masks import MASKS
 from support.watched_small import Raw
@@ -59,23 +58,8 @@ def inputs(*, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
 def received(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bool, bool]]:
     """What rank 1 of two processes finds: whether a cached mask is right, and whether the new contents matter."""
     store = tmp_path_factory.mktemp("gloo") / "store"
-    program = PROGRAMS / "collective_masks.py"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(rank), str(store)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        ended = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], ended
-    return json.loads(ended[1][0].splitlines()[-1])  # behind what older versions of gloo print
+    out = run_ranks(PROGRAMS / "collective_masks.py", str(store))[1]
+    return json.loads(out.splitlines()[-1])  # behind what older versions of gloo print
 
 
 @pytest.mark.parametrize("collective", ["broadcast", "all_reduce", "scatter", "recv", "irecv"])

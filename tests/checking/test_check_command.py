@@ -80,6 +80,29 @@ def test_a_bug_is_said_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> N
     assert err == "headscope check: importing and running homework.py, in a process of its own\n"
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command runs the code in this process, which has imported torch, and leaves it as it was."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    for name in ("beside", "exits", "homework", "makes", "small"):
+        monkeypatch.setitem(sys.modules, name, sys)
+        del sys.modules[name]
+
+    def refuse(*_: Any) -> Any:
+        raise OSError("the network is blocked")
+
+    def answer(request: dict[str, Any], timeout: int) -> dict[str, Any]:
+        try:
+            return {"findings": check_child._check(request)}
+        except check_child.MistakeError as error:
+            return {"mistake": str(error)}
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+    monkeypatch.setattr(import_module("headscope.cli._commands.check"), "_ask_child", answer)
+
+
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("arguments", [["plain"], ["with_defaults", "--args="]])
 def test_what_a_function_makes_that_needs_no_arguments_is_checked(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -116,14 +139,9 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
         (["homework.py"], "target: got homework.py, wanted FILE.py:NAME"),
         ([":x"], "target: got :x, wanted FILE.py:NAME"),
         (["exits.py:A"], "A: cannot be made with --args '': SystemExit: 0"),
-        (["exits.py:attend", "--embed-dim", "4"], "tried first (x) with x [2, 7, 4]: SystemExit: 0; give"),
         (["nothing.py:A"], "nothing.py: there is no such file"),
         ([".:A"], ".: is a directory, wanted a Python file"),
         (["homework.py:Attention", "--args", "25, 5", "--embed-dim", "24"], IN_PYTHON),
-        (["small.py:attend"], "--embed-dim: missing; there are no weights to derive it from"),
-        (["small.py:attend", "--args", ""], "attend: cannot be made with --args '': TypeError"),
-        (["makes.py:fails"], "fails: cannot be made with --args '': RuntimeError: no"),
-        (["makes.py:sometimes"], "--embed-dim: missing"),
         (["small.py:attend", "--scale", "nan"], "--scale: got nan, wanted a finite number above 0"),
         (["small.py:attend", "--scale", "inf"], "--scale: got inf, wanted a finite number above 0"),
         (["small.py:attend", "--scale", "0"], "--scale: got 0, wanted a finite number above 0"),
@@ -148,6 +166,28 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert said in err.splitlines()[-1]
     assert err.splitlines()[-1].startswith("headscope check: ")
     assert "\x1b" not in err
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["exits.py:attend", "--embed-dim", "4"], "tried first (x) with x [2, 7, 4]: SystemExit: 0; give"),
+        (["small.py:attend"], "--embed-dim: missing; there are no weights to derive it from"),
+        (["small.py:attend", "--args", ""], "attend: cannot be made with --args '': TypeError"),
+        (["makes.py:fails"], "fails: cannot be made with --args '': RuntimeError: no"),
+        (["makes.py:sometimes"], "--embed-dim: missing"),
+    ],
+)
+def test_a_mistake_of_the_code_is_one_line_and_exit_code_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    last = err.splitlines()[-1]  # behind what the code prints, which goes to the same stream here
+    assert last.startswith("headscope check: ")
+    assert said in last
 
 
 FORKS = """

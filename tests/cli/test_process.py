@@ -11,12 +11,14 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from headscope._attend.backends import native
 from headscope.cli import main
+from support.forking import run_program
 from support.processes import POSIX, PROGRAM, STRIKE, headscope, names
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="streams as /dev/full and the errors of Linux have them")
@@ -73,7 +75,7 @@ def test_a_native_target_that_is_not_here_is_a_mistake(arguments: tuple[str, ...
 def test_help_imports_no_more_than_click(arguments: str, tmp_path: Path) -> None:
     heavy = ("torch", "numpy", "rich", "matplotlib", "PIL", "tokenizers", "jinja2", "safetensors")
     setup = f"import atexit; atexit.register(lambda: print([m for m in {heavy} if m in sys.modules], file=sys.stderr))"
-    ran = headscope(*arguments.split(), cwd=tmp_path, setup=setup)
+    ran = headscope(*arguments.split(), cwd=tmp_path, setup=setup, fresh=True)
     assert ran.returncode == 0
     assert ran.stdout
     assert ran.stderr == "[]\n"
@@ -81,16 +83,15 @@ def test_help_imports_no_more_than_click(arguments: str, tmp_path: Path) -> None
 
 def test_a_mistake_in_the_text_waits_for_nothing(tmp_path: Path) -> None:
     setup = "import atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))"
-    ran = headscope("text", "", cwd=tmp_path, setup=setup)
+    ran = headscope("text", "", cwd=tmp_path, setup=setup, fresh=True)
     assert (ran.returncode, ran.stdout, ran.stderr) == (2, "", "headscope text: text: is empty\nFalse\n")
 
 
 @POSIX
 @pytest.mark.parametrize("setup", [AT_IMPORT, AT_INPUT, WHILE_PRINTING], ids=["import", "input", "printing"])
 def test_ctrl_c_is_one_line_and_130(setup: str, tmp_path: Path) -> None:
-    ran = headscope("text", "-", "--no-page", cwd=tmp_path, setup=setup) if setup is AT_INPUT else headscope(
-        "text", "a", "--no-page", cwd=tmp_path, setup=setup
-    )  # fmt: skip
+    text = "-" if setup is AT_INPUT else "a"
+    ran = headscope("text", text, "--no-page", cwd=tmp_path, setup=setup, fresh=setup is AT_IMPORT)
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "headscope: interrupted\n")
     assert names(tmp_path) == []
 
@@ -141,10 +142,8 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_closed_pipe_is_no_error(arguments: tuple[str, ...], tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)  # as `| head -1` does sooner or later: here before the first line
-    process = subprocess.run(
-        [sys.executable, "-m", "headscope", *arguments],
-        cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    program = "import runpy; runpy.run_module('headscope', run_name='__main__', alter_sys=True)"
+    process = run_program(program, *arguments, cwd=tmp_path, timeout=120, streams=(None, writer, None))
     os.close(writer)
     assert (process.returncode, process.stderr) == (141, "")
     assert names(tmp_path) == (["headscope-report.html"] if arguments[0] == "text" else []), (
@@ -152,8 +151,27 @@ def test_a_closed_pipe_is_no_error(arguments: tuple[str, ...], tmp_path: Path) -
     )
 
 
+OPENED = {
+    ">/dev/full": (1, "/dev/full", os.O_WRONLY),
+    "1</dev/null": (1, os.devnull, os.O_RDONLY),
+    ">large": (1, "large", os.O_WRONLY | os.O_CREAT),
+    "2>/dev/full": (2, "/dev/full", os.O_WRONLY),
+}
+
+
 def redirected(streams: str, *arguments: str, cwd: Path, setup: str = "") -> subprocess.CompletedProcess[str]:
-    """The command line with streams as a shell redirects them."""
+    """The command line with streams as a shell redirects them.
+
+    A program that imports torch is forked, but where a stream is closed, which Python notices when it starts.
+    """
+    if streams in OPENED and "--help" not in arguments and setup != AT_IMPORT:
+        number, name, flags = OPENED[streams]
+        stream = os.open(cwd / name, flags)
+        given = [stream if fd == number else None for fd in range(3)]
+        try:
+            return run_program(PROGRAM.format(setup=setup), *arguments, cwd=cwd, timeout=120, streams=given)
+        finally:
+            os.close(stream)
     return subprocess.run(
         ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, "-c", PROGRAM.format(setup=setup), *arguments],
         cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, encoding="utf-8", timeout=120, check=False,
@@ -280,22 +298,26 @@ def test_a_terminal_is_used_as_it_asks(
     inherited = {
         name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLORTERM")
     }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "headscope.cli", "image", "--no-page"],
-        cwd=tmp_path, env={**inherited, **usual, **environment}, stdin=theirs, stdout=theirs, stderr=theirs,
-    )  # fmt: skip
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            chunk = os.read(ours, 1 << 16)
-        except OSError:  # how Linux tells the end of a pseudo-terminal
-            break
-        if not chunk:
-            break
-        shown += chunk
-    os.close(ours)
-    assert process.wait(timeout=120) == 0
+    chunks: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # how Linux tells the end of a pseudo-terminal
+            while chunk := os.read(ours, 1 << 16):
+                chunks.append(chunk)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        process = run_program(
+            PROGRAM.format(setup=""), "image", "--no-page",
+            cwd=tmp_path, env={**inherited, **usual, **environment}, timeout=120, streams=(theirs, theirs, theirs),
+        )  # fmt: skip
+    finally:
+        os.close(theirs)
+        reader.join()
+        os.close(ours)
+    shown = b"".join(chunks)
+    assert process.returncode == 0
     assert b"Layer " in shown
     assert (b"\x1b[" in shown) is escapes
     assert (b"[48;5;" in shown or b";48;5;" in shown) is colours, "pictures in colours, or in shades of characters"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from torch.nn import functional as F
 import headscope
 from headscope._attend import context_parallel
 from headscope._attend.backends import native
+from support.forking import run_program, run_ranks
 from support.paths import PROGRAMS
 
 RAISES = "RuntimeError: q, k, v: torch's context parallelism is active"
@@ -23,18 +22,7 @@ RAISES = "RuntimeError: q, k, v: torch's context parallelism is active"
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks report; see context_ranks.py."""
     store = tmp_path_factory.mktemp("ranks") / "store"
-    program = [sys.executable, str(PROGRAMS / "context_parallel_ranks.py")]
-    started = [
-        subprocess.Popen([*program, str(rank), str(store)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        results = [each.communicate(timeout=120) for each in started]
-    finally:
-        for each in started:
-            each.kill()
-    assert [each.returncode for each in started] == [0, 0], results
-    return [json.loads(out) for out, _ in results]
+    return [json.loads(out) for out in run_ranks(PROGRAMS / "context_parallel_ranks.py", str(store))]
 
 
 def test_every_way_to_attend_and_to_observe_raises_inside_context_parallel(ranks: list[dict[str, Any]]) -> None:
@@ -114,8 +102,8 @@ def test_a_compiled_call_raises_as_well(request: pytest.FixtureRequest) -> None:
 def test_without_torch_distributed_tensor_nothing_is_imported() -> None:
     program = "import sys, torch, headscope; q = torch.ones(1, 1, 2, 8); headscope.attention(q, q, q); "
     program += f"print({context_parallel.CONTEXT_PARALLEL!r} in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    done = run_program(program)
+    assert done.stdout.strip() == "False", done.stderr
 
 
 @pytest.fixture

@@ -217,22 +217,27 @@ def test_heldout_loss_is_as_stated(text: TextExample, heldout_ids: list[int]) ->
     assert stated["bits_per_byte"] < 1.5
 
 
-def head_scores(model: torch.nn.Module, sequences: list[list[int]], keys_of: Any, rows: range) -> tuple[Tensor, int]:
-    """Return the mean weight [layers, heads] on `keys_of(sequence, i)` over rows with such keys, and their number."""
-    total = torch.zeros(6, 8, dtype=torch.float64)
-    count = 0
+Keys = Callable[[list[int], int], list[int]]
+
+
+def head_scores(
+    model: torch.nn.Module, sequences: list[list[int]], rows: range, *keys_of: Keys
+) -> list[tuple[Tensor, int]]:
+    """Return, by `keys_of(sequence, i)`, the mean weight [layers, heads] over rows with such keys, and how many."""
+    totals, counts = torch.zeros(len(keys_of), 6, 8, dtype=torch.float64), [0] * len(keys_of)
     for first in range(0, len(sequences), 8):
         part = sequences[first : first + 8]
         with torch.inference_mode():
             _, weights = model(torch.tensor(part), need_weights=True)
         stacked = torch.stack(weights, dim=1)  # [B, layers, H, T, T]
         for sequence, maps in zip(part, stacked, strict=True):
-            for i in rows:
-                keys = keys_of(sequence, i)
-                if keys:
-                    total += maps[:, :, i, keys].double().sum(dim=-1)
-                    count += 1
-    return total / count, count
+            for n, keys in enumerate(keys_of):
+                chosen = torch.zeros(maps.shape[-2:], dtype=torch.bool)
+                for i in rows:
+                    chosen[i, keys(sequence, i)] = True
+                totals[n] += maps[:, :, chosen].double().sum(dim=-1)
+                counts[n] += int(chosen.any(dim=-1).sum())
+    return [(total / count, count) for total, count in zip(totals, counts, strict=True)]
 
 
 def token_before(sequence: list[int], i: int) -> list[int]:
@@ -243,18 +248,17 @@ def after_earlier_copies(sequence: list[int], i: int) -> list[int]:
     return [j for j in range(1, i + 1) if sequence[j - 1] == sequence[i]]
 
 
-@pytest.mark.parametrize(("name", "keys_of"), [("previous", token_before), ("induction", after_earlier_copies)])
-def test_head_scores_on_heldout_text_are_as_stated(
-    text: TextExample, heldout_ids: list[int], name: str, keys_of: Any
-) -> None:
+def test_head_scores_on_heldout_text_are_as_stated(text: TextExample, heldout_ids: list[int]) -> None:
     windows = [heldout_ids[start : start + 256] for start in range(0, 32 * 256, 256)]
-    found, _ = head_scores(text.model, windows, keys_of, range(256))
-    torch.testing.assert_close(found, torch.tensor(text.figures["heads"][name], dtype=torch.float64), **SCORE)
+    scores = head_scores(text.model, windows, range(256), token_before, after_earlier_copies)
+    for name, (found, _) in zip(("previous", "induction"), scores, strict=True):
+        stated = torch.tensor(text.figures["heads"][name], dtype=torch.float64)
+        torch.testing.assert_close(found, stated, msg=lambda text, name=name: f"{name}: {text}", **SCORE)
 
 
 def test_induction_on_repeated_random_tokens_is_as_stated(text: TextExample) -> None:
     block = np.random.default_rng(0).integers(0, 2048, (32, 64)).tolist()
-    found, rows = head_scores(text.model, [ids + ids for ids in block], after_earlier_copies, range(64, 128))
+    [(found, rows)] = head_scores(text.model, [ids + ids for ids in block], range(64, 128), after_earlier_copies)
     assert rows == 32 * 64
     stated = torch.tensor(text.figures["heads"]["induction_repeated"], dtype=torch.float64)
     torch.testing.assert_close(found, stated, **SCORE)

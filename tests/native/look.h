@@ -182,6 +182,12 @@ void measure_row(const Problem& p, const Look& x, const MeasuredRow<A>& row, std
     put(NORMALIZED_ENTROPY, choices < 2 ? NOT : (entropy > 0 ? entropy : 0) / std::log(choices),
         spread / std::log(choices));
     sum(MAX_WEIGHT, double(std::exp(row.top - row.lse)));
+    A largest = 0, second = 0;
+    for (const A w : row.weight) {
+        second = std::max(second, std::min(w, largest));
+        largest = std::max(largest, w);
+    }
+    sum(SECOND_WEIGHT, double(second));
     sum(MASS, mass);
     sum(CHANCE, 1 / choices);
     put(EFFECTIVE_KEYS, 1 / squares, 2 / squares);

@@ -451,8 +451,9 @@ struct Gradients {
 // ---------------------------------------------------------------- one look
 
 const char* const NAMES[QUANTITIES] = {
-    "lse",  "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass",  "first", "distance",
-    "self", "previous",  "next",    "duplicate",          "induction",  "value_norm",     "chance"};
+    "lse",        "max_logit", "entropy",      "normalized_entropy", "max_weight", "effective_keys", "mass",
+    "first",      "distance",  "self",         "previous",           "next",       "duplicate",      "induction",
+    "value_norm", "chance",    "second_weight"};
 
 // What the `most`-th largest weight of each row, if there are so many, has for a logit times log2(e), and somewhat
 // less.

@@ -26,6 +26,7 @@ from headscope.masks import Dense, Documents, KeyLengths, Mask, Prefix, causal, 
 from headscope.stats import HeadStats
 from headscope.stats._layer import Moments, Packed, histogram_edges
 from support.native_targets import TARGETS, run
+from support.paths import TESTS
 
 pytestmark = pytest.mark.skipif(cpu.native is None, reason="the native extension is not installed")
 
@@ -33,15 +34,25 @@ B, H, HKV, Q, K, D, DV = 2, 6, 2, 131, 197, 23, 11
 
 # A slice of this file by each target, in a process of its own: of one that has imported what takes long.
 FORCED = """
-import os, pytest, torch._dynamo
+import os, sys, torch
+sys.path[:0] = {folders!r}
+import test_observe_native as tests
+
+def observe():
+    torch.set_num_threads(1)
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        tests.test_every_dtype(dtype)
+    for option in tests.OPTIONS:
+        if "dense" in option or "sinks" in option:
+            tests.test_every_option(option)
+
 for target in {targets!r}:
     child = os.fork()
     if child == 0:
         os.environ["HEADSCOPE_CPU_TARGET"] = target
-        from headscope._attend.backends import native as cpu
-        assert cpu.native.target() == target, cpu.native.target()
-        slice = "every_dtype or every_option and (dense or sinks)"
-        os._exit(pytest.main(["-q", "-n0", "-p", "no:cacheprovider", {file!r}, "-k", slice]))
+        assert tests.cpu.native.target() == target, tests.cpu.native.target()
+        observe()
+        os._exit(0)
     print(target, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
@@ -587,9 +598,8 @@ def test_of_equal_weights_the_first_are_named(bins: int) -> None:
 
 
 def test_each_target_observes_the_same() -> None:
-    done = run(FORCED.format(targets=TARGETS, file=__file__))
-    for target in TARGETS:
-        assert f"{target} 0\n" in done.stdout, done.stdout + done.stderr
+    done = run(FORCED.format(targets=TARGETS, folders=[str(TESTS), str(TESTS / "observe")]))
+    assert done.stdout == "".join(f"{target} 0\n" for target in TARGETS), done.stderr
 
 
 def test_observing_in_several_threads() -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 from headscope._attend.backends import native
+from support.forking import run_program
 
 TARGETS = native.native.targets() if native.native is not None else []
 
 
-def run(code: str, timeout: int = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, *arguments: str, timeout: int = 240, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, timeout=timeout
-    )
+    return run_program(code, *arguments, env={**os.environ, **environment}, timeout=timeout)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.forking import run_program
+
 POSIX = pytest.mark.skipif(os.name != "posix", reason="signals, pipes and pseudo-terminals of POSIX")
 
 
@@ -26,19 +28,17 @@ STRIKE = "os.kill(os.getpid(), signal.SIGINT)"
 
 
 def headscope(
-    *arguments: str, cwd: Path, setup: str = "", environment: dict[str, str] | None = None
+    *arguments: str, cwd: Path, setup: str = "", environment: dict[str, str] | None = None, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
+    """Run the command line; torch has been imported before, but for a test of its import."""
+    environment = {**os.environ, "COLUMNS": "80", **(environment or {})}
+    program = PROGRAM.format(setup=setup)
+    if not fresh:
+        return run_program(program, *arguments, cwd=cwd, env=environment, timeout=120)
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(setup=setup), *arguments],
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "80", **(environment or {})},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=120,
-        check=False,
-    )
+        [sys.executable, "-c", program, *arguments], cwd=cwd, env=environment, timeout=120,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, encoding="utf-8", check=False,
+    )  # fmt: skip
 
 
 def names(folder: Path) -> list[str]:

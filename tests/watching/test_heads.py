@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +20,7 @@ from headscope import MultiHeadAttention, ablate, head_importance, watch
 from headscope.masks import causal
 from headscope.positions import ALiBi, RelativeBias, Rotary, T5Buckets
 from headscope.watching import WatchError
+from support.forking import run_program
 from support.watched_small import Alone, Attention, Small, input_of
 
 SCALES = (0.0, 0.3, -2.0)
@@ -130,7 +129,7 @@ with headscope.ablate(model, {"h.1.attn": 1}):
     assert not torch.allclose(model(ids)[0], before)
 print(*headscope.head_importance(model, lambda model: model(ids)[0].square().sum((1, 2))))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    done = run_program(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["h.0.attn", "h.1.attn"]
 

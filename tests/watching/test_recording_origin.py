@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from headscope.comparing import compare
 from headscope.report.viewer import render_recording
 from headscope.stats import merge
 from headscope.watching import Origin, Part
+from support.forking import run_ranks
 from support.paths import DATA, PROGRAMS
 from support.programs.sharded_recordings import SIZE, Model, shard_by_hand
 
@@ -229,14 +228,7 @@ def test_a_part_that_the_user_states_is_kept(tmp_path: Path) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, int], Recording]:
     """The recordings of two processes that share a model, by the kind of sharding, rank and input."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, str(PROGRAMS / "sharded_recordings.py")]
-    running = [
-        subprocess.Popen([*command, str(rank), "2", str(folder / "store"), str(folder)], stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    for each in running:
-        _, error = each.communicate(timeout=120)
-        assert each.returncode == 0, error.decode()
+    run_ranks(PROGRAMS / "sharded_recordings.py", "2", str(folder / "store"), str(folder))
     return lambda kind, rank, text: Recording.load(folder / f"{kind}_{rank}_{text}.safetensors")
 
 

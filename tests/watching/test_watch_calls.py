@@ -6,8 +6,6 @@ import copy
 import functools
 import math
 import pickle
-import subprocess
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +18,11 @@ from torch.nn import functional as F
 import headscope
 from headscope import Observe, Recording, watch
 from headscope._intercept import call
-from headscope._intercept.masks import known, split
+from headscope._intercept.masks import split, to_rule
 from headscope.masks import Dense
 from headscope.stats import HeadStats, merge
 from headscope.watching import WatchError
+from support.forking import run_program
 from support.watched_small import Attention, Raw, Small, input_of
 
 # ---------------------------------------------------------------- which layers, and what they are
@@ -481,7 +480,7 @@ def test_masks_that_are_met_often_are_known_by_their_rule() -> None:
         back[0],
     ]
     for seen in (*rules, *others):
-        found = known(seen)
+        found = to_rule(seen)
         assert isinstance(found, Dense) == any(seen is other for other in others)
         sizes = (len(seen) if seen.ndim == 4 else 1, seen.shape[-3], seen.shape[-2], seen.shape[-1])
         assert torch.equal(found.dense(*sizes), seen.expand(sizes))
@@ -692,7 +691,7 @@ assert (sys.meta_path, torch.nn.Module.__call__) == (finders, call)
 
 
 def test_a_compiler_that_is_first_imported_while_a_model_is_watched_lets_it_run_as_it_is() -> None:
-    done = subprocess.run([sys.executable, "-c", COMPILED_WITHIN], capture_output=True, text=True, check=False)
+    done = run_program(COMPILED_WITHIN)
     assert done.returncode == 0, done.stderr
 
 

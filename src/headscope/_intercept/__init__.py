@@ -1,1 +1,63 @@
-"""How the attention calls of a running model are caught."""
+"""How attention calls of a running model are caught, and described as headscope's own."""
+
+from headscope._intercept.call import (
+    COMPILED,
+    Call,
+    Ids,
+    Kind,
+    WatchError,
+    WatchWarning,
+    error_of,
+    measure,
+    placed,
+    standing,
+)
+from headscope._intercept.edits import Choose, Layout
+from headscope._intercept.frames import Frame, running_frames
+from headscope._intercept.module_names import (
+    Choice,
+    describe_modules,
+    describe_unrecorded,
+    enclosing_paths,
+    find_compiled,
+    find_unobserved,
+    kind_of_call,
+    list_modules,
+    match_modules,
+    select_modules,
+    summarize_names,
+)
+from headscope._intercept.patching import close_watch, open_watch
+from headscope._intercept.transformers import register_attention, transformers_refusal
+
+__all__ = [
+    "COMPILED",
+    "Call",
+    "Choice",
+    "Choose",
+    "Frame",
+    "Ids",
+    "Kind",
+    "Layout",
+    "WatchError",
+    "WatchWarning",
+    "close_watch",
+    "describe_modules",
+    "describe_unrecorded",
+    "enclosing_paths",
+    "error_of",
+    "find_compiled",
+    "find_unobserved",
+    "kind_of_call",
+    "list_modules",
+    "match_modules",
+    "measure",
+    "open_watch",
+    "placed",
+    "register_attention",
+    "running_frames",
+    "select_modules",
+    "standing",
+    "summarize_names",
+    "transformers_refusal",
+]

@@ -157,7 +157,7 @@ def _first_rows(mask: Mask, call: Call) -> Tensor | None:
     sizes = math.prod(call.q.shape[:-3]), call.q.shape[-3], keys
     mask = mask.at(queries, keys)
     device = mask.tensors()[0].device
-    last = _last_seen(mask, sizes, torch.tensor([queries - 1], device=device))
+    last = _last_visible(mask, sizes, torch.tensor([queries - 1], device=device))
     at_end = last == keys - 1
     if bool(at_end.any() & (at_end | (last < 0)).all()):
         return None
@@ -165,7 +165,7 @@ def _first_rows(mask: Mask, call: Call) -> Tensor | None:
     step = max(1, AT_ONCE // (last.numel() * keys))
     for start in range(0, queries, step):
         rows = torch.arange(start, min(start + step, queries), device=device)
-        last = _last_seen(mask, sizes, rows)
+        last = _last_visible(mask, sizes, rows)
         low = low.minimum(torch.where(last < 0, keys, last - rows).amin((1, 2)))
         high = high.maximum(torch.where(last < 0, -queries, last - rows).amax((1, 2)))
         if bool((low < high).any()):
@@ -177,13 +177,13 @@ def _first_rows(mask: Mask, call: Call) -> Tensor | None:
     return torch.where(known, low, low.amin())
 
 
-def _last_seen(mask: Mask, sizes: tuple[int, int, int], rows: Tensor) -> Tensor:
+def _last_visible(mask: Mask, sizes: tuple[int, int, int], rows: Tensor) -> Tensor:
     """The last key that each row may see, [B or 1, H or 1, R]; -1 = none. ``sizes``: B, H, K."""
     b, h, j = (torch.arange(n, device=rows.device) for n in sizes)
-    seen = mask.allows(b[:, None, None, None], h[:, None, None], rows[:, None], j)
-    seen = seen.expand(torch.broadcast_shapes(seen.shape, (1, 1, len(rows), len(j))))
-    last = len(j) - 1 - seen.flip(-1).byte().argmax(-1)
-    return torch.where(seen.any(-1), last, -1)
+    visible = mask.allows(b[:, None, None, None], h[:, None, None], rows[:, None], j)
+    visible = visible.expand(torch.broadcast_shapes(visible.shape, (1, 1, len(rows), len(j))))
+    last = len(j) - 1 - visible.flip(-1).byte().argmax(-1)
+    return torch.where(visible.any(-1), last, -1)
 
 
 def placed(call: Call, positions: Tensor | None) -> Call:
@@ -224,13 +224,13 @@ def _of_tokens(part: LayerStats, call: Call) -> LayerStats:
 
 def _without_first(part: LayerStats) -> LayerStats:
     """Without ``first`` and ``streaming_w``: which keys were the first ones can no longer be said."""
-    gone = {name for name in part.moments if name == "first" or name.startswith("streaming_")}
-    moments = {name: each for name, each in part.moments.items() if name not in gone}
-    kept = tuple(
-        replace(each, values={name: rows for name, rows in each.values.items() if name not in gone})
+    dropped = {name for name in part.moments if name == "first" or name.startswith("streaming_")}
+    moments = {name: each for name, each in part.moments.items() if name not in dropped}
+    rows = tuple(
+        replace(each, values={name: rows for name, rows in each.values.items() if name not in dropped})
         for each in part.kept
     )
-    return replace(part, moments=moments, kept=kept)
+    return replace(part, moments=moments, kept=rows)
 
 
 def rounded(call: Call, *, bias: bool) -> Call:
@@ -261,22 +261,22 @@ def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> Cal
         TypeError, ValueError: its mask cannot be read.
     """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-    if any(given[name].is_nested for name in names[:3]):
+    arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    if any(arguments[name].is_nested for name in names[:3]):
         raise WatchError("its tensors are nested; pass padded ones with a mask, or leave it out with layers=")
-    q, k, v = (one_head(given[name]) for name in names[:3])
-    attn_mask = given.get("attn_mask")
+    q, k, v = (one_head(arguments[name]) for name in names[:3])
+    attn_mask = arguments.get("attn_mask")
     rule = causal_rule(attn_mask, q.shape[-2], k.shape[-2])
     if attn_mask is None or rule is not None:
         mask, bias = rule, None
     else:
         check_class("attn_mask", attn_mask)
         mask, bias = convert(_four_axes(attn_mask, q.shape[:-3]) if q.ndim > 4 else attn_mask)
-    if given.get("is_causal"):
+    if arguments.get("is_causal"):
         top_left = Band(None, 0, offset=0)
         mask = top_left if mask is None else top_left & mask
-    kind: Kind | None = "self" if given.get("is_causal") or rule is not None else None
-    return rounded(Call(q=q, k=k, v=v, mask=mask, bias=bias, scale=given.get("scale"), kind=kind), bias=True)
+    kind: Kind | None = "self" if arguments.get("is_causal") or rule is not None else None
+    return rounded(Call(q=q, k=k, v=v, mask=mask, bias=bias, scale=arguments.get("scale"), kind=kind), bias=True)
 
 
 def attend(call: Call, dropout: float) -> Tensor:
@@ -340,9 +340,9 @@ def _rows(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
     if mask is not None:
         batch, heads, queries, keys = math.prod(call.q.shape[:-3]), *call.q.shape[-3:-1], k.shape[-2]
         b, h, j = (torch.arange(n, device=q.device) for n in (batch, heads, keys))
-        seen = mask.at(queries, keys).allows(b[:, None, None, None], h[:, None, None], rows[:, None], j)
+        visible = mask.at(queries, keys).allows(b[:, None, None, None], h[:, None, None], rows[:, None], j)
         bias = torch.where(
-            seen, 0.0 if bias is None else bias, -math.inf
+            visible, 0.0 if bias is None else bias, -math.inf
         )  # unlike a tensor in a mask, not planned anew
     out, lse = run(q, k, v, None, bias, call.sinks, call.scale, call.softcap, 0.0, True, None)  # pyright: ignore[reportArgumentType]
     assert lse is not None  # it is asked for

@@ -91,15 +91,15 @@ def _called(code: CodeType) -> list[frozenset[int]]:
     """Of each graph of a function, the ids of the classes of modules whose calls are in it."""
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
-    found: list[frozenset[int]] = []
+    classes: list[frozenset[int]] = []
     for entry in _debug_get_cache_entry_list(code):
         guards: Any = entry.guard_manager
         if guards not in _known:
             text = str(guards)
             called = set(_CALLED.findall(text))
             _known[guards] = frozenset(int(number) for source, number in _TYPE.findall(text) if source in called)
-        found.append(_known[guards])
-    return found
+        classes.append(_known[guards])
+    return classes
 
 
 def _set(codes: set[CodeType], action: Literal["SKIP", "DEFAULT"]) -> None:

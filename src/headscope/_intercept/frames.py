@@ -123,10 +123,10 @@ class Frame:
         if not (mask.is_cpu and type(mask) in (Tensor, nn.Parameter)):
             return masks.split(mask)
         key = (id(mask), torch.is_grad_enabled() and mask.requires_grad)
-        found = thread.masks.get(key)
-        if found is None or not found[1].matches(mask):
-            found = thread.masks[key] = (mask, Fingerprint(mask), *masks.split(mask))
-        return found[2:]
+        entry = thread.masks.get(key)
+        if entry is None or not entry[1].matches(mask):
+            entry = thread.masks[key] = (mask, Fingerprint(mask), *masks.split(mask))
+        return entry[2:]
 
     def see(self, call: Callable[[], Call]) -> None:
         """Hand an attention call to everybody who watches; it is made where somebody wants it."""
@@ -138,12 +138,12 @@ class Frame:
 
     def factors(self, heads: int) -> Tensor | None:
         """What the outputs of this module's heads are to be multiplied by, [H]; None = they stay as they are."""
-        found: Tensor | None = None
+        product: Tensor | None = None
         for forward, name in self.forwards.values():
             each = forward.factors(name, heads) if forward.active else None
             if each is not None:
-                found = each if found is None else found * each
-        return found
+                product = each if product is None else product * each
+        return product
 
     def scaled(self, out: Tensor, axis: int) -> Tensor:
         """The outputs of this module's heads, which lie along an axis counted from the end."""
@@ -185,13 +185,13 @@ def bound(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     function = getattr(forward, "__func__", None)
     signature = inspect.signature(forward) if function is None else _signature_of_method(function)
     try:
-        found = dict(signature.bind(*args, **kwargs).arguments)
+        arguments = dict(signature.bind(*args, **kwargs).arguments)
     except TypeError:
         return dict(kwargs)
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            found |= found.pop(name, {})
-    return found
+            arguments |= arguments.pop(name, {})
+    return arguments
 
 
 @functools.lru_cache(maxsize=256)
@@ -223,7 +223,7 @@ def innermost() -> Frame | None:
     return thread.stack[-1] if thread.stack else None
 
 
-def frames() -> Iterator[Frame]:
+def running_frames() -> Iterator[Frame]:
     """The modules that run in this thread, the innermost first."""
     return reversed(thread.stack)
 

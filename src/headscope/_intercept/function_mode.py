@@ -149,17 +149,19 @@ def _multi_head(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     frame = frames.innermost()
     if frame is None or frame.quiet:
         return F.multi_head_attention_forward(*args, **kwargs)
-    given = frames.bound(F.multi_head_attention_forward, args, kwargs)
-    factors = frame.factors(given["num_heads"]) if "num_heads" in given else None  # without it, torch will complain
+    arguments = frames.bound(F.multi_head_attention_forward, args, kwargs)
+    factors = (
+        frame.factors(arguments["num_heads"]) if "num_heads" in arguments else None
+    )  # without it, torch will complain
     if factors is None:
         out = F.multi_head_attention_forward(*args, **kwargs)
     else:  # the heads meet only in the output projection
         changed: dict[str, Any] = {
-            **given,
-            "out_proj_weight": torch_modules.of_heads(given["out_proj_weight"], factors),
+            **arguments,
+            "out_proj_weight": torch_modules.of_heads(arguments["out_proj_weight"], factors),
         }
         out = F.multi_head_attention_forward(**changed)
-    frame.see(lambda: torch_modules.functional_call(given))
+    frame.see(lambda: torch_modules.functional_call(arguments))
     return out
 
 

@@ -28,13 +28,13 @@ def split(mask: Tensor) -> tuple[Mask | None, Tensor | None]:
     """
     check_class("attn_mask", mask)
     if mask.dtype == torch.bool:
-        return known(mask), None
+        return to_rule(mask), None
     bias = additive(mask)
     if bias.requires_grad:  # it may be all 0 and yet be learned
         return None, bias
     hidden = bias == -math.inf
     if mask.device.type == "cpu" and bool((hidden | (bias == 0)).all()):  # elsewhere to look would be to wait
-        return known(~hidden), None
+        return to_rule(~hidden), None
     return None, bias
 
 
@@ -80,40 +80,46 @@ def additive(mask: Tensor) -> Tensor:
     return mask.masked_fill(mask <= limit, -math.inf)
 
 
-def known(seen: Tensor) -> Mask:
+def to_rule(visible: Tensor) -> Mask:
     """Return the mask as a rule where it has a common one, else as the tensor.
 
     The common rules are causal or not, with a window or without, and with some keys masked for every query. Every layer
     reads a tensor again; a rule is not read at all.
     """
-    dense = Dense(seen)
-    if seen.device.type != "cpu" or seen.ndim != 4 or seen.shape[1] != 1 or 0 in seen.shape or seen.shape[2] == 1:
+    dense = Dense(visible)
+    if (
+        visible.device.type != "cpu"
+        or visible.ndim != 4
+        or visible.shape[1] != 1
+        or 0 in visible.shape
+        or visible.shape[2] == 1
+    ):
         return dense
-    seen = seen[:, 0]  # [B, Q, K]
-    keys = seen.any(1)  # [B, K]
-    if torch.equal(seen, keys[:, None].expand_as(seen)):
-        return dense if bool(keys.all()) else among(keys, seen.shape[1])
-    queries, length = seen.shape[1:]
-    first = int(seen[:, -1].byte().argmax(-1).amin())  # the first key that the last query may see
+    visible = visible[:, 0]  # [B, Q, K]
+    keys = visible.any(1)  # [B, K]
+    if torch.equal(visible, keys[:, None].expand_as(visible)):
+        return dense if bool(keys.all()) else keys_mask(keys, visible.shape[1])
+    queries, length = visible.shape[1:]
+    first = int(visible[:, -1].byte().argmax(-1).amin())  # the first key that the last query may see
     band = causal() if first == 0 else Band(length - 1 - first, 0)
-    rule = band if bool(keys.all()) else band & among(keys, queries)
-    return rule if _same(rule, seen) else dense
+    rule = band if bool(keys.all()) else band & keys_mask(keys, queries)
+    return rule if _same(rule, visible) else dense
 
 
-def _same(rule: Mask, seen: Tensor) -> bool:
+def _same(rule: Mask, visible: Tensor) -> bool:
     """Whether a rule allows just this, [B, Q, K]; a few rows at a time, for the tensor may fill much of the memory."""
-    batch, queries, length = seen.shape
+    batch, queries, length = visible.shape
     rule = rule.at(queries, length)
     step = max(1, AT_ONCE // (batch * length))
     for start in range(0, queries, step):
         i = slice(start, min(start + step, queries))
-        allowed = rule.tile(slice(0, batch), slice(0, 1), i, slice(0, length), seen.device)
+        allowed = rule.tile(slice(0, batch), slice(0, 1), i, slice(0, length), visible.device)
         allowed = allowed.expand(batch, 1, i.stop - start, length)[:, 0]
-        if not torch.equal(seen[:, i], allowed):
+        if not torch.equal(visible[:, i], allowed):
             return False
     return True
 
 
-def among(keys: Tensor, queries: int) -> Mask:
+def keys_mask(keys: Tensor, queries: int) -> Mask:
     """Which keys may be seen, boolean [B, K], the same ones by every query."""
     return Documents(keys.new_ones(len(keys), queries, dtype=torch.long), keys.long())

@@ -23,20 +23,20 @@ _BESIDE = re.compile(r"^BottleneckLayer |_(hc|hyper_connection|s?conv|convolutio
 _NORM = re.compile(r"norm(alization)?(_?(gated|layer|\d+[a-z]?))*$", re.IGNORECASE)
 
 
-def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+def list_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Module path -> module, in the order of the model; torch's own leaves, which attend to nothing, are left out.
 
     The model itself goes by the name of its class. A module that is shared goes by the first of its paths.
     """
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         ours = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
         if path == "" or not ours:
-            found[path or type(model).__name__] = module
-    return found
+            modules[path or type(model).__name__] = module
+    return modules
 
 
-def compiled(modules: Mapping[str, nn.Module]) -> list[str]:
+def find_compiled(modules: Mapping[str, nn.Module]) -> list[str]:
     """The names of those that run compiled, or as TorchScript; ``generate`` keeps a compiled call in the model."""
     return [
         name
@@ -54,7 +54,7 @@ def forget_compiled(modules: Mapping[str, nn.Module]) -> None:
         vars(module).pop("_compiled_call", None)
 
 
-def chosen(modules: Mapping[str, nn.Module], layers: Choice | None) -> frozenset[str]:
+def select_modules(modules: Mapping[str, nn.Module], layers: Choice | None) -> frozenset[str]:
     """The names that were asked for: by a name or pattern, with all that is inside; or by a predicate.
 
     Raises:
@@ -64,37 +64,37 @@ def chosen(modules: Mapping[str, nn.Module], layers: Choice | None) -> frozenset
     if layers is None:
         return frozenset(modules)
     if callable(layers):
-        found = {name for name, module in modules.items() if layers(name, module)}
-        if not found:
+        names = {name for name, module in modules.items() if layers(name, module)}
+        if not names:
             raise ValueError("layers: the predicate fits no module of the model")
-        return frozenset(found)
+        return frozenset(names)
     patterns = [layers] if isinstance(layers, str) else layers
     if not isinstance(patterns, Collection) or not all(isinstance(each, str) for each in patterns):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"layers: got {layers!r}, wanted names or patterns, or a function of name and module")
     if not patterns:
         raise ValueError("layers: got none, wanted at least one; leave it out for all")
-    return frozenset(name for pattern in patterns for name in fitting(modules, pattern, "layers"))
+    return frozenset(name for pattern in patterns for name in match_modules(modules, pattern, "layers"))
 
 
-def fitting(modules: Mapping[str, nn.Module], pattern: str, argument: str) -> list[str]:
+def match_modules(modules: Mapping[str, nn.Module], pattern: str, argument: str) -> list[str]:
     """The names that a name or pattern fits, with all that is inside.
 
     Raises:
         ValueError: there are none.
     """
-    fits = [name for name in modules if any(fnmatchcase(part, pattern) for part in path_of(name))]
+    fits = [name for name in modules if any(fnmatchcase(part, pattern) for part in enclosing_paths(name))]
     if not fits:
-        raise ValueError(f"{argument}: {pattern!r} fits no module of the model; it has {some_of(modules)}")
+        raise ValueError(f"{argument}: {pattern!r} fits no module of the model; it has {summarize_names(modules)}")
     return fits
 
 
-def path_of(name: str) -> list[str]:
+def enclosing_paths(name: str) -> list[str]:
     """A module's path and those of all modules around it."""
     parts = name.split(".")
     return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
-def some_of(names: Iterable[str], limit: int = 12) -> str:
+def summarize_names(names: Iterable[str], limit: int = 12) -> str:
     """The first names that say attention, or else the first of all."""
     shown = list(names)
     attention = [name for name in shown if _ATTENTION.search(name.rsplit(".", 1)[-1])] or shown
@@ -102,21 +102,24 @@ def some_of(names: Iterable[str], limit: int = 12) -> str:
     return ", ".join(attention[:limit]) + more
 
 
-def unseen(modules: Mapping[str, nn.Module], ran: Collection[str], seen: Collection[str]) -> list[str]:
+def find_unobserved(modules: Mapping[str, nn.Module], ran: Collection[str], observed: Collection[str]) -> list[str]:
     """The modules that call themselves attention and ran, while no attention call in, of or around them was seen."""
     named = [name for name in ran if is_attention(name, modules[name])]
     missing = [
         name
         for name in named
-        if not any(_within(other, name) for other in seen)
-        and not any(_within(name, other) and is_attention(other, modules[other]) for other in seen)
+        if not any(_within(other, name) for other in observed)
+        and not any(_within(name, other) and is_attention(other, modules[other]) for other in observed)
     ]
     missing = [name for name in missing if not _is_projection(name, modules, ran, missing)]
     return [name for name in missing if not any(_within(other, name) and other != name for other in missing)]
 
 
-def unrecorded(
-    modules: Mapping[str, nn.Module], noted: Mapping[str, str | None], seen: Collection[str], missing: Collection[str]
+def describe_unrecorded(
+    modules: Mapping[str, nn.Module],
+    noted: Mapping[str, str | None],
+    observed: Collection[str],
+    missing: Collection[str],
 ) -> dict[str, str]:
     """Return the modules whose attention is not all recorded -> a sentence about each, without its end.
 
@@ -128,19 +131,19 @@ def unrecorded(
             may be values.
         missing: modules that are reported as errors.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for name, operator in noted.items():
-        inside = any(_within(other, name) for other in seen)
+        inside = any(_within(other, name) for other in observed)
         if any(_within(name, other) for other in missing):
             continue
         if operator is not None:
-            found[name] = f"attends {'once more, by' if inside else 'by'} {operator}"
-        elif name in seen or (inside and is_attention(name, modules[name])):
-            found[name] = "may attend once more, by a softmax of its own"
-    return {name: f"{with_classes(modules, [name])} {text}" for name, text in found.items()}
+            texts[name] = f"attends {'once more, by' if inside else 'by'} {operator}"
+        elif name in observed or (inside and is_attention(name, modules[name])):
+            texts[name] = "may attend once more, by a softmax of its own"
+    return {name: f"{describe_modules(modules, [name])} {text}" for name, text in texts.items()}
 
 
-def with_classes(modules: Mapping[str, nn.Module], names: Collection[str]) -> str:
+def describe_modules(modules: Mapping[str, nn.Module], names: Collection[str]) -> str:
     """Names of modules, each with its class: a name may be no more than a number."""
     kinds = {name: type(modules[name]).__name__ for name in names}
     return ", ".join(name if name == kind else f"{name} ({kind})" for name, kind in kinds.items())
@@ -175,7 +178,7 @@ def _within(name: str, around: str) -> bool:
     return name == around or name.startswith(around + ".")
 
 
-def kind_of(name: str, call: Call, choices: Kinds, before: Kind | None) -> Kind:
+def kind_of_call(name: str, call: Call, choices: Kinds, before: Kind | None) -> Kind:
     """Self- or cross-attention: what the caller says, else the call, else the module's path, else the lengths.
 
     With as many queries as keys, or where the layer has been seen so before (a cache that grows), it is self-attention;
@@ -186,7 +189,7 @@ def kind_of(name: str, call: Call, choices: Kinds, before: Kind | None) -> Kind:
         before: what this layer was last time.
     """
     for pattern, kind in choices.items():
-        if any(fnmatchcase(part, pattern) for part in path_of(name)):
+        if any(fnmatchcase(part, pattern) for part in enclosing_paths(name)):
             return kind
     if call.kind is not None:
         return call.kind

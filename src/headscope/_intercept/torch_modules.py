@@ -37,22 +37,28 @@ def native_call(operator: str, args: tuple[Any, ...]) -> Call:
 
     It takes any mask as a boolean one: a float mask hides where it is not 0, whatever else was meant.
     """
-    given = dict(zip(NATIVE[operator], args, strict=False))
-    x: Tensor = given["query"]
-    hidden: Tensor | None = given.get("mask")
+    arguments = dict(zip(NATIVE[operator], args, strict=False))
+    x: Tensor = arguments["query"]
+    hidden: Tensor | None = arguments.get("mask")
     mask: Mask | None = None
     if x.is_nested:
         lengths = torch.tensor([len(part) for part in x.unbind()], device=x.device)
         x, mask = x.to_padded_tensor(0.0), KeyLengths(lengths)
     elif hidden is not None:
         hidden = hidden != 0
-        mask = Dense(~(hidden[:, None, None] if given.get("mask_type") == 1 else hidden))  # 1: [B, K], of padding
-    if given.get("norm_first"):
-        x = F.layer_norm(x, x.shape[-1:], given["norm_weight"], given["norm_bias"], given["eps"])
+        mask = Dense(~(hidden[:, None, None] if arguments.get("mask_type") == 1 else hidden))  # 1: [B, K], of padding
+    if arguments.get("norm_first"):
+        x = F.layer_norm(x, x.shape[-1:], arguments["norm_weight"], arguments["norm_bias"], arguments["eps"])
     options: dict[str, Any] = {"mask": mask, "kind": "self"}
     none = (None, None)
     return _packed(
-        (x, x, x), given["weight"].chunk(3), given["bias"], given["num_heads"], (*none, False), none, options
+        (x, x, x),
+        arguments["weight"].chunk(3),
+        arguments["bias"],
+        arguments["num_heads"],
+        (*none, False),
+        none,
+        options,
     )
 
 
@@ -82,23 +88,25 @@ def with_factors(operator: str, args: tuple[Any, ...], factors: Tensor) -> list[
     return [*args[:at], of_heads(args[at], factors), *args[at + 1 :]]
 
 
-def functional_call(given: Mapping[str, Any]) -> Call:
+def functional_call(arguments: Mapping[str, Any]) -> Call:
     """The attention of ``torch.nn.functional.multi_head_attention_forward``; lengths come first, then the batch."""
-    query, key, value = (given[name] for name in ("query", "key", "value"))
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
     kind: Kind = "self" if same(query, key) else "cross"
     sources = tuple(x[None] if x.ndim == 2 else x.transpose(0, 1) for x in (query, key, value))  # [B, length, E]
-    padding, mask = given.get("key_padding_mask"), given.get("attn_mask")
-    hinted = bool(given.get("is_causal")) and padding is None and not given.get("need_weights", True)
-    options = _masks(None if hinted else mask, padding, (sources[0].shape[0], given["num_heads"]))
+    padding, mask = arguments.get("key_padding_mask"), arguments.get("attn_mask")
+    hinted = bool(arguments.get("is_causal")) and padding is None and not arguments.get("need_weights", True)
+    options = _masks(None if hinted else mask, padding, (sources[0].shape[0], arguments["num_heads"]))
     if hinted:
         options["mask"] = Band(None, 0, offset=0)
-    if given.get("use_separate_proj_weight"):
-        weights = [given[f"{name}_proj_weight"] for name in "qkv"]
+    if arguments.get("use_separate_proj_weight"):
+        weights = [arguments[f"{name}_proj_weight"] for name in "qkv"]
     else:
-        weights = given["in_proj_weight"].chunk(3)
-    extra = (given.get("bias_k"), given.get("bias_v"), bool(given.get("add_zero_attn")))
-    fixed = (given.get("static_k"), given.get("static_v"))
-    return _packed(sources, weights, given["in_proj_bias"], given["num_heads"], extra, fixed, {**options, "kind": kind})
+        weights = arguments["in_proj_weight"].chunk(3)
+    extra = (arguments.get("bias_k"), arguments.get("bias_v"), bool(arguments.get("add_zero_attn")))
+    fixed = (arguments.get("static_k"), arguments.get("static_v"))
+    return _packed(
+        sources, weights, arguments["in_proj_bias"], arguments["num_heads"], extra, fixed, {**options, "kind": kind}
+    )
 
 
 def _packed(
@@ -147,23 +155,23 @@ def _masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[int, i
     Raises:
         TypeError: the class of a mask is unknown.
     """
-    for name, given in (("attn_mask", attn_mask), ("key_padding_mask", padding)):
-        if given is not None:
-            check_class(name, given)
+    for name, tensor in (("attn_mask", attn_mask), ("key_padding_mask", padding)):
+        if tensor is not None:
+            check_class(name, tensor)
     if attn_mask is not None and attn_mask.ndim == 3:
         attn_mask = attn_mask.unflatten(0, sizes)  # [B, H, Q, K]
     if padding is not None:
         padding = (padding[None] if padding.ndim == 1 else padding)[:, None, None]  # [B, 1, 1, K]
-    seen: Tensor | None = None
+    visible: Tensor | None = None
     bias: Tensor | None = None
     for mask in (attn_mask, padding):
         if mask is None:
             continue
         if mask.dtype == torch.bool:
-            seen = ~mask if seen is None else seen & ~mask
+            visible = ~mask if visible is None else visible & ~mask
         else:
             bias = additive(mask) if bias is None else bias + additive(mask)
-    return {"mask": None if seen is None else Dense(seen), "bias": bias}
+    return {"mask": None if visible is None else Dense(visible), "bias": bias}
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -75,7 +75,7 @@ def _interface() -> Any:
     return loaded if hasattr(loaded, "get_interface") else None
 
 
-def refusal(modules: Mapping[str, nn.Module]) -> str | None:
+def transformers_refusal(modules: Mapping[str, nn.Module]) -> str | None:
     """Why a model of transformers cannot be seen into, before it has run; None = it can, or is none of theirs."""
     loaded = sys.modules.get("transformers.modeling_utils")
     base = getattr(loaded, "PreTrainedModel", None)
@@ -103,32 +103,32 @@ def _get_interface(self: Any, attn_implementation: str, default: Function) -> Fu
         return attend
 
     @functools.wraps(attend)
-    def seen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def record_and_attend(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         return _attend(attend, str(attn_implementation), frame, {**dict(zip(_LEAD, args, strict=False)), **kwargs})
 
-    return seen
+    return record_and_attend
 
 
-def _attend(attend: Function, name: str, frame: Frame, given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    request, given = given, {**_bound(attend), **given}
-    dropout = given.get("dropout") or 0.0
+def _attend(attend: Function, name: str, frame: Frame, arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    request, arguments = arguments, {**_bound(attend), **arguments}
+    dropout = arguments.get("dropout") or 0.0
     with frame.quietly():  # its own call of SDPA is this call
         if frame.accelerate:
-            call = described(attend, name, frame, given)
+            call = described(attend, name, frame, arguments)
             out = _watch_calls.attend(call, dropout).transpose(1, 2).contiguous()
             result: tuple[Tensor, Tensor | None] = (out, None)
         else:
             result = _called(attend, request)
 
-    def seen() -> Call:
-        call = described(attend, name, frame, given)
+    def make_call() -> Call:
+        call = described(attend, name, frame, arguments)
         if dropout:  # there is nothing to compare
             return call
         if frame.accelerate:
             return replace(call, own=lambda: _own(attend, name, frame, request))
         return replace(call, out=result[0].transpose(1, 2))
 
-    frame.see(seen)
+    frame.see(make_call)
     out = frame.scaled(result[0], -2)  # [B, Q, H, Dv]
     return result if out is result[0] else (out, result[1])
 
@@ -174,17 +174,17 @@ def _few(name: str, module: nn.Module, request: Mapping[str, Any]) -> Mapping[st
             return request
         rows, columns = slice(queries - fewer), slice(max(ROWS, keys - fewer))
 
-    def of(given: Any) -> Any:
+    def of(value: Any) -> Any:
         """Of a mask, a bias, or anything else that the rows have."""
-        if not isinstance(given, Tensor) or given.ndim < 4 or given.shape[-2] != queries:
-            return given
-        return given[..., rows, columns if given.shape[-1] == keys else slice(None)]
+        if not isinstance(value, Tensor) or value.ndim < 4 or value.shape[-2] != queries:
+            return value
+        return value[..., rows, columns if value.shape[-1] == keys else slice(None)]
 
-    part = {each: of(given) for each, given in request.items()}
+    part = {each: of(value) for each, value in request.items()}
     return {**part, "query": q[..., rows, :], "key": k[..., columns, :], "value": v[..., columns, :]}
 
 
-def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any]) -> Call:
+def described(attend: Function, name: str, frame: Frame, arguments: Mapping[str, Any]) -> Call:
     """An attention function's call in headscope's words.
 
     Which options count is up to the function: one that does not name ``softcap`` or ``position_bias``, or does not look
@@ -196,7 +196,7 @@ def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any
     Raises:
         WatchError: its masks cannot be read.
     """
-    q, k, v, mask = (given.get(each) for each in _LEAD[1:])
+    q, k, v, mask = (arguments.get(each) for each in _LEAD[1:])
     if any(part in name for part in _UNREADABLE) or not (mask is None or isinstance(mask, Tensor)):
         raise _watch_calls.WatchError(
             f"it attends by {name!r}, whose masks cannot be read; load the model with "
@@ -206,12 +206,12 @@ def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any
     assert isinstance(k, Tensor)
     code = _code(attend)
     named = () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    seen, bias = (None, None) if mask is None else frame.converted(mask)
+    visible, bias = (None, None) if mask is None else frame.converted(mask)
     if mask is None:
-        seen = _causal(name, frame.module, given, q.shape[-2])
-    if "position_bias" in named and given.get("position_bias") is not None:
-        bias = given["position_bias"] if bias is None else given["position_bias"] + bias
-    sinks = given.get("s_aux") if "s_aux" in named else None
+        visible = _causal(name, frame.module, arguments, q.shape[-2])
+    if "position_bias" in named and arguments.get("position_bias") is not None:
+        bias = arguments["position_bias"] if bias is None else arguments["position_bias"] + bias
+    sinks = arguments.get("s_aux") if "s_aux" in named else None
     if sinks is None and code is not None and "sinks" in code.co_names:
         sinks = getattr(frame.module, "sinks", None)
     beside = _beside(frame, mask, k.shape[-2])
@@ -220,9 +220,9 @@ def described(attend: Function, name: str, frame: Frame, given: Mapping[str, Any
     q_pos, k_pos = _places(total, q.shape[-2], k.shape[-2], beside, q.device)
     real = None if kind == "cross" else _real(frame, mask)
     call = Call(
-        q=q, k=k, v=v, mask=seen, real=real, bias=bias, scale=given.get("scaling"), sinks=sinks, kind=kind,
-        softcap=given.get("softcap") if "softcap" in named else None, q_pos=q_pos, k_pos=k_pos, total=total,
-        beside=beside, late=_late(frame, given, q.shape[-2], total),
+        q=q, k=k, v=v, mask=visible, real=real, bias=bias, scale=arguments.get("scaling"), sinks=sinks, kind=kind,
+        softcap=arguments.get("softcap") if "softcap" in named else None, q_pos=q_pos, k_pos=k_pos, total=total,
+        beside=beside, late=_late(frame, arguments, q.shape[-2], total),
     )  # fmt: skip
     return _watch_calls.rounded(call, bias=name == "sdpa")  # all others add it to what matmul gives
 
@@ -256,11 +256,11 @@ def _inner(attend: Any) -> Any:
     return own if hasattr(own, "__code__") or hasattr(own, "__wrapped__") else None
 
 
-def _causal(name: str, module: nn.Module, given: Mapping[str, Any], queries: int) -> Mask | None:
+def _causal(name: str, module: nn.Module, arguments: Mapping[str, Any], queries: int) -> Mask | None:
     """What a function sees where it gets no mask: eager everything; the others, as SDPA, no later key if so told."""
     if name == "eager" or queries == 1:
         return None
-    causal = given.get("is_causal")
+    causal = arguments.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
     return Band(None, 0, offset=0) if causal else None
@@ -327,12 +327,14 @@ def _real(frame: Frame, mask: Tensor | None) -> Tensor | None:
     A layer that chooses its keys (DeepSeek's indexer, Doge) hides the others, of a few rows even their own. The mask
     that it was given says more, if it hides nothing that the layer sees: a layer may read it otherwise than we do.
     """
-    given = frame.arguments.get("attention_mask")
-    if mask is None or not isinstance(given, Tensor) or given is mask or given.ndim != 4:
+    layer_mask = frame.arguments.get("attention_mask")
+    if mask is None or not isinstance(layer_mask, Tensor) or layer_mask is mask or layer_mask.ndim != 4:
         return None
-    if given.shape[-2:] != mask.shape[-2:] or not (given.dtype == torch.bool or given.is_floating_point()):
+    if layer_mask.shape[-2:] != mask.shape[-2:] or not (
+        layer_mask.dtype == torch.bool or layer_mask.is_floating_point()
+    ):
         return None
-    allowed, chosen = (_allowed(frame, each) for each in (given, mask))
+    allowed, chosen = (_allowed(frame, each) for each in (layer_mask, mask))
     if allowed is None or chosen is None or bool((chosen & ~allowed).any()):
         return None
     return allowed.any((1, 2))
@@ -340,23 +342,23 @@ def _real(frame: Frame, mask: Tensor | None) -> Tensor | None:
 
 def _allowed(frame: Frame, mask: Tensor) -> Tensor | None:
     """The pairs that a mask of four axes lets through, boolean, [B or 1, H or 1, Q, K]; None = all."""
-    seen = as_mask(frame.converted(mask)[0])
-    if seen is None:
+    rule = as_mask(frame.converted(mask)[0])
+    if rule is None:
         return None
     b, h, i, j = (torch.arange(n, device=mask.device) for n in mask.shape)
-    allowed = seen.at(*mask.shape[-2:]).allows(b[:, None, None, None], h[:, None, None], i[:, None], j)
+    allowed = rule.at(*mask.shape[-2:]).allows(b[:, None, None, None], h[:, None, None], i[:, None], j)
     return allowed.expand(torch.broadcast_shapes(allowed.shape, (1, 1, *mask.shape[-2:])))
 
 
-def _late(frame: Frame, given: Mapping[str, Any], queries: int, total: int | Tensor | None) -> bool:
+def _late(frame: Frame, arguments: Mapping[str, Any], queries: int, total: int | Tensor | None) -> bool:
     """Whether a window has passed the first key before the first of these queries; where a cache keeps all keys.
 
     Not every layer is told of its window, or its chunk (Llama 4, Doge, PhiMoE). Not every config says which layers have
     one (Moshi's have none): there the mask that the layer was given says, as far as padding lets it.
     """
     module, slides = frame.module, True
-    if "sliding_window" in given:  # Exaone's modules all have one, and those that attend to everything pass None
-        window = given["sliding_window"]
+    if "sliding_window" in arguments:  # Exaone's modules all have one, and those that attend to everything pass None
+        window = arguments["sliding_window"]
     elif hasattr(module, "sliding_window"):
         window = module.sliding_window
     else:
@@ -377,19 +379,19 @@ def _narrow(mask: Any, window: int) -> bool:
     """Whether a mask lets no query see more keys than a window has."""
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         return False
-    seen = mask if mask.dtype == torch.bool else masks.additive(mask) > -math.inf
-    return not bool((seen.sum(-1) > window).any())
+    visible = mask if mask.dtype == torch.bool else masks.additive(mask) > -math.inf
+    return not bool((visible.sum(-1) > window).any())
 
 
 def _beside(frame: Frame, mask: Tensor | None, keys: int) -> int:
     """How many keys a layer has put behind those of tokens: as many as it has added to the mask that it was given."""
     if (merged := _merged(frame)) is not None:
         return merged
-    given = frame.arguments.get("attention_mask")
-    if mask is None or not isinstance(given, Tensor) or given.ndim != 4 or mask.shape[-1] != keys:
+    layer_mask = frame.arguments.get("attention_mask")
+    if mask is None or not isinstance(layer_mask, Tensor) or layer_mask.ndim != 4 or mask.shape[-1] != keys:
         return 0
-    tokens = given.shape[-1]
-    return keys - tokens if 1 < tokens < keys and torch.equal(mask[..., :tokens], given) else 0
+    tokens = layer_mask.shape[-1]
+    return keys - tokens if 1 < tokens < keys and torch.equal(mask[..., :tokens], layer_mask) else 0
 
 
 def _places(
@@ -415,7 +417,7 @@ def _places(
 # ---------------------------------------------------------------- headscope's own attention function
 
 
-def register(name: str = NAME) -> None:
+def register_attention(name: str = NAME) -> None:
     """See ``headscope.watching.register_transformers``."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -435,12 +437,12 @@ def attention_forward(
     (True = attend) or numbers to add -> [B, Q, H, Dv], and None for the weights.
     """
     if attention_mask is not None:
-        seen, bias = masks.split(attention_mask)
+        visible, bias = masks.split(attention_mask)
     else:
         bias = None
-        seen = _causal(NAME, module, {"is_causal": is_causal}, query.shape[-2])
+        visible = _causal(NAME, module, {"is_causal": is_causal}, query.shape[-2])
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
-    call = Call(q=query, k=key, v=value, mask=seen, bias=bias, scale=scaling, softcap=softcap, sinks=s_aux)
+    call = Call(q=query, k=key, v=value, mask=visible, bias=bias, scale=scaling, softcap=softcap, sinks=s_aux)
     call = _watch_calls.rounded(call, bias=False)
     return _watch_calls.attend(call, dropout).transpose(1, 2).contiguous(), None

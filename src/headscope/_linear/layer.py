@@ -130,7 +130,7 @@ def check_kind(name: str, x: Tensor, linear: nn.Module) -> None:
         raise TypeError(f"{name}: dtype is {kind(x)}, the module has {kind(weight)}")
 
 
-def strangers(module: nn.Module) -> dict[str, nn.Module]:
+def unknown_projections(module: nn.Module) -> dict[str, nn.Module]:
     """Projections of a module that are no linears, as those of LoRA: their weight, if any, may not be all."""
     return {name: part for name, part in module.named_children() if name.endswith("_proj") and not is_linear(part)}
 
@@ -145,16 +145,16 @@ def entry() -> dict[str, Any]:
 def routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
     """What the table prefers to torch's product on this CPU, and is there: from so many rows on, the fastest first."""
     there = {"native": native(dtype), "onednn": onednn() if dtype is torch.float32 else None}
-    said = entry().get(DTYPES[dtype], {}).get("routes", ())
-    return tuple((rows, product) for rows, name in said if (product := there[name]) is not None)
+    entries = entry().get(DTYPES[dtype], {}).get("routes", ())
+    return tuple((rows, product) for rows, name in entries if (product := there[name]) is not None)
 
 
 @cache
 def trained_routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
     """Likewise where gradients are asked for: forward and backward together."""
-    said = entry().get(DTYPES[dtype], {}).get("trained", ())
+    entries = entry().get(DTYPES[dtype], {}).get("trained", ())
     product = native(dtype)
-    return () if product is None else tuple((rows, product.trained) for rows, _ in said)
+    return () if product is None else tuple((rows, product.trained) for rows, _ in entries)
 
 
 class Native:
@@ -284,8 +284,8 @@ def onednn() -> Product | None:
         return None
     try:
         product: Any = torch.ops.mkldnn._linear_pointwise
-        said: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
-        x, weight, bias = torch.ones(2, 16, **said), torch.eye(16, **said), torch.ones(16, **said)
+        placement: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
+        x, weight, bias = torch.ones(2, 16, **placement), torch.eye(16, **placement), torch.ones(16, **placement)
         right = torch.equal(product(x, weight, bias, "none", [], ""), x + 1)
     except (AttributeError, RuntimeError, TypeError):
         return None

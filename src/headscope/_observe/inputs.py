@@ -36,6 +36,7 @@ class Work:
         bins: of the map; 0 = none.
         edges, top: how many of the largest weights of a head and of a row; 0 = none.
         windows: the distances of window_{w}.
+        extra: the row quantities on request.
     """
 
     rows: bool
@@ -45,6 +46,7 @@ class Work:
     edges: int
     top: int
     windows: tuple[float, ...]
+    extra: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +143,16 @@ def value_norms(v: Tensor, call: Call) -> Tensor:
 
 def to_work(what: Observe) -> Work:
     """Return what has to be reduced for these options."""
-    return Work(what.row_stats, what.keep_rows, what.received, what.map or 0, what.edges, what.top, tuple(what.windows))
+    return Work(
+        rows=what.row_stats,
+        argmax=what.keep_rows,
+        received=what.received,
+        bins=what.map or 0,
+        edges=what.edges,
+        top=what.top,
+        windows=tuple(what.windows),
+        extra=tuple(what.extra),
+    )
 
 
 def _clean(scene: Scene) -> bool:

@@ -29,7 +29,7 @@ from headscope.stats._layer import Edges, HeadMap, Moments, MomentsTable, Packed
 
 QUANTITIES = (
     "lse", "max_logit", "entropy", "normalized_entropy", "max_weight", "effective_keys", "mass", "first", "distance",
-    "self", "previous", "next", "duplicate", "induction", "value_norm", "chance",
+    "self", "previous", "next", "duplicate", "induction", "value_norm", "chance", "second_weight",
 )  # fmt: skip
 """In the order of ``Quantity`` in csrc/interface/attention.h."""
 
@@ -65,6 +65,8 @@ def refuses(work: Work, scene: Scene) -> list[str]:
         reasons.append(f"first: more than {MOST_FIRST} keys")
     if scene.ids is not None and scene.ids.numel() and not _fits(scene.ids):
         reasons.append("tokens: ids beyond 32 bits")
+    if missing := [name for name in work.extra if name not in QUANTITIES]:
+        reasons.append(f"extra: {', '.join(missing)}, which these kernels do not compute")
     if scene.id_before is not None:
         reasons.append("tokens: one is given of the key before the first, which these kernels do not look at")
     return reasons

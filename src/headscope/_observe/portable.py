@@ -115,7 +115,7 @@ def row_names(work: Work, scene: Scene) -> list[str]:
             having.append("tokens")
     if scene.has_norms:
         having.append("values")
-    return quantity_names(having, work.windows)
+    return quantity_names(having, work.windows, work.extra)
 
 
 def row_values(work: Work, scene: Scene, block: Block, tile: Tile, names: list[str]) -> dict[str, Tensor]:
@@ -123,6 +123,8 @@ def row_values(work: Work, scene: Scene, block: Block, tile: Tile, names: list[s
     quantities = {"max_weight": (tile.max_logit - tile.top).exp() * tile.scale}
     if work.rows:
         quantities |= _of_weights(tile)
+        if "second_weight" in names:
+            quantities["second_weight"] = _second_weight(tile)
         quantities |= _of_keys(scene, block, tile)
         if scene.own is not None:
             quantities |= place_values(work, scene, block, tile)
@@ -147,6 +149,12 @@ def _of_weights(tile: Tile) -> dict[str, Tensor]:
         "mass": mass,
         "chance": (1 / tile.choices.to(mass.dtype)).expand_as(mass),
     }
+
+
+def _second_weight(tile: Tile) -> Tensor:
+    if tile.p.shape[-1] < 2:
+        return torch.zeros_like(tile.p[..., 0])
+    return tile.p.topk(2, dim=-1).values[..., 1]  # p is 0 where a key is not visible
 
 
 def _of_keys(scene: Scene, block: Block, tile: Tile) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 
 
-def amiss(path: Path) -> str | None:
+def describe_obstacle(path: Path) -> str | None:
     """Why what is there can be replaced by no file, whatever is forced; None where it can, or where nothing is."""
     if path.is_dir():
         return "is a directory, wanted the name of a file"

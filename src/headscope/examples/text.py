@@ -74,8 +74,8 @@ class TextModel(nn.Module):
         try:
             embedded = self.token_embedding(tokens)
         except IndexError:  # so a forward pass in range does not wait for a check
-            wanted = f"wanted 0 to {self.config.vocab_size - 1}"
-            raise ValueError(f"tokens: are {int(tokens.min())} to {int(tokens.max())}, {wanted}") from None
+            expected = f"wanted 0 to {self.config.vocab_size - 1}"
+            raise ValueError(f"tokens: are {int(tokens.min())} to {int(tokens.max())}, {expected}") from None
         x = embedded + self.position_embedding.weight[:length]
         weights: list[Tensor] | None = [] if need_weights else None
         for layer in self.layers:

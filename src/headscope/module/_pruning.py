@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from headscope._attend.call import as_whole, kind
-from headscope._linear.layer import strangers
+from headscope._linear.layer import unknown_projections
 from headscope.positions import ALiBi, RelativeBias
 
 
@@ -25,7 +25,7 @@ def pruned(module: Any, heads: Collection[int]) -> Any:
     check_kept(module, *module.modules())
     if module.qk_norm == "rms_all":
         raise ValueError("heads: this module has qk_norm='rms_all', which normalises all heads together: none can go")
-    for name, part in strangers(module).items():
+    for name, part in unknown_projections(module).items():
         raise ValueError(f"module: {name} is a {type(part).__name__}, wanted nn.Linear, or one with its forward")
     made = copy.deepcopy(module)
     q_rows, k_rows = _rows(kept, module.head_dim), _rows(kv_kept, module.head_dim)

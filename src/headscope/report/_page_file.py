@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from headscope._support.files import amiss, replace
+from headscope._support.files import describe_obstacle, replace
 from headscope.report._texts import visible
 
 __all__ = ["MARKER", "SaveError", "asset", "check", "check_target", "digest", "embedded", "write"]
@@ -48,7 +48,7 @@ def check_target(target: Path, force: bool) -> None:
         SaveError: a folder, or a file that is no page of headscope's own.
     """
     try:
-        if (problem := amiss(target)) is not None:
+        if (problem := describe_obstacle(target)) is not None:
             raise SaveError(f"{_shown(target)}: {problem}")
         if not target.exists():
             return

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headscope._attend.call import check_scale, check_softcap
-from headscope._support.files import amiss, replace
+from headscope._support.files import describe_obstacle, replace
 from headscope.masks import FAR
 from headscope.stats._checks import (
     MOMENTS,
@@ -77,7 +77,7 @@ def save(
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
     check_utf8(path)
-    if (reason := amiss(path)) is not None:
+    if (reason := describe_obstacle(path)) is not None:
         raise FileExistsError(f"{path}: {reason}")
     if path.exists() and not force and not is_statistics(path):
         raise FileExistsError(
@@ -107,7 +107,7 @@ def load(path: Path) -> tuple[dict[str, LayerStats], Origin | None]:
     """Return layer -> its statistics, and what they are of; see ``HeadStats.load``."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
-    if (why := amiss(path)) is not None:
+    if (why := describe_obstacle(path)) is not None:
         raise ValueError(f"{path}: {why}")
     check_utf8(path)
     try:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headscope._attend.call import kind, number, whole
+from headscope.stats._quantities import ROW_QUANTITIES
 
 __all__ = ["Observe"]
 
@@ -35,10 +36,11 @@ class Observe:
         tokens: ids of the keys, whole numbers [K] or [B, K]: adds duplicate and induction.
         keep_rows: keep the row quantities of every row, and the argmax, [B, H, R].
         keep_qk: keep copies of q and k, so that ``HeadStats.tile`` can give any exact piece of the weights.
+        extra: names of row quantities that are measured on request only: ``second_weight``.
 
     Raises:
         TypeError: an argument is not of the right kind.
-        ValueError: a number is out of range, or ``keep_rows`` without ``row_stats``.
+        ValueError: a number is out of range, a name unknown, or ``keep_rows`` or ``extra`` without ``row_stats``.
     """
 
     rows: int | Tensor | None = None
@@ -52,6 +54,7 @@ class Observe:
     tokens: Tensor | None = None
     keep_rows: bool = False
     keep_qk: bool = False
+    extra: Collection[str] = ()
 
     def __post_init__(self) -> None:
         for name in ("row_stats", "received", "keep_rows", "keep_qk"):
@@ -79,6 +82,18 @@ class Observe:
                 raise TypeError(f"tokens: dtype is {kind(self.tokens)}, wanted whole numbers")
         if self.keep_rows and not self.row_stats:
             raise ValueError("keep_rows: got True beside row_stats=False; there would be no rows to keep")
+
+        object.__setattr__(self, "extra", self._extra())
+
+    def _extra(self) -> tuple[str, ...]:
+        names = [each.name for each in ROW_QUANTITIES if each.on_request]
+        if not isinstance(self.extra, Collection) or isinstance(self.extra, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"extra: got {kind(self.extra)}, expected a tuple of names, such as {tuple(names)}")
+        if unknown := [name for name in self.extra if name not in names]:
+            raise ValueError(f"extra: got {unknown[0]!r}, expected names of {', '.join(names)}")
+        if self.extra and not self.row_stats:
+            raise ValueError("extra: got names beside row_stats=False; they are row quantities")
+        return tuple(name for name in names if name in self.extra)
 
     def _check_rows(self) -> None:
         if isinstance(self.rows, Tensor):

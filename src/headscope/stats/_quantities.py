@@ -99,6 +99,10 @@ def _normalized_entropy(row: Row) -> float:
     return _entropy(row) / math.log(len(row.p)) if len(row.p) >= 2 else math.nan
 
 
+def _second_weight(row: Row) -> float:
+    return float(row.p.topk(2).values[1]) if len(row.p) >= 2 else 0.0
+
+
 _NO_KEY = "no such key is visible"
 _NO_POSITION = "the query has no position, or no key has"
 
@@ -126,6 +130,9 @@ ROW_QUANTITIES = (
         bounds=(0.0, _MOST_NORMALIZED), heading="entropy / ln n",
     ),
     Quantity("max_weight", "max_j p", lambda row: float(row.p.max()), "The largest weight of a row."),
+    Quantity(
+        "second_weight", "the second largest p", _second_weight, "The second largest weight of a row.", on_request=True
+    ),
     Quantity(
         "effective_keys", "1 / Σ_j p²", lambda row: 1 / float(row.p.square().sum()),
         "1 / Σ p²: over how many keys a row is spread.", "Σ p² is 0 or denormal",

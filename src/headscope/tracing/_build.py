@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope._linear.layer import strangers
+from headscope._linear.layer import unknown_projections
 from headscope.masks import Mask
 from headscope.module import MultiHeadAttention
 from headscope.module._options import QKV, whole_sizes
@@ -128,7 +128,7 @@ def _list_untraced(module: MultiHeadAttention) -> list[str]:
         "rotary": module.rotary, "position_bias": module.position_bias, "qk_norm": module.qk_norm,
         "gate": module.gate_proj, "bias_kv": module.bias_k,
     }  # fmt: skip
-    others = [f"a {type(part).__name__} as {name}" for name, part in strangers(module).items()]
+    others = [f"a {type(part).__name__} as {name}" for name, part in unknown_projections(module).items()]
     return [name for name, value in options.items() if value is not None] + others
 
 

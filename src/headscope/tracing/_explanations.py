@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-
-from headscope._support.ascii import LIKE
 
 
 @dataclass(frozen=True)
@@ -152,18 +149,3 @@ def memory(size: int) -> str:
             break
         amount /= 1024
     return f"{amount:.3g} {unit}"
-
-
-def plain(text: str) -> str:
-    """The same in ASCII, for terminals that know nothing else."""
-    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda match: f"^{match[0].translate(_PLAIN_POWERS)}", text)
-    for fancy, simple in _ASCII.items():
-        text = text.replace(fancy, simple)
-    return text.encode("ascii", "replace").decode()
-
-
-_PLAIN_POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789")
-_ASCII = {
-    "Σⱼ": "sum_j", **LIKE, "ᵀ": "^T", "·": "*", "✓": "ok", "✗": "NOT HELD", "○": "-",
-    **dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True)),
-}  # fmt: skip

@@ -11,9 +11,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from headscope._support.ascii import to_ascii
 from headscope.report.tables import grid
 from headscope.report.words import STAGES
-from headscope.tracing._explanations import LETTERS, memory, plain, quantity
+from headscope.tracing._explanations import LETTERS, memory, quantity
 from headscope.tracing._view import RenderedRow, RenderedTrace
 
 WIDE = 110  # columns from which on the values stand beside the equations
@@ -55,7 +56,7 @@ class _Page:
         return step, shape, self.width - step - shape - 6 - (VALUES + 2 if self.wide else 0)
 
     def text(self, words: str, style: str = "") -> Text:
-        return Text(plain(words) if self.ascii_only else words, style)
+        return Text(to_ascii(words) if self.ascii_only else words, style)
 
     def parts(self) -> Iterator[RenderableType]:
         yield self.text(self.trace.title, "bold")
@@ -149,7 +150,7 @@ class _Page:
 
     def values(self, row: RenderedRow, lines: int) -> Text:
         """The corner of the values, each as wide as the widest."""
-        cells = [[plain(cell) if self.ascii_only else cell for cell in line] for line in grid(row.corner or [])]
+        cells = [[to_ascii(cell) if self.ascii_only else cell for cell in line] for line in grid(row.corner or [])]
         width = max(6, *(len(cell) for line in cells for cell in line), 0)
         text = Text()
         for line in cells[:lines]:

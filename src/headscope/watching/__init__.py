@@ -1,6 +1,6 @@
 """watch: exact statistics of every attention head of a model, while it runs, its outputs unchanged."""
 
-from headscope._intercept.call import WatchError, WatchWarning
+from headscope._intercept import WatchError, WatchWarning
 from headscope.stats._origin import Origin, Part
 from headscope.watching._about import About
 from headscope.watching._monitor import Alarm, AttentionWarning, Limits

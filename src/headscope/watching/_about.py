@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from headscope import __version__
-from headscope._intercept.call import Kind
-from headscope._intercept.module_names import Choice
+from headscope._intercept import Choice, Kind
 from headscope.stats._origin import Origin, Part
 from headscope.watching._options import Options
 from headscope.watching._origin import origin_of

@@ -201,17 +201,17 @@ class Monitor:
 def _fetch(number: int, parts: Mapping[str, LayerStats], layers: Mapping[str, int]) -> _Step:
     """The means of all quantities, and the largest logit, copied to the host without waiting."""
     names: list[tuple[str, int, str]] = []
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for layer, part in parts.items():
         for quantity, moments in part.moments.items():
             names.append((layer, layers[layer], quantity))
-            found.append(moments.mean)
+            tensors.append(moments.mean)
             if quantity == "max_logit":
                 names.append((layer, layers[layer], "max_logit_max"))
-                found.append(moments.max)
-    device = found[0].device if found else torch.device("cpu")
-    values = torch.cat([torch.empty(0, device=device), *(each.to(device, non_blocking=True) for each in found)])
-    heads = [len(each) for each in found]
+                tensors.append(moments.max)
+    device = tensors[0].device if tensors else torch.device("cpu")
+    values = torch.cat([torch.empty(0, device=device), *(each.to(device, non_blocking=True) for each in tensors)])
+    heads = [len(each) for each in tensors]
     if device.type == "cpu":
         return _Step(number, names, heads, values, None)
     host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=device.type == "cuda")

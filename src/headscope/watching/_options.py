@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headscope._intercept.call import Kind
+from headscope._intercept import Kind
 from headscope.stats import Observe
 from headscope.watching._monitor import Limits, Monitor
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from headscope._intercept.call import Call
+from headscope._intercept import Call
 from headscope.stats._origin import PROCESS, LayerOrigin, Origin, Part
 
 # Names of sizes and counts. They are the same under every dtype, attention function and version of transformers, and in
@@ -105,7 +105,8 @@ def _part(around: list[nn.Module], heads: int) -> Part | None:
         around: the layer's module, and those around it outwards.
         heads: how many heads the call has.
     """
-    config = next((found for each in around if (found := getattr(each, "config", None)) is not None), None)
+    configs = (getattr(each, "config", None) for each in around)
+    config = next((each for each in configs if each is not None), None)
     total = _fewer(config, heads)
     if total is None and _has_head_count(config):
         return None
@@ -131,12 +132,12 @@ def _fewer(config: object, heads: int) -> int | None:
 
 def _declared(config: object) -> set[int]:
     """Every number of query heads that a configuration states."""
-    found: set[int] = set()
+    counts: set[int] = set()
     for name, value in _entries(config):
         key = name.rpartition(".")[2]
         if _HEADS.search(key) and not _NO_QUERY_HEADS.search(key):
-            found |= {each for each in (value if isinstance(value, (list, tuple)) else [value]) if type(each) is int}
-    return found
+            counts |= {each for each in (value if isinstance(value, (list, tuple)) else [value]) if type(each) is int}
+    return counts
 
 
 def _shard(around: list[nn.Module]) -> tuple[int, int, bool] | None:
@@ -150,18 +151,18 @@ def _shard(around: list[nn.Module]) -> tuple[int, int, bool] | None:
     from torch.distributed.tensor import DTensor
 
     layer = next((each for each in around if any(True for _ in each.parameters())), None)
-    found: set[tuple[int, int]] = set()
+    shards: set[tuple[int, int]] = set()
     axes: set[int] = set()
     for parameter in [] if layer is None else layer.parameters():
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             for dim, placement in enumerate(parameter.placements):
                 if placement.is_shard() and mesh.size(dim) > 1:
-                    found.add((mesh.get_local_rank(dim), mesh.size(dim)))
+                    shards.add((mesh.get_local_rank(dim), mesh.size(dim)))
                     axes.add(placement.dim % parameter.ndim)  # pyright: ignore[reportAttributeAccessIssue]
-    if len(found) != 1:
+    if len(shards) != 1:
         return None
-    (place, size) = found.pop()
+    (place, size) = shards.pop()
     return place, size, axes == {0, 1}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headscope._analysis.answers import short_layers
-from headscope._intercept.call import Kind, WatchError
+from headscope._intercept import Kind, WatchError
 from headscope._support.text import visible
 from headscope.comparing import Comparison, Thresholds, compare
 from headscope.report import viewer

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscope._intercept.call import Call, Ids
-from headscope._intercept.frames import Frame
+from headscope._intercept import Call, Frame, Ids
 from headscope.stats._layer import LayerStats
 
 _NOT_IDS = ("mask", "position", "type", "label")
@@ -23,7 +22,7 @@ class Streams:
 
     def __init__(self) -> None:
         # by module: the call that is going on, and the ids from position 0 on
-        self._seen: dict[int, tuple[weakref.ref[Frame], Tensor | None]] = {}
+        self._streams: dict[int, tuple[weakref.ref[Frame], Tensor | None]] = {}
         self._lock = threading.Lock()
 
     def of(self, call: Call, frames: Iterable[Frame]) -> Ids | None:
@@ -40,7 +39,7 @@ class Streams:
     def _extended(self, frame: Frame, ids: Tensor, total: int) -> Tensor | None:
         """All ids up to this step; None where earlier steps were not seen."""
         key = id(frame.module)
-        last, before = self._seen.get(key, (None, None))
+        last, before = self._streams.get(key, (None, None))
         if last is not None and last() is frame:  # another layer of the same step
             return before
         stream = None
@@ -48,11 +47,11 @@ class Streams:
             stream = ids.clone()  # a later step may write its ids into the same tensor
         elif before is not None and before.shape[-1] + ids.shape[-1] == total and len(before) == len(ids):
             stream = torch.cat([before, ids], -1)
-        self._seen[key] = (weakref.ref(frame), stream)
+        self._streams[key] = (weakref.ref(frame), stream)
         return stream
 
 
-def given(ids: Tensor, call: Call) -> Ids:
+def ids_of_keys(ids: Tensor, call: Call) -> Ids:
     """Of ids that stand for all keys, those of the keys that are there.
 
     Raises:
@@ -83,9 +82,9 @@ def check_texts(count: int, parts: Iterable[LayerStats]) -> None:
             fits = True
         if fits:
             return
-    found = " or ".join(sizes[length] for length in sorted(sizes))
+    lengths = " or ".join(sizes[length] for length in sorted(sizes))
     tokens = "token" if count == 1 else "tokens"
-    raise ValueError(f"texts: are of {count:,} {tokens}, wanted those of the queries or keys of a layer: {found}")
+    raise ValueError(f"texts: are of {count:,} {tokens}, wanted those of the queries or keys of a layer: {lengths}")
 
 
 def cut(ids: Tensor, call: Call) -> Ids:

@@ -14,30 +14,43 @@ import torch
 from torch import Tensor, nn
 
 from headscope._attend.call import whole
-from headscope._intercept import frames, module_names, patching, transformers
-from headscope._intercept.call import (
+from headscope._intercept import (
     COMPILED,
     Call,
+    Choice,
+    Frame,
     Ids,
     Kind,
+    Layout,
     WatchError,
     WatchWarning,
+    close_watch,
+    describe_modules,
+    describe_unrecorded,
     error_of,
+    find_compiled,
+    find_unobserved,
+    kind_of_call,
+    list_modules,
+    match_modules,
     measure,
+    open_watch,
     placed,
+    register_attention,
+    running_frames,
+    select_modules,
     standing,
+    summarize_names,
+    transformers_refusal,
 )
-from headscope._intercept.frames import Frame
-from headscope._intercept.module_names import Choice
 from headscope.stats import HeadStats, Observe
 from headscope.stats._layer import LayerStats
 from headscope.watching._about import about_of
-from headscope.watching._edits import Layout
 from headscope.watching._monitor import Limits, Monitor, writer
 from headscope.watching._options import Options, check
 from headscope.watching._origin import layer_origin
 from headscope.watching._recording import Recording
-from headscope.watching._token_ids import Streams, check_texts, given
+from headscope.watching._token_ids import Streams, check_texts, ids_of_keys
 
 __all__ = ["Watch", "register_transformers", "watch"]
 
@@ -131,11 +144,11 @@ class Watch:
         self.options = options
         self.again = options.accelerate  # what is computed again has to be computed alike
         self._last_active = False
-        self.modules = module_names.modules_of(model)
-        self.chosen = module_names.chosen(self.modules, layers)
-        self.layout = Layout(self.modules, partial(module_names.chosen, layers=layers), "watch")
+        self.modules = list_modules(model)
+        self.chosen = select_modules(self.modules, layers)
+        self.layout = Layout(self.modules, partial(select_modules, layers=layers), "watch")
         for pattern in options.kinds:
-            module_names.fitting(self.modules, pattern, "kinds")
+            match_modules(self.modules, pattern, "kinds")
         self.places = {name: place for place, name in enumerate(self.modules)}
         self.recording = Recording(HeadStats({}), about_of(model, options, layers, texts))
         self.recording._monitor = options.monitor
@@ -149,18 +162,18 @@ class Watch:
     def __enter__(self) -> Recording:
         if self._entered:
             raise WatchError("watch: this one has been used; make another")
-        if found := module_names.compiled(self.modules):
-            raise WatchError(f"{COMPILED}; compiled: {', '.join(found[:8])}")
-        if refusal := transformers.refusal(self.modules):
+        if compiled := find_compiled(self.modules):
+            raise WatchError(f"{COMPILED}; compiled: {', '.join(compiled[:8])}")
+        if refusal := transformers_refusal(self.modules):
             raise WatchError(refusal)
         self._entered = True
-        patching.open_watch(self, self.modules)
+        open_watch(self, self.modules)
         return self.recording
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        patching.close_watch(self, self.modules)
+        close_watch(self, self.modules)
         if self.monitor is not None:
             self.monitor.finish()
         if error is None:
@@ -171,8 +184,8 @@ class Watch:
         for layer in self._errors:
             try:
                 self._judge(layer)
-            except WatchError as found:
-                raise WatchError(f"watch: layer {layer}: {found}") from found
+            except WatchError as problem:
+                raise WatchError(f"watch: layer {layer}: {problem}") from problem
         recording = self.recording
         if recording._parts or recording._pending:
             if recording.texts is not None:
@@ -183,7 +196,7 @@ class Watch:
                 "watch: no forward pass of the model ran within the with block (a module that runs compiled, a copy of "
                 "the model, and what runs within a backward pass, as a checkpoint computes again, are not seen)"
             )
-        hint = module_names.some_of(self.modules)
+        hint = summarize_names(self.modules)
         raise WatchError(f"watch: no attention call was seen in {recording.about.model}; its modules: {hint}")
 
     # ------------------------------------------------------------ as the modules' calls see it
@@ -209,8 +222,8 @@ class Watch:
         if self.options.tokens is None or call.beside:  # a key that is no token's would pass for the next one
             return None
         if isinstance(self.options.tokens, Tensor):
-            return given(self.options.tokens, call)
-        return self._streams.of(call, frames.frames())
+            return ids_of_keys(self.options.tokens, call)
+        return self._streams.of(call, running_frames())
 
     def compare(self, layer: str, call: Call) -> None:
         """Compare a layer's first output with what its call gives by definition.
@@ -250,16 +263,16 @@ class Watch:
                 self.monitor.step(forward.number, parts)
         if self.options.unseen == "ignore":
             return
-        both = (frozenset(forward.ran), frozenset(forward.seen))
+        both = (frozenset(forward.ran), frozenset(forward.observed))
         missing: list[str] = []
         if both not in self._complete:
-            missing = module_names.unseen(self.modules, forward.ran, forward.seen)
+            missing = find_unobserved(self.modules, forward.ran, forward.observed)
             missing = [name for name in missing if name in self.chosen]
         self._warn_of_unrecorded(forward, missing)
         if missing:
             raise WatchError(
                 f"watch: of the attention layers that ran {len(missing)} could not be seen: "
-                f"{module_names.with_classes(self.modules, missing)}. None calls scaled_dot_product_attention or "
+                f"{describe_modules(self.modules, missing)}. None calls scaled_dot_product_attention or "
                 'anything else that headscope knows. Leave out with layers=, or give unseen="ignore"'
             )
         self._complete.add(both)
@@ -268,7 +281,7 @@ class Watch:
         """Warn, once for each layer, of attention beside what was recorded."""
         if not forward.unrecorded:
             return
-        texts = module_names.unrecorded(self.modules, forward.unrecorded, forward.seen, missing)
+        texts = describe_unrecorded(self.modules, forward.unrecorded, forward.observed, missing)
         for name, text in texts.items():
             if name not in self.chosen or name in self._warned:
                 continue
@@ -289,8 +302,8 @@ class Pass:
         self.active = active
         self.parts: dict[str, LayerStats] = {}  # of this pass alone, for a monitor
         self.ran: dict[str, None] = {}
-        self.seen: set[str] = set()
-        self.unrecorded: dict[str, str | None] = {}  # see module_names.unrecorded
+        self.observed: set[str] = set()
+        self.unrecorded: dict[str, str | None] = {}  # see describe_unrecorded
 
     def note_unrecorded(self, name: str, operator: str | None) -> None:
         """A module attends by an operator, or perhaps by a softmax of its own (None)."""
@@ -311,7 +324,7 @@ class Pass:
         Raises:
             WatchError: it cannot be measured; the message names the layer.
         """
-        self.seen.add(name)
+        self.observed.add(name)
         watch = self.watch
         watch.layout.attended.add(name)
         if name not in watch.chosen:
@@ -320,7 +333,7 @@ class Pass:
         before = watch.recording.about.kinds.get(layer)
         try:
             call = make()
-            kind = module_names.kind_of(name, call, watch.options.kinds, before)
+            kind = kind_of_call(name, call, watch.options.kinds, before)
             watch.compare(layer, call)
             if kind == "self":
                 call = standing(call)
@@ -355,4 +368,4 @@ def register_transformers(name: str = "headscope") -> None:
     Raises:
         ImportError: transformers is not installed, or older than 5.
     """
-    transformers.register(name)
+    register_attention(name)

@@ -24,7 +24,7 @@ from headscope.cli._shared.console import ENDING, SIZE, console, print_json, say
 from headscope.cli._shared.mistakes import Mistake, name_options
 
 if TYPE_CHECKING:
-    from headscope.checking._findings import Findings
+    from headscope.checking import Findings
 
 PROBLEMS = 1  # the exit code where the module has any
 IN_PYTHON = "; give --embed-dim, or use headscope.check with inputs= or call="
@@ -211,7 +211,7 @@ class _Reader(threading.Thread):
 
 def _parse_findings(answer: dict[str, Any]) -> Findings:
     """Return the findings of an answer, their text fit for a terminal."""
-    from headscope.checking._findings import Finding, Findings
+    from headscope.checking import Finding, Findings
 
     texts: list[dict[str, Any]] = [{key: visible(value) for key, value in each.items()} for each in answer["findings"]]
     parts = tuple(Finding(**each) for each in texts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from headscope._support.ascii import to_ascii
 from headscope._support.text import visible
 
 if TYPE_CHECKING:
@@ -31,13 +32,11 @@ def show_steps(out: Console, trace: Trace, layer: int, layers: int, explain: boo
     """One layer's attention: a line a step, or in full."""
     from rich.text import Text
 
-    from headscope.tracing._explanations import plain
-
     heading(out, f"Layer {layer}, step by step", f"one of {layers}: how each position collects from the others")
     if explain:
         out.print(trace.table(explain=True))
         return
-    out.print(_steps(trace, plain if out.options.ascii_only else str))
+    out.print(_steps(trace, to_ascii if out.options.ascii_only else str))
     out.print(Text(LETTERS, style="dim"))
     held = sum(row.held is True for row in trace.rows)
     failed = "".join(f"; not: {row.step}, {row.invariant}" for row in trace.failed)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
 
-from headscope._intercept import module_names
 from headscope._intercept.call import WatchError
+from headscope._intercept.module_names import enclosing_paths, is_attention, is_attention_class, list_modules
 
 Choose = Callable[[Mapping[str, nn.Module]], Collection[str]]
 """Select names of modules; raises ValueError where none fits."""
@@ -44,10 +44,10 @@ class Layout:
         same = self._children is not None and all(module._modules == before for module, before in self._children)
         if same and not (last and self._edited):
             return
-        now = module_names.modules_of(next(iter(self.modules.values())))
+        now = list_modules(next(iter(self.modules.values())))
         different = [name for name, module in now.items() if self.modules.get(name) is not module]
-        if found := self._attention(now, different):
-            names = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+        if edited := self._attention(now, different):
+            names = ", ".join(edited[:8]) + (f" and {len(edited) - 8} more" if len(edited) > 8 else "")
             raise WatchError(
                 f"{self._who}: attention layers were replaced or added after the model was registered: {names}; their "
                 "calls would be missing or attributed to another module. Edit the model first, then open a new block"
@@ -62,15 +62,15 @@ class Layout:
             return []
         unchanged = now.keys() - different
         chosen = {*self._chosen(self.modules), *self._chosen(now)}
-        found: list[str] = []
+        edited: list[str] = []
         for name in different:
-            around = [other for other in module_names.path_of(name)[:-1] if other in unchanged]
+            around = [other for other in enclosing_paths(name)[:-1] if other in unchanged]
             nearest = around[-1] if around else next(iter(self.modules))  # its calls are attributed to this module
             if name not in chosen and nearest not in chosen:
                 continue
             if self._attends(name, now[name], around) and not self._is_wrapper(name, now[name]):
-                found.append(f"{name} ({type(now[name]).__name__})")
-        return found
+                edited.append(f"{name} ({type(now[name]).__name__})")
+        return edited
 
     def _chosen(self, modules: Mapping[str, nn.Module]) -> Collection[str]:
         try:
@@ -85,8 +85,8 @@ class Layout:
         kinds = {type(self.modules[other]) for other in self.attended}
         if name in self.attended or type(module) in kinds:
             return True
-        inside = any(module_names.is_attention(other, self.modules[other]) for other in around)
-        attends = module_names.is_attention_class if inside else module_names.is_attention  # c_attn is a projection
+        inside = any(is_attention(other, self.modules[other]) for other in around)
+        attends = is_attention_class if inside else is_attention  # c_attn is a projection
         before = self.modules.get(name)
         return attends(name, module) or (before is not None and attends(name, before))
 
