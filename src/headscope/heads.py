@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from headscope._attend.call import as_whole, kind, number
 from headscope._intercept import (
     Call,
     Choice,
@@ -34,6 +33,7 @@ from headscope._intercept import (
     summarize_names,
     transformers_refusal,
 )
+from headscope._support.arguments import as_whole, kind, number
 
 __all__ = ["Ablation", "ablate", "head_importance"]
 
