@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from headscope._attend.call import as_whole, kind, number
 from headscope._intercept import (
     Call,
     Choice,
@@ -33,7 +34,6 @@ from headscope._intercept import (
     summarize_names,
     transformers_refusal,
 )
-from headscope._support.arguments import as_whole, kind, number
 
 __all__ = ["Ablation", "ablate", "head_importance"]
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from headscope._attend.call import FLOATS, check_layout, kind, whole
 from headscope._layouts.expressible import changed_calls, check_calls, check_expressible, check_rotary
 from headscope._layouts.table import HEADS, LAYOUTS, PROJECTIONS, QKV, Layout, Part, cut, read, write
 from headscope._linear.layer import is_linear, unknown_projections
-from headscope._support.arguments import FLOATS, check_layout, kind, whole
 from headscope.module import MultiHeadAttention
 from headscope.module._pruning import check_kept
 from headscope.positions import RelativeBias

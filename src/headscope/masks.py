@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from headscope._support.arguments import kind
-from headscope._support.tensor_classes import check_no_causal_bias
 from headscope._support.torch_state import has_no_values, is_traced
 
 __all__ = ["Band", "Dense", "Documents", "KeyLengths", "Mask", "Plan", "Prefix", "causal", "window"]
@@ -741,25 +739,3 @@ def _ascending(a: Tensor, b: Tensor, keys: int) -> Tensor:
     one = _span(first[..., 0], end, keys)
     two = torch.where(touch[..., None], keys, second)[:, :, None]
     return torch.cat([one, two], 2)
-
-
-def as_mask(mask: object) -> Mask | None:
-    """A mask as given to a public function: a ``Mask``, a boolean tensor (taken as ``Dense``), or None.
-
-    Raises:
-        TypeError: anything else; a float tensor is pointed to ``bias``.
-    """
-    if mask is None or isinstance(mask, Mask):
-        return mask
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"mask: got {kind(mask)}, wanted a mask of headscope.masks, a boolean tensor or None")
-    check_no_causal_bias("mask", mask)
-    if mask.dtype == torch.bool:
-        return Dense(mask)
-    raise TypeError(f"mask: dtype is {not_boolean(mask)}")
-
-
-def not_boolean(mask: Tensor) -> str:
-    """Return the end of a message about a tensor that is not boolean."""
-    hint = "numbers to add are a bias: pass bias=" if mask.dtype.is_floating_point else "convert it with .bool()"
-    return f"{kind(mask)}, wanted bool (True = may be seen); {hint}"

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from headscope import functional
+from headscope._attend.call import kind, shapes
 from headscope._linear.layer import linear
-from headscope._support.arguments import kind, shapes
 from headscope._support.tensor_classes import check_no_causal_bias
 from headscope._support.torch_state import is_traced
 from headscope.masks import Band, Dense, KeyLengths, Mask

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 import headscope
-from headscope._attend.call import Options, describe
-from headscope._attend.tensor_arguments import fold
+from headscope._attend.call import Options, describe, fold
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, causal, window
 
 B, H, HKV, Q, K, D, DV = 2, 6, 3, 5, 7, 11, 13

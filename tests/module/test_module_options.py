@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from headscope import MultiHeadAttention, functional, trace, watch
-from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, as_mask, causal, turned, window
+from headscope._attend.call import as_mask
+from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, causal, turned, window
 from headscope.module._multi_head import merge_heads, split_heads
 from headscope.positions import NTK, ALiBi, RelativeBias, Rotary, T5Buckets, YaRN, matrix
 from support import oracle

@@ -1,26 +1,44 @@
-"""Call: a frozen, validated description of one attention. ``describe`` makes every check."""
+"""Call: a frozen, validated description of one attention. Every check of shapes, dtypes and options is in this file."""
 
 from __future__ import annotations
 
 import math
+import operator
+import sys
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
+from torch._C._functorch import (
+    CGradInterpreterPtr,
+    TransformType,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+)
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.compiler import is_dynamo_compiling
 
-from headscope._attend.form import Form, form, may_need_gradient
-from headscope._attend.mask_arguments import check_mask
-from headscope._attend.tensor_arguments import check_bias, check_sinks, check_sizes
-from headscope._support.arguments import check_dropout, check_scale, check_softcap, shapes
-from headscope.masks import Dense, Mask, Plan
+from headscope._support.tensor_classes import ORDINARY, check_no_causal_bias
+from headscope._support.torch_state import is_traced
+from headscope.masks import FAR, Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, Turned, is_integral
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+AXES = ("B", "H", "Q", "K")
 FACTORS = {"float32": (2.0**-100, 2.0**100), "float64": (2.0**-1000, 2.0**1000)}
 """The range of scale, softcap and scale / softcap, by the dtype of the logits: none of them is 0 or infinite there, and
 what a product of q and k may lose below the smallest number of the dtype is below its rounding of a logit of 1."""
 
 Spans = Literal["all", "causal", "keys", "rows"]
 Rest = Literal["none", "dense", "other", "many"]
+Form = Literal["plain", "traced", "mapped", "transformed", "subclass"]
+
+_STAND_INS = (FakeTensor, FunctionalTensor)  # what torch.export shows in the place of ordinary ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,23 +122,23 @@ def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor
         TypeError: an argument is not of the right kind or dtype.
         ValueError: a size or an option does not fit; the message names argument, axis, letter, got and wanted.
     """
-    return describe_and_plan(q, k, v, bias, sinks, options)[0]
+    return described(q, k, v, bias, sinks, options)[0]
 
 
-def describe_and_plan(
+def described(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, options: Options
 ) -> tuple[Call, Plan | None]:
     """``describe``, and what the mask comes to, where that was looked at."""
-    lead = check_sizes(q, k, v)
+    lead = _sizes(q, k, v)
     heads, queries, head_dim = q.shape[-3:]
     kv_heads, keys, v_head_dim = max(k.shape[-3], v.shape[-3]), k.shape[-2], v.shape[-1]
     sizes = (math.prod(lead), heads, queries, keys)
     if q.layout == torch.jagged:
         _check_nested(q, k, v, bias, sinks, options)
     if bias is not None:
-        check_bias(bias, lead, (heads, queries, keys), q)
+        _bias(bias, lead, (heads, queries, keys), q)
     if sinks is not None:
-        check_sinks(sinks, heads, q)
+        _sinks(sinks, heads, q)
     if options.mask is not None:
         check_mask(options.mask, sizes, q.device)
     plan = options.mask.plan(*sizes) if options.mask is not None and options.planned else None
@@ -143,7 +161,7 @@ def describe_and_plan(
         may_be_empty=unknown or keys == 0 or (plan is not None and plan.may_be_empty) or bias is not None,
         bias=None if bias is None else tuple(bias.shape),
         bias_dtype=None if bias is None else bias.dtype,
-        bias_grad=grad and bias is not None and may_need_gradient(bias),
+        bias_grad=grad and bias is not None and _may_need_gradient(bias),
         scale=scale,
         softcap=softcap,
         sinks=sinks is not None,
@@ -153,6 +171,133 @@ def describe_and_plan(
         form=form(q, k, v, bias, sinks, *(() if options.mask is None else options.mask.tensors())),
     )
     return call, plan
+
+
+def _may_need_gradient(x: Tensor) -> bool:
+    """Whether it needs one. Of a batch of torch.func its entries say it, but to no compiler: there it may."""
+    if x.requires_grad or not _are_functorch_transforms_active():
+        return x.requires_grad
+    if is_dynamo_compiling():
+        return is_batchedtensor(x)
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+        if x.requires_grad:
+            return True
+    return False
+
+
+def _goes_further() -> bool:
+    """Whether the transforms of torch.func around may ask for more than a first gradient."""
+    taken = [each for each in get_interpreter_stack() if each.key() in (TransformType.Grad, TransformType.Jvp)]
+    if len(taken) == 1 and taken[0].key() == TransformType.Grad:
+        return CGradInterpreterPtr(taken[0]).prevGradMode()  # autograd may ask for the next
+    return len(taken) > 0
+
+
+# A compiler takes what it says for a constant: of the transforms around it has made guards. This is how
+# torch.compiler.assume_constant_result marks it, which imports the compiler.
+_goes_further._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def form(*tensors: Tensor | None) -> Form:
+    """How these may be read; see ``Call``."""
+    if is_dynamo_compiling() and _are_functorch_transforms_active():
+        return "transformed" if _goes_further() else "mapped"
+    found: Form = "traced" if is_traced() else "plain"
+    for x in tensors:
+        if x is not None and type(x) not in ORDINARY:
+            if type(x) not in _STAND_INS:
+                return "subclass"
+            found = "traced"
+    return found
+
+
+def shapes(**tensors: Tensor) -> str:
+    """``q [2, 8, 16, 128], k [2, 8, 16, 64]``: how every message about sizes ends."""
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+
+
+def kind(value: object) -> str:
+    """What a value is, in a few words: a dtype for a tensor, else the name of its type."""
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
+
+
+def as_whole(value: object) -> int | None:
+    """It as an int, also if it is numpy's or a tensor of no axes; None if it is no whole number, as a bool."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or (isinstance(value, Tensor) and (value.ndim or value.dtype == torch.bool)):
+        return None
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return None
+
+
+def whole(name: str, value: object, least: int = 1, otherwise: str = "") -> int:
+    """It as an int.
+
+    Raises:
+        TypeError, ValueError: it is no whole number from ``least`` on; ``otherwise`` says what would do, too.
+    """
+    found, wanted = as_whole(value), f"wanted a whole number from {least}{otherwise}"
+    if found is None:
+        raise TypeError(f"{name}: got {kind(value)}, {wanted}")
+    if found < least:
+        raise ValueError(f"{name}: got {found}, {wanted}")
+    return found
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
+            raise TypeError(f"{name}: got {kind(tensor)}, wanted a torch.Tensor")
+        if tensor.layout != torch.jagged:
+            check_layout(name, tensor)
+        if tensor.layout != q.layout:
+            raise TypeError(f"{name}: layout is {tensor.layout}, q has {q.layout}; {shapes(q=q, k=k, v=v)}")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dtype not in FLOATS:
+            raise TypeError(f"{name}: dtype is {kind(tensor)}, wanted float32, bfloat16, float16 or float64")
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name}: dtype is {kind(tensor)}, q has {kind(q)}; convert one of them")
+        if tensor.device != q.device:
+            raise ValueError(f"{name}: is on {tensor.device}, q is on {q.device}")
+        if tensor.ndim < 3:
+            raise ValueError(
+                f"{name}: has {tensor.ndim} axes, wanted at least 3 ([..., H, length, D]); {shapes(q=q, k=k, v=v)}"
+            )
+        if tensor.shape[-1] == 0:
+            letter = "Dv" if name == "v" else "D"
+            where = f"axis {tensor.ndim - 1} ({letter})"
+            raise ValueError(f"{name}: {where} is 0, wanted at least 1; {shapes(q=q, k=k, v=v)}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k: axis {k.ndim - 1} (D) is {k.shape[-1]}, q has {q.shape[-1]}; {shapes(q=q, k=k, v=v)}")
+    if v.shape[-2] != k.shape[-2]:
+        raise ValueError(f"v: axis {v.ndim - 2} (K) is {v.shape[-2]}, k has {k.shape[-2]}; {shapes(q=q, k=k, v=v)}")
+    heads, kv_heads = q.shape[-3], k.shape[-3]
+    if v.shape[-3] != kv_heads and 1 not in (v.shape[-3], kv_heads):
+        raise ValueError(f"v: axis {v.ndim - 3} (Hkv) is {v.shape[-3]}, k has {kv_heads}; {shapes(q=q, k=k, v=v)}")
+    kv_heads = max(kv_heads, v.shape[-3])
+    if kv_heads == 0 or heads % kv_heads:
+        wanted = f"a divisor of q's {heads} heads" if heads else "at least 1, as has q's axis H"
+        name, of = ("k", k) if k.shape[-3] == kv_heads else ("v", v)
+        raise ValueError(f"{name}: axis {of.ndim - 3} (Hkv) is {kv_heads}, wanted {wanted}; {shapes(q=q, k=k, v=v)}")
+    if q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        return tuple(q.shape[:-3])
+    try:  # torch.broadcast_shapes imports sympy when it is first called, for some 0.4 s
+        return tuple(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3]))
+    except RuntimeError as error:
+        raise ValueError(f"q, k, v: the leading axes (B) do not broadcast; {shapes(q=q, k=k, v=v)}") from error
+
+
+def check_layout(name: str, tensor: Tensor) -> None:
+    """Whether it is an ordinary tensor: neither sparse nor nested, and no ``CausalBias``."""
+    check_no_causal_bias(name, tensor)
+    if tensor.layout == torch.jagged or (tensor.layout == torch.strided and tensor.is_nested):
+        raise TypeError(f"{name}: is a nested tensor of layout {tensor.layout}, wanted an ordinary one")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: layout is {tensor.layout}, wanted an ordinary tensor (torch.strided): .to_dense()")
 
 
 INSTEAD_OF_NESTED = (
@@ -175,6 +320,152 @@ def _check_nested(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: T
         raise ValueError(f"q, k, v: are nested, wanted ordinary tensors, as attend asks for lse; {INSTEAD_OF_NESTED}")
 
 
+def _bias(bias: Tensor, lead: tuple[int, ...], last: tuple[int, int, int], q: Tensor) -> None:
+    if not isinstance(bias, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"bias: got {kind(bias)}, wanted a torch.Tensor")
+    check_layout("bias", bias)
+    if bias.dtype not in FLOATS:
+        hint = "; a boolean tensor is a mask: pass it as mask=" if bias.dtype == torch.bool else ""
+        raise TypeError(f"bias: dtype is {kind(bias)}, wanted a floating one{hint}")
+    if bias.device != q.device:
+        raise ValueError(f"bias: is on {bias.device}, q is on {q.device}")
+    _broadcasts("bias", bias, lead, last)
+
+
+def _broadcasts(name: str, tensor: Tensor, lead: tuple[int, ...], last: tuple[int, int, int]) -> None:
+    """Whether a tensor broadcasts to the weights, [*lead, H, Q, K]."""
+    wanted = (*(lead or (1,)), *last)
+    letters = ("B",) * (len(wanted) - 3) + AXES[1:]
+    if tensor.ndim > len(wanted):
+        names = ", ".join(letters)
+        wanted_axes = f"at most {len(wanted)} ([{names}])"
+        raise ValueError(f"{name}: has {tensor.ndim} axes, wanted {wanted_axes}; {shapes(**{name: tensor})}")
+    for axis in range(-1, -tensor.ndim - 1, -1):
+        got = tensor.shape[axis]
+        if got != 1 and got != wanted[axis]:  # `not in` a compiler answers from the numbers that it knows
+            where = f"axis {tensor.ndim + axis} ({letters[axis]})"
+            raise ValueError(
+                f"{name}: {where} is {got}, wanted {wanted[axis]} or 1; {shapes(**{name: tensor})}, "
+                f"the weights are {list(wanted)}"
+            )
+
+
+def _sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
+    if not isinstance(sinks, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"sinks: got {kind(sinks)}, wanted a torch.Tensor")
+    check_layout("sinks", sinks)
+    if sinks.dtype not in FLOATS:
+        raise TypeError(f"sinks: dtype is {kind(sinks)}, wanted a floating one")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks: is on {sinks.device}, q is on {q.device}")
+    if sinks.shape != (heads,):
+        raise ValueError(f"sinks: wanted one logit a head, [H] = [{heads}]; {shapes(sinks=sinks, q=q)}")
+
+
+def as_mask(mask: object) -> Mask | None:
+    """A mask as given to a public function: a ``Mask``, a boolean tensor (taken as ``Dense``), or None.
+
+    Raises:
+        TypeError: anything else; a float tensor is pointed to ``bias``.
+    """
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask: got {kind(mask)}, wanted a mask of headscope.masks, a boolean tensor or None")
+    check_no_causal_bias("mask", mask)
+    if mask.dtype == torch.bool:
+        return Dense(mask)
+    raise TypeError(f"mask: dtype is {_not_bool(mask)}")
+
+
+def _not_bool(mask: Tensor) -> str:
+    hint = "numbers to add are a bias: pass bias=" if mask.dtype.is_floating_point else "convert it with .bool()"
+    return f"{kind(mask)}, wanted bool (True = may be seen); {hint}"
+
+
+def fold(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """A tensor that broadcasts to [*lead, H, Q, K] as one that broadcasts to [B, H, Q, K]."""
+    if tensor.ndim <= 3 or len(lead) <= 1:
+        return tensor
+    return tensor.expand(*lead, *tensor.shape[-3:]).reshape(math.prod(lead), *tensor.shape[-3:])  # [B, H, Q, K]
+
+
+def fold_mask(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A boolean tensor that broadcasts to [*lead, H, Q, K] as one that broadcasts to [B, H, Q, K]."""
+    check_no_causal_bias("mask", mask)
+    lead = _sizes(q, k, v)
+    _broadcasts("mask", mask, lead, (q.shape[-3], q.shape[-2], k.shape[-2]))
+    return fold(mask, lead)
+
+
+def check_mask(mask: Mask, sizes: tuple[int, int, int, int], device: torch.device) -> None:
+    """Whether every part of a mask fits the sizes [B, H, Q, K] and lies where q is."""
+    batch, heads, queries, keys = sizes
+    for leaf in mask.leaves():
+        for tensor in leaf.tensors():
+            check_layout(f"mask: a tensor of {type(leaf).__name__}", tensor)
+            if tensor.device != device:
+                raise ValueError(f"mask: a tensor of {type(leaf).__name__} is on {tensor.device}, q is on {device}")
+        # no match: the compiler of older versions of torch cannot read one with classes
+        if isinstance(leaf, Band):
+            _check_band(leaf, batch)
+        elif isinstance(leaf, Turned):
+            _check_band(leaf.band, batch)
+        elif isinstance(leaf, Prefix):
+            if not _is_whole(leaf.n) or leaf.n < 0:
+                got = kind(leaf.n) if isinstance(leaf.n, Tensor) else repr(leaf.n)
+                raise ValueError(f"mask: Prefix(n) wants a whole number from 0, got {got}")
+            if leaf.n > FAR:
+                raise ValueError(f"mask: Prefix(n) wants a whole number up to {FAR}, got {leaf.n}")
+        elif isinstance(leaf, KeyLengths):
+            _check_ids("KeyLengths.lengths", leaf.lengths, {"B": batch})
+        elif isinstance(leaf, Documents):
+            _check_ids("Documents.q_ids", leaf.q_ids, {"B": batch, "Q": queries})
+            _check_ids("Documents.k_ids", leaf.k_ids, {"B": batch, "K": keys})
+        elif isinstance(leaf, Dense):
+            if leaf.tensor.dtype != torch.bool:
+                raise TypeError(f"mask: Dense holds {_not_bool(leaf.tensor)}")
+            _broadcasts("mask", leaf.tensor, (batch,), (heads, queries, keys))
+        elif type(leaf).__hash__ is None and not leaf.tensors():  # pyright: ignore[reportUnnecessaryComparison]
+            hint = "masks without tensors compare and hash by value, as of a @dataclass(frozen=True)"
+            raise TypeError(f"mask: {type(leaf).__name__} cannot be hashed; {hint}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
+def _check_band(band: Band, batch: int) -> None:
+    for name, reach in (("left", band.left), ("right", band.right)):
+        if reach is not None and not _is_whole(reach):
+            raise TypeError(f"mask: Band({name}=...) wants a whole number or None, got {kind(reach)}")
+    offset = band.offset
+    if isinstance(offset, Tensor):
+        _check_ids("Band.offset", offset, {"B": batch} if offset.ndim else {})  # a single number serves the whole batch
+        return
+    each = offset if isinstance(offset, tuple) else () if offset is None else (offset,)
+    if not all(map(_is_whole, each)):
+        raise TypeError(f"mask: Band(offset=...) wants a whole number, or one for each batch entry, got {offset!r}")
+    if any(abs(number) > FAR for number in each):
+        raise ValueError(f"mask: Band(offset=...) wants numbers from {-FAR} to {FAR}, got {offset!r}")
+    if isinstance(offset, tuple) and len(offset) != batch:
+        raise ValueError(f"mask: Band.offset has {len(offset)} numbers, wanted {batch}, one for each batch entry (B)")
+
+
+def _check_ids(name: str, ids: Tensor, wanted: dict[str, int]) -> None:
+    if not is_integral(ids):
+        raise TypeError(f"mask: {name} is {kind(ids)}, wanted integers")
+    letters, size = ", ".join(wanted), list(wanted.values())
+    if ids.ndim != len(wanted):
+        raise ValueError(f"mask: {name} is {list(ids.shape)}, wanted [{letters}] = {size}")
+    for axis, (letter, number) in enumerate(wanted.items()):
+        allowed = (1, number) if letter == "B" and len(wanted) == 2 else (number,)
+        if ids.shape[axis] not in allowed:
+            raise ValueError(
+                f"mask: {name} axis {axis} ({letter}) is {ids.shape[axis]}, wanted {number}; it is {list(ids.shape)}"
+            )
+
+
 def _spans(plan: Plan | None) -> Spans:
     if plan is None or plan.full:
         return "all"
@@ -195,6 +486,26 @@ def _rest(rest: Mask | None) -> Rest:
     return "many" if sum(1 for _ in rest.leaves()) > MOST_RULES else "other"
 
 
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """The factor of the dot products; by default head_dim ** -0.5."""
+    if scale is None:
+        return head_dim**-0.5
+    scale = number("scale", scale)
+    if not abs(scale) <= sys.float_info.max:  # NaN neither; a compiler can follow this, but not math.isfinite
+        raise ValueError(f"scale: got {scale}, wanted a finite number")
+    return float(scale)
+
+
+def check_softcap(softcap: float | None) -> float | None:
+    """The bound of the logits, or None."""
+    if softcap is None:
+        return None
+    softcap = number("softcap", softcap)
+    if not 0 < softcap <= sys.float_info.max:
+        raise ValueError(f"softcap: got {softcap}, wanted a finite number above 0, or None")
+    return float(softcap)
+
+
 def _check_factors(scale: float, softcap: float | None, dtype: str) -> None:
     """Whether the dtype of the logits holds scale, softcap and scale / softcap, by which q is multiplied."""
     least, most = FACTORS[dtype]
@@ -211,3 +522,22 @@ def _check_factors(scale: float, softcap: float | None, dtype: str) -> None:
         f"scale: out of range for logits of {dtype}; expected {names} of size {least:.3g} to {most:.3g}, or scale 0, "
         f"got {got}; multiply q or k instead"
     )
+
+
+def check_dropout(dropout: float) -> float:
+    """The probability with which a weight is dropped."""
+    dropout = number("dropout", dropout)
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout: got {dropout}, wanted a probability in [0, 1)")
+    return float(dropout)
+
+
+def number(name: str, value: object) -> float:
+    """It, as an int or a float: numpy has numbers of its own. A bool is none."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name}: got bool, wanted a number")
+    if isinstance(value, (int, float)):
+        return value
+    if isinstance(value, Real):
+        return float(value)
+    raise TypeError(f"{name}: got {kind(value)}, wanted a number")

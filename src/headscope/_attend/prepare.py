@@ -15,15 +15,12 @@ from torch.nn import functional as F
 
 from headscope._attend import operators
 from headscope._attend.backends import native, sdpa
-from headscope._attend.call import Call, Options, describe_and_plan
+from headscope._attend.call import Call, Options, as_mask, described, fold, fold_mask, form
 from headscope._attend.context_parallel import CONTEXT_PARALLEL, check_context_parallel
-from headscope._attend.form import form
 from headscope._attend.interface import Backend, Inputs
-from headscope._attend.mask_arguments import fold_mask
 from headscope._attend.select import select
-from headscope._attend.tensor_arguments import fold
 from headscope._support.torch_state import is_traced
-from headscope.masks import Mask, Plan, as_mask
+from headscope.masks import Mask, Plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,7 +175,7 @@ def _prepare_anew(
         _ = F.scaled_dot_product_attention is sdpa.ORIGINAL
     traced = form(q, k, v, bias, sinks, *(() if mask is None else mask.tensors())) == "traced"
     planned = not traced or backend not in (None, *operators.BACKENDS) or (backend is None and native.native is None)
-    call, plan = describe_and_plan(q, k, v, bias, sinks, Options(mask, scale, softcap, dropout, lse, planned))
+    call, plan = described(q, k, v, bias, sinks, Options(mask, scale, softcap, dropout, lse, planned))
     canonical = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]
     if q.layout == torch.jagged:
         if backend not in (None, "sdpa"):

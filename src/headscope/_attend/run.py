@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from headscope._attend import operator_kernels, operators
+from headscope._attend.call import ORDINARY
 from headscope._attend.execute import execute
 from headscope._attend.interface import Inputs, Result
 from headscope._attend.prepare import Prepared, canonical_inputs, prepare
-from headscope._support.tensor_classes import ORDINARY
 from headscope.masks import Mask
 
 operator_kernels.register()

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headscope._attend.call import check_layout, kind, shapes
 from headscope._observe.inputs import Request
 from headscope._observe.visibility import real_keys
-from headscope._support.arguments import check_layout, kind, shapes
 from headscope._support.torch_state import is_traced
 from headscope.masks import Band, is_constant
 from headscope.stats._layer import wide

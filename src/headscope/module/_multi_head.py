@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headscope import functional
+from headscope._attend.call import as_mask, check_dropout, check_scale, check_softcap, kind, shapes
 from headscope._linear.layer import Linear, check_kind, in_heads, is_plain
-from headscope._support.arguments import check_dropout, check_scale, check_softcap, kind, shapes
 from headscope._support.torch_state import is_traced
 from headscope.cache import Cache, Staged
-from headscope.masks import Band, Mask, Turned, as_mask, turned
+from headscope.masks import Band, Mask, Turned, turned
 from headscope.module._options import (
     QKV,
     QKNorm,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope._support.arguments import check_scale, check_softcap
+from headscope._attend.call import check_scale, check_softcap
 from headscope._support.files import describe_obstacle, replace
 from headscope.masks import FAR
 from headscope.stats._checks import (

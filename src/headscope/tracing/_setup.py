@@ -8,10 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headscope._attend.mask_arguments import check_mask
-from headscope._attend.tensor_arguments import check_bias, check_sizes
-from headscope._support.arguments import FLOATS, check_scale, check_softcap, kind
-from headscope.masks import Band, Mask, as_mask, causal
+from headscope._attend import call
+from headscope._attend.call import FLOATS, as_mask, check_mask, kind
+from headscope.masks import Band, Mask, causal
 from headscope.module import MultiHeadAttention
 
 Context = Tensor | tuple[Tensor, Tensor] | None
@@ -144,16 +143,16 @@ def prepare_sizes(
             (v_from, module.kv_heads, module.v_head_dim),
         )
     ]
-    check_sizes(*heads)
-    check_scale(module.scale, module.head_dim)
-    check_softcap(module.softcap)
+    call._sizes(*heads)
+    call.check_scale(module.scale, module.head_dim)
+    call.check_softcap(module.softcap)
     setting = _describe_setting(module, inputs, source, options, None, code)
     if setting.mask is not None:
         held = setting.mask.tensors()
         check_mask(setting.mask, setting.sizes, held[0].device if held else x.device)
     if options.bias is not None:
         batch, number, queries, keys = setting.sizes
-        check_bias(options.bias, (batch,) if setting.batched else (), (number, queries, keys), options.bias)
+        call._bias(options.bias, (batch,) if setting.batched else (), (number, queries, keys), options.bias)
     return setting
 
 

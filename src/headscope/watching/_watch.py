@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from headscope._attend.call import whole
 from headscope._intercept import (
     COMPILED,
     Call,
@@ -42,7 +43,6 @@ from headscope._intercept import (
     summarize_names,
     transformers_refusal,
 )
-from headscope._support.arguments import whole
 from headscope.stats import HeadStats, Observe
 from headscope.stats._layer import LayerStats
 from headscope.watching._about import about_of

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from headscope import __version__, masks
 from headscope._attend.backends import native as cpu
-from headscope._attend.call import Call, Options, describe
-from headscope._attend.form import Form
+from headscope._attend.call import Call, Form, Options, describe
 from headscope._attend.select import BACKENDS, order
 from headscope._observe import native
 from headscope._support.cpuinfo import processor

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headscope import decisions
 from headscope._analysis.answers import plural, short_layers
-from headscope._support.arguments import as_whole, whole
+from headscope._attend.call import as_whole, whole
 from headscope.report._texts import broken_layers, stands_on
 from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
 from headscope.report._viewer.packing import Strips, exact, sources
