@@ -28,7 +28,7 @@ from headscope import HeadStats, Observe, masks
 from headscope.masks import causal
 from headscope.report.viewer import save_recording
 from headscope.stats._layer import LayerStats
-from headscope.stats._tiles import KeptWeights, kept_of
+from headscope.stats._tiles import KeptWeights, weights_of
 from headscope.watching import About, Recording
 
 
@@ -84,7 +84,7 @@ def of_heads(parts: Sequence[LayerStats], heads: Sequence[int]) -> LayerStats:
     names = ("rows", "broken", "received", "eligible", "map", "edges")
     plain = {name: taken([getattr(part, name) for part in parts]) for name in names}
     moments = {name: taken([part.moments[name] for part in parts]) for name in parts[0].moments}
-    tiles = {run: kept_heads(kept_of(each), index) for run, each in parts[0].tiles.items()}
+    tiles = {run: kept_heads(weights_of(each), index) for run, each in parts[0].tiles.items()}
     return replace(parts[0], heads=len(heads), moments=moments, tiles=tiles, **plain)
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.compiler import is_dynamo_compiling
 
-from headscope._attend.call import as_mask, kind, shapes, whole
-from headscope.masks import Band, Documents, Mask, causal
+from headscope._support.arguments import kind, shapes, whole
+from headscope.masks import Band, Documents, Mask, as_mask, causal
 
 __all__ = ["Cache", "GrowingCache", "Held", "RollingCache", "StaticCache"]
 

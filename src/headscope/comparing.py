@@ -15,7 +15,7 @@ import torch
 
 from headscope._analysis.answers import Answer, Basis, HasStats, decimal, plural, stats_of
 from headscope._analysis.distances import normalised
-from headscope._attend.call import kind
+from headscope._support.arguments import kind
 from headscope._support.text import visible
 from headscope.stats import quantity_of
 from headscope.stats._origin import check_comparable

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from headscope._attend.call import as_whole, kind, number
 from headscope._intercept import (
     Call,
     Choice,
@@ -34,6 +33,7 @@ from headscope._intercept import (
     summarize_names,
     transformers_refusal,
 )
+from headscope._support.arguments import as_whole, check_type, kind, number
 
 __all__ = ["Ablation", "ablate", "head_importance"]
 
@@ -59,9 +59,8 @@ def ablate(model: nn.Module, heads: Mapping[str, Heads], scale: float = 0.0) -> 
         TypeError, ValueError: an argument that does not fit; a pattern that fits no module.
         WatchError: the model runs compiled; later, a layer without such a head, or one that cannot be reached.
     """
-    _check_model(model)
-    if not isinstance(heads, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"heads: got {kind(heads)}, wanted a mapping of module paths to heads")
+    check_type("model", model, nn.Module, "a torch.nn.Module")
+    check_type("heads", heads, Mapping, "a mapping of module paths to heads")
     if not heads:
         raise ValueError("heads: got none, wanted at least one layer")
     scale = number("scale", scale)
@@ -79,18 +78,13 @@ def ablate(model: nn.Module, heads: Mapping[str, Heads], scale: float = 0.0) -> 
     return Ablation(modules, chosen, patterns, float(scale))
 
 
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {kind(model)}, wanted a torch.nn.Module")
-
-
 def _numbers(layer: str, heads: Heads) -> set[int] | None:
-    """The heads that were asked for; None = all."""
+    """Return the numbers of the specified heads; None = all."""
     if heads == "all":
         return None
     one = as_whole(heads)
-    numbered = heads if one is None else [one]
-    if isinstance(numbered, (str, bool)) or not isinstance(numbered, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
+    numbered: Any = heads if one is None else [one]
+    if not _is_list(numbered):
         raise TypeError(f'heads: got {heads!r} for {layer!r}, wanted a number, numbers or "all"')
     if not numbered:
         raise ValueError(f"heads: got none for {layer!r}, wanted at least one")
@@ -103,6 +97,10 @@ def _numbers(layer: str, heads: Heads) -> set[int] | None:
             raise ValueError(f"heads: got {head} for {layer!r}, wanted numbers from 0")
         numbers.add(head)
     return numbers
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, (str, bool))
 
 
 def _fitting(modules: Mapping[str, nn.Module], patterns: Collection[str]) -> set[str]:
@@ -295,7 +293,7 @@ def head_importance(
 
     Source: Michel et al. 2019, "Are Sixteen Heads Really Better than One?", equation 2 and section 3.
     """
-    _check_model(model)
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     if method not in ("gradient", "ablation"):
         raise ValueError(f'method: got {method!r}, wanted "gradient" or "ablation"')
     modules = list_modules(model)
@@ -319,6 +317,7 @@ class _Gauge(_Acting):
         self.chosen = choose(modules)
         self.learn = learn
         self.scales: dict[str, Tensor] = {}
+        self.without_gradients: set[str] = set()  # layers that ran while gradients were disabled
 
     def means(self, name: str) -> bool:
         """Whether a layer was chosen."""
@@ -326,6 +325,8 @@ class _Gauge(_Acting):
 
     def factors(self, name: str, heads: int) -> Tensor | None:
         """The layer's factors."""
+        if not torch.is_grad_enabled():
+            self.without_gradients.add(name)
         if name not in self.scales:
             with torch.inference_mode(False):
                 factors = torch.ones(heads, dtype=torch.float64, device="cpu", requires_grad=self.learn)
@@ -337,21 +338,39 @@ class _Gauge(_Acting):
 @torch.enable_grad()
 def _by_gradient(model: nn.Module, loss_fn: Loss, gauge: _Gauge) -> dict[str, Tensor]:
     losses = _losses(loss_fn(model), gauge)
-    if not losses.requires_grad:
-        raise ValueError("loss_fn: its loss has no gradient; the model ran under torch.no_grad(), or it was detached")
     names, scales = list(gauge.scales), list(gauge.scales.values())
+    if not losses.requires_grad:
+        if gauge.without_gradients:
+            raise _missing_gradients(names)
+        raise ValueError("loss_fn: its loss has no gradient; the model ran under torch.no_grad(), or it was detached")
     importance: dict[str, Tensor] = {}
     for n, loss in enumerate(losses):
-        grads: Any = torch.autograd.grad(loss, scales, retain_graph=n + 1 < len(losses), allow_unused=True)
+        try:
+            grads: Any = torch.autograd.grad(loss, scales, retain_graph=n + 1 < len(losses), allow_unused=True)
+        except RuntimeError as error:  # torch's, which names no layer
+            if gauge.without_gradients:
+                raise _missing_gradients(sorted(gauge.without_gradients)) from error
+            raise
         for name, grad in zip(names, grads, strict=True):
             if grad is not None:
                 importance[name] = importance.get(name, 0.0) + grad.abs() / len(losses)
-    if lost := [name for name in names if name not in importance]:
+    lost = [name for name in names if name not in importance]
+    if disabled := [name for name in lost if name in gauge.without_gradients]:
+        raise _missing_gradients(disabled)
+    if lost:
         raise ValueError(
-            f"loss_fn: its loss does not depend on the heads of {', '.join(lost)}: their output is not used, or they "
-            "ran without gradients; leave them out with layers="
+            f"loss_fn: its loss does not depend on the heads of {', '.join(lost)}: their output is not used; leave "
+            "them out with layers="
         )
     return importance
+
+
+def _missing_gradients(layers: list[str]) -> ValueError:
+    return ValueError(
+        f"loss_fn: no gradient reaches the heads of {', '.join(layers)}: they ran under torch.no_grad(), or in "
+        "activation checkpointing with use_reentrant=True, which disables gradients; pass use_reentrant=False to the "
+        'checkpoint, leave the layers out with layers=, or use method="ablation"'
+    )
 
 
 @torch.no_grad()

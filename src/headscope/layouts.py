@@ -10,17 +10,19 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from headscope._attend.call import FLOATS, check_layout, kind, whole
+from headscope._attend.call import FLOATS
 from headscope._layouts.expressible import changed_calls, check_calls, check_expressible, check_rotary
 from headscope._layouts.table import HEADS, LAYOUTS, PROJECTIONS, QKV, Layout, Part, cut, read, write
 from headscope._linear.layer import is_linear, unknown_projections
+from headscope._support.arguments import check_layout, kind, whole
+from headscope._support.files import is_inside
 from headscope.module import MultiHeadAttention
 from headscope.module._pruning import check_kept
 from headscope.positions import RelativeBias
@@ -351,6 +353,9 @@ def _weight_map(path: Path) -> dict[str, str]:
     places: Any = said.get("weight_map") if isinstance(said, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):  # pyright: ignore[reportUnknownVariableType]
         raise ValueError(f'state: {path} has no "weight_map" of keys and the files that they are in')
+    for file in cast("dict[str, str]", places).values():
+        if not is_inside(file):
+            raise ValueError(f"state: {path}: weight_map: expected a file in the same folder, got {file!r}")
     return places  # pyright: ignore[reportUnknownVariableType]
 
 

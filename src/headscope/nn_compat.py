@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from headscope import functional
-from headscope._attend.call import kind, shapes
 from headscope._linear.layer import linear
+from headscope._support.arguments import check_type, kind, shapes
 from headscope._support.tensor_classes import check_no_causal_bias
 from headscope._support.torch_state import is_traced
 from headscope.masks import Band, Dense, KeyLengths, Mask
@@ -69,7 +69,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _reset_parameters(self) -> None:
         """As torch starts: the packed weight as one matrix."""
-        self._qkv_same_embed_dim = self.in_proj_weight is not None  # pyright: ignore[reportUnnecessaryComparison]
+        self._qkv_same_embed_dim = _optional(self.in_proj_weight) is not None
         super()._reset_parameters()
         self._qkv_same_embed_dim = False
 
@@ -152,13 +152,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         self, query: Tensor, key: Tensor, value: Tensor, packed: bool, first: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [N, H, L, D], k and v [N, H, S, D]."""
-        weight, bias = self.in_proj_weight, self.in_proj_bias
-        if packed and weight is not None:  # pyright: ignore[reportUnnecessaryComparison]  # torch's annotation forgets None
+        weight, bias = _optional(self.in_proj_weight), _optional(self.in_proj_bias)
+        if packed and weight is not None:
             heads = linear(query, weight, bias).unflatten(-1, (3, self.num_heads, self.head_dim))  # [N, L, 3, H, D]
             q, k, v = heads.permute((2, 0, 3, 1, 4) if first else (2, 1, 3, 0, 4)).unbind(0)  # each [N, H, L, D]
             return q, k, v
-        each = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if weight is None else weight.chunk(3)  # pyright: ignore[reportUnnecessaryComparison]
-        biases = (None, None, None) if bias is None else bias.chunk(3)  # pyright: ignore[reportUnnecessaryComparison]
+        each = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if weight is None else weight.chunk(3)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
         projected = (
             linear(x if first else x.transpose(0, 1), w, b)
             for x, w, b in zip((query, key, value), each, biases, strict=True)
@@ -250,11 +250,15 @@ def _is_torchs(module: nn.Module | None) -> TypeGuard[nn.MultiheadAttention]:
     return own is nn.MultiheadAttention
 
 
+def _optional(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor that torch's annotation takes for one that is always there."""
+    return tensor
+
+
 def _check_inputs(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> None:
     inputs = {"query": query, "key": key, "value": value}
     for name, x in inputs.items():
-        if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
-            raise TypeError(f"{name}: got {kind(x)}, wanted a torch.Tensor")
+        check_type(name, x, Tensor, "a torch.Tensor")
         if x.is_nested:
             raise TypeError(
                 f"{name}: is a nested tensor, wanted a padded one and key_padding_mask; an nn.TransformerEncoder makes "
@@ -287,8 +291,10 @@ def _check_masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[
         if mask is None:
             continue
         check_no_causal_bias(name, mask, "pass a boolean tensor (True = hidden)")
-        if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"{name}: got {kind(mask)}, wanted a tensor of bool (True = hidden) or of a floating type")
+        text = "a tensor of bool (True = hidden) or of a floating type"
+        check_type(name, mask, Tensor, text)
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise TypeError(f"{name}: got {kind(mask)}, wanted {text}")
         if list(mask.shape) != allowed.get(mask.ndim):
             shapes_expected = " or ".join(map(str, allowed.values()))
             raise ValueError(f"{name}: is {list(mask.shape)}, wanted {axes}: {shapes_expected}")

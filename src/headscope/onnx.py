@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from headscope._attend.operators import Code
-from headscope.masks import FAR
+from headscope import functional  # noqa: F401  # pyright: ignore[reportUnusedImport]  # it registers the operators
+from headscope.masks import FAR, UNBOUNDED, Code, offset_limits
 
 __all__ = ["translations"]
 
@@ -69,7 +69,7 @@ def _attend(
     return op.Where(nothing, op.CastLike(0.0, out), out), lse
 
 
-_CAUSAL = [Code.BAND, FAR, 0, Code.NO_OFFSET]
+_CAUSAL = [Code.BAND, UNBOUNDED, 0, Code.NO_OFFSET]
 
 
 class _Masks:
@@ -83,7 +83,7 @@ class _Masks:
         self.last = op.Sub(keys, queries)  # what stands bottom-right
 
     def of(self, codes: Sequence[int], parts: Sequence[Value]) -> Value:
-        """The mask that ``_operator.encode`` wrote down."""
+        """The mask that ``Mask.encode`` wrote."""
         op, numbers, tensors, made = self.op, iter(codes), iter(parts), list[Value]()
         for code in numbers:
             match code:
@@ -105,8 +105,8 @@ class _Masks:
         return made[0]
 
     def _band(self, left: int, right: int, numbers: Iterator[int], tensors: Iterator[Value]) -> Value:
-        op = self.op
-        match next(numbers):
+        op, code = self.op, next(numbers)
+        match code:
             case Code.NO_OFFSET:
                 offset = self.last
             case Code.ONE_OFFSET:
@@ -118,11 +118,21 @@ class _Masks:
                 tensor = next(tensors)
                 whole = _whole(op, tensor)
                 offset = op.Unsqueeze(whole, [1, 2, 3]) if len(tensor.shape) else whole
-        apart = op.Sub(self.j, op.Add(self.i, offset))
-        limits = [op.GreaterOrEqual(apart, -left)] if left < FAR else []
-        limits += [op.LessOrEqual(apart, right)] if right < FAR else []
+        shifted = self._shifted_tensor if code == Code.OFFSET_TENSOR else self._shifted
+        gap = op.Sub(self.j, self.i)
+        limits = [op.GreaterOrEqual(gap, shifted(offset, -left))] if left < UNBOUNDED else []
+        limits += [op.LessOrEqual(gap, shifted(offset, right))] if right < UNBOUNDED else []
         everything = [op.GreaterOrEqual(self.j, op.Sub(0, self.i))]  # 0 <= i + j
         return reduce(op.And, limits or everything)
+
+    def _shifted(self, offset: Value | int, by: int) -> Value:
+        """Add a reach to offsets that were checked: they are within ``FAR``."""
+        return self.op.Add(offset, max(-2 * FAR, min(by, 2 * FAR)))
+
+    def _shifted_tensor(self, offset: Value, by: int) -> Value:
+        """Add a reach to offsets of any size."""
+        limits = (None if limit is None else self.op.Constant(value_int=limit) for limit in offset_limits(by))
+        return self.op.Add(self.op.Clip(offset, *limits), by)
 
 
 def _whole(op: Any, tensor: Value) -> Value:

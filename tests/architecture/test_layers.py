@@ -37,19 +37,12 @@ UPWARD_IMPORTS = {
     "_layouts.expressible -> module",
     "_layouts.table -> module._options",
     "_linear.layer -> _attend.backends.native",
-    "_linear.layer -> _attend.call",
-    "cache -> _attend.call",
     "module._multi_head -> layouts",
-    "positions -> _attend.call",
     "stats._files -> _attend.call",
-    "stats._head_stats -> _attend.call",
-    "stats._options -> _attend.call",
 }
 IN_CIRCLES: set[str] = set()  # within one package
 LONG_FILES = {
-    "_attend.call",
     "layouts",
-    "masks",
     "module._multi_head",
     "positions",
 }

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headscope import HeadStats, MultiHeadAttention, Observe, ablate, observe, trace, watch
-from headscope._attend.call import as_whole, whole
+from headscope._support.arguments import as_whole, whole
 from headscope.cache import RollingCache, StaticCache
 from headscope.decisions import kv_budget
 from headscope.positions import NTK, ALiBi, Rotary, T5Buckets, YaRN

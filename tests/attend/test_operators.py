@@ -22,7 +22,7 @@ import headscope
 from headscope import positions
 from headscope._attend import operators
 from headscope._attend.backends import native
-from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, causal, window
+from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, causal, decode, window
 from support.attention_cases import OPTIONS, SIZES, Asked, B, H, K, Q, gradients, tensors
 from support.forking import run_program
 
@@ -66,7 +66,7 @@ def arguments(asked: Asked, backend: str, dropout: float = 0.0) -> tuple[Any, ..
     parts: list[Tensor] = []
     if "mask" in asked.said:
         mask = asked.said["mask"]
-        operators.encode(mask if isinstance(mask, Mask) else Dense(mask), (B, H, q.shape[2], K), q.device, codes, parts)
+        (mask if isinstance(mask, Mask) else Dense(mask)).encode((B, H, q.shape[2], K), q.device, codes, parts)
     bias, sinks = native.four_axes(asked.tensors.get("bias")), asked.tensors.get("sinks")
     if bias is not None:
         bias = bias.detach().requires_grad_(bias.requires_grad)  # a leaf again
@@ -89,15 +89,15 @@ MASKS = [
 def test_a_mask_survives_as_numbers_and_tensors(mask: Mask) -> None:
     codes: list[int] = []
     parts: list[Tensor] = []
-    operators.encode(mask, SIZES, torch.device("cpu"), codes, parts)
+    mask.encode(SIZES, torch.device("cpu"), codes, parts)
     assert all(type(code) is int for code in codes)
-    again = operators.decode(codes, parts)
+    again = decode(codes, parts)
     assert again is not None
     torch.testing.assert_close(again.dense(*SIZES), mask.dense(*SIZES))
 
 
 def test_no_mask_is_none() -> None:
-    assert operators.decode([], []) is None
+    assert decode([], []) is None
 
 
 def test_a_mask_of_the_callers_own_is_obeyed() -> None:

@@ -22,7 +22,7 @@ from headscope import Observe, attend, attention, watch
 from headscope._support.fingerprint import Fingerprint
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, causal
 from headscope.report.serving import RefusedError, Server
-from headscope.stats._tiles import kept_of
+from headscope.stats._tiles import weights_of
 from support.forking import run_ranks
 from support.paths import PROGRAMS
 from support.programs.collective_masks import MASKS
@@ -270,7 +270,7 @@ def test_tiles_do_not_follow_the_lse_that_was_given() -> None:
 @pytest.mark.parametrize("what", ["bias", "mask"])
 def test_weights_prepared_for_a_page_are_refused_once_their_bias_or_mask_has_been_written_to(what: str) -> None:
     tensor = TILED[what]()
-    kept = kept_of(tiles_of(what, tensor).parts["0"].last_tiles)
+    kept = weights_of(tiles_of(what, tensor).parts["0"].last_tiles)
     kept.piece(0, 0, (0, 7), (0, 7))
     write("data", tensor, tensor.flip(0))
     with pytest.raises(ValueError, match=rf"tile: {what} \[1, 1, 7, 7\] has been written to"):

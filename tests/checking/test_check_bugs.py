@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from headscope import check
 from support.buggy.catalogue import BUGS, CAUSAL
@@ -61,3 +62,54 @@ def test_without_a_bug_nothing_is_found(causal: str, make: Callable[[str], tuple
     assert found.names == (), str(found)
     assert len(found) == 0
     assert not found
+
+
+class Mixed(nn.Module):
+    """Attention of [B, T, E] with one column of weights for each feature (as Conv1D), or rows; some heads go wrong."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def __init__(self, kv_heads: int, defect: str, *, columns: bool) -> None:
+        super().__init__()
+        self.kv_heads, self.defect, self.columns = kv_heads, defect, columns
+        for name, width in (("q", 32), ("k", kv_heads * 8), ("v", kv_heads * 8)):
+            shape = (32, width) if columns else (width, 32)
+            self.register_parameter(name, nn.Parameter(torch.randn(shape) / 32**0.5))
+        self.out = nn.Linear(24 if defect == "narrow" else 32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (self.q, self.k, self.v)
+        q, k, v = ((x @ (w if self.columns else w.T)).unflatten(-1, (-1, 8)).transpose(1, 2) for w in weights)
+        k, v = (y.repeat_interleave(4 // self.kv_heads, 1) for y in (k, v))  # [B, 4, T, 8]
+        if self.defect == "scores of one head":
+            out = (q[:, :1] @ k[:, :1].mT * 8**-0.5).softmax(-1) @ v
+        else:
+            s = q @ k.mT * 8**-0.5
+            out = (s[:, [0, 1, 1, 3]] if self.defect == "third as second" else s).softmax(-1) @ v
+        heads = [out[:, h] for h in range(3 if self.defect == "narrow" else 4)]
+        if self.defect == "overwritten":
+            heads[0] = heads[1]
+        return self.out(torch.cat(heads, -1))
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("defect", "name"),
+    [
+        ("scores of one head", "heads-share-weights"),
+        ("third as second", "heads-share-weights"),
+        ("narrow", "heads-dropped"),
+        ("overwritten", "heads-dropped"),
+        ("", None),
+    ],
+)
+def test_heads_that_share_weights_or_are_dropped(defect: str, name: str | None, kv_heads: int, columns: bool) -> None:
+    torch.manual_seed(3)
+    findings = check(Mixed(kv_heads, defect, columns=columns))
+    assert findings.names == (() if name is None else (name,)), str(findings)
+    if name is not None:
+        at = {"narrow": "24 to 31", "overwritten": "0 to 7", "third as second": "16 to 23"}.get(defect, "8 to 31")
+        assert f"{'columns' if columns else 'rows'} {at} of q [32, 32]" in str(findings).replace("\n  ", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -357,6 +358,18 @@ def test_what_an_index_names_must_be_there(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(state, "0.safetensors")}), encoding="utf-8")
     message = r"index.json names w_q.bias in 0.safetensors, .*, but it is not there: the checkpoint is damaged"
+    with pytest.raises(ValueError, match=message):
+        MultiHeadAttention.from_state_dict(index, "w_q", num_heads=H)
+
+
+@pytest.mark.parametrize("file", ["../0.safetensors", "/0.safetensors", "a/../../0.safetensors", "..\\0.safetensors"])
+def test_an_index_names_no_file_outside_its_folder(file: str, tmp_path: Path) -> None:
+    state = layout_modules.WQ(E, H).state_dict()
+    save_file(state, tmp_path / "0.safetensors")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.parent.mkdir()
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(state, file)}), encoding="utf-8")
+    message = re.escape(f"index.json: weight_map: expected a file in the same folder, got {file!r}")
     with pytest.raises(ValueError, match=message):
         MultiHeadAttention.from_state_dict(index, "w_q", num_heads=H)
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headscope import MultiHeadAttention, functional, trace, watch
-from headscope._attend.call import as_mask
-from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, causal, turned, window
+from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, as_mask, causal, window
 from headscope.module._multi_head import merge_heads, split_heads
 from headscope.positions import NTK, ALiBi, RelativeBias, Rotary, T5Buckets, YaRN, matrix
 from support import oracle
@@ -321,15 +320,15 @@ def test_masks_are_turned_and_turned_back() -> None:
         known = as_mask(mask)
         if known is None or name == "odd":
             continue
-        there = turned(known, Q, Q)
+        there = known.reverse_queries(Q, Q)
         assert there is not None
-        back = turned(there, Q, Q)
+        back = there.reverse_queries(Q, Q)
         assert back is not None
         torch.testing.assert_close(there.dense(B, H, Q, Q), known.dense(B, H, Q, Q).flip(-2))
         torch.testing.assert_close(back.dense(B, H, Q, Q), known.dense(B, H, Q, Q))
-    assert turned(Odd(), Q, Q) is None
-    assert turned(causal() & Odd(), Q, Q) is None
-    assert turned(causal(), Q, Q) == turned(causal(), Q, Q), "by value, so that a plan is kept"
+    assert Odd().reverse_queries(Q, Q) is None
+    assert (causal() & Odd()).reverse_queries(Q, Q) is None
+    assert causal().reverse_queries(Q, Q) == causal().reverse_queries(Q, Q), "by value, so that a plan is kept"
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.uint16, torch.uint64], ids=str)

@@ -87,6 +87,13 @@ OPTIONS: dict[str, tuple[Options, bool]] = {
         },
         False,
     ),
+    "far offsets": (
+        lambda lengths, bias, sinks: {
+            "mask": (masks.Band(1 << 51, 2 - (1 << 50), offset=lengths + (1 << 50)) | masks.Prefix(1))
+            & masks.Band(sys.maxsize - 2, None, offset=lengths - sys.maxsize),
+        },
+        False,
+    ),
     "sinks": (lambda lengths, bias, sinks: {"sinks": sinks}, False),
     "all, with lse": (
         lambda lengths, bias, sinks: {

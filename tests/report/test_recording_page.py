@@ -217,7 +217,7 @@ def test_of_a_page_that_takes_long_a_terminal_is_told(
     stderr = stream()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr("headscope._support.progress.SECONDS", after)
+    monkeypatch.setattr("headscope.report.viewer.PROGRESS_DELAY", after)
     monkeypatch.setattr("headscope.report._viewer.from_recording._notes", slow)
     before = {*threading.enumerate()}
     recorded(1).save_html(tmp_path / "a.html")

@@ -21,7 +21,7 @@ from headscope.report import serving
 from headscope.report._viewer.strips import empty_strips, strip_of
 from headscope.report.serving import Server, pooled_tile
 from headscope.stats import HeadStats
-from headscope.stats._tiles import KeptWeights, kept_of
+from headscope.stats._tiles import KeptWeights, weights_of
 from headscope.watching import About, Recording
 
 QUERIES, KEYS = 17, 19
@@ -123,7 +123,7 @@ def naive(p: np.ndarray[Any, Any], rows: int, columns: int, what: Any) -> np.nda
 
 
 def test_tiles_are_pooled_by_bins() -> None:
-    kept = kept_of(recorded(mask=masks.causal()).stats.parts["a"].last_tiles)
+    kept = weights_of(recorded(mask=masks.causal()).stats.parts["a"].last_tiles)
     p = kept.piece(0, 4, (2, 17), (1, 12)).double().numpy()
     for size in (1, 4, 7, 15):
         mean, largest = pooled_tile(kept, 4, (2, 17), (1, 12), size)
@@ -133,7 +133,7 @@ def test_tiles_are_pooled_by_bins() -> None:
 
 
 def test_the_default_device_does_not_matter() -> None:
-    kept = kept_of(recorded(mask=masks.causal()).stats.parts["a"].last_tiles)
+    kept = weights_of(recorded(mask=masks.causal()).stats.parts["a"].last_tiles)
     strips = empty_strips(kept, [1])
     assert strips is not None
     asked = (
@@ -171,7 +171,7 @@ def ask(server: Server, path: str, **headers: str) -> tuple[int, bytes, dict[str
 
 
 def test_a_tile_is_exact(server: Server) -> None:
-    kept = server.kept[0]
+    kept = server.weights[0]
     assert isinstance(kept, KeptWeights)
     query = "layer=0&head=5&i0=3&i1=16&j0=2&j1=19&size=512"
     status, content, headers = ask(server, f"/{server.token}/tile?{query}")

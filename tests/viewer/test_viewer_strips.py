@@ -17,7 +17,7 @@ from headscope.report._viewer.packing import Strips
 from headscope.report.serving import RefusedError, Server
 from headscope.report.viewer import render_recording, shown_recording
 from headscope.stats import HeadStats
-from headscope.stats._tiles import kept_of
+from headscope.stats._tiles import weights_of
 from headscope.watching import About, Recording
 from support.html_pages import Page
 
@@ -40,7 +40,7 @@ def strips(recording: Recording) -> Strips:
 
 def near(recording: Recording, head: int, offset: int, low: int, high: int) -> np.ndarray[Any, Any]:
     """Codes of the weights at these distances from i + offset, from all weights."""
-    kept = kept_of(recording.stats.parts["a"].last_tiles)
+    kept = weights_of(recording.stats.parts["a"].last_tiles)
     p = kept.piece(0, head, (0, kept.queries), (0, kept.keys)).numpy()
     codes = np.full((kept.queries, high - low + 1), 255)
     for i, j in np.argwhere(~np.isnan(p)):

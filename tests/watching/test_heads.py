@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -180,6 +181,26 @@ def test_gradients_are_those_of_the_ablated_model_also_under_checkpointing() -> 
             out.square().sum().backward()
         torch.testing.assert_close((x.grad, model.qkv.weight.grad), wanted)
         x.grad = model.qkv.weight.grad = model.qkv.bias.grad = None
+
+
+@pytest.mark.parametrize("project", [False, True])
+def test_importance_names_layers_in_reentrant_checkpoints(project: bool) -> None:
+    """torch raises an error of its own, none, or disables gradients, by where the checkpoint stands."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.attention = nn.Linear(15, 15), Attention()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.attention, self.first(x) if project else x, use_reentrant=True)
+
+    model, x = double(Block()), torch.randn(2, 7, 15, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that no input requires a gradient
+        with pytest.raises(ValueError, match=r"loss_fn: no gradient reaches the heads of attention: .*use_reentrant=F"):
+            head_importance(model, lambda model: model(x).square().sum())
+        head_importance(model, lambda model: model(x).square().sum(), method="ablation")
 
 
 def test_a_block_can_be_trained_in_after_a_pass_in_inference_mode() -> None:
@@ -368,7 +389,7 @@ def test_importance_that_cannot_be_had_is_named() -> None:
     refused(ValueError, r"loss_fn: returned a tensor \[2, 7, 15\]", lambda model: model(x))
     refused(ValueError, "loss_fn: its loss has no gradient", lambda model: loss_of(x)(model).detach())
     refused(WatchError, "head_importance: no attention call was seen", lambda model: torch.zeros(()), method="ablation")
-    partly = "loss_fn: its loss does not depend on the heads of ours"
+    partly = "loss_fn: no gradient reaches the heads of ours: they ran under torch.no_grad"
 
     def forgetful(model: Any) -> Tensor:
         with torch.no_grad():

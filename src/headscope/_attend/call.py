@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import operator
 import sys
 from dataclasses import dataclass
-from numbers import Real
 from typing import Literal
 
 import torch
@@ -24,12 +22,12 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 
+from headscope._support.arguments import check_broadcast, check_layout, kind, number, shapes
 from headscope._support.tensor_classes import ORDINARY, check_no_causal_bias
 from headscope._support.torch_state import is_traced
-from headscope.masks import FAR, Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, Turned, is_integral
+from headscope.masks import Dense, Mask, Plan, check_mask
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-AXES = ("B", "H", "Q", "K")
 FACTORS = {"float32": (2.0**-100, 2.0**100), "float64": (2.0**-1000, 2.0**1000)}
 """The range of scale, softcap and scale / softcap, by the dtype of the logits: none of them is 0 or infinite there, and
 what a product of q and k may lose below the smallest number of the dtype is below its rounding of a logit of 1."""
@@ -212,42 +210,6 @@ def form(*tensors: Tensor | None) -> Form:
     return found
 
 
-def shapes(**tensors: Tensor) -> str:
-    """``q [2, 8, 16, 128], k [2, 8, 16, 64]``: how every message about sizes ends."""
-    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
-
-
-def kind(value: object) -> str:
-    """What a value is, in a few words: a dtype for a tensor, else the name of its type."""
-    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
-
-
-def as_whole(value: object) -> int | None:
-    """It as an int, also if it is numpy's or a tensor of no axes; None if it is no whole number, as a bool."""
-    if type(value) is int:
-        return value
-    if isinstance(value, bool) or (isinstance(value, Tensor) and (value.ndim or value.dtype == torch.bool)):
-        return None
-    try:
-        return operator.index(value)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        return None
-
-
-def whole(name: str, value: object, least: int = 1, otherwise: str = "") -> int:
-    """It as an int.
-
-    Raises:
-        TypeError, ValueError: it is no whole number from ``least`` on; ``otherwise`` says what would do, too.
-    """
-    found, wanted = as_whole(value), f"wanted a whole number from {least}{otherwise}"
-    if found is None:
-        raise TypeError(f"{name}: got {kind(value)}, {wanted}")
-    if found < least:
-        raise ValueError(f"{name}: got {found}, {wanted}")
-    return found
-
-
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
@@ -291,15 +253,6 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
         raise ValueError(f"q, k, v: the leading axes (B) do not broadcast; {shapes(q=q, k=k, v=v)}") from error
 
 
-def check_layout(name: str, tensor: Tensor) -> None:
-    """Whether it is an ordinary tensor: neither sparse nor nested, and no ``CausalBias``."""
-    check_no_causal_bias(name, tensor)
-    if tensor.layout == torch.jagged or (tensor.layout == torch.strided and tensor.is_nested):
-        raise TypeError(f"{name}: is a nested tensor of layout {tensor.layout}, wanted an ordinary one")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name}: layout is {tensor.layout}, wanted an ordinary tensor (torch.strided): .to_dense()")
-
-
 INSTEAD_OF_NESTED = (
     "MultiHeadAttention takes nested tensors, with bands for masks; this function takes their rows one behind the "
     "other, with mask=Documents.from_cu_seqlens(offsets)"
@@ -329,25 +282,7 @@ def _bias(bias: Tensor, lead: tuple[int, ...], last: tuple[int, int, int], q: Te
         raise TypeError(f"bias: dtype is {kind(bias)}, wanted a floating one{hint}")
     if bias.device != q.device:
         raise ValueError(f"bias: is on {bias.device}, q is on {q.device}")
-    _broadcasts("bias", bias, lead, last)
-
-
-def _broadcasts(name: str, tensor: Tensor, lead: tuple[int, ...], last: tuple[int, int, int]) -> None:
-    """Whether a tensor broadcasts to the weights, [*lead, H, Q, K]."""
-    wanted = (*(lead or (1,)), *last)
-    letters = ("B",) * (len(wanted) - 3) + AXES[1:]
-    if tensor.ndim > len(wanted):
-        names = ", ".join(letters)
-        wanted_axes = f"at most {len(wanted)} ([{names}])"
-        raise ValueError(f"{name}: has {tensor.ndim} axes, wanted {wanted_axes}; {shapes(**{name: tensor})}")
-    for axis in range(-1, -tensor.ndim - 1, -1):
-        got = tensor.shape[axis]
-        if got != 1 and got != wanted[axis]:  # `not in` a compiler answers from the numbers that it knows
-            where = f"axis {tensor.ndim + axis} ({letters[axis]})"
-            raise ValueError(
-                f"{name}: {where} is {got}, wanted {wanted[axis]} or 1; {shapes(**{name: tensor})}, "
-                f"the weights are {list(wanted)}"
-            )
+    check_broadcast("bias", bias, lead, last)
 
 
 def _sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
@@ -362,27 +297,6 @@ def _sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
         raise ValueError(f"sinks: wanted one logit a head, [H] = [{heads}]; {shapes(sinks=sinks, q=q)}")
 
 
-def as_mask(mask: object) -> Mask | None:
-    """A mask as given to a public function: a ``Mask``, a boolean tensor (taken as ``Dense``), or None.
-
-    Raises:
-        TypeError: anything else; a float tensor is pointed to ``bias``.
-    """
-    if mask is None or isinstance(mask, Mask):
-        return mask
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"mask: got {kind(mask)}, wanted a mask of headscope.masks, a boolean tensor or None")
-    check_no_causal_bias("mask", mask)
-    if mask.dtype == torch.bool:
-        return Dense(mask)
-    raise TypeError(f"mask: dtype is {_not_bool(mask)}")
-
-
-def _not_bool(mask: Tensor) -> str:
-    hint = "numbers to add are a bias: pass bias=" if mask.dtype.is_floating_point else "convert it with .bool()"
-    return f"{kind(mask)}, wanted bool (True = may be seen); {hint}"
-
-
 def fold(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
     """A tensor that broadcasts to [*lead, H, Q, K] as one that broadcasts to [B, H, Q, K]."""
     if tensor.ndim <= 3 or len(lead) <= 1:
@@ -394,76 +308,8 @@ def fold_mask(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A boolean tensor that broadcasts to [*lead, H, Q, K] as one that broadcasts to [B, H, Q, K]."""
     check_no_causal_bias("mask", mask)
     lead = _sizes(q, k, v)
-    _broadcasts("mask", mask, lead, (q.shape[-3], q.shape[-2], k.shape[-2]))
+    check_broadcast("mask", mask, lead, (q.shape[-3], q.shape[-2], k.shape[-2]))
     return fold(mask, lead)
-
-
-def check_mask(mask: Mask, sizes: tuple[int, int, int, int], device: torch.device) -> None:
-    """Whether every part of a mask fits the sizes [B, H, Q, K] and lies where q is."""
-    batch, heads, queries, keys = sizes
-    for leaf in mask.leaves():
-        for tensor in leaf.tensors():
-            check_layout(f"mask: a tensor of {type(leaf).__name__}", tensor)
-            if tensor.device != device:
-                raise ValueError(f"mask: a tensor of {type(leaf).__name__} is on {tensor.device}, q is on {device}")
-        # no match: the compiler of older versions of torch cannot read one with classes
-        if isinstance(leaf, Band):
-            _check_band(leaf, batch)
-        elif isinstance(leaf, Turned):
-            _check_band(leaf.band, batch)
-        elif isinstance(leaf, Prefix):
-            if not _is_whole(leaf.n) or leaf.n < 0:
-                got = kind(leaf.n) if isinstance(leaf.n, Tensor) else repr(leaf.n)
-                raise ValueError(f"mask: Prefix(n) wants a whole number from 0, got {got}")
-            if leaf.n > FAR:
-                raise ValueError(f"mask: Prefix(n) wants a whole number up to {FAR}, got {leaf.n}")
-        elif isinstance(leaf, KeyLengths):
-            _check_ids("KeyLengths.lengths", leaf.lengths, {"B": batch})
-        elif isinstance(leaf, Documents):
-            _check_ids("Documents.q_ids", leaf.q_ids, {"B": batch, "Q": queries})
-            _check_ids("Documents.k_ids", leaf.k_ids, {"B": batch, "K": keys})
-        elif isinstance(leaf, Dense):
-            if leaf.tensor.dtype != torch.bool:
-                raise TypeError(f"mask: Dense holds {_not_bool(leaf.tensor)}")
-            _broadcasts("mask", leaf.tensor, (batch,), (heads, queries, keys))
-        elif type(leaf).__hash__ is None and not leaf.tensors():  # pyright: ignore[reportUnnecessaryComparison]
-            hint = "masks without tensors compare and hash by value, as of a @dataclass(frozen=True)"
-            raise TypeError(f"mask: {type(leaf).__name__} cannot be hashed; {hint}")
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
-
-
-def _check_band(band: Band, batch: int) -> None:
-    for name, reach in (("left", band.left), ("right", band.right)):
-        if reach is not None and not _is_whole(reach):
-            raise TypeError(f"mask: Band({name}=...) wants a whole number or None, got {kind(reach)}")
-    offset = band.offset
-    if isinstance(offset, Tensor):
-        _check_ids("Band.offset", offset, {"B": batch} if offset.ndim else {})  # a single number serves the whole batch
-        return
-    each = offset if isinstance(offset, tuple) else () if offset is None else (offset,)
-    if not all(map(_is_whole, each)):
-        raise TypeError(f"mask: Band(offset=...) wants a whole number, or one for each batch entry, got {offset!r}")
-    if any(abs(number) > FAR for number in each):
-        raise ValueError(f"mask: Band(offset=...) wants numbers from {-FAR} to {FAR}, got {offset!r}")
-    if isinstance(offset, tuple) and len(offset) != batch:
-        raise ValueError(f"mask: Band.offset has {len(offset)} numbers, wanted {batch}, one for each batch entry (B)")
-
-
-def _check_ids(name: str, ids: Tensor, wanted: dict[str, int]) -> None:
-    if not is_integral(ids):
-        raise TypeError(f"mask: {name} is {kind(ids)}, wanted integers")
-    letters, size = ", ".join(wanted), list(wanted.values())
-    if ids.ndim != len(wanted):
-        raise ValueError(f"mask: {name} is {list(ids.shape)}, wanted [{letters}] = {size}")
-    for axis, (letter, number) in enumerate(wanted.items()):
-        allowed = (1, number) if letter == "B" and len(wanted) == 2 else (number,)
-        if ids.shape[axis] not in allowed:
-            raise ValueError(
-                f"mask: {name} axis {axis} ({letter}) is {ids.shape[axis]}, wanted {number}; it is {list(ids.shape)}"
-            )
 
 
 def _spans(plan: Plan | None) -> Spans:
@@ -530,14 +376,3 @@ def check_dropout(dropout: float) -> float:
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout: got {dropout}, wanted a probability in [0, 1)")
     return float(dropout)
-
-
-def number(name: str, value: object) -> float:
-    """It, as an int or a float: numpy has numbers of its own. A bool is none."""
-    if isinstance(value, bool):
-        raise TypeError(f"{name}: got bool, wanted a number")
-    if isinstance(value, (int, float)):
-        return value
-    if isinstance(value, Real):
-        return float(value)
-    raise TypeError(f"{name}: got {kind(value)}, wanted a number")

@@ -11,6 +11,7 @@ from headscope._attend.backends.visibility import gradients_of_bad_inputs
 from headscope._attend.execute import execute_seeded
 from headscope._attend.interface import Inputs, OperatorBackend, Pair, Work, full_precision
 from headscope._attend.prepare import prepare_with_plan
+from headscope.masks import decode
 
 _BACKENDS: dict[str, OperatorBackend] = {native.name: native, blocked.name: blocked}
 
@@ -21,7 +22,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend without gradients: out and lse."""
     with torch.no_grad():
-        mask = operators.decode(codes, parts)
+        mask = decode(codes, parts)
         prepared = prepare_with_plan(q, k, v, mask, bias, sinks, scale, softcap or None, dropout, True, backend)
         result = prepared.repeat(q, k, v, bias, sinks) if prepared.repeat is not None else None
         if result is None:
@@ -39,7 +40,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the gradients of q, k, v, bias and sinks; one that is not needed has no elements."""
     with torch.no_grad():
-        mask = operators.decode(codes, parts)
+        mask = decode(codes, parts)
         prepared = prepare_with_plan(q, k, v, mask, bias, sinks, scale, softcap or None, dropout, True, backend)
         work = Work(prepared.call, prepared.plan, 0 if seed is None else int(seed))
         inputs, results, grads, needed = Inputs(q, k, v, bias, sinks), (out, lse), (grad_out, grad_lse), (dbias, dsinks)

@@ -11,8 +11,7 @@ reads. Its plan is made when the operator runs: nothing of it depends on a lengt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from headscope._attend.interface import (
     refuse_tangents,
 )
 from headscope._attend.vmap import run_each_entry
-from headscope.masks import FAR, And, Band, Dense, Documents, KeyLengths, Mask, Or, Prefix
+from headscope.masks import Mask
 
 FORWARD, BACKWARD = "headscope::attend_forward", "headscope::attend_backward"
 # softcap 0 is none; seed: one int64, wanted where there is dropout; backend: the name of the one that runs
@@ -80,7 +79,7 @@ def attend(call: Call, mask: Mask | None, inputs: Inputs, backend: str) -> tuple
     codes: list[int] = []
     parts: list[Tensor] = []
     if mask is not None:
-        encode(mask, (call.batch, call.heads, call.queries, call.keys), inputs.q.device, codes, parts)
+        mask.encode((call.batch, call.heads, call.queries, call.keys), inputs.q.device, codes, parts)
     seed = torch.randint(2**62, (), device="cpu") if call.dropout else None
     numbers = (call.scale, call.softcap or 0.0, call.dropout)
     args = (*inputs, codes, parts, *numbers, seed, backend)
@@ -89,90 +88,6 @@ def attend(call: Call, mask: Mask | None, inputs: Inputs, backend: str) -> tuple
     ):
         return _Forward.apply(*_spread(args))  # pyright: ignore[reportReturnType]
     return torch.ops.headscope.attend_forward(*args)
-
-
-# ---------------------------------------------------------------- masks as numbers and tensors
-
-
-class Code:
-    """What a code stands for; some are followed by numbers, some take tensors."""
-
-    BAND, PREFIX, LENGTHS, DOCUMENTS, DENSE, BOTH, EITHER = range(7)
-    NO_OFFSET, ONE_OFFSET, OFFSETS, OFFSET_TENSOR = range(4)  # of a band
-
-
-def encode(
-    mask: Mask, sizes: tuple[int, int, int, int], device: torch.device, codes: list[int], parts: list[Tensor]
-) -> None:
-    """Append a mask's codes and tensors; parts of a mask come before what joins them.
-
-    A mask of the caller's own class is filled in as a Q x K tensor: an operator knows nothing of it.
-    """
-    # no match: the compiler of older versions of torch cannot read one with classes
-    if isinstance(mask, Band):
-        codes += [Code.BAND, _reach(mask.left), _reach(mask.right)]
-        if mask.offset is None:
-            codes += [Code.NO_OFFSET]
-        elif isinstance(mask.offset, Tensor):
-            codes += [Code.OFFSET_TENSOR]
-            parts += [mask.offset]
-        elif isinstance(mask.offset, tuple):
-            codes += [Code.OFFSETS, len(mask.offset), *mask.offset]
-        else:
-            codes += [Code.ONE_OFFSET, mask.offset]
-    elif isinstance(mask, Prefix):
-        codes += [Code.PREFIX, mask.n]
-    elif isinstance(mask, KeyLengths):
-        codes += [Code.LENGTHS]
-        parts += [mask.lengths]
-    elif isinstance(mask, Documents):
-        codes += [Code.DOCUMENTS]
-        parts += [mask.q_ids, mask.k_ids]
-    elif isinstance(mask, (And, Or)):
-        encode(mask.first, sizes, device, codes, parts)
-        encode(mask.second, sizes, device, codes, parts)
-        codes += [Code.BOTH if isinstance(mask, And) else Code.EITHER]
-    else:
-        codes += [Code.DENSE]
-        parts += [mask.tensor if isinstance(mask, Dense) else mask.dense(*sizes, device)]
-
-
-def decode(codes: Sequence[int], parts: Sequence[Tensor]) -> Mask | None:
-    """The mask that was encoded, or None."""
-    numbers, tensors, made = iter(codes), iter(parts), list[Mask]()
-    for code in numbers:
-        match code:
-            case Code.BAND:
-                made.append(_band(next(numbers), next(numbers), numbers, tensors))
-            case Code.PREFIX:
-                made.append(Prefix(next(numbers)))
-            case Code.LENGTHS:
-                made.append(KeyLengths(next(tensors)))
-            case Code.DOCUMENTS:
-                made.append(Documents(next(tensors), next(tensors)))
-            case Code.DENSE:
-                made.append(Dense(next(tensors)))
-            case _:
-                second, first = made.pop(), made.pop()
-                made.append(first & second if code == Code.BOTH else first | second)
-    return made[0] if made else None
-
-
-def _reach(n: int | None) -> int:
-    """A reach of a band as a number: unbounded is further than any sequence is long."""
-    return FAR if n is None else max(-FAR, min(n, FAR))
-
-
-def _band(left: int, right: int, numbers: Iterator[int], tensors: Iterator[Tensor]) -> Band:
-    match next(numbers):
-        case Code.NO_OFFSET:
-            return Band(left, right)
-        case Code.ONE_OFFSET:
-            return Band(left, right, next(numbers))
-        case Code.OFFSETS:
-            return Band(left, right, tuple(islice(numbers, next(numbers))))
-        case _:
-            return Band(left, right, next(tensors))
 
 
 # ---------------------------------------------------------------- sizes and strides of the results

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from headscope._attend import operators
 from headscope._attend.backends import native, sdpa
-from headscope._attend.call import Call, Options, as_mask, described, fold, fold_mask, form
+from headscope._attend.call import Call, Options, described, fold, fold_mask, form
 from headscope._attend.context_parallel import CONTEXT_PARALLEL, check_context_parallel
 from headscope._attend.interface import Backend, Inputs
 from headscope._attend.select import select
 from headscope._support.torch_state import is_traced
-from headscope.masks import Mask, Plan
+from headscope.masks import Mask, Plan, as_mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)

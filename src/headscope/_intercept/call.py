@@ -14,11 +14,10 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
 from headscope import functional
-from headscope._attend.call import as_mask
 from headscope._attend.run import run
 from headscope._intercept.masks import causal_rule, check_class
 from headscope._observe import Continued, Positions, observe_call
-from headscope.masks import Band, Mask
+from headscope.masks import Band, Mask, as_mask
 from headscope.stats import Observe
 from headscope.stats._layer import LayerStats
 

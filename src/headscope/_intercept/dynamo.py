@@ -76,7 +76,8 @@ def say_original(call: Callable[..., Any]) -> None:
 
 def inside(module: nn.Module) -> nn.Module | None:
     """The module that this one of ``torch.compile`` runs, past ``nn.Module.__call__``; None for any other."""
-    return module._orig_mod if type(module).__module__ == "torch._dynamo.eval_frame" else None  # pyright: ignore[reportReturnType]
+    optimized: Any = module if type(module).__module__ == "torch._dynamo.eval_frame" else None
+    return None if optimized is None else optimized._orig_mod
 
 
 def _compiled() -> list[CodeType]:

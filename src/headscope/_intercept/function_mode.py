@@ -21,7 +21,7 @@ from headscope._attend.run import run
 from headscope._intercept import call as calls
 from headscope._intercept import frames, fused, softmax, torch_modules
 from headscope._intercept.call import Call
-from headscope.masks import Mask, Turned, turned
+from headscope.masks import Mask, ReversedBand
 from headscope.module import MultiHeadAttention
 
 
@@ -206,7 +206,7 @@ def headscope_attention(
 
 def _first_first(q: Tensor, mask: Any, bias: Tensor | None, lse: Tensor | None) -> dict[str, Any]:
     """What depends on queries, in their usual order where our module has them last first."""
-    if isinstance(mask, Mask) and bias is not None and any(isinstance(leaf, Turned) for leaf in mask.leaves()):
-        mask, q, bias = turned(mask, q.shape[-2], bias.shape[-1]), q.flip(-2), bias.flip(-2)
+    if isinstance(mask, Mask) and bias is not None and any(isinstance(leaf, ReversedBand) for leaf in mask.leaves()):
+        mask, q, bias = mask.reverse_queries(q.shape[-2], bias.shape[-1]), q.flip(-2), bias.flip(-2)
         lse = None if lse is None else lse.flip(-1)
     return {"q": q, "mask": mask, "bias": bias, "lse": lse}

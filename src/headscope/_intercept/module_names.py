@@ -69,11 +69,15 @@ def select_modules(modules: Mapping[str, nn.Module], layers: Choice | None) -> f
             raise ValueError("layers: the predicate fits no module of the model")
         return frozenset(names)
     patterns = [layers] if isinstance(layers, str) else layers
-    if not isinstance(patterns, Collection) or not all(isinstance(each, str) for each in patterns):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not _are_texts(patterns):
         raise TypeError(f"layers: got {layers!r}, wanted names or patterns, or a function of name and module")
     if not patterns:
         raise ValueError("layers: got none, wanted at least one; leave it out for all")
     return frozenset(name for pattern in patterns for name in match_modules(modules, pattern, "layers"))
+
+
+def _are_texts(values: object) -> bool:
+    return isinstance(values, Collection) and all(isinstance(each, str) for each in values)
 
 
 def match_modules(modules: Mapping[str, nn.Module], pattern: str, argument: str) -> list[str]:

@@ -21,14 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headscope._attend.call import as_mask
 from headscope._intercept import call as _watch_calls
 from headscope._intercept import frames, masks, patching
 from headscope._intercept.call import Call, Kind
 from headscope._intercept.frames import Frame
 from headscope._intercept.module_names import is_cross, is_self
 from headscope._intercept.torch_modules import same
-from headscope.masks import Band, Mask
+from headscope.masks import Band, Mask, as_mask
 
 NAME = "headscope"
 _UNREADABLE = ("flash", "flex", "paged", "/")  # their masks are no tensors [B, H, Q, K]; "/" is a kernel from a hub

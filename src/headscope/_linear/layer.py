@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from headscope._attend.backends import native as cpu
-from headscope._attend.call import kind
+from headscope._support.arguments import kind
 from headscope._support.cpuinfo import family, vendor
 from headscope._support.torch_state import is_traced
 

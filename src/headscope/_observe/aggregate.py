@@ -20,7 +20,6 @@ from headscope._observe.native import Ready
 from headscope._observe.portable import observe_rows
 from headscope._observe.result import Observed
 from headscope._observe.scene import build_scene
-from headscope.masks import is_constant
 from headscope.stats import HeadStats, Observe
 from headscope.stats._layer import Kept, LayerStats, Moments
 
@@ -115,7 +114,7 @@ def _is_simple(request: Request) -> bool:
     what, inputs, mask = request.what, request.inputs, request.mask
     tensors = (request.lse, request.q_pos, request.k_pos, request.real, inputs.bias, inputs.sinks, what.tokens)
     quiet = all(x is None for x in tensors) and not isinstance(what.rows, Tensor) and not what.keep_qk
-    return quiet and (mask is None or is_constant(mask))
+    return quiet and (mask is None or mask.is_constant())
 
 
 def _key(request: Request) -> Any:

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from headscope._attend.backends import native
-from headscope._attend.call import check_layout
 from headscope._attend.interface import Inputs, is_lazy
 from headscope._attend.prepare import canonical_inputs, prepare, prepare_with_plan
 from headscope._observe import aggregate
 from headscope._observe.inputs import Request
+from headscope._support.arguments import check_layout
 from headscope._support.torch_state import has_no_values
 from headscope.masks import Mask
 from headscope.stats import HeadStats, Observe

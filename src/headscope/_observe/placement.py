@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headscope._attend.call import check_layout, kind, shapes
 from headscope._observe.inputs import Request
 from headscope._observe.visibility import real_keys
+from headscope._support.arguments import check_layout, kind, shapes
 from headscope._support.torch_state import is_traced
-from headscope.masks import Band, is_constant
+from headscope.masks import Band
 from headscope.stats._layer import wide
 
 
@@ -36,7 +36,7 @@ def to_frame(request: Request) -> Frame:
     call, mask = request.call, request.mask
     if any(x is not None for x in (request.q_pos, request.k_pos, request.real, request.inputs.bias)):
         return _build_frame(request)
-    if is_traced() or not (mask is None or is_constant(mask)):  # tensors of a tracer are of no use outside of it
+    if is_traced() or not (mask is None or mask.is_constant()):  # tensors of a tracer are of no use outside of it
         return _build_frame(request)
     sizes = call.batch, call.heads, call.queries, call.keys
     key = (*sizes, request.inputs.q.device, mask, request.kind, request.what.first)

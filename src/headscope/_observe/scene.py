@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope._attend.call import FLOATS, Call, check_layout, kind, shapes
+from headscope._attend.call import FLOATS, Call
 from headscope._observe.inputs import Continued, Request, Scene
 from headscope._observe.placement import find_first_key, to_frame
+from headscope._support.arguments import check_layout, kind, shapes
 from headscope._support.tensor_classes import ORDINARY, to_ordinary
 from headscope.stats import Observe
 

@@ -65,6 +65,7 @@ def _record_projection(identities: Identities, out: Tensor, ids: Tensor, weights
     token = common_value(record.token[ids], -1)[..., None]  # [N, rows, 1]
     identities.assign_new(out, Origin(LINEAR, token, identities.number_columns(weights)[:, None]))
     record.projections.append(ids)
+    record.projection_weights.append(weights)
 
 
 def _record_scores(identities: Identities, out: Tensor, left: Operand, right: Operand) -> None:

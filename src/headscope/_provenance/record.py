@@ -74,6 +74,7 @@ class Provenance:
         unit: by id, whether the row was brought to length 1; scales from before that no longer count.
         mixings: the products of weights with values, in order.
         projections: the ids of each operand that was multiplied by weights, [N, rows, width] each.
+        projection_weights: the weights that each of ``projections`` was multiplied by, [N, width, features] each.
         scales: the last id of scores, and a number that they were multiplied by; in order.
         operands: those of each product of scores, in order.
         fused_calls: how often a fused kernel computed attention.
@@ -93,6 +94,7 @@ class Provenance:
     unit: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
     mixings: list[Mixing] = field(default_factory=list[Mixing])
     projections: list[Tensor] = field(default_factory=list[Tensor])
+    projection_weights: list[Tensor] = field(default_factory=list[Tensor])
     scales: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     operands: list[Operands] = field(default_factory=list[Operands])
     fused_calls: int = 0

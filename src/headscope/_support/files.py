@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 
 def describe_obstacle(path: Path) -> str | None:
@@ -13,6 +13,12 @@ def describe_obstacle(path: Path) -> str | None:
     if path.is_dir():
         return "is a directory, wanted the name of a file"
     return "is no regular file" if path.exists() and not path.is_file() else None  # a device or a pipe
+
+
+def is_inside(name: str) -> bool:
+    """Return whether a relative path, with slashes of either kind, stays inside the folder that it starts from."""
+    windows = PureWindowsPath(name)  # it takes both kinds of slashes
+    return not (name.startswith("/") or windows.drive or windows.root) and ".." not in windows.parts
 
 
 def replace(path: Path, content: bytes) -> None:

@@ -50,6 +50,18 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "Split queries, keys and values into heads before the product.",
         "q = q.view(B, T, H, D).transpose(1, 2)  # [B, H, T, D]",
     ),
+    "heads-share-weights": CatalogueEntry(
+        "wrong",
+        "Each head learns a pattern of its own; heads that use another head's weights have queries that never learn.",
+        "Multiply the values of each head by the weights of the same head.",
+        "out = p @ v  # [B, H, T, T] @ [B, H, T, D]",
+    ),
+    "heads-dropped": CatalogueEntry(
+        "wrong",
+        "A head that does not reach the output cannot learn; its share of the model's width is lost.",
+        "Join all heads before the output projection.",
+        "out = out.transpose(1, 2).reshape(B, T, H * D)",
+    ),
     "kv-heads-tiled": CatalogueEntry(
         "unusual",
         "Grouped-query attention gives neighbouring query heads one key head; published weights rely on it.",

@@ -15,13 +15,13 @@ from headscope.checking._findings import Finding, Findings
 from headscope.checking._probes.behaviour import (
     probe_batch_of_one,
     probe_dependence,
-    probe_gradients,
     probe_inputs,
     probe_layout,
     probe_state,
     probe_structure,
 )
 from headscope.checking._probes.built_in_masks import probe_built_in_mask
+from headscope.checking._probes.gradients import probe_gradients
 from headscope.checking._probes.mask_arguments import probe_empty_rows, probe_mask_arguments
 from headscope.checking._probes.numerics import probe_cost, probe_decoding, probe_overflow, probe_training
 from headscope.checking._probes.softmax import probe_softmax_and_scale, probe_sums
@@ -120,10 +120,14 @@ def _run_probe(case: Case, probe: Callable[[Case], None]) -> None:
         case.not_tested[f"the rest of {subject}"] = describe_error(error)
 
 
+IDLE = {"unused-parameter", "heads-dropped"}  # weights that change nothing
+
 EXPLAINS: dict[str, set[str]] = {
     "heads-split-wrong": {"heads-merged-wrong", "batches-mixed", "cannot-see-the-past", "values-misplaced",
-                          "unused-parameter", "looks-into-the-future", "fails-on-batch-of-one"},
+                          *IDLE, "looks-into-the-future", "fails-on-batch-of-one"},
     "heads-merged-wrong": {"looks-into-the-future", "batches-mixed", "fails-on-batch-of-one"},
+    "heads-share-weights": {*IDLE, "kv-heads-tiled", "returned-weights-differ", "values-misplaced"},
+    "heads-dropped": {"unused-parameter", "rows-do-not-sum-to-one"},
     "batches-mixed": {"fails-on-batch-of-one", "cannot-see-the-past"},
     "batch-and-length-swapped": {"batches-mixed"},
     "cannot-see-itself": {"nan-on-empty-row", "rows-do-not-sum-to-one", "not-finite"},
@@ -135,17 +139,17 @@ EXPLAINS: dict[str, set[str]] = {
     "softmax-twice": {"looks-into-the-future"},
     "input-modified": {"state-between-calls", "fails-on-batch-of-one", "batches-mixed"},
     "state-between-calls": {"fails-on-batch-of-one", "batches-mixed"},
-    "cannot-see-the-past": {"input-ignored", "unused-parameter"},
-    "input-ignored": {"unused-parameter"},
-    "values-are-keys": {"unused-parameter", "input-ignored"},
-    "keys-are-queries": {"unused-parameter", "input-ignored"},
-    "values-not-projected": {"unused-parameter"},
-    "no-output-projection": {"unused-parameter"},
+    "cannot-see-the-past": {"input-ignored", *IDLE},
+    "input-ignored": {*IDLE},
+    "values-are-keys": {*IDLE, "input-ignored"},
+    "keys-are-queries": {*IDLE, "input-ignored"},
+    "values-not-projected": {*IDLE},
+    "no-output-projection": {*IDLE},
     "softmax-overflows": {"fp16-overflow", "nan-on-empty-row"},
     "mask-after-softmax": {"rows-do-not-sum-to-one"},
     "rows-do-not-sum-to-one": {"scale-unusual"},
     "not-finite": {"cannot-see-the-past", "fails-on-batch-of-one", "input-ignored", "gradient-blocked",
-                   "unused-parameter"},
+                   *IDLE},
 }  # fmt: skip
 """What a finding explains, so that it is not reported separately."""
 

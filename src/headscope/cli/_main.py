@@ -61,10 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _flushed(arguments: Sequence[str] | None) -> int:
     """Run the command line, and see to it that what it printed has left the process."""
-    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]  # it is None where it was closed
+    out: TextIO | None = vars(sys)["stdout"]  # None where it was closed
+    if out is None:
         print("headscope: stdout: cannot be written: it is closed", file=sys.stderr)
         return 2
-    out = sys.stdout
     sys.stdout = _stdout(out)
     try:
         code = _run(arguments)

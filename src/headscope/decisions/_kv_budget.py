@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from headscope._analysis.answers import Basis, Decision, HasStats, share, stats_of
-from headscope._attend.call import as_whole
+from headscope._support.arguments import as_whole
 from headscope.stats import HeadStats
 
 if TYPE_CHECKING:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headscope import functional
-from headscope._attend.call import as_mask, check_dropout, check_scale, check_softcap, kind, shapes
+from headscope._attend.call import check_dropout, check_scale, check_softcap
 from headscope._linear.layer import Linear, check_kind, in_heads, is_plain
+from headscope._support.arguments import kind, shapes
 from headscope._support.torch_state import is_traced
 from headscope.cache import Cache, Staged
-from headscope.masks import Band, Mask, Turned, turned
+from headscope.masks import Band, Mask, ReversedBand, as_mask
 from headscope.module._options import (
     QKV,
     QKNorm,
@@ -394,11 +395,11 @@ class MultiHeadAttention(nn.Module):
             return q, k, v, mask, bias, False, staged
         queries, keys = q.shape[-2], k.shape[-2]
         if positions is None and bias is None and _may_be_turned(self.position_bias, q):
-            asked = as_mask(mask)
-            known = turned(Band() if asked is None else asked, queries, keys)
+            request = as_mask(mask)
+            known = (Band() if request is None else request).reverse_queries(queries, keys)
             if known is not None:
-                if not any(isinstance(leaf, Turned) for leaf in known.leaves()):  # which tells who looks on
-                    known = known & Turned(Band(offset=keys - queries), queries)
+                if not any(isinstance(leaf, ReversedBand) for leaf in known.leaves()):  # which tells who looks on
+                    known = known & ReversedBand(Band(offset=keys - queries), queries)
                 bias = turned_matrix(self.position_bias, queries, keys, start - first, q)
                 return q.flip(-2), k, v, known, bias, True, staged
         q_at = k_at = positions

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope._attend.call import kind
+from headscope._support.arguments import kind
 from headscope.masks import Band, Documents, Mask
 from headscope.positions import restarting
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from headscope._attend.call import kind, number, whole
+from headscope._support.arguments import kind, number, whole
 from headscope.positions import Rotary
 
 QKV = ("q", "k", "v")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from headscope._attend.call import as_whole, kind
 from headscope._linear.layer import unknown_projections
+from headscope._support.arguments import as_whole, kind
 from headscope.positions import ALiBi, RelativeBias
 
 

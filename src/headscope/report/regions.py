@@ -71,9 +71,9 @@ def measure(
         values[name] = ((p * member).sum(-1) / share * usable).sum(-1) / count
     even = distance.mean(-1)  # [T]
     values["distance_ratio"] = (p * distance).sum((1, 2)) / (even * usable).sum(-1)
-    kept = usable[..., None]
-    unexplained = ((p - expected).square() * kept).sum((1, 2))
-    spread = ((p - 1 / tokens).square() * kept).sum((1, 2))
+    weighted_rows = usable[..., None]
+    unexplained = ((p - expected).square() * weighted_rows).sum((1, 2))
+    spread = ((p - 1 / tokens).square() * weighted_rows).sum((1, 2))
     values["layout_r2"] = torch.where(spread > 0, 1 - unexplained / spread, torch.nan)
     return values
 
@@ -85,13 +85,13 @@ def looks_most_at(measured: Mapping[str, Tensor]) -> list[tuple[str, float] | No
     does elsewhere, and so has a large ratio also where it explains little.
     """
     heads = len(next(iter(measured.values())))
-    found: list[tuple[str, float] | None] = []
+    largest: list[tuple[str, float] | None] = []
     for head in range(heads):
         by_position = float(measured["layout_r2"][head]) >= EXPLAINED
         names = [name for name in REGIONS if name != "layout" or by_position]
         ratios = [(name, float(measured[name][head])) for name in names if not measured[name][head].isnan()]
-        found.append(max(ratios, key=lambda pair: pair[1], default=None))
-    return found
+        largest.append(max(ratios, key=lambda pair: pair[1], default=None))
+    return largest
 
 
 def image_regions(image: NDArray[np.uint8], grid: tuple[int, int]) -> dict[str, NDArray[np.float64]]:
@@ -106,13 +106,13 @@ def image_regions(image: NDArray[np.uint8], grid: tuple[int, int]) -> dict[str, 
         "boundary": _boundary(_by_patch(light, grid)),
         "texture": _by_patch(_variance(light), grid),
     }
-    found: dict[str, NDArray[np.float64]] = {}
+    members: dict[str, NDArray[np.float64]] = {}
     for name, score in scores.items():
         score = score.reshape(-1)
         if score.max() > score.min():
             member = _largest(torch.from_numpy(score)).numpy()
-            found[name] = member if name == "centre" else np.where(score > 0, member, 0.0)
-    return found
+            members[name] = member if name == "centre" else np.where(score > 0, member, 0.0)
+    return members
 
 
 def object_mask(image: NDArray[np.uint8], grid: tuple[int, int]) -> NDArray[np.bool_] | None:

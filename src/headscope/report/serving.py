@@ -40,7 +40,7 @@ from headscope.report._viewer.packing import Strips
 from headscope.report._viewer.strips import empty_strips, strip_of
 from headscope.report.observed_model import ObservedModel
 from headscope.report.viewer import Layer, render_shown, shown_recording
-from headscope.stats._tiles import KeptWeights, NoWeightsError, kept_if_any, kept_of
+from headscope.stats._tiles import KeptWeights, NoWeightsError, weights_if_any, weights_of
 
 __all__ = ["Server", "pooled_tile"]
 
@@ -104,16 +104,16 @@ class Server(ThreadingHTTPServer):
             raise ValueError(
                 "q and k were not kept; wanted watch --keep-qk, or Observe(keep_qk=True) and save(path, qk=True)"
             )
-        self.kept = [None if each is None else kept_if_any(each) for each in runs]
-        if not any(self.kept):
-            kept_of(next(filter(None, runs)))  # raises, and says why
+        self.weights = [None if each is None else weights_if_any(each) for each in runs]
+        if not any(self.weights):
+            weights_of(next(filter(None, runs)))  # raises, and says why
         shown = shown_recording(recording, title=title, strips=(), **options)
         layers = [
-            replace(layer, source=replace(layer.source, strips=_strips(layer, kept)))
-            for layer, kept in zip(shown.layers, self.kept, strict=True)
+            replace(layer, source=replace(layer.source, strips=_strips(layer, weights)))
+            for layer, weights in zip(shown.layers, self.weights, strict=True)
         ]
         self.strips = [layer.source.strips for layer in layers]
-        tiles = [None if each is None else (each.queries, each.keys) for each in self.kept]
+        tiles = [None if each is None else (each.queries, each.keys) for each in self.weights]
         html = render_shown(replace(shown, layers=layers), served=True, tiles=tiles)
         self.page = html.encode("utf-8")
         self.token = secrets.token_urlsafe(24)
@@ -179,33 +179,33 @@ class Server(ThreadingHTTPServer):
 
     def tile(self, query: Mapping[str, int]) -> bytes:
         """Raises: RefusedError."""
-        kept = self._layer(query)
-        i, j = _span(query, "i", kept.queries), _span(query, "j", kept.keys)
+        weights = self._layer(query)
+        i, j = _span(query, "i", weights.queries), _span(query, "j", weights.keys)
         size = _number(query, "size", 1, LARGEST)
         if (i[1] - i[0]) * (j[1] - j[0]) > MOST_PAIRS:
             raise RefusedError(f"i0 to j1: wanted at most {MOST_PAIRS:,} pairs")
         with self.computing, torch.no_grad(), _refusing():
-            mean, largest = pooled_tile(kept, query["head"], i, j, size)
+            mean, largest = pooled_tile(weights, query["head"], i, j, size)
         return np.stack([mean, largest]).astype("<f4").tobytes()
 
     def strip(self, query: Mapping[str, int]) -> bytes:
         """Raises: RefusedError."""
-        kept = self._layer(query)
-        i = _span(query, "i", kept.queries)
+        weights = self._layer(query)
+        i = _span(query, "i", weights.queries)
         if i[1] - i[0] > STRIP:
             raise RefusedError(f"i0, i1: wanted at most {STRIP:,} queries")
         strips = self.strips[query["layer"]]
         if strips is None:
             raise RefusedError("layer: it has no strips")
         with self.computing, torch.no_grad(), _refusing():
-            return strip_of(kept, query["head"], i, strips).tobytes()
+            return strip_of(weights, query["head"], i, strips).tobytes()
 
     def _layer(self, query: Mapping[str, int]) -> KeptWeights:
-        kept = self.kept[_number(query, "layer", 0, len(self.kept) - 1)]
-        if kept is None:
+        weights = self.weights[_number(query, "layer", 0, len(self.weights) - 1)]
+        if weights is None:
             raise RefusedError("layer: its q and k were not kept")
-        _number(query, "head", 0, kept.sizes["q"][1] - 1)
-        return kept
+        _number(query, "head", 0, weights.sizes["q"][1] - 1)
+        return weights
 
 
 @contextmanager
@@ -217,11 +217,11 @@ def _refusing() -> Generator[None]:
         raise RefusedError(f"layer: {error}") from error
 
 
-def _strips(layer: Layer, kept: KeptWeights | None) -> Strips | None:
+def _strips(layer: Layer, weights: KeptWeights | None) -> Strips | None:
     """What the strips are of that may be asked for, if there are any."""
-    if kept is None or layer.facts["kind"] == "cross":
+    if weights is None or layer.facts["kind"] == "cross":
         return None
-    return empty_strips(kept, range(layer.source.heads))
+    return empty_strips(weights, range(layer.source.heads))
 
 
 def _number(query: Mapping[str, int], name: str, least: int, most: int) -> int:
@@ -236,7 +236,7 @@ def _span(query: Mapping[str, int], letter: str, size: int) -> tuple[int, int]:
 
 
 def pooled_tile(
-    kept: KeptWeights, head: int, i: tuple[int, int], j: tuple[int, int], size: int
+    weights: KeptWeights, head: int, i: tuple[int, int], j: tuple[int, int], size: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Mean and max of p[i0:i1, j0:j1] of one head in at most size x size bins; NaN where nothing may be seen."""
     rows, columns = (min(size, stop - start) for start, stop in (i, j))
@@ -246,7 +246,7 @@ def pooled_tile(
     edges = [i[0] + row * (i[1] - i[0]) // rows for row in range(rows + 1)]
     for first in range(0, rows, 64):  # as many rows of bins at once as make a good matrix product
         last = min(first + 64, rows)
-        block = kept.piece(0, head, (edges[first], edges[last]), j)
+        block = weights.piece(0, head, (edges[first], edges[last]), j)
         for row in range(first, last):
             part = block[edges[row] - edges[first] : edges[row + 1] - edges[first]]
             mean[row], largest[row] = _pooled(part, column, columns)
@@ -325,11 +325,11 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(404, "text/plain", b"not here\n")
         try:
             query = {name: int(value) for name, value in parse_qsl(request.query, max_num_fields=16) if len(value) < 12}
-            found = self.server.tile(query) if what == "tile" else self.server.strip(query)
+            content = self.server.tile(query) if what == "tile" else self.server.strip(query)
         except ValueError as error:  # also a number that is none
             text = str(error) if isinstance(error, RefusedError) else "wanted whole numbers"
             return self._answer(400, "text/plain", f"{text}\n".encode())
-        return self._answer(200, "application/octet-stream", found)
+        return self._answer(200, "application/octet-stream", content)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer a request that the standard library refuses; its own page would lack our headers."""

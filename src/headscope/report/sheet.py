@@ -225,16 +225,16 @@ def _sight(layer: int, seen: Tensor, weight: Tensor) -> Tensor:
 
 
 def _measure(
-    maps: Sequence[Tensor], sights: Sequence[Tensor | None], given: dict[str, Any]
+    maps: Sequence[Tensor], sights: Sequence[Tensor | None], options: dict[str, Any]
 ) -> tuple[list[dict[str, Numbers]], list[dict[str, list[int]]], list[list[Match | None]]]:
     statistics: list[dict[str, Numbers]] = []
     rows: list[dict[str, list[int]]] = []
     patterns: list[list[Match | None]] = []
-    for weight, seen in zip(maps, sights, strict=True):
-        means = head_means(row_statistics(weight, seen=seen, **given))
+    for weight, sight in zip(maps, sights, strict=True):
+        means = head_means(row_statistics(weight, seen=sight, **options))
         statistics.append({name: _numbers(values) for name, values in means.mean.items()})
         rows.append({name: counts.tolist() for name, counts in means.rows.items()})
-        patterns.append(best_matches(pattern_scores(weight, seen=seen, **given)) or [None] * weight.shape[1])
+        patterns.append(best_matches(pattern_scores(weight, seen=sight, **options)) or [None] * weight.shape[1])
     return statistics, rows, patterns
 
 

@@ -283,8 +283,8 @@ def _values(sheet: Sheet, layer: int, head: int) -> tuple[Values, float]:
     values = sheet.weights[layer][head].astype(np.float64)
     values[np.isinf(values)] = math.nan
     sight = sheet.seen[layer]
-    seen = np.ones(values.shape, dtype=np.bool_) if sight is None else sight[head]
-    return np.where(seen, values, HIDDEN), largest(values[seen & (seen.sum(-1, keepdims=True) > 1)])
+    visible = np.ones(values.shape, dtype=np.bool_) if sight is None else sight[head]
+    return np.where(visible, values, HIDDEN), largest(values[visible & (visible.sum(-1, keepdims=True) > 1)])
 
 
 def _pooled(values: Values, bins: int) -> Values:
@@ -359,13 +359,13 @@ class _ImagePicture:
         columns = looked.shape[1]
         marked = None if self.query is None else divmod(self.query, columns)
         grey = patches(brightness(self.sheet), Ink(able, 255.0, grey=True), marked)
-        seen = patches(looked, Ink(able, largest(looked)), marked)
+        picture = patches(looked, Ink(able, largest(looked)), marked)
         pictures = Table.grid(padding=(0, 4, 0, 0))
         if 4 * columns + 4 <= options.max_width:
-            pictures.add_row(grey, seen)
+            pictures.add_row(grey, picture)
         else:
             pictures.add_row(grey)
-            pictures.add_row(seen)
+            pictures.add_row(picture)
         yield pictures
         yield Text(_caption(self.sheet, looked, self.query), "dim")
 

@@ -29,6 +29,8 @@ __all__ = [
 for _class in (Layer, Picture, Shown):
     _class.__module__ = __name__  # their public path
 
+PROGRESS_DELAY = 1.0  # seconds after which a terminal shows that a page is being written
+
 
 def save_recording(recording: ObservedModel, path: str | Path, *, force: bool = False, **options: Any) -> Path:
     """Write the page of a recording, whole or not at all; options are those of ``render_recording``.
@@ -40,7 +42,7 @@ def save_recording(recording: ObservedModel, path: str | Path, *, force: bool = 
         TypeError, ValueError: as ``render_recording``.
         WatchError: nothing has been seen so far.
     """
-    with progress_line("writing the page", delay=1.0):
+    with progress_line("writing the page", delay=PROGRESS_DELAY):
         return write(render_recording(recording, **options), path, force=force)
 
 

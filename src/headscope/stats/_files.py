@@ -44,7 +44,7 @@ from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
 from headscope.stats._origin import UNKNOWN, LayerOrigin, Origin, Part
 from headscope.stats._quantities import histogram_edges
 from headscope.stats._tensor_file import NoTensorsError, TensorFile
-from headscope.stats._tiles import KeptWeights, kept_of
+from headscope.stats._tiles import KeptWeights, weights_of
 
 VERSION = 1
 _ORIGIN_VERSION = 1
@@ -204,7 +204,7 @@ def _read_layer_origin(header: dict[str, Any]) -> LayerOrigin:
 
 def _store_qk(tiles: Any, under: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """File the q, k and lse of a run."""
-    weights = kept_of(tiles)
+    weights = weights_of(tiles)
     tensors |= {f"{under}/{name}": x for name, x in weights.tensors().items()}
     return weights.metadata()
 

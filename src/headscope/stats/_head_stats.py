@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
-from headscope._attend.call import as_whole, kind, whole
+from headscope._support.arguments import as_whole, kind, whole
 from headscope._support.text import visible
 from headscope.stats import _files, _tables
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats

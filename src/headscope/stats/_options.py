@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headscope._attend.call import kind, number, whole
+from headscope._support.arguments import kind, number, whole
 from headscope.stats._quantities import ROW_QUANTITIES
 
 __all__ = ["Observe"]

@@ -27,7 +27,7 @@ class Tiles(Protocol):
     def to_weights(self) -> KeptWeights: ...
 
 
-def kept_of(tiles: Tiles | None) -> KeptWeights:
+def weights_of(tiles: Tiles | None) -> KeptWeights:
     """Return what a layer's ``tiles`` are computed from.
 
     Raises:
@@ -38,10 +38,10 @@ def kept_of(tiles: Tiles | None) -> KeptWeights:
     return tiles.to_weights()
 
 
-def kept_if_any(tiles: Tiles | None) -> KeptWeights | None:
+def weights_if_any(tiles: Tiles | None) -> KeptWeights | None:
     """Return the same, or None in place of the error: a page of many layers goes on without this one."""
     try:
-        return kept_of(tiles)
+        return weights_of(tiles)
     except NoWeightsError:
         return None
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from headscope._attend import call
-from headscope._attend.call import FLOATS, as_mask, check_mask, kind
-from headscope.masks import Band, Mask, causal
+from headscope._attend.call import FLOATS
+from headscope._support.arguments import kind
+from headscope.masks import Band, Mask, as_mask, causal, check_mask
 from headscope.module import MultiHeadAttention
 
 Context = Tensor | tuple[Tensor, Tensor] | None

@@ -156,10 +156,11 @@ def _shard(around: list[nn.Module]) -> tuple[int, int, bool] | None:
     for parameter in [] if layer is None else layer.parameters():
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
-            for dim, placement in enumerate(parameter.placements):
+            placements: tuple[Any, ...] = parameter.placements
+            for dim, placement in enumerate(placements):
                 if placement.is_shard() and mesh.size(dim) > 1:
                     shards.add((mesh.get_local_rank(dim), mesh.size(dim)))
-                    axes.add(placement.dim % parameter.ndim)  # pyright: ignore[reportAttributeAccessIssue]
+                    axes.add(placement.dim % parameter.ndim)
     if len(shards) != 1:
         return None
     (place, size) = shards.pop()

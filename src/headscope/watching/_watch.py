@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from headscope._attend.call import whole
 from headscope._intercept import (
     COMPILED,
     Call,
@@ -43,6 +42,7 @@ from headscope._intercept import (
     summarize_names,
     transformers_refusal,
 )
+from headscope._support.arguments import check_type, whole
 from headscope.stats import HeadStats, Observe
 from headscope.stats._layer import LayerStats
 from headscope.watching._about import about_of
@@ -106,23 +106,19 @@ def watch(
         WatchError: the model runs compiled; later, a layer that cannot be seen, one that was replaced or added within
             the block, or nothing that was seen.
     """
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"model: got {type(model).__name__}, wanted a torch.nn.Module")
-    if what is not None and not isinstance(what, Observe):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"what: got {type(what).__name__}, wanted a headscope.Observe")
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     what = Observe() if what is None else what
+    check_type("what", what, Observe, "a headscope.Observe")
     for name, value in (("rows", rows), ("tokens", tokens)):
         if value is not None and getattr(what, name) is not None:
             raise ValueError(f"{name}: given twice, here and in what.{name}")
     if rows is not None:
         what = replace(what, rows=rows)
-    if kinds is not None and not isinstance(kinds, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"kinds: got {type(kinds).__name__}, wanted a mapping of patterns to kinds")
+    check_type("kinds", {} if kinds is None else kinds, Mapping, "a mapping of patterns to kinds")
     kinds = dict(kinds or {})
     texts = None if texts is None else tuple(texts)
     check(tokens, positions, kinds, unseen, alarms, texts or ())
-    if not isinstance(accelerate, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"accelerate: got {type(accelerate).__name__}, wanted True or False")
+    check_type("accelerate", accelerate, bool, "True or False")
     targets = [] if log is None else list(log) if isinstance(log, (list, tuple)) else [log]
     limits = Limits() if alarms is True else alarms or None
     monitor = Monitor([writer(target) for target in targets], limits) if targets or limits else None

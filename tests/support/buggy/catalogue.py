@@ -13,6 +13,8 @@ BUGS: dict[str, str] = {
     "merge without transpose": "heads-merged-wrong",
     "heads summed": "heads-not-joined",
     "heads interleaved": "heads-interleaved",
+    "weights of one head": "heads-share-weights",
+    "last head dropped": "heads-dropped",
     "one head": "heads-not-split",
     "keys are queries": "keys-are-queries",
     "values are keys": "values-are-keys",

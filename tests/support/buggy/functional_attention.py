@@ -102,6 +102,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pad: Tensor | None, s: Setting, trai
         p = p * lower
     if s.wrong == "scale after softmax":
         p = p * s.size**-0.5
+    if s.wrong == "weights of one head":
+        p = p[:, :1, :1].expand_as(p)
+    if s.wrong == "last head dropped":
+        p = torch.cat([p.flatten(1, 2)[:, :-1], torch.zeros_like(p[:, 0, :1])], 1).view_as(p)
     if s.wrong == "heads averaged":
         p.mean((1, 2))
     if s.wrong == "heads summed":

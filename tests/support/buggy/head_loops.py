@@ -85,7 +85,11 @@ class Loops(nn.Module):
             weights = [self.looking(s, pairs, padding, head) for head, s in enumerate(logits)]
         if self.fault == "heads averaged":
             torch.stack(weights, 1).sum(1) / number
+        if self.fault == "weights of one head":
+            weights = weights[:1] * number
         results = [torch.einsum("bqk,bkd->bqd", p, v) for p, v in zip(weights, cut[2], strict=True)]
+        if self.fault == "last head dropped":
+            results[-1] = 0 * results[-1]
         if self.fault == "merge without transpose":
             stacked = torch.stack(results, 1)  # [B, H, T, D]
             return stacked.view(stacked.size(0), stacked.size(2), -1)

@@ -60,7 +60,11 @@ class Packed(nn.Module):
         if bug == "detached":
             k = k.detach()
         p = self.weights(q, k, mask)
+        if bug == "weights of one head":
+            p = p[:, :1].expand_as(p)
         out = p @ v  # [B, H, T, D]
+        if bug == "last head dropped":
+            out = torch.cat([out[:, :-1], torch.zeros_like(out[:, -1:])], 1)
         if bug == "heads averaged":
             _ = p.mean(1)
         b, h, t, d = out.shape

@@ -1,6 +1,6 @@
 """Two processes that share the heads of one model, each of which saves its recordings; started by a test.
 
-python sharded.py RANK WORLD STORE FOLDER
+python sharded_recordings.py RANK WORLD STORE FOLDER
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from headscope._attend.interface import (
     refuse_batched,
     refuse_tangents,
 )
-from headscope.masks import And, Band, Dense, Documents, KeyLengths, Mask, Or, Plan, Prefix, Turned
+from headscope.masks import Plan, RuleKind
 
 name = "cpu"
 attend_careful = None
@@ -304,47 +304,49 @@ def describe(call: Call, plan: Plan | None, inputs: Inputs, seed: int = 0) -> _D
         spans = readable(plan.spans.to(torch.int32)).contiguous()
         spans_at = _reach(spans)
         if plan.rest is not None:
-            rules.add(plan.rest, (call.batch, call.heads, call.queries, call.keys))
+            plan.rest.write_rules(rules, (call.batch, call.heads, call.queries, call.keys))
     sizes = (call.batch, call.heads, call.kv_heads, call.queries, call.keys, call.head_dim, call.v_head_dim)
     made = native.Call(
         sizes, CODES[call.dtype], q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride(),
-        address(bias), _strides(bias), address(sinks), address(spans), spans_at, rules.made,
+        address(bias), _strides(bias), address(sinks), address(spans), spans_at, rules.program,
         call.scale, call.softcap or 0.0, call.dropout, seed, _row_strides(call.queries, call.heads, call.v_head_dim),
     )  # fmt: skip
-    return _Described(made, (q, k, v, bias, sinks, spans, *rules.held))
+    return _Described(made, (q, k, v, bias, sinks, spans, *rules.tensors))
 
 
 class _Rules:
-    """The rest of a plan as the extension's program: postfix, each rule with up to two tensors."""
+    """The rest of a plan as the extension's program: postfix, each rule with up to two tensors.
+
+    Attributes:
+        program: kind, address and strides of the first tensor, and those of the second.
+        tensors: what the addresses point into.
+    """
 
     def __init__(self) -> None:
-        self.made: list[tuple[int, int, tuple[int, ...], int, tuple[int, ...]]] = []
-        self.held: list[Tensor] = []
+        self.program: list[tuple[int, int, tuple[int, ...], int, tuple[int, ...]]] = []
+        self.tensors: list[Tensor] = []
 
-    def add(self, mask: Mask, sizes: tuple[int, int, int, int]) -> None:
-        """Append a mask and, before it, its parts."""
-        none = (0, 0, 0, 0)
-        match mask:
-            case Dense():
-                seen = readable(mask.tensor)[(None,) * (4 - mask.tensor.ndim)]
-                self._rule(2, seen, _strides(seen))
-            case Documents():
-                q_ids, k_ids = readable(mask.q_ids.long()), readable(mask.k_ids.long())
-                self._rule(1, q_ids, (*_strides(q_ids), 0, 0), k_ids, (*_strides(k_ids), 0, 0))
-            case And() | Or():
-                self.add(mask.first, sizes)
-                self.add(mask.second, sizes)
-                self.made.append((3 if isinstance(mask, And) else 4, 0, none, 0, none))
-            case Band() | Turned() | Prefix() | KeyLengths():
-                spans = readable(mask.plan(*sizes).spans.to(torch.int32)).contiguous()
-                self._rule(0, spans, (*_reach(spans), 0))
-            case _:  # a mask of the caller's own
-                self.add(Dense(mask.dense(*sizes)), sizes)
+    def add_spans(self, spans: Tensor) -> None:
+        spans = readable(spans.to(torch.int32)).contiguous()
+        self._add(RuleKind.SPANS, spans, (*_reach(spans), 0))
 
-    def _rule(self, kind: int, first: Tensor, stride: tuple[int, ...], second: Tensor | None = None,
-              second_stride: tuple[int, ...] = (0, 0, 0, 0)) -> None:  # fmt: skip
-        self.held += [first] if second is None else [first, second]
-        self.made.append((kind, first.data_ptr(), stride, address(second), second_stride))
+    def add_ids(self, q_ids: Tensor, k_ids: Tensor) -> None:
+        q_ids, k_ids = readable(q_ids.long()), readable(k_ids.long())
+        self._add(RuleKind.SAME_ID, q_ids, (*_strides(q_ids), 0, 0))
+        kind, address, strides, _, _ = self.program[-1]
+        self.program[-1] = (kind, address, strides, k_ids.data_ptr(), (*_strides(k_ids), 0, 0))
+        self.tensors += [k_ids]
+
+    def add_table(self, table: Tensor) -> None:
+        table = readable(table)[(None,) * (4 - table.ndim)]
+        self._add(RuleKind.BYTES, table, _strides(table))
+
+    def join(self, kind: RuleKind) -> None:
+        self.program.append((int(kind), 0, (0, 0, 0, 0), 0, (0, 0, 0, 0)))
+
+    def _add(self, kind: RuleKind, x: Tensor, strides: tuple[int, ...]) -> None:
+        self.tensors += [x]
+        self.program.append((int(kind), x.data_ptr(), strides, 0, (0, 0, 0, 0)))
 
 
 def _reach(spans: Tensor) -> tuple[int, int, int]:

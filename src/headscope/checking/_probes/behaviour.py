@@ -20,7 +20,7 @@ MASK_FINDINGS = {
 """Findings that already explain which query sees which key wrongly."""
 
 
-def _differ(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> Tensor:
+def differ(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> Tensor:
     """Where two outputs differ; NaN equals NaN. Over the last axis."""
     scale = max(1e-30, float(a.nan_to_num(0, 0, 0).abs().max()))
     differ = (a.nan_to_num(0, 0, 0) - b.nan_to_num(0, 0, 0)).abs() > tolerance * scale
@@ -47,15 +47,15 @@ def probe_state(case: Case) -> None:
         case.report("state-between-calls", f"another call after the first fails: {describe_error(error)}")
         subject.stateful = True
         return
-    if bool(_differ(first, repeated).any()):
+    if bool(differ(first, repeated).any()):
         off = float((first - repeated).abs().nan_to_num().max())
         evidence = f"the same input with the same seed gives outputs that are apart by {off:.3g}"
         case.report("state-between-calls", evidence)
         subject.stateful = True
         return
     other = subject.run(x, seed=7)
-    if bool(_differ(first, other).any()):
-        share = float(_differ(first, other).double().mean())
+    if bool(differ(first, other).any()):
+        share = float(differ(first, other).double().mean())
         case.report("dropout-in-eval", f"in eval, two seeds give different outputs at {share:.0%} of the positions")
 
 
@@ -96,7 +96,7 @@ def _changed_by(subject: Subject, at: tuple[int, int]) -> Tensor:
     x = subject.input(1)
     moved = x.clone()
     moved[at] = -2 * moved[at] + 1
-    return _differ(subject.run(x), subject.run(moved))
+    return differ(subject.run(x), subject.run(moved))
 
 
 # ---------------------------------------------------------------- layout
@@ -141,7 +141,7 @@ def probe_dependence(case: Case) -> None:
     for j in range(length):
         moved = x.clone()
         moved[0, j] = -2 * moved[0, j] + case.size
-        changed = _differ(plain, subject.run(moved))
+        changed = differ(plain, subject.run(moved))
         reach[:, j] = changed[0]
         if bool(changed[1:].any()) and not case.observations.keys() & {"batches-mixed", "heads-split-wrong"}:
             other = 1 + int(changed[1:].any(1).nonzero()[0])
@@ -164,7 +164,7 @@ def probe_dependence(case: Case) -> None:
 def _test_equivariance(case: Case, plain: Tensor) -> None:
     order = torch.arange(case.subject.length).flip(0)
     turned = case.subject.run(case.x[:, order])
-    if bool(_differ(plain[:, order], turned, case.subject.tolerance).any()):
+    if bool(differ(plain[:, order], turned, case.subject.tolerance).any()):
         off = float((plain[:, order] - turned).abs().max())
         case.report(
             "not-permutation-equivariant", f"for tokens in reverse order the outputs are off by up to {off:.3g}"
@@ -183,7 +183,7 @@ def probe_inputs(case: Case) -> None:
     for n in at:
         other = subject.input(3, case.size)
         value = other.transpose(0, 1).contiguous() if subject.swapped else other
-        if not bool(_differ(plain, _run_with_argument(subject, n, value, case.x)).any()):
+        if not bool(differ(plain, _run_with_argument(subject, n, value, case.x)).any()):
             case.report("input-ignored", f"argument {n} of ({', '.join('x' for _ in at)}) changes nothing")
 
 
@@ -204,56 +204,5 @@ def probe_batch_of_one(case: Case) -> None:
     except CODE_ERRORS as error:  # whatever it raises is the evidence
         case.report("fails-on-batch-of-one", describe_error(error))
         return
-    if alone.shape != whole.shape or bool(_differ(whole, alone, subject.tolerance).any()):
+    if alone.shape != whole.shape or bool(differ(whole, alone, subject.tolerance).any()):
         case.report("fails-on-batch-of-one", f"alone, batch entry 0 gives {list(alone.shape)} with other numbers")
-
-
-# ---------------------------------------------------------------- gradients
-
-
-def probe_gradients(case: Case) -> None:
-    """Test that weights that change the output get a gradient, and that all weights are used."""
-    subject = case.subject
-    module = subject.module
-    if module is None:
-        case.not_tested["gradients of weights"] = "a function has no parameters"
-        return
-    if case.random:
-        case.not_tested["gradients of weights"] = "dropout is active"
-        return
-    copied = copy_target(module)
-    weights = [(name, p) for name, p in copied.named_parameters() if p.ndim >= 2 and p.is_floating_point()]
-    out = subject.output(subject.call_with(case.x, target=copied), case.x)
-    plain = out.detach().double()
-    if out.requires_grad:
-        factor = torch.linspace(1, 2, out.numel(), dtype=out.dtype).sin().view(out.shape)
-        (out * factor).nan_to_num().sum().backward()
-    blocked, unused = list[str](), list[str]()
-    for name, p in weights:
-        rows = torch.ones(len(p), dtype=torch.bool) if p.grad is None else (p.grad.flatten(1) == 0).all(1)
-        if not bool(rows.any()):
-            continue
-        if bool(_output_depends_on(subject, copied, p, rows, plain, case.x)):
-            blocked.append(f"{name} ({int(rows.sum())} of {len(rows)} rows)")
-        elif bool(rows.all()):
-            unused.append(f"{name} {list(p.shape)}")
-    if blocked:
-        case.report("gradient-blocked", f"the output depends on {', '.join(blocked)}, and no gradient reaches it")
-    if unused:
-        case.report("unused-parameter", f"changing {', '.join(unused)} changes nothing")
-
-
-def _output_depends_on(
-    subject: Subject, module: torch.nn.Module, p: Tensor, rows: Tensor, plain: Tensor, x: Tensor
-) -> bool:
-    """Return whether the output changes with these rows of a parameter."""
-    before = p.detach().clone()
-    with torch.no_grad():
-        # a small step: a large one would activate units that ReLU has switched off
-        p[rows] += 1e-3 * (1e-3 + before.abs().mean()) * torch.randn(before[rows].shape).to(p.dtype)
-    try:
-        out = subject.output(subject.call_with(x, target=module), x).detach().double()
-    finally:
-        with torch.no_grad():
-            p.copy_(before)
-    return bool(_differ(plain, out).any())

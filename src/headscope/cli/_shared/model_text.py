@@ -89,9 +89,9 @@ def _layer_weights(part: LayerStats) -> tuple[Tensor, Tensor]:
     """Return the weights of a layer, and which keys its tokens may see."""
     import torch
 
-    from headscope.stats._tiles import kept_of
+    from headscope.stats._tiles import weights_of
 
-    tiles = kept_of(part.last_tiles)
+    tiles = weights_of(part.last_tiles)
     whole = (0, tiles.queries)
     # a weight is NaN where it is hidden, and where it could not be computed; of zeros nothing but the mask hides one
     zeros = {name: torch.zeros_like(tiles.parts[name]) for name in ("q", "k", "lse")}

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, TextIO, cast
 
 from headscope._support.text import visible
 from headscope.cli._shared.mistakes import Mistake
@@ -78,9 +78,10 @@ def _source(argument: str | None, file: str | None) -> tuple[Iterable[bytes], st
 
 
 def _stdin() -> Iterator[bytes]:
-    if sys.stdin is None:  # pyright: ignore[reportUnnecessaryComparison]  # it is None where it was closed
+    stdin = cast("TextIO | None", sys.stdin)  # it is None where it was closed
+    if stdin is None:
         raise Mistake("stdin: is closed")
-    yield from _chunks(sys.stdin.buffer, "stdin")
+    yield from _chunks(stdin.buffer, "stdin")
 
 
 def _file(path: str) -> Iterator[bytes]:

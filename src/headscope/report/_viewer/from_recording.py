@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headscope import decisions
 from headscope._analysis.answers import plural, short_layers
-from headscope._attend.call import as_whole, whole
+from headscope._support.arguments import as_whole, whole
 from headscope.report._texts import broken_layers, stands_on
 from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
 from headscope.report._viewer.packing import Strips, exact, sources
@@ -21,7 +21,7 @@ from headscope.report.regions import pixels_of
 from headscope.stats import Observe
 from headscope.stats._layer import LayerStats
 from headscope.stats._origin import Part
-from headscope.stats._tiles import kept_if_any, kept_of
+from headscope.stats._tiles import weights_if_any, weights_of
 
 MOST_STRIPS = 16
 """How many heads may have strips."""
@@ -89,13 +89,13 @@ def _number(value: float) -> float | None:
 
 
 def _statistics(part: LayerStats) -> dict[str, Columns]:
-    found: dict[str, Columns] = {}
+    statistics: dict[str, Columns] = {}
     for name, moments in part.moments.items():
         std = (moments.M2 / moments.count).sqrt()
         columns = {"mean": moments.mean, "std": std, "min": moments.min, "max": moments.max}
         figures = {what: [_number(x) for x in column.tolist()] for what, column in columns.items()}
-        found[name] = {**figures, "count": moments.count.tolist()}
-    return found
+        statistics[name] = {**figures, "count": moments.count.tolist()}
+    return statistics
 
 
 def _patterns(recording: ObservedModel) -> list[list[list[Scored]]]:
@@ -103,13 +103,13 @@ def _patterns(recording: ObservedModel) -> list[list[list[Scored]]]:
     if "chance" not in recording.stats.names:  # nothing by which a pattern could be told
         return []
     scored = decisions.patterns(recording.stats)
-    found: dict[tuple[str, int], list[Scored]]
-    found = {(layer, head): [] for layer, part in recording.stats.parts.items() for head in range(part.heads)}
+    scores: dict[tuple[str, int], list[Scored]]
+    scores = {(layer, head): [] for layer, part in recording.stats.parts.items() for head in range(part.heads)}
     for each in scored.scores:
-        found[each.layer, each.head].append((each.pattern, round(each.score, 6), each.rows, each.exact))
-    for each in found.values():
+        scores[each.layer, each.head].append((each.pattern, round(each.score, 6), each.rows, each.exact))
+    for each in scores.values():
         each.sort(key=lambda score: -score[1])  # stable: of equal ones the more specific stays first
-    return [[found[layer, head] for head in range(part.heads)] for layer, part in recording.stats.parts.items()]
+    return [[scores[layer, head] for head in range(part.heads)] for layer, part in recording.stats.parts.items()]
 
 
 # ---------------------------------------------------------------- strips
@@ -150,22 +150,22 @@ def _strips(
                 raise ValueError(f"strips: got layer {layer}, wanted one of self-attention: {why}")
     whole = [exact(part) for part in parts.values()]
     count = sum(not whole[layer] for layer, _ in chosen if isinstance(layer, int))
-    found: list[Strips | None] = []
+    strips_of_layers: list[Strips | None] = []
     for n, (name, part) in enumerate(parts.items()):
         heads = [head for layer, head in chosen if layer == n]
-        kept = None
+        weights = None
         if heads:  # weights that cannot be had are told of if somebody asked
-            kept = kept_if_any(part.last_tiles) if request is None else kept_of(part.last_tiles)
+            weights = weights_if_any(part.last_tiles) if request is None else weights_of(part.last_tiles)
         elif whole[n] and part.tiles and kinds.get(name) != "cross":
-            kept = kept_if_any(part.last_tiles)
-        if kept is None:
+            weights = weights_if_any(part.last_tiles)
+        if weights is None:
             strips = None
         else:
-            strips = empty_strips(kept, range(part.heads)) if whole[n] else strips_of(kept, heads, count)
+            strips = empty_strips(weights, range(part.heads)) if whole[n] else strips_of(weights, heads, count)
         if request is not None and heads and strips is None:
             raise ValueError(f"strips: got layer {n}, wanted one whose last call has inputs, queries and keys")
-        found.append(strips)
-    return found
+        strips_of_layers.append(strips)
+    return strips_of_layers
 
 
 def _telling(
@@ -187,10 +187,10 @@ def _telling(
 def _picture(parts: Sequence[LayerStats], image: Any, grid: tuple[int, int] | None, special: int | None) -> Picture:
     pixels = pixels_of(image)
     lengths = {part.lengths for part in parts}
-    (found,) = lengths if len(lengths) == 1 else (None,)
-    if found is None or found[0] != found[1]:
+    (common,) = lengths if len(lengths) == 1 else (None,)
+    if common is None or common[0] != common[1]:
         raise ValueError("image: wanted as many queries as keys in every layer, and the same in all")
-    keys = found[1]
+    keys = common[1]
     if special is not None:
         special = whole("special", special, 0)
         if special >= keys:
@@ -277,8 +277,8 @@ def _footer(recording: ObservedModel, common: str) -> dict[str, str]:
         for each in sorted(lengths, key=lambda each: each or (0, 0))
     )
     rows = [int(n) for part in stats.parts.values() for n in part.rows.tolist()]
-    given = about.options.get("input")
-    source = f"{given['source']}; " if isinstance(given, dict) and "source" in given else ""
+    input_options = about.options.get("input")
+    source = f"{input_options['source']}; " if isinstance(input_options, dict) and "source" in input_options else ""
     passes = _count(about.forwards, "forward pass", "forward passes")
     if about.forwards != about.ran:
         passes = f"{about.forwards:,} of {about.ran:,} forward passes looked at"

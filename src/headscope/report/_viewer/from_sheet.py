@@ -28,19 +28,19 @@ def shown(sheet: SheetFigures) -> Shown:
     """
     length, layers = len(sheet.tokens), sheet.layers
     both = zip(sheet.weights, sheet.seen, strict=True)
-    cells = sum(len(weights) * length**2 if seen is None else int(seen.sum()) for weights, seen in both)
+    cells = sum(len(weights) * length**2 if visible is None else int(visible.sum()) for weights, visible in both)
     if cells > MOST:
         raise ValueError(
             f"sheet: {cells:,} weights do not fit one page, which holds {MOST:,}; {length} tokens, "
             f"{layers} layers of {sheet.heads} heads"
         )
-    made = [_layer(sheet, n) for n in range(layers)]
-    statistics: list[Mapping[str, Columns]] = [layer.statistics for layer in made]
+    layer_list = [_layer(sheet, n) for n in range(layers)]
+    statistics: list[Mapping[str, Columns]] = [layer.statistics for layer in layer_list]
     names = [name for name in (*REGIONS, *STATISTICS) if any(name in layer for layer in statistics)]
     names += [name for name in dict.fromkeys(name for layer in statistics for name in layer) if name not in names]
     return Shown(
         title=sheet.title,
-        layers=made,
+        layers=layer_list,
         names=[name for name in names if not _says_nothing(name, statistics)],
         texts=sheet.tokens if sheet.kind == "text" else None,
         footer=sheet.footer,
@@ -77,10 +77,11 @@ def _says_nothing(name: str, statistics: list[Mapping[str, Columns]]) -> bool:
 
 
 def _layer(sheet: SheetFigures, n: int) -> Layer:
-    weights, seen = sheet.weights[n], sheet.seen[n]
+    weights, visible = sheet.weights[n], sheet.seen[n]
     heads, length, _ = weights.shape
     whole: NDArray[np.bool_] = np.asarray(np.isfinite(weights).all(-1))  # [H, T]
-    there = np.broadcast_to(whole[..., None], weights.shape) if seen is None else seen & whole[..., None]  # [H, T, T]
+    counted = np.broadcast_to(whole[..., None], weights.shape)
+    there = counted if visible is None else visible & counted  # [H, T, T]
     p = np.where(there, weights, 0)
     first = np.divide(p[..., 0], p.sum(-1), out=np.full((heads, length), np.nan), where=p.sum(-1) > 0)
     broken = (~whole).sum(-1)
@@ -100,8 +101,8 @@ def _layer(sheet: SheetFigures, n: int) -> Layer:
         "rows": (length - broken).tolist(),
         "broken": broken.tolist(),
     }
-    found = Map(weights.astype(np.float64), weights, there, [], first, exact=True, ranges=True)
-    return Layer(str(n), str(n), facts, Source(heads, found, _rows(p, there)), statistics, matches)
+    bins = Map(weights.astype(np.float64), weights, there, [], first, exact=True, ranges=True)
+    return Layer(str(n), str(n), facts, Source(heads, bins, _rows(p, there)), statistics, matches)
 
 
 def _columns(figures: Sequence[float | None], rows: Sequence[int]) -> Columns:

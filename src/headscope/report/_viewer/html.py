@@ -99,8 +99,8 @@ def _data(shown: Shown) -> tuple[dict[str, Any], str]:
 
 
 def _named(name: str) -> dict[str, str]:
-    found = word(name)
-    return {"name": name, "heading": found.heading, "meaning": found.meaning}
+    label = word(name)
+    return {"name": name, "heading": label.heading, "meaning": label.meaning}
 
 
 def _tokens(texts: Sequence[str] | None) -> dict[str, Any] | None:

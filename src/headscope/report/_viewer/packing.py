@@ -131,14 +131,14 @@ def sources(parts: Sequence[LayerStats], strips: Sequence[Strips | None]) -> lis
     ]
 
 
-def pack(made: Sequence[Source]) -> Packed:
+def pack(layer_sources: Sequence[Source]) -> Packed:
     """Make the blocks of all layers.
 
     Raises:
         ValueError: they take more than ``MOST_BYTES``.
     """
-    bits = 16 if sum(2 * each.map.codes for each in made if each.map is not None) <= FINE_BYTES else 8
-    heads = sum(each.heads for each in made)
+    bits = 16 if sum(2 * each.map.codes for each in layer_sources if each.map is not None) <= FINE_BYTES else 8
+    heads = sum(each.heads for each in layer_sources)
     layers: list[dict[str, Any]] = []
     masks: dict[bytes, int] = {}
     blocks: list[list[tuple[int, int]]] = []
@@ -150,15 +150,15 @@ def pack(made: Sequence[Source]) -> Packed:
         content.extend(packed + b"\0" * (-len(packed) % 3))
         return place
 
-    for part in made:
-        rows, found, strips = part.rows, part.map, part.strips
-        description = rows.description() | {"map": None if found is None else found.description(masks), "strips": None}
+    for part in layer_sources:
+        rows, bins, strips = part.rows, part.map, part.strips
+        description = rows.description() | {"map": None if bins is None else bins.description(masks), "strips": None}
         places: list[tuple[int, int]] = []
         for head in range(part.heads):
-            differs = found is not None and bits == 8 and found.differs(head)
+            differs = bins is not None and bits == 8 and bins.differs(head)
             block = rows.block(head)
-            if found is not None:
-                block = found.largest(head, differs) + block + found.block(head, bits, differs)
+            if bins is not None:
+                block = bins.largest(head, differs) + block + bins.block(head, bits, differs)
             places.append(put(block, differs))
             if len(content) > MOST_BYTES:
                 raise ValueError(
@@ -208,7 +208,7 @@ class Map:
 
     Attributes:
         mean, max: [H, rows, columns]; NaN where no pair may be seen.
-        seen: where there is one, bool [H, rows, columns].
+        visible: where there is one, bool [H, rows, columns].
         places: query, key, run and batch entry of the max, each int64 [H, rows, columns] and in how many bytes.
         first_share: [H, rows].
         exact: whether each bin is one weight of one run and batch entry.
@@ -217,39 +217,39 @@ class Map:
 
     mean: Array
     max: Array
-    seen: Array
+    visible: Array
     places: list[tuple[Array, int]]
     first_share: Array
     exact: bool
     ranges: bool
 
     @staticmethod
-    def of(found: HeadMap, part: LayerStats) -> Map:
+    def of(head_map: HeadMap, part: LayerStats) -> Map:
         """With the bins that stand for some query and some key: of n bins over T < n positions, T."""
-        n, lengths = found.bins, part.lengths
+        n, lengths = head_map.bins, part.lengths
         rows, columns = standing(n, lengths)
         cut = np.ix_(np.arange(part.heads), rows, columns)
-        total, count, most = (x.cpu().double().numpy()[cut] for x in (found.sum, found.count, found.max))
-        at: Array = found.argmax.cpu().numpy()[cut]
-        seen = count > 0
-        mean = np.divide(total, count, out=np.full_like(total, math.nan), where=seen)
-        weight = np.where(seen, total, 0).sum(-1)
+        total, count, most = (x.cpu().double().numpy()[cut] for x in (head_map.sum, head_map.count, head_map.max))
+        at: Array = head_map.argmax.cpu().numpy()[cut]
+        visible = count > 0
+        mean = np.divide(total, count, out=np.full_like(total, math.nan), where=visible)
+        weight = np.where(visible, total, 0).sum(-1)
         first = np.divide(total[..., :1].sum(-1), weight, out=np.full_like(weight, math.nan), where=weight > 0)
         run, entry, query, key = np.moveaxis(at, -1, 0)
         if lengths is not None:
             query = query - (rows * lengths[0] // n if lengths[0] > n else np.arange(len(rows)))[:, None]
             key = key - (columns * lengths[1] // n if lengths[1] > n else np.arange(len(columns)))
-        places = [(x, _width(int(x[seen].max(initial=0)))) for x in (query, key, run, entry)]
-        return Map(mean, most, seen, places, first, exact(part), lengths is not None)
+        places = [(x, _width(int(x[visible].max(initial=0)))) for x in (query, key, run, entry)]
+        return Map(mean, most, visible, places, first, exact(part), lengths is not None)
 
     @property
     def codes(self) -> int:
         """How many codes all heads have."""
-        return int(self.seen.sum()) * (1 if self.exact else 2)
+        return int(self.visible.sum()) * (1 if self.exact else 2)
 
     def description(self, masks: dict[bytes, int]) -> dict[str, Any]:
         """How to read the blocks; new masks are added."""
-        mine = [masks.setdefault(np.packbits(seen).tobytes(), len(masks)) for seen in self.seen]
+        mine = [masks.setdefault(np.packbits(visible).tobytes(), len(masks)) for visible in self.visible]
         return {
             "rows": self.mean.shape[1],
             "columns": self.mean.shape[2],
@@ -261,25 +261,25 @@ class Map:
 
     def largest(self, head: int, differs: bool) -> bytes:
         """What a block begins with: the largest mean and max, and the share of the first column."""
-        seen = self.seen[head]
-        tops = [float(x[head][seen].max(initial=0.0)) for x in (self.mean, self.max)]
+        visible = self.visible[head]
+        tops = [float(x[head][visible].max(initial=0.0)) for x in (self.mean, self.max)]
         return _floats(np.array([*tops, float(differs)])) + _floats(self.first_share[head])
 
     def differs(self, head: int) -> bool:
         """Whether differences from the bin above take less than codes of 8 bits as they are, by their entropy."""
-        seen = self.seen[head]
-        codes = _codes(self.mean[head][seen], 8).astype(np.uint8)
-        return _entropy(_differences(codes, seen)) < _entropy(codes)
+        visible = self.visible[head]
+        codes = _codes(self.mean[head][visible], 8).astype(np.uint8)
+        return _entropy(_differences(codes, visible)) < _entropy(codes)
 
     def block(self, head: int, bits: int, differs: bool) -> bytes:
         """What a block ends with: the codes, and where each max stands."""
-        seen, width = self.seen[head], bits // 8
+        visible, width = self.visible[head], bits // 8
         parts: list[bytes] = []
         for values in (self.mean,) if self.exact else (self.mean, self.max):
-            codes = _codes(values[head][seen], bits)
-            parts.append(_planes(_differences(codes.astype(np.uint8), seen) if differs else codes, width))
+            codes = _codes(values[head][visible], bits)
+            parts.append(_planes(_differences(codes.astype(np.uint8), visible) if differs else codes, width))
         if not self.exact:
-            parts += [_planes(x[head][seen], wide) for x, wide in self.places if wide]
+            parts += [_planes(x[head][visible], wide) for x, wide in self.places if wide]
         return b"".join(parts)
 
 
@@ -296,12 +296,12 @@ def standing(bins: int, lengths: tuple[int, int] | None) -> tuple[Array, Array]:
     return np.flatnonzero(queries[1:] > queries[:-1]), np.flatnonzero(keys[1:] > keys[:-1])
 
 
-def _differences(codes: Array, seen: Array) -> Array:
+def _differences(codes: Array, visible: Array) -> Array:
     """Codes of 8 bits, less those of the bins above."""
-    full = np.zeros(seen.shape, np.uint8)
-    full[seen] = codes
+    full = np.zeros(visible.shape, np.uint8)
+    full[visible] = codes
     full[1:] -= full[:-1].copy()
-    return full[seen]
+    return full[visible]
 
 
 def _entropy(codes: Array) -> float:
@@ -349,9 +349,9 @@ class Rows:
             keys = part.received.shape[1]
             received = _ratio(*(_pooled(x.cpu().double().numpy(), most) for x in (part.received, part.eligible)))
         entropy, queries = none, 0
-        kept = _only(part)
-        if "entropy" in kept:
-            rows = kept["entropy"]
+        text_rows = _only(part)
+        if "entropy" in text_rows:
+            rows = text_rows["entropy"]
             queries = rows.shape[1]
             there = ~np.isnan(rows)
             entropy = _ratio(_pooled(np.where(there, rows, 0), most), _pooled(there.astype(np.float64), most))
@@ -359,9 +359,9 @@ class Rows:
         if part.edges is not None:
             p, at = part.edges.p.cpu().double().numpy(), part.edges.at.cpu().numpy()
         top_p = top_at = np.zeros((part.heads, 0, 0))
-        if "top_keys" in kept:
-            fit = room // max(1, kept["top_keys"].shape[1])
-            top_p, top_at = (kept[name][..., :fit] for name in ("top_weights", "top_keys"))
+        if "top_keys" in text_rows:
+            fit = room // max(1, text_rows["top_keys"].shape[1])
+            top_p, top_at = (text_rows[name][..., :fit] for name in ("top_weights", "top_keys"))
         return Rows(received, keys, entropy, queries, p, at, top_p, top_at)
 
     def description(self) -> dict[str, Any]:
@@ -396,11 +396,11 @@ def _only(part: LayerStats) -> dict[str, Array]:
     """The kept rows [H, Q] of the one text that was seen whole; nothing of several, or of a sample."""
     if len(part.kept) != 1 or part.lengths is None:
         return {}
-    kept = part.kept[0]
-    if kept.counted.shape[0] != 1 or len(kept.queries) != part.lengths[0]:
+    rows = part.kept[0]
+    if rows.counted.shape[0] != 1 or len(rows.queries) != part.lengths[0]:
         return {}
     names = ("entropy", "top_keys", "top_weights")
-    return {name: x[0].cpu().numpy() for name, x in kept.values.items() if name in names}
+    return {name: x[0].cpu().numpy() for name, x in rows.values.items() if name in names}
 
 
 def _pooled(values: Array, most: int) -> Array:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from headscope._attend.call import kind, number, shapes, whole
+from headscope._support.arguments import kind, number, shapes, whole
 from headscope._support.torch_state import is_traced
 
 __all__ = [

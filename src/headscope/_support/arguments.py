@@ -1,0 +1,103 @@
+"""Arguments of public functions: how messages describe them, whole and other numbers, layouts and shapes."""
+
+from __future__ import annotations
+
+import operator
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from headscope._support.tensor_classes import check_no_causal_bias
+
+AXES = ("B", "H", "Q", "K")
+
+
+def shapes(**tensors: Tensor) -> str:
+    """Write ``q [2, 8, 16, 128], k [2, 8, 16, 64]``, with which every message about sizes ends."""
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+
+
+def kind(value: object) -> str:
+    """Name what a value is: the dtype of a tensor, else the name of its type."""
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
+
+
+def as_whole(value: object) -> int | None:
+    """Return a value as an int, numpy's and a tensor without axes too; None if it is no whole number, as a bool."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or (isinstance(value, Tensor) and (value.ndim or value.dtype == torch.bool)):
+        return None
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return None
+
+
+def whole(name: str, value: object, least: int = 1, otherwise: str = "") -> int:
+    """Return an argument as an int.
+
+    Raises:
+        TypeError, ValueError: it is no whole number from ``least`` on; ``otherwise`` says what would do, too.
+    """
+    integer, expected = as_whole(value), f"wanted a whole number from {least}{otherwise}"
+    if integer is None:
+        raise TypeError(f"{name}: got {kind(value)}, {expected}")
+    if integer < least:
+        raise ValueError(f"{name}: got {integer}, {expected}")
+    return integer
+
+
+def number(name: str, value: object) -> float:
+    """Return an argument as an int or a float: numpy has numbers of its own. A bool is none."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name}: got bool, wanted a number")
+    if isinstance(value, (int, float)):
+        return value
+    if isinstance(value, Real):
+        return float(value)
+    raise TypeError(f"{name}: got {kind(value)}, wanted a number")
+
+
+def check_layout(name: str, tensor: Tensor) -> None:
+    """Raise unless it is an ordinary tensor: neither sparse nor nested, and no ``CausalBias``."""
+    check_no_causal_bias(name, tensor)
+    if tensor.layout == torch.jagged or (tensor.layout == torch.strided and tensor.is_nested):
+        raise TypeError(f"{name}: is a nested tensor of layout {tensor.layout}, wanted an ordinary one")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: layout is {tensor.layout}, wanted an ordinary tensor (torch.strided): .to_dense()")
+
+
+def check_broadcast(name: str, tensor: Tensor, lead: tuple[int, ...], last: tuple[int, int, int]) -> None:
+    """Raise unless a tensor broadcasts to the weights, [*lead, H, Q, K]."""
+    sizes = (*(lead or (1,)), *last)
+    letters = ("B",) * (len(sizes) - 3) + AXES[1:]
+    if tensor.ndim > len(sizes):
+        names = ", ".join(letters)
+        most = f"at most {len(sizes)} ([{names}])"
+        raise ValueError(f"{name}: has {tensor.ndim} axes, wanted {most}; {shapes(**{name: tensor})}")
+    for axis in range(-1, -tensor.ndim - 1, -1):
+        got = tensor.shape[axis]
+        if got != 1 and got != sizes[axis]:  # `not in` a compiler answers from the numbers that it knows
+            where = f"axis {tensor.ndim + axis} ({letters[axis]})"
+            raise ValueError(
+                f"{name}: {where} is {got}, wanted {sizes[axis]} or 1; {shapes(**{name: tensor})}, "
+                f"the weights are {list(sizes)}"
+            )
+
+
+def check_type(name: str, value: object, expected: type | tuple[type, ...], text: str) -> None:
+    """Raise unless a value is of one of these types.
+
+    Args:
+        name: the argument.
+        value: what was passed.
+        expected: one type or several.
+        text: what is expected, in words, as "a torch.nn.Module".
+
+    Raises:
+        TypeError: it is of another type.
+    """
+    if not isinstance(value, expected):
+        raise TypeError(f"{name}: got {type(value).__name__}, wanted {text}")

@@ -1,0 +1,27 @@
+"""Masks as values: say what may be seen, combine with ``&`` and ``|``.
+
+A mask answers one question, ``allows(b, h, i, j)``: may query ``i`` of head ``h`` in batch entry ``b`` see key ``j``?
+True means *attend*, as in ``scaled_dot_product_attention``; the masks of ``nn.MultiheadAttention`` mean the opposite.
+
+``plan`` brings any combination to one normal form, so that the backends never meet the classes below.
+"""
+
+from headscope.masks._band import UNBOUNDED as UNBOUNDED
+from headscope.masks._band import Band, causal, window
+from headscope.masks._band import ReversedBand as ReversedBand
+from headscope.masks._band import offset_limits as offset_limits
+from headscope.masks._check import as_mask as as_mask
+from headscope.masks._check import check_mask as check_mask
+from headscope.masks._decode import decode as decode
+from headscope.masks._dense import Dense
+from headscope.masks._documents import Documents
+from headscope.masks._keys import KeyLengths, Prefix
+from headscope.masks._mask import And as And
+from headscope.masks._mask import Mask, Plan
+from headscope.masks._mask import Or as Or
+from headscope.masks._parameters import FAR as FAR
+from headscope.masks._parameters import describe_wrong_dtype as describe_wrong_dtype
+from headscope.masks._program import Code as Code
+from headscope.masks._program import RuleKind as RuleKind
+
+__all__ = ["Band", "Dense", "Documents", "KeyLengths", "Mask", "Plan", "Prefix", "causal", "window"]

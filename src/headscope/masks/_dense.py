@@ -1,0 +1,61 @@
+"""Any mask at all, as a boolean tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headscope._support.arguments import check_broadcast
+from headscope.masks._mask import Index, Mask, Sizes
+from headscope.masks._parameters import describe_wrong_dtype, to_tensor
+from headscope.masks._program import Code, RuleWriter
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Mask):
+    """A boolean tensor that broadcasts to [B, H, Q, K], True = may be seen.
+
+    ``nn.MultiheadAttention`` writes True for what may *not* be seen: pass ``Dense(~attn_mask)``.
+    """
+
+    tensor: Tensor
+
+    _spans_all_keys = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensor", to_tensor("tensor", self.tensor))
+
+    def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        full = self._four_axes()
+        return full[tuple(0 if size == 1 else index for size, index in zip(full.shape, (b, h, i, j), strict=True))]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    def tile(self, b: slice, h: slice, i: slice, j: slice, device: torch.device) -> Tensor:
+        full = self._four_axes()
+        return full[tuple(slice(None) if n == 1 else at for n, at in zip(full.shape, (b, h, i, j), strict=True))]
+
+    def reverse_queries(self, queries: int, keys: int) -> Mask:
+        return Dense(self.tensor.flip(-2)) if self.tensor.ndim > 1 else self
+
+    def encode(self, sizes: Sizes, device: torch.device, codes: list[int], parts: list[Tensor]) -> None:
+        codes += [Code.DENSE]
+        parts += [self.tensor]
+
+    def write_rules(self, writer: RuleWriter, sizes: Sizes) -> None:
+        writer.add_table(self.tensor)
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        if self.tensor.dtype != torch.bool:
+            raise TypeError(f"mask: Dense holds {describe_wrong_dtype(self.tensor)}")
+        batch, heads, queries, keys = sizes
+        check_broadcast("mask", self.tensor, (batch,), (heads, queries, keys))
+
+    def _four_axes(self) -> Tensor:
+        return self.tensor[(None,) * (4 - self.tensor.ndim)]
+
+
+Dense.__module__ = "headscope.masks"  # its public path

@@ -1,0 +1,136 @@
+"""Documents: packed sequences, each of whose queries sees the keys of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from headscope._support.torch_state import has_no_values
+from headscope.masks._mask import Index, Mask, Sizes
+from headscope.masks._parameters import check_ids, is_integral, to_tensor
+from headscope.masks._program import Code, RuleWriter
+from headscope.masks._spans import clip_span
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Mask):
+    """Keys of the query's own document: ``q_ids[b, i] == k_ids[b, j]``.
+
+    Args:
+        q_ids: integers [B, Q], the document of each query.
+        k_ids: integers [B, K], the document of each key; by default those of the queries.
+    """
+
+    q_ids: Tensor
+    k_ids: Tensor = field(default=cast("Tensor", None))  # a tensor after __post_init__
+
+    def __post_init__(self) -> None:
+        q_ids, k_ids = to_tensor("q_ids", self.q_ids), cast("Tensor | None", self.k_ids)
+        object.__setattr__(self, "q_ids", q_ids)
+        object.__setattr__(self, "k_ids", q_ids if k_ids is None else to_tensor("k_ids", k_ids))
+
+    @classmethod
+    def from_cu_seqlens(cls, q: Tensor, k: Tensor | None = None) -> Documents:
+        """Of packed sequences [1, total, ...], by where each begins: 0, 3, 5 are tokens 0 to 2, and 3 and 4.
+
+        Args:
+            q: cumulative lengths of the queries' sequences, integers [n + 1] from 0, as flash-attention takes them.
+            k: of the keys' sequences, as many; by default those of the queries.
+
+        Raises:
+            TypeError, ValueError: they are not that.
+        """
+        q_ids = _to_ids("q", q)
+        if k is None:
+            return cls(q_ids, q_ids)
+        k_ids = _to_ids("k", k)
+        if len(k) != len(q):
+            raise ValueError(
+                f"k: has {len(k)} numbers, wanted {len(q)}, as q: one sequence of keys for each of queries"
+            )
+        return cls(q_ids, k_ids)
+
+    def allows(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        b_q, b_k = (0 if len(ids) == 1 else b for ids in (self.q_ids, self.k_ids))  # one row serves every batch entry
+        return self.q_ids[b_q, i] == self.k_ids[b_k, j]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.q_ids, self.k_ids)
+
+    def planned_tensors(self) -> tuple[Tensor, ...]:
+        return self.tensors()
+
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> Mask:
+        return Documents(copy(self.q_ids), copy(self.k_ids))
+
+    def to_spans(self, sizes: Sizes, device: torch.device) -> tuple[Tensor, Mask | None]:
+        """From the first to the last key of the query's document; other documents may lie between."""
+        keys = sizes[3]
+        if self.q_ids is self.k_ids and self.k_ids.device.type == "cpu" and not has_no_values() and self.k_ids.numel():
+            packed = _spans_of_packed(self.k_ids)
+            if packed is not None:
+                return packed, None
+        rows = len(self.k_ids) if len(self.q_ids) == 1 else len(self.q_ids)  # one row serves every batch entry
+        q_ids, k_ids = (ids.long().expand(rows, -1).contiguous() for ids in (self.q_ids, self.k_ids))
+        if keys == 0:
+            return clip_span(torch.zeros_like(q_ids), torch.zeros_like(q_ids), keys), None
+        ids, order = k_ids.sort(dim=-1, stable=True)
+        start = torch.searchsorted(ids, q_ids)
+        stop = torch.searchsorted(ids, q_ids, right=True)
+        first = order.gather(-1, start.clamp(max=keys - 1))
+        last = order.gather(-1, (stop - 1).clamp(min=0))
+        visible = stop > start
+        spans = clip_span(torch.where(visible, first, 0), torch.where(visible, last + 1, 0), keys)
+        unbroken = not has_no_values() and ids.device.type == "cpu"
+        unbroken = unbroken and bool(((last + 1 - first == stop - start) | ~visible).all())
+        return spans, None if unbroken else self
+
+    def reverse_queries(self, queries: int, keys: int) -> Mask:
+        return Documents(self.q_ids.flip(-1), self.k_ids)
+
+    def encode(self, sizes: Sizes, device: torch.device, codes: list[int], parts: list[Tensor]) -> None:
+        codes += [Code.DOCUMENTS]
+        parts += [self.q_ids, self.k_ids]
+
+    def write_rules(self, writer: RuleWriter, sizes: Sizes) -> None:
+        writer.add_ids(self.q_ids, self.k_ids)
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        batch, _, queries, keys = sizes
+        check_ids("Documents.q_ids", self.q_ids, {"B": batch, "Q": queries})
+        check_ids("Documents.k_ids", self.k_ids, {"B": batch, "K": keys})
+
+
+def _to_ids(name: str, cu_seqlens: object) -> Tensor:
+    """[n + 1] cumulative lengths -> [1, total], the number of each token's sequence."""
+    if not isinstance(cu_seqlens, Tensor) or not is_integral(cu_seqlens):
+        raise TypeError(
+            f"{name}: got {getattr(cu_seqlens, 'dtype', type(cu_seqlens).__name__)}, wanted integers [n + 1]"
+        )
+    if cu_seqlens.ndim != 1:
+        raise ValueError(f"{name}: is {list(cu_seqlens.shape)}, wanted [n + 1]: cumulative lengths from 0")
+    lengths = cu_seqlens.diff()
+    if len(cu_seqlens) == 0 or int(cu_seqlens[0]) != 0 or bool((lengths < 0).any()):
+        raise ValueError(f"{name}: got {cu_seqlens.tolist()}, wanted cumulative lengths: 0, and then never less")
+    return torch.arange(len(lengths), device=cu_seqlens.device).repeat_interleave(lengths)[None]  # [1, total]
+
+
+def _spans_of_packed(ids: Tensor) -> Tensor | None:
+    """[B or 1, K] -> [B or 1, K, 1, 2] where documents lie one behind the other, numbered upwards; else None."""
+    ids = ids.long()
+    before, after = ids[:, :-1], ids[:, 1:]
+    if bool((after < before).any()):
+        return None
+    begins = torch.cat([ids.new_ones(len(ids), 1, dtype=torch.bool), after > before], 1)
+    start = begins.reshape(-1).nonzero()[:, 0]  # of each document, counted through all rows
+    stop = torch.cat([start[1:], start.new_tensor([ids.numel()])])
+    spans = torch.stack([start, stop], -1).repeat_interleave(stop - start, 0, output_size=ids.numel())
+    spans = spans.view(*ids.shape, 1, 2)
+    return spans if len(ids) == 1 else spans - ids.shape[1] * torch.arange(len(ids), device="cpu")[:, None, None, None]
+
+
+Documents.__module__ = "headscope.masks"  # its public path

@@ -1,0 +1,60 @@
+"""What masks are constructed from: whole numbers, tensors, and the checks of both."""
+
+from __future__ import annotations
+
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+from headscope._support.arguments import kind
+
+FAR = 1 << 48  # positions; no sequence is longer
+
+
+def to_int(value: object) -> object:
+    """Convert a whole number of another library to an int; leave anything else for ``check_sizes`` to judge."""
+    if value is None or type(value) in (int, bool, tuple, Tensor) or not isinstance(value, Integral):
+        return value
+    return int(value)
+
+
+def to_tensor(name: str, value: object) -> Tensor:
+    """Convert to a tensor; one that is a tensor stays where it is, whatever the default device."""
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name}: got {type(value).__name__}, wanted a tensor, or what torch makes one of") from error
+
+
+def is_integral(x: Tensor) -> bool:
+    """Whether it holds whole numbers."""
+    return not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool)
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number, a compiler's included."""
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
+def check_ids(name: str, ids: Tensor, axes: dict[str, int]) -> None:
+    """Raise unless a tensor of a mask holds integers, with these axes; B may be 1 beside another axis."""
+    if not is_integral(ids):
+        raise TypeError(f"mask: {name} is {kind(ids)}, wanted integers")
+    letters, sizes = ", ".join(axes), list(axes.values())
+    if ids.ndim != len(axes):
+        raise ValueError(f"mask: {name} is {list(ids.shape)}, wanted [{letters}] = {sizes}")
+    for axis, (letter, size) in enumerate(axes.items()):
+        allowed = (1, size) if letter == "B" and len(axes) == 2 else (size,)
+        if ids.shape[axis] not in allowed:
+            raise ValueError(
+                f"mask: {name} axis {axis} ({letter}) is {ids.shape[axis]}, wanted {size}; it is {list(ids.shape)}"
+            )
+
+
+def describe_wrong_dtype(mask: Tensor) -> str:
+    """Name the dtype of a mask that is not boolean, and the remedy."""
+    hint = "numbers to add are a bias: pass bias=" if mask.dtype.is_floating_point else "convert it with .bool()"
+    return f"{kind(mask)}, wanted bool (True = may be seen); {hint}"

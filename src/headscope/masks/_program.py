@@ -1,0 +1,45 @@
+"""Masks as programs, in postfix order: for the operators, and for what the native kernels run beside the spans."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Code:
+    """The codes of a mask that crosses into an operator; some are followed by numbers, some take tensors."""
+
+    BAND, PREFIX, LENGTHS, DOCUMENTS, DENSE, BOTH, EITHER = range(7)
+    NO_OFFSET, ONE_OFFSET, OFFSETS, OFFSET_TENSOR = range(4)  # of a band
+
+
+class RuleKind(IntEnum):
+    """The rules of the native kernels, as ``Rule::Kind`` in ``csrc/interface/attention.h`` numbers them."""
+
+    SPANS = 0
+    SAME_ID = 1
+    BYTES = 2
+    BOTH = 3
+    EITHER = 4
+
+
+class RuleWriter(Protocol):
+    """Take the rules of a mask, parts before what joins them."""
+
+    def add_spans(self, spans: Tensor) -> None:
+        """Add a rule that shows the keys of spans [B or 1, Q or 1, n, 2]."""
+        ...
+
+    def add_ids(self, q_ids: Tensor, k_ids: Tensor) -> None:
+        """Add a rule that shows keys of the query's own id: [B or 1, Q] and [B or 1, K]."""
+        ...
+
+    def add_table(self, table: Tensor) -> None:
+        """Add a boolean tensor that broadcasts to [B, H, Q, K]."""
+        ...
+
+    def join(self, kind: RuleKind) -> None:
+        """Join the last two rules by ``BOTH`` or ``EITHER``."""
+        ...
