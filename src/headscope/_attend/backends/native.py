@@ -113,8 +113,8 @@ def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
     described = describe(call, plan, Inputs(q, k, v, four_axes(bias), sinks), 0)
     described.held = described.held[5:6]  # the spans; the others will be other tensors
     repeat, threads, empty = native.repeat, torch.get_num_threads, torch.empty_like
-    like = hollow(rows_like(call, call.queries, call.heads, call.v_head_dim))
-    lse_like = hollow(torch.empty((call.batch, call.heads, call.queries), dtype=dtype, device="cpu"))
+    like = without_memory(rows_like(call, call.queries, call.heads, call.v_head_dim))
+    lse_like = without_memory(torch.empty((call.batch, call.heads, call.queries), dtype=dtype, device="cpu"))
     hidden = hides(call)
     work, grad, asked = Work(call, plan, 0), call.grad or call.bias_grad, call.lse
     need_lse, beside = grad or asked, bias is not None or sinks is not None
@@ -145,7 +145,7 @@ def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
     return run
 
 
-def hollow(tensor: Tensor) -> Tensor:
+def without_memory(tensor: Tensor) -> Tensor:
     """The same without its memory: from such a one another is made sooner than from sizes, strides and dtype."""
     tensor.untyped_storage().resize_(0)
     return tensor
