@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headscope
 from headscope import HeadStats, Observe, attend, comparing, decisions, functional, observe
+from headscope._attend import prepare
 from headscope._observe.native import borders_of
 from headscope._observe.placement import _frames
 from headscope.masks import Band, KeyLengths, Mask, Prefix, _mask, causal, window
@@ -49,10 +51,10 @@ def test_what_was_called_before_does_not_matter() -> None:
     )
     fresh = []
     for said in calls:
-        functional._kept.clear()
+        prepare.prepared_calls.clear()
         _mask.plan_by_value.cache_clear()
         fresh.append(headscope.attention(**given, **said))
-    functional._kept.clear()
+    prepare.prepared_calls.clear()
     _mask.plan_by_value.cache_clear()
     with torch.inference_mode():
         kept = [headscope.attention(**given, **said) for said in calls]
@@ -71,7 +73,7 @@ def test_what_was_called_before_does_not_matter() -> None:
 @pytest.mark.parametrize("run", [headscope.attention, headscope.attend])
 def test_gradients_flow_whether_or_not_the_same_call_ran_without_them(run: Any, name: str) -> None:
     """The same tensors, so that nothing but the grad mode differs."""
-    functional._kept.clear()
+    prepare.prepared_calls.clear()
     given = {**tensors(torch.float32), "bias": torch.zeros(Q, K), "sinks": torch.zeros(H)}
     given = given if name in ("bias", "sinks") else {each: given[each] for each in ("q", "k", "v")}
 
@@ -93,7 +95,7 @@ def test_gradients_flow_whether_or_not_the_same_call_ran_without_them(run: Any, 
 @pytest.mark.parametrize("name", ["bias", "sinks"])
 def test_a_tensor_that_learns_has_its_gradient_after_one_that_does_not(name: str) -> None:
     given, sizes = tensors(torch.float32), {"bias": (H, 1, K), "sinks": (H,)}
-    functional._kept.clear()
+    prepare.prepared_calls.clear()
     headscope.attention(**given, **{name: torch.zeros(sizes[name])})
     leaf = torch.zeros(sizes[name], requires_grad=True)
     (found,) = torch.autograd.grad(headscope.attention(**given, **{name: leaf}).square().sum(), leaf)
@@ -101,12 +103,30 @@ def test_a_tensor_that_learns_has_its_gradient_after_one_that_does_not(name: str
     torch.testing.assert_close(found, torch.autograd.grad(exact.square().sum(), leaf)[0], rtol=1e-4, atol=1e-5)
 
 
-def test_the_table_of_kept_calls_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "_KEPT", 5)
-    functional._kept.clear()
+def test_the_table_of_prepared_calls_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "prepared_calls", prepare.PreparedCalls(most=5))
     for keys in range(1, 17):
         headscope.attention(torch.zeros(1, 1, D), torch.zeros(1, keys, D), torch.zeros(1, keys, D))
-        assert len(functional._kept) <= 5
+        assert len(prepare.prepared_calls) <= 5
+
+
+def test_a_call_that_becomes_the_latest_during_a_comparison_replaces_no_other() -> None:
+    """As another thread may; here the comparison of two masks makes the other call."""
+
+    @dataclass(frozen=True, eq=False)
+    class Comparing(Band):
+        def __eq__(self, other: object) -> bool:
+            headscope.attention(*(torch.zeros(1, 1, 2, 1) for _ in range(3)))
+            return isinstance(other, Comparing)
+
+        def __hash__(self) -> int:
+            return 0
+
+    inputs = tensors(torch.float32)
+    expected = headscope.attention(**inputs, mask=causal())
+    for _ in range(3):
+        out = headscope.attention(**inputs, mask=Comparing(None, 0))
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
 # ---------------------------------------------------------------- modes of torch
@@ -145,7 +165,7 @@ def test_the_default_device_does_not_matter(said: dict[str, Any]) -> None:
 
 def forget() -> None:
     """As in a new process."""
-    for kept in (functional._kept, _frames):
+    for kept in (prepare.prepared_calls, _frames):
         kept.clear()
     for made in (borders_of, _mask.plan_by_value):
         made.cache_clear()

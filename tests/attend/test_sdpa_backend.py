@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import headscope
 from headscope._attend.backends import sdpa
@@ -49,6 +50,27 @@ def test_rows_that_share_memory_attend_as_their_copies(layout: str, name: str, m
     for _ in range(2):  # prepared, then repeated
         found = headscope.attention(**tensors, mask=mask, backend="sdpa")
         torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own, within torch
+@pytest.mark.parametrize("mask", [None, causal()], ids=["full", "causal"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
+def test_forward_mode_raises_with_the_remedy(name: str, mask: Any) -> None:
+    tensors = {**{each: rows(seed=seed) for seed, each in enumerate("qkv")}, "bias": torch.zeros(T, T)}
+    mask, tensors = (None, tensors) if name == "bias" else (mask, {each: tensors[each] for each in "qkv"})
+    refused = pytest.raises(RuntimeError, match=r'no gradient in forward mode.*; backend="reference" has one')
+    with forward_ad.dual_level(), refused:
+        dual = {name: forward_ad.make_dual(tensors[name], torch.ones_like(tensors[name]))}
+        headscope.attention(**{**tensors, **dual}, mask=mask, backend="sdpa")
+
+    def run(x: Tensor) -> Tensor:
+        return headscope.attention(**{**tensors, name: x}, mask=mask, backend="sdpa")
+
+    for transform in (torch.func.jacfwd(run), lambda x: torch.func.jvp(run, (x,), (x,))):
+        with pytest.raises(RuntimeError, match="no gradient in forward mode"):
+            transform(tensors[name])
+    with forward_ad.dual_level():  # nothing has a tangent
+        torch.testing.assert_close(run(tensors[name]), headscope.attention(**tensors, mask=mask))
 
 
 def test_gradients_of_rows_that_share_memory() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import headscope
-from headscope import functional
+from headscope._attend import prepare
 from headscope._attend import select as _select
 from headscope._attend.backends import native
 from headscope._attend.call import Options, describe
@@ -24,7 +24,7 @@ B, H, HKV, Q, K, D, DV = 2, 6, 3, 7, 7, 11, 5
 def _as_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The native kernels would take every call on a CPU: what is asked here is who comes after them."""
     monkeypatch.setattr(native, "native", None)
-    monkeypatch.setattr(functional, "_kept", functional.PreparedCalls())
+    monkeypatch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())
 
 
 def call(**said: Any) -> Any:
@@ -174,7 +174,7 @@ def test_a_named_backend_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -
 
         monkeypatch.setattr(backend, "attend", spy)
     monkeypatch.setattr(BACKENDS["sdpa"], "repeater", lambda *_: None)  # the short way would go past the spy
-    functional._kept.clear()
+    prepare.prepared_calls.clear()
     for name in names:
         headscope.attention(q, k, k, backend=name)
     headscope.attention(q, k, k)

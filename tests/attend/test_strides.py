@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import headscope
-from headscope import functional, masks
+from headscope import masks
+from headscope._attend import prepare
 from headscope.masks import KeyLengths, Prefix, causal
 from support import oracle
 from support.attention_cases import ANY, BY, HKV, B, D, H, K, Q, gradients, run_by, tensors
@@ -120,7 +122,7 @@ def test_strides_of_masks_and_biases(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BY, indirect=True)
 def test_biases_of_one_shape_and_other_strides_in_turn(backend: str) -> None:
-    functional._kept.clear()
+    prepare.prepared_calls.clear()
     given, wide = tensors(torch.float64), torch.randn(H, B, Q, K, dtype=torch.float64)
     bias = wide.transpose(0, 1)
     exact = oracle.attention(**given, bias=bias).out
@@ -130,7 +132,7 @@ def test_biases_of_one_shape_and_other_strides_in_turn(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ANY, indirect=True)
 def test_strides_of_sinks(backend: str) -> None:
-    functional._kept.clear()
+    prepare.prepared_calls.clear()
     given, wide = tensors(torch.float64), torch.linspace(-3, 3, 2 * H, dtype=torch.float64)
     for sinks in (wide[::2], wide[1::2].contiguous(), wide[::2], wide[:1].expand(H)):
         exact = oracle.attention(**given, sinks=sinks).out
@@ -167,9 +169,27 @@ def test_no_batch_and_no_heads() -> None:
     for said in ({}, {"mask": causal()}, {"mask": KeyLengths(torch.zeros(0, dtype=torch.long))}, {"softcap": 2.0}):
         assert headscope.attention(q, k, k, **said).shape == (0, H, Q, D)
         assert headscope.attend(q, k, k, **said).lse.shape == (0, H, Q)
-    assert headscope.attention(torch.randn(B, 0, Q, D), torch.randn(B, 1, K, D), torch.randn(B, 1, K, D)).shape == (
-        B,
-        0,
-        Q,
-        D,
-    )
+
+
+@pytest.mark.parametrize("nan", [False, True], ids=["finite", "NaN"])
+@pytest.mark.parametrize("option", [None, "mask", "softcap", "bias"])
+@pytest.mark.parametrize("kv_heads", [1, H])
+@pytest.mark.parametrize("backend", [None, "cpu", "blocked", "reference"])
+def test_no_query_heads_give_an_empty_result(backend: str | None, kv_heads: int, option: str | None, nan: bool) -> None:
+    options: dict[str, Any] = {"mask": causal(), "softcap": 2.0, "bias": torch.zeros(Q, K)}
+    options = {} if option is None else {option: options[option]}
+    q, k = torch.randn(B, 0, Q, D, requires_grad=True), torch.randn(B, kv_heads, K, D)
+    k = (k.fill_(torch.nan) if nan else k).requires_grad_()
+    for _ in range(2):  # prepared, then repeated
+        out, lse, _ = headscope.attend(q, k, k, backend=backend, **options)
+        assert (out.shape, lse.shape) == ((B, 0, Q, D), (B, 0, Q))
+        dq, dk = torch.autograd.grad(headscope.attention(q, k, k, backend=backend, **options).sum(), (q, k))
+        assert dq.shape == q.shape
+        assert torch.equal(dk, torch.zeros_like(k))
+    assert torch.func.vmap(lambda q: headscope.attention(q, k, k, backend=backend))(q[None]).shape == (1, B, 0, Q, D)
+
+
+def test_sdpa_refuses_no_query_heads() -> None:
+    q, k = torch.randn(B, 0, Q, D), torch.randn(B, H, K, D)
+    with pytest.raises(ValueError, match="sdpa refuses this call: an axis of size 0"):
+        headscope.attention(q, k, k, backend="sdpa")

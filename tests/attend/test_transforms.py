@@ -13,8 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import headscope
-from headscope import functional
-from headscope._attend import operators
+from headscope._attend import operators, prepare
 from headscope._attend.backends import native as cpu
 from headscope.masks import KeyLengths, causal
 
@@ -152,7 +151,7 @@ def test_a_bias_under_vmap_has_a_gradient(native: bool, gradient: Any, monkeypat
     """A batch does not say that its entries need one: torch's fused kernels must not be taken."""
     if not native:
         monkeypatch.setattr(cpu, "native", None)
-        monkeypatch.setattr(functional, "_kept", {})
+        monkeypatch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())
     q, bias = torch.randn(3, 1, 2, 5, 4), torch.randn(3, 2, 5, 5)
 
     def attend(backend: str | None) -> Callable[..., Tensor]:
@@ -180,7 +179,7 @@ def test_a_bias_needs_a_gradient_though_the_innermost_transform_does_not_say_so(
 ) -> None:
     """A gradient around a batch, around one that was detached."""
     monkeypatch.setattr(cpu, "native", None)
-    monkeypatch.setattr(functional, "_kept", {})
+    monkeypatch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())
     q, bias = torch.randn(1, 2, 5, 4), torch.randn(3, 2, 5, 5)
 
     def run(backend: str | None) -> Tensor:

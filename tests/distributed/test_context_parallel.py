@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 import headscope
+from headscope._attend import context_parallel
 from headscope._attend.backends import native
-from headscope._support import torch_state
 from support.forking import run_program, run_ranks
 from support.paths import PROGRAMS
 
@@ -101,7 +101,7 @@ def test_a_compiled_call_raises_as_well(request: pytest.FixtureRequest) -> None:
 
 def test_without_torch_distributed_tensor_nothing_is_imported() -> None:
     program = "import sys, torch, headscope; q = torch.ones(1, 1, 2, 8); headscope.attention(q, q, q); "
-    program += f"print({torch_state.CONTEXT_PARALLEL!r} in sys.modules)"
+    program += f"print({context_parallel.CONTEXT_PARALLEL!r} in sys.modules)"
     done = run_program(program)
     assert done.stdout.strip() == "False", done.stderr
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from headscope import attention, functional
+from headscope import attention
+from headscope._attend import prepare
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, _mask, causal, window
 from support import oracle
 
@@ -276,26 +277,25 @@ def test_documents_of_nothing_and_beside_another_default_device() -> None:
         torch.testing.assert_close(attention(q, q, q, mask=Documents(ids)), wanted, rtol=0, atol=0)
 
 
-def test_kept_calls_have_a_limit_for_the_length_of_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A length that changes with every call must not fill memory; what is long is not kept at all."""
-    monkeypatch.setattr(functional, "_kept", functional.PreparedCalls())
-    monkeypatch.setattr(functional, "_kept_rows", [0])
-    monkeypatch.setattr(functional, "_KEPT_ROWS", 1000)
+def test_prepared_calls_have_a_limit_for_the_length_of_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A length that changes with every call must not fill memory; a long plan is not stored at all."""
+    table = prepare.PreparedCalls(most_rows=1000)
+    monkeypatch.setattr(prepare, "prepared_calls", table)
 
-    def kept() -> list[int]:
-        return [0 if found.plan is None else found.plan.spans.shape[1] for found in functional._kept.values()]
+    def lengths() -> list[int]:
+        return [0 if plan is None else plan.spans.shape[1] for plan in table.plans()]
 
     for length in range(100, 200):
         q = torch.zeros(1, 1, length, 1)
         attention(q, q, q, mask=causal())
-        assert kept()[-1] == length
-        assert sum(kept()) == functional._kept_rows[0] <= 1000
-    before = kept()
+        assert lengths()[-1] == length
+        assert sum(lengths()) == table.rows <= 1000
+    before = lengths()
     q = torch.zeros(1, 1, 600, 1)
     attention(q, q, q, mask=causal())
-    assert kept() == before
+    assert lengths() == before
     attention(q, q, q)
-    assert kept() == [*before, 0]
+    assert lengths() == [*before, 0]
 
 
 def test_what_plans_know_of_themselves() -> None:

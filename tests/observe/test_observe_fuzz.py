@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import headscope
-from headscope import functional
+from headscope._attend import prepare
 from headscope._attend.interface import accumulate_dtype
 from headscope._observe import inputs, native
 from headscope.masks import Band, Mask
@@ -188,7 +188,7 @@ def portable() -> Iterator[None]:
     """The portable form, also where the native kernels could observe."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "refuses", lambda *_: ["this test wants the portable form"])
-        patch.setattr(functional, "_kept", functional.PreparedCalls())  # what was made ready before
+        patch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())  # what was made ready before
         yield
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 import headscope
-from headscope import Observe, attend, functional, observe
+from headscope import Observe, attend, observe
+from headscope._attend import prepare
 from headscope._attend.backends import native as cpu
 from headscope._observe import aggregate
 from headscope._observe import native as _observe_native
@@ -188,7 +189,7 @@ WHAT: dict[str, Callable[[], Made]] = {
 def portable() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_observe_native, "refuses", lambda *_: ["this test wants the portable form"])
-        patch.setattr(functional, "_kept", functional.PreparedCalls())  # what was made ready before
+        patch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())  # what was made ready before
         yield
 
 
@@ -383,7 +384,7 @@ REFUSED: dict[str, Callable[[], tuple[Made, Made, Made]]] = {
 def test_what_the_kernels_refuse_is_observed_portably(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given, asked, places = REFUSED[word]()
     usual, reasons = _observe_native.refuses, []
-    monkeypatch.setattr(functional, "_kept", functional.PreparedCalls())  # what was made ready before
+    monkeypatch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())  # what was made ready before
 
     def told(*work: Any) -> list[str]:
         reasons.extend(usual(*work))
@@ -513,7 +514,7 @@ AGAIN: dict[str, Made] = {
 @pytest.mark.parametrize("option", ["nothing", "causal", "window", "prefix"])
 @pytest.mark.parametrize("asked", AGAIN)
 def test_what_was_observed_before_is_described_once(option: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "_kept", functional.PreparedCalls())
+    monkeypatch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())
     given = made() | OPTIONS[option]()
     observe(**given, what=Observe(**AGAIN[asked]))
     others = given | {name: x.flip(2) * 1.5 for name, x in made().items()}
@@ -526,7 +527,7 @@ def test_what_was_observed_before_is_described_once(option: str, asked: str, mon
 @pytest.mark.parametrize("option", ["nothing", "causal", "window", "prefix"])
 @pytest.mark.parametrize("asked", ["usual", "rows", "edges alone"])
 def test_what_was_attended_before_is_described_once(option: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "_kept", functional.PreparedCalls())
+    monkeypatch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())
     given, what = made() | OPTIONS[option](), Observe(**AGAIN[asked])
     first = attend(**given, observe=what)
     others = given | {name: x.flip(2) * 1.5 for name, x in made().items()}

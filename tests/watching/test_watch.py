@@ -27,8 +27,9 @@ from torch.overrides import _get_current_function_mode_stack as mode_stack
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import headscope
-from headscope import Observe, Recording, functional, watch
+from headscope import Observe, Recording, watch
 from headscope._analysis.answers import short_layers
+from headscope._attend import hook
 from headscope._intercept import patching
 from headscope.masks import causal
 from headscope.watching import WatchError
@@ -157,7 +158,7 @@ def test_an_interrupt_of_opening_or_closing_leaves_nothing_behind(
             raise interrupts.pop()
 
     def called() -> tuple[Any, ...]:
-        return nn.Module.__call__, torch.overrides.has_torch_function, functional.watched, *sys.meta_path
+        return nn.Module.__call__, torch.overrides.has_torch_function, hook.interceptor, *sys.meta_path
 
     before, model = called(), Small()
     steps = (interrupted, tuple) if opening else (tuple, interrupted)
@@ -219,7 +220,7 @@ def state() -> tuple[Any, ...]:
     from transformers import AttentionInterface
 
     called = (nn.Module.__call__, torch.overrides.has_torch_function, AttentionInterface.get_interface)
-    return *called, functional.watched, [*mode_stack()]
+    return *called, hook.interceptor, [*mode_stack()]
 
 
 def test_everything_is_restored() -> None:

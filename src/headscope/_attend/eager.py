@@ -1,4 +1,7 @@
-"""What torch.compile leaves its graph for: imported where one is made, for ``torch.compiler`` takes long to load."""
+"""What torch.compile leaves its graph for.
+
+Imported where a graph is made, because ``torch.compiler.disable`` loads torch's compiler.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,9 @@ from typing import Any
 
 import torch
 
-from headscope import functional
-from headscope._attend import operators
-from headscope.stats import HeadStats
+from headscope._attend import vmap
 
-observe: Callable[..., HeadStats] = torch.compiler.disable(  # pyright: ignore[reportAssignmentType]  # not as declared
-    functional._observe, reason="headscope: observe looks at numbers, of which a compiled graph has none"
-)
-one_by_one: Callable[..., tuple[Any, Any]] = torch.compiler.disable(  # pyright: ignore[reportAssignmentType]
-    operators._one_by_one, reason="headscope: torch cannot trace a function of torch.func with any number of arguments"
+run_each_entry: Callable[..., tuple[Any, Any]] = torch.compiler.disable(  # pyright: ignore[reportAssignmentType]
+    vmap.run_each_entry,
+    reason="headscope: torch cannot trace a function of torch.func with any number of arguments",
 )

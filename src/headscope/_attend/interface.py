@@ -1,6 +1,6 @@
-"""Backends: each says what it refuses, and attends.
+"""The interface of backends: what each can do, and the tensors that it takes and returns.
 
-What a backend is given is canonical: q [B, H, Q, D], k [B, Hkv, K, D], v [B, Hkv, K, Dv], a bias that broadcasts to
+A backend takes canonical tensors: q [B, H, Q, D], k [B, Hkv, K, D], v [B, Hkv, K, Dv], a bias that broadcasts to
 [B, H, Q, K] with four axes, sinks [H]. It returns ``out`` [B, H, Q, Dv] in q's dtype and, if the call asks for it,
 ``lse`` [B, H, Q] in float32 (float64 for float64).
 """
@@ -42,25 +42,100 @@ class Inputs(NamedTuple):
     sinks: Tensor | None
 
 
+Pair = tuple[Tensor | None, Tensor | None]
+"""The gradients of out and lse."""
+
+
 class Work(NamedTuple):
-    """What was done, as its gradient needs to know it."""
+    """A forward pass, as its gradient needs it."""
 
     call: Call
     plan: Plan | None
     seed: int
 
 
+Result = tuple[Tensor, Tensor | None]
+"""out, and lse if the call asks for it."""
+
+
+class Attend(Protocol):
+    """The signature of a backend's ``attend``."""
+
+    def __call__(self, call: Call, plan: Plan | None, inputs: Inputs, /) -> Result: ...
+
+
+class AttendFinite(Protocol):
+    """The signature of a backend's ``attend_finite``."""
+
+    def __call__(self, call: Call, plan: Plan | None, inputs: Inputs, /) -> Result | None: ...
+
+
+class Repeat(Protocol):
+    """A short way for one prepared call on other tensors: out, and lse if the call asks for it.
+
+    Takes q, k, v, and bias and sinks where there are any. Returns None where the long way has to look closer.
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, sinks: Tensor | None = None, /
+    ) -> Result | None: ...
+
+
+class MakeRepeat(Protocol):
+    """The signature of a backend's ``repeater``; the inputs are as they came, with four axes but for the bias."""
+
+    def __call__(self, call: Call, plan: Plan | None, inputs: Inputs, /) -> Repeat | None: ...
+
+
 class Backend(Protocol):
-    """One way to attend."""
+    """One way to attend: a module of ``_attend.backends``. An ability that it does not have is None."""
 
     @property
     def name(self) -> str: ...
 
     def refuses(self, call: Call) -> list[str]:
-        """Why this backend cannot take the call; empty if it can."""
+        """Return why this backend cannot take the call; empty if it can."""
         ...
 
-    def attend(self, call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]: ...
+    @property
+    def attend(self) -> Attend: ...
+
+    @property
+    def attend_finite(self) -> AttendFinite | None:
+        """``attend`` by kernels that notice NaN and infinity, for calls without dropout.
+
+        Returns None where NaN or infinity may have reached rows that must not see them.
+        """
+        ...
+
+    @property
+    def attend_careful(self) -> Attend | None:
+        """``attend`` for inputs whose logits may overflow, where ``attend`` adds masks to logits."""
+        ...
+
+    @property
+    def repeater(self) -> MakeRepeat | None:
+        """Makes the short way for calls that come again with other tensors of the same sizes, dtypes and strides."""
+        ...
+
+
+class SeededAttend(Protocol):
+    """``Attend`` whose dropout is given its seed; None draws one from torch's generator."""
+
+    def __call__(self, call: Call, plan: Plan | None, inputs: Inputs, /, seed: int | None = None) -> Result: ...
+
+
+class OperatorBackend(Backend, Protocol):
+    """A backend that can run as an operator: its dropout takes a seed, and its gradients are a function."""
+
+    @property
+    def attend(self) -> SeededAttend: ...
+
+    def gradients(
+        self, work: Work, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, needed: tuple[bool, ...], /
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v, and of bias and sinks where they are needed."""
+        ...
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -11,7 +11,6 @@ too. Finite inputs come here only where a sum overflows, and then nothing change
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from headscope._attend.backends.visibility import (
-    Pair,
     hides,
     incoming,
     marks_of_rows,
@@ -27,7 +25,7 @@ from headscope._attend.backends.visibility import (
     with_nan_of_rows,
 )
 from headscope._attend.call import Call
-from headscope._attend.interface import Inputs, accumulate_dtype, within_range
+from headscope._attend.interface import Attend, Inputs, Pair, accumulate_dtype, within_range
 from headscope._support.torch_state import has_no_values
 from headscope.masks import Plan
 
@@ -48,9 +46,6 @@ def suspicious(call: Call, inputs: Inputs, with_bias: bool = False) -> bool:
     if not hides(call):  # each row sees all of v anyway
         return False
     return not math.isfinite(inputs.v.detach().sum(dtype=accumulate_dtype(call.dtype)).item())
-
-
-Attend = Callable[[Call, Plan | None, Inputs], tuple[Tensor, Tensor | None]]
 
 
 def attend(

@@ -2,8 +2,8 @@
 
 A compiler cannot look through an address, as the native kernels take it, and would unroll the blocks of blocked torch
 for one length. What it sees instead is an operator: its schema, the sizes and strides of its
-results (the fake kernels below) and its gradient. What the operator runs is the same as without a compiler, and is told
-by ``functional``: see ``implement``.
+results (the fake kernels below) and its gradient. The operator runs the same as a call without a compiler.
+``_attend.operator_kernels``, which is above this module, registers what it runs: see ``implement``.
 
 An operator takes tensors and numbers, so a mask crosses as codes (a small program in postfix order) and the tensors it
 reads. Its plan is made when the operator runs: nothing of it depends on a length that the compiler left open.
@@ -28,6 +28,7 @@ from headscope._attend.interface import (
     accumulate_dtype,
     refuse_tangents,
 )
+from headscope._attend.vmap import run_each_entry
 from headscope.masks import Mask
 
 FORWARD, BACKWARD = "headscope::attend_forward", "headscope::attend_backward"
@@ -63,7 +64,7 @@ _library.define(
 
 
 def implement(forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., tuple[Tensor, ...]]) -> None:
-    """Say what the operators run, on any device; the arguments are those of their schemas."""
+    """Register what the operators run, on any device; the arguments are those of their schemas."""
     _library.impl("attend_forward", forward, "CompositeExplicitAutograd")
     _library.impl("attend_backward", backward, "CompositeExplicitAutograd")
     _library.impl("attend_backward", _refuse_batches, "Batched")  # torch's key for autograd's own batches, not vmap's
@@ -181,7 +182,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        return _one_by_one(_Forward.apply, info, in_dims, args)
+        return _run_each_entry(_Forward.apply, info, in_dims, args)
 
 
 class _Backward(torch.autograd.Function):
@@ -200,7 +201,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        return _one_by_one(_Backward.apply, info, in_dims, args)
+        return _run_each_entry(_Backward.apply, info, in_dims, args)
 
 
 def _spread(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -213,23 +214,15 @@ def _gathered(args: tuple[Any, ...], count: int) -> tuple[Any, ...]:
     return *args[:6], list(args[count:]), *args[6:count]
 
 
-def _one_by_one(run: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Under vmap one run for each entry, as the mask of each may be another; of none, one of zeros tells the sizes."""
-    if is_dynamo_compiling():  # of a function that is compiled within vmap: torch leaves it out, but not what it calls
-        from headscope._attend import eager
+def _run_each_entry(
+    run: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """``run_each_entry``; of a function that is compiled within vmap, torch leaves this one out, not what it calls."""
+    if is_dynamo_compiling():
+        from headscope._attend import eager  # it loads torch's compiler
 
-        return eager.one_by_one(run, info, in_dims, args)
-    if info.batch_size == 0:
-        args = tuple(
-            x.new_zeros((*x.shape[:dim], 1, *x.shape[dim:][1:])) if isinstance(dim, int) else x
-            for x, dim in zip(args, in_dims, strict=True)
-        )
-    each = [
-        run(*(x.select(dim, n) if isinstance(dim, int) else x for x, dim in zip(args, in_dims, strict=True)))
-        for n in range(max(1, info.batch_size))
-    ]
-    results = (torch.stack(parts)[: info.batch_size] for parts in zip(*each, strict=True))
-    return tuple(results), (0,) * len(each[0])
+        return eager.run_each_entry(run, info, in_dims, args)
+    return run_each_entry(run, info, in_dims, args)
 
 
 torch.library.register_fake(FORWARD, _fake_forward, lib=_library)

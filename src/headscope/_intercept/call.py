@@ -14,8 +14,9 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
 from headscope import functional
+from headscope._attend.run import run
 from headscope._intercept.masks import causal_rule, check_class
-from headscope._observe.inputs import Continued
+from headscope._observe import Continued, Positions, observe_call
 from headscope.masks import Band, Mask, as_mask
 from headscope.stats import Observe
 from headscope.stats._layer import LayerStats
@@ -93,9 +94,10 @@ def measure(call: Call, what: Observe) -> LayerStats:
     _check_values(call)
     if call.tokens is not None and call.kind != "cross":
         what = _with_tokens(what, call.tokens)
-    places = (None, None, "cross", None) if call.kind == "cross" else (call.q_pos, call.k_pos, "self", call.real)
-    tensors, numbers = (call.q, call.k, call.v, call.bias, call.sinks), (call.scale, call.softcap, 0.0, False)
-    stats = functional._observe(tensors, call.mask, numbers, call.lse, what, places)
+    cross = call.kind == "cross"
+    positions = Positions(kind="cross") if cross else Positions(call.q_pos, call.k_pos, "self", call.real)
+    q, k, v, options = call.q, call.k, call.v, (call.scale, call.softcap, 0.0)
+    stats = observe_call(q, k, v, call.mask, call.bias, call.sinks, *options, call.lse, what, positions)
     part = next(iter(stats.parts.values()))
     if call.beside and call.kind != "cross":
         part = _of_tokens(part, call)
@@ -341,7 +343,6 @@ def _rows(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
         bias = torch.where(
             visible, 0.0 if bias is None else bias, -math.inf
         )  # unlike a tensor in a mask, not planned anew
-    numbers = (call.scale, call.softcap, 0.0, True)
-    out, lse = functional._run(q, k, v, None, bias, call.sinks, numbers, None)  # pyright: ignore[reportArgumentType]
+    out, lse = run(q, k, v, None, bias, call.sinks, call.scale, call.softcap, 0.0, True, None)  # pyright: ignore[reportArgumentType]
     assert lse is not None  # it is asked for
     return out.float(), lse

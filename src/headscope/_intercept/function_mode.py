@@ -16,7 +16,8 @@ from torch._C import _len_torch_function_stack
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from headscope import functional, nn_compat
+from headscope import nn_compat
+from headscope._attend.run import run
 from headscope._intercept import call as calls
 from headscope._intercept import frames, fused, softmax, torch_modules
 from headscope._intercept.call import Call
@@ -179,28 +180,28 @@ def _native(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def headscope_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Tensor | None, sinks: Tensor | None, numbers: Any, backend: Any
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    scale: float | None, softcap: float | None, dropout: float, lse: bool, backend: str | None, /,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """``headscope.attention`` and ``attend`` while a watch is open."""
     frame = frames.innermost()
     if frame is None or frame.quiet or not frame.active:
-        return functional._run(q, k, v, mask, bias, sinks, numbers, backend)
+        return run(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
     with frame.quietly():  # the backend may be SDPA
-        out, lse = functional._run(q, k, v, mask, bias, sinks, numbers, backend)
-    scale, softcap = numbers[:2]
+        out, row_lse = run(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
     kind = None
     if isinstance(frame.module, MultiHeadAttention):
         kind = "self" if frame.argument("context", 1) is None else "cross"
     elif isinstance(frame.module, nn_compat.MultiheadAttention):
         kind = "self" if torch_modules.same(frame.argument("query", 0), frame.argument("key", 1)) else "cross"
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "kind": kind}
-    frame.see(lambda: Call(k=k, v=v, **_first_first(q, mask, bias, lse), **options))
+    frame.see(lambda: Call(k=k, v=v, **_first_first(q, mask, bias, row_lse), **options))
     scaled = frame.scaled(out, -3)  # [B, H, Q, Dv]
     if scaled is not out and isinstance(frame.module, MultiHeadAttention) and frame.module.bias_k is not None:
         raise calls.WatchError(
             "heads: this module has bias_kv, whose value joins the heads' outputs later and cannot be reached"
         )
-    return scaled, lse
+    return scaled, row_lse
 
 
 def _first_first(q: Tensor, mask: Any, bias: Tensor | None, lse: Tensor | None) -> dict[str, Any]:

@@ -21,11 +21,11 @@ import torch
 from torch import nn
 from torch._C import _len_torch_function_stack
 
-from headscope import functional
+from headscope._attend import hook
+from headscope._attend.context_parallel import CONTEXT_PARALLEL, check_context_parallel
 from headscope._intercept import call as calls
 from headscope._intercept import dynamo, frames, function_mode, fused, module_names
 from headscope._intercept.frames import Entries, Forward, Frame, Watcher
-from headscope._support.torch_state import CONTEXT_PARALLEL, check_context_parallel
 
 _FUSED = fused.Patches(function_mode.note_unrecorded)
 patches: list[tuple[Callable[[], None], Callable[[], None]]] = [(_FUSED.install, _FUSED.remove)]
@@ -47,7 +47,7 @@ def open_watch(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
                 nn.Module.__call__ = call
                 if call is _call:
                     sys.meta_path.insert(0, _IMPORT)
-                functional.watched = function_mode.headscope_attention
+                hook.install(function_mode.headscope_attention)
                 torch.overrides.has_torch_function = function_mode.has_torch_function
                 for install, _ in patches:
                     install()
@@ -101,7 +101,7 @@ def _close(watcher: Watcher) -> None:
             nn.Module.__call__ = _original_call
             if _IMPORT in sys.meta_path:
                 sys.meta_path.remove(_IMPORT)
-            functional.watched = None
+            hook.install(None)
             torch.overrides.has_torch_function = _TORCH_HAS_FUNCTION
             for _, remove in patches:
                 remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from operator import attrgetter
@@ -127,11 +128,18 @@ _MOST_REMEMBERED = 64  # some megabytes each, where sequences are long
 
 def _remember(request: Request, key: Any, prepared: object) -> None:
     if len(_remembered) >= _MOST_REMEMBERED:
-        for each in _remembered:
-            each.clear()
-        _remembered.clear()
+        _forget()
     _remembered.append(request.before)
     request.before[key] = prepared
+
+
+def _forget() -> None:
+    for each in _remembered:
+        each.clear()
+    _remembered.clear()
+
+
+atexit.register(_forget)  # a compiler may refer to this module until the extension is gone
 
 
 def _layer_stats(

@@ -248,8 +248,8 @@ def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, T
     ``observe_rows`` does. Every line is felt: after a call of some milliseconds no cache holds anything of Python.
     """
     look, described, threads, empty = native.native.look, ready.native, torch.get_num_threads, torch.empty_like
-    like, lse_like = (native.hollow(x) for x in attending(ready.call))
-    memory_like = native.hollow(torch.empty(ready.size, dtype=torch.uint8, device="cpu"))
+    like, lse_like = (native.without_memory(x) for x in attending(ready.call))
+    memory_like = native.without_memory(torch.empty(ready.size, dtype=torch.uint8, device="cpu"))
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         out, lse, memory = empty(like), empty(lse_like), empty(memory_like)

@@ -6,20 +6,21 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from headscope import functional
+from headscope._attend import hook
+from headscope._attend.run import run
 
 
 @contextmanager
 def computed_by_reference() -> Generator[list[int]]:
     """Compute ``headscope.attention`` by the reference backend while this is open; yield an entry for each call."""
-    before, calls = functional.watched, list[int]()
+    calls = list[int]()
 
-    def attend(q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any, numbers: Any, backend: Any) -> Any:
+    def attend(
+        q: Any, k: Any, v: Any, mask: Any, bias: Any, sinks: Any,
+        scale: Any, softcap: Any, dropout: Any, lse: Any, backend: Any, /,
+    ) -> Any:  # fmt: skip
         calls.append(1)
-        return functional._run(q, k, v, mask, bias, sinks, numbers, "reference")
+        return run(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, "reference")
 
-    functional.watched = attend
-    try:
+    with hook.intercepting(attend):
         yield calls
-    finally:
-        functional.watched = before

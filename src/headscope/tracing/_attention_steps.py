@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headscope import functional
 from headscope._attend.interface import accumulate_dtype
+from headscope._attend.prepare import prepare
 from headscope.masks import Band, Mask, Prefix
 from headscope.module import MultiHeadAttention
 from headscope.tracing._explanations import memory, quantity
@@ -241,8 +242,8 @@ class Attention:
             own = functional.attention(
                 q, k, v, mask=s.mask, bias=s.bias, scale=m.scale, softcap=m.softcap, sinks=m.sinks
             )
-            numbers = (m.scale, m.softcap, 0.0, False)
-            backend = functional.prepare(q, k, v, s.mask, s.bias, m.sinks, numbers, None).backend.name
+            prepared = prepare(q, k, v, s.mask, s.bias, m.sinks, m.scale, m.softcap, 0.0, False, None)
+            backend = prepared.backend.name
             note = f"computed by the {backend} backend"
             check = _check_outputs(claim, self.matrix, p, own, m.scale)
         code = ["o = (p @ v).to(x.dtype)" if q.dtype in HALF else "o = p @ v"]

@@ -7,7 +7,7 @@ The backward pass computes the weights again from q and k.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headscope._attend.call import Call
-from headscope._attend.interface import Inputs, Work, accumulate_dtype, full_precision, once, refuse_batched
+from headscope._attend.interface import Inputs, Pair, Work, accumulate_dtype, full_precision, once, refuse_batched
 from headscope.masks import Plan
 
 name = "blocked"
+attend_finite = attend_careful = repeater = None
 
 BLOCK = 1 << 19  # logits in one block: 2 MiB of float32, about one core's second-level cache
 COMPILED_BLOCK = 1 << 24  # the same within torch.compile, where a graph has each block written out
@@ -57,6 +58,8 @@ class Block:
 
 def blocks(call: Call, plan: Plan | None) -> Iterator[Block]:
     """Cut a call into blocks of at most ``BLOCK`` logits (but at least one row); what nobody may see is left out."""
+    if call.heads == 0:
+        return
     rows = max(1, min(call.queries, BLOCK // max(1, call.group * call.keys)))
     fit = max(1, BLOCK // max(1, call.group * call.keys * rows))  # key/value heads at a time
     head_step = min(call.kv_heads, fit)
@@ -157,7 +160,7 @@ def _attend_plainly(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tens
     would be wrong without a word. A gradient keeps the weights, so that dropout needs no seed and can be torch's own.
     """
     rows = (call.batch, call.heads, call.queries)
-    if call.queries == 0:
+    if call.queries == 0 or call.heads == 0:
         return inputs.q.new_zeros((*rows, call.v_head_dim)), inputs.q.new_zeros(
             rows, dtype=accumulate_dtype(call.dtype)
         )
@@ -201,7 +204,7 @@ class _Attend(torch.autograd.Function):
         tensors, (out, lse) = saved[:5], saved[5:7]
         work = Work(ctx.call, ctx.plan, ctx.seed)
         with torch.no_grad():
-            found = gradients(work, Inputs(*tensors), (out, lse), grads, ctx.needs_input_grad[6:])
+            found = gradients(work, Inputs(*tensors), (out, lse), (grads[0], grads[1]), ctx.needs_input_grad[6:])
         return None, None, None, *once(found, *grads, *saved)
 
 
@@ -209,35 +212,35 @@ def gradients(
     work: Work,
     inputs: Inputs,
     results: tuple[Tensor, Tensor],
-    grads: Sequence[Tensor | None],
-    wanted: tuple[bool, ...],
+    grads: Pair,
+    needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Of q, k, v, and of bias and sinks where they are wanted.
+    """Return the gradients of q, k, v, and of bias and sinks where they are needed.
 
     Args:
-        work: what was done.
-        inputs: what it was done to.
-        results: out and lse, as they came out.
+        work: the forward pass.
+        inputs: its inputs.
+        results: its out and lse.
         grads: those of out and lse, or None.
-        wanted: whether those of bias and sinks are: a bias may be as large as the matrix.
+        needed: whether those of bias and sinks are: a bias may be as large as the matrix.
     """
     call, plan, seed = work
     out = results[0]
     grad_out, grad_lse = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grads, strict=True))
-    sums = _zeros(inputs, (True, True, True, *wanted), accumulate_dtype(call.dtype))
+    sums = _zeros(inputs, (True, True, True, *needed), accumulate_dtype(call.dtype))
     with full_precision(call):
         for block in blocks(call, plan):
             _backward(_Backward(call, plan, block, inputs, out, grad_out, grad_lse, seed), sums)
     return tuple(_like(total, tensor) for total, tensor in zip(sums, inputs, strict=True))
 
 
-def _zeros(inputs: Inputs, wanted: tuple[bool, ...], dtype: torch.dtype) -> Inputs:
-    """A sum for each gradient that is wanted."""
-    made = (
-        torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if x is not None and want else None
-        for x, want in zip(inputs, wanted, strict=True)
+def _zeros(inputs: Inputs, needed: tuple[bool, ...], dtype: torch.dtype) -> Inputs:
+    """Return a sum for each gradient that is needed."""
+    sums = (
+        torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if x is not None and need else None
+        for x, need in zip(inputs, needed, strict=True)
     )
-    return Inputs(*made)  # pyright: ignore[reportArgumentType]  # q, k, v are always wanted
+    return Inputs(*sums)  # pyright: ignore[reportArgumentType]  # q, k, v are always needed
 
 
 def _like(total: Tensor | None, tensor: Tensor | None) -> Tensor | None:

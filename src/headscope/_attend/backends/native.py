@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from headscope._attend.backends import blocked
-from headscope._attend.backends.visibility import Pair, gradients_of_bad_inputs, hides
+from headscope._attend.backends.visibility import gradients_of_bad_inputs, hides
 from headscope._attend.call import MOST_RULES, Call
 from headscope._attend.interface import (
     Inputs,
+    Pair,
+    Repeat,
     Work,
     accumulate_dtype,
     is_lazy,
@@ -25,6 +27,7 @@ from headscope._attend.interface import (
 from headscope.masks import Plan, RuleKind
 
 name = "cpu"
+attend_careful = None
 
 CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 COARSE = {torch.float32: 2.0**12, torch.float64: 2.0**41}  # numbers that have lost what comes after the twelfth bit
@@ -92,20 +95,15 @@ def _tied(
     return tied if call.lse else (tied, None)  # pyright: ignore[reportReturnType]
 
 
-Result = Tensor | tuple[Tensor, Tensor]
-
-
-def repeater(
-    call: Call, plan: Plan | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None
-) -> Callable[..., tuple[Tensor, Tensor | None] | None] | None:
-    """A short way for a call that will come again with other tensors of the same sizes, dtypes and strides.
+def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
+    """Return a short way for a call that will come again with other tensors of the same sizes, dtypes and strides.
 
     It takes q, k, v, and bias and sinks if there are any, and returns out, and lse where the call asks for it. It
     returns None where NaN or infinity may have reached rows that must not see it. It also returns None where a tensor
     has no memory: the long way then materializes a ZeroTensor, and raises for a freed storage. There is no short way
     for calls with dropout, with rules beside the spans of a mask, or with tensors that would have to be copied first.
     """
-    dtype = accumulate_dtype(call.dtype)
+    dtype, (q, k, v, bias, sinks) = accumulate_dtype(call.dtype), inputs
     copied = not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 or any(
         x is not None and (x.dtype != dtype or x.stride()[-1:] not in ((), (1,))) for x in (bias, sinks)
     )
@@ -115,8 +113,8 @@ def repeater(
     described = describe(call, plan, Inputs(q, k, v, four_axes(bias), sinks), 0)
     described.held = described.held[5:6]  # the spans; the others will be other tensors
     repeat, threads, empty = native.repeat, torch.get_num_threads, torch.empty_like
-    like = hollow(rows_like(call, call.queries, call.heads, call.v_head_dim))
-    lse_like = hollow(torch.empty((call.batch, call.heads, call.queries), dtype=dtype, device="cpu"))
+    like = without_memory(rows_like(call, call.queries, call.heads, call.v_head_dim))
+    lse_like = without_memory(torch.empty((call.batch, call.heads, call.queries), dtype=dtype, device="cpu"))
     hidden = hides(call)
     work, grad, asked = Work(call, plan, 0), call.grad or call.bias_grad, call.lse
     need_lse, beside = grad or asked, bias is not None or sinks is not None
@@ -147,7 +145,7 @@ def repeater(
     return run
 
 
-def hollow(tensor: Tensor) -> Tensor:
+def without_memory(tensor: Tensor) -> Tensor:
     """The same without its memory: from such a one another is made sooner than from sizes, strides and dtype."""
     tensor.untyped_storage().resize_(0)
     return tensor
@@ -159,7 +157,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, made: tuple[Work, bool, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, *beside: Tensor | None
-    ) -> Result:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.work, asked, out, lse = made
         masks = () if ctx.work.plan is None else ctx.work.plan.read_again()
         ctx.save_for_backward(q, k, v, out, lse, *beside, *masks)  # beside: bias and sinks, or nothing
@@ -176,16 +174,16 @@ class _Differentiable(torch.autograd.Function):
         q, k, v, out, lse, *rest = saved
         beside = rest[: len(ctx.needs_input_grad) - 4]
         bias, sinks = beside or (None, None)
-        inputs, wanted = Inputs(q, k, v, four_axes(bias), sinks), ctx.needs_input_grad[4:] or (False, False)
+        inputs, needed = Inputs(q, k, v, four_axes(bias), sinks), ctx.needs_input_grad[4:] or (False, False)
         with torch.no_grad():
-            dq, dk, dv, dbias, dsinks = gradients(ctx.work, inputs, (out, lse), (grad_out, grad_lse), wanted)
+            dq, dk, dv, dbias, dsinks = gradients(ctx.work, inputs, (out, lse), (grad_out, grad_lse), needed)
         dbias = dbias.reshape(bias.shape) if dbias is not None and bias is not None else None  # the axes it came with
         found = (dq, dk, dv, dbias, dsinks)[: 3 + len(beside)]
         return None, *once(found, grad_out, grad_lse, *saved)
 
 
 # What ``_Differentiable.apply`` comes to outside of torch.func; the look for that costs as much as the rest.
-_tie: Callable[..., Result] = super(torch.autograd.Function, _Differentiable).apply  # pyright: ignore[reportAttributeAccessIssue]
+_tie: Callable[..., Tensor | tuple[Tensor, Tensor]] = super(torch.autograd.Function, _Differentiable).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def four_axes(bias: Tensor | None) -> Tensor | None:
@@ -194,31 +192,31 @@ def four_axes(bias: Tensor | None) -> Tensor | None:
 
 
 def gradients(
-    work: Work, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, wanted: tuple[bool, ...]
+    work: Work, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Of q, k, v, and of bias and sinks where they are wanted.
+    """Return the gradients of q, k, v, and of bias and sinks where they are needed.
 
     Args:
-        work: what was done.
-        inputs: what it was done to; see ``gradients_of_bad_inputs`` where q, k or v hold NaN or infinity.
-        results: out and lse, as they came out.
+        work: the forward pass.
+        inputs: its inputs; see ``gradients_of_bad_inputs`` where q, k or v hold NaN or infinity.
+        results: its out and lse.
         grads: those of out and lse, or None.
-        wanted: whether those of bias and sinks are.
+        needed: whether those of bias and sinks are.
     """
-    found, finite = _gradients(work, inputs, results, grads, wanted)
+    found, finite = _gradients(work, inputs, results, grads, needed)
     if finite:  # a NaN that met anything, and be it a weight of 0, would be in one of them
         return found
 
     def again(clean: Inputs, grads: Pair) -> tuple[Tensor | None, ...]:
         out, lse, _ = _forward(work.call, work.plan, clean, work.seed, need_lse=True)
         assert lse is not None  # it is asked for
-        return _gradients(work, clean, (out, lse), grads, wanted)[0]
+        return _gradients(work, clean, (out, lse), grads, needed)[0]
 
     return gradients_of_bad_inputs(work, inputs, grads, again) or found
 
 
 def _gradients(
-    work: Work, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, wanted: tuple[bool, ...]
+    work: Work, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, needed: tuple[bool, ...]
 ) -> tuple[tuple[Tensor | None, ...], bool]:
     """These, and whether all of dq, dk and dv is finite."""
     call = work.call
@@ -232,7 +230,7 @@ def _gradients(
     dk = rows_like(call, call.keys, call.kv_heads, call.head_dim)
     dv = rows_like(call, call.keys, call.kv_heads, call.v_head_dim)
     dbias = None
-    if inputs.bias is not None and wanted[0]:
+    if inputs.bias is not None and needed[0]:
         repeats = tuple(inputs.bias.shape) != (call.batch, call.heads, call.queries, call.keys)
         dbias = torch.zeros(inputs.bias.shape, dtype=torch.float64 if repeats else lse.dtype, device="cpu")
     described = describe(call, work.plan, inputs, work.seed)  # a name of its own: it keeps alive what it points into
@@ -243,7 +241,7 @@ def _gradients(
         dbias is not None and dbias.dtype == torch.float64, torch.get_num_threads(),
     )  # fmt: skip
     dsinks = None
-    if inputs.sinks is not None and wanted[1]:
+    if inputs.sinks is not None and needed[1]:
         p = _weights_of_sinks(work, inputs, inputs.sinks, lse)
         rows = -(out.to(lse.dtype) * grad_out.to(lse.dtype)).sum(-1)  # [B, H, Q]
         dsinks = (p * (rows if grad_lse is None else rows + grad_lse)).sum((0, 2)).to(inputs.sinks.dtype)

@@ -10,6 +10,7 @@ from headscope._attend.interface import Inputs, accumulate_dtype
 from headscope.masks import Plan
 
 name = "reference"
+attend_finite = attend_careful = repeater = None
 
 
 def refuses(call: Call) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +12,19 @@ from torch.nn import functional as F
 
 from headscope._attend.backends import blocked
 from headscope._attend.call import Call
-from headscope._attend.interface import Inputs, accumulate_dtype, readable, within_range
+from headscope._attend.interface import (
+    Inputs,
+    Repeat,
+    Result,
+    accumulate_dtype,
+    readable,
+    refuse_tangents,
+    within_range,
+)
 from headscope.masks import Dense, Plan
 
 name = "sdpa"
+attend_finite = None
 LANES = 16
 """With fewer keys than this, torch's kernel for a CPU returns 0 for a row of NaN. With more, and all of them visible to
 every row, its kernels for float32 and float64 propagate NaN and infinity correctly."""
@@ -53,7 +61,7 @@ def refuses(call: Call) -> list[str]:
         reasons += _refuses_bias(call)
     if call.device == "cuda" and call.form != "subclass":  # of a subclass, it is its own matter which kernel runs
         reasons += _refuses_on_cuda(call)
-    if call.keys == 0 or call.queries == 0 or call.batch == 0:
+    if call.keys == 0 or call.queries == 0 or call.heads == 0 or call.batch == 0:
         reasons.append("an axis of size 0")
     return reasons
 
@@ -92,6 +100,8 @@ def _refuses_on_cuda(call: Call) -> list[str]:
 def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     """One call of ``scaled_dot_product_attention``."""
     q, k, v = inputs.q, inputs.k, inputs.v
+    if call.form != "subclass":  # of a subclass, it is its own matter which kernel runs
+        refuse_tangents(q, k, v, inputs.bias)
     if q.layout == torch.strided:
         if not torch.compiler.is_compiling():  # which cannot trace the question
             q, k, v = readable(q), readable(k), readable(v)
@@ -151,14 +161,13 @@ def _overlaps(x: Tensor) -> bool:
     return any(size > 1 and 0 < stride < width for size, stride in zip(outer, steps, strict=True))
 
 
-def repeater(
-    call: Call, plan: Plan | None, q: Tensor, k: Tensor, v: Tensor, *beside: Tensor | None
-) -> Callable[..., tuple[Tensor, None] | None] | None:
-    """A short way for a call that will come again with other tensors of the same sizes, dtypes and strides.
+def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
+    """Return a short way for a call that will come again with other tensors of the same sizes, dtypes and strides.
 
     It takes q, k, v and returns out and no lse; or None where the long way has to look closer: NaN or infinity, or
     autocast. There is none for calls with tensors beside q, k, v.
     """
+    q, k, v = inputs[:3]
     unit = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     plain = call.bias is None and call.spans in ("all", "causal") and call.rest == "none" and not call.dropout
     if call.device != "cpu" or not unit or not plain or any(_overlaps(x) for x in (q, k, v)):
@@ -166,7 +175,9 @@ def repeater(
     causal, scale, gqa, dtype = call.spans == "causal", call.scale, call.group > 1, accumulate_dtype(call.dtype)
     faithful = not causal and call.keys >= LANES and call.dtype in (torch.float32, torch.float64)
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None] | None:
+    def repeat(
+        q: Tensor, k: Tensor, v: Tensor, _bias: Tensor | None = None, _sinks: Tensor | None = None
+    ) -> Result | None:
         if torch.is_autocast_enabled("cpu") or any(x._is_zerotensor() for x in (q, k, v)):
             return None
         if not faithful:
@@ -176,7 +187,7 @@ def repeater(
                 return None
         return _torch_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa), None
 
-    return run
+    return repeat
 
 
 def _matrix(call: Call, plan: Plan | None, inputs: Inputs) -> Tensor | None:

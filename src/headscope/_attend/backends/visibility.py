@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from headscope._attend.call import Call
-from headscope._attend.interface import Inputs, Work, accumulate_dtype
+from headscope._attend.interface import Inputs, Pair, Work, accumulate_dtype
 from headscope.masks import Plan
 
 ROWS = 1 << 19  # elements of one block of visibility
 
 Gradients = tuple[Tensor | None, ...]
 """Of q, k, v, bias and sinks."""
-Pair = tuple[Tensor | None, Tensor | None]
-"""The gradients of out and lse."""
 
 
 def hides(call: Call) -> bool:

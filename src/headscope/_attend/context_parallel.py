@@ -1,0 +1,96 @@
+"""torch's context parallelism: refuse to attend while it is active, for q, k, v may then be parts of a sequence."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+CONTEXT_PARALLEL = "torch.distributed.tensor.experimental"
+"""The package of torch's context parallelism: while ``sys.modules`` lacks it, none is active."""
+
+IN_CONTEXT_PARALLEL = (
+    "q, k, v: torch's context parallelism is active, so they may hold this rank's part of the sequence; expected the "
+    "whole sequence, as headscope would attend within the part alone. Call "
+    "torch.nn.functional.scaled_dot_product_attention there, or gather the parts (context_parallel_unshard) and call "
+    "headscope outside of context_parallel, after _disable_context_parallel_dispatcher() if that was enabled"
+)
+SHARDED = (
+    "torch's _context_parallel_shard was called in this process. headscope takes q, k and v for whole sequences: where "
+    "they are shards, gather them first (context_parallel_unshard)"
+)
+
+_HANDLED = torch.ops.aten._scaled_dot_product_flash_attention.default
+
+
+class _Checked:
+    """What ``check_context_parallel`` has looked up, so that a call in a process without it costs little."""
+
+    dispatcher: Any = None
+    """DTensor's dispatcher: one object as long as the process runs."""
+    handlers: Any = None
+    """Its table of handlers, which had none of context parallelism; torch replaces the table, never changes that."""
+    sharding: Any = None
+    """The module whose ``_dispatch_mode`` shows that ``_context_parallel_shard`` was called; None after the warning."""
+    plain_mode: Any = None
+    """Its mode when last looked at."""
+
+
+def check_context_parallel() -> None:
+    """Raise where torch's context parallelism is active; warn, once, where it has cut tensors and left no other trace.
+
+    Whichever way it reaches attention (a replaced ``F.scaled_dot_product_attention``, a function mode in torch 2.9, a
+    wrapped module), it gives DTensor's dispatcher its own handlers of torch's attention operators.
+
+    Raises:
+        RuntimeError: ``context_parallel`` is open, or its dispatcher is enabled.
+    """
+    if is_dynamo_compiling():
+        if _handles_attention():
+            raise RuntimeError(IN_CONTEXT_PARALLEL)
+        return
+    at, module = _Checked.dispatcher, _Checked.sharding
+    if (
+        at is None
+        or at._custom_op_handlers is not _Checked.handlers
+        or (module is not None and module._dispatch_mode is not _Checked.plain_mode)
+    ):
+        _check_anew()
+
+
+def _check_anew() -> None:
+    if _handles_attention():
+        raise RuntimeError(IN_CONTEXT_PARALLEL)
+    names = (f"{CONTEXT_PARALLEL}._context_parallel._attention", f"{CONTEXT_PARALLEL}._attention")
+    modules = (sys.modules.get(name) for name in names)  # torch 2.9 has the second alone
+    module = next((each for each in modules if hasattr(each, "_dispatch_mode")), None)
+    if module is not None and module._dispatch_mode.name == "MODULE_WRAPPER" and not _warned:
+        _warned.append(SHARDED)
+        warnings.warn(SHARDED, stacklevel=4)
+    dispatcher = _dispatcher()
+    _Checked.sharding = module
+    _Checked.plain_mode = None if module is None else module._dispatch_mode
+    _Checked.handlers = None if dispatcher is None else dispatcher._custom_op_handlers
+    _Checked.dispatcher = dispatcher
+
+
+_warned: list[str] = []
+
+
+def _dispatcher() -> Any:
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return None if tensor is None else tensor.DTensor._op_dispatcher
+
+
+def _handles_attention() -> bool:
+    """Whether DTensor's dispatcher hands attention to torch's context parallelism."""
+    dispatcher = _dispatcher()
+    handler = None if dispatcher is None else dispatcher._custom_op_handlers.get(_HANDLED)
+    return getattr(handler, "__module__", "").startswith(CONTEXT_PARALLEL)
+
+
+# A compiler takes the answer for a constant: it cannot follow the look into torch's dispatcher.
+_handles_attention._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,0 +1,33 @@
+"""Run a call on its backend, in full precision, so that NaN and infinity reach exactly the rows that see them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from headscope._attend import nonfinite
+from headscope._attend.backends import blocked
+from headscope._attend.call import Call
+from headscope._attend.interface import Attend, Backend, Inputs, OperatorBackend, Result, full_precision
+from headscope.masks import Plan
+
+
+def execute(backend: Backend, call: Call, plan: Plan | None, inputs: Inputs) -> Result:
+    """Attend with a backend; a seed of dropout is drawn from torch's generator."""
+    return _execute(backend, backend.attend, call, plan, inputs)
+
+
+def execute_seeded(backend: OperatorBackend, call: Call, plan: Plan | None, inputs: Inputs, seed: int) -> Result:
+    """Attend with a backend that takes the seed of dropout."""
+    return _execute(backend, partial(backend.attend, seed=seed), call, plan, inputs)
+
+
+def _execute(backend: Backend, attend: Attend, call: Call, plan: Plan | None, inputs: Inputs) -> Result:
+    with full_precision(call):
+        if backend.attend_finite is not None and not call.dropout:
+            result = backend.attend_finite(call, plan, inputs)
+            return nonfinite.attend(attend, call, plan, inputs, attend) if result is None else result
+        careful = backend.attend_careful
+        if nonfinite.suspicious(call, inputs, with_bias=careful is not None):
+            replaces = blocked.attend if careful is not None else attend
+            return nonfinite.attend(careful or attend, call, plan, inputs, replaces)
+        return attend(call, plan, inputs)

@@ -1,0 +1,71 @@
+"""What the operators of ``_attend.operators`` run: the same as a call without a compiler."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headscope._attend import operators
+from headscope._attend.backends import blocked, native
+from headscope._attend.backends.visibility import gradients_of_bad_inputs
+from headscope._attend.execute import execute_seeded
+from headscope._attend.interface import Inputs, OperatorBackend, Pair, Work, full_precision
+from headscope._attend.prepare import prepare_with_plan
+from headscope.masks import decode
+
+_BACKENDS: dict[str, OperatorBackend] = {native.name: native, blocked.name: blocked}
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, codes: list[int], parts: list[Tensor],
+    scale: float, softcap: float, dropout: float, seed: Tensor | None, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend without gradients: out and lse."""
+    with torch.no_grad():
+        mask = decode(codes, parts)
+        prepared = prepare_with_plan(q, k, v, mask, bias, sinks, scale, softcap or None, dropout, True, backend)
+        result = prepared.repeat(q, k, v, bias, sinks) if prepared.repeat is not None else None
+        if result is None:
+            inputs, number = Inputs(q, k, v, bias, sinks), 0 if seed is None else int(seed)
+            result = execute_seeded(_BACKENDS[backend], prepared.call, prepared.plan, inputs, number)
+    out, lse = result
+    assert lse is not None  # the call asks for it
+    return out, lse
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, codes: list[int], parts: list[Tensor],
+    scale: float, softcap: float, dropout: float, seed: Tensor | None, backend: str,
+    out: Tensor, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None, dbias: bool, dsinks: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the gradients of q, k, v, bias and sinks; one that is not needed has no elements."""
+    with torch.no_grad():
+        mask = decode(codes, parts)
+        prepared = prepare_with_plan(q, k, v, mask, bias, sinks, scale, softcap or None, dropout, True, backend)
+        work = Work(prepared.call, prepared.plan, 0 if seed is None else int(seed))
+        inputs, results, grads, needed = Inputs(q, k, v, bias, sinks), (out, lse), (grad_out, grad_lse), (dbias, dsinks)
+        with full_precision(prepared.call):
+            gradients = _BACKENDS[backend].gradients(work, inputs, results, grads, needed)
+            if backend == blocked.name and q.is_cpu and not all(x is None or x.isfinite().all() for x in gradients[:3]):
+                gradients = _of_bad_inputs(work, inputs, grads, needed) or gradients
+        if backend == blocked.name:
+            gradients = tuple(None if x is None else x.contiguous() for x in gradients)  # as the fake kernel has them
+        return tuple(q.new_empty(0) if x is None else x for x in gradients)
+
+
+def _of_bad_inputs(
+    work: Work, inputs: Inputs, grads: Pair, needed: tuple[bool, ...]
+) -> tuple[Tensor | None, ...] | None:
+    """Return the gradients of blocked torch where q, k or v hold NaN or infinity; None if they do not."""
+
+    def gradients(clean: Inputs, grads: Pair) -> tuple[Tensor | None, ...]:
+        out, lse = blocked.attend(work.call, work.plan, clean, seed=work.seed)
+        assert lse is not None  # the call asks for it
+        return blocked.gradients(work, clean, (out, lse), grads, needed)
+
+    return gradients_of_bad_inputs(work, inputs, grads, gradients)
+
+
+def register() -> None:
+    """Register the kernels of the operators; ``_attend.run`` does so when it is imported."""
+    operators.implement(_forward, _backward)

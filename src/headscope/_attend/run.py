@@ -1,0 +1,53 @@
+"""Run one attention: find or make the prepared call, take its short way, or execute it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headscope._attend import operator_kernels, operators
+from headscope._attend.call import ORDINARY
+from headscope._attend.execute import execute
+from headscope._attend.interface import Inputs, Result
+from headscope._attend.prepare import Prepared, canonical_inputs, prepare
+from headscope.masks import Mask
+
+operator_kernels.register()
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    scale: float | None, softcap: float | None, dropout: float, lse: bool, backend: str | None,
+) -> Result:  # fmt: skip
+    """Return out [..., H, Q, Dv] and, if asked for by ``lse``, the log-sum-exp of each row [..., H, Q]."""
+    prepared = prepare(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
+    repeat = prepared.repeat
+    if repeat is not None:
+        result = repeat(q, k, v) if bias is None and sinks is None else repeat(q, k, v, bias, sinks)
+        if result is not None:
+            return result
+    return _run_prepared(prepared, canonical_inputs(prepared, q, k, v, bias, sinks))
+
+
+def _run_prepared(prepared: Prepared, inputs: Inputs) -> Result:
+    """Run a call that has no short way, or whose short way gave up."""
+    call = prepared.call
+    if call.form == "subclass":
+        inputs = inputs._replace(q=_to_class(inputs, prepared.mask))
+    if call.form == "traced" and prepared.backend.name in operators.BACKENDS:
+        out, lse = operators.attend(call, prepared.mask, inputs, prepared.backend.name)
+    else:
+        out, lse = execute(prepared.backend, call, prepared.plan, inputs)
+    if len(call.lead) != 1:
+        out = out.reshape(*call.lead, *out.shape[1:])  # [*lead, H, Q, Dv]
+        lse = None if lse is None else lse.reshape(*call.lead, *lse.shape[1:])  # [*lead, H, Q]
+    return out, lse
+
+
+def _to_class(inputs: Inputs, mask: Mask | None) -> Tensor:
+    """Return q in the subclass of Tensor that another argument has, so that the result has it, as by torch's SDPA."""
+    q = inputs.q
+    if type(q) in ORDINARY:
+        for x in (*inputs[1:], *(() if mask is None else mask.tensors())):
+            if x is not None and type(x) not in ORDINARY:
+                q = q * x.new_ones((), dtype=q.dtype)  # exact, and an operator: it is the subclass that says its class
+    return q

@@ -1,0 +1,126 @@
+"""Measure one attention call: after it, by its log-sum-exp, or in one pass with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from headscope._attend.backends import native
+from headscope._attend.interface import Inputs, is_lazy
+from headscope._attend.prepare import canonical_inputs, prepare, prepare_with_plan
+from headscope._observe import aggregate
+from headscope._observe.inputs import Request
+from headscope._support.arguments import check_layout
+from headscope._support.torch_state import has_no_values
+from headscope.masks import Mask
+from headscope.stats import HeadStats, Observe
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Where queries and keys stand.
+
+    Attributes:
+        q_pos, k_pos: as ``headscope.observe`` takes them.
+        kind: "cross" where queries and keys share no axis.
+        real: which keys are no padding, boolean [B or 1, K]; None = those that some query sees.
+    """
+
+    q_pos: Tensor | None = None
+    k_pos: Tensor | None = None
+    kind: Literal["self", "cross"] = "self"
+    real: Tensor | None = None
+
+
+SELF = Positions()
+
+
+def measure(
+    q: Tensor, k: Tensor, v: Tensor | None, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    scale: float | None, softcap: float | None, dropout: float, lse: Tensor | None, what: Observe,
+    positions: Positions = SELF,
+) -> HeadStats:  # fmt: skip
+    """Measure the weights of a call; the arguments are those of ``headscope.observe``."""
+    _check_readable(q, k, v)
+    if not isinstance(what, Observe):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"what: got {type(what).__name__}, wanted a headscope.Observe")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            check_layout(name, x)
+    values = v if v is not None else k[..., :1] if isinstance(k, Tensor) else k  # pyright: ignore[reportUnnecessaryIsInstance]
+    with torch.no_grad():
+        prepared = prepare_with_plan(q, k, values, mask, bias, sinks, scale, softcap, dropout, False, "blocked")
+        inputs = canonical_inputs(prepared, q, k, values, bias, sinks)
+        inputs = Inputs(*(x if x is None else x.detach() for x in inputs))  # pyright: ignore[reportArgumentType]
+    request = Request(
+        call=prepared.call,
+        mask=prepared.mask,
+        plan=prepared.plan,
+        inputs=inputs,
+        has_values=v is not None,
+        lse=lse,
+        q_pos=positions.q_pos,
+        k_pos=positions.k_pos,
+        kind=positions.kind,
+        real=positions.real,
+        what=what,
+        before=prepared.observations,
+        has_place=False,
+    )
+    return aggregate.observe(request)
+
+
+def attend_and_observe(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    scale: float | None, softcap: float | None, dropout: float, backend: str | None, what: Observe,
+) -> tuple[Tensor, Tensor, HeadStats] | None:  # fmt: skip
+    """Attend and observe in one pass: out, lse and the statistics.
+
+    Returns None where that cannot be: the native kernels do not attend, a gradient is needed, or not all rows count.
+    """
+    prepared = prepare(q, k, v, mask, bias, sinks, scale, softcap, dropout, True, backend)
+    repeat: Any = prepared.observations.get(id(what))
+    if repeat is not None and bias is None and sinks is None:
+        result = repeat(q, k, v)
+        if result is not None:
+            return result
+    call = prepared.call
+    if not isinstance(what, Observe) or what.rows is not None or call.dropout:  # pyright: ignore[reportUnnecessaryIsInstance]
+        return None
+    if prepared.backend.name != native.name or call.form != "plain" or call.grad or call.bias_grad:
+        return None
+    inputs = canonical_inputs(prepared, q, k, v, bias, sinks)
+    has_place = prepared.canonical and all(x.stride(-1) == 1 and not is_lazy(x) for x in (q, k, v))
+    request = Request(
+        call=call,
+        mask=prepared.mask,
+        plan=prepared.plan,
+        inputs=inputs,
+        has_values=True,
+        lse=None,
+        q_pos=None,
+        k_pos=None,
+        kind="self",
+        real=None,
+        what=what,
+        before=prepared.observations,
+        has_place=has_place,
+    )
+    result = aggregate.attend(request)
+    if result is None:
+        return None
+    out, lse, stats = result
+    return out.reshape(*call.lead, *out.shape[1:]), lse.reshape(*call.lead, *lse.shape[1:]), stats
+
+
+def _check_readable(*tensors: Tensor | None) -> None:
+    """Raise where tensors hold no numbers that can be read."""
+    if has_no_values() or any(isinstance(x, Tensor) and (x.is_meta or isinstance(x, FakeTensor)) for x in tensors):
+        raise ValueError(
+            "observe: its tensors have no values to look at (meta or fake tensors, make_fx, torch.export); observe "
+            "where the model runs"
+        )
