@@ -77,11 +77,11 @@ private:
 };
 
 template <class T, int QV, class Op = Plain<T>>
-struct Gradient : Scores<T, QV, Op> {
-    using Base = Scores<T, QV, Op>;
+struct Gradient : Logits<T, QV, Op> {
+    using Base = Logits<T, QV, Op>;
     using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS, Base::head, Base::query,
         Base::row, Base::b;
-    using Products = typename Base::Products;
+    using Outer = OuterTile<T, QV, Op>;
     using Word = typename Op::Word;
 
     const Backward& g;
@@ -118,8 +118,8 @@ struct Gradient : Scores<T, QV, Op> {
         slopes = memory.take<T>(f.softcap > 0 ? KEYS * ROWS : 0);
         dout = memory.take<Word>(f.v_head_dim * ROWS);
         dq = memory.take<T>(f.head_dim * ROWS);
-        q_rows = memory.take<Word>(k_width * Products::LINE);
-        dout_rows = memory.take<Word>(v_width * Products::LINE);
+        q_rows = memory.take<Word>(k_width * Outer::LINE);
+        dout_rows = memory.take<Word>(v_width * Outer::LINE);
         if constexpr (PAIRS)
             for (Word** to : {&weight_rows, &by_rows, &by_keys}) *to = memory.take<Word>(KEYS * ROWS / 2);
         else {
@@ -159,8 +159,8 @@ struct Gradient : Scores<T, QV, Op> {
         const int keys = int(to - from);
         if (!logits(from, keys)) return false;
         logit_gradient(from, keys, f.softcap > 0);
-        Products::mixes(by_keys, keys_across(from, keys), (keys + Op::PER_WORD - 1) / Op::PER_WORD, int(f.head_dim), dq,
-                        false);
+        PvTile<T, QV, Op>::mixes(by_keys, keys_across(from, keys), (keys + Op::PER_WORD - 1) / Op::PER_WORD,
+                                 int(f.head_dim), dq, false);
         return true;
     }
     // By pairs they are made once for all who share them; others have been widened for the logits.
@@ -174,7 +174,7 @@ struct Gradient : Scores<T, QV, Op> {
     }
     // What some who have met the same keys add to dK and dV.
     static void add(Gradient* const* some, int number, const Turns<T>& to) {
-        typename Products::Part weights[TOGETHER], changes[TOGETHER];
+        typename Outer::Part weights[TOGETHER], changes[TOGETHER];
         for (int n = 0; n < number; n++) {
             const Gradient& x = *some[n];
             const int words = (x.count + Op::PER_WORD - 1) / Op::PER_WORD;
@@ -183,8 +183,8 @@ struct Gradient : Scores<T, QV, Op> {
         }
         const Gradient& x = *some[0];
         const int keys = int(x.to - x.from);
-        Products::outer_all(weights, number, keys, x.v_width, to.dv + x.from * x.v_width);
-        Products::outer_all(changes, number, keys, x.k_width, to.dk + x.from * x.k_width);
+        Outer::outer_all(weights, number, keys, x.v_width, to.dv + x.from * x.v_width);
+        Outer::outer_all(changes, number, keys, x.k_width, to.dk + x.from * x.k_width);
     }
     void finish() {
         V<T> scale[QV];
@@ -206,8 +206,8 @@ struct Gradient : Scores<T, QV, Op> {
                     store(p + n * ROWS + v * L,
                           (top_apart ? load(p + n * ROWS + v * L) - top[v] : load(p + n * ROWS + v * L)) - lse[v]);
         const Lines values = this->natural(f.v, j, keys, width, this->wide_v);
-        Products::dots(dout, values, keys, width / Op::PER_WORD, T(1), dots, this->in_pieces(),
-                       drops ? Also::nothing : Also::less, delta);
+        QkTile<T, QV, Op>::dots(dout, values, keys, width / Op::PER_WORD, T(1), dots, this->in_pieces(),
+                                drops ? Also::nothing : Also::less, delta);
         if (drops) this->keep(j, keys, kept);
         if (drops || uncapped)
             weights_and_gradients<true>(keys, drops, uncapped);
@@ -329,10 +329,10 @@ struct Gradient : Scores<T, QV, Op> {
 
     // The block's rows in panels, as words of two rows by pairs; padded with zeros to whole vectors.
     void copy_rows(const Tensor4& x, int depth, int width, Word* to) {
-        Products::panels(width, [&](int c, auto vectors) {
+        Outer::panels(width, [&](int c, auto vectors) {
             constexpr int panel = decltype(vectors)::value * L;
             const int real = depth - c < panel ? depth - c : panel;
-            Word* row_to = to + c * Products::LINE;
+            Word* row_to = to + c * Outer::LINE;
             if constexpr (PAIRS) {
                 pair_rows(count, real, panel, row_to,
                           [&](int r) { return reinterpret_cast<const std::uint16_t*>(this->address_of(x, r)) + c; });
