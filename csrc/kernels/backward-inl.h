@@ -85,11 +85,11 @@ struct Gradient : Logits<T, QV, Op> {
     using Word = typename Op::Word;
 
     const Backward& g;
-    int k_width, v_width;      // D and Dv, rounded up to whole vectors
-    T *dots, *kept, *slopes;   // [KEYS][ROWS]
-    Word* dout;                // [Dv / PER_WORD][ROWS]
-    T* dq;                     // [D][ROWS]
-    Word *q_rows, *dout_rows;  // k_width and v_width columns in panels, see Tile
+    int k_width, v_width;                // D and Dv, rounded up to whole vectors
+    T *dots, *dropout_factors, *slopes;  // [KEYS][ROWS]
+    Word* dout;                          // [Dv / PER_WORD][ROWS]
+    T* dq;                               // [D][ROWS]
+    Word *q_rows, *dout_rows;            // k_width and v_width columns in panels, see Tile
     Word *weight_rows, *by_rows,
         *by_keys;  // the weights and dS as they are multiplied: [KEYS][ROWS / PER_WORD], [KEYS / PER_WORD][ROWS]
     V<T> lse[QV], delta[QV];
@@ -114,7 +114,7 @@ struct Gradient : Logits<T, QV, Op> {
         : Base(call.forward, batch, head, memory), g(call), k_width(whole(f.head_dim)), v_width(whole(f.v_head_dim)) {
         shared = memory.take<Made>(1);
         dots = memory.take<T>(KEYS * ROWS);
-        kept = memory.take<T>(KEYS * ROWS);
+        dropout_factors = memory.take<T>(KEYS * ROWS);
         slopes = memory.take<T>(f.softcap > 0 ? KEYS * ROWS : 0);
         dout = memory.take<Word>(f.v_head_dim * ROWS);
         dq = memory.take<T>(f.head_dim * ROWS);
@@ -123,7 +123,7 @@ struct Gradient : Logits<T, QV, Op> {
         if constexpr (PAIRS)
             for (Word** to : {&weight_rows, &by_rows, &by_keys}) *to = memory.take<Word>(KEYS * ROWS / 2);
         else {
-            weight_rows = kept;
+            weight_rows = dropout_factors;
             by_rows = by_keys = this->p;
         }
     }
@@ -139,7 +139,7 @@ struct Gradient : Logits<T, QV, Op> {
         shared = other.shared;
         if constexpr (PAIRS) {
             p = other.p;
-            kept = other.kept;
+            dropout_factors = other.dropout_factors;
             by_keys = other.by_keys;
         }
     }
@@ -208,7 +208,7 @@ struct Gradient : Logits<T, QV, Op> {
         const Lines values = this->natural(f.v, j, keys, width, this->wide_v);
         QkTile<T, QV, Op>::dots(dout, values, keys, width / Op::PER_WORD, T(1), dots, this->in_pieces(),
                                 drops ? Also::nothing : Also::less, delta);
-        if (drops) this->keep(j, keys, kept);
+        if (drops) this->keep(j, keys, dropout_factors);
         if (drops || uncapped)
             weights_and_gradients<true>(keys, drops, uncapped);
         else
@@ -217,12 +217,13 @@ struct Gradient : Logits<T, QV, Op> {
     template <bool OPTIONS>
     void weights_and_gradients(int keys, bool drops, bool uncapped) {
         V<T> less[QV];  // in registers: what is stored below might be it for all that the compiler knows
-        T *const p = this->p, *const dots = this->dots, *const kept = this->kept, *const slopes = this->slopes;
+        T *const p = this->p, *const dots = this->dots, *const dropout_factors = this->dropout_factors,
+                 *const slopes = this->slopes;
         Word *const weight_rows = this->weight_rows, *const by_rows = this->by_rows, *const by_keys = this->by_keys;
         UNROLL_FOR(v, QV) less[v] = delta[v];
         const auto change_of = [&](int at_tile, int v, V<T>& weight) __attribute__((always_inline)) {
             V<T> factor = splat(T(1)), slope = factor;
-            if (OPTIONS && drops) factor = load(kept + at_tile);
+            if (OPTIONS && drops) factor = load(dropout_factors + at_tile);
             if (OPTIONS && uncapped) slope = load(slopes + at_tile);
             V<T> change = weight * (OPTIONS && drops ? load(dots + at_tile) * factor - less[v] : load(dots + at_tile));
             if (OPTIONS) {
@@ -250,7 +251,7 @@ struct Gradient : Logits<T, QV, Op> {
                     apart(by_rows, changes);
                     store_words_of(by_keys + n / 2 * ROWS + v * L, changes);
                 } else {
-                    store(kept + n * ROWS + v * L, weight[0]);
+                    store(dropout_factors + n * ROWS + v * L, weight[0]);
                     store(p + n * ROWS + v * L, change[0]);
                 }
             }

@@ -3,7 +3,7 @@
 template <class T, int QV>
 struct EdgeSearch : StoredWeights<T, QV> {
     using Base = StoredWeights<T, QV>;
-    using Base::L, Base::ROWS, Base::s, Base::kept, Base::tops, Base::there, Base::wanted, Base::cell_most,
+    using Base::L, Base::ROWS, Base::s, Base::stored, Base::tops, Base::there, Base::wanted, Base::cell_most,
         Base::column_edge, Base::begin, Base::end, Base::part_of, Base::bits_of, Base::of_bits;
     // The largest weights of each head, looked for in the cells whose largest is above the least of those that there
     // are.
@@ -72,30 +72,30 @@ struct EdgeSearch : StoredWeights<T, QV> {
     }
     template <class Block>
     void keep_edges_of_cell(const Block& block, int r, std::int64_t x, Int<T> least, Edge* edges,
-                            std::int64_t& found) const {
+                            std::int64_t& edge_count) const {
         const double below = of_bits(least);
-        const auto above = [&](double p) { return p > below && (found < s->edges || p > edges[0].p); };
+        const auto above = [&](double p) { return p > below && (edge_count < s->edges || p > edges[0].p); };
         if (!above(of_bits(cell_most[x * ROWS + r]))) return;
         const std::int64_t first = column_edge[x] > begin ? column_edge[x] : begin,
                            last = column_edge[x + 1] < end ? column_edge[x + 1] : end;
         for (std::int64_t j = first, n; j < last; j++) {
             if (n = (j - begin) / Block::KEYS; !there[n]) continue;
-            const double p = of_bits(bits_of(kept[(j - begin) * ROWS + r] * tops[n * ROWS + r]));
-            if (above(p)) put_edge(edges, found, {p, block.b, block.query(r), j});
+            const double p = of_bits(bits_of(stored[(j - begin) * ROWS + r] * tops[n * ROWS + r]));
+            if (above(p)) put_edge(edges, edge_count, {p, block.b, block.query(r), j});
         }
     }
     // Into a heap, of which the least is the first, of equal ones the last.
-    void put_edge(Edge* edges, std::int64_t& found, const Edge& x) const {
+    void put_edge(Edge* edges, std::int64_t& edge_count, const Edge& x) const {
         const auto before = [](const Edge& a, const Edge& z) {
             return a.p != z.p ? a.p < z.p : a.b != z.b ? a.b > z.b : a.i != z.i ? a.i > z.i : a.j > z.j;
         };
         std::int64_t at = 0;
-        if (found < s->edges) {
-            for (at = found++; at > 0 && before(x, edges[(at - 1) / 2]); at = (at - 1) / 2)
+        if (edge_count < s->edges) {
+            for (at = edge_count++; at > 0 && before(x, edges[(at - 1) / 2]); at = (at - 1) / 2)
                 edges[at] = edges[(at - 1) / 2];
         } else
-            for (std::int64_t n = 1; n < found; n = 2 * at + 1) {
-                if (n + 1 < found && before(edges[n + 1], edges[n])) n++;
+            for (std::int64_t n = 1; n < edge_count; n = 2 * at + 1) {
+                if (n + 1 < edge_count && before(edges[n + 1], edges[n])) n++;
                 if (!before(edges[n], x)) break;
                 edges[at] = edges[n];
                 at = n;

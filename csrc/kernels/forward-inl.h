@@ -5,8 +5,9 @@ template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone>
 struct Attend : SoftmaxTile<T, QV, G, Op, Rider> {
     using Base = SoftmaxTile<T, QV, G, Op, Rider>;
     using Base::f, Base::p, Base::q, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS, Base::FEW, Base::head,
-        Base::query, Base::row, Base::b, Base::k_width, Base::v_width, Base::o, Base::kept, Base::weights, Base::few_q,
-        Base::top, Base::sum, Base::most, Base::shrink, Base::moved, Base::packed, Base::rider, Base::output_size;
+        Base::query, Base::row, Base::b, Base::k_width, Base::v_width, Base::o, Base::dropout_factors, Base::weights,
+        Base::few_q, Base::top, Base::sum, Base::most, Base::shrink, Base::moved, Base::packed, Base::rider,
+        Base::output_size;
     using Base::SoftmaxTile;
     using typename Base::FewProducts;
     using typename Base::Word;
@@ -42,7 +43,7 @@ struct Attend : SoftmaxTile<T, QV, G, Op, Rider> {
                 if constexpr (!PAIRS) weights = p;
             }
             if (!logits(j, keys)) continue;
-            if (f.dropout > 0) this->keep(j, keys, kept);
+            if (f.dropout > 0) this->keep(j, keys, dropout_factors);
             rider.before(*this, j, keys);
             if (G == 0 && fresh && !this->all_begin(j)) {
                 this->clear_output();

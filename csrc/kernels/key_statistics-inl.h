@@ -3,7 +3,7 @@
 template <class T, int QV>
 struct Sweep : EdgeSearch<T, QV> {
     using Base = EdgeSearch<T, QV>;
-    using Base::L, Base::ROWS, Base::s, Base::kept, Base::tops, Base::there, Base::column, Base::column_edge,
+    using Base::L, Base::ROWS, Base::s, Base::stored, Base::tops, Base::there, Base::column, Base::column_edge,
         Base::cell_sum, Base::cell_most, Base::cell_key, Base::pairs, Base::begin, Base::end, Base::blocks,
         Base::counts, Base::column_bin, Base::part_of, Base::of_bits;
     // The pairs of a row that counts, where spans say all. What keys are eligible for is kept as its differences until
@@ -61,7 +61,7 @@ struct Sweep : EdgeSearch<T, QV> {
     }
     template <bool MAP>
     void normalise(const Forward& f, std::int64_t j0, int keys, const T* factors) {
-        const T* p = kept + (j0 - begin) * ROWS;
+        const T* p = stored + (j0 - begin) * ROWS;
         V<T> factor[QV];
         UNROLL_FOR(v, QV) factor[v] = load(factors + v * L);
         std::int64_t bin = MAP ? column_bin(f, j0) : 0;
@@ -121,7 +121,7 @@ struct Sweep : EdgeSearch<T, QV> {
                 }
             }
         } else {
-            const T* p = kept + (j0 - begin) * ROWS;
+            const T* p = stored + (j0 - begin) * ROWS;
             for (int r = 0; r < block.count; r++) {
                 double* to = line_of(r);
                 for (int j = 0; j < keys; j++) to[j] += double(p[j * ROWS + r] * factor[r]);

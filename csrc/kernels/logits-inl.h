@@ -105,7 +105,7 @@ struct Logits : MaskedRowBlock<T, QV, Op> {
     // and every size of block drops the same.
     APART void keep(std::int64_t j0, int keys, T* factor) const {
         const std::uint32_t limit = std::uint32_t(f.dropout * 4294967296.0);
-        const T kept = T(1 / (1 - f.dropout));
+        const T inverse_rate = T(1 / (1 - f.dropout));
         for (int r = 0; r < ROWS; r++) {
             const std::uint64_t start =
                 f.seed + 0x9e3779b97f4a7c15u * std::uint64_t(row(r < count ? r : count - 1) + 1);
@@ -113,7 +113,7 @@ struct Logits : MaskedRowBlock<T, QV, Op> {
                 std::uint64_t x = start ^ (std::uint64_t(j0 + j) * 0xbf58476d1ce4e5b9u);
                 x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
                 x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-                factor[j * ROWS + r] = std::uint32_t((x ^ x >> 31) >> 32) >= limit ? kept : T(0);
+                factor[j * ROWS + r] = std::uint32_t((x ^ x >> 31) >> 32) >= limit ? inverse_rate : T(0);
             }
         }
     }

@@ -121,9 +121,9 @@ struct Projection {
     V<float> there(const char* y, std::int64_t column) const {
         const float* const at = reinterpret_cast<const float*>(y) + column;
         if (column + L <= f.head_width) return load_anywhere(at);
-        V<float> found{};
-        for (int n = 0; column + n < f.head_width; n++) found[n] = at[n];
-        return found;
+        V<float> values{};
+        for (int n = 0; column + n < f.head_width; n++) values[n] = at[n];
+        return values;
     }
     V<float> bias_from(std::int64_t o) const {
         V<float> bias{};

@@ -11,7 +11,7 @@ struct SoftmaxTile : Logits<T, QV, Op> {
 
     int k_width, v_width;  // D and Dv, rounded up to what Few multiplies at once
     T* o;                  // [Dv][ROWS]; with G: [G][v_width]
-    T* kept;               // [KEYS][ROWS], with dropout
+    T* dropout_factors;    // [KEYS][ROWS], with dropout
     Word* weights;         // [KEYS / PER_WORD][ROWS]; plain ones are p
     Word* few_q;           // [G][k_width / PER_WORD]
     V<T> top[QV], sum[QV];
@@ -27,7 +27,7 @@ struct SoftmaxTile : Logits<T, QV, Op> {
     SoftmaxTile(const Forward& call, std::int64_t batch, std::int64_t head, Arena& memory)
         : Base(call, batch, head, memory), k_width(whole(f.head_dim)), v_width(whole(f.v_head_dim)) {
         o = memory.take<T>(output_size());
-        kept = memory.take<T>(f.dropout > 0 ? KEYS * ROWS : 0);
+        dropout_factors = memory.take<T>(f.dropout > 0 ? KEYS * ROWS : 0);
         if constexpr (PAIRS)
             weights = memory.take<Word>(KEYS / 2 * ROWS);
         else
@@ -69,16 +69,16 @@ struct SoftmaxTile : Logits<T, QV, Op> {
     }
     void find_most(int keys) {
         constexpr int CHAINS = QV > 2 ? 2 : 4;  // a maximum waits for the one before it
-        V<T> found[CHAINS][QV];
-        UNROLL_TILE(n, CHAINS, v, QV) found[n][v] = most[v];
+        V<T> maxima[CHAINS][QV];
+        UNROLL_TILE(n, CHAINS, v, QV) maxima[n][v] = most[v];
         int j = 0;
         for (; j + CHAINS <= keys; j += CHAINS)
-            UNROLL_TILE(n, CHAINS, v, QV) found[n][v] = greater<T>(load(p + (j + n) * ROWS + v * L), found[n][v]);
+            UNROLL_TILE(n, CHAINS, v, QV) maxima[n][v] = greater<T>(load(p + (j + n) * ROWS + v * L), maxima[n][v]);
         for (; j < keys; j++)
-            UNROLL_FOR(v, QV) found[0][v] = greater<T>(load(p + j * ROWS + v * L), found[0][v]);
+            UNROLL_FOR(v, QV) maxima[0][v] = greater<T>(load(p + j * ROWS + v * L), maxima[0][v]);
         UNROLL_FOR(v, QV) {
-            most[v] = found[0][v];
-            UNROLL_RANGE(n, 1, CHAINS, 1) most[v] = greater<T>(found[n][v], most[v]);
+            most[v] = maxima[0][v];
+            UNROLL_RANGE(n, 1, CHAINS, 1) most[v] = greater<T>(maxima[n][v], most[v]);
         }
     }
     // The same with several keys in a vector.
@@ -88,13 +88,13 @@ struct SoftmaxTile : Logits<T, QV, Op> {
         const int end = (keys + AT_ONCE - 1) / AT_ONCE * AT_ONCE * G;
         for (int n = keys * G; n < end; n++) p[n] = -std::numeric_limits<T>::infinity();
         top[0] = repeated<T, G>(top[0], LANE);
-        V<T> found[CHAINS], total{};
-        UNROLL_FOR(n, CHAINS) found[n] = top[0];
+        V<T> maxima[CHAINS], total{};
+        UNROLL_FOR(n, CHAINS) maxima[n] = top[0];
         int at = 0;
         for (; at + CHAINS * L <= end; at += CHAINS * L)
-            UNROLL_FOR(n, CHAINS) found[n] = greater<T>(load(p + at + n * L), found[n]);
-        for (; at < end; at += L) found[0] = greater<T>(load(p + at), found[0]);
-        const V<T> several = greater<T>(greater<T>(found[0], found[1]), greater<T>(found[2], found[3]));
+            UNROLL_FOR(n, CHAINS) maxima[n] = greater<T>(load(p + at + n * L), maxima[n]);
+        for (; at < end; at += L) maxima[0] = greater<T>(load(p + at), maxima[0]);
+        const V<T> several = greater<T>(greater<T>(maxima[0], maxima[1]), greater<T>(maxima[2], maxima[3]));
         const V<T> m = over_keys<T, G>(
             several, [](V<T> a, V<T> b) __attribute__((always_inline)) { return greater<T>(a, b); }, LANE);
         moved = any<T>(m > top[0]);
@@ -124,7 +124,7 @@ struct SoftmaxTile : Logits<T, QV, Op> {
     template <bool DROPS, bool HIDES>
     void exponentials(std::int64_t j0, int keys, const V<T>* m) {
         V<T> total[QV];  // these in registers: what is stored below might be they for all that the compiler knows
-        T *const p = this->p, *const kept = this->kept;
+        T *const p = this->p, *const dropout_factors = this->dropout_factors;
         UNROLL_FOR(v, QV) total[v] = V<T>{};  // of the block: long rows do not add small numbers to large ones
         typename Rider::Sums seen(rider);
         constexpr int AT_ONCE =
@@ -143,13 +143,13 @@ struct SoftmaxTile : Logits<T, QV, Op> {
                 total[v] += x[n];
                 seen.add(key, v, depth[n], x[n]);
                 if constexpr (Rider::LOOKS && PAIRS) store(p + at, x[n]);
-                if (DROPS) x[n] *= load(kept + at);
+                if (DROPS) x[n] *= load(dropout_factors + at);
             }
         };
         if (PAIRS && keys % 2)
             UNROLL_FOR(v, QV) {
                 store(p + keys * ROWS + v * L, splat(-std::numeric_limits<T>::infinity()));
-                if (DROPS) store(kept + keys * ROWS + v * L, V<T>{});
+                if (DROPS) store(dropout_factors + keys * ROWS + v * L, V<T>{});
             }
         UNROLL_RANGE(u, 0, QV, AT_ONCE)
             for (int j = 0; j < keys; j += Op::PER_WORD) {

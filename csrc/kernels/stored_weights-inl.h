@@ -53,7 +53,7 @@ template <class T, int QV>
 struct StoredWeights {
     static constexpr int L = LANES<T>, ROWS = QV * L;
     static constexpr int MOST_KEYS = 128;  // of a block of keys
-    T* kept;                               // [K][ROWS]; with a map, -0 where a key is not seen
+    T* stored;                             // [K][ROWS]; with a map, -0 where a key is not seen
     T* tops;                               // [blocks of keys][ROWS]: what its weights are relative to
     bool* there;                           // [blocks of keys]: it has any that is seen
     T* column;                             // [MOST_KEYS][L]
@@ -71,7 +71,7 @@ struct StoredWeights {
     void take(const Forward& f, Arena& memory) {
         s = f.look;
         const std::int64_t keys = s->columns() ? f.keys + 2 * MOST_KEYS : 0;
-        kept = memory.take<T>(keys * ROWS);
+        stored = memory.take<T>(keys * ROWS);
         tops = memory.take<T>(keys / 64 * ROWS);
         there = memory.take<bool>(keys / 64);
         column = memory.take<T>(keys ? MOST_KEYS * L : 0);
@@ -102,7 +102,7 @@ struct StoredWeights {
     T* place_for(std::int64_t j) {
         if (!s->columns()) return nullptr;
         for (; begin + blocks * step <= j; blocks++) there[blocks] = false;
-        return kept + (j - begin) * ROWS;
+        return stored + (j - begin) * ROWS;
     }
 
     // The block of weights that lies there now.

@@ -235,8 +235,8 @@ public:
     Forward call;
     RowStats stats;
 
-    Placed(const Observation& observation, char* found, char* scratch)
-        : call(observation.call), stats(observation.stats), all(observation), memory(found), room(scratch) {
+    Placed(const Observation& observation, char* outputs, char* scratch)
+        : call(observation.call), stats(observation.stats), all(observation), memory(outputs), room(scratch) {
         RowStats& s = stats;
         at(s.counted, COUNTED);
         at(s.most_weight, MOST_WEIGHT);
@@ -454,7 +454,7 @@ NB_MODULE(_native, m) {
              [](Observation* x, const Forward& call, std::array<std::int64_t, 2> rows,
                 const std::array<std::int64_t, QUANTITIES>& values, const Windows& windows, std::array<Address, 2> line,
                 std::array<Address, 2> own, Address ids, std::array<Address, 3> first, std::array<Address, 4> may_count,
-                Address given, double rounding, int most, std::int64_t bins, std::array<std::int64_t, 3> edges,
+                Address other_lse, double rounding, int most, std::int64_t bins, std::array<std::int64_t, 3> edges,
                 std::array<Address, 3> borders, const Places& places, std::int64_t size, std::int64_t room) {
                  new (x) Observation{call,
                                      {},
@@ -494,15 +494,15 @@ NB_MODULE(_native, m) {
                  s.firsts = int(first[2]);
                  s.may_count = reinterpret_cast<const std::uint8_t*>(may_count[0]);
                  for (int n = 0; n < 3; n++) s.may_count_stride[n] = std::int64_t(may_count[n + 1]);
-                 s.given = reinterpret_cast<const void*>(given);
+                 s.other_lse = reinterpret_cast<const void*>(other_lse);
                  s.rounding = rounding;
              });
     // Measures, and attends beside if there is a place for out and lse. True where every row that sees keys is finite.
     m.def("look", [](const Observation& observation, Address q, Address k, Address v, Address out, Address lse,
-                     Address found, int threads) {
+                     Address outputs, int threads) {
         nb::gil_scoped_release unlocked;
         const Scratch<1 << 24> room(std::size_t(observation.room));
-        Placed x(observation, reinterpret_cast<char*>(found), room.at(0));
+        Placed x(observation, reinterpret_cast<char*>(outputs), room.at(0));
         Forward& f = x.call;
         f.q.data = reinterpret_cast<const void*>(q);
         f.k.data = reinterpret_cast<const void*>(k);
