@@ -269,12 +269,13 @@ struct Gradient : Logits<T, QV, Op> {
         load_row_sums();
         I<T> coarse{};
         UNROLL_FOR(v, QV) coarse |= (lse[v] > COARSE) | (lse[v] < -COARSE);
-        top_apart = any<T>(coarse) || count <= MOST_FEW<T>;
+        top_apart = any<T>(coarse) || count <= MOST_FEW<T> || this->in_pieces();
         if (top_apart) sum_again();
     }
     // The forward pass adds up the products of few rows in another order than this one does, so that the rounding of
     // lse and that of the logits here would not cancel: dV erred three times as much as torch's at 8 queries. Such rows
-    // take their sums again.
+    // take their sums again; and so do rows whose products are summed in pieces, where the rounding of lse, of about
+    // 10 * 2**-24, would be the largest error.
     //
     // A number as large as this has lost of a sum of weights what comes after the 17th bit, or the twelfth, where the
     // weights are rounded to bf16; and the largest has lost all.
@@ -286,16 +287,34 @@ struct Gradient : Logits<T, QV, Op> {
         for (std::int64_t j = begin; j < end; j += KEYS) {
             const int keys = int(end - j < KEYS ? end - j : KEYS);
             if (!Base::logits(j, keys)) continue;
-            for (int v = 0; v < QV; v++) {
-                V<T> most = top[v], total{};
-                for (int n = 0; n < keys; n++) most = greater<T>(load(p + n * ROWS + v * L), most);
-                for (int n = 0; n < keys; n++) total += exp2(load(p + n * ROWS + v * L) - most);
-                sum[v] = sum[v] * exp2(top[v] - most) + total;
-                top[v] = most;
-            }
+            for (int v = 0; v < QV; v++) add_block(p + v * L, keys, top[v], sum[v]);
         }
         for (int v = 0; v < QV; v++)
             for (int r = 0; r < L; r++) lse[v][r] = sum[v][r] > 0 ? std::log2(sum[v][r]) : sum[v][r];
+    }
+
+    // A vector of rows' logits of a block of keys, [keys][ROWS], to its running maximum and sum.
+    static void add_block(const T* logits, int keys, V<T>& top, V<T>& sum) {
+        constexpr int CHAINS = 4;  // a maximum, or a sum, waits 4 cycles for the one before it
+        V<T> maxima[CHAINS], totals[CHAINS];
+        UNROLL_FOR(c, CHAINS) {
+            maxima[c] = top;
+            totals[c] = V<T>{};
+        }
+        const int whole = keys / CHAINS * CHAINS;
+        for (int n = 0; n < whole; n += CHAINS)
+            UNROLL_FOR(c, CHAINS) maxima[c] = greater<T>(load(logits + (n + c) * ROWS), maxima[c]);
+        for (int n = whole; n < keys; n++) maxima[0] = greater<T>(load(logits + n * ROWS), maxima[0]);
+        const V<T> most = greater<T>(greater<T>(maxima[0], maxima[1]), greater<T>(maxima[2], maxima[3]));
+        for (int n = 0; n < whole; n += CHAINS) {
+            V<T> weights[CHAINS];
+            UNROLL_FOR(c, CHAINS) weights[c] = load_exponent(logits + (n + c) * ROWS) - most;
+            exp2_each<CHAINS>(weights);
+            UNROLL_FOR(c, CHAINS) totals[c] += weights[c];
+        }
+        for (int n = whole; n < keys; n++) totals[0] += exp2(load(logits + n * ROWS) - most);
+        sum = sum * exp2(top - most) + ((totals[0] + totals[1]) + (totals[2] + totals[3]));
+        top = most;
     }
 
     // Adds dS to the gradient of the bias, which may repeat along any axis.
