@@ -183,13 +183,16 @@ struct Phases {
              }),
              1);
         show("dO times values", best([&] {
-                 Block::Products::dots(a.dout, a.natural(g.forward.v, j, KEYS, width, a.wide_v), KEYS,
-                                       width / Op::PER_WORD, 1, a.dots, false, Also::less, a.delta);
+                 QkTile<float, QUERY_VECTORS, Op>::dots(a.dout, a.natural(g.forward.v, j, KEYS, width, a.wide_v), KEYS,
+                                                        width / Op::PER_WORD, 1, a.dots, false, Also::less, a.delta);
                  next();
              }),
              1);
         show("weights and dS", best([&] { a.template weights_and_gradients<false>(KEYS, false, false); }), 0);
-        show("dQ", best([&] { Block::Products::mixes(a.by_keys, across, KEYS / Op::PER_WORD, width, a.dq, true); }), 1);
+        show("dQ", best([&] {
+                 PvTile<float, QUERY_VECTORS, Op>::mixes(a.by_keys, across, KEYS / Op::PER_WORD, width, a.dq, true);
+             }),
+             1);
         show("dK and dV", best([&] {
                               for (Block* x : block) {
                                   x->from = j;

@@ -149,7 +149,7 @@ struct RowStats {
     const void* norms = nullptr;              // lengths of the values, [B, Hkv, K], of the arithmetic's type; or null
     const std::uint8_t* may_count = nullptr;  // broadcasts to [B, H, Q]; null: all
     std::int64_t may_count_stride[3] = {0, 0, 0};
-    const void* given = nullptr;       // lse that came from elsewhere, [B, H, Q]; or null
+    const void* other_lse = nullptr;   // lse that came from elsewhere, [B, H, Q]; or null
     double rounding = 0;               // how far it may be from the row's own, relative, to be taken for the same
     std::uint8_t* counted = nullptr;   // out, [B, H, Q]
     int most = 0;                      // how many of a row's largest weights

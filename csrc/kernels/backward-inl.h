@@ -77,19 +77,19 @@ private:
 };
 
 template <class T, int QV, class Op = Plain<T>>
-struct Gradient : Scores<T, QV, Op> {
-    using Base = Scores<T, QV, Op>;
+struct Gradient : Logits<T, QV, Op> {
+    using Base = Logits<T, QV, Op>;
     using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS, Base::head, Base::query,
         Base::row, Base::b;
-    using Products = typename Base::Products;
+    using Outer = OuterTile<T, QV, Op>;
     using Word = typename Op::Word;
 
     const Backward& g;
-    int k_width, v_width;      // D and Dv, rounded up to whole vectors
-    T *dots, *kept, *slopes;   // [KEYS][ROWS]
-    Word* dout;                // [Dv / PER_WORD][ROWS]
-    T* dq;                     // [D][ROWS]
-    Word *q_rows, *dout_rows;  // k_width and v_width columns in panels, see Tile
+    int k_width, v_width;                // D and Dv, rounded up to whole vectors
+    T *dots, *dropout_factors, *slopes;  // [KEYS][ROWS]
+    Word* dout;                          // [Dv / PER_WORD][ROWS]
+    T* dq;                               // [D][ROWS]
+    Word *q_rows, *dout_rows;            // k_width and v_width columns in panels, see Tile
     Word *weight_rows, *by_rows,
         *by_keys;  // the weights and dS as they are multiplied: [KEYS][ROWS / PER_WORD], [KEYS / PER_WORD][ROWS]
     V<T> lse[QV], delta[QV];
@@ -114,16 +114,16 @@ struct Gradient : Scores<T, QV, Op> {
         : Base(call.forward, batch, head, memory), g(call), k_width(whole(f.head_dim)), v_width(whole(f.v_head_dim)) {
         shared = memory.take<Made>(1);
         dots = memory.take<T>(KEYS * ROWS);
-        kept = memory.take<T>(KEYS * ROWS);
+        dropout_factors = memory.take<T>(KEYS * ROWS);
         slopes = memory.take<T>(f.softcap > 0 ? KEYS * ROWS : 0);
         dout = memory.take<Word>(f.v_head_dim * ROWS);
         dq = memory.take<T>(f.head_dim * ROWS);
-        q_rows = memory.take<Word>(k_width * Products::LINE);
-        dout_rows = memory.take<Word>(v_width * Products::LINE);
+        q_rows = memory.take<Word>(k_width * Outer::LINE);
+        dout_rows = memory.take<Word>(v_width * Outer::LINE);
         if constexpr (PAIRS)
             for (Word** to : {&weight_rows, &by_rows, &by_keys}) *to = memory.take<Word>(KEYS * ROWS / 2);
         else {
-            weight_rows = kept;
+            weight_rows = dropout_factors;
             by_rows = by_keys = this->p;
         }
     }
@@ -139,7 +139,7 @@ struct Gradient : Scores<T, QV, Op> {
         shared = other.shared;
         if constexpr (PAIRS) {
             p = other.p;
-            kept = other.kept;
+            dropout_factors = other.dropout_factors;
             by_keys = other.by_keys;
         }
     }
@@ -159,8 +159,8 @@ struct Gradient : Scores<T, QV, Op> {
         const int keys = int(to - from);
         if (!logits(from, keys)) return false;
         logit_gradient(from, keys, f.softcap > 0);
-        Products::mixes(by_keys, keys_across(from, keys), (keys + Op::PER_WORD - 1) / Op::PER_WORD, int(f.head_dim), dq,
-                        false);
+        PvTile<T, QV, Op>::mixes(by_keys, keys_across(from, keys), (keys + Op::PER_WORD - 1) / Op::PER_WORD,
+                                 int(f.head_dim), dq, false);
         return true;
     }
     // By pairs they are made once for all who share them; others have been widened for the logits.
@@ -174,7 +174,7 @@ struct Gradient : Scores<T, QV, Op> {
     }
     // What some who have met the same keys add to dK and dV.
     static void add(Gradient* const* some, int number, const Turns<T>& to) {
-        typename Products::Part weights[TOGETHER], changes[TOGETHER];
+        typename Outer::Part weights[TOGETHER], changes[TOGETHER];
         for (int n = 0; n < number; n++) {
             const Gradient& x = *some[n];
             const int words = (x.count + Op::PER_WORD - 1) / Op::PER_WORD;
@@ -183,8 +183,8 @@ struct Gradient : Scores<T, QV, Op> {
         }
         const Gradient& x = *some[0];
         const int keys = int(x.to - x.from);
-        Products::outer_all(weights, number, keys, x.v_width, to.dv + x.from * x.v_width);
-        Products::outer_all(changes, number, keys, x.k_width, to.dk + x.from * x.k_width);
+        Outer::outer_all(weights, number, keys, x.v_width, to.dv + x.from * x.v_width);
+        Outer::outer_all(changes, number, keys, x.k_width, to.dk + x.from * x.k_width);
     }
     void finish() {
         V<T> scale[QV];
@@ -206,9 +206,9 @@ struct Gradient : Scores<T, QV, Op> {
                     store(p + n * ROWS + v * L,
                           (top_apart ? load(p + n * ROWS + v * L) - top[v] : load(p + n * ROWS + v * L)) - lse[v]);
         const Lines values = this->natural(f.v, j, keys, width, this->wide_v);
-        Products::dots(dout, values, keys, width / Op::PER_WORD, T(1), dots, this->in_pieces(),
-                       drops ? Also::nothing : Also::less, delta);
-        if (drops) this->keep(j, keys, kept);
+        QkTile<T, QV, Op>::dots(dout, values, keys, width / Op::PER_WORD, T(1), dots, this->in_pieces(),
+                                drops ? Also::nothing : Also::less, delta);
+        if (drops) this->keep(j, keys, dropout_factors);
         if (drops || uncapped)
             weights_and_gradients<true>(keys, drops, uncapped);
         else
@@ -217,12 +217,13 @@ struct Gradient : Scores<T, QV, Op> {
     template <bool OPTIONS>
     void weights_and_gradients(int keys, bool drops, bool uncapped) {
         V<T> less[QV];  // in registers: what is stored below might be it for all that the compiler knows
-        T *const p = this->p, *const dots = this->dots, *const kept = this->kept, *const slopes = this->slopes;
+        T *const p = this->p, *const dots = this->dots, *const dropout_factors = this->dropout_factors,
+                 *const slopes = this->slopes;
         Word *const weight_rows = this->weight_rows, *const by_rows = this->by_rows, *const by_keys = this->by_keys;
         UNROLL_FOR(v, QV) less[v] = delta[v];
         const auto change_of = [&](int at_tile, int v, V<T>& weight) __attribute__((always_inline)) {
             V<T> factor = splat(T(1)), slope = factor;
-            if (OPTIONS && drops) factor = load(kept + at_tile);
+            if (OPTIONS && drops) factor = load(dropout_factors + at_tile);
             if (OPTIONS && uncapped) slope = load(slopes + at_tile);
             V<T> change = weight * (OPTIONS && drops ? load(dots + at_tile) * factor - less[v] : load(dots + at_tile));
             if (OPTIONS) {
@@ -250,7 +251,7 @@ struct Gradient : Scores<T, QV, Op> {
                     apart(by_rows, changes);
                     store_words_of(by_keys + n / 2 * ROWS + v * L, changes);
                 } else {
-                    store(kept + n * ROWS + v * L, weight[0]);
+                    store(dropout_factors + n * ROWS + v * L, weight[0]);
                     store(p + n * ROWS + v * L, change[0]);
                 }
             }
@@ -268,12 +269,13 @@ struct Gradient : Scores<T, QV, Op> {
         load_row_sums();
         I<T> coarse{};
         UNROLL_FOR(v, QV) coarse |= (lse[v] > COARSE) | (lse[v] < -COARSE);
-        top_apart = any<T>(coarse) || count <= MOST_FEW<T>;
+        top_apart = any<T>(coarse) || count <= MOST_FEW<T> || this->in_pieces();
         if (top_apart) sum_again();
     }
     // The forward pass adds up the products of few rows in another order than this one does, so that the rounding of
     // lse and that of the logits here would not cancel: dV erred three times as much as torch's at 8 queries. Such rows
-    // take their sums again.
+    // take their sums again; and so do rows whose products are summed in pieces, where the rounding of lse, of about
+    // 10 * 2**-24, would be the largest error.
     //
     // A number as large as this has lost of a sum of weights what comes after the 17th bit, or the twelfth, where the
     // weights are rounded to bf16; and the largest has lost all.
@@ -285,16 +287,34 @@ struct Gradient : Scores<T, QV, Op> {
         for (std::int64_t j = begin; j < end; j += KEYS) {
             const int keys = int(end - j < KEYS ? end - j : KEYS);
             if (!Base::logits(j, keys)) continue;
-            for (int v = 0; v < QV; v++) {
-                V<T> most = top[v], total{};
-                for (int n = 0; n < keys; n++) most = greater<T>(load(p + n * ROWS + v * L), most);
-                for (int n = 0; n < keys; n++) total += exp2(load(p + n * ROWS + v * L) - most);
-                sum[v] = sum[v] * exp2(top[v] - most) + total;
-                top[v] = most;
-            }
+            for (int v = 0; v < QV; v++) add_block(p + v * L, keys, top[v], sum[v]);
         }
         for (int v = 0; v < QV; v++)
             for (int r = 0; r < L; r++) lse[v][r] = sum[v][r] > 0 ? std::log2(sum[v][r]) : sum[v][r];
+    }
+
+    // A vector of rows' logits of a block of keys, [keys][ROWS], to its running maximum and sum.
+    static void add_block(const T* logits, int keys, V<T>& top, V<T>& sum) {
+        constexpr int CHAINS = 4;  // a maximum, or a sum, waits 4 cycles for the one before it
+        V<T> maxima[CHAINS], totals[CHAINS];
+        UNROLL_FOR(c, CHAINS) {
+            maxima[c] = top;
+            totals[c] = V<T>{};
+        }
+        const int whole = keys / CHAINS * CHAINS;
+        for (int n = 0; n < whole; n += CHAINS)
+            UNROLL_FOR(c, CHAINS) maxima[c] = greater<T>(load(logits + (n + c) * ROWS), maxima[c]);
+        for (int n = whole; n < keys; n++) maxima[0] = greater<T>(load(logits + n * ROWS), maxima[0]);
+        const V<T> most = greater<T>(greater<T>(maxima[0], maxima[1]), greater<T>(maxima[2], maxima[3]));
+        for (int n = 0; n < whole; n += CHAINS) {
+            V<T> weights[CHAINS];
+            UNROLL_FOR(c, CHAINS) weights[c] = load_exponent(logits + (n + c) * ROWS) - most;
+            exp2_each<CHAINS>(weights);
+            UNROLL_FOR(c, CHAINS) totals[c] += weights[c];
+        }
+        for (int n = whole; n < keys; n++) totals[0] += exp2(load(logits + n * ROWS) - most);
+        sum = sum * exp2(top - most) + ((totals[0] + totals[1]) + (totals[2] + totals[3]));
+        top = most;
     }
 
     // Adds dS to the gradient of the bias, which may repeat along any axis.
@@ -329,10 +349,10 @@ struct Gradient : Scores<T, QV, Op> {
 
     // The block's rows in panels, as words of two rows by pairs; padded with zeros to whole vectors.
     void copy_rows(const Tensor4& x, int depth, int width, Word* to) {
-        Products::panels(width, [&](int c, auto vectors) {
+        Outer::panels(width, [&](int c, auto vectors) {
             constexpr int panel = decltype(vectors)::value * L;
             const int real = depth - c < panel ? depth - c : panel;
-            Word* row_to = to + c * Products::LINE;
+            Word* row_to = to + c * Outer::LINE;
             if constexpr (PAIRS) {
                 pair_rows(count, real, panel, row_to,
                           [&](int r) { return reinterpret_cast<const std::uint16_t*>(this->address_of(x, r)) + c; });

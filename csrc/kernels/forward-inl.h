@@ -1,52 +1,21 @@
 // The forward pass of a block of rows: softmax over blocks of keys with a running maximum. With G > 0 there are at most
 // G rows, and the output lies as they do: weights times values is a product of Few, and so are the logits of up to
 // MOST_FEW. What is measured of the rows on the way is the Rider's (see observer_hooks-inl.h).
-
 template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone>
-struct Attend : Scores<T, QV, Op> {
-    using Base = Scores<T, QV, Op>;
-    using Base::f, Base::p, Base::q, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS, Base::head, Base::query,
-        Base::row, Base::b;
-    using Products = typename Base::Products;
-    using Word = typename Op::Word;
-    static constexpr bool FEW = G > 0 && G <= MOST_FEW<T>;
-    using FewProducts = typename FewOf<T, FEW ? G : MOST_FEW<T>, Op>::Type;
-
-    int k_width, v_width;  // D and Dv, rounded up to what Few multiplies at once
-    T* o;                  // [Dv][ROWS]; with G: [G][v_width]
-    T* kept;               // [KEYS][ROWS], with dropout
-    Word* weights;         // [KEYS / PER_WORD][ROWS]; plain ones are p
-    Word* few_q;           // [G][k_width / PER_WORD]
-    V<T> top[QV], sum[QV];
-    V<T> most[QV];       // the largest of top and of the logits of this block
-    V<T> shrink[QV];     // by how much the last block of keys shrinks what was before
-    bool moved = false;  // whether it does
-    bool packed =
-        false;  // the logits of this block are [keys][G], not [keys][ROWS]: where nothing hides or changes them
-    Rider rider;
-
-    static int whole(std::int64_t n) {
-        return int((n + FewProducts::STEP - 1) / FewProducts::STEP * FewProducts::STEP);
-    }
+struct Attend : SoftmaxTile<T, QV, G, Op, Rider> {
+    using Base = SoftmaxTile<T, QV, G, Op, Rider>;
+    using Base::f, Base::p, Base::q, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS, Base::FEW, Base::head,
+        Base::query, Base::row, Base::b, Base::k_width, Base::v_width, Base::o, Base::dropout_factors, Base::weights,
+        Base::few_q, Base::top, Base::sum, Base::most, Base::shrink, Base::moved, Base::packed, Base::rider,
+        Base::output_size;
+    using Base::SoftmaxTile;
+    using typename Base::FewProducts;
+    using typename Base::Word;
     static std::size_t scratch(const Forward& f) {
         Arena memory{0};
         Attend(f, 0, 0, memory);
         return memory.next;
     }
-
-    Attend(const Forward& call, std::int64_t batch, std::int64_t head, Arena& memory)
-        : Base(call, batch, head, memory), k_width(whole(f.head_dim)), v_width(whole(f.v_head_dim)) {
-        o = memory.take<T>(output_size());
-        kept = memory.take<T>(f.dropout > 0 ? KEYS * ROWS : 0);
-        if constexpr (PAIRS)
-            weights = memory.take<Word>(KEYS / 2 * ROWS);
-        else
-            weights = p;
-        few_q = memory.take<Word>(FEW ? G * k_width / Op::PER_WORD : 0);
-        rider.take(f, memory);
-    }
-    std::int64_t output_size() const { return G ? G * v_width : f.v_head_dim * ROWS; }
-
     // Share `share` of `shares` of the keys that the rows may see.
     void run(std::int64_t first, int rows, std::int64_t share, std::int64_t shares, void* partial) {
         this->first = first;
@@ -74,18 +43,18 @@ struct Attend : Scores<T, QV, Op> {
                 if constexpr (!PAIRS) weights = p;
             }
             if (!logits(j, keys)) continue;
-            if (f.dropout > 0) this->keep(j, keys, kept);
+            if (f.dropout > 0) this->keep(j, keys, dropout_factors);
             rider.before(*this, j, keys);
             if (G == 0 && fresh && !this->all_begin(j)) {
-                clear_output();
+                this->clear_output();
                 fresh = false;
             }
-            weigh(j, keys, fresh);
+            this->weigh(j, keys, fresh);
             mix(j, keys, fresh);
             rider.after(*this, j, keys);
             fresh = false;
         }
-        if (fresh) clear_output();
+        if (fresh) this->clear_output();
         if (shares > 1) return leave(static_cast<T*>(partial));
         finish();
     }
@@ -131,7 +100,7 @@ struct Attend : Scores<T, QV, Op> {
             this->in_steps(j, keys, [&](auto from_vector, auto vectors, int from, int count) {
                 constexpr int u0 = decltype(from_vector)::value, number = decltype(vectors)::value;
                 const int word = from / Op::PER_WORD;
-                Base::template Part<number>::mixes(weights + word * ROWS + u0 * L, {v.data + word * v.stride, v.stride},
+                PvTile<T, number, Op, ROWS>::mixes(weights + word * ROWS + u0 * L, {v.data + word * v.stride, v.stride},
                                                    (count + Op::PER_WORD - 1) / Op::PER_WORD, int(f.v_head_dim),
                                                    o + u0 * L, fresh && from == 0, moved ? factor + u0 : nullptr);
                 UNROLL_RANGE(u, u0, u0 + number, 1) factor[u] = splat(T(1));
@@ -198,144 +167,6 @@ struct Attend : Scores<T, QV, Op> {
             }
         }
     }
-    // Scores to weights relative to the running maximum: p = exp2(s - top); the output so far moves along with it.
-    void weigh(std::int64_t j0, int keys, bool fresh) {
-        if constexpr (FEW)
-            if (packed) return weigh_packed(keys, fresh);
-        if (FEW || !this->untouched()) find_most(keys);
-        V<T> m[QV];
-        UNROLL_FOR(v, QV) m[v] = most[v];
-        I<T> up{};
-        UNROLL_FOR(v, QV) up |= m[v] > top[v];
-        moved = any<T>(up);
-        if (moved) {
-            UNROLL_FOR(v, QV) {
-                shrink[v] = exp2(top[v] - m[v]);
-                sum[v] *= shrink[v];
-            }
-            rider.move(top, m, shrink);
-            UNROLL_FOR(v, QV) top[v] = m[v];
-            if (G > 0 && !fresh) scale_output(shrink);
-        }
-        if constexpr (Rider::LOOKS) {  // there is no dropout
-            if (this->all_seen && keys % Op::PER_WORD == 0)
-                exponentials<false, false>(j0, keys, m);
-            else
-                exponentials<false, true>(j0, keys, m);
-        } else {
-            if (f.dropout > 0)
-                exponentials<true, false>(j0, keys, m);
-            else
-                exponentials<false, false>(j0, keys, m);
-        }
-    }
-    void find_most(int keys) {
-        constexpr int CHAINS = QV > 2 ? 2 : 4;  // a maximum waits for the one before it
-        V<T> found[CHAINS][QV];
-        UNROLL_TILE(n, CHAINS, v, QV) found[n][v] = most[v];
-        int j = 0;
-        for (; j + CHAINS <= keys; j += CHAINS)
-            UNROLL_TILE(n, CHAINS, v, QV) found[n][v] = greater<T>(load(p + (j + n) * ROWS + v * L), found[n][v]);
-        for (; j < keys; j++)
-            UNROLL_FOR(v, QV) found[0][v] = greater<T>(load(p + j * ROWS + v * L), found[0][v]);
-        UNROLL_FOR(v, QV) {
-            most[v] = found[0][v];
-            UNROLL_RANGE(n, 1, CHAINS, 1) most[v] = greater<T>(found[n][v], most[v]);
-        }
-    }
-    // The same with several keys in a vector.
-    void weigh_packed(int keys, bool fresh) {
-        constexpr int AT_ONCE = L / G * Op::PER_WORD, CHAINS = 4;  // keys; maxima
-        constexpr auto LANE = std::make_integer_sequence<int, L>{};
-        const int end = (keys + AT_ONCE - 1) / AT_ONCE * AT_ONCE * G;
-        for (int n = keys * G; n < end; n++) p[n] = -std::numeric_limits<T>::infinity();
-        top[0] = repeated<T, G>(top[0], LANE);
-        V<T> found[CHAINS], total{};
-        UNROLL_FOR(n, CHAINS) found[n] = top[0];
-        int at = 0;
-        for (; at + CHAINS * L <= end; at += CHAINS * L)
-            UNROLL_FOR(n, CHAINS) found[n] = greater<T>(load(p + at + n * L), found[n]);
-        for (; at < end; at += L) found[0] = greater<T>(load(p + at), found[0]);
-        const V<T> several = greater<T>(greater<T>(found[0], found[1]), greater<T>(found[2], found[3]));
-        const V<T> m = over_keys<T, G>(
-            several, [](V<T> a, V<T> b) __attribute__((always_inline)) { return greater<T>(a, b); }, LANE);
-        moved = any<T>(m > top[0]);
-        if (moved) {
-            shrink[0] = exp2(top[0] - m);
-            sum[0] *= shrink[0];
-            top[0] = m;
-            if (!fresh) scale_output(shrink);
-        }
-        if constexpr (PAIRS) {
-            for (int n = 0; n < end; n += 2 * L) {
-                V<T> x = exp2(load(p + n) - m), y = exp2(load(p + n + L) - m);
-                total += x + y;
-                paired_keys<T, G>(x, y, LANE);
-                store_words_of(weights + n / 2, narrowed(x, y));
-            }
-        } else {
-            for (int n = 0; n < end; n += L) {
-                const V<T> x = exp2(load(p + n) - m);
-                total += x;
-                store(p + n, x);
-            }
-        }
-        sum[0] += over_keys<T, G>(total, [](V<T> a, V<T> b) __attribute__((always_inline)) { return a + b; }, LANE);
-    }
-    // HIDES: some logits may be -infinity, times which 0 is no number.
-    template <bool DROPS, bool HIDES>
-    void exponentials(std::int64_t j0, int keys, const V<T>* m) {
-        V<T> total[QV];  // these in registers: what is stored below might be they for all that the compiler knows
-        T *const p = this->p, *const kept = this->kept;
-        UNROLL_FOR(v, QV) total[v] = V<T>{};  // of the block: long rows do not add small numbers to large ones
-        typename Rider::Sums seen(rider);
-        constexpr int AT_ONCE =
-            Rider::LOOKS ? 1 : QV;  // vectors of rows: its sums are too many to go through all of them at once
-        constexpr int N = AT_ONCE * Op::PER_WORD;  // of a word of keys from j on
-        const auto weights_of = [&](int j, int u, V<T>* x) __attribute__((always_inline)) {
-            V<T> depth[N];
-            UNROLL_FOR(n, N) {
-                const V<T> below =
-                    load(p + (j + n % Op::PER_WORD) * ROWS + (u + n / Op::PER_WORD) * L) - m[u + n / Op::PER_WORD];
-                x[n] = depth[n] = HIDES ? at_floor(below) : below;
-            }
-            exp2_each<N>(x);
-            UNROLL_FOR(n, N) {
-                const int v = u + n / Op::PER_WORD, key = j + n % Op::PER_WORD, at = key * ROWS + v * L;
-                total[v] += x[n];
-                seen.add(key, v, depth[n], x[n]);
-                if constexpr (Rider::LOOKS && PAIRS) store(p + at, x[n]);
-                if (DROPS) x[n] *= load(kept + at);
-            }
-        };
-        if (PAIRS && keys % 2)
-            UNROLL_FOR(v, QV) {
-                store(p + keys * ROWS + v * L, splat(-std::numeric_limits<T>::infinity()));
-                if (DROPS) store(kept + keys * ROWS + v * L, V<T>{});
-            }
-        UNROLL_RANGE(u, 0, QV, AT_ONCE)
-            for (int j = 0; j < keys; j += Op::PER_WORD) {
-                V<T> x[N];
-                weights_of(j, u, x);
-                UNROLL_FOR(v, AT_ONCE) {
-                    if constexpr (PAIRS)
-                        store_words_of(weights + j / 2 * ROWS + (u + v) * L, narrowed(x[2 * v], x[2 * v + 1]));
-                    else
-                        store(p + j * ROWS + (u + v) * L, x[v]);
-                }
-            }
-        UNROLL_FOR(v, QV) sum[v] += total[v];
-        rider.add(*this, j0, keys, total, seen);
-    }
-
-    void clear_output() {
-        for (int n = 0; n < output_size(); n += L) store(o + n, V<T>{});
-    }
-    void scale_output(const V<T>* factor) {
-        for (int g = 0; g < count; g++)
-            for (int c = 0; c < v_width; c += L) store(o + g * v_width + c, load(o + g * v_width + c) * factor[0][g]);
-    }
-
     // What a share of the keys leaves: o, top and sum; and from these the whole.
     void leave(T* partial) const {
         for (int n = 0; n < output_size(); n += L) store(partial + n, load(o + n));

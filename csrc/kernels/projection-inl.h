@@ -39,7 +39,7 @@ struct Projection {
                 UNROLL_FOR(n, L) store(reinterpret_cast<float*>(to + (d + n) * outs + v), lanes[n]);
             }
             for (; d < words(); d++)
-                for (int r = 0; r < L; r++) to[d * outs + v + r] = Tile<float, 1, Op>::word(row[r], d);
+                for (int r = 0; r < L; r++) to[d * outs + v + r] = load_word<Op>(row[r], d);
         }
     }
 
@@ -67,7 +67,7 @@ struct Projection {
     }
     template <int QV>
     void multiply_by(std::int64_t panel, const Word* turned, std::int64_t first, int count) const {
-        constexpr int ROWS = QV * L, R = Tile<float, QV, Op>::R;
+        constexpr int ROWS = QV * L, R = TILE_COLUMNS<QV>;
         float sums[(LINEAR_ROWS + R) * ROWS] __attribute__((aligned(64)));
         V<float> bias[QV];
         std::int64_t head[QV], column[QV];  // where the head lies, and the vector in it
@@ -114,16 +114,16 @@ struct Projection {
         }
         for (int d = 0; d < depth; d++)
             UNROLL_FOR(n, R) {
-                const Word word = Tile<float, QV, Op>::word(row[n], d);
+                const Word word = load_word<Op>(row[n], d);
                 UNROLL_FOR(v, QV) a[n][v] = Op::add(a[n][v], word, turned + (d * QV + v) * L);
             }
     }
     V<float> there(const char* y, std::int64_t column) const {
         const float* const at = reinterpret_cast<const float*>(y) + column;
         if (column + L <= f.head_width) return load_anywhere(at);
-        V<float> found{};
-        for (int n = 0; column + n < f.head_width; n++) found[n] = at[n];
-        return found;
+        V<float> values{};
+        for (int n = 0; column + n < f.head_width; n++) values[n] = at[n];
+        return values;
     }
     V<float> bias_from(std::int64_t o) const {
         V<float> bias{};

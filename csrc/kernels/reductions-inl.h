@@ -62,17 +62,17 @@ struct Pooling {
         constexpr int AT_ONCE = 8;
         for (std::int64_t from = 0; from < bins && borders[from] == borders[from]; from += AT_ONCE) {
             V<T> border[AT_ONCE];
-            I<T> found[AT_ONCE];
+            I<T> counts[AT_ONCE];
             UNROLL_FOR(k, AT_ONCE) {
                 border[k] = splat(from + k < bins ? borders[from + k] : std::numeric_limits<T>::quiet_NaN());
-                found[k] = I<T>{};
+                counts[k] = I<T>{};
             }
             each(x, count, [&](V<T> some) __attribute__((always_inline)) {
-                UNROLL_FOR(k, AT_ONCE) found[k] = some >= border[k] ? found[k] + 1 : found[k];
+                UNROLL_FOR(k, AT_ONCE) counts[k] = some >= border[k] ? counts[k] + 1 : counts[k];
             });
             for (int k = 0; k < AT_ONCE && from + k < bins; k++) {
                 Int<T> lanes[L] __attribute__((aligned(64))), all = 0;
-                store_int<T>(lanes, found[k]);
+                store_int<T>(lanes, counts[k]);
                 for (int lane = 0; lane < L; lane++) all += lanes[lane];
                 reached[from + k] += all;
             }

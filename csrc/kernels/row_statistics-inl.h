@@ -322,15 +322,15 @@ struct Look : Sweep<T, QV> {
             store(rows.norm + v * L, log1p(rest));
             store(rows.scale + v * L, 1 / (1 + rest));
         }
-        if (!s->given) return;
+        if (!s->other_lse) return;
         for (int r = 0; r < rows.count; r++) {
-            const double given = double(static_cast<const T*>(s->given)[block.row(r)]) - double(rows.top[r]) * LN2;
+            const double other = double(static_cast<const T*>(s->other_lse)[block.row(r)]) - double(rows.top[r]) * LN2;
             const double size = std::abs(double(rows.norm[r]) + double(rows.top[r]) * LN2),
-                         off = std::abs(given - double(rows.norm[r]));
+                         off = std::abs(other - double(rows.norm[r]));
             if (off <= s->rounding * (size > 1 ? size : 1)) continue;
-            rows.norm[r] = T(given);
+            rows.norm[r] = T(other);
             // at least the smallest normal number: 0 is the scale of a row that does not count
-            rows.scale[r] = std::max(T(std::exp(-given)), std::numeric_limits<T>::min());
+            rows.scale[r] = std::max(T(std::exp(-other)), std::numeric_limits<T>::min());
         }
     }
     // Which of them count.

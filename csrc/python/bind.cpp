@@ -1,297 +1,26 @@
-// The Python side: pointers, shapes and strides in; threads here.
+// The functions of the module `_native`.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <array>
-#include <cstring>
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
-#include "../interface/attention.h"
-#include "../runtime/observe.h"
-#include "../runtime/threads.h"
+#include "arguments.h"
+#include "launch.h"
+#include "observation.h"
 
 namespace nb = nanobind;
 using namespace headscope;
 
 namespace {
 
-using Axes = std::array<std::int64_t, 4>;
-
-Tensor4 tensor(std::uintptr_t data, const Axes& stride, int dtype) {
-    Tensor4 x;
-    x.data = reinterpret_cast<const void*>(data);
-    for (int n = 0; n < 4; n++) x.stride[n] = stride[n];
-    x.dtype = static_cast<Dtype>(dtype);
-    return x;
-}
-
-Spans reach(std::uintptr_t data, const std::array<std::int64_t, 3>& at) {
-    return {reinterpret_cast<const std::int32_t*>(data), at[0], at[1], std::int32_t(at[2])};
-}
-
-void wants_memory(const char* name, const void* data, std::int64_t count) {
-    if (!data && count)
-        throw std::invalid_argument(std::string(name) + ": its memory is gone: its storage holds nothing");
-}
-void wants_memory(const Forward& f) {
-    wants_memory("q", f.q.data, f.batch * f.heads * f.queries);
-    wants_memory("k", f.k.data, f.batch * f.kv_heads * f.keys);
-    wants_memory("v", f.v.data, f.batch * f.kv_heads * f.keys * f.v_head_dim);
-}
-
-// Kind, and up to two tensors, each as its address and its strides.
-using RuleIn = std::tuple<int, std::uintptr_t, Axes, std::uintptr_t, Axes>;
-
-void run(Forward& f, int threads) {
-    Signals signals;
-    f.watch = &signals;
-    const Target* target = chosen();
-    const std::int64_t tasks = target->tasks(f), shares = target->shares(f);
-    threads = usable(threads, tasks);
-    const std::size_t own = room_of_own(target->scratch(f));
-    const Scratch<> scratch(own * std::size_t(threads));
-    Memory partial;
-    if (shares > 1) partial = allocate(target->partial(f));
-    f.partial = partial.get();
-    Preparation preparation(*target, f, threads);
-    expect_pages(f.out, bytes_of(f.batch * f.heads * f.queries * f.v_head_dim, f.q.dtype));
-    Step attending(tasks, threads, at_a_time(f, tasks, threads)), merging(shares > 1 ? tasks / shares : 0, threads);
-    parallel_region(threads, [&](int thread) {
-        char* const own_scratch = scratch.at(own * std::size_t(thread));
-        preparation.run(signals, thread);
-        attending.run(signals, thread, [&](std::int64_t n, int) { target->run(f, n, own_scratch); });
-        if (shares == 1) return;
-        attending.wait(signals);
-        merging.run(signals, thread, [&](std::int64_t n, int) { target->merge(f, n, own_scratch); });
-    });
-    signals.raise();
-}
-
-void run(Backward& g, int threads) {
-    Signals signals;
-    g.forward.watch = &signals;
-    const Target* target = chosen();
-    const Forward& f = g.forward;
-    const std::int64_t heads = f.batch * f.kv_heads, groups = target->groups(f);
-    const int used = usable(threads, heads * groups);
-    const std::size_t own = room_of_own(target->gradient_scratch(g)), sum = room_of_own(target->sums(f));
-    expect_pages(g.dq, bytes_of(f.batch * f.heads * f.queries * f.head_dim, f.q.dtype));
-    expect_pages(g.dk, bytes_of(heads * f.keys * f.head_dim, f.q.dtype));
-    expect_pages(g.dv, bytes_of(heads * f.keys * f.v_head_dim, f.q.dtype));
-    const Scratch<> scratch((own + sum) * std::size_t(used));
-    const auto scratch_of = [&](int thread) { return scratch.at((own + sum) * std::size_t(thread)); };
-    Chains chains(heads, groups, used);
-    Step bias_gradient(g.dbias ? target->bias_tasks(g) : 0, used);  // it reads nothing that the chains write
-    parallel_region(used, [&](int thread) {
-        chains.run(signals, thread, [&](const Chains::Link& link, int) {
-            target->run_gradient(g, link.chain, link.number, scratch_of(thread), scratch_of(link.owner) + own,
-                                 link.passed);
-        });
-        bias_gradient.run(signals, thread,
-                          [&](std::int64_t n, int) { target->run_bias_gradient(g, n, scratch_of(thread)); });
-    });
-    signals.raise();
-}
-
-// Turned weights are kept only some at a time, so that memory does not grow with them.
-void multiply(const Target* target, const Linear& f, int threads, Signals& signals) {
-    constexpr std::size_t TURNED = 3 << 20;
-    const std::size_t size = target->panel_size(f);
-    const std::int64_t panels = target->panels(f), chunks = (f.rows + LINEAR_ROWS - 1) / LINEAR_ROWS;
-    const std::int64_t room = std::clamp(std::int64_t(TURNED / size), std::int64_t(1), panels),
-                       parts = (panels + room - 1) / room;
-    const std::int64_t most = (panels + parts - 1) / parts;  // the last ones are not left to one thread
-    const Scratch<> turned(size * std::size_t(most));
-    const auto at = [&](std::int64_t n) { return turned.at(std::size_t(n) * size); };
-    threads = usable(threads, most * chunks);
-    std::vector<std::unique_ptr<Step>> turning, multiplying;  // of each part
-    for (std::int64_t from = 0; from < panels; from += most) {
-        const std::int64_t some = std::min(most, panels - from);
-        turning.push_back(std::make_unique<Step>(some, threads));
-        multiplying.push_back(std::make_unique<Step>(some * chunks, threads));
-    }
-    parallel_region(threads, [&](int thread) {
-        for (std::size_t part = 0; part < turning.size(); part++) {
-            const std::int64_t from = std::int64_t(part) * most, some = std::min(most, panels - from);
-            const std::int64_t owners =
-                usable(threads, some);  // who turns panels multiplies by them: all rows, some at a time, by each
-            const auto first_of = [&](std::int64_t owner) { return some * owner / owners; };
-            if (part) multiplying[part - 1]->wait(signals);  // its panels lie where these will
-            turning[part]->run(signals, thread, [&](std::int64_t n, int) { target->turn(f, from + n, at(n)); });
-            turning[part]->wait(signals);
-            multiplying[part]->run(signals, thread, [&](std::int64_t n, int) {
-                std::int64_t owner = n * owners / (some * chunks);
-                while (n < first_of(owner) * chunks) owner--;
-                while (n >= first_of(owner + 1) * chunks) owner++;
-                const std::int64_t begin = first_of(owner), own = first_of(owner + 1) - begin,
-                                   place = n - begin * chunks;
-                const std::int64_t panel = begin + place % own, row = place / own * LINEAR_ROWS;
-                target->multiply(f, from + panel, at(panel), row, std::min(LINEAR_ROWS, f.rows - row));
-            });
-        }
-    });
-    signals.raise();
-}
-
-// Of rows of x that lie across: each task lays some of them lengthwise and turns what it multiplies them by, a part of
-// the depth at a time, so that nobody waits for anybody.
-void multiply_across(const Target* target, const Linear& f, int threads, Signals& signals) {
-    constexpr std::int64_t AT_ONCE = 512, TASKS = 2;  // as many of a thread, at least
-    Linear part = f;
-    part.width = std::min(AT_ONCE, f.width);
-    const std::size_t laid = std::size_t(LINEAR_ROWS * part.width) * sizeof(float),
-                      own = room_of_own(laid + target->panel_size(part));
-    const std::int64_t panels = target->panels(f), chunks = (f.rows + LINEAR_ROWS - 1) / LINEAR_ROWS;
-    const std::int64_t groups = std::clamp((TASKS * threads + chunks - 1) / chunks, std::int64_t(1), panels);
-    const int used = usable(threads, chunks * groups);
-    const Scratch<> scratch(own * std::size_t(used));
-    each(signals, chunks * groups, used, [&](std::int64_t n, int thread) {
-        const std::int64_t first = n / groups * LINEAR_ROWS, group = n % groups;
-        char* const room = scratch.at(own * std::size_t(thread));
-        float* const x = reinterpret_cast<float*>(room);
-        Linear some = f;
-        some.rows = std::min(LINEAR_ROWS, f.rows - first);
-        some.y = static_cast<float*>(f.y) + first * f.y_stride[2];
-        for (std::int64_t from = 0; from < f.width && !signals.stops(&signals); from += AT_ONCE) {
-            some.width = std::min(AT_ONCE, f.width - from);
-            some.adds = f.adds || from;
-            if (from) some.bias = nullptr;
-            some.x = static_cast<const float*>(f.x) + first + from * f.x_stride[1];
-            some.w = static_cast<const float*>(f.w) + from * f.w_stride[1];
-            some.x_stride[0] = 1;
-            some.x_stride[1] = f.x_stride[1];
-            target->lengthwise(some, 0, some.rows, x, some.width);
-            some.x = x;
-            some.x_stride[0] = some.width;
-            some.x_stride[1] = 1;
-            for (std::int64_t panel = panels * group / groups; panel < panels * (group + 1) / groups; panel++) {
-                target->turn(some, panel, room + laid);
-                target->multiply(some, panel, room + laid, 0, some.rows);
-            }
-        }
-    });
-    signals.raise();
-}
-
-void run(const Linear& f, int threads) {
-    Signals signals;
-    const Target* target = chosen();
-    if (!target->multiplies(f)) throw std::invalid_argument("linear: not of this dtype, width or strides");
-    expect_pages(f.y, bytes_of(f.rows * f.outs, f.dtype));
-    if (f.x_stride[1] == 1)
-        multiply(target, f, threads, signals);
-    else
-        multiply_across(target, f, threads, signals);
-}
-
-// An observation of calls that differ in nothing but where their tensors lie. What it finds lies in one piece of memory
-// of the caller's, each at an offset; what it only needs on the way lies in scratch, as if that followed. -1: not asked
-// for.
-enum Place {
-    COUNTED,
-    VALUES,
-    MOST_WEIGHT,
-    MOST_KEY,
-    RECEIVED,
-    ELIGIBLE,
-    MAP_SUM,
-    MAP_MAX,
-    MAP_COUNT,
-    MAP_AT,
-    EDGE_P,
-    EDGE_AT,
-    MOMENTS_WHOLE,
-    MOMENTS_NUMBERS,
-    PLACES
-};
-using Places = std::array<std::int64_t, PLACES>;
-
-struct Observation {
-    Forward call;
-    RowStats stats;
-    std::int64_t rows;
-    std::array<std::int64_t, QUANTITIES> value_at;  // in the list of row quantities; -1: not asked for
-    std::array<std::int64_t, MOST_WINDOWS> window_at, streaming_at;
-    int edges;
-    std::int64_t maxima, max_logits;  // in that list, where edges are looked for in a pass of their own; else -1
-    std::int64_t names;               // of row quantities
-    const void* borders;              // of their histograms, [names, borders_of_each]
-    std::int64_t borders_of_each;
-    Places places;
-    std::int64_t size, room;  // bytes of what it finds, and of what is needed on the way
-};
-
-// One of them, placed.
-class Placed {
-public:
-    Forward call;
-    RowStats stats;
-
-    Placed(const Observation& observation, char* found, char* scratch)
-        : call(observation.call), stats(observation.stats), all(observation), memory(found), room(scratch) {
-        RowStats& s = stats;
-        at(s.counted, COUNTED);
-        at(s.most_weight, MOST_WEIGHT);
-        at(s.most_key, MOST_KEY);
-        at(s.whole.received, RECEIVED);
-        at(s.whole.eligible, ELIGIBLE);
-        at(s.whole.sum, MAP_SUM);
-        at(s.whole.max, MAP_MAX);
-        at(s.whole.count, MAP_COUNT);
-        at(s.whole.largest, MAP_AT);
-        for (int n = 0; n < QUANTITIES; n++) s.value[n] = quantity(all.value_at[std::size_t(n)]);
-        for (int n = 0; n < s.windows; n++) {
-            s.window[n] = quantity(all.window_at[std::size_t(n)]);
-            s.streaming[n] = quantity(all.streaming_at[std::size_t(n)]);
-        }
-    }
-    void* quantity(std::int64_t n) const {
-        const std::int64_t size = call.batch * call.heads * all.rows * (call.q.dtype == Dtype::f64 ? 8 : 4);
-        return n < 0 ? nullptr : where(VALUES) + n * size;
-    }
-    EdgeList edge_list() const {
-        EdgeList list{all.edges, nullptr, nullptr, quantity(all.maxima), quantity(all.max_logits)};
-        at(list.p, EDGE_P);
-        at(list.at, EDGE_AT);
-        return list;
-    }
-    // What rows come to: the counts [names, H] and the histograms [names, H, bins] in one place, the numbers [4, names,
-    // H] in another.
-    Moments moments() const {
-        return moments_at(all, reinterpret_cast<std::int64_t*>(where(MOMENTS_WHOLE)),
-                          reinterpret_cast<double*>(where(MOMENTS_NUMBERS)));
-    }
-    static Moments moments_at(const Observation& x, std::int64_t* whole, double* number) {
-        const std::int64_t n = x.names * x.call.heads;
-        return {x.names, x.call.batch, x.call.heads, x.rows,     x.borders,      x.borders_of_each,
-                whole,   whole + n,    number,       number + n, number + 2 * n, number + 3 * n};
-    }
-
-private:
-    const Observation& all;
-    char *const memory, *const room;
-
-    char* where(Place place) const {
-        const std::int64_t n = all.places[place];
-        return n < 0 ? nullptr : n < all.size ? memory + n : room + (n - all.size);
-    }
-    template <class T>
-    void at(T*& to, Place place) const {
-        to = reinterpret_cast<T*>(where(place));
-    }
-};
-
-}  // namespace
-
-NB_MODULE(_native, m) {
+void bind_targets(nb::module_& m) {
     main_thread =
         pthread_t(nb::cast<unsigned long>(nb::module_::import_("threading").attr("main_thread")().attr("ident")));
     pthread_atfork(nullptr, nullptr, [] {
@@ -307,6 +36,9 @@ NB_MODULE(_native, m) {
             if (all[n]->runs_here()) names.emplace_back(all[n]->name);
         return names;
     });
+}
+
+void bind_attention(nb::module_& m) {
     // (B, H, Hkv, Q, K, D, Dv), dtype of q, k, v; each tensor as its address and its strides in elements; 0 = none
     nb::class_<Forward>(m, "Call").def(
         "__init__",
@@ -347,7 +79,7 @@ NB_MODULE(_native, m) {
         Forward f = call;
         f.out = reinterpret_cast<void*>(out);
         f.lse = reinterpret_cast<void*>(lse);
-        wants_memory(f);
+        check_memory(f);
         std::atomic<bool> spoilt{false};
         f.spoilt = &spoilt;
         nb::gil_scoped_release unlocked;
@@ -364,7 +96,7 @@ NB_MODULE(_native, m) {
         f.out = reinterpret_cast<void*>(out);
         f.bias.data = reinterpret_cast<const void*>(bias);
         f.sinks = reinterpret_cast<const void*>(sinks);
-        wants_memory(f);
+        check_memory(f);
         f.lse = reinterpret_cast<void*>(lse);
         std::atomic<bool> spoilt{false};
         f.spoilt = &spoilt;
@@ -385,10 +117,10 @@ NB_MODULE(_native, m) {
         g.grad_out = tensor(grad_out, grad_out_stride, dtype);
         g.grad_lse = reinterpret_cast<const void*>(grad_lse);
         const std::int64_t rows = f.batch * f.heads * f.queries;
-        wants_memory(f);
-        wants_memory("lse", g.forward.lse, rows);
-        wants_memory("out", g.out.data, rows * f.v_head_dim);
-        wants_memory("grad_out", g.grad_out.data, rows * f.v_head_dim);
+        check_memory(f);
+        check_memory("lse", g.forward.lse, rows);
+        check_memory("out", g.out.data, rows * f.v_head_dim);
+        check_memory("grad_out", g.grad_out.data, rows * f.v_head_dim);
         g.dq = reinterpret_cast<void*>(dq);
         g.dk = reinterpret_cast<void*>(dk);
         g.dv = reinterpret_cast<void*>(dv);
@@ -406,6 +138,9 @@ NB_MODULE(_native, m) {
         run(g, threads);
         return !spoilt.load();
     });
+}
+
+void bind_linear(nb::module_& m) {
     // Whether `linear` takes this dtype and width.
     m.def("multiplies", [](int dtype, std::int64_t width) {
         Linear f{};
@@ -446,6 +181,9 @@ NB_MODULE(_native, m) {
               nb::gil_scoped_release unlocked;
               run(f, threads);
           });
+}
+
+void bind_observation(nb::module_& m) {
     // Observing; see _observe_native.py. Each argument of several numbers is told there.
     using Address = std::uintptr_t;
     using Windows = std::vector<std::tuple<double, std::int64_t, std::int64_t>>;
@@ -454,7 +192,7 @@ NB_MODULE(_native, m) {
              [](Observation* x, const Forward& call, std::array<std::int64_t, 2> rows,
                 const std::array<std::int64_t, QUANTITIES>& values, const Windows& windows, std::array<Address, 2> line,
                 std::array<Address, 2> own, Address ids, std::array<Address, 3> first, std::array<Address, 4> may_count,
-                Address given, double rounding, int most, std::int64_t bins, std::array<std::int64_t, 3> edges,
+                Address other_lse, double rounding, int most, std::int64_t bins, std::array<std::int64_t, 3> edges,
                 std::array<Address, 3> borders, const Places& places, std::int64_t size, std::int64_t room) {
                  new (x) Observation{call,
                                      {},
@@ -494,22 +232,22 @@ NB_MODULE(_native, m) {
                  s.firsts = int(first[2]);
                  s.may_count = reinterpret_cast<const std::uint8_t*>(may_count[0]);
                  for (int n = 0; n < 3; n++) s.may_count_stride[n] = std::int64_t(may_count[n + 1]);
-                 s.given = reinterpret_cast<const void*>(given);
+                 s.other_lse = reinterpret_cast<const void*>(other_lse);
                  s.rounding = rounding;
              });
     // Measures, and attends beside if there is a place for out and lse. True where every row that sees keys is finite.
     m.def("look", [](const Observation& observation, Address q, Address k, Address v, Address out, Address lse,
-                     Address found, int threads) {
+                     Address outputs, int threads) {
         nb::gil_scoped_release unlocked;
         const Scratch<1 << 24> room(std::size_t(observation.room));
-        Placed x(observation, reinterpret_cast<char*>(found), room.at(0));
+        Placed x(observation, reinterpret_cast<char*>(outputs), room.at(0));
         Forward& f = x.call;
         f.q.data = reinterpret_cast<const void*>(q);
         f.k.data = reinterpret_cast<const void*>(k);
         f.v.data = reinterpret_cast<const void*>(v);
         f.out = reinterpret_cast<void*>(out);
         f.lse = reinterpret_cast<void*>(lse);
-        wants_memory(f);
+        check_memory(f);
         const Forward whole = f;
         std::atomic<bool> spoilt{false};
         if (f.out && chosen()->shares(f) > 1) {  // by itself, so that it is to the bit what it is when nobody looks
@@ -542,4 +280,13 @@ NB_MODULE(_native, m) {
         moments(Placed::moments_at(x, counts, reinterpret_cast<double*>(numbers)),
                 reinterpret_cast<const void*>(values), wide, threads);
     });
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    bind_targets(m);
+    bind_attention(m);
+    bind_linear(m);
+    bind_observation(m);
 }

@@ -21,14 +21,14 @@ bool larger(const Edge& x, const Edge& z) {  // of equal ones the first
     return x.p != z.p ? x.p > z.p : x.b != z.b ? x.b < z.b : x.i != z.i ? x.i < z.i : x.j < z.j;
 }
 // The largest of them come first; how many there are then, at most k.
-std::int64_t keep_largest(Edge* edges, std::int64_t found, std::int64_t k) {
-    const std::int64_t kept = std::min(found, k);
-    std::partial_sort(edges, edges + kept, edges + found, larger);
-    return kept;
+std::int64_t keep_largest(Edge* edges, std::int64_t edge_count, std::int64_t k) {
+    const std::int64_t remaining = std::min(edge_count, k);
+    std::partial_sort(edges, edges + remaining, edges + edge_count, larger);
+    return remaining;
 }
-void put(const EdgeList& list, std::int64_t head, const Edge* edges, std::int64_t found) {
+void put(const EdgeList& list, std::int64_t head, const Edge* edges, std::int64_t edge_count) {
     for (std::int64_t n = 0; n < list.k; n++) {
-        const bool has = n < found;
+        const bool has = n < edge_count;
         std::int64_t* at = list.at + 4 * (head * list.k + n);
         list.p[head * list.k + n] = has ? edges[n].p : std::numeric_limits<double>::quiet_NaN();
         at[0] = has ? 0 : -1;
@@ -86,7 +86,7 @@ struct Second {
     std::int64_t n, size;
     std::vector<std::int64_t> queries, keys;
     std::vector<std::uint8_t> counts, counted;
-    std::vector<char> given, weights, floors;
+    std::vector<char> lse_values, weights, floors;
     Forward f;
     RowStats few;
 
@@ -98,7 +98,7 @@ struct Second {
           keys(queries.size() * most),
           counts(queries.size()),
           counted(queries.size()),
-          given(rows.given ? queries.size() * size : 0),
+          lse_values(rows.other_lse ? queries.size() * size : 0),
           weights(keys.size() * size),
           floors(queries.size() * size),
           f(all) {
@@ -112,9 +112,9 @@ struct Second {
                 reinterpret_cast<double*>(floors.data())[to] = floor;
             else
                 reinterpret_cast<float*>(floors.data())[to] = float(floor);
-            if (rows.given)
-                std::copy_n(static_cast<const char*>(rows.given) + (head * all.queries + r) * size, size,
-                            &given[to * size]);
+            if (rows.other_lse)
+                std::copy_n(static_cast<const char*>(rows.other_lse) + (head * all.queries + r) * size, size,
+                            &lse_values[to * size]);
         }
         f.queries = n;
         f.v_head_dim = 0;
@@ -126,7 +126,7 @@ struct Second {
         few.may_count_stride[0] = all.heads * n;
         few.may_count_stride[1] = n;
         few.may_count_stride[2] = 1;
-        few.given = rows.given ? given.data() : nullptr;
+        few.other_lse = rows.other_lse ? lse_values.data() : nullptr;
         few.rounding = rows.rounding;
         few.counted = counted.data();
         few.floor = floors.data();
@@ -135,13 +135,14 @@ struct Second {
         few.most_key = keys.data();
     }
     // Adds what a head has here to `found` edges; how many there are then, at most k.
-    std::int64_t add_to(Edge* edges, std::int64_t found, std::int64_t h, std::int64_t k) const {
+    std::int64_t add_to(Edge* edges, std::int64_t edge_count, std::int64_t h, std::int64_t k) const {
         for (std::int64_t b = 0; b < call.batch; b++)
             for (std::int64_t m = 0; m < n * few.most; m++) {
                 const std::int64_t row = (b * call.heads + h) * n + m / few.most, at = row * few.most + m % few.most;
-                if (keys[at] >= 0) edges[found++] = {number(weights.data(), at, size == 8), b, queries[row], keys[at]};
+                if (keys[at] >= 0)
+                    edges[edge_count++] = {number(weights.data(), at, size == 8), b, queries[row], keys[at]};
             }
-        return keep_largest(edges, found, k);
+        return keep_largest(edges, edge_count, k);
     }
 };
 
@@ -201,15 +202,15 @@ std::size_t lay_out_shares(const Forward& f, RowStats& s, std::size_t lines_apar
 
 // What the shares have found of a head's edges.
 void gather_edges(const Forward& f, const RowStats& s, const EdgeList& list, std::int64_t head) {
-    std::int64_t found = s.edges_found[head];
+    std::int64_t edge_count = s.edges_found[head];
     Edge* const edges = s.edge + head * s.edges;
-    std::vector<Edge> all(edges, edges + found);
+    std::vector<Edge> all(edges, edges + edge_count);
     for (std::int64_t share = 1; share < s.shares; share++) {
         const std::int64_t n = share * f.heads + head;
         all.insert(all.end(), s.edge + n * s.edges, s.edge + n * s.edges + s.edges_found[n]);
     }
-    found = keep_largest(all.data(), std::int64_t(all.size()), list.k);
-    put(list, head, all.data(), found);
+    edge_count = keep_largest(all.data(), std::int64_t(all.size()), list.k);
+    put(list, head, all.data(), edge_count);
 }
 
 }  // namespace
@@ -269,15 +270,16 @@ void edges(const Forward& call, const RowStats& rows, const EdgeList& list, int 
     const std::int64_t step = std::clamp<std::int64_t>(AT_ONCE / (heads * most), 1, chosen_rows.count);
     const std::int64_t room = list.k + call.batch * step * most;  // of a head: what is kept, and what comes to it
     std::vector<Edge> candidates(call.heads * room);
-    std::vector<std::int64_t> found(call.heads);
+    std::vector<std::int64_t> edge_counts(call.heads);
     for (std::int64_t first = 0; first < chosen_rows.count; first += step) {
         Second again(call, rows, chosen_rows, first, std::min(step, chosen_rows.count - first), int(most));
         look(again.f, again.few, nullptr, nullptr, nullptr, threads);
-        each(signals, call.heads, usable(threads, call.heads),
-             [&](std::int64_t h, int) { found[h] = again.add_to(&candidates[h * room], found[h], h, list.k); });
+        each(signals, call.heads, usable(threads, call.heads), [&](std::int64_t h, int) {
+            edge_counts[h] = again.add_to(&candidates[h * room], edge_counts[h], h, list.k);
+        });
         signals.raise();
     }
-    for (std::int64_t h = 0; h < call.heads; h++) put(list, h, &candidates[h * room], found[h]);
+    for (std::int64_t h = 0; h < call.heads; h++) put(list, h, &candidates[h * room], edge_counts[h]);
 }
 
 void moments(const Moments& m, const void* values, bool wide, int threads) {

@@ -119,7 +119,7 @@ inline std::size_t room_of_own(std::size_t bytes) {
 template <std::size_t MOST_KEPT = 4 << 20>
 class Scratch {
 public:
-    explicit Scratch(std::size_t bytes) : memory(std::move(kept)), size(std::exchange(kept_size, 0)) {
+    explicit Scratch(std::size_t bytes) : memory(std::move(cached)), size(std::exchange(cached_size, 0)) {
         if (size < bytes) {
             memory = nullptr;
             memory = allocate(bytes);
@@ -127,16 +127,16 @@ public:
         }
     }
     ~Scratch() {
-        if (size <= MOST_KEPT && size > kept_size) {
-            kept = std::move(memory);
-            kept_size = size;
+        if (size <= MOST_KEPT && size > cached_size) {
+            cached = std::move(memory);
+            cached_size = size;
         }
     }
     char* at(std::size_t offset) const { return static_cast<char*>(memory.get()) + offset; }
 
 private:
-    inline static thread_local Memory kept;
-    inline static thread_local std::size_t kept_size = 0;
+    inline static thread_local Memory cached;
+    inline static thread_local std::size_t cached_size = 0;
     Memory memory;
     std::size_t size;
 };

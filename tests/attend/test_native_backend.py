@@ -317,7 +317,7 @@ def test_a_step_of_decoding(group: int, lengths: tuple[int, int] | None, dtype: 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_gradients_of_one_to_three_queries_err_at_most_twice_as_much_as_those_of_torch(target: str) -> None:
-    """Torch multiplies so few queries as vectors, in many short sums; pooled over draws the ratio is 1.2 to 1.4."""
+    """Torch multiplies so few queries as vectors, in many short sums."""
     program = (PROGRAMS / "few_query_gradients.py").read_text(encoding="utf-8")
     done = run(program, HEADSCOPE_CPU_TARGET=target)
     rows = [line.split() for line in done.stdout.splitlines()]

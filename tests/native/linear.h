@@ -101,7 +101,7 @@ inline bool check_linear(const headscope::Target& target, Random& r) {
             }
             exact += sum;
             near += float(beside);
-            const double found = of_y(n, o), error = std::fabs(found - exact);
+            const double result = of_y(n, o), error = std::fabs(result - exact);
             ours = std::isnan(error) ? INF : std::max(ours, error);
             plain = std::max(plain, std::fabs(rounded(double(near), e) - exact));
             largest = std::max(largest, std::fabs(exact));

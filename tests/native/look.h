@@ -14,25 +14,25 @@ using headscope::MOST_WINDOWS;
 using headscope::QUANTITIES;
 
 struct Look {
-    std::int64_t R;                 // rows that are looked at
-    Array queries;                  // which query each of them is, [B or 1, H or 1, 1, R]; not given: 0, 1, 2, …
-    Array line, own, ids, first;    // [B or 1, 1, 1, R] both, [B, 1, 1, K], [B or 1, 1, 1, firsts]; as in RowStats
-    Array norms, may_count, given;  // [B, Hkv, K, 1], [B or 1, H or 1, R or 1, 1], [B, H, R, 1]
+    std::int64_t R;                     // rows that are looked at
+    Array queries;                      // which query each of them is, [B or 1, H or 1, 1, R]; not given: 0, 1, 2, …
+    Array line, own, ids, first;        // [B or 1, 1, 1, R] both, [B, 1, 1, K], [B or 1, 1, 1, firsts]; as in RowStats
+    Array norms, may_count, other_lse;  // [B, Hkv, K, 1], [B or 1, H or 1, R or 1, 1], [B, H, R, 1]
     std::vector<double> reach;
     bool attends, received, values, floor;  // floor: none of the largest weights is below it
     std::int64_t most, bins, shares, edges;
 
     std::int64_t query(std::int64_t b, std::int64_t h, std::int64_t r) const {
-        return queries.given ? std::int64_t(queries(b, h, 0, r)) : r;
+        return queries.present ? std::int64_t(queries(b, h, 0, r)) : r;
     }
     std::string describe() const {
         std::string text = "; a look at " + std::to_string(R) + " rows";
-        if (queries.given) text += " picked out";
-        if (line.given) text += ", on a line";
-        if (ids.given) text += ", tokens";
-        if (norms.given) text += ", norms";
-        if (may_count.given) text += ", may_count";
-        if (given.given) text += ", given lse";
+        if (queries.present) text += " picked out";
+        if (line.present) text += ", on a line";
+        if (ids.present) text += ", tokens";
+        if (norms.present) text += ", norms";
+        if (may_count.present) text += ", may_count";
+        if (other_lse.present) text += ", given lse";
         if (attends) text += ", attending";
         if (received) text += ", received";
         text += ", " + std::to_string(reach.size()) + " windows, first " + std::to_string(first.n[3]) + ", most " +
@@ -88,12 +88,12 @@ inline Look draw_look(Random& r, const Problem& p, const Array& lse) {
         for (double& may : x.may_count.x) may = !r.one_in(4);
     }
     if (r.one_in(4)) {
-        x.given = Array(p.B, p.H, x.R, 1);
+        x.other_lse = Array(p.B, p.H, x.R, 1);
         const double off = r.one_in(2) ? 0 : 0.4;
         for (std::int64_t b = 0; b < p.B; b++)
             for (std::int64_t h = 0; h < p.H; h++)
                 for (std::int64_t n = 0; n < x.R; n++)
-                    x.given(b, h, n, 0) = rounded(lse(b, h, x.query(b, h, n), 0) + off, arithmetic(p.dtype));
+                    x.other_lse(b, h, n, 0) = rounded(lse(b, h, x.query(b, h, n), 0) + off, arithmetic(p.dtype));
     }
     x.values = !r.one_in(4);
     x.received = r.one_in(2);
@@ -130,8 +130,8 @@ struct MeasuredRow {
     // The weight of such keys; NaN where none is seen and one is `needed`.
     template <class Which>
     double mass(bool needed, const Which& which) const {
-        const double found = sum([&](std::int64_t j, A) { return A(which(j)); });
-        return found > 0 || !needed ? sum([&](std::int64_t j, A w) { return which(j) ? w : A(0); }) : NOT;
+        const double total = sum([&](std::int64_t j, A) { return A(which(j)); });
+        return total > 0 || !needed ? sum([&](std::int64_t j, A w) { return which(j) ? w : A(0); }) : NOT;
     }
 };
 
@@ -146,7 +146,7 @@ MeasuredRow<A> measured_row(const Problem& p, const Look& x, double rounding, st
             for (std::int64_t d = 0; d < p.D; d++) s += A(p.q(b, h, i, d)) * A(p.k(b, h / p.group(), j, d));
             s *= A(p.scale);
             if (p.softcap > 0) s = A(p.softcap) * std::tanh(s / A(p.softcap));
-            if (p.bias.given) s += A(p.bias(b, h, i, j));
+            if (p.bias.present) s += A(p.bias(b, h, i, j));
             row.keys.push_back(j);
             row.weight.push_back(s);
             row.top = std::max(row.top, s);
@@ -155,9 +155,9 @@ MeasuredRow<A> measured_row(const Problem& p, const Look& x, double rounding, st
     A total = std::exp(sink - top);
     for (A s : row.weight) total += std::exp(s - top);
     row.lse = top + std::log(total);
-    if (x.given.given) {
-        const A given = A(x.given(b, h, r, 0)), size = std::fabs(row.lse);
-        if (std::fabs(given - row.lse) > A(rounding) * (size > 1 ? size : A(1))) row.lse = given;
+    if (x.other_lse.present) {
+        const A other = A(x.other_lse(b, h, r, 0)), size = std::fabs(row.lse);
+        if (std::fabs(other - row.lse) > A(rounding) * (size > 1 ? size : A(1))) row.lse = other;
     }
     for (A& s : row.weight) s = std::exp(s - row.lse);
     return row;
@@ -197,9 +197,9 @@ void measure_row(const Problem& p, const Look& x, const MeasuredRow<A>& row, std
         return false;
     };
     sum(FIRST, row.mass(false, is_first));
-    if (x.norms.given)
+    if (x.norms.present)
         sum(VALUE_NORM, row.sum([&](std::int64_t j, A w) { return w * A(x.norms(b, h / p.group(), j, 0)); }));
-    if (!x.line.given) return;
+    if (!x.line.present) return;
     const double at = x.line(b, 0, 0, r);
     sum(DISTANCE, row.sum([&](std::int64_t j, A w) { return w * A(std::fabs(at - double(j))); }));
     for (int n = 0; n < 3; n++) {
@@ -211,7 +211,7 @@ void measure_row(const Problem& p, const Look& x, const MeasuredRow<A>& row, std
         m.window[n](b, h, r, 0) = row.mass(false, near);
         m.streaming[n](b, h, r, 0) = row.mass(false, [&](std::int64_t j) { return near(j) || is_first(j); });
     }
-    if (!x.ids.given) return;
+    if (!x.ids.present) return;
     const std::int64_t own = std::int64_t(x.own(b, 0, 0, r));
     const auto same = [&](std::int64_t j) { return own >= 0 && j >= 0 && x.ids(b, 0, 0, j) == x.ids(b, 0, 0, own); };
     sum(DUPLICATE, row.mass(true, [&](std::int64_t j) { return j != own && same(j); }));
@@ -245,7 +245,7 @@ Measured measured(const Problem& p, const Look& x, double rounding) {
         for (std::int64_t h = 0; h < p.H; h++)
             for (std::int64_t r = 0; r < x.R; r++) {
                 const MeasuredRow<A> row = measured_row<A>(p, x, rounding, b, h, r);
-                if (row.keys.empty() || (x.may_count.given && x.may_count(b, h, r, 0) == 0)) continue;
+                if (row.keys.empty() || (x.may_count.present && x.may_count(b, h, r, 0) == 0)) continue;
                 m.counted(b, h, r, 0) = 1;
                 measure_row(p, x, row, b, h, r, m);
                 const std::int64_t y = x.bins ? bin_of(x.query(b, h, r), x.bins, p.Q) : 0;

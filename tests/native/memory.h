@@ -109,7 +109,7 @@ public:
     // `tight`: contiguous in the order of the axes. `unit`: the last stride is 1.
     Placed(Random& r, const Array& x, Element e, bool output, bool tight = false, bool unit = true)
         : shape{x.n[0], x.n[1], x.n[2], x.n[3]}, kind(e) {
-        if (!x.given) return;
+        if (!x.present) return;
         const std::int64_t elements = lay_out(r, tight, unit);
         const std::int64_t before = r.one_in(3) ? 0 : r.range(0, 67), after = r.one_in(3) ? 0 : r.range(0, 67);
         const int size = bytes_of(e);

@@ -89,11 +89,11 @@ inline double epsilon(Dtype dtype) {
 struct Array {
     std::int64_t n[4] = {0, 0, 0, 0};
     std::vector<double> x;
-    bool given = false;
+    bool present = false;
 
     Array() = default;
     Array(std::int64_t a, std::int64_t b, std::int64_t c, std::int64_t d, double value = 0)
-        : n{a, b, c, d}, x(std::size_t(a * b * c * d), value), given(true) {}
+        : n{a, b, c, d}, x(std::size_t(a * b * c * d), value), present(true) {}
     std::size_t where(std::int64_t a, std::int64_t b, std::int64_t c, std::int64_t d) const {
         const std::int64_t at[4] = {a, b, c, d};
         std::int64_t place = 0;
@@ -146,24 +146,24 @@ struct Problem {
     std::vector<double> sinks;
     Array spans;
     std::vector<Node> rules;  // none or one
-    Array kept;               // what dropout leaves of each weight: 0 or 1 / (1 - dropout)
+    Array dropout_factors;    // what dropout leaves of each weight: 0 or 1 / (1 - dropout)
     double scale, softcap = 0, dropout = 0;
     std::uint64_t seed = 0;
     bool spoilt = false;  // there is a NaN in q, k or v
 
     std::int64_t group() const { return H / Hkv; }
     bool seen(std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j) const {
-        return (!spans.given || Node::inside(spans, b, i, j)) && (rules.empty() || rules[0].allows(b, h, i, j)) &&
-               !(bias.given && bias(b, h, i, j) == -INF);
+        return (!spans.present || Node::inside(spans, b, i, j)) && (rules.empty() || rules[0].allows(b, h, i, j)) &&
+               !(bias.present && bias(b, h, i, j) == -INF);
     }
     std::string describe() const {
         static const char* const names[] = {"float32", "float64", "bfloat16", "float16"};
         std::string text = std::string(names[int(dtype)]) + " [B, H, Hkv, Q, K, D, Dv] = [";
         for (std::int64_t n : {B, H, Hkv, Q, K, D, Dv}) text += std::to_string(n) + ", ";
         text.replace(text.size() - 2, 2, "]");
-        if (spans.given) text += ", spans";
+        if (spans.present) text += ", spans";
         if (!rules.empty()) text += ", rules";
-        if (bias.given) text += ", bias";
+        if (bias.present) text += ", bias";
         if (!sinks.empty()) text += ", sinks";
         if (softcap > 0) text += ", softcap " + std::to_string(softcap);
         if (dropout > 0) text += ", dropout " + std::to_string(dropout);

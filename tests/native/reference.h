@@ -15,7 +15,7 @@ struct Results {
           dq(p.B, p.H, p.Q, p.D),
           dk(p.B, p.Hkv, p.K, p.D),
           dv(p.B, p.Hkv, p.K, p.Dv) {
-        if (p.bias.given) dbias = Array(p.bias.n[0], p.bias.n[1], p.bias.n[2], p.bias.n[3]);
+        if (p.bias.present) dbias = Array(p.bias.n[0], p.bias.n[1], p.bias.n[2], p.bias.n[3]);
     }
 };
 
@@ -27,8 +27,8 @@ Results attention(const Problem& p, Element store, Element multiply) {
     Results r(p);
     std::vector<A> dk(r.dk.x.size()), dv(r.dv.x.size()), dbias(r.dbias.x.size()), s(std::size_t(p.K)), tangent(s),
         weight(s);
-    const auto kept = [&](std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j) {
-        return p.dropout > 0 ? A(p.kept(b, h, i, j)) : A(1);
+    const auto dropout_factor = [&](std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j) {
+        return p.dropout > 0 ? A(p.dropout_factors(b, h, i, j)) : A(1);
     };
     for (std::int64_t b = 0; b < p.B; b++)
         for (std::int64_t h = 0; h < p.H; h++)
@@ -46,7 +46,7 @@ Results attention(const Problem& p, Element store, Element multiply) {
                         const A t = tangent[std::size_t(j)] = std::tanh(x / A(p.softcap));
                         x = A(p.softcap) * t;
                     }
-                    if (p.bias.given) x += A(p.bias(b, h, i, j));
+                    if (p.bias.present) x += A(p.bias(b, h, i, j));
                     top = std::max(top, x);
                 }
                 if (top == A(-INF)) continue;  // nothing to see: zeros, and lse -inf
@@ -56,12 +56,12 @@ Results attention(const Problem& p, Element store, Element multiply) {
                 r.lse(b, h, i, 0) = double(top + std::log(total));
                 for (std::int64_t j = 0; j < p.K; j++)
                     weight[std::size_t(j)] = p.seen(b, h, i, j) ? std::exp(s[std::size_t(j)] - top) / total : A(0);
-                A delta = p.grad_lse.given ? -A(p.grad_lse(b, h, i, 0)) : A(0);
+                A delta = p.grad_lse.present ? -A(p.grad_lse(b, h, i, 0)) : A(0);
                 for (std::int64_t c = 0; c < p.Dv; c++) {
                     A x = 0;
                     for (std::int64_t j = 0; j < p.K; j++) {
                         if (!p.seen(b, h, i, j)) continue;
-                        x += A(rounded(double(weight[std::size_t(j)] * kept(b, h, i, j)), multiply)) *
+                        x += A(rounded(double(weight[std::size_t(j)] * dropout_factor(b, h, i, j)), multiply)) *
                              A(p.v(b, g, j, c));
                     }
                     r.out(b, h, i, c) = store == Element::f64 ? double(x) : rounded(double(x), store);
@@ -70,14 +70,15 @@ Results attention(const Problem& p, Element store, Element multiply) {
                 std::vector<A> dq(std::size_t(p.D), A(0));
                 for (std::int64_t j = 0; j < p.K; j++) {
                     if (!p.seen(b, h, i, j)) continue;
-                    const A w = weight[std::size_t(j)], met = A(rounded(double(w * kept(b, h, i, j)), multiply));
+                    const A w = weight[std::size_t(j)],
+                            met = A(rounded(double(w * dropout_factor(b, h, i, j)), multiply));
                     A dot = 0;
                     for (std::int64_t c = 0; c < p.Dv; c++) {
                         dot += A(p.grad_out(b, h, i, c)) * A(p.v(b, g, j, c));
                         dv[r.dv.where(b, g, j, c)] += met * A(p.grad_out(b, h, i, c));
                     }
-                    A ds = w * (dot * kept(b, h, i, j) - delta);
-                    if (p.bias.given) dbias[r.dbias.where(b, h, i, j)] += ds;
+                    A ds = w * (dot * dropout_factor(b, h, i, j) - delta);
+                    if (p.bias.present) dbias[r.dbias.where(b, h, i, j)] += ds;
                     if (p.softcap > 0) ds *= 1 - tangent[std::size_t(j)] * tangent[std::size_t(j)];
                     ds = multiply == Element::f64 ? ds : A(rounded(double(ds), multiply));
                     for (std::int64_t d = 0; d < p.D; d++) {
@@ -112,10 +113,10 @@ inline Results sizes(const Problem& p, const Results& exact) {
                     for (std::int64_t d = 0; d < p.D; d++)
                         size += std::fabs(p.scale * p.q(b, h, i, d) * p.k(b, g, j, d));
                     const double t = p.softcap > 0 ? std::tanh(x / p.softcap) : 0,
-                                 bias = p.bias.given ? p.bias(b, h, i, j) : 0;
+                                 bias = p.bias.present ? p.bias(b, h, i, j) : 0;
                     top = std::max(top, size + std::fabs(bias));
                     const double w = std::exp((p.softcap > 0 ? p.softcap * t : x) + bias - lse),
-                                 met = p.dropout > 0 ? w * p.kept(b, h, i, j) : w;
+                                 met = p.dropout > 0 ? w * p.dropout_factors(b, h, i, j) : w;
                     double dot = 0;
                     for (std::int64_t c = 0; c < p.Dv; c++) {
                         dot += std::fabs(p.grad_out(b, h, i, c) * p.v(b, g, j, c));
@@ -125,13 +126,13 @@ inline Results sizes(const Problem& p, const Results& exact) {
                     weight[std::size_t(j)] = w;
                     direct[std::size_t(j)] = met * dot;
                 }
-                double delta =
-                    p.grad_lse.given ? std::fabs(p.grad_lse(b, h, i, 0)) : 0;  // of the terms of out, which may cancel
+                double delta = p.grad_lse.present ? std::fabs(p.grad_lse(b, h, i, 0))
+                                                  : 0;  // of the terms of out, which may cancel
                 for (std::int64_t c = 0; c < p.Dv; c++) delta += r.out(b, h, i, c) * std::fabs(p.grad_out(b, h, i, c));
                 for (std::int64_t j = 0; j < p.K; j++) {
                     if (!p.seen(b, h, i, j)) continue;
                     const double ds = direct[std::size_t(j)] + weight[std::size_t(j)] * delta;
-                    if (p.bias.given) r.dbias(b, h, i, j) += ds;
+                    if (p.bias.present) r.dbias(b, h, i, j) += ds;
                     for (std::int64_t d = 0; d < p.D; d++) {
                         r.dq(b, h, i, d) += ds * std::fabs(p.scale * p.k(b, g, j, d));
                         r.dk(b, g, j, d) += ds * std::fabs(p.scale * p.q(b, h, i, d));

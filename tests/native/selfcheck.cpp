@@ -126,7 +126,7 @@ struct Call {
             sinks.x = p.sinks;
             f.sinks = place(r, sinks, wide, true).data();
         }
-        if (p.spans.given) f.visible.spans = reach(r, p.spans);
+        if (p.spans.present) f.visible.spans = reach(r, p.spans);
         if (!p.rules.empty()) add(r, p.rules[0]);
         f.scale = p.scale;
         f.softcap = p.softcap;
@@ -178,7 +178,7 @@ struct Looking {
         s.firsts = int(x.first.n[3]);
         s.ids = reinterpret_cast<const std::int32_t*>(call.place(r, x.ids, Element::i32, true).data());
         s.norms = call.place(r, x.norms, wide, true).data();
-        s.given = call.place(r, x.given, wide, true).data();
+        s.other_lse = call.place(r, x.other_lse, wide, true).data();
         s.rounding = rounding;
         s.floor = call.place(r, floor, wide, true).data();
         const Placed& may_count = call.place(r, x.may_count, Element::u8, false, false);
@@ -188,8 +188,8 @@ struct Looking {
         for (int n = 0; n < QUANTITIES; n++) {
             const bool of_tokens = n == headscope::DUPLICATE || n == headscope::INDUCTION;
             const bool of_places = of_tokens || (n >= headscope::DISTANCE && n <= headscope::NEXT);
-            const bool has = (!of_tokens || x.ids.given) && (!of_places || x.line.given) &&
-                             (n != headscope::VALUE_NORM || x.norms.given);
+            const bool has = (!of_tokens || x.ids.present) && (!of_places || x.line.present) &&
+                             (n != headscope::VALUE_NORM || x.norms.present);
             s.value[n] = (value[n] = place(r, rows, wide, x.values && has && !r.one_in(5)))->data();
         }
         for (; s.windows < int(x.reach.size()); s.windows++) {
@@ -209,7 +209,7 @@ struct Looking {
         s.spoilt = &spoilt;
         place_columns(r, s.whole, 1, p, x, x.bins);
         const std::size_t of_whole = out.size();
-        place_columns(r, s.apart, x.shares - 1, p, x, x.queries.given ? x.bins : 1);
+        place_columns(r, s.apart, x.shares - 1, p, x, x.queries.present ? x.bins : 1);
         const auto piece = [&](std::size_t n) { return out[of_whole - 6 + n].get(); };
         received = piece(0);
         eligible = piece(1);
@@ -285,9 +285,9 @@ Array kept_weights(const Target& target, const Problem& p, Random& r) {
     call.f.out = out.data();
     strides(out, call.f.out_stride);
     run(target, call.f, r);
-    Array kept = out.read();
-    for (double& x : kept.x) x = x > 0 ? 1 / (1 - p.dropout) : 0;
-    return kept;
+    Array factors = out.read();
+    for (double& x : factors.x) x = x > 0 ? 1 / (1 - p.dropout) : 0;
+    return factors;
 }
 
 // ---------------------------------------------------------------- comparing
@@ -309,7 +309,7 @@ struct Worst {
 
 class Check {
 public:
-    Check(const Problem& problem, Worst* found) : p(problem), worst(found[int(problem.dtype)]) {}
+    Check(const Problem& problem, Worst* worst_of_dtypes) : p(problem), worst(worst_of_dtypes[int(problem.dtype)]) {}
     bool good = true;
     std::string look;  // if there is one
 
@@ -400,7 +400,7 @@ bool nan_reaches(const Problem& p, const Array& out, const Array& lse) {
                     if (!p.seen(b, h, i, j)) continue;
                     double dot = 0;
                     for (std::int64_t d = 0; d < p.D; d++) dot += p.q(b, h, i, d) * p.k(b, h / p.group(), j, d);
-                    bool reached = !(std::isnan(dot) && lse.given) || std::isnan(lse(b, h, i, 0));
+                    bool reached = !(std::isnan(dot) && lse.present) || std::isnan(lse(b, h, i, 0));
                     for (std::int64_t c = 0; c < p.Dv; c++)
                         reached &= !std::isnan(dot + p.v(b, h / p.group(), j, c)) || std::isnan(out(b, h, i, c));
                     if (reached) continue;
@@ -471,9 +471,9 @@ Array floors(const Look& x, const Measured& m) {
     }
     return floor;
 }
-void check_most(Check& found, const Looking& got, const Look& x, const Measured& m, double roundings) {
-    found.guard("most_weight", *got.most_weight);
-    found.guard("most_key", *got.most_key);
+void check_most(Check& check, const Looking& got, const Look& x, const Measured& m, double roundings) {
+    check.guard("most_weight", *got.most_weight);
+    check.guard("most_key", *got.most_key);
     const Array weights = got.most_weight->read(), keys = got.most_key->read();
     const std::int64_t K = m.weights.n[3];
     Array wanted = weights, there = weights;
@@ -487,22 +487,22 @@ void check_most(Check& found, const Looking& got, const Look& x, const Measured&
             const bool has = k < K && best[std::size_t(k)] >= 0;
             wanted.x[at] = there.x[at] = has ? best[std::size_t(k)] : NOT;
             const double j = keys.x[at];
-            if (has != (j >= 0) || (!has && j != -1)) return found.fail("most_key", "got %g at place %g", j, double(k));
+            if (has != (j >= 0) || (!has && j != -1)) return check.fail("most_key", "got %g at place %g", j, double(k));
             if (has) {
                 there.x[at] = row[std::size_t(j)];
                 row[std::size_t(j)] = -1;
             }  // a second time it would be wrong
         }
     }
-    found.near("most_weight", *got.most_weight, wanted, wanted, roundings);
-    found.near("most_key's weight", *got.most_weight, there, wanted, roundings);
+    check.near("most_weight", *got.most_weight, wanted, wanted, roundings);
+    check.near("most_key's weight", *got.most_weight, there, wanted, roundings);
 }
-void check_map(Check& found, const Looking& got, const Look& x, const Measured& m, const Problem& p, double roundings,
+void check_map(Check& check, const Looking& got, const Look& x, const Measured& m, const Problem& p, double roundings,
                double of_sums) {
-    found.near("map sum", *got.sum, m.map_sum, m.map_sum, of_sums);
-    found.near("map max", *got.max, m.map_max, m.map_max, roundings);
-    found.equal("map count", *got.count, m.map_count);
-    found.guard("map at", *got.at);
+    check.near("map sum", *got.sum, m.map_sum, m.map_sum, of_sums);
+    check.near("map max", *got.max, m.map_max, m.map_max, roundings);
+    check.equal("map count", *got.count, m.map_count);
+    check.guard("map at", *got.at);
     const Array at = got.at->read();
     Array largest = m.map_max;
     for (std::int64_t h = 0; h < p.H; h++)
@@ -513,68 +513,68 @@ void check_map(Check& found, const Looking& got, const Look& x, const Measured& 
                                  : place(0) < 0 || place(0) >= p.B || place(2) < 0 || place(2) >= p.K ||
                                        bin_of(place(1), x.bins, p.Q) != cell / x.bins ||
                                        bin_of(place(2), x.bins, p.K) != cell % x.bins)
-                return found.fail("map at", "nothing of the kind is at query %g, key %g", double(place(1)),
+                return check.fail("map at", "nothing of the kind is at query %g, key %g", double(place(1)),
                                   double(place(2)));
             if (std::isnan(most)) continue;
             most = -1;  // a query may have been picked more than once
             for (std::int64_t r = 0; r < x.R; r++)
                 if (x.query(place(0), h, r) == place(1)) most = std::max(most, m.weights(place(0), h, r, place(2)));
         }
-    found.near("map at", *got.max, largest, m.map_max, roundings);
+    check.near("map at", *got.max, largest, m.map_max, roundings);
 }
 // Of each head the largest, over all shares, and each where it says.
-void check_edges(Check& found, const Looking& got, const Look& x, const Measured& m, const Problem& p,
+void check_edges(Check& check, const Looking& got, const Look& x, const Measured& m, const Problem& p,
                  double roundings) {
-    found.guard("edges", *got.edge);
-    found.guard("edges_found", *got.edges_found);
+    check.guard("edges", *got.edge);
+    check.guard("edges_found", *got.edges_found);
     for (std::int64_t h = 0; h < p.H; h++) {
-        std::vector<double> kept, wanted;
+        std::vector<double> native_weights, wanted;
         for (std::int64_t share = 0; share < x.shares; share++) {
             const std::int64_t n = share * p.H + h, count = got.s.edges_found[n];
             if (count < 0 || count > x.edges)
-                return found.fail("edges_found", "got %g of %g", double(count), double(x.edges));
+                return check.fail("edges_found", "got %g of %g", double(count), double(x.edges));
             for (const headscope::Edge* e = got.s.edge + n * x.edges; e < got.s.edge + n * x.edges + count; e++) {
                 if (e->b < 0 || e->b >= p.B || e->j < 0 || e->j >= p.K)
-                    return found.fail("edges", "at batch entry %g, key %g", double(e->b), double(e->j));
+                    return check.fail("edges", "at batch entry %g, key %g", double(e->b), double(e->j));
                 double there = -1;
                 for (std::int64_t r = 0; r < x.R; r++)
                     if (x.query(e->b, h, r) == e->i) there = std::max(there, m.weights(e->b, h, r, e->j));
                 if (there < 0)
-                    return found.fail("edges", "nothing is seen at query %g, key %g", double(e->i), double(e->j));
-                found.near("edges", e->p, there, roundings);
-                kept.push_back(e->p);
+                    return check.fail("edges", "nothing is seen at query %g, key %g", double(e->i), double(e->j));
+                check.near("edges", e->p, there, roundings);
+                native_weights.push_back(e->p);
             }
         }
         for (std::int64_t b = 0; b < p.B; b++)
             for (std::int64_t r = 0; r < x.R; r++)
                 for (std::int64_t j = 0; j < p.K; j++)
                     if (m.weights(b, h, r, j) >= 0) wanted.push_back(m.weights(b, h, r, j));
-        std::sort(kept.begin(), kept.end(), std::greater<>());
+        std::sort(native_weights.begin(), native_weights.end(), std::greater<>());
         std::sort(wanted.begin(), wanted.end(), std::greater<>());
         const std::size_t least = std::min(wanted.size(), std::size_t(x.edges));
-        if (kept.size() < least || kept.size() > wanted.size())
-            return found.fail("edges", "got %g of %g", double(kept.size()), double(wanted.size()));
-        for (std::size_t n = 0; n < least; n++) found.near("edges", kept[n], wanted[n], roundings);
+        if (native_weights.size() < least || native_weights.size() > wanted.size())
+            return check.fail("edges", "got %g of %g", double(native_weights.size()), double(wanted.size()));
+        for (std::size_t n = 0; n < least; n++) check.near("edges", native_weights[n], wanted[n], roundings);
     }
 }
-void check_numbers(Check& found, const Looking& got, const Problem& p, const Look& x, const Measured& m,
+void check_numbers(Check& check, const Looking& got, const Problem& p, const Look& x, const Measured& m,
                    double roundings) {
     for (int n = 0; n < QUANTITIES; n++)
-        if (got.s.value[n]) found.near(NAMES[n], *got.value[n], m.value[n], m.size[n], roundings);
+        if (got.s.value[n]) check.near(NAMES[n], *got.value[n], m.value[n], m.size[n], roundings);
     for (int n = 0; n < got.s.windows; n++) {
-        if (got.s.window[n]) found.near("window", *got.window[n], m.window[n], m.window[n], roundings);
-        if (got.s.streaming[n]) found.near("streaming", *got.streaming[n], m.streaming[n], m.streaming[n], roundings);
+        if (got.s.window[n]) check.near("window", *got.window[n], m.window[n], m.window[n], roundings);
+        if (got.s.streaming[n]) check.near("streaming", *got.streaming[n], m.streaming[n], m.streaming[n], roundings);
     }
-    found.equal("counted", *got.counted, m.counted);
+    check.equal("counted", *got.counted, m.counted);
     // Equal weights, one after the other, round the same way; where the arithmetic is that of the sums, this shows.
     const double of_sums = p.dtype == Dtype::f64 ? roundings + double(p.B * x.R) / 8 : roundings;
     if (x.received) {
-        found.near("received", *got.received, m.received, m.received, of_sums);
-        found.equal("eligible", *got.eligible, m.eligible);
+        check.near("received", *got.received, m.received, m.received, of_sums);
+        check.equal("eligible", *got.eligible, m.eligible);
     }
-    if (x.bins) check_map(found, got, x, m, p, roundings, of_sums);
-    if (x.edges) check_edges(found, got, x, m, p, roundings);
-    if (x.most) check_most(found, got, x, m, roundings);
+    if (x.bins) check_map(check, got, x, m, p, roundings, of_sums);
+    if (x.edges) check_edges(check, got, x, m, p, roundings);
+    if (x.most) check_most(check, got, x, m, roundings);
 }
 // A row that sees a NaN is told of.
 bool sees_nan(const Problem& p, const Look& x) {
@@ -583,7 +583,7 @@ bool sees_nan(const Problem& p, const Look& x) {
             for (std::int64_t r = 0; r < x.R; r++)
                 for (std::int64_t j = 0; j < p.K; j++)
                     if (p.seen(b, h, x.query(b, h, r), j)) {
-                        double all = x.norms.given ? x.norms(b, h / p.group(), j, 0) : 0;
+                        double all = x.norms.present ? x.norms(b, h / p.group(), j, 0) : 0;
                         for (std::int64_t d = 0; d < p.D; d++)
                             all += p.q(b, h, x.query(b, h, r), d) * p.k(b, h / p.group(), j, d);
                         if (std::isnan(all)) return true;
@@ -593,9 +593,9 @@ bool sees_nan(const Problem& p, const Look& x) {
 
 // `out` and `lse` are what attending alone gave, `exact` is the lse by the definition.
 void check_look(const Target& target, const Problem& p, Call& call, Random& r, const Placed& out, const Placed& lse,
-                const Array& exact, double logits, Check& found) {
+                const Array& exact, double logits, Check& check) {
     const Look x = draw_look(r, p, exact);
-    found.look = x.describe();
+    check.look = x.describe();
     const double rounding = p.dtype == Dtype::f64 ? 1e-12 : 1e-5;
     const bool wide = p.dtype == Dtype::f64;
     const Measured m = p.spoilt ? Measured()
@@ -625,60 +625,60 @@ void check_look(const Target& target, const Problem& p, Call& call, Random& r, c
         f.v_head_dim = 0;
     look(target, f, r);
     if (x.attends && p.dropout == 0 && target.shares(f) == 1) {
-        found.same("out, looked at or not", own, out);
-        found.same("lse, looked at or not", own_lse, lse);
+        check.same("out, looked at or not", own, out);
+        check.same("lse, looked at or not", own_lse, lse);
     }
     if (p.spoilt) {
-        for (const auto& each : got.out) found.guard("what is measured", *each);
-        if (sees_nan(p, x) && !got.spoilt) found.fail("spoilt", "got %g, wanted %g", 0, 1);
+        for (const auto& each : got.out) check.guard("what is measured", *each);
+        if (sees_nan(p, x) && !got.spoilt) check.fail("spoilt", "got %g, wanted %g", 0, 1);
         return;
     }
-    if (got.spoilt) found.fail("spoilt", "got %g, wanted %g", 1, 0);
-    check_numbers(found, got, p, x, m, 4 + 2 * logits);
+    if (got.spoilt) check.fail("spoilt", "got %g, wanted %g", 1, 0);
+    check_numbers(check, got, p, x, m, 4 + 2 * logits);
     if (!r.one_in(8)) return;  // the same bits whatever the order of the tasks
     Looking second(again, p, x, floor, rounding, call);
     f.look = &second.s;
     f.spoilt = &second.spoilt;
     look(target, f, r);
     for (std::size_t n = 0; n + got.OF_EDGES < got.out.size(); n++)
-        found.same("what is measured", *got.out[n], *second.out[n]);
+        check.same("what is measured", *got.out[n], *second.out[n]);
     for (std::int64_t h = 0; h < p.H; h++)
-        if (got.largest(p.H, h) != second.largest(p.H, h)) found.fail("edges", "a second run gave others", 0, 0);
+        if (got.largest(p.H, h) != second.largest(p.H, h)) check.fail("edges", "a second run gave others", 0, 0);
 }
 
 bool check(const Target& target, Random& r, Worst* worst) {
     Problem p = draw(r);
-    if (p.dropout > 0) p.kept = kept_weights(target, p, r);
+    if (p.dropout > 0) p.dropout_factors = kept_weights(target, p, r);
     const Element e = element(p.dtype), wide = arithmetic(p.dtype);
     Call call(r, p);
     Placed out(r, Array(p.B, p.H, p.Q, p.Dv), e, true), lse(r, Array(p.B, p.H, p.Q, 1), wide, true, true);
-    Check found(p, worst);
+    Check check(p, worst);
     if (r.one_in(4)) {  // lse is not always asked for
         Placed alone = out.again();
-        found.good = check_forward(target, p, call, r, alone, lse, false);
-        found.guard("lse that was not asked for", lse.again());
-        found.good &= check_forward(target, p, call, r, out, lse, true);
-        found.same("out with and without lse", alone, out);
+        check.good = check_forward(target, p, call, r, alone, lse, false);
+        check.guard("lse that was not asked for", lse.again());
+        check.good &= check_forward(target, p, call, r, out, lse, true);
+        check.same("out with and without lse", alone, out);
     } else {
-        found.good = check_forward(target, p, call, r, out, lse, true);
+        check.good = check_forward(target, p, call, r, out, lse, true);
     }
     worst[int(p.dtype)].calls++;
     if (p.spoilt) {
-        found.guard("out", out);
-        found.guard("lse", lse);
-        if (p.Q && p.K) check_look(target, p, call, r, out, lse, Array(p.B, p.H, p.Q, 1), 0, found);
-        return found.good;
+        check.guard("out", out);
+        check.guard("lse", lse);
+        if (p.Q && p.K) check_look(target, p, call, r, out, lse, Array(p.B, p.H, p.Q, 1), 0, check);
+        return check.good;
     }
     const Results truth = exact(p), near = plain(p);
     Results size = sizes(p, truth);
     const double logits =
         1 + size.lse.largest() + truth.lse.largest();  // the backward pass takes the difference from lse
     for (double& x : size.lse.x) x = 1;
-    found.compare("out", out, truth.out, near.out, size.out, logits, p.dtype);
-    found.compare("lse", lse, truth.lse, near.lse, size.lse, logits, p.dtype == Dtype::f64 ? Dtype::f64 : Dtype::f32);
+    check.compare("out", out, truth.out, near.out, size.out, logits, p.dtype);
+    check.compare("lse", lse, truth.lse, near.lse, size.lse, logits, p.dtype == Dtype::f64 ? Dtype::f64 : Dtype::f32);
     if (p.Q && p.K && r.one_in(2)) {
-        check_look(target, p, call, r, out, lse, truth.lse, logits, found);
-        found.look.clear();
+        check_look(target, p, call, r, out, lse, truth.lse, logits, check);
+        check.look.clear();
     }
 
     Backward g{};
@@ -691,23 +691,23 @@ bool check(const Target& target, Random& r, Worst* worst) {
                    {r, truth.dk, e, true},
                    {r, truth.dv, e, true},
                    {r, like_bias, wide, true, false, false}};
-    const bool bias = p.bias.given && !r.one_in(3);
+    const bool bias = p.bias.present && !r.one_in(3);
     made.into(g, bias);
     run(target, g, r);
-    found.compare("dq", made.dq, truth.dq, near.dq, size.dq, logits, p.dtype);
-    found.compare("dk", made.dk, truth.dk, near.dk, size.dk, logits, p.dtype);
-    found.compare("dv", made.dv, truth.dv, near.dv, size.dv, logits, p.dtype);
-    if (bias) found.compare("dbias", made.dbias, truth.dbias, near.dbias, size.dbias, logits, p.dtype);
+    check.compare("dq", made.dq, truth.dq, near.dq, size.dq, logits, p.dtype);
+    check.compare("dk", made.dk, truth.dk, near.dk, size.dk, logits, p.dtype);
+    check.compare("dv", made.dv, truth.dv, near.dv, size.dv, logits, p.dtype);
+    if (bias) check.compare("dbias", made.dbias, truth.dbias, near.dbias, size.dbias, logits, p.dtype);
     if (r.one_in(8)) {  // the same bits whatever the order of the tasks
         Gradients second = made.again();
         second.into(g, bias);
         run(target, g, r);
-        found.same("dq", made.dq, second.dq);
-        found.same("dk", made.dk, second.dk);
-        found.same("dv", made.dv, second.dv);
-        if (bias) found.same("dbias", made.dbias, second.dbias);
+        check.same("dq", made.dq, second.dq);
+        check.same("dk", made.dk, second.dk);
+        check.same("dv", made.dv, second.dv);
+        if (bias) check.same("dbias", made.dbias, second.dbias);
     }
-    return found.good;
+    return check.good;
 }
 
 const Target* find(const char* name) {
@@ -720,22 +720,22 @@ const Target* find(const char* name) {
 
 }  // namespace
 
-int main(int count, char** said) {
+int main(int count, char** arguments) {
     if (count != 4 && count != 5) {
-        std::fprintf(stderr, "usage: %s TARGET CALLS SEED [FIRST]\n", said[0]);
+        std::fprintf(stderr, "usage: %s TARGET CALLS SEED [FIRST]\n", arguments[0]);
         return 2;
     }
-    const Target* target = find(said[1]);
+    const Target* target = find(arguments[1]);
     if (!target) {
-        std::fprintf(stderr, "target: got '%s', which this architecture does not have\n", said[1]);
+        std::fprintf(stderr, "target: got '%s', which this architecture does not have\n", arguments[1]);
         return 77;
     }
     if (!target->runs_here()) {
-        std::fprintf(stderr, "target: this CPU has no %s\n", said[1]);
+        std::fprintf(stderr, "target: this CPU has no %s\n", arguments[1]);
         return 77;
     }
-    const std::int64_t calls = std::atoll(said[2]), seed = std::atoll(said[3]),
-                       first = count > 4 ? std::atoll(said[4]) : 0;
+    const std::int64_t calls = std::atoll(arguments[2]), seed = std::atoll(arguments[3]),
+                       first = count > 4 ? std::atoll(arguments[4]) : 0;
     Worst worst[4];
     std::int64_t wrong = 0;
     for (std::int64_t n = first; n < first + calls && wrong < 20; n++) {

@@ -1,0 +1,120 @@
+// The logits of a block of rows against a block of keys: products, softcap, bias and mask.
+
+template <class T, int QV, class Op = Plain<T>>
+struct Logits : MaskedRowBlock<T, QV, Op> {
+    using Base = MaskedRowBlock<T, QV, Op>;
+    using Base::f, Base::b, Base::p, Base::q, Base::count, Base::group, Base::all_seen, Base::wide_k, Base::L,
+        Base::ROWS, Base::KEYS, Base::PAIRS, Base::head, Base::query, Base::row;
+    using Base::MaskedRowBlock;
+    using typename Base::Word;
+
+    // The logits of keys j .. j + keys into p; false if no row may see any of them. `slope`, if there is a softcap,
+    // takes its derivative. `most`, if they are `untouched`, is raised to the largest of them; `less`, where there is
+    // no softcap, is taken away from them.
+    bool logits(std::int64_t j, int keys, T* slope = nullptr, V<T>* most = nullptr, V<T>* less = nullptr) {
+        bool whole;
+        if (!this->visible(j, keys, whole)) return false;
+        all_seen = whole && !f.visible.count && !f.bias.data;
+        const int depth = int(f.head_dim);
+        const Lines k = this->natural(f.k, j, keys, depth, wide_k);
+        const Also also = less ? Also::less : most && untouched() ? Also::most : Also::nothing;
+        V<T>* const of = less ? less : most;
+        this->in_steps(j, keys, [&](auto from_vector, auto vectors, int from, int count) {
+            constexpr int v = decltype(from_vector)::value;
+            QkTile<T, decltype(vectors)::value, Op, ROWS>::dots(
+                q + v * L, {k.data + from * k.stride, k.stride}, count, depth / Op::PER_WORD, query_factor(),
+                p + from * ROWS + v * L, in_pieces(), also, of ? of + v : of);
+        });
+        adjust(j, keys, whole, slope);
+        return true;
+    }
+    // Whether products over D or Dv are summed in pieces. Plain torch multiplies up to three queries as vectors, in
+    // sums of a few products each, and the gradients of dS and of the weights are to err at most twice as much.
+    bool in_pieces() const { return !PAIRS && f.queries <= 3; }
+    // Whether the logits of the last block are nothing but products, times the factor.
+    bool untouched() const { return all_seen && !(f.softcap > 0); }
+    // From products of queries and keys to logits.
+    void adjust(std::int64_t j, int keys, bool whole, T* slope = nullptr) {
+        if (f.softcap > 0) cap(keys, slope);
+        if (f.bias.data) add_bias(j, keys);
+        if (!whole) this->hide(j, keys);
+        if (f.visible.count) this->hide_judged(keys);
+    }
+
+    // What rows begin with, before any key: a sink, if there is one.
+    void start_sums(V<T>* top, V<T>* sum, bool with_sinks) const {
+        UNROLL_FOR(v, QV) {
+            top[v] = splat(-std::numeric_limits<T>::max());
+            sum[v] = V<T>{};
+        }
+        if (!f.sinks || !with_sinks) return;
+        for (int r = 0; r < ROWS; r++) {
+            const T least = -std::numeric_limits<T>::max(),
+                    sink = static_cast<const T*>(f.sinks)[head(r < count ? r : count - 1)];
+            if (sink == -std::numeric_limits<T>::infinity()) continue;
+            const T logit = sink * T(LOG2E);
+            top[r / L][r % L] = logit < least ? least : logit;
+            sum[r / L][r % L] =
+                logit <= -least ? 1 : std::numeric_limits<T>::quiet_NaN();  // NaN and +inf make the row NaN
+        }
+    }
+
+    // With this factor products of queries and keys are logits times log2(e), or the argument of tanh.
+    T query_factor() const { return T(f.softcap > 0 ? f.scale / f.softcap : f.scale * LOG2E); }
+    void load_queries() { this->load_words(f.q, int(f.head_dim), query_factor(), q); }
+
+    void cap(int keys, T* slope) {
+        const T factor = T(f.softcap * LOG2E);
+        for (int n = 0; n < keys * QV; n++) {
+            const V<T> x = load(p + n * L), y = tanh(x);
+            if (slope) store(slope + n * L, slope_of_tanh(x, y));
+            store(p + n * L, y * factor);
+        }
+    }
+
+    // Adds bias[b, h, i, j], and hides where it is -inf; only there.
+    void add_bias(std::int64_t j0, int keys) {
+        const auto& s = f.bias.stride;
+        if (s[2] == 0 && (s[1] == 0 || group == 1)) {  // the same for all rows
+            const T* from = reinterpret_cast<const T*>(at(f.bias, b, head(0), 0, sizeof(T))) + j0 * s[3];
+            for (int j = 0; j < keys; j++)
+                UNROLL_FOR(v, QV) plus(p + j * ROWS + v * L, splat(from[j * s[3]]));
+            return;
+        }
+        for (int v0 = 0; v0 < ROWS; v0 += L) {
+            const T* row[L];
+            for (int r = 0; r < L; r++) {
+                const int real = v0 + r < count ? v0 + r : count - 1;
+                row[r] = reinterpret_cast<const T*>(at(f.bias, b, head(real), query(real), sizeof(T))) + j0 * s[3];
+            }
+            for (int j = 0; j < keys; j++) {
+                V<T> x;
+                UNROLL_FOR(r, L) x[r] = row[r][j * s[3]];
+                plus(p + j * ROWS + v0, x);
+            }
+        }
+    }
+    INLINE static void plus(T* s, V<T> bias) {
+        const V<T> never = splat(-std::numeric_limits<T>::infinity()), least = splat(-std::numeric_limits<T>::max());
+        const V<T> x =
+            greater<T>(least, bias * T(LOG2E));  // the smallest number hides nothing, though log2(e) times it is -inf
+        store(s, bias == never ? never : load(s) + x);
+    }
+
+    // What dropout leaves of a weight: 0 or 1 / (1 - dropout), by the hash of (seed, b, h, i, j), so that every pass
+    // and every size of block drops the same.
+    APART void keep(std::int64_t j0, int keys, T* factor) const {
+        const std::uint32_t limit = std::uint32_t(f.dropout * 4294967296.0);
+        const T inverse_rate = T(1 / (1 - f.dropout));
+        for (int r = 0; r < ROWS; r++) {
+            const std::uint64_t start =
+                f.seed + 0x9e3779b97f4a7c15u * std::uint64_t(row(r < count ? r : count - 1) + 1);
+            for (int j = 0; j < keys; j++) {
+                std::uint64_t x = start ^ (std::uint64_t(j0 + j) * 0xbf58476d1ce4e5b9u);
+                x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+                x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+                factor[j * ROWS + r] = std::uint32_t((x ^ x >> 31) >> 32) >= limit ? inverse_rate : T(0);
+            }
+        }
+    }
+};
