@@ -96,10 +96,17 @@ def sanitize(session: nox.Session) -> None:
 
 
 @nox.session
-def cross(session: nox.Session) -> None:
-    """Run the native kernels on AArch64 under qemu, and one by one on this machine."""
+def aarch64(session: nox.Session) -> None:
+    """Run the native kernels on AArch64 under qemu. Needs a cross compiler and qemu-user."""
     install(session, "test", tools=("cmake", "ninja"))
-    session.run("scripts/cross", external=True)
+    session.run("scripts/aarch64", external=True)
+
+
+@nox.session
+def cross(session: nox.Session) -> None:
+    """Build the native kernels with Clang, and with Zig for other systems. Needs clang++ and its OpenMP."""
+    session.install("-c", "constraints.txt", *BUILD, "ziglang")
+    session.run("scripts/cross", *session.posargs, external=True)
 
 
 @nox.session

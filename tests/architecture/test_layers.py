@@ -44,7 +44,6 @@ IN_CIRCLES = {  # within one package
 }
 LONG_FILES = {
     "functional",
-    "positions",
 }
 LONG_FUNCTIONS: set[str] = set()
 MOST_PRIVATE_IMPORTS = 61  # of another package's private modules; those of _support and _attend are free
