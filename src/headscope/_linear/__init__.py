@@ -1,6 +1,15 @@
 """Linear layers by the fastest route, as a shipped table selects it, and the projections of attention modules."""
 
-from headscope._linear.layer import Linear, check_kind, in_heads, is_linear, is_plain, linear, unknown_projections
+from headscope._linear.layer import (
+    Linear,
+    check_kind,
+    in_heads,
+    is_linear,
+    is_plain,
+    linear,
+    unknown_projections,
+    weight_and_bias,
+)
 from headscope._linear.projections import PROJECTIONS, QKV, check_own_parameters, merge_heads, split_heads
 
 __all__ = [
@@ -16,4 +25,5 @@ __all__ = [
     "merge_heads",
     "split_heads",
     "unknown_projections",
+    "weight_and_bias",
 ]

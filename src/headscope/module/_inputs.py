@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from headscope._linear import Linear, is_plain
-from headscope._support.arguments import kind, shapes
+from headscope._support.arguments import check_type, kind, shapes
 from headscope.cache import Cache
 from headscope.masks import Mask
 from headscope.positions import ALiBi, RelativeBias, Rotary
@@ -19,15 +19,20 @@ def input_sources(x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None) -> 
         return x, x
     if isinstance(context, Tensor):
         return context, context
-    if isinstance(context, tuple) and len(context) == 2:  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
-        return context
-    raise _context_error(context)
+    _check_pair(context)
+    return context
 
 
-def _context_error(context: Any) -> TypeError:
-    got = f"{len(context)} of them" if isinstance(context, tuple) else kind(context)  # pyright: ignore[reportUnknownArgumentType]
+def _check_pair(context: object) -> None:
+    if isinstance(context, tuple):
+        length = len(cast("tuple[Any, ...]", context))
+        if length == 2:
+            return
+        got = f"{length} of them"
+    else:
+        got = kind(context)
     hint = "; a mask goes by its name, mask=" if isinstance(context, Mask) else ""
-    return TypeError(f"context: got {got}, wanted a torch.Tensor, or a pair (for the keys, for the values){hint}")
+    raise TypeError(f"context: got {got}, wanted a torch.Tensor, or a pair (for the keys, for the values){hint}")
 
 
 def check_context(x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
@@ -92,8 +97,7 @@ def check_place(
         raise ValueError("positions: this module has neither rotary nor position_bias")
     if cache is None:
         return
-    if not isinstance(cache, Cache):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"cache: got {kind(cache)}, wanted a cache of headscope.cache")
+    check_type("cache", cache, Cache, "a cache of headscope.cache")
     if positions is not None:
         raise ValueError("positions: got some beside a cache, which counts them itself")
     if rotary is not None and rotary.dynamic:

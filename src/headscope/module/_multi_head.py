@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from headscope import functional
 from headscope._attend.call import check_dropout, check_scale, check_softcap
 from headscope._layouts import convert_module, convert_state, export_state
-from headscope._linear import QKV, Linear, check_kind, in_heads, merge_heads, split_heads
-from headscope._support.arguments import kind
+from headscope._linear import QKV, Linear, check_kind, in_heads, merge_heads, split_heads, weight_and_bias
+from headscope._support.arguments import check_type
 from headscope.cache import Cache
 from headscope.masks import Mask
 from headscope.module._inputs import (
@@ -188,9 +188,10 @@ class MultiHeadAttention(nn.Module):
                 nn.init.zeros_(bias)
         for linear in (self.out_proj, self.gate_proj):
             if linear is not None:
-                nn.init.xavier_uniform_(linear.weight)
-                if linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
-                    nn.init.zeros_(linear.bias)
+                weight, bias = weight_and_bias(linear)
+                nn.init.xavier_uniform_(weight)
+                if bias is not None:
+                    nn.init.zeros_(bias)
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
         for own in (self.bias_k, self.bias_v):
@@ -223,15 +224,15 @@ class MultiHeadAttention(nn.Module):
         packed = self.packed and name != "out"
         path = "qkv_proj" if packed else f"{name}_proj"
         linear: nn.Linear = getattr(self, path)
-        weight, bias = linear.weight, linear.bias
-        if not isinstance(weight, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        weight, bias = weight_and_bias(linear)
+        if not isinstance(cast("object", weight), Tensor):
             raise TypeError(f"{path}: {type(linear).__name__} has no weight that is a tensor; wanted an nn.Linear")
         if not packed:
             return weight, bias
         at = QKV.index(name)
         start = sum(self.splits[:at])
         rows = slice(start, start + self.splits[at])
-        return weight[rows], None if bias is None else bias[rows]  # pyright: ignore[reportUnnecessaryComparison]
+        return weight[rows], None if bias is None else bias[rows]
 
     def prune_heads(self, heads: Collection[int]) -> Self:
         """A smaller module that computes what this one does without these heads; this one stays as it is.
@@ -348,9 +349,9 @@ class MultiHeadAttention(nn.Module):
             sources = (x, k_from, v_from)
             if self.packed:
                 check_sliced(self.qkv_proj)
-                weight, bias = self.qkv_proj.weight, self.qkv_proj.bias  # once: a parametrization makes one each time
+                weight, bias = weight_and_bias(self.qkv_proj)  # once: a parametrization makes one each time
                 weights = weight.split(self.splits)
-                biases = (None, None, None) if bias is None else bias.split(self.splits)  # pyright: ignore[reportUnnecessaryComparison]
+                biases = (None, None, None) if bias is None else bias.split(self.splits)
                 q, k, v = map(F.linear, sources, weights, biases)
             else:  # called, so that wrappers and hooks of theirs run
                 q, k, v = (getattr(self, f"{name}_proj")(source) for name, source in zip(QKV, sources, strict=True))
@@ -395,8 +396,7 @@ class MultiHeadAttention(nn.Module):
             return
         expected = (("x", x, self.embed_dim), ("context", k_from, self.kdim), ("context", v_from, self.vdim))
         for name, tensor, width in expected:
-            if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
-                raise TypeError(f"{name}: got {kind(tensor)}, wanted a torch.Tensor")
+            check_type(name, tensor, Tensor, "a torch.Tensor")
             if tensor.is_nested and not x.is_nested:
                 raise ValueError(f"{name}: got a nested tensor beside an x of {x.ndim} axes, wanted x nested as well")
             if tensor.shape[-1:] != (width,) or tensor.ndim not in (2, 3) or tensor.ndim != x.ndim:

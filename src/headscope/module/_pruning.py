@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headscope._linear import check_own_parameters, unknown_projections
-from headscope._support.arguments import as_whole, kind
+from headscope._linear import check_own_parameters, unknown_projections, weight_and_bias
+from headscope._support.arguments import as_whole, check_type, kind
 from headscope.positions import ALiBi, RelativeBias
 
 
@@ -59,7 +59,8 @@ def prune(module: Any, heads: Collection[int]) -> Any:
 
 def _remaining_heads(heads: Collection[int], num_heads: int, kv_heads: int) -> tuple[list[int], list[int]]:
     """Return the query heads and the key/value heads that remain."""
-    if isinstance(heads, (str, bytes)) or not isinstance(heads, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
+    check_type("heads", heads, Collection, "numbers of heads")
+    if isinstance(heads, (str, bytes)):
         raise TypeError(f"heads: got {kind(heads)}, wanted numbers of heads")
     gone: set[int] = set()
     for each in heads:
@@ -92,7 +93,7 @@ def _rows(heads: list[int], width: int) -> Tensor:
 def _cut(linear: nn.Linear, rows: Tensor) -> None:
     """Leave these rows of a projection."""
     _select(linear, "weight", rows)
-    if linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
+    if weight_and_bias(linear)[1] is not None:
         _select(linear, "bias", rows)
     linear.out_features = len(rows)
 
