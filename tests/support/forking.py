@@ -164,7 +164,8 @@ def _serve(channel: socket.socket) -> dict[str, Any]:
 
 
 def _main() -> None:
-    import torch  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    import sympy  # noqa: F401  # torch.testing and torch._dynamo import it, when they are first used
+    import torch  # noqa: F401
 
     gc.collect()
     gc.freeze()
