@@ -16,12 +16,11 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from headscope import functional
-from headscope._linear import check_own_parameters, linear
+from headscope._linear import check_own_parameters, linear, split_heads
 from headscope._support.arguments import check_type, kind, shapes
 from headscope._support.tensor_classes import check_no_causal_bias
 from headscope._support.torch_state import is_traced
 from headscope.masks import Band, Dense, KeyLengths, Mask
-from headscope.module._multi_head import split_heads
 
 __all__ = ["MultiheadAttention", "replace"]
 

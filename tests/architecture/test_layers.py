@@ -38,10 +38,8 @@ UPWARD_IMPORTS = {
     "stats._files -> _attend.call",
 }
 IN_CIRCLES: set[str] = set()  # within one package
-LONG_FILES = {
-    "module._multi_head",
-}
-LONG_FUNCTIONS = {"module._multi_head.__init__"}
+LONG_FILES: set[str] = set()
+LONG_FUNCTIONS: set[str] = set()
 MOST_PRIVATE_IMPORTS = 60  # of another package's private modules; those of _support and _attend are free
 
 ROOT = Path(headscope.__file__).parent

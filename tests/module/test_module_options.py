@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from headscope import MultiHeadAttention, functional, trace, watch
+from headscope._linear import merge_heads, split_heads
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, as_mask, causal, window
-from headscope.module._multi_head import merge_heads, split_heads
 from headscope.positions import NTK, ALiBi, RelativeBias, Rotary, T5Buckets, YaRN, matrix
 from support import oracle
 
@@ -268,7 +268,7 @@ def test_turned_queries_give_what_the_definition_gives(name: str, option: str, m
     torch.testing.assert_close(again, out, rtol=0, atol=0)
     with watch(m) as seen_turned:
         torch.testing.assert_close(m(x, mask=mask), out, rtol=0, atol=0)
-    monkeypatch.setattr("headscope.module._multi_head._may_be_turned", Mock(return_value=False))
+    monkeypatch.setattr("headscope.module._placement._may_be_turned", Mock(return_value=False))
     with watch(m) as seen_plain:
         torch.testing.assert_close(m(x, mask=mask), out)
     assert seen_turned.names == seen_plain.names

@@ -18,7 +18,7 @@ from headscope._layouts.sizes import Sizes, infer_options, infer_sizes
 from headscope._layouts.state import State, Weights, end_prefix, read_state, read_weights
 from headscope._layouts.table import LAYOUTS, HeadSplit, Layout, write_part
 from headscope._linear import PROJECTIONS, QKV, check_own_parameters, unknown_projections
-from headscope._support.arguments import kind
+from headscope._support.arguments import check_type
 from headscope.positions import RelativeBias
 
 Built = TypeVar("Built", bound=AttentionModule)
@@ -44,8 +44,7 @@ def convert_module(
         base: the class of headscope's own modules, which are refused.
         options: those of the caller.
     """
-    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"module: got {kind(module)}, wanted a torch.nn.Module")
+    check_type("module", module, nn.Module, "a torch.nn.Module")
     if isinstance(module, base):
         raise TypeError(f"module: is a headscope.{base.__name__} already; copy.deepcopy makes another")
     check_own_parameters(module, *module.modules())

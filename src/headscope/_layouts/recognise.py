@@ -13,7 +13,7 @@ from headscope._layouts.expressible import describe_changed_calls
 from headscope._layouts.messages import describe_keys, list_names
 from headscope._layouts.table import HEADS, LAYOUTS, PROJECTIONS, Layout
 from headscope._linear import is_linear
-from headscope._support.arguments import kind
+from headscope._support.arguments import check_type
 
 
 def find_layout(layout: str) -> Layout:
@@ -22,8 +22,7 @@ def find_layout(layout: str) -> Layout:
     Raises:
         TypeError, ValueError: it is not the name of a layout.
     """
-    if not isinstance(layout, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"layout: got {kind(layout)}, wanted a name, one of {list_names(LAYOUTS, 99)}")
+    check_type("layout", layout, str, f"a name, one of {list_names(LAYOUTS, 99)}")
     if layout not in LAYOUTS:
         raise ValueError(f"layout: got {layout!r}, wanted one of {list_names(LAYOUTS, 99)}")
     return LAYOUTS[layout]

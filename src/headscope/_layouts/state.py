@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from headscope._attend.call import FLOATS
 from headscope._layouts.messages import list_names
 from headscope._layouts.table import HeadSplit, Layout, Part, read_part, split_of
-from headscope._support.arguments import check_layout, kind
+from headscope._support.arguments import check_layout, check_type, kind
 from headscope._support.files import is_inside
 
 State = Mapping[str, Any]
@@ -46,19 +46,20 @@ def read_state(state: State | str | Path, prefix: str) -> dict[str, Any]:
         ValueError: no key begins with the prefix, or a file is not safetensors or not in the folder of its index.
     """
     prefix = end_prefix(prefix)
+    text = "a mapping of tensors, or the path of a safetensors file"
+    check_type("state", state, (str, Path, Mapping), text)
+    entries: Mapping[Any, Any]
     if isinstance(state, (str, Path)):
         entries = _read_safetensors(Path(state), prefix)
-    elif isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        entries = {key: state[key] for key in state if str(key).startswith(prefix)}
     else:
-        raise TypeError(f"state: got {kind(state)}, wanted a mapping of tensors, or the path of a safetensors file")
+        entries = {key: state[key] for key in state if str(key).startswith(prefix)}
     if isinstance(state, Mapping) and not state:
         raise ValueError("state: is empty, wanted a mapping of tensors")
     if not entries:
         names = list_names(state) if isinstance(state, Mapping) else str(state)
         raise ValueError(f"prefix: no key begins with {prefix!r}; {names}")
     for key in entries:
-        if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(key, str):
             raise TypeError(f"state: has the key {key!r} of {kind(key)}, wanted strings")
     return {key.removeprefix(prefix): x for key, x in entries.items()}
 
@@ -86,7 +87,7 @@ def _read_file(path: Path, prefix: str, elsewhere: Collection[str] = ()) -> dict
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt") as file:  # pyright: ignore[reportArgumentType]
+        with safe_open(str(path), framework="pt") as file:
             keys = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118
             return {key: file.get_tensor(key) for key in keys if key not in elsewhere}
     except SafetensorError as error:
@@ -99,19 +100,19 @@ def _weight_map(path: Path) -> dict[str, str]:
         index: Any = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"state: {path} is no JSON ({error})") from error
-    places: Any = index.get("weight_map") if isinstance(index, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):  # pyright: ignore[reportUnknownVariableType]
+    places = cast("dict[str, Any]", index).get("weight_map") if isinstance(index, dict) else None
+    files = cast("dict[str, str]", places) if isinstance(places, dict) else None
+    if files is None or not all(isinstance(file, str) for file in cast("dict[str, object]", files).values()):
         raise ValueError(f'state: {path} has no "weight_map" of keys and the files that they are in')
-    for file in cast("dict[str, str]", places).values():
+    for file in files.values():
         if not is_inside(file):
             raise ValueError(f"state: {path}: weight_map: expected a file in the same folder, got {file!r}")
-    return places  # pyright: ignore[reportUnknownVariableType]
+    return files
 
 
 def end_prefix(prefix: str) -> str:
     """Return a prefix that ends in a dot or a slash, unless it is empty."""
-    if not isinstance(prefix, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"prefix: got {kind(prefix)}, wanted what the keys begin with, as a string")
+    check_type("prefix", prefix, str, "what the keys begin with, as a string")
     return prefix if not prefix or prefix[-1] in "./" else f"{prefix}."
 
 

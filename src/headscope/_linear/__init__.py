@@ -1,7 +1,16 @@
 """Linear layers by the fastest route, as a shipped table selects it, and the projections of attention modules."""
 
-from headscope._linear.layer import Linear, check_kind, in_heads, is_linear, is_plain, linear, unknown_projections
-from headscope._linear.projections import PROJECTIONS, QKV, check_own_parameters
+from headscope._linear.layer import (
+    Linear,
+    check_kind,
+    in_heads,
+    is_linear,
+    is_plain,
+    linear,
+    unknown_projections,
+    weight_and_bias,
+)
+from headscope._linear.projections import PROJECTIONS, QKV, check_own_parameters, merge_heads, split_heads
 
 __all__ = [
     "PROJECTIONS",
@@ -13,5 +22,8 @@ __all__ = [
     "is_linear",
     "is_plain",
     "linear",
+    "merge_heads",
+    "split_heads",
     "unknown_projections",
+    "weight_and_bias",
 ]

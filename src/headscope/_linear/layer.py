@@ -44,6 +44,11 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
+def weight_and_bias(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Return the weight and the bias, which torch's type hints declare to be there always."""
+    return linear.weight, linear.bias
+
+
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` by the fastest route."""
     product = route(input, weight, bias)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 QKV = ("q", "k", "v")
@@ -26,3 +26,13 @@ def check_own_parameters(module: nn.Module, *parts: nn.Module) -> None:
                 f"module: {path} is made anew for each call, by a pruning mask or a parametrization; wanted a "
                 "parameter: see torch.nn.utils.prune.remove, torch.nn.utils.parametrize.remove_parametrizations"
             )
+
+
+def split_heads(x: Tensor, heads: int, head_dim: int) -> Tensor:
+    """[B, length, heads * head_dim] -> [B, heads, length, head_dim]: split the width, then move the heads forward."""
+    return x.unflatten(-1, (heads, head_dim)).transpose(-3, -2)  # [B, heads, length, head_dim]
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[B, heads, length, head_dim] -> [B, length, heads * head_dim]: the inverse of ``split_heads``."""
+    return x.transpose(-3, -2).flatten(-2)  # [B, length, heads * head_dim]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,19 @@ from torch.nn import functional as F
 from headscope import functional
 from headscope._attend.call import check_dropout, check_scale, check_softcap
 from headscope._layouts import convert_module, convert_state, export_state
-from headscope._linear import QKV, Linear, check_kind, in_heads, is_plain
-from headscope._support.arguments import kind, shapes
-from headscope._support.torch_state import is_traced
-from headscope.cache import Cache, Staged
-from headscope.masks import Band, Mask, ReversedBand, as_mask
+from headscope._linear import QKV, Linear, check_kind, in_heads, merge_heads, split_heads, weight_and_bias
+from headscope._support.arguments import check_type
+from headscope.cache import Cache
+from headscope.masks import Mask
+from headscope.module._inputs import (
+    check_context,
+    check_place,
+    check_self_attention,
+    check_sliced,
+    input_sources,
+    shape_error,
+)
+from headscope.module._nested import forward_nested
 from headscope.module._options import (
     QKNorm,
     biased_parts,
@@ -27,7 +35,10 @@ from headscope.module._options import (
     norm_of,
     whole_sizes,
 )
-from headscope.positions import ALiBi, RelativeBias, Rotary, T5Buckets, bias_of, check_positions, matrix, turned_matrix
+from headscope.module._own_keys import add_own_value, own_share
+from headscope.module._placement import Placement, add_distance_bias
+from headscope.module._pruning import prune
+from headscope.positions import ALiBi, RelativeBias, Rotary, T5Buckets, bias_of, check_positions
 
 __all__ = ["MultiHeadAttention"]
 
@@ -111,6 +122,47 @@ class MultiHeadAttention(nn.Module):
         bias_kv: bool = False,
     ) -> None:
         super().__init__()
+        self._set_sizes(embed_dim, num_heads, kv_heads, head_dim, v_head_dim, kdim, vdim)
+        embed_dim, num_heads, kv_heads = self.embed_dim, self.num_heads, self.kv_heads
+        self.scale = check_scale(scale, self.head_dim)
+        self.softcap = check_softcap(softcap)
+        self.dropout = check_dropout(dropout)
+
+        biased = biased_parts(bias)
+        check_flags(sinks=sinks, gate=gate, bias_kv=bias_kv, **({} if out_bias is None else {"out_bias": out_bias}))
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"dtype: got {str(dtype).removeprefix('torch.')}, wanted a floating one")
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.splits = (num_heads * self.head_dim, kv_heads * self.head_dim, kv_heads * self.v_head_dim)
+        self.packed = self.kdim == self.vdim == embed_dim and len(biased) in (0, 3)
+        if self.packed:
+            self.qkv_proj = Linear(embed_dim, sum(self.splits), bias=bool(biased), **place)
+        else:
+            for name, width, rows in zip(QKV, (embed_dim, self.kdim, self.vdim), self.splits, strict=True):
+                self.add_module(f"{name}_proj", Linear(width, rows, bias=name in biased, **place))
+        out_bias = bool(biased) if out_bias is None else out_bias
+        self.out_proj = Linear(num_heads * self.v_head_dim, embed_dim, bias=out_bias, **place)
+        self.sinks = nn.Parameter(torch.empty(num_heads, **place)) if sinks else None
+        self.rotary = check_rotary(rotary, self.head_dim)
+        self.position_bias = bias_of(position_bias, num_heads, place)
+        if rotary is not None or position_bias is not None:
+            option = "position_bias" if rotary is None else "rotary"
+            check_self_attention(option, self.embed_dim, kdim=self.kdim, vdim=self.vdim)
+        self.qk_norm: QKNorm | None = qk_norm
+        self.q_norm = norm_of(qk_norm, num_heads, self.head_dim, qk_norm_eps, place)
+        self.k_norm = norm_of(qk_norm, kv_heads, self.head_dim, qk_norm_eps, place)
+        gates = num_heads * self.v_head_dim
+        self.gate_proj = Linear(embed_dim, gates, bias="q" in biased, **place) if gate else None
+        self.bias_k = nn.Parameter(torch.empty(kv_heads, self.head_dim, **place)) if bias_kv else None
+        self.bias_v = nn.Parameter(torch.empty(kv_heads, self.v_head_dim, **place)) if bias_kv else None
+        self.plain = rotary is None and position_bias is None and qk_norm is None  # q and k attend as projected
+        self.reset_parameters()
+
+    def _set_sizes(
+        self, embed_dim: int, num_heads: int, kv_heads: int | None, head_dim: int | None, v_head_dim: int | None,
+        kdim: int | None, vdim: int | None,
+    ) -> None:  # fmt: skip
+        """Check the sizes, and set them with their defaults."""
         kv_heads = num_heads if kv_heads is None else kv_heads
         embed_dim, num_heads, kv_heads = whole_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_heads=kv_heads)
         check_heads(embed_dim, num_heads, kv_heads, head_dim)
@@ -123,37 +175,6 @@ class MultiHeadAttention(nn.Module):
         vdim = kdim if vdim is None else vdim
         widths = whole_sizes(head_dim=head_dim, v_head_dim=v_head_dim, kdim=kdim, vdim=vdim)
         self.head_dim, self.v_head_dim, self.kdim, self.vdim = widths
-        self.scale = check_scale(scale, self.head_dim)
-        self.softcap = check_softcap(softcap)
-        self.dropout = check_dropout(dropout)
-
-        biased = biased_parts(bias)
-        check_flags(sinks=sinks, gate=gate, bias_kv=bias_kv, **({} if out_bias is None else {"out_bias": out_bias}))
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"dtype: got {str(dtype).removeprefix('torch.')}, wanted a floating one")
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.splits = (num_heads * self.head_dim, kv_heads * self.head_dim, kv_heads * self.v_head_dim)
-        self.packed = self.kdim == self.vdim == embed_dim and len(biased) in (0, 3)
-        if self.packed:
-            self.qkv_proj = Linear(embed_dim, sum(self.splits), bias=bool(biased), **made)
-        else:
-            for name, width, rows in zip(QKV, (embed_dim, self.kdim, self.vdim), self.splits, strict=True):
-                self.add_module(f"{name}_proj", Linear(width, rows, bias=name in biased, **made))
-        out_bias = bool(biased) if out_bias is None else out_bias
-        self.out_proj = Linear(num_heads * self.v_head_dim, embed_dim, bias=out_bias, **made)
-        self.sinks = nn.Parameter(torch.empty(num_heads, **made)) if sinks else None
-        self.rotary = check_rotary(rotary, self.head_dim)
-        self.position_bias = bias_of(position_bias, num_heads, made)
-        self._check_located()
-        self.qk_norm: QKNorm | None = qk_norm
-        self.q_norm = norm_of(qk_norm, num_heads, self.head_dim, qk_norm_eps, made)
-        self.k_norm = norm_of(qk_norm, kv_heads, self.head_dim, qk_norm_eps, made)
-        gates = num_heads * self.v_head_dim
-        self.gate_proj = Linear(embed_dim, gates, bias="q" in biased, **made) if gate else None
-        self.bias_k = nn.Parameter(torch.empty(kv_heads, self.head_dim, **made)) if bias_kv else None
-        self.bias_v = nn.Parameter(torch.empty(kv_heads, self.v_head_dim, **made)) if bias_kv else None
-        self.plain = rotary is None and position_bias is None and qk_norm is None  # q and k attend as projected
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Start anew: Xavier-uniform weights for each projection by itself, zero biases and sinks, norms of weight one.
@@ -167,9 +188,10 @@ class MultiHeadAttention(nn.Module):
                 nn.init.zeros_(bias)
         for linear in (self.out_proj, self.gate_proj):
             if linear is not None:
-                nn.init.xavier_uniform_(linear.weight)
-                if linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
-                    nn.init.zeros_(linear.bias)
+                weight, bias = weight_and_bias(linear)
+                nn.init.xavier_uniform_(weight)
+                if bias is not None:
+                    nn.init.zeros_(bias)
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
         for own in (self.bias_k, self.bias_v):
@@ -181,21 +203,18 @@ class MultiHeadAttention(nn.Module):
 
     @classmethod
     def from_module(cls, module: nn.Module, layout: str | None = None, **options: Any) -> Self:
-        """One with copies of another module's weights, as torch's, transformers' or a tutorial's.
-
-        See ``layouts.from_module``.
-        """
+        """Build one with copies of another module's weights. See ``layouts.from_module``."""
         return convert_module(module, layout, cls, MultiHeadAttention, options)
 
     @classmethod
     def from_state_dict(
         cls, state: Mapping[str, Any] | str | Path, layout: str, *, prefix: str = "", **options: Any
     ) -> Self:
-        """One with copies of the weights in a state dict, or in a safetensors file. See ``layouts.from_state_dict``."""
+        """Build one with copies of the weights in a state dict or safetensors file. See ``layouts.from_state_dict``."""
         return convert_state(state, layout, prefix, cls, options)
 
     def to_state_dict(self, layout: str, *, prefix: str = "") -> dict[str, Tensor]:
-        """Copies of the weights under the keys of a layout. See ``layouts.to_state_dict``."""
+        """Return copies of the weights under the keys of a layout. See ``layouts.to_state_dict``."""
         return export_state(self, layout, prefix, MultiHeadAttention)
 
     def projection(self, name: str) -> tuple[Tensor, Tensor | None]:
@@ -203,17 +222,17 @@ class MultiHeadAttention(nn.Module):
         if name not in (*QKV, "out"):
             raise ValueError(f"name: got {name!r}, wanted {', '.join(QKV)} or out")
         packed = self.packed and name != "out"
-        held = "qkv_proj" if packed else f"{name}_proj"
-        linear: nn.Linear = getattr(self, held)
-        weight, bias = linear.weight, linear.bias
-        if not isinstance(weight, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"{held}: {type(linear).__name__} has no weight that is a tensor; wanted an nn.Linear")
+        path = "qkv_proj" if packed else f"{name}_proj"
+        linear: nn.Linear = getattr(self, path)
+        weight, bias = weight_and_bias(linear)
+        if not isinstance(cast("object", weight), Tensor):
+            raise TypeError(f"{path}: {type(linear).__name__} has no weight that is a tensor; wanted an nn.Linear")
         if not packed:
             return weight, bias
         at = QKV.index(name)
         start = sum(self.splits[:at])
         rows = slice(start, start + self.splits[at])
-        return weight[rows], None if bias is None else bias[rows]  # pyright: ignore[reportUnnecessaryComparison]
+        return weight[rows], None if bias is None else bias[rows]
 
     def prune_heads(self, heads: Collection[int]) -> Self:
         """A smaller module that computes what this one does without these heads; this one stays as it is.
@@ -230,9 +249,7 @@ class MultiHeadAttention(nn.Module):
                 numbers of query heads; ``qk_norm="rms_all"``, which ties all heads together; a weight that is made
                 anew for each call, by a pruning mask or a parametrization; a projection that is no ``nn.Linear``.
         """
-        from headscope.module import _pruning
-
-        return _pruning.pruned(self, heads)
+        return prune(self, heads)
 
     @overload
     def forward(
@@ -279,14 +296,13 @@ class MultiHeadAttention(nn.Module):
                 x, context, mask, bias=bias, need_weights=need_weights, positions=positions, cache=cache
             )
         q, k, v = self.project(x, context)
-        last_first, staged = False, None
+        reverse, staged = False, None
         if cache is not None or positions is not None or not self.plain:
-            q, k, v, mask, bias, last_first, staged = self._place(
-                (q, k, v), mask, bias, positions, cache, cross=context is not None
-            )
+            placement = self._place((q, k, v), mask, bias, positions, cache, cross=context is not None)
+            q, k, v, mask, bias, reverse, staged = placement
         scale, softcap, sinks, dropout = self.scale, self.softcap, self.sinks, self.dropout if self.training else 0.0
         own: Tensor | None = None
-        if self.bias_k is None:
+        if self.bias_k is None or self.bias_v is None:
             heads = functional.attention(
                 q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
             )
@@ -294,40 +310,23 @@ class MultiHeadAttention(nn.Module):
             rest = functional.attend(
                 q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
             )
-            own = self._own_share(q, rest.lse)
-            heads = self._with_own_value(rest.out, own, dropout)
-        merged = merge_heads(heads.flip(-2) if last_first else heads)
+            own = own_share(q, self.bias_k, rest.lse, scale, softcap)
+            heads = add_own_value(rest.out, own, self.bias_v, dropout)
+        merged = merge_heads(heads.flip(-2) if reverse else heads)
         if self.gate_proj is not None:
             merged = merged * self.gate_proj(x).sigmoid()
         out, weights = self.out_proj(merged), None
         if need_weights:
             weights = functional.weights(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks)
             weights = weights if own is None else weights * (1 - own)
-            weights = weights.flip(-2) if last_first else weights
+            weights = weights.flip(-2) if reverse else weights
         if cache is not None and staged is not None:
             cache._commit(staged)
         return out if weights is None else (out, weights)
 
-    def _own_share(self, q: Tensor, lse: Tensor) -> Tensor:
-        """The weight [B, H, Q, 1] of the key that belongs to no token, beside all others, whose log-sum-exp is lse."""
-        assert self.bias_k is not None
-        k = self.bias_k.repeat_interleave(self.num_heads // self.kv_heads, 0)  # [H, D]
-        logit = self.scale * torch.einsum("...hqd,hd->...hq", q.to(lse.dtype), k.to(lse.dtype))  # [B, H, Q]
-        if self.softcap is not None:
-            logit = self.softcap * torch.tanh(logit / self.softcap)
-        return torch.sigmoid(logit - lse)[..., None]  # exp(logit) / (exp(logit) + exp(lse))
-
-    def _with_own_value(self, heads: Tensor, own: Tensor, dropout: float) -> Tensor:
-        """The heads' outputs [B, H, Q, Dv] with the value that belongs to no token, by its weight."""
-        assert self.bias_v is not None
-        v = self.bias_v.repeat_interleave(self.num_heads // self.kv_heads, 0)[:, None]  # [H, 1, Dv]
-        return (heads * (1 - own) + F.dropout(own, dropout) * v).to(heads.dtype)
-
     def _of_nested(self, x: Tensor, context: Any, mask: Mask | Tensor | None, **others: object) -> Tensor:
-        from headscope.module import _nested
-
         restart = self.rotary is not None and self.rotary.dynamic  # else distances count alone
-        return _nested.forward(self.forward, x, context, mask, restart, **others)
+        return forward_nested(self.forward, x, context, mask, restart, **others)
 
     def project(
         self, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None = None
@@ -349,10 +348,10 @@ class MultiHeadAttention(nn.Module):
         else:
             sources = (x, k_from, v_from)
             if self.packed:
-                self._check_sliced()
-                weight, bias = self.qkv_proj.weight, self.qkv_proj.bias  # once: a parametrization makes one each time
+                check_sliced(self.qkv_proj)
+                weight, bias = weight_and_bias(self.qkv_proj)  # once: a parametrization makes one each time
                 weights = weight.split(self.splits)
-                biases = (None, None, None) if bias is None else bias.split(self.splits)  # pyright: ignore[reportUnnecessaryComparison]
+                biases = (None, None, None) if bias is None else bias.split(self.splits)
                 q, k, v = map(F.linear, sources, weights, biases)
             else:  # called, so that wrappers and hooks of theirs run
                 q, k, v = (getattr(self, f"{name}_proj")(source) for name, source in zip(QKV, sources, strict=True))
@@ -365,132 +364,45 @@ class MultiHeadAttention(nn.Module):
     def _place(
         self, heads: tuple[Tensor, Tensor, Tensor], mask: Mask | Tensor | None, bias: Tensor | None,
         positions: Tensor | None, cache: Cache | None, *, cross: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Mask | Tensor | None, Tensor | None, bool, Staged | None]:  # fmt: skip
-        """q and k normalised and turned to their positions, with what came before; the bias with that by distance.
-
-        Then: whether the queries, and so the rows of mask and bias, come last first; see ``turned_matrix``. The last:
-        what the cache is to hold.
-        """
+    ) -> Placement:  # fmt: skip
+        """Normalise q and k, rotate them to their positions, add the cache, and the bias by distance."""
         q, k, v = heads
         staged = None
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
-        self._check_place(positions, cache, cross=cross)
+        check_place(self.rotary, self.position_bias, positions, cache, cross=cross)
         start, first = (0, 0) if cache is None else (cache.length, 0)
-        stop = start + q.shape[-2]
         positions = None if positions is None else check_positions(positions, q)
-        places = slice(start, stop) if positions is None else positions
+        places = slice(start, start + q.shape[-2]) if positions is None else positions
         if self.rotary is not None:
             cos, sin = self.rotary.shared_cos_sin(places, q)
             q, k = self.rotary.turn(q, cos, sin), self.rotary.turn(k, cos, sin)
         if cache is not None:
             (k, v, first, mask), staged = cache._stage(k, v, mask)
+        placement = Placement(q, k, v, mask, bias, staged=staged)
         if self.position_bias is None:
-            return q, k, v, mask, bias, False, staged
-        queries, keys = q.shape[-2], k.shape[-2]
-        if positions is None and bias is None and _may_be_turned(self.position_bias, q):
-            request = as_mask(mask)
-            known = (Band() if request is None else request).reverse_queries(queries, keys)
-            if known is not None:
-                if not any(isinstance(leaf, ReversedBand) for leaf in known.leaves()):  # which tells who looks on
-                    known = known & ReversedBand(Band(offset=keys - queries), queries)
-                bias = turned_matrix(self.position_bias, queries, keys, start - first, q)
-                return q.flip(-2), k, v, known, bias, True, staged
-        q_at = k_at = positions
-        if q_at is None or k_at is None:
-            k_at = torch.arange(first, stop, device=q.device)
-            q_at = k_at[start - first :]
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        by_distance = matrix(self.position_bias, q_at, k_at, dtype)  # [H, Q, K] or [B, H, Q, K]
-        return q, k, v, mask, by_distance if bias is None else bias + by_distance, False, staged
-
-    def _check_place(self, positions: Tensor | None, cache: Cache | None, *, cross: bool) -> None:
-        located = self.rotary is not None or self.position_bias is not None
-        if cross and (located or cache is not None):
-            if cache is not None:
-                raise ValueError("context: got one beside a cache, which is for self-attention")
-            option = "rotary" if self.rotary is not None else "position_bias"
-            raise ValueError(f"context: this module has {option}, and x and its context share no axis of positions")
-        if positions is not None and not located:
-            raise ValueError("positions: this module has neither rotary nor position_bias")
-        if cache is None:
-            return
-        if not isinstance(cache, Cache):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"cache: got {kind(cache)}, wanted a cache of headscope.cache")
-        if positions is not None:
-            raise ValueError("positions: got some beside a cache, which counts them itself")
-        if self.rotary is not None and self.rotary.dynamic:
-            raise ValueError(
-                "cache: this module has NTK(original_length=...), which turns earlier keys anew as the length grows; "
-                "NTK(factor) alone stays as it is"
-            )
+            return placement
+        return add_distance_bias(placement, self.position_bias, positions, start, first)
 
     def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
         if self.qk_norm != "rms_all":
             return norm(x)
         return split_heads(norm(merge_heads(x)), x.shape[-3], self.head_dim)
 
-    @staticmethod
-    def _sources(x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """What keys and values are projected from."""
-        if context is None:
-            return x, x
-        if isinstance(context, Tensor):
-            return context, context
-        if isinstance(context, tuple) and len(context) == 2:  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
-            return context
-        got = f"{len(context)} of them" if isinstance(context, tuple) else kind(context)  # pyright: ignore[reportUnnecessaryIsInstance]
-        hint = "; a mask goes by its name, mask=" if isinstance(context, Mask) else ""
-        raise TypeError(f"context: got {got}, wanted a torch.Tensor, or a pair (for the keys, for the values){hint}")
-
-    def _check_located(self) -> None:
-        """Positions are those of x alone, so that keys and values must be projected from it."""
-        if self.rotary is None and self.position_bias is None:
-            return
-        option = "position_bias" if self.rotary is None else "rotary"
-        for name, width in (("kdim", self.kdim), ("vdim", self.vdim)):
-            if width != self.embed_dim:
-                raise ValueError(
-                    f"{name}: got {width} beside {option}, which is for self-attention; wanted embed_dim "
-                    f"{self.embed_dim}"
-                )
-
-    def _check_sliced(self) -> None:
-        """Cross-attention takes parts of the packed weight, past whatever else the module in its place does."""
-        if is_plain(self.qkv_proj):
-            return
-        ours = type(self.qkv_proj) in (Linear, nn.Linear)
-        what = "has hooks" if ours else f"is a {type(self.qkv_proj).__name__}"
-        raise ValueError(
-            f"qkv_proj: {what}, which cross-attention would pass by: it takes parts of the weight; wanted separate "
-            'projections, as a module has with bias=("q", "v"), or with a kdim or vdim that is not embed_dim'
-        )
+    _sources = staticmethod(input_sources)
 
     def _check_inputs(self, x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
         if k_from is x and self.packed and isinstance(x, Tensor) and x.ndim in (2, 3) and x.shape[-1] == self.embed_dim:  # pyright: ignore[reportUnnecessaryIsInstance]
             return
-        wanted = (("x", x, self.embed_dim), ("context", k_from, self.kdim), ("context", v_from, self.vdim))
-        for name, tensor, width in wanted:
-            if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
-                raise TypeError(f"{name}: got {kind(tensor)}, wanted a torch.Tensor")
+        expected = (("x", x, self.embed_dim), ("context", k_from, self.kdim), ("context", v_from, self.vdim))
+        for name, tensor, width in expected:
+            check_type(name, tensor, Tensor, "a torch.Tensor")
             if tensor.is_nested and not x.is_nested:
                 raise ValueError(f"{name}: got a nested tensor beside an x of {x.ndim} axes, wanted x nested as well")
             if tensor.shape[-1:] != (width,) or tensor.ndim not in (2, 3) or tensor.ndim != x.ndim:
-                self._refuse(name, tensor, width, x)
+                raise shape_error(name, tensor, width, x)
         if k_from is not x or v_from is not x:
-            self._check_context(x, k_from, v_from)
-
-    @staticmethod
-    def _check_context(x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
-        if x.is_nested:
-            return
-        for tensor in (k_from, v_from):
-            if x.ndim == 3 and tensor.shape[0] != x.shape[0] and 1 not in (tensor.shape[0], x.shape[0]):
-                wanted = f"{x.shape[0]}, as x; {shapes(context=tensor, x=x)}"
-                raise ValueError(f"context: axis 0 (B) is {tensor.shape[0]}, wanted {wanted}")
-        if k_from.shape[-2] != v_from.shape[-2]:
-            got = f"{v_from.shape[-2]} for the values, wanted {k_from.shape[-2]}, as for the keys"
-            raise ValueError(f"context: axis {v_from.ndim - 2} (K) is {got}; {shapes(keys=k_from, values=v_from)}")
+            check_context(x, k_from, v_from)
 
     def _check_kinds(self, x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
         """Dtypes and devices; apart from the sizes, which a trace asks for by themselves."""
@@ -500,14 +412,6 @@ class MultiHeadAttention(nn.Module):
         for part, source in zip(QKV, (x, k_from, v_from), strict=True):
             linear: nn.Module = self.qkv_proj if self.packed else getattr(self, f"{part}_proj")
             check_kind("x" if source is x else "context", source, linear)
-
-    def _refuse(self, name: str, tensor: Tensor, width: int, x: Tensor) -> None:
-        got = f"{name} {list(tensor.shape)}" + ("" if name == "x" else f", x {list(x.shape)}")
-        if tensor.ndim not in (2, 3) or tensor.ndim != x.ndim:
-            axes = "2 or 3" if name == "x" else f"{x.ndim}, as x"
-            raise ValueError(f"{name}: has {tensor.ndim} axes, wanted {axes} ([B, length, E]); {got}")
-        hint = "; without context, keys and values are projected from x" if tensor is x and name != "x" else ""
-        raise ValueError(f"{name}: axis {tensor.ndim - 1} (E) is {tensor.shape[-1]}, wanted {width}{hint}; {got}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Take packed and separate projections alike."""
@@ -521,7 +425,7 @@ class MultiHeadAttention(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _fit(self, parts: list[Tensor | None]) -> bool:
-        """Whether these are the three parts of the packed projection; where not, loading says what is amiss."""
+        """Whether these are the three parts of the packed projection; where not, loading says what is wrong."""
         widths = {part.shape[1:] for part in parts if part is not None}
         return tuple(0 if part is None else len(part) for part in parts) == self.splits and len(widths) == 1
 
@@ -533,28 +437,12 @@ class MultiHeadAttention(nn.Module):
             "kdim": self.embed_dim, "vdim": self.kdim, "scale": self.head_dim**-0.5, "softcap": None, "dropout": 0.0,
         }  # fmt: skip
         parts += [f"{name}={getattr(self, name)}" for name, usual in defaults.items() if getattr(self, name) != usual]
-        said: dict[str, object] = {"rotary": self.rotary, "qk_norm": self.qk_norm}
+        described: dict[str, object] = {"rotary": self.rotary, "qk_norm": self.qk_norm}
         if isinstance(self.position_bias, ALiBi):  # a module shows itself
-            said["position_bias"] = self.position_bias
-        parts += [f"{name}={value!r}" for name, value in said.items() if value is not None]
+            described["position_bias"] = self.position_bias
+        parts += [f"{name}={value!r}" for name, value in described.items() if value is not None]
         chosen = {"sinks": self.sinks, "gate": self.gate_proj, "bias_kv": self.bias_k}
         return ", ".join(parts + [f"{name}=True" for name, value in chosen.items() if value is not None])
 
 
 _PARTS_FIRST = {2: (1, 2, 0, 3), 3: (2, 0, 3, 1, 4)}  # [B, Q, 3, H, D] -> [3, B, H, Q, D], without and with B
-
-
-def split_heads(x: Tensor, heads: int, head_dim: int) -> Tensor:
-    """[B, length, heads * head_dim] -> [B, heads, length, head_dim]: cut the width, then move the heads forward."""
-    return x.unflatten(-1, (heads, head_dim)).transpose(-3, -2)  # [B, heads, length, head_dim]
-
-
-def merge_heads(x: Tensor) -> Tensor:
-    """[B, heads, length, head_dim] -> [B, length, heads * head_dim]: the inverse of ``split_heads``."""
-    return x.transpose(-3, -2).flatten(-2)  # [B, length, heads * head_dim]
-
-
-def _may_be_turned(bias: ALiBi | RelativeBias, q: Tensor) -> bool:
-    """Whether the kernels can read a bias whose rows overlap: not its gradient, and not behind a compiler's back."""
-    learns = isinstance(bias, RelativeBias) and bias.weight.requires_grad and torch.is_grad_enabled()
-    return q.shape[-2] > 1 and q.device.type == "cpu" and not learns and not is_traced()

@@ -13,7 +13,7 @@ from headscope.masks import Band, Documents, Mask
 from headscope.positions import restarting
 
 
-def forward(
+def forward_nested(
     attend: Callable[..., Tensor], x: Tensor, context: Any, mask: Mask | Tensor | None, restart: bool, **others: object
 ) -> Tensor:
     """The forward pass of a nested x [B, ragged, E]: each row sees itself, or the same row of a nested context.

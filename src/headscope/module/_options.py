@@ -9,15 +9,15 @@ from typing import Any, Literal
 from torch import nn
 
 from headscope._linear import QKV
-from headscope._support.arguments import kind, number, whole
+from headscope._support.arguments import check_type, number, whole
 from headscope.positions import Rotary
 
 QKNorm = Literal["rms", "layer", "rms_all"]
 
 
-def whole_sizes(**given: object) -> list[int]:
-    """Them in turn, as whole numbers from 1."""
-    return [whole(name, size) for name, size in given.items()]
+def whole_sizes(**sizes: object) -> list[int]:
+    """Return sizes in their order, as whole numbers from 1."""
+    return [whole(name, size) for name, size in sizes.items()]
 
 
 def check_heads(embed_dim: int, num_heads: int, kv_heads: int, head_dim: int | None) -> None:
@@ -32,20 +32,19 @@ def check_heads(embed_dim: int, num_heads: int, kv_heads: int, head_dim: int | N
 
 
 def check_rotary(rotary: Rotary | None, head_dim: int) -> Rotary | None:
-    """The same, if it turns no more than a head has."""
+    """Return rotary positions that rotate at most the width of a head."""
     if rotary is None:
         return None
-    if not isinstance(rotary, Rotary):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"rotary: got {kind(rotary)}, wanted headscope.positions.Rotary or None")
+    check_type("rotary", rotary, Rotary, "headscope.positions.Rotary or None")
     if rotary.dim > head_dim:
         raise ValueError(f"rotary: its dim is {rotary.dim}, wanted at most head_dim {head_dim}")
     return rotary
 
 
 def norm_of(
-    qk_norm: QKNorm | None, heads: int, head_dim: int, eps: float, made: dict[str, Any]
+    qk_norm: QKNorm | None, heads: int, head_dim: int, eps: float, place: dict[str, Any]
 ) -> nn.RMSNorm | nn.LayerNorm | None:
-    """The norm of queries or keys: of each head, or of all heads together."""
+    """Return the norm of queries or keys: of each head, or of all heads together."""
     if qk_norm is None:
         return None
     if qk_norm not in ("rms", "layer", "rms_all"):
@@ -54,23 +53,22 @@ def norm_of(
     if not 0 < eps < math.inf:
         raise ValueError(f"qk_norm_eps: got {eps}, wanted a finite number above 0")
     if qk_norm == "layer":
-        return nn.LayerNorm(head_dim, eps, **made)
-    return nn.RMSNorm(heads * head_dim if qk_norm == "rms_all" else head_dim, eps, **made)
+        return nn.LayerNorm(head_dim, eps, **place)
+    return nn.RMSNorm(heads * head_dim if qk_norm == "rms_all" else head_dim, eps, **place)
 
 
-def check_flags(**flags: bool) -> None:
+def check_flags(**flags: object) -> None:
     """Raise unless all are True or False."""
     for name, flag in flags.items():
-        if not isinstance(flag, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(flag, bool):
             raise TypeError(f"{name}: got {flag!r}, wanted True or False")
 
 
 def biased_parts(bias: bool | Collection[str]) -> frozenset[str]:
-    """The names of the projections that have a bias."""
+    """Return the names of the projections that have a bias."""
     if isinstance(bias, bool):
         return frozenset(QKV if bias else ())
-    if not isinstance(bias, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"bias: got {kind(bias)}, wanted True, False, or names among {', '.join(QKV)}")
+    check_type("bias", bias, Collection, f"True, False, or names among {', '.join(QKV)}")
     names = frozenset(bias)
     if not names <= set(QKV):
         raise ValueError(f"bias: got {sorted(map(str, names))}, wanted True, False, or names among {', '.join(QKV)}")

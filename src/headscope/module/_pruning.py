@@ -9,55 +9,58 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headscope._linear import check_own_parameters, unknown_projections
-from headscope._support.arguments import as_whole, kind
+from headscope._linear import check_own_parameters, unknown_projections, weight_and_bias
+from headscope._support.arguments import as_whole, check_type, kind
 from headscope.positions import ALiBi, RelativeBias
 
 
-def pruned(module: Any, heads: Collection[int]) -> Any:
-    """A copy of a ``MultiHeadAttention`` without these query heads, and without key/value heads that nobody uses then.
+def prune(module: Any, heads: Collection[int]) -> Any:
+    """Return a copy of a ``MultiHeadAttention`` without these query heads.
+
+    A key/value head goes with the last query head that uses it.
 
     Raises:
         TypeError, ValueError: see ``MultiHeadAttention.prune_heads``.
     """
-    kept, kv_kept = _kept(heads, module.num_heads, module.kv_heads)
+    remaining, kv_remaining = _remaining_heads(heads, module.num_heads, module.kv_heads)
     check_own_parameters(module, *module.modules())
     if module.qk_norm == "rms_all":
         raise ValueError("heads: this module has qk_norm='rms_all', which normalises all heads together: none can go")
     for name, part in unknown_projections(module).items():
         raise ValueError(f"module: {name} is a {type(part).__name__}, wanted nn.Linear, or one with its forward")
-    made = copy.deepcopy(module)
-    q_rows, k_rows = _rows(kept, module.head_dim), _rows(kv_kept, module.head_dim)
-    v_rows, out_columns = _rows(kv_kept, module.v_head_dim), _rows(kept, module.v_head_dim)
+    pruned = copy.deepcopy(module)
+    q_rows, k_rows = _rows(remaining, module.head_dim), _rows(kv_remaining, module.head_dim)
+    v_rows, out_columns = _rows(kv_remaining, module.v_head_dim), _rows(remaining, module.v_head_dim)
     if module.packed:
         q_end, k_end = module.splits[0], module.splits[0] + module.splits[1]
-        _cut(made.qkv_proj, torch.cat([q_rows, k_rows + q_end, v_rows + k_end]))
+        _cut(pruned.qkv_proj, torch.cat([q_rows, k_rows + q_end, v_rows + k_end]))
     else:
         for name, rows in (("q", q_rows), ("k", k_rows), ("v", v_rows)):
-            _cut(getattr(made, f"{name}_proj"), rows)
-    _select(made.out_proj, "weight", out_columns, 1)
-    made.out_proj.in_features = len(out_columns)
-    if made.gate_proj is not None:
-        _cut(made.gate_proj, out_columns)
-    at = torch.tensor(kept, device="cpu")
-    if made.sinks is not None:
-        _select(made, "sinks", at)
-    if made.bias_k is not None:
+            _cut(getattr(pruned, f"{name}_proj"), rows)
+    _select(pruned.out_proj, "weight", out_columns, 1)
+    pruned.out_proj.in_features = len(out_columns)
+    if pruned.gate_proj is not None:
+        _cut(pruned.gate_proj, out_columns)
+    at = torch.tensor(remaining, device="cpu")
+    if pruned.sinks is not None:
+        _select(pruned, "sinks", at)
+    if pruned.bias_k is not None:
         for name in ("bias_k", "bias_v"):
-            _select(made, name, torch.tensor(kv_kept, device="cpu"))
-    if isinstance(made.position_bias, ALiBi):
-        made.position_bias = ALiBi(len(kept), tuple(made.position_bias.slopes[head] for head in kept))
-    elif isinstance(made.position_bias, RelativeBias):
-        _select(made.position_bias, "weight", at, 1)
-        made.position_bias.num_heads = len(kept)
-    made.num_heads, made.kv_heads = len(kept), len(kv_kept)
-    made.splits = (len(q_rows), len(k_rows), len(v_rows))
-    return made
+            _select(pruned, name, torch.tensor(kv_remaining, device="cpu"))
+    if isinstance(pruned.position_bias, ALiBi):
+        pruned.position_bias = ALiBi(len(remaining), tuple(pruned.position_bias.slopes[head] for head in remaining))
+    elif isinstance(pruned.position_bias, RelativeBias):
+        _select(pruned.position_bias, "weight", at, 1)
+        pruned.position_bias.num_heads = len(remaining)
+    pruned.num_heads, pruned.kv_heads = len(remaining), len(kv_remaining)
+    pruned.splits = (len(q_rows), len(k_rows), len(v_rows))
+    return pruned
 
 
-def _kept(heads: Collection[int], num_heads: int, kv_heads: int) -> tuple[list[int], list[int]]:
-    """The query heads and the key/value heads that stay."""
-    if isinstance(heads, (str, bytes)) or not isinstance(heads, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
+def _remaining_heads(heads: Collection[int], num_heads: int, kv_heads: int) -> tuple[list[int], list[int]]:
+    """Return the query heads and the key/value heads that remain."""
+    check_type("heads", heads, Collection, "numbers of heads")
+    if isinstance(heads, (str, bytes)):
         raise TypeError(f"heads: got {kind(heads)}, wanted numbers of heads")
     gone: set[int] = set()
     for each in heads:
@@ -67,22 +70,22 @@ def _kept(heads: Collection[int], num_heads: int, kv_heads: int) -> tuple[list[i
         if not 0 <= head < num_heads:
             raise ValueError(f"heads: got {head}, wanted numbers from 0 to {num_heads - 1}")
         gone.add(head)
-    kept = [head for head in range(num_heads) if head not in gone]
-    if not kept:
+    remaining = [head for head in range(num_heads) if head not in gone]
+    if not remaining:
         raise ValueError(f"heads: got all {num_heads}, wanted at least one to stay")
     group = num_heads // kv_heads
-    left = [sum(head // group == kv for head in kept) for kv in range(kv_heads)]
-    kv_kept = [kv for kv in range(kv_heads) if left[kv]]
-    if len({left[kv] for kv in kv_kept}) > 1:
+    left = [sum(head // group == kv for head in remaining) for kv in range(kv_heads)]
+    kv_remaining = [kv for kv in range(kv_heads) if left[kv]]
+    if len({left[kv] for kv in kv_remaining}) > 1:
         raise ValueError(
             f"heads: would leave {left} query heads for the {kv_heads} key/value heads, wanted as many for each, or "
             f"none: head h uses key/value head h // {group}"
         )
-    return kept, kv_kept
+    return remaining, kv_remaining
 
 
 def _rows(heads: list[int], width: int) -> Tensor:
-    """The rows of a projection that make these heads."""
+    """Return the rows of a projection that make these heads."""
     first = torch.tensor(heads, device="cpu")[:, None] * width
     return (first + torch.arange(width, device="cpu")).flatten()
 
@@ -90,7 +93,7 @@ def _rows(heads: list[int], width: int) -> Tensor:
 def _cut(linear: nn.Linear, rows: Tensor) -> None:
     """Leave these rows of a projection."""
     _select(linear, "weight", rows)
-    if linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
+    if weight_and_bias(linear)[1] is not None:
         _select(linear, "bias", rows)
     linear.out_features = len(rows)
 

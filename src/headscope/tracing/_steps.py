@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscope.module._multi_head import merge_heads, split_heads
+from headscope._linear import merge_heads, split_heads
 from headscope.tracing._explanations import subscript
 from headscope.tracing._invariants import PRODUCTS, Check, close, equal, finite, rounding, spread, to_float64
 from headscope.tracing._row import RowWriter

@@ -1,0 +1,107 @@
+"""Checks of what a ``MultiHeadAttention`` is called with. ``_multi_head`` runs them; the messages name the argument."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from headscope._linear import Linear, is_plain
+from headscope._support.arguments import check_type, kind, shapes
+from headscope.cache import Cache
+from headscope.masks import Mask
+from headscope.positions import ALiBi, RelativeBias, Rotary
+
+
+def input_sources(x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Return what keys and values are projected from."""
+    if context is None:
+        return x, x
+    if isinstance(context, Tensor):
+        return context, context
+    _check_pair(context)
+    return context
+
+
+def _check_pair(context: object) -> None:
+    if isinstance(context, tuple):
+        length = len(cast("tuple[Any, ...]", context))
+        if length == 2:
+            return
+        got = f"{length} of them"
+    else:
+        got = kind(context)
+    hint = "; a mask goes by its name, mask=" if isinstance(context, Mask) else ""
+    raise TypeError(f"context: got {got}, wanted a torch.Tensor, or a pair (for the keys, for the values){hint}")
+
+
+def check_context(x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
+    """Raise unless the context fits x, and its two parts each other."""
+    if x.is_nested:
+        return
+    for tensor in (k_from, v_from):
+        if x.ndim == 3 and tensor.shape[0] != x.shape[0] and 1 not in (tensor.shape[0], x.shape[0]):
+            expected = f"{x.shape[0]}, as x; {shapes(context=tensor, x=x)}"
+            raise ValueError(f"context: axis 0 (B) is {tensor.shape[0]}, wanted {expected}")
+    if k_from.shape[-2] != v_from.shape[-2]:
+        got = f"{v_from.shape[-2]} for the values, wanted {k_from.shape[-2]}, as for the keys"
+        raise ValueError(f"context: axis {v_from.ndim - 2} (K) is {got}; {shapes(keys=k_from, values=v_from)}")
+
+
+def shape_error(name: str, tensor: Tensor, width: int, x: Tensor) -> ValueError:
+    """Return the error of an input that has not 2 or 3 axes, as x, or not this width."""
+    got = f"{name} {list(tensor.shape)}" + ("" if name == "x" else f", x {list(x.shape)}")
+    if tensor.ndim not in (2, 3) or tensor.ndim != x.ndim:
+        axes = "2 or 3" if name == "x" else f"{x.ndim}, as x"
+        return ValueError(f"{name}: has {tensor.ndim} axes, wanted {axes} ([B, length, E]); {got}")
+    hint = "; without context, keys and values are projected from x" if tensor is x and name != "x" else ""
+    return ValueError(f"{name}: axis {tensor.ndim - 1} (E) is {tensor.shape[-1]}, wanted {width}{hint}; {got}")
+
+
+def check_sliced(qkv_proj: nn.Module) -> None:
+    """Raise unless a packed projection is a plain linear: cross-attention uses parts of its weight without calling it.
+
+    Raises:
+        ValueError: it has hooks, or another class.
+    """
+    if is_plain(qkv_proj):
+        return
+    what = "has hooks" if type(qkv_proj) in (Linear, nn.Linear) else f"is a {type(qkv_proj).__name__}"
+    raise ValueError(
+        f"qkv_proj: {what}, which cross-attention would pass by: it takes parts of the weight; wanted separate "
+        'projections, as a module has with bias=("q", "v"), or with a kdim or vdim that is not embed_dim'
+    )
+
+
+def check_self_attention(option: str, embed_dim: int, **widths: int) -> None:
+    """Raise unless keys and values are projected from x, whose positions ``option`` requires."""
+    for name, width in widths.items():
+        if width != embed_dim:
+            raise ValueError(
+                f"{name}: got {width} beside {option}, which is for self-attention; wanted embed_dim {embed_dim}"
+            )
+
+
+def check_place(
+    rotary: Rotary | None, position_bias: ALiBi | RelativeBias | None, positions: Tensor | None, cache: Cache | None,
+    *, cross: bool,
+) -> None:  # fmt: skip
+    """Raise unless positions, a cache and a context may be combined with the options of a module."""
+    located = rotary is not None or position_bias is not None
+    if cross and (located or cache is not None):
+        if cache is not None:
+            raise ValueError("context: got one beside a cache, which is for self-attention")
+        option = "rotary" if rotary is not None else "position_bias"
+        raise ValueError(f"context: this module has {option}, and x and its context share no axis of positions")
+    if positions is not None and not located:
+        raise ValueError("positions: this module has neither rotary nor position_bias")
+    if cache is None:
+        return
+    check_type("cache", cache, Cache, "a cache of headscope.cache")
+    if positions is not None:
+        raise ValueError("positions: got some beside a cache, which counts them itself")
+    if rotary is not None and rotary.dynamic:
+        raise ValueError(
+            "cache: this module has NTK(original_length=...), which turns earlier keys anew as the length grows; "
+            "NTK(factor) alone stays as it is"
+        )

@@ -1,0 +1,30 @@
+"""The key and value of each head that belong to no token: ``MultiHeadAttention(bias_kv=True)``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def own_share(q: Tensor, bias_k: Tensor, lse: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Return the weight of the own key beside all others, [B, H, Q, 1].
+
+    Args:
+        q: [B, H, Q, D].
+        bias_k: the own keys, [Hkv, D].
+        lse: the log-sum-exp of the other logits, [B, H, Q].
+        scale: factor of the dot products.
+        softcap: bound of the logits.
+    """
+    k = bias_k.repeat_interleave(q.shape[-3] // len(bias_k), 0)  # [H, D]
+    logit = scale * torch.einsum("...hqd,hd->...hq", q.to(lse.dtype), k.to(lse.dtype))  # [B, H, Q]
+    if softcap is not None:
+        logit = softcap * torch.tanh(logit / softcap)
+    return torch.sigmoid(logit - lse)[..., None]  # exp(logit) / (exp(logit) + exp(lse))
+
+
+def add_own_value(heads: Tensor, own: Tensor, bias_v: Tensor, dropout: float) -> Tensor:
+    """Return the heads' outputs [B, H, Q, Dv] with the own values [Hkv, Dv], by their weights ``own``."""
+    v = bias_v.repeat_interleave(heads.shape[-3] // len(bias_v), 0)[:, None]  # [H, 1, Dv]
+    return (heads * (1 - own) + F.dropout(own, dropout) * v).to(heads.dtype)

@@ -1,0 +1,72 @@
+"""Queries and keys with positions: the inputs of ``attention`` after rotary, the cache and the bias by distance."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headscope._support.torch_state import is_traced
+from headscope.cache import Staged
+from headscope.masks import Band, Mask, ReversedBand, as_mask
+from headscope.positions import ALiBi, RelativeBias, matrix, turned_matrix
+
+
+class Placement(NamedTuple):
+    """The inputs of ``attention``. A tuple with names, which torch.compile follows.
+
+    Attributes:
+        q: [B, H, Q, D].
+        k: [B, Hkv, K, D], with the keys of the cache.
+        v: [B, Hkv, K, Dv], with the values of the cache.
+        mask: that of the caller, and of the cache.
+        bias: that of the caller, plus the one by distance.
+        reversed: the queries, and the rows of mask and bias, are in reverse order; see ``positions.turned_matrix``.
+        staged: what the cache is to hold after the call.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask | Tensor | None
+    bias: Tensor | None
+    reversed: bool = False
+    staged: Staged | None = None
+
+
+def add_distance_bias(
+    placement: Placement, position_bias: ALiBi | RelativeBias, positions: Tensor | None, start: int, first: int
+) -> Placement:
+    """Return a placement with a bias by distance.
+
+    Args:
+        placement: without it.
+        position_bias: the bias.
+        positions: those of the queries and keys; None = whole numbers from ``start`` and from ``first``.
+        start: the position of the first query.
+        first: that of the first key.
+    """
+    q, mask, bias = placement.q, placement.mask, placement.bias
+    queries, keys = q.shape[-2], placement.k.shape[-2]
+    if positions is None and bias is None and _may_be_turned(position_bias, q):
+        request = as_mask(mask)
+        known = (Band() if request is None else request).reverse_queries(queries, keys)
+        if known is not None:
+            if not any(isinstance(leaf, ReversedBand) for leaf in known.leaves()):  # which tells who looks on
+                known = known & ReversedBand(Band(offset=keys - queries), queries)
+            bias = turned_matrix(position_bias, queries, keys, start - first, q)
+            return placement._replace(q=q.flip(-2), mask=known, bias=bias, reversed=True)
+    q_at = k_at = positions
+    if q_at is None or k_at is None:
+        k_at = torch.arange(first, start + queries, device=q.device)
+        q_at = k_at[start - first :]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    by_distance = matrix(position_bias, q_at, k_at, dtype)  # [H, Q, K] or [B, H, Q, K]
+    return placement._replace(bias=by_distance if bias is None else bias + by_distance)
+
+
+def _may_be_turned(bias: ALiBi | RelativeBias, q: Tensor) -> bool:
+    """Return whether the kernels can read a bias whose rows overlap: without its gradient, and not under a compiler."""
+    trained = isinstance(bias, RelativeBias) and bias.weight.requires_grad and torch.is_grad_enabled()
+    return q.shape[-2] > 1 and q.device.type == "cpu" and not trained and not is_traced()
