@@ -184,7 +184,7 @@ struct Phases {
              1);
         show("dO times values", best([&] {
                  Block::Products::dots(a.dout, a.natural(g.forward.v, j, KEYS, width, a.wide_v), KEYS,
-                                       width / Op::PER_WORD, 1, a.dots, Also::less, a.delta);
+                                       width / Op::PER_WORD, 1, a.dots, false, Also::less, a.delta);
                  next();
              }),
              1);

@@ -206,7 +206,8 @@ struct Gradient : Scores<T, QV, Op> {
                     store(p + n * ROWS + v * L,
                           (top_apart ? load(p + n * ROWS + v * L) - top[v] : load(p + n * ROWS + v * L)) - lse[v]);
         const Lines values = this->natural(f.v, j, keys, width, this->wide_v);
-        Products::dots(dout, values, keys, width / Op::PER_WORD, T(1), dots, drops ? Also::nothing : Also::less, delta);
+        Products::dots(dout, values, keys, width / Op::PER_WORD, T(1), dots, this->in_pieces(),
+                       drops ? Also::nothing : Also::less, delta);
         if (drops) this->keep(j, keys, kept);
         if (drops || uncapped)
             weights_and_gradients<true>(keys, drops, uncapped);

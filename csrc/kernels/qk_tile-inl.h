@@ -58,6 +58,16 @@ struct Tile {
         return reinterpret_cast<const typename Op::Anywhere*>(line)[n];
     }
 
+    // a[r][row] += k[r] · q[row], over the words from `begin` to `end`.
+    template <int N>
+    INLINE static void add_products(const Word* q, const char* const* key, int begin, int end, V<T> (*a)[QV]) {
+        for (int d = begin; d < end; d++)
+            UNROLL_FOR(r, N) {
+                const Word x = word(key[r], d);
+                UNROLL_FOR(v, QV) a[r][v] = Op::add(a[r][v], x, q + d * ROWS + v * L);
+            }
+    }
+
     // s[r][row] = factor k[r] · q[row], for N keys of which the first `keys` are real; q is [depth][ROWS]. What is done
     // with them on the way costs less than to read them once more. most: of[row] = max(of[row], s[..][row]); less:
     // of[row] is taken away.
@@ -69,11 +79,7 @@ struct Tile {
             key[r] = k.data + (r < keys ? r : keys - 1) * k.stride;
             UNROLL_FOR(v, QV) a[r][v] = V<T>{};
         }
-        for (int d = 0; d < depth; d++)
-            UNROLL_FOR(r, N) {
-                const Word x = word(key[r], d);
-                UNROLL_FOR(v, QV) a[r][v] = Op::add(a[r][v], x, q + d * ROWS + v * L);
-            }
+        add_products<N>(q, key, 0, depth, a);
         if (SCALES && ALSO == Also::less)
             UNROLL_TILE(r, N, v, QV) a[r][v] = a[r][v] * factor - of[v];
         else if (SCALES)
@@ -82,6 +88,29 @@ struct Tile {
             UNROLL_TILE(r, N, v, QV) a[r][v] -= of[v];
         UNROLL_TILE(r, N, v, QV) store(s + r * ROWS + v * L, a[r][v]);
         if (ALSO == Also::most)
+            UNROLL_TILE(r, N, v, QV) of[v] = greater<T>(a[r][v], of[v]);
+    }
+
+    // The same, unscaled, in sums of PIECE products: one chain of 64 or 128 roundings errs two to three times as much.
+    static constexpr int PIECE = 16;
+    template <int N>
+    static void dot_in_pieces(const Word* q, Lines k, int keys, int depth, T* s, Also also, V<T>* of) {
+        V<T> a[N][QV];
+        const char* key[N];
+        UNROLL_FOR(r, N) {
+            key[r] = k.data + (r < keys ? r : keys - 1) * k.stride;
+            UNROLL_FOR(v, QV) a[r][v] = V<T>{};
+        }
+        for (int d = 0; d < depth; d += PIECE) {
+            V<T> piece[N][QV];
+            UNROLL_TILE(r, N, v, QV) piece[r][v] = V<T>{};
+            add_products<N>(q, key, d, d + PIECE < depth ? d + PIECE : depth, piece);
+            UNROLL_TILE(r, N, v, QV) a[r][v] += piece[r][v];
+        }
+        if (also == Also::less)
+            UNROLL_TILE(r, N, v, QV) a[r][v] -= of[v];
+        UNROLL_TILE(r, N, v, QV) store(s + r * ROWS + v * L, a[r][v]);
+        if (also == Also::most)
             UNROLL_TILE(r, N, v, QV) of[v] = greater<T>(a[r][v], of[v]);
     }
 
@@ -104,9 +133,11 @@ struct Tile {
 
     // Keys left over share one tile with copies of the last of them; no tile ends beyond KEYS. `depth` and, in mixes,
     // `keys` count words. The factor is for pairs alone: plain queries bring it with them.
-    static void dots(const Word* q, Lines k, int keys, int depth, T factor, T* s, Also also = Also::nothing,
+    static void dots(const Word* q, Lines k, int keys, int depth, T factor, T* s, bool in_pieces, Also also,
                      V<T>* of = nullptr) {
         constexpr bool MAY_SCALE = Op::PER_WORD > 1;
+        if constexpr (!MAY_SCALE)
+            if (in_pieces) return dots_in_pieces(q, k, keys, depth, s, also, of);
         const bool scales = MAY_SCALE && factor != 1;
         if (also == Also::most)
             dots_of<MAY_SCALE, Also::most>(q, k, keys, depth, factor, s, of);
@@ -135,6 +166,16 @@ struct Tile {
             dot<2, SCALES, ALSO>(q, k, keys, depth, factor, s, of);
         else if (keys > 0)
             dot<1, SCALES, ALSO>(q, k, keys, depth, factor, s, of);
+    }
+    static void dots_in_pieces(const Word* q, Lines k, int keys, int depth, T* s, Also also, V<T>* of) {
+        for (; keys >= R; keys -= R, k.data += R * k.stride, s += R * ROWS)
+            dot_in_pieces<R>(q, k, R, depth, s, also, of);
+        if (keys > 8)
+            dot_in_pieces<R>(q, k, keys, depth, s, also, of);
+        else if (keys > 4)
+            dot_in_pieces<(R < 8 ? R : 8)>(q, k, keys, depth, s, also, of);
+        else if (keys > 0)
+            dot_in_pieces<(R < 4 ? R : 4)>(q, k, keys, depth, s, also, of);
     }
     static void mixes(const Word* p, Lines v, int keys, int width, T* o, bool fresh, const V<T>* factor = nullptr) {
         int c = 0;
@@ -317,12 +358,15 @@ struct Scores {
         in_steps(j, keys, [&](auto from_vector, auto vectors, int from, int count) {
             constexpr int v = decltype(from_vector)::value;
             Part<decltype(vectors)::value>::dots(q + v * L, {k.data + from * k.stride, k.stride}, count,
-                                                 depth / Op::PER_WORD, query_factor(), p + from * ROWS + v * L, also,
-                                                 of ? of + v : of);
+                                                 depth / Op::PER_WORD, query_factor(), p + from * ROWS + v * L,
+                                                 in_pieces(), also, of ? of + v : of);
         });
         adjust(j, keys, whole, slope);
         return true;
     }
+    // Whether products over D or Dv are summed in pieces. Plain torch multiplies up to three queries as vectors, in
+    // sums of a few products each, and the gradients of dS and of the weights are to err at most twice as much.
+    bool in_pieces() const { return !PAIRS && f.queries <= 3; }
     // Whether the logits of the last block are nothing but products, times the factor.
     bool untouched() const { return all_seen && !(f.softcap > 0); }
     // The products of so many vectors of rows.

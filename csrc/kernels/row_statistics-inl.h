@@ -329,7 +329,8 @@ struct Look : Sweep<T, QV> {
                          off = std::abs(given - double(rows.norm[r]));
             if (off <= s->rounding * (size > 1 ? size : 1)) continue;
             rows.norm[r] = T(given);
-            rows.scale[r] = T(std::exp(-given));
+            // at least the smallest normal number: 0 is the scale of a row that does not count
+            rows.scale[r] = std::max(T(std::exp(-given)), std::numeric_limits<T>::min());
         }
     }
     // Which of them count.

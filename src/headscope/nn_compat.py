@@ -16,13 +16,12 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from headscope import functional
-from headscope._linear.layer import linear
+from headscope._linear import check_own_parameters, linear
 from headscope._support.arguments import check_type, kind, shapes
 from headscope._support.tensor_classes import check_no_causal_bias
 from headscope._support.torch_state import is_traced
 from headscope.masks import Band, Dense, KeyLengths, Mask
 from headscope.module._multi_head import split_heads
-from headscope.module._pruning import check_kept
 
 __all__ = ["MultiheadAttention", "replace"]
 
@@ -81,7 +80,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             ValueError: a weight of it is no parameter: it has a pruning mask or a parametrization. Or its forward is
                 not torch's.
         """
-        check_kept(module)
+        check_own_parameters(module)
         if "forward" in vars(module) or type(module).forward not in (nn.MultiheadAttention.forward, cls.forward):
             raise ValueError(
                 f"module: {type(module).__name__} has a forward of its own, wanted nn.MultiheadAttention's"

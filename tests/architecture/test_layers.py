@@ -36,10 +36,7 @@ MOST_PRIVATE_FILES = 2  # directly in src/headscope
 UPWARD_IMPORTS = {
     "_attend.eager -> functional",
     "_attend.eager -> stats",
-    "_layouts.expressible -> module",
-    "_layouts.table -> module._options",
     "_linear.layer -> _attend.backends.native",
-    "module._multi_head -> layouts",
     "stats._files -> _attend.call",
 }
 IN_CIRCLES = {  # within one package
@@ -47,12 +44,10 @@ IN_CIRCLES = {  # within one package
 }
 LONG_FILES = {
     "functional",
-    "layouts",
     "module._multi_head",
-    "positions",
 }
 LONG_FUNCTIONS = {"module._multi_head.__init__"}
-MOST_PRIVATE_IMPORTS = 73  # of another package's private modules; those of _support and _attend are free
+MOST_PRIVATE_IMPORTS = 63  # of another package's private modules; those of _support and _attend are free
 
 ROOT = Path(headscope.__file__).parent
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -258,7 +259,7 @@ def test_what_is_not_done_is_one_error(
             "[24, 24] in the files; 1 more tensors do not match; use the config.json that belongs to these weights",
         ),
         ({"num_attention_heads": 5}, "hidden size (24) is not a multiple of the number of attention heads (5)"),
-        ({"num_attention_heads": "3"}, "Field 'num_attention_heads' expected int, got str"),
+        ({"num_attention_heads": "3"}, "num_attention_heads: expected an integer of at least 1, got '3'"),
     ],
     ids=["vocabulary", "shape", "heads", "kind"],
 )
@@ -313,6 +314,43 @@ def test_an_adapter_is_refused(
     with pytest.raises(Mistake, match=r"adapter_config\.json: .*merge_and_unload"):
         load(str(at))
     assert reached == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads: expected an integer of at least 1, got 0; use the config"),
+        ({"num_key_value_heads": "3"}, "num_key_value_heads: expected an integer of at least 1, got '3'; use the conf"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers: expected an integer of at least 0, got -1; use the config.js"),
+        (
+            {"num_hidden_layers": 1_000_000_000},
+            "num_hidden_layers: expected at most 12 layers, as the weights hold 12 tensors, got 1000000000; use the",
+        ),
+        (
+            {"rope_parameters.rope_type": "spiral"},
+            "rope_parameters.rope_type: expected one of default, linear, dynamic, yarn",
+        ),
+        ({"hidden_act": "gelo"}, "hidden_act: expected an activation of transformers, as gelu, got 'gelo'; use the"),
+        ({"model_type": "lama"}, "as 'llama', got 'lama'; correct it, or update transformers"),
+        ({"model_type": None}, "got none; correct it, or update transformers"),
+    ],
+)
+def test_an_impossible_value_is_named_with_its_key(
+    keys: dict[str, Any], message: str, llama: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(Mistake, match=rf"at: config\.json: {next(iter(keys))}: .*{re.escape(message.split(': ')[-1])}"):
+        load(str(changed(llama, tmp_path / "at", **keys)))
+
+
+def test_an_index_that_names_a_file_outside_is_refused(llama: Path, tmp_path: Path) -> None:
+    at = shutil.copytree(llama, tmp_path / "at")
+    weights = load_file(at / "model.safetensors")
+    (at / "model.safetensors").rename(tmp_path / "model.safetensors")
+    save_file({}, at / "other.safetensors")
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(weights, "../model.safetensors")}
+    (at / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(Mistake, match=r"index\.json: weight_map: expected a file in the same folder, got '\.\./model"):
+        load(str(at))
 
 
 def test_an_index_that_names_a_pickle_is_refused(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

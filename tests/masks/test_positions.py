@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from headscope import positions
 from headscope.positions import (
     NTK,
     ALiBi,
@@ -21,6 +20,7 @@ from headscope.positions import (
     Rotary,
     T5Buckets,
     YaRN,
+    _rotary,
     matrix,
     restarting,
 )
@@ -307,16 +307,16 @@ def test_positions_of_any_integer_dtype(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scaling", [None, YaRN(4, 64)])
 def test_far_positions_make_no_table(scaling: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(positions, "_tables", {})
+    monkeypatch.setattr(_rotary, "_tables", {})
     rotary, x = Rotary(D, scaling=scaling), torch.randn(B, H, T, D, dtype=dtype)
     at = torch.randint(70_000, (B, T))
     at[0, 0] = 70_000
     far = rotary.rotate(x, at)
-    assert not positions._tables
+    assert not _rotary._tables
     rotary.rotate(torch.zeros(1, 1, 70_001, D, dtype=dtype), slice(0, 70_001))  # makes one
     torch.testing.assert_close(rotary.rotate(x, at), far, rtol=0, atol=0)
     assert rotary.rotate(x, at * 10_000_000).isfinite().all()
-    assert max(len(cos) for cos, _ in positions._tables.values()) < 200_000
+    assert max(len(cos) for cos, _ in _rotary._tables.values()) < 200_000
 
 
 def test_no_positions_at_all() -> None:

@@ -17,9 +17,9 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
 from headscope import MultiHeadAttention
+from headscope._linear.projections import QKV
 from headscope.masks import Band, KeyLengths, Prefix, causal, window
 from headscope.module._multi_head import merge_heads, split_heads
-from headscope.module._options import QKV
 from support import oracle
 
 B, Q, K, E, H = 2, 5, 7, 12, 3

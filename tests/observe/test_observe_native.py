@@ -596,6 +596,19 @@ def test_of_equal_weights_the_first_are_named(bins: int) -> None:
 # ---------------------------------------------------------------- processes and threads
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_whose_weights_are_all_too_small_count_in_the_map(dtype: torch.dtype) -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 16, dtype=dtype, generator=seeded())
+    lse = headscope.attend(q, k, v).lse + 2000  # exp(-2000) is 0 in either dtype
+    ours, theirs = both(Observe(map=8, edges=3), {"q": q, "k": k, "v": v, "lse": lse})
+    for stats in (ours, theirs):
+        (layer,) = stats.parts.values()
+        assert layer.map is not None
+        assert int(layer.map.count.sum()) == 2 * 40 * 8
+        torch.testing.assert_close(layer.map.max, torch.zeros_like(layer.map.max))
+        torch.testing.assert_close(layer.moments["max_weight"].max, torch.zeros_like(layer.moments["max_weight"].max))
+
+
 def test_each_target_observes_the_same() -> None:
     done = run(FORCED.format(targets=TARGETS, folders=[str(TESTS), str(TESTS / "observe")]))
     assert done.stdout == "".join(f"{target} 0\n" for target in TARGETS), done.stderr

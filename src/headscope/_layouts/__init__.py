@@ -1,1 +1,7 @@
-"""Layouts of other modules, as tables."""
+"""Layouts of other modules' weights, as data, and the conversions from them and to them."""
+
+from headscope._layouts.convert import convert_module, convert_state, export_state
+from headscope._layouts.state import State
+from headscope._layouts.table import LAYOUTS
+
+__all__ = ["LAYOUTS", "State", "convert_module", "convert_state", "export_state"]

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
+from headscope._layouts.interface import AttentionModule
 from headscope._layouts.table import Layout
-from headscope.module import MultiHeadAttention
 from headscope.positions import ALiBi
 
 MOST_LAYERS = 1024
@@ -20,7 +20,7 @@ OPTIONS = {
 """The option that adds a tensor, by the first part of the tensor's name; ``sinks`` and ``position_bias`` are both."""
 
 
-def changed_calls(module: nn.Module, called: Iterable[str]) -> Iterator[str]:
+def describe_changed_calls(module: nn.Module, called: Iterable[str]) -> Iterator[str]:
     """Yield in words each forward that was set on the module or a part, and each part of ``called`` with hooks."""
     parts = dict(module.named_modules(remove_duplicate=False))
     for path, part in parts.items():
@@ -31,28 +31,28 @@ def changed_calls(module: nn.Module, called: Iterable[str]) -> Iterator[str]:
             yield f"{path} has hooks"
 
 
-def check_calls(module: MultiHeadAttention) -> None:
-    """Raise unless the weights of one of ours determine what its call computes.
+def check_calls(module: nn.Module, base: type[nn.Module]) -> None:
+    """Raise unless the weights of a module determine what its call computes: what those of ``base`` compute.
 
     Raises:
         ValueError: its class or the module itself has another ``forward`` or ``project``, a norm is of another kind, or
             a part has hooks. Hooks of the module itself run around its attention.
     """
-    for change in _changes(module):
+    for change in _changes(module, base):
         raise ValueError(
-            f"module: {change}, so that its weights may not determine what it computes; expected "
-            "MultiHeadAttention's own forward and parts without hooks"
+            f"module: {change}, so that its weights may not determine what it computes; expected {base.__name__}'s own "
+            "forward and parts without hooks"
         )
 
 
-def _changes(module: MultiHeadAttention) -> Iterator[str]:
-    kind_of = type(module)
+def _changes(module: nn.Module, base: type[nn.Module]) -> Iterator[str]:
+    cls = type(module)
     for name in ("forward", "project"):
-        if getattr(kind_of, name) is not getattr(MultiHeadAttention, name):
-            yield f"{kind_of.__name__} is a MultiHeadAttention with a {name} of its own"
+        if getattr(cls, name) is not getattr(base, name):
+            yield f"{cls.__name__} is a {base.__name__} with a {name} of its own"
     if "project" in vars(module):
-        yield f"{kind_of.__name__} has a project that was set on it"
-    yield from changed_calls(module, [name for name, _ in module.named_children()])
+        yield f"{cls.__name__} has a project that was set on it"
+    yield from describe_changed_calls(module, [name for name, _ in module.named_children()])
     usual = nn.LayerNorm if module.qk_norm == "layer" else nn.RMSNorm
     for name in ("q_norm", "k_norm"):
         norm = getattr(module, name)
@@ -60,7 +60,7 @@ def _changes(module: MultiHeadAttention) -> Iterator[str]:
             yield f"{name} is a {type(norm).__name__}, whose forward is not that of a {usual.__name__}"
 
 
-def check_rotary(argument: str, layout: Layout, module: MultiHeadAttention) -> None:
+def check_rotary(argument: str, layout: Layout, module: AttentionModule) -> None:
     """Raise unless a module of the layout can turn q and k as this one does.
 
     Modules with rotary positions turn whole heads, in halves, always.
@@ -78,7 +78,7 @@ def check_rotary(argument: str, layout: Layout, module: MultiHeadAttention) -> N
         )
 
 
-def check_expressible(module: MultiHeadAttention, layout: Layout, tensors: dict[str, Tensor]) -> None:
+def check_expressible(module: AttentionModule, layout: Layout, tensors: dict[str, Tensor]) -> None:
     """Raise unless a module of this layout would compute the same.
 
     Raises:
@@ -107,30 +107,30 @@ def check_expressible(module: MultiHeadAttention, layout: Layout, tensors: dict[
 def _check_tensors(layout: Layout, tensors: dict[str, Tensor]) -> None:
     """Raise unless each tensor has a place, and each place that must be filled a tensor; a bias may be zeros."""
     places = {name for part in layout.parts for name in part.holds}
-    homeless = [name for name in tensors if name not in places]
-    if homeless == ["sinks"] and "sinks" in layout.more and not tensors["sinks"].any():
-        homeless = []  # add_zero_attn=True, on the other side
-    if homeless:
+    unplaced = [name for name in tensors if name not in places]
+    if unplaced == ["sinks"] and "sinks" in layout.more and not tensors["sinks"].any():
+        unplaced = []  # add_zero_attn=True, on the other side
+    if unplaced:
         raise ValueError(
-            f"module: has {', '.join(homeless)}, for which layout {layout.name!r} has no place; expected a module "
-            f"without {_options(homeless)}"
+            f"module: has {', '.join(unplaced)}, for which layout {layout.name!r} has no place; expected a module "
+            f"without {_options(unplaced)}"
         )
     required = [name for part in layout.parts if not part.optional for name in part.holds]
-    lacking = [name for name in required if name not in tensors and not name.endswith(".bias")]
-    if lacking:
+    missing = [name for name in required if name not in tensors and not name.endswith(".bias")]
+    if missing:
         raise ValueError(
-            f"module: has no {', '.join(lacking)}, for which layout {layout.name!r} has a place; expected a module "
-            f"with {_options(lacking)}"
+            f"module: has no {', '.join(missing)}, for which layout {layout.name!r} has a place; expected a module "
+            f"with {_options(missing)}"
         )
 
 
 def _options(names: Iterable[str]) -> str:
-    """The options that add these tensors."""
+    """Return the options that add these tensors."""
     firsts = [name.split(".")[0] for name in names]
     return ", ".join(dict.fromkeys(OPTIONS.get(first, first) for first in firsts))
 
 
-def _check_scale(module: MultiHeadAttention, layout: Layout) -> None:
+def _check_scale(module: AttentionModule, layout: Layout) -> None:
     """Raise unless a configuration of the layout has this scale."""
     scales = layout.scales(module.embed_dim, module.head_dim)
     for scale in scales:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from headscope.module._options import QKV
+from headscope._linear import PROJECTIONS, QKV
 from headscope.positions import NTK, LinearScaling, Llama3, Rotary, T5Buckets, YaRN
 
 Form = Literal["rows", "columns", "to heads", "from heads", "token"]
@@ -43,7 +43,7 @@ class Layout:
     """Where a kind of module keeps its weights, and what else its forward does with them.
 
     Attributes:
-        name: by which it is asked for.
+        name: the argument ``layout`` that selects it.
         of: whose it is, in a few words.
         parts: its keys.
         classes: "package:Class" of the modules that have it.
@@ -77,7 +77,7 @@ class Layout:
     widths: tuple[str, ...] = ()
 
     def fit(self, keys: set[str]) -> tuple[list[str], list[str]]:
-        """The keys that are missing, and those that it does not have."""
+        """Return the keys that are missing, and those that it does not have."""
         missing = [part.key for part in self.parts if not part.optional and part.key not in keys]
         known = {part.key for part in self.parts}
         unexpected = [key for key in keys - known if not any(key == name or key.startswith(f"{name}.")
@@ -85,19 +85,27 @@ class Layout:
         return missing, sorted(unexpected)
 
 
-def cut(part: Part, x: Tensor) -> tuple[int, int] | None:
-    """Into how many heads of what width what stands at a key is cut; None where its axes do not tell."""
+@dataclass(frozen=True)
+class HeadSplit:
+    """How many heads a projection is split into, and the width of each."""
+
+    count: int
+    width: int
+
+
+def split_of(part: Part, x: Tensor) -> HeadSplit | None:
+    """Return the heads that the axes of an entry show; None where they do not."""
     match part.form:
         case "to heads":
-            return x.shape[-2], x.shape[-1]
+            return HeadSplit(x.shape[-2], x.shape[-1])
         case "from heads":
-            return x.shape[0], x.shape[1]
+            return HeadSplit(x.shape[0], x.shape[1])
         case _:
             return None
 
 
-def read(part: Part, x: Tensor) -> Tensor:
-    """What stands at a key as [rows, width], or [rows]."""
+def read_part(part: Part, x: Tensor) -> Tensor:
+    """Return the entry of a key as [rows, width], or [rows]."""
     match part.form:
         case "rows":
             return x
@@ -111,8 +119,9 @@ def read(part: Part, x: Tensor) -> Tensor:
             return x.flatten()
 
 
-def write(part: Part, x: Tensor, heads: tuple[int, int]) -> Tensor:
-    """The inverse of ``read``; ``heads``: how many of what width."""
+def write_part(part: Part, x: Tensor, split: HeadSplit) -> Tensor:
+    """Return the entry of a key from [rows, width], or [rows]: the inverse of ``read_part``."""
+    heads = split.count, split.width
     match part.form:
         case "rows":
             return x
@@ -128,18 +137,17 @@ def write(part: Part, x: Tensor, heads: tuple[int, int]) -> Tensor:
 
 # ---------------------------------------------------------------- parts that come again
 
-PROJECTIONS = (*QKV, "out")
 WIDTHS = ("head_dim", "v_head_dim", "kdim", "vdim")
 
 
 def linears(names: str, biases: str = "q k v out", maybe: str = "") -> tuple[Part, ...]:
     """Four ``nn.Linear`` named ``names``, for q, k, v and out; which have a bias, and which may have one."""
-    found: list[Part] = []
+    parts: list[Part] = []
     for ours, theirs in zip(PROJECTIONS, names.split(), strict=True):
-        found.append(Part(f"{theirs}.weight", (f"{ours}.weight",)))
+        parts.append(Part(f"{theirs}.weight", (f"{ours}.weight",)))
         if ours in biases.split() or ours in maybe.split():
-            found.append(Part(f"{theirs}.bias", (f"{ours}.bias",), optional=ours in maybe.split()))
-    return tuple(found)
+            parts.append(Part(f"{theirs}.bias", (f"{ours}.bias",), optional=ours in maybe.split()))
+    return tuple(parts)
 
 
 def packed(name: str, parts: tuple[str, ...] = QKV, form: Form = "rows", *, maybe: bool = False) -> tuple[Part, ...]:
@@ -158,12 +166,12 @@ def norms(*parts: str, maybe: bool = False) -> tuple[Part, ...]:
 
 def kernels() -> tuple[Part, ...]:
     """Keras: einsum kernels of three axes."""
-    found: list[Part] = []
+    parts: list[Part] = []
     for ours, theirs in zip(PROJECTIONS, ("query", "key", "value", "attention_output"), strict=True):
         form: Form = "from heads" if ours == "out" else "to heads"
-        found.append(Part(f"{theirs}/kernel", (f"{ours}.weight",), form))
-        found.append(Part(f"{theirs}/bias", (f"{ours}.bias",), "rows" if ours == "out" else form, optional=True))
-    return tuple(found)
+        parts.append(Part(f"{theirs}/kernel", (f"{ours}.weight",), form))
+        parts.append(Part(f"{theirs}/bias", (f"{ours}.bias",), "rows" if ours == "out" else form, optional=True))
+    return tuple(parts)
 
 
 OWN_KEYS = (Part("bias_k", ("bias_k",), "token", optional=True), Part("bias_v", ("bias_v",), "token", optional=True))
@@ -175,43 +183,45 @@ TORCH_IN_BIAS = Part("in_proj_bias", ("q.bias", "k.bias", "v.bias"), optional=Tr
 
 
 def rotary(module: Any) -> Rotary:
-    """As the configuration of a transformers model has it.
+    """Return the rotary positions of the configuration of a transformers model.
 
     Raises:
         ValueError: a kind of scaling that ``Rotary`` does not have, or one for each kind of layer.
     """
     config = module.config
-    said: dict[str, Any] = dict(config.rope_parameters)
-    if "rope_theta" not in said:
+    parameters: dict[str, Any] = dict(config.rope_parameters)
+    if "rope_theta" not in parameters:
         raise ValueError(
-            f"module: its config has rope_parameters for each kind of layer ({', '.join(said)}); pass rotary="
+            f"module: its config has rope_parameters for each kind of layer ({', '.join(parameters)}); pass rotary="
         )
-    kind, trained = said.get("rope_type", "default"), said.get("original_max_position_embeddings", 0)
+    kind, trained = parameters.get("rope_type", "default"), parameters.get("original_max_position_embeddings", 0)
     match kind:
         case "default":
             scaling = None
         case "linear":
-            scaling = LinearScaling(said["factor"])
+            scaling = LinearScaling(parameters["factor"])
         case "dynamic":
-            scaling = NTK(said["factor"], config.max_position_embeddings)
+            scaling = NTK(parameters["factor"], config.max_position_embeddings)
         case "llama3":
-            scaling = Llama3(said["factor"], said["low_freq_factor"], said["high_freq_factor"], trained)
+            scaling = Llama3(
+                parameters["factor"], parameters["low_freq_factor"], parameters["high_freq_factor"], trained
+            )
         case "yarn":
             names = ("attention_factor", "mscale", "mscale_all_dim", "truncate", "beta_fast", "beta_slow")
-            given = {name: said[name] for name in names if said.get(name) is not None}
-            scaling = YaRN(said.get("factor") or config.max_position_embeddings / trained, trained, **given)
+            options = {name: parameters[name] for name in names if parameters.get(name) is not None}
+            scaling = YaRN(parameters.get("factor") or config.max_position_embeddings / trained, trained, **options)
         case _:
             raise ValueError(
                 f"module: its rope_type is {kind!r}; known are default, linear, dynamic, llama3 and yarn; pass rotary="
             )
     # the default of these models turns whole heads, whatever the factor
-    share = 1.0 if kind == "default" else said.get("partial_rotary_factor", 1.0)
+    share = 1.0 if kind == "default" else parameters.get("partial_rotary_factor", 1.0)
     dim = int(module.head_dim * share)
-    return Rotary(dim, float(said["rope_theta"]), scaling=scaling)
+    return Rotary(dim, float(parameters["rope_theta"]), scaling=scaling)
 
 
 def buckets(module: Any) -> T5Buckets | None:
-    """Of a T5 layer that has a table; the others are given what it comes to."""
+    """Return the buckets of a T5 layer that has a table; None for the other layers, which get its biases."""
     if not module.has_relative_attention_bias:
         return None
     sizes = module.relative_attention_num_buckets, module.relative_attention_max_distance
@@ -219,7 +229,7 @@ def buckets(module: Any) -> T5Buckets | None:
 
 
 def kind_of_norm(module: Any) -> str | None:
-    """Of q and k in timm, by their classes.
+    """Return the kind of the norms of q and k in timm, by their classes.
 
     Raises:
         ValueError: a class that is neither torch's nor says what it is by its name, or one for q and another for k.
@@ -227,16 +237,16 @@ def kind_of_norm(module: Any) -> str | None:
     kinds: dict[str, str | None] = {}
     for name in ("q_norm", "k_norm"):
         norm = getattr(module, name, None)
-        called = type(norm).__name__
+        class_name = type(norm).__name__
         if norm is None or isinstance(norm, nn.Identity):
             kinds[name] = None
         elif isinstance(norm, nn.LayerNorm):
             kinds[name] = "layer"
-        elif isinstance(norm, nn.RMSNorm) or "rmsnorm" in called.lower().replace("_", ""):
+        elif isinstance(norm, nn.RMSNorm) or "rmsnorm" in class_name.lower().replace("_", ""):
             kinds[name] = "rms"
         else:
             raise ValueError(
-                f'module: {name} is a {called}, of a kind that is not known; pass qk_norm="rms" or "layer"'
+                f'module: {name} is a {class_name}, of a kind that is not known; pass qk_norm="rms" or "layer"'
             )
     if kinds["q_norm"] != kinds["k_norm"]:
         raise ValueError(f"module: q_norm is {kinds['q_norm']!r} and k_norm {kinds['k_norm']!r}, wanted one kind")
@@ -244,7 +254,7 @@ def kind_of_norm(module: Any) -> str | None:
 
 
 def zero_sink(module: Any) -> bool:
-    """A key of zeros with a value of zeros, as torch adds, is a sink of logit 0."""
+    """Return whether there is a sink of logit 0: the key and value of zeros that torch adds."""
     return bool(module.add_zero_attn)
 
 

@@ -12,13 +12,13 @@ from torch.nn import functional as F
 
 from headscope import functional
 from headscope._attend.call import check_dropout, check_scale, check_softcap
-from headscope._linear.layer import Linear, check_kind, in_heads, is_plain
+from headscope._layouts import convert_module, convert_state, export_state
+from headscope._linear import QKV, Linear, check_kind, in_heads, is_plain
 from headscope._support.arguments import kind, shapes
 from headscope._support.torch_state import is_traced
 from headscope.cache import Cache, Staged
 from headscope.masks import Band, Mask, ReversedBand, as_mask
 from headscope.module._options import (
-    QKV,
     QKNorm,
     biased_parts,
     check_flags,
@@ -185,24 +185,18 @@ class MultiHeadAttention(nn.Module):
 
         See ``layouts.from_module``.
         """
-        from headscope import layouts
-
-        return layouts.from_module(module, layout, into=cls, **options)
+        return convert_module(module, layout, cls, MultiHeadAttention, options)
 
     @classmethod
     def from_state_dict(
         cls, state: Mapping[str, Any] | str | Path, layout: str, *, prefix: str = "", **options: Any
     ) -> Self:
         """One with copies of the weights in a state dict, or in a safetensors file. See ``layouts.from_state_dict``."""
-        from headscope import layouts
-
-        return layouts.from_state_dict(state, layout, prefix=prefix, into=cls, **options)
+        return convert_state(state, layout, prefix, cls, options)
 
     def to_state_dict(self, layout: str, *, prefix: str = "") -> dict[str, Tensor]:
         """Copies of the weights under the keys of a layout. See ``layouts.to_state_dict``."""
-        from headscope import layouts
-
-        return layouts.to_state_dict(self, layout, prefix=prefix)
+        return export_state(self, layout, prefix, MultiHeadAttention)
 
     def projection(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Weight [rows, width] and bias [rows] of the projection "q", "k", "v" or "out"; views, if they are packed."""

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from torch import nn
 
+from headscope._linear import QKV
 from headscope._support.arguments import kind, number, whole
 from headscope.positions import Rotary
 
-QKV = ("q", "k", "v")
 QKNorm = Literal["rms", "layer", "rms_all"]
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
-from headscope._linear.layer import unknown_projections
+from headscope._linear import check_own_parameters, unknown_projections
 from headscope._support.arguments import as_whole, kind
 from headscope.positions import ALiBi, RelativeBias
 
@@ -22,7 +21,7 @@ def pruned(module: Any, heads: Collection[int]) -> Any:
         TypeError, ValueError: see ``MultiHeadAttention.prune_heads``.
     """
     kept, kv_kept = _kept(heads, module.num_heads, module.kv_heads)
-    check_kept(module, *module.modules())
+    check_own_parameters(module, *module.modules())
     if module.qk_norm == "rms_all":
         raise ValueError("heads: this module has qk_norm='rms_all', which normalises all heads together: none can go")
     for name, part in unknown_projections(module).items():
@@ -54,25 +53,6 @@ def pruned(module: Any, heads: Collection[int]) -> Any:
     made.num_heads, made.kv_heads = len(kept), len(kv_kept)
     made.splits = (len(q_rows), len(k_rows), len(v_rows))
     return made
-
-
-def check_kept(module: nn.Module, *parts: nn.Module) -> None:
-    """Whether a module keeps its weights as they are, in itself or in these parts of it.
-
-    Raises:
-        ValueError: one is made anew for each call, by a mask of ``torch.nn.utils.prune`` or a parametrization.
-    """
-    names = {part: name for name, part in module.named_modules()}
-    for part in parts or (module,):
-        made = list(part.parametrizations) if parametrize.is_parametrized(part) else []  # pyright: ignore[reportArgumentType, reportUnknownArgumentType]
-        own = set(part._parameters.keys())  # of a scripted module they are a list
-        made += [name for name in vars(part) if own & {f"{name}_orig", f"{name}_g"}]
-        if made:
-            path = f"{names[part]}.{made[0]}".lstrip(".")
-            raise ValueError(
-                f"module: {path} is made anew for each call, by a pruning mask or a parametrization; wanted a "
-                "parameter: see torch.nn.utils.prune.remove, torch.nn.utils.parametrize.remove_parametrizations"
-            )
 
 
 def _kept(heads: Collection[int], num_heads: int, kv_heads: int) -> tuple[list[int], list[int]]:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope._linear.layer import unknown_projections
+from headscope._linear import QKV, unknown_projections
 from headscope.masks import Mask
 from headscope.module import MultiHeadAttention
-from headscope.module._options import QKV, whole_sizes
+from headscope.module._options import whole_sizes
 from headscope.tracing import _steps as steps
 from headscope.tracing._attention_steps import Attention, Heads
 from headscope.tracing._row import RowWriter

@@ -16,7 +16,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from headscope._support.files import is_inside
 from headscope._support.text import visible
+from headscope.cli._shared.config_values import check_indexes, check_values
 from headscope.cli._shared.mistakes import Mistake
 
 ATTENTION = ("eager", "sdpa")
@@ -52,6 +54,8 @@ def read_config(transformers: Any, name: str, *, offline: bool) -> tuple[Any, li
         check_is_object(name, offline=offline)
     check_no_adapter(name, offline=offline)
     check_config(name, raw)
+    check_indexes(name)
+    check_values(transformers, name, raw)
     raw.pop("configuration_files", None)  # `get_config_dict` has chosen one of these
     notes = remove_implementations(raw)
     with TemporaryDirectory() as folder:  # so transformers reads what was checked, and nothing else
@@ -124,12 +128,7 @@ def _check_backbone(name: str, config: dict[str, Any]) -> None:
 
 
 def _is_weights_file(file: object) -> bool:
-    return (
-        isinstance(file, str)
-        and file.endswith((".safetensors", ".safetensors.index.json"))
-        and not os.path.isabs(file)
-        and ".." not in Path(file).parts
-    )
+    return isinstance(file, str) and file.endswith((".safetensors", ".safetensors.index.json")) and is_inside(file)
 
 
 def _refusal(name: str, problem: str) -> Mistake:

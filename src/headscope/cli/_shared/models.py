@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headscope._support.text import visible
+from headscope.cli._shared.config_values import explain_key_error
 from headscope.cli._shared.console import few, one_line
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.model_config import confined, read_config
@@ -187,9 +188,12 @@ def _confined(transformers: Any, name: str, *, offline: bool) -> Loaded:
     kind = getattr(transformers, (config.architectures or [""])[0], None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         kind = transformers.AutoModel
-    model, report = kind.from_pretrained(
-        name, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
-    )
+    try:
+        model, report = kind.from_pretrained(
+            name, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except KeyError as error:
+        raise explain_key_error(transformers, name, config.to_dict(), error) or error from error
     _check_shapes(name, report["mismatched_keys"])
     model.eval()
     problems = {

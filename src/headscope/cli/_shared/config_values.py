@@ -1,0 +1,140 @@
+"""Checks of the values of a ``config.json``: sizes, the type of the model, and names of functions.
+
+transformers raises a ZeroDivisionError or KeyError where a value is impossible, or builds layers until the memory is
+full. The messages here name the key, what was expected, what is there, and the remedy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from headscope._support.files import is_inside
+from headscope._support.text import visible
+from headscope.cli._shared.mistakes import Mistake
+
+SIZES = {
+    *("num_attention_heads", "num_heads", "n_head", "n_heads", "num_key_value_heads", "encoder_attention_heads"),
+    *("decoder_attention_heads", "hidden_size", "n_embd", "d_model", "head_dim", "vocab_size"),
+}
+LAYERS = {
+    *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"),
+    "num_decoder_layers",
+}
+MOST_LAYERS = 10_000  # where the weights are not on this machine
+REMEDY = "use the config.json that belongs to these weights"
+
+
+def check_values(transformers: Any, name: str, raw: dict[str, Any]) -> None:
+    """Check the type of the model, its sizes, and that the weights can have as many layers.
+
+    Raises:
+        Mistake: a value is impossible.
+    """
+    if "auto_map" not in raw:  # else transformers' own message: the repository's code is not run
+        _check_model_type(transformers, name, raw)
+    tensors = _count_tensors(Path(name))
+    for path, value in _values(raw):
+        key = path.rpartition(".")[2]
+        if key in SIZES | LAYERS and (isinstance(value, (str, float, bool)) or _below(value, key)):
+            least = 0 if key in LAYERS else 1
+            raise _mistake(name, path, f"expected an integer of at least {least}, got {value!r}; {REMEDY}")
+        most = MOST_LAYERS if tensors is None else tensors
+        if key in LAYERS and isinstance(value, int) and value > most:
+            reason = "" if tensors is None else f", as the weights hold {tensors} tensors"
+            raise _mistake(name, path, f"expected at most {most} layers{reason}, got {value}; {REMEDY}")
+
+
+def check_indexes(name: str) -> None:
+    """Check that no index of weights names a file outside its folder.
+
+    Raises:
+        Mistake: an index names one.
+    """
+    for path in sorted(Path(name).glob("*.safetensors.index.json")) if Path(name).is_dir() else ():
+        try:
+            index: Any = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, OSError, RecursionError):  # transformers' message names the file
+            continue
+        places = index.get("weight_map") if isinstance(index, dict) else None
+        for file in places.values() if isinstance(places, dict) else ():
+            if isinstance(file, str) and not is_inside(file):
+                shown = visible(file)
+                raise Mistake(f"{name}: {path.name}: weight_map: expected a file in the same folder, got '{shown}'")
+
+
+def _below(value: Any, key: str) -> bool:
+    return isinstance(value, int) and value < (0 if key in LAYERS else 1)
+
+
+def _check_model_type(transformers: Any, name: str, raw: dict[str, Any]) -> None:
+    known = list(transformers.CONFIG_MAPPING.keys())
+    kind = raw.get("model_type")
+    if kind in known:
+        return
+    got = "none" if kind is None else repr(kind)
+    near = get_close_matches(str(kind), known, 1)
+    example = repr(near[0]) if near else "'llama' or 'gpt2'"
+    raise _mistake(
+        name,
+        "model_type",
+        f"expected a model type that transformers {transformers.__version__} has, as {example}, got {got}; correct it, "
+        "or update transformers",
+    )
+
+
+def _count_tensors(folder: Path) -> int | None:
+    """Return how many tensors the safetensors files of a folder hold; None where that is not known."""
+    from safetensors import SafetensorError, safe_open
+
+    if not folder.is_dir():
+        return None
+    count = 0
+    for path in folder.rglob("*.safetensors"):
+        try:
+            with safe_open(path, framework="pt") as file:
+                count += len(list(file.keys()))
+        except (SafetensorError, OSError):  # transformers' message names the file
+            return None
+    return count
+
+
+def explain_key_error(transformers: Any, name: str, config: dict[str, Any], error: KeyError) -> Mistake | None:
+    """Return the message for a name in a configuration that is not in a table of transformers; None if it is not one.
+
+    Args:
+        config: as a dictionary.
+        error: raised while the model was built.
+    """
+    unknown = error.args[0] if error.args else None
+    if not isinstance(unknown, str):
+        return None
+    path = next((path for path, value in _values(config) if value == unknown), None)
+    if path is None:
+        return None
+    expected = "a name that this model knows"
+    if path.endswith("rope_type"):
+        expected = f"one of {', '.join(['default', *transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS])}"
+    elif unknown not in transformers.activations.ACT2FN and ("act" in path):
+        near = get_close_matches(unknown, list(transformers.activations.ACT2FN), 3)
+        expected = f"an activation of transformers, as {', '.join(near or ['gelu', 'silu', 'relu'])}"
+    return _mistake(name, path, f"expected {expected}, got {unknown!r}; {REMEDY}")
+
+
+def _mistake(name: str, path: str, problem: str) -> Mistake:
+    return Mistake(f"{name}: config.json: {visible(path)}: {visible(problem)}")
+
+
+def _values(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of a JSON value that is no object or list, with the keys that lead to it."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _values(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _values(inner, path) if isinstance(inner, dict) else ()
+    else:
+        yield path, value

@@ -1,0 +1,195 @@
+"""Biases by distance: ALiBi, and T5's learned one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from headscope._support.arguments import kind, shapes, whole
+from headscope.positions._options import check_number, settle_whole, to_numbers, to_positions
+
+
+@dataclass(frozen=True)
+class ALiBi:
+    """Attention with linear biases: the logit falls by slope_h · distance, in both directions.
+
+    Args:
+        num_heads: H, at least 1.
+        slopes: one a head, at least 0; by default the paper's, 2 ** (-8 (h + 1) / H) where H is a power of two; else
+            those of the power of two below, then every other one of the power above.
+
+    Source: Press et al. 2021, "Train Short, Test Long: Attention with Linear Biases Enables Input Length
+    Extrapolation".
+    """
+
+    num_heads: int
+    slopes: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        settle_whole(self, "num_heads")
+        slopes = to_numbers("slopes", self.slopes) or _slopes(self.num_heads)
+        if len(slopes) != self.num_heads:
+            raise ValueError(f"slopes: got {len(slopes)}, wanted one a head, {self.num_heads}")
+        for slope in slopes:
+            check_number("slopes", slope, least=0)
+        object.__setattr__(self, "slopes", slopes)
+
+    def of(self, distances: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The bias at signed distances, key minus query, [...] -> [..., H]."""
+        slopes = torch.tensor(self.slopes, dtype=dtype, device=distances.device)
+        return -distances.abs().to(dtype)[..., None] * slopes
+
+
+def _slopes(heads: int) -> tuple[float, ...]:
+    below = 1 << (heads.bit_length() - 1)  # the largest power of two in it
+    first = [2.0 ** (-8 * (n + 1) / below) for n in range(below)]
+    between = [2.0 ** (-4 * (n + 1) / below) for n in range(0, 2 * below, 2)]
+    return tuple((first + between)[:heads])
+
+
+@dataclass(frozen=True)
+class T5Buckets:
+    """T5's buckets of distance: one for each short distance, then ever wider ones.
+
+    Args:
+        num_buckets: how many there are in all, even and at least 4 if ``bidirectional``, else at least 2.
+        max_distance: from here on all distances share one bucket; more than the distances with a bucket of their own.
+        bidirectional: half of the buckets are for keys after the query; otherwise those share the bucket of distance 0.
+
+    Source: Raffel et al. 2019, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer",
+    section 2.1.
+    """
+
+    num_buckets: int = 32
+    max_distance: int = 128
+    bidirectional: bool = True
+
+    def __post_init__(self) -> None:
+        settle_whole(self, "num_buckets")
+        settle_whole(self, "max_distance")
+        least = 4 if self.bidirectional else 2
+        if self.num_buckets < least or (self.bidirectional and self.num_buckets % 2):
+            expected = "an even number from 4" if self.bidirectional else "at least 2"
+            raise ValueError(f"num_buckets: got {self.num_buckets}, wanted {expected}")
+        if self.max_distance <= self.exact:
+            raise ValueError(f"max_distance: got {self.max_distance}, wanted more than {self.exact}")
+
+    @property
+    def exact(self) -> int:
+        """How many distances, from 0 on, have a bucket of their own in each direction."""
+        return self.num_buckets // (4 if self.bidirectional else 2)
+
+    def of(self, distances: Tensor) -> Tensor:
+        """The bucket of each signed distance, key minus query; integers of the same shape."""
+        half = self.num_buckets // 2 if self.bidirectional else self.num_buckets
+        ahead = (distances > 0).long() * half if self.bidirectional else 0
+        far = distances.abs() if self.bidirectional else (-distances).clamp(min=0)
+        # float32, step by step as T5 has it: learned tables go with its rounding at the edges of the buckets
+        wide = torch.log(far.float() / self.exact) / math.log(self.max_distance / self.exact) * (half - self.exact)
+        wide = torch.where(far < self.exact, 0, wide).long() + self.exact
+        return ahead + torch.where(far < self.exact, far, wide.clamp(max=half - 1))
+
+
+class RelativeBias(nn.Module):
+    """A learned bias for each bucket of distance and each head, as in T5. Layers may share one.
+
+    Parameters: ``weight`` [num_buckets, H], zero at the start; it has the shape and order of
+    ``relative_attention_bias.weight`` in transformers' T5.
+
+    Args:
+        num_heads: H, at least 1.
+        buckets: which distances share a bias.
+        device, dtype: of the table.
+    """
+
+    def __init__(
+        self, num_heads: int, buckets: T5Buckets | None = None, *, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        num_heads = whole("num_heads", num_heads)
+        if buckets is not None and not isinstance(buckets, T5Buckets):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"buckets: got {kind(buckets)}, wanted T5Buckets")
+        self.num_heads = num_heads
+        self.buckets = T5Buckets() if buckets is None else buckets
+        self.weight = nn.Parameter(torch.empty(self.buckets.num_buckets, num_heads, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start anew, at no bias."""
+        nn.init.zeros_(self.weight)
+
+    def of(self, distances: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The bias at signed distances, key minus query, [...] -> [..., H]."""
+        return self.weight[self.buckets.of(distances)].to(dtype)
+
+    def forward(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """The bias of queries and keys at these positions, [Q] and [K] -> [H, Q, K], or with B before them."""
+        return matrix(self, q_pos, k_pos)
+
+    def extra_repr(self) -> str:
+        """The sizes."""
+        return f"{self.num_heads}, {self.buckets}"
+
+
+PositionBias: TypeAlias = "ALiBi | RelativeBias"
+
+
+def matrix(bias: PositionBias, q_pos: Tensor, k_pos: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A bias by distance as ``attention`` takes it.
+
+    Shapes: q_pos [Q] and k_pos [K] -> [H, Q, K]; q_pos [B, Q] and k_pos [B, K] -> [B, H, Q, K].
+
+    Raises:
+        TypeError: positions that are no integers.
+        ValueError: their axes do not fit.
+    """
+    q_pos, k_pos = to_positions("q_pos", q_pos, "[Q] or [B, Q]"), to_positions("k_pos", k_pos, "[K] or [B, K]")
+    both = q_pos.ndim == k_pos.ndim == 2
+    apart = both and q_pos.shape[0] != 1 and k_pos.shape[0] != 1 and q_pos.shape[0] != k_pos.shape[0]
+    if q_pos.ndim not in (1, 2) or k_pos.ndim not in (1, 2) or apart:
+        raise ValueError(
+            f"k_pos: {shapes(q_pos=q_pos, k_pos=k_pos)}, wanted q_pos [Q] and k_pos [K], or [B, Q] and [B, K]"
+        )
+    between = k_pos[..., None, :] - q_pos[..., None]  # [..., Q, K]
+    return bias.of(between, dtype).movedim(-1, -3)  # [..., H, Q, K]
+
+
+def turned_matrix(bias: PositionBias, queries: int, keys: int, first: int, like: Tensor) -> Tensor:
+    """``matrix`` for queries that come last first, [H, Q, K]: a view of H x (Q + K - 1) numbers.
+
+    Query i of the result stands at first + queries - 1 - i, key j at j: the distance depends on i + j alone, so that
+    each row is the one before it, one number further on. (In their usual order it depends on j - i, and a tensor's
+    strides cannot be negative.)
+    """
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    distances = torch.arange(queries + keys - 1, device=like.device) - (first + queries - 1)
+    table = bias.of(distances, dtype).T.contiguous()  # [H, Q + K - 1]
+    return table.as_strided((len(table), queries, keys), (table.shape[1], 1, 1))
+
+
+def bias_of(option: object, num_heads: int, factory: dict[str, Any]) -> PositionBias | None:
+    """What ``MultiHeadAttention(position_bias=...)`` keeps; ``T5Buckets`` get a table of their own.
+
+    Raises:
+        TypeError: something else.
+        ValueError: it has another number of heads.
+    """
+    if option is None:
+        return None
+    if isinstance(option, T5Buckets):
+        return RelativeBias(num_heads, option, **factory)
+    if not isinstance(option, (ALiBi, RelativeBias)):
+        got = f"the class {option.__name__}" if isinstance(option, type) else kind(option)
+        raise TypeError(f"position_bias: got {got}, wanted ALiBi, T5Buckets, RelativeBias or None")
+    if option.num_heads != num_heads:
+        raise ValueError(f"position_bias: has {option.num_heads} heads, wanted num_heads {num_heads}")
+    return option
+
+
+for _class in (ALiBi, T5Buckets, RelativeBias):
+    _class.__module__ = "headscope.positions"  # their public path

@@ -1,0 +1,119 @@
+"""Scalings of rotary: how a trained range of positions becomes a longer one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from headscope.positions._options import settle_number, settle_whole
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by ``factor``: a context that many times as long turns through the trained angles.
+
+    Args:
+        factor: at least 1.
+
+    Source: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation".
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        settle_number(self, "factor", least=1)
+
+
+@dataclass(frozen=True)
+class NTK:
+    """A larger base: fast pairs turn as they were trained, slow ones up to ``factor`` times as slowly.
+
+    Args:
+        factor: at least 1.
+        original_length: None = the base grows once and for all, to base · factor ** (dim / (dim - 2)). A number: the
+            base grows with the length of each call that is longer than this ("dynamic" in transformers), so that the
+            angles of a token change as more follow it; a cache refuses that.
+
+    Source: bloc97 2023, "NTK-Aware Scaled RoPE"; Peng et al. 2023, "YaRN", section 3.
+    """
+
+    factor: float
+    original_length: int | None = None
+
+    def __post_init__(self) -> None:
+        settle_number(self, "factor", least=1)
+        if self.original_length is not None:
+            settle_whole(self, "original_length")
+
+
+@dataclass(frozen=True)
+class YaRN:
+    """Slow pairs interpolated, fast ones left as they are, with a ramp between; q and k grow by the attention factor.
+
+    Args:
+        factor: how many times as long the context is to be, at least 1.
+        original_length: of the texts that the model was trained on.
+        beta_fast: pairs that turn more often than this over ``original_length`` stay as they are.
+        beta_slow: pairs that turn less often are interpolated.
+        attention_factor: what cos and sin are multiplied by, above 0; by default 0.1 ln(factor) + 1, or, with both of
+            the next two, (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1), as DeepSeek has it.
+        mscale, mscale_all_dim: see there; both or none.
+        truncate: round the ends of the ramp to whole pairs, outwards.
+
+    Source: Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models", equations 17 to 22.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        settle_number(self, "factor", least=1)
+        settle_whole(self, "original_length")
+        for name in ("beta_slow", "beta_fast", "attention_factor", "mscale", "mscale_all_dim"):
+            if getattr(self, name) is not None:
+                settle_number(self, name, above=0)
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(f"beta_fast: got {self.beta_fast}, wanted more than beta_slow, {self.beta_slow}")
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            raise ValueError(f"mscale, mscale_all_dim: got {self.mscale}, {self.mscale_all_dim}, wanted both or none")
+
+
+@dataclass(frozen=True)
+class Llama3:
+    """Pairs of long wavelength slowed by ``factor``, those of short wavelength left, with a ramp between.
+
+    Args:
+        factor: at least 1.
+        low_freq_factor: wavelengths above original_length / low_freq_factor are slowed.
+        high_freq_factor: those below original_length / high_freq_factor stay; above ``low_freq_factor``.
+        original_length: of the texts that the model was trained on.
+
+    Source: Llama 3.1 (Grattafiori et al. 2024, "The Llama 3 Herd of Models"), ``apply_scaling`` of its reference code.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+    def __post_init__(self) -> None:
+        settle_number(self, "factor", least=1)
+        settle_number(self, "low_freq_factor", above=0)
+        settle_number(self, "high_freq_factor", above=0)
+        settle_whole(self, "original_length")
+        if self.high_freq_factor <= self.low_freq_factor:
+            got = f"{self.high_freq_factor}, wanted more than low_freq_factor, {self.low_freq_factor}"
+            raise ValueError(f"high_freq_factor: got {got}")
+
+
+Scaling: TypeAlias = "LinearScaling | NTK | YaRN | Llama3"
+
+
+for _class in (LinearScaling, NTK, YaRN, Llama3):
+    _class.__module__ = "headscope.positions"  # their public path
