@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import headscope
+from support.forking import run_program
 from support.paths import BENCHMARKS
 
 sys.path.insert(0, str(BENCHMARKS))
@@ -72,7 +74,15 @@ def test_memory_is_measured_in_a_process_of_its_own() -> None:
     assert 0 <= row.figures["all"] < row.figures["eager"]
 
 
-def test_a_process_that_fails_is_named() -> None:
+def forked(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m MODULE ARGUMENTS`` in a process that is forked from one that has imported torch."""
+    _, _, module, *arguments = command
+    code = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return run_program(code, *arguments, cwd=options["cwd"], env=options["env"])
+
+
+def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", forked)
     row = attention.measure_memory(-1, threads=1)
     assert [*row.figures] == ["eager"]
     assert "negative dimension" in row.absent["all, causal"]
