@@ -122,8 +122,10 @@ def test_pieces_of_a_file_are_those_of_the_tensors(tmp_path: Path) -> None:
         (1, 0, slice(5, 5)),
     ]:
         assert torch.equal(file.part("a")[index], tensors["a"][index])
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="a: index 2 of 2"):
         file.part("a")[2]
+    with pytest.raises(IndexError, match="a: step 2; expected 1"):
+        file.part("a")[0, 0, ::2]
 
 
 def test_a_tile_reads_no_more_than_its_rows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

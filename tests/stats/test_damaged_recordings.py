@@ -202,6 +202,20 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         lambda _, entries: entries["headscope.origin"]["layers"]["a"].update(widths=[5, 4]),
         "layers: a has heads of width 5, expected 4 as of q and k",
     ),
+    "a width too few": (
+        lambda _, entries: entries["headscope.origin"]["layers"]["a"].update(widths=[4]),
+        "widths: got 1 numbers, expected 2",
+    ),
+    "an origin of no layer": (
+        lambda _, entries: entries["headscope.origin"]["layers"].update(z=entries["headscope.origin"]["layers"]["a"]),
+        "layers: got z, expected names of the layers",
+    ),
+    "heads of a part in the wrong order": (
+        lambda _, entries: entries["headscope.origin"]["layers"]["a"].update(
+            part={"of": 4, "holder": "rank 1", "heads": [3, 2]}
+        ),
+        r"heads: got \[3, 2\], expected the first head and the one after the last",
+    ),
     "half precision": (
         lambda tensors, _: tensors.update({"0/received": tensors["0/received"].bfloat16()}),
         "0/received: got torch.bfloat16, expected float32 or float64",
