@@ -331,7 +331,7 @@ def test_an_adapter_is_refused(
             "rope_parameters.rope_type: expected one of default, linear, dynamic, yarn",
         ),
         ({"hidden_act": "gelo"}, "hidden_act: expected an activation of transformers, as gelu, got 'gelo'; use the"),
-        ({"model_type": "lama"}, "as 'llama', got 'lama'; correct it, or update transformers"),
+        ({"model_type": "llama9"}, "as 'llama', got 'llama9'; correct it, or update transformers"),
         ({"model_type": None}, "got none; correct it, or update transformers"),
     ],
 )
