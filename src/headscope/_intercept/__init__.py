@@ -27,6 +27,7 @@ from headscope._intercept.module_names import (
     select_modules,
     summarize_names,
 )
+from headscope._intercept.origin import layer_origin, origin_of
 from headscope._intercept.patching import close_watch, open_watch
 from headscope._intercept.transformers import register_attention, transformers_refusal
 
@@ -49,10 +50,12 @@ __all__ = [
     "find_compiled",
     "find_unobserved",
     "kind_of_call",
+    "layer_origin",
     "list_modules",
     "match_modules",
     "measure",
     "open_watch",
+    "origin_of",
     "placed",
     "register_attention",
     "running_frames",

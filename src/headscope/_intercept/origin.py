@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from headscope._intercept import Call
+from headscope._intercept.call import Call
 from headscope.stats._origin import PROCESS, LayerOrigin, Origin, Part
 
 # Names of sizes and counts. They are the same under every dtype, attention function and version of transformers, and in
