@@ -54,3 +54,11 @@ def test_each_of_the_broadcast_heads_can_be_ablated() -> None:
     expected[:, 2] = 0
     with ablate(model, {"*": 2}):
         torch.testing.assert_close(model(q, k, v), expected)
+
+
+def test_an_accelerated_call_without_an_axis_of_heads_returns_none() -> None:
+    x = torch.randn(6, 8)
+    model = Calls()
+    with watch(model, accelerate=True) as seen:
+        torch.testing.assert_close(model(x, x, x), F.scaled_dot_product_attention(x, x, x))
+    assert seen.heads == 1
