@@ -18,8 +18,9 @@ from typing import Any
 
 from headscope._support.files import is_inside
 from headscope._support.text import visible
-from headscope.cli._shared.config_values import check_indexes, check_values
+from headscope.cli._shared.config_values import check_values
 from headscope.cli._shared.mistakes import Mistake
+from headscope.cli._shared.model_files import check_indexes
 
 ATTENTION = ("eager", "sdpa")
 EXPERTS = ("eager", "grouped_mm", "batched_mm")

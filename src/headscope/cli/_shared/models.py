@@ -21,6 +21,7 @@ from headscope.cli._shared.config_values import explain_key_error
 from headscope.cli._shared.console import few, one_line
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.model_config import confined, read_config
+from headscope.cli._shared.model_files import check_folder
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -122,7 +123,7 @@ def _digits() -> Loaded:
 def _hugging_face(name: str) -> Loaded:
     folder = os.path.isdir(name)  # False where Path.is_dir raises: a name can be too long
     if folder:
-        _check_folder(name)
+        check_folder(name)
     elif name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name):
         raise Mistake(f"{name}: is no folder with a model")
     try:
@@ -133,17 +134,6 @@ def _hugging_face(name: str) -> Loaded:
         ) from error
     with quiet_transformers():
         return _loaded(transformers, name, folder)
-
-
-def _check_folder(name: str) -> None:
-    """Raises: Mistake: no model is there, or one that would have to be unpickled."""
-    files = {path.name for path in Path(name).iterdir()}
-    if "config.json" not in files:
-        raise Mistake(f"{name}: holds no config.json, wanted a folder as transformers' save_pretrained writes it")
-    if not any(file.endswith(".safetensors") for file in files):
-        pickles = sorted(file for file in files if file.endswith((".bin", ".pt", ".pth", ".ckpt")))
-        has = f"; {pickles[0]} is a pickle, which can run code when it is read" if pickles else ""
-        raise Mistake(f"{name}: holds no weights in .safetensors{has}")
 
 
 def _loaded(transformers: Any, name: str, folder: bool) -> Loaded:
