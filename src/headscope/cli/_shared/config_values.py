@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from headscope._support.text import visible
@@ -35,7 +34,7 @@ def check_values(transformers: Any, name: str, raw: dict[str, Any]) -> None:
     """
     if "auto_map" not in raw:  # else transformers' own message: the repository's code is not run
         _check_model_type(transformers, name, raw)
-    tensors = count_tensors(Path(name))
+    tensors = count_tensors(name, raw.get("transformers_weights"))
     for path, value in _values(raw):
         key = path.rpartition(".")[2]
         if key in SIZES | LAYERS and (isinstance(value, (str, float, bool)) or _below(value, key)):

@@ -55,7 +55,7 @@ def read_config(transformers: Any, name: str, *, offline: bool) -> tuple[Any, li
         check_is_object(name, offline=offline)
     check_no_adapter(name, offline=offline)
     check_config(name, raw)
-    check_indexes(name)
+    check_indexes(name, raw.get("transformers_weights"))
     check_values(transformers, name, raw)
     raw.pop("configuration_files", None)  # `get_config_dict` has chosen one of these
     notes = remove_implementations(raw)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,47 +11,105 @@ from headscope._support.files import is_inside
 from headscope._support.text import visible
 from headscope.cli._shared.mistakes import Mistake
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers reads the first that is there
+WEIGHTS = (".safetensors", ".safetensors.index.json")
+
 
 def check_folder(name: str) -> None:
-    """Raises: Mistake: no model is there, or one that would have to be unpickled."""
-    files = {path.name for path in Path(name).iterdir()}
+    """Check that a folder holds a model, in regular files, with weights that need no unpickling.
+
+    Raises:
+        Mistake: it does not.
+    """
+    paths = sorted(Path(name).iterdir())
+    files = {path.name for path in paths}
     if "config.json" not in files:
         raise Mistake(f"{name}: holds no config.json, wanted a folder as transformers' save_pretrained writes it")
     if not any(file.endswith(".safetensors") for file in files):
         pickles = sorted(file for file in files if file.endswith((".bin", ".pt", ".pth", ".ckpt")))
         has = f"; {pickles[0]} is a pickle, which can run code when it is read" if pickles else ""
         raise Mistake(f"{name}: holds no weights in .safetensors{has}")
+    for path in paths:
+        if path.name == "config.json" or path.name.endswith(WEIGHTS):
+            check_is_regular(name, path)
 
 
-def check_indexes(name: str) -> None:
-    """Check that no index of weights names a file outside its folder.
+def check_is_regular(name: str, path: Path) -> None:
+    """Check that a path of a folder does not lead to a pipe, a device or a directory: opening a pipe does not return.
 
     Raises:
-        Mistake: an index names one.
+        Mistake: it leads to one.
     """
-    for path in sorted(Path(name).glob("*.safetensors.index.json")) if Path(name).is_dir() else ():
-        try:
-            index: Any = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, OSError, RecursionError):  # transformers' message names the file
-            continue
-        places = index.get("weight_map") if isinstance(index, dict) else None
-        for file in places.values() if isinstance(places, dict) else ():
-            if isinstance(file, str) and not is_inside(file):
+    if os.path.exists(path) and not os.path.isfile(path):  # Path.exists raises where a name is too long
+        kind = "a directory" if os.path.isdir(path) else "a pipe, a socket or a device"
+        raise Mistake(f"{name}: {visible(str(path.relative_to(name)))}: expected a regular file, got {kind}")
+
+
+def check_indexes(name: str, weights: str | None = None) -> None:
+    """Check that each index of weights names regular files in its folder.
+
+    Args:
+        name: of the model: a folder, or a name on the hub, which is not checked.
+        weights: the file of weights that config.json names, if it names one.
+
+    Raises:
+        Mistake: an index names another file.
+    """
+    folder = Path(name)
+    if not os.path.isdir(name):
+        return
+    named = {folder / weights} if weights is not None and weights.endswith(".json") else set[Path]()
+    for path in sorted({*folder.glob("*.safetensors.index.json"), *named}):
+        for file in _shards(path):
+            if not is_inside(file):
                 shown = visible(file)
                 raise Mistake(f"{name}: {path.name}: weight_map: expected a file in the same folder, got '{shown}'")
+            check_is_regular(name, folder / file)
 
 
-def count_tensors(folder: Path) -> int | None:
-    """Return how many tensors the safetensors files of a folder hold; None where that is not known."""
+def _shards(index: Path) -> list[str]:
+    """Return the files that an index of weights names."""
+    try:
+        read: Any = json.loads(index.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError):  # transformers' message names the file
+        return []
+    places = read.get("weight_map") if isinstance(read, dict) else None
+    return sorted({file for file in places.values() if isinstance(file, str)}) if isinstance(places, dict) else []
+
+
+def weight_files(folder: Path, weights: str | None = None) -> list[Path]:
+    """Return the files that transformers reads the weights of a folder from.
+
+    Args:
+        folder: of the model.
+        weights: the file of weights that config.json names, if it names one.
+    """
+    first = weights or next((file for file in (SINGLE, INDEX) if os.path.isfile(folder / file)), None)
+    if first is None:
+        return []
+    return [folder / file for file in _shards(folder / first)] if first.endswith(".json") else [folder / first]
+
+
+def count_tensors(name: str, weights: str | None = None) -> int | None:
+    """Return how many tensors the files of weights hold; None where that is not known.
+
+    Args:
+        name: of the model.
+        weights: the file of weights that config.json names, if it names one.
+
+    Raises:
+        Mistake: one of the files is no regular file.
+    """
     from safetensors import SafetensorError, safe_open
 
-    if not folder.is_dir():
-        return None
+    folder = Path(name)
+    files = weight_files(folder, weights) if os.path.isdir(name) else []
     count = 0
-    for path in folder.rglob("*.safetensors"):
+    for path in files:
+        check_is_regular(name, path)
         try:
             with safe_open(path, framework="pt") as file:
                 count += len(list(file.keys()))
-        except (SafetensorError, OSError):  # transformers' message names the file
+        except (SafetensorError, OSError, ValueError):  # transformers' message names the file
             return None
-    return count
+    return count if files else None

@@ -1,0 +1,125 @@
+"""Model folders with damaged files: each is one line that names the file, and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from headscope.cli._shared.mistakes import Mistake
+from headscope.cli._shared.models import load
+from support.model_folders import gpt2, save
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 with a tokenizer, and its weights in one file."""
+    return save(gpt2(), tmp_path_factory.mktemp("models") / "whole")
+
+
+@pytest.fixture(scope="module")
+def shards(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with its weights in several files and an index."""
+    folder = tmp_path_factory.mktemp("models") / "shards"
+    transformers.GPT2LMHeadModel.from_pretrained(whole).save_pretrained(folder, max_shard_size="20KB")
+    return folder
+
+
+@pytest.fixture
+def at(whole: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(whole, tmp_path / "at")
+
+
+@pytest.fixture
+def sharded(shards: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(shards, tmp_path / "at")
+
+
+def edit(path: Path, change: Callable[[Any], Any]) -> None:
+    """Change what a JSON file holds."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    change(content)
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def refusal(folder: Path) -> str:
+    """Return the message with which a folder is refused, without its path."""
+    with pytest.raises(Mistake) as error:
+        load(str(folder))
+    message = error.value.format_message()
+    assert error.value.exit_code == 2
+    assert "\n" not in message
+    assert message.startswith(f"{folder}: ")
+    return message.removeprefix(f"{folder}: ")
+
+
+needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+PIPE = "expected a regular file, got a pipe, a socket or a device"
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+@needs_pipes
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "other.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(file: str, at: Path) -> None:
+    replace_by_pipe(at / file)
+    assert refusal(at) == f"{file}: {PIPE}"
+
+
+@needs_pipes
+@pytest.mark.timeout(60)
+def test_a_pipe_in_the_place_of_an_index_is_refused(sharded: Path) -> None:
+    replace_by_pipe(sharded / INDEX)
+    assert refusal(sharded) == f"{INDEX}: {PIPE}"
+
+
+@needs_pipes
+@pytest.mark.timeout(60)
+def test_a_pipe_in_the_place_of_a_shard_is_refused(sharded: Path) -> None:
+    (sharded / "inner").mkdir()
+    replace_by_pipe(sharded / "inner" / "shard.safetensors")
+    edit(sharded / INDEX, lambda index: index["weight_map"].update({"lm_head.weight": "inner/shard.safetensors"}))
+    assert refusal(sharded) == f"{Path('inner', 'shard.safetensors')}: {PIPE}"
+
+
+@needs_pipes
+@pytest.mark.timeout(60)
+def test_a_pipe_in_a_folder_that_the_model_does_not_use_is_not_opened(at: Path) -> None:
+    (at / "checkpoint").mkdir()
+    os.mkfifo(at / "checkpoint" / "model.safetensors")
+    assert load(str(at)).notes == ()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_a_directory_in_the_place_of_a_file_is_refused(file: str, at: Path) -> None:
+    (at / file).unlink()
+    (at / file).mkdir()
+    assert refusal(at) == f"{file}: expected a regular file, got a directory"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="this system has no /dev/zero")
+@pytest.mark.timeout(60)
+def test_a_link_to_a_device_is_refused(at: Path) -> None:
+    (at / "config.json").unlink()
+    (at / "config.json").symlink_to("/dev/zero")
+    assert refusal(at) == f"config.json: {PIPE}"
+
+
+def test_links_to_regular_files_are_followed(at: Path, tmp_path: Path) -> None:
+    for file in ("config.json", "model.safetensors"):
+        (at / file).rename(tmp_path / file)
+        (at / file).symlink_to(tmp_path / file)
+    (at / "absent.safetensors").symlink_to(tmp_path / "absent")
+    assert load(str(at)).notes == ()
