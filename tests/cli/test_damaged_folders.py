@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.models import load
-from support.model_folders import gpt2, save
+from support.model_folders import SIZES, gpt2, save
 
 INDEX = "model.safetensors.index.json"
 
@@ -123,3 +124,24 @@ def test_links_to_regular_files_are_followed(at: Path, tmp_path: Path) -> None:
         (at / file).symlink_to(tmp_path / file)
     (at / "absent.safetensors").symlink_to(tmp_path / "absent")
     assert load(str(at)).notes == ()
+
+
+def test_a_decoder_whose_configuration_claims_an_encoder_is_refused(at: Path) -> None:
+    edit(at / "config.json", lambda config: config.update(is_encoder_decoder=True))
+    assert refusal(at) == (
+        "config.json: is_encoder_decoder: expected false, as the forward of GPT2LMHeadModel has no decoder_input_ids, "
+        "got true; use the config.json that belongs to these weights"
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "paired"),
+    [("T5ForConditionalGeneration", True), ("T5EncoderModel", False), ("UMT5EncoderModel", False)],
+)
+def test_a_model_with_a_decoder_has_one_in_its_forward(architecture: str, paired: bool, tmp_path: Path) -> None:
+    kind = getattr(transformers, architecture)
+    config = kind.config_class(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, **SIZES)
+    loaded = load(str(save(kind(config), tmp_path / "t5", tokenizer=False)))
+    assert loaded.paired == paired
+    with torch.inference_mode():
+        loaded.run(torch.tensor([[3, 4, 5]]))  # without a decoder_start_token_id in the configuration

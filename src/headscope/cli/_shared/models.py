@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headscope._support.text import visible
-from headscope.cli._shared.config_values import explain_key_error
+from headscope.cli._shared.config_values import REMEDY, explain_key_error
 from headscope.cli._shared.console import few, one_line
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.model_config import confined, read_config
@@ -236,8 +236,8 @@ def _language(transformers: Any, model: Any, label: str, name: str, options: dic
     import torch
 
     config = model.config.get_text_config()
-    paired = bool(model.config.is_encoder_decoder)
     parameters = inspect.signature(model.forward).parameters
+    paired = _is_paired(model, parameters, name)
     extra: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
     # the last row; told so by a number, Gemma 4 would compute no other in the layers that share keys
     extra |= {"logits_to_keep": torch.tensor([-1])} if "logits_to_keep" in parameters else {}
@@ -259,6 +259,22 @@ def _language(transformers: Any, model: Any, label: str, name: str, options: dic
         ([], []) if tokenizer is None else _ends(tokenizer), None if tokenizer is None else piece, run, paired,
         getattr(config, "num_key_value_heads", None),
     )  # fmt: skip
+
+
+def _is_paired(model: Any, parameters: Collection[str], name: str) -> bool:
+    """Return whether a model has an encoder and a decoder.
+
+    Raises:
+        Mistake: its configuration claims both, unlike its class and its forward.
+    """
+    if not model.config.is_encoder_decoder or "decoder_input_ids" in parameters:
+        return bool(model.config.is_encoder_decoder)
+    if not getattr(type(model.config), "is_encoder_decoder", False):  # UMT5EncoderModel has the value of the whole
+        raise Mistake(
+            f"{name}: config.json: is_encoder_decoder: expected false, as the forward of {type(model).__name__} has no "
+            f"decoder_input_ids, got true; {REMEDY}"
+        )
+    return False
 
 
 def _tokenizer(transformers: Any, name: str, options: dict[str, Any]) -> Any:
@@ -290,7 +306,7 @@ def _ends(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 def _later(ids: Tensor, config: Any) -> Tensor:
     """What the decoder reads: the same tokens one place later, after the one that starts it."""
-    start = config.decoder_start_token_id
+    start = getattr(config, "decoder_start_token_id", None)
     if start is None:
         start = config.pad_token_id or 0
     shifted = ids.roll(1, -1)
