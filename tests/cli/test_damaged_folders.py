@@ -15,6 +15,7 @@ import transformers
 
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.models import load
+from support.commands import Run
 from support.model_folders import SIZES, gpt2, save
 
 INDEX = "model.safetensors.index.json"
@@ -145,3 +146,45 @@ def test_a_model_with_a_decoder_has_one_in_its_forward(architecture: str, paired
     assert loaded.paired == paired
     with torch.inference_mode():
         loaded.run(torch.tensor([[3, 4, 5]]))  # without a decoder_start_token_id in the configuration
+
+
+def without_unknown(tokenizer: dict[str, Any]) -> None:
+    """As the class BertTokenizer makes of a vocabulary that has no [UNK]."""
+    letters = {letter: id for id, letter in enumerate("abc")}
+    tokenizer["model"] = {
+        "type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100,
+        "vocab": letters,
+    }  # fmt: skip
+
+
+def with_slow_pattern(tokenizer: dict[str, Any]) -> None:
+    """Its search ends in a panic of Rust after a number of steps."""
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    tokenizer["pre_tokenizer"] = pattern
+
+
+@pytest.mark.parametrize(
+    ("change", "text", "reason"),
+    [(without_unknown, "xyz", "Missing [UNK] token"), (with_slow_pattern, "a" * 40 + "!", "retry-limit-in-match over")],
+)
+def test_a_tokenizer_that_raises_on_a_text_is_named(change: Any, text: str, reason: str, at: Path, run: Run) -> None:
+    edit(at / "tokenizer.json", change)
+    ran = run("watch", str(at), "--text", text, "--json")
+    assert ran.code == 2
+    last = ran.err.splitlines()[-1]  # a panic writes more in front of it
+    assert last.startswith(f"headscope watch: {at}: tokenizer.json: cannot encode this text: ")
+    assert reason in last
+    assert last.endswith("; correct the file, or use headscope watch --ids")
+    assert run("watch", str(at), "--ids", "1 2 3", "--json").code == 0
+
+
+def test_an_interrupt_in_a_tokenizer_is_not_a_mistake(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(str(at))
+    assert loaded.encode is not None
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "__call__", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loaded.encode("abc")

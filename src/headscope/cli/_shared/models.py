@@ -160,7 +160,7 @@ def _loaded(transformers: Any, name: str, folder: bool) -> Loaded:
         raise Mistake(f"{name}: cannot be loaded: {type(error).__name__}: {_first(error)}") from error
 
 
-def _first(error: Exception) -> str:
+def _first(error: BaseException) -> str:
     """The first line of an error, fit for a terminal, and what follows as long as a line ends in a colon."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     last = next((at for at, line in enumerate(lines) if not line.rstrip().endswith(":")), len(lines) - 1)
@@ -232,8 +232,11 @@ def _either(transformers: Any, model: Any, label: str, name: str, options: dict[
 
 
 def _language(transformers: Any, model: Any, label: str, name: str, options: dict[str, Any]) -> Loaded:
-    tokenizer = _tokenizer(transformers, name, options)
     import torch
+
+    with _tokenizer_errors(f"{name}: the tokenizer cannot be read"):
+        tokenizer = _tokenizer(transformers, name, options)
+        ends = _ends(tokenizer)
 
     config = model.config.get_text_config()
     parameters = inspect.signature(model.forward).parameters
@@ -248,15 +251,19 @@ def _language(transformers: Any, model: Any, label: str, name: str, options: dic
 
     def encode(text: str) -> list[int]:
         # verbose: it would warn of a text that is longer than the context, which is read in windows
-        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        with _tokenizer_errors(
+            f"{name}: {_tokenizer_file(tokenizer, name)}: cannot encode this text",
+            "; correct the file, or use headscope watch --ids",
+        ):
+            return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def piece(token: int) -> str:
-        return tokenizer.decode([token])
+        with _tokenizer_errors(f"{name}: {_tokenizer_file(tokenizer, name)}: cannot decode token {token}"):
+            return tokenizer.decode([token])
 
     return Loaded(
         model, label, "text", _context(config, tokenizer), model.get_input_embeddings().num_embeddings,
-        None if tokenizer is None else encode,
-        ([], []) if tokenizer is None else _ends(tokenizer), None if tokenizer is None else piece, run, paired,
+        None if tokenizer is None else encode, ends, None if tokenizer is None else piece, run, paired,
         getattr(config, "num_key_value_heads", None),
     )  # fmt: skip
 
@@ -287,6 +294,23 @@ def _tokenizer(transformers: Any, name: str, options: dict[str, Any]) -> Any:
         return None
 
 
+def _tokenizer_file(tokenizer: Any, name: str) -> str:
+    """Return the name of the file that a tokenizer was read from."""
+    files = ["tokenizer.json", *tokenizer.vocab_files_names.values()]
+    return next((file for file in files if os.path.isfile(os.path.join(name, file))), files[0])
+
+
+@contextmanager
+def _tokenizer_errors(problem: str, remedy: str = "") -> Generator[None]:
+    """Turn whatever a tokenizer raises into a mistake: tokenizers raises bare exceptions, and Rust panics are none."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise Mistake(f"{problem}: {_first(error)}{remedy}") from error
+
+
 def _context(config: Any, tokenizer: Any) -> int:
     """How many tokens are read at once: what the model and its tokenizer allow, up to ``MOST_TOKENS``."""
     names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
@@ -297,6 +321,8 @@ def _context(config: Any, tokenizer: Any) -> int:
 
 def _ends(tokenizer: Any) -> tuple[list[int], list[int]]:
     """What the tokenizer sets before and after a text."""
+    if tokenizer is None:
+        return [], []
     bare, whole = (tokenizer("a", add_special_tokens=with_ends)["input_ids"] for with_ends in (False, True))
     for start in range(len(whole) - len(bare) + 1):
         if whole[start : start + len(bare)] == bare:
