@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.models import load
@@ -188,3 +189,47 @@ def test_an_interrupt_in_a_tokenizer_is_not_a_mistake(at: Path, monkeypatch: pyt
     monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "__call__", interrupt)
     with pytest.raises(KeyboardInterrupt):
         loaded.encode("abc")
+
+
+def store(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write further tensors, or others, into the file of weights."""
+    path = folder / "model.safetensors"
+    weights = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    save_file({**weights, **tensors}, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["complex64", "int64", "int8", "bool", "float8_e4m3fn"])
+@pytest.mark.parametrize("prefix", ["transformer.", ""], ids=["whole", "of the base"])
+def test_weights_that_are_not_floats_are_refused(name: str, prefix: str, at: Path) -> None:
+    """The imaginary part was dropped, and numbers without a scale were read as weights."""
+    dtype = getattr(torch, name)
+    if not prefix:  # names as in the files of openai-community/gpt2
+        weights = {
+            key.removeprefix("transformer."): each.clone() for key, each in load_file(at / "model.safetensors").items()
+        }
+        save_file(weights, at / "model.safetensors", {"format": "pt"})
+    tensor = f"{prefix}h.1.attn.c_attn.weight"
+    store(at, {tensor: torch.ones(24, 72).to(dtype)})
+    assert refusal(at) == (
+        f"model.safetensors: {tensor}: expected dtype float32, float16, bfloat16 or float64, got {name}; convert the "
+        "tensor, or dequantize the model, and save it"
+    )
+
+
+def test_buffers_of_integers_are_read(at: Path) -> None:
+    """As old files of GPT-2 hold them: the causal mask of each layer."""
+    mask = torch.ones(1, 1, 29, 29)
+    store(at, {"transformer.h.0.attn.bias": mask.bool(), "transformer.h.1.attn.bias": mask.to(torch.uint8)})
+    loaded = load(str(at))
+    assert not any("drawn at random" in note for note in loaded.notes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_floats_of_every_width_are_read(dtype: torch.dtype, at: Path) -> None:
+    store(at, {"transformer.h.1.attn.c_attn.weight": torch.ones(24, 72, dtype=dtype)})
+    assert load(str(at)).notes == ()
+
+
+def test_complex_tensors_that_the_model_leaves_out_are_a_note(at: Path) -> None:
+    store(at, {"rotations": torch.ones(4, dtype=torch.complex64)})
+    assert load(str(at)).notes == ("weights in the files have no place in this model and were left out: rotations",)

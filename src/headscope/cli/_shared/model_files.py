@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,11 @@ from headscope._support.text import visible
 from headscope.cli._shared.mistakes import Mistake
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers reads the first that is there
+FLOATS = {"F64", "F32", "F16", "BF16"}  # dtypes as safetensors spells them
+OTHERS = {
+    **{f"{kind}{bits}": f"{word}{bits}" for kind, word in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)},
+    "BOOL": "bool", "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+}  # fmt: skip
 WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
@@ -113,3 +119,41 @@ def count_tensors(name: str, weights: str | None = None) -> int | None:
         except (SafetensorError, OSError, ValueError):  # transformers' message names the file
             return None
     return count if files else None
+
+
+def check_dtypes(name: str, folder: Path, model: Any, left_out: Collection[str], weights: str | None) -> None:
+    """Check that the files hold floats for every parameter of a model that holds floats.
+
+    transformers would cast: it drops an imaginary part, and reads quantized integers without their scale. Integers that
+    belong to no parameter are buffers, as the masks in old files of GPT-2.
+
+    Args:
+        name: of the model.
+        folder: of its files.
+        model: as transformers has read it.
+        left_out: the tensors of the files that it has no place for.
+        weights: the file of weights that config.json names, if it names one.
+
+    Raises:
+        Mistake: a tensor has another dtype.
+    """
+    from safetensors import safe_open
+
+    parameters = [parameter for parameter, tensor in model.named_parameters() if tensor.is_floating_point()]
+    for path in weight_files(folder, weights):
+        with safe_open(path, framework="pt") as file:
+            dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 - not a dictionary
+        for key, dtype in sorted(dtypes.items()):
+            if dtype in FLOATS or key in left_out:
+                continue
+            if not dtype.startswith("C") and not any(_is_same(key, each) for each in parameters):
+                continue
+            raise Mistake(
+                f"{name}: {path.name}: {visible(key)}: expected dtype float32, float16, bfloat16 or float64, got "
+                f"{OTHERS.get(dtype, dtype)}; convert the tensor, or dequantize the model, and save it"
+            )
+
+
+def _is_same(key: str, parameter: str) -> bool:
+    """Return whether a tensor is a parameter: their names can differ in the prefix of the base model."""
+    return f".{key}".endswith(f".{parameter}") or f".{parameter}".endswith(f".{key}")

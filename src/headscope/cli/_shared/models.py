@@ -10,6 +10,7 @@ import inspect
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from headscope.cli._shared.config_values import REMEDY, explain_key_error
 from headscope.cli._shared.console import few, one_line
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.model_config import confined, read_config
-from headscope.cli._shared.model_files import check_folder
+from headscope.cli._shared.model_files import check_dtypes, check_folder
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -179,12 +180,16 @@ def _confined(transformers: Any, name: str, *, offline: bool) -> Loaded:
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         kind = transformers.AutoModel
     try:
-        model, report = kind.from_pretrained(
-            name, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Casting complex values")  # `check_dtypes` refuses them
+            model, report = kind.from_pretrained(
+                name, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
     except KeyError as error:
         raise explain_key_error(transformers, name, config.to_dict(), error) or error from error
     _check_shapes(name, report["mismatched_keys"])
+    weights = getattr(config, "transformers_weights", None)
+    check_dtypes(name, _folder(name), model, report["unexpected_keys"], weights)
     model.eval()
     problems = {
         "missing_keys": "weights are not in the files and were drawn at random",
@@ -199,6 +204,14 @@ def _confined(transformers: Any, name: str, *, offline: bool) -> Loaded:
             return loaded.run(inputs)
 
     return replace(loaded, notes=tuple(notes), run=run)
+
+
+def _folder(name: str) -> Path:
+    """Return the folder of a model, which is in the cache where the name is one on the hub."""
+    from transformers.utils.hub import cached_file
+
+    file = None if os.path.isdir(name) else cached_file(name, "config.json", local_files_only=True)
+    return Path(name) if file is None else Path(file).parent
 
 
 def _check_shapes(name: str, mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:
