@@ -233,3 +233,58 @@ def test_floats_of_every_width_are_read(dtype: torch.dtype, at: Path) -> None:
 def test_complex_tensors_that_the_model_leaves_out_are_a_note(at: Path) -> None:
     store(at, {"rotations": torch.ones(4, dtype=torch.complex64)})
     assert load(str(at)).notes == ("weights in the files have no place in this model and were left out: rotations",)
+
+
+INDEXES: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda index: index.pop("weight_map"), "weight_map: expected a JSON object, got null"),
+    (lambda index: index.update(weight_map=[]), "weight_map: expected a JSON object, got a list"),
+    (
+        lambda index: index.update(weight_map={}),
+        "weight_map: expected the file of each tensor, got an empty object",
+    ),
+    (lambda index: index["weight_map"].update(a=5), "weight_map: expected the name of a file, got a number"),
+    (lambda index: index["weight_map"].update(a=""), "weight_map: expected the name of a file, got ''"),
+    (lambda index: index["weight_map"].update(a="."), "weight_map: expected the name of a file, got '.'"),
+    (lambda index: index.pop("metadata"), "metadata: expected a JSON object, got null"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), INDEXES)
+def test_a_damaged_index_is_named_with_its_key(change: Any, message: str, sharded: Path) -> None:
+    edit(sharded / INDEX, change)
+    assert refusal(sharded) == f"{INDEX}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "got"), [("null", "null"), ("[]", "a list"), ("{", "text that is not valid JSON"), ("", "text that is")]
+)
+def test_an_index_that_is_not_an_object_is_refused(text: str, got: str, sharded: Path) -> None:
+    (sharded / INDEX).write_text(text, encoding="utf-8")
+    assert refusal(sharded).startswith(f"{INDEX}: expected a JSON object, got {got}")
+
+
+@pytest.mark.parametrize(("text", "got"), [("null", "null"), ("[]", "a list"), ("5", "a number")])
+def test_settings_of_generation_that_are_not_an_object_are_refused(text: str, got: str, at: Path) -> None:
+    (at / "generation_config.json").write_text(text, encoding="utf-8")
+    assert refusal(at) == f"generation_config.json: expected a JSON object, got {got}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("architectures", [5], "a list of names of classes, got [5]"),
+        ("dtype", 5, "one of float32, float16, bfloat16, float64, auto, got 5"),
+        ("dtype", "nope", "one of float32, float16, bfloat16, float64, auto, got 'nope'"),
+    ],
+)
+def test_names_in_a_configuration_that_are_not_names_are_refused(key: str, value: Any, expected: str, at: Path) -> None:
+    edit(at / "config.json", lambda config: config.update({key: value}))
+    assert refusal(at) == f"config.json: {key}: expected {expected}; use the config.json that belongs to these weights"
+
+
+def test_tokens_beyond_the_vocabulary_are_the_tokenizers_mistake(at: Path, run: Run) -> None:
+    edit(at / "tokenizer.json", lambda tokenizer: tokenizer["model"]["vocab"].update(a=500))
+    ran = run("watch", str(at), "--text", "abc", "--json")
+    assert ran.code == 2
+    assert ran.err.startswith("headscope watch: --text: the tokenizer of GPT2LMHeadModel")
+    assert "expected token ids from 0 to 31, got 500; use the tokenizer of these weights, or --ids" in ran.err

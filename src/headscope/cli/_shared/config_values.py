@@ -23,6 +23,7 @@ LAYERS = {
     "num_decoder_layers",
 }
 MOST_LAYERS = 10_000  # where the weights are not on this machine
+DTYPES = ("float32", "float16", "bfloat16", "float64", "auto")
 REMEDY = "use the config.json that belongs to these weights"
 
 
@@ -34,6 +35,7 @@ def check_values(transformers: Any, name: str, raw: dict[str, Any]) -> None:
     """
     if "auto_map" not in raw:  # else transformers' own message: the repository's code is not run
         _check_model_type(transformers, name, raw)
+    _check_names(name, raw)
     tensors = count_tensors(name, raw.get("transformers_weights"))
     for path, value in _values(raw):
         key = path.rpartition(".")[2]
@@ -44,6 +46,18 @@ def check_values(transformers: Any, name: str, raw: dict[str, Any]) -> None:
         if key in LAYERS and isinstance(value, int) and value > most:
             reason = "" if tensors is None else f", as the weights hold {tensors} tensors"
             raise _mistake(name, path, f"expected at most {most} layers{reason}, got {value}; {REMEDY}")
+
+
+def _check_names(name: str, raw: dict[str, Any]) -> None:
+    """Check the names of classes and of dtypes."""
+    kinds: Any = raw.get("architectures") or []
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise _mistake(name, "architectures", f"expected a list of names of classes, got {kinds!r}; {REMEDY}")
+    for key in ("dtype", "torch_dtype"):
+        value: Any = raw.get(key)
+        for each in value.values() if isinstance(value, dict) else [value]:
+            if each is not None and str(each).removeprefix("torch.") not in DTYPES:
+                raise _mistake(name, key, f"expected one of {', '.join(DTYPES)}, got {each!r}; {REMEDY}")
 
 
 def _below(value: Any, key: str) -> bool:

@@ -20,7 +20,7 @@ from headscope._support.files import is_inside
 from headscope._support.text import visible
 from headscope.cli._shared.config_values import check_values
 from headscope.cli._shared.mistakes import Mistake
-from headscope.cli._shared.model_files import check_indexes
+from headscope.cli._shared.model_files import check_indexes, check_kind
 
 ATTENTION = ("eager", "sdpa")
 EXPERTS = ("eager", "grouped_mm", "batched_mm")
@@ -75,10 +75,7 @@ def check_is_object(name: str, *, offline: bool) -> None:
 
     file = cached_file(name, "config.json", local_files_only=offline)
     config = None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
-    if not isinstance(config, dict):
-        kinds = ((list, "a list"), (str, "a string"), (bool, "true or false"), ((int, float), "a number"))
-        kind = next((words for types, words in kinds if isinstance(config, types)), "null")
-        raise Mistake(f"{name}: config.json: expected a JSON object, got {kind}")
+    check_kind(config, f"{name}: config.json: expected a JSON object")
 
 
 def check_no_adapter(name: str, *, offline: bool) -> None:

@@ -38,6 +38,17 @@ def check_folder(name: str) -> None:
     for path in paths:
         if path.name == "config.json" or path.name.endswith(WEIGHTS):
             check_is_regular(name, path)
+    _check_generation(name)
+
+
+def _check_generation(name: str) -> None:
+    """Check that generation_config.json holds an object; transformers ignores one that is not JSON."""
+    try:
+        path = Path(name, "generation_config.json")
+        read = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (ValueError, OSError, RecursionError):
+        return
+    check_kind(read, f"{name}: generation_config.json: expected a JSON object")
 
 
 def check_is_regular(name: str, path: Path) -> None:
@@ -66,34 +77,67 @@ def check_indexes(name: str, weights: str | None = None) -> None:
         return
     named = {folder / weights} if weights is not None and weights.endswith(".json") else set[Path]()
     for path in sorted({*folder.glob("*.safetensors.index.json"), *named}):
-        for file in _shards(path):
+        for file in _shards(name, path):
             if not is_inside(file):
                 shown = visible(file)
                 raise Mistake(f"{name}: {path.name}: weight_map: expected a file in the same folder, got '{shown}'")
             check_is_regular(name, folder / file)
 
 
-def _shards(index: Path) -> list[str]:
-    """Return the files that an index of weights names."""
+def _shards(name: str, index: Path) -> list[str]:
+    """Return the files that an index of weights names.
+
+    Raises:
+        Mistake: it is not an index.
+    """
+    if not os.path.isfile(index):
+        return []
     try:
         read: Any = json.loads(index.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError):  # transformers' message names the file
-        return []
-    places = read.get("weight_map") if isinstance(read, dict) else None
-    return sorted({file for file in places.values() if isinstance(file, str)}) if isinstance(places, dict) else []
+    except (ValueError, RecursionError) as error:
+        raise Mistake(f"{name}: {index.name}: expected a JSON object, got text that is not valid JSON") from error
+    check_kind(read, f"{name}: {index.name}: expected a JSON object")
+    for key in ("metadata", "weight_map"):
+        check_kind(read.get(key), f"{name}: {index.name}: {key}: expected a JSON object")
+    if not read["weight_map"]:
+        raise Mistake(f"{name}: {index.name}: weight_map: expected the file of each tensor, got an empty object")
+    for file in read["weight_map"].values():
+        if not isinstance(file, str) or not Path(file).name:
+            got = f"'{file}'" if isinstance(file, str) else json_kind(file)
+            raise Mistake(f"{name}: {index.name}: weight_map: expected the name of a file, got {got}")
+    return sorted(set(read["weight_map"].values()))
 
 
-def weight_files(folder: Path, weights: str | None = None) -> list[Path]:
+def check_kind(value: Any, problem: str) -> None:
+    """Check that a JSON value is an object."""
+    if not isinstance(value, dict):
+        raise Mistake(f"{problem}, got {json_kind(value)}")
+
+
+def json_kind(value: Any) -> str:
+    """Return what a JSON value is, in words."""
+    kinds = (
+        (dict, "an object"),
+        (list, "a list"),
+        (str, "a string"),
+        (bool, "true or false"),
+        ((int, float), "a number"),
+    )
+    return next((words for types, words in kinds if isinstance(value, types)), "null")
+
+
+def weight_files(name: str, folder: Path, weights: str | None = None) -> list[Path]:
     """Return the files that transformers reads the weights of a folder from.
 
     Args:
-        folder: of the model.
+        name: of the model.
+        folder: of its files.
         weights: the file of weights that config.json names, if it names one.
     """
     first = weights or next((file for file in (SINGLE, INDEX) if os.path.isfile(folder / file)), None)
     if first is None:
         return []
-    return [folder / file for file in _shards(folder / first)] if first.endswith(".json") else [folder / first]
+    return [folder / file for file in _shards(name, folder / first)] if first.endswith(".json") else [folder / first]
 
 
 def count_tensors(name: str, weights: str | None = None) -> int | None:
@@ -109,7 +153,7 @@ def count_tensors(name: str, weights: str | None = None) -> int | None:
     from safetensors import SafetensorError, safe_open
 
     folder = Path(name)
-    files = weight_files(folder, weights) if os.path.isdir(name) else []
+    files = weight_files(name, folder, weights) if os.path.isdir(name) else []
     count = 0
     for path in files:
         check_is_regular(name, path)
@@ -140,7 +184,7 @@ def check_dtypes(name: str, folder: Path, model: Any, left_out: Collection[str],
     from safetensors import safe_open
 
     parameters = [parameter for parameter, tensor in model.named_parameters() if tensor.is_floating_point()]
-    for path in weight_files(folder, weights):
+    for path in weight_files(name, folder, weights):
         with safe_open(path, framework="pt") as file:
             dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 - not a dictionary
         for key, dtype in sorted(dtypes.items()):
