@@ -172,6 +172,13 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "Drop weights, not logits.",
         "p = F.dropout(scores.softmax(dim=-1), self.dropout, self.training)",
     ),
+    "logits-changed": CatalogueEntry(
+        "wrong",
+        "A larger q·k should give a larger weight. Here opposite products weigh alike, large ones are all the same, "
+        "or a query's logits are rescaled by each other.",
+        "Change nothing between the product and the softmax but scale, mask, bias, and a cap that is odd, as tanh.",
+        "scores = q @ k.transpose(-2, -1) * D**-0.5",
+    ),
     # ------------------------------------------------------------ scale
     "scale-missing": CatalogueEntry(
         "wrong",

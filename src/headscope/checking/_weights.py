@@ -149,6 +149,9 @@ class Slope:
     biased: bool
 
 
+NOT_LINEAR = "logits are no linear function of q·k"  # why a fit fails
+
+
 def fit_slope(one: Heads, two: Heads, allowed: Tensor | None) -> Slope | str:
     """Fit differences between two inputs, so that what is added to the logits cancels; or return why that fails.
 
@@ -170,7 +173,7 @@ def fit_slope(one: Heads, two: Heads, allowed: Tensor | None) -> Slope | str:
     factors = (log * raw).sum((0, 2, 3)) / (raw * raw).sum((0, 2, 3)).clamp_min(1e-300)  # [H]
     off = (log - factors[:, None, None] * raw).abs().max()
     if float(off) > 1e-3 * max(1e-3, float(log.abs().max())):
-        return "logits are no linear function of q·k: they are capped, or not made by a plain product"
+        return NOT_LINEAR
     alone = centred(log_weights(one.p)) - factors[:, None, None] * centred(one.raw)
     biased = float(alone.abs().max()) > 1e-3 * max(1e-3, float(log.abs().max()))
     factor = one.factor.amax((0, 2, 3))
