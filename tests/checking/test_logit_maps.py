@@ -108,3 +108,10 @@ def test_maps_that_may_be_meant_are_described(kind: type[Mapped], step: Step, te
     assert findings.names == (), str(findings)
     scale = findings.not_tested.get("scale", "")
     assert text in scale or "scale" in " ".join(findings.understood), findings.not_tested
+
+
+def test_the_scale_of_the_largest_two_keys_is_not_tested_for_the_right_reason() -> None:
+    torch.manual_seed(0)
+    largest = Mapped(lambda s: s.masked_fill(s < s.topk(2).values[..., -1:], -math.inf))
+    reason = check(largest).not_tested["scale"]
+    assert reason == "no query of some head sees the same two keys for two inputs: visible keys depend on the input"

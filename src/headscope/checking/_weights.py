@@ -158,12 +158,13 @@ def fit_slope(one: Heads, two: Heads, allowed: Tensor | None) -> Slope | str:
     Args:
         allowed: pairs that are counted, broadcasting to [B, H, Q, K]; None = those that are visible.
     """
-    at = visible_pairs(one.p) & visible_pairs(two.p)
+    both = visible_pairs(one.p) & visible_pairs(two.p)
     if allowed is not None:
-        at = at & allowed
-    at = at & (at.sum(-1, keepdim=True) >= 2) & ~(_are_even(one.p, at) & _are_even(two.p, at))
+        both = both & allowed
+    rows = both.sum(-1, keepdim=True) >= 2
+    at = both & rows & ~(_are_even(one.p, both & rows) & _are_even(two.p, both & rows))
     if not bool(at.any((0, 2, 3)).all()):
-        return "no query sees two keys"
+        return _explain_empty_fit(one, two, both)
 
     def centred(x: Tensor) -> Tensor:
         mean = torch.where(at, x, 0.0).sum(-1, keepdim=True) / at.sum(-1, keepdim=True).clamp_min(1)
@@ -178,6 +179,15 @@ def fit_slope(one: Heads, two: Heads, allowed: Tensor | None) -> Slope | str:
     biased = float(alone.abs().max()) > 1e-3 * max(1e-3, float(log.abs().max()))
     factor = one.factor.amax((0, 2, 3))
     return Slope(factors, factors * factor, biased)
+
+
+def _explain_empty_fit(one: Heads, two: Heads, both: Tensor) -> str:
+    """Return why a head has no query with two keys to fit; ``both`` are the pairs that two inputs show."""
+    if bool((both.sum(-1) >= 2).any((0, 2)).all()):
+        return "the weights of each query of some head are all alike"
+    if differ_in_pattern(visible_pairs(one.p), visible_pairs(two.p)):
+        return "no query of some head sees the same two keys for two inputs: visible keys depend on the input"
+    return "no query of some head sees two keys"
 
 
 def _are_even(p: Tensor, at: Tensor) -> Tensor:
