@@ -115,3 +115,28 @@ def test_the_scale_of_the_largest_two_keys_is_not_tested_for_the_right_reason() 
     largest = Mapped(lambda s: s.masked_fill(s < s.topk(2).values[..., -1:], -math.inf))
     reason = check(largest).not_tested["scale"]
     assert reason == "no query of some head sees the same two keys for two inputs: visible keys depend on the input"
+
+
+class AddedConstant(Mapped):
+    """Attention that adds a number to its weights after the softmax, and hides by a mask before it."""
+
+    def __init__(self, logits: Step, *, masked: bool) -> None:
+        super().__init__(logits)
+        self.masked = masked
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (3, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        s = self.scores(q, k)
+        if mask is not None and self.masked:
+            s = s.masked_fill(~mask, torch.finfo(s.dtype).min)
+        return self.o(((s.softmax(-1) + 1e-3) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_number_added_to_the_weights_is_no_scale_and_ignores_no_mask(masked: bool) -> None:
+    torch.manual_seed(0)
+    findings = check(AddedConstant(lambda s: s, masked=masked), mask_means="keep")
+    ignored = () if masked else ("mask-ignored",)
+    assert set(findings.names) == {"rows-do-not-sum-to-one", *ignored}, str(findings)
+    assert "0.001 is added to each weight" in findings["rows-do-not-sum-to-one"].seen
+    assert any("scale 0.3536" in line for line in findings.understood)

@@ -85,6 +85,24 @@ def explain_sums(heads: Heads, tolerance: float) -> Verdict | None:
     return Verdict("rows-do-not-sum-to-one", evidence)
 
 
+def find_added_number(one: Heads, two: Heads) -> float:
+    """Return the number that was added to each weight after a softmax of a linear function of q·k; 0.0 if none was."""
+    keys = one.p.shape[-1]
+    missing = ((one.p.sum(-1) + one.unattributed - 1) / keys).flatten()
+    number = float(missing.mean())
+    if not 0 < number < math.inf or float((missing - number).abs().max()) > 1e-6 * number:
+        return 0.0
+    plain = [replace(heads, p=remove_added_number(heads.p, number)) for heads in (one, two)]
+    positive = all(bool((heads.p >= 0).all()) for heads in plain)
+    return number if positive and isinstance(fit_slope(plain[0], plain[1], None), Slope) else 0.0
+
+
+def remove_added_number(p: Tensor, number: float) -> Tensor:
+    """Return the weights without a number that was added to each; 0 where only rounding is left."""
+    rest = p - number
+    return torch.where(rest.abs() > 1e-9 * number, rest, 0.0) if number else p
+
+
 def explain_missing_exp(one: Heads, two: Heads) -> Verdict | None:
     """Return the mistake that explains weights of two inputs that are not exp of a linear function of q·k, if any."""
     plain = one.raw * one.factor

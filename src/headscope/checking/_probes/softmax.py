@@ -10,7 +10,7 @@ from headscope.checking import _weights as weights
 from headscope.checking._case import Case
 from headscope.checking._head_layout import Heads
 from headscope.checking._logit_map import fit_row_factors, judge_logit_map, judge_row_factors
-from headscope.checking._weights import Slope
+from headscope.checking._weights import Slope, Verdict
 
 NO_SOFTMAX = {"softmax-over-heads", "no-softmax", "softmax-twice"}  # which keys these hide does not depend on a mask
 
@@ -38,11 +38,20 @@ def probe_softmax_and_scale(case: Case) -> None:
             fitted = lower
     if isinstance(fitted, str) or bool((heads.p < 0).any()):
         verdict = weights.explain_missing_exp(heads, other) or verdict
+    if verdict is not None and verdict.outcome == "scaled-after-softmax" and not isinstance(fitted, Slope):
+        case.added = weights.find_added_number(heads, other)
+    if verdict is not None and case.added:
+        evidence = f"{verdict.evidence.partition(',')[0]}: {case.added:.4g} is added to each weight"
+        verdict = Verdict("rows-do-not-sum-to-one", evidence)
+        case.report(verdict.outcome, verdict.evidence)
+        fitted = weights.fit_slope(case.without_added(heads), case.without_added(other), None)
     if verdict is not None and verdict.outcome in {"softmax-over-queries", *NO_SOFTMAX}:
         case.report(verdict.outcome, verdict.evidence)
         case.not_tested["scale"] = "the weights are not from one softmax over the keys"
         return
-    if isinstance(fitted, str):
+    if isinstance(fitted, str) and verdict is not None:  # what was done to the weights hides the logits
+        case.not_tested["scale"] = fitted
+    elif isinstance(fitted, str):
         _judge_other_logits(case, heads, fitted)
     else:
         case.slope = fitted
@@ -51,6 +60,7 @@ def probe_softmax_and_scale(case: Case) -> None:
         return
     if isinstance(fitted, Slope):
         _judge_scale(case, heads, fitted)
+    if isinstance(fitted, Slope) and verdict is None:
         _judge_large_logits(case)
 
 
@@ -93,7 +103,7 @@ def _judge_large_logits(case: Case) -> None:
 def probe_sums(case: Case) -> None:
     """Report sums that no mask explains."""
     heads = case.heads
-    if case.random or heads is None or case.observations.keys() & EXPLAINS_SUMS:
+    if case.random or heads is None or case.added or case.observations.keys() & EXPLAINS_SUMS:
         return
     verdict = weights.explain_sums(heads, case.subject.tolerance)
     if verdict is None or verdict.outcome in case.observations:
