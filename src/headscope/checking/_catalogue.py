@@ -58,8 +58,8 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     ),
     "heads-dropped": CatalogueEntry(
         "wrong",
-        "A head that does not reach the output cannot learn; its share of the model's width is lost.",
-        "Join all heads before the output projection.",
+        "Queries, keys or values of a head that do not reach the output cannot learn; their width is lost.",
+        "Give each head its own keys and values, or project only those that heads share; join all heads.",
         "out = out.transpose(1, 2).reshape(B, T, H * D)",
     ),
     "kv-heads-tiled": CatalogueEntry(
