@@ -18,6 +18,7 @@ from headscope._intercept import (
     Choose,
     Frame,
     Layout,
+    Part,
     WatchError,
     WatchWarning,
     close_watch,
@@ -30,6 +31,7 @@ from headscope._intercept import (
     match_modules,
     open_watch,
     select_modules,
+    shared_part,
     summarize_names,
     transformers_refusal,
 )
@@ -52,12 +54,14 @@ def ablate(model: nn.Module, heads: Mapping[str, Heads], scale: float = 0.0) -> 
     Args:
         model: any module, not compiled.
         heads: module path or pattern, with all that is inside ("h.3", "decoder.*.self_attn") -> a head, heads, or
-            "all"; numbered from 0.
+            "all"; numbered from 0. Under tensor parallelism the numbers are those of the whole model: name the same
+            heads in every process.
         scale: 0 removes a head, 1 leaves it as it is; any finite number.
 
     Raises:
         TypeError, ValueError: an argument that does not fit; a pattern that fits no module.
-        WatchError: the model runs compiled; later, a layer without such a head, or one that cannot be reached.
+        WatchError: the model runs compiled; later, a layer without such a head, one that cannot be reached, or one
+            that shares its heads with other processes in a way that is not known.
     """
     check_type("model", model, nn.Module, "a torch.nn.Module")
     check_type("heads", heads, Mapping, "a mapping of module paths to heads")
@@ -172,8 +176,14 @@ class _Acting:
         """Whether a layer is to be reached."""
         raise NotImplementedError
 
-    def factors(self, name: str, heads: int) -> Tensor | None:
-        """What a layer's heads are multiplied by."""
+    def factors(self, name: str, heads: int, part: Part | None) -> Tensor | None:
+        """What a layer's heads are multiplied by.
+
+        Args:
+            name: the layer.
+            heads: how many it has in this process.
+            part: which of the whole model's they are; None = all.
+        """
         raise NotImplementedError
 
 
@@ -211,7 +221,24 @@ class _Pass:
                 f"heads: layer {name} attends with {heads} heads and, in another call, with {before}; which are meant "
                 "cannot be said"
             )
-        return self.acting.factors(name, heads)
+        return self.acting.factors(name, heads, shared_part(self.acting.modules, name, heads))
+
+
+def _span(name: str, heads: int, part: Part | None) -> tuple[int, int]:
+    """The number of a layer's first head in the whole model, and how many heads the layer has there.
+
+    Raises:
+        WatchError: it is not known which heads these are.
+    """
+    if part is None:
+        return 0, heads
+    if part.heads is None:
+        raise WatchError(
+            f"heads: layer {name} holds {part}, so its heads cannot be numbered; shard it as DTensors, with "
+            f'torch.distributed.tensor.parallel, ablate "all", or run the whole model in one process. If {heads} heads '
+            "are all that the layer has, let num_attention_heads of its configuration be that"
+        )
+    return part.heads[0], part.of
 
 
 class Ablation(_Acting):
@@ -252,18 +279,26 @@ class Ablation(_Acting):
         """Whether a layer has heads to be scaled."""
         return name in self._chosen
 
-    def factors(self, name: str, heads: int) -> Tensor | None:
+    def factors(self, name: str, heads: int, part: Part | None) -> Tensor | None:
         """``scale`` for those that were named, 1 for the others."""
         if name not in self._factors:
-            numbers = self._chosen[name]
-            beyond = [number for number in sorted(numbers or ()) if number >= heads]
-            if beyond:
-                raise WatchError(f"ablate: layer {name} has no head {beyond[0]}, wanted numbers from 0 to {heads - 1}")
+            here = self._named(name, heads, part)
             with torch.inference_mode(False):  # it outlives this pass: a later one may want gradients
                 factors = torch.ones(heads, dtype=torch.float64, device="cpu")
-                factors[list(range(heads)) if numbers is None else sorted(numbers)] = self._scale
+                factors[here] = self._scale
             self._factors[name] = factors
         return self._factors[name]
+
+    def _named(self, name: str, heads: int, part: Part | None) -> list[int]:
+        """Which of the heads in this process were named, counted from the first one here."""
+        numbers = self._chosen[name]
+        if numbers is None:
+            return list(range(heads))
+        first, total = _span(name, heads, part)
+        beyond = [number for number in sorted(numbers) if number >= total]
+        if beyond:
+            raise WatchError(f"ablate: layer {name} has no head {beyond[0]}, wanted numbers from 0 to {total - 1}")
+        return [head for head in range(heads) if first + head in numbers]
 
 
 # ---------------------------------------------------------------- importance
@@ -277,7 +312,8 @@ def head_importance(
 
     "gradient": |d loss / d scale| at scale 1, where scale multiplies the head's output; one backward pass for each
     loss. "ablation": the loss with the head at scale 0, less the loss as it is: above 0, the head helps; one forward
-    pass for each head.
+    pass for each head. Under tensor parallelism "ablation" gives every process the numbers of all heads, if each
+    calls it; "gradient" is an error there.
 
     Args:
         model: any module that ``watch`` can see into, not compiled. No parameter and no ``.grad`` of it is changed; it
@@ -289,7 +325,8 @@ def head_importance(
 
     Raises:
         TypeError, ValueError: an argument that does not fit, or a loss without a gradient.
-        WatchError: a layer that cannot be reached, or no attention call at all.
+        WatchError: a layer that cannot be reached, or no attention call at all; other processes hold heads of a
+            layer, and it is not known which, or gradients are to reach them.
 
     Source: Michel et al. 2019, "Are Sixteen Heads Really Better than One?", equation 2 and section 3.
     """
@@ -323,15 +360,21 @@ class _Gauge(_Acting):
         """Whether a layer was chosen."""
         return name in self.chosen
 
-    def factors(self, name: str, heads: int) -> Tensor | None:
-        """The layer's factors."""
+    def factors(self, name: str, heads: int, part: Part | None) -> Tensor | None:
+        """The layer's factors: those of its heads in this process."""
+        first, total = _span(name, heads, part)
+        if self.learn and total > heads:
+            raise WatchError(
+                f"head_importance: layer {name} holds {part}, the others are in other processes, which no gradient of "
+                'this one reaches; use method="ablation", or run the whole model in one process'
+            )
         if not torch.is_grad_enabled():
             self.without_gradients.add(name)
         if name not in self.scales:
             with torch.inference_mode(False):
-                factors = torch.ones(heads, dtype=torch.float64, device="cpu", requires_grad=self.learn)
+                factors = torch.ones(total, dtype=torch.float64, device="cpu", requires_grad=self.learn)
             self.scales[name] = factors
-        return self.scales[name]
+        return self.scales[name][first : first + heads]
 
 
 @torch.inference_mode(False)  # which enable_grad does not end

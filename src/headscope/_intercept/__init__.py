@@ -27,6 +27,7 @@ from headscope._intercept.module_names import (
     select_modules,
     summarize_names,
 )
+from headscope._intercept.origin import Part, layer_origin, origin_of, shared_part
 from headscope._intercept.patching import close_watch, open_watch
 from headscope._intercept.transformers import register_attention, transformers_refusal
 
@@ -39,6 +40,7 @@ __all__ = [
     "Ids",
     "Kind",
     "Layout",
+    "Part",
     "WatchError",
     "WatchWarning",
     "close_watch",
@@ -49,14 +51,17 @@ __all__ = [
     "find_compiled",
     "find_unobserved",
     "kind_of_call",
+    "layer_origin",
     "list_modules",
     "match_modules",
     "measure",
     "open_watch",
+    "origin_of",
     "placed",
     "register_attention",
     "running_frames",
     "select_modules",
+    "shared_part",
     "standing",
     "summarize_names",
     "transformers_refusal",

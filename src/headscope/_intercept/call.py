@@ -263,7 +263,7 @@ def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> Cal
     arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     if any(arguments[name].is_nested for name in names[:3]):
         raise WatchError("its tensors are nested; pass padded ones with a mask, or leave it out with layers=")
-    q, k, v = (one_head(arguments[name]) for name in names[:3])
+    q, k, v = _grouped(*(one_head(arguments[name]) for name in names[:3]))
     attn_mask = arguments.get("attn_mask")
     rule = causal_rule(attn_mask, q.shape[-2], k.shape[-2])
     if attn_mask is None or rule is not None:
@@ -296,6 +296,16 @@ def attend(call: Call, dropout: float) -> Tensor:
 def one_head(tensor: Tensor) -> Tensor:
     """SDPA takes [length, width] as well: one head."""
     return tensor[None] if tensor.ndim == 2 else tensor
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """SDPA broadcasts q's head over more of k or v, and repeats those of k and v each by its own number."""
+    heads = max(x.shape[-3] for x in (q, k, v))
+    if q.shape[-3] == 1:
+        q = q.expand(*q.shape[:-3], heads, *q.shape[-2:])
+    if k.shape[-3] != v.shape[-3] and not {0, 1} & {k.shape[-3], v.shape[-3]}:  # one head is broadcast anyway
+        k, v = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (k, v))
+    return q, k, v
 
 
 def _four_axes(mask: Tensor, lead: tuple[int, ...]) -> Tensor:

@@ -103,6 +103,8 @@ def _sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if frame.accelerate:
         with frame.quietly():
             out = calls.attend(calls.sdpa(args, kwargs, frame.converted), _dropout(args, kwargs))
+        qkv = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
+        out = out[0] if all(x.ndim == 2 for x in qkv) else out  # as SDPA, which then has no axis of heads
     else:
         out = F.scaled_dot_product_attention(*args, **kwargs)
     frame.see(lambda: calls.sdpa(args, kwargs, frame.converted))

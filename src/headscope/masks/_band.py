@@ -29,7 +29,7 @@ class Band(Mask):
         right: how many positions ahead, ``None`` = all; so are ``sys.maxsize`` and more.
         offset: the position of query 0: one number, or one for each batch entry (a sequence or a tensor [B]). By
             default K - Q: the queries are the last Q positions (bottom-right). torch's ``is_causal`` is top-left:
-            ``offset=0``.
+            ``offset=0``. Numbers are limited to ±2^48; a tensor, whose contents are not read, may hold any of 64 bits.
     """
 
     left: int | None = None

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from headscope import __version__
-from headscope._intercept import Choice, Kind
+from headscope._intercept import Choice, Kind, origin_of
 from headscope.stats._origin import Origin, Part
 from headscope.watching._options import Options
-from headscope.watching._origin import origin_of
 
 
 @dataclass(frozen=True)

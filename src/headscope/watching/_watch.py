@@ -30,6 +30,7 @@ from headscope._intercept import (
     find_compiled,
     find_unobserved,
     kind_of_call,
+    layer_origin,
     list_modules,
     match_modules,
     measure,
@@ -48,7 +49,6 @@ from headscope.stats._layer import LayerStats
 from headscope.watching._about import about_of
 from headscope.watching._monitor import Limits, Monitor, writer
 from headscope.watching._options import Options, check
-from headscope.watching._origin import layer_origin
 from headscope.watching._recording import Recording
 from headscope.watching._token_ids import Streams, check_texts, ids_of_keys
 

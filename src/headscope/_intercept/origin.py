@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from headscope._intercept import Call
+from headscope._intercept.call import Call
 from headscope.stats._origin import PROCESS, LayerOrigin, Origin, Part
 
 # Names of sizes and counts. They are the same under every dtype, attention function and version of transformers, and in
@@ -48,12 +48,29 @@ def layer_origin(modules: Mapping[str, nn.Module], name: str, call: Call) -> Lay
         name: the module that attends.
         call: its first call.
     """
-    heads = call.q.shape[-3]
+    width = 0 if call.v is None else call.v.shape[-1]
+    return LayerOrigin((call.q.shape[-1], width), layer_part(modules, name, call.q.shape[-3]))
+
+
+def layer_part(modules: Mapping[str, nn.Module], name: str, heads: int) -> Part | None:
+    """The part of a layer's heads that its module holds; None = all, as far as is known.
+
+    Args:
+        modules: those of the model, by path; the model itself under the name of its class.
+        name: the module that attends.
+        heads: how many heads its call has.
+    """
     around = [modules[path] for path in _outwards(name) if path in modules] or [modules[name]]
     root = next(iter(modules.values()))
     around += [] if around[-1] is root else [root]
-    width = 0 if call.v is None else call.v.shape[-1]
-    return LayerOrigin((call.q.shape[-1], width), _part(around, heads))
+    return _part(around, heads)
+
+
+def shared_part(modules: Mapping[str, nn.Module], name: str, heads: int) -> Part | None:
+    """``layer_part`` where other processes may hold the other heads; None = there are no others to act on."""
+    part = layer_part(modules, name, heads)
+    alone = part is not None and part.heads is None and _process()[1] == 1
+    return None if alone else part
 
 
 def _outwards(name: str) -> Iterator[str]:
@@ -107,27 +124,17 @@ def _part(around: list[nn.Module], heads: int) -> Part | None:
     """
     configs = (getattr(each, "config", None) for each in around)
     config = next((each for each in configs if each is not None), None)
-    total = _fewer(config, heads)
-    if total is None and _has_head_count(config):
+    count = next((n for name in _HEAD_COUNTS if type(n := getattr(config, name, None)) is int), None)
+    if count is not None and not 1 <= heads < count:
         return None
+    may_be_all = count is None or count % heads != 0 or heads in _declared(config)
     shard = _shard(around)
     if shard is not None:
         place, size, both_ways = shard
-        if total == heads * size or (total is None and both_ways):
+        if (count is None and both_ways) or (count == heads * size and not may_be_all):
             return Part(heads * size, (place * heads, (place + 1) * heads))
-    return None if total is None else Part(total, None, _holder(around[-1]))
-
-
-def _has_head_count(config: object) -> bool:
-    return any(type(getattr(config, name, None)) is int for name in _HEAD_COUNTS)
-
-
-def _fewer(config: object, heads: int) -> int | None:
-    """The number of heads in a configuration, if it is a multiple of ``heads``, and no layer is meant to have these."""
-    total = next((n for name in _HEAD_COUNTS if type(n := getattr(config, name, None)) is int), None)
-    if total is None or heads >= total or heads < 1 or total % heads:
-        return None
-    return None if heads in _declared(config) else total
+        may_be_all = may_be_all and not both_ways
+    return None if count is None or may_be_all else Part(count, None, _holder(around[-1]))
 
 
 def _declared(config: object) -> set[int]:
@@ -169,7 +176,15 @@ def _shard(around: list[nn.Module]) -> tuple[int, int, bool] | None:
 
 def _holder(model: nn.Module) -> str:
     """What holds an unknown part: this process of its group, or this one module object."""
+    rank, world = _process()
+    if rank is not None:
+        return f"{PROCESS} {rank} of {world}"
+    return f"module {_holders.setdefault(model, uuid.uuid4().hex[:12])}"
+
+
+def _process() -> tuple[int | None, int]:
+    """This process's rank in its group, None without one, and how many processes there are."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return f"{PROCESS} {distributed.get_rank()} of {distributed.get_world_size()}"
-    return f"module {_holders.setdefault(model, uuid.uuid4().hex[:12])}"
+        return distributed.get_rank(), distributed.get_world_size()
+    return None, 1
