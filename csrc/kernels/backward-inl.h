@@ -206,7 +206,7 @@ struct Gradient : Logits<T, QV, Op> {
                     store(p + n * ROWS + v * L,
                           (top_apart ? load(p + n * ROWS + v * L) - top[v] : load(p + n * ROWS + v * L)) - lse[v]);
         const Lines values = this->natural(f.v, j, keys, width, this->wide_v);
-        QkTile<T, QV, Op>::dots(dout, values, keys, width / Op::PER_WORD, T(1), dots, this->in_pieces(),
+        QkTile<T, QV, Op>::dots(dout, values, keys, width / Op::PER_WORD, T(1), dots, this->in_pieces(width),
                                 drops ? Also::nothing : Also::less, delta);
         if (drops) this->keep(j, keys, dropout_factors);
         if (drops || uncapped)
@@ -269,7 +269,7 @@ struct Gradient : Logits<T, QV, Op> {
         load_row_sums();
         I<T> coarse{};
         UNROLL_FOR(v, QV) coarse |= (lse[v] > COARSE) | (lse[v] < -COARSE);
-        top_apart = any<T>(coarse) || count <= MOST_FEW<T> || this->in_pieces();
+        top_apart = any<T>(coarse) || count <= MOST_FEW<T> || this->in_pieces(f.head_dim);
         if (top_apart) sum_again();
     }
     // The forward pass adds up the products of few rows in another order than this one does, so that the rounding of
