@@ -1,4 +1,6 @@
-"""Print by how much results of few queries or few keys err, as multiples of what plain torch's err in float32.
+"""Print by how much results of short calls err, as multiples of what plain torch's err in float32.
+
+Short calls have few queries, few keys, or narrow heads with large logits.
 
 The errors against float64 are pooled: their root mean square over heads, sizes and draws. A test of its own process
 starts this for each target.
@@ -27,11 +29,13 @@ class Case:
     queries: int
     keys: tuple[int, ...]
     depths: tuple[int, ...]
+    deviation: float = 1  # of q and k
 
 
 CASES = (
     *(Case(f"queries={queries}", queries, (256, 1024), (64, 128)) for queries in (1, 2, 3)),
     *(Case(f"keys={keys}", 64, (keys,), (128, 256)) for keys in (3, 8, 11)),
+    *(Case(f"depth={depth}", 64, (64,), (depth,), 4) for depth in (8, 32)),
 )
 
 
@@ -63,6 +67,8 @@ def error_ratios(case: Case, seed: int) -> list[float]:
     for (heads, kv_heads), keys, depth, _ in product(HEADS, case.keys, case.depths, range(3)):
         shapes = ((heads, case.queries), (kv_heads, keys), (kv_heads, keys), (heads, case.queries))
         *inputs, grad = (torch.randn(1, *shape, depth, generator=random) for shape in shapes)
+        for x in inputs[:2]:
+            x *= case.deviation
         exact = compute_results(plain_attention, inputs, grad, torch.float64)
         for squares, attend in ((native_squares, native_attention), (plain_squares, plain_attention)):
             results = compute_results(attend, inputs, grad, torch.float32)
