@@ -206,7 +206,7 @@ struct Gradient : Logits<T, QV, Op> {
                     store(p + n * ROWS + v * L,
                           (top_apart ? load(p + n * ROWS + v * L) - top[v] : load(p + n * ROWS + v * L)) - lse[v]);
         const Lines values = this->natural(f.v, j, keys, width, this->wide_v);
-        QkTile<T, QV, Op>::dots(dout, values, keys, width / Op::PER_WORD, T(1), dots, this->in_pieces(),
+        QkTile<T, QV, Op>::dots(dout, values, keys, width / Op::PER_WORD, T(1), dots, this->in_pieces(width),
                                 drops ? Also::nothing : Also::less, delta);
         if (drops) this->keep(j, keys, dropout_factors);
         if (drops || uncapped)
@@ -267,9 +267,10 @@ struct Gradient : Logits<T, QV, Op> {
         this->load_words(g.grad_out, int(f.v_head_dim), T(1), dout);
         this->reach(begin, end);
         load_row_sums();
-        I<T> coarse{};
-        UNROLL_FOR(v, QV) coarse |= (lse[v] > COARSE) | (lse[v] < -COARSE);
-        top_apart = any<T>(coarse) || count <= MOST_FEW<T> || this->in_pieces();
+        const T border = coarse();
+        I<T> beyond{};
+        UNROLL_FOR(v, QV) beyond |= (lse[v] > border) | (lse[v] < -border);
+        top_apart = any<T>(beyond) || count <= MOST_FEW<T> || this->in_pieces(f.head_dim);
         if (top_apart) sum_again();
     }
     // The forward pass adds up the products of few rows in another order than this one does, so that the rounding of
@@ -278,8 +279,13 @@ struct Gradient : Logits<T, QV, Op> {
     // 10 * 2**-24, would be the largest error.
     //
     // A number as large as this has lost of a sum of weights what comes after the 17th bit, or the twelfth, where the
-    // weights are rounded to bf16; and the largest has lost all.
-    static constexpr T COARSE = sizeof(T) == 8 ? T(std::int64_t(1) << 36) : T(PAIRS ? 1 << 12 : 1 << 7);
+    // weights are rounded to bf16; and the largest has lost all. Where products over D are short, they err so little
+    // that the 20 bits of 16 show in dV.
+    T coarse() const {
+        if (sizeof(T) == 8) return T(std::int64_t(1) << 36);
+        if (PAIRS) return T(1 << 12);
+        return T(f.q.dtype == Dtype::f32 && f.head_dim < 64 ? 1 << 4 : 1 << 7);
+    }
     // The largest logit of each row and, in lse, the logarithm of the sum: from the logits.
     APART void sum_again() {
         V<T> sum[QV];

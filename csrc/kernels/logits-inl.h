@@ -23,14 +23,17 @@ struct Logits : MaskedRowBlock<T, QV, Op> {
             constexpr int v = decltype(from_vector)::value;
             QkTile<T, decltype(vectors)::value, Op, ROWS>::dots(
                 q + v * L, {k.data + from * k.stride, k.stride}, count, depth / Op::PER_WORD, query_factor(),
-                p + from * ROWS + v * L, in_pieces(), also, of ? of + v : of);
+                p + from * ROWS + v * L, in_pieces(depth), also, of ? of + v : of);
         });
         adjust(j, keys, whole, slope);
         return true;
     }
-    // Whether products over D or Dv are summed in pieces. Plain torch multiplies up to three queries as vectors, in
-    // sums of a few products each, and the gradients of dS and of the weights are to err at most twice as much.
-    bool in_pieces() const { return !PAIRS && f.queries <= 3; }
+    // Whether products over D or Dv, which is the width, are summed in pieces. Plain torch multiplies up to three
+    // queries, or up to eleven keys, in sums of a few products each, and float results are to err at most twice as
+    // much. With nine to eleven keys they do so in one chain, too, up to a width of 64.
+    bool in_pieces(std::int64_t width) const {
+        return !PAIRS && (f.queries <= 3 || f.keys <= 8 || (f.keys <= 11 && width > 64));
+    }
     // Whether the logits of the last block are nothing but products, times the factor.
     bool untouched() const { return all_seen && !(f.softcap > 0); }
     // From products of queries and keys to logits.

@@ -22,7 +22,7 @@ from headscope import HeadStats, Observe, attend, comparing, decisions, function
 from headscope._attend import prepare
 from headscope._observe.native import borders_of
 from headscope._observe.placement import _frames
-from headscope.masks import Band, KeyLengths, Mask, Prefix, _mask, causal, window
+from headscope.masks import Band, KeyLengths, Mask, Prefix, _base, causal, window
 from support import oracle
 from support.attention_cases import FUSED, INF, NATIVE, OPTIONS, SIZES, D, H, K, Q, gradients, pairs, run_by, tensors
 from support.tolerance import assert_as_accurate
@@ -52,10 +52,10 @@ def test_what_was_called_before_does_not_matter() -> None:
     fresh = []
     for said in calls:
         prepare.prepared_calls.clear()
-        _mask.plan_by_value.cache_clear()
+        _base.plan_by_value.cache_clear()
         fresh.append(headscope.attention(**given, **said))
     prepare.prepared_calls.clear()
-    _mask.plan_by_value.cache_clear()
+    _base.plan_by_value.cache_clear()
     with torch.inference_mode():
         kept = [headscope.attention(**given, **said) for said in calls]
     for said, wanted, got in zip(calls, fresh, kept, strict=True):
@@ -167,7 +167,7 @@ def forget() -> None:
     """As in a new process."""
     for kept in (prepare.prepared_calls, _frames):
         kept.clear()
-    for made in (borders_of, _mask.plan_by_value):
+    for made in (borders_of, _base.plan_by_value):
         made.cache_clear()
 
 

@@ -316,12 +316,13 @@ def test_a_step_of_decoding(group: int, lengths: tuple[int, int] | None, dtype: 
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_gradients_of_one_to_three_queries_err_at_most_twice_as_much_as_those_of_torch(target: str) -> None:
-    """Torch multiplies so few queries as vectors, in many short sums."""
-    program = (PROGRAMS / "few_query_gradients.py").read_text(encoding="utf-8")
+def test_results_of_short_calls_err_at_most_twice_as_much_as_those_of_torch(target: str) -> None:
+    """Torch multiplies few vectors, and short ones, in sums of few roundings."""
+    program = (PROGRAMS / "short_call_errors.py").read_text(encoding="utf-8")
     done = run(program, HEADSCOPE_CPU_TARGET=target)
     rows = [line.split() for line in done.stdout.splitlines()]
-    assert [row[0] for row in rows] == ["1", "2", "3"], done.stderr
+    sizes = {"queries": (1, 2, 3), "keys": (3, 8, 11), "depth": (8, 32)}
+    assert [row[0] for row in rows] == [f"{name}={n}" for name, values in sizes.items() for n in values], done.stderr
     assert all(float(ratio) < 2 for row in rows for ratio in row[2::2]), done.stdout
 
 

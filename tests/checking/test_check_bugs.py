@@ -113,3 +113,26 @@ def test_heads_that_share_weights_or_are_dropped(defect: str, name: str | None, 
     if name is not None:
         at = {"narrow": "24 to 31", "overwritten": "0 to 7", "third as second": "16 to 23"}.get(defect, "8 to 31")
         assert f"{'columns' if columns else 'rows'} {at} of q [32, 32]" in str(findings).replace("\n  ", "")
+
+
+class SharedHead(nn.Module):
+    """Attention of three heads that all use the keys, or the values, of head 0."""
+
+    def __init__(self, shared: str) -> None:
+        super().__init__()
+        self.shared = shared
+        self.q, self.k, self.v, self.out = (nn.Linear(24, 24) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (3, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        k, v = (y[:, :1].expand_as(y) if name == self.shared else y for name, y in (("key", k), ("value", v)))
+        return self.out(((q @ k.mT * 8**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("shared", ["key", "value"])
+def test_projections_of_heads_that_share_another_head_are_unused(shared: str) -> None:
+    torch.manual_seed(3)
+    findings = check(SharedHead(shared))
+    assert findings.names == ("heads-dropped",), str(findings)
+    evidence = f"changing rows 8 to 23 of {shared[0]}.weight [24, 24] changes nothing"
+    assert findings["heads-dropped"].seen == f"{evidence}; 3 query heads share 1 {shared} head"

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 from headscope import attention
 from headscope._attend import prepare
-from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, _mask, causal, window
+from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, _base, causal, window
 from support import oracle
 
 SIZES = [(2, 3, 5, 7), (2, 1, 7, 7), (3, 2, 11, 5), (1, 1, 1, 13), (2, 2, 13, 1), (1, 1, 1, 1)]
@@ -381,9 +381,9 @@ def test_plans_are_kept() -> None:
 
 def test_few_plans_are_kept_with_a_mask() -> None:
     lengths = KeyLengths(torch.tensor([3]))
-    for keys in range(1, 3 * _mask.PLANS):
+    for keys in range(1, 3 * _base.PLANS):
         lengths.plan(1, 1, 1, keys)
-    assert len(lengths.__dict__["_plans"]) <= _mask.PLANS
+    assert len(lengths.__dict__["_plans"]) <= _base.PLANS
 
 
 def test_a_change_in_place_is_noticed() -> None:
@@ -439,8 +439,8 @@ def test_a_plan_without_values_is_square_causal_for_no_other_offset() -> None:
 def test_a_call_plans_its_mask_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no plan can be kept."""
     planned: list[Mask] = []
-    plan_of = _mask.make_plan
-    monkeypatch.setattr(_mask, "make_plan", lambda mask, sizes: planned.append(mask) or plan_of(mask, sizes))
+    plan_of = _base.make_plan
+    monkeypatch.setattr(_base, "make_plan", lambda mask, sizes: planned.append(mask) or plan_of(mask, sizes))
     with torch.inference_mode():
         mask = Documents(torch.tensor([[0, 0, 1]]))
         q = torch.randn(1, 2, 3, 4)
@@ -470,7 +470,7 @@ def test_a_mask_of_ones_own() -> None:
 
 
 def test_plans_do_not_depend_on_the_default_device() -> None:
-    _mask.plan_by_value.cache_clear()
+    _base.plan_by_value.cache_clear()
     with torch.device("meta"):
         for held in (KeyLengths(torch.tensor([3], device="cpu")), Documents(torch.tensor([[3]], device="cpu"))):
             assert {x.device.type for x in held.tensors()} == {"cpu"}
@@ -478,7 +478,7 @@ def test_plans_do_not_depend_on_the_default_device() -> None:
         square = causal().plan(1, 1, 11, 11)
     assert plan.spans.device.type == "cpu"
     assert square.is_causal
-    _mask.plan_by_value.cache_clear()
+    _base.plan_by_value.cache_clear()
 
 
 @pytest.mark.parametrize("offset", [2**49, 2**62, 2**63 - 9, 2**63 - 1, -(2**49), -(2**63)])

@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from headscope import MultiHeadAttention
 from headscope._linear import merge_heads, split_heads
-from headscope._linear.projections import QKV
+from headscope._linear.names_and_heads import QKV
 from headscope.masks import Band, KeyLengths, Prefix, causal, window
 from support import oracle
 

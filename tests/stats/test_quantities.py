@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headscope import HeadStats, Observe, attend, functional, masks, observe
+from headscope import HeadStats, Observe, attend, masks, observe
+from headscope._attend import prepare
 from headscope._observe import aggregate, native
 from headscope.report.words import STATISTICS, word
 from headscope.stats import ROW_QUANTITIES, Quantity, histogram_edges, quantity_names, quantity_of
@@ -133,7 +134,7 @@ def refuse(*_: object) -> list[str]:
 def observer(form: str) -> Generator[None]:
     """Only the portable form, or only the native kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(functional, "_kept", functional.PreparedCalls())  # what was made ready before
+        patch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())  # what was made ready before
         if form == "portable":
             patch.setattr(native, "refuses", refuse)
         else:

@@ -70,7 +70,7 @@ def implement(forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[
     _library.impl("attend_backward", _refuse_batches, "Batched")  # torch's key for autograd's own batches, not vmap's
 
 
-BACKENDS = ("cpu", "blocked")
+OPERATOR_BACKENDS = ("cpu", "blocked")
 """Those that are called as operators: a compiler cannot see into the first, and would cut the second by one length."""
 
 

@@ -33,7 +33,7 @@ def _run_prepared(prepared: Prepared, inputs: Inputs) -> Result:
     call = prepared.call
     if call.form == "subclass":
         inputs = inputs._replace(q=_to_class(inputs, prepared.mask))
-    if call.form == "traced" and prepared.backend.name in operators.BACKENDS:
+    if call.form == "traced" and prepared.backend.name in operators.OPERATOR_BACKENDS:
         out, lse = operators.attend(call, prepared.mask, inputs, prepared.backend.name)
     else:
         out, lse = execute(prepared.backend, call, prepared.plan, inputs)

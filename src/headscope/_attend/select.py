@@ -8,8 +8,8 @@ from headscope._attend.backends import blocked, native, reference, sdpa
 from headscope._attend.call import Call
 from headscope._attend.interface import Backend
 
-_ALL: tuple[Backend, ...] = (native, sdpa, blocked, reference)
-BACKENDS = {backend.name: backend for backend in _ALL}
+REGISTERED: tuple[Backend, ...] = (native, sdpa, blocked, reference)
+BACKENDS = {backend.name: backend for backend in REGISTERED}
 
 # Fastest first of what is right, by device type or as ``order`` says; other devices take the order of "default".
 ORDER: dict[str, tuple[str, ...]] = {

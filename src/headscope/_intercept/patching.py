@@ -1,4 +1,4 @@
-"""What is replaced in torch while a watch is open: the one place that reaches into it.
+"""What is replaced in torch while a watch is open. ``fused`` and ``transformers`` add functions of their own.
 
 While a watch is open, ``nn.Module.__call__`` is replaced by one that knows the modules of watched models and keeps,
 for each thread, a stack of those that run (``Frame``). While one of them runs, a function mode sees what it calls; an

@@ -190,7 +190,7 @@ def described(attend: Function, name: str, frame: Frame, arguments: Mapping[str,
     at ``module.sinks``, does not use it; nor does one without code to look into, and its output then tells.
 
     Args:
-        given: what it is called with, by name, and what partials bind.
+        arguments: what it is called with, by name, and what partials bind.
 
     Raises:
         WatchError: its masks cannot be read.

@@ -10,7 +10,7 @@ from headscope._linear.layer import (
     unknown_projections,
     weight_and_bias,
 )
-from headscope._linear.projections import PROJECTIONS, QKV, check_own_parameters, merge_heads, split_heads
+from headscope._linear.names_and_heads import PROJECTIONS, QKV, check_own_parameters, merge_heads, split_heads
 
 __all__ = [
     "PROJECTIONS",

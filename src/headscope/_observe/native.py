@@ -265,7 +265,7 @@ def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, T
 
 def _by_batch(x: Tensor) -> tuple[Address, int]:
     """The address of [B or 1, n], and how far batch entries lie apart."""
-    assert (x.dtype, x.stride(-1)) == (torch.int64, 1)  # so _observe_scene makes them
+    assert (x.dtype, x.stride(-1)) == (torch.int64, 1)  # so build_scene makes them
     return x.data_ptr(), 0 if x.shape[0] == 1 else x.stride(0)
 
 

@@ -2,10 +2,10 @@
 
 Three steps, of which the second has two forms:
 
-1. **The plan.** ``_observe_scene.work`` says in numbers what is to be reduced (``Work``); ``_observe_scene.build``
-   checks what was asked and says in tensors what it is reduced from (``Scene``).
+1. **The plan.** ``inputs.to_work`` states in numbers what is to be reduced (``Work``); ``scene.build_scene``
+   checks the request and states in tensors what it is reduced from (``Scene``).
 2. **The pass over the weights**, ``observe_rows(work, scene) -> Observed``. This file is its portable form: blocked
-   torch, any device, every option, memory linear in the length, blocks cut by shapes alone. ``_observe_native`` is the
+   torch, any device, every option, memory linear in the length, blocks cut by shapes alone. ``native.py`` is the
    fast one, by the kernels of csrc, which may attend beside; it refuses what they cannot do. Both are given the numbers
    of ``Work`` and ``Call`` and the tensors of ``Scene``, and fill the same ``Observed``:
 
@@ -15,8 +15,8 @@ Three steps, of which the second has two forms:
      ``chance``), whether it counts, whether it is broken;
    - per key: received and eligible;
    - the map: sum, count, max and the place of the max of each bin;
-   - edges: the largest p of each row are enough to find the rows they are in, see ``_observe_edges``.
-3. **The aggregation**, ``_observe_sums``: means, histograms, sums over the batch, in float64.
+   - edges: the largest p of each row are enough to find the rows they are in, see ``edges.py``.
+3. **The aggregation**, ``aggregate.py``: means, histograms, sums over the batch, in float64.
 
 A row is normalised by its own sum, as softmax is, so that it errs no more than softmax does: exp(s - lse) would carry
 lse's own rounding, which for logits of 50 is 2e-6, into every weight. A given lse that agrees with the row's own to
@@ -37,8 +37,8 @@ from headscope._attend.interface import accumulate_dtype
 from headscope._observe.edges import Candidates, largest, largest_edges
 from headscope._observe.inputs import Scene, Work
 from headscope._observe.map_bins import MapSums, add_to_map
+from headscope._observe.place_quantities import gather_mass, place_values
 from headscope._observe.result import Observed
-from headscope._observe.row_quantities import gather_mass, place_values
 from headscope._observe.tile import Block, Tile, blocks, cut, rows_of, weights
 from headscope.stats import quantity_names
 from headscope.stats._layer import Edges, HeadMap, wide

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -63,6 +63,7 @@ class Case:
         not_tested: what could not be tested -> why.
         understood: how the subject was called and what it does, in words.
         size: of the input, so that the weights are neither even nor one-hot.
+        added: the number that was added to each weight after the softmax.
         causal: whether no query sees a later key; None if that is not known.
         allowed: what may be seen without a mask, [1, Q, K], if it is causal or was meant to be.
         masks: the mask arguments that work.
@@ -77,6 +78,7 @@ class Case:
     base: Run | None = None
     other: Run | None = None
     slope: Slope | None = None
+    added: float = 0.0
     causal: bool | None = None
     allowed: Tensor | None = None
     masks: list[WorkingMask] = field(default_factory=list[WorkingMask])
@@ -97,6 +99,10 @@ class Case:
     def other_heads(self) -> Heads | None:
         """The heads for another input."""
         return None if self.other is None else self.other.heads
+
+    def without_added(self, heads: Heads) -> Heads:
+        """Return the heads with the weights before a number was added to each."""
+        return replace(heads, p=weights.remove_added_number(heads.p, self.added))
 
     @property
     def random(self) -> bool:

@@ -58,8 +58,8 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     ),
     "heads-dropped": CatalogueEntry(
         "wrong",
-        "A head that does not reach the output cannot learn; its share of the model's width is lost.",
-        "Join all heads before the output projection.",
+        "Queries, keys or values of a head that do not reach the output cannot learn; their width is lost.",
+        "Give each head its own keys and values, or project only those that heads share; join all heads.",
         "out = out.transpose(1, 2).reshape(B, T, H * D)",
     ),
     "kv-heads-tiled": CatalogueEntry(
@@ -171,6 +171,13 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "A dropped logit of 0 is no hidden key: it gets a weight of its own, and all others change with it.",
         "Drop weights, not logits.",
         "p = F.dropout(scores.softmax(dim=-1), self.dropout, self.training)",
+    ),
+    "logits-changed": CatalogueEntry(
+        "wrong",
+        "A larger q·k should give a larger weight. Here opposite products weigh alike, large ones are all the same, "
+        "or a query's logits are rescaled by each other.",
+        "Change nothing between the product and the softmax but scale, mask, bias, and a cap that is odd, as tanh.",
+        "scores = q @ k.transpose(-2, -1) * D**-0.5",
     ),
     # ------------------------------------------------------------ scale
     "scale-missing": CatalogueEntry(

@@ -85,6 +85,24 @@ def explain_sums(heads: Heads, tolerance: float) -> Verdict | None:
     return Verdict("rows-do-not-sum-to-one", evidence)
 
 
+def find_added_number(one: Heads, two: Heads) -> float:
+    """Return the number that was added to each weight after a softmax of a linear function of q·k; 0.0 if none was."""
+    keys = one.p.shape[-1]
+    missing = ((one.p.sum(-1) + one.unattributed - 1) / keys).flatten()
+    number = float(missing.mean())
+    if not 0 < number < math.inf or float((missing - number).abs().max()) > 1e-6 * number:
+        return 0.0
+    plain = [replace(heads, p=remove_added_number(heads.p, number)) for heads in (one, two)]
+    positive = all(bool((heads.p >= 0).all()) for heads in plain)
+    return number if positive and isinstance(fit_slope(plain[0], plain[1], None), Slope) else 0.0
+
+
+def remove_added_number(p: Tensor, number: float) -> Tensor:
+    """Return the weights without a number that was added to each; 0 where only rounding is left."""
+    rest = p - number
+    return torch.where(rest.abs() > 1e-9 * number, rest, 0.0) if number else p
+
+
 def explain_missing_exp(one: Heads, two: Heads) -> Verdict | None:
     """Return the mistake that explains weights of two inputs that are not exp of a linear function of q·k, if any."""
     plain = one.raw * one.factor
@@ -149,18 +167,22 @@ class Slope:
     biased: bool
 
 
+NOT_LINEAR = "logits are no linear function of q·k"  # why a fit fails
+
+
 def fit_slope(one: Heads, two: Heads, allowed: Tensor | None) -> Slope | str:
     """Fit differences between two inputs, so that what is added to the logits cancels; or return why that fails.
 
     Args:
         allowed: pairs that are counted, broadcasting to [B, H, Q, K]; None = those that are visible.
     """
-    at = visible_pairs(one.p) & visible_pairs(two.p)
+    both = visible_pairs(one.p) & visible_pairs(two.p)
     if allowed is not None:
-        at = at & allowed
-    at = at & (at.sum(-1, keepdim=True) >= 2) & ~(_are_even(one.p, at) & _are_even(two.p, at))
+        both = both & allowed
+    rows = both.sum(-1, keepdim=True) >= 2
+    at = both & rows & ~(_are_even(one.p, both & rows) & _are_even(two.p, both & rows))
     if not bool(at.any((0, 2, 3)).all()):
-        return "no query sees two keys"
+        return _explain_empty_fit(one, two, both)
 
     def centred(x: Tensor) -> Tensor:
         mean = torch.where(at, x, 0.0).sum(-1, keepdim=True) / at.sum(-1, keepdim=True).clamp_min(1)
@@ -170,11 +192,20 @@ def fit_slope(one: Heads, two: Heads, allowed: Tensor | None) -> Slope | str:
     factors = (log * raw).sum((0, 2, 3)) / (raw * raw).sum((0, 2, 3)).clamp_min(1e-300)  # [H]
     off = (log - factors[:, None, None] * raw).abs().max()
     if float(off) > 1e-3 * max(1e-3, float(log.abs().max())):
-        return "logits are no linear function of q·k: they are capped, or not made by a plain product"
+        return NOT_LINEAR
     alone = centred(log_weights(one.p)) - factors[:, None, None] * centred(one.raw)
     biased = float(alone.abs().max()) > 1e-3 * max(1e-3, float(log.abs().max()))
     factor = one.factor.amax((0, 2, 3))
     return Slope(factors, factors * factor, biased)
+
+
+def _explain_empty_fit(one: Heads, two: Heads, both: Tensor) -> str:
+    """Return why a head has no query with two keys to fit; ``both`` are the pairs that two inputs show."""
+    if bool((both.sum(-1) >= 2).any((0, 2)).all()):
+        return "the weights of each query of some head are all alike"
+    if differ_in_pattern(visible_pairs(one.p), visible_pairs(two.p)):
+        return "no query of some head sees the same two keys for two inputs: visible keys depend on the input"
+    return "no query of some head sees two keys"
 
 
 def _are_even(p: Tensor, at: Tensor) -> Tensor:

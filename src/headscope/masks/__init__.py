@@ -10,15 +10,15 @@ from headscope.masks._band import UNBOUNDED as UNBOUNDED
 from headscope.masks._band import Band, causal, window
 from headscope.masks._band import ReversedBand as ReversedBand
 from headscope.masks._band import offset_limits as offset_limits
+from headscope.masks._base import And as And
+from headscope.masks._base import Mask, Plan
+from headscope.masks._base import Or as Or
 from headscope.masks._check import as_mask as as_mask
 from headscope.masks._check import check_mask as check_mask
 from headscope.masks._decode import decode as decode
 from headscope.masks._dense import Dense
 from headscope.masks._documents import Documents
 from headscope.masks._keys import KeyLengths, Prefix
-from headscope.masks._mask import And as And
-from headscope.masks._mask import Mask, Plan
-from headscope.masks._mask import Or as Or
 from headscope.masks._parameters import FAR as FAR
 from headscope.masks._parameters import describe_wrong_dtype as describe_wrong_dtype
 from headscope.masks._program import Code as Code

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from headscope._support.arguments import kind
-from headscope.masks._mask import Index, Mask, Sizes
+from headscope.masks._base import Index, Mask, Sizes
 from headscope.masks._parameters import FAR, check_ids, is_whole, to_int
 from headscope.masks._program import Code, RuleWriter
 from headscope.masks._spans import clip_span

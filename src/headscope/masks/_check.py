@@ -7,8 +7,8 @@ from torch import Tensor
 
 from headscope._support.arguments import check_layout, kind
 from headscope._support.tensor_classes import check_no_causal_bias
+from headscope.masks._base import Mask, Sizes
 from headscope.masks._dense import Dense
-from headscope.masks._mask import Mask, Sizes
 from headscope.masks._parameters import describe_wrong_dtype
 
 

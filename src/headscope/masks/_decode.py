@@ -8,10 +8,10 @@ from itertools import islice
 from torch import Tensor
 
 from headscope.masks._band import Band
+from headscope.masks._base import Mask
 from headscope.masks._dense import Dense
 from headscope.masks._documents import Documents
 from headscope.masks._keys import KeyLengths, Prefix
-from headscope.masks._mask import Mask
 from headscope.masks._program import Code
 
 

@@ -1,4 +1,7 @@
-"""The colours of maps: matplotlib's "magma", whose steps look even and stay apart for the colour-blind too."""
+"""The colours of maps in the terminal; those of the page are in ``viewer/src/field.ts``.
+
+They are matplotlib's "magma", whose steps look even and stay apart for the colour-blind too.
+"""
 
 from __future__ import annotations
 

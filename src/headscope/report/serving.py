@@ -210,7 +210,7 @@ class Server(ThreadingHTTPServer):
 
 @contextmanager
 def _refusing() -> Generator[None]:
-    """Refuse a request for weights whose mask or bias has been written to since they were observed."""
+    """Refuse a request for weights whose mask, bias or file has changed since they were observed."""
     try:
         yield
     except NoWeightsError as error:

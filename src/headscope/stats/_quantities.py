@@ -1,7 +1,7 @@
 """The row quantities, each defined once: name, formula, rows without it, histogram, and a reference in float64.
 
-To add one: define it here, compute it in ``_observe/portable.py`` (or ``row_quantities.py``) and in the native kernels,
-and give it a row in docs/statistics.md. While the native kernels lack it, the portable form observes it.
+To add one: define it here, compute it in ``_observe/portable.py`` (or ``place_quantities.py``) and in the native
+kernels, and give it a row in docs/statistics.md. While the native kernels lack it, the portable form observes it.
 tests/stats/test_quantities.py fails while one of these is missing, and names it.
 """
 

@@ -1,4 +1,4 @@
-"""The weights of one run from its q, k and lse, piece by piece; from a file it reads no more than a piece needs."""
+"""The weights of one run from its q, k and lse, piece by piece. ``_tensor_file.py`` reads them from a file."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The backends: reference, blocked, sdpa and native."""
+"""The backends, a module each: native (named "cpu"), sdpa, blocked and reference. ``_attend.select`` chooses one."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from headscope._provenance import Provenance
 from headscope.checking._case import Case
 from headscope.checking._copies import copy_target
+from headscope.checking._head_layout import Heads
 from headscope.checking._probes.behaviour import differ
 
 
@@ -98,7 +99,16 @@ def _judge_head_usage(run: BackwardPass, record: Provenance) -> None:
     if _shares_weights(record):
         run.case.report("heads-share-weights", f"the values of several heads meet the weights of one: {evidence}")
     else:
-        run.case.report("heads-dropped", f"not every head reaches the output: {evidence}")
+        shared = _describe_shared_heads(run.case.heads)
+        text = f"{evidence}; {shared}" if shared else f"not every head reaches the output: {evidence}"
+        run.case.report("heads-dropped", text)
+
+
+def _describe_shared_heads(heads: Heads | None) -> str:
+    """Describe which query heads use the same keys or values; "" if none do."""
+    counts = [] if heads is None else [("key", len(set(heads.keys))), ("value", len(set(heads.values)))]
+    shared = [f"{count} {word} head{'s' * (count > 1)}" for word, count in counts if heads and count < heads.count]
+    return f"{heads.count} query heads share {' and '.join(shared)}" if heads and shared else ""
 
 
 def _describe_unused_heads(

@@ -133,13 +133,14 @@ def _judge_form(case: Case, name: str, form: Form) -> Verdict | None:
     assert case.base is not None
     if run.out.shape != case.base.out.shape:
         return None
-    before = visible_pairs(heads.p)
+    p, plain = case.without_added(run.heads).p, case.without_added(heads).p
+    before = visible_pairs(plain)
     if case.other_heads is not None and differ_in_pattern(before, visible_pairs(case.other_heads.p)):
-        before = before | visible_pairs(run.heads.p)  # hidden keys make room for others, as among the largest few
-    verdict = weights.judge_mask(run.heads.p, case.logit, mask, before, heads.p, subject.tolerance)
+        before = before | visible_pairs(p)  # hidden keys make room for others, as among the largest few
+    verdict = weights.judge_mask(p, case.logit, mask, before, plain, subject.tolerance)
     if verdict.outcome == "mask-applied-wrong" and case.causal:  # it may take the place of the built-in one
-        everything = torch.ones_like(visible_pairs(heads.p))
-        alone = weights.judge_mask(run.heads.p, None, mask, everything, None, subject.tolerance)
+        everything = torch.ones_like(before)
+        alone = weights.judge_mask(p, None, mask, everything, None, subject.tolerance)
         verdict = alone if alone.outcome in ("hidden", "mask-inverted") else verdict
     unsure = form.adds and verdict.outcome == "hidden" and not verdict.after_softmax and case.options.mask_means is None
     if unsure and not _is_added(case, name, form):
@@ -154,7 +155,7 @@ def _is_added(case: Case, name: str, form: Form) -> bool:
     run = _run_with_mask(case, name, form.build(allowed).clamp_min(-0.5))
     if run is None or run.heads is None or run.heads.p.shape != case.heads.p.shape:
         return True
-    p, plain = run.heads.p, case.heads.p
+    p, plain = case.without_added(run.heads).p, case.without_added(case.heads).p
     by = weights.measure_lowering(p, plain, mask)
     if by is None or torch.equal(p, plain):  # then it is compared with a number, or applied in another way
         return True

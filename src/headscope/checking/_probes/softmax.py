@@ -9,7 +9,8 @@ import torch
 from headscope.checking import _weights as weights
 from headscope.checking._case import Case
 from headscope.checking._head_layout import Heads
-from headscope.checking._weights import Slope
+from headscope.checking._logit_map import fit_row_factors, judge_logit_map, judge_row_factors
+from headscope.checking._weights import Slope, Verdict
 
 NO_SOFTMAX = {"softmax-over-heads", "no-softmax", "softmax-twice"}  # which keys these hide does not depend on a mask
 
@@ -37,12 +38,21 @@ def probe_softmax_and_scale(case: Case) -> None:
             fitted = lower
     if isinstance(fitted, str) or bool((heads.p < 0).any()):
         verdict = weights.explain_missing_exp(heads, other) or verdict
+    if verdict is not None and verdict.outcome == "scaled-after-softmax" and not isinstance(fitted, Slope):
+        case.added = weights.find_added_number(heads, other)
+    if verdict is not None and case.added:
+        evidence = f"{verdict.evidence.partition(',')[0]}: {case.added:.4g} is added to each weight"
+        verdict = Verdict("rows-do-not-sum-to-one", evidence)
+        case.report(verdict.outcome, verdict.evidence)
+        fitted = weights.fit_slope(case.without_added(heads), case.without_added(other), None)
     if verdict is not None and verdict.outcome in {"softmax-over-queries", *NO_SOFTMAX}:
         case.report(verdict.outcome, verdict.evidence)
         case.not_tested["scale"] = "the weights are not from one softmax over the keys"
         return
-    if isinstance(fitted, str):
+    if isinstance(fitted, str) and verdict is not None:  # what was done to the weights hides the logits
         case.not_tested["scale"] = fitted
+    elif isinstance(fitted, str):
+        _judge_other_logits(case, heads, fitted)
     else:
         case.slope = fitted
     if verdict is not None and verdict.outcome == "scaled-after-softmax":
@@ -50,12 +60,50 @@ def probe_softmax_and_scale(case: Case) -> None:
         return
     if isinstance(fitted, Slope):
         _judge_scale(case, heads, fitted)
+    if isinstance(fitted, Slope) and verdict is None:
+        _judge_large_logits(case)
+
+
+def _judge_other_logits(case: Case, heads: Heads, reason: str) -> None:
+    """Judge logits that are no linear function of q·k."""
+    if reason != weights.NOT_LINEAR:
+        case.not_tested["scale"] = reason
+        return
+    if fit_row_factors(heads, torch.ones((), dtype=torch.bool)) is not None:
+        moved = case.x.clone()
+        moved[:, 0] = -2 * moved[:, 0] + case.size
+        verdict = judge_row_factors(heads, case.subject.follow(moved).heads)
+    else:
+        verdict = judge_logit_map(_collect_runs(case))
+    if verdict.outcome == "none":
+        case.not_tested["scale"] = verdict.evidence
+        return
+    case.report(verdict.outcome, verdict.evidence)
+    case.not_tested["scale"] = reason
+
+
+def _collect_runs(case: Case) -> list[Heads]:
+    """Return the heads for two inputs and, last, for one whose logits are some nine times as large."""
+    followed = (case.heads, case.other_heads, case.subject.follow(3 * case.x).heads)
+    runs = [heads for heads in followed if heads is not None]
+    return [heads for heads in runs if heads.p.shape == runs[0].p.shape]
+
+
+def _judge_large_logits(case: Case) -> None:
+    """Judge what is done to large logits, where ordinary ones are a linear function of q·k."""
+    runs = _collect_runs(case)
+    lower = torch.ones(runs[0].p.shape[-2:], dtype=torch.bool).tril()
+    if len(runs) < 3 or weights.fit_slope(runs[-1], runs[1], lower) != weights.NOT_LINEAR:
+        return
+    verdict = judge_logit_map(runs)
+    if verdict.outcome != "none":
+        case.report(verdict.outcome, verdict.evidence)
 
 
 def probe_sums(case: Case) -> None:
     """Report sums that no mask explains."""
     heads = case.heads
-    if case.random or heads is None or case.observations.keys() & EXPLAINS_SUMS:
+    if case.random or heads is None or case.added or case.observations.keys() & EXPLAINS_SUMS:
         return
     verdict = weights.explain_sums(heads, case.subject.tolerance)
     if verdict is None or verdict.outcome in case.observations:

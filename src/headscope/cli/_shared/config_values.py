@@ -6,15 +6,13 @@ full. The messages here name the key, what was expected, what is there, and the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
-from headscope._support.files import is_inside
 from headscope._support.text import visible
 from headscope.cli._shared.mistakes import Mistake
+from headscope.cli._shared.model_files import count_tensors
 
 SIZES = {
     *("num_attention_heads", "num_heads", "n_head", "n_heads", "num_key_value_heads", "encoder_attention_heads"),
@@ -25,6 +23,7 @@ LAYERS = {
     "num_decoder_layers",
 }
 MOST_LAYERS = 10_000  # where the weights are not on this machine
+DTYPES = ("float32", "float16", "bfloat16", "float64", "auto")
 REMEDY = "use the config.json that belongs to these weights"
 
 
@@ -36,7 +35,8 @@ def check_values(transformers: Any, name: str, raw: dict[str, Any]) -> None:
     """
     if "auto_map" not in raw:  # else transformers' own message: the repository's code is not run
         _check_model_type(transformers, name, raw)
-    tensors = _count_tensors(Path(name))
+    _check_names(name, raw)
+    tensors = count_tensors(name, raw.get("transformers_weights"))
     for path, value in _values(raw):
         key = path.rpartition(".")[2]
         if key in SIZES | LAYERS and (isinstance(value, (str, float, bool)) or _below(value, key)):
@@ -48,22 +48,16 @@ def check_values(transformers: Any, name: str, raw: dict[str, Any]) -> None:
             raise _mistake(name, path, f"expected at most {most} layers{reason}, got {value}; {REMEDY}")
 
 
-def check_indexes(name: str) -> None:
-    """Check that no index of weights names a file outside its folder.
-
-    Raises:
-        Mistake: an index names one.
-    """
-    for path in sorted(Path(name).glob("*.safetensors.index.json")) if Path(name).is_dir() else ():
-        try:
-            index: Any = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, OSError, RecursionError):  # transformers' message names the file
-            continue
-        places = index.get("weight_map") if isinstance(index, dict) else None
-        for file in places.values() if isinstance(places, dict) else ():
-            if isinstance(file, str) and not is_inside(file):
-                shown = visible(file)
-                raise Mistake(f"{name}: {path.name}: weight_map: expected a file in the same folder, got '{shown}'")
+def _check_names(name: str, raw: dict[str, Any]) -> None:
+    """Check the names of classes and of dtypes."""
+    kinds: Any = raw.get("architectures") or []
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise _mistake(name, "architectures", f"expected a list of names of classes, got {kinds!r}; {REMEDY}")
+    for key in ("dtype", "torch_dtype"):
+        value: Any = raw.get(key)
+        for each in value.values() if isinstance(value, dict) else [value]:
+            if each is not None and str(each).removeprefix("torch.") not in DTYPES:
+                raise _mistake(name, key, f"expected one of {', '.join(DTYPES)}, got {each!r}; {REMEDY}")
 
 
 def _below(value: Any, key: str) -> bool:
@@ -84,22 +78,6 @@ def _check_model_type(transformers: Any, name: str, raw: dict[str, Any]) -> None
         f"expected a model type that transformers {transformers.__version__} has, as {example}, got {got}; correct it, "
         "or update transformers",
     )
-
-
-def _count_tensors(folder: Path) -> int | None:
-    """Return how many tensors the safetensors files of a folder hold; None where that is not known."""
-    from safetensors import SafetensorError, safe_open
-
-    if not folder.is_dir():
-        return None
-    count = 0
-    for path in folder.rglob("*.safetensors"):
-        try:
-            with safe_open(path, framework="pt") as file:
-                count += len(list(file.keys()))
-        except (SafetensorError, OSError):  # transformers' message names the file
-            return None
-    return count
 
 
 def explain_key_error(transformers: Any, name: str, config: dict[str, Any], error: KeyError) -> Mistake | None:

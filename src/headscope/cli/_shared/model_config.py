@@ -18,8 +18,9 @@ from typing import Any
 
 from headscope._support.files import is_inside
 from headscope._support.text import visible
-from headscope.cli._shared.config_values import check_indexes, check_values
+from headscope.cli._shared.config_values import check_values
 from headscope.cli._shared.mistakes import Mistake
+from headscope.cli._shared.model_files import check_indexes, check_kind
 
 ATTENTION = ("eager", "sdpa")
 EXPERTS = ("eager", "grouped_mm", "batched_mm")
@@ -54,7 +55,7 @@ def read_config(transformers: Any, name: str, *, offline: bool) -> tuple[Any, li
         check_is_object(name, offline=offline)
     check_no_adapter(name, offline=offline)
     check_config(name, raw)
-    check_indexes(name)
+    check_indexes(name, raw.get("transformers_weights"))
     check_values(transformers, name, raw)
     raw.pop("configuration_files", None)  # `get_config_dict` has chosen one of these
     notes = remove_implementations(raw)
@@ -74,10 +75,7 @@ def check_is_object(name: str, *, offline: bool) -> None:
 
     file = cached_file(name, "config.json", local_files_only=offline)
     config = None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
-    if not isinstance(config, dict):
-        kinds = ((list, "a list"), (str, "a string"), (bool, "true or false"), ((int, float), "a number"))
-        kind = next((words for types, words in kinds if isinstance(config, types)), "null")
-        raise Mistake(f"{name}: config.json: expected a JSON object, got {kind}")
+    check_kind(config, f"{name}: config.json: expected a JSON object")
 
 
 def check_no_adapter(name: str, *, offline: bool) -> None:

@@ -10,6 +10,7 @@ import inspect
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headscope._support.text import visible
-from headscope.cli._shared.config_values import explain_key_error
+from headscope.cli._shared.config_values import REMEDY, explain_key_error
 from headscope.cli._shared.console import few, one_line
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.model_config import confined, read_config
+from headscope.cli._shared.model_files import check_dtypes, check_folder
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -122,7 +124,7 @@ def _digits() -> Loaded:
 def _hugging_face(name: str) -> Loaded:
     folder = os.path.isdir(name)  # False where Path.is_dir raises: a name can be too long
     if folder:
-        _check_folder(name)
+        check_folder(name)
     elif name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name):
         raise Mistake(f"{name}: is no folder with a model")
     try:
@@ -133,17 +135,6 @@ def _hugging_face(name: str) -> Loaded:
         ) from error
     with quiet_transformers():
         return _loaded(transformers, name, folder)
-
-
-def _check_folder(name: str) -> None:
-    """Raises: Mistake: no model is there, or one that would have to be unpickled."""
-    files = {path.name for path in Path(name).iterdir()}
-    if "config.json" not in files:
-        raise Mistake(f"{name}: holds no config.json, wanted a folder as transformers' save_pretrained writes it")
-    if not any(file.endswith(".safetensors") for file in files):
-        pickles = sorted(file for file in files if file.endswith((".bin", ".pt", ".pth", ".ckpt")))
-        has = f"; {pickles[0]} is a pickle, which can run code when it is read" if pickles else ""
-        raise Mistake(f"{name}: holds no weights in .safetensors{has}")
 
 
 def _loaded(transformers: Any, name: str, folder: bool) -> Loaded:
@@ -170,7 +161,7 @@ def _loaded(transformers: Any, name: str, folder: bool) -> Loaded:
         raise Mistake(f"{name}: cannot be loaded: {type(error).__name__}: {_first(error)}") from error
 
 
-def _first(error: Exception) -> str:
+def _first(error: BaseException) -> str:
     """The first line of an error, fit for a terminal, and what follows as long as a line ends in a colon."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     last = next((at for at, line in enumerate(lines) if not line.rstrip().endswith(":")), len(lines) - 1)
@@ -189,12 +180,16 @@ def _confined(transformers: Any, name: str, *, offline: bool) -> Loaded:
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         kind = transformers.AutoModel
     try:
-        model, report = kind.from_pretrained(
-            name, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Casting complex values")  # `check_dtypes` refuses them
+            model, report = kind.from_pretrained(
+                name, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
     except KeyError as error:
         raise explain_key_error(transformers, name, config.to_dict(), error) or error from error
     _check_shapes(name, report["mismatched_keys"])
+    weights = getattr(config, "transformers_weights", None)
+    check_dtypes(name, _folder(name), model, report["unexpected_keys"], weights)
     model.eval()
     problems = {
         "missing_keys": "weights are not in the files and were drawn at random",
@@ -209,6 +204,14 @@ def _confined(transformers: Any, name: str, *, offline: bool) -> Loaded:
             return loaded.run(inputs)
 
     return replace(loaded, notes=tuple(notes), run=run)
+
+
+def _folder(name: str) -> Path:
+    """Return the folder of a model, which is in the cache where the name is one on the hub."""
+    from transformers.utils.hub import cached_file
+
+    file = None if os.path.isdir(name) else cached_file(name, "config.json", local_files_only=True)
+    return Path(name) if file is None else Path(file).parent
 
 
 def _check_shapes(name: str, mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:
@@ -242,12 +245,15 @@ def _either(transformers: Any, model: Any, label: str, name: str, options: dict[
 
 
 def _language(transformers: Any, model: Any, label: str, name: str, options: dict[str, Any]) -> Loaded:
-    tokenizer = _tokenizer(transformers, name, options)
     import torch
 
+    with _tokenizer_errors(f"{name}: the tokenizer cannot be read"):
+        tokenizer = _tokenizer(transformers, name, options)
+        ends = _ends(tokenizer)
+
     config = model.config.get_text_config()
-    paired = bool(model.config.is_encoder_decoder)
     parameters = inspect.signature(model.forward).parameters
+    paired = _is_paired(model, parameters, name)
     extra: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
     # the last row; told so by a number, Gemma 4 would compute no other in the layers that share keys
     extra |= {"logits_to_keep": torch.tensor([-1])} if "logits_to_keep" in parameters else {}
@@ -258,17 +264,37 @@ def _language(transformers: Any, model: Any, label: str, name: str, options: dic
 
     def encode(text: str) -> list[int]:
         # verbose: it would warn of a text that is longer than the context, which is read in windows
-        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        with _tokenizer_errors(
+            f"{name}: {_tokenizer_file(tokenizer, name)}: cannot encode this text",
+            "; correct the file, or use headscope watch --ids",
+        ):
+            return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def piece(token: int) -> str:
-        return tokenizer.decode([token])
+        with _tokenizer_errors(f"{name}: {_tokenizer_file(tokenizer, name)}: cannot decode token {token}"):
+            return tokenizer.decode([token])
 
     return Loaded(
         model, label, "text", _context(config, tokenizer), model.get_input_embeddings().num_embeddings,
-        None if tokenizer is None else encode,
-        ([], []) if tokenizer is None else _ends(tokenizer), None if tokenizer is None else piece, run, paired,
+        None if tokenizer is None else encode, ends, None if tokenizer is None else piece, run, paired,
         getattr(config, "num_key_value_heads", None),
     )  # fmt: skip
+
+
+def _is_paired(model: Any, parameters: Collection[str], name: str) -> bool:
+    """Return whether a model has an encoder and a decoder.
+
+    Raises:
+        Mistake: its configuration claims both, unlike its class and its forward.
+    """
+    if not model.config.is_encoder_decoder or "decoder_input_ids" in parameters:
+        return bool(model.config.is_encoder_decoder)
+    if not getattr(type(model.config), "is_encoder_decoder", False):  # UMT5EncoderModel has the value of the whole
+        raise Mistake(
+            f"{name}: config.json: is_encoder_decoder: expected false, as the forward of {type(model).__name__} has no "
+            f"decoder_input_ids, got true; {REMEDY}"
+        )
+    return False
 
 
 def _tokenizer(transformers: Any, name: str, options: dict[str, Any]) -> Any:
@@ -281,6 +307,23 @@ def _tokenizer(transformers: Any, name: str, options: dict[str, Any]) -> Any:
         return None
 
 
+def _tokenizer_file(tokenizer: Any, name: str) -> str:
+    """Return the name of the file that a tokenizer was read from."""
+    files = ["tokenizer.json", *tokenizer.vocab_files_names.values()]
+    return next((file for file in files if os.path.isfile(os.path.join(name, file))), files[0])
+
+
+@contextmanager
+def _tokenizer_errors(problem: str, remedy: str = "") -> Generator[None]:
+    """Turn whatever a tokenizer raises into a mistake: tokenizers raises bare exceptions, and Rust panics are none."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise Mistake(f"{problem}: {_first(error)}{remedy}") from error
+
+
 def _context(config: Any, tokenizer: Any) -> int:
     """How many tokens are read at once: what the model and its tokenizer allow, up to ``MOST_TOKENS``."""
     names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
@@ -291,6 +334,8 @@ def _context(config: Any, tokenizer: Any) -> int:
 
 def _ends(tokenizer: Any) -> tuple[list[int], list[int]]:
     """What the tokenizer sets before and after a text."""
+    if tokenizer is None:
+        return [], []
     bare, whole = (tokenizer("a", add_special_tokens=with_ends)["input_ids"] for with_ends in (False, True))
     for start in range(len(whole) - len(bare) + 1):
         if whole[start : start + len(bare)] == bare:
@@ -300,7 +345,7 @@ def _ends(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 def _later(ids: Tensor, config: Any) -> Tensor:
     """What the decoder reads: the same tokens one place later, after the one that starts it."""
-    start = config.decoder_start_token_id
+    start = getattr(config, "decoder_start_token_id", None)
     if start is None:
         start = config.pad_token_id or 0
     shifted = ids.roll(1, -1)

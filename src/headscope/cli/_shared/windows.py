@@ -83,7 +83,13 @@ def _tokens(loaded: Loaded, text: str | None, file: str | None, ids: str | None,
         if not every:
             raise Mistake(f"{read.source}: has no tokens")
     if (largest := max(every)) >= loaded.vocabulary:
-        raise Mistake(f"--ids: got {largest}, wanted 0 to {loaded.vocabulary - 1}")
+        most = loaded.vocabulary - 1
+        if ids is not None:
+            raise Mistake(f"--ids: got {largest}, wanted 0 to {most}")
+        raise Mistake(
+            f"{'--file' if text is None else '--text'}: the tokenizer of {loaded.name} does not belong to its weights: "
+            f"expected token ids from 0 to {most}, got {largest}; use the tokenizer of these weights, or --ids"
+        )
     if context is not None and context > loaded.context:
         raise Mistake(f"--context: got {context}, wanted at most {loaded.context}, as many as are read at once")
     parts = windows(every, context or loaded.context, ends)

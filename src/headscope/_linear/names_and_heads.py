@@ -1,4 +1,7 @@
-"""The projections of an attention module: their names, and whether their weights are parameters."""
+"""The names of an attention module's projections, their parameters, and how their output is split into heads.
+
+``layer.py`` projects.
+"""
 
 from __future__ import annotations
 

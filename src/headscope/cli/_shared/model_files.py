@@ -1,0 +1,203 @@
+"""Checks of the files of a model's folder, before transformers opens them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from headscope._support.files import is_inside
+from headscope._support.text import visible
+from headscope.cli._shared.mistakes import Mistake
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers reads the first that is there
+FLOATS = {"F64", "F32", "F16", "BF16"}  # dtypes as safetensors spells them
+OTHERS = {
+    **{f"{kind}{bits}": f"{word}{bits}" for kind, word in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)},
+    "BOOL": "bool", "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+}  # fmt: skip
+WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
+def check_folder(name: str) -> None:
+    """Check that a folder holds a model, in regular files, with weights that need no unpickling.
+
+    Raises:
+        Mistake: it does not.
+    """
+    paths = sorted(Path(name).iterdir())
+    files = {path.name for path in paths}
+    if "config.json" not in files:
+        raise Mistake(f"{name}: holds no config.json, wanted a folder as transformers' save_pretrained writes it")
+    if not any(file.endswith(".safetensors") for file in files):
+        pickles = sorted(file for file in files if file.endswith((".bin", ".pt", ".pth", ".ckpt")))
+        has = f"; {pickles[0]} is a pickle, which can run code when it is read" if pickles else ""
+        raise Mistake(f"{name}: holds no weights in .safetensors{has}")
+    for path in paths:
+        if path.name == "config.json" or path.name.endswith(WEIGHTS):
+            check_is_regular(name, path)
+    _check_generation(name)
+
+
+def _check_generation(name: str) -> None:
+    """Check that generation_config.json holds an object; transformers ignores one that is not JSON."""
+    try:
+        path = Path(name, "generation_config.json")
+        read = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (ValueError, OSError, RecursionError):
+        return
+    check_kind(read, f"{name}: generation_config.json: expected a JSON object")
+
+
+def check_is_regular(name: str, path: Path) -> None:
+    """Check that a path of a folder does not lead to a pipe, a device or a directory: opening a pipe does not return.
+
+    Raises:
+        Mistake: it leads to one.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):  # Path.exists raises where a name is too long
+        kind = "a directory" if os.path.isdir(path) else "a pipe, a socket or a device"
+        raise Mistake(f"{name}: {visible(str(path.relative_to(name)))}: expected a regular file, got {kind}")
+
+
+def check_indexes(name: str, weights: str | None = None) -> None:
+    """Check that each index of weights names regular files in its folder.
+
+    Args:
+        name: of the model: a folder, or a name on the hub, which is not checked.
+        weights: the file of weights that config.json names, if it names one.
+
+    Raises:
+        Mistake: an index names another file.
+    """
+    folder = Path(name)
+    if not os.path.isdir(name):
+        return
+    named = {folder / weights} if weights is not None and weights.endswith(".json") else set[Path]()
+    for path in sorted({*folder.glob("*.safetensors.index.json"), *named}):
+        for file in _shards(name, path):
+            if not is_inside(file):
+                shown = visible(file)
+                raise Mistake(f"{name}: {path.name}: weight_map: expected a file in the same folder, got '{shown}'")
+            check_is_regular(name, folder / file)
+
+
+def _shards(name: str, index: Path) -> list[str]:
+    """Return the files that an index of weights names.
+
+    Raises:
+        Mistake: it is not an index.
+    """
+    if not os.path.isfile(index):
+        return []
+    try:
+        read: Any = json.loads(index.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise Mistake(f"{name}: {index.name}: expected a JSON object, got text that is not valid JSON") from error
+    check_kind(read, f"{name}: {index.name}: expected a JSON object")
+    for key in ("metadata", "weight_map"):
+        check_kind(read.get(key), f"{name}: {index.name}: {key}: expected a JSON object")
+    if not read["weight_map"]:
+        raise Mistake(f"{name}: {index.name}: weight_map: expected the file of each tensor, got an empty object")
+    for file in read["weight_map"].values():
+        if not isinstance(file, str) or not Path(file).name:
+            got = f"'{file}'" if isinstance(file, str) else json_kind(file)
+            raise Mistake(f"{name}: {index.name}: weight_map: expected the name of a file, got {got}")
+    return sorted(set(read["weight_map"].values()))
+
+
+def check_kind(value: Any, problem: str) -> None:
+    """Check that a JSON value is an object."""
+    if not isinstance(value, dict):
+        raise Mistake(f"{problem}, got {json_kind(value)}")
+
+
+def json_kind(value: Any) -> str:
+    """Return what a JSON value is, in words."""
+    kinds = (
+        (dict, "an object"),
+        (list, "a list"),
+        (str, "a string"),
+        (bool, "true or false"),
+        ((int, float), "a number"),
+    )
+    return next((words for types, words in kinds if isinstance(value, types)), "null")
+
+
+def weight_files(name: str, folder: Path, weights: str | None = None) -> list[Path]:
+    """Return the files that transformers reads the weights of a folder from.
+
+    Args:
+        name: of the model.
+        folder: of its files.
+        weights: the file of weights that config.json names, if it names one.
+    """
+    first = weights or next((file for file in (SINGLE, INDEX) if os.path.isfile(folder / file)), None)
+    if first is None:
+        return []
+    return [folder / file for file in _shards(name, folder / first)] if first.endswith(".json") else [folder / first]
+
+
+def count_tensors(name: str, weights: str | None = None) -> int | None:
+    """Return how many tensors the files of weights hold; None where that is not known.
+
+    Args:
+        name: of the model.
+        weights: the file of weights that config.json names, if it names one.
+
+    Raises:
+        Mistake: one of the files is no regular file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    folder = Path(name)
+    files = weight_files(name, folder, weights) if os.path.isdir(name) else []
+    count = 0
+    for path in files:
+        check_is_regular(name, path)
+        try:
+            with safe_open(path, framework="pt") as file:
+                count += len(list(file.keys()))
+        except (SafetensorError, OSError, ValueError):  # transformers' message names the file
+            return None
+    return count if files else None
+
+
+def check_dtypes(name: str, folder: Path, model: Any, left_out: Collection[str], weights: str | None) -> None:
+    """Check that the files hold floats for every parameter of a model that holds floats.
+
+    transformers would cast: it drops an imaginary part, and reads quantized integers without their scale. Integers that
+    belong to no parameter are buffers, as the masks in old files of GPT-2.
+
+    Args:
+        name: of the model.
+        folder: of its files.
+        model: as transformers has read it.
+        left_out: the tensors of the files that it has no place for.
+        weights: the file of weights that config.json names, if it names one.
+
+    Raises:
+        Mistake: a tensor has another dtype.
+    """
+    from safetensors import safe_open
+
+    parameters = [parameter for parameter, tensor in model.named_parameters() if tensor.is_floating_point()]
+    for path in weight_files(name, folder, weights):
+        with safe_open(path, framework="pt") as file:
+            dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 - not a dictionary
+        for key, dtype in sorted(dtypes.items()):
+            if dtype in FLOATS or key in left_out:
+                continue
+            if not dtype.startswith("C") and not any(_is_same(key, each) for each in parameters):
+                continue
+            raise Mistake(
+                f"{name}: {path.name}: {visible(key)}: expected dtype float32, float16, bfloat16 or float64, got "
+                f"{OTHERS.get(dtype, dtype)}; convert the tensor, or dequantize the model, and save it"
+            )
+
+
+def _is_same(key: str, parameter: str) -> bool:
+    """Return whether a tensor is a parameter: their names can differ in the prefix of the base model."""
+    return f".{key}".endswith(f".{parameter}") or f".{parameter}".endswith(f".{key}")

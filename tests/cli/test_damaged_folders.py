@@ -1,0 +1,290 @@
+"""Model folders with damaged files: each is one line that names the file, and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from headscope.cli._shared.mistakes import Mistake
+from headscope.cli._shared.models import load
+from support.commands import Run
+from support.model_folders import SIZES, gpt2, save
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 with a tokenizer, and its weights in one file."""
+    return save(gpt2(), tmp_path_factory.mktemp("models") / "whole")
+
+
+@pytest.fixture(scope="module")
+def shards(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with its weights in several files and an index."""
+    folder = tmp_path_factory.mktemp("models") / "shards"
+    transformers.GPT2LMHeadModel.from_pretrained(whole).save_pretrained(folder, max_shard_size="20KB")
+    return folder
+
+
+@pytest.fixture
+def at(whole: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(whole, tmp_path / "at")
+
+
+@pytest.fixture
+def sharded(shards: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(shards, tmp_path / "at")
+
+
+def edit(path: Path, change: Callable[[Any], Any]) -> None:
+    """Change what a JSON file holds."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    change(content)
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def refusal(folder: Path) -> str:
+    """Return the message with which a folder is refused, without its path."""
+    with pytest.raises(Mistake) as error:
+        load(str(folder))
+    message = error.value.format_message()
+    assert error.value.exit_code == 2
+    assert "\n" not in message
+    assert message.startswith(f"{folder}: ")
+    return message.removeprefix(f"{folder}: ")
+
+
+needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+PIPE = "expected a regular file, got a pipe, a socket or a device"
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+@needs_pipes
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "other.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(file: str, at: Path) -> None:
+    replace_by_pipe(at / file)
+    assert refusal(at) == f"{file}: {PIPE}"
+
+
+@needs_pipes
+@pytest.mark.timeout(60)
+def test_a_pipe_in_the_place_of_an_index_is_refused(sharded: Path) -> None:
+    replace_by_pipe(sharded / INDEX)
+    assert refusal(sharded) == f"{INDEX}: {PIPE}"
+
+
+@needs_pipes
+@pytest.mark.timeout(60)
+def test_a_pipe_in_the_place_of_a_shard_is_refused(sharded: Path) -> None:
+    (sharded / "inner").mkdir()
+    replace_by_pipe(sharded / "inner" / "shard.safetensors")
+    edit(sharded / INDEX, lambda index: index["weight_map"].update({"lm_head.weight": "inner/shard.safetensors"}))
+    assert refusal(sharded) == f"{Path('inner', 'shard.safetensors')}: {PIPE}"
+
+
+@needs_pipes
+@pytest.mark.timeout(60)
+def test_a_pipe_in_a_folder_that_the_model_does_not_use_is_not_opened(at: Path) -> None:
+    (at / "checkpoint").mkdir()
+    os.mkfifo(at / "checkpoint" / "model.safetensors")
+    assert load(str(at)).notes == ()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_a_directory_in_the_place_of_a_file_is_refused(file: str, at: Path) -> None:
+    (at / file).unlink()
+    (at / file).mkdir()
+    assert refusal(at) == f"{file}: expected a regular file, got a directory"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="this system has no /dev/zero")
+@pytest.mark.timeout(60)
+def test_a_link_to_a_device_is_refused(at: Path) -> None:
+    (at / "config.json").unlink()
+    (at / "config.json").symlink_to("/dev/zero")
+    assert refusal(at) == f"config.json: {PIPE}"
+
+
+def test_links_to_regular_files_are_followed(at: Path, tmp_path: Path) -> None:
+    for file in ("config.json", "model.safetensors"):
+        (at / file).rename(tmp_path / file)
+        (at / file).symlink_to(tmp_path / file)
+    (at / "absent.safetensors").symlink_to(tmp_path / "absent")
+    assert load(str(at)).notes == ()
+
+
+def test_a_decoder_whose_configuration_claims_an_encoder_is_refused(at: Path) -> None:
+    edit(at / "config.json", lambda config: config.update(is_encoder_decoder=True))
+    assert refusal(at) == (
+        "config.json: is_encoder_decoder: expected false, as the forward of GPT2LMHeadModel has no decoder_input_ids, "
+        "got true; use the config.json that belongs to these weights"
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "paired"),
+    [("T5ForConditionalGeneration", True), ("T5EncoderModel", False), ("UMT5EncoderModel", False)],
+)
+def test_a_model_with_a_decoder_has_one_in_its_forward(architecture: str, paired: bool, tmp_path: Path) -> None:
+    kind = getattr(transformers, architecture)
+    config = kind.config_class(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, **SIZES)
+    loaded = load(str(save(kind(config), tmp_path / "t5", tokenizer=False)))
+    assert loaded.paired == paired
+    with torch.inference_mode():
+        loaded.run(torch.tensor([[3, 4, 5]]))  # without a decoder_start_token_id in the configuration
+
+
+def without_unknown(tokenizer: dict[str, Any]) -> None:
+    """As the class BertTokenizer makes of a vocabulary that has no [UNK]."""
+    letters = {letter: id for id, letter in enumerate("abc")}
+    tokenizer["model"] = {
+        "type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100,
+        "vocab": letters,
+    }  # fmt: skip
+
+
+def with_slow_pattern(tokenizer: dict[str, Any]) -> None:
+    """Its search ends in a panic of Rust after a number of steps."""
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    tokenizer["pre_tokenizer"] = pattern
+
+
+@pytest.mark.parametrize(
+    ("change", "text", "reason"),
+    [(without_unknown, "xyz", "Missing [UNK] token"), (with_slow_pattern, "a" * 40 + "!", "retry-limit-in-match over")],
+)
+def test_a_tokenizer_that_raises_on_a_text_is_named(change: Any, text: str, reason: str, at: Path, run: Run) -> None:
+    edit(at / "tokenizer.json", change)
+    ran = run("watch", str(at), "--text", text, "--json")
+    assert ran.code == 2
+    last = ran.err.splitlines()[-1]  # a panic writes more in front of it
+    assert last.startswith(f"headscope watch: {at}: tokenizer.json: cannot encode this text: ")
+    assert reason in last
+    assert last.endswith("; correct the file, or use headscope watch --ids")
+    assert run("watch", str(at), "--ids", "1 2 3", "--json").code == 0
+
+
+def test_an_interrupt_in_a_tokenizer_is_not_a_mistake(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(str(at))
+    assert loaded.encode is not None
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "__call__", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loaded.encode("abc")
+
+
+def store(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write further tensors, or others, into the file of weights."""
+    path = folder / "model.safetensors"
+    weights = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    save_file({**weights, **tensors}, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["complex64", "int64", "int8", "bool", "float8_e4m3fn"])
+@pytest.mark.parametrize("prefix", ["transformer.", ""], ids=["whole", "of the base"])
+def test_weights_that_are_not_floats_are_refused(name: str, prefix: str, at: Path) -> None:
+    """The imaginary part was dropped, and numbers without a scale were read as weights."""
+    dtype = getattr(torch, name)
+    if not prefix:  # names as in the files of openai-community/gpt2
+        weights = {
+            key.removeprefix("transformer."): each.clone() for key, each in load_file(at / "model.safetensors").items()
+        }
+        save_file(weights, at / "model.safetensors", {"format": "pt"})
+    tensor = f"{prefix}h.1.attn.c_attn.weight"
+    store(at, {tensor: torch.ones(24, 72).to(dtype)})
+    assert refusal(at) == (
+        f"model.safetensors: {tensor}: expected dtype float32, float16, bfloat16 or float64, got {name}; convert the "
+        "tensor, or dequantize the model, and save it"
+    )
+
+
+def test_buffers_of_integers_are_read(at: Path) -> None:
+    """As old files of GPT-2 hold them: the causal mask of each layer."""
+    mask = torch.ones(1, 1, 29, 29)
+    store(at, {"transformer.h.0.attn.bias": mask.bool(), "transformer.h.1.attn.bias": mask.to(torch.uint8)})
+    loaded = load(str(at))
+    assert not any("drawn at random" in note for note in loaded.notes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_floats_of_every_width_are_read(dtype: torch.dtype, at: Path) -> None:
+    store(at, {"transformer.h.1.attn.c_attn.weight": torch.ones(24, 72, dtype=dtype)})
+    assert load(str(at)).notes == ()
+
+
+def test_complex_tensors_that_the_model_leaves_out_are_a_note(at: Path) -> None:
+    store(at, {"rotations": torch.ones(4, dtype=torch.complex64)})
+    assert load(str(at)).notes == ("weights in the files have no place in this model and were left out: rotations",)
+
+
+INDEXES: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda index: index.pop("weight_map"), "weight_map: expected a JSON object, got null"),
+    (lambda index: index.update(weight_map=[]), "weight_map: expected a JSON object, got a list"),
+    (
+        lambda index: index.update(weight_map={}),
+        "weight_map: expected the file of each tensor, got an empty object",
+    ),
+    (lambda index: index["weight_map"].update(a=5), "weight_map: expected the name of a file, got a number"),
+    (lambda index: index["weight_map"].update(a=""), "weight_map: expected the name of a file, got ''"),
+    (lambda index: index["weight_map"].update(a="."), "weight_map: expected the name of a file, got '.'"),
+    (lambda index: index.pop("metadata"), "metadata: expected a JSON object, got null"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), INDEXES)
+def test_a_damaged_index_is_named_with_its_key(change: Any, message: str, sharded: Path) -> None:
+    edit(sharded / INDEX, change)
+    assert refusal(sharded) == f"{INDEX}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "got"), [("null", "null"), ("[]", "a list"), ("{", "text that is not valid JSON"), ("", "text that is")]
+)
+def test_an_index_that_is_not_an_object_is_refused(text: str, got: str, sharded: Path) -> None:
+    (sharded / INDEX).write_text(text, encoding="utf-8")
+    assert refusal(sharded).startswith(f"{INDEX}: expected a JSON object, got {got}")
+
+
+@pytest.mark.parametrize(("text", "got"), [("null", "null"), ("[]", "a list"), ("5", "a number")])
+def test_settings_of_generation_that_are_not_an_object_are_refused(text: str, got: str, at: Path) -> None:
+    (at / "generation_config.json").write_text(text, encoding="utf-8")
+    assert refusal(at) == f"generation_config.json: expected a JSON object, got {got}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("architectures", [5], "a list of names of classes, got [5]"),
+        ("dtype", 5, "one of float32, float16, bfloat16, float64, auto, got 5"),
+        ("dtype", "nope", "one of float32, float16, bfloat16, float64, auto, got 'nope'"),
+    ],
+)
+def test_names_in_a_configuration_that_are_not_names_are_refused(key: str, value: Any, expected: str, at: Path) -> None:
+    edit(at / "config.json", lambda config: config.update({key: value}))
+    assert refusal(at) == f"config.json: {key}: expected {expected}; use the config.json that belongs to these weights"
+
+
+def test_tokens_beyond_the_vocabulary_are_the_tokenizers_mistake(at: Path, run: Run) -> None:
+    edit(at / "tokenizer.json", lambda tokenizer: tokenizer["model"]["vocab"].update(a=500))
+    ran = run("watch", str(at), "--text", "abc", "--json")
+    assert ran.code == 2
+    assert ran.err.startswith("headscope watch: --text: the tokenizer of GPT2LMHeadModel")
+    assert "expected token ids from 0 to 31, got 500; use the tokenizer of these weights, or --ids" in ran.err
