@@ -84,25 +84,25 @@ class _Masks:
 
     def of(self, codes: Sequence[int], parts: Sequence[Value]) -> Value:
         """The mask that ``Mask.encode`` wrote."""
-        op, numbers, tensors, made = self.op, iter(codes), iter(parts), list[Value]()
+        op, numbers, tensors, stack = self.op, iter(codes), iter(parts), list[Value]()
         for code in numbers:
             match code:
                 case Code.BAND:
-                    made.append(self._band(next(numbers), next(numbers), numbers, tensors))
+                    stack.append(self._band(next(numbers), next(numbers), numbers, tensors))
                 case Code.PREFIX:
-                    made.append(op.Less(self.j, next(numbers)))
+                    stack.append(op.Less(self.j, next(numbers)))
                 case Code.LENGTHS:
-                    made.append(op.Less(self.j, op.Unsqueeze(_whole(op, next(tensors)), [1, 2, 3])))
+                    stack.append(op.Less(self.j, op.Unsqueeze(_whole(op, next(tensors)), [1, 2, 3])))
                 case Code.DOCUMENTS:
                     q_ids, k_ids = _whole(op, next(tensors)), _whole(op, next(tensors))
                     same = op.Equal(op.Unsqueeze(q_ids, [2]), op.Unsqueeze(k_ids, [1]))  # [B, Q, K]
-                    made.append(op.Unsqueeze(same, [1]))
+                    stack.append(op.Unsqueeze(same, [1]))
                 case Code.DENSE:
-                    made.append(next(tensors))
+                    stack.append(next(tensors))
                 case _:
-                    second, first = made.pop(), made.pop()
-                    made.append((op.And if code == Code.BOTH else op.Or)(first, second))
-        return made[0]
+                    second, first = stack.pop(), stack.pop()
+                    stack.append((op.And if code == Code.BOTH else op.Or)(first, second))
+        return stack[0]
 
     def _band(self, left: int, right: int, numbers: Iterator[int], tensors: Iterator[Value]) -> Value:
         op, code = self.op, next(numbers)
@@ -139,13 +139,13 @@ def _whole(op: Any, tensor: Value) -> Value:
     return op.Cast(tensor, to=_INT64)
 
 
-def _added(op: Any, q: Value, k: Value, seen: Value | None, bias: Value | None) -> Value | None:
+def _added(op: Any, q: Value, k: Value, visible: Value | None, bias: Value | None) -> Value | None:
     """What is added to the logits, [B or 1, H or 1, Q, K] in q's dtype, or a wider one; None = nothing."""
     if bias is not None and bias.dtype != q.dtype:
         bias = op.Cast(bias, to=_DOUBLE if q.dtype == _DOUBLE else _FLOAT)
-    if seen is not None:
+    if visible is not None:
         bias = op.CastLike(0.0, q) if bias is None else bias
-        bias = op.Where(seen, bias, op.CastLike(-math.inf, bias))
+        bias = op.Where(visible, bias, op.CastLike(-math.inf, bias))
     if bias is None:
         return None
     return op.Expand(bias, _sizes(op, 1, 1, _size(op, q, 2), _size(op, k, 2)))

@@ -201,13 +201,13 @@ def form(*tensors: Tensor | None) -> Form:
     """How these may be read; see ``Call``."""
     if is_dynamo_compiling() and _are_functorch_transforms_active():
         return "transformed" if _goes_further() else "mapped"
-    found: Form = "traced" if is_traced() else "plain"
+    form_of_call: Form = "traced" if is_traced() else "plain"
     for x in tensors:
         if x is not None and type(x) not in ORDINARY:
             if type(x) not in _STAND_INS:
                 return "subclass"
-            found = "traced"
-    return found
+            form_of_call = "traced"
+    return form_of_call
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
@@ -242,9 +242,9 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
         raise ValueError(f"v: axis {v.ndim - 3} (Hkv) is {v.shape[-3]}, k has {kv_heads}; {shapes(q=q, k=k, v=v)}")
     kv_heads = max(kv_heads, v.shape[-3])
     if kv_heads == 0 or heads % kv_heads:
-        wanted = f"a divisor of q's {heads} heads" if heads else "at least 1, as has q's axis H"
+        expected = f"a divisor of q's {heads} heads" if heads else "at least 1, as has q's axis H"
         name, of = ("k", k) if k.shape[-3] == kv_heads else ("v", v)
-        raise ValueError(f"{name}: axis {of.ndim - 3} (Hkv) is {kv_heads}, wanted {wanted}; {shapes(q=q, k=k, v=v)}")
+        raise ValueError(f"{name}: axis {of.ndim - 3} (Hkv) is {kv_heads}, wanted {expected}; {shapes(q=q, k=k, v=v)}")
     if q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
         return tuple(q.shape[:-3])
     try:  # torch.broadcast_shapes imports sympy when it is first called, for some 0.4 s
@@ -265,8 +265,14 @@ def _check_nested(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: T
         if tensor.ndim != 4 or getattr(tensor, "_ragged_idx", 2) != 2:
             raise ValueError(f"{name}: is a nested tensor, wanted [B, H, ragged, D]; {shapes(q=q, k=k, v=v)}")
     dropout = options.dropout or None
-    said = {"mask": options.mask, "bias": bias, "softcap": options.softcap, "sinks": sinks, "dropout": dropout}
-    for name, value in said.items():
+    options_by_name = {
+        "mask": options.mask,
+        "bias": bias,
+        "softcap": options.softcap,
+        "sinks": sinks,
+        "dropout": dropout,
+    }
+    for name, value in options_by_name.items():
         if value is not None:
             raise ValueError(f"{name}: got one beside nested q, k and v, wanted none; {INSTEAD_OF_NESTED}")
     if options.lse:

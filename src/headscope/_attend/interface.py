@@ -206,8 +206,8 @@ class _Once(torch.autograd.Function):
     """Hands tensors through and refuses to be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return tuple(None if x is None else x.view_as(x) for x in given)
+    def forward(ctx: Any, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(None if x is None else x.view_as(x) for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]

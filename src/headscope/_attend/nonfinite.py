@@ -83,8 +83,8 @@ def _sums_of_bad_values(call: Call, plan: Plan | None, bias: Tensor | None, v: T
     """What NaN and infinity in the values that a row sees add up to, and 0 elsewhere, [B, H, Q, Dv]."""
     signs = torch.cat([v.isnan(), v == torch.inf, v == -torch.inf], -1)
     nan, plus, minus = marks_of_rows(call, plan, bias, signs).unflatten(-1, (3, -1)).unbind(-2)  # [B, H, Q, Dv]
-    found = torch.zeros_like(nan, dtype=dtype).masked_fill_(plus, torch.inf).masked_fill_(minus, -torch.inf)
-    return found.masked_fill_(nan | (plus & minus), torch.nan)
+    sums = torch.zeros_like(nan, dtype=dtype).masked_fill_(plus, torch.inf).masked_fill_(minus, -torch.inf)
+    return sums.masked_fill_(nan | (plus & minus), torch.nan)
 
 
 class _NanGradients(torch.autograd.Function):
@@ -104,11 +104,11 @@ class _NanGradients(torch.autograd.Function):
         (call, plan, rows), inputs = ctx.rows_of, ctx.saved_tensors
         pair: Pair = (grads[0], grads[1])
         zeros = tuple(
-            torch.zeros_like(x) if wanted else None for x, wanted in zip(inputs, ctx.needs_input_grad[3:], strict=True)
+            torch.zeros_like(x) if needed else None for x, needed in zip(inputs, ctx.needs_input_grad[3:], strict=True)
         )
         with torch.no_grad():
-            found = with_nan_of_rows(call, plan, inputs[3], rows & incoming(pair), zeros)
-        return None, *pair, *found
+            gradients = with_nan_of_rows(call, plan, inputs[3], rows & incoming(pair), zeros)
+        return None, *pair, *gradients
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

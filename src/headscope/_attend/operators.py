@@ -132,15 +132,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _for_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[tuple[Any, ...], Any]:
     """The arguments of the operator for the backward pass, and whether bias and sinks want a gradient."""
     q, k, v, bias, sinks, seed, out, lse, *parts = ctx.saved_tensors
-    wanted = (bias is not None and ctx.needs_input_grad[3], sinks is not None and ctx.needs_input_grad[4])
+    needed = (bias is not None and ctx.needs_input_grad[3], sinks is not None and ctx.needs_input_grad[4])
     inputs = (q, k, v, bias, sinks, ctx.codes, parts, *ctx.numbers, seed, ctx.backend)
-    return (*inputs, out, lse, grad_out, grad_lse, *wanted), wanted
+    return (*inputs, out, lse, grad_out, grad_lse, *needed), needed
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    args, wanted = _for_backward(ctx, grad_out, grad_lse)
+    args, needed = _for_backward(ctx, grad_out, grad_lse)
     dq, dk, dv, dbias, dsinks = torch.ops.headscope.attend_backward(*args)
-    beside = (dbias if wanted[0] else None, dsinks if wanted[1] else None)
+    beside = (dbias if needed[0] else None, dsinks if needed[1] else None)
     no_codes = None if ctx.codes else []  # torch takes an empty list for one of tensors, which wants a list back
     return dq, dk, dv, *beside, no_codes, [None] * ctx.parts, None, None, None, None, None
 
@@ -173,10 +173,10 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        args, wanted = _for_backward(ctx, *grads)
+        args, needed = _for_backward(ctx, *grads)
         dq, dk, dv, dbias, dsinks = _Backward.apply(*_spread(args))  # pyright: ignore[reportGeneralTypeIssues]
         rest = (None,) * (6 + ctx.parts)
-        return dq, dk, dv, dbias if wanted[0] else None, dsinks if wanted[1] else None, *rest
+        return dq, dk, dv, dbias if needed[0] else None, dsinks if needed[1] else None, *rest
 
     jvp = staticmethod(_refuse_forward_mode)  # pyright: ignore[reportAssignmentType]
 

@@ -33,8 +33,8 @@ def order(call: Call) -> tuple[str, ...]:
 
 
 def _find_amx() -> bool:
-    asked = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return bool(asked()) if asked is not None else False
+    is_supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return bool(is_supported()) if is_supported is not None else False
 
 
 _AMX = _find_amx()  # once and now: a compiler cannot follow the question

@@ -63,23 +63,23 @@ class Findings:
         Raises:
             KeyError: there is none; the message lists those there are.
         """
-        for finding in self.found:
+        for finding in self:
             if finding.name == name:
                 return finding
         raise KeyError(f"name: got {name!r}, found was {', '.join(self.names) or 'nothing'}")
 
     def __bool__(self) -> bool:
-        return any(finding.severity == "wrong" for finding in self.found)
+        return any(finding.severity == "wrong" for finding in self)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the findings, in order."""
-        return tuple(finding.name for finding in self.found)
+        return tuple(finding.name for finding in self)
 
     @property
     def summary(self) -> str:
         """The number of findings of each severity, in one line."""
-        counts = [(sum(f.severity == kind for f in self.found), kind) for kind in ("wrong", "unusual", "slow")]
+        counts = [(sum(f.severity == kind for f in self), kind) for kind in ("wrong", "unusual", "slow")]
         text = ", ".join(f"{count} {kind}" for count, kind in counts if count)
         return f"{self.subject}: {text or 'nothing found'}"
 
@@ -87,7 +87,7 @@ class Findings:
         """Return the findings in plain lists, numbers and texts."""
         head = {"kind": "headscope-findings", "version": 1, "subject": self.subject, "wrong": bool(self)}
         rest = {"understood": list(self.understood), "not_tested": dict(self.not_tested)}
-        return {**head, "findings": [asdict(finding) for finding in self.found], **rest}
+        return {**head, "findings": [asdict(finding) for finding in self], **rest}
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """Return ``to_dict`` as JSON."""
@@ -107,7 +107,7 @@ class Findings:
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def __repr__(self) -> str:
-        return f"<Findings of {self.summary}{': ' + ', '.join(self.names) if self.found else ''}>"
+        return f"<Findings of {self.summary}{': ' + ', '.join(self.names) if self.names else ''}>"
 
     def _repr_html_(self) -> str:
         return render_html(self)

@@ -204,24 +204,24 @@ def _check(tokens: Sequence[str], maps: Sequence[Tensor]) -> None:
         raise ValueError("weights: there is no layer, wanted at least 1")
 
 
-def _sights(seen: Sequence[Tensor] | None, causal: bool, maps: Sequence[Tensor]) -> list[Tensor | None]:
+def _sights(visible: Sequence[Tensor] | None, causal: bool, maps: Sequence[Tensor]) -> list[Tensor | None]:
     """What each layer may see, boolean [H, T, T] on the host; None = everything."""
-    if seen is None:
+    if visible is None:
         before = torch.ones(maps[0].shape[2:], dtype=torch.bool, device="cpu").tril()
         return [before.expand(weight.shape[1:]) if causal else None for weight in maps]
-    if len(seen) != len(maps):
-        raise ValueError(f"seen: has {len(seen)} layers, weights has {len(maps)}")
-    return [_sight(layer, *both) for layer, both in enumerate(zip(seen, maps, strict=True))]
+    if len(visible) != len(maps):
+        raise ValueError(f"seen: has {len(visible)} layers, weights has {len(maps)}")
+    return [_sight(layer, *both) for layer, both in enumerate(zip(visible, maps, strict=True))]
 
 
-def _sight(layer: int, seen: Tensor, weight: Tensor) -> Tensor:
+def _sight(layer: int, visible: Tensor, weight: Tensor) -> Tensor:
     sizes = weight.shape[1:]
-    if seen.dtype != torch.bool:
-        raise ValueError(f"seen: layer {layer} is {seen.dtype}, wanted torch.bool, True = attend")
+    if visible.dtype != torch.bool:
+        raise ValueError(f"seen: layer {layer} is {visible.dtype}, wanted torch.bool, True = attend")
     try:
-        return seen.detach().to("cpu").expand(sizes)
+        return visible.detach().to("cpu").expand(sizes)
     except RuntimeError:
-        raise ValueError(f"seen: layer {layer} is {list(seen.shape)}, wanted {list(sizes)} as weights") from None
+        raise ValueError(f"seen: layer {layer} is {list(visible.shape)}, wanted {list(sizes)} as weights") from None
 
 
 def _measure(

@@ -263,7 +263,7 @@ class _Rows:
 
 def _prepare(
     p: Tensor,
-    seen: Tensor | None,
+    visible: Tensor | None,
     kind: str,
     q_pos: Tensor | None,
     k_pos: Tensor | None,
@@ -276,7 +276,7 @@ def _prepare(
         raise ValueError(f'kind: got {kind!r}, wanted "self" or "cross"')
     batch, keys = p.shape[0], p.shape[3]
     p = p.detach().double()
-    sight = _boolean("seen", seen, p, p.shape)
+    sight = _boolean("seen", visible, p, p.shape)
     whole = p.isfinite().all(-1)
     counted = sight.any(-1) & whole & _boolean("rows", rows, p, p.shape[:3])
     astray = ~sight & (p != 0) & whole[..., None]
@@ -284,7 +284,7 @@ def _prepare(
         b, h, i, j = astray.nonzero()[0].tolist()
         raise ValueError(
             f"p: [{b}, {h}, {i}, {j}] is {p[b, h, i, j]:.3g} where seen is False (True = may be seen); "
-            f"p {list(p.shape)}, seen {list(sight.shape) if seen is None else list(seen.shape)}"
+            f"p {list(p.shape)}, seen {list(sight.shape) if visible is None else list(visible.shape)}"
         )
     if kind == "cross":
         return _Rows(torch.where(counted[..., None], p, 0.0), sight, counted, None, None, None)

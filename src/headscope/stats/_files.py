@@ -272,9 +272,9 @@ def _read_kept(names: list[str], under: str, run: int, read: Callable[..., Tenso
         deep = (k,) if name.startswith("top_") else ()
         within = (-1, keys) if name in ("argmax", "top_keys") else None
         values[name] = read(f"{at}/values/{name}", b, "H", r, *deep, within=within)
-    kept = Kept(rows, counted, values)
-    check_kept(f"{under}/{at}/values", kept)
-    return kept
+    rows_of_run = Kept(rows, counted, values)
+    check_kept(f"{under}/{at}/values", rows_of_run)
+    return rows_of_run
 
 
 def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor], file: TensorFile) -> LayerStats:

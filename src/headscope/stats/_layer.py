@@ -374,7 +374,7 @@ class LayerStats(_Part):
             reduce(_longer, [each.eligible for each in several]),
             HeadMap.merged(maps, before) if maps else None,
             Edges.merged(edges, before) if edges else None,
-            tuple(kept for each in several for kept in each.kept),
+            tuple(rows for each in several for rows in each.kept),
             {n + run: at for n, each in zip(before, several, strict=True) for run, at in each.tiles.items()},
             self.lengths if all(each.lengths == self.lengths for each in others) else None,
             first[0] if first else None,

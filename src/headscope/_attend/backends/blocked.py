@@ -112,10 +112,10 @@ def _logits(call: Call, plan: Plan | None, block: Block, inputs: Inputs) -> _Log
         visible = bias != -torch.inf
         s = _per_head(call, s).add(bias).masked_fill(~visible, -torch.inf).view_as(s)
     if plan is not None and not plan.everything:
-        seen = plan.tile(block.b, block.heads(call.group), block.i, block.j).to(s.device)
-        seen = seen.unflatten(1, (-1, call.group)) if seen.shape[1] > 1 else seen[:, :, None]  # [b, h, g, i, j]
-        s = _per_head(call, s).masked_fill(~seen, -torch.inf).view_as(s)
-        visible = seen if visible is None else visible & seen
+        tile = plan.tile(block.b, block.heads(call.group), block.i, block.j).to(s.device)
+        tile = tile.unflatten(1, (-1, call.group)) if tile.shape[1] > 1 else tile[:, :, None]  # [b, h, g, i, j]
+        s = _per_head(call, s).masked_fill(~tile, -torch.inf).view_as(s)
+        visible = tile if visible is None else visible & tile
     return _Logits(s, uncapped, visible)
 
 
@@ -149,8 +149,8 @@ def _keep(call: Call, block: Block, seed: int, like: Tensor) -> Tensor:
     if like.device.type == "meta":
         return torch.empty_like(like)
     generator = torch.Generator(like.device).manual_seed(seed + block.number)
-    kept = torch.rand(like.shape, generator=generator, device=like.device) >= call.dropout
-    return kept.to(like.dtype).mul_(1 / (1 - call.dropout))
+    retained = torch.rand(like.shape, generator=generator, device=like.device) >= call.dropout
+    return retained.to(like.dtype).mul_(1 / (1 - call.dropout))
 
 
 def _attend_plainly(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -204,8 +204,10 @@ class _Attend(torch.autograd.Function):
         tensors, (out, lse) = saved[:5], saved[5:7]
         work = Work(ctx.call, ctx.plan, ctx.seed)
         with torch.no_grad():
-            found = gradients(work, Inputs(*tensors), (out, lse), (grads[0], grads[1]), ctx.needs_input_grad[6:])
-        return None, None, None, *once(found, *grads, *saved)
+            gradients_of_inputs = gradients(
+                work, Inputs(*tensors), (out, lse), (grads[0], grads[1]), ctx.needs_input_grad[6:]
+            )
+        return None, None, None, *once(gradients_of_inputs, *grads, *saved)
 
 
 def gradients(
@@ -263,16 +265,16 @@ def _forward(call: Call, plan: Plan | None, block: Block, inputs: Inputs, seed: 
 def weights_of_sinks(call: Call, plan: Plan | None, inputs: Inputs) -> Tensor:
     """What of each row falls to the sink, [B, H, Q]."""
     assert inputs.sinks is not None
-    found = inputs.q.new_zeros((call.batch, call.heads, call.queries), dtype=accumulate_dtype(call.dtype))
+    weights = inputs.q.new_zeros((call.batch, call.heads, call.queries), dtype=accumulate_dtype(call.dtype))
     for block in blocks(call, plan):
         if block.j.start == block.j.stop:
-            rows = (_sink_rows(call, block, inputs.sinks) != -torch.inf).to(found.dtype)
+            rows = (_sink_rows(call, block, inputs.sinks) != -torch.inf).to(weights.dtype)
         else:
             w = _weights(call, block, inputs, _logits(call, plan, block, inputs))
             assert w.sink is not None
             rows = w.sink / w.divisor
-        found[block.b, block.heads(call.group), block.i] = _per_head(call, rows)[..., 0].flatten(-3, -2)
-    return found
+        weights[block.b, block.heads(call.group), block.i] = _per_head(call, rows)[..., 0].flatten(-3, -2)
+    return weights
 
 
 class _Weights(NamedTuple):

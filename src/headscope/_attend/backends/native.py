@@ -116,8 +116,8 @@ def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
     like = without_memory(rows_like(call, call.queries, call.heads, call.v_head_dim))
     lse_like = without_memory(torch.empty((call.batch, call.heads, call.queries), dtype=dtype, device="cpu"))
     hidden = hides(call)
-    work, grad, asked = Work(call, plan, 0), call.grad or call.bias_grad, call.lse
-    need_lse, beside = grad or asked, bias is not None or sinks is not None
+    work, grad, returns_lse = Work(call, plan, 0), call.grad or call.bias_grad, call.lse
+    need_lse, beside = grad or returns_lse, bias is not None or sinks is not None
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, sinks: Tensor | None = None
@@ -138,9 +138,9 @@ def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
             return None
         if not grad or lse is None:
             return out, lse
-        made = (work, asked, out, lse)
-        tied = _tie(made, q, k, v, bias, sinks) if beside else _tie(made, q, k, v)
-        return tied if asked else (tied, None)  # pyright: ignore[reportReturnType]
+        results = (work, returns_lse, out, lse)
+        tied = _tie(results, q, k, v, bias, sinks) if beside else _tie(results, q, k, v)
+        return tied if returns_lse else (tied, None)  # pyright: ignore[reportReturnType]
 
     return run
 
@@ -156,12 +156,12 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, made: tuple[Work, bool, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, *beside: Tensor | None
+        ctx: Any, results: tuple[Work, bool, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, *beside: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        ctx.work, asked, out, lse = made
+        ctx.work, returns_lse, out, lse = results
         masks = () if ctx.work.plan is None else ctx.work.plan.read_again()
         ctx.save_for_backward(q, k, v, out, lse, *beside, *masks)  # beside: bias and sinks, or nothing
-        if not asked:
+        if not returns_lse:
             return out
         ctx.set_materialize_grads(False)
         return out, lse
@@ -178,8 +178,8 @@ class _Differentiable(torch.autograd.Function):
         with torch.no_grad():
             dq, dk, dv, dbias, dsinks = gradients(ctx.work, inputs, (out, lse), (grad_out, grad_lse), needed)
         dbias = dbias.reshape(bias.shape) if dbias is not None and bias is not None else None  # the axes it came with
-        found = (dq, dk, dv, dbias, dsinks)[: 3 + len(beside)]
-        return None, *once(found, grad_out, grad_lse, *saved)
+        gradients_of_inputs = (dq, dk, dv, dbias, dsinks)[: 3 + len(beside)]
+        return None, *once(gradients_of_inputs, grad_out, grad_lse, *saved)
 
 
 # What ``_Differentiable.apply`` comes to outside of torch.func; the look for that costs as much as the rest.
@@ -203,16 +203,16 @@ def gradients(
         grads: those of out and lse, or None.
         needed: whether those of bias and sinks are.
     """
-    found, finite = _gradients(work, inputs, results, grads, needed)
+    gradients_of_inputs, finite = _gradients(work, inputs, results, grads, needed)
     if finite:  # a NaN that met anything, and be it a weight of 0, would be in one of them
-        return found
+        return gradients_of_inputs
 
     def again(clean: Inputs, grads: Pair) -> tuple[Tensor | None, ...]:
         out, lse, _ = _forward(work.call, work.plan, clean, work.seed, need_lse=True)
         assert lse is not None  # it is asked for
         return _gradients(work, clean, (out, lse), grads, needed)[0]
 
-    return gradients_of_bad_inputs(work, inputs, grads, again) or found
+    return gradients_of_bad_inputs(work, inputs, grads, again) or gradients_of_inputs
 
 
 def _gradients(
@@ -306,12 +306,12 @@ def describe(call: Call, plan: Plan | None, inputs: Inputs, seed: int = 0) -> _D
         if plan.rest is not None:
             plan.rest.write_rules(rules, (call.batch, call.heads, call.queries, call.keys))
     sizes = (call.batch, call.heads, call.kv_heads, call.queries, call.keys, call.head_dim, call.v_head_dim)
-    made = native.Call(
+    call_of_kernels = native.Call(
         sizes, CODES[call.dtype], q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride(),
         address(bias), _strides(bias), address(sinks), address(spans), spans_at, rules.program,
         call.scale, call.softcap or 0.0, call.dropout, seed, _row_strides(call.queries, call.heads, call.v_head_dim),
     )  # fmt: skip
-    return _Described(made, (q, k, v, bias, sinks, spans, *rules.tensors))
+    return _Described(call_of_kernels, (q, k, v, bias, sinks, spans, *rules.tensors))
 
 
 class _Rules:

@@ -35,8 +35,8 @@ def logits(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tenso
         visible = inputs.bias != -torch.inf
     if plan is not None:
         batch, heads, queries, keys = s.shape
-        seen = plan.tile(slice(0, batch), slice(0, heads), slice(0, queries), slice(0, keys))  # [B, H, Q, K]
-        visible = visible & seen.to(s.device)
+        tile = plan.tile(slice(0, batch), slice(0, heads), slice(0, queries), slice(0, keys))  # [B, H, Q, K]
+        visible = visible & tile.to(s.device)
     visible = visible.expand(s.shape)
     return s.masked_fill(~visible, -torch.inf), visible
 

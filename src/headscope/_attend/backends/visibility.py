@@ -39,13 +39,13 @@ def visible_blocks(
             span = slice(max(keys.start, int(low.amin())), min(keys.stop, int(high.amax())))
         if span.start >= span.stop:
             continue
-        seen = torch.ones((1, 1, rows.stop - rows.start, span.stop - span.start), dtype=torch.bool, device=device)
+        visible = torch.ones((1, 1, rows.stop - rows.start, span.stop - span.start), dtype=torch.bool, device=device)
         if plan is not None:
-            seen = seen & plan.tile(slice(0, call.batch), slice(0, call.heads), rows, span)
+            visible = visible & plan.tile(slice(0, call.batch), slice(0, call.heads), rows, span)
         if bias is not None:
             cut = bias[:, :, slice(None) if bias.shape[2] == 1 else rows]
-            seen = seen & (cut[..., slice(None) if bias.shape[3] == 1 else span] != -torch.inf)
-        yield rows, span, seen
+            visible = visible & (cut[..., slice(None) if bias.shape[3] == 1 else span] != -torch.inf)
+        yield rows, span, visible
 
 
 def marks_of_rows(call: Call, plan: Plan | None, bias: Tensor | None, marks: Tensor) -> Tensor:
@@ -53,10 +53,10 @@ def marks_of_rows(call: Call, plan: Plan | None, bias: Tensor | None, marks: Ten
 
     Marks are rare, or everywhere at once: only keys and columns that have one are visited.
     """
-    found = marks.new_zeros((call.batch, call.heads, call.queries, marks.shape[-1]))
+    marked = marks.new_zeros((call.batch, call.heads, call.queries, marks.shape[-1]))
     keys, columns = (marks.any(0).any(0).any(axis).nonzero().flatten() for axis in (1, 0))
     if len(keys) == 0:
-        return found
+        return marked
     marks = marks[:, :, keys][..., columns].to(accumulate_dtype(call.dtype))  # [B, Hkv, marked keys, marked columns]
     for rows, span, visible in visible_blocks(call, plan, bias, slice(int(keys[0]), int(keys[-1]) + 1), marks.device):
         here = slice(*torch.searchsorted(keys, torch.tensor([span.start, span.stop], device=keys.device)).tolist())
@@ -66,8 +66,8 @@ def marks_of_rows(call: Call, plan: Plan | None, bias: Tensor | None, marks: Ten
             counts = torch.einsum("ij,bhjc->bhic", visible[0, 0], cut).repeat_interleave(call.group, 1)
         else:
             counts = visible @ cut.repeat_interleave(call.group, 1)
-        found[:, :, rows, columns] = counts > 0
-    return found
+        marked[:, :, rows, columns] = counts > 0
+    return marked
 
 
 def rows_with_keys(call: Call, plan: Plan | None, bias: Tensor | None, device: torch.device) -> Tensor:
@@ -75,10 +75,10 @@ def rows_with_keys(call: Call, plan: Plan | None, bias: Tensor | None, device: t
     shape = (call.batch, call.heads, call.queries)
     if call.keys and bias is None and (plan is None or not plan.may_be_empty):
         return torch.ones(shape, dtype=torch.bool, device=device)
-    found = torch.zeros(shape, dtype=torch.bool, device=device)
+    nonempty = torch.zeros(shape, dtype=torch.bool, device=device)
     for rows, _, visible in visible_blocks(call, plan, bias, slice(0, call.keys), device):
-        found[:, :, rows] = visible.any(-1)
-    return found
+        nonempty[:, :, rows] = visible.any(-1)
+    return nonempty
 
 
 def rows_of_bad_logits(call: Call, plan: Plan | None, bias: Tensor | None, bad_q: Tensor, bad_k: Tensor) -> Tensor:
@@ -91,12 +91,12 @@ def rows_of_bad_logits(call: Call, plan: Plan | None, bias: Tensor | None, bad_q
 
 def incoming(grads: Pair) -> Tensor | bool:
     """Whether the gradient of a row's out or lse is not 0, [B, H, Q]."""
-    found: Tensor | bool = False
+    nonzero: Tensor | bool = False
     if grads[0] is not None:
-        found = (grads[0] != 0).any(-1)
+        nonzero = (grads[0] != 0).any(-1)
     if grads[1] is not None:
-        found = (grads[1] != 0) | found
-    return found
+        nonzero = (grads[1] != 0) | nonzero
+    return nonzero
 
 
 def gradients_of_bad_inputs(
@@ -117,9 +117,9 @@ def gradients_of_bad_inputs(
         None if grads[0] is None else grads[0].masked_fill(rows[..., None], 0),
         None if grads[1] is None else grads[1].masked_fill(rows, 0),
     )
-    found = gradients(Inputs(q, k, v, bias, inputs.sinks), others)
-    zeroed = tuple(None if x is None else x.masked_fill(b, 0) for x, b in zip(found[:3], bad, strict=True))
-    return with_nan_of_rows(call, plan, bias, rows & incoming(grads), (*zeroed, *found[3:]))
+    grads_of_rest = gradients(Inputs(q, k, v, bias, inputs.sinks), others)
+    zeroed = tuple(None if x is None else x.masked_fill(b, 0) for x, b in zip(grads_of_rest[:3], bad, strict=True))
+    return with_nan_of_rows(call, plan, bias, rows & incoming(grads), (*zeroed, *grads_of_rest[3:]))
 
 
 def with_nan_of_rows(
