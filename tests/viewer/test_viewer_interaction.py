@@ -283,7 +283,8 @@ def test_what_is_drawn_follows_the_screen(look: Any, short: Recording) -> None:
         page.set_viewport_size({"width": 1280, "height": 900})
         until(page, f"{sizes}.every((size) => size === 1)")
         screen = {"width": 1280, "height": 900, "deviceScaleFactor": 2, "mobile": False}
-        page.context.new_cdp_session(page).send("Emulation.setDeviceMetricsOverride", screen)
+        session = page.context.new_cdp_session(page)  # the browser drops the override with the session
+        session.send("Emulation.setDeviceMetricsOverride", screen)
         until(page, f"{sizes}.every((size) => size === 2)")
     page = look(short, "view=head")
     drawn = page.locator(".map canvas")
