@@ -12,6 +12,7 @@ from headscope._attend.interface import full_precision
 from headscope._attend.prepare import canonical_inputs, prepare, prepare_with_plan
 from headscope._attend.run import run
 from headscope._observe import Positions, attend_and_observe, observe_call
+from headscope._support.arguments import check_type
 from headscope.masks import Mask
 from headscope.stats import HeadStats, Observe
 
@@ -104,8 +105,8 @@ def attend(
         observe: what to measure of the weights, as self-attention with default positions; ``stats`` then holds it. For
             cross-attention, or other positions, call ``observe`` with this lse.
     """
-    if observe is not None and not isinstance(observe, Observe):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"observe: got {type(observe).__name__}, wanted a headscope.Observe or None")
+    if observe is not None:
+        check_type("observe", observe, Observe, "a headscope.Observe or None")
     handler = run if hook.interceptor is None else hook.interceptor
     if observe is not None and handler is run:
         result = attend_and_observe(q, k, v, mask, bias, sinks, scale, softcap, dropout, backend, observe)

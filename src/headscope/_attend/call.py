@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 
-from headscope._support.arguments import check_broadcast, check_layout, kind, number, shapes
+from headscope._support.arguments import check_broadcast, check_layout, check_type, kind, number, shapes
 from headscope._support.tensor_classes import ORDINARY, check_no_causal_bias
 from headscope._support.torch_state import is_traced
 from headscope.masks import Dense, Mask, Plan, check_mask
@@ -212,8 +212,7 @@ def form(*tensors: Tensor | None) -> Form:
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
-            raise TypeError(f"{name}: got {kind(tensor)}, wanted a torch.Tensor")
+        check_type(name, tensor, Tensor, "a torch.Tensor")
         if tensor.layout != torch.jagged:
             check_layout(name, tensor)
         if tensor.layout != q.layout:
@@ -280,8 +279,7 @@ def _check_nested(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: T
 
 
 def _bias(bias: Tensor, lead: tuple[int, ...], last: tuple[int, int, int], q: Tensor) -> None:
-    if not isinstance(bias, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"bias: got {kind(bias)}, wanted a torch.Tensor")
+    check_type("bias", bias, Tensor, "a torch.Tensor")
     check_layout("bias", bias)
     if bias.dtype not in FLOATS:
         hint = "; a boolean tensor is a mask: pass it as mask=" if bias.dtype == torch.bool else ""
@@ -292,8 +290,7 @@ def _bias(bias: Tensor, lead: tuple[int, ...], last: tuple[int, int, int], q: Te
 
 
 def _sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
-    if not isinstance(sinks, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"sinks: got {kind(sinks)}, wanted a torch.Tensor")
+    check_type("sinks", sinks, Tensor, "a torch.Tensor")
     check_layout("sinks", sinks)
     if sinks.dtype not in FLOATS:
         raise TypeError(f"sinks: dtype is {kind(sinks)}, wanted a floating one")

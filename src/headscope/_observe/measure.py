@@ -14,7 +14,7 @@ from headscope._attend.interface import Inputs, is_lazy
 from headscope._attend.prepare import canonical_inputs, prepare, prepare_with_plan
 from headscope._observe import aggregate
 from headscope._observe.inputs import Request
-from headscope._support.arguments import check_layout
+from headscope._support.arguments import check_layout, check_type
 from headscope._support.torch_state import has_no_values
 from headscope.masks import Mask
 from headscope.stats import HeadStats, Observe
@@ -46,8 +46,7 @@ def measure(
 ) -> HeadStats:  # fmt: skip
     """Measure the weights of a call; the arguments are those of ``headscope.observe``."""
     _check_readable(q, k, v)
-    if not isinstance(what, Observe):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"what: got {type(what).__name__}, wanted a headscope.Observe")
+    check_type("what", what, Observe, "a headscope.Observe")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             check_layout(name, x)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headscope._observe.inputs import Request
 from headscope._observe.visibility import real_keys
-from headscope._support.arguments import check_layout, kind, shapes
+from headscope._support.arguments import check_layout, check_type, kind, shapes
 from headscope._support.torch_state import is_traced
 from headscope.masks import Band
 from headscope.stats._layer import wide
@@ -95,8 +95,7 @@ def _positions_at(k_at: Tensor, index: Tensor, keys: int) -> Tensor:
 
 
 def _check_positions(name: str, positions: Tensor, letter: str, length: int, request: Request) -> Tensor:
-    if not isinstance(positions, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"{name}: got {kind(positions)}, wanted a torch.Tensor or None")
+    check_type(name, positions, Tensor, "a torch.Tensor or None")
     check_layout(name, positions)
     if positions.dtype == torch.bool or positions.dtype.is_complex:
         raise TypeError(f"{name}: dtype is {kind(positions)}, wanted numbers")

@@ -13,7 +13,7 @@ from torch import Tensor
 from headscope._attend.call import FLOATS, Call
 from headscope._observe.inputs import Continued, Request, Scene
 from headscope._observe.placement import find_first_key, to_frame
-from headscope._support.arguments import check_layout, kind, shapes
+from headscope._support.arguments import check_layout, check_type, kind, shapes
 from headscope._support.tensor_classes import ORDINARY, to_ordinary
 from headscope.stats import Observe
 
@@ -129,8 +129,7 @@ def _check_lse(request: Request) -> None:
     lse, call, q = request.lse, request.call, request.inputs.q
     if lse is None:
         return
-    if not isinstance(lse, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"lse: got {kind(lse)}, wanted a torch.Tensor or None")
+    check_type("lse", lse, Tensor, "a torch.Tensor or None")
     check_layout("lse", lse)
     if lse.dtype not in FLOATS:
         raise TypeError(f"lse: dtype is {kind(lse)}, wanted a floating one")

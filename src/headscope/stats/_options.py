@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headscope._support.arguments import kind, number, whole
+from headscope._support.arguments import check_type, kind, number, whole
 from headscope.stats._quantities import ROW_QUANTITIES
 
 __all__ = ["Observe"]
@@ -76,8 +76,7 @@ class Observe:
             raise ValueError(f"windows: got {windows}, wanted each distance once (to six digits)")
         object.__setattr__(self, "windows", windows)
         if self.tokens is not None:
-            if not isinstance(self.tokens, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise TypeError(f"tokens: got {kind(self.tokens)}, wanted a tensor of whole numbers")
+            check_type("tokens", self.tokens, Tensor, "a tensor of whole numbers")
             if self.tokens.dtype not in _INTEGERS:
                 raise TypeError(f"tokens: dtype is {kind(self.tokens)}, wanted whole numbers")
         if self.keep_rows and not self.row_stats:
