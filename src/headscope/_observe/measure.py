@@ -88,7 +88,7 @@ def attend_and_observe(
         if result is not None:
             return result
     call = prepared.call
-    if not isinstance(what, Observe) or what.rows is not None or call.dropout:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if what.rows is not None or call.dropout:
         return None
     if prepared.backend.name != native.name or call.form != "plain" or call.grad or call.bias_grad:
         return None
