@@ -26,6 +26,7 @@ from headscope._attend.interface import (
     NO_SECOND_DERIVATIVE,
     Inputs,
     accumulate_dtype,
+    draw_seed,
     refuse_tangents,
 )
 from headscope._attend.vmap import run_each_entry
@@ -80,7 +81,7 @@ def attend(call: Call, mask: Mask | None, inputs: Inputs, backend: str) -> tuple
     parts: list[Tensor] = []
     if mask is not None:
         mask.encode((call.batch, call.heads, call.queries, call.keys), inputs.q.device, codes, parts)
-    seed = torch.randint(2**62, (), device="cpu") if call.dropout else None
+    seed = draw_seed() if call.dropout else None
     numbers = (call.scale, call.softcap or 0.0, call.dropout)
     args = (*inputs, codes, parts, *numbers, seed, backend)
     if not torch.compiler.is_compiling() and (

@@ -16,7 +16,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headscope._attend.call import Call
-from headscope._attend.interface import Inputs, Pair, Work, accumulate_dtype, full_precision, once, refuse_batched
+from headscope._attend.interface import (
+    Inputs,
+    Pair,
+    Work,
+    accumulate_dtype,
+    draw_seed,
+    full_precision,
+    once,
+    refuse_batched,
+)
 from headscope.masks import Plan
 
 name = "blocked"
@@ -36,7 +45,7 @@ def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = Non
     if call.within:
         return _attend_plainly(call, plan, inputs)
     if seed is None:
-        seed = int(torch.randint(2**62, (), device="cpu").item()) if call.dropout else 0
+        seed = int(draw_seed().item()) if call.dropout else 0
     out, lse = _Attend.apply(call, plan, seed, *inputs)  # pyright: ignore[reportGeneralTypeIssues, reportUnknownVariableType]
     return out, lse
 

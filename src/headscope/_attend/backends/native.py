@@ -18,6 +18,7 @@ from headscope._attend.interface import (
     Repeat,
     Work,
     accumulate_dtype,
+    draw_seed,
     is_lazy,
     once,
     readable,
@@ -70,7 +71,7 @@ def refuses(call: Call) -> list[str]:
 def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = None) -> tuple[Tensor, Tensor | None]:
     """out, and lse if it is asked for. The seed of dropout is drawn from torch's generator unless it is given."""
     if seed is None:
-        seed = int(torch.randint(2**62, (), device="cpu").item()) if call.dropout else 0
+        seed = int(draw_seed().item()) if call.dropout else 0
     with torch.no_grad():
         out, lse, _ = _forward(call, plan, inputs, seed, need_lse=call.lse or call.grad or call.bias_grad)
     return _tied(call, plan, inputs, seed, out, lse)
