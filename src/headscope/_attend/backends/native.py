@@ -333,10 +333,7 @@ class _Rules:
 
     def add_ids(self, q_ids: Tensor, k_ids: Tensor) -> None:
         q_ids, k_ids = readable(q_ids.long()), readable(k_ids.long())
-        self._add(RuleKind.SAME_ID, q_ids, (*_strides(q_ids), 0, 0))
-        kind, address, strides, _, _ = self.program[-1]
-        self.program[-1] = (kind, address, strides, k_ids.data_ptr(), (*_strides(k_ids), 0, 0))
-        self.tensors += [k_ids]
+        self._add(RuleKind.SAME_ID, q_ids, (*_strides(q_ids), 0, 0), k_ids, (*_strides(k_ids), 0, 0))
 
     def add_table(self, table: Tensor) -> None:
         table = readable(table)[(None,) * (4 - table.ndim)]
@@ -345,9 +342,12 @@ class _Rules:
     def join(self, kind: RuleKind) -> None:
         self.program.append((int(kind), 0, (0, 0, 0, 0), 0, (0, 0, 0, 0)))
 
-    def _add(self, kind: RuleKind, x: Tensor, strides: tuple[int, ...]) -> None:
-        self.tensors += [x]
-        self.program.append((int(kind), x.data_ptr(), strides, 0, (0, 0, 0, 0)))
+    def _add(
+        self, kind: RuleKind, first: Tensor, strides: tuple[int, ...],
+        second: Tensor | None = None, second_strides: tuple[int, ...] = (0, 0, 0, 0),
+    ) -> None:  # fmt: skip
+        self.tensors += [first] if second is None else [first, second]
+        self.program.append((int(kind), first.data_ptr(), strides, address(second), second_strides))
 
 
 def _reach(spans: Tensor) -> tuple[int, int, int]:
