@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from headscope._attend import operators
 from headscope._attend.backends import native, sdpa
 from headscope._attend.call import Call, Options, described, fold, fold_mask, form
 from headscope._attend.context_parallel import CONTEXT_PARALLEL, check_context_parallel
-from headscope._attend.interface import Backend, Inputs
+from headscope._attend.interface import Backend, Inputs, Repeat
 from headscope._attend.select import select
 from headscope._support.torch_state import is_traced
 from headscope.masks import Mask, Plan, as_mask
@@ -29,8 +28,7 @@ class Prepared:
 
     Attributes:
         canonical: q, k, v already have four axes and equal batch sizes.
-        repeat: a short way for the same call on other tensors, where the backend has one: out, and lse if the call
-            asks for it.
+        repeat: the backend's short way for the same call on other tensors; None where it has none.
         observations: what was prepared for observing such calls, by keys of ``_observe``.
     """
 
@@ -39,7 +37,7 @@ class Prepared:
     plan: Plan | None
     backend: Backend
     canonical: bool
-    repeat: Callable[..., tuple[Tensor, Tensor | None] | None] | None
+    repeat: Repeat | None
     observations: dict[Any, Any]
 
 
