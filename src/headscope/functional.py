@@ -79,7 +79,8 @@ def attention(
     Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; softcap: Gemma 2 (2024), section 2; sinks:
     gpt-oss (2025); grouped heads: Ainslie et al. 2023.
     """
-    handler = run if hook.interceptor is None else hook.interceptor
+    interceptor = hook.interceptor  # read once: another thread may end its watch
+    handler = run if interceptor is None else interceptor
     return handler(q, k, v, mask, bias, sinks, scale, softcap, dropout, False, backend)[0]
 
 
@@ -107,7 +108,8 @@ def attend(
     """
     if observe is not None:
         check_type("observe", observe, Observe, "a headscope.Observe or None")
-    handler = run if hook.interceptor is None else hook.interceptor
+    interceptor = hook.interceptor  # read once: another thread may end its watch
+    handler = run if interceptor is None else interceptor
     if observe is not None and handler is run:
         result = attend_and_observe(q, k, v, mask, bias, sinks, scale, softcap, dropout, backend, observe)
         if result is not None:
