@@ -25,7 +25,7 @@ from headscope.stats._layer import Kept, LayerStats, Moments
 
 
 def observe(request: Request) -> HeadStats:
-    """All three steps; see ``_observe``."""
+    """Return the statistics of a request, by all three steps of ``headscope._observe``."""
     with torch.no_grad(), full_precision(request.call):
         known, ready = _find_ready(request)
         observed = None if ready is None else native.observe_rows(ready, request.inputs)

@@ -1,22 +1,4 @@
-"""Observing: every tile of the weights computed again from q and k, reduced to statistics, and forgotten.
-
-Three steps, of which the second has two forms:
-
-1. **The plan.** ``inputs.to_work`` states in numbers what is to be reduced (``Work``); ``scene.build_scene``
-   checks the request and states in tensors what it is reduced from (``Scene``).
-2. **The pass over the weights**, ``observe_rows(work, scene) -> Observed``. This file is its portable form: blocked
-   torch, any device, every option, memory linear in the length, blocks cut by shapes alone. ``native.py`` is the
-   fast one, by the kernels of csrc, which may attend beside; it refuses what they cannot do. Both are given the numbers
-   of ``Work`` and ``Call`` and the tensors of ``Scene``, and fill the same ``Observed``:
-
-   - per row: ``entropy`` as Σ p (lse - s), Σ p² (``effective_keys`` is its inverse), max p and its key, Σ p · distance,
-     the masses ``self``, ``previous``, ``next``, ``first``, ``window_w``, ``streaming_w``, ``duplicate``,
-     ``induction``, Σ p ‖v‖, the largest logit, the mass, n = how many keys it may see (for ``normalized_entropy`` and
-     ``chance``), whether it counts, whether it is broken;
-   - per key: received and eligible;
-   - the map: sum, count, max and the place of the max of each bin;
-   - edges: the largest p of each row are enough to find the rows they are in, see ``edges.py``.
-3. **The aggregation**, ``aggregate.py``: means, histograms, sums over the batch, in float64.
+"""The portable form of the pass over the weights: every tile computed again from q and k, reduced, and forgotten.
 
 A row is normalised by its own sum, as softmax is, so that it errs no more than softmax does: exp(s - lse) would carry
 lse's own rounding, which for logits of 50 is 2e-6, into every weight. A given lse that agrees with the row's own to
