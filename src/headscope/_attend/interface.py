@@ -73,7 +73,7 @@ class AttendFinite(Protocol):
 class Repeat(Protocol):
     """A short way for one prepared call on other tensors: out, and lse if the call asks for it.
 
-    Takes q, k, v, and bias and sinks where there are any. Returns None where the long way has to look closer.
+    Takes q, k, v, and bias and sinks where there are any. Returns None where the long way must follow.
     """
 
     def __call__(
@@ -120,7 +120,7 @@ class Backend(Protocol):
 
 
 class SeededAttend(Protocol):
-    """``Attend`` whose dropout is given its seed; None draws one from torch's generator."""
+    """``Attend`` that takes the seed of dropout; None draws one from torch's generator."""
 
     def __call__(self, call: Call, plan: Plan | None, inputs: Inputs, /, seed: int | None = None) -> Result: ...
 

@@ -1,8 +1,8 @@
 """Attention as operators, ``headscope::attend_forward`` and ``headscope::attend_backward``.
 
-A compiler cannot look through an address, as the native kernels take it, and would unroll the blocks of blocked torch
-for one length. What it sees instead is an operator: its schema, the sizes and strides of its
-results (the fake kernels below) and its gradient. The operator runs the same as a call without a compiler.
+A compiler cannot trace the native kernels, because they take raw pointers, and would unroll the blocks of blocked torch
+for one length. It traces an operator instead: its schema, the sizes and strides of its results (the fake kernels below)
+and its gradient. The operator runs the same as a call without a compiler.
 ``_attend.operator_kernels``, which is above this module, registers what it runs: see ``implement``.
 
 An operator takes tensors and numbers, so a mask crosses as codes (a small program in postfix order) and the tensors it
@@ -33,7 +33,7 @@ from headscope._attend.vmap import run_each_entry
 from headscope.masks import Mask
 
 FORWARD, BACKWARD = "headscope::attend_forward", "headscope::attend_backward"
-# softcap 0 is none; seed: one int64, wanted where there is dropout; backend: the name of the one that runs
+# softcap 0 is none; seed: one int64, required with dropout; backend: the name of the one that runs
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, SymInt[] codes, Tensor[] parts"
 _NUMBERS = "float scale, float softcap, float dropout, Tensor? seed, str backend"
 _RESULTS = "Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse"

@@ -1,4 +1,4 @@
-"""Prepared calls: the checks, the backend and the plan of a call, made once and found again by sizes and options."""
+"""Prepared calls: the checks, the backend and the plan of a call, cached by sizes and options."""
 
 from __future__ import annotations
 

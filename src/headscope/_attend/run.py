@@ -18,7 +18,7 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     scale: float | None, softcap: float | None, dropout: float, lse: bool, backend: str | None,
 ) -> Result:  # fmt: skip
-    """Return out [..., H, Q, Dv] and, if asked for by ``lse``, the log-sum-exp of each row [..., H, Q]."""
+    """Return out [..., H, Q, Dv] and, if ``lse`` is True, the log-sum-exp of each row [..., H, Q]."""
     prepared = prepare(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
     repeat = prepared.repeat
     if repeat is not None:

@@ -11,9 +11,9 @@ import torch
 def run_each_entry(
     run: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """Run once for each entry, as the mask of each may be another, and stack; one of zeros gives the sizes of none.
+    """Run once for each entry, because each may have another mask, and stack the results.
 
-    Takes and returns what ``torch.autograd.Function.vmap`` does.
+    Without entries, one run over zeros gives the sizes. Takes and returns what ``torch.autograd.Function.vmap`` does.
     """
     if info.batch_size == 0:
         args = tuple(

@@ -16,7 +16,7 @@ from headscope.masks._program import Code
 
 
 def decode(codes: Sequence[int], parts: Sequence[Tensor]) -> Mask | None:
-    """Return the mask that was encoded; None of no codes."""
+    """Return the mask that was encoded; None if there are no codes."""
     numbers, tensors, stack = iter(codes), iter(parts), list[Mask]()
     for code in numbers:
         match code:
