@@ -287,14 +287,15 @@ def _is_paired(model: Any, parameters: Collection[str], name: str) -> bool:
     Raises:
         Mistake: its configuration claims both, unlike its class and its forward.
     """
-    if not model.config.is_encoder_decoder or "decoder_input_ids" in parameters:
-        return bool(model.config.is_encoder_decoder)
-    if not getattr(type(model.config), "is_encoder_decoder", False):  # UMT5EncoderModel has the value of the whole
-        raise Mistake(
-            f"{name}: config.json: is_encoder_decoder: expected false, as the forward of {type(model).__name__} has no "
-            f"decoder_input_ids, got true; {REMEDY}"
-        )
-    return False
+    is_claimed = bool(model.config.is_encoder_decoder)
+    if not is_claimed or "decoder_input_ids" in parameters:
+        return is_claimed
+    if getattr(type(model.config), "is_encoder_decoder", False):  # an encoder alone, with the configuration of both
+        return False
+    raise Mistake(
+        f"{name}: config.json: is_encoder_decoder: expected false, as the forward of {type(model).__name__} has no "
+        f"decoder_input_ids, got true; {REMEDY}"
+    )
 
 
 def _tokenizer(transformers: Any, name: str, options: dict[str, Any]) -> Any:
