@@ -191,3 +191,6 @@ def share(value: float) -> str:
 def decimal(value: float) -> str:
     """A number to two decimals; a dash where there is none."""
     return "–" if math.isnan(value) else f"{value:.2f}"
+
+
+Basis.__module__ = "headscope.decisions"  # its public path

@@ -356,3 +356,7 @@ def _rows(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = run(q, k, v, None, bias, call.sinks, call.scale, call.softcap, 0.0, True, None)  # pyright: ignore[reportArgumentType]
     assert lse is not None  # it is asked for
     return out.float(), lse
+
+
+for _class in (WatchError, WatchWarning):
+    _class.__module__ = "headscope.watching"  # their public path

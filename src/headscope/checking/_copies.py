@@ -64,3 +64,6 @@ def describe_shapes(result: Any) -> str:
     """Return the shapes of the tensors of a result, or its type."""
     shapes = ", ".join(str(list(tensor.shape)) for tensor in list_tensors(result))
     return shapes or type(result).__name__
+
+
+CheckError.__module__ = "headscope.checking"  # its public path

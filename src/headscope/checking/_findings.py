@@ -111,3 +111,7 @@ class Findings:
 
     def _repr_html_(self) -> str:
         return render_html(self)
+
+
+for _class in (Finding, Findings):
+    _class.__module__ = "headscope.checking"  # their public path

@@ -141,3 +141,7 @@ def _head_budget(layer: str, name: str, received: Tensor, eligible: Tensor, budg
     total = float(received.sum())
     shares = tuple(float(most_first[min(k, len(most_first)) - 1]) / total if total > 0 else math.nan for k in budgets)
     return HeadBudget(layer, name, count, tuple(min(each, 1.0) for each in shares))
+
+
+for _class in (HeadBudget, KVBudget):
+    _class.__module__ = "headscope.decisions"  # their public path

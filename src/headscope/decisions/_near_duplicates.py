@@ -155,3 +155,7 @@ def _closest(places: list[tuple[str, int]], between: list[Tensor]) -> HeadPair |
     far = torch.where(torch.ones_like(far, dtype=torch.bool).triu(1), far, math.inf)
     a, b = divmod(int(far.argmin()), len(places))
     return _pair(places, between, a, b)
+
+
+for _class in (HeadPair, NearDuplicates):
+    _class.__module__ = "headscope.decisions"  # their public path

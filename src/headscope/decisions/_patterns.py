@@ -119,3 +119,7 @@ def patterns(stats: HeadStats | HasStats) -> Patterns:
     if any(not each.exact for each in scores):
         caveat += " ~ marks estimates from means."
     return Patterns(basis, caveat, tuple(scores), local)
+
+
+for _class in (PatternScore, Patterns):
+    _class.__module__ = "headscope.decisions"  # their public path

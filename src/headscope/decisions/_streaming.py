@@ -146,3 +146,7 @@ def _rows_above(least: float, moments: Moments, head: int) -> float | None:
     counts = moments.histogram[head]
     rows = int(moments.count[head])
     return float(counts[first:].sum()) / rows if rows and first < len(counts) else None
+
+
+for _class in (StreamingHead, StreamingHeads):
+    _class.__module__ = "headscope.decisions"  # their public path

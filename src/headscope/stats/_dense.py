@@ -378,3 +378,7 @@ def _targets(at: _Rows) -> dict[str, Tensor]:
 def _check_at_least(name: str, got: float, least: int) -> None:
     if not got >= least:
         raise ValueError(f"{name}: got {got}, wanted at least {least}")
+
+
+for _class in (HeadMeans, PatternScores, Match):
+    _class.__module__ = "headscope.stats"  # their public path

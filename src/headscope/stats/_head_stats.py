@@ -337,3 +337,6 @@ class HeadStats:
 def merge(first: HeadStats, *others: HeadStats) -> HeadStats:
     """The statistic of the runs of all; see ``HeadStats.merge``."""
     return HeadStats.merge(first, *others)
+
+
+HeadStats.__module__ = "headscope.stats"  # its public path

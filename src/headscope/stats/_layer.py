@@ -412,3 +412,7 @@ def moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, (Moments, HeadMap, Edges, Kept, LayerStats)):
         return replace(value, **{each.name: moved(getattr(value, each.name), device) for each in fields(value)})
     return value
+
+
+for _class in (HeadMap, Edge, Edges, Kept):
+    _class.__module__ = "headscope.stats"  # their public path

@@ -100,3 +100,6 @@ class Observe:
                 raise TypeError(f"rows: dtype is {kind(self.rows)}, wanted bool (True = counts)")
         elif self.rows is not None:
             object.__setattr__(self, "rows", whole("rows", self.rows, 1, ", a boolean tensor or None"))
+
+
+Observe.__module__ = "headscope.stats"  # its public path

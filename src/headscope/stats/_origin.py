@@ -184,3 +184,7 @@ def _part(layer: LayerOrigin) -> str:
 
 def _widths(layer: LayerOrigin) -> str:
     return f"{layer.widths[0]} (q, k) and {layer.widths[1]} (v)"
+
+
+for _class in (Part, Origin):
+    _class.__module__ = "headscope.watching"  # their public path

@@ -226,3 +226,6 @@ def quantity_names(having: Collection[str], windows: Sequence[float], extra: Col
         if each.requires in having and (not each.on_request or each.name in extra):
             names += [f"{each.name}_{w:g}" for w in windows] if each.has_distance else [each.name]
     return names
+
+
+Quantity.__module__ = "headscope.stats"  # its public path

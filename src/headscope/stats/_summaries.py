@@ -102,3 +102,7 @@ def stack_columns(parts: Collection[LayerStats], name: str) -> Column:
 def _on_host(moments: Moments) -> Moments:
     """The same on the CPU, so that reading its numbers waits for a device once and not once a number."""
     return replace(moments, **{what: getattr(moments, what).cpu() for what in vars(moments)})
+
+
+for _class in (Summary, Column):
+    _class.__module__ = "headscope.stats"  # their public path

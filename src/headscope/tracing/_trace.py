@@ -115,3 +115,6 @@ class Trace:
 
 def _encode_number(value: float) -> float | str:
     return value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+Trace.__module__ = "headscope.tracing"  # its public path

@@ -219,3 +219,7 @@ def _fetch(number: int, parts: Mapping[str, LayerStats], layers: Mapping[str, in
     arrived = torch.Event(device)
     arrived.record()
     return _Step(number, names, heads, host, arrived)
+
+
+for _class in (AttentionWarning, Limits, Alarm):
+    _class.__module__ = "headscope.watching"  # their public path

@@ -365,3 +365,6 @@ def register_transformers(name: str = "headscope") -> None:
         ImportError: transformers is not installed, or older than 5.
     """
     register_attention(name)
+
+
+Watch.__module__ = "headscope.watching"  # its public path
