@@ -13,6 +13,7 @@ from headscope._attend.interface import accumulate_dtype
 from headscope._observe import inputs as observe_inputs
 from headscope._observe.inputs import Scene
 from headscope._observe.visibility import bias_rows, visible_block, visible_rows
+from headscope._support.logits import cap_logits, scaled_products
 from headscope.stats._layer import wide
 
 FLOOR = -1000.0  # exp of it is 0 in every dtype, and 0 times it is 0
@@ -173,13 +174,12 @@ def _logits(scene: Scene, rows: Rows, heads: slice, j: slice) -> tuple[Tensor, T
     """The final logits [b, h, i, j] before anything is hidden, and what may be seen."""
     call, inputs = scene.call, scene.inputs
     dtype = accumulate_dtype(call.dtype)
-    q = rows.q.to(dtype) * (call.scale / (call.softcap or 1))
+    q = rows.q.to(dtype)
     k = inputs.k[rows.b, rows.h, j].to(dtype)
     batch, _, count, _ = q.shape
     grouped = q.reshape(batch, -1, call.group * count, call.head_dim)  # [b, hkv, g * i, D]
-    s = (grouped @ k.transpose(-2, -1)).view(batch, -1, count, j.stop - j.start)  # [b, h, i, j]
-    if call.softcap is not None:
-        s = s.tanh_().mul_(call.softcap)
+    s = cap_logits(scaled_products(grouped, k, call.scale, call.softcap), call.softcap)  # [b, hkv, g * i, j]
+    s = s.view(batch, -1, count, j.stop - j.start)  # [b, h, i, j]
     if isinstance(rows.i, slice):
         place = (rows.b, heads, rows.i, j)
         visible = visible_block(scene.plan, inputs.bias, place, s.device)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headscope._support.logits import cap_logits, scaled_products
+
 
 def own_share(q: Tensor, bias_k: Tensor, lse: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Return the weight of the own key beside all others, [B, H, Q, 1].
@@ -18,9 +20,8 @@ def own_share(q: Tensor, bias_k: Tensor, lse: Tensor, scale: float, softcap: flo
         softcap: bound of the logits.
     """
     k = bias_k.repeat_interleave(q.shape[-3] // len(bias_k), 0)  # [H, D]
-    logit = scale * torch.einsum("...hqd,hd->...hq", q.to(lse.dtype), k.to(lse.dtype))  # [B, H, Q]
-    if softcap is not None:
-        logit = softcap * torch.tanh(logit / softcap)
+    s = scaled_products(q.to(lse.dtype), k[:, None].to(lse.dtype), scale, softcap)  # [B, H, Q, 1]
+    logit = cap_logits(s, softcap)[..., 0]
     return torch.sigmoid(logit - lse)[..., None]  # exp(logit) / (exp(logit) + exp(lse))
 
 

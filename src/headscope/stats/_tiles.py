@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headscope._support.fingerprint import Fingerprint
+from headscope._support.logits import cap_logits, scaled_products
 
 MOST_REST = 2**28
 """How many pairs a mask that is no spans may have to be saved."""
@@ -153,9 +154,7 @@ class KeptWeights:
         heads, groups = self.sizes["q"][1], self.sizes["k"][1]
         q = self._part("q", b, head, slice(*i)).to(dtype)
         k = self._part("k", b, head * groups // heads, slice(*j)).to(dtype)
-        s = (q * (self.scale / (self.softcap or 1))) @ k.T  # [i, j]
-        if self.softcap is not None:
-            s = torch.tanh(s) * self.softcap
+        s = cap_logits(scaled_products(q, k, self.scale, self.softcap), self.softcap)  # [i, j]
         hidden = torch.zeros_like(s, dtype=torch.bool)
         if "bias" in self.parts:
             bias = self._block("bias", b, head, i, j).to(dtype)

@@ -26,6 +26,7 @@ from headscope._attend.interface import (
     once,
     refuse_batched,
 )
+from headscope._support.logits import cap_logits, scaled_products
 from headscope.masks import Plan
 
 name = "blocked"
@@ -107,15 +108,12 @@ class _Logits(NamedTuple):
 
 
 def _logits(call: Call, plan: Plan | None, block: Block, inputs: Inputs) -> _Logits:
-    """The final logits of a block. scale / softcap is one factor: scale alone could overflow."""
+    """The final logits of a block."""
     dtype = accumulate_dtype(call.dtype)
-    q = _grouped(call, block, inputs.q).to(dtype) * (call.scale / (call.softcap or 1))
+    q = _grouped(call, block, inputs.q).to(dtype)
     k = inputs.k[block.b, block.h, block.j].to(dtype)
-    s = q @ k.transpose(-2, -1)  # [b, h, g * i, j]
-    uncapped = visible = None
-    if call.softcap is not None:
-        uncapped = s
-        s = call.softcap * torch.tanh(uncapped)
+    uncapped = scaled_products(q, k, call.scale, call.softcap)  # [b, h, g * i, j]
+    s, visible = cap_logits(uncapped, call.softcap), None
     if inputs.bias is not None:
         bias = _bias_tile(call, block, inputs.bias)
         visible = bias != -torch.inf
@@ -125,7 +123,7 @@ def _logits(call: Call, plan: Plan | None, block: Block, inputs: Inputs) -> _Log
         tile = tile.unflatten(1, (-1, call.group)) if tile.shape[1] > 1 else tile[:, :, None]  # [b, h, g, i, j]
         s = _per_head(call, s).masked_fill(~tile, -torch.inf).view_as(s)
         visible = tile if visible is None else visible & tile
-    return _Logits(s, uncapped, visible)
+    return _Logits(s, None if call.softcap is None else uncapped, visible)
 
 
 def _grouped(call: Call, block: Block, tensor: Tensor) -> Tensor:

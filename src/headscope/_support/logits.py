@@ -1,0 +1,19 @@
+"""The formula of a logit, once for every tile of the portable code. The slow reference states it by itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def scaled_products(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Return scale · q kᵀ, or scale / softcap · q kᵀ: q [..., i, D] and k [..., j, D] -> [..., i, j].
+
+    scale / softcap is one factor of q: neither the product with scale nor its quotient by softcap overflows by itself.
+    """
+    return (q * (scale / (softcap or 1))) @ k.transpose(-2, -1)
+
+
+def cap_logits(s: Tensor, softcap: float | None) -> Tensor:
+    """Return softcap · tanh(s) of what ``scaled_products`` returned, or s itself where there is no softcap."""
+    return s if softcap is None else softcap * torch.tanh(s)
