@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
 from headscope import functional
+from headscope._attend.blocks import slices
 from headscope._attend.run import run
 from headscope._intercept.masks import causal_rule, check_class
 from headscope._observe import Continued, Positions, observe_call
@@ -161,9 +162,8 @@ def _first_rows(mask: Mask, call: Call) -> Tensor | None:
     if bool(at_end.any() & (at_end | (last < 0)).all()):
         return None
     low, high = torch.tensor(keys, device=device), torch.tensor(-queries, device=device)
-    step = max(1, AT_ONCE // (last.numel() * keys))
-    for start in range(0, queries, step):
-        rows = torch.arange(start, min(start + step, queries), device=device)
+    for i in slices(queries, AT_ONCE // (last.numel() * keys)):
+        rows = torch.arange(i.start, i.stop, device=device)
         last = _last_visible(mask, sizes, rows)
         low = low.minimum(torch.where(last < 0, keys, last - rows).amin((1, 2)))
         high = high.maximum(torch.where(last < 0, -queries, last - rows).amax((1, 2)))

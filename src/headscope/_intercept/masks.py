@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headscope._attend.blocks import slices
 from headscope._support.tensor_classes import ORDINARY, has_own_functions, is_causal_bias
 from headscope.masks import Band, Dense, Documents, Mask, causal
 
@@ -110,11 +111,9 @@ def _same(rule: Mask, visible: Tensor) -> bool:
     """Whether a rule allows just this, [B, Q, K]; a few rows at a time, for the tensor may fill much of the memory."""
     batch, queries, length = visible.shape
     rule = rule.at(queries, length)
-    step = max(1, AT_ONCE // (batch * length))
-    for start in range(0, queries, step):
-        i = slice(start, min(start + step, queries))
+    for i in slices(queries, AT_ONCE // (batch * length)):
         allowed = rule.tile(slice(0, batch), slice(0, 1), i, slice(0, length), visible.device)
-        allowed = allowed.expand(batch, 1, i.stop - start, length)[:, 0]
+        allowed = allowed.expand(batch, 1, i.stop - i.start, length)[:, 0]
         if not torch.equal(visible[:, i], allowed):
             return False
     return True

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from headscope._attend.blocks import block_sizes, slices
 from headscope._observe import inputs
 from headscope._observe.inputs import Scene
 from headscope._observe.tile import Rows, weights
@@ -89,20 +91,15 @@ def _chunks(k: int, scene: Scene, maxima: Tensor) -> Iterator[tuple[int, slice, 
     count = min(k, maxima.shape[-1])
     chosen = largest_first(maxima)[..., :count].sort(-1).values  # [B, H, k], ascending
     queries = chosen if scene.whole else torch.tensor(list(scene.rows), device=chosen.device)[chosen]
-    logits = inputs.BLOCK
-    rows = max(1, min(count, logits // max(1, call.group * call.keys)))
-    step = max(1, min(call.kv_heads, logits // max(1, call.group * call.keys * rows)))
-    for b in range(call.batch):
-        one = slice(b, b + 1)
-        for start in range(0, call.kv_heads, step):
-            h = slice(start, min(start + step, call.kv_heads))
-            heads = slice(h.start * call.group, h.stop * call.group)
-            for r in range(0, count, rows):
-                pick = chosen[one, heads, r : r + rows]
-                q = scene.q[one, heads].gather(2, pick[..., None].expand(-1, -1, -1, call.head_dim))
-                lse = None if scene.lse is None else scene.lse[one, heads].gather(2, pick)
-                counts = ~maxima[one, heads].gather(2, pick).isnan()
-                yield b, h, Rows(q, one, h, queries[one, heads, r : r + rows], lse, counts)
+    sizes = block_sizes(call, count, inputs.BLOCK)
+    places = product(slices(call.batch, 1), slices(call.kv_heads, sizes.kv_heads), slices(count, sizes.rows))
+    for b, h, r in places:
+        heads = slice(h.start * call.group, h.stop * call.group)
+        pick = chosen[b, heads, r]
+        q = scene.q[b, heads].gather(2, pick[..., None].expand(-1, -1, -1, call.head_dim))
+        lse = None if scene.lse is None else scene.lse[b, heads].gather(2, pick)
+        counts = ~maxima[b, heads].gather(2, pick).isnan()
+        yield b.start, h, Rows(q, b, h, queries[b, heads, r], lse, counts)
 
 
 def _retain_largest(edges: Candidates, heads: slice, p: Tensor, at: Tensor, queries: int, keys: int) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from headscope._attend.blocks import block_sizes, slices, visible_keys
 from headscope._attend.interface import accumulate_dtype
 from headscope._observe import inputs as observe_inputs
 from headscope._observe.inputs import Scene
@@ -78,35 +80,15 @@ class Rows:
 
 def blocks(scene: Scene) -> Iterator[Block]:
     """Blocks of at most ``BLOCK`` logits (but at least one row), cut by shapes alone, batch entries in order."""
-    call, size = scene.call, observe_inputs.BLOCK
+    call, count = scene.call, len(scene.rows)
     if call.heads == 0:  # of q alone: k may have heads
         return
-    count = len(scene.rows)
-    rows = max(1, min(count, size // max(1, call.group * call.keys)))
-    fit = max(1, size // max(1, call.group * call.keys * rows))  # key/value heads at a time
-    head_step = min(call.kv_heads, fit)
-    batch_step = max(1, fit // call.kv_heads)
-    for b in range(0, call.batch, batch_step):
-        for h in range(0, call.kv_heads, head_step):
-            for r in range(0, count, rows):
-                r_slice = slice(r, min(r + rows, count))
-                j_slice = _visible_keys(scene, r_slice)
-                if j_slice.start < j_slice.stop:
-                    yield Block(
-                        slice(b, min(b + batch_step, call.batch)),
-                        slice(h, min(h + head_step, call.kv_heads)),
-                        r_slice,
-                        j_slice,
-                    )
-
-
-def _visible_keys(scene: Scene, r: slice) -> slice:
-    plan = scene.plan
-    if plan is None or plan.bounds is None:
-        return slice(0, scene.call.keys)
-    bounds = plan.bounds if len(plan.bounds) == 1 else plan.bounds[query_index(scene, r)]
-    stop = int(bounds[:, 1].max())
-    return slice(min(int(bounds[:, 0].min()), stop), stop)
+    sizes = block_sizes(call, count, observe_inputs.BLOCK)
+    places = product(slices(call.batch, sizes.batch), slices(call.kv_heads, sizes.kv_heads), slices(count, sizes.rows))
+    for b, h, r in places:
+        j = visible_keys(call, scene.plan, query_index(scene, r))
+        if j.start < j.stop:
+            yield Block(b, h, r, j)
 
 
 def query_index(scene: Scene, r: slice) -> slice | list[int]:

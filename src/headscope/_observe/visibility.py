@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headscope._attend.blocks import slices
 from headscope._attend.call import Call
 from headscope._observe import inputs
 from headscope.masks import Plan
@@ -21,9 +22,7 @@ def real_keys(call: Call, plan: Plan | None, bias: Tensor | None) -> Tensor:
     if plan is not None and plan.rest is None and bias is None:
         return _spanned(plan.spans, call.keys).expand(call.batch, -1)
     real = torch.zeros(call.batch, call.keys, dtype=torch.bool, device=device)
-    step = max(1, inputs.BLOCK // max(1, call.batch * call.heads * call.keys))
-    for start in range(0, call.queries, step):
-        i = slice(start, min(start + step, call.queries))
+    for i in slices(call.queries, inputs.BLOCK // max(1, call.batch * call.heads * call.keys)):
         pairs = visible_block(plan, bias, (slice(0, call.batch), slice(0, call.heads), i, slice(0, call.keys)), device)
         real |= pairs.any(1).any(1) if pairs is not None else True
     return real

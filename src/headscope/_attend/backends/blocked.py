@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headscope._attend.blocks import block_sizes, slices, visible_keys
 from headscope._attend.call import Call
 from headscope._attend.interface import (
     Inputs,
@@ -70,27 +72,12 @@ def blocks(call: Call, plan: Plan | None) -> Iterator[Block]:
     """Cut a call into blocks of at most ``BLOCK`` logits (but at least one row); what nobody may see is left out."""
     if call.heads == 0:
         return
-    rows = max(1, min(call.queries, BLOCK // max(1, call.group * call.keys)))
-    fit = max(1, BLOCK // max(1, call.group * call.keys * rows))  # key/value heads at a time
-    head_step = min(call.kv_heads, fit)
-    batch_step = max(1, fit // call.kv_heads)
-    number = 0
-    for i in range(0, call.queries, rows):
-        i_slice = slice(i, min(i + rows, call.queries))
-        j_slice = _visible_keys(call, plan, i_slice)
-        for b in range(0, call.batch, batch_step):
-            for h in range(0, call.kv_heads, head_step):
-                b_slice = slice(b, min(b + batch_step, call.batch))
-                yield Block(b_slice, slice(h, min(h + head_step, call.kv_heads)), i_slice, j_slice, number)
-                number += 1
-
-
-def _visible_keys(call: Call, plan: Plan | None, i: slice) -> slice:
-    if plan is None or plan.bounds is None:
-        return slice(0, call.keys)
-    bounds = plan.bounds if len(plan.bounds) == 1 else plan.bounds[i]
-    stop = int(bounds[:, 1].max())
-    return slice(min(int(bounds[:, 0].min()), stop), stop)
+    sizes = block_sizes(call, call.queries, BLOCK)
+    places = product(
+        slices(call.queries, sizes.rows), slices(call.batch, sizes.batch), slices(call.kv_heads, sizes.kv_heads)
+    )
+    for number, (i, b, h) in enumerate(places):
+        yield Block(b, h, i, visible_keys(call, plan, i), number)
 
 
 class _Logits(NamedTuple):
@@ -171,12 +158,11 @@ def _attend_plainly(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tens
         return inputs.q.new_zeros((*rows, call.v_head_dim)), inputs.q.new_zeros(
             rows, dtype=accumulate_dtype(call.dtype)
         )
-    step = max(1, COMPILED_BLOCK // max(1, call.batch * call.heads * call.keys))
+    step = COMPILED_BLOCK // max(1, call.batch * call.heads * call.keys)
     outs: list[Tensor] = []
     lses: list[Tensor] = []
-    for number, start in enumerate(range(0, call.queries, step)):
-        i = slice(start, min(start + step, call.queries))
-        block = Block(slice(0, call.batch), slice(0, call.kv_heads), i, _visible_keys(call, plan, i), number)
+    for number, i in enumerate(slices(call.queries, step)):
+        block = Block(slice(0, call.batch), slice(0, call.kv_heads), i, visible_keys(call, plan, i), number)
         out, lse = _forward(call, plan, block, inputs, 0)
         outs.append(_per_head(call, out).flatten(1, 2))  # [B, H, i, Dv]
         lses.append(_per_head(call, lse)[..., 0].flatten(1, 2))  # [B, H, i]

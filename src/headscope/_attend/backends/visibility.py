@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from headscope._attend.blocks import slices, visible_keys
 from headscope._attend.call import Call
 from headscope._attend.interface import Inputs, Pair, Work, accumulate_dtype
 from headscope.masks import Plan
@@ -30,13 +31,9 @@ def visible_blocks(
     Yields:
         rows; the span of keys that any of them sees; and visibility, boolean [B or 1, H or 1, rows, span].
     """
-    step = max(1, ROWS // max(1, call.batch * call.heads * (keys.stop - keys.start)))
-    for start in range(0, call.queries, step):
-        rows = slice(start, min(start + step, call.queries))
-        span = keys
-        if plan is not None and plan.bounds is not None:
-            low, high = plan.bounds[rows if len(plan.bounds) > 1 else slice(None)].unbind(-1)
-            span = slice(max(keys.start, int(low.amin())), min(keys.stop, int(high.amax())))
+    for rows in slices(call.queries, ROWS // max(1, call.batch * call.heads * (keys.stop - keys.start))):
+        any_row = visible_keys(call, plan, rows)
+        span = slice(max(keys.start, any_row.start), min(keys.stop, any_row.stop))
         if span.start >= span.stop:
             continue
         visible = torch.ones((1, 1, rows.stop - rows.start, span.stop - span.start), dtype=torch.bool, device=device)

@@ -1,0 +1,42 @@
+"""How the matrix of a call is cut into blocks: by sizes alone, so that equal calls are cut alike."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from headscope._attend.call import Call
+from headscope.masks import Plan
+
+
+class BlockSizes(NamedTuple):
+    """How many batch entries, key/value heads and rows one block has."""
+
+    batch: int
+    kv_heads: int
+    rows: int
+
+
+def block_sizes(call: Call, rows: int, logits: int) -> BlockSizes:
+    """Return the sizes of blocks of at most ``logits`` logits, but at least one row, of a call with so many rows.
+
+    A block holds all keys and whole groups of query heads. It takes several heads once all rows fit, and several batch
+    entries once all heads do.
+    """
+    size = max(1, min(rows, logits // max(1, call.group * call.keys)))
+    heads = max(1, logits // max(1, call.group * call.keys * size))
+    return BlockSizes(max(1, heads // max(1, call.kv_heads)), max(1, min(call.kv_heads, heads)), size)
+
+
+def slices(length: int, step: int) -> list[slice]:
+    """Cut a length into slices of ``step``, or of 1 where ``step`` is less; the last one may be shorter."""
+    step = max(1, step)
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+def visible_keys(call: Call, plan: Plan | None, queries: slice | list[int]) -> slice:
+    """Return the range of keys outside of which none of these queries sees one."""
+    if plan is None or plan.bounds is None:
+        return slice(0, call.keys)
+    bounds = plan.bounds if len(plan.bounds) == 1 else plan.bounds[queries]
+    stop = int(bounds[:, 1].max())
+    return slice(min(int(bounds[:, 0].min()), stop), stop)
