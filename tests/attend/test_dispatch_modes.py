@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import headscope
 from headscope import HeadStats, Observe, attend, comparing, decisions, functional, observe
 from headscope._attend import prepare
+from headscope._observe.aggregate import _prepared_observations
 from headscope._observe.native import borders_of
 from headscope._observe.placement import _frames
 from headscope.masks import Band, KeyLengths, Mask, Prefix, _base, causal, window
@@ -110,6 +111,17 @@ def test_the_table_of_prepared_calls_stays_small(monkeypatch: pytest.MonkeyPatch
         assert len(prepare.prepared_calls) <= 5
 
 
+def test_the_table_of_prepared_observations_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    _prepared_observations.clear()
+    monkeypatch.setattr(_prepared_observations, "most", 5)
+    sizes: list[int] = []
+    for length in range(1, 17):
+        q = torch.randn(1, 1, length, 8)
+        attend(q, q, q, observe=Observe())
+        sizes.append(len(_prepared_observations))
+    assert max(sizes) <= 5
+
+
 def test_a_call_that_becomes_the_latest_during_a_comparison_replaces_no_other() -> None:
     """As another thread may; here the comparison of two masks makes the other call."""
 
@@ -165,7 +177,7 @@ def test_the_default_device_does_not_matter(said: dict[str, Any]) -> None:
 
 def forget() -> None:
     """As in a new process."""
-    for kept in (prepare.prepared_calls, _frames):
+    for kept in (prepare.prepared_calls, _frames, _prepared_observations):
         kept.clear()
     for made in (borders_of, _base.plan_by_value):
         made.cache_clear()

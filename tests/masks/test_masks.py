@@ -283,7 +283,7 @@ def test_prepared_calls_have_a_limit_for_the_length_of_their_plans(monkeypatch: 
     monkeypatch.setattr(prepare, "prepared_calls", table)
 
     def lengths() -> list[int]:
-        return [0 if plan is None else plan.spans.shape[1] for plan in table.plans()]
+        return [0 if call.plan is None else call.plan.spans.shape[1] for call in table.values()]
 
     for length in range(100, 200):
         q = torch.zeros(1, 1, length, 1)

@@ -18,6 +18,7 @@ from headscope._attend.call import Call, Options, described, fold, fold_mask, fo
 from headscope._attend.context_parallel import CONTEXT_PARALLEL, check_context_parallel
 from headscope._attend.interface import Backend, Inputs, Repeat
 from headscope._attend.select import select
+from headscope._support.bounded import BoundedTable
 from headscope._support.torch_state import is_traced
 from headscope.masks import Mask, Plan, as_mask
 
@@ -29,7 +30,6 @@ class Prepared:
     Attributes:
         canonical: q, k, v already have four axes and equal batch sizes.
         repeat: the backend's short way for the same call on other tensors; None where it has none.
-        observations: what was prepared for observing such calls, by keys of ``_observe``.
     """
 
     call: Call
@@ -38,16 +38,12 @@ class Prepared:
     backend: Backend
     canonical: bool
     repeat: Repeat | None
-    observations: dict[Any, Any]
 
 
-class PreparedCalls:
+class PreparedCalls(BoundedTable[tuple[Any, ...], Prepared]):
     """A table of prepared calls by keys, bounded by their number and by the rows of their plans.
 
-    A call beyond a bound empties the table: then the sizes grow with every call, and no old one comes again.
-
     Attributes:
-        most: how many calls it holds.
         most_rows: how many rows all plans have together; a row takes some 50 bytes.
         rows: how many they have now.
         latest: the latest call and its key. ``prepare`` compares this key first: that takes half as long as hashing
@@ -55,14 +51,10 @@ class PreparedCalls:
     """
 
     def __init__(self, most: int = 1024, most_rows: int = 1 << 19) -> None:
-        self.most = most
+        super().__init__(most)
         self.most_rows = most_rows
         self.rows = 0
-        self._calls: dict[tuple[Any, ...], Prepared] = {}
         self.latest: tuple[tuple[Any, ...], Prepared | None] = ((), None)
-
-    def __len__(self) -> int:
-        return len(self._calls)
 
     def find(self, key: tuple[Any, ...]) -> Prepared | None:
         """Return the call of this key, or None.
@@ -70,29 +62,26 @@ class PreparedCalls:
         Raises:
             TypeError: the key cannot be hashed.
         """
-        prepared = self._calls.get(key)
+        prepared = self.get(key)
         if prepared is not None:
             self.latest = key, prepared
         return prepared
 
-    def add(self, key: tuple[Any, ...], prepared: Prepared) -> None:
-        """Store a call, unless its plan alone has more than half of ``most_rows``."""
-        rows = _rows_of_plan(prepared)
+    def add(self, key: tuple[Any, ...], value: Prepared) -> Prepared:
+        """Add a call, unless its plan alone has more than half of ``most_rows``; return it."""
+        rows = _rows_of_plan(value)
         if rows > self.most_rows // 2:
-            return
-        if len(self._calls) >= self.most or self.rows + rows > self.most_rows:
+            return value
+        if self.rows + rows > self.most_rows:
             self.clear()
-        self._calls[key] = prepared
-        self.latest = key, prepared
+        super().add(key, value)
+        self.latest = key, value
         self.rows += rows
-
-    def plans(self) -> list[Plan | None]:
-        """Return the plans of all calls."""
-        return [prepared.plan for prepared in self._calls.values()]
+        return value
 
     def clear(self) -> None:
         """Drop all calls."""
-        self._calls.clear()
+        super().clear()
         self.latest = (), None
         self.rows = 0
 
@@ -139,9 +128,7 @@ def prepare(
         except (AttributeError, TypeError, RuntimeError):  # not such tensors, no mask, not hashable: the checks raise
             key = None
     prepared = _prepare_anew(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
-    if key is not None:
-        prepared_calls.add(key, prepared)
-    return prepared
+    return prepared if key is None else prepared_calls.add(key, prepared)
 
 
 def prepare_with_plan(
@@ -189,7 +176,7 @@ def _prepare_anew(
     repeat = None
     if canonical and reusable and call.form == "plain" and selected.repeater is not None:
         repeat = selected.repeater(call, plan, Inputs(q, k, v, bias, sinks))
-    return Prepared(call, mask, plan, selected, canonical, repeat, {})
+    return Prepared(call, mask, plan, selected, canonical, repeat)
 
 
 def canonical_inputs(

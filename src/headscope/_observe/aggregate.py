@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headscope._attend.call import Call
 from headscope._attend.interface import full_precision
+from headscope._attend.prepare import Prepared
 from headscope._observe import native
 from headscope._observe.inputs import Request, Scene, to_work
 from headscope._observe.kept_tiles import ObservedTiles, keep_tiles
@@ -20,6 +21,7 @@ from headscope._observe.native import Ready
 from headscope._observe.portable import observe_rows
 from headscope._observe.result import Observed
 from headscope._observe.scene import build_scene
+from headscope._support.bounded import BoundedTable
 from headscope.stats import HeadStats, Observe
 from headscope.stats._layer import Kept, LayerStats, Moments
 
@@ -48,14 +50,19 @@ def attend(request: Request) -> Result | None:
         observed = native.observe_rows(ready, request.inputs, into)
         if observed is None:
             return None
-        if _is_simple(request) and request.has_place and id(request.what) not in request.before:
-            _remember(request, id(request.what), _repeat(ready, request.what))
+        if _is_simple(request) and request.has_place and repeater_of(request.prepared, request.what) is None:
+            _prepared_observations.add((request.prepared, id(request.what)), _repeat(ready, request.what))
         return *into, HeadStats(
             {"0": _layer_stats(request.call, request.what, known, observed, _tiles_of(request, known))}
         )
 
 
 Result = tuple[Tensor, Tensor, HeadStats]
+
+
+def repeater_of(prepared: Prepared, what: Observe) -> Callable[[Tensor, Tensor, Tensor], Result | None] | None:
+    """Return the short way of ``attend`` for such calls, if there is one with the same ``Observe`` object."""
+    return _prepared_observations.get((prepared, id(what)))
 
 
 def _repeat(ready: Ready, what: Observe) -> Callable[[Tensor, Tensor, Tensor], Result | None]:
@@ -97,7 +104,7 @@ class _LazyLayer(Mapping[str, LayerStats]):
 def _find_ready(request: Request) -> tuple[Scene | Ready, Ready | None]:
     """Return what a request is measured from, and its description for the native kernels if they take it."""
     if _is_simple(request):
-        ready = request.before.get(_key(request))
+        ready = _prepared_observations.get(_key(request))
         if ready is not None:
             return ready, ready
     scene = build_scene(request)
@@ -105,7 +112,7 @@ def _find_ready(request: Request) -> tuple[Scene | Ready, Ready | None]:
         return scene, None
     ready = Ready(request.what, scene)
     if _is_simple(request):
-        _remember(request, _key(request), ready)
+        _prepared_observations.add(_key(request), ready)
     return scene, ready
 
 
@@ -114,32 +121,16 @@ def _is_simple(request: Request) -> bool:
     what, inputs, mask = request.what, request.inputs, request.mask
     tensors = (request.lse, request.q_pos, request.k_pos, request.real, inputs.bias, inputs.sinks, what.tokens)
     quiet = all(x is None for x in tensors) and not isinstance(what.rows, Tensor) and not what.keep_qk
-    return quiet and (mask is None or mask.is_constant())
+    return quiet and request.call.form == "plain" and (mask is None or mask.is_constant())
 
 
 def _key(request: Request) -> Any:
-    return _options_of(request.what), request.kind, request.has_values
+    return request.prepared, _options_of(request.what), request.kind, request.has_values
 
 
 _options_of = attrgetter(*(each.name for each in fields(Observe)))
-_remembered: list[dict[Any, Any]] = []
-_MOST_REMEMBERED = 64  # some megabytes each, where sequences are long
-
-
-def _remember(request: Request, key: Any, prepared: object) -> None:
-    if len(_remembered) >= _MOST_REMEMBERED:
-        _forget()
-    _remembered.append(request.before)
-    request.before[key] = prepared
-
-
-def _forget() -> None:
-    for each in _remembered:
-        each.clear()
-    _remembered.clear()
-
-
-atexit.register(_forget)  # a compiler may refer to this module until the extension is gone
+_prepared_observations: BoundedTable[Any, Any] = BoundedTable(64)  # some megabytes each, where sequences are long
+atexit.register(_prepared_observations.clear)  # a compiler may refer to this module until the extension is gone
 
 
 def _layer_stats(

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from headscope._attend.call import Call
 from headscope._attend.interface import Inputs, accumulate_dtype
+from headscope._attend.prepare import Prepared
 from headscope.masks import Mask, Plan
 from headscope.stats import Observe
 
@@ -130,10 +131,10 @@ class Request:
     real: Tensor | None
     """Which keys are not padding, boolean [B or 1, K]; None: those that some query sees."""
     what: Observe
-    before: dict[Any, Any]
-    """What was made ready for calls of the same sizes, strides, dtypes and options, whatever their tensors hold."""
+    prepared: Prepared
+    """The call as it was prepared: equal for calls of equal sizes, strides, dtypes and options."""
     has_place: bool
-    """q, k and v are as they came, with a last stride of 1; ``before`` is then looked into for them."""
+    """q, k and v are as they came, with a last stride of 1, so that further calls may take the short way."""
 
 
 def value_norms(v: Tensor, call: Call) -> Tensor:

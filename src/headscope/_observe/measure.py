@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ def measure(
         kind=positions.kind,
         real=positions.real,
         what=what,
-        before=prepared.observations,
+        prepared=prepared,
         has_place=False,
     )
     return aggregate.observe(request)
@@ -82,7 +82,7 @@ def attend_and_observe(
     Returns None where that cannot be: the native kernels do not attend, a gradient is needed, or not all rows count.
     """
     prepared = prepare(q, k, v, mask, bias, sinks, scale, softcap, dropout, True, backend)
-    repeat: Any = prepared.observations.get(id(what))
+    repeat = aggregate.repeater_of(prepared, what)
     if repeat is not None and bias is None and sinks is None:
         result = repeat(q, k, v)
         if result is not None:
@@ -106,7 +106,7 @@ def attend_and_observe(
         kind="self",
         real=None,
         what=what,
-        before=prepared.observations,
+        prepared=prepared,
         has_place=has_place,
     )
     result = aggregate.attend(request)

@@ -11,6 +11,7 @@ from torch import Tensor
 from headscope._observe.inputs import Request
 from headscope._observe.visibility import real_keys
 from headscope._support.arguments import check_layout, check_type, kind, shapes
+from headscope._support.bounded import BoundedTable
 from headscope._support.torch_state import is_traced
 from headscope.masks import Band
 from headscope.stats._layer import wide
@@ -27,8 +28,7 @@ class Frame(NamedTuple):
     padding: Tensor | None
 
 
-_frames: dict[Any, Frame] = {}
-_FRAMES = 16  # some megabytes each, where sequences are long
+_frames: BoundedTable[Any, Frame] = BoundedTable(16)  # some megabytes each, where sequences are long
 
 
 def to_frame(request: Request) -> Frame:
@@ -41,11 +41,7 @@ def to_frame(request: Request) -> Frame:
     sizes = call.batch, call.heads, call.queries, call.keys
     key = (*sizes, request.inputs.q.device, mask, request.kind, request.what.first)
     frame = _frames.get(key)
-    if frame is None:
-        if len(_frames) >= _FRAMES:
-            _frames.clear()
-        frame = _frames[key] = _build_frame(request)
-    return frame
+    return _frames.add(key, _build_frame(request)) if frame is None else frame
 
 
 def _build_frame(request: Request) -> Frame:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headscope._support.arguments import kind, shapes
+from headscope._support.bounded import BoundedTable
 from headscope._support.torch_state import is_traced
 from headscope.positions._options import settle_number, settle_whole, to_positions
 from headscope.positions._scaling import NTK, LinearScaling, Llama3, Scaling, YaRN
@@ -193,8 +194,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x[:, None]
 
 
-_tables: dict[tuple[Rotary, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
-_TABLES = 16
+_tables: BoundedTable[tuple[Rotary, torch.device, torch.dtype], tuple[Tensor, Tensor]] = BoundedTable(16)
 FAR_APART, FREE = 4, 4096  # a table is made for positions up to 4 times their number + 4096
 
 
@@ -208,12 +208,10 @@ def _table(rotary: Rotary, length: int, device: torch.device, dtype: torch.dtype
     key = (rotary, device, dtype)
     table = _tables.get(key)
     if table is None or len(table[0]) < length:
-        if len(_tables) >= _TABLES:
-            _tables.clear()
         with torch.inference_mode(False), torch.no_grad():  # a later call may want gradients through them
             positions = torch.arange(1 << max(8, (length - 1).bit_length()), device=device)
             table = rotary._angles(positions, None, device, dtype)
-        _tables[key] = table
+        _tables.add(key, table)
     return table
 
 
