@@ -510,6 +510,18 @@ def test_keys_that_come_back_are_no_weights() -> None:
     assert "decoding with its cache equals the full forward pass" in found.understood
 
 
+def test_a_number_written_into_one_place_of_a_tensor_is_followed() -> None:
+    def scale_first(s: Tensor) -> Tensor:
+        factors = torch.full((len(s),), 0.5).to(s)
+        factors[0] = 1.0
+        factors[1:] = 1.0
+        return s * factors[:, None, None, None]
+
+    findings = check(Changed(s=scale_first))
+    assert findings.names == ()
+    assert "scale 0.3536 = 1/√D" in findings.understood, findings.not_tested
+
+
 def test_rotary_positions_by_complex_numbers() -> None:
     """As in the first Llama: pairs of numbers are seen as complex ones, and turned."""
 
