@@ -293,7 +293,7 @@ def test_every_kind_of_finding_is_tested() -> None:
     elsewhere = {
         *("kv-heads-tiled", "values-misplaced", "unused-parameter", "input-ignored", "rows-do-not-sum-to-one"),
         *("returned-weights-differ", "scale-unusual", "mask-applied-wrong", "not-finite", "quadratic-memory"),
-        *("not-permutation-equivariant", "softmax-twice", "logits-changed"),
+        *("not-permutation-equivariant", "softmax-twice", "logits-changed", "scale-not-uniform"),
     }
     assert {*BUGS.values(), *elsewhere} == CATALOGUE.keys()
 
@@ -508,6 +508,18 @@ def test_keys_that_come_back_are_no_weights() -> None:
     assert found.names == ()
     assert "3 heads of width 7" in found.understood
     assert "decoding with its cache equals the full forward pass" in found.understood
+
+
+def test_a_number_written_into_one_place_of_a_tensor_is_followed() -> None:
+    def scale_first(s: Tensor) -> Tensor:
+        factors = torch.full((len(s),), 0.5).to(s)
+        factors[0] = 1.0
+        factors[1:] = 1.0
+        return s * factors[:, None, None, None]
+
+    findings = check(Changed(s=scale_first))
+    assert findings.names == ()
+    assert "scale 0.3536 = 1/√D" in findings.understood, findings.not_tested
 
 
 def test_rotary_positions_by_complex_numbers() -> None:

@@ -96,7 +96,7 @@ ACCEPTED: list[tuple[type[Mapped], Step, str]] = [
     (Mapped, lambda s: 3 * torch.tanh(s / 3) + place_bias(s), "smaller logit"),
     (Cosine, torch.abs, "smaller logit"),
     (Distances, torch.abs, "smaller logit"),
-    (QueryTemperature, torch.abs, "factor of q·k of its own"),
+    (Mapped, lambda s: s**3, "rise with q·k"),
 ]
 
 
@@ -108,6 +108,117 @@ def test_maps_that_may_be_meant_are_described(kind: type[Mapped], step: Step, te
     assert findings.names == (), str(findings)
     scale = findings.not_tested.get("scale", "")
     assert text in scale or "scale" in " ".join(findings.understood), findings.not_tested
+
+
+def fold(threshold: float) -> Step:
+    return lambda s: torch.where(s > threshold, 2 * threshold - s, s)
+
+
+def cut_in_one_head(s: Tensor) -> Tensor:
+    return torch.cat([s[:, :2], s[:, 2:].sin()], 1)
+
+
+def square_first_queries(s: Tensor) -> Tensor:
+    return torch.cat([s[:, :, :2].square(), s[:, :, 2:]], 2)
+
+
+NOT_MONOTONE: list[tuple[Step, str]] = [
+    (torch.sin, "rise with q·k near"),
+    (lambda s: torch.sin(3 * s), "rise with q·k near"),
+    (torch.cos, "rise with"),
+    (lambda s: s * (1 - s), "rise with q·k near"),
+    (fold(0.5), "rise with q·k near"),
+    (fold(4.0), "rise with q·k near"),  # of large logits alone
+    (lambda s: torch.sin(3 * s) + place_bias(s), "rise with q·k near"),
+    (lambda s: torch.remainder(s, 1.0), "jump"),
+    (cut_in_one_head, "logits of head 2 rise with q·k near"),
+    (square_first_queries, "rise with q·k near"),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("step", "text"), NOT_MONOTONE)
+def test_a_map_that_falls_somewhere_is_found(step: Step, text: str, causal: bool) -> None:
+    torch.manual_seed(1)
+    findings = check(Mapped(step, causal=causal))
+    assert findings.names == ("logits-changed",), str(findings)
+    assert text in findings["logits-changed"].seen
+
+
+def test_a_map_that_falls_somewhere_is_found_in_a_softmax_of_float32() -> None:
+    torch.manual_seed(1)
+    findings = check(Mapped(lambda s: torch.sin(2 * s).float().double()))
+    assert findings.names == ("logits-changed",), str(findings)
+
+
+# ---------------------------------------------------------------- scales
+
+
+class Temperatures(Mapped):
+    """Attention with a learned temperature for each head."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda s: s)
+        self.temperature = nn.Parameter(torch.tensor([0.5, 0.8, 2.0]))
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().scores(q, k) * self.temperature[:, None, None]
+
+
+def scale_some_heads(s: Tensor) -> Tensor:
+    return torch.cat([s[:, :2], s[:, 2:] * 8**0.5], 1)
+
+
+def scale_some_queries(s: Tensor) -> Tensor:
+    factors = torch.ones(s.shape[-2]).to(s)
+    factors[::2] = 3
+    return s * factors[:, None]
+
+
+def scale_first_entry(s: Tensor) -> Tensor:
+    factors = torch.ones(len(s)).to(s)
+    factors[0] = 3
+    return s * factors[:, None, None, None]
+
+
+def scale_queries(s: Tensor) -> Tensor:
+    return s * (torch.arange(s.shape[-2]).to(s) + 2).log()[:, None]
+
+
+SCALES: list[tuple[Callable[[], nn.Module], str, str]] = [
+    (Temperatures, "unusual", "heads have scales of their own: 0.1768, 0.2828, 0.7071; expected 0.3536"),
+    (lambda: Mapped(scale_some_heads), "wrong", "heads have scales of their own: 0.3536, 0.3536, 1; expected 0.3536"),
+    (lambda: Mapped(lambda s: torch.cat([-s[:, :1], s[:, 1:]], 1)), "wrong", "-0.3536, 0.3536"),
+    (lambda: Mapped(scale_queries), "unusual", "each query has a factor of q·k of its own, from 0.4901 to 0.7352"),
+    (lambda: Mapped(scale_some_queries), "wrong", "each query has a factor of q·k of its own, from 0.3536 to 1.061"),
+    (lambda: Mapped(scale_first_entry), "wrong", "each query has a factor of q·k of its own, from 0.3536 to 1.061"),
+    (lambda: Mapped(lambda s: scale_queries(s) + place_bias(s)), "unusual", "each query has a factor of q·k"),
+    (lambda: Mapped(lambda s: s * torch.linspace(0.5, 1.4, s.shape[-1]).to(s)), "unusual", "each key has a factor"),
+    (lambda: QueryTemperature(torch.abs), "unusual", "each query has a factor of q·k of its own"),
+]
+
+
+@pytest.mark.parametrize(("build", "severity", "text"), SCALES)
+def test_scales_that_differ_are_found(build: Callable[[], nn.Module], severity: str, text: str) -> None:
+    torch.manual_seed(1)
+    findings = check(build())
+    assert findings.names == ("scale-not-uniform",), str(findings)
+    assert findings["scale-not-uniform"].severity == severity
+    assert text in findings["scale-not-uniform"].seen
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [(torch.sin, "logits-changed"), (scale_some_heads, "scale-not-uniform"), (scale_queries, "scale-not-uniform")],
+)
+def test_logits_of_a_function_are_judged_as_those_of_a_module(step: Step, name: str) -> None:
+    torch.manual_seed(1)
+    module = Mapped(step).double().requires_grad_(False)
+
+    def attend(x: Tensor) -> Tensor:
+        return module(x)
+
+    assert check(attend, embed_dim=24).names == (name,)
 
 
 def test_the_scale_of_the_largest_two_keys_is_not_tested_for_the_right_reason() -> None:

@@ -71,3 +71,41 @@ def test_a_layer_of_one_process_has_numbers_of_its_own() -> None:
     x = torch.randn(1, 5, SIZE)
     with torch.no_grad(), ablate(model, {"attention": [0, 1]}):
         assert model(x).abs().max() == 0
+
+
+# ---------------------------------------------------------------- uneven shards
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What each of three processes that share five heads prints."""
+    store = tmp_path_factory.mktemp("uneven") / "store"
+    return [json.loads(text) for text in run_ranks(PROGRAMS / "uneven_heads.py", "3", str(store), world=3)]
+
+
+@pytest.mark.parametrize("kind", ["chunks", "chunks, configured"])
+def test_heads_in_uneven_chunks_are_numbered(kind: str, uneven: Results) -> None:
+    assert [rank[kind]["part"] for rank in uneven] == [f"heads {held} of 5" for held in ("0 to 1", "2 to 3", "4 to 4")]
+    for rank in uneven:
+        assert [rank[kind][f"ablate {head}"] for head in range(5)] == pytest.approx([0] * 5, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["chosen", "chosen, configured"])
+def test_shards_that_are_no_chunks_are_an_unknown_part(kind: str, uneven: Results) -> None:
+    for number, rank in enumerate(uneven[:2]):  # the last one holds what a chunk would be
+        part = f"an unknown part of 5 heads (held by process {number} of 3)"
+        assert rank[kind]["part"] == part
+        for head in range(5):
+            assert str(rank[kind][f"ablate {head}"]).startswith(f"WatchError: heads: layer attention holds {part}, ")
+
+
+def test_parameters_that_do_not_show_the_heads_are_refused(uneven: Results) -> None:
+    shards = "4 of 10 rows of q, 4 of 10 rows of k, 4 of 10 rows of v, 4 of 10 columns of o, 3 of 7 rows of gate"
+    for rank in uneven:
+        for text in rank["another parameter"].values():
+            assert str(text).startswith("WatchError: model: layer attention is sharded, and its parameters do not show")
+            assert str(text).endswith("how many heads the whole layer has as num_attention_heads of model.config")
+    assert f"got, for 2 heads, {shards};" in str(uneven[0]["another parameter"]["part"])
+    assert [rank["another parameter, configured"]["part"] for rank in uneven] == [
+        f"an unknown part of 5 heads (held by process {number} of 3)" for number in range(3)
+    ]

@@ -8,13 +8,18 @@ import re
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from headscope._intercept.call import Call
+from headscope._intercept.call import Call, WatchError
 from headscope.stats._origin import PROCESS, LayerOrigin, Origin, Part
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # Names of sizes and counts. They are the same under every dtype, attention function and version of transformers, and in
 # every checkpoint of one architecture: fine-tuning changes vocabulary, labels, lengths and rates, not these.
@@ -59,11 +64,14 @@ def layer_part(modules: Mapping[str, nn.Module], name: str, heads: int) -> Part 
         modules: those of the model, by path; the model itself under the name of its class.
         name: the module that attends.
         heads: how many heads its call has.
+
+    Raises:
+        WatchError: its parameters are sharded, and neither they nor a configuration show how many heads there are.
     """
     around = [modules[path] for path in _outwards(name) if path in modules] or [modules[name]]
     root = next(iter(modules.values()))
     around += [] if around[-1] is root else [root]
-    return _part(around, heads)
+    return _part(name, around, heads)
 
 
 def shared_part(modules: Mapping[str, nn.Module], name: str, heads: int) -> Part | None:
@@ -115,26 +123,78 @@ def _entries(config: object, before: str = "", depth: int = 0) -> Iterator[tuple
 # ---------------------------------------------------------------- the part
 
 
-def _part(around: list[nn.Module], heads: int) -> Part | None:
+@dataclass(frozen=True)
+class _Slice:
+    """What this process holds of a sharded parameter.
+
+    Attributes:
+        parameter: its name.
+        axis: 0 = it is sharded by rows, 1 = by columns.
+        total: how many of them the whole parameter has.
+        length: how many this process holds.
+        start: the number of the first one; None where this process does not hold the shard of the placement.
+    """
+
+    parameter: str
+    axis: int
+    total: int
+    length: int
+    start: int | None
+
+    def __str__(self) -> str:
+        return f"{self.length} of {self.total} {'columns' if self.axis else 'rows'} of {self.parameter}"
+
+
+def _part(name: str, around: list[nn.Module], heads: int) -> Part | None:
     """The part of the heads that a layer holds; None = all, as far as is known.
 
     Args:
+        name: the layer, for the error.
         around: the layer's module, and those around it outwards.
         heads: how many heads the call has.
     """
     configs = (getattr(each, "config", None) for each in around)
     config = next((each for each in configs if each is not None), None)
     count = next((n for name in _HEAD_COUNTS if type(n := getattr(config, name, None)) is int), None)
-    if count is not None and not 1 <= heads < count:
+    if count is not None and heads >= count:
         return None
-    may_be_all = count is None or count % heads != 0 or heads in _declared(config)
-    shard = _shard(around)
-    if shard is not None:
-        place, size, both_ways = shard
-        if (count is None and both_ways) or (count == heads * size and not may_be_all):
-            return Part(heads * size, (place * heads, (place + 1) * heads))
-        may_be_all = may_be_all and not both_ways
-    return None if count is None or may_be_all else Part(count, None, _holder(around[-1]))
+    stated = heads in _declared(config)
+    may_be_all = count is None or stated or (heads > 0 and count % heads != 0)
+    slices = _slices(around)
+    # The query projection is split over its rows and the output projection over its columns only under tensor
+    # parallelism. Shards of data parallelism are gathered while the layer runs.
+    both_ways = {each.axis for each in slices} == {0, 1}
+    total, first = _locate(slices, heads)
+    if count is None and both_ways:
+        if total is None:
+            raise _unknown_count(name, heads, slices)
+        return Part(total, None, _holder(around[-1])) if first is None else Part(total, (first, first + heads))
+    if total is not None and total == count and first is not None and not stated and (both_ways or not may_be_all):
+        return Part(total, (first, first + heads))
+    return None if count is None or (may_be_all and not both_ways) else Part(count, None, _holder(around[-1]))
+
+
+def _locate(slices: list[_Slice], heads: int) -> tuple[int | None, int | None]:
+    """How many heads there are in all processes, and the number of the first one here; None = it does not follow.
+
+    Both follow where each slice holds the same part of its parameter, and each boundary lies between two heads.
+    """
+    if heads == 0 or not all(each.length for each in slices):
+        return None, None
+    totals = {Fraction(heads * each.total, each.length) for each in slices}
+    firsts = {None if each.start is None else Fraction(heads * each.start, each.length) for each in slices}
+    total, first = (next(iter(each)) if len(each) == 1 else None for each in (totals, firsts))
+    if total is None or total.denominator != 1:
+        return None, None
+    return total.numerator, first.numerator if first is not None and first.denominator == 1 else None
+
+
+def _unknown_count(name: str, heads: int, slices: list[_Slice]) -> WatchError:
+    return WatchError(
+        f"model: layer {name} is sharded, and its parameters do not show which heads this process holds; expected the "
+        f"same part of each parameter, in whole heads; got, for {heads} heads, {', '.join(map(str, slices))}; state "
+        "how many heads the whole layer has as num_attention_heads of model.config"
+    )
 
 
 def _declared(config: object) -> set[int]:
@@ -147,31 +207,38 @@ def _declared(config: object) -> set[int]:
     return counts
 
 
-def _shard(around: list[nn.Module]) -> tuple[int, int, bool] | None:
-    """How the parameters of a layer are sharded: place, number of shards, and whether over rows and columns alike.
+def _slices(around: list[nn.Module]) -> list[_Slice]:
+    """What this process holds of the parameters of a layer that are sharded.
 
-    The query projection is split over its rows and the output projection over its columns only under tensor
-    parallelism. Shards of data parallelism are gathered while the layer runs.
+    It follows from the placements. The processes do not communicate: one that does not watch would block the others.
     """
     if "torch.distributed.tensor" not in sys.modules:
-        return None
+        return []
     from torch.distributed.tensor import DTensor
 
     layer = next((each for each in around if any(True for _ in each.parameters())), None)
-    shards: set[tuple[int, int]] = set()
-    axes: set[int] = set()
-    for parameter in [] if layer is None else layer.parameters():
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            placements: tuple[Any, ...] = parameter.placements
-            for dim, placement in enumerate(placements):
-                if placement.is_shard() and mesh.size(dim) > 1:
-                    shards.add((mesh.get_local_rank(dim), mesh.size(dim)))
-                    axes.add(placement.dim % parameter.ndim)
-    if len(shards) != 1:
+    named = [] if layer is None else layer.named_parameters()
+    slices = (_slice(name, parameter) for name, parameter in named if isinstance(parameter, DTensor))
+    return [each for each in slices if each is not None]
+
+
+def _slice(name: str, parameter: DTensor) -> _Slice | None:
+    """What this process holds of a parameter; None = all."""
+    mesh = parameter.device_mesh
+    placements: tuple[Any, ...] = parameter.placements
+    sharded = [dim for dim, placement in enumerate(placements) if placement.is_shard() and mesh.size(dim) > 1]
+    if not sharded:
         return None
-    (place, size) = shards.pop()
-    return place, size, axes == {0, 1}
+    axes = [placements[dim].dim % parameter.ndim for dim in sharded]
+    total = length = parameter.shape[axes[0]]
+    start = 0
+    for dim in sharded:  # DTensor cuts as torch.chunk does: the last chunks may be shorter, or empty
+        chunk = -(-length // mesh.size(dim))
+        offset = min(mesh.get_local_rank(dim) * chunk, length)
+        start, length = start + offset, min(chunk, length - offset)
+    local = parameter.to_local().shape[axes[0]]
+    by_placement = local == length and len({*axes}) == 1
+    return _Slice(name, axes[0], total, local, start if by_placement else None)
 
 
 def _holder(model: nn.Module) -> str:

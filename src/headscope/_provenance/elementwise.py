@@ -90,8 +90,8 @@ def follow_in_place(identities: Identities, name: str, out: Tensor, args: tuple[
         shadow.ids.zero_()
     elif name == "copy_":
         source = shadows.find(args[1])
-        shadow.ids.copy_(torch.zeros(1, dtype=torch.long) if source is None else source.ids)
-        shadow.factors.copy_(torch.ones(1, dtype=torch.float64) if source is None else source.factors)
+        shadow.ids.copy_(torch.zeros((), dtype=torch.long) if source is None else source.ids)
+        shadow.factors.copy_(torch.ones((), dtype=torch.float64) if source is None else source.factors)
     elif name == "index_put_" and others:
         source = shadows.find(args[2])
         if source is not None:

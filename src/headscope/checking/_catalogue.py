@@ -174,8 +174,8 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     ),
     "logits-changed": CatalogueEntry(
         "wrong",
-        "A larger q·k should give a larger weight. Here opposite products weigh alike, large ones are all the same, "
-        "or a query's logits are rescaled by each other.",
+        "A larger q·k should give a larger weight. Here some give a smaller one, opposite products weigh alike, large "
+        "ones are all the same, or a query's logits are rescaled by each other.",
         "Change nothing between the product and the softmax but scale, mask, bias, and a cap that is odd, as tanh.",
         "scores = q @ k.transpose(-2, -1) * D**-0.5",
     ),
@@ -220,6 +220,13 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "unusual",
         "Another scale than 1/√D makes the weights sharper or flatter than usual.",
         "Specify scale= if it is meant, else divide by the square root of the head's width.",
+        "scores = q @ k.transpose(-2, -1) * D**-0.5",
+    ),
+    "scale-not-uniform": CatalogueEntry(
+        "unusual",
+        "Heads, queries or keys with factors of their own attend more or less sharply than others. A learned "
+        "temperature may be meant; where some factors are the usual one, the others lack the scale.",
+        "Scale all logits by the same number, unless the factors are meant.",
         "scores = q @ k.transpose(-2, -1) * D**-0.5",
     ),
     # ------------------------------------------------------------ masks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +65,9 @@ def judge_logit_map(runs: list[Heads]) -> Verdict:
 def _compare_keys(runs: list[Heads], head: int) -> _KeyPairs:
     lower, higher, rise = list[Tensor](), list[Tensor](), list[Tensor]()
     for heads in runs:
-        at, raw, log = (x[:, head, :MOST_KEYS, :MOST_KEYS] for x in (_past(heads), heads.raw, log_weights(heads.p)))
+        at, raw, log = (
+            x[:, head, :MOST_KEYS, :MOST_KEYS] for x in (past_pairs(heads), heads.raw, log_weights(heads.p))
+        )
         difference = raw[..., :, None] - raw[..., None, :]  # [B, Q, K, K]
         both = at[..., :, None] & at[..., None, :] & (difference > DIFFERENT * raw.abs().max())
         lower.append(raw[..., None, :].expand(both.shape)[both])
@@ -74,7 +77,7 @@ def _compare_keys(runs: list[Heads], head: int) -> _KeyPairs:
     return _KeyPairs(torch.cat(lower), torch.cat(higher), torch.cat(rise) / size)
 
 
-def _past(heads: Heads) -> Tensor:
+def past_pairs(heads: Heads) -> Tensor:
     """Visible keys that are not later than the query: the logits of later ones may be something else."""
     return visible_pairs(heads.p) & torch.ones(heads.p.shape[-2:], dtype=torch.bool).tril()
 
@@ -116,7 +119,7 @@ def fit_row_factors(heads: Heads, keys: Tensor) -> tuple[Tensor, Tensor] | None:
     Returns:
         (the rows with three keys or more, the factor of q·k), [B, H, Q] each; None where a row is not linear.
     """
-    at = _past(heads) & keys
+    at = past_pairs(heads) & keys
     rows = at.sum(-1) >= 3
 
     def centred(x: Tensor) -> Tensor:
@@ -130,6 +133,13 @@ def fit_row_factors(heads: Heads, keys: Tensor) -> tuple[Tensor, Tensor] | None:
     return (rows, factors) if linear else None
 
 
+def have_uniform_factors(rows: Tensor, factors: Tensor) -> bool:
+    """Return whether the fitted rows of each head have the same factor; the others have too few keys to be fitted."""
+    high, low = (torch.where(rows, factors, other) for other in (-math.inf, math.inf))
+    spread = (high.amax((0, 2)) - low.amin((0, 2))).clamp_min(0.0)
+    return bool((spread <= DIFFERENT * torch.where(rows, factors, 0.0).abs().amax((0, 2))).all())
+
+
 def judge_row_factors(heads: Heads, moved: Heads | None) -> Verdict:
     """Judge rows that are linear in q·k with other factors.
 
@@ -137,17 +147,20 @@ def judge_row_factors(heads: Heads, moved: Heads | None) -> Verdict:
         moved: the heads after token 0 was changed.
     """
     others = torch.arange(heads.p.shape[-1]) > 0
+    fitted = fit_row_factors(heads, torch.ones((), dtype=torch.bool))
     own = "each query has a factor of q·k of its own"
+    if fitted is not None:
+        own += f", from {float(fitted[1][fitted[0]].min()):.4g} to {float(fitted[1][fitted[0]].max()):.4g}"
     if moved is None or moved.p.shape != heads.p.shape:
-        return Verdict("none", own)
+        return Verdict("scale-not-uniform", own)
     before, after = fit_row_factors(heads, others), fit_row_factors(moved, others)
     retained = torch.isclose(heads.raw, moved.raw, rtol=1e-6)[..., 1:, 1:]
     if before is None or after is None or not bool(retained.all()):
-        return Verdict("none", own)
+        return Verdict("scale-not-uniform", own)
     rows = before[0] & after[0] & (torch.arange(heads.p.shape[-2]) > 0)
     change = ((after[1] - before[1]) / before[1]).abs()[rows]
     if not len(change) or float(change.max()) < 1e-2:
-        return Verdict("none", f"{own}, which does not change with another key")
+        return Verdict("scale-not-uniform", f"{own}, which does not change with another key")
     evidence = (
         f"a query's factor of q·k changes by up to {float(change.max()):.0%} when token 0 does, and its q·k do not"
     )

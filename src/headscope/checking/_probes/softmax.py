@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from headscope.checking import _weights as weights
 from headscope.checking._case import Case
 from headscope.checking._head_layout import Heads
-from headscope.checking._logit_map import fit_row_factors, judge_logit_map, judge_row_factors
+from headscope.checking._local_slopes import fit_local_slopes, judge_local_slopes
+from headscope.checking._logit_map import fit_row_factors, have_uniform_factors, judge_logit_map, judge_row_factors
 from headscope.checking._weights import Slope, Verdict
 
 NO_SOFTMAX = {"softmax-over-heads", "no-softmax", "softmax-twice"}  # which keys these hide does not depend on a mask
@@ -69,17 +71,39 @@ def _judge_other_logits(case: Case, heads: Heads, reason: str) -> None:
     if reason != weights.NOT_LINEAR:
         case.not_tested["scale"] = reason
         return
-    if fit_row_factors(heads, torch.ones((), dtype=torch.bool)) is not None:
+    rows = fit_row_factors(heads, torch.ones((), dtype=torch.bool))
+    if rows is not None and not have_uniform_factors(*rows):
         moved = case.x.clone()
         moved[:, 0] = -2 * moved[:, 0] + case.size
         verdict = judge_row_factors(heads, case.subject.follow(moved).heads)
     else:
-        verdict = judge_logit_map(_collect_runs(case))
+        verdict = _judge_map(case, _collect_runs(case))
     if verdict.outcome == "none":
         case.not_tested["scale"] = verdict.evidence
         return
-    case.report(verdict.outcome, verdict.evidence)
+    partly = rows is not None and _are_partly_usual(case, (rows[1] * heads.factor.amax(-1))[rows[0]])
+    severity = "wrong" if verdict.outcome == "scale-not-uniform" and partly else None
+    case.report(verdict.outcome, verdict.evidence, severity)
     case.not_tested["scale"] = reason
+
+
+def _are_partly_usual(case: Case, scales: Tensor) -> bool:
+    """Return whether scales that differ are not all meant: some are those that are expected, or have another sign."""
+    assert case.heads is not None
+    expected = case.options.scale if case.options.scale is not None else case.heads.width**-0.5
+    usual = (scales - expected).abs() <= 1e-3 * abs(expected)
+    return bool(usual.any()) or bool((scales > 0).any() and (scales < 0).any())
+
+
+def _judge_map(case: Case, runs: list[Heads]) -> Verdict:
+    """Judge the map of the logits by the order of the weights, and by its slopes where that shows nothing."""
+    verdict = judge_logit_map(runs)
+    if verdict.outcome != "none":
+        return verdict
+    inputs = [case.x, case.subject.input(2, case.size), 3 * case.x]
+    local = fit_local_slopes(lambda x: case.subject.follow(x).heads, inputs)
+    by_slopes = Verdict("none") if local is None else judge_local_slopes(local)
+    return verdict if by_slopes.outcome == "none" else by_slopes
 
 
 def _collect_runs(case: Case) -> list[Heads]:
@@ -95,7 +119,7 @@ def _judge_large_logits(case: Case) -> None:
     lower = torch.ones(runs[0].p.shape[-2:], dtype=torch.bool).tril()
     if len(runs) < 3 or weights.fit_slope(runs[-1], runs[1], lower) != weights.NOT_LINEAR:
         return
-    verdict = judge_logit_map(runs)
+    verdict = _judge_map(case, runs)
     if verdict.outcome != "none":
         case.report(verdict.outcome, verdict.evidence)
 
@@ -119,7 +143,9 @@ def _judge_scale(case: Case, heads: Heads, fitted: Slope) -> None:
     expected = case.options.scale if case.options.scale is not None else width**-0.5
     scale = float(total.mean())
     if float((total - scale).abs().max()) > 1e-3 * abs(scale):
-        case.understood.append("heads have scales of their own: " + ", ".join(f"{float(x):.4g}" for x in total))
+        evidence = f"heads have scales of their own: {', '.join(f'{float(x):.4g}' for x in total)}"
+        severity = "wrong" if _are_partly_usual(case, total) else None
+        case.report("scale-not-uniform", f"{evidence}; expected {expected:.4g}", severity)
         return
 
     def close(x: float) -> bool:
