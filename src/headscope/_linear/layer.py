@@ -21,6 +21,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from headscope._attend.backends import native as cpu
 from headscope._support.arguments import kind
+from headscope._support.autograd import Function
 from headscope._support.cpuinfo import family, vendor
 from headscope._support.torch_state import is_traced
 
@@ -233,7 +234,7 @@ class Native:
         )  # fmt: skip
 
 
-class _Trained(torch.autograd.Function):
+class _Trained(Function[Tensor]):
     """Our own product and its gradients; torch's where they are differentiated again, or many are asked for at once.
 
     Takes and saves what ``torch.addmm`` (without bias ``torch.mm``) takes and saves in ``F.linear``, so that whoever
@@ -242,7 +243,7 @@ class _Trained(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, product: Native, x: Tensor, turned: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, product: Native, x: Tensor, turned: Tensor, bias: Tensor | None) -> Tensor:
         _, of_x, of_turned, _ = ctx.needs_input_grad
         ctx.product = product
         saved = (x if of_turned else None, turned if of_x else None)  # in torch's order, which is by its names for them
@@ -251,7 +252,7 @@ class _Trained(torch.autograd.Function):
         return product(x, turned.t(), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, turned = ctx.saved_tensors if ctx.biased else ctx.saved_tensors[::-1]
         product: Native = ctx.product
         of_x = of_turned = None

@@ -26,6 +26,7 @@ from headscope._attend.interface import (
     once,
     refuse_batched,
 )
+from headscope._support.autograd import Function
 from headscope.masks import Plan
 
 name = "blocked"
@@ -46,8 +47,7 @@ def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = Non
         return _attend_plainly(call, plan, inputs)
     if seed is None:
         seed = int(draw_seed().item()) if call.dropout else 0
-    out, lse = _Attend.apply(call, plan, seed, *inputs)  # pyright: ignore[reportGeneralTypeIssues, reportUnknownVariableType]
-    return out, lse
+    return _Attend.apply(call, plan, seed, *inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ def _attend_plainly(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tens
     return torch.cat(outs, 2).to(call.dtype), torch.cat(lses, 2)
 
 
-class _Attend(torch.autograd.Function):
+class _Attend(Function[tuple[Tensor, Tensor]]):
     """The forward pass in blocks, and its gradient, which computes the weights again."""
 
     @staticmethod
@@ -207,7 +207,7 @@ class _Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_batched(*grads)
         saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
         tensors, (out, lse) = saved[:5], saved[5:7]

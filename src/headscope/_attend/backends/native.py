@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -25,6 +24,7 @@ from headscope._attend.interface import (
     refuse_batched,
     refuse_tangents,
 )
+from headscope._support.autograd import Function, outside_transforms
 from headscope.masks import Plan, RuleKind
 
 name = "cpu"
@@ -93,7 +93,7 @@ def _tied(
     if not (call.grad or call.bias_grad) or lse is None:
         return out, lse
     tied = _Differentiable.apply((Work(call, plan, seed), call.lse, out, lse), *inputs)
-    return tied if call.lse else (tied, None)  # pyright: ignore[reportReturnType]
+    return tied if isinstance(tied, tuple) else (tied, None)
 
 
 def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
@@ -141,7 +141,7 @@ def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
             return out, lse
         results = (work, returns_lse, out, lse)
         tied = _tie(results, q, k, v, bias, sinks) if beside else _tie(results, q, k, v)
-        return tied if returns_lse else (tied, None)  # pyright: ignore[reportReturnType]
+        return tied if isinstance(tied, tuple) else (tied, None)
 
     return run
 
@@ -152,11 +152,11 @@ def without_memory(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _Differentiable(torch.autograd.Function):
+class _Differentiable(Function[Tensor | tuple[Tensor, Tensor]]):
     """Ties out and lse, which are there already, to what they were made from."""
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
         ctx: Any, results: tuple[Work, bool, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, *beside: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.work, returns_lse, out, lse = results
@@ -168,7 +168,7 @@ class _Differentiable(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         refuse_batched(grad_out, grad_lse)
         refuse_tangents(grad_out, grad_lse)
         saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
@@ -183,8 +183,7 @@ class _Differentiable(torch.autograd.Function):
         return None, *once(gradients_of_inputs, grad_out, grad_lse, *saved)
 
 
-# What ``_Differentiable.apply`` comes to outside of torch.func; the look for that costs as much as the rest.
-_tie: Callable[..., Tensor | tuple[Tensor, Tensor]] = super(torch.autograd.Function, _Differentiable).apply  # pyright: ignore[reportAttributeAccessIssue]
+_tie = outside_transforms(_Differentiable)
 
 
 def four_axes(bias: Tensor | None) -> Tensor | None:
