@@ -48,9 +48,12 @@ def measure(
     _check_readable(q, k, v)
     check_type("what", what, Observe, "a headscope.Observe")
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if isinstance(x, Tensor):
             check_layout(name, x)
-    values = v if v is not None else k[..., :1] if isinstance(k, Tensor) else k  # pyright: ignore[reportUnnecessaryIsInstance]
+    if v is None:
+        check_type("q", q, Tensor, "a torch.Tensor")
+        check_type("k", k, Tensor, "a torch.Tensor")
+    values = v if v is not None else k[..., :1]
     with torch.no_grad():
         prepared = prepare_with_plan(q, k, values, mask, bias, sinks, scale, softcap, dropout, False, "blocked")
         inputs = canonical_inputs(prepared, q, k, values, bias, sinks)
