@@ -42,6 +42,11 @@ class Inputs(NamedTuple):
     bias: Tensor | None
     sinks: Tensor | None
 
+    def detach(self) -> Inputs:
+        """Return the same tensors without their gradients."""
+        bias, sinks = (None if x is None else x.detach() for x in self[3:])
+        return Inputs(self.q.detach(), self.k.detach(), self.v.detach(), bias, sinks)
+
 
 Pair = tuple[Tensor | None, Tensor | None]
 """The gradients of out and lse."""

@@ -69,8 +69,7 @@ def attend(
     rows = rows_of_bad_logits(call, plan, bias, bad_q, bad_k)
     if rows.any():
         with torch.no_grad(), torch.random.fork_rng(devices=[]):  # another draw would change what is drawn later
-            detached = (None if x is None else x.detach() for x in inputs._replace(v=v))
-            exact_out, exact_lse = replaces(call, plan, Inputs(*detached))  # pyright: ignore[reportArgumentType]
+            exact_out, exact_lse = replaces(call, plan, inputs._replace(v=v).detach())
         out = torch.where(rows[..., None], exact_out, out)
         lse = None if lse is None or exact_lse is None else torch.where(rows, exact_lse, lse)
         if call.grad or call.bias_grad:

@@ -238,7 +238,7 @@ def gradients(
     call, plan, seed = work
     out = results[0]
     grad_out, grad_lse = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grads, strict=True))
-    sums = _zeros(inputs, (True, True, True, *needed), accumulate_dtype(call.dtype))
+    sums = _zeros(inputs, needed, accumulate_dtype(call.dtype))
     with full_precision(call):
         for block in blocks(call, plan):
             _backward(_Backward(call, plan, block, inputs, out, grad_out, grad_lse, seed), sums)
@@ -246,12 +246,13 @@ def gradients(
 
 
 def _zeros(inputs: Inputs, needed: tuple[bool, ...], dtype: torch.dtype) -> Inputs:
-    """Return a sum for each gradient that is needed."""
-    sums = (
-        torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if x is not None and need else None
-        for x, need in zip(inputs, needed, strict=True)
-    )
-    return Inputs(*sums)  # pyright: ignore[reportArgumentType]  # q, k, v are always needed
+    """Return a sum for each gradient: those of q, k and v, and of bias and sinks where they are needed."""
+
+    def zeros(x: Tensor) -> Tensor:
+        return torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+    bias, sinks = (zeros(x) if x is not None and need else None for x, need in zip(inputs[3:], needed, strict=True))
+    return Inputs(zeros(inputs.q), zeros(inputs.k), zeros(inputs.v), bias, sinks)
 
 
 def _like(total: Tensor | None, tensor: Tensor | None) -> Tensor | None:
