@@ -150,7 +150,7 @@ def entry() -> dict[str, Any]:
 @cache
 def routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
     """What the table prefers to torch's product on this CPU, and is there: from so many rows on, the fastest first."""
-    there = {"native": native(dtype), "onednn": onednn() if dtype is torch.float32 else None}
+    there = {"native": native_product(dtype), "onednn": onednn() if dtype is torch.float32 else None}
     entries = entry().get(DTYPES[dtype], {}).get("routes", ())
     return tuple((rows, product) for rows, name in entries if (product := there[name]) is not None)
 
@@ -159,7 +159,7 @@ def routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
 def trained_routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
     """Likewise where gradients are asked for: forward and backward together."""
     entries = entry().get(DTYPES[dtype], {}).get("trained", ())
-    product = native(dtype)
+    product = native_product(dtype)
     return () if product is None else tuple((rows, product.trained) for rows, _ in entries)
 
 
@@ -174,7 +174,7 @@ class Native:
 
     def takes(self, weight: Tensor) -> bool:
         """Whether they multiply this width: pairs of bf16 want an even one."""
-        return weight.shape[1] > 0 and cpu.native.multiplies(self.code, weight.shape[1])
+        return weight.shape[1] > 0 and cpu.extension.multiplies(self.code, weight.shape[1])
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[..., width], [outs, width] -> [..., outs]."""
@@ -217,7 +217,7 @@ class Native:
         strides: tuple[int, int, int],
     ) -> None:  # fmt: skip
         outs, depth = weight.shape
-        cpu.native.linear(
+        cpu.extension.linear(
             (x.numel() // depth, depth, outs), self.code, x.data_ptr(), (depth, 1), weight.data_ptr(), (depth, 1),
             0 if bias is None else bias.data_ptr(), out.data_ptr(), length, width, strides, torch.get_num_threads(),
         )  # fmt: skip
@@ -228,7 +228,7 @@ class Native:
     ) -> None:  # fmt: skip
         """x @ w.T of so many rows, so deep and so many columns, by strides over rows (of w: columns) and depth."""
         rows, _, width = sizes
-        cpu.native.linear(
+        cpu.extension.linear(
             sizes, self.code, x.data_ptr(), x_stride, w.data_ptr(), w_stride, 0, out.data_ptr(), rows, width,
             (0, 0, width), torch.get_num_threads(),
         )  # fmt: skip
@@ -275,9 +275,9 @@ def _own(*factors: Tensor) -> tuple[Tensor, ...] | None:
 
 
 @cache
-def native(dtype: torch.dtype) -> Native | None:
+def native_product(dtype: torch.dtype) -> Native | None:
     """The product of our own kernels; None where they are missing, refuse, or run another target than was measured."""
-    kernels = cpu.native
+    kernels = cpu.extension
     if kernels is None or kernels.target() != entry().get("target", kernels.target()):
         return None
     return Native(dtype) if kernels.multiplies(cpu.CODES[dtype], 2) else None
