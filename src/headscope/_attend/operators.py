@@ -19,12 +19,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
+from headscope._attend.backends import blocked, native
 from headscope._attend.call import Call
 from headscope._attend.interface import (
     NO_BATCHED_GRADIENTS,
     NO_FORWARD_MODE,
     NO_SECOND_DERIVATIVE,
     Inputs,
+    OperatorBackend,
     accumulate_dtype,
     draw_seed,
     refuse_tangents,
@@ -72,8 +74,10 @@ def implement(forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[
     _library.impl("attend_backward", _refuse_batches, "Batched")  # torch's key for autograd's own batches, not vmap's
 
 
-OPERATOR_BACKENDS = ("cpu", "blocked")
-"""Those that are called as operators: a compiler cannot see into the first, and would cut the second by one length."""
+BACKENDS: dict[str, OperatorBackend] = {native.name: native, blocked.name: blocked}
+"""Those that run as operators: a compiler cannot trace the first, and would cut the second by one length."""
+
+OPERATOR_BACKENDS = tuple(BACKENDS)  # a compiler takes a tuple of names for a constant
 
 
 def attend(call: Call, mask: Mask | None, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
