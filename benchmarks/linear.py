@@ -48,20 +48,20 @@ def main() -> None:
     asked = parser.parse_args()
     where = f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     entry: dict[str, Any] = {"measured_on": where}
-    if cpu.native is not None:
-        entry["target"] = cpu.native.target()
+    if cpu.extension is not None:
+        entry["target"] = cpu.extension.target()
     with torch.no_grad():
         for dtype, name in layer.DTYPES.items():
             routes: dict[str, Any] = {"torch": F.linear}
             if dtype is torch.float32 and (onednn := layer.onednn()) is not None:
                 routes["onednn"] = onednn
-            if cpu.native is not None and cpu.native.multiplies(cpu.CODES[dtype], 2):
+            if cpu.extension is not None and cpu.extension.multiplies(cpu.CODES[dtype], 2):
                 routes["native"] = layer.Native(dtype)
             figures = {rows: [measured(rows, *size, dtype, routes, asked.seconds) for size in SIZES] for rows in ROWS}
             narrow = [measured(ROWS[0], *size, dtype, routes, asked.seconds) for size in NARROW]
             entry[name] = {"routes": preferred(figures), "gflops": figures, "narrow": narrow}
             print(f"{vendor()} {family()}, {name}: {preferred(figures)}")
-    native = layer.native(torch.float32)
+    native = layer.native_product(torch.float32)
     if native is not None:
         routes = {"torch": F.linear, "native": native.trained}
         figures = {

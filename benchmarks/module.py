@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="by default module.json, or module_torch_kernels.json")
     asked = parser.parse_args()
     if asked.torch_kernels:
-        native.native = None
+        native.extension = None
     out: Path = asked.out or HERE / ("module_torch_kernels.json" if asked.torch_kernels else "module.json")
     timings: list[_benchmark.Timing] = []
     for timing in _benchmark.run(asked.seconds):

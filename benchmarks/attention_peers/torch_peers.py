@@ -124,7 +124,7 @@ def ours(case: Case, tensors: Tensors) -> tuple[str, Function]:
     bias, sinks = tensors.get("bias"), tensors.get("sinks")
     cap = SOFTCAP if case.option == "softcap" else None
     backend = prepare(q, k, v, mask, bias, sinks, None, cap, 0.0, False, None).backend.name
-    target = f", {native.native.target()}" if backend == "cpu" and native.native is not None else ""
+    target = f", {native.extension.target()}" if backend == "cpu" and native.extension is not None else ""
     if mask is None and bias is None and sinks is None and cap is None:  # as a caller writes it: no unused keywords
         return backend + target, lambda: headscope.attention(q, k, v)
     return backend + target, lambda: headscope.attention(q, k, v, mask=mask, bias=bias, softcap=cap, sinks=sinks)

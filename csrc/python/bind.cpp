@@ -184,7 +184,7 @@ void bind_linear(nb::module_& m) {
 }
 
 void bind_observation(nb::module_& m) {
-    // Observing; _observe/native.py states each argument that holds several numbers.
+    // Observing; _observe/native_observer.py states each argument that holds several numbers.
     using Address = std::uintptr_t;
     using Windows = std::vector<std::tuple<double, std::int64_t, std::int64_t>>;
     nb::class_<Observation>(m, "Observation")

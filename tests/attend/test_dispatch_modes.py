@@ -21,7 +21,7 @@ import headscope
 from headscope import HeadStats, Observe, attend, comparing, decisions, functional, observe
 from headscope._attend import prepare
 from headscope._observe.aggregate import _prepared_observations
-from headscope._observe.native import borders_of
+from headscope._observe.native_observer import borders_of
 from headscope._observe.placement import _frames
 from headscope.masks import Band, KeyLengths, Mask, Prefix, _base, causal, window
 from support import oracle

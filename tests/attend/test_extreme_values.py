@@ -20,7 +20,7 @@ from headscope._attend.select import select
 from headscope.masks import Dense, window
 
 N, D = 50, 8
-NATIVE = pytest.mark.skipif(native.native is None, reason="the native extension was not built: no C++ compiler")
+NATIVE = pytest.mark.skipif(native.extension is None, reason="the native extension was not built: no C++ compiler")
 BACKENDS = ["blocked", "reference", pytest.param("cpu", marks=NATIVE)]
 
 
@@ -264,7 +264,7 @@ def test_biases_below_the_range_of_the_kernels_are_equal_and_hide_nothing() -> N
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_products_before_the_scale_have_the_range_of_the_documentation(backend: Any, queries: int) -> None:
     """Beside a softcap they matter nowhere: what overflows is far beyond the flat part of tanh."""
-    pairs = backend == "cpu" and native.native.target() == "avx512_bf16"
+    pairs = backend == "cpu" and native.extension.target() == "avx512_bf16"
     k, v = torch.tensor([[[1.5e19, 1.5e19], [0.0, 0.0]]]).bfloat16(), torch.tensor([[[1.0], [3.0]]]).bfloat16()
     q = torch.full((1, queries, 2), 1.5e19).bfloat16()  # q·k is 4.5e38
     out = attention(q, k, v, scale=2.0**-100, backend=backend)
@@ -276,7 +276,7 @@ def test_products_before_the_scale_have_the_range_of_the_documentation(backend: 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_subnormal_numbers_of_bfloat16_are_zero_by_its_instructions_alone(backend: Any) -> None:
-    pairs = backend == "cpu" and native.native.target() == "avx512_bf16"
+    pairs = backend == "cpu" and native.extension.target() == "avx512_bf16"
     zero, v = torch.zeros(1, 20, 2).bfloat16(), torch.full((1, 4, 2), 1e-39).bfloat16()
     out = attention(zero, zero[:, :4], v, backend=backend)
     torch.testing.assert_close(out, torch.zeros_like(out) if pairs else v[:, :1].expand(1, 20, 2), rtol=0, atol=0)

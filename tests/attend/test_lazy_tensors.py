@@ -13,7 +13,7 @@ from headscope import Observe
 from headscope._attend.backends import native
 from headscope.masks import Documents, KeyLengths
 
-needs_native = pytest.mark.skipif(native.native is None, reason="the native extension is not built")
+needs_native = pytest.mark.skipif(native.extension is None, reason="the native extension is not built")
 
 B, H, Q, D = 2, 3, 5, 8
 BACKENDS = [pytest.param("cpu", marks=needs_native), "sdpa", "blocked", "reference"]

@@ -20,7 +20,7 @@ from support.native_targets import TARGETS, run
 from support.paths import PROGRAMS
 from support.tolerance import assert_as_accurate
 
-pytestmark = pytest.mark.skipif(native.native is None, reason="the native extension was not built: no C++ compiler")
+pytestmark = pytest.mark.skipif(native.extension is None, reason="the native extension was not built: no C++ compiler")
 
 
 # Each target in a process of its own: of one that has imported torch.
@@ -30,7 +30,7 @@ import itertools, os, torch
 def compare(target):
     from headscope import attend, masks
     from headscope._attend.backends import native as cpu
-    assert cpu.native.target() == target, cpu.native.target()
+    assert cpu.extension.target() == target, cpu.extension.target()
     torch.manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     for number, dtype, softcap in itertools.product(range(4), dtypes, (None, 3.0)):
@@ -158,7 +158,7 @@ def exact(q, k, v):
 
 def compare(target, cases):
     from headscope._attend.backends import native
-    assert native.native.target() == target
+    assert native.extension.target() == target
     for inputs, truth, theirs in cases:
         ours = results(*inputs, lambda *x: attention(*x, backend="cpu"))
         for name, x, y, z in zip(("out", "dq", "dk", "dv"), ours, theirs, truth):
@@ -190,7 +190,7 @@ def test_long_sums_are_as_accurate_as_short_ones() -> None:
 
 
 def test_an_unknown_target_is_one_clear_error() -> None:
-    code = "from headscope._attend.backends import native as cpu; cpu.native.target()"
+    code = "from headscope._attend.backends import native as cpu; cpu.extension.target()"
     done = run(code, HEADSCOPE_CPU_TARGET="abacus")
     assert done.returncode == 1
     assert "HEADSCOPE_CPU_TARGET: got 'abacus', this CPU has" in done.stderr

@@ -73,7 +73,7 @@ def agree(command: list[str], target: str, calls: int, seed: int, timeout: int =
 
 
 def test_every_target_is_checked() -> None:
-    names = native.native.targets() if native.native is not None else ["generic"]
+    names = native.extension.targets() if native.extension is not None else ["generic"]
     assert set(names) <= set(TARGETS)
 
 
@@ -88,7 +88,9 @@ def test_some_random_calls_on_aarch64(emulated: list[str], target: str) -> None:
 def test_phases_are_measured(tmp_path: Path) -> None:
     """benchmarks/phases.cpp names what is inside the kernels: it is built with them."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None or not {"avx2", "avx512"} & set(native.native.targets() if native.native is not None else ()):
+    if compiler is None or not {"avx2", "avx512"} & set(
+        native.extension.targets() if native.extension is not None else ()
+    ):
         pytest.skip("no C++ compiler, or a CPU without AVX2")
     program = str(tmp_path / "phases")
     flags = ["-std=c++20", "-O1", "-march=native", "-ffp-contract=fast"]

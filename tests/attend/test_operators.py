@@ -27,7 +27,7 @@ from support.attention_cases import OPTIONS, SIZES, Asked, B, H, K, Q, gradients
 from support.forking import run_program
 
 pytestmark = [
-    pytest.mark.skipif(native.native is None, reason="the native extension was not built: no C++ compiler"),
+    pytest.mark.skipif(native.extension is None, reason="the native extension was not built: no C++ compiler"),
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),  # torch's own, within torch
     pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning"),
 ]

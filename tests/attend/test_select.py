@@ -23,7 +23,7 @@ B, H, HKV, Q, K, D, DV = 2, 6, 3, 7, 7, 11, 5
 @pytest.fixture(autouse=True)
 def _as_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The native kernels would take every call on a CPU: what is asked here is who comes after them."""
-    monkeypatch.setattr(native, "native", None)
+    monkeypatch.setattr(native, "extension", None)
     monkeypatch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())
 
 

@@ -18,7 +18,7 @@ from headscope._attend.backends import native as cpu
 from headscope.masks import KeyLengths, causal
 
 pytestmark = [
-    pytest.mark.skipif(cpu.native is None, reason="the native extension was not built: no C++ compiler"),
+    pytest.mark.skipif(cpu.extension is None, reason="the native extension was not built: no C++ compiler"),
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),  # torch's own, within torch
     pytest.mark.filterwarnings("ignore:There is a performance drop"),  # likewise, of torch's kernel in a batch
     pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning"),
@@ -150,7 +150,7 @@ def around_vmap(attend: Callable[..., Tensor], q: Tensor, bias: Tensor) -> Tenso
 def test_a_bias_under_vmap_has_a_gradient(native: bool, gradient: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch does not say that its entries need one: torch's fused kernels must not be taken."""
     if not native:
-        monkeypatch.setattr(cpu, "native", None)
+        monkeypatch.setattr(cpu, "extension", None)
         monkeypatch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())
     q, bias = torch.randn(3, 1, 2, 5, 4), torch.randn(3, 2, 5, 5)
 
@@ -178,7 +178,7 @@ def test_a_bias_needs_a_gradient_though_the_innermost_transform_does_not_say_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A gradient around a batch, around one that was detached."""
-    monkeypatch.setattr(cpu, "native", None)
+    monkeypatch.setattr(cpu, "extension", None)
     monkeypatch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())
     q, bias = torch.randn(1, 2, 5, 4), torch.randn(3, 2, 5, 5)
 

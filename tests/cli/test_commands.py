@@ -487,7 +487,7 @@ def test_the_name_of_a_page_is_shown_as_a_terminal_can(run: Run) -> None:
 
 
 def test_doctor_shows_the_machine_and_every_typical_call(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "native", None)  # as without a C++ compiler
+    monkeypatch.setattr(native, "extension", None)  # as without a C++ compiler
     ran = run("doctor")
     assert ran.code == 0
     for word in (
@@ -507,7 +507,7 @@ def test_doctor_shows_the_machine_and_every_typical_call(run: Run, monkeypatch: 
 
 
 def test_doctor_judges_a_call_of_ones_own(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "native", None)
+    monkeypatch.setattr(native, "extension", None)
     found = answer(run("doctor", "--heads", "6", "--kv-heads", "3", "--seq", "11", "--softcap", "5", "--json"))
     (call,) = found["calls"]
     sizes = call["sizes_and_options"]

@@ -17,7 +17,7 @@ import torch
 from headscope import attention, masks
 from headscope._attend.backends import native as cpu
 from headscope._attend.select import BACKENDS
-from headscope._observe import native as _observe_native
+from headscope._observe import native_observer as _observe_native
 from headscope.cli._doctor.machine import DTYPES, TYPICAL, CallSpec, judge, machine
 from headscope.cli._doctor.matrix import OPTIONS, matrix
 from support.paths import DOCS
@@ -53,7 +53,7 @@ def test_what_is_refused_here_is_refused_by_attention(title: str) -> None:
 
 
 def test_sizes_of_any_kind_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "native", None)  # it would take the call
+    monkeypatch.setattr(cpu, "extension", None)  # it would take the call
     spec = CallSpec(
         batch=3, heads=6, kv_heads=2, queries=5, keys=7, head_dim=11, v_head_dim=13, causal=True, padded=True,
         bias=True, softcap=2.0, sinks=True, dropout=0.5, lse=True, grad=True,
@@ -86,10 +86,10 @@ def test_an_extension_that_is_not_built_is_told_from_one_that_cannot_be_loaded(
             return spec_from_file_location(name, broken) if name == "headscope._native" else None
 
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
-    native, why = cpu._load()
-    assert native is None
+    extension, why = cpu._load()
+    assert extension is None
     assert str(tmp_path) in why
-    for name, value in (("native", native), ("unloadable", why)):
+    for name, value in (("extension", extension), ("unloadable", why)):
         monkeypatch.setattr(cpu, name, value)
     assert machine()["native kernels"] == {"target": f"built, and cannot be loaded: {why}"}
     refusals = judge(TYPICAL["plain"], torch.float32, "cpu").refusals
@@ -102,7 +102,7 @@ KERNELS = DOCS / "kernels.md"
 
 
 def test_the_matrix_has_every_option_dtype_target_and_backend() -> None:
-    targets = cpu.native.targets() if cpu.native is not None else [None]
+    targets = cpu.extension.targets() if cpu.extension is not None else [None]
     columns = [("cpu", target) for target in targets] + [(name, None) for name in BACKENDS if name != "cpu"]
     got = [(cell.option, cell.dtype, cell.backend, cell.target) for cell in matrix(DTYPES, "cpu")]
     assert got == [(option, dtype, *column) for option in OPTIONS for dtype in DTYPES for column in columns]
@@ -119,7 +119,7 @@ def test_the_matrix_says_what_the_backends_say() -> None:
 @pytest.mark.parametrize("built", [True, False])
 def test_every_native_refusal_is_explained(device: str, built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not built:
-        monkeypatch.setattr(cpu, "native", None)
+        monkeypatch.setattr(cpu, "extension", None)
     named = KERNELS.read_text(encoding="utf-8").partition("## What they refuse")[2].partition("\n## ")[0]
     refused = {
         (cell.option, reason) for cell in matrix(DTYPES, device) if cell.backend == "cpu" for reason in cell.reasons
@@ -127,7 +127,7 @@ def test_every_native_refusal_is_explained(device: str, built: bool, monkeypatch
     for option, reason in refused:
         assert f"- `{reason.partition(':')[0]}`:" in named, f"{option}: docs/kernels.md does not explain {reason!r}"
     taken = {option for option in OPTIONS if option not in {refusal[0] for refusal in refused}}
-    if device == "cpu" and cpu.native is not None:
+    if device == "cpu" and cpu.extension is not None:
         assert taken >= set(OPTIONS) - {"torch.compile, torch.func", "a subclass of Tensor"}
 
 
@@ -139,7 +139,7 @@ def test_every_refusal_of_the_native_observer_is_explained() -> None:
     assert set(re.findall(r"^- `([^`]+)`:", told, re.MULTILINE)) == set(refusals)
 
 
-@pytest.mark.skipif(cpu.native is None, reason="the native extension is not installed")
+@pytest.mark.skipif(cpu.extension is None, reason="the native extension is not installed")
 def test_the_verdict_is_that_of_the_native_observer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert judge(TYPICAL["plain"], torch.float32, "cpu").observer == []
     assert judge(TYPICAL["plain"], torch.float32, "cuda").observer == [
@@ -147,7 +147,7 @@ def test_the_verdict_is_that_of_the_native_observer(monkeypatch: pytest.MonkeyPa
     ]
     traced = judge(replace(TYPICAL["plain"], form="traced"), torch.float32, "cpu").observer
     assert [reason.partition(":")[0] for reason in traced] == ["torch.compile"]
-    monkeypatch.setattr(cpu, "native", None)
+    monkeypatch.setattr(cpu, "extension", None)
     assert judge(TYPICAL["plain"], torch.float32, "cpu").observer == ["build: the native extension is not installed"]
 
 

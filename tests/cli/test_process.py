@@ -58,7 +58,7 @@ Console.print = strike
 
 
 @pytest.mark.parametrize("arguments", [("text", "hi", "--no-page"), ("doctor",)])
-@pytest.mark.skipif(native.native is None, reason="there are no native kernels here")
+@pytest.mark.skipif(native.extension is None, reason="there are no native kernels here")
 def test_a_native_target_that_is_not_here_is_a_mistake(arguments: tuple[str, ...], tmp_path: Path) -> None:
     done = headscope(*arguments, cwd=tmp_path, environment={"HEADSCOPE_CPU_TARGET": "abacus"})
     assert (done.returncode, done.stdout) == (2, "")

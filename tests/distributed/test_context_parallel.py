@@ -89,7 +89,7 @@ def test_another_handler_of_attention_is_not_taken_for_context_parallelism(monke
 
 
 def test_a_compiled_call_raises_as_well(request: pytest.FixtureRequest) -> None:
-    if native.native is None:
+    if native.extension is None:
         pytest.skip("the native extension is not built")
     q = torch.randn(1, 2, 5, 8)
     compiled = torch.compile(lambda q: headscope.attention(q, q, q), backend="eager")

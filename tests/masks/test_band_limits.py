@@ -61,7 +61,7 @@ def test_a_band_of_any_reach_and_one_number_for_an_offset(left: int | None) -> N
         torch.testing.assert_close(Band(a, b, offset=offset).dense(1, 1, QUERIES, KEYS)[:, 0], expected)
 
 
-NATIVE = pytest.mark.skipif(native.native is None, reason="the native extension was not built: no C++ compiler")
+NATIVE = pytest.mark.skipif(native.extension is None, reason="the native extension was not built: no C++ compiler")
 
 
 @pytest.mark.parametrize("backend", [pytest.param("cpu", marks=NATIVE), "blocked", "reference"])

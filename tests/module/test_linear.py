@@ -49,7 +49,7 @@ def counting(product: Any, made: list[int]) -> Any:
 
 def own(dtype: torch.dtype) -> _linear.Native:
     """The product of our own kernels, whatever target runs."""
-    if native.native is None or not native.native.multiplies(native.CODES[dtype], 2):
+    if native.extension is None or not native.extension.multiplies(native.CODES[dtype], 2):
         pytest.skip(f"no native kernels, or none that multiply {dtype}")
     return _linear.Native(dtype)
 
@@ -370,7 +370,7 @@ def test_routes_follow_vendor_family_and_target(monkeypatch: pytest.MonkeyPatch)
     cpus = {"Maker": {"float32": {"routes": [[0, "onednn"]]}}, "Maker 7": {"target": "here", "float32": said}}
     monkeypatch.setattr(_linear, "table", lambda: {"cpus": cpus, "least_products": 1, "least_side": 1})
     monkeypatch.setattr(_linear, "vendor", lambda: "Maker")
-    monkeypatch.setattr(_linear, "native", _linear.native.__wrapped__)
+    monkeypatch.setattr(_linear, "native_product", _linear.native_product.__wrapped__)
     there = _linear.onednn()
 
     def routes(family: str, dtype: torch.dtype = torch.float32) -> list[tuple[int, str]]:
@@ -383,8 +383,8 @@ def test_routes_follow_vendor_family_and_target(monkeypatch: pytest.MonkeyPatch)
     onednn = [] if there is None else [(0, "onednn")]
     assert routes("8") == onednn
     assert routes("7") == onednn  # of another target than was measured
-    if native.native is not None:
-        cpus["Maker 7"]["target"] = native.native.target()
+    if native.extension is not None:
+        cpus["Maker 7"]["target"] = native.extension.target()
         assert routes("7") == [(100, "native"), *onednn]
     assert routes("7", torch.bfloat16) == []
     monkeypatch.setattr(_linear, "vendor", lambda: "NoSuchVendor")

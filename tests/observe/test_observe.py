@@ -236,7 +236,7 @@ def test_a_given_lse_is_taken_for_the_rows_own_within_rounding_alone(
     form: str, size: float, dtype: torch.dtype
 ) -> None:
     """On both sides of the width, which counts from 1 on for a small lse; positions that are given need no kernels."""
-    if form == "native" and native.native is None:
+    if form == "native" and native.extension is None:
         pytest.skip("the native extension was not built: no C++ compiler")
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     q, k = torch.ones(1, 1, 1, 1, dtype=wide), torch.full((1, 1, 2, 1), size, dtype=wide)

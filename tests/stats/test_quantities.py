@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headscope import HeadStats, Observe, attend, masks, observe
 from headscope._attend import prepare
-from headscope._observe import aggregate, native
+from headscope._observe import aggregate, native_observer
 from headscope.report.words import STATISTICS, word
 from headscope.stats import ROW_QUANTITIES, Quantity, histogram_edges, quantity_names, quantity_of
 from headscope.stats._quantities import Row
@@ -42,11 +42,12 @@ def test_every_definition_has_a_row_in_the_docs() -> None:
 
 
 def test_the_native_kernels_list_every_definition_in_their_order() -> None:
-    missing = [each.name for each in ROW_QUANTITIES if not each.has_distance and each.name not in native.QUANTITIES]
-    assert missing == [], "QUANTITIES of _observe/native.py lacks these"
+    listed = native_observer.QUANTITIES
+    missing = [each.name for each in ROW_QUANTITIES if not each.has_distance and each.name not in listed]
+    assert missing == [], "QUANTITIES of _observe/native_observer.py lacks these"
     header = (ROOT / "csrc" / "interface" / "attention.h").read_text(encoding="utf-8")
     entries = header.partition("enum Quantity : int {")[2].partition("QUANTITIES")[0]
-    assert [name.lower() for name in re.findall(r"\w+", entries)] == [*native.QUANTITIES]
+    assert [name.lower() for name in re.findall(r"\w+", entries)] == [*native_observer.QUANTITIES]
 
 
 @pytest.mark.parametrize("quantity", ROW_QUANTITIES, ids=lambda each: each.name)
@@ -136,7 +137,7 @@ def observer(form: str) -> Generator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())  # what was made ready before
         if form == "portable":
-            patch.setattr(native, "refuses", refuse)
+            patch.setattr(native_observer, "refuses", refuse)
         else:
             patch.setattr(aggregate, "observe_rows", None)
         yield

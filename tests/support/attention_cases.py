@@ -131,7 +131,7 @@ OPTIONS: dict[str, Callable[[torch.dtype], Asked]] = {
 }
 
 
-NATIVE = ["cpu"] if native.native is not None else []  # without a C++ compiler there is none
+NATIVE = ["cpu"] if native.extension is not None else []  # without a C++ compiler there is none
 ANY = [*NATIVE, "blocked", "small blocks", "reference"]  # these take every call
 BY = ["sdpa", *ANY]
 FUSED = (

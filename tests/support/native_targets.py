@@ -8,7 +8,7 @@ import subprocess
 from headscope._attend.backends import native
 from support.forking import run_program
 
-TARGETS = native.native.targets() if native.native is not None else []
+TARGETS = native.extension.targets() if native.extension is not None else []
 
 
 def run(code: str, *arguments: str, timeout: int = 240, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -23,6 +23,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 
 from headscope._support.arguments import check_broadcast, check_layout, check_type, kind, number, shapes
+from headscope._support.compiler import mark_constant
 from headscope._support.tensor_classes import ORDINARY, check_no_causal_bias
 from headscope._support.torch_state import is_traced
 from headscope.masks import Dense, Mask, Plan, check_mask
@@ -184,17 +185,13 @@ def _may_need_gradient(x: Tensor) -> bool:
     return False
 
 
+@mark_constant  # a graph has guards for the transforms around it
 def _goes_further() -> bool:
     """Whether the transforms of torch.func around may ask for more than a first gradient."""
     taken = [each for each in get_interpreter_stack() if each.key() in (TransformType.Grad, TransformType.Jvp)]
     if len(taken) == 1 and taken[0].key() == TransformType.Grad:
         return CGradInterpreterPtr(taken[0]).prevGradMode()  # autograd may ask for the next
     return len(taken) > 0
-
-
-# A compiler takes what it says for a constant: of the transforms around it has made guards. This is how
-# torch.compiler.assume_constant_result marks it, which imports the compiler.
-_goes_further._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def form(*tensors: Tensor | None) -> Form:

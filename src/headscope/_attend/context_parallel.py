@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from headscope._support.compiler import mark_constant
+
 CONTEXT_PARALLEL = "torch.distributed.tensor.experimental"
 """The package of torch's context parallelism: while ``sys.modules`` lacks it, none is active."""
 
@@ -85,12 +87,9 @@ def _dispatcher() -> Any:
     return None if tensor is None else tensor.DTensor._op_dispatcher
 
 
+@mark_constant  # a compiler cannot trace the read of torch's dispatcher
 def _handles_attention() -> bool:
     """Whether DTensor's dispatcher hands attention to torch's context parallelism."""
     dispatcher = _dispatcher()
     handler = None if dispatcher is None else dispatcher._custom_op_handlers.get(_HANDLED)
     return getattr(handler, "__module__", "").startswith(CONTEXT_PARALLEL)
-
-
-# A compiler takes the answer for a constant: it cannot follow the look into torch's dispatcher.
-_handles_attention._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

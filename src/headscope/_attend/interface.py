@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from headscope._attend.call import Call
+from headscope._support.autograd import Function
 from headscope.masks import Plan
 
 NO_BATCHED_GRADIENTS = (
@@ -40,6 +41,11 @@ class Inputs(NamedTuple):
     v: Tensor
     bias: Tensor | None
     sinks: Tensor | None
+
+    def detach(self) -> Inputs:
+        """Return the same tensors without their gradients."""
+        bias, sinks = (None if x is None else x.detach() for x in self[3:])
+        return Inputs(self.q.detach(), self.k.detach(), self.v.detach(), bias, sinks)
 
 
 Pair = tuple[Tensor | None, Tensor | None]
@@ -204,16 +210,16 @@ def once(gradients: tuple[Tensor | None, ...], *made_from: Tensor | None) -> tup
     """
     if not torch.is_grad_enabled():  # as it is unless somebody asked for create_graph
         return gradients
-    return _Once.apply(*gradients, *made_from)[: len(gradients)]  # pyright: ignore[reportReturnType, reportIndexIssue, reportOptionalSubscript]
+    return _Once.apply(*gradients, *made_from)[: len(gradients)]
 
 
-class _Once(torch.autograd.Function):
+class _Once(Function[tuple[Tensor | None, ...]]):
     """Hands tensors through and refuses to be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(None if x is None else x.view_as(x) for x in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         raise RuntimeError(NO_SECOND_DERIVATIVE)

@@ -26,6 +26,7 @@ from headscope._attend.backends.visibility import (
 )
 from headscope._attend.call import Call
 from headscope._attend.interface import Attend, Inputs, Pair, accumulate_dtype, within_range
+from headscope._support.autograd import Function
 from headscope._support.torch_state import has_no_values
 from headscope.masks import Plan
 
@@ -68,12 +69,11 @@ def attend(
     rows = rows_of_bad_logits(call, plan, bias, bad_q, bad_k)
     if rows.any():
         with torch.no_grad(), torch.random.fork_rng(devices=[]):  # another draw would change what is drawn later
-            detached = (None if x is None else x.detach() for x in inputs._replace(v=v))
-            exact_out, exact_lse = replaces(call, plan, Inputs(*detached))  # pyright: ignore[reportArgumentType]
+            exact_out, exact_lse = replaces(call, plan, inputs._replace(v=v).detach())
         out = torch.where(rows[..., None], exact_out, out)
         lse = None if lse is None or exact_lse is None else torch.where(rows, exact_lse, lse)
         if call.grad or call.bias_grad:
-            out, lse = _NanGradients.apply((call, plan, rows), out, lse, *inputs)  # pyright: ignore[reportGeneralTypeIssues]
+            out, lse = _NanGradients.apply((call, plan, rows), out, lse, *inputs)
     if hides(call) and bad_v.any():
         out = out + _sums_of_bad_values(call, plan, bias, inputs.v.detach(), out.dtype)
     return out, lse
@@ -87,11 +87,11 @@ def _sums_of_bad_values(call: Call, plan: Plan | None, bias: Tensor | None, v: T
     return sums.masked_fill_(nan | (plus & minus), torch.nan)
 
 
-class _NanGradients(torch.autograd.Function):
+class _NanGradients(Function[tuple[Tensor, Tensor | None]]):
     """Hands out and lse through, and gives NaN for a gradient to what rows of bad logits see."""
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
         ctx: Any, rows_of: tuple[Call, Plan | None, Tensor], out: Tensor, lse: Tensor | None, *inputs: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         ctx.rows_of = rows_of
@@ -100,7 +100,7 @@ class _NanGradients(torch.autograd.Function):
         return out.view_as(out), None if lse is None else lse.view_as(lse)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         (call, plan, rows), inputs = ctx.rows_of, ctx.saved_tensors
         pair: Pair = (grads[0], grads[1])
         zeros = tuple(

@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from headscope._attend import operators
-from headscope._attend.backends import blocked, native
+from headscope._attend.backends import blocked
 from headscope._attend.backends.visibility import gradients_of_bad_inputs
 from headscope._attend.execute import execute_seeded
-from headscope._attend.interface import Inputs, OperatorBackend, Pair, Work, full_precision
+from headscope._attend.interface import Inputs, Pair, Work, full_precision
 from headscope._attend.prepare import prepare_with_plan
 from headscope.masks import decode
-
-_BACKENDS: dict[str, OperatorBackend] = {native.name: native, blocked.name: blocked}
 
 
 def _forward(
@@ -27,7 +25,7 @@ def _forward(
         result = prepared.repeat(q, k, v, bias, sinks) if prepared.repeat is not None else None
         if result is None:
             inputs, number = Inputs(q, k, v, bias, sinks), 0 if seed is None else int(seed)
-            result = execute_seeded(_BACKENDS[backend], prepared.call, prepared.plan, inputs, number)
+            result = execute_seeded(operators.BACKENDS[backend], prepared.call, prepared.plan, inputs, number)
     out, lse = result
     assert lse is not None  # the call asks for it
     return out, lse
@@ -45,7 +43,7 @@ def _backward(
         work = Work(prepared.call, prepared.plan, 0 if seed is None else int(seed))
         inputs, results, grads, needed = Inputs(q, k, v, bias, sinks), (out, lse), (grad_out, grad_lse), (dbias, dsinks)
         with full_precision(prepared.call):
-            gradients = _BACKENDS[backend].gradients(work, inputs, results, grads, needed)
+            gradients = operators.BACKENDS[backend].gradients(work, inputs, results, grads, needed)
             if backend == blocked.name and q.is_cpu and not all(x is None or x.isfinite().all() for x in gradients[:3]):
                 gradients = _of_bad_inputs(work, inputs, grads, needed) or gradients
         if backend == blocked.name:

@@ -12,24 +12,27 @@ reads. Its plan is made when the operator runs: nothing of it depends on a lengt
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
+from headscope._attend.backends import blocked, native
 from headscope._attend.call import Call
 from headscope._attend.interface import (
     NO_BATCHED_GRADIENTS,
     NO_FORWARD_MODE,
     NO_SECOND_DERIVATIVE,
     Inputs,
+    OperatorBackend,
     accumulate_dtype,
     draw_seed,
     refuse_tangents,
 )
 from headscope._attend.vmap import run_each_entry
+from headscope._support.autograd import Function
 from headscope.masks import Mask
 
 FORWARD, BACKWARD = "headscope::attend_forward", "headscope::attend_backward"
@@ -71,8 +74,10 @@ def implement(forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[
     _library.impl("attend_backward", _refuse_batches, "Batched")  # torch's key for autograd's own batches, not vmap's
 
 
-OPERATOR_BACKENDS = ("cpu", "blocked")
-"""Those that are called as operators: a compiler cannot see into the first, and would cut the second by one length."""
+BACKENDS: dict[str, OperatorBackend] = {native.name: native, blocked.name: blocked}
+"""Those that run as operators: a compiler cannot trace the first, and would cut the second by one length."""
+
+OPERATOR_BACKENDS = tuple(BACKENDS)  # a compiler takes a tuple of names for a constant
 
 
 def attend(call: Call, mask: Mask | None, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
@@ -87,7 +92,7 @@ def attend(call: Call, mask: Mask | None, inputs: Inputs, backend: str) -> tuple
     if not torch.compiler.is_compiling() and (
         torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     ):
-        return _Forward.apply(*_spread(args))  # pyright: ignore[reportReturnType]
+        return _Forward.apply(*_spread(args))
     return torch.ops.headscope.attend_forward(*args)
 
 
@@ -146,59 +151,59 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     return dq, dk, dv, *beside, no_codes, [None] * ctx.parts, None, None, None, None, None
 
 
-def _refuse_second(ctx: Any, *grads: Tensor | None) -> None:
+def _refuse_second(ctx: Any, *grads: Tensor | None) -> NoReturn:
     raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
-def _refuse_batches(*args: Any) -> None:
+def _refuse_batches(*args: Any) -> NoReturn:
     raise RuntimeError(NO_BATCHED_GRADIENTS)
 
 
-def _refuse_forward_mode(ctx: Any, *tangents: Tensor | None) -> None:
+def _refuse_forward_mode(ctx: Any, *tangents: Tensor | None) -> NoReturn:
     raise RuntimeError(NO_FORWARD_MODE)
 
 
 # ---------------------------------------------------------------- torch.func
 
 
-class _Forward(torch.autograd.Function):
+class _Forward(Function[tuple[Tensor, Tensor]]):
     """The forward operator under torch.func, which does not take the gradient that is registered with an operator."""
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
         return torch.ops.headscope.attend_forward(*_gathered(args, 11))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         _save(ctx, _gathered(inputs, 11), output)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         args, needed = _for_backward(ctx, *grads)
-        dq, dk, dv, dbias, dsinks = _Backward.apply(*_spread(args))  # pyright: ignore[reportGeneralTypeIssues]
+        dq, dk, dv, dbias, dsinks = _Backward.apply(*_spread(args))
         rest = (None,) * (6 + ctx.parts)
         return dq, dk, dv, dbias if needed[0] else None, dsinks if needed[1] else None, *rest
 
-    jvp = staticmethod(_refuse_forward_mode)  # pyright: ignore[reportAssignmentType]
+    jvp = staticmethod(_refuse_forward_mode)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         return _run_each_entry(_Forward.apply, info, in_dims, args)
 
 
-class _Backward(torch.autograd.Function):
+class _Backward(Function[tuple[Tensor, ...]]):
     """The backward operator under torch.func."""
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(*args: Any) -> tuple[Tensor, ...]:
         return torch.ops.headscope.attend_backward(*_gathered(args, 17))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Nothing: there is no second derivative."""
 
-    backward = staticmethod(_refuse_second)  # pyright: ignore[reportAssignmentType]
-    jvp = staticmethod(_refuse_forward_mode)  # pyright: ignore[reportAssignmentType]
+    backward = staticmethod(_refuse_second)
+    jvp = staticmethod(_refuse_forward_mode)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:

@@ -159,7 +159,7 @@ def _prepare_anew(
     if is_traced():  # the compiler guards the comparison: a graph from outside of context_parallel is traced anew in it
         _ = F.scaled_dot_product_attention is sdpa.ORIGINAL
     traced = form(q, k, v, bias, sinks, *(() if mask is None else mask.tensors())) == "traced"
-    as_operator = native.native is not None if backend is None else backend in operators.OPERATOR_BACKENDS
+    as_operator = native.extension is not None if backend is None else backend in operators.OPERATOR_BACKENDS
     planned = not (traced and as_operator)
     call, plan = described(q, k, v, bias, sinks, Options(mask, scale, softcap, dropout, lse, planned))
     canonical = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]

@@ -57,9 +57,15 @@ def select(call: Call, name: str | None = None) -> Backend:
     """
     if name is None:
         return next(BACKENDS[each] for each in order(call) if not BACKENDS[each].refuses(call))
-    if not isinstance(name, str) or name not in BACKENDS:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"backend: got {name!r}, wanted one of {', '.join(BACKENDS)}, or None to choose")
-    reasons = BACKENDS[name].refuses(call)
+    backend = _named(name)
+    reasons = backend.refuses(call)
     if reasons:
         raise ValueError(f"backend: {name} refuses this call: {'; '.join(reasons)}")
+    return backend
+
+
+def _named(name: object) -> Backend:
+    """Return the backend of this name."""
+    if not isinstance(name, str) or name not in BACKENDS:
+        raise ValueError(f"backend: got {name!r}, wanted one of {', '.join(BACKENDS)}, or None to choose")
     return BACKENDS[name]

@@ -329,7 +329,7 @@ def error_of(call: Call) -> tuple[Tensor, float] | None:
         return None
     queries = call.q.shape[-2]
     rows = torch.tensor(sorted({queries // 2, queries - 1}), device=call.q.device)
-    expected, lse = _rows(call, rows)
+    expected, lse = _rows(call, call.v, rows)
     out = call.out.detach().index_select(-2, rows).float()
     apart = torch.where(lse == -math.inf, 0.0, (expected - out).abs().amax(-1))
     return apart.amax() / expected.abs().amax().clamp_min(1e-30), TOLERANCE[call.out.dtype]
@@ -340,9 +340,9 @@ TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torc
 read wrongly goes far beyond."""
 
 
-def _rows(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _rows(call: Call, v: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The output of some queries, [B, H, R, Dv], and their lse, [B, H, R], by definition."""
-    q, k, v = call.q.index_select(-2, rows), call.k, call.v
+    q, k = call.q.index_select(-2, rows), call.k
     bias, mask = call.bias, as_mask(call.mask)
     if bias is not None and bias.ndim > 1 and bias.shape[-2] > 1:
         bias = bias.index_select(-2, rows)
@@ -353,7 +353,7 @@ def _rows(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
         bias = torch.where(
             visible, 0.0 if bias is None else bias, -math.inf
         )  # unlike a tensor in a mask, not planned anew
-    out, lse = run(q, k, v, None, bias, call.sinks, call.scale, call.softcap, 0.0, True, None)  # pyright: ignore[reportArgumentType]
+    out, lse = run(q, k, v, None, bias, call.sinks, call.scale, call.softcap, 0.0, True, None)
     assert lse is not None  # it is asked for
     return out.float(), lse
 

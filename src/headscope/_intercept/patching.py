@@ -34,11 +34,12 @@ patches: list[tuple[Callable[[], None], Callable[[], None]]] = [(_FUSED.install,
 _TORCH_HAS_FUNCTION = torch.overrides.has_torch_function
 _lock = threading.Lock()
 _original_call: Callable[..., Any] | None = None
+_original_interceptor: hook.Interceptor | None = None
 
 
 def open_watch(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
     """Start to tell a watcher of the calls of these modules."""
-    global _original_call
+    global _original_call, _original_interceptor
     call = _uncompiled_call() if "torch._dynamo" in sys.modules else _call  # may wait for its import: not with the lock
     try:
         with _lock:
@@ -47,7 +48,7 @@ def open_watch(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
                 nn.Module.__call__ = call
                 if call is _call:
                     sys.meta_path.insert(0, _IMPORT)
-                hook.install(function_mode.headscope_attention)
+                _original_interceptor = hook.install(function_mode.headscope_attention)
                 torch.overrides.has_torch_function = function_mode.has_torch_function
                 for install, _ in patches:
                     install()
@@ -89,7 +90,7 @@ def close_watch(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
 
 
 def _close(watcher: Watcher) -> None:
-    global _original_call
+    global _original_call, _original_interceptor
     with _lock:
         for key, entries in list(frames.watched.items()):
             left = tuple(entry for entry in entries if entry[0] is not watcher)
@@ -101,7 +102,9 @@ def _close(watcher: Watcher) -> None:
             nn.Module.__call__ = _original_call
             if _IMPORT in sys.meta_path:
                 sys.meta_path.remove(_IMPORT)
-            hook.install(None)
+            if hook.interceptor is function_mode.headscope_attention:  # else another has replaced it since
+                hook.install(_original_interceptor)
+            _original_interceptor = None
             torch.overrides.has_torch_function = _TORCH_HAS_FUNCTION
             for _, remove in patches:
                 remove()

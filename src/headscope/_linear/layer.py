@@ -21,6 +21,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from headscope._attend.backends import native as cpu
 from headscope._support.arguments import kind
+from headscope._support.autograd import Function
 from headscope._support.cpuinfo import family, vendor
 from headscope._support.torch_state import is_traced
 
@@ -149,7 +150,7 @@ def entry() -> dict[str, Any]:
 @cache
 def routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
     """What the table prefers to torch's product on this CPU, and is there: from so many rows on, the fastest first."""
-    there = {"native": native(dtype), "onednn": onednn() if dtype is torch.float32 else None}
+    there = {"native": native_product(dtype), "onednn": onednn() if dtype is torch.float32 else None}
     entries = entry().get(DTYPES[dtype], {}).get("routes", ())
     return tuple((rows, product) for rows, name in entries if (product := there[name]) is not None)
 
@@ -158,7 +159,7 @@ def routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
 def trained_routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
     """Likewise where gradients are asked for: forward and backward together."""
     entries = entry().get(DTYPES[dtype], {}).get("trained", ())
-    product = native(dtype)
+    product = native_product(dtype)
     return () if product is None else tuple((rows, product.trained) for rows, _ in entries)
 
 
@@ -173,7 +174,7 @@ class Native:
 
     def takes(self, weight: Tensor) -> bool:
         """Whether they multiply this width: pairs of bf16 want an even one."""
-        return weight.shape[1] > 0 and cpu.native.multiplies(self.code, weight.shape[1])
+        return weight.shape[1] > 0 and cpu.extension.multiplies(self.code, weight.shape[1])
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[..., width], [outs, width] -> [..., outs]."""
@@ -216,7 +217,7 @@ class Native:
         strides: tuple[int, int, int],
     ) -> None:  # fmt: skip
         outs, depth = weight.shape
-        cpu.native.linear(
+        cpu.extension.linear(
             (x.numel() // depth, depth, outs), self.code, x.data_ptr(), (depth, 1), weight.data_ptr(), (depth, 1),
             0 if bias is None else bias.data_ptr(), out.data_ptr(), length, width, strides, torch.get_num_threads(),
         )  # fmt: skip
@@ -227,13 +228,13 @@ class Native:
     ) -> None:  # fmt: skip
         """x @ w.T of so many rows, so deep and so many columns, by strides over rows (of w: columns) and depth."""
         rows, _, width = sizes
-        cpu.native.linear(
+        cpu.extension.linear(
             sizes, self.code, x.data_ptr(), x_stride, w.data_ptr(), w_stride, 0, out.data_ptr(), rows, width,
             (0, 0, width), torch.get_num_threads(),
         )  # fmt: skip
 
 
-class _Trained(torch.autograd.Function):
+class _Trained(Function[Tensor]):
     """Our own product and its gradients; torch's where they are differentiated again, or many are asked for at once.
 
     Takes and saves what ``torch.addmm`` (without bias ``torch.mm``) takes and saves in ``F.linear``, so that whoever
@@ -242,7 +243,7 @@ class _Trained(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, product: Native, x: Tensor, turned: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, product: Native, x: Tensor, turned: Tensor, bias: Tensor | None) -> Tensor:
         _, of_x, of_turned, _ = ctx.needs_input_grad
         ctx.product = product
         saved = (x if of_turned else None, turned if of_x else None)  # in torch's order, which is by its names for them
@@ -251,7 +252,7 @@ class _Trained(torch.autograd.Function):
         return product(x, turned.t(), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, turned = ctx.saved_tensors if ctx.biased else ctx.saved_tensors[::-1]
         product: Native = ctx.product
         of_x = of_turned = None
@@ -274,9 +275,9 @@ def _own(*factors: Tensor) -> tuple[Tensor, ...] | None:
 
 
 @cache
-def native(dtype: torch.dtype) -> Native | None:
+def native_product(dtype: torch.dtype) -> Native | None:
     """The product of our own kernels; None where they are missing, refuse, or run another target than was measured."""
-    kernels = cpu.native
+    kernels = cpu.extension
     if kernels is None or kernels.target() != entry().get("target", kernels.target()):
         return None
     return Native(dtype) if kernels.multiplies(cpu.CODES[dtype], 2) else None

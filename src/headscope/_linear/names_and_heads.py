@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 QKV = ("q", "k", "v")
 PROJECTIONS = (*QKV, "out")
@@ -20,7 +19,8 @@ def check_own_parameters(module: nn.Module, *parts: nn.Module) -> None:
     """
     paths = {part: path for path, part in module.named_modules()}
     for part in parts or (module,):
-        computed = list(part.parametrizations) if parametrize.is_parametrized(part) else []  # pyright: ignore[reportArgumentType, reportUnknownArgumentType]
+        parametrizations = getattr(part, "parametrizations", None)
+        computed = list(parametrizations) if isinstance(parametrizations, nn.ModuleDict) else []
         own = set(part._parameters.keys())  # of a scripted module they are a list
         computed += [name for name in vars(part) if own & {f"{name}_orig", f"{name}_g"}]
         if computed:

@@ -14,10 +14,10 @@ from torch import Tensor
 from headscope._attend.call import Call
 from headscope._attend.interface import full_precision
 from headscope._attend.prepare import Prepared
-from headscope._observe import native
+from headscope._observe import native_observer
 from headscope._observe.inputs import Request, Scene, to_work
 from headscope._observe.kept_tiles import ObservedTiles, keep_tiles
-from headscope._observe.native import Ready
+from headscope._observe.native_observer import Ready
 from headscope._observe.portable import observe_rows
 from headscope._observe.result import Observed
 from headscope._observe.scene import build_scene
@@ -30,7 +30,7 @@ def observe(request: Request) -> HeadStats:
     """Return the statistics of a request, by all three steps of ``headscope._observe``."""
     with torch.no_grad(), full_precision(request.call):
         known, ready = _find_ready(request)
-        observed = None if ready is None else native.observe_rows(ready, request.inputs)
+        observed = None if ready is None else native_observer.observe_rows(ready, request.inputs)
         if observed is None:
             known = known if isinstance(known, Scene) else build_scene(request)
             observed = observe_rows(to_work(request.what), known)
@@ -46,8 +46,8 @@ def attend(request: Request) -> Result | None:
         known, ready = _find_ready(request)
         if ready is None:
             return None
-        into = native.attending(request.call)
-        observed = native.observe_rows(ready, request.inputs, into)
+        into = native_observer.attending(request.call)
+        observed = native_observer.observe_rows(ready, request.inputs, into)
         if observed is None:
             return None
         if _is_simple(request) and request.has_place and repeater_of(request.prepared, request.what) is None:
@@ -67,7 +67,7 @@ def repeater_of(prepared: Prepared, what: Observe) -> Callable[[Tensor, Tensor, 
 
 def _repeat(ready: Ready, what: Observe) -> Callable[[Tensor, Tensor, Tensor], Result | None]:
     """``attend`` for further calls with the same ``Observe`` object: nothing is described again."""
-    run = native.repeater(ready)
+    run = native_observer.repeater(ready)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Result | None:
         done = run(q, k, v)
@@ -108,7 +108,7 @@ def _find_ready(request: Request) -> tuple[Scene | Ready, Ready | None]:
         if ready is not None:
             return ready, ready
     scene = build_scene(request)
-    if native.refuses(to_work(request.what), scene):
+    if native_observer.refuses(to_work(request.what), scene):
         return scene, None
     ready = Ready(request.what, scene)
     if _is_simple(request):

@@ -2,7 +2,7 @@
 
 ``Request`` holds a checked call and options that are not checked yet. ``scene.build_scene`` checks them and returns the
 tensors, ``Scene``; ``Work`` holds numbers only: what of each tile is to be reduced. Both forms of the pass over the
-weights, ``portable`` and ``native``, take these two.
+weights, ``portable`` and ``native_observer``, take these two.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from headscope._attend.backends import native
-from headscope._attend.interface import Inputs, is_lazy
+from headscope._attend.interface import is_lazy
 from headscope._attend.prepare import canonical_inputs, prepare, prepare_with_plan
 from headscope._observe import aggregate
 from headscope._observe.inputs import Request
@@ -48,13 +48,15 @@ def measure(
     _check_readable(q, k, v)
     check_type("what", what, Observe, "a headscope.Observe")
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if isinstance(x, Tensor):
             check_layout(name, x)
-    values = v if v is not None else k[..., :1] if isinstance(k, Tensor) else k  # pyright: ignore[reportUnnecessaryIsInstance]
+    if v is None:
+        check_type("q", q, Tensor, "a torch.Tensor")
+        check_type("k", k, Tensor, "a torch.Tensor")
+    values = v if v is not None else k[..., :1]
     with torch.no_grad():
         prepared = prepare_with_plan(q, k, values, mask, bias, sinks, scale, softcap, dropout, False, "blocked")
-        inputs = canonical_inputs(prepared, q, k, values, bias, sinks)
-        inputs = Inputs(*(x if x is None else x.detach() for x in inputs))  # pyright: ignore[reportArgumentType]
+        inputs = canonical_inputs(prepared, q, k, values, bias, sinks).detach()
     request = Request(
         call=prepared.call,
         mask=prepared.mask,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from numbers import Real
 
 import torch
@@ -87,7 +88,18 @@ def check_broadcast(name: str, tensor: Tensor, lead: tuple[int, ...], last: tupl
             )
 
 
-def check_type(name: str, value: object, expected: type | tuple[type, ...], text: str) -> None:
+def type_name(value: object) -> str:
+    """Return the name of the type of a value."""
+    return type(value).__name__
+
+
+def check_type(
+    name: str,
+    value: object,
+    expected: type | tuple[type, ...],
+    text: str,
+    describe: Callable[[object], str] = type_name,
+) -> None:
     """Raise unless a value is of one of these types.
 
     Args:
@@ -95,9 +107,10 @@ def check_type(name: str, value: object, expected: type | tuple[type, ...], text
         value: what was passed.
         expected: one type or several.
         text: what is expected, in words, as "a torch.nn.Module".
+        describe: writes the value in the message: by default the name of its type; ``kind``, ``repr``.
 
     Raises:
         TypeError: it is of another type.
     """
     if not isinstance(value, expected):
-        raise TypeError(f"{name}: got {type(value).__name__}, wanted {text}")
+        raise TypeError(f"{name}: got {describe(value)}, wanted {text}")

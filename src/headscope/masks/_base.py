@@ -91,7 +91,7 @@ class Mask(ABC):
         Raises:
             TypeError, ValueError: a parameter of the wrong kind or size.
         """
-        if type(self).__hash__ is None and not self.tensors():  # pyright: ignore[reportUnnecessaryComparison]
+        if type(self).__hash__ is None and not self.tensors():
             hint = "masks without tensors compare and hash by value, as of a @dataclass(frozen=True)"
             raise TypeError(f"mask: {type(self).__name__} cannot be hashed; {hint}")
 

@@ -392,7 +392,8 @@ class MultiHeadAttention(nn.Module):
     _sources = staticmethod(input_sources)
 
     def _check_inputs(self, x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
-        if k_from is x and self.packed and isinstance(x, Tensor) and x.ndim in (2, 3) and x.shape[-1] == self.embed_dim:  # pyright: ignore[reportUnnecessaryIsInstance]
+        check_type("x", x, Tensor, "a torch.Tensor")
+        if k_from is x and self.packed and x.ndim in (2, 3) and x.shape[-1] == self.embed_dim:
             return
         expected = (("x", x, self.embed_dim), ("context", k_from, self.kdim), ("context", v_from, self.vdim))
         for name, tensor, width in expected:

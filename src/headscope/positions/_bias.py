@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from headscope._support.arguments import kind, shapes, whole
+from headscope._support.arguments import check_type, kind, shapes, whole
 from headscope.positions._options import check_number, settle_whole, to_numbers, to_positions
 
 
@@ -112,8 +112,8 @@ class RelativeBias(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         num_heads = whole("num_heads", num_heads)
-        if buckets is not None and not isinstance(buckets, T5Buckets):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"buckets: got {kind(buckets)}, wanted T5Buckets")
+        if buckets is not None:
+            check_type("buckets", buckets, T5Buckets, "T5Buckets", kind)
         self.num_heads = num_heads
         self.buckets = T5Buckets() if buckets is None else buckets
         self.weight = nn.Parameter(torch.empty(self.buckets.num_buckets, num_heads, device=device, dtype=dtype))

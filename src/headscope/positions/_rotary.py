@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from headscope._support.arguments import kind, shapes
+from headscope._support.arguments import check_type, kind, shapes
 from headscope._support.bounded import BoundedTable
 from headscope._support.torch_state import is_traced
 from headscope.positions._options import settle_number, settle_whole, to_positions
@@ -52,8 +52,9 @@ class Rotary:
         settle_number(self, "base", above=1)
         if self.pairing not in ("half", "interleaved"):
             raise ValueError(f'pairing: got {self.pairing!r}, wanted "half" or "interleaved"')
-        if self.scaling is not None and not isinstance(self.scaling, (LinearScaling, NTK, YaRN, Llama3)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"scaling: got {kind(self.scaling)}, wanted LinearScaling, NTK, YaRN, Llama3 or None")
+        if self.scaling is not None:
+            expected = "LinearScaling, NTK, YaRN, Llama3 or None"
+            check_type("scaling", self.scaling, (LinearScaling, NTK, YaRN, Llama3), expected, kind)
         if isinstance(self.scaling, NTK) and self.dim < 4:
             raise ValueError(f"dim: got {self.dim}, wanted at least 4 for NTK, whose exponent is dim / (dim - 2)")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
-from headscope._support.arguments import as_whole, kind, whole
+from headscope._support.arguments import as_whole, check_type, kind, whole
 from headscope._support.text import visible
 from headscope.stats import _files, _tables
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats
@@ -218,8 +218,7 @@ class HeadStats:
         """
         several: dict[str, list[LayerStats]] = {}
         for stats in (self, *others):
-            if not isinstance(stats, HeadStats):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise TypeError(f"merge: got {kind(stats)}, wanted HeadStats")
+            check_type("merge", stats, HeadStats, "HeadStats", kind)
             for name, part in stats.parts.items():
                 several.setdefault(name, []).append(part)
         origin = joined([stats.origin for stats in (self, *others) if stats.parts])

@@ -65,7 +65,7 @@ class Observe:
             object.__setattr__(self, "map", whole("map", self.map, 1, " or None"))
         for name, least in (("edges", 0), ("top", 0), ("first", 1)):
             object.__setattr__(self, name, whole(name, getattr(self, name), least))
-        if not isinstance(self.windows, Collection) or isinstance(self.windows, (str, Tensor)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not _is_collection(self.windows) or isinstance(self.windows, Tensor):
             raise TypeError(f"windows: got {kind(self.windows)}, wanted a tuple of distances")
         windows = tuple(number("windows", w) for w in self.windows)
         for w in windows:
@@ -86,7 +86,7 @@ class Observe:
 
     def _extra(self) -> tuple[str, ...]:
         names = [each.name for each in ROW_QUANTITIES if each.on_request]
-        if not isinstance(self.extra, Collection) or isinstance(self.extra, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not _is_collection(self.extra):
             raise TypeError(f"extra: got {kind(self.extra)}, expected a tuple of names, such as {tuple(names)}")
         if unknown := [name for name in self.extra if name not in names]:
             raise ValueError(f"extra: got {unknown[0]!r}, expected names of {', '.join(names)}")
@@ -100,6 +100,11 @@ class Observe:
                 raise TypeError(f"rows: dtype is {kind(self.rows)}, wanted bool (True = counts)")
         elif self.rows is not None:
             object.__setattr__(self, "rows", whole("rows", self.rows, 1, ", a boolean tensor or None"))
+
+
+def _is_collection(value: object) -> bool:
+    """Whether a value holds others: a str counts as one value."""
+    return isinstance(value, Collection) and not isinstance(value, str)
 
 
 Observe.__module__ = "headscope.stats"  # its public path

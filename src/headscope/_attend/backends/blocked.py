@@ -28,6 +28,7 @@ from headscope._attend.interface import (
     once,
     refuse_batched,
 )
+from headscope._support.autograd import Function
 from headscope._support.logits import cap_logits, scaled_products
 from headscope.masks import Plan
 
@@ -49,8 +50,7 @@ def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = Non
         return _attend_plainly(call, plan, inputs)
     if seed is None:
         seed = int(draw_seed().item()) if call.dropout else 0
-    out, lse = _Attend.apply(call, plan, seed, *inputs)  # pyright: ignore[reportGeneralTypeIssues, reportUnknownVariableType]
-    return out, lse
+    return _Attend.apply(call, plan, seed, *inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def _attend_plainly(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tens
     return torch.cat(outs, 2).to(call.dtype), torch.cat(lses, 2)
 
 
-class _Attend(torch.autograd.Function):
+class _Attend(Function[tuple[Tensor, Tensor]]):
     """The forward pass in blocks, and its gradient, which computes the weights again."""
 
     @staticmethod
@@ -191,7 +191,7 @@ class _Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_batched(*grads)
         saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
         tensors, (out, lse) = saved[:5], saved[5:7]
@@ -222,7 +222,7 @@ def gradients(
     call, plan, seed = work
     out = results[0]
     grad_out, grad_lse = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grads, strict=True))
-    sums = _zeros(inputs, (True, True, True, *needed), accumulate_dtype(call.dtype))
+    sums = _zeros(inputs, needed, accumulate_dtype(call.dtype))
     with full_precision(call):
         for block in blocks(call, plan):
             _backward(_Backward(call, plan, block, inputs, out, grad_out, grad_lse, seed), sums)
@@ -230,12 +230,13 @@ def gradients(
 
 
 def _zeros(inputs: Inputs, needed: tuple[bool, ...], dtype: torch.dtype) -> Inputs:
-    """Return a sum for each gradient that is needed."""
-    sums = (
-        torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if x is not None and need else None
-        for x, need in zip(inputs, needed, strict=True)
-    )
-    return Inputs(*sums)  # pyright: ignore[reportArgumentType]  # q, k, v are always needed
+    """Return a sum for each gradient: those of q, k and v, and of bias and sinks where they are needed."""
+
+    def zeros(x: Tensor) -> Tensor:
+        return torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+    bias, sinks = (zeros(x) if x is not None and need else None for x, need in zip(inputs[3:], needed, strict=True))
+    return Inputs(zeros(inputs.q), zeros(inputs.k), zeros(inputs.v), bias, sinks)
 
 
 def _like(total: Tensor | None, tensor: Tensor | None) -> Tensor | None:

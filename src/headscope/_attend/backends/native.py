@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -25,6 +24,7 @@ from headscope._attend.interface import (
     refuse_batched,
     refuse_tangents,
 )
+from headscope._support.autograd import Function, outside_transforms
 from headscope.masks import Plan, RuleKind
 
 name = "cpu"
@@ -45,7 +45,7 @@ def _load() -> tuple[Any, str]:
         return None, str(error)
 
 
-native, unloadable = _load()
+extension, unloadable = _load()
 
 
 def refuses(call: Call) -> list[str]:
@@ -53,7 +53,7 @@ def refuses(call: Call) -> list[str]:
     reasons: list[str] = []
     if call.device != "cpu":
         reasons.append(f"device: these kernels run on the CPU, not on {call.device}")
-    elif native is None:
+    elif extension is None:
         why = f"cannot be loaded: {unloadable}" if unloadable else "is not installed"
         reasons.append(f"build: the native extension {why}")
     if call.within:
@@ -93,7 +93,7 @@ def _tied(
     if not (call.grad or call.bias_grad) or lse is None:
         return out, lse
     tied = _Differentiable.apply((Work(call, plan, seed), call.lse, out, lse), *inputs)
-    return tied if call.lse else (tied, None)  # pyright: ignore[reportReturnType]
+    return tied if isinstance(tied, tuple) else (tied, None)
 
 
 def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
@@ -113,7 +113,7 @@ def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
         return None
     described = describe(call, plan, Inputs(q, k, v, four_axes(bias), sinks), 0)
     described.held = described.held[5:6]  # the spans; the others will be other tensors
-    repeat, threads, empty = native.repeat, torch.get_num_threads, torch.empty_like
+    repeat, threads, empty = extension.repeat, torch.get_num_threads, torch.empty_like
     like = without_memory(rows_like(call, call.queries, call.heads, call.v_head_dim))
     lse_like = without_memory(torch.empty((call.batch, call.heads, call.queries), dtype=dtype, device="cpu"))
     hidden = hides(call)
@@ -130,7 +130,7 @@ def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
             return None
         try:
             finite = repeat(
-                described.native, q.data_ptr(), k.data_ptr(), v.data_ptr(), bias_at, sinks_at, out.data_ptr(),
+                described.call, q.data_ptr(), k.data_ptr(), v.data_ptr(), bias_at, sinks_at, out.data_ptr(),
                 0 if lse is None else lse.data_ptr(), threads(),
             )  # fmt: skip
         except ValueError:  # q, k or v has no memory
@@ -141,7 +141,7 @@ def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
             return out, lse
         results = (work, returns_lse, out, lse)
         tied = _tie(results, q, k, v, bias, sinks) if beside else _tie(results, q, k, v)
-        return tied if returns_lse else (tied, None)  # pyright: ignore[reportReturnType]
+        return tied if isinstance(tied, tuple) else (tied, None)
 
     return run
 
@@ -152,11 +152,11 @@ def without_memory(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _Differentiable(torch.autograd.Function):
+class _Differentiable(Function[Tensor | tuple[Tensor, Tensor]]):
     """Ties out and lse, which are there already, to what they were made from."""
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
         ctx: Any, results: tuple[Work, bool, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, *beside: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.work, returns_lse, out, lse = results
@@ -168,7 +168,7 @@ class _Differentiable(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         refuse_batched(grad_out, grad_lse)
         refuse_tangents(grad_out, grad_lse)
         saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
@@ -183,8 +183,7 @@ class _Differentiable(torch.autograd.Function):
         return None, *once(gradients_of_inputs, grad_out, grad_lse, *saved)
 
 
-# What ``_Differentiable.apply`` comes to outside of torch.func; the look for that costs as much as the rest.
-_tie: Callable[..., Tensor | tuple[Tensor, Tensor]] = super(torch.autograd.Function, _Differentiable).apply  # pyright: ignore[reportAttributeAccessIssue]
+_tie = outside_transforms(_Differentiable)
 
 
 def four_axes(bias: Tensor | None) -> Tensor | None:
@@ -235,8 +234,8 @@ def _gradients(
         repeats = tuple(inputs.bias.shape) != (call.batch, call.heads, call.queries, call.keys)
         dbias = torch.zeros(inputs.bias.shape, dtype=torch.float64 if repeats else lse.dtype, device="cpu")
     described = describe(call, work.plan, inputs, work.seed)  # a name of its own: it keeps alive what it points into
-    finite = native.backward(
-        described.native, out.data_ptr(), out.stride(), lse.data_ptr(),
+    finite = extension.backward(
+        described.call, out.data_ptr(), out.stride(), lse.data_ptr(),
         grad_out.data_ptr(), grad_out.stride(), address(grad_lse), dq.data_ptr(), dq.stride(),
         dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(), address(dbias), _strides(dbias),
         dbias is not None and dbias.dtype == torch.float64, torch.get_num_threads(),
@@ -262,8 +261,8 @@ def _weights_of_sinks(work: Work, inputs: Inputs, sinks: Tensor, lse: Tensor) ->
 class _Described:
     """A call of the extension, and the tensors its addresses point into."""
 
-    def __init__(self, native_call: Any, held: tuple[Tensor | None, ...]) -> None:
-        self.native = native_call
+    def __init__(self, call: Any, held: tuple[Tensor | None, ...]) -> None:
+        self.call = call
         self.held = held
 
 
@@ -277,7 +276,7 @@ def _forward(
         rows = (call.batch, call.heads, call.queries)
         lse = torch.empty(rows, dtype=accumulate_dtype(call.dtype), device="cpu")
     described = describe(call, plan, inputs, seed)  # a name of its own: it keeps alive what it points into
-    finite = native.forward(described.native, out.data_ptr(), address(lse), torch.get_num_threads())
+    finite = extension.forward(described.call, out.data_ptr(), address(lse), torch.get_num_threads())
     return out, lse, finite
 
 
@@ -307,7 +306,7 @@ def describe(call: Call, plan: Plan | None, inputs: Inputs, seed: int = 0) -> _D
         if plan.rest is not None:
             plan.rest.write_rules(rules, (call.batch, call.heads, call.queries, call.keys))
     sizes = (call.batch, call.heads, call.kv_heads, call.queries, call.keys, call.head_dim, call.v_head_dim)
-    call_of_kernels = native.Call(
+    call_of_kernels = extension.Call(
         sizes, CODES[call.dtype], q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride(),
         address(bias), _strides(bias), address(sinks), address(spans), spans_at, rules.program,
         call.scale, call.softcap or 0.0, call.dropout, seed, _row_strides(call.queries, call.heads, call.v_head_dim),

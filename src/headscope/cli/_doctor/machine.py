@@ -16,7 +16,7 @@ from headscope import __version__, masks
 from headscope._attend.backends import native as cpu
 from headscope._attend.call import Call, Form, Options, describe
 from headscope._attend.select import BACKENDS, order
-from headscope._observe import native
+from headscope._observe import native_observer
 from headscope._support.cpuinfo import processor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -113,7 +113,7 @@ def judge(spec: CallSpec, dtype: torch.dtype, device: str) -> Verdict:
     refusals = {name: BACKENDS[name].refuses(call) for name in order(call)}
     selected = next(name for name, reasons in refusals.items() if not reasons)
     refusals = {name: reasons for name, reasons in refusals.items() if reasons}
-    return Verdict(selected, refusals, native.refuses_call(call))
+    return Verdict(selected, refusals, native_observer.refuses_call(call))
 
 
 def describe_spec(spec: CallSpec, dtype: torch.dtype, device: str) -> Call:
@@ -179,9 +179,9 @@ def machine() -> dict[str, dict[str, Any]]:
 def _native() -> dict[str, Any]:
     if cpu.unloadable:
         return {"target": f"built, and cannot be loaded: {cpu.unloadable}"}
-    if cpu.native is None:
+    if cpu.extension is None:
         return {"target": "not installed: there was no C++ compiler when the package was built"}
-    return {"target": cpu.native.target(), "targets of this CPU": ", ".join(cpu.native.targets())}
+    return {"target": cpu.extension.target(), "targets of this CPU": ", ".join(cpu.extension.targets())}
 
 
 def _versions() -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Cell:
 
 def matrix(dtypes: dict[str, torch.dtype], device: str) -> list[Cell]:
     """Every option, in every dtype, for every target of this machine and every backend, in this order."""
-    targets = native.native.targets() if native.native is not None else [None]
+    targets = native.extension.targets() if native.extension is not None else [None]
     columns = [(name, target) for name in BACKENDS for target in (targets if name == native.name else [None])]
     cells: list[Cell] = []
     for option, spec in OPTIONS.items():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headscope import decisions
 from headscope._analysis.answers import plural, short_layers
-from headscope._support.arguments import as_whole, whole
+from headscope._support.arguments import as_whole, check_type, whole
 from headscope.report._texts import broken_layers, stands_on
 from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
 from headscope.report._viewer.packing import Strips, exact, sources
@@ -37,8 +37,7 @@ def shown(
     strips: Sequence[tuple[int | str, int]] | None = None,
 ) -> Shown:
     """See ``render_recording``."""
-    if not isinstance(title, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"title: got {title!r}, wanted a str")
+    check_type("title", title, str, "a str", repr)
     stats, about = recording.stats, recording.about
     parts = list(stats.parts.values())
     if image is not None and about.texts is not None:
@@ -129,8 +128,7 @@ def _strips(
     if request is None:
         chosen = _telling(parts, patterns, kinds)
     else:
-        if not isinstance(request, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"strips: got {request!r}, wanted pairs of a layer and the number of a head")
+        check_type("strips", request, Sequence, "pairs of a layer and the number of a head", repr)
         if len(request) > MOST_STRIPS:
             raise ValueError(f"strips: got {len(request)} heads, wanted at most {MOST_STRIPS}")
         for each in request:

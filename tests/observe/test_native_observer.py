@@ -19,16 +19,16 @@ from headscope import Observe, attend, observe
 from headscope._attend import prepare
 from headscope._attend.backends import native as cpu
 from headscope._observe import aggregate
-from headscope._observe import native as _observe_native
+from headscope._observe import native_observer as _observe_native
 from headscope._observe.inputs import Continued
-from headscope._observe.native import borders_of
+from headscope._observe.native_observer import borders_of
 from headscope.masks import Dense, Documents, KeyLengths, Mask, Prefix, causal, window
 from headscope.stats import HeadStats
 from headscope.stats._layer import Moments, Packed, histogram_edges
 from support.native_targets import TARGETS, run
 from support.paths import TESTS
 
-pytestmark = pytest.mark.skipif(cpu.native is None, reason="the native extension is not installed")
+pytestmark = pytest.mark.skipif(cpu.extension is None, reason="the native extension is not installed")
 
 B, H, HKV, Q, K, D, DV = 2, 6, 2, 131, 197, 23, 11
 
@@ -36,7 +36,7 @@ B, H, HKV, Q, K, D, DV = 2, 6, 2, 131, 197, 23, 11
 FORCED = """
 import os, sys, torch
 sys.path[:0] = {folders!r}
-import test_observe_native as tests
+import test_native_observer as tests
 
 def observe():
     torch.set_num_threads(1)
@@ -50,7 +50,7 @@ for target in {targets!r}:
     child = os.fork()
     if child == 0:
         os.environ["HEADSCOPE_CPU_TARGET"] = target
-        assert tests.cpu.native.target() == target, tests.cpu.native.target()
+        assert tests.cpu.extension.target() == target, tests.cpu.extension.target()
         observe()
         os._exit(0)
     print(target, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -671,7 +671,7 @@ def test_moments_are_those_of_the_portable_form(name: str, dtype: torch.dtype) -
         values[2] = math.nan
         borders = borders_of((name, name, name), dtype)
         found = Packed.empty(3, 4, borders.shape[1])
-        cpu.native.moments(
+        cpu.extension.moments(
             values.data_ptr(), dtype == torch.float64, values.shape, (borders.data_ptr(), borders.shape[1]),
             found.whole.data_ptr(), found.numbers.data_ptr(), 1,
         )  # fmt: skip

@@ -122,7 +122,7 @@ class Ready:
         self.borders = borders_of(self.names, self.dtype) if self.work.rows else None
         self.parts, self.size, room = self._laid_out()
         edges = (self.work.edges, *((self.names.index(x) if later else -1) for x in ("max_weight", "max_logit")))
-        self.native, self.held = self._described(scene, edges, room)
+        self.observation, self.held = self._described(scene, edges, room)
 
     def _laid_out(self) -> tuple[dict[str, _Part], int, int]:
         """Where what is found lies; bytes of what stays, and of what is only needed on the way, which comes last."""
@@ -180,8 +180,8 @@ class Ready:
         if may_count is not None:
             strides = tuple(0 if n == 1 else s for n, s in zip(may_count.shape, may_count.stride(), strict=True))
         lse = None if scene.lse is None else readable(scene.lse.to(self.dtype)).contiguous()
-        observation = native.native.Observation(
-            described.native, (len(scene.rows), address(index)), [places.get(name, -1) for name in QUANTITIES], windows,
+        observation = native.extension.Observation(
+            described.call, (len(scene.rows), address(index)), [places.get(name, -1) for name in QUANTITIES], windows,
             line, own, address(ids), (*_by_batch(first), first.shape[1]), (address(may_count), *strides),
             address(lse), 0.0 if scene.lse is None else ROUNDING[scene.lse.dtype],
             max(1, work.top) if work.top or work.argmax else 0, work.bins, edges,
@@ -238,7 +238,7 @@ def observe_rows(ready: Ready, inputs: Inputs, into: Attending | None = None) ->
     out, lse = (0, 0) if into is None else (x.data_ptr() for x in into)
     memory = torch.empty(ready.size, dtype=torch.uint8, device="cpu")
     at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out, lse, memory.data_ptr())
-    return ready.observed(memory) if native.native.look(ready.native, *at, torch.get_num_threads()) else None
+    return ready.observed(memory) if native.extension.look(ready.observation, *at, torch.get_num_threads()) else None
 
 
 def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
@@ -247,7 +247,7 @@ def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, T
     It takes q, k and v with the sizes, dtypes and strides of the call, the last stride 1; and returns None where
     ``observe_rows`` does. Every line is felt: after a call of some milliseconds no cache holds anything of Python.
     """
-    look, described, threads, empty = native.native.look, ready.native, torch.get_num_threads, torch.empty_like
+    look, described, threads, empty = native.extension.look, ready.observation, torch.get_num_threads, torch.empty_like
     like, lse_like = (native.without_memory(x) for x in attending(ready.call))
     memory_like = native.without_memory(torch.empty(ready.size, dtype=torch.uint8, device="cpu"))
 
