@@ -52,7 +52,7 @@ double peak() {
         V<float> sum[SUMS];
         UNROLL_FOR(n, SUMS) sum[n] = splat(float(n));
         for (int r = 0; r < ROUNDS; r++)
-            UNROLL_FOR(n, SUMS) sum[n] = Op::add(sum[n], word, words);
+            UNROLL_FOR(n, SUMS) sum[n] = Op::multiply_add(sum[n], word, words);
         UNROLL_FOR(n, SUMS) asm volatile("" : : "x"(sum[n]));
     });
     return SUMS * ROUNDS / ns;
@@ -60,8 +60,8 @@ double peak() {
 
 template <class Op>
 struct Phases {
-    using Attending = Attend<float, QUERY_VECTORS, 0, Op>;
-    using Block = Gradient<float, QUERY_VECTORS, Op>;
+    using Attending = ForwardBlock<float, QUERY_VECTORS, 0, Op>;
+    using Block = BackwardBlock<float, QUERY_VECTORS, Op>;
     static constexpr int ROWS = Attending::ROWS, KEYS = Attending::KEYS;
     static constexpr bool HALF = Op::PER_WORD == 2;
 
@@ -82,7 +82,7 @@ struct Phases {
         std::uniform_real_distribution<float> numbers(-2, 2);
         for (int n = 0; n < length * width; n++) {
             if (HALF)
-                static_cast<std::uint16_t*>(data)[n] = narrow(numbers(random), Dtype::bf16);
+                static_cast<std::uint16_t*>(data)[n] = round_to_half(numbers(random), Dtype::bf16);
             else
                 static_cast<float*>(data)[n] = numbers(random);
         }
@@ -176,15 +176,16 @@ struct Phases {
         std::int64_t j = 0;
         const auto next = [&] { j = (j + KEYS) % length; };
         const Turns<float> turns{g, 0, 0, 1, sums, sums + length * width, width, width, nullptr};
-        const Lines across = a.keys_across(0, KEYS);
+        const StridedRows across = a.keys_across(0, KEYS);
         show("logits", best([&] {
                  a.logits(j, KEYS);
                  next();
              }),
              1);
         show("dO times values", best([&] {
-                 QkTile<float, QUERY_VECTORS, Op>::dots(a.dout, a.natural(g.forward.v, j, KEYS, width, a.wide_v), KEYS,
-                                                        width / Op::PER_WORD, 1, a.dots, false, Also::less, a.delta);
+                 QkTile<float, QUERY_VECTORS, Op>::dots(
+                     a.dout, a.qk_operand(g.forward.v, j, KEYS, width, a.converted_v), KEYS, width / Op::PER_WORD, 1,
+                     a.dots, false, Epilogue::subtract, a.delta);
                  next();
              }),
              1);
@@ -230,8 +231,8 @@ int main(int count, char** words) {
             length, width);
         return 2;
     }
-    Phases<Plain<float>>(length, width).run();
+    Phases<Fma<float>>(length, width).run();
 #if defined(BF16_DOT)
-    Phases<Pairs>(length, width).run();
+    Phases<Bf16Dot>(length, width).run();
 #endif
 }

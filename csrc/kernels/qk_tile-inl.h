@@ -8,10 +8,10 @@
 // Logits live in the domain of exp2: they carry a factor log2(e).
 
 // What an inner product does beside, with a number for each row.
-enum class Also { nothing, most, less };
+enum class Epilogue { none, row_maxima, subtract };
 
 // The inner products of queries and keys, for QV vectors of rows out of ROWS.
-template <class T, int QV, class Op = Plain<T>, int ROWS = QV * LANES<T>>
+template <class T, int QV, class Op = Fma<T>, int ROWS = QV * LANES<T>>
 struct QkTile {
     using Word = typename Op::Word;
     static constexpr int L = LANES<T>, R = TILE_COLUMNS<QV>;
@@ -21,15 +21,15 @@ struct QkTile {
         for (int d = begin; d < end; d++)
             UNROLL_FOR(r, N) {
                 const Word x = load_word<Op>(key[r], d);
-                UNROLL_FOR(v, QV) a[r][v] = Op::add(a[r][v], x, q + d * ROWS + v * L);
+                UNROLL_FOR(v, QV) a[r][v] = Op::multiply_add(a[r][v], x, q + d * ROWS + v * L);
             }
     }
 
     // s[r][row] = factor k[r] · q[row], for N keys of which the first `keys` are real; q is [depth][ROWS]. What is done
-    // with them on the way costs less than to read them once more. most: of[row] = max(of[row], s[..][row]); less:
-    // of[row] is taken away.
-    template <int N, bool SCALES, Also ALSO>
-    static void dot(const Word* q, Lines k, int keys, int depth, T factor, T* s, V<T>* of) {
+    // with them on the way costs less than to read them once more. most: row_values[row] = max(row_values[row],
+    // s[..][row]); less: row_values[row] is taken away.
+    template <int N, bool SCALES, Epilogue EPILOGUE>
+    static void multiply_tile(const Word* q, StridedRows k, int keys, int depth, T factor, T* s, V<T>* row_values) {
         V<T> a[N][QV];
         const char* key[N];
         UNROLL_FOR(r, N) {
@@ -37,84 +37,87 @@ struct QkTile {
             UNROLL_FOR(v, QV) a[r][v] = V<T>{};
         }
         add_products<N>(q, key, 0, depth, a);
-        if (SCALES && ALSO == Also::less)
-            UNROLL_TILE(r, N, v, QV) a[r][v] = a[r][v] * factor - of[v];
+        if (SCALES && EPILOGUE == Epilogue::subtract)
+            UNROLL_TILE(r, N, v, QV) a[r][v] = a[r][v] * factor - row_values[v];
         else if (SCALES)
             UNROLL_TILE(r, N, v, QV) a[r][v] *= factor;
-        else if (ALSO == Also::less)
-            UNROLL_TILE(r, N, v, QV) a[r][v] -= of[v];
+        else if (EPILOGUE == Epilogue::subtract)
+            UNROLL_TILE(r, N, v, QV) a[r][v] -= row_values[v];
         UNROLL_TILE(r, N, v, QV) store(s + r * ROWS + v * L, a[r][v]);
-        if (ALSO == Also::most)
-            UNROLL_TILE(r, N, v, QV) of[v] = greater<T>(a[r][v], of[v]);
+        if (EPILOGUE == Epilogue::row_maxima)
+            UNROLL_TILE(r, N, v, QV) row_values[v] = maximum<T>(a[r][v], row_values[v]);
     }
 
-    // The same, unscaled, in sums of PIECE products: one chain of 64 or 128 roundings errs two to three times as much.
-    static constexpr int PIECE = 16;
+    // The same, unscaled, in sums of SUM_BLOCK products: one chain of 64 or 128 roundings errs two to three times as
+    // much.
+    static constexpr int SUM_BLOCK = 16;
     template <int N>
-    static void dot_in_pieces(const Word* q, Lines k, int keys, int depth, T* s, Also also, V<T>* of) {
+    static void multiply_tile_in_blocks(const Word* q, StridedRows k, int keys, int depth, T* s, Epilogue epilogue,
+                                        V<T>* row_values) {
         V<T> a[N][QV];
         const char* key[N];
         UNROLL_FOR(r, N) {
             key[r] = k.data + (r < keys ? r : keys - 1) * k.stride;
             UNROLL_FOR(v, QV) a[r][v] = V<T>{};
         }
-        for (int d = 0; d < depth; d += PIECE) {
-            V<T> piece[N][QV];
-            UNROLL_TILE(r, N, v, QV) piece[r][v] = V<T>{};
-            add_products<N>(q, key, d, d + PIECE < depth ? d + PIECE : depth, piece);
-            UNROLL_TILE(r, N, v, QV) a[r][v] += piece[r][v];
+        for (int d = 0; d < depth; d += SUM_BLOCK) {
+            V<T> block[N][QV];
+            UNROLL_TILE(r, N, v, QV) block[r][v] = V<T>{};
+            add_products<N>(q, key, d, d + SUM_BLOCK < depth ? d + SUM_BLOCK : depth, block);
+            UNROLL_TILE(r, N, v, QV) a[r][v] += block[r][v];
         }
-        if (also == Also::less)
-            UNROLL_TILE(r, N, v, QV) a[r][v] -= of[v];
+        if (epilogue == Epilogue::subtract)
+            UNROLL_TILE(r, N, v, QV) a[r][v] -= row_values[v];
         UNROLL_TILE(r, N, v, QV) store(s + r * ROWS + v * L, a[r][v]);
-        if (also == Also::most)
-            UNROLL_TILE(r, N, v, QV) of[v] = greater<T>(a[r][v], of[v]);
+        if (epilogue == Epilogue::row_maxima)
+            UNROLL_TILE(r, N, v, QV) row_values[v] = maximum<T>(a[r][v], row_values[v]);
     }
 
     // Keys left over share one tile with copies of the last of them; no tile ends beyond KEYS. `depth` and, in mixes,
     // `keys` count words. The factor is for pairs alone: plain queries bring it with them.
-    static void dots(const Word* q, Lines k, int keys, int depth, T factor, T* s, bool in_pieces, Also also,
-                     V<T>* of = nullptr) {
+    static void multiply(const Word* q, StridedRows k, int keys, int depth, T factor, T* s, bool sums_in_blocks,
+                         Epilogue epilogue, V<T>* row_values = nullptr) {
         constexpr bool MAY_SCALE = Op::PER_WORD > 1;
         if constexpr (!MAY_SCALE)
-            if (in_pieces) return dots_in_pieces(q, k, keys, depth, s, also, of);
+            if (sums_in_blocks) return multiply_in_blocks(q, k, keys, depth, s, epilogue, row_values);
         const bool scales = MAY_SCALE && factor != 1;
-        if (also == Also::most)
-            dots_of<MAY_SCALE, Also::most>(q, k, keys, depth, factor, s, of);
-        else if (also == Also::less && scales)
-            dots_of<MAY_SCALE, Also::less>(q, k, keys, depth, factor, s, of);
-        else if (also == Also::less)
-            dots_of<false, Also::less>(q, k, keys, depth, factor, s, of);
+        if (epilogue == Epilogue::row_maxima)
+            multiply_keys<MAY_SCALE, Epilogue::row_maxima>(q, k, keys, depth, factor, s, row_values);
+        else if (epilogue == Epilogue::subtract && scales)
+            multiply_keys<MAY_SCALE, Epilogue::subtract>(q, k, keys, depth, factor, s, row_values);
+        else if (epilogue == Epilogue::subtract)
+            multiply_keys<false, Epilogue::subtract>(q, k, keys, depth, factor, s, row_values);
         else if (scales)
-            dots_of<MAY_SCALE, Also::nothing>(q, k, keys, depth, factor, s, of);
+            multiply_keys<MAY_SCALE, Epilogue::none>(q, k, keys, depth, factor, s, row_values);
         else
-            dots_of<false, Also::nothing>(q, k, keys, depth, factor, s, of);
+            multiply_keys<false, Epilogue::none>(q, k, keys, depth, factor, s, row_values);
     }
-    template <bool SCALES, Also ALSO>
-    static void dots_of(const Word* q, Lines k, int keys, int depth, T factor, T* s, V<T>* of) {
+    template <bool SCALES, Epilogue EPILOGUE>
+    static void multiply_keys(const Word* q, StridedRows k, int keys, int depth, T factor, T* s, V<T>* row_values) {
         for (; keys >= R; keys -= R, k.data += R * k.stride, s += R * ROWS)
-            dot<R, SCALES, ALSO>(q, k, R, depth, factor, s, of);
+            multiply_tile<R, SCALES, EPILOGUE>(q, k, R, depth, factor, s, row_values);
         if (keys > 12)
-            dot<R, SCALES, ALSO>(q, k, keys, depth, factor, s, of);
+            multiply_tile<R, SCALES, EPILOGUE>(q, k, keys, depth, factor, s, row_values);
         else if (keys > 8)
-            dot<(R < 12 ? R : 12), SCALES, ALSO>(q, k, keys, depth, factor, s, of);
+            multiply_tile<(R < 12 ? R : 12), SCALES, EPILOGUE>(q, k, keys, depth, factor, s, row_values);
         else if (keys > 4)
-            dot<(R < 8 ? R : 8), SCALES, ALSO>(q, k, keys, depth, factor, s, of);
+            multiply_tile<(R < 8 ? R : 8), SCALES, EPILOGUE>(q, k, keys, depth, factor, s, row_values);
         else if (keys > 2)
-            dot<(R < 4 ? R : 4), SCALES, ALSO>(q, k, keys, depth, factor, s, of);
+            multiply_tile<(R < 4 ? R : 4), SCALES, EPILOGUE>(q, k, keys, depth, factor, s, row_values);
         else if (keys > 1)
-            dot<2, SCALES, ALSO>(q, k, keys, depth, factor, s, of);
+            multiply_tile<2, SCALES, EPILOGUE>(q, k, keys, depth, factor, s, row_values);
         else if (keys > 0)
-            dot<1, SCALES, ALSO>(q, k, keys, depth, factor, s, of);
+            multiply_tile<1, SCALES, EPILOGUE>(q, k, keys, depth, factor, s, row_values);
     }
-    static void dots_in_pieces(const Word* q, Lines k, int keys, int depth, T* s, Also also, V<T>* of) {
+    static void multiply_in_blocks(const Word* q, StridedRows k, int keys, int depth, T* s, Epilogue epilogue,
+                                   V<T>* row_values) {
         for (; keys >= R; keys -= R, k.data += R * k.stride, s += R * ROWS)
-            dot_in_pieces<R>(q, k, R, depth, s, also, of);
+            multiply_tile_in_blocks<R>(q, k, R, depth, s, epilogue, row_values);
         if (keys > 8)
-            dot_in_pieces<R>(q, k, keys, depth, s, also, of);
+            multiply_tile_in_blocks<R>(q, k, keys, depth, s, epilogue, row_values);
         else if (keys > 4)
-            dot_in_pieces<(R < 8 ? R : 8)>(q, k, keys, depth, s, also, of);
+            multiply_tile_in_blocks<(R < 8 ? R : 8)>(q, k, keys, depth, s, epilogue, row_values);
         else if (keys > 0)
-            dot_in_pieces<(R < 4 ? R : 4)>(q, k, keys, depth, s, also, of);
+            multiply_tile_in_blocks<(R < 4 ? R : 4)>(q, k, keys, depth, s, epilogue, row_values);
     }
 };

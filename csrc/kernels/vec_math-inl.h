@@ -1,10 +1,10 @@
 // Elementary functions of vectors: exp2, tanh and its slope, log1p.
 // 2**t for t up to about 120, of N vectors; 0 where it would be less than a normal number. NaN stays NaN. The
 // polynomials are minimax, of relative error 8.2e-8 and 9.1e-8, and exactly 1 at 0. Each step is taken of all vectors
-// before the next one: a CPU does not look far enough ahead to find by itself what it could do while it waits.
+// before the next one: a CPU does not look far enough prefetcher to find by itself what it could do while it waits.
 #if VECTOR_BYTES == 64
 template <int N>
-INLINE void exp2_each(V<float>* t) {
+INLINE void exp2_in_place(V<float>* t) {
     V<float> f[N], p[N];
     UNROLL_FOR(n, N) f[n] = _mm512_reduce_ps(t[n], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // t - floor(t)
     UNROLL_FOR(n, N) p[n] = 1.86713017e-3f * f[n] + 9.01702978e-3f;
@@ -18,9 +18,9 @@ INLINE void exp2_each(V<float>* t) {
 }
 #else
 template <int N>
-INLINE void exp2_each(V<float>* t) {  // of a vector after the other: there are fewer registers
+INLINE void exp2_in_place(V<float>* t) {  // of a vector after the other: there are fewer registers
     UNROLL_FOR(n, N) {
-        V<float> x = greater<float>(splat(-127.f), t[n]);
+        V<float> x = maximum<float>(splat(-127.f), t[n]);
         const V<float> magic =
             splat(12583039.f);  // 1.5 * 2**23 + 127: adding it rounds to a whole number, with a float's bias
         V<float> z = x + magic;
@@ -37,17 +37,17 @@ INLINE void exp2_each(V<float>* t) {  // of a vector after the other: there are 
 }
 #endif
 INLINE V<float> exp2(V<float> t) {
-    exp2_each<1>(&t);
+    exp2_in_place<1>(&t);
     return t;
 }
 
 // For checking, not for speed.
-APART V<double> exp2(V<double> t) {
+NOINLINE V<double> exp2(V<double> t) {
     for (int lane = 0; lane < LANES<double>; lane++) t[lane] = std::exp2(t[lane]);
     return t;
 }
 template <int N>
-INLINE void exp2_each(V<double>* t) {
+INLINE void exp2_in_place(V<double>* t) {
     for (int n = 0; n < N; n++) t[n] = exp2(t[n]);
 }
 // What 2**t is to be taken of. From memory, vreduceps waits on a Zen 4 for what was in its own register before.
@@ -60,8 +60,8 @@ INLINE V<T> load_exponent(const T* at) {
 #endif
     return t;
 }
-INLINE V<float> at_floor(V<float> t) { return greater<float>(splat(-127.f), t); }
-INLINE V<double> at_floor(V<double> t) { return greater<double>(splat(-2000.), t); }  // 2**t is 0 there
+INLINE V<float> clamp_exponent(V<float> t) { return maximum<float>(splat(-127.f), t); }
+INLINE V<double> clamp_exponent(V<double> t) { return maximum<double>(splat(-2000.), t); }  // 2**t is 0 there
 
 INLINE V<float> tanh(V<float> x) {
     const V<float> size = x < 0 ? -x : x;
@@ -77,18 +77,18 @@ INLINE V<float> tanh(V<float> x) {
     p = p * y + 0.9999999961f;
     return size < 0.625f ? x * p : x < 0 ? -far : far;
 }
-APART V<double> tanh(V<double> x) {
+NOINLINE V<double> tanh(V<double> x) {
     for (int lane = 0; lane < LANES<double>; lane++) x[lane] = std::tanh(x[lane]);
     return x;
 }
 
 // The derivative of tanh at x, from y = tanh(x): where y is near 1, 1 - y * y would have lost it.
-INLINE V<float> slope_of_tanh(V<float> x, V<float> y) {
+INLINE V<float> tanh_derivative(V<float> x, V<float> y) {
     const V<float> size = x < 0 ? -x : x;
     const V<float> e = exp2(size * -2.88539008178f);
     return size < 0.625f ? 1 - y * y : 4 * e / ((1 + e) * (1 + e));
 }
-APART V<double> slope_of_tanh(V<double> x, V<double>) {
+NOINLINE V<double> tanh_derivative(V<double> x, V<double>) {
     for (int lane = 0; lane < LANES<double>; lane++) {
         const double c = std::cosh(x[lane]);
         x[lane] = 1 / (c * c);
@@ -110,7 +110,7 @@ INLINE V<float> log1p(V<float> x) {
     return __builtin_convertvector(whole, V<float>) * 0.693147181f +
            (r * p + (x - (u - 1)) / u);  // the last: what u has lost of x
 }
-APART V<double> log1p(V<double> x) {
+NOINLINE V<double> log1p(V<double> x) {
     for (int lane = 0; lane < LANES<double>; lane++) x[lane] = std::log1p(x[lane]);
     return x;
 }

@@ -13,7 +13,7 @@ namespace headscope {
 
 using Axes = std::array<std::int64_t, 4>;
 
-inline Tensor4 tensor(std::uintptr_t data, const Axes& stride, int dtype) {
+inline Tensor4 make_tensor(std::uintptr_t data, const Axes& stride, int dtype) {
     Tensor4 x;
     x.data = reinterpret_cast<const void*>(data);
     for (int n = 0; n < 4; n++) x.stride[n] = stride[n];
@@ -21,7 +21,7 @@ inline Tensor4 tensor(std::uintptr_t data, const Axes& stride, int dtype) {
     return x;
 }
 
-inline Spans reach(std::uintptr_t data, const std::array<std::int64_t, 3>& at) {
+inline Spans make_spans(std::uintptr_t data, const std::array<std::int64_t, 3>& at) {
     return {reinterpret_cast<const std::int32_t*>(data), at[0], at[1], std::int32_t(at[2])};
 }
 
@@ -36,6 +36,6 @@ inline void check_memory(const Forward& f) {
 }
 
 // Kind, and up to two tensors, each as its address and its strides.
-using RuleIn = std::tuple<int, std::uintptr_t, Axes, std::uintptr_t, Axes>;
+using RuleArguments = std::tuple<int, std::uintptr_t, Axes, std::uintptr_t, Axes>;
 
 }  // namespace headscope

@@ -18,7 +18,7 @@ struct EdgeList {
 
 // Without a map: they lie in the k rows of each batch entry and head with the largest maxima, which are looked at once
 // more, and are no smaller than the least of these.
-void edges(const Forward& f, const RowStats& rows, const EdgeList& list, int threads);
+void find_edges(const Forward& f, const Statistics& rows, const EdgeList& list, int threads);
 
 // Of each name and head: count, mean, M2, least, largest and histogram of the values that are not NaN.
 struct Moments {
@@ -26,15 +26,16 @@ struct Moments {
     const void* borders;  // from where on values are in each bin of a histogram, [names, bins], of the values' type:
                           // the first is
     std::int64_t bins;    // -infinity; where a name has fewer, the rest is NaN
-    std::int64_t *count, *histogram;      // [names, H], [names, H, bins]
-    double *mean, *M2, *least, *largest;  // [names, H]
+    std::int64_t *count, *histogram;  // [names, H], [names, H, bins]
+    double *mean, *M2, *min, *max;    // [names, H]
 };
 
 // Attends, unless there is no place for that, while rows are measured; true where every row that sees keys is finite.
 // With a map the edges, if there is a list for them, are found on the way. `moments`, which may be null, are those of
 // `values`.
-bool look(Forward& f, RowStats& rows, const EdgeList* list, const Moments* moments, const void* values, int threads);
+bool observe(Forward& f, Statistics& rows, const EdgeList* list, const Moments* moments, const void* values,
+             int threads);
 
-void moments(const Moments& m, const void* values, bool wide, int threads);
+void compute_moments(const Moments& m, const void* values, bool wide, int threads);
 
 }  // namespace headscope

@@ -11,5 +11,5 @@ namespace {
 bool runs_here() { return true; }
 }  // namespace
 extern const Target target;
-const Target target{"generic", OFFERS};
+const Target target{"generic", TARGET_FUNCTIONS};
 }  // namespace headscope::generic

@@ -12,6 +12,6 @@ namespace {
 bool runs_here() { return true; }
 }  // namespace
 extern const Target target;
-const Target target{"neon", OFFERS};
+const Target target{"neon", TARGET_FUNCTIONS};
 }  // namespace headscope::neon
 #endif

@@ -37,7 +37,7 @@ using Half = _Float16;
 #endif
 
 #define INLINE inline __attribute__((always_inline))
-#define APART __attribute__((noinline))  // once for all who call it: what is large and not called often
+#define NOINLINE __attribute__((noinline))  // once for all who call it: what is large and not called often
 #if defined(__clang__)
 #define UNROLL _Pragma("unroll 64")
 #else
@@ -64,8 +64,9 @@ using Half = _Float16;
 #endif
 
 // What a target, tasks-inl.h, reductions-inl.h and projection-inl.h define, in the order of Target.
-#define OFFERS                                                                                                     \
-    runs_here, prepare_tasks, prepared, prepare, tasks, scratch, run, shares, partial, merge, groups,              \
-        gradient_scratch, sums, run_gradient, bias_tasks, run_bias_gradient, look_shares, lines_apart, look_tasks, \
-        look_scratch, run_look, gather_look, lengths, pool, squares, reach, multiplies, lengthwise, panels,        \
-        panel_size, turn, multiply
+#define TARGET_FUNCTIONS                                                                                               \
+    runs_here, pairing_tasks, paired_v_bytes, pair_values, forward_tasks, forward_scratch, run_forward, key_splits,    \
+        partial_bytes, merge_splits, gradient_groups, gradient_scratch, gradient_sums_bytes, run_gradient, bias_tasks, \
+        run_bias_gradient, observation_partitions, boundary_map_rows, observation_tasks, observation_scratch,          \
+        run_observation, reduce_partitions, compute_value_norms, summarize, sum_squared_deviations, count_at_least,    \
+        supports_linear, transpose_input, linear_panels, panel_bytes, pack_panel, multiply_panel

@@ -173,7 +173,7 @@ class Native:
 
     def takes(self, weight: Tensor) -> bool:
         """Whether they multiply this width: pairs of bf16 want an even one."""
-        return weight.shape[1] > 0 and cpu.native.multiplies(self.code, weight.shape[1])
+        return weight.shape[1] > 0 and cpu.native.supports_linear(self.code, weight.shape[1])
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[..., width], [outs, width] -> [..., outs]."""
