@@ -78,7 +78,7 @@ struct Forward {
     void* out = nullptr;              // [B, H, Q, Dv], dtype of q
     std::int64_t out_stride[3];       // the last stride is 1
     void* lse = nullptr;              // [B, H, Q], contiguous, of the accumulation type; or null
-    void* partial_results = nullptr;  // unnormalised outputs of the key splits, which `merge_splits` reduces
+    void* partial_results = nullptr;  // unnormalized outputs of the key splits, which `merge_splits` reduces
     std::int64_t visible_begin = 0, visible_end = INT64_MAX;  // keys outside are masked in every row
     void* paired_v = nullptr;  // v with two keys to a word, [B, Hkv, visible pairs, Dv], if `pair_values` wrote it
     std::atomic<bool>* nonfinite = nullptr;  // set if out holds NaN or infinity; or null
@@ -156,7 +156,7 @@ struct Statistics {
     const void* value_norms = nullptr;        // Euclidean norms of v, [B, Hkv, K], of the accumulation type; or null
     const std::uint8_t* may_count = nullptr;  // broadcasts to [B, H, Q]; 0: the row is not counted; null: all are
     std::int64_t may_count_stride[3] = {0, 0, 0};
-    const void* external_lse = nullptr;     // [B, H, Q]; normalises the weights where it differs from the row's own lse
+    const void* external_lse = nullptr;     // [B, H, Q]; normalizes the weights where it differs from the row's own lse
     double lse_tolerance = 0;               // relative difference up to which the row's own lse is used
     std::uint8_t* counted = nullptr;        // out, [B, H, Q]
     int top_k = 0;                          // number of largest weights to return for each row

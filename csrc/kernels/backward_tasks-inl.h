@@ -1,31 +1,25 @@
-// How a backward pass is cut into tasks; included inside each target's namespace.
-template <class T>
-std::size_t gradient_sums_bytes_of(const Forward& f) {
-    constexpr int L = LANES<T>;
-    return sizeof(T) * std::size_t(f.keys * ((f.head_dim + L - 1) / L * L + (f.v_head_dim + L - 1) / L * L));
-}
+// The tasks of a backward pass.
+
 std::size_t gradient_sums_bytes(const Forward& f) {
-    return is_double(f) ? gradient_sums_bytes_of<double>(f) : gradient_sums_bytes_of<float>(f);
+    return with_accumulation_type(f, [&]<class T>() {
+        return sizeof(T) * std::size_t(f.keys * (padded_width<T>(f.head_dim) + padded_width<T>(f.v_head_dim)));
+    });
 }
 template <class T>
 std::size_t gradient_scratch_of(const Backward& g) {
-#if defined(BF16_DOT)
-    if constexpr (sizeof(T) == 4) {  // the gradient of a bias is plain whatever the remainder is
-        const std::size_t plain = BackwardBlock<T, QUERY_VECTORS>::scratch(g),
-                          pairs = BackwardBlock<T, QUERY_VECTORS, Bf16Dot>::scratch(g);
-        return plain > pairs ? plain : pairs;
-    }
-#endif
-    return BackwardBlock<T, QUERY_VECTORS>::scratch(g);
+    const std::size_t bias = g.dbias ? BackwardBlock<T, QUERY_VECTORS>::scratch(g) : 0;  // computed without pairs
+    const std::size_t block = with_multiply_add<T>(
+        gradient_uses_pairs(g.forward), [&]<class Op>() { return BackwardBlock<T, QUERY_VECTORS, Op>::scratch(g); });
+    return block > bias ? block : bias;
 }
-// The row blocks of a head, and the groups they are cut into, from the sizes alone: a last block of one vector is a
-// group of its own.
+// Divides the rows of a head into blocks, and these into groups. The division depends on the sizes alone, so that
+// results do not depend on the number of threads. A last block of at most one vector of rows is a group of its own.
 template <class T>
 struct Groups {
     std::int64_t rows, blocks, groups;
     int size, remainder;  // blocks of a group; rows of that last block, or 0
     explicit Groups(const Forward& f) : rows(f.queries * (f.heads / f.kv_heads)), remainder(int(rows % MAX_ROWS)) {
-        constexpr std::int64_t MIN_GROUPS = 16;  // groups of all heads, that threads are busy to the end
+        constexpr std::int64_t MIN_GROUPS = 16;  // of all heads, so that no thread idles for long at the end
         if (remainder > LANES<T>) remainder = 0;
         blocks = (rows - remainder + MAX_ROWS - 1) / MAX_ROWS;
         const std::int64_t groups_per_head = MIN_GROUPS / (f.batch * f.kv_heads + 1) + 1,
@@ -34,7 +28,7 @@ struct Groups {
         groups = (blocks + size - 1) / size;
     }
     std::int64_t count() const { return groups + (remainder > 0 || groups == 0); }
-    // Which blocks a group has: all but the last of `remainder` rows are whole.
+    // The rows of a group's blocks; returns their number.
     int row_blocks(std::int64_t group, RowRange* to) const {
         if (group == groups) {
             *to = {blocks * MAX_ROWS, remainder};
@@ -52,17 +46,17 @@ private:
     static constexpr int MAX_ROWS = QUERY_VECTORS * LANES<T>;
 };
 std::int64_t gradient_groups(const Forward& f) {
-    return is_double(f) ? Groups<double>(f).count() : Groups<float>(f).count();
+    return with_accumulation_type(f, [&]<class T>() { return Groups<T>(f).count(); });
 }
 std::size_t gradient_scratch(const Backward& g) {
-    const std::int64_t blocks =
-        is_double(g.forward) ? row_block_count<double>(g.forward) : row_block_count<float>(g.forward);
+    const std::int64_t blocks = row_block_count(g.forward);
     const std::size_t block_bytes =
-        is_double(g.forward) ? gradient_scratch_of<double>(g) : gradient_scratch_of<float>(g);
+        with_accumulation_type(g.forward, [&]<class T>() { return gradient_scratch_of<T>(g); });
     return block_bytes * std::size_t(blocks < 1 ? 1 : blocks < MAX_GROUP_BLOCKS ? blocks : MAX_GROUP_BLOCKS);
 }
 
-template <class T, int QV, class Op = Fma<T>>
+// Runs the backward pass of a group of row blocks, one block of keys at a time.
+template <class T, int QV, class Op>
 void run_row_blocks(OrderedSums<T>& ordered, void* scratch, const RowRange* rows, int count) {
     using Block = BackwardBlock<T, QV, Op>;
     const Forward& f = ordered.g.forward;
@@ -81,10 +75,11 @@ void run_row_blocks(OrderedSums<T>& ordered, void* scratch, const RowRange* rows
         if (is_cancelled(f)) return;
         const std::int64_t to = j + Block::KEYS < end ? j + Block::KEYS : end;
         Block* processed[MAX_GROUP_BLOCKS];
-        int pending = 0;  // of those that processed, how many still to be added have processed the same keys
+        int pending = 0;  // blocks that have processed the same keys, whose gradients are not added yet
         bool has_turn = false;
         const auto add_pending = [&] {
-            if (!has_turn && !(has_turn = ordered.wait_for_turn(to))) return false;
+            if (!has_turn) has_turn = ordered.wait_for_turn(to);
+            if (!has_turn) return false;
             Block::add_key_gradients(processed, pending, ordered);
             pending = 0;
             return true;
@@ -105,47 +100,39 @@ template <class T>
 void run_gradient_group(const Backward& g, std::int64_t head, std::int64_t group, void* scratch, void* sums,
                         std::atomic<std::int64_t>* passed) {
     const Forward& f = g.forward;
-    constexpr int L = LANES<T>;
     const Groups<T> all(f);
-    const int k_width = int((f.head_dim + L - 1) / L * L), v_width = int((f.v_head_dim + L - 1) / L * L);
+    const int k_width = padded_width<T>(f.head_dim), v_width = padded_width<T>(f.v_head_dim);
     T* const dk = static_cast<T*>(sums);
     OrderedSums<T> ordered{g, head, group, all.count(), dk, dk + f.keys * k_width, k_width, v_width, passed};
     RowRange row_ranges[MAX_GROUP_BLOCKS];
     const int count = all.row_blocks(group, row_ranges);
-    const auto run = [&](auto vectors) {
-        constexpr int QV = decltype(vectors)::value;
-#if defined(BF16_DOT)
-        if constexpr (sizeof(T) == 4)
-            if (gradient_uses_pairs(f)) return run_row_blocks<T, QV, Bf16Dot>(ordered, scratch, row_ranges, count);
-#endif
-        run_row_blocks<T, QV>(ordered, scratch, row_ranges, count);
-    };
-    if (group == all.groups)
-        run(std::integral_constant<int, 1>{});
-    else
-        run(std::integral_constant<int, QUERY_VECTORS>{});
+    with_multiply_add<T>(gradient_uses_pairs(f), [&]<class Op>() {
+        if (group == all.groups)  // the last block, of one vector
+            run_row_blocks<T, 1, Op>(ordered, scratch, row_ranges, count);
+        else
+            run_row_blocks<T, QUERY_VECTORS, Op>(ordered, scratch, row_ranges, count);
+    });
 }
 void run_gradient(const Backward& g, std::int64_t head, std::int64_t group, void* scratch, void* sums,
                   std::atomic<std::int64_t>* passed) {
-    if (is_double(g.forward)) return run_gradient_group<double>(g, head, group, scratch, sums, passed);
-    run_gradient_group<float>(g, head, group, scratch, sums, passed);
+    with_accumulation_type(g.forward, [&]<class T>() { run_gradient_group<T>(g, head, group, scratch, sums, passed); });
 }
 
-// The gradient of the bias. Where the bias repeats over an axis, one task goes through all of it, in order.
+// The gradient of the bias. If the bias is broadcast along an axis, one task sums over all of it, in order.
 struct BiasTasks {
-    std::int64_t batches, heads, blocks;  // how many of each are tasks of their own
+    std::int64_t batches, heads, blocks;  // 1 for an axis that each task sums over
 };
 template <class T>
 BiasTasks bias_tasks_of(const Backward& g) {
     const Forward& f = g.forward;
     const std::int64_t group = f.heads / f.kv_heads;
     const bool query_straddles_blocks =
-        g.dbias_stride[1] == 0 && (QUERY_VECTORS * LANES<T>) % group != 0;  // a query's heads in two blocks
+        g.dbias_stride[1] == 0 && (QUERY_VECTORS * LANES<T>) % group != 0;  // the heads of one query lie in two blocks
     return {g.dbias_stride[0] ? f.batch : 1, g.dbias_stride[1] ? f.kv_heads : 1,
             g.dbias_stride[2] && !query_straddles_blocks ? row_block_count<T>(f) : 1};
 }
 std::int64_t bias_tasks(const Backward& g) {
-    const BiasTasks n = is_double(g.forward) ? bias_tasks_of<double>(g) : bias_tasks_of<float>(g);
+    const BiasTasks n = with_accumulation_type(g.forward, [&]<class T>() { return bias_tasks_of<T>(g); });
     return n.batches * n.heads * n.blocks;
 }
 template <class T>
@@ -166,6 +153,5 @@ void run_bias_task(const Backward& g, std::int64_t task, void* scratch) {
             }
 }
 void run_bias_gradient(const Backward& g, std::int64_t task, void* scratch) {
-    if (is_double(g.forward)) return run_bias_task<double>(g, task, scratch);
-    run_bias_task<float>(g, task, scratch);
+    with_accumulation_type(g.forward, [&]<class T>() { run_bias_task<T>(g, task, scratch); });
 }

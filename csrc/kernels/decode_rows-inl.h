@@ -1,18 +1,18 @@
-// The inner products where there are few rows, at most eight and no more than lanes: a step of decoding. Rows in the
-// lanes would leave most lanes empty, so here the width of a head lies in the lanes, and G rows share each key and
-// value that is read. Keys and values are widened as they are loaded.
+// The products of a decoding step, which has at most MAX_DECODE_ROWS rows. With rows in the lanes most lanes would be
+// empty, so here the columns of a head lie in the lanes, and G rows share each key and value that is loaded. Half types
+// are widened as they are loaded.
 
 template <class T>
-constexpr int MAX_DECODE_ROWS = LANES<T> < 8 ? LANES<T> : 8;  // rows that Few takes
+constexpr int MAX_DECODE_ROWS = LANES<T> < 8 ? LANES<T> : 8;
 
-// Rows that will be read soon, asked for while the other tensor is computed with.
+// Prefetches rows of keys while values are multiplied, and the reverse.
 template <class E>
 struct Prefetcher {
     const E* row;
     std::int64_t stride;
     int width;
     INLINE void prefetch(int j) const {
-        // as far as the second cache: the first is as small as a block
+        // into L2: a block of keys and values fills the L1 cache
         for (int c = 0; c < width; c += 64 / int(sizeof(E))) __builtin_prefetch(row + j * stride + c, 0, 2);
     }
 };
@@ -22,7 +22,7 @@ template <class T, int COUNT, int FROM, int... LANE>
 INLINE V<T> first_lanes(V<T> x, std::integer_sequence<int, LANE...>) {
     return __builtin_shufflevector(x, V<T>{}, (LANE < COUNT ? FROM + LANE : LANES<T>)...);
 }
-// Sums of L / G keys, G of each, to the first lanes of their lines; zeros beyond.
+// Stores the sums of L / G keys, G of each, in the first lanes of their rows of s [keys][L]; zeros beyond.
 template <class T, int G, int... N>
 INLINE void store_dots(V<T> sums, T* s, std::integer_sequence<int, N...>) {
     constexpr int L = LANES<T>;
@@ -33,12 +33,12 @@ INLINE void store_dots(V<T> sums, T* s) {
     store_dots<T, G>(sums, s, std::make_integer_sequence<int, LANES<T> / G>{});
 }
 
-// A vector may hold the G rows of L / G keys. The first G lanes, for each of these keys:
+// A packed vector holds the G rows of L / G keys. Repeats the first G lanes for each key.
 template <class T, int G, int... N>
 INLINE V<T> repeat_rows(V<T> x, std::integer_sequence<int, N...>) {
     return __builtin_shufflevector(x, x, (N % G)...);
 }
-// What `combine` makes of all of these keys, for each of them:
+// Reduces over the keys of a packed vector by `combine`; the result is repeated for each key.
 template <class T, int STEP, class Combine, int... N>
 INLINE V<T> reduce_keys(V<T> x, const Combine& combine, std::integer_sequence<int, N...> lanes) {
     if constexpr (STEP < LANES<T>)
@@ -47,7 +47,7 @@ INLINE V<T> reduce_keys(V<T> x, const Combine& combine, std::integer_sequence<in
     else
         return x;
 }
-// Two such vectors by pairs of keys: the even ones, and the odd ones.
+// Rearranges two packed vectors: x gets the even keys, y the odd ones.
 template <class T, int G, int... N>
 INLINE void deinterleave_keys(V<T>& x, V<T>& y, std::integer_sequence<int, N...>) {
     const V<T> a = x, b = y;
@@ -55,33 +55,41 @@ INLINE void deinterleave_keys(V<T>& x, V<T>& y, std::integer_sequence<int, N...>
     y = __builtin_shufflevector(a, b, (N / G * 2 * G + N % G + G)...);
 }
 
+// The loop over keys of Products::dots. L / G keys at a time fill a vector with sums, to which `scale` applies.
+template <class Products, class T, int G, class Q, class E, class Scale>
+INLINE void multiply_keys(const Q* q, int q_width, const E* k, std::int64_t k_stride, int keys, int depth, T* s,
+                          bool packed, const Prefetcher<E>& prefetcher, const Scale& scale) {
+    constexpr int L = LANES<T>, N = Products::N, KEYS_AT_ONCE = Products::KEYS_AT_ONCE;
+    for (int j = 0; j < keys; j += N) {
+        V<T> a[L];
+        UNROLL_RANGE(n, 0, N, KEYS_AT_ONCE) {
+            for (int m = n; m < n + KEYS_AT_ONCE; m++) prefetcher.prefetch(j + m);
+            const E* key[KEYS_AT_ONCE];
+            UNROLL_FOR(m, KEYS_AT_ONCE) key[m] = k + (j + n + m < keys ? j + n + m : keys - 1) * k_stride;
+            Products::dot_keys(q, q_width, key, depth, a + n * G);
+        }
+        const V<T> sums = scale(reduce_sums<T>(a));
+        if (packed)
+            store(s + j * G, sums);
+        else
+            store_dots<T, G>(sums, s + j * L);
+    }
+}
+
 template <class T, int G>
 struct DecodeRows {
     static constexpr int L = LANES<T>;
-    static constexpr int N = L / G;  // keys at a time: they make L sums
-    static constexpr int KEYS_AT_ONCE =
-        N < 2 ? N : 2;  // of these: few, since what fetches prefetcher of the reader follows few lines best
-
-    static constexpr int STEP = L;  // numbers that are multiplied at once
+    static constexpr int N = L / G;                     // keys whose sums fill a vector
+    static constexpr int KEYS_AT_ONCE = N < 2 ? N : 2;  // the hardware prefetcher follows two streams best
+    static constexpr int STEP = L;                      // columns of one multiply-add
     INLINE static void restore_order(V<T>*) {}
 
     // s[j][g] = k[j] · q[g]; s is [keys][L], or [keys][G] if packed; q is [G][q_width] with zeros beyond `depth`.
     template <class E>
     static void dots(const T* q, int q_width, const E* k, std::int64_t k_stride, int keys, int depth, T* s, bool packed,
                      Prefetcher<E> prefetcher) {
-        for (int j = 0; j < keys; j += N) {
-            V<T> a[L];
-            UNROLL_RANGE(n, 0, N, KEYS_AT_ONCE) {
-                for (int m = n; m < n + KEYS_AT_ONCE; m++) prefetcher.prefetch(j + m);
-                const E* key[KEYS_AT_ONCE];
-                UNROLL_FOR(m, KEYS_AT_ONCE) key[m] = k + (j + n + m < keys ? j + n + m : keys - 1) * k_stride;
-                dot_keys(q, q_width, key, depth, a + n * G);
-            }
-            if (packed)
-                store(s + j * G, reduce_sums<T>(a));
-            else
-                store_dots<T, G>(reduce_sums<T>(a), s + j * L);
-        }
+        multiply_keys<DecodeRows, T, G>(q, q_width, k, k_stride, keys, depth, s, packed, prefetcher,
+                                        [](V<T> sums) __attribute__((always_inline)) { return sums; });
     }
     template <class E>
     INLINE static void dot_keys(const T* q, int q_width, const E* const* key, int depth, V<T>* to) {
@@ -116,11 +124,15 @@ struct DecodeRows {
                                   int o_width, bool fresh, Prefetcher<E> prefetcher) {
         constexpr int C = REGISTER_TILE * 2 / 3 / G > 1 ? REGISTER_TILE * 2 / 3 / G : 1;
         int c = 0;
-        for (; c + C * L <= width; c += C * L, prefetcher.width = 0)
+        for (; c + C * L <= width; c += C * L) {
             accumulate_tile<C>(p, p_width, v + c, v_stride, keys, o + c, o_width, fresh, prefetcher);
+            prefetcher.width = 0;  // the first tile has prefetched all rows
+        }
         if constexpr (C > 1)
-            for (; c + L <= width; c += L, prefetcher.width = 0)
+            for (; c + L <= width; c += L) {
                 accumulate_tile<1>(p, p_width, v + c, v_stride, keys, o + c, o_width, fresh, prefetcher);
+                prefetcher.width = 0;
+            }
         if (c == width) return;
         V<T> a[G]{};
         for (int j = 0; j < keys; j++) {
@@ -150,42 +162,33 @@ struct DecodeRows {
 };
 
 #if defined(BF16_DOT)
-// The same with products of pairs of bf16: of q and k as they lie, of weights and v with two keys to a word. Two rows
-// of v are interleaved in pieces of 16 bytes, so columns of o lie in another order, until `restore_order`.
+// The same with pairs of bf16: along D for q and k, along the keys for weights and v. Two rows of v are interleaved
+// within each 16 bytes, which permutes the columns of o; restore_order undoes that.
 template <int G>
 struct DecodePairs {
     static constexpr int L = 16, N = L / G, KEYS_AT_ONCE = N < 2 ? N : 2, STEP = 32;
     using Word = std::uint32_t;
     using Words = I<float>;
-    INLINE static void restore_order(V<float>* x) {  // of STEP columns
+    INLINE static void restore_order(V<float>* x) {  // STEP columns
         const V<float> low = x[0], high = x[1];
         x[0] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
         x[1] = __builtin_shufflevector(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
     }
 
     INLINE static Words load_words(const BFloat16* at) { return (Words)_mm512_loadu_si512(at); }
-    // `width` numbers from a line, then zeros; none at all from no line
+    // `width` numbers, then zeros; only zeros if `at` is null.
     INLINE static Words load_words(const BFloat16* at, int width) {
         BFloat16 padded[STEP]{};
         for (int c = 0; at && c < width; c++) padded[c] = at[c];
         return load_words(padded);
     }
 
+    // s[j][g] = factor k[j] · q[g], likewise.
     static void dots(const Word* q, int q_width, const BFloat16* k, std::int64_t k_stride, int keys, int depth,
                      float factor, float* s, bool packed, Prefetcher<BFloat16> prefetcher) {
-        for (int j = 0; j < keys; j += N) {
-            V<float> a[L];
-            UNROLL_RANGE(n, 0, N, KEYS_AT_ONCE) {
-                for (int m = n; m < n + KEYS_AT_ONCE; m++) prefetcher.prefetch(j + m);
-                const BFloat16* key[KEYS_AT_ONCE];
-                UNROLL_FOR(m, KEYS_AT_ONCE) key[m] = k + (j + n + m < keys ? j + n + m : keys - 1) * k_stride;
-                dot_keys(q, q_width, key, depth, a + n * G);
-            }
-            if (packed)
-                store(s + j * G, reduce_sums<float>(a) * factor);
-            else
-                store_dots<float, G>(reduce_sums<float>(a) * factor, s + j * L);
-        }
+        multiply_keys<DecodePairs, float, G>(q, q_width, k, k_stride, keys, depth, s, packed, prefetcher,
+                                             [=](V<float> sums)
+                                                 __attribute__((always_inline)) { return sums * factor; });
     }
     INLINE static void dot_keys(const Word* q, int q_width, const BFloat16* const* key, int depth, V<float>* to) {
         V<float> a[KEYS_AT_ONCE * G];
@@ -212,13 +215,17 @@ struct DecodePairs {
     // p is [(keys + 1) / 2][p_width], o is [G][o_width] with o_width a multiple of 32.
     static void accumulate_values(const Word* p, int p_width, const BFloat16* v, std::int64_t v_stride, int keys,
                                   int width, float* o, int o_width, bool fresh, Prefetcher<BFloat16> prefetcher) {
-        constexpr int C = 8 / G > 1 ? 8 / G : 1;  // pieces of 32 columns
+        constexpr int C = 8 / G > 1 ? 8 / G : 1;  // times 32 columns
         int c = 0;
-        for (; c + C * STEP <= width; c += C * STEP, prefetcher.width = 0)
+        for (; c + C * STEP <= width; c += C * STEP) {
             accumulate_tile<C>(p, p_width, v + c, v_stride, keys, STEP, o + c, o_width, fresh, prefetcher);
-        for (; c < width; c += STEP, prefetcher.width = 0)
-            accumulate_tile<1>(p, p_width, v + c, v_stride, keys, width - c < STEP ? width - c : STEP, o + c, o_width,
-                               fresh, prefetcher);
+            prefetcher.width = 0;  // the first tile has prefetched all rows
+        }
+        for (; c < width; c += STEP) {
+            const int columns = width - c < STEP ? width - c : STEP;
+            accumulate_tile<1>(p, p_width, v + c, v_stride, keys, columns, o + c, o_width, fresh, prefetcher);
+            prefetcher.width = 0;
+        }
     }
     template <int C>
     static void accumulate_tile(const Word* p, int p_width, const BFloat16* v, std::int64_t v_stride, int keys,
@@ -228,12 +235,12 @@ struct DecodePairs {
         for (int j = 0; j < keys; j += 2, v += 2 * v_stride, p += p_width) {
             prefetcher.prefetch(j);
             prefetcher.prefetch(j + 1);
-            const bool whole = width == STEP && j + 1 < keys;
+            const bool is_full = width == STEP && j + 1 < keys;
             Words x[2 * C];
             UNROLL_FOR(c, C) {
                 const BFloat16 *low = v + c * STEP, *high = low + v_stride;
-                const Words even = whole ? load_words(low) : load_words(low, width);
-                const Words odd = whole ? load_words(high) : load_words(j + 1 < keys ? high : nullptr, width);
+                const Words even = is_full ? load_words(low) : load_words(low, width);
+                const Words odd = is_full ? load_words(high) : load_words(j + 1 < keys ? high : nullptr, width);
                 x[2 * c] = (Words)_mm512_unpacklo_epi16((__m512i)even, (__m512i)odd);
                 x[2 * c + 1] = (Words)_mm512_unpackhi_epi16((__m512i)even, (__m512i)odd);
             }

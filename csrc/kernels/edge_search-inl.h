@@ -23,11 +23,11 @@ struct EdgeSearch : StoredWeights<T, QV> {
         const std::int64_t words = (s->bins + 63) / 64;
         for (std::int64_t n = 0; n < ROWS * words; n++) candidate_cells[n] = 0;
         for (std::int64_t x = 0; x < s->bins; x++)
-            UNROLL_FOR(v, QV)
-                for (unsigned lanes =
-                         lane_bits<T>(load_int<T>(cell_max + x * ROWS + v * L) > load_int<T>(threshold + v * L));
-                     lanes; lanes &= lanes - 1)
+            UNROLL_FOR(v, QV) {
+                const I<T> exceeds = load_int<T>(cell_max + x * ROWS + v * L) > load_int<T>(threshold + v * L);
+                for (unsigned lanes = lane_bits<T>(exceeds); lanes; lanes &= lanes - 1)
                     candidate_cells[(v * L + __builtin_ctz(lanes)) * words + x / 64] |= std::uint64_t(1) << x % 64;
+            }
         for (int r = 0; r < block.count; r++) {
             const HeadPartition partition = partition_of(block, r);
             for (std::int64_t word = 0; word < words; word++)

@@ -1,6 +1,6 @@
-// The forward pass of a block of rows: softmax over blocks of keys with a running maximum. With G > 0 there are at
-// new_top G rows, and the output lies as they do: weights times values is a product of Few, and so are the logits of up
-// to MAX_DECODE_ROWS. What is measured of the rows on the way is the Observer's (see observer_hooks-inl.h).
+// The forward pass of a block of rows. With G > 0 the block has at most G rows, its output is stored row by row, and
+// the product with the values is that of decode_rows-inl.h; with G <= MAX_DECODE_ROWS the logits are, too. The
+// observer's hooks are those of observer_hooks-inl.h.
 template <class T, int QV, int G = 0, class Op = Fma<T>, class Observer = NoObserver>
 struct ForwardBlock : SoftmaxTile<T, QV, G, Op, Observer> {
     using Base = SoftmaxTile<T, QV, G, Op, Observer>;
@@ -16,12 +16,12 @@ struct ForwardBlock : SoftmaxTile<T, QV, G, Op, Observer> {
         ForwardBlock(f, 0, 0, memory);
         return memory.next;
     }
-    // Share `split` of `splits` of the keys that the rows may see.
+    // Runs split number `split` of the visible keys, of `splits`.
     void run(std::int64_t first, int rows, std::int64_t split, std::int64_t splits, void* partial) {
         this->first = first;
         count = rows;
         if constexpr (DECODES)
-            load_few_queries();
+            load_decode_queries();
         else
             this->load_queries();
         this->load_spans();
@@ -29,7 +29,7 @@ struct ForwardBlock : SoftmaxTile<T, QV, G, Op, Observer> {
         bool fresh = true;
         std::int64_t begin, end;
         this->find_key_range(begin, end);
-        if (PAIRS) begin -= begin % 2;  // as the words of two keys lie
+        if (PAIRS) begin -= begin % 2;  // words hold keys 2n and 2n + 1
         observer.start(*this, begin, end);
         if (splits > 1) {
             const std::int64_t split_keys = ((end - begin) / splits + KEYS) / KEYS * KEYS;
@@ -37,7 +37,7 @@ struct ForwardBlock : SoftmaxTile<T, QV, G, Op, Observer> {
             if (end > begin + split_keys) end = begin + split_keys;
         }
         for (std::int64_t j = begin; j < end; j += KEYS) {
-            const int keys = int(end - j < KEYS ? end - j : KEYS);
+            const int keys = this->keys_of_block(j, end);
             if (T* to = observer.logits_buffer(j)) {
                 p = to;
                 if constexpr (!PAIRS) weights = p;
@@ -96,7 +96,7 @@ struct ForwardBlock : SoftmaxTile<T, QV, G, Op, Observer> {
                 accumulate_rows<half>(half, j, keys, fresh);
         } else {
             const StridedRows v = value_operand(j, keys);
-            V<T> factor[QV];  // 1 for vectors that have met some of these keys
+            V<T> factor[QV];  // 1 once a vector's output is rescaled
             UNROLL_FOR(u, QV) factor[u] = top_moved ? rescaling[u] : splat(T(1));
             this->for_each_key_range(j, keys, [&](auto from_vector, auto vectors, int from, int count) {
                 constexpr int u0 = decltype(from_vector)::value, number = decltype(vectors)::value;
@@ -109,7 +109,7 @@ struct ForwardBlock : SoftmaxTile<T, QV, G, Op, Observer> {
             });
         }
     }
-    // Of N rows from the given one on.
+    // Accumulates the outputs of N rows from `row` on.
     template <int N>
     void accumulate_rows(int row, std::int64_t j, int keys, bool fresh) {
         using Rows = typename DecodeProducts<T, N, Op>::Type;
@@ -126,23 +126,24 @@ struct ForwardBlock : SoftmaxTile<T, QV, G, Op, Observer> {
         else
             with_dtype(f.v, j, run);
     }
+    // The values of keys j .. j + keys as PvTile reads them.
     StridedRows value_operand(std::int64_t j, int keys) const {
         const int width = int(f.v_head_dim);
         if (PAIRS && f.paired_v) {
-            const std::int64_t line = width * 4, pair = j / 2 - f.visible_begin / 2;
+            const std::int64_t row_bytes = width * 4, pair = j / 2 - f.visible_begin / 2;
             return {static_cast<const char*>(f.paired_v) +
-                        ((b * f.kv_heads + this->kv_head) * visible_pairs(f) + pair) * line,
-                    line};
+                        ((b * f.kv_heads + this->kv_head) * visible_pairs(f) + pair) * row_bytes,
+                    row_bytes};
         }
         return this->pv_operand(f.v, j, keys, width, this->converted_v);
     }
-    // Rows from j on of the other tensor, of the same dtype.
+    // A prefetcher of the rows from j on of tensor x, of the same dtype as the first argument.
     template <class E>
     auto prefetcher(const E*, const Tensor4& x, std::int64_t j, int width) const {
         return Prefetcher<E>{reinterpret_cast<const E*>(element_address(x, b, this->kv_head, j, sizeof(E))),
                              x.stride[2], width};
     }
-    // body(row j of a tensor [B, Hkv, K, .] as what it is)
+    // Calls body(row j of a tensor [B, Hkv, K, .], as a pointer to its dtype).
     template <class Body>
     INLINE void with_dtype(const Tensor4& x, std::int64_t j, const Body& body) const {
         if constexpr (sizeof(T) == 8)
@@ -155,7 +156,7 @@ struct ForwardBlock : SoftmaxTile<T, QV, G, Op, Observer> {
             body(reinterpret_cast<const T*>(element_address(x, b, this->kv_head, j, 4)));
     }
 
-    void load_few_queries() {
+    void load_decode_queries() {
         const int keys = f.keys < KEYS ? int(f.keys) : KEYS;
         for (int n = 0; n < keys * ROWS; n += L) store(p + n, V<T>{});  // rows beyond G stay finite
         for (int g = 0; g < G; g++) {
@@ -170,7 +171,7 @@ struct ForwardBlock : SoftmaxTile<T, QV, G, Op, Observer> {
             }
         }
     }
-    // What a split of the keys leaves: o, top and sum; and from these the fully_visible.
+    // The partial result of a split: output, top and sum. `merge_splits` combines those of all splits.
     void store_partial(T* partial) const {
         for (int n = 0; n < output_size(); n += L) store(partial + n, load(o + n));
         partial += output_size();
@@ -215,31 +216,31 @@ struct ForwardBlock : SoftmaxTile<T, QV, G, Op, Observer> {
 
     void finish() {
         V<T> inverse[QV];
-        I<T> none{};
+        I<T> is_zero{};
         UNROLL_FOR(v, QV) {
             inverse[v] = sum[v] == 0 ? V<T>{} : 1 / sum[v];
-            none |= sum[v] == 0;
+            is_zero |= sum[v] == 0;
         }
-        if (any<T>(none)) invert_zero_sums(inverse);
+        if (any<T>(is_zero)) invert_zero_sums(inverse);
         const bool finite = store_output(inverse);
         observer.finish(*this);
         if (!finite && f.nonfinite) f.nonfinite->store(true, std::memory_order_relaxed);
         if (!f.lse) return;
         for (int r = 0; r < count; r++) {
             const T total = sum[r / L][r % L];
-            const T maximum = top[r / L][r % L], lowest = -std::numeric_limits<T>::max();
-            T value = (maximum + std::log2(total)) * T(LN2);
-            if (total > 0 && maximum == lowest) value = lowest;  // of a row of the smallest biases
+            const T row_top = top[r / L][r % L], lowest = -std::numeric_limits<T>::max();
+            T value = (row_top + std::log2(total)) * T(LN2);
+            if (total > 0 && row_top == lowest) value = lowest;  // all biases are the lowest finite number
             static_cast<T*>(f.lse)[flat_row(r)] = total == 0 ? -std::numeric_limits<T>::infinity() : value;
         }
     }
-    // Rows with a sum of 0: one that sees keys, all with a logit of -inf, is NaN; one that sees no key stays 0.
+    // Rows with a sum of 0: the result is NaN if a key is visible (all visible logits are -infinity), else 0.
     NOINLINE void invert_zero_sums(V<T>* inverse) {
         for (int r = 0; r < count; r++)
             if (sum[r / L][r % L] == 0 && this->has_visible_key(r))
                 inverse[r / L][r % L] = sum[r / L][r % L] = std::numeric_limits<T>::quiet_NaN();
     }
-    // The output times a factor for split_keys row; whether it is finite.
+    // Stores the output, each row times its factor. Returns whether all of it is finite.
     bool store_output(const V<T>* factor) {
         if constexpr (G == 0) return this->store_rows(o, int(f.v_head_dim), factor, f.out, f.out_stride);
         constexpr int STEP = Products::STEP;

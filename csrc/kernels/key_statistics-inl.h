@@ -46,7 +46,7 @@ struct KeyStatistics : EdgeSearch<T, QV> {
         for (std::int64_t n = 0; n < blocks; n++) {
             if (!has_visible[n]) continue;
             const std::int64_t j0 = begin + n * Block::KEYS;
-            const int keys = int(end - j0 < Block::KEYS ? end - j0 : Block::KEYS);
+            const int keys = Block::keys_of_block(j0, end);
             T* factor = block_tops + n * ROWS;
             UNROLL_FOR(v, QV) store(factor + v * L, exp2(load(factor + v * L) - top[v]) * scale[v]);
             if (s->bins)

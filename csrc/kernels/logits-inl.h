@@ -8,9 +8,9 @@ struct Logits : MaskedRowBlock<T, QV, Op> {
     using Base::MaskedRowBlock;
     using typename Base::Word;
 
-    // The logits of keys j .. j + keys into p; false if no row may see any of them. `softcap_slope`, if there is a
-    // softcap, takes its derivative. `most`, if they are `only_products`, is raised to the largest of them;
-    // `subtrahend`, where there is no softcap, is taken away from them.
+    // Computes the logits of keys j .. j + keys into p; false if all are masked in all rows. With a softcap, its
+    // derivative goes into softcap_slope. `maxima` is raised to the largest logit of each row if they are
+    // `only_products`; `subtrahend`, which excludes a softcap, is subtracted from them.
     bool compute_logits(std::int64_t j, int keys, T* softcap_slope = nullptr, V<T>* maxima = nullptr,
                         V<T>* subtrahend = nullptr) {
         bool fully_visible;
@@ -31,15 +31,15 @@ struct Logits : MaskedRowBlock<T, QV, Op> {
         finish_logits(j, keys, fully_visible, softcap_slope);
         return true;
     }
-    // Whether products over D or Dv, which is the width, are summed in pieces. Plain torch multiplies up to three
-    // queries, or up to eleven keys, in sums of a few products each, and float results are to err at most twice as
-    // much. With nine to eleven keys they do so in one chain, too, up to a width of 64.
+    // Whether products over D or Dv (the width) are summed in blocks. torch's matrix product sums up to three queries,
+    // or up to eleven keys, in blocks of a few products, and the error of float results may be at most twice torch's.
+    // With nine to eleven keys and a width of up to 64 one chain meets that bound.
     bool sums_in_blocks(std::int64_t width) const {
         return !PAIRS && (f.queries <= 3 || f.keys <= 8 || (f.keys <= 11 && width > 64));
     }
-    // Whether the logits of the last block are nothing but products, times the factor.
+    // Whether the logits of the last block are scaled products: no mask, bias or softcap applies.
     bool only_products() const { return all_visible && !(f.softcap > 0); }
-    // From products of queries and keys to logits.
+    // Turns scaled products into logits: softcap, bias, spans, rules.
     void finish_logits(std::int64_t j, int keys, bool fully_visible, T* softcap_slope = nullptr) {
         if (f.softcap > 0) apply_softcap(keys, softcap_slope);
         if (f.bias.data) add_bias(j, keys);
@@ -47,7 +47,7 @@ struct Logits : MaskedRowBlock<T, QV, Op> {
         if (f.mask.rule_count) this->mask_by_rules(keys);
     }
 
-    // What rows begin with, before any key: a sink, if there is one.
+    // Initializes the running maximum and sum of each row: with its sink, if there is one.
     void initialize_sums(V<T>* top, V<T>* sum, bool with_sinks) const {
         UNROLL_FOR(v, QV) {
             top[v] = splat(-std::numeric_limits<T>::max());
@@ -60,12 +60,12 @@ struct Logits : MaskedRowBlock<T, QV, Op> {
             if (sink == -std::numeric_limits<T>::infinity()) continue;
             const T logit = sink * T(LOG2E);
             top[r / L][r % L] = logit < lowest ? lowest : logit;
-            sum[r / L][r % L] =
-                logit <= -lowest ? 1 : std::numeric_limits<T>::quiet_NaN();  // NaN and +inf make the row NaN
+            // a sink of NaN or +inf makes the row NaN
+            sum[r / L][r % L] = logit <= -lowest ? 1 : std::numeric_limits<T>::quiet_NaN();
         }
     }
 
-    // With this factor products of queries and keys are logits times log2(e), or the argument of tanh.
+    // The factor that turns a product of query and key into a logit times log2(e), or into the argument of tanh.
     T query_factor() const { return T(f.softcap > 0 ? f.scale / f.softcap : f.scale * LOG2E); }
     void load_queries() { this->load_transposed(f.q, int(f.head_dim), query_factor(), q); }
 
@@ -78,10 +78,10 @@ struct Logits : MaskedRowBlock<T, QV, Op> {
         }
     }
 
-    // Adds bias[b, h, i, j], and hides where it is -inf; only there.
+    // Adds bias[b, h, i, j]. A key is masked if and only if its bias is -infinity.
     void add_bias(std::int64_t j0, int keys) {
         const auto& s = f.bias.stride;
-        if (s[2] == 0 && (s[1] == 0 || group == 1)) {  // the same for all rows
+        if (s[2] == 0 && (s[1] == 0 || group == 1)) {  // broadcast over all rows
             const T* from = reinterpret_cast<const T*>(element_address(f.bias, b, head(0), 0, sizeof(T))) + j0 * s[3];
             for (int j = 0; j < keys; j++)
                 UNROLL_FOR(v, QV) add_bias_vector(p + j * ROWS + v * L, splat(from[j * s[3]]));
@@ -105,13 +105,13 @@ struct Logits : MaskedRowBlock<T, QV, Op> {
     INLINE static void add_bias_vector(T* s, V<T> bias) {
         const V<T> minus_infinity = splat(-std::numeric_limits<T>::infinity()),
                    lowest = splat(-std::numeric_limits<T>::max());
-        const V<T> x =
-            maximum<T>(lowest, bias * T(LOG2E));  // the smallest number hides nothing, though log2(e) times it is -inf
+        // log2(e) times the lowest finite bias overflows to -infinity, which would mask the key
+        const V<T> x = maximum<T>(lowest, bias * T(LOG2E));
         store(s, bias == minus_infinity ? minus_infinity : load(s) + x);
     }
 
-    // What dropout leaves of a weight: 0 or 1 / (1 - dropout), by the hash of (seed, b, h, i, j), so that every pass
-    // and every size of block drops the same.
+    // The factor of each weight, 0 or 1 / (1 - dropout), from a hash of (seed, b, h, i, j): forward and backward drop
+    // the same weights, whatever the size of their blocks.
     NOINLINE void compute_dropout_factors(std::int64_t j0, int keys, T* factor) const {
         const std::uint32_t limit = std::uint32_t(f.dropout * 4294967296.0);
         const T inverse_rate = T(1 / (1 - f.dropout));

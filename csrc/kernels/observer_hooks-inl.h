@@ -1,5 +1,5 @@
 // The hooks that the forward pass of a block of rows calls, in the order of their calls. NoObserver compiles to
-// nothing; StatisticsObserver is in row_statistics-inl.h.
+// nothing; StatisticsObserver is in row_quantities-inl.h.
 
 struct NoObserver {
     static constexpr bool OBSERVES = false;

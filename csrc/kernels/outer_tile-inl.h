@@ -1,12 +1,11 @@
-// Sums of outer products over rows: dK and dV.
+// Sums of outer products over rows, for dK and dV.
 
 template <class T, int QV, class Op = Fma<T>, int ROWS = QV * LANES<T>>
 struct OuterTile {
     using Word = typename Op::Word;
     static constexpr int L = LANES<T>;
-    // Rows of `width` columns, whole vectors of them, as `outer` reads them: panels of up to four vectors of columns,
-    // each [PANEL_ROWS][.], so that what it reads again and again lies together. body(first column,
-    // std::integral_constant of how many vectors)
+    // The right factor is stored in panels of four, two or one vectors of columns, each [PANEL_ROWS][columns], so that
+    // a tile reads it contiguously. Calls body(first column, std::integral_constant of the number of vectors).
     static constexpr int PANEL_ROWS = ROWS / Op::PER_WORD;
     template <class Body>
     INLINE static void for_each_panel(int width, const Body& body) {
@@ -16,21 +15,20 @@ struct OuterTile {
         for (; c < width; c += L) body(c, std::integral_constant<int, 1>{});
     }
 
-    // to[j][c] += Σ_row a[j][row] from[row][c], for N keys and a panel of C vectors of columns, over the rows of all
-    // factors; `a` is
-    // [.][PANEL_ROWS], `to` is [.][width].
+    // The two factors of one block of rows: left [keys][PANEL_ROWS], and right in panels.
     struct Factors {
         const Word *left, *right;
         int rows;  // in words
     };
+    // to[j][c] += Σ_row left[j][row] right[row][c] for N keys and C vectors of columns, over the rows of all `count`
+    // pairs of factors; `to` is [keys][width]. It is prefetched: in long sequences dK and dV are not in the L2 cache.
     template <int N, int C>
     static void accumulate_tile(const Factors* factors, int count, int j0, int c0, int width, T* to) {
         V<T> sum[N][C];
         to += j0 * width + c0;
         UNROLL_TILE(j, N, c, C) {
             sum[j][c] = V<T>{};
-            __builtin_prefetch(to + j * width + c * L,
-                               1);  // of long sequences: with all cores at work they are far when they are asked for
+            __builtin_prefetch(to + j * width + c * L, 1);
         }
         for (const Factors* factor = factors; factor < factors + count; factor++) {
             const Word *left = factor->left + j0 * PANEL_ROWS, *right = factor->right + c0 * PANEL_ROWS;

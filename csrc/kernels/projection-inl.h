@@ -1,15 +1,13 @@
-// The projections, y = x wᵀ + bias, by the tiles of attention. Outputs lie in the lanes: the weights are packed once a
-// call, in panels of up to QUERY_VECTORS vectors of outputs, and rows of x are broadcast from where they lie. A
-// backward pass is two of them: of the output's gradient with the weights, whose rows are then outputs, and of that
-// gradient with x, both across.
+// Projections, y = x wᵀ + bias, with the tiles of attention. Output features lie in the lanes: the weights are packed
+// (transposed) once a call, in panels of up to QUERY_VECTORS vectors of features, and rows of x are broadcast in place.
+// The backward pass is two projections, dx = dy w and dw = dyᵀ x; the operands of dw are both read transposed.
 
 template <class Op>
 struct Projection {
     using Word = typename Op::Word;
-    static constexpr int L = LANES<float>, MAX_OUTPUTS = QUERY_VECTORS * L;     // outputs of a panel
-    static constexpr std::int64_t ELEMENT_BYTES = sizeof(Word) / Op::PER_WORD;  // of a number
-    static constexpr int DEPTH =
-        128;  // words that are summed in registers before they join the rest: a longer chain loses bits
+    static constexpr int L = LANES<float>, MAX_OUTPUTS = QUERY_VECTORS * L;     // output features of a panel
+    static constexpr std::int64_t ELEMENT_BYTES = sizeof(Word) / Op::PER_WORD;  // of an element
+    static constexpr int DEPTH = 128;  // words that are summed by themselves first: a longer chain loses bits
 
     const Linear& f;
     explicit Projection(const Linear& call) : f(call) {}
@@ -20,7 +18,8 @@ struct Projection {
         return left >= MAX_OUTPUTS ? QUERY_VECTORS : int((left + L - 1) / L);
     }
 
-    // To [words][outputs of the panel]. Outputs past the last are copies of it, and are never written.
+    // Packs the weights of a panel as [words][features of the panel]. Features past the last repeat it; their outputs
+    // are never stored.
     void pack(std::int64_t panel, Word* to) const {
         const int out_features = vectors(panel) * L;
         if constexpr (Op::PER_WORD == 1)
@@ -32,19 +31,11 @@ struct Projection {
                 row[r] = static_cast<const char*>(f.w) +
                          (o < f.out_features ? o : f.out_features - 1) * f.w_stride[0] * ELEMENT_BYTES;
             }
-            std::int64_t d = 0;
-            for (; d + L <= words(); d += L) {
-                V<float> lanes[L];
-                UNROLL_FOR(r, L) lanes[r] = load_unaligned(reinterpret_cast<const float*>(row[r]) + d);
-                transpose<float>(lanes);
-                UNROLL_FOR(n, L) store(reinterpret_cast<float*>(to + (d + n) * out_features + v), lanes[n]);
-            }
-            for (; d < words(); d++)
-                for (int r = 0; r < L; r++) to[d * out_features + v + r] = load_word<Op>(row[r], d);
+            transpose_words<float, Op>(row, words(), to + v, out_features, [](auto word) { return word; });
         }
     }
 
-    // The same of weights whose outputs lie together.
+    // The same for weights that are contiguous along the output features.
     void pack_contiguous(std::int64_t panel, float* to, int out_features) const {
         const std::int64_t first = panel * MAX_OUTPUTS,
                            available = f.out_features - first < out_features ? f.out_features - first : out_features;
@@ -56,8 +47,8 @@ struct Projection {
         }
     }
 
-    // Rows first .. first + count of the panel's outputs, LINEAR_ROW_BLOCK at most. All rows meet one part of the depth
-    // before the next: so much of the packed weights fits into the first cache.
+    // Computes outputs [first, first + count) of a panel; count is at most LINEAR_ROW_BLOCK. All rows are multiplied by
+    // DEPTH words of the packed weights before the next DEPTH: that many stay in the L1 cache.
     void multiply(std::int64_t panel, const Word* packed, std::int64_t first, std::int64_t count) const {
         const int n = vectors(panel);
         if (n == QUERY_VECTORS)
@@ -69,10 +60,11 @@ struct Projection {
     }
     template <int QV>
     void multiply_vectors(std::int64_t panel, const Word* packed, std::int64_t first, int count) const {
+        using Tile = QkTile<float, QV, Op>;
         constexpr int ROWS = QV * L, R = TILE_COLUMNS<QV>;
         float sums[(LINEAR_ROW_BLOCK + R) * ROWS] __attribute__((aligned(64)));
         V<float> bias[QV];
-        std::int64_t head[QV], column[QV];  // where the head lies, and the vector in it
+        std::int64_t head[QV], column[QV];  // byte offset of the head, and the vector's column in it
         for (int v = 0; v < QV; v++) {
             const std::int64_t o = panel * MAX_OUTPUTS + v * L;
             bias[v] = f.bias ? load_bias(o) : V<float>{};
@@ -85,8 +77,10 @@ struct Projection {
             const int depth = int(words() - d < DEPTH ? words() - d : DEPTH);
             for (int r = 0; r < count; r += R) {
                 V<float> a[R][QV];
-                dot_products<R, QV>(packed + d * ROWS, {x + r * stride + d * std::int64_t(sizeof(Word)), stride},
-                                    count - r, depth, a);
+                const char* row[R];
+                Tile::template start_tile<R>({x + r * stride + d * std::int64_t(sizeof(Word)), stride}, count - r, row,
+                                             a);
+                Tile::template add_products<R>(packed + d * ROWS, row, 0, depth, a);
                 float* const sum = sums + r * ROWS;
                 if (d)
                     UNROLL_TILE(n, R, v, QV) a[n][v] += load(sum + n * ROWS + v * L);
@@ -96,9 +90,9 @@ struct Projection {
                 }
                 UNROLL_FOR(n, R) {
                     if (r + n == count) break;
-                    const std::int64_t batch = (first + r + n) / f.batch_rows, row = (first + r + n) % f.batch_rows;
+                    const std::int64_t batch = (first + r + n) / f.batch_rows, i = (first + r + n) % f.batch_rows;
                     char* const to =
-                        static_cast<char*>(f.y) + (batch * f.y_stride[0] + row * f.y_stride[2]) * ELEMENT_BYTES;
+                        static_cast<char*>(f.y) + (batch * f.y_stride[0] + i * f.y_stride[2]) * ELEMENT_BYTES;
                     UNROLL_FOR(v, QV) {
                         if (f.accumulates) a[n][v] += load_outputs(to + head[v], column[v]);
                         store_elements<float>(to + head[v], column[v], a[n][v] + bias[v], f.head_width, f.dtype);
@@ -106,20 +100,6 @@ struct Projection {
                 }
             }
         }
-    }
-    // The products of R rows, of which the first `rows` are real, with all outputs of the panel.
-    template <int R, int QV>
-    INLINE static void dot_products(const Word* packed, StridedRows x, int rows, int depth, V<float> (&a)[R][QV]) {
-        const char* row[R];
-        UNROLL_FOR(n, R) {
-            row[n] = x.data + (n < rows ? n : rows - 1) * x.stride;
-            UNROLL_FOR(v, QV) a[n][v] = V<float>{};
-        }
-        for (int d = 0; d < depth; d++)
-            UNROLL_FOR(n, R) {
-                const Word word = load_word<Op>(row[n], d);
-                UNROLL_FOR(v, QV) a[n][v] = Op::multiply_add(a[n][v], word, packed + (d * QV + v) * L);
-            }
     }
     V<float> load_outputs(const char* y, std::int64_t column) const {
         const float* const at = reinterpret_cast<const float*>(y) + column;
@@ -140,7 +120,7 @@ struct Projection {
     }
 };
 
-// body(the Projection that fits)
+// Calls body with the Projection for the dtype.
 template <class Body>
 void with_projection(const Linear& f, const Body& body) {
 #if defined(BF16_DOT)

@@ -1,13 +1,14 @@
-// Weights times values, and the same product for dQ.
+// Weights times values; and dS times keys, for dQ.
 
 template <class T, int QV, class Op = Fma<T>, int ROWS = QV * LANES<T>>
 struct PvTile {
     using Word = typename Op::Word;
     static constexpr int L = LANES<T>, R = TILE_COLUMNS<QV>;
-    // o[c][row] = (o[c][row] factor[row], or 0 if it is fresh) + Σ_j p[j][row] value[j][c], for N columns; no factor: 1
+    // o[c][row] = (o[c][row] factor[row], or 0 if fresh) + Σ_j p[j][row] value[j][c] for N columns; no factor: 1.
+    // `keys` counts words.
     template <int N>
     static void accumulate_tile(const Word* p, StridedRows value, int keys, T* o, bool fresh, const V<T>* factor) {
-        V<T> a[N][QV];  // of these keys, to be added as a whole: one chain over a long row loses a bit or two
+        V<T> a[N][QV];  // summed by itself first: one chain of additions over a long row loses 1 to 2 bits
         UNROLL_TILE(c, N, v, QV) a[c][v] = V<T>{};
         for (int j = 0; j < keys; j++, value.data += value.stride)
             UNROLL_FOR(c, N) {

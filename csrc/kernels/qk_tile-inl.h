@@ -1,20 +1,28 @@
-// The logits of a block of rows against a block of keys, once for every target and every pass. They are computed
-// transposed, S = K Qᵀ, with query rows in the lanes: K is broadcast from where it lies, and a softmax needs no sum
-// across lanes.
+// The inner products of a block of rows with a block of keys. They are computed transposed, S = K Qᵀ, with query rows
+// in the lanes: K is broadcast without a copy, and a softmax needs no sum across lanes.
 //
-// A block holds up to QV * LANES rows: the pairs (i, g) of the queries and of the query heads that share one key/value
-// head, g running fastest. Its buffers are transposed: [depth][row].
+// A block has up to QV * LANES rows: the pairs (i, g) of the queries and of the query heads that share one key/value
+// head, with g running fastest. Its buffers are transposed: [depth][row].
 //
-// Logits live in the domain of exp2: they carry a factor log2(e).
+// Logits are multiplied by log2(e), so that weights are exp2 of them.
 
-// What an inner product does beside, with a number for each row.
+// An operation on the products of a tile, with one number for each row, while they are in registers: row_maxima raises
+// the number to the largest product, subtract subtracts it from each.
 enum class Epilogue { none, row_maxima, subtract };
 
-// The inner products of queries and keys, for QV vectors of rows out of ROWS.
+// QV vectors of rows, of a block that has ROWS rows.
 template <class T, int QV, class Op = Fma<T>, int ROWS = QV * LANES<T>>
 struct QkTile {
     using Word = typename Op::Word;
     static constexpr int L = LANES<T>, R = TILE_COLUMNS<QV>;
+    // The addresses of N keys, of which those from `keys` on repeat the last; and sums of 0.
+    template <int N>
+    INLINE static void start_tile(StridedRows k, int keys, const char** key, V<T> (*a)[QV]) {
+        UNROLL_FOR(r, N) {
+            key[r] = k.data + (r < keys ? r : keys - 1) * k.stride;
+            UNROLL_FOR(v, QV) a[r][v] = V<T>{};
+        }
+    }
     // a[r][row] += k[r] · q[row], over the words from `begin` to `end`.
     template <int N>
     INLINE static void add_products(const Word* q, const char* const* key, int begin, int end, V<T> (*a)[QV]) {
@@ -25,17 +33,12 @@ struct QkTile {
             }
     }
 
-    // s[r][row] = factor k[r] · q[row], for N keys of which the first `keys` are real; q is [depth][ROWS]. What is done
-    // with them on the way costs less than to read them once more. most: row_values[row] = max(row_values[row],
-    // s[..][row]); less: row_values[row] is taken away.
+    // s[r][row] = factor k[r] · q[row] for N keys, of which those from `keys` on repeat the last; q is [depth][ROWS].
     template <int N, bool SCALES, Epilogue EPILOGUE>
     static void multiply_tile(const Word* q, StridedRows k, int keys, int depth, T factor, T* s, V<T>* row_values) {
         V<T> a[N][QV];
         const char* key[N];
-        UNROLL_FOR(r, N) {
-            key[r] = k.data + (r < keys ? r : keys - 1) * k.stride;
-            UNROLL_FOR(v, QV) a[r][v] = V<T>{};
-        }
+        start_tile<N>(k, keys, key, a);
         add_products<N>(q, key, 0, depth, a);
         if (SCALES && EPILOGUE == Epilogue::subtract)
             UNROLL_TILE(r, N, v, QV) a[r][v] = a[r][v] * factor - row_values[v];
@@ -48,18 +51,15 @@ struct QkTile {
             UNROLL_TILE(r, N, v, QV) row_values[v] = maximum<T>(a[r][v], row_values[v]);
     }
 
-    // The same, unscaled, in sums of SUM_BLOCK products: one chain of 64 or 128 roundings errs two to three times as
-    // much.
+    // The same, unscaled, by blocked summation: SUM_BLOCK products are summed and then added to the rest. The error of
+    // one chain of 64 or 128 additions is two to three times as large.
     static constexpr int SUM_BLOCK = 16;
     template <int N>
     static void multiply_tile_in_blocks(const Word* q, StridedRows k, int keys, int depth, T* s, Epilogue epilogue,
                                         V<T>* row_values) {
         V<T> a[N][QV];
         const char* key[N];
-        UNROLL_FOR(r, N) {
-            key[r] = k.data + (r < keys ? r : keys - 1) * k.stride;
-            UNROLL_FOR(v, QV) a[r][v] = V<T>{};
-        }
+        start_tile<N>(k, keys, key, a);
         for (int d = 0; d < depth; d += SUM_BLOCK) {
             V<T> block[N][QV];
             UNROLL_TILE(r, N, v, QV) block[r][v] = V<T>{};
@@ -73,8 +73,8 @@ struct QkTile {
             UNROLL_TILE(r, N, v, QV) row_values[v] = maximum<T>(a[r][v], row_values[v]);
     }
 
-    // Keys left over share one tile with copies of the last of them; no tile ends beyond KEYS. `depth` and, in mixes,
-    // `keys` count words. The factor is for pairs alone: plain queries bring it with them.
+    // `depth` counts words. The remaining keys fill one tile with copies of the last; no tile ends beyond KEYS. Only
+    // pairs of bf16 need a factor: float queries are multiplied by it when they are loaded.
     static void multiply(const Word* q, StridedRows k, int keys, int depth, T factor, T* s, bool sums_in_blocks,
                          Epilogue epilogue, V<T>* row_values = nullptr) {
         constexpr bool MAY_SCALE = Op::PER_WORD > 1;

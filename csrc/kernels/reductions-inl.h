@@ -1,10 +1,10 @@
-// What many numbers come to, of which some are NaN and count for nothing. They are float or double, sums are double.
+// Reductions of many float or double numbers, sums in double. NaN is skipped.
 
 template <class T>
 struct Reduction {
     static constexpr int L = LANES<T>, PARTS = int(sizeof(double) / sizeof(T));
 
-    // body(vector) for all of them, the last one filled up with NaN.
+    // Calls body(vector) for all numbers; the last vector is padded with NaN.
     template <class Body>
     INLINE static void for_each_vector(const T* x, std::int64_t count, const Body& body) {
         std::int64_t n = 0;
@@ -15,7 +15,8 @@ struct Reduction {
         body(last);
     }
     INLINE static V<double> convert_part(V<T> x, int n) {
-        typedef T Part __attribute__((vector_size(VECTOR_BYTES / PARTS)));  // as many as a vector has doubles
+        typedef T Part
+            __attribute__((vector_size(VECTOR_BYTES / PARTS)));  // as many numbers as a vector of doubles has lanes
         Part values;
         __builtin_memcpy(&values, reinterpret_cast<const char*>(&x) + n * sizeof(Part), sizeof(Part));
         return __builtin_convertvector(values, V<double>);
@@ -57,7 +58,7 @@ struct Reduction {
         });
         return sum_parts(sum);
     }
-    // counts[k] += how many are not below border k; from the first that is NaN on, counts are no borders.
+    // counts[k] += the number of values >= border k. Borders from the first NaN on are padding.
     static void count_at_least(const T* x, std::int64_t count, const T* borders, std::int64_t bins,
                                std::int64_t* counts) {
         constexpr int AT_ONCE = 8;
@@ -80,28 +81,31 @@ struct Reduction {
         }
     }
 };
+// Calls body(values as float or double).
+template <class Body>
+decltype(auto) with_values(const void* x, bool wide, const Body& body) {
+    if (wide) return body(static_cast<const double*>(x));
+    return body(static_cast<const float*>(x));
+}
 void summarize(const void* x, bool wide, std::int64_t count, ValueSummary& to) {
-    if (wide) return Reduction<double>::summarize(static_cast<const double*>(x), count, to);
-    Reduction<float>::summarize(static_cast<const float*>(x), count, to);
+    with_values(x, wide, [&]<class T>(const T* values) { Reduction<T>::summarize(values, count, to); });
 }
 double sum_squared_deviations(const void* x, bool wide, std::int64_t count, double mean) {
-    if (wide) return Reduction<double>::sum_squared_deviations(static_cast<const double*>(x), count, mean);
-    return Reduction<float>::sum_squared_deviations(static_cast<const float*>(x), count, mean);
+    return with_values(
+        x, wide, [&]<class T>(const T* values) { return Reduction<T>::sum_squared_deviations(values, count, mean); });
 }
 void count_at_least(const void* x, bool wide, std::int64_t count, const void* borders, std::int64_t bins,
                     std::int64_t* counts) {
-    if (wide)
-        return Reduction<double>::count_at_least(static_cast<const double*>(x), count,
-                                                 static_cast<const double*>(borders), bins, counts);
-    Reduction<float>::count_at_least(static_cast<const float*>(x), count, static_cast<const float*>(borders), bins,
-                                     counts);
+    with_values(x, wide, [&]<class T>(const T* values) {
+        Reduction<T>::count_at_least(values, count, static_cast<const T*>(borders), bins, counts);
+    });
 }
 
-// The lengths of the values of a key/value head of a batch entry, [K]. E is what they are made of.
+// The Euclidean norms of the values of one head, [K]. E is their element type.
 template <class T, class E>
 void value_norms_of(const Forward& f, const char* from, T* to) {
     constexpr int L = LANES<T>;
-    const int width = int(f.v_head_dim), whole = width / L * L;
+    const int width = int(f.v_head_dim), full_width = width / L * L;
     const std::int64_t line = f.v.stride[2] * std::int64_t(sizeof(E));
     for (std::int64_t j = 0; j < f.keys; j += L) {
         const int keys = int(f.keys - j < L ? f.keys - j : L);
@@ -109,12 +113,12 @@ void value_norms_of(const Forward& f, const char* from, T* to) {
         for (int r = 0; r < L; r++) {
             const E* x = reinterpret_cast<const E*>(from + (j + (r < keys ? r : 0)) * line);
             V<T> sum{}, last{};
-            for (int c = 0; c < whole; c += L) sum += load_widened<T>(x + c) * load_widened<T>(x + c);
-            for (int c = whole; c < width; c++) {
+            for (int c = 0; c < full_width; c += L) sum += load_widened<T>(x + c) * load_widened<T>(x + c);
+            for (int c = full_width; c < width; c++) {
                 if constexpr (sizeof(E) == 2)
-                    last[c - whole] = widen(__builtin_bit_cast(std::uint16_t, x[c]), f.v.dtype);
+                    last[c - full_width] = widen(__builtin_bit_cast(std::uint16_t, x[c]), f.v.dtype);
                 else
-                    last[c - whole] = x[c];
+                    last[c - full_width] = x[c];
             }
             squares[r] = sum + last * last;
         }

@@ -1,7 +1,7 @@
-// A block of rows: which they are, where they lie, and how they are loaded and stored.
+// A block of query rows: their addresses, and how they are loaded, transposed and stored.
 
-// Rows 2n and 2n + 1 of bf16 as words, [(rows + 1) / 2][width]: neighbours down the rows instead of along them.
-// `row(n)` is where a row lies, or null for zeros.
+// Interleaves rows 2n and 2n + 1 of bf16 into words, [(rows + 1) / 2][padded], with zeros from `width` on. row(n) is
+// the address of a row, or null for zeros.
 template <class Row>
 void interleave_rows(int rows, int width, int padded, std::uint32_t* to, const Row& row) {
     constexpr int L = LANES<float>;
@@ -16,7 +16,31 @@ void interleave_rows(int rows, int width, int padded, std::uint32_t* to, const R
     }
 }
 
-// A block holds up to QV * LANES rows of the queries * group of one key/value head.
+// Transposes LANES rows of words into columns of `to` [words][stride], each word replaced by change(word).
+template <class T, class Op, class Change>
+INLINE void transpose_words(const char* const* row, std::int64_t words, typename Op::Word* to, std::int64_t stride,
+                            const Change& change) {
+    using Word = typename Op::Word;
+    constexpr int L = LANES<T>;
+    const auto transpose_tile = [&](std::int64_t d, auto columns,
+                                    const auto& load_vector) __attribute__((always_inline)) {
+        V<T> lanes[L];
+        UNROLL_FOR(r, L) lanes[r] = change(load_vector(reinterpret_cast<const T*>(row[r] + d * sizeof(Word))));
+        transpose<T>(lanes);
+        UNROLL_FOR(n, decltype(columns)::value) store(reinterpret_cast<T*>(to + (d + n) * stride), lanes[n]);
+    };
+    std::int64_t d = 0;
+    for (; d + L <= words; d += L)
+        transpose_tile(d, std::integral_constant<int, L>{}, [](const T* at) { return load_unaligned(at); });
+    if (d + L / 2 <= words) {  // D = 16 in pairs, for example
+        transpose_tile(d, std::integral_constant<int, L / 2>{}, [](const T* at) { return load_half(at); });
+        d += L / 2;
+    }
+    for (; d < words; d++)
+        for (int r = 0; r < L; r++) to[d * stride + r] = change(load_word<Op>(row[r], d));
+}
+
+// Up to QV * LANES consecutive rows, of the queries * group rows of one key/value head.
 template <class T, int QV, class Op = Fma<T>>
 struct RowBlock {
     using Word = typename Op::Word;
@@ -28,11 +52,11 @@ struct RowBlock {
     const Forward& f;
     std::int64_t b, kv_head, group, first = 0;  // rows first .. first + count of the queries * group
     int count = 0;
-    bool all_visible = false;         // every row may see every key of the last block
+    bool all_visible = false;         // every key of the last block is visible to every row
     Word* q;                          // [D / PER_WORD][ROWS]
     T* p;                             // [KEYS][ROWS]
-    T* row_buffer;                    // for conversions: L rows of D or Dv
-    Word *converted_k, *converted_v;  // [KEYS][D], [KEYS][Dv]: a half type, widened or paired by keys
+    T* row_buffer;                    // L rows of D or Dv, converted to T
+    Word *converted_k, *converted_v;  // [KEYS][D], [KEYS][Dv]: converted to T, or interleaved by keys
 
     RowBlock(const Forward& call, std::int64_t batch, std::int64_t head, Arena& memory)
         : f(call), b(batch), kv_head(head), group(f.heads / f.kv_heads) {
@@ -44,8 +68,11 @@ struct RowBlock {
         converted_v = memory.allocate<Word>(half ? f.v_head_dim * KEYS : 0);
     }
 
-    // Of a row: its head, its place among the Q, which query it is, and its place in [B, H, Q]. A division for each row
-    // would be felt where sequences are short.
+    // The number of keys of the block of keys that starts at j and does not extend beyond `end`.
+    static int keys_of_block(std::int64_t j, std::int64_t end) { return int(end - j < KEYS ? end - j : KEYS); }
+
+    // The head of row r, its index along the axis Q, its query, and its index in [B, H, Q]. With one head in a group
+    // they avoid a division, which is measurable in short sequences.
     std::int64_t head(int r) const { return group == 1 ? kv_head : kv_head * group + (first + r) % group; }
     std::int64_t query_index(int r) const { return group == 1 ? first + r : (first + r) / group; }
     std::int64_t query(int r) const {
@@ -55,7 +82,7 @@ struct RowBlock {
     }
     std::int64_t flat_row(int r) const { return (b * f.heads + head(r)) * f.queries + query_index(r); }
 
-    // Rows j .. j + keys of a tensor [B, Hkv, K, width] as T: where they lie, or widened.
+    // Rows j .. j + keys of a tensor [B, Hkv, K, width] as T: in place, or converted into `wide`.
     StridedRows converted_rows(const Tensor4& x, std::int64_t j, int keys, int width, T* wide) const {
         if (sizeof(T) == 8 || x.dtype == Dtype::f32)
             return {element_address(x, b, kv_head, j, sizeof(T)), x.stride[2] * std::int64_t(sizeof(T))};
@@ -63,13 +90,13 @@ struct RowBlock {
             widen_row(element_address(x, b, kv_head, j + n, 2), x.dtype, width, wide + n * width);
         return {reinterpret_cast<const char*>(wide), width * std::int64_t(sizeof(T))};
     }
-    // The same rows of bf16, as words of two keys each.
+    // The same rows of bf16, as words of two keys.
     StridedRows paired_rows(const Tensor4& x, std::int64_t j, int keys, int width, std::uint32_t* to) const {
         const auto* first = reinterpret_cast<const std::uint16_t*>(element_address(x, b, kv_head, j, 2));
         interleave_rows(keys, width, width, to, [first, stride = x.stride[2]](int n) { return first + n * stride; });
         return {reinterpret_cast<const char*>(to), width * 4};
     }
-    // Rows as `Products::dots` takes them, and as `Products::mixes` does.
+    // Rows of keys or values as QkTile reads them (words along D), and as PvTile does (words along the keys).
     StridedRows qk_operand(const Tensor4& x, std::int64_t j, int keys, int width, Word* wide) const {
         if constexpr (PAIRS)
             return {element_address(x, b, kv_head, j, 2), x.stride[2] * 2};
@@ -83,7 +110,8 @@ struct RowBlock {
             return converted_rows(x, j, keys, width, wide);
     }
 
-    // The block's rows of a tensor [B, H, Q, depth], transposed to [depth / PER_WORD][ROWS]; plain ones times a factor.
+    // Loads the block's rows of a tensor [B, H, Q, depth] transposed, as [depth / PER_WORD][ROWS]; numbers, but not
+    // pairs, are multiplied by a factor.
     void load_transposed(const Tensor4& x, int depth, T factor, Word* to) {
         if constexpr (PAIRS)
             transpose_rows(x, depth / 2, to, [](const char* row, int) { return row; }, [](auto word) { return word; });
@@ -99,27 +127,12 @@ struct RowBlock {
             const char* row[L];
             row_addresses(static_cast<const char*>(x.data), x.stride, x.dtype, v0, row);
             for (int r = 0; r < L; r++) row[r] = from(row[r], r);
-            const auto transpose_tile = [&](int d, auto columns,
-                                            const auto& load_vector) __attribute__((always_inline)) {
-                V<T> lanes[L];
-                UNROLL_FOR(r, L) lanes[r] = change(load_vector(reinterpret_cast<const T*>(row[r] + d * sizeof(Word))));
-                transpose<T>(lanes);
-                UNROLL_FOR(n, decltype(columns)::value) store(reinterpret_cast<T*>(to + (d + n) * ROWS + v0), lanes[n]);
-            };
-            int d = 0;
-            for (; d + L <= words; d += L)
-                transpose_tile(d, std::integral_constant<int, L>{}, [](const T* at) { return load_unaligned(at); });
-            if (d + L / 2 <= words) {  // D = 16 by pairs, for one
-                transpose_tile(d, std::integral_constant<int, L / 2>{}, [](const T* at) { return load_half(at); });
-                d += L / 2;
-            }
-            for (; d < words; d++)
-                for (int r = 0; r < L; r++) to[d * ROWS + v0 + r] = change(load_word<Op>(row[r], d));
+            transpose_words<T, Op>(row, words, to + v0, ROWS, change);
         }
     }
     static int element_size(Dtype dtype) { return dtype == Dtype::f32 ? 4 : dtype == Dtype::f64 ? 8 : 2; }
-    // Where row r lies in [B, H, Q, .], and where rows v0 .. v0 + L do. Those past the last lie where it does, and are
-    // never written.
+    // The address of row r in a tensor [B, H, Q, .], and those of rows v0 .. v0 + L. Rows past the last have its
+    // address and are never written.
     template <class C>
     C* row_address(C* data, const std::int64_t* stride, Dtype dtype, int r) const {
         if (r >= count) r = count - 1;
@@ -131,7 +144,7 @@ struct RowBlock {
             for (int r = 0; r < L; r++) row[r] = row_address(data, stride, dtype, v0 + r);
             return;
         }
-        // the queries of one head, in turn: to look each up would be felt where sequences are short
+        // consecutive queries of one head: one multiplication a row, which is measurable in short sequences
         C* const begin = row_address(data, stride, dtype, 0);
         const std::int64_t step = stride[2] * element_size(dtype), last = count - 1;
         for (int r = 0; r < L; r++) row[r] = begin + (v0 + r < last ? v0 + r : last) * step;
@@ -161,8 +174,8 @@ struct RowBlock {
         for (; d < width; d++) to[d] = widen(half[d], dtype);
     }
 
-    // Rows from [width][ROWS], each times its factor, to where they belong in [B, H, Q, width] of q's dtype; whether
-    // all of it, the lanes beyond the rows included, is finite.
+    // Stores [width][ROWS], each row times its factor, as rows of a tensor [B, H, Q, width] of q's dtype. Returns
+    // whether all numbers are finite, those of the lanes beyond the last row included.
     bool store_rows(const T* from, int width, const V<T>* factor, void* to, const std::int64_t* stride) const {
         V<T> nan_probe{};
         for (int v = 0; v < QV && v * L < count; v++) {
@@ -187,7 +200,7 @@ struct RowBlock {
         }
         return !any<T>(nan_probe != nan_probe);
     }
-    // ColumnStatistics from c on of a row of q's dtype that is `width` wide.
+    // Stores columns from c on of a row of q's dtype that is `width` wide.
     INLINE void store_columns(char* row, int c, V<T> x, int width) const {
         store_elements<T>(row, c, x, width, f.q.dtype);
     }

@@ -1,6 +1,21 @@
-// The row statistics of a block of rows, which docs/statistics.md defines.
+// The sums that the row statistics of docs/statistics.md need.
 
-// The observer of a forward pass that computes statistics. Its sums over weights are relative to the running maximum,
+// Sums over the weights of a row, and keys whose logits are stored.
+enum WeightSum {
+    SUM_ONES,
+    SUM_REST,
+    SUM_GAP,
+    SUM_SQUARES,
+    SUM_DISTANCE,
+    SUM_VALUE_NORM,
+    SUM_DUPLICATE,
+    SUM_INDUCTION,
+    SUM_WINDOW,
+    SUMS = SUM_WINDOW + MAX_WINDOWS
+};
+enum SingleKey { KEY_SELF, KEY_PREVIOUS, KEY_NEXT, KEY_FIRST, SINGLE_KEYS = KEY_FIRST + MAX_FIRST_KEYS };
+
+// The hooks of the observer that run for each block of keys. Sums over weights are relative to the running maximum,
 // as the output is. The weights of a block of keys are summed first and then added to the row's sum: in one chain over
 // a long row the rounding of a large sum would exceed a small weight.
 //
@@ -8,25 +23,10 @@
 // largest logit) are summed separately from the rest, and the entropy is computed as Σ p (top - s) + mass (lse - top),
 // whose terms are never negative.
 template <class T, int QV>
-struct StatisticsObserver : KeyStatistics<T, QV> {
+struct RowStatistics : KeyStatistics<T, QV> {
     using Base = KeyStatistics<T, QV>;
     using Base::L, Base::ROWS, Base::s, Base::counts_single_pairs, Base::cell_pairs, Base::mask_signs, Base::map_column,
         Base::partition_of, Base::may_count;
-    static constexpr bool OBSERVES = true;
-    enum {
-        SUM_ONES,
-        SUM_REST,
-        SUM_GAP,
-        SUM_SQUARES,
-        SUM_DISTANCE,
-        SUM_VALUE_NORM,
-        SUM_DUPLICATE,
-        SUM_INDUCTION,
-        SUM_WINDOW,
-        SUMS = SUM_WINDOW + MAX_WINDOWS
-    };
-    enum { KEY_SELF, KEY_PREVIOUS, KEY_NEXT, KEY_FIRST, SINGLE_KEYS = KEY_FIRST + MAX_FIRST_KEYS };
-
     T* sum;                     // [SUMS][ROWS]
     T* key_logits;              // [SINGLE_KEYS][ROWS]: logits of single keys; -inf: masked
     T *max_logit, *position;    // [ROWS]: the largest logit, without the sink; the position
@@ -86,11 +86,11 @@ struct StatisticsObserver : KeyStatistics<T, QV> {
         max_position = std::numeric_limits<std::int64_t>::min();
         for (int r = 0; r < ROWS; r++) {
             const std::int64_t at = block.query_index(r < block.count ? r : block.count - 1);
-            const std::int64_t here = s->position[block.b * s->position_stride + at];
-            whole_position[r] = Int<T>(here);
-            position[r] = T(here);
-            if (here < min_position) min_position = here;
-            if (here > max_position) max_position = here;
+            const std::int64_t row_position = s->position[block.b * s->position_stride + at];
+            whole_position[r] = Int<T>(row_position);
+            position[r] = T(row_position);
+            if (row_position < min_position) min_position = row_position;
+            if (row_position > max_position) max_position = row_position;
             if (!token_ids) continue;
             own_key[r] = Int<T>(s->own_key[block.b * s->own_key_stride + at]);
             own_token[r] = own_key[r] < 0 ? 0 : token_ids[own_key[r]];
@@ -146,14 +146,14 @@ struct StatisticsObserver : KeyStatistics<T, QV> {
     // Updates the two largest logits of each row. If the largest occurs twice, both are equal.
     void find_second(const T* p, int keys) {
         UNROLL_FOR(v, QV) {
-            V<T> one = load(first_max + v * L), two = load(second_max + v * L);
+            V<T> largest = load(first_max + v * L), second = load(second_max + v * L);
             for (int j = 0; j < keys; j++) {
                 const V<T> x = load(p + j * ROWS + v * L);
-                two = maximum<T>(x > one ? one : x, two);
-                one = maximum<T>(x, one);
+                second = maximum<T>(x > largest ? largest : x, second);
+                largest = maximum<T>(x, largest);
             }
-            store(first_max + v * L, one);
-            store(second_max + v * L, two);
+            store(first_max + v * L, largest);
+            store(second_max + v * L, second);
         }
     }
     // Counts the visible keys of each row, in each bin of the map, and the rows to which each key is visible.
@@ -183,14 +183,14 @@ struct StatisticsObserver : KeyStatistics<T, QV> {
     }
     void match_tokens(const T* p, std::int64_t j0, int keys) {
         UNROLL_FOR(v, QV) {
-            I<T> same = load_int<T>(has_duplicate + v * L), after = load_int<T>(has_induction + v * L);
+            I<T> duplicate = load_int<T>(has_duplicate + v * L), induction = load_int<T>(has_induction + v * L);
             for (int j = 0; j < keys; j++) {
-                const I<T> there = is_visible(p, j, v);
-                same |= there & is_duplicate(j0 + j, v);
-                if (j0 + j > 0) after |= there & has_own_token(j0 + j - 1, v);
+                const I<T> visible = is_visible(p, j, v);
+                duplicate |= visible & is_duplicate(j0 + j, v);
+                if (j0 + j > 0) induction |= visible & has_own_token(j0 + j - 1, v);
             }
-            store_int<T>(has_duplicate + v * L, same);
-            store_int<T>(has_induction + v * L, after);
+            store_int<T>(has_duplicate + v * L, duplicate);
+            store_int<T>(has_induction + v * L, induction);
         }
     }
 
@@ -241,14 +241,14 @@ struct StatisticsObserver : KeyStatistics<T, QV> {
         for (int n = 0; n < s->window_count; n++) add_window(n, p, j0, keys);
         if (token_ids)
             UNROLL_FOR(v, QV) {
-                V<T> same{}, after{};
+                V<T> duplicate{}, induction{};
                 for (int j = 0; j < keys; j++) {
                     const V<T> x = load(p + j * ROWS + v * L);
-                    same += is_duplicate(j0 + j, v) ? x : V<T>{};
-                    if (j0 + j > 0) after += has_own_token(j0 + j - 1, v) ? x : V<T>{};
+                    duplicate += is_duplicate(j0 + j, v) ? x : V<T>{};
+                    if (j0 + j > 0) induction += has_own_token(j0 + j - 1, v) ? x : V<T>{};
                 }
-                add_to_sum(SUM_DUPLICATE, v, same);
-                add_to_sum(SUM_INDUCTION, v, after);
+                add_to_sum(SUM_DUPLICATE, v, duplicate);
+                add_to_sum(SUM_INDUCTION, v, induction);
             }
     }
     // Adds the weighted distances of a block that has keys on both sides of some row.
@@ -283,193 +283,6 @@ struct StatisticsObserver : KeyStatistics<T, QV> {
                 mass += maximum<T>(gap, -gap) <= w ? load(p + j * ROWS + v * L) : V<T>{};
             }
             add_to_sum(SUM_WINDOW + n, v, mass);
-        }
-    }
-
-    // The number of keys visible to row r.
-    template <class Block>
-    std::int64_t count_visible(const Block& block, int r) const {
-        if (counts_single_pairs) return visible_count[r];
-        if (!block.f.mask.spans.data) return block.f.keys;
-        const auto& span = block.span;
-        const Int<T> one = span[1][r] - span[0][r], two = span[3][r] - span[2][r];
-        return (one > 0 ? one : 0) + (two > 0 ? two : 0);
-    }
-    struct RowResults {
-        std::int64_t at[ROWS];  // the row's index in [B, H, Q]
-        bool contiguous;        // these indices are consecutive
-        int count;
-        T top[ROWS] __attribute__((aligned(64)));
-        T norm[ROWS] __attribute__((aligned(64)));           // lse - top, in nats
-        T scale[ROWS] __attribute__((aligned(64)));          // normalises a weight relative to top; 0: not counted
-        T visible_count[ROWS] __attribute__((aligned(64)));  // visible keys
-        Int<T> counted[ROWS] __attribute__((aligned(64)));   // -1: counted
-    };
-    template <class Block>
-    void finish(const Block& block) {
-        RowResults rows;
-        rows.count = block.count;
-        rows.contiguous = block.group == 1;
-        UNROLL_FOR(v, QV) {
-            store(rows.top + v * L, block.top[v]);
-            for (int n = 0; n < KEY_FIRST + s->first_count; n++)
-                store(key_logits + n * ROWS + v * L, weight_of(load(key_logits + n * ROWS + v * L), block.top[v]));
-            if (!block.f.sinks) store(max_logit + v * L, block.top[v]);
-        }
-        find_normalization(block, rows);
-        select_counted(block, rows);
-        store_quantities(block, rows);
-        if (s->top_k)
-            for (int r = 0; r < block.count; r++) store_top_k(rows, r);
-        if (s->has_column_statistics()) Base::accumulate_columns(block, rows.scale);
-    }
-    // exp2(logit - top), or -1 for a masked key.
-    INLINE static V<T> weight_of(V<T> logit, V<T> top) {
-        return logit == -std::numeric_limits<T>::infinity() ? splat(T(-1)) : exp2(logit - top);
-    }
-    // Computes `norm` and `scale` of each row.
-    template <class Block>
-    void find_normalization(const Block& block, RowResults& rows) const {
-        T sink[ROWS] __attribute__((aligned(64)));
-        for (int r = 0; r < ROWS; r++)
-            sink[r] = block.f.sinks
-                          ? static_cast<const T*>(block.f.sinks)[block.head(r < rows.count ? r : 0)] * T(LOG2E)
-                          : -std::numeric_limits<T>::infinity();
-        UNROLL_FOR(v, QV) {
-            const V<T> ones = load(sum + SUM_ONES * ROWS + v * L);
-            // the row's sum minus 1: in 1 + rest, the small weights of a peaked row would be rounded away
-            V<T> rest = load(sum + SUM_REST * ROWS + v * L);
-            rest += ones > 0 ? ones - 1 + exp2(load(sink + v * L) - block.top[v]) : V<T>{};
-            store(rows.norm + v * L, log1p(rest));
-            store(rows.scale + v * L, 1 / (1 + rest));
-        }
-        if (!s->external_lse) return;
-        for (int r = 0; r < rows.count; r++) {
-            const double other =
-                double(static_cast<const T*>(s->external_lse)[block.flat_row(r)]) - double(rows.top[r]) * LN2;
-            const double size = std::abs(double(rows.norm[r]) + double(rows.top[r]) * LN2),
-                         off = std::abs(other - double(rows.norm[r]));
-            if (off <= s->lse_tolerance * (size > 1 ? size : 1)) continue;
-            rows.norm[r] = T(other);
-            // at least the smallest normal number, since a scale of 0 marks a row that is not counted
-            rows.scale[r] = std::max(T(std::exp(-other)), std::numeric_limits<T>::min());
-        }
-    }
-    // Decides which rows are counted: those that have a visible key, are finite and may count.
-    template <class Block>
-    void select_counted(const Block& block, RowResults& rows) const {
-        Int<T> finite[ROWS] __attribute__((aligned(64)));
-        UNROLL_FOR(v, QV) {
-            const V<T> logit = load(max_logit + v * L);  // top may be that of a sink
-            const V<T> all = load(rows.norm + v * L) + load(rows.scale + v * L) + load(sum + SUM_GAP * ROWS + v * L) +
-                             load(sum + SUM_VALUE_NORM * ROWS + v * L) + logit + block.top[v];
-            store_int<T>(finite + v * L, (all * T(0) == 0) & (logit > -std::numeric_limits<T>::max()));
-        }
-        for (int r = 0; r < rows.count; r++) {
-            const std::int64_t n = count_visible(block, r);
-            const bool counted = n > 0 && finite[r] && may_count(block, r);
-            if (n > 0 && !finite[r]) s->nonfinite->store(true, std::memory_order_relaxed);
-            rows.at[r] = block.flat_row(r);
-            rows.visible_count[r] = T(n);
-            rows.counted[r] = counted ? -1 : 0;
-            s->counted[rows.at[r]] = counted;
-            if (!counted)
-                rows.scale[r] = 0;
-            else if (s->has_column_statistics() && !counts_single_pairs)
-                Base::count_pairs_of_spans(block, r);
-        }
-        for (int r = rows.count; r < ROWS; r++) {
-            rows.visible_count[r] = 1;
-            rows.scale[r] = rows.counted[r] = 0;
-        }
-    }
-    // Stores the quantity that body(v) returns for a vector of rows; NaN for rows that are not counted.
-    template <class Body>
-    INLINE void store_quantity(const RowResults& rows, void* to, const Body& body) const {
-        if (!to) return;
-        T x[ROWS] __attribute__((aligned(64)));
-        UNROLL_FOR(v, QV)
-            store(x + v * L,
-                  load_int<T>(rows.counted + v * L) != 0 ? body(v) : splat(std::numeric_limits<T>::quiet_NaN()));
-        T* const all = static_cast<T*>(to);
-        if (rows.contiguous)
-            for (int r = 0; r < rows.count; r++) all[rows.at[0] + r] = x[r];
-        else
-            for (int r = 0; r < rows.count; r++) all[rows.at[r]] = x[r];
-    }
-    template <class Block>
-    void store_quantities(const Block& block, const RowResults& rows) const {
-        const V<T> nan = splat(std::numeric_limits<T>::quiet_NaN());
-        const auto of = [&](int n, int v) __attribute__((always_inline)) { return load(sum + n * ROWS + v * L); };
-        const auto scale = [&](int v) __attribute__((always_inline)) { return load(rows.scale + v * L); };
-        const auto norm = [&](int v) __attribute__((always_inline)) { return load(rows.norm + v * L); };
-        const auto mass = [&](int v)
-                              __attribute__((always_inline)) { return (of(SUM_ONES, v) + of(SUM_REST, v)) * scale(v); };
-        const auto entropy = [&](int v) __attribute__((always_inline)) {
-            return maximum<T>(mass(v) * norm(v) + of(SUM_GAP, v) * T(LN2) * scale(v), V<T>{});
-        };
-        // the weight of a single key, 0 if it is masked
-        const auto weight = [&](int n, int v) __attribute__((always_inline)) {
-            return maximum<T>(load(key_logits + n * ROWS + v * L), V<T>{}) * scale(v);
-        };
-        const auto visible_of = [&](int v) __attribute__((always_inline)) { return load(rows.visible_count + v * L); };
-        store_quantity(rows, s->value[LSE], [&](int v) { return load(rows.top + v * L) * T(LN2) + norm(v); });
-        store_quantity(rows, s->value[MAX_LOGIT], [&](int v) { return load(max_logit + v * L) * T(LN2); });
-        store_quantity(rows, s->value[ENTROPY], entropy);
-        store_quantity(rows, s->value[NORMALIZED_ENTROPY],
-                       [&](int v) { return visible_of(v) >= 2 ? entropy(v) / log1p(visible_of(v) - 1) : nan; });
-        store_quantity(rows, s->value[MAX_WEIGHT],
-                       [&](int v) { return exp2(load(max_logit + v * L) - load(rows.top + v * L)) * scale(v); });
-        store_quantity(rows, s->value[SECOND_WEIGHT], [&](int v) {
-            return maximum<T>(weight_of(load(second_max + v * L), load(rows.top + v * L)), V<T>{}) * scale(v);
-        });
-        store_quantity(rows, s->value[EFFECTIVE_KEYS], [&](int v) {
-            const V<T> squares = of(SUM_SQUARES, v) * scale(v) * scale(v);
-            return squares >= std::numeric_limits<T>::min() ? 1 / squares : nan;  // 1 / a subnormal may overflow
-        });
-        store_quantity(rows, s->value[MASS], mass);
-        store_quantity(rows, s->value[CHANCE], [&](int v) { return 1 / visible_of(v); });
-        store_quantity(rows, s->value[FIRST], [&](int v) {
-            V<T> x{};
-            for (int n = 0; n < s->first_count; n++) x += weight(KEY_FIRST + n, v);
-            return x;
-        });
-        if (value_norms)
-            store_quantity(rows, s->value[VALUE_NORM], [&](int v) { return of(SUM_VALUE_NORM, v) * scale(v); });
-        if (!s->position) return;
-        store_quantity(rows, s->value[DISTANCE], [&](int v) { return of(SUM_DISTANCE, v) * scale(v); });
-        for (int n = 0; n < 3; n++)
-            store_quantity(rows, s->value[SELF + n], [&](int v) {
-                const V<T> x = load(key_logits + n * ROWS + v * L);
-                return x >= 0 ? x * scale(v) : nan;
-            });
-        for (int k = 0; k < s->window_count; k++) {
-            store_quantity(rows, s->window[k], [&](int v) { return of(SUM_WINDOW + k, v) * scale(v); });
-            store_quantity(rows, s->streaming[k], [&](int v) {
-                V<T> x = of(SUM_WINDOW + k, v) * scale(v);
-                for (int n = 0; n < s->first_count; n++) {  // the first keys outside the window
-                    const V<T> gap = distance_from(s->first_keys[block.b * s->first_stride + n], v);
-                    x += maximum<T>(gap, -gap) > radius_of(k) ? weight(KEY_FIRST + n, v) : V<T>{};
-                }
-                return x;
-            });
-        }
-        if (!token_ids) return;
-        store_quantity(rows, s->value[DUPLICATE], [&](int v) {
-            return load_int<T>(has_duplicate + v * L) != 0 ? of(SUM_DUPLICATE, v) * scale(v) : nan;
-        });
-        store_quantity(rows, s->value[INDUCTION], [&](int v) {
-            return load_int<T>(has_induction + v * L) != 0 ? of(SUM_INDUCTION, v) * scale(v) : nan;
-        });
-    }
-    void store_top_k(const RowResults& rows, int r) {
-        top.sort(r);
-        for (int k = 0; k < s->top_k; k++) {
-            const bool is_found = rows.counted[r] && top.key[k * ROWS + r] >= 0;
-            const T weight = std::exp2(top.value[k * ROWS + r] - rows.top[r]) * rows.scale[r];
-            static_cast<T*>(s->top_weight)[rows.at[r] * s->top_k + k] =
-                is_found ? weight : std::numeric_limits<T>::quiet_NaN();
-            s->top_key[rows.at[r] * s->top_k + k] = is_found ? top.key[k * ROWS + r] : -1;
         }
     }
 };

@@ -1,5 +1,5 @@
-// Softmax over blocks of keys with a running maximum: the weights of a block of keys, the sums, and the output so far,
-// which is scaled where the maximum moves.
+// The online softmax of a block of rows: the weights of a block of keys relative to the running maximum, and their sum.
+// If the maximum rises, the sum and the output accumulated so far are rescaled.
 
 template <class T, int QV, int G, class Op, class Observer>
 struct SoftmaxTile : Logits<T, QV, Op> {
@@ -9,17 +9,16 @@ struct SoftmaxTile : Logits<T, QV, Op> {
     static constexpr bool DECODES = G > 0 && G <= MAX_DECODE_ROWS<T>;
     using Products = typename DecodeProducts<T, DECODES ? G : MAX_DECODE_ROWS<T>, Op>::Type;
 
-    int k_width, v_width;  // D and Dv, rounded up to what Few multiplies at once
+    int k_width, v_width;  // D and Dv, rounded up to multiples of Products::STEP
     T* o;                  // [Dv][ROWS]; with G: [G][v_width]
     T* dropout_factors;    // [KEYS][ROWS], with dropout
-    Word* weights;         // [KEYS / PER_WORD][ROWS]; plain ones are p
+    Word* weights;         // [KEYS / PER_WORD][ROWS]; the same buffer as p unless in pairs
     Word* decode_q;        // [G][k_width / PER_WORD]
     V<T> top[QV], sum[QV];
-    V<T> new_top[QV];        // the largest of top and of the logits of this block
-    V<T> rescaling[QV];      // by how much the last block of keys shrinks what was before
-    bool top_moved = false;  // whether it does
-    bool packed =
-        false;  // the logits of this block are [keys][G], not [keys][ROWS]: where nothing hides or changes them
+    V<T> new_top[QV];        // the maximum of top and of the logits of this block
+    V<T> rescaling[QV];      // exp2(old top - new top), if top_moved
+    bool top_moved = false;  // the last block of keys raised the maximum of some row
+    bool packed = false;     // the logits of this block are [keys][G], not [keys][ROWS]: they are scaled products
     Observer observer;
     static int padded_width(std::int64_t n) { return int((n + Products::STEP - 1) / Products::STEP * Products::STEP); }
     SoftmaxTile(const Forward& call, std::int64_t batch, std::int64_t head, Arena& memory)
@@ -34,7 +33,7 @@ struct SoftmaxTile : Logits<T, QV, Op> {
         observer.allocate(f, memory);
     }
     std::int64_t output_size() const { return G ? G * v_width : f.v_head_dim * ROWS; }
-    // Scores to weights relative to the running maximum: p = exp2(s - top); the output so far moves along with it.
+    // Replaces logits by weights relative to the running maximum: p = exp2(s - top).
     void compute_weights(std::int64_t j0, int keys, bool fresh) {
         if constexpr (DECODES)
             if (packed) return compute_packed_weights(keys, fresh);
@@ -66,7 +65,7 @@ struct SoftmaxTile : Logits<T, QV, Op> {
         }
     }
     void find_maxima(int keys) {
-        constexpr int CHAINS = QV > 2 ? 2 : 4;  // a maximum waits for the one before it
+        constexpr int CHAINS = QV > 2 ? 2 : 4;  // independent chains hide the latency of the maximum
         V<T> maxima[CHAINS][QV];
         UNROLL_TILE(n, CHAINS, v, QV) maxima[n][v] = new_top[v];
         int j = 0;
@@ -79,7 +78,7 @@ struct SoftmaxTile : Logits<T, QV, Op> {
             UNROLL_RANGE(n, 1, CHAINS, 1) new_top[v] = maximum<T>(maxima[n][v], new_top[v]);
         }
     }
-    // The same with several keys in a vector.
+    // The same for packed logits, with L / G keys in a vector.
     void compute_packed_weights(int keys, bool fresh) {
         constexpr int AT_ONCE = L / G * Op::PER_WORD, CHAINS = 4;  // keys; maxima
         constexpr auto LANE = std::make_integer_sequence<int, L>{};
@@ -92,9 +91,9 @@ struct SoftmaxTile : Logits<T, QV, Op> {
         for (; at + CHAINS * L <= end; at += CHAINS * L)
             UNROLL_FOR(n, CHAINS) maxima[n] = maximum<T>(load(p + at + n * L), maxima[n]);
         for (; at < end; at += L) maxima[0] = maximum<T>(load(p + at), maxima[0]);
-        const V<T> several = maximum<T>(maximum<T>(maxima[0], maxima[1]), maximum<T>(maxima[2], maxima[3]));
+        const V<T> lane_maxima = maximum<T>(maximum<T>(maxima[0], maxima[1]), maximum<T>(maxima[2], maxima[3]));
         const V<T> m = reduce_keys<T, G>(
-            several, [](V<T> a, V<T> b) __attribute__((always_inline)) { return maximum<T>(a, b); }, LANE);
+            lane_maxima, [](V<T> a, V<T> b) __attribute__((always_inline)) { return maximum<T>(a, b); }, LANE);
         top_moved = any<T>(m > top[0]);
         if (top_moved) {
             rescaling[0] = exp2(top[0] - m);
@@ -118,16 +117,17 @@ struct SoftmaxTile : Logits<T, QV, Op> {
         }
         sum[0] += reduce_keys<T, G>(total, [](V<T> a, V<T> b) __attribute__((always_inline)) { return a + b; }, LANE);
     }
-    // MAY_BE_MASKED: some logits may be -infinity, times which 0 is no number.
+    // MAY_BE_MASKED: some logits may be -infinity, and the observer's sums multiply them by weights of 0: they are
+    // clamped.
     template <bool DROPS, bool MAY_BE_MASKED>
     void exponentiate(std::int64_t j0, int keys, const V<T>* m) {
-        V<T> total[QV];  // these in registers: what is stored below might be they for all that the compiler knows
+        // Local copies stay in registers: members would be reloaded after each store, which may alias them.
         T *const p = this->p, *const dropout_factors = this->dropout_factors;
-        UNROLL_FOR(v, QV) total[v] = V<T>{};  // of the block: long rows do not add small numbers to large ones
+        V<T> total[QV];  // of this block alone: adding each weight to a long row's sum would round it away
+        UNROLL_FOR(v, QV) total[v] = V<T>{};
         typename Observer::Sums sums(observer);
-        constexpr int AT_ONCE =
-            Observer::OBSERVES ? 1 : QV;  // vectors of rows: its sums are too many to go through all of them at once
-        constexpr int N = AT_ONCE * Op::PER_WORD;  // of a word of keys from j on
+        constexpr int AT_ONCE = Observer::OBSERVES ? 1 : QV;  // vectors of rows: an observer's sums need registers, too
+        constexpr int N = AT_ONCE * Op::PER_WORD;             // weights of a word of keys
         const auto weights_of = [&](int j, int u, V<T>* x) __attribute__((always_inline)) {
             V<T> gap[N];
             UNROLL_FOR(n, N) {

@@ -57,7 +57,7 @@ private:
     }
 };
 
-// Column statistics need normalised weights, but the sum of a row is known only after its last key. So the weights of a
+// Column statistics need normalized weights, but the sum of a row is known only after its last key. So the weights of a
 // block of rows are stored for all keys, relative to the running maximum of the time, and read once more at the end: no
 // product and no exponential is computed twice. A thread needs ROWS numbers for each key.
 template <class T, int QV>

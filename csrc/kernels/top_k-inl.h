@@ -37,11 +37,11 @@ struct TopK {
     void sort(int r) {
         for (int left = size - 1; left > 0; left--) {  // heapsort: swaps the root behind the rest
             const int last = left * ROWS + r;
-            const T least = value[last];
-            const Int<T> least_key = key[last];
+            const T smallest = value[last];
+            const Int<T> smallest_key = key[last];
             value[last] = value[r];
             key[last] = key[r];
-            sift_down(r, left, least, least_key);
+            sift_down(r, left, smallest, smallest_key);
         }
     }
 

@@ -1,5 +1,5 @@
-// A small vector of T over the compiler's own vector type. VECTOR_BYTES comes from the target. Included once inside
-// each target's namespace and region, so that no vector code can leak into functions that targets share.
+// A vector of T over the compiler's vector extension; the target defines VECTOR_BYTES. Included once inside each
+// target's namespace and region, so that no function of one instruction set can be linked into another's.
 
 template <class T>
 struct VecTypes;
@@ -7,7 +7,7 @@ template <>
 struct VecTypes<float> {
     typedef float V __attribute__((vector_size(VECTOR_BYTES), may_alias));
     typedef float U
-        __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));  // anywhere, as words of two bf16 lie
+        __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));  // as unaligned as words of two bf16
     typedef std::int32_t I __attribute__((vector_size(VECTOR_BYTES), may_alias));
 };
 template <>
@@ -59,11 +59,12 @@ INLINE V<T> load_half(const T* at, std::integer_sequence<int, N...>) {
     typedef T Half __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
     return (V<T>)__builtin_shufflevector(*reinterpret_cast<const Half*>(at), Half{}, N...);
 }
+// LANES / 2 numbers, then zeros.
 template <class T>
 INLINE V<T> load_half(const T* at) {
     return load_half(at, std::make_integer_sequence<int, LANES<T>>{});
-}  // then zeros
-// As many words (low, high) as there are lanes.
+}
+// Interleaves LANES 16-bit numbers of each row into words (low, high).
 template <int... N>
 INLINE V<float> interleave_halves(const std::uint16_t* low, const std::uint16_t* high,
                                   std::integer_sequence<int, N...>) {
@@ -76,7 +77,8 @@ INLINE V<float> interleave_halves(const std::uint16_t* low, const std::uint16_t*
     return interleave_halves(low, high, std::make_integer_sequence<int, 2 * LANES<float>>{});
 }
 #if defined(BF16_DOT)
-// Two vectors rounded to bf16, to nearest: x, then y; as they lie in memory, and as the words (x, y).
+// Rounds two vectors to bf16, to nearest even. The result holds x in its lower and y in its upper half; store_halves
+// stores the halves separately, store_interleaved as words (x, y).
 INLINE __m512i round_to_bf16(V<float> x, V<float> y) { return BF16_PAIR(x, y); }
 INLINE void store_halves(std::uint16_t* x_at, std::uint16_t* y_at, __m512i both) {
     _mm256_store_si256(reinterpret_cast<__m256i*>(x_at), _mm512_castsi512_si256(both));
@@ -93,7 +95,7 @@ INLINE void store_interleaved(std::uint32_t* at, __m512i both) {
 #endif
 
 #if !HAS_HALF
-// float16 by whole numbers, of a number or of a vector: F and U are float and std::uint32_t, or vectors of them.
+// float16 conversions in integer arithmetic. F and U are float and std::uint32_t, or vectors of them.
 typedef std::uint32_t UInt __attribute__((vector_size(VECTOR_BYTES), may_alias));
 template <class F, class U>
 INLINE F half_to_float(U half) {
@@ -114,7 +116,7 @@ INLINE U float_to_half(F x) {  // to nearest, ties to even
 }
 #endif
 
-// Half types, widened. The compiler would do it in pieces, so x86 says how.
+// Loads half types widened to T. Compilers split the generic conversion, so x86 uses intrinsics.
 #if VECTOR_BYTES == 64
 template <class T>
 INLINE V<T> load_widened(const BFloat16* at) {
@@ -150,7 +152,7 @@ INLINE V<T> load_widened(const Float16* at) {
 #endif
 }
 #endif
-// And round_to_bf16, to nearest, ties to even; NaN stays NaN.
+// Stores rounded to half types, to nearest even; NaN stays NaN.
 INLINE void store_low_halves(std::uint16_t* at, I<float> words) {  // the lower half of each
 #if VECTOR_BYTES == 64
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), _mm512_cvtepi32_epi16((__m512i)words));
@@ -202,7 +204,7 @@ INLINE std::uint16_t round_to_half(float x, Dtype dtype) {
     return std::uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to nearest, ties to even
 }
 
-// Of a row of the given dtype: a number, and a vector of numbers as far as the row goes.
+// Store into column c of a row of some dtype: one number; and a vector, up to `width` columns.
 template <class T>
 INLINE void store_element(char* row, std::int64_t c, T x, Dtype dtype) {
     if (sizeof(T) == 8 || dtype == Dtype::f32)
@@ -224,7 +226,7 @@ INLINE void store_elements(char* row, std::int64_t c, V<T> x, std::int64_t width
     }
 }
 
-// A sum of its own joins what lies there, or begins it.
+// Adds x to a stored sum, or replaces it if `fresh`.
 template <class T>
 INLINE void accumulate(T* sum, V<T> x, bool fresh) {
     store(sum, fresh ? x : load(sum) + x);
@@ -233,7 +235,7 @@ template <class T>
 INLINE V<T> splat(T x) {
     return x - V<T>{};
 }
-// b where one is NaN. Of a comparison with a constant the compiler would make two instructions.
+// The maximum; b if either is NaN. The intrinsic is one instruction even where one operand is a constant.
 template <class T>
 INLINE V<T> maximum(V<T> a, V<T> b) {
 #if VECTOR_BYTES == 64
@@ -244,7 +246,7 @@ INLINE V<T> maximum(V<T> a, V<T> b) {
     return a > b ? a : b;
 }
 
-// A bit for each lane that is set.
+// A bit for each lane whose mask is set.
 template <class T>
 INLINE unsigned lane_bits(I<T> mask) {
 #if VECTOR_BYTES == 64
@@ -269,7 +271,7 @@ template <class T>
 INLINE int first_set_lane(I<T> mask) {
     return __builtin_ctz(lane_bits<T>(mask) | 1u << LANES<T>);
 }
-// LANES x LANES transpose in registers: log2(LANES) rounds of interleaving.
+// A LANES x LANES transpose in registers: log2(LANES) rounds of interleaving.
 template <class T, int... N>
 INLINE void interleave(V<T> a, V<T> b, V<T>& low, V<T>& high, std::integer_sequence<int, N...>) {
     constexpr int L = LANES<T>;
@@ -288,8 +290,8 @@ INLINE void transpose(V<T>* x) {
     }
 }
 
-// LANES vectors to one: lane n is what `combine`, two at a time, makes of the lanes of vector n. Two rounds stay within
-// fours of lanes, where moving them costs least, and two move whole fours.
+// Reduces LANES vectors to one: lane n is the reduction, by `combine`, of the lanes of vector n. The first two rounds
+// shuffle within 128-bit groups of four lanes, which has the least latency; the others move whole groups.
 constexpr int reduction_source_lane(int lanes, int round, int lane, bool high) {
     const int w = lane % 4, four = lane / 4;
     if (round == 0) return w % 2 * lanes + four * 4 + w / 2 + 2 * high;
@@ -324,7 +326,7 @@ template <class T>
 INLINE V<T> reduce_sums(V<T>* x) {
     return reduce_lanes<T>(x, [](V<T> a, V<T> b) __attribute__((always_inline)) { return a + b; });
 }
-// Of vectors whose bits are whole numbers.
+// Reduces the maxima of vectors whose bits are integers.
 template <class T>
 INLINE I<T> reduce_maxima(V<T>* x) {
     return (I<T>)reduce_lanes<T>(

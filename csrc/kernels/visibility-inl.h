@@ -1,4 +1,4 @@
-// Which keys the rows of a block may see: by their spans, and by the rules.
+// The mask of a block of rows: spans and rules.
 
 template <class T, int QV, class Op = Fma<T>>
 struct MaskedRowBlock : RowBlock<T, QV, Op> {
@@ -7,14 +7,14 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
     using Base::RowBlock;
 
     Int<T> span[4][ROWS] __attribute__((aligned(64)));  // low0, high0, low1, high1
-    std::int64_t vector_end[QV];    // no row of these vectors, or of those before, may see keys from there on
-    std::int64_t vector_begin[QV];  // no row of these vectors, or of those after, may see keys before
+    std::int64_t vector_end[QV];    // keys from there on are masked in the rows of this vector and of those before
+    std::int64_t vector_begin[QV];  // keys before are masked in the rows of this vector and of those after
     static constexpr int WORDS = KEYS / 64;
     Int<T> rule_bits[2 * WORDS][ROWS] __attribute__((aligned(64)));
 
-    // Cuts keys j .. j + keys where the first vectors of rows see no further, as on the diagonal of a causal mask, and
-    // where the last ones begin to see, as in the next document; eight keys at a time. body(first vector, number of
-    // vectors, first key, number of keys)
+    // Divides keys j .. j + keys, at multiples of eight, into ranges for which the vectors of rows with visible keys
+    // are the same, and calls body(first vector, number of vectors, first key, number of keys). The first vectors drop
+    // out along the diagonal of a causal mask; the last ones join where the next document begins.
     template <class Body>
     INLINE void for_each_key_range(std::int64_t j, int keys, const Body& body) const {
         const auto end_of = [&](int v) { return (vector_end[v] - j + 7) / 8 * 8; };
@@ -30,7 +30,7 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
             with_vector_range(first, last, [&](auto v, auto vectors) { body(v, vectors, from, to - from); });
         }
     }
-    // Whether all vectors of rows are there when `for_each_key_range` vector_begin at key j.
+    // Whether the first range of `for_each_key_range` from key j on has all vectors of rows.
     bool all_vectors_begin_at(std::int64_t j) const { return vector_end[0] > j && vector_begin[QV - 1] < j + 8; }
     template <class Body>
     INLINE static void with_vector_range(int first, int last, const Body& body) {
@@ -64,9 +64,10 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
             span[2][r] = f.mask.spans.count > 1 ? from[2] : Int<T>(f.keys);
             span[3][r] = f.mask.spans.count > 1 ? from[3] : Int<T>(f.keys);
         }
-        if (f.softcap > 0) return;  // of what is capped the derivative is taken too, visible or not
+        if (f.softcap > 0) return;  // tanh and its derivative are computed for all keys, visible or not
         for (int v = 0; v < QV; v++) {
-            if (v && v * L >= count) {  // of no row: where keys are cut must not depend on how many of these there are
+            if (v &&
+                v * L >= count) {  // it has no rows: the ranges of keys must not depend on the number of such vectors
                 vector_begin[v] = vector_begin[v - 1];
                 vector_end[v] = vector_end[v - 1];
                 continue;
@@ -85,7 +86,7 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
         for (int v = QV - 1; v > 0; v--)
             if (vector_begin[v] < vector_begin[v - 1]) vector_begin[v - 1] = vector_begin[v];
     }
-    // The first and the last key + 1 that any row may see.
+    // The first key visible to any row by its spans, and the last + 1.
     void find_key_range(std::int64_t& begin, std::int64_t& end) const {
         begin = 0;
         end = f.keys;
@@ -99,7 +100,7 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
                     if (span[n + 1][r] > end) end = span[n + 1][r];
                 }
     }
-    // Whether any row may see any of these keys; and whether every row may see all of them.
+    // Returns whether any of these keys is visible to any row; fully_visible: whether spans make all visible to all.
     bool evaluate_mask(std::int64_t j, int keys, bool& fully_visible) {
         fully_visible = true;
         if (f.mask.spans.data && !evaluate_spans(j, keys, fully_visible)) return false;
@@ -123,7 +124,7 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
         UNROLL_FOR(v, QV) {
             const I<T> a = load_int<T>(span[0] + v * L), z = load_int<T>(span[1] + v * L);
             const I<T> c = load_int<T>(span[2] + v * L), y = load_int<T>(span[3] + v * L);
-            if (!any<T>((a > Int<T>(j0)) | (z < Int<T>(j0 + keys)))) continue;  // these rows may see all of them
+            if (!any<T>((a > Int<T>(j0)) | (z < Int<T>(j0 + keys)))) continue;  // all visible
             for (int j = 0; j < keys; j++) {
                 const Int<T> key = Int<T>(j0 + j);
                 const I<T> visible = ((a <= key) & (z > key)) | ((c <= key) & (y > key));
@@ -132,8 +133,8 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
             }
         }
     }
-    // What the rules say of keys j0 .. j0 + keys, a bit for each, in words of 32 with rows in the lanes; false if no
-    // row may see any of them.
+    // Evaluates the rules for keys j0 .. j0 + keys into rule_bits: a bit for each key, in words of 32, with rows in the
+    // lanes. Returns whether any key is visible to any row.
     bool evaluate_rules(std::int64_t j0, int keys) {
         std::uint64_t any_visible = 0;
         for (int r = 0; r < ROWS; r++) {
@@ -175,14 +176,14 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
         }
         return visible[0];
     }
-    // Whether row r sees any key. For rows whose sum is 0: after `load_spans`.
+    // Whether any key is visible to row r; requires load_spans. Called only for rows whose sum is 0.
     NOINLINE bool has_visible_key(int r) const {
         for (int n = 0; n < (f.mask.spans.data ? 4 : 2); n += 2) {
             const std::int64_t begin = f.mask.spans.data ? span[n][r] : 0,
                                end = f.mask.spans.data ? span[n + 1][r] : f.keys;
             if (begin < end && !f.mask.rule_count && !f.bias.data) return true;
             for (std::int64_t j0 = begin; j0 < end; j0 += KEYS) {
-                const int keys = int(end - j0 < KEYS ? end - j0 : KEYS);
+                const int keys = this->keys_of_block(j0, end);
                 const KeyBits visible = f.mask.rule_count ? evaluate_rules_of_row(r, j0, keys) : KeyBits{};
                 for (int w = 0; w < WORDS; w++) {
                     std::uint64_t bits =
@@ -229,7 +230,7 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
     static std::uint64_t bits_below(std::int64_t n) {
         return n <= 0 ? 0 : n >= 64 ? ~std::uint64_t(0) : (std::uint64_t(1) << n) - 1;
     }
-    // Eight bytes to eight bits: 1 where a byte is not 0.
+    // Eight bytes to eight bits: 1 for a byte other than 0.
     static std::uint64_t bytes_to_bits(const std::uint8_t* at) {
         std::uint64_t x;
         __builtin_memcpy(&x, at, 8);

@@ -1,4 +1,4 @@
-// What Python passes: addresses, strides and numbers, as the structs of the interface.
+// Builds the structs of the interface from the arguments that Python passes: addresses, strides and numbers.
 #pragma once
 
 #include <array>
@@ -35,7 +35,7 @@ inline void check_memory(const Forward& f) {
     check_memory("v", f.v.data, f.batch * f.kv_heads * f.keys * f.v_head_dim);
 }
 
-// Kind, and up to two tensors, each as its address and its strides.
+// The kind, and up to two tensors, each as its address and its strides.
 using RuleArguments = std::tuple<int, std::uintptr_t, Axes, std::uintptr_t, Axes>;
 
 }  // namespace headscope

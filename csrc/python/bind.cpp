@@ -74,7 +74,7 @@ void bind_attention(nb::module_& m) {
             f->dropout = dropout;
             f->seed = seed;
         });
-    // True where all of out is finite.
+    // Returns whether all of out is finite.
     m.def("forward", [](const Forward& call, std::uintptr_t out, std::uintptr_t lse, int threads) {
         Forward f = call;
         f.out = reinterpret_cast<void*>(out);
@@ -86,7 +86,7 @@ void bind_attention(nb::module_& m) {
         run(f, threads);
         return !nonfinite.load();
     });
-    // The same of a call whose tensors keep their strides: only the addresses change; 0 = none.
+    // The same for other tensors of the same strides, as addresses; 0 = none.
     m.def("repeat", [](const Forward& call, std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t bias,
                        std::uintptr_t sinks, std::uintptr_t out, std::uintptr_t lse, int threads) {
         Forward f = call;  // several threads may repeat one call
@@ -104,7 +104,7 @@ void bind_attention(nb::module_& m) {
         run(f, threads);
         return !nonfinite.load();
     });
-    // True where all of dq, dk and dv is finite.
+    // Returns whether all of dq, dk and dv is finite.
     m.def("backward", [](const Forward& f, std::uintptr_t out, Axes out_stride, std::uintptr_t lse,
                          std::uintptr_t grad_out, Axes grad_out_stride, std::uintptr_t grad_lse, std::uintptr_t dq,
                          Axes dq_stride, std::uintptr_t dk, Axes dk_stride, std::uintptr_t dv, Axes dv_stride,
@@ -141,7 +141,7 @@ void bind_attention(nb::module_& m) {
 }
 
 void bind_linear(nb::module_& m) {
-    // Whether `linear` takes this dtype and width.
+    // Whether `linear` supports this dtype and width.
     m.def("supports_linear", [](int dtype, std::int64_t width) {
         Linear f{};
         f.in_features = width;
@@ -184,17 +184,17 @@ void bind_linear(nb::module_& m) {
 }
 
 void bind_observation(nb::module_& m) {
-    // Observing; _observe/native.py states each argument that holds several numbers.
+    // src/headscope/_observe/native.py documents the arguments that hold several numbers.
     using Address = std::uintptr_t;
     using Windows = std::vector<std::tuple<double, std::int64_t, std::int64_t>>;
     nb::class_<Observation>(m, "Observation")
         .def("__init__",
              [](Observation* x, const Forward& call, std::array<std::int64_t, 2> rows,
                 const std::array<std::int64_t, QUANTITIES>& values, const Windows& windows,
-                std::array<Address, 2> position, std::array<Address, 2> own, Address ids, std::array<Address, 3> first,
-                std::array<Address, 4> may_count, Address external_lse, double rounding, int top_k, std::int64_t bins,
-                std::array<std::int64_t, 3> edges, std::array<Address, 3> borders, const Places& places,
-                std::int64_t size, std::int64_t room) {
+                std::array<Address, 2> position, std::array<Address, 2> own_key, Address ids,
+                std::array<Address, 3> first, std::array<Address, 4> may_count, Address external_lse, double rounding,
+                int top_k, std::int64_t bins, std::array<std::int64_t, 3> edges, std::array<Address, 3> borders,
+                const Places& places, std::int64_t size, std::int64_t scratch_size) {
                  new (x) Observation{call,
                                      {},
                                      rows[0],
@@ -209,7 +209,7 @@ void bind_observation(nb::module_& m) {
                                      std::int64_t(borders[2]),
                                      places,
                                      size,
-                                     room};
+                                     scratch_size};
                  Statistics& s = x->stats;
                  s.total_queries = call.queries;
                  s.bins = bins;
@@ -225,8 +225,8 @@ void bind_observation(nb::module_& m) {
                  }
                  s.position = reinterpret_cast<const std::int64_t*>(position[0]);
                  s.position_stride = std::int64_t(position[1]);
-                 s.own_key = reinterpret_cast<const std::int64_t*>(own[0]);
-                 s.own_key_stride = std::int64_t(own[1]);
+                 s.own_key = reinterpret_cast<const std::int64_t*>(own_key[0]);
+                 s.own_key_stride = std::int64_t(own_key[1]);
                  s.token_ids = reinterpret_cast<const std::int32_t*>(ids);
                  s.first_keys = reinterpret_cast<const std::int64_t*>(first[0]);
                  s.first_stride = std::int64_t(first[1]);
@@ -236,11 +236,11 @@ void bind_observation(nb::module_& m) {
                  s.external_lse = reinterpret_cast<const void*>(external_lse);
                  s.lse_tolerance = rounding;
              });
-    // Measures, and attends beside if there is a place for out and lse. True where every row that sees keys is finite.
+    // Computes statistics, and out and lse unless they are 0. Returns whether every row with a visible key is finite.
     m.def("observe", [](const Observation& observation, Address q, Address k, Address v, Address out, Address lse,
                         Address outputs, int threads) {
         nb::gil_scoped_release unlocked;
-        const Scratch<1 << 24> scratch(std::size_t(observation.room));
+        const Scratch<1 << 24> scratch(std::size_t(observation.scratch_size));
         PlacedObservation x(observation, reinterpret_cast<char*>(outputs), scratch.at(0));
         Forward& f = x.call;
         f.q.data = reinterpret_cast<const void*>(q);
@@ -249,10 +249,10 @@ void bind_observation(nb::module_& m) {
         f.out = reinterpret_cast<void*>(out);
         f.lse = reinterpret_cast<void*>(lse);
         check_memory(f);
-        const Forward whole = f;
+        const Forward with_values = f;
         std::atomic<bool> nonfinite{false};
-        if (f.out &&
-            selected_target()->key_splits(f) > 1) {  // by itself, so that it is to the bit what it is when nobody looks
+        // With key splits attention runs separately, so that out is the same to the bit as without statistics.
+        if (f.out && selected_target()->key_splits(f) > 1) {
             f.nonfinite = &nonfinite;
             run(f, threads);
             f.out = f.lse = f.partial_results = f.paired_v = nullptr;
@@ -264,23 +264,22 @@ void bind_observation(nb::module_& m) {
         if (!observe(f, x.stats, map_edges, observation.borders ? &moments : nullptr, x.quantity(0), threads) ||
             nonfinite)
             return false;
-        if (separate_edges) find_edges(whole, x.stats, list, threads);
+        if (separate_edges) find_edges(with_values, x.stats, list, threads);
         return true;
     });
-    // What `look` makes of row quantities, of any numbers [names, B, H, rows], so that it can be tested with such as
-    // are rare.
+    // The moments that `observe` computes of row quantities, of any values [names, B, H, rows]; for tests.
     m.def("moments", [](Address values, bool wide, std::array<std::int64_t, 4> sizes, std::array<Address, 2> borders,
-                        Address whole, Address numbers, int threads) {
+                        Address counts, Address numbers, int threads) {
         Observation x{};
         x.names = sizes[0];
         x.call.batch = sizes[1];
         x.call.heads = sizes[2];
         x.rows = sizes[3];
         x.borders = reinterpret_cast<const void*>(borders[0]);
-        x.borders_of_each = std::int64_t(borders[1]);
-        auto* const counts = reinterpret_cast<std::int64_t*>(whole);
+        x.borders_per_name = std::int64_t(borders[1]);
+        auto* const whole = reinterpret_cast<std::int64_t*>(counts);
         nb::gil_scoped_release unlocked;
-        compute_moments(PlacedObservation::moments_at(x, counts, reinterpret_cast<double*>(numbers)),
+        compute_moments(PlacedObservation::moments_at(x, whole, reinterpret_cast<double*>(numbers)),
                         reinterpret_cast<const void*>(values), wide, threads);
     });
 }

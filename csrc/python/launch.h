@@ -1,4 +1,4 @@
-// A call on threads: its scratch memory, its tasks, and who runs them.
+// Runs the tasks of a call on threads.
 #pragma once
 
 #include <algorithm>
@@ -54,7 +54,7 @@ inline void run(Backward& g, int threads) {
     const auto scratch_of = [&](int thread) { return scratch.at((scratch_bytes + sum) * std::size_t(thread)); };
     TaskChains chains(heads, groups, thread_count);
     ParallelStep bias_gradient(g.dbias ? target->bias_tasks(g) : 0,
-                               thread_count);  // it reads nothing that the chains write
+                               thread_count);  // independent of the chains
     parallel_region(thread_count, [&](int thread) {
         chains.run(signals, thread, [&](const TaskChains::Link& link, int) {
             target->run_gradient(g, link.chain, link.number, scratch_of(thread), scratch_of(link.owner) + scratch_bytes,
@@ -66,9 +66,9 @@ inline void run(Backward& g, int threads) {
     signals.raise();
 }
 
-// y = x wᵀ for contiguous rows of x. Panels are packed and multiplied a chunk at a time, so that packed weights take at
-// most PACKED_BYTES (L2-sized) whatever the number of output features. A thread first multiplies by the panels that it
-// packed itself.
+// y = x wᵀ for contiguous rows of x. Panels are packed and multiplied a chunk at a time, so that packed weights take
+// about PACKED_BYTES, whatever the number of output features. A thread first multiplies by the panels that it packed
+// itself.
 inline void multiply_contiguous(const Target* target, const Linear& f, int threads, Signals& signals) {
     constexpr std::size_t PACKED_BYTES = 3 << 20;
     const std::size_t panel_bytes = target->panel_bytes(f);

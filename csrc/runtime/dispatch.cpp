@@ -1,4 +1,4 @@
-// Which targets there are, best first, and which of them runs here; and what is the same for all of them.
+// The list of targets, best first, and the selection of one; and what does not depend on the target.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>

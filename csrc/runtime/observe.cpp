@@ -17,10 +17,11 @@ double number(const void* values, std::int64_t n, bool wide) {
     return wide ? static_cast<const double*>(values)[n] : double(static_cast<const float*>(values)[n]);
 }
 
-bool precedes(const Edge& x, const Edge& z) {  // of equal ones the first
+// Descending by weight, then ascending by indices.
+bool precedes(const Edge& x, const Edge& z) {
     return x.p != z.p ? x.p > z.p : x.b != z.b ? x.b < z.b : x.i != z.i ? x.i < z.i : x.j < z.j;
 }
-// The largest of them come first; how many there are then, at most k.
+// Sorts the k largest edges to the front. Returns their number.
 std::int64_t select_largest(Edge* edges, std::int64_t edge_count, std::int64_t k) {
     const std::int64_t remaining = std::min(edge_count, k);
     std::partial_sort(edges, edges + remaining, edges + edge_count, precedes);
@@ -28,24 +29,25 @@ std::int64_t select_largest(Edge* edges, std::int64_t edge_count, std::int64_t k
 }
 void store_edges(const EdgeList& list, std::int64_t head, const Edge* edges, std::int64_t edge_count) {
     for (std::int64_t n = 0; n < list.k; n++) {
-        const bool has = n < edge_count;
+        const bool is_present = n < edge_count;
         std::int64_t* at = list.at + 4 * (head * list.k + n);
-        list.p[head * list.k + n] = has ? edges[n].p : std::numeric_limits<double>::quiet_NaN();
-        at[0] = has ? 0 : -1;
-        at[1] = has ? edges[n].b : -1;
-        at[2] = has ? edges[n].i : -1;
-        at[3] = has ? edges[n].j : -1;
+        list.p[head * list.k + n] = is_present ? edges[n].p : std::numeric_limits<double>::quiet_NaN();
+        at[0] = is_present ? 0 : -1;
+        at[1] = is_present ? edges[n].b : -1;
+        at[2] = is_present ? edges[n].i : -1;
+        at[3] = is_present ? edges[n].j : -1;
     }
 }
 
-// The rows that edges can be in: of each batch entry and head those with the largest maxima.
-constexpr std::int64_t MAX_CANDIDATES = 1 << 20;  // weights that are listed at a time
+constexpr std::int64_t MAX_CANDIDATES = 1 << 20;  // weights listed at a time
+
+// The rows that can hold edges: those of each batch entry and head with the largest maxima.
 struct EdgeRows {
     const EdgeList& list;
     const std::int64_t count, queries;
     const bool wide;
-    std::vector<std::int64_t> order;  // [B, H, Q], of which the first `count` are they
-    std::vector<double> threshold;    // [B, H]: nothing below it is wanted
+    std::vector<std::int64_t> order;  // [B, H, Q]: rows; the first `count` of each head can hold edges
+    std::vector<double> threshold;    // [B, H]: no edge is below it
 
     EdgeRows(const Forward& f, const EdgeList& edges, Signals& signals, int threads)
         : list(edges),
@@ -58,21 +60,21 @@ struct EdgeRows {
         parallel_for(signals, heads, usable_threads(threads, heads), [&](std::int64_t head, int) {
             const auto from = order.begin() + head * queries;
             std::iota(from, from + queries, 0);
-            const auto before = [&](std::int64_t r, std::int64_t z) {
+            const auto precedes_row = [&](std::int64_t r, std::int64_t z) {
                 const double x = maximum(head, r), y = maximum(head, z);
                 return x != y ? x > y : r < z;
             };
-            std::nth_element(from, from + (count - 1), from + queries, before);
-            threshold[head] =
-                count == list.k ? maximum(head, from[count - 1]) : 0;  // with fewer rows, smaller ones are wanted too
+            std::nth_element(from, from + (count - 1), from + queries, precedes_row);
+            threshold[head] = count == list.k ? maximum(head, from[count - 1]) : 0;  // fewer than k rows: no threshold
         });
         signals.raise();
     }
-    double maximum(std::int64_t head, std::int64_t r) const {  // -1 where it does not count
+    // The largest weight of a row; -1 if it is not counted.
+    double maximum(std::int64_t head, std::int64_t r) const {
         const double x = number(list.maxima, head * queries + r, wide);
         return x == x ? x : -1;
     }
-    // The logit, times log2(e), above which weights of a row are wanted.
+    // The logit times log2(e) of the threshold in a row, less a margin for rounding.
     double logit_threshold(std::int64_t head, std::int64_t r) const {
         if (!(threshold[head] > 0)) return -HUGE_VAL;
         const double top = number(list.max_logits, head * queries + r, wide) * 1.4426950408889634;
@@ -80,7 +82,7 @@ struct EdgeRows {
     }
 };
 
-// A second look at some of them, `n` of each batch entry and head, for their largest weights.
+// An observation of n of these rows of each batch entry and head, for their largest weights.
 struct EdgeRowObservation {
     const Forward& call;
     std::int64_t n, size;
@@ -137,7 +139,7 @@ struct EdgeRowObservation {
         statistics.top_weight = weights.data();
         statistics.top_key = keys.data();
     }
-    // Adds what a head has here to `found` edges; how many there are then, at most k.
+    // Adds the weights of a head to `edges`, and keeps the k largest. Returns their number.
     std::int64_t add_to(Edge* edges, std::int64_t edge_count, std::int64_t h, std::int64_t k) const {
         for (std::int64_t b = 0; b < call.batch; b++)
             for (std::int64_t m = 0; m < n * statistics.top_k; m++) {
@@ -150,6 +152,7 @@ struct EdgeRowObservation {
     }
 };
 
+// Computes entry n of [names, heads].
 void compute_moments_of(const Moments& m, const void* values, bool wide, std::int64_t n) {
     const Target& target = *selected_target();
     const std::int64_t name = n / m.heads, head = n % m.heads, size = wide ? 8 : 4;
@@ -162,7 +165,7 @@ void compute_moments_of(const Moments& m, const void* values, bool wide, std::in
     std::fill_n(histogram, m.bins, 0);
     each_batch([&](const char* x) { target.summarize(x, wide, m.rows, summary); });
     const auto border = [&](std::int64_t k) { return number(m.borders, name * m.bins + k, wide); };
-    std::int64_t first = 0, last = 0;  // borders that part the values
+    std::int64_t first = 0, last = 0;  // borders between the smallest and the largest value
     while (first < m.bins && border(first) <= summary.min) histogram[first++] = summary.count;
     for (last = first; last < m.bins && border(last) <= summary.max;) last++;
     const char* const borders = static_cast<const char*>(m.borders) + (name * m.bins + first) * size;
@@ -181,8 +184,8 @@ void compute_moments_of(const Moments& m, const void* values, bool wide, std::in
     m.max[n] = summary.count ? summary.max : none;
 }
 
-// What the shares have partial_offset, and the edges of all of them: from `next` on, if that is known. How many bytes
-// it is.
+// Lays out `s.partial` and the heaps of edges in memory from `next` on, unless that is null. Returns the number of
+// bytes.
 std::size_t lay_out_partitions(const Forward& f, Statistics& s, std::size_t boundary_map_rows, char* next) {
     std::size_t size = 0;
     const auto take = [&](auto*& to, std::size_t count) {
@@ -202,11 +205,11 @@ std::size_t lay_out_partitions(const Forward& f, Statistics& s, std::size_t boun
         take(s.edge_counts, all);
         take(s.edge_threshold, std::size_t(f.heads));
     }
-    take(s.partial.largest, 3 * cells);  // last, for it is narrower
+    take(s.partial.largest, 3 * cells);  // last, since its alignment is smaller
     return size;
 }
 
-// What the shares have found of a head's edges.
+// Merges the heaps of edges that the partitions have of a head.
 void merge_edges(const Forward& f, const Statistics& s, const EdgeList& list, std::int64_t head) {
     std::int64_t edge_count = s.edge_counts[head];
     Edge* const edges = s.edges + head * s.max_edges;
@@ -236,7 +239,7 @@ bool observe(Forward& f, Statistics& rows, const EdgeList* list, const Moments* 
     const std::int64_t tasks = target->observation_tasks(f), value_heads = f.batch * f.kv_heads;
     const int thread_count = usable_threads(threads, tasks);
     const std::size_t scratch_bytes = padded_scratch_bytes(target->observation_scratch(f));
-    const std::size_t norms_offset = scratch_bytes * std::size_t(thread_count);  // from there on
+    const std::size_t norms_offset = scratch_bytes * std::size_t(thread_count);
     const std::size_t partial_offset =
         norms_offset +
         (rows.value[VALUE_NORM] ? std::size_t(value_heads * f.keys) * (is_double(f) ? 8 : 4) + 64 : 0) / 64 * 64;
@@ -278,19 +281,19 @@ void find_edges(const Forward& call, const Statistics& rows, const EdgeList& lis
     const EdgeRows edge_rows(call, list, signals, threads);
     const std::int64_t heads = call.batch * call.heads, top_k = std::min<std::int64_t>(list.k, call.keys);
     const std::int64_t step = std::clamp<std::int64_t>(MAX_CANDIDATES / (heads * top_k), 1, edge_rows.count);
-    const std::int64_t room = list.k + call.batch * step * top_k;  // of a head: what is kept, and what comes to it
-    std::vector<Edge> candidates(call.heads * room);
+    const std::int64_t capacity = list.k + call.batch * step * top_k;  // of a head: edges so far, and new candidates
+    std::vector<Edge> candidates(call.heads * capacity);
     std::vector<std::int64_t> edge_counts(call.heads);
     for (std::int64_t first = 0; first < edge_rows.count; first += step) {
         EdgeRowObservation observation(call, rows, edge_rows, first, std::min(step, edge_rows.count - first),
                                        int(top_k));
         observe(observation.f, observation.statistics, nullptr, nullptr, nullptr, threads);
         parallel_for(signals, call.heads, usable_threads(threads, call.heads), [&](std::int64_t h, int) {
-            edge_counts[h] = observation.add_to(&candidates[h * room], edge_counts[h], h, list.k);
+            edge_counts[h] = observation.add_to(&candidates[h * capacity], edge_counts[h], h, list.k);
         });
         signals.raise();
     }
-    for (std::int64_t h = 0; h < call.heads; h++) store_edges(list, h, &candidates[h * room], edge_counts[h]);
+    for (std::int64_t h = 0; h < call.heads; h++) store_edges(list, h, &candidates[h * capacity], edge_counts[h]);
 }
 
 void compute_moments(const Moments& m, const void* values, bool wide, int threads) {

@@ -1,4 +1,4 @@
-// Threads, memory and Ctrl-C, for what calls the targets.
+// Threads, scratch memory and Ctrl-C for the code that calls the targets.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -26,10 +26,11 @@ namespace nb = nanobind;
 
 inline std::atomic<bool> forked{false};  // libgomp's pool does not survive a fork: a child runs single-threaded
 
-// Ctrl-C. Python runs its signal handlers on its main thread, between bytecodes: a long call would hold them up. Where
-// the main thread is the one that entered, it asks for them every 50 ms; if a handler raises, all threads leave what is
-// left of the call.
+// Set by the binding. Python runs its signal handlers on the main thread, between bytecodes.
 inline std::atomic<pthread_t> main_thread{};
+
+// Runs Python's signal handlers during a call, so that Ctrl-C does not wait for its end. If the main thread made the
+// call, it runs them every 50 ms; if a handler raises, the call is cancelled.
 
 class Signals : public Cancellation {
 public:
@@ -38,7 +39,7 @@ public:
           on_main_thread(pthread_equal(pthread_self(), main_thread)),
           last_poll(on_main_thread ? now() : 0) {}
 
-    // To be called where all threads have left, without the GIL.
+    // Rethrows the handler's error. To be called without the GIL, after all threads have finished.
     void raise() const {
         if (!raised) return;
         nb::gil_scoped_acquire locked;
@@ -61,7 +62,7 @@ private:
     }
     static std::int64_t now() {
 #if defined(CLOCK_MONOTONIC_COARSE)
-        constexpr clockid_t clock = CLOCK_MONOTONIC_COARSE;  // some ns a look, and exact to some ms
+        constexpr clockid_t clock = CLOCK_MONOTONIC_COARSE;  // takes some ns; precise to some ms
 #else
         constexpr clockid_t clock = CLOCK_MONOTONIC;
 #endif
@@ -72,7 +73,7 @@ private:
 
     const bool on_main_thread;
     std::atomic<bool> raised{false};
-    std::int64_t last_poll;  // the main thread's own
+    std::int64_t last_poll;  // read and written by the main thread only
 };
 
 struct FreeDeleter {
@@ -80,8 +81,8 @@ struct FreeDeleter {
 };
 using Memory = std::unique_ptr<void, FreeDeleter>;
 
-// Asks for large pages where much will be written. New memory is mapped as it is first touched, a page at a time: by 4
-// KiB that takes a twentieth of a pass. Where the system knows no others, or lets nobody poll, nothing changes.
+// Advises huge pages for large outputs. New memory is mapped at the first write to each page; with pages of 4 KiB the
+// page faults take 5 % of a forward pass. Without MADV_HUGEPAGE, or if the system refuses, nothing changes.
 inline void advise_huge_pages(void* data, std::size_t bytes) {
 #if defined(MADV_HUGEPAGE)
     constexpr std::size_t MIN_BYTES = 4 << 20;
@@ -104,20 +105,20 @@ inline Memory allocate(std::size_t bytes) {
     return Memory(p);
 }
 
-// Of as many numbers.
 inline std::size_t bytes_of(std::int64_t count, Dtype dtype) {
     return std::size_t(count) * (dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2);
 }
 
-// How much room a thread gets of so many bytes: what a CPU fetches ahead for one must not be what another writes.
+// The distance between the scratch memory of two threads: whole pages, and at least one page between them, so that the
+// hardware prefetcher of one core does not read lines that another writes.
 inline std::size_t padded_scratch_bytes(std::size_t bytes) {
     constexpr std::size_t page = 4096;
     return (bytes + 2 * page - 1) / page * page;
 }
 
-// Scratch for one call. What a thread used last it keeps for its next call, if it is not much: to ask for it anew would
-// cost a short call a tenth of its time. Within a call there may be another, by a signal handler or for another
-// purpose: it finds nothing kept, or what is kept with another limit.
+// Scratch memory of one call. Up to MAX_CACHED bytes are cached by the calling thread for its next call, since
+// allocation takes 10 % of a short call. A nested call (from a signal handler, say) finds the cache empty and allocates
+// its own. Each MAX_CACHED has its own cache.
 template <std::size_t MAX_CACHED = 4 << 20>
 class Scratch {
 public:
@@ -143,9 +144,9 @@ private:
     std::size_t size;
 };
 
-// Deals out 0 .. count to threads, to each from a part of its own, and where nothing of it is left from that of which
-// most is left. So whoever made something in one pass finds it in its cache in the next; what two threads both read or
-// write, which some CPUs are slow to carry from core to core, is little.
+// Distributes tasks 0 .. count with work stealing. Each thread takes tasks from its own contiguous part, then from the
+// part with the most tasks left. So a thread finds what it wrote in one step in its own cache in the next, and cores
+// transfer few cache lines.
 class TaskDistributor {
 public:
     TaskDistributor(std::int64_t count, int threads)
@@ -157,7 +158,7 @@ public:
             parts[t].end = count * (t + 1) / threads;
         }
     }
-    // Up to `some` for this thread, from `first` to `end`; false where none is left.
+    // Takes up to `most` tasks, [first, end). False if none is left.
     bool take(int thread, int most, std::int64_t& first, std::int64_t& end) {
         const auto take_from = [&](Part& part) {
             first = part.next.fetch_add(most, std::memory_order_relaxed);
@@ -181,20 +182,19 @@ public:
     }
 
 private:
-    struct alignas(128) Part {  // none shares what is fetched at once with another
+    struct alignas(128) Part {  // two cache lines: the adjacent-line prefetcher reads pairs
         std::atomic<std::int64_t> next;
         std::int64_t end;
     };
-    static constexpr int INLINE_PARTS =
-        4;  // parts that need no allocation: three of these take a tenth of the shortest call
+    static constexpr int INLINE_PARTS = 4;  // stored without allocation, of which three take 10 % of the shortest call
     const int number;
     Part inline_parts[INLINE_PARTS];
     const std::unique_ptr<Part[]> heap_parts;
     Part* const parts;
 };
 
-// Runs body(thread) on `threads` threads, as one parallel region. A call opens one region, whatever it does: under load
-// each region may wait a scheduler slice for a thread whose core serves another process.
+// Runs body(thread) on `threads` threads, as one OpenMP region. A call opens a single region for all of its steps: on a
+// loaded machine each region may wait a scheduler time slice for a thread.
 template <class Body>
 void parallel_region(int threads, const Body& body) {
     if (threads <= 1) return body(0);
@@ -202,7 +202,7 @@ void parallel_region(int threads, const Body& body) {
     body(omp_get_thread_num());
 }
 
-// Tells the CPU, and after a while the scheduler, that this thread waits for another one.
+// Waits for another thread: pauses the core at first, then yields to the scheduler.
 class SpinWait {
 public:
     void pause() {
@@ -219,15 +219,14 @@ private:
     int spins = 0;
 };
 
-// One step of a call: tasks 0 .. count, in any order. All threads of a region go through the same steps. What follows a
-// step may begin when its tasks have ended: a thread that comes late finds them done, and nobody waits for it.
+// One step of a call: tasks 0 .. count, in any order. All threads of a region run the same steps. `wait` returns when
+// all tasks have ended, even if some thread has not started the step yet.
 class ParallelStep {
 public:
     ParallelStep(std::int64_t tasks, int threads, int at_once = 1)
         : count(tasks), batch(at_once), distributor(tasks, threads) {}
 
-    // body(n, thread), until no task is left to take. Bodies neither throw nor allocate; after a signal they are left
-    // out.
+    // Calls body(n, thread) until no task is left; not after a cancellation. Bodies neither throw nor allocate.
     template <class Body>
     void run(Cancellation& cancellation, int thread, const Body& body) {
         for (std::int64_t n, end; distributor.take(thread, batch, n, end);) {
@@ -249,7 +248,7 @@ private:
     alignas(128) std::atomic<std::int64_t> ended{0};
 };
 
-// A step that is a region of its own, on up to `threads` threads.
+// Calls body(n, thread) for n = 0 .. count in a region of its own.
 template <class Body>
 void parallel_for(Cancellation& cancellation, std::int64_t count, int threads, const Body& body, int at_once = 1) {
     if (threads <= 1) {
@@ -260,16 +259,14 @@ void parallel_for(Cancellation& cancellation, std::int64_t count, int threads, c
     parallel_region(threads, [&](int thread) { step.run(cancellation, thread, body); });
 }
 
-// TaskChains of links: of a chain each link may begin when those before it have begun. A thread goes through a chain of
-// its own, for what one link has read the next one finds in the cache; where no chain is left it helps with the one
-// that has most left.
+// Chains of links: a link may begin when those before it in its chain have begun. A thread opens a chain and runs its
+// links, which share data in the cache. When all chains are open, it joins the one with the most links left.
 class TaskChains {
 public:
     struct Link {
         std::int64_t chain, number;
-        int owner;  // the thread that opened the chain; it opens no other before this one has ended
-        std::atomic<std::int64_t>*
-            passed;  // a number for each link of the chain, at first 0: what it tells those that follow
+        int owner;  // the thread that opened the chain; it opens no other before all links have begun
+        std::atomic<std::int64_t>* passed;  // the progress of each link of the chain, at first 0
     };
     TaskChains(std::int64_t chains, std::int64_t links, int threads)
         : count(chains),
@@ -278,7 +275,8 @@ public:
           passed(new std::atomic<std::int64_t>[std::size_t(chains * links)]()),
           unopened(chains, threads) {}
 
-    // By each thread of a region: body(link, thread), which neither throws nor allocates, until all links have begun.
+    // To be called by each thread of a region. Calls body(link, thread), which neither throws nor allocates, until all
+    // links have begun.
     template <class Body>
     void run(Cancellation& cancellation, int thread, const Body& body) {
         const auto next = [&](std::int64_t n) {
@@ -310,7 +308,7 @@ public:
 
 private:
     struct Chain {
-        std::atomic<std::int64_t> begun{-1};  // so many links; -1: it is not open
+        std::atomic<std::int64_t> begun{-1};  // number of links; -1: the chain is not open
         int owner = 0;
     };
     const std::int64_t count, length;
@@ -324,13 +322,13 @@ inline int usable_threads(int threads, std::int64_t tasks) {
     return threads < tasks ? threads : int(tasks < 1 ? 1 : tasks);
 }
 
-// What a target makes of a call before its tasks; to be kept as long as these run. The call says where it lies.
+// Memory and tasks of paired_v, which a target may need before the tasks of a call. f.paired_v points into it.
 class Preparation {
 public:
     Preparation(const Target& target, Forward& f, int threads)
         : target(target), f(f), memory(allocate_for(target, f)), step(memory ? target.pairing_tasks(f) : 0, threads) {}
 
-    // By all threads of a region, before the tasks.
+    // To be called by all threads of a region before the tasks of the call.
     void run(Cancellation& cancellation, int thread) {
         if (!memory) return;
         step.run(cancellation, thread, [&](std::int64_t n, int) { target.pair_values(f, n); });
@@ -354,12 +352,12 @@ private:
     }
 };
 
-// Short tasks are taken several at a time, so that threads meet less often and each finds neighbours in its cache.
+// The number of tasks that a thread takes at once. Several short ones reduce contention and share data in the cache.
 inline int tasks_at_once(const Forward& f, std::int64_t tasks, int threads) {
-    constexpr double batch_operations = 1e6;  // operations: some microseconds
+    constexpr double batch_operations = 1e6;  // some microseconds
     const double all = 2.0 * double(f.batch * f.heads) * double(f.queries * f.keys) * double(f.head_dim + f.v_head_dim);
-    const double batch = batch_operations * double(tasks) / (all + 1), most = double(tasks) / (8.0 * threads);
-    return std::max(1, int(std::min(batch, most)));
+    const double batch = batch_operations * double(tasks) / (all + 1), max_batch = double(tasks) / (8.0 * threads);
+    return std::max(1, int(std::min(batch, max_batch)));
 }
 
 }  // namespace headscope

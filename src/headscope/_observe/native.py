@@ -34,9 +34,7 @@ QUANTITIES = (
 """In the order of ``Quantity`` in csrc/interface/attention.h."""
 
 MAX_WINDOWS, MAX_FIRST_KEYS = 8, 16  # as there
-MAX_MAP_EDGES = (
-    256  # of a head, that each share of the work keeps beside the map; with more, rows are looked at again
-)
+MAX_MAP_EDGES = 256  # of a head, found in the pass that computes the map; more need a second pass over few rows
 
 Address = int
 """Of memory; 0 = there is none."""
