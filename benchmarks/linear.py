@@ -55,7 +55,7 @@ def main() -> None:
             routes: dict[str, Any] = {"torch": F.linear}
             if dtype is torch.float32 and (onednn := layer.onednn()) is not None:
                 routes["onednn"] = onednn
-            if cpu.extension is not None and cpu.extension.multiplies(cpu.CODES[dtype], 2):
+            if cpu.extension is not None and cpu.extension.supports_linear(cpu.CODES[dtype], 2):
                 routes["native"] = layer.Native(dtype)
             figures = {rows: [measured(rows, *size, dtype, routes, asked.seconds) for size in SIZES] for rows in ROWS}
             narrow = [measured(ROWS[0], *size, dtype, routes, asked.seconds) for size in NARROW]

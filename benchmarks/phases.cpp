@@ -1,8 +1,8 @@
 // Where the kernels' time goes: each phase of a block of rows and a block of keys alone, in one thread, from caches,
 // beside multiply-adds in registers. For the widest target that this CPU has:
 //
-//     g++ -std=c++20 -O3 -march=native -ffp-contract=fast -fno-math-errno -fno-trapping-math benchmarks/phases.cpp -o
-//     phases
+//     g++ -std=c++20 -O3 -march=native -ffp-contract=fast -fno-math-errno -fno-trapping-math
+//         benchmarks/phases.cpp -o phases
 //     ./phases [length] [head width]
 #if defined(__AVX512BF16__)
 #include "../csrc/targets/avx512_bf16.cpp"
@@ -52,7 +52,7 @@ double peak() {
         V<float> sum[SUMS];
         UNROLL_FOR(n, SUMS) sum[n] = splat(float(n));
         for (int r = 0; r < ROUNDS; r++)
-            UNROLL_FOR(n, SUMS) sum[n] = Op::add(sum[n], word, words);
+            UNROLL_FOR(n, SUMS) sum[n] = Op::multiply_add(sum[n], word, words);
         UNROLL_FOR(n, SUMS) asm volatile("" : : "x"(sum[n]));
     });
     return SUMS * ROUNDS / ns;
@@ -60,8 +60,8 @@ double peak() {
 
 template <class Op>
 struct Phases {
-    using Attending = Attend<float, QUERY_VECTORS, 0, Op>;
-    using Block = Gradient<float, QUERY_VECTORS, Op>;
+    using Attending = ForwardBlock<float, QUERY_VECTORS, 0, Op>;
+    using Block = BackwardBlock<float, QUERY_VECTORS, Op>;
     static constexpr int ROWS = Attending::ROWS, KEYS = Attending::KEYS;
     static constexpr bool HALF = Op::PER_WORD == 2;
 
@@ -82,7 +82,7 @@ struct Phases {
         std::uniform_real_distribution<float> numbers(-2, 2);
         for (int n = 0; n < length * width; n++) {
             if (HALF)
-                static_cast<std::uint16_t*>(data)[n] = narrow(numbers(random), Dtype::bf16);
+                static_cast<std::uint16_t*>(data)[n] = round_to_half(numbers(random), Dtype::bf16);
             else
                 static_cast<float*>(data)[n] = numbers(random);
         }
@@ -110,9 +110,9 @@ struct Phases {
         g.dv = result(g.dv_stride);
         f.lse = take(sizeof(float) * length);
         std::fill_n(static_cast<float*>(f.lse), length, 7.f);
-        if (const std::size_t bytes = prepared(f)) {
+        if (const std::size_t bytes = paired_v_bytes(f)) {
             f.paired_v = take(bytes);
-            for (int n = 0; n < prepare_tasks(f); n++) prepare(f, n);
+            for (int n = 0; n < pairing_tasks(f); n++) pair_values(f, n);
         }
     }
 
@@ -141,18 +141,18 @@ struct Phases {
         std::int64_t j = 0;
         const auto next = [&] { j = (j + KEYS) % length; };
         show("logits, and the largest", best([&] {
-                 std::copy_n(a.top, QUERY_VECTORS, a.most);
-                 a.logits(j, KEYS);
+                 std::copy_n(a.top, QUERY_VECTORS, a.new_top);
+                 a.compute_logits(j, KEYS);
                  next();
              }),
              1);
         show("weights", best([&] {
-                 std::copy_n(a.top, QUERY_VECTORS, a.most);
-                 a.weigh(0, KEYS, false);
+                 std::copy_n(a.top, QUERY_VECTORS, a.new_top);
+                 a.compute_weights(0, KEYS, false);
              }),
              0);
         show("weights times values", best([&] {
-                 a.mix(j, KEYS, true);
+                 a.accumulate_values(j, KEYS, true);
                  next();
              }),
              1);
@@ -160,37 +160,39 @@ struct Phases {
         compare("a pass over all keys, for each block", 2, whole, length / KEYS);
     }
     void backward() {
-        std::printf("%s backward, likewise, for each of %d blocks of rows\n", HALF ? "bf16" : "fp32", TOGETHER);
-        void* const scratch = take(TOGETHER * Block::scratch(g));
+        std::printf("%s backward, likewise, for each of %d blocks of rows\n", HALF ? "bf16" : "fp32", MAX_GROUP_BLOCKS);
+        void* const scratch = take(MAX_GROUP_BLOCKS * Block::scratch(g));
         Arena arena{reinterpret_cast<std::uintptr_t>(scratch)};
-        alignas(Block) unsigned char room[TOGETHER][sizeof(Block)];
-        Block* block[TOGETHER];
-        for (int n = 0; n < TOGETHER; n++) {
-            block[n] = new (room[n]) Block(g, 0, 0, arena);
-            if (n) block[n]->share(*block[0]);
+        alignas(Block) unsigned char storage[MAX_GROUP_BLOCKS][sizeof(Block)];
+        Block* block[MAX_GROUP_BLOCKS];
+        for (int n = 0; n < MAX_GROUP_BLOCKS; n++) {
+            block[n] = new (storage[n]) Block(g, 0, 0, arena);
+            if (n) block[n]->share_buffers(*block[0]);
             block[n]->start(n * ROWS, ROWS);
-            block[n]->meet(0);
+            block[n]->process_keys(0);
         }
         Block& a = *block[0];
-        float* const sums = static_cast<float*>(take(sums_of<float>(g.forward)));
+        float* const sums = static_cast<float*>(take(gradient_sums_bytes(g.forward)));
         std::int64_t j = 0;
         const auto next = [&] { j = (j + KEYS) % length; };
-        const Turns<float> turns{g, 0, 0, 1, sums, sums + length * width, width, width, nullptr};
-        const Lines across = a.keys_across(0, KEYS);
+        const OrderedSums<float> ordered{g, 0, 0, 1, sums, sums + length * width, width, width, nullptr};
+        const StridedRows keys = a.pv_keys(0, KEYS);
         show("logits", best([&] {
-                 a.logits(j, KEYS);
+                 a.compute_logits(j, KEYS);
                  next();
              }),
              1);
         show("dO times values", best([&] {
-                 QkTile<float, QUERY_VECTORS, Op>::dots(a.dout, a.natural(g.forward.v, j, KEYS, width, a.wide_v), KEYS,
-                                                        width / Op::PER_WORD, 1, a.dots, false, Also::less, a.delta);
+                 QkTile<float, QUERY_VECTORS, Op>::multiply(
+                     a.dout, a.qk_operand(g.forward.v, j, KEYS, width, a.converted_v), KEYS, width / Op::PER_WORD, 1,
+                     a.dots, false, Epilogue::subtract, a.delta);
                  next();
              }),
              1);
-        show("weights and dS", best([&] { a.template weights_and_gradients<false>(KEYS, false, false); }), 0);
+        show("weights and dS", best([&] { a.template exponentiate_and_differentiate<false>(KEYS, false, false); }), 0);
         show("dQ", best([&] {
-                 PvTile<float, QUERY_VECTORS, Op>::mixes(a.by_keys, across, KEYS / Op::PER_WORD, width, a.dq, true);
+                 PvTile<float, QUERY_VECTORS, Op>::accumulate_values(a.ds_keys, keys, KEYS / Op::PER_WORD, width, a.dq,
+                                                                     true);
              }),
              1);
         show("dK and dV", best([&] {
@@ -198,13 +200,13 @@ struct Phases {
                                   x->from = j;
                                   x->to = j + KEYS;
                               }
-                              Block::add(block, TOGETHER, turns);
+                              Block::add_key_gradients(block, MAX_GROUP_BLOCKS, ordered);
                               next();
-                          }) / TOGETHER,
+                          }) / MAX_GROUP_BLOCKS,
              2);
-        std::vector<std::atomic<std::int64_t>> passed(std::size_t(groups(g.forward)));
+        std::vector<std::atomic<std::int64_t>> passed(std::size_t(gradient_groups(g.forward)));
         const double whole = best([&] {
-            for (auto& keys : passed) keys = 0;
+            for (auto& progress : passed) progress = 0;
             for (std::size_t n = 0; n < passed.size(); n++)
                 run_gradient(g, 0, std::int64_t(n), scratch, sums, passed.data());
         });
@@ -230,8 +232,8 @@ int main(int count, char** words) {
             length, width);
         return 2;
     }
-    Phases<Plain<float>>(length, width).run();
+    Phases<Fma<float>>(length, width).run();
 #if defined(BF16_DOT)
-    Phases<Pairs>(length, width).run();
+    Phases<Bf16Dot>(length, width).run();
 #endif
 }

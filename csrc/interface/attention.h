@@ -1,4 +1,5 @@
-// Plain structs: all that crosses between the binding and a target. No vector types, no inline code.
+// The plain structs that cross between the Python binding and a target. They hold no vector types and no vector code:
+// an inline function compiled for one instruction set must not be linked into another.
 #pragma once
 
 #include <atomic>
@@ -17,85 +18,91 @@ struct Float16 {
     std::uint16_t bits;
 };
 
-// A tensor of four axes; strides in elements. A stride of 0 repeats.
+// In the comments, B is the batch size, H the number of query heads, Hkv that of key/value heads, Q and K the numbers
+// of queries and keys, D the width of a query or key head, Dv that of a value head. The "accumulation type" is double
+// for float64 inputs and float for all others.
+
+// A tensor of four axes. Strides count elements; an axis of stride 0 is broadcast.
 struct Tensor4 {
     const void* data = nullptr;
     std::int64_t stride[4] = {0, 0, 0, 0};
     Dtype dtype = Dtype::f32;
 };
 
-// For each (b, i) `count` half-open key spans [low, high), ascending and disjoint: int32 [b, i, count, 2].
+// For each (b, i), `count` half-open intervals [low, high) of keys, ascending and disjoint: int32 [B, Q, count, 2].
 struct Spans {
     const std::int32_t* data = nullptr;
-    std::int64_t batch_stride = 0;  // 0 repeats
+    std::int64_t batch_stride = 0;  // 0: broadcast
     std::int64_t query_stride = 0;
     std::int32_t count = 0;
 };
 
-// What spans cannot say, as a small program in postfix order: a rule answers for each (b, h, i, j), or joins two
-// answers.
+// One instruction of a mask program in postfix order. `spans`, `same_id` and `bytes` push a Boolean for each
+// (b, h, i, j); `both` and `either` replace the two topmost Booleans by their conjunction or disjunction.
 struct Rule {
     enum Kind : std::int32_t { spans = 0, same_id = 1, bytes = 2, both = 3, either = 4 } kind;
-    Spans reach;   // spans
-    Tensor4 q, k;  // same_id: int64 [B, Q] and [B, K], strides 0 and 1; bytes: q is a byte a pair, [B, H, Q, K]
+    Spans key_spans;  // spans
+    Tensor4 q, k;     // same_id: int64 [B, Q] and [B, K], strides 0 and 1; bytes: q is one byte a pair, [B, H, Q, K]
 };
-constexpr int MOST_RULES = 32;  // sixteen parts of a mask, and what joins them
+constexpr int MAX_RULES = 32;  // 16 operands and the 15 operators that combine them
 
-// What may be seen: what is inside the spans (no data: every key), and the rules, if there are any, allow.
-struct Visible {
+// A key is visible if it lies in the spans (no data: every key) and the program of rules (none: always) is true.
+struct Mask {
     Spans spans;
-    Rule rules[MOST_RULES];
-    std::int32_t count = 0;
+    Rule rules[MAX_RULES];
+    std::int32_t rule_count = 0;
 };
 
-// Asked between tasks and inside long ones, by any thread: whether to leave at once, since nobody wants the result any
-// more.
-struct Watch {
-    bool (*stops)(Watch*);
+// Polled by any thread, between tasks and inside long ones. Once `requested` is true, the call is abandoned and its
+// outputs are undefined.
+struct Cancellation {
+    bool (*requested)(Cancellation*);
 };
 
-struct RowStats;
+struct Statistics;
 
 struct Forward {
     std::int64_t batch, heads, kv_heads, queries, keys, head_dim, v_head_dim;
     Tensor4 q, k, v;              // [B, H, Q, D], [B, Hkv, K, D], [B, Hkv, K, Dv]; the last stride is 1
-    Tensor4 bias;                 // [B, H, Q, K], float or double as the arithmetic; no data: none
-    const void* sinks = nullptr;  // [H], float or double as the arithmetic; or null
-    Visible visible;
-    const std::int64_t* rows = nullptr;  // which query each of the Q rows is, [B or 1, H or 1, Q]; null: 0, 1, 2, …
-    std::int64_t rows_stride[2] = {0, 0};
-    const RowStats* look = nullptr;  // what is to be measured of each row; or null
+    Tensor4 bias;                 // [B, H, Q, K] of the accumulation type; no data: no bias
+    const void* sinks = nullptr;  // [H] of the accumulation type; or null
+    Mask mask;
+    const std::int64_t* row_queries =
+        nullptr;  // the query of each of the Q rows, [B or 1, H or 1, Q]; null: 0, 1, 2, …
+    std::int64_t row_queries_stride[2] = {0, 0};
+    const Statistics* statistics = nullptr;  // to compute for each row; or null
     double scale = 1;
     double softcap = 0;  // 0: none
     double dropout = 0;  // probability of dropping a weight
     std::uint64_t seed = 0;
-    void* out = nullptr;                    // [B, H, Q, Dv], dtype of q
-    std::int64_t out_stride[3];             // the last stride is 1
-    void* lse = nullptr;                    // [B, H, Q] contiguous, float or double as the arithmetic; may be null
-    void* partial = nullptr;                // what the shares of a block's keys leave for `merge`
-    std::int64_t seen[2] = {0, INT64_MAX};  // the first key that any row may see and the last + 1, if `narrow` looked
-    void* paired_v = nullptr;  // v as words of two keys, [B, Hkv, pairs that hold a seen one, Dv], if `prepare` made it
-    std::atomic<bool>* spoilt = nullptr;  // set where out holds NaN or infinity; may be null
-    Watch* watch = nullptr;               // may be null
+    void* out = nullptr;              // [B, H, Q, Dv], dtype of q
+    std::int64_t out_stride[3];       // the last stride is 1
+    void* lse = nullptr;              // [B, H, Q], contiguous, of the accumulation type; or null
+    void* partial_results = nullptr;  // unnormalized outputs of the key splits, which `merge_splits` reduces
+    std::int64_t visible_begin = 0, visible_end = INT64_MAX;  // keys outside are masked in every row
+    void* paired_v = nullptr;  // v with two keys to a word, [B, Hkv, visible pairs, Dv], if `pair_values` wrote it
+    std::atomic<bool>* nonfinite = nullptr;  // set if out holds NaN or infinity; or null
+    Cancellation* cancellation = nullptr;    // or null
 };
 
 struct Backward {
     Forward forward;                                   // its lse is read; its out is not used
     Tensor4 out, grad_out;                             // [B, H, Q, Dv]; the last stride is 1
-    const void* grad_lse = nullptr;                    // [B, H, Q] contiguous, as lse; or null
+    const void* grad_lse = nullptr;                    // [B, H, Q], contiguous, as lse; or null
     void *dq = nullptr, *dk = nullptr, *dv = nullptr;  // dtype of q; the last stride is 1
     std::int64_t dq_stride[3], dk_stride[3], dv_stride[3];
-    void* dbias = nullptr;  // zeroed, float or double as the arithmetic; strides of 0 where the bias repeats
+    void* dbias = nullptr;  // zeroed, of the accumulation type; strides of 0 where the bias is broadcast
     std::int64_t dbias_stride[4];
-    bool wide_dbias = false;              // dbias is double in any case: sums over many rows
-    std::atomic<bool>* spoilt = nullptr;  // set where dq, dk or dv holds NaN or infinity; may be null
-    void spoil() const {
-        if (spoilt) spoilt->store(true, std::memory_order_relaxed);
+    bool double_dbias = false;               // dbias is double for every dtype: it sums over many rows
+    std::atomic<bool>* nonfinite = nullptr;  // set if dq, dk or dv holds NaN or infinity; or null
+    void mark_nonfinite() const {
+        if (nonfinite) nonfinite->store(true, std::memory_order_relaxed);
     }
 };
 
-// What is measured of each row. Outputs are [B, H, Q], contiguous, of the arithmetic's type; null: not asked for. They
-// are NaN in rows that do not count or do not have the quantity. docs/statistics.md defines each.
+// The statistics of one row, in the order of QUANTITIES in src/headscope/_observe/native_observer.py. Outputs are [B,
+// H, Q], contiguous, of the accumulation type; null: not computed. Rows that are not counted, or for which the quantity
+// is undefined, get NaN. docs/statistics.md defines each.
 enum Quantity : int {
     LSE,
     MAX_LOGIT,
@@ -116,145 +123,144 @@ enum Quantity : int {
     SECOND_WEIGHT,
     QUANTITIES
 };
-constexpr int MOST_WINDOWS = 8, MOST_FIRST = 16;
+constexpr int MAX_WINDOWS = 8, MAX_FIRST_KEYS = 16;
 
-// What is summed over rows: of keys, and of the cells of the map, row by row.
-struct Columns {
-    double* received = nullptr;  // [.., K]; or null
-    std::int64_t* eligible = nullptr;
+// Sums over rows: for each key, and for each cell of the map (bins of queries by bins of keys).
+struct ColumnStatistics {
+    double* received = nullptr;             // [.., K]: the sum of the weights of a key; or null
+    std::int64_t* eligible = nullptr;       // [.., K]: the number of rows to which it is visible
     double *sum = nullptr, *max = nullptr;  // [.., bins]
-    std::int64_t* count = nullptr;          // [.., bins]
-    std::int32_t* largest = nullptr;        // [.., bins, 3]: batch entry, query and key of the largest
+    std::int64_t* count = nullptr;          // [.., bins]: visible pairs
+    std::int32_t* largest = nullptr;        // [.., bins, 3]: batch entry, query and key of the largest weight
 };
 
-// A weight: of which batch entry, query and key.
+// A weight p, of batch entry b, query i and key j.
 struct Edge {
     double p;
     std::int64_t b, i, j;
 };
 
-struct RowStats {
+struct Statistics {
     void* value[QUANTITIES] = {};
-    int windows = 0;
-    double reach[MOST_WINDOWS];
-    void *window[MOST_WINDOWS], *streaming[MOST_WINDOWS];
-    // Where rows stand, [B or 1, Q]; keys stand at 0, 1, 2, … Null: they share no axis.
-    const std::int64_t* line = nullptr;
-    const std::int64_t* own = nullptr;  // the key that is each row's own, or -1, [B or 1, Q]; read with ids
-    std::int64_t line_stride = 0, own_stride = 0;
-    const std::int32_t* ids = nullptr;    // tokens of the keys, [B, K]; or null
-    const std::int64_t* first = nullptr;  // the first real keys, or -1, [B or 1, firsts]
+    int window_count = 0;
+    double window_radius[MAX_WINDOWS];
+    void *window[MAX_WINDOWS], *streaming[MAX_WINDOWS];
+    // The position of each row, [B or 1, Q]; key j has position j. Null: queries and keys share no axis.
+    const std::int64_t* position = nullptr;
+    const std::int64_t* own_key = nullptr;  // the key at each row's position, or -1, [B or 1, Q]; read with token_ids
+    std::int64_t position_stride = 0, own_key_stride = 0;
+    const std::int32_t* token_ids = nullptr;   // of the keys, [B, K]; or null
+    const std::int64_t* first_keys = nullptr;  // the first keys that are not padding, or -1, [B or 1, first_count]
     std::int64_t first_stride = 0;
-    int firsts = 0;
-    const void* norms = nullptr;              // lengths of the values, [B, Hkv, K], of the arithmetic's type; or null
-    const std::uint8_t* may_count = nullptr;  // broadcasts to [B, H, Q]; null: all
+    int first_count = 0;
+    const void* value_norms = nullptr;        // Euclidean norms of v, [B, Hkv, K], of the accumulation type; or null
+    const std::uint8_t* may_count = nullptr;  // broadcasts to [B, H, Q]; 0: the row is not counted; null: all are
     std::int64_t may_count_stride[3] = {0, 0, 0};
-    const void* other_lse = nullptr;   // lse that came from elsewhere, [B, H, Q]; or null
-    double rounding = 0;               // how far it may be from the row's own, relative, to be taken for the same
-    std::uint8_t* counted = nullptr;   // out, [B, H, Q]
-    int most = 0;                      // how many of a row's largest weights
-    void* most_weight = nullptr;       // out, [B, H, Q, most], largest first; NaN where there are fewer
-    std::int64_t* most_key = nullptr;  // -1 where there are fewer
-    const void* floor =
-        nullptr;  // [B, H, Q]: those whose logit times log2(e) is not above this are not wanted; or null
-    std::atomic<bool>* spoilt =
-        nullptr;  // set where a row that sees keys is not finite: nothing of the rest then holds
+    const void* external_lse = nullptr;     // [B, H, Q]; normalizes the weights where it differs from the row's own lse
+    double lse_tolerance = 0;               // relative difference up to which the row's own lse is used
+    std::uint8_t* counted = nullptr;        // out, [B, H, Q]
+    int top_k = 0;                          // number of largest weights to return for each row
+    void* top_weight = nullptr;             // out, [B, H, Q, top_k], descending; NaN where fewer keys are visible
+    std::int64_t* top_key = nullptr;        // -1 where fewer keys are visible
+    const void* logit_threshold = nullptr;  // [B, H, Q]: top-k ignores logits * log2(e) at or below it; or null
+    std::atomic<bool>* nonfinite =
+        nullptr;  // set if a row with a visible key is not finite; outputs are then undefined
 
-    // Of keys and of the map, over counted rows and batch entries. The row blocks are shared out; what two shares may
-    // both add to, each share but the first has apart, and `gather_look` adds it to the whole, in a fixed order.
-    std::int64_t bins = 0;         // of the map; 0: none
-    std::int64_t all_queries = 0;  // over which the map's rows reach
-    std::int64_t shares = 1;
-    Columns whole;  // out, [H, K] and [H, bins, bins]
-    Columns apart;  // [shares - 1, H, K] and [shares - 1, H, lines_apart, bins]
-    bool columns() const { return whole.received || bins; }
-    // With a map, the largest weights of each head, of each share for itself and in no order.
-    int edges = 0;                        // how many are kept
-    Edge* edge = nullptr;                 // [shares, H, edges]
-    std::int64_t* edges_found = nullptr;  // [shares, H]
-    std::atomic<double>* edge_least =
-        nullptr;  // [H]: some share has as many that are no smaller, so that nothing below is wanted
+    // Column statistics sum over counted rows and batch entries. The row blocks of a key/value head are divided into
+    // partitions, one task each. Partition 0, and every map row that only one partition reaches, adds to `total`; the
+    // others add to `partial`, which `reduce_partitions` adds to `total` in ascending order of partitions.
+    std::int64_t bins = 0;           // of the map along each axis; 0: no map
+    std::int64_t total_queries = 0;  // that the bins of the map's rows divide
+    std::int64_t partitions = 1;
+    ColumnStatistics total;    // out, [H, K] and [H, bins, bins]
+    ColumnStatistics partial;  // [partitions - 1, H, K] and [partitions - 1, H, boundary_map_rows, bins]
+    bool has_column_statistics() const { return total.received || bins; }
+    // With a map: the largest weights of each head, a heap for each partition.
+    int max_edges = 0;
+    Edge* edges = nullptr;                          // [partitions, H, max_edges]
+    std::int64_t* edge_counts = nullptr;            // [partitions, H]
+    std::atomic<double>* edge_threshold = nullptr;  // [H]: a full heap of some partition has no smaller weight
 };
 
-// A projection: y[n][o] = Σ_e x[n][e] w[o][e] + bias[o], all of one dtype. Strides in elements.
+// A projection: y[n][o] = Σ_e x[n][e] w[o][e] + bias[o], all of one dtype. Strides count elements.
 struct Linear {
-    std::int64_t rows, width, outs;
+    std::int64_t rows, in_features, out_features;
     const void *x, *w, *bias;  // bias may be null
     void* y;
-    std::int64_t x_stride[2], w_stride[2];  // from row to row, and along it; one of the two is 1
+    std::int64_t x_stride[2], w_stride[2];  // between rows, and along a row; one of the two is 1
     Dtype dtype;
-    // Row n of y is row n % batch_rows of its batch entry, and column o is column o % head_width of its head: where
-    // there are several heads, that width is a multiple of 16.
+    // Row n of y is row n % batch_rows of its batch entry; column o is column o % head_width of its head. With several
+    // heads, head_width is a multiple of 16.
     std::int64_t batch_rows, head_width;
     std::int64_t y_stride[3];  // over batch entries, heads, rows
-    bool adds;                 // to y, which is float32; without bias
+    bool accumulates;          // adds to y, which is float32; without bias
 };
-constexpr std::int64_t LINEAR_ROWS = 128;  // that are multiplied at once, at most
+constexpr std::int64_t LINEAR_ROW_BLOCK = 128;  // the most rows of one `multiply_panel`
 
-// What `pool` adds to.
-struct Pool {
+struct ValueSummary {
     std::int64_t count = 0;
-    double sum = 0, least = HUGE_VAL, largest = -HUGE_VAL;
+    double sum = 0, min = HUGE_VAL, max = -HUGE_VAL;
 };
 
-// One instruction set. A call is cut into tasks that any threads may run in any order; each thread brings `scratch`
-// bytes of its own, aligned to 64.
+// The functions of one instruction set. A call is divided into tasks, which threads may run in any order. Each thread
+// passes its own scratch memory, aligned to 64 bytes, of the size that the `*_scratch` function returns.
 struct Target {
     const char* name;
     bool (*runs_here)();
-    std::int64_t (*prepare_tasks)(const Forward&);
-    std::size_t (*prepared)(const Forward&);  // bytes of what these make before anything else; often 0
-    void (*prepare)(const Forward&, std::int64_t task);
-    std::int64_t (*tasks)(const Forward&);
-    std::size_t (*scratch)(const Forward&);
-    void (*run)(const Forward&, std::int64_t task, void* scratch);
-    // Few rows against many keys: the keys of a block are shared among tasks, and what they leave is merged for each
-    // block.
-    std::int64_t (*shares)(const Forward&);
-    std::size_t (*partial)(const Forward&);  // bytes, of all shares
-    void (*merge)(const Forward&, std::int64_t block, void* scratch);
 
-    // Backward: the row blocks of each of batch * kv_heads heads are cut into groups, which add to the head's `sums`
-    // bytes. Groups of a head may run at the same time, but must begin in order: each waits where one before it has not
-    // yet been, which is told in `passed`, zeroed, a number for each group.
-    std::int64_t (*groups)(const Forward&);
+    // Forward. First `pairing_tasks` tasks write paired_v, of `paired_v_bytes` bytes (often 0: then there are none).
+    std::int64_t (*pairing_tasks)(const Forward&);
+    std::size_t (*paired_v_bytes)(const Forward&);
+    void (*pair_values)(const Forward&, std::int64_t task);
+    std::int64_t (*forward_tasks)(const Forward&);
+    std::size_t (*forward_scratch)(const Forward&);
+    void (*run_forward)(const Forward&, std::int64_t task, void* scratch);
+    // Few rows and many keys: the keys of a row block are split among tasks, then `merge_splits` runs once a row block.
+    std::int64_t (*key_splits)(const Forward&);
+    std::size_t (*partial_bytes)(const Forward&);  // of all splits
+    void (*merge_splits)(const Forward&, std::int64_t block, void* scratch);
+
+    // Backward. The row blocks of each of the B * Hkv heads are divided into groups, which add to one buffer of
+    // `gradient_sums_bytes` bytes a head. Groups of a head may run concurrently but must start in order: each waits
+    // for the groups before it, whose progress is in `passed` (zeroed, one number for each group).
+    std::int64_t (*gradient_groups)(const Forward&);
     std::size_t (*gradient_scratch)(const Backward&);
-    std::size_t (*sums)(const Forward&);
+    std::size_t (*gradient_sums_bytes)(const Forward&);
     void (*run_gradient)(const Backward&, std::int64_t head, std::int64_t group, void* scratch, void* sums,
                          std::atomic<std::int64_t>* passed);
     std::int64_t (*bias_tasks)(const Backward&);
     void (*run_bias_gradient)(const Backward&, std::int64_t task, void* scratch);
 
-    // Attending while `look` is measured, without dropout and with all keys of a row in one task; where Dv is 0,
-    // measuring alone.
-    std::int64_t (*look_shares)(const Forward&);  // for keys and map
-    std::int64_t (*lines_apart)(const Forward&);  // rows of the map that a share has apart
-    std::int64_t (*look_tasks)(const Forward&);
-    std::size_t (*look_scratch)(const Forward&);
-    void (*run_look)(const Forward&, std::int64_t task, void* scratch);
-    void (*gather_look)(const Forward&, std::int64_t head);  // head 0 before the others
-    void (*lengths)(const Forward&, std::int64_t head,
-                    void* to);  // of the values, [B, Hkv, K], those of one of the B * Hkv
-    // Of numbers, float or (wide) double, that are not NaN; the sum of their squared distances from a mean; and to
-    // reached[k] how many of them are not below border k.
-    void (*pool)(const void* values, bool wide, std::int64_t count, Pool&);
-    double (*squares)(const void* values, bool wide, std::int64_t count, double mean);
-    void (*reach)(const void* values, bool wide, std::int64_t count, const void* borders, std::int64_t bins,
-                  std::int64_t* reached);
+    // Forward with `statistics`, without dropout and key splits. With Dv = 0 only the statistics are computed.
+    std::int64_t (*observation_partitions)(const Forward&);
+    std::int64_t (*boundary_map_rows)(const Forward&);  // map rows that a partition may share with others
+    std::int64_t (*observation_tasks)(const Forward&);
+    std::size_t (*observation_scratch)(const Forward&);
+    void (*run_observation)(const Forward&, std::int64_t task, void* scratch);
+    void (*reduce_partitions)(const Forward&, std::int64_t head);  // head 0 before all others
+    // The norms of the values of one of the B * Hkv heads, into norms [B, Hkv, K].
+    void (*compute_value_norms)(const Forward&, std::int64_t head, void* norms);
+    // Reductions of float or (wide) double values; NaN is skipped. counts[k] grows by the number of values >= border k.
+    void (*summarize)(const void* values, bool wide, std::int64_t count, ValueSummary&);
+    double (*sum_squared_deviations)(const void* values, bool wide, std::int64_t count, double mean);
+    void (*count_at_least)(const void* values, bool wide, std::int64_t count, const void* borders, std::int64_t bins,
+                           std::int64_t* counts);
 
-    // A projection of a dtype that the target multiplies: its outputs are cut into panels, whose weights are turned,
-    // each into `panel_size` bytes aligned to 64, before any rows, up to LINEAR_ROWS of them at once, are multiplied by
-    // them. Rows of x that lie across, with a stride along them, which is for float32 alone, are laid lengthwise first.
-    bool (*multiplies)(const Linear&);
-    void (*lengthwise)(const Linear&, std::int64_t first_row, std::int64_t rows, float* to, std::int64_t to_stride);
-    std::int64_t (*panels)(const Linear&);
-    std::size_t (*panel_size)(const Linear&);
-    void (*turn)(const Linear&, std::int64_t panel, void* to);
-    void (*multiply)(const Linear&, std::int64_t panel, const void* turned, std::int64_t first_row, std::int64_t rows);
+    // Projections. The output features are divided into panels. `pack_panel` transposes the weights of one into
+    // `panel_bytes` bytes, aligned to 64; `multiply_panel` then multiplies up to LINEAR_ROW_BLOCK rows of x by them.
+    // An x whose rows are not contiguous (float32 only) goes through `transpose_input` first.
+    bool (*supports_linear)(const Linear&);
+    void (*transpose_input)(const Linear&, std::int64_t first_row, std::int64_t rows, float* to,
+                            std::int64_t to_stride);
+    std::int64_t (*linear_panels)(const Linear&);
+    std::size_t (*panel_bytes)(const Linear&);
+    void (*pack_panel)(const Linear&, std::int64_t panel, void* to);
+    void (*multiply_panel)(const Linear&, std::int64_t panel, const void* packed, std::int64_t first_row,
+                           std::int64_t rows);
 };
 
-void narrow(Forward&);                     // finds `seen`, from spans
-const Target* const* targets(int* count);  // best first
-const Target* chosen();                    // the best that runs here, or the one that HEADSCOPE_CPU_TARGET forces
+void find_visible_range(Forward&);             // sets visible_begin and visible_end, from the spans
+const Target* const* all_targets(int* count);  // best first
+const Target* selected_target();               // the best that runs here, or the one that HEADSCOPE_CPU_TARGET names
 
 }  // namespace headscope

@@ -1,86 +1,91 @@
-// The backward pass. The weights are computed again from q, k and lse; with dP = V dOᵀ (transposed, as everything
-// here),
+// The backward pass. Weights are recomputed from q, k and lse. With dP = V dOᵀ (transposed, as all buffers here),
 //
 //     dS = P ∘ (dP - δ),  δ_i = out_i · dout_i - dlse_i,   dV = Pᵀ dO,  dQ = scale dS K,  dK = scale dSᵀ Q.
 //
-// A task is a group of row blocks of one key/value head. Its dQ is its own; to dK and dV it adds, block of keys by
-// block of keys, after the groups before it: what a key gets is summed in one order, whichever threads are how fast.
+// A task is a group of row blocks of one key/value head. It owns its rows of dQ. To dK and dV it adds a block of keys
+// at a time, after all groups before it have added theirs: the order of summation does not depend on the threads.
 
-// The most row blocks of a group. Each block of keys meets all of them: dK and dV of long sequences are then read and
-// written seldom.
-constexpr int TOGETHER = 4;
+// The most row blocks of a group. A block of keys is processed for all of them before dK and dV are read and written
+// once.
+constexpr int MAX_GROUP_BLOCKS = 4;
 
-// A group among those of its head: whose turn it is at which keys. dK and dV are sums, [K][whole vectors], which the
-// first group finds uninitialised, and of which the last one makes the result.
+// D or Dv, rounded up to whole vectors.
 template <class T>
-struct Turns {
+int padded_width(std::int64_t width) {
+    return int((width + LANES<T> - 1) / LANES<T> * LANES<T>);
+}
+
+// Adds the groups of a head to dK and dV in order. dk and dv are sums, [K][k_width or v_width]; the first group zeroes
+// them, the last one stores the results.
+template <class T>
+struct OrderedSums {
     const Backward& g;
     std::int64_t head, group, groups;
     T *dk, *dv;
     int k_width, v_width;
-    std::atomic<std::int64_t>* passed;     // of each group, to which key it has been
-    std::int64_t waiting = 0;              // the groups before have been everywhere
-    std::int64_t begun = 0, finished = 0;  // keys before are, where this is the first group, or the last
+    std::atomic<std::int64_t>* passed;    // for each group: it has added to all keys before this one
+    std::int64_t first_unfinished = 0;    // all groups before this one have added to all keys
+    std::int64_t zeroed = 0, stored = 0;  // the first group has zeroed, the last one stored, all keys before
 
-    // To be called before what the keys before `end` get is added to; false where nobody wants the result any more.
-    bool enter(std::int64_t end) {
+    // Waits until the groups before have added to all keys before `end`. False if the call was cancelled.
+    bool wait_for_turn(std::int64_t end) {
         const std::int64_t all = g.forward.keys;
-        for (std::int64_t n = waiting; n < group; n++) {
-            const auto gone = [&] { return passed[n].load(std::memory_order_acquire); };
-            for (int looks = 0; gone() < end; looks++) {
-                if (stops(g.forward)) return false;
-                if (looks > 100) sched_yield();
+        for (std::int64_t n = first_unfinished; n < group; n++) {
+            const auto progress = [&] { return passed[n].load(std::memory_order_acquire); };
+            for (int polls = 0; progress() < end; polls++) {
+                if (is_cancelled(g.forward)) return false;
+                if (polls > 100) sched_yield();
             }
-            if (n == waiting && gone() == all) waiting++;
+            if (n == first_unfinished && progress() == all) first_unfinished++;
         }
-        if (group == 0) begin_at(end);
+        if (group == 0) zero_sums(end);
         return true;
     }
-    // And after.
-    void leave(std::int64_t end) {
-        if (group == groups - 1) finish_at(end);
+    // Lets the next group add to the keys before `end`.
+    void end_turn(std::int64_t end) {
+        if (group == groups - 1) store_gradients(end);
         passed[group].store(end, std::memory_order_release);
     }
-    void leave_all() {
-        if ((group == 0 || group == groups - 1) && !enter(g.forward.keys)) return;
-        leave(g.forward.keys);
+    void finish() {
+        if ((group == 0 || group == groups - 1) && !wait_for_turn(g.forward.keys)) return;
+        end_turn(g.forward.keys);
     }
 
 private:
-    void begin_at(std::int64_t end) {
-        for (T* sum = dk + begun * k_width; sum < dk + end * k_width; sum += LANES<T>) store(sum, V<T>{});
-        for (T* sum = dv + begun * v_width; sum < dv + end * v_width; sum += LANES<T>) store(sum, V<T>{});
-        begun = end;
+    void zero_sums(std::int64_t end) {
+        for (T* sum = dk + zeroed * k_width; sum < dk + end * k_width; sum += LANES<T>) store(sum, V<T>{});
+        for (T* sum = dv + zeroed * v_width; sum < dv + end * v_width; sum += LANES<T>) store(sum, V<T>{});
+        zeroed = end;
     }
-    void finish_at(std::int64_t end) {
+    void store_gradients(std::int64_t end) {
         const Forward& f = g.forward;
         const std::int64_t b = head / f.kv_heads, h = head % f.kv_heads, size = is_half(f) ? 2 : sizeof(T);
-        const auto rows = [&](const T* from, int padded, std::int64_t width, T factor, void* to,
-                              const std::int64_t* stride) {
-            constexpr int AHEAD = 16;  // rows that are asked for early: they are far, and far from each other
-            V<T> zero{};
-            char* row = static_cast<char*>(to) + (b * stride[0] + h * stride[1] + finished * stride[2]) * size;
-            for (std::int64_t j = finished; j < end; j++, row += stride[2] * size)
+        const auto store_rows = [&](const T* from, int padded, std::int64_t width, T factor, void* to,
+                                    const std::int64_t* stride) {
+            constexpr int PREFETCH_ROWS = 16;  // rows are not in the cache, and may be far apart
+            V<T> nan_probe{};
+            char* row = static_cast<char*>(to) + (b * stride[0] + h * stride[1] + stored * stride[2]) * size;
+            for (std::int64_t j = stored; j < end; j++, row += stride[2] * size)
                 for (std::int64_t d = 0; d < width; d += LANES<T>) {
-                    if (d * size % 64 == 0 && j + AHEAD < f.keys)
-                        __builtin_prefetch(row + AHEAD * stride[2] * size + d * size, 1);
+                    if (d * size % 64 == 0 && j + PREFETCH_ROWS < f.keys)
+                        __builtin_prefetch(row + PREFETCH_ROWS * stride[2] * size + d * size, 1);
                     const V<T> x = load(from + j * padded + d) * factor;
-                    zero += x * T(0);  // NaN or infinity times 0 is NaN
-                    put_numbers<T>(row, d, x, width, f.q.dtype);
+                    nan_probe += x * T(0);  // NaN or infinity times 0 is NaN
+                    store_elements<T>(row, d, x, width, f.q.dtype);
                 }
-            if (any<T>(zero != zero)) g.spoil();
+            if (any<T>(nan_probe != nan_probe)) g.mark_nonfinite();
         };
-        rows(dk, k_width, f.head_dim, T(f.scale), g.dk, g.dk_stride);
-        rows(dv, v_width, f.v_head_dim, T(1), g.dv, g.dv_stride);
-        finished = end;
+        store_rows(dk, k_width, f.head_dim, T(f.scale), g.dk, g.dk_stride);
+        store_rows(dv, v_width, f.v_head_dim, T(1), g.dv, g.dv_stride);
+        stored = end;
     }
 };
 
-template <class T, int QV, class Op = Plain<T>>
-struct Gradient : Logits<T, QV, Op> {
+template <class T, int QV, class Op = Fma<T>>
+struct BackwardBlock : Logits<T, QV, Op> {
     using Base = Logits<T, QV, Op>;
     using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS, Base::head, Base::query,
-        Base::row, Base::b;
+        Base::flat_row, Base::b;
     using Outer = OuterTile<T, QV, Op>;
     using Word = typename Op::Word;
 
@@ -89,256 +94,260 @@ struct Gradient : Logits<T, QV, Op> {
     T *dots, *dropout_factors, *slopes;  // [KEYS][ROWS]
     Word* dout;                          // [Dv / PER_WORD][ROWS]
     T* dq;                               // [D][ROWS]
-    Word *q_rows, *dout_rows;            // k_width and v_width columns in panels, see Tile
-    Word *weight_rows, *by_rows,
-        *by_keys;  // the weights and dS as they are multiplied: [KEYS][ROWS / PER_WORD], [KEYS / PER_WORD][ROWS]
+    Word *q_rows, *dout_rows;            // k_width and v_width columns in panels of OuterTile
+    Word *weight_rows, *ds_rows;         // weights and dS for OuterTile, [KEYS][ROWS / PER_WORD]
+    Word* ds_keys;                       // dS for PvTile, [KEYS / PER_WORD][ROWS]
     V<T> lse[QV], delta[QV];
-    V<T> top[QV];  // if it is apart from lse: the largest logit
-    bool top_apart = false;
-    std::int64_t begin, end;  // the keys that any row may see
-    std::int64_t from, to;    // of those met last
-    struct Made {
+    V<T> top[QV];  // if subtracts_top: the largest logit, and lse is relative to it
+    bool subtracts_top = false;
+    std::int64_t begin, end;  // the keys visible to any row
+    std::int64_t from, to;    // the keys processed last
+    struct PairedKeys {
         std::int64_t from;
         int keys;
     };
-    Made* shared;  // which keys wide_k holds by pairs
+    PairedKeys* paired_keys;  // the keys that converted_k holds as pairs
 
-    static int whole(std::int64_t n) { return int((n + L - 1) / L * L); }
     static std::size_t scratch(const Backward& g) {
         Arena memory{0};
-        Gradient(g, 0, 0, memory);
+        BackwardBlock(g, 0, 0, memory);
         return memory.next;
     }
 
-    Gradient(const Backward& call, std::int64_t batch, std::int64_t head, Arena& memory)
-        : Base(call.forward, batch, head, memory), g(call), k_width(whole(f.head_dim)), v_width(whole(f.v_head_dim)) {
-        shared = memory.take<Made>(1);
-        dots = memory.take<T>(KEYS * ROWS);
-        dropout_factors = memory.take<T>(KEYS * ROWS);
-        slopes = memory.take<T>(f.softcap > 0 ? KEYS * ROWS : 0);
-        dout = memory.take<Word>(f.v_head_dim * ROWS);
-        dq = memory.take<T>(f.head_dim * ROWS);
-        q_rows = memory.take<Word>(k_width * Outer::LINE);
-        dout_rows = memory.take<Word>(v_width * Outer::LINE);
+    BackwardBlock(const Backward& call, std::int64_t batch, std::int64_t head, Arena& memory)
+        : Base(call.forward, batch, head, memory),
+          g(call),
+          k_width(padded_width<T>(f.head_dim)),
+          v_width(padded_width<T>(f.v_head_dim)) {
+        paired_keys = memory.allocate<PairedKeys>(1);
+        dots = memory.allocate<T>(KEYS * ROWS);
+        dropout_factors = memory.allocate<T>(KEYS * ROWS);
+        slopes = memory.allocate<T>(f.softcap > 0 ? KEYS * ROWS : 0);
+        dout = memory.allocate<Word>(f.v_head_dim * ROWS);
+        dq = memory.allocate<T>(f.head_dim * ROWS);
+        q_rows = memory.allocate<Word>(k_width * Outer::PANEL_ROWS);
+        dout_rows = memory.allocate<Word>(v_width * Outer::PANEL_ROWS);
         if constexpr (PAIRS)
-            for (Word** to : {&weight_rows, &by_rows, &by_keys}) *to = memory.take<Word>(KEYS * ROWS / 2);
+            for (Word** to : {&weight_rows, &ds_rows, &ds_keys}) *to = memory.allocate<Word>(KEYS * ROWS / 2);
         else {
             weight_rows = dropout_factors;
-            by_rows = by_keys = this->p;
+            ds_rows = ds_keys = this->p;
         }
     }
 
-    // What lies here until all who meet a block of keys have met it stays; the rest may be another's, who works in
-    // turn.
-    void share(const Gradient& other) {
-        this->wide_k = other.wide_k;
-        this->wide_v = other.wide_v;
-        this->line = other.line;
+    // Shares the buffers that are only used within one step of process_keys with another block of the group. Buffers
+    // that add_key_gradients reads stay separate.
+    void share_buffers(const BackwardBlock& other) {
+        this->converted_k = other.converted_k;
+        this->converted_v = other.converted_v;
+        this->row_buffer = other.row_buffer;
         dots = other.dots;
         slopes = other.slopes;
-        shared = other.shared;
+        paired_keys = other.paired_keys;
         if constexpr (PAIRS) {
             p = other.p;
             dropout_factors = other.dropout_factors;
-            by_keys = other.by_keys;
+            ds_keys = other.ds_keys;
         }
     }
     void start(std::int64_t first, int rows) {
-        open(first, rows);
-        copy_rows(f.q, int(f.head_dim), k_width, q_rows);
-        copy_rows(g.grad_out, int(f.v_head_dim), v_width, dout_rows);
+        set_rows(first, rows);
+        pack_rows(f.q, int(f.head_dim), k_width, q_rows);
+        pack_rows(g.grad_out, int(f.v_head_dim), v_width, dout_rows);
         for (int n = 0; n < f.head_dim * QV; n++) store(dq + n * L, V<T>{});
-        *shared = {-1, 0};
+        *paired_keys = {-1, 0};
     }
-    // Meets the block of keys from j on: what of it these rows may see, from `from` to `to`, of which they add to dq;
-    // and whether there is any.
-    bool meet(std::int64_t j) {
+    // Processes the visible keys `from` .. `to` of the block of keys at j: adds to dq, and leaves the weights and dS
+    // for add_key_gradients. False if no key is visible.
+    bool process_keys(std::int64_t j) {
         from = j > begin ? j : begin;
         to = j + KEYS < end ? j + KEYS : end;
         if (from >= to) return false;
         const int keys = int(to - from);
-        if (!logits(from, keys)) return false;
-        logit_gradient(from, keys, f.softcap > 0);
-        PvTile<T, QV, Op>::mixes(by_keys, keys_across(from, keys), (keys + Op::PER_WORD - 1) / Op::PER_WORD,
-                                 int(f.head_dim), dq, false);
+        if (!compute_logits(from, keys)) return false;
+        compute_logit_gradient(from, keys, f.softcap > 0);
+        PvTile<T, QV, Op>::accumulate_values(ds_keys, pv_keys(from, keys), (keys + Op::PER_WORD - 1) / Op::PER_WORD,
+                                             int(f.head_dim), dq, false);
         return true;
     }
-    // By pairs they are made once for all who share them; others have been widened for the logits.
-    Lines keys_across(std::int64_t j, int keys) {
+    // The keys as PvTile reads them. Pairs are interleaved once for all blocks that share the buffer; other half types
+    // were already converted for the logits.
+    StridedRows pv_keys(std::int64_t j, int keys) {
         const int depth = int(f.head_dim);
-        const bool there =
-            PAIRS ? shared->from == j && shared->keys == keys : sizeof(T) == 4 && f.k.dtype != Dtype::f32;
-        if (there) return {reinterpret_cast<const char*>(this->wide_k), depth * std::int64_t(sizeof(Word))};
-        *shared = {j, keys};
-        return this->across(f.k, j, keys, depth, this->wide_k);
+        const bool is_converted =
+            PAIRS ? paired_keys->from == j && paired_keys->keys == keys : sizeof(T) == 4 && f.k.dtype != Dtype::f32;
+        if (is_converted) return {reinterpret_cast<const char*>(this->converted_k), depth * std::int64_t(sizeof(Word))};
+        *paired_keys = {j, keys};
+        return this->pv_operand(f.k, j, keys, depth, this->converted_k);
     }
-    // What some who have met the same keys add to dK and dV.
-    static void add(Gradient* const* some, int number, const Turns<T>& to) {
-        typename Outer::Part weights[TOGETHER], changes[TOGETHER];
-        for (int n = 0; n < number; n++) {
-            const Gradient& x = *some[n];
+    // Adds the gradients of keys that all these blocks have processed to dK and dV.
+    static void add_key_gradients(BackwardBlock* const* blocks, int block_count, const OrderedSums<T>& to) {
+        typename Outer::Factors weights[MAX_GROUP_BLOCKS], gradients[MAX_GROUP_BLOCKS];
+        for (int n = 0; n < block_count; n++) {
+            const BackwardBlock& x = *blocks[n];
             const int words = (x.count + Op::PER_WORD - 1) / Op::PER_WORD;
             weights[n] = {x.weight_rows, x.dout_rows, words};
-            changes[n] = {x.by_rows, x.q_rows, words};
+            gradients[n] = {x.ds_rows, x.q_rows, words};
         }
-        const Gradient& x = *some[0];
+        const BackwardBlock& x = *blocks[0];
         const int keys = int(x.to - x.from);
-        Outer::outer_all(weights, number, keys, x.v_width, to.dv + x.from * x.v_width);
-        Outer::outer_all(changes, number, keys, x.k_width, to.dk + x.from * x.k_width);
+        Outer::accumulate_all(weights, block_count, keys, x.v_width, to.dv + x.from * x.v_width);
+        Outer::accumulate_all(gradients, block_count, keys, x.k_width, to.dk + x.from * x.k_width);
     }
-    void finish() {
+    void store_dq() {
         V<T> scale[QV];
         UNROLL_FOR(v, QV) scale[v] = splat(T(f.scale));
-        if (!this->put_rows(dq, int(f.head_dim), scale, g.dq, g.dq_stride)) g.spoil();
+        if (!this->store_rows(dq, int(f.head_dim), scale, g.dq, g.dq_stride)) g.mark_nonfinite();
     }
 
-    // The logits, less lse where the product can take it away.
-    bool logits(std::int64_t j, int keys) {
-        return Base::logits(j, keys, slopes, nullptr, top_apart || f.softcap > 0 ? nullptr : lse);
+    // The logits minus lse, unless compute_logit_gradient has to subtract it.
+    bool compute_logits(std::int64_t j, int keys) {
+        return Base::compute_logits(j, keys, slopes, nullptr, subtracts_top || f.softcap > 0 ? nullptr : lse);
     }
-    // From them: the weights that met the values, and dS, of the logits as they were before the cap if `uncapped`.
-    void logit_gradient(std::int64_t j, int keys, bool uncapped) {
+    // Computes the weights after dropout, and dS: the gradient of the logits, before the softcap if `through_softcap`.
+    void compute_logit_gradient(std::int64_t j, int keys, bool through_softcap) {
         const int width = int(f.v_head_dim);
         const bool drops = f.dropout > 0;
-        if (top_apart || f.softcap > 0)
+        if (subtracts_top || f.softcap > 0)
             for (int n = 0; n < keys; n++)
                 UNROLL_FOR(v, QV)
                     store(p + n * ROWS + v * L,
-                          (top_apart ? load(p + n * ROWS + v * L) - top[v] : load(p + n * ROWS + v * L)) - lse[v]);
-        const Lines values = this->natural(f.v, j, keys, width, this->wide_v);
-        QkTile<T, QV, Op>::dots(dout, values, keys, width / Op::PER_WORD, T(1), dots, this->in_pieces(width),
-                                drops ? Also::nothing : Also::less, delta);
-        if (drops) this->keep(j, keys, dropout_factors);
-        if (drops || uncapped)
-            weights_and_gradients<true>(keys, drops, uncapped);
+                          (subtracts_top ? load(p + n * ROWS + v * L) - top[v] : load(p + n * ROWS + v * L)) - lse[v]);
+        const StridedRows values = this->qk_operand(f.v, j, keys, width, this->converted_v);
+        QkTile<T, QV, Op>::multiply(dout, values, keys, width / Op::PER_WORD, T(1), dots, this->sums_in_blocks(width),
+                                    drops ? Epilogue::none : Epilogue::subtract, delta);
+        if (drops) this->compute_dropout_factors(j, keys, dropout_factors);
+        if (drops || through_softcap)
+            exponentiate_and_differentiate<true>(keys, drops, through_softcap);
         else
-            weights_and_gradients<false>(keys, false, false);
+            exponentiate_and_differentiate<false>(keys, false, false);
     }
     template <bool OPTIONS>
-    void weights_and_gradients(int keys, bool drops, bool uncapped) {
-        V<T> less[QV];  // in registers: what is stored below might be it for all that the compiler knows
+    void exponentiate_and_differentiate(int keys, bool drops, bool through_softcap) {
+        // Local copies stay in registers: members would be reloaded after each store, which may alias them.
+        V<T> row_delta[QV];
         T *const p = this->p, *const dots = this->dots, *const dropout_factors = this->dropout_factors,
                  *const slopes = this->slopes;
-        Word *const weight_rows = this->weight_rows, *const by_rows = this->by_rows, *const by_keys = this->by_keys;
-        UNROLL_FOR(v, QV) less[v] = delta[v];
-        const auto change_of = [&](int at_tile, int v, V<T>& weight) __attribute__((always_inline)) {
+        Word *const weight_rows = this->weight_rows, *const ds_rows = this->ds_rows, *const ds_keys = this->ds_keys;
+        UNROLL_FOR(v, QV) row_delta[v] = delta[v];
+        const auto logit_gradient_of = [&](int at_tile, int v, V<T>& weight) __attribute__((always_inline)) {
             V<T> factor = splat(T(1)), slope = factor;
             if (OPTIONS && drops) factor = load(dropout_factors + at_tile);
-            if (OPTIONS && uncapped) slope = load(slopes + at_tile);
-            V<T> change = weight * (OPTIONS && drops ? load(dots + at_tile) * factor - less[v] : load(dots + at_tile));
+            if (OPTIONS && through_softcap) slope = load(slopes + at_tile);
+            V<T> gradient =
+                weight * (OPTIONS && drops ? load(dots + at_tile) * factor - row_delta[v] : load(dots + at_tile));
             if (OPTIONS) {
-                change *= slope;
+                gradient *= slope;
                 weight *= factor;
             }
-            return change;
+            return gradient;
         };
         constexpr int N = QV * Op::PER_WORD;  // weights of a word of keys
         for (int n = 0; n < keys; n += Op::PER_WORD) {
             V<T> weights[N];
             UNROLL_FOR(m, N) weights[m] = load_exponent(p + (n + m % Op::PER_WORD) * ROWS + m / Op::PER_WORD * L);
-            exp2_each<N>(weights);
+            exp2_in_place<N>(weights);
             UNROLL_FOR(v, QV) {
-                V<T>*const weight = weights + v * Op::PER_WORD, change[Op::PER_WORD];
-                UNROLL_FOR(w, Op::PER_WORD) change[w] = change_of((n + w) * ROWS + v * L, v, weight[w]);
+                V<T>*const weight = weights + v * Op::PER_WORD, gradient[Op::PER_WORD];
+                UNROLL_FOR(w, Op::PER_WORD) gradient[w] = logit_gradient_of((n + w) * ROWS + v * L, v, weight[w]);
                 if constexpr (PAIRS) {
-                    if (n + 1 == keys) change[1] = V<T>{};  // of no key
-                    const auto apart = [&](Word* to, auto both) __attribute__((always_inline)) {
+                    if (n + 1 == keys) gradient[1] = V<T>{};  // beyond the last key
+                    const auto store_pair = [&](Word* to, auto both) __attribute__((always_inline)) {
                         auto* const key = reinterpret_cast<std::uint16_t*>(to) + n * ROWS + v * L;
-                        store_apart(key, key + ROWS, both);
+                        store_halves(key, key + ROWS, both);
                     };
-                    const auto changes = narrowed(change[0], change[1]);
-                    apart(weight_rows, narrowed(weight[0], weight[1]));
-                    apart(by_rows, changes);
-                    store_words_of(by_keys + n / 2 * ROWS + v * L, changes);
+                    const auto gradients = round_to_bf16(gradient[0], gradient[1]);
+                    store_pair(weight_rows, round_to_bf16(weight[0], weight[1]));
+                    store_pair(ds_rows, gradients);
+                    store_interleaved(ds_keys + n / 2 * ROWS + v * L, gradients);
                 } else {
                     store(dropout_factors + n * ROWS + v * L, weight[0]);
-                    store(p + n * ROWS + v * L, change[0]);
+                    store(p + n * ROWS + v * L, gradient[0]);
                 }
             }
         }
     }
 
-    // Sets up a block for `logit_gradient`.
-    void open(std::int64_t first, int rows) {
+    // Selects the block's rows and loads all that compute_logit_gradient needs of them.
+    void set_rows(std::int64_t first, int rows) {
         this->first = first;
         count = rows;
         this->load_queries();
         this->load_spans();
-        this->load_words(g.grad_out, int(f.v_head_dim), T(1), dout);
-        this->reach(begin, end);
-        load_row_sums();
-        const T border = coarse();
-        I<T> beyond{};
-        UNROLL_FOR(v, QV) beyond |= (lse[v] > border) | (lse[v] < -border);
-        top_apart = any<T>(beyond) || count <= MOST_FEW<T> || this->in_pieces(f.head_dim);
-        if (top_apart) sum_again();
+        this->load_transposed(g.grad_out, int(f.v_head_dim), T(1), dout);
+        this->find_key_range(begin, end);
+        load_lse_and_delta();
+        const T limit = lse_limit();
+        I<T> exceeds{};
+        UNROLL_FOR(v, QV) exceeds |= (lse[v] > limit) | (lse[v] < -limit);
+        subtracts_top = any<T>(exceeds) || count <= MAX_DECODE_ROWS<T> || this->sums_in_blocks(f.head_dim);
+        if (subtracts_top) recompute_sums();
     }
-    // The forward pass adds up the products of few rows in another order than this one does, so that the rounding of
-    // lse and that of the logits here would not cancel: dV erred three times as much as torch's at 8 queries. Such rows
-    // take their sums again; and so do rows whose products are summed in pieces, where the rounding of lse, of about
-    // 10 * 2**-24, would be the largest error.
+    // The magnitude of lse above which its rounding would be a large part of the error of the weights exp2(s - lse): it
+    // then has fewer than 17 bits after the binary point (12 if weights are rounded to bf16; 20 if D < 64, where the
+    // products over D are more precise). Such rows recompute their maximum and sum and subtract one after the other.
     //
-    // A number as large as this has lost of a sum of weights what comes after the 17th bit, or the twelfth, where the
-    // weights are rounded to bf16; and the largest has lost all. Where products over D are short, they err so little
-    // that the 20 bits of 16 show in dV.
-    T coarse() const {
+    // So do rows with few queries and rows whose products are summed in blocks. For few rows the forward pass sums
+    // products in another order, so the roundings of lse and of the logits do not cancel: at 8 queries the error of dV
+    // would be three times torch's. In blocks the rounding of lse, about 10 * 2**-24, would be the largest error.
+    T lse_limit() const {
         if (sizeof(T) == 8) return T(std::int64_t(1) << 36);
         if (PAIRS) return T(1 << 12);
         return T(f.q.dtype == Dtype::f32 && f.head_dim < 64 ? 1 << 4 : 1 << 7);
     }
-    // The largest logit of each row and, in lse, the logarithm of the sum: from the logits.
-    APART void sum_again() {
+    // Computes, from the logits, the largest of each row and, in lse, log2 of the sum relative to it.
+    NOINLINE void recompute_sums() {
         V<T> sum[QV];
-        this->start_sums(top, sum, true);
+        this->initialize_sums(top, sum, true);
         for (std::int64_t j = begin; j < end; j += KEYS) {
-            const int keys = int(end - j < KEYS ? end - j : KEYS);
-            if (!Base::logits(j, keys)) continue;
-            for (int v = 0; v < QV; v++) add_block(p + v * L, keys, top[v], sum[v]);
+            const int keys = this->keys_of_block(j, end);
+            if (!Base::compute_logits(j, keys)) continue;
+            for (int v = 0; v < QV; v++) accumulate_sums(p + v * L, keys, top[v], sum[v]);
         }
         for (int v = 0; v < QV; v++)
             for (int r = 0; r < L; r++) lse[v][r] = sum[v][r] > 0 ? std::log2(sum[v][r]) : sum[v][r];
     }
 
-    // A vector of rows' logits of a block of keys, [keys][ROWS], to its running maximum and sum.
-    static void add_block(const T* logits, int keys, V<T>& top, V<T>& sum) {
-        constexpr int CHAINS = 4;  // a maximum, or a sum, waits 4 cycles for the one before it
+    // Adds the logits of a block of keys, [keys][ROWS], to the running maximum and sum of a vector of rows.
+    static void accumulate_sums(const T* logits, int keys, V<T>& top, V<T>& sum) {
+        constexpr int CHAINS = 4;  // a maximum or a sum has a latency of 4 cycles
         V<T> maxima[CHAINS], totals[CHAINS];
         UNROLL_FOR(c, CHAINS) {
             maxima[c] = top;
             totals[c] = V<T>{};
         }
-        const int whole = keys / CHAINS * CHAINS;
-        for (int n = 0; n < whole; n += CHAINS)
-            UNROLL_FOR(c, CHAINS) maxima[c] = greater<T>(load(logits + (n + c) * ROWS), maxima[c]);
-        for (int n = whole; n < keys; n++) maxima[0] = greater<T>(load(logits + n * ROWS), maxima[0]);
-        const V<T> most = greater<T>(greater<T>(maxima[0], maxima[1]), greater<T>(maxima[2], maxima[3]));
-        for (int n = 0; n < whole; n += CHAINS) {
+        const int chained_keys = keys / CHAINS * CHAINS;
+        for (int n = 0; n < chained_keys; n += CHAINS)
+            UNROLL_FOR(c, CHAINS) maxima[c] = maximum<T>(load(logits + (n + c) * ROWS), maxima[c]);
+        for (int n = chained_keys; n < keys; n++) maxima[0] = maximum<T>(load(logits + n * ROWS), maxima[0]);
+        const V<T> new_top = maximum<T>(maximum<T>(maxima[0], maxima[1]), maximum<T>(maxima[2], maxima[3]));
+        for (int n = 0; n < chained_keys; n += CHAINS) {
             V<T> weights[CHAINS];
-            UNROLL_FOR(c, CHAINS) weights[c] = load_exponent(logits + (n + c) * ROWS) - most;
-            exp2_each<CHAINS>(weights);
+            UNROLL_FOR(c, CHAINS) weights[c] = load_exponent(logits + (n + c) * ROWS) - new_top;
+            exp2_in_place<CHAINS>(weights);
             UNROLL_FOR(c, CHAINS) totals[c] += weights[c];
         }
-        for (int n = whole; n < keys; n++) totals[0] += exp2(load(logits + n * ROWS) - most);
-        sum = sum * exp2(top - most) + ((totals[0] + totals[1]) + (totals[2] + totals[3]));
-        top = most;
+        for (int n = chained_keys; n < keys; n++) totals[0] += exp2(load(logits + n * ROWS) - new_top);
+        sum = sum * exp2(top - new_top) + ((totals[0] + totals[1]) + (totals[2] + totals[3]));
+        top = new_top;
     }
 
-    // Adds dS to the gradient of the bias, which may repeat along any axis.
-    void add_to_bias(std::int64_t first, int rows) {
-        if (g.wide_dbias)
-            add_to_bias<double>(first, rows);
+    // Adds dS to the gradient of the bias, which may be broadcast along any axis.
+    void accumulate_bias_gradient(std::int64_t first, int rows) {
+        if (g.double_dbias)
+            accumulate_bias_gradient<double>(first, rows);
         else
-            add_to_bias<T>(first, rows);
+            accumulate_bias_gradient<T>(first, rows);
     }
     template <class Sum>
-    void add_to_bias(std::int64_t first, int rows) {
-        open(first, rows);
+    void accumulate_bias_gradient(std::int64_t first, int rows) {
+        set_rows(first, rows);
         Sum* to = static_cast<Sum*>(g.dbias) + b * g.dbias_stride[0];
         const bool one_row = g.dbias_stride[1] == 0 && g.dbias_stride[2] == 0;
         for (std::int64_t j = begin; j < end; j += KEYS) {
-            const int keys = int(end - j < KEYS ? end - j : KEYS);
-            if (!logits(j, keys)) continue;
-            logit_gradient(j, keys, false);
+            const int keys = this->keys_of_block(j, end);
+            if (!compute_logits(j, keys)) continue;
+            compute_logit_gradient(j, keys, false);
             for (int n = 0; n < keys; n++) {
                 Sum* key = to + (j + n) * g.dbias_stride[3];
                 Sum total = 0;
@@ -353,58 +362,59 @@ struct Gradient : Logits<T, QV, Op> {
         }
     }
 
-    // The block's rows in panels, as words of two rows by pairs; padded with zeros to whole vectors.
-    void copy_rows(const Tensor4& x, int depth, int width, Word* to) {
-        Outer::panels(width, [&](int c, auto vectors) {
+    // Copies the block's rows of x into panels of OuterTile, padded with zeros; pairs are words of two rows.
+    void pack_rows(const Tensor4& x, int depth, int width, Word* to) {
+        Outer::for_each_panel(width, [&](int c, auto vectors) {
             constexpr int panel = decltype(vectors)::value * L;
             const int real = depth - c < panel ? depth - c : panel;
-            Word* row_to = to + c * Outer::LINE;
+            Word* row_to = to + c * Outer::PANEL_ROWS;
             if constexpr (PAIRS) {
-                pair_rows(count, real, panel, row_to,
-                          [&](int r) { return reinterpret_cast<const std::uint16_t*>(this->address_of(x, r)) + c; });
+                interleave_rows(count, real, panel, row_to, [&](int r) {
+                    return reinterpret_cast<const std::uint16_t*>(this->row_address(x, r)) + c;
+                });
             } else
                 for (int r = 0; r < count; r++, row_to += panel) {
-                    const T* from = this->row_of(x, r, depth, this->line) + c;
+                    const T* from = this->converted_row(x, r, depth, this->row_buffer) + c;
                     for (int d = 0; d < real; d++) row_to[d] = from[d];
                     for (int d = real; d < panel; d++) row_to[d] = 0;
                 }
         });
     }
 
-    void load_row_sums() {
+    void load_lse_and_delta() {
         const T* logs = static_cast<const T*>(f.lse);
         for (int v = 0; v < QV; v++) {
-            T log[L] __attribute__((aligned(64))), less[L] __attribute__((aligned(64)));
+            T log2_sum[L] __attribute__((aligned(64))), grad_lse[L] __attribute__((aligned(64)));
             V<T> products[L];
             for (int r = 0; r < L; r++) {
-                const int real = v * L + r < count ? v * L + r : count - 1;
-                const std::int64_t at_row = row(real);
-                log[r] = logs[at_row] == -std::numeric_limits<T>::infinity()
-                             ? T(0)
-                             : logs[at_row] * T(LOG2E);  // weights will be 0
-                less[r] = g.grad_lse ? static_cast<const T*>(g.grad_lse)[at_row] : T(0);
-                products[r] = out_times_gradient(real);
+                const int source = v * L + r < count ? v * L + r : count - 1;
+                const std::int64_t index = flat_row(source);
+                const bool is_masked =
+                    logs[index] == -std::numeric_limits<T>::infinity();  // in all keys: weights are 0
+                log2_sum[r] = is_masked ? T(0) : logs[index] * T(LOG2E);
+                grad_lse[r] = g.grad_lse ? static_cast<const T*>(g.grad_lse)[index] : T(0);
+                products[r] = multiply_out_by_gradient(source);
             }
-            lse[v] = load(log);
-            delta[v] = sums<T>(products) - load(less);
+            lse[v] = load(log2_sum);
+            delta[v] = reduce_sums<T>(products) - load(grad_lse);
         }
     }
-    // Of one row, still to be summed over the lanes.
-    V<T> out_times_gradient(int r) const {
-        const auto product = [&](auto number) __attribute__((always_inline)) {
-            using E = decltype(number);
-            const E *x = reinterpret_cast<const E*>(this->address_of(g.out, r)),
-                    *y = reinterpret_cast<const E*>(this->address_of(g.grad_out, r));
+    // The products out * dout of one row, to be summed over the lanes.
+    V<T> multiply_out_by_gradient(int r) const {
+        const auto product = [&](auto block_count) __attribute__((always_inline)) {
+            using E = decltype(block_count);
+            const E *x = reinterpret_cast<const E*>(this->row_address(g.out, r)),
+                    *y = reinterpret_cast<const E*>(this->row_address(g.grad_out, r));
             V<T> lanes{};
             int d = 0;
-            for (; d + L <= f.v_head_dim; d += L) lanes += load_wide<T>(x + d) * load_wide<T>(y + d);
+            for (; d + L <= f.v_head_dim; d += L) lanes += load_widened<T>(x + d) * load_widened<T>(y + d);
             if (d == f.v_head_dim) return lanes;
-            E rest[2][L]{};
+            E padded[2][L]{};
             for (int n = 0; d + n < f.v_head_dim; n++) {
-                rest[0][n] = x[d + n];
-                rest[1][n] = y[d + n];
+                padded[0][n] = x[d + n];
+                padded[1][n] = y[d + n];
             }
-            return lanes + load_wide<T>(rest[0]) * load_wide<T>(rest[1]);
+            return lanes + load_widened<T>(padded[0]) * load_widened<T>(padded[1]);
         };
         if constexpr (sizeof(T) == 4) {
             if (f.q.dtype == Dtype::bf16) return product(BFloat16{});

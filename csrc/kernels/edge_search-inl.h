@@ -1,105 +1,110 @@
-// The largest weights of each head, found in the cells of the map.
+// The largest weights of each head, found by means of the cells of the map.
 
 template <class T, int QV>
 struct EdgeSearch : StoredWeights<T, QV> {
     using Base = StoredWeights<T, QV>;
-    using Base::L, Base::ROWS, Base::s, Base::stored, Base::tops, Base::there, Base::wanted, Base::cell_most,
-        Base::column_edge, Base::begin, Base::end, Base::part_of, Base::bits_of, Base::of_bits;
-    // The largest weights of each head, looked for in the cells whose largest is above the least of those that there
-    // are.
+    using Base::L, Base::ROWS, Base::s, Base::stored, Base::block_tops, Base::has_visible, Base::candidate_cells,
+        Base::cell_max, Base::column_begin, Base::begin, Base::end, Base::partition_of, Base::bits_of_weight,
+        Base::weight_of_bits;
+    // Inserts the block's weights into the heaps of edges. Only cells whose largest weight is above the threshold are
+    // searched.
     template <class Block>
-    void keep_edges(const Block& block, const T* scales) {
-        Int<T> least[ROWS] __attribute__((aligned(64)));
+    void insert_edges(const Block& block, const T* scales) {
+        Int<T> threshold[ROWS] __attribute__((aligned(64)));
         for (int r = 0; r < ROWS; r++) {
             if (r < block.count && scales[r] != 0) {
                 if (r > 0 && block.group == 1 && scales[r - 1] != 0)
-                    least[r] = least[r - 1];
+                    threshold[r] = threshold[r - 1];
                 else
-                    least[r] = least_of(block, part_of(block, r));
+                    threshold[r] = find_edge_threshold(block, partition_of(block, r));
             } else
-                least[r] = std::numeric_limits<Int<T>>::max();
+                threshold[r] = std::numeric_limits<Int<T>>::max();
         }
         const std::int64_t words = (s->bins + 63) / 64;
-        for (std::int64_t n = 0; n < ROWS * words; n++) wanted[n] = 0;
+        for (std::int64_t n = 0; n < ROWS * words; n++) candidate_cells[n] = 0;
         for (std::int64_t x = 0; x < s->bins; x++)
-            UNROLL_FOR(v, QV)
-                for (unsigned some =
-                         lanes_of<T>(load_int<T>(cell_most + x * ROWS + v * L) > load_int<T>(least + v * L));
-                     some; some &= some - 1)
-                    wanted[(v * L + __builtin_ctz(some)) * words + x / 64] |= std::uint64_t(1) << x % 64;
-        for (int r = 0; r < block.count; r++) {
-            const ShareOfHead part = part_of(block, r);
-            for (std::int64_t word = 0; word < words; word++)
-                for (std::uint64_t some = wanted[r * words + word]; some; some &= some - 1)
-                    keep_edges_of_cell(block, r, word * 64 + __builtin_ctzll(some), least[r], part.edges(),
-                                       part.edges_found());
-            if (part.edges_found() == s->edges) raise(part.edge_least(), part.edges()[0].p);
-        }
-    }
-    static void raise(std::atomic<double>& least, double to) {
-        double now = least.load(std::memory_order_relaxed);
-        while (now < to && !least.compare_exchange_weak(now, to, std::memory_order_relaxed)) {
-        }
-    }
-    // What a weight of the block has to be above. Of one that is as large as the least of another share's, the place
-    // decides.
-    template <class Block>
-    Int<T> least_of(const Block& block, const ShareOfHead& part) const {
-        const double elsewhere = part.edge_least().load(std::memory_order_relaxed);
-        const Int<T> least = elsewhere > 0 ? bits_of(T(elsewhere)) - 1 : -1;
-        if (part.edges_found() == s->edges) {
-            const Int<T> here = bits_of(T(part.edges()[0].p));
-            return here > least ? here : least;
-        }
-        if (least >= 0 || block.group > 1 || block.count < s->edges) return least;
-        // as many rows as there are to be edges have weights that are not below
-        Int<T> highest_of[ROWS] __attribute__((aligned(64)));
-        for (int v = 0; v < QV; v++) {
-            I<T> high = I<T>{} - 1;
-            for (std::int64_t x = 0; x < s->bins; x++) {
-                const I<T> here = load_int<T>(cell_most + x * ROWS + v * L);
-                high = here > high ? here : high;
+            UNROLL_FOR(v, QV) {
+                const I<T> exceeds = load_int<T>(cell_max + x * ROWS + v * L) > load_int<T>(threshold + v * L);
+                for (unsigned lanes = lane_bits<T>(exceeds); lanes; lanes &= lanes - 1)
+                    candidate_cells[(v * L + __builtin_ctz(lanes)) * words + x / 64] |= std::uint64_t(1) << x % 64;
             }
-            store_int<T>(highest_of + v * L, high);
+        for (int r = 0; r < block.count; r++) {
+            const HeadPartition partition = partition_of(block, r);
+            for (std::int64_t word = 0; word < words; word++)
+                for (std::uint64_t bits = candidate_cells[r * words + word]; bits; bits &= bits - 1)
+                    insert_edges_of_cell(block, r, word * 64 + __builtin_ctzll(bits), threshold[r], partition.edges(),
+                                         partition.edge_counts());
+            if (partition.edge_counts() == s->max_edges)
+                raise_threshold(partition.edge_threshold(), partition.edges()[0].p);
+        }
+    }
+    static void raise_threshold(std::atomic<double>& threshold, double to) {
+        double now = threshold.load(std::memory_order_relaxed);
+        while (now < to && !threshold.compare_exchange_weak(now, to, std::memory_order_relaxed)) {
+        }
+    }
+    // A threshold, as bits, that every new edge of the block exceeds. It is just below the threshold that partitions
+    // share: a weight equal to that one may still precede by its indices.
+    template <class Block>
+    Int<T> find_edge_threshold(const Block& block, const HeadPartition& partition) const {
+        const double shared_threshold = partition.edge_threshold().load(std::memory_order_relaxed);
+        const Int<T> threshold = shared_threshold > 0 ? bits_of_weight(T(shared_threshold)) - 1 : -1;
+        if (partition.edge_counts() == s->max_edges) {
+            const Int<T> own_threshold = bits_of_weight(T(partition.edges()[0].p));
+            return own_threshold > threshold ? own_threshold : threshold;
+        }
+        if (threshold >= 0 || block.group > 1 || block.count < s->max_edges) return threshold;
+        // The heap is not full: max_edges rows of the block have a weight at least as large as the max_edges-th largest
+        // row maximum.
+        Int<T> row_max[ROWS] __attribute__((aligned(64)));
+        for (int v = 0; v < QV; v++) {
+            I<T> vector_max = I<T>{} - 1;
+            for (std::int64_t x = 0; x < s->bins; x++) {
+                const I<T> cell = load_int<T>(cell_max + x * ROWS + v * L);
+                vector_max = cell > vector_max ? cell : vector_max;
+            }
+            store_int<T>(row_max + v * L, vector_max);
         }
         for (int r = 0; r < block.count; r++) {
-            int before = 0;
+            int larger_rows = 0;
             for (int n = 0; n < block.count; n++)
-                before += highest_of[n] > highest_of[r] || (highest_of[n] == highest_of[r] && n < r);
-            if (before == s->edges - 1) return highest_of[r] > 0 ? highest_of[r] - 1 : -1;
+                larger_rows += row_max[n] > row_max[r] || (row_max[n] == row_max[r] && n < r);
+            if (larger_rows == s->max_edges - 1) return row_max[r] > 0 ? row_max[r] - 1 : -1;
         }
         return -1;
     }
     template <class Block>
-    void keep_edges_of_cell(const Block& block, int r, std::int64_t x, Int<T> least, Edge* edges,
-                            std::int64_t& edge_count) const {
-        const double below = of_bits(least);
-        const auto above = [&](double p) { return p > below && (edge_count < s->edges || p > edges[0].p); };
-        if (!above(of_bits(cell_most[x * ROWS + r]))) return;
-        const std::int64_t first = column_edge[x] > begin ? column_edge[x] : begin,
-                           last = column_edge[x + 1] < end ? column_edge[x + 1] : end;
-        for (std::int64_t j = first, n; j < last; j++) {
-            if (n = (j - begin) / Block::KEYS; !there[n]) continue;
-            const double p = of_bits(bits_of(stored[(j - begin) * ROWS + r] * tops[n * ROWS + r]));
-            if (above(p)) put_edge(edges, edge_count, {p, block.b, block.query(r), j});
+    void insert_edges_of_cell(const Block& block, int r, std::int64_t x, Int<T> threshold, Edge* edges,
+                              std::int64_t& edge_count) const {
+        const double limit = weight_of_bits(threshold);
+        const auto above = [&](double p) { return p > limit && (edge_count < s->max_edges || p > edges[0].p); };
+        if (!above(weight_of_bits(cell_max[x * ROWS + r]))) return;
+        const std::int64_t first = column_begin[x] > begin ? column_begin[x] : begin,
+                           last = column_begin[x + 1] < end ? column_begin[x + 1] : end;
+        for (std::int64_t j = first; j < last; j++) {
+            const std::int64_t n = (j - begin) / Block::KEYS;
+            if (!has_visible[n]) continue;
+            const double p = weight_of_bits(bits_of_weight(stored[(j - begin) * ROWS + r] * block_tops[n * ROWS + r]));
+            if (above(p)) insert_edge(edges, edge_count, {p, block.b, block.query(r), j});
         }
     }
-    // Into a heap, of which the least is the first, of equal ones the last.
-    void put_edge(Edge* edges, std::int64_t& edge_count, const Edge& x) const {
-        const auto before = [](const Edge& a, const Edge& z) {
+    // Inserts x into a min-heap of at most max_edges edges; of equal weights the one with the largest indices is the
+    // root.
+    void insert_edge(Edge* edges, std::int64_t& edge_count, const Edge& x) const {
+        const auto precedes = [](const Edge& a, const Edge& z) {
             return a.p != z.p ? a.p < z.p : a.b != z.b ? a.b > z.b : a.i != z.i ? a.i > z.i : a.j > z.j;
         };
-        std::int64_t at = 0;
-        if (edge_count < s->edges) {
-            for (at = edge_count++; at > 0 && before(x, edges[(at - 1) / 2]); at = (at - 1) / 2)
-                edges[at] = edges[(at - 1) / 2];
+        std::int64_t hole = 0;
+        if (edge_count < s->max_edges) {
+            for (hole = edge_count++; hole > 0 && precedes(x, edges[(hole - 1) / 2]); hole = (hole - 1) / 2)
+                edges[hole] = edges[(hole - 1) / 2];
         } else
-            for (std::int64_t n = 1; n < edge_count; n = 2 * at + 1) {
-                if (n + 1 < edge_count && before(edges[n + 1], edges[n])) n++;
-                if (!before(edges[n], x)) break;
-                edges[at] = edges[n];
-                at = n;
+            for (std::int64_t n = 1; n < edge_count; n = 2 * hole + 1) {
+                if (n + 1 < edge_count && precedes(edges[n + 1], edges[n])) n++;
+                if (!precedes(edges[n], x)) break;
+                edges[hole] = edges[n];
+                hole = n;
             }
-        edges[at] = x;
+        edges[hole] = x;
     }
 };

@@ -1,174 +1,178 @@
-// The forward pass of a block of rows: softmax over blocks of keys with a running maximum. With G > 0 there are at most
-// G rows, and the output lies as they do: weights times values is a product of Few, and so are the logits of up to
-// MOST_FEW. What is measured of the rows on the way is the Rider's (see observer_hooks-inl.h).
-template <class T, int QV, int G = 0, class Op = Plain<T>, class Rider = Alone>
-struct Attend : SoftmaxTile<T, QV, G, Op, Rider> {
-    using Base = SoftmaxTile<T, QV, G, Op, Rider>;
-    using Base::f, Base::p, Base::q, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS, Base::FEW, Base::head,
-        Base::query, Base::row, Base::b, Base::k_width, Base::v_width, Base::o, Base::dropout_factors, Base::weights,
-        Base::few_q, Base::top, Base::sum, Base::most, Base::shrink, Base::moved, Base::packed, Base::rider,
-        Base::output_size;
+// The forward pass of a block of rows. With G > 0 the block has at most G rows, its output is stored row by row, and
+// the product with the values is that of decode_rows-inl.h; with G <= MAX_DECODE_ROWS the logits are, too. The
+// observer's hooks are those of observer_hooks-inl.h.
+template <class T, int QV, int G = 0, class Op = Fma<T>, class Observer = NoObserver>
+struct ForwardBlock : SoftmaxTile<T, QV, G, Op, Observer> {
+    using Base = SoftmaxTile<T, QV, G, Op, Observer>;
+    using Base::f, Base::p, Base::q, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS, Base::DECODES,
+        Base::head, Base::query, Base::flat_row, Base::b, Base::k_width, Base::v_width, Base::o, Base::dropout_factors,
+        Base::weights, Base::decode_q, Base::top, Base::sum, Base::new_top, Base::rescaling, Base::top_moved,
+        Base::packed, Base::observer, Base::output_size;
     using Base::SoftmaxTile;
-    using typename Base::FewProducts;
+    using typename Base::Products;
     using typename Base::Word;
     static std::size_t scratch(const Forward& f) {
         Arena memory{0};
-        Attend(f, 0, 0, memory);
+        ForwardBlock(f, 0, 0, memory);
         return memory.next;
     }
-    // Share `share` of `shares` of the keys that the rows may see.
-    void run(std::int64_t first, int rows, std::int64_t share, std::int64_t shares, void* partial) {
+    // Runs split number `split` of the visible keys, of `splits`.
+    void run(std::int64_t first, int rows, std::int64_t split, std::int64_t splits, void* partial) {
         this->first = first;
         count = rows;
-        if constexpr (FEW)
-            load_few_queries();
+        if constexpr (DECODES)
+            load_decode_queries();
         else
             this->load_queries();
         this->load_spans();
-        this->start_sums(top, sum, share == 0);
+        this->initialize_sums(top, sum, split == 0);
         bool fresh = true;
         std::int64_t begin, end;
-        this->reach(begin, end);
-        if (PAIRS) begin -= begin % 2;  // as the words of two keys lie
-        rider.start(*this, begin, end);
-        if (shares > 1) {
-            const std::int64_t each = ((end - begin) / shares + KEYS) / KEYS * KEYS;
-            begin += share * each;
-            if (end > begin + each) end = begin + each;
+        this->find_key_range(begin, end);
+        if (PAIRS) begin -= begin % 2;  // words hold keys 2n and 2n + 1
+        observer.start(*this, begin, end);
+        if (splits > 1) {
+            const std::int64_t split_keys = ((end - begin) / splits + KEYS) / KEYS * KEYS;
+            begin += split * split_keys;
+            if (end > begin + split_keys) end = begin + split_keys;
         }
         for (std::int64_t j = begin; j < end; j += KEYS) {
-            const int keys = int(end - j < KEYS ? end - j : KEYS);
-            if (T* to = rider.place_for(j)) {
+            const int keys = this->keys_of_block(j, end);
+            if (T* to = observer.logits_buffer(j)) {
                 p = to;
                 if constexpr (!PAIRS) weights = p;
             }
-            if (!logits(j, keys)) continue;
-            if (f.dropout > 0) this->keep(j, keys, dropout_factors);
-            rider.before(*this, j, keys);
-            if (G == 0 && fresh && !this->all_begin(j)) {
+            if (!compute_logits(j, keys)) continue;
+            if (f.dropout > 0) this->compute_dropout_factors(j, keys, dropout_factors);
+            observer.observe_logits(*this, j, keys);
+            if (G == 0 && fresh && !this->all_vectors_begin_at(j)) {
                 this->clear_output();
                 fresh = false;
             }
-            this->weigh(j, keys, fresh);
-            mix(j, keys, fresh);
-            rider.after(*this, j, keys);
+            this->compute_weights(j, keys, fresh);
+            accumulate_values(j, keys, fresh);
+            observer.observe_weights(*this, j, keys);
             fresh = false;
         }
         if (fresh) this->clear_output();
-        if (shares > 1) return leave(static_cast<T*>(partial));
+        if (splits > 1) return store_partial(static_cast<T*>(partial));
         finish();
     }
 
-    bool logits(std::int64_t j, int keys) {
-        UNROLL_FOR(v, QV) most[v] = top[v];
-        if constexpr (FEW) {
-            bool whole;
-            if (!this->visible(j, keys, whole)) return false;
+    bool compute_logits(std::int64_t j, int keys) {
+        UNROLL_FOR(v, QV) new_top[v] = top[v];
+        if constexpr (DECODES) {
+            bool fully_visible;
+            if (!this->evaluate_mask(j, keys, fully_visible)) return false;
             const int depth = int(f.head_dim), width = int(f.v_head_dim);
-            packed = !Rider::LOOKS && whole && !f.visible.count && !f.bias.data && !(f.softcap > 0) && !(f.dropout > 0);
+            packed = !Observer::OBSERVES && fully_visible && !f.mask.rule_count && !f.bias.data && !(f.softcap > 0) &&
+                     !(f.dropout > 0);
             if constexpr (PAIRS) {
-                const auto* k = reinterpret_cast<const BFloat16*>(at(f.k, b, this->kv_head, j, 2));
-                FewProducts::dots(few_q, k_width / 2, k, f.k.stride[2], keys, depth, this->query_factor(), p, packed,
-                                  ahead(k, f.v, j, width));
+                const auto* k = reinterpret_cast<const BFloat16*>(element_address(f.k, b, this->kv_head, j, 2));
+                Products::dots(decode_q, k_width / 2, k, f.k.stride[2], keys, depth, this->query_factor(), p, packed,
+                               prefetcher(k, f.v, j, width));
             } else {
-                of_dtype(f.k, j, [&](auto* k) {
-                    FewProducts::dots(few_q, k_width, k, f.k.stride[2], keys, depth, p, packed,
-                                      ahead(k, f.v, j, width));
+                with_dtype(f.k, j, [&](auto* k) {
+                    Products::dots(decode_q, k_width, k, f.k.stride[2], keys, depth, p, packed,
+                                   prefetcher(k, f.v, j, width));
                 });
             }
-            if (!packed) this->adjust(j, keys, whole);
+            if (!packed) this->finish_logits(j, keys, fully_visible);
             return true;
         }
-        return Base::logits(j, keys, nullptr, most);
+        return Base::compute_logits(j, keys, nullptr, new_top);
     }
-    void mix(std::int64_t j, int keys, bool fresh) {
-        if constexpr (FEW)
-            mix_rows<G>(0, j, keys, fresh);
+    void accumulate_values(std::int64_t j, int keys, bool fresh) {
+        if constexpr (DECODES)
+            accumulate_rows<G>(0, j, keys, fresh);
         else if constexpr (G > 0) {
-            constexpr int half = MOST_FEW<T>;
-            mix_rows<half>(0, j, keys, fresh);
+            constexpr int half = MAX_DECODE_ROWS<T>;
+            accumulate_rows<half>(0, j, keys, fresh);
             if (count <= half + 2)
-                mix_rows<2>(half, j, keys, fresh);
+                accumulate_rows<2>(half, j, keys, fresh);
             else if (count <= half + 4)
-                mix_rows<4>(half, j, keys, fresh);
+                accumulate_rows<4>(half, j, keys, fresh);
             else
-                mix_rows<half>(half, j, keys, fresh);
+                accumulate_rows<half>(half, j, keys, fresh);
         } else {
-            const Lines v = values(j, keys);
-            V<T> factor[QV];  // 1 for vectors that have met some of these keys
-            UNROLL_FOR(u, QV) factor[u] = moved ? shrink[u] : splat(T(1));
-            this->in_steps(j, keys, [&](auto from_vector, auto vectors, int from, int count) {
+            const StridedRows v = value_operand(j, keys);
+            V<T> factor[QV];  // 1 once a vector's output is rescaled
+            UNROLL_FOR(u, QV) factor[u] = top_moved ? rescaling[u] : splat(T(1));
+            this->for_each_key_range(j, keys, [&](auto from_vector, auto vectors, int from, int count) {
                 constexpr int u0 = decltype(from_vector)::value, number = decltype(vectors)::value;
                 const int word = from / Op::PER_WORD;
-                PvTile<T, number, Op, ROWS>::mixes(weights + word * ROWS + u0 * L, {v.data + word * v.stride, v.stride},
-                                                   (count + Op::PER_WORD - 1) / Op::PER_WORD, int(f.v_head_dim),
-                                                   o + u0 * L, fresh && from == 0, moved ? factor + u0 : nullptr);
+                PvTile<T, number, Op, ROWS>::accumulate_values(
+                    weights + word * ROWS + u0 * L, {v.data + word * v.stride, v.stride},
+                    (count + Op::PER_WORD - 1) / Op::PER_WORD, int(f.v_head_dim), o + u0 * L, fresh && from == 0,
+                    top_moved ? factor + u0 : nullptr);
                 UNROLL_RANGE(u, u0, u0 + number, 1) factor[u] = splat(T(1));
             });
         }
     }
-    // Of N rows from the given one on.
+    // Accumulates the outputs of N rows from `row` on.
     template <int N>
-    void mix_rows(int row, std::int64_t j, int keys, bool fresh) {
-        using Rows = typename FewOf<T, N, Op>::Type;
+    void accumulate_rows(int row, std::int64_t j, int keys, bool fresh) {
+        using Rows = typename DecodeProducts<T, N, Op>::Type;
         const int width = int(f.v_head_dim);
         const auto run = [&](auto* v) __attribute__((always_inline)) {
             using E = std::remove_const_t<std::remove_pointer_t<decltype(v)>>;
-            const auto* next = reinterpret_cast<const E*>(at(f.k, b, this->kv_head, j + keys, sizeof(E)));
-            const Ahead<E> ahead{next, f.k.stride[2], FEW ? int(f.head_dim) : 0};
-            Rows::mixes(weights + row, packed ? G : ROWS, v, f.v.stride[2], keys, width, o + row * v_width, v_width,
-                        fresh, ahead);
+            const auto* next = reinterpret_cast<const E*>(element_address(f.k, b, this->kv_head, j + keys, sizeof(E)));
+            const Prefetcher<E> prefetcher{next, f.k.stride[2], DECODES ? int(f.head_dim) : 0};
+            Rows::accumulate_values(weights + row, packed ? G : ROWS, v, f.v.stride[2], keys, width, o + row * v_width,
+                                    v_width, fresh, prefetcher);
         };
         if constexpr (PAIRS)
-            run(reinterpret_cast<const BFloat16*>(at(f.v, b, this->kv_head, j, 2)));
+            run(reinterpret_cast<const BFloat16*>(element_address(f.v, b, this->kv_head, j, 2)));
         else
-            of_dtype(f.v, j, run);
+            with_dtype(f.v, j, run);
     }
-    Lines values(std::int64_t j, int keys) const {
+    // The values of keys j .. j + keys as PvTile reads them.
+    StridedRows value_operand(std::int64_t j, int keys) const {
         const int width = int(f.v_head_dim);
         if (PAIRS && f.paired_v) {
-            const std::int64_t line = width * 4, pair = j / 2 - f.seen[0] / 2;
-            return {
-                static_cast<const char*>(f.paired_v) + ((b * f.kv_heads + this->kv_head) * pairs_seen(f) + pair) * line,
-                line};
+            const std::int64_t row_bytes = width * 4, pair = j / 2 - f.visible_begin / 2;
+            return {static_cast<const char*>(f.paired_v) +
+                        ((b * f.kv_heads + this->kv_head) * visible_pairs(f) + pair) * row_bytes,
+                    row_bytes};
         }
-        return this->across(f.v, j, keys, width, this->wide_v);
+        return this->pv_operand(f.v, j, keys, width, this->converted_v);
     }
-    // Rows from j on of the other tensor, of the same dtype.
+    // A prefetcher of the rows from j on of tensor x, of the same dtype as the first argument.
     template <class E>
-    auto ahead(const E*, const Tensor4& x, std::int64_t j, int width) const {
-        return Ahead<E>{reinterpret_cast<const E*>(at(x, b, this->kv_head, j, sizeof(E))), x.stride[2], width};
+    auto prefetcher(const E*, const Tensor4& x, std::int64_t j, int width) const {
+        return Prefetcher<E>{reinterpret_cast<const E*>(element_address(x, b, this->kv_head, j, sizeof(E))),
+                             x.stride[2], width};
     }
-    // body(row j of a tensor [B, Hkv, K, .] as what it is)
+    // Calls body(row j of a tensor [B, Hkv, K, .], as a pointer to its dtype).
     template <class Body>
-    INLINE void of_dtype(const Tensor4& x, std::int64_t j, const Body& body) const {
+    INLINE void with_dtype(const Tensor4& x, std::int64_t j, const Body& body) const {
         if constexpr (sizeof(T) == 8)
-            body(reinterpret_cast<const T*>(at(x, b, this->kv_head, j, 8)));
+            body(reinterpret_cast<const T*>(element_address(x, b, this->kv_head, j, 8)));
         else if (x.dtype == Dtype::bf16)
-            body(reinterpret_cast<const BFloat16*>(at(x, b, this->kv_head, j, 2)));
+            body(reinterpret_cast<const BFloat16*>(element_address(x, b, this->kv_head, j, 2)));
         else if (x.dtype == Dtype::f16)
-            body(reinterpret_cast<const Float16*>(at(x, b, this->kv_head, j, 2)));
+            body(reinterpret_cast<const Float16*>(element_address(x, b, this->kv_head, j, 2)));
         else
-            body(reinterpret_cast<const T*>(at(x, b, this->kv_head, j, 4)));
+            body(reinterpret_cast<const T*>(element_address(x, b, this->kv_head, j, 4)));
     }
 
-    void load_few_queries() {
+    void load_decode_queries() {
         const int keys = f.keys < KEYS ? int(f.keys) : KEYS;
         for (int n = 0; n < keys * ROWS; n += L) store(p + n, V<T>{});  // rows beyond G stay finite
         for (int g = 0; g < G; g++) {
             if constexpr (PAIRS) {
-                auto* to = reinterpret_cast<std::uint16_t*>(few_q) + g * k_width;
-                const auto* from = reinterpret_cast<const std::uint16_t*>(this->address_of(f.q, g));
+                auto* to = reinterpret_cast<std::uint16_t*>(decode_q) + g * k_width;
+                const auto* from = reinterpret_cast<const std::uint16_t*>(this->row_address(f.q, g));
                 for (int d = 0; d < k_width; d++) to[d] = d < f.head_dim ? from[d] : 0;
             } else {
-                const T* from = this->row_of(f.q, g, int(f.head_dim), this->line);
+                const T* from = this->converted_row(f.q, g, int(f.head_dim), this->row_buffer);
                 for (int d = 0; d < k_width; d++)
-                    few_q[g * k_width + d] = d < f.head_dim ? from[d] * this->query_factor() : T(0);
+                    decode_q[g * k_width + d] = d < f.head_dim ? from[d] * this->query_factor() : T(0);
             }
         }
     }
-    // What a share of the keys leaves: o, top and sum; and from these the whole.
-    void leave(T* partial) const {
+    // The partial result of a split: output, top and sum. `merge_splits` combines those of all splits.
+    void store_partial(T* partial) const {
         for (int n = 0; n < output_size(); n += L) store(partial + n, load(o + n));
         partial += output_size();
         UNROLL_FOR(v, QV) {
@@ -176,23 +180,23 @@ struct Attend : SoftmaxTile<T, QV, G, Op, Rider> {
             store(partial + ROWS + v * L, sum[v]);
         }
     }
-    void merge(std::int64_t first, int rows, std::int64_t shares, const T* partial, std::int64_t size) {
+    void merge_splits(std::int64_t first, int rows, std::int64_t splits, const T* partial, std::int64_t size) {
         this->first = first;
         count = rows;
-        const std::int64_t tops = output_size();
+        const std::int64_t top_offset = output_size();
         UNROLL_FOR(v, QV) {
             top[v] = splat(-std::numeric_limits<T>::max());
             sum[v] = V<T>{};
         }
-        for (std::int64_t n = 0; n < shares; n++)
-            UNROLL_FOR(v, QV) top[v] = greater<T>(load(partial + n * size + tops + v * L), top[v]);
-        for (int n = 0; n < tops; n += L) store(o + n, V<T>{});
-        for (std::int64_t n = 0; n < shares; n++) {
+        for (std::int64_t n = 0; n < splits; n++)
+            UNROLL_FOR(v, QV) top[v] = maximum<T>(load(partial + n * size + top_offset + v * L), top[v]);
+        for (int n = 0; n < top_offset; n += L) store(o + n, V<T>{});
+        for (std::int64_t n = 0; n < splits; n++) {
             const T* from = partial + n * size;
             V<T> factor[QV];
             UNROLL_FOR(v, QV) {
-                factor[v] = exp2(load(from + tops + v * L) - top[v]);
-                sum[v] += load(from + tops + ROWS + v * L) * factor[v];
+                factor[v] = exp2(load(from + top_offset + v * L) - top[v]);
+                sum[v] += load(from + top_offset + ROWS + v * L) * factor[v];
             }
             if constexpr (G > 0) {
                 for (int g = 0; g < count; g++)
@@ -212,47 +216,47 @@ struct Attend : SoftmaxTile<T, QV, G, Op, Rider> {
 
     void finish() {
         V<T> inverse[QV];
-        I<T> none{};
+        I<T> is_zero{};
         UNROLL_FOR(v, QV) {
             inverse[v] = sum[v] == 0 ? V<T>{} : 1 / sum[v];
-            none |= sum[v] == 0;
+            is_zero |= sum[v] == 0;
         }
-        if (any<T>(none)) divide_by_zero(inverse);
-        const bool finite = put(inverse);
-        rider.finish(*this);
-        if (!finite && f.spoilt) f.spoilt->store(true, std::memory_order_relaxed);
+        if (any<T>(is_zero)) invert_zero_sums(inverse);
+        const bool finite = store_output(inverse);
+        observer.finish(*this);
+        if (!finite && f.nonfinite) f.nonfinite->store(true, std::memory_order_relaxed);
         if (!f.lse) return;
         for (int r = 0; r < count; r++) {
             const T total = sum[r / L][r % L];
-            const T most = top[r / L][r % L], least = -std::numeric_limits<T>::max();
-            T value = (most + std::log2(total)) * T(LN2);
-            if (total > 0 && most == least) value = least;  // of a row of the smallest biases
-            static_cast<T*>(f.lse)[row(r)] = total == 0 ? -std::numeric_limits<T>::infinity() : value;
+            const T row_top = top[r / L][r % L], lowest = -std::numeric_limits<T>::max();
+            T value = (row_top + std::log2(total)) * T(LN2);
+            if (total > 0 && row_top == lowest) value = lowest;  // all biases are the lowest finite number
+            static_cast<T*>(f.lse)[flat_row(r)] = total == 0 ? -std::numeric_limits<T>::infinity() : value;
         }
     }
-    // Rows with a sum of 0: one that sees keys, all with a logit of -inf, is NaN; one that sees no key stays 0.
-    APART void divide_by_zero(V<T>* inverse) {
+    // Rows with a sum of 0: the result is NaN if a key is visible (all visible logits are -infinity), else 0.
+    NOINLINE void invert_zero_sums(V<T>* inverse) {
         for (int r = 0; r < count; r++)
-            if (sum[r / L][r % L] == 0 && this->sees_any(r))
+            if (sum[r / L][r % L] == 0 && this->has_visible_key(r))
                 inverse[r / L][r % L] = sum[r / L][r % L] = std::numeric_limits<T>::quiet_NaN();
     }
-    // The output times a factor for each row; whether it is finite.
-    bool put(const V<T>* factor) {
-        if constexpr (G == 0) return this->put_rows(o, int(f.v_head_dim), factor, f.out, f.out_stride);
-        constexpr int STEP = FewProducts::STEP;
-        V<T> zero{};
+    // Stores the output, each row times its factor. Returns whether all of it is finite.
+    bool store_output(const V<T>* factor) {
+        if constexpr (G == 0) return this->store_rows(o, int(f.v_head_dim), factor, f.out, f.out_stride);
+        constexpr int STEP = Products::STEP;
+        V<T> nan_probe{};
         for (int g = 0; g < count; g++) {
-            char* row = this->place_of(static_cast<char*>(f.out), f.out_stride, f.q.dtype, g);
+            char* row = this->row_address(static_cast<char*>(f.out), f.out_stride, f.q.dtype, g);
             for (int c = 0; c < v_width; c += STEP) {
                 V<T> x[STEP / L];
                 UNROLL_FOR(n, STEP / L) {
                     x[n] = load(o + g * v_width + c + n * L) * factor[0][g];
-                    zero += x[n] * T(0);  // NaN or infinity times 0 is NaN
+                    nan_probe += x[n] * T(0);  // NaN or infinity times 0 is NaN
                 }
-                FewProducts::in_order(x);
-                UNROLL_FOR(n, STEP / L) Base::put(row, c + n * L, x[n], int(f.v_head_dim));
+                Products::restore_order(x);
+                UNROLL_FOR(n, STEP / L) Base::store_columns(row, c + n * L, x[n], int(f.v_head_dim));
             }
         }
-        return !any<T>(zero != zero);
+        return !any<T>(nan_probe != nan_probe);
     }
 };

@@ -15,6 +15,7 @@
 #include "edge_search-inl.h"
 #include "key_statistics-inl.h"
 #include "row_statistics-inl.h"
+#include "row_quantities-inl.h"
 #include "softmax_tile-inl.h"
 #include "forward-inl.h"
 #include "backward-inl.h"

@@ -1,117 +1,123 @@
 // The logits of a block of rows against a block of keys: products, softcap, bias and mask.
 
-template <class T, int QV, class Op = Plain<T>>
+template <class T, int QV, class Op = Fma<T>>
 struct Logits : MaskedRowBlock<T, QV, Op> {
     using Base = MaskedRowBlock<T, QV, Op>;
-    using Base::f, Base::b, Base::p, Base::q, Base::count, Base::group, Base::all_seen, Base::wide_k, Base::L,
-        Base::ROWS, Base::KEYS, Base::PAIRS, Base::head, Base::query, Base::row;
+    using Base::f, Base::b, Base::p, Base::q, Base::count, Base::group, Base::all_visible, Base::converted_k, Base::L,
+        Base::ROWS, Base::KEYS, Base::PAIRS, Base::head, Base::query, Base::flat_row;
     using Base::MaskedRowBlock;
     using typename Base::Word;
 
-    // The logits of keys j .. j + keys into p; false if no row may see any of them. `slope`, if there is a softcap,
-    // takes its derivative. `most`, if they are `untouched`, is raised to the largest of them; `less`, where there is
-    // no softcap, is taken away from them.
-    bool logits(std::int64_t j, int keys, T* slope = nullptr, V<T>* most = nullptr, V<T>* less = nullptr) {
-        bool whole;
-        if (!this->visible(j, keys, whole)) return false;
-        all_seen = whole && !f.visible.count && !f.bias.data;
+    // Computes the logits of keys j .. j + keys into p; false if all are masked in all rows. With a softcap, its
+    // derivative goes into softcap_slope. `maxima` is raised to the largest logit of each row if they are
+    // `only_products`; `subtrahend`, which excludes a softcap, is subtracted from them.
+    bool compute_logits(std::int64_t j, int keys, T* softcap_slope = nullptr, V<T>* maxima = nullptr,
+                        V<T>* subtrahend = nullptr) {
+        bool fully_visible;
+        if (!this->evaluate_mask(j, keys, fully_visible)) return false;
+        all_visible = fully_visible && !f.mask.rule_count && !f.bias.data;
         const int depth = int(f.head_dim);
-        const Lines k = this->natural(f.k, j, keys, depth, wide_k);
-        const Also also = less ? Also::less : most && untouched() ? Also::most : Also::nothing;
-        V<T>* const of = less ? less : most;
-        this->in_steps(j, keys, [&](auto from_vector, auto vectors, int from, int count) {
+        const StridedRows k = this->qk_operand(f.k, j, keys, depth, converted_k);
+        const Epilogue epilogue = subtrahend                  ? Epilogue::subtract
+                                  : maxima && only_products() ? Epilogue::row_maxima
+                                                              : Epilogue::none;
+        V<T>* const row_values = subtrahend ? subtrahend : maxima;
+        this->for_each_key_range(j, keys, [&](auto from_vector, auto vectors, int from, int count) {
             constexpr int v = decltype(from_vector)::value;
-            QkTile<T, decltype(vectors)::value, Op, ROWS>::dots(
+            QkTile<T, decltype(vectors)::value, Op, ROWS>::multiply(
                 q + v * L, {k.data + from * k.stride, k.stride}, count, depth / Op::PER_WORD, query_factor(),
-                p + from * ROWS + v * L, in_pieces(depth), also, of ? of + v : of);
+                p + from * ROWS + v * L, sums_in_blocks(depth), epilogue, row_values ? row_values + v : row_values);
         });
-        adjust(j, keys, whole, slope);
+        finish_logits(j, keys, fully_visible, softcap_slope);
         return true;
     }
-    // Whether products over D or Dv, which is the width, are summed in pieces. Plain torch multiplies up to three
-    // queries, or up to eleven keys, in sums of a few products each, and float results are to err at most twice as
-    // much. With nine to eleven keys they do so in one chain, too, up to a width of 64.
-    bool in_pieces(std::int64_t width) const {
+    // Whether products over D or Dv (the width) are summed in blocks. torch's matrix product sums up to three queries,
+    // or up to eleven keys, in blocks of a few products, and the error of float results may be at most twice torch's.
+    // With nine to eleven keys and a width of up to 64 one chain meets that bound.
+    bool sums_in_blocks(std::int64_t width) const {
         return !PAIRS && (f.queries <= 3 || f.keys <= 8 || (f.keys <= 11 && width > 64));
     }
-    // Whether the logits of the last block are nothing but products, times the factor.
-    bool untouched() const { return all_seen && !(f.softcap > 0); }
-    // From products of queries and keys to logits.
-    void adjust(std::int64_t j, int keys, bool whole, T* slope = nullptr) {
-        if (f.softcap > 0) cap(keys, slope);
+    // Whether the logits of the last block are scaled products: no mask, bias or softcap applies.
+    bool only_products() const { return all_visible && !(f.softcap > 0); }
+    // Turns scaled products into logits: softcap, bias, spans, rules.
+    void finish_logits(std::int64_t j, int keys, bool fully_visible, T* softcap_slope = nullptr) {
+        if (f.softcap > 0) apply_softcap(keys, softcap_slope);
         if (f.bias.data) add_bias(j, keys);
-        if (!whole) this->hide(j, keys);
-        if (f.visible.count) this->hide_judged(keys);
+        if (!fully_visible) this->mask_by_spans(j, keys);
+        if (f.mask.rule_count) this->mask_by_rules(keys);
     }
 
-    // What rows begin with, before any key: a sink, if there is one.
-    void start_sums(V<T>* top, V<T>* sum, bool with_sinks) const {
+    // Initializes the running maximum and sum of each row: with its sink, if there is one.
+    void initialize_sums(V<T>* top, V<T>* sum, bool with_sinks) const {
         UNROLL_FOR(v, QV) {
             top[v] = splat(-std::numeric_limits<T>::max());
             sum[v] = V<T>{};
         }
         if (!f.sinks || !with_sinks) return;
         for (int r = 0; r < ROWS; r++) {
-            const T least = -std::numeric_limits<T>::max(),
+            const T lowest = -std::numeric_limits<T>::max(),
                     sink = static_cast<const T*>(f.sinks)[head(r < count ? r : count - 1)];
             if (sink == -std::numeric_limits<T>::infinity()) continue;
             const T logit = sink * T(LOG2E);
-            top[r / L][r % L] = logit < least ? least : logit;
-            sum[r / L][r % L] =
-                logit <= -least ? 1 : std::numeric_limits<T>::quiet_NaN();  // NaN and +inf make the row NaN
+            top[r / L][r % L] = logit < lowest ? lowest : logit;
+            // a sink of NaN or +inf makes the row NaN
+            sum[r / L][r % L] = logit <= -lowest ? 1 : std::numeric_limits<T>::quiet_NaN();
         }
     }
 
-    // With this factor products of queries and keys are logits times log2(e), or the argument of tanh.
+    // The factor that turns a product of query and key into a logit times log2(e), or into the argument of tanh.
     T query_factor() const { return T(f.softcap > 0 ? f.scale / f.softcap : f.scale * LOG2E); }
-    void load_queries() { this->load_words(f.q, int(f.head_dim), query_factor(), q); }
+    void load_queries() { this->load_transposed(f.q, int(f.head_dim), query_factor(), q); }
 
-    void cap(int keys, T* slope) {
+    void apply_softcap(int keys, T* softcap_slope) {
         const T factor = T(f.softcap * LOG2E);
         for (int n = 0; n < keys * QV; n++) {
             const V<T> x = load(p + n * L), y = tanh(x);
-            if (slope) store(slope + n * L, slope_of_tanh(x, y));
+            if (softcap_slope) store(softcap_slope + n * L, tanh_derivative(x, y));
             store(p + n * L, y * factor);
         }
     }
 
-    // Adds bias[b, h, i, j], and hides where it is -inf; only there.
+    // Adds bias[b, h, i, j]. A key is masked if and only if its bias is -infinity.
     void add_bias(std::int64_t j0, int keys) {
         const auto& s = f.bias.stride;
-        if (s[2] == 0 && (s[1] == 0 || group == 1)) {  // the same for all rows
-            const T* from = reinterpret_cast<const T*>(at(f.bias, b, head(0), 0, sizeof(T))) + j0 * s[3];
+        if (s[2] == 0 && (s[1] == 0 || group == 1)) {  // broadcast over all rows
+            const T* from = reinterpret_cast<const T*>(element_address(f.bias, b, head(0), 0, sizeof(T))) + j0 * s[3];
             for (int j = 0; j < keys; j++)
-                UNROLL_FOR(v, QV) plus(p + j * ROWS + v * L, splat(from[j * s[3]]));
+                UNROLL_FOR(v, QV) add_bias_vector(p + j * ROWS + v * L, splat(from[j * s[3]]));
             return;
         }
         for (int v0 = 0; v0 < ROWS; v0 += L) {
             const T* row[L];
             for (int r = 0; r < L; r++) {
-                const int real = v0 + r < count ? v0 + r : count - 1;
-                row[r] = reinterpret_cast<const T*>(at(f.bias, b, head(real), query(real), sizeof(T))) + j0 * s[3];
+                const int source = v0 + r < count ? v0 + r : count - 1;
+                row[r] =
+                    reinterpret_cast<const T*>(element_address(f.bias, b, head(source), query(source), sizeof(T))) +
+                    j0 * s[3];
             }
             for (int j = 0; j < keys; j++) {
                 V<T> x;
                 UNROLL_FOR(r, L) x[r] = row[r][j * s[3]];
-                plus(p + j * ROWS + v0, x);
+                add_bias_vector(p + j * ROWS + v0, x);
             }
         }
     }
-    INLINE static void plus(T* s, V<T> bias) {
-        const V<T> never = splat(-std::numeric_limits<T>::infinity()), least = splat(-std::numeric_limits<T>::max());
-        const V<T> x =
-            greater<T>(least, bias * T(LOG2E));  // the smallest number hides nothing, though log2(e) times it is -inf
-        store(s, bias == never ? never : load(s) + x);
+    INLINE static void add_bias_vector(T* s, V<T> bias) {
+        const V<T> minus_infinity = splat(-std::numeric_limits<T>::infinity()),
+                   lowest = splat(-std::numeric_limits<T>::max());
+        // log2(e) times the lowest finite bias overflows to -infinity, which would mask the key
+        const V<T> x = maximum<T>(lowest, bias * T(LOG2E));
+        store(s, bias == minus_infinity ? minus_infinity : load(s) + x);
     }
 
-    // What dropout leaves of a weight: 0 or 1 / (1 - dropout), by the hash of (seed, b, h, i, j), so that every pass
-    // and every size of block drops the same.
-    APART void keep(std::int64_t j0, int keys, T* factor) const {
+    // The factor of each weight, 0 or 1 / (1 - dropout), from a hash of (seed, b, h, i, j): forward and backward drop
+    // the same weights, whatever the size of their blocks.
+    NOINLINE void compute_dropout_factors(std::int64_t j0, int keys, T* factor) const {
         const std::uint32_t limit = std::uint32_t(f.dropout * 4294967296.0);
         const T inverse_rate = T(1 / (1 - f.dropout));
         for (int r = 0; r < ROWS; r++) {
             const std::uint64_t start =
-                f.seed + 0x9e3779b97f4a7c15u * std::uint64_t(row(r < count ? r : count - 1) + 1);
+                f.seed + 0x9e3779b97f4a7c15u * std::uint64_t(flat_row(r < count ? r : count - 1) + 1);
             for (int j = 0; j < keys; j++) {
                 std::uint64_t x = start ^ (std::uint64_t(j0 + j) * 0xbf58476d1ce4e5b9u);
                 x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;

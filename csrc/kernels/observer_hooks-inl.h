@@ -1,44 +1,45 @@
-// What rides along while a block of rows is attended: nothing, or what row_statistics-inl.h measures.
+// The hooks that the forward pass of a block of rows calls, in the order of their calls. NoObserver compiles to
+// nothing; StatisticsObserver is in row_quantities-inl.h.
 
-// Where nothing is measured.
-struct Alone {
-    static constexpr bool LOOKS = false;
+struct NoObserver {
+    static constexpr bool OBSERVES = false;
     struct Sums {
-        INLINE explicit Sums(const Alone&) {}
+        INLINE explicit Sums(const NoObserver&) {}
         template <class X>
         INLINE void add(int, int, X, X) {}
     };
-    INLINE void take(const Forward&, Arena&) {}
+    INLINE void allocate(const Forward&, Arena&) {}
     template <class Block>
     INLINE void start(const Block&, std::int64_t, std::int64_t) {}
-    INLINE std::nullptr_t place_for(std::int64_t) { return nullptr; }
+    INLINE std::nullptr_t logits_buffer(std::int64_t) { return nullptr; }
     template <class Block>
-    INLINE void before(const Block&, std::int64_t, int) {}
+    INLINE void observe_logits(const Block&, std::int64_t, int) {}
     template <class X>
-    INLINE void move(const X*, const X*, const X*) {}
+    INLINE void rescale(const X*, const X*, const X*) {}
     template <class Block, class X>
-    INLINE void add(const Block&, std::int64_t, int, const X*, const Sums&) {}
+    INLINE void add_sums(const Block&, std::int64_t, int, const X*, const Sums&) {}
     template <class Block>
-    INLINE void after(const Block&, std::int64_t, int) {}
+    INLINE void observe_weights(const Block&, std::int64_t, int) {}
     template <class Block>
     INLINE void finish(const Block&) {}
 };
 
-// What the loop that makes the weights of a block of keys sums for it, beside these. `far` and `length` are sums over
-// keys of weights times what a key has, [keys].
+// Sums over a block of keys, computed in the loop that exponentiates its logits. `rest` sums the weights below 1; `gap`
+// the weights times (top - logit); `distance` and `value_norm` the weights times a number of each key, [keys].
 template <class T, int QV>
 struct RowSums {
-    V<T> beside[QV], depth[QV], squares[QV], far[QV], length[QV];
-    const T *steps, *norms;
-    template <class Rider>
-    INLINE explicit RowSums(const Rider& rider) : steps(rider.steps), norms(rider.block_norms) {
-        UNROLL_FOR(v, QV) beside[v] = depth[v] = squares[v] = far[v] = length[v] = V<T>{};
+    V<T> rest[QV], gap[QV], squares[QV], distance[QV], value_norm[QV];
+    const T *key_distances, *norms;
+    template <class Observer>
+    INLINE explicit RowSums(const Observer& observer)
+        : key_distances(observer.key_distances), norms(observer.block_norms) {
+        UNROLL_FOR(v, QV) rest[v] = gap[v] = squares[v] = distance[v] = value_norm[v] = V<T>{};
     }
-    INLINE void add(int j, int v, V<T> below, V<T> x) {  // finite, for 0 times -inf is no number
-        beside[v] = below < 0 ? beside[v] + x : beside[v];
-        depth[v] -= x * below;
+    INLINE void add(int j, int v, V<T> below, V<T> x) {  // `below` = logit - top, finite: 0 * -inf would be NaN
+        rest[v] = below < 0 ? rest[v] + x : rest[v];
+        gap[v] -= x * below;
         squares[v] += x * x;
-        far[v] += x * steps[j];
-        length[v] += x * norms[j];
+        distance[v] += x * key_distances[j];
+        value_norm[v] += x * norms[j];
     }
 };

@@ -1,67 +1,67 @@
-// The largest numbers of each row, and where they stand: a heap for each, in the lanes. The least comes first, of equal
-// ones the last.
+// The largest numbers of each row and their keys: a min-heap for each row, interleaved so that rows lie in the lanes.
+// The root is the smallest number; of equal ones, that of the largest key.
 template <class T, int QV>
-struct Largest {
+struct TopK {
     static constexpr int L = LANES<T>, ROWS = QV * L;
-    T* x;  // [size][ROWS]
+    T* value;  // [size][ROWS]
     Int<T>* key;
     int size;
 
-    void take(Arena& memory, int count) {
+    void allocate(Arena& memory, int count) {
         size = count;
-        x = memory.take<T>(size * ROWS);
-        key = memory.take<Int<T>>(size * ROWS);
+        value = memory.allocate<T>(size * ROWS);
+        key = memory.allocate<Int<T>>(size * ROWS);
     }
-    // above(row): what is not above it is not wanted
-    template <class Above>
-    void start(const Above& above) {
+    // Fills the heaps with threshold(row): only larger numbers enter.
+    template <class Threshold>
+    void start(const Threshold& threshold) {
         for (int n = 0; n < size * ROWS; n++) {
-            x[n] = above(n % ROWS);
+            value[n] = threshold(n % ROWS);
             key[n] = -1;
         }
     }
-    // Those of the keys from j0 on, [keys][ROWS].
-    void put(const T* p, std::int64_t j0, int keys) {
+    // Inserts the numbers p [keys][ROWS] of keys j0 .. j0 + keys. Eight keys at a time are compared with the roots.
+    void insert(const T* p, std::int64_t j0, int keys) {
         for (int j = 0; j < keys; j += 8) {
             const int end = j + 8 < keys ? j + 8 : keys;
-            I<T> some{};
+            I<T> exceeds{};
             for (int n = j; n < end; n++)
-                UNROLL_FOR(v, QV) some |= load(p + n * ROWS + v * L) > load(x + v * L);
-            if (!any<T>(some)) continue;
+                UNROLL_FOR(v, QV) exceeds |= load(p + n * ROWS + v * L) > load(value + v * L);
+            if (!any<T>(exceeds)) continue;
             for (int r = 0; r < ROWS; r++)
                 for (int n = j; n < end; n++)
-                    if (p[n * ROWS + r] > x[r]) sift(r, size, p[n * ROWS + r], Int<T>(j0 + n));
+                    if (p[n * ROWS + r] > value[r]) sift_down(r, size, p[n * ROWS + r], Int<T>(j0 + n));
         }
     }
-    // Row r, the largest first.
+    // Sorts the heap of row r in descending order.
     void sort(int r) {
-        for (int left = size - 1; left > 0; left--) {  // the least to the end, until the largest is the first
+        for (int left = size - 1; left > 0; left--) {  // heapsort: swaps the root behind the rest
             const int last = left * ROWS + r;
-            const T least = x[last];
-            const Int<T> of = key[last];
-            x[last] = x[r];
+            const T smallest = value[last];
+            const Int<T> smallest_key = key[last];
+            value[last] = value[r];
             key[last] = key[r];
-            sift(r, left, least, of);
+            sift_down(r, left, smallest, smallest_key);
         }
     }
 
 private:
-    // Puts a number for the first of a row's heap.
-    void sift(int r, int count, T value, Int<T> of) {
-        const auto before = [](T a, Int<T> i, T b, Int<T> j) { return a < b || (a == b && i > j); };
-        int at = r;
+    // Replaces the root of a row's heap and restores the heap.
+    void sift_down(int r, int count, T new_value, Int<T> new_key) {
+        const auto precedes = [](T a, Int<T> i, T b, Int<T> j) { return a < b || (a == b && i > j); };
+        int hole = r;
         for (int n = 1; n < count; n = 2 * n + 1) {
-            int down = n * ROWS + r;
-            if (n + 1 < count && before(x[down + ROWS], key[down + ROWS], x[down], key[down])) {
+            int child = n * ROWS + r;
+            if (n + 1 < count && precedes(value[child + ROWS], key[child + ROWS], value[child], key[child])) {
                 n++;
-                down += ROWS;
+                child += ROWS;
             }
-            if (!before(x[down], key[down], value, of)) break;
-            x[at] = x[down];
-            key[at] = key[down];
-            at = down;
+            if (!precedes(value[child], key[child], new_value, new_key)) break;
+            value[hole] = value[child];
+            key[hole] = key[child];
+            hole = child;
         }
-        x[at] = value;
-        key[at] = of;
+        value[hole] = new_value;
+        key[hole] = new_key;
     }
 };

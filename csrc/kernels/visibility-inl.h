@@ -1,24 +1,24 @@
-// Which keys the rows of a block may see: by their spans, and by the rules.
+// The mask of a block of rows: spans and rules.
 
-template <class T, int QV, class Op = Plain<T>>
+template <class T, int QV, class Op = Fma<T>>
 struct MaskedRowBlock : RowBlock<T, QV, Op> {
     using Base = RowBlock<T, QV, Op>;
     using Base::f, Base::b, Base::p, Base::count, Base::group, Base::L, Base::ROWS, Base::KEYS, Base::head, Base::query;
     using Base::RowBlock;
 
     Int<T> span[4][ROWS] __attribute__((aligned(64)));  // low0, high0, low1, high1
-    std::int64_t ends[QV];    // no row of these vectors, or of those before, may see keys from there on
-    std::int64_t begins[QV];  // no row of these vectors, or of those after, may see keys before
+    std::int64_t vector_end[QV];    // keys from there on are masked in the rows of this vector and of those before
+    std::int64_t vector_begin[QV];  // keys before are masked in the rows of this vector and of those after
     static constexpr int WORDS = KEYS / 64;
-    Int<T> judged[2 * WORDS][ROWS] __attribute__((aligned(64)));
+    Int<T> rule_bits[2 * WORDS][ROWS] __attribute__((aligned(64)));
 
-    // Cuts keys j .. j + keys where the first vectors of rows see no further, as on the diagonal of a causal mask, and
-    // where the last ones begin to see, as in the next document; eight keys at a time. body(first vector, number of
-    // vectors, first key, number of keys)
+    // Divides keys j .. j + keys, at multiples of eight, into ranges for which the vectors of rows with visible keys
+    // are the same, and calls body(first vector, number of vectors, first key, number of keys). The first vectors drop
+    // out along the diagonal of a causal mask; the last ones join where the next document begins.
     template <class Body>
-    INLINE void in_steps(std::int64_t j, int keys, const Body& body) const {
-        const auto end_of = [&](int v) { return (ends[v] - j + 7) / 8 * 8; };
-        const auto begin_of = [&](int v) { return begins[v] <= j ? 0 : (begins[v] - j) / 8 * 8; };
+    INLINE void for_each_key_range(std::int64_t j, int keys, const Body& body) const {
+        const auto end_of = [&](int v) { return (vector_end[v] - j + 7) / 8 * 8; };
+        const auto begin_of = [&](int v) { return vector_begin[v] <= j ? 0 : (vector_begin[v] - j) / 8 * 8; };
         for (int from = 0, to; from < keys; from = to) {
             int first = 0, last = QV - 1;
             while (first < last && end_of(first) <= from) first++;
@@ -27,13 +27,13 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
             if (first < QV - 1 && end_of(first) > from && end_of(first) < change) change = end_of(first);
             if (last < QV - 1 && begin_of(last + 1) > from && begin_of(last + 1) < change) change = begin_of(last + 1);
             to = int(change);
-            with_vectors(first, last, [&](auto v, auto vectors) { body(v, vectors, from, to - from); });
+            with_vector_range(first, last, [&](auto v, auto vectors) { body(v, vectors, from, to - from); });
         }
     }
-    // Whether all vectors of rows are there when `in_steps` begins at key j.
-    bool all_begin(std::int64_t j) const { return ends[0] > j && begins[QV - 1] < j + 8; }
+    // Whether the first range of `for_each_key_range` from key j on has all vectors of rows.
+    bool all_vectors_begin_at(std::int64_t j) const { return vector_end[0] > j && vector_begin[QV - 1] < j + 8; }
     template <class Body>
-    INLINE static void with_vectors(int first, int last, const Body& body) {
+    INLINE static void with_vector_range(int first, int last, const Body& body) {
         const auto run = [&]<int V, int N>() {
             body(std::integral_constant<int, V>{}, std::integral_constant<int, N>{});
         };
@@ -51,45 +51,46 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
     }
     void load_spans() {
         UNROLL_FOR(v, QV) {
-            begins[v] = 0;
-            ends[v] = f.keys;
+            vector_begin[v] = 0;
+            vector_end[v] = f.keys;
         }
-        if (!f.visible.spans.data) return;
+        if (!f.mask.spans.data) return;
         for (int r = 0; r < ROWS; r++) {
-            const int real = r < count ? r : count - 1;
+            const int source = r < count ? r : count - 1;
             const std::int32_t* from =
-                f.visible.spans.data + b * f.visible.spans.batch_stride + query(real) * f.visible.spans.query_stride;
+                f.mask.spans.data + b * f.mask.spans.batch_stride + query(source) * f.mask.spans.query_stride;
             span[0][r] = from[0];
             span[1][r] = from[1];
-            span[2][r] = f.visible.spans.count > 1 ? from[2] : Int<T>(f.keys);
-            span[3][r] = f.visible.spans.count > 1 ? from[3] : Int<T>(f.keys);
+            span[2][r] = f.mask.spans.count > 1 ? from[2] : Int<T>(f.keys);
+            span[3][r] = f.mask.spans.count > 1 ? from[3] : Int<T>(f.keys);
         }
-        if (f.softcap > 0) return;  // of what is capped the derivative is taken too, seen or not
+        if (f.softcap > 0) return;  // tanh and its derivative are computed for all keys, visible or not
         for (int v = 0; v < QV; v++) {
-            if (v && v * L >= count) {  // of no row: where keys are cut must not depend on how many of these there are
-                begins[v] = begins[v - 1];
-                ends[v] = ends[v - 1];
+            if (v &&
+                v * L >= count) {  // it has no rows: the ranges of keys must not depend on the number of such vectors
+                vector_begin[v] = vector_begin[v - 1];
+                vector_end[v] = vector_end[v - 1];
                 continue;
             }
-            begins[v] = f.keys;
-            ends[v] = 0;
+            vector_begin[v] = f.keys;
+            vector_end[v] = 0;
             for (int r = v * L; r < (v + 1) * L; r++)
                 for (int n = 0; n < 4; n += 2) {
                     if (span[n][r] >= span[n + 1][r]) continue;
-                    if (span[n][r] < begins[v]) begins[v] = span[n][r];
-                    if (span[n + 1][r] > ends[v]) ends[v] = span[n + 1][r];
+                    if (span[n][r] < vector_begin[v]) vector_begin[v] = span[n][r];
+                    if (span[n + 1][r] > vector_end[v]) vector_end[v] = span[n + 1][r];
                 }
         }
         for (int v = 1; v < QV; v++)
-            if (ends[v - 1] > ends[v]) ends[v] = ends[v - 1];
+            if (vector_end[v - 1] > vector_end[v]) vector_end[v] = vector_end[v - 1];
         for (int v = QV - 1; v > 0; v--)
-            if (begins[v] < begins[v - 1]) begins[v - 1] = begins[v];
+            if (vector_begin[v] < vector_begin[v - 1]) vector_begin[v - 1] = vector_begin[v];
     }
-    // The first and the last key + 1 that any row may see.
-    void reach(std::int64_t& begin, std::int64_t& end) const {
+    // The first key visible to any row by its spans, and the last + 1.
+    void find_key_range(std::int64_t& begin, std::int64_t& end) const {
         begin = 0;
         end = f.keys;
-        if (!f.visible.spans.data) return;
+        if (!f.mask.spans.data) return;
         begin = f.keys;
         end = 0;
         for (int r = 0; r < count; r++)
@@ -99,137 +100,138 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
                     if (span[n + 1][r] > end) end = span[n + 1][r];
                 }
     }
-    // Whether any row may see any of these keys; and whether every row may see all of them.
-    bool visible(std::int64_t j, int keys, bool& whole) {
-        whole = true;
-        if (f.visible.spans.data && !overlap(j, keys, whole)) return false;
-        return !f.visible.count || judge(j, keys);
+    // Returns whether any of these keys is visible to any row; fully_visible: whether spans make all visible to all.
+    bool evaluate_mask(std::int64_t j, int keys, bool& fully_visible) {
+        fully_visible = true;
+        if (f.mask.spans.data && !evaluate_spans(j, keys, fully_visible)) return false;
+        return !f.mask.rule_count || evaluate_rules(j, keys);
     }
-    bool overlap(std::int64_t j, int keys, bool& whole) const {
+    bool evaluate_spans(std::int64_t j, int keys, bool& fully_visible) const {
         const Int<T> low = Int<T>(j), high = Int<T>(j + keys);
-        I<T> some{}, part{};
+        I<T> overlaps{}, incomplete{};
         UNROLL_FOR(v, QV) {
             I<T> a = load_int<T>(span[0] + v * L), z = load_int<T>(span[1] + v * L);
             I<T> c = load_int<T>(span[2] + v * L), y = load_int<T>(span[3] + v * L);
-            some |= ((a < high) & (z > low)) | ((c < high) & (y > low));
-            part |= ~(((a <= low) & (z >= high)) | ((c <= low) & (y >= high)));
+            overlaps |= ((a < high) & (z > low)) | ((c < high) & (y > low));
+            incomplete |= ~(((a <= low) & (z >= high)) | ((c <= low) & (y >= high)));
         }
-        whole = !any<T>(part);
-        return any<T>(some);
+        fully_visible = !any<T>(incomplete);
+        return any<T>(overlaps);
     }
 
-    void hide(std::int64_t j0, int keys) {
-        const V<T> never = splat(-std::numeric_limits<T>::infinity());
+    void mask_by_spans(std::int64_t j0, int keys) {
+        const V<T> minus_infinity = splat(-std::numeric_limits<T>::infinity());
         UNROLL_FOR(v, QV) {
             const I<T> a = load_int<T>(span[0] + v * L), z = load_int<T>(span[1] + v * L);
             const I<T> c = load_int<T>(span[2] + v * L), y = load_int<T>(span[3] + v * L);
-            if (!any<T>((a > Int<T>(j0)) | (z < Int<T>(j0 + keys)))) continue;  // these rows may see all of them
+            if (!any<T>((a > Int<T>(j0)) | (z < Int<T>(j0 + keys)))) continue;  // all visible
             for (int j = 0; j < keys; j++) {
                 const Int<T> key = Int<T>(j0 + j);
-                const I<T> seen = ((a <= key) & (z > key)) | ((c <= key) & (y > key));
+                const I<T> visible = ((a <= key) & (z > key)) | ((c <= key) & (y > key));
                 T* s = p + j * ROWS + v * L;
-                store(s, seen ? load(s) : never);
+                store(s, visible ? load(s) : minus_infinity);
             }
         }
     }
-    // What the rules say of keys j0 .. j0 + keys, a bit for each, in words of 32 with rows in the lanes; false if no
-    // row may see any of them.
-    bool judge(std::int64_t j0, int keys) {
-        std::uint64_t any_seen = 0;
+    // Evaluates the rules for keys j0 .. j0 + keys into rule_bits: a bit for each key, in words of 32, with rows in the
+    // lanes. Returns whether any key is visible to any row.
+    bool evaluate_rules(std::int64_t j0, int keys) {
+        std::uint64_t any_visible = 0;
         for (int r = 0; r < ROWS; r++) {
-            const Bits seen = r < count ? judge_row(r, j0, keys) : Bits{};
+            const KeyBits visible = r < count ? evaluate_rules_of_row(r, j0, keys) : KeyBits{};
             for (int w = 0; w < WORDS; w++) {
-                const std::uint64_t bits = seen.word[w];
-                any_seen |= bits;
-                judged[2 * w][r] = Int<T>(std::uint32_t(bits));
-                judged[2 * w + 1][r] = Int<T>(std::uint32_t(bits >> 32));
+                const std::uint64_t bits = visible.word[w];
+                any_visible |= bits;
+                rule_bits[2 * w][r] = Int<T>(std::uint32_t(bits));
+                rule_bits[2 * w + 1][r] = Int<T>(std::uint32_t(bits >> 32));
             }
         }
-        return any_seen != 0;
+        return any_visible != 0;
     }
-    void hide_judged(int keys) {
-        const V<T> never = splat(-std::numeric_limits<T>::infinity());
+    void mask_by_rules(int keys) {
+        const V<T> minus_infinity = splat(-std::numeric_limits<T>::infinity());
         for (int j = 0; j < keys; j++)
             UNROLL_FOR(v, QV) {
                 T* s = p + j * ROWS + v * L;
-                store(s, (load_int<T>(judged[j / 32] + v * L) >> j % 32 & 1) != 0 ? load(s) : never);
+                store(s, (load_int<T>(rule_bits[j / 32] + v * L) >> j % 32 & 1) != 0 ? load(s) : minus_infinity);
             }
     }
-    struct Bits {
+    struct KeyBits {
         std::uint64_t word[WORDS];
     };
-    Bits judge_row(int r, std::int64_t j0, int keys) const {
-        Bits seen[MOST_RULES];
+    KeyBits evaluate_rules_of_row(int r, std::int64_t j0, int keys) const {
+        KeyBits visible[MAX_RULES];
         int depth = 0;
-        for (int n = 0; n < f.visible.count; n++) {
-            const Rule& rule = f.visible.rules[n];
+        for (int n = 0; n < f.mask.rule_count; n++) {
+            const Rule& rule = f.mask.rules[n];
             if (rule.kind < Rule::both) {
-                seen[depth++] = answer(rule, r, j0, keys);
+                visible[depth++] = evaluate_rule(rule, r, j0, keys);
                 continue;
             }
             depth--;
             for (int w = 0; w < WORDS; w++)
-                seen[depth - 1].word[w] = rule.kind == Rule::both ? seen[depth - 1].word[w] & seen[depth].word[w]
-                                                                  : seen[depth - 1].word[w] | seen[depth].word[w];
+                visible[depth - 1].word[w] = rule.kind == Rule::both
+                                                 ? visible[depth - 1].word[w] & visible[depth].word[w]
+                                                 : visible[depth - 1].word[w] | visible[depth].word[w];
         }
-        return seen[0];
+        return visible[0];
     }
-    // Whether row r sees any key. For rows whose sum is 0: after `load_spans`.
-    APART bool sees_any(int r) const {
-        for (int n = 0; n < (f.visible.spans.data ? 4 : 2); n += 2) {
-            const std::int64_t begin = f.visible.spans.data ? span[n][r] : 0,
-                               end = f.visible.spans.data ? span[n + 1][r] : f.keys;
-            if (begin < end && !f.visible.count && !f.bias.data) return true;
+    // Whether any key is visible to row r; requires load_spans. Called only for rows whose sum is 0.
+    NOINLINE bool has_visible_key(int r) const {
+        for (int n = 0; n < (f.mask.spans.data ? 4 : 2); n += 2) {
+            const std::int64_t begin = f.mask.spans.data ? span[n][r] : 0,
+                               end = f.mask.spans.data ? span[n + 1][r] : f.keys;
+            if (begin < end && !f.mask.rule_count && !f.bias.data) return true;
             for (std::int64_t j0 = begin; j0 < end; j0 += KEYS) {
-                const int keys = int(end - j0 < KEYS ? end - j0 : KEYS);
-                const Bits seen = f.visible.count ? judge_row(r, j0, keys) : Bits{};
+                const int keys = this->keys_of_block(j0, end);
+                const KeyBits visible = f.mask.rule_count ? evaluate_rules_of_row(r, j0, keys) : KeyBits{};
                 for (int w = 0; w < WORDS; w++) {
                     std::uint64_t bits =
-                        bits_below(keys - 64 * w) & (f.visible.count ? seen.word[w] : ~std::uint64_t(0));
+                        bits_below(keys - 64 * w) & (f.mask.rule_count ? visible.word[w] : ~std::uint64_t(0));
                     for (; bits; bits &= bits - 1)
-                        if (!hidden_by_bias(r, j0 + 64 * w + __builtin_ctzll(bits))) return true;
+                        if (!is_masked_by_bias(r, j0 + 64 * w + __builtin_ctzll(bits))) return true;
                 }
             }
         }
         return false;
     }
-    bool hidden_by_bias(int r, std::int64_t j) const {
+    bool is_masked_by_bias(int r, std::int64_t j) const {
         if (!f.bias.data) return false;
-        const T* row = reinterpret_cast<const T*>(at(f.bias, b, head(r), query(r), sizeof(T)));
+        const T* row = reinterpret_cast<const T*>(element_address(f.bias, b, head(r), query(r), sizeof(T)));
         return row[j * f.bias.stride[3]] == -std::numeric_limits<T>::infinity();
     }
-    Bits answer(const Rule& rule, int r, std::int64_t j0, int keys) const {
-        Bits seen{};
+    KeyBits evaluate_rule(const Rule& rule, int r, std::int64_t j0, int keys) const {
+        KeyBits visible{};
         if (rule.kind == Rule::bytes) {
-            const auto* row =
-                reinterpret_cast<const std::uint8_t*>(at(rule.q, b, head(r), query(r), 1)) + j0 * rule.q.stride[3];
+            const auto* row = reinterpret_cast<const std::uint8_t*>(element_address(rule.q, b, head(r), query(r), 1)) +
+                              j0 * rule.q.stride[3];
             int j = 0;
             if (rule.q.stride[3] == 1)
-                for (; j + 8 <= keys; j += 8) seen.word[j / 64] |= bits_of_bytes(row + j) << j % 64;
-            for (; j < keys; j++) seen.word[j / 64] |= std::uint64_t(row[j * rule.q.stride[3]] != 0) << j % 64;
+                for (; j + 8 <= keys; j += 8) visible.word[j / 64] |= bytes_to_bits(row + j) << j % 64;
+            for (; j < keys; j++) visible.word[j / 64] |= std::uint64_t(row[j * rule.q.stride[3]] != 0) << j % 64;
         } else if (rule.kind == Rule::same_id) {
             const std::int64_t id =
                 static_cast<const std::int64_t*>(rule.q.data)[b * rule.q.stride[0] + query(r) * rule.q.stride[1]];
             const auto* ids =
                 static_cast<const std::int64_t*>(rule.k.data) + b * rule.k.stride[0] + j0 * rule.k.stride[1];
             for (int j = 0; j < keys; j++)
-                seen.word[j / 64] |= std::uint64_t(ids[j * rule.k.stride[1]] == id) << j % 64;
+                visible.word[j / 64] |= std::uint64_t(ids[j * rule.k.stride[1]] == id) << j % 64;
         } else {
-            const std::int32_t* ends =
-                rule.reach.data + b * rule.reach.batch_stride + query(r) * rule.reach.query_stride;
-            for (int n = 0; n < 2 * rule.reach.count; n += 2)
+            const std::int32_t* bounds =
+                rule.key_spans.data + b * rule.key_spans.batch_stride + query(r) * rule.key_spans.query_stride;
+            for (int n = 0; n < 2 * rule.key_spans.count; n += 2)
                 for (int w = 0; w < WORDS; w++) {
                     const std::int64_t start = j0 + 64 * w;
-                    seen.word[w] |= bits_below(ends[n + 1] - start) & ~bits_below(ends[n] - start);
+                    visible.word[w] |= bits_below(bounds[n + 1] - start) & ~bits_below(bounds[n] - start);
                 }
         }
-        return seen;
+        return visible;
     }
     static std::uint64_t bits_below(std::int64_t n) {
         return n <= 0 ? 0 : n >= 64 ? ~std::uint64_t(0) : (std::uint64_t(1) << n) - 1;
     }
-    // Eight bytes to eight bits: 1 where a byte is not 0.
-    static std::uint64_t bits_of_bytes(const std::uint8_t* at) {
+    // Eight bytes to eight bits: 1 for a byte other than 0.
+    static std::uint64_t bytes_to_bits(const std::uint8_t* at) {
         std::uint64_t x;
         __builtin_memcpy(&x, at, 8);
         constexpr std::uint64_t low = 0x7f7f7f7f7f7f7f7f;

@@ -1,4 +1,4 @@
-// What Python passes: addresses, strides and numbers, as the structs of the interface.
+// Builds the structs of the interface from the arguments that Python passes: addresses, strides and numbers.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@ namespace headscope {
 
 using Axes = std::array<std::int64_t, 4>;
 
-inline Tensor4 tensor(std::uintptr_t data, const Axes& stride, int dtype) {
+inline Tensor4 make_tensor(std::uintptr_t data, const Axes& stride, int dtype) {
     Tensor4 x;
     x.data = reinterpret_cast<const void*>(data);
     for (int n = 0; n < 4; n++) x.stride[n] = stride[n];
@@ -21,7 +21,7 @@ inline Tensor4 tensor(std::uintptr_t data, const Axes& stride, int dtype) {
     return x;
 }
 
-inline Spans reach(std::uintptr_t data, const std::array<std::int64_t, 3>& at) {
+inline Spans make_spans(std::uintptr_t data, const std::array<std::int64_t, 3>& at) {
     return {reinterpret_cast<const std::int32_t*>(data), at[0], at[1], std::int32_t(at[2])};
 }
 
@@ -35,7 +35,7 @@ inline void check_memory(const Forward& f) {
     check_memory("v", f.v.data, f.batch * f.kv_heads * f.keys * f.v_head_dim);
 }
 
-// Kind, and up to two tensors, each as its address and its strides.
-using RuleIn = std::tuple<int, std::uintptr_t, Axes, std::uintptr_t, Axes>;
+// The kind, and up to two tensors, each as its address and its strides.
+using RuleArguments = std::tuple<int, std::uintptr_t, Axes, std::uintptr_t, Axes>;
 
 }  // namespace headscope

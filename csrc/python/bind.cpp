@@ -27,10 +27,10 @@ void bind_targets(nb::module_& m) {
         forked = true;
         main_thread = pthread_self();
     });
-    m.def("target", [] { return std::string(chosen()->name); });
+    m.def("target", [] { return std::string(selected_target()->name); });
     m.def("targets", [] {
         int count = 0;
-        const Target* const* all = targets(&count);
+        const Target* const* all = all_targets(&count);
         std::vector<std::string> names;
         for (int n = 0; n < count; n++)
             if (all[n]->runs_here()) names.emplace_back(all[n]->name);
@@ -44,8 +44,8 @@ void bind_attention(nb::module_& m) {
         "__init__",
         [](Forward* f, std::array<std::int64_t, 7> sizes, int dtype, std::uintptr_t q, Axes q_stride, std::uintptr_t k,
            Axes k_stride, std::uintptr_t v, Axes v_stride, std::uintptr_t bias, Axes bias_stride, std::uintptr_t sinks,
-           std::uintptr_t spans, std::array<std::int64_t, 3> spans_at, const std::vector<RuleIn>& rules, double scale,
-           double softcap, double dropout, std::uint64_t seed, Axes out_stride) {
+           std::uintptr_t spans, std::array<std::int64_t, 3> spans_at, const std::vector<RuleArguments>& rules,
+           double scale, double softcap, double dropout, std::uint64_t seed, Axes out_stride) {
             new (f) Forward();
             f->batch = sizes[0];
             f->heads = sizes[1];
@@ -54,19 +54,19 @@ void bind_attention(nb::module_& m) {
             f->keys = sizes[4];
             f->head_dim = sizes[5];
             f->v_head_dim = sizes[6];
-            f->q = tensor(q, q_stride, dtype);
-            f->k = tensor(k, k_stride, dtype);
-            f->v = tensor(v, v_stride, dtype);
-            f->bias = tensor(bias, bias_stride, dtype);
+            f->q = make_tensor(q, q_stride, dtype);
+            f->k = make_tensor(k, k_stride, dtype);
+            f->v = make_tensor(v, v_stride, dtype);
+            f->bias = make_tensor(bias, bias_stride, dtype);
             f->sinks = reinterpret_cast<const void*>(sinks);
-            f->visible.spans = reach(spans, spans_at);
-            if (rules.size() > MOST_RULES) throw std::invalid_argument("mask: more parts than there is room for");
+            f->mask.spans = make_spans(spans, spans_at);
+            if (rules.size() > MAX_RULES) throw std::invalid_argument("mask: more parts than there is room for");
             for (const auto& [kind, first, stride, second, second_stride] : rules) {
-                Rule& rule = f->visible.rules[f->visible.count++];
+                Rule& rule = f->mask.rules[f->mask.rule_count++];
                 rule.kind = static_cast<Rule::Kind>(kind);
-                if (rule.kind == Rule::spans) rule.reach = reach(first, {stride[0], stride[1], stride[2]});
-                rule.q = tensor(first, stride, 0);
-                rule.k = tensor(second, second_stride, 0);
+                if (rule.kind == Rule::spans) rule.key_spans = make_spans(first, {stride[0], stride[1], stride[2]});
+                rule.q = make_tensor(first, stride, 0);
+                rule.k = make_tensor(second, second_stride, 0);
             }
             for (int n = 0; n < 3; n++) f->out_stride[n] = out_stride[n];
             f->scale = scale;
@@ -74,19 +74,19 @@ void bind_attention(nb::module_& m) {
             f->dropout = dropout;
             f->seed = seed;
         });
-    // True where all of out is finite.
+    // Returns whether all of out is finite.
     m.def("forward", [](const Forward& call, std::uintptr_t out, std::uintptr_t lse, int threads) {
         Forward f = call;
         f.out = reinterpret_cast<void*>(out);
         f.lse = reinterpret_cast<void*>(lse);
         check_memory(f);
-        std::atomic<bool> spoilt{false};
-        f.spoilt = &spoilt;
+        std::atomic<bool> nonfinite{false};
+        f.nonfinite = &nonfinite;
         nb::gil_scoped_release unlocked;
         run(f, threads);
-        return !spoilt.load();
+        return !nonfinite.load();
     });
-    // The same of a call whose tensors keep their strides: only the addresses change; 0 = none.
+    // The same for other tensors of the same strides, as addresses; 0 = none.
     m.def("repeat", [](const Forward& call, std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t bias,
                        std::uintptr_t sinks, std::uintptr_t out, std::uintptr_t lse, int threads) {
         Forward f = call;  // several threads may repeat one call
@@ -98,23 +98,23 @@ void bind_attention(nb::module_& m) {
         f.sinks = reinterpret_cast<const void*>(sinks);
         check_memory(f);
         f.lse = reinterpret_cast<void*>(lse);
-        std::atomic<bool> spoilt{false};
-        f.spoilt = &spoilt;
+        std::atomic<bool> nonfinite{false};
+        f.nonfinite = &nonfinite;
         nb::gil_scoped_release unlocked;
         run(f, threads);
-        return !spoilt.load();
+        return !nonfinite.load();
     });
-    // True where all of dq, dk and dv is finite.
+    // Returns whether all of dq, dk and dv is finite.
     m.def("backward", [](const Forward& f, std::uintptr_t out, Axes out_stride, std::uintptr_t lse,
                          std::uintptr_t grad_out, Axes grad_out_stride, std::uintptr_t grad_lse, std::uintptr_t dq,
                          Axes dq_stride, std::uintptr_t dk, Axes dk_stride, std::uintptr_t dv, Axes dv_stride,
-                         std::uintptr_t dbias, Axes dbias_stride, bool wide_dbias, int threads) {
+                         std::uintptr_t dbias, Axes dbias_stride, bool double_dbias, int threads) {
         Backward g;
         g.forward = f;
         g.forward.lse = reinterpret_cast<void*>(lse);
         const int dtype = int(f.q.dtype);
-        g.out = tensor(out, out_stride, dtype);
-        g.grad_out = tensor(grad_out, grad_out_stride, dtype);
+        g.out = make_tensor(out, out_stride, dtype);
+        g.grad_out = make_tensor(grad_out, grad_out_stride, dtype);
         g.grad_lse = reinterpret_cast<const void*>(grad_lse);
         const std::int64_t rows = f.batch * f.heads * f.queries;
         check_memory(f);
@@ -130,24 +130,24 @@ void bind_attention(nb::module_& m) {
             g.dv_stride[n] = dv_stride[n];
         }
         g.dbias = reinterpret_cast<void*>(dbias);
-        g.wide_dbias = wide_dbias;
+        g.double_dbias = double_dbias;
         for (int n = 0; n < 4; n++) g.dbias_stride[n] = dbias_stride[n];
-        std::atomic<bool> spoilt{false};
-        g.spoilt = &spoilt;
+        std::atomic<bool> nonfinite{false};
+        g.nonfinite = &nonfinite;
         nb::gil_scoped_release unlocked;
         run(g, threads);
-        return !spoilt.load();
+        return !nonfinite.load();
     });
 }
 
 void bind_linear(nb::module_& m) {
-    // Whether `linear` takes this dtype and width.
-    m.def("multiplies", [](int dtype, std::int64_t width) {
+    // Whether `linear` supports this dtype and width.
+    m.def("supports_linear", [](int dtype, std::int64_t width) {
         Linear f{};
-        f.width = width;
+        f.in_features = width;
         f.dtype = static_cast<Dtype>(dtype);
         f.x_stride[1] = f.w_stride[1] = 1;
-        return chosen()->multiplies(f);
+        return selected_target()->supports_linear(f);
     });
     // (rows, width, outputs), dtype; x [rows, width] and w [outputs, width], each with its strides in elements, of
     // which one is 1; bias [outputs] or 0; y [batch, heads, rows of a batch entry, width of a head] with those of its
@@ -184,16 +184,17 @@ void bind_linear(nb::module_& m) {
 }
 
 void bind_observation(nb::module_& m) {
-    // Observing; _observe/native_observer.py states each argument that holds several numbers.
+    // src/headscope/_observe/native_observer.py documents the arguments that hold several numbers.
     using Address = std::uintptr_t;
     using Windows = std::vector<std::tuple<double, std::int64_t, std::int64_t>>;
     nb::class_<Observation>(m, "Observation")
         .def("__init__",
              [](Observation* x, const Forward& call, std::array<std::int64_t, 2> rows,
-                const std::array<std::int64_t, QUANTITIES>& values, const Windows& windows, std::array<Address, 2> line,
-                std::array<Address, 2> own, Address ids, std::array<Address, 3> first, std::array<Address, 4> may_count,
-                Address other_lse, double rounding, int most, std::int64_t bins, std::array<std::int64_t, 3> edges,
-                std::array<Address, 3> borders, const Places& places, std::int64_t size, std::int64_t room) {
+                const std::array<std::int64_t, QUANTITIES>& values, const Windows& windows,
+                std::array<Address, 2> position, std::array<Address, 2> own_key, Address ids,
+                std::array<Address, 3> first, std::array<Address, 4> may_count, Address external_lse, double rounding,
+                int top_k, std::int64_t bins, std::array<std::int64_t, 3> edges, std::array<Address, 3> borders,
+                const Places& places, std::int64_t size, std::int64_t scratch_size) {
                  new (x) Observation{call,
                                      {},
                                      rows[0],
@@ -208,39 +209,39 @@ void bind_observation(nb::module_& m) {
                                      std::int64_t(borders[2]),
                                      places,
                                      size,
-                                     room};
-                 RowStats& s = x->stats;
-                 s.all_queries = call.queries;
+                                     scratch_size};
+                 Statistics& s = x->stats;
+                 s.total_queries = call.queries;
                  s.bins = bins;
-                 s.most = most;
+                 s.top_k = top_k;
                  x->call.queries = rows[0];
-                 x->call.rows = reinterpret_cast<const std::int64_t*>(rows[1]);
-                 if (windows.size() > MOST_WINDOWS || first[2] > MOST_FIRST)
+                 x->call.row_queries = reinterpret_cast<const std::int64_t*>(rows[1]);
+                 if (windows.size() > MAX_WINDOWS || first[2] > MAX_FIRST_KEYS)
                      throw std::invalid_argument("Observation: too many windows or first keys");
-                 for (const auto& [reach, window, streaming] : windows) {
-                     s.reach[s.windows] = reach;
-                     x->window_at[s.windows] = window;
-                     x->streaming_at[s.windows++] = streaming;
+                 for (const auto& [radius, window, streaming] : windows) {
+                     s.window_radius[s.window_count] = radius;
+                     x->window_at[s.window_count] = window;
+                     x->streaming_at[s.window_count++] = streaming;
                  }
-                 s.line = reinterpret_cast<const std::int64_t*>(line[0]);
-                 s.line_stride = std::int64_t(line[1]);
-                 s.own = reinterpret_cast<const std::int64_t*>(own[0]);
-                 s.own_stride = std::int64_t(own[1]);
-                 s.ids = reinterpret_cast<const std::int32_t*>(ids);
-                 s.first = reinterpret_cast<const std::int64_t*>(first[0]);
+                 s.position = reinterpret_cast<const std::int64_t*>(position[0]);
+                 s.position_stride = std::int64_t(position[1]);
+                 s.own_key = reinterpret_cast<const std::int64_t*>(own_key[0]);
+                 s.own_key_stride = std::int64_t(own_key[1]);
+                 s.token_ids = reinterpret_cast<const std::int32_t*>(ids);
+                 s.first_keys = reinterpret_cast<const std::int64_t*>(first[0]);
                  s.first_stride = std::int64_t(first[1]);
-                 s.firsts = int(first[2]);
+                 s.first_count = int(first[2]);
                  s.may_count = reinterpret_cast<const std::uint8_t*>(may_count[0]);
                  for (int n = 0; n < 3; n++) s.may_count_stride[n] = std::int64_t(may_count[n + 1]);
-                 s.other_lse = reinterpret_cast<const void*>(other_lse);
-                 s.rounding = rounding;
+                 s.external_lse = reinterpret_cast<const void*>(external_lse);
+                 s.lse_tolerance = rounding;
              });
-    // Measures, and attends beside if there is a place for out and lse. True where every row that sees keys is finite.
-    m.def("look", [](const Observation& observation, Address q, Address k, Address v, Address out, Address lse,
-                     Address outputs, int threads) {
+    // Computes statistics, and out and lse unless they are 0. Returns whether every row with a visible key is finite.
+    m.def("observe", [](const Observation& observation, Address q, Address k, Address v, Address out, Address lse,
+                        Address outputs, int threads) {
         nb::gil_scoped_release unlocked;
-        const Scratch<1 << 24> room(std::size_t(observation.room));
-        Placed x(observation, reinterpret_cast<char*>(outputs), room.at(0));
+        const Scratch<1 << 24> scratch(std::size_t(observation.scratch_size));
+        PlacedObservation x(observation, reinterpret_cast<char*>(outputs), scratch.at(0));
         Forward& f = x.call;
         f.q.data = reinterpret_cast<const void*>(q);
         f.k.data = reinterpret_cast<const void*>(k);
@@ -248,37 +249,38 @@ void bind_observation(nb::module_& m) {
         f.out = reinterpret_cast<void*>(out);
         f.lse = reinterpret_cast<void*>(lse);
         check_memory(f);
-        const Forward whole = f;
-        std::atomic<bool> spoilt{false};
-        if (f.out && chosen()->shares(f) > 1) {  // by itself, so that it is to the bit what it is when nobody looks
-            f.spoilt = &spoilt;
+        const Forward with_values = f;
+        std::atomic<bool> nonfinite{false};
+        // With key splits attention runs separately, so that out is the same to the bit as without statistics.
+        if (f.out && selected_target()->key_splits(f) > 1) {
+            f.nonfinite = &nonfinite;
             run(f, threads);
-            f.out = f.lse = f.partial = f.paired_v = nullptr;
+            f.out = f.lse = f.partial_results = f.paired_v = nullptr;
         }
         const EdgeList list = x.edge_list();
-        const bool later = observation.maxima >= 0;
-        const Moments pooled = observation.borders ? x.moments() : Moments{};
-        const EdgeList* const on_the_way = list.k && !later ? &list : nullptr;
-        if (!look(f, x.stats, on_the_way, observation.borders ? &pooled : nullptr, x.quantity(0), threads) || spoilt)
+        const bool separate_edges = observation.maxima >= 0;
+        const Moments moments = observation.borders ? x.moments() : Moments{};
+        const EdgeList* const map_edges = list.k && !separate_edges ? &list : nullptr;
+        if (!observe(f, x.stats, map_edges, observation.borders ? &moments : nullptr, x.quantity(0), threads) ||
+            nonfinite)
             return false;
-        if (later) edges(whole, x.stats, list, threads);
+        if (separate_edges) find_edges(with_values, x.stats, list, threads);
         return true;
     });
-    // What `look` makes of row quantities, of any numbers [names, B, H, rows], so that it can be tested with such as
-    // are rare.
+    // The moments that `observe` computes of row quantities, of any values [names, B, H, rows]; for tests.
     m.def("moments", [](Address values, bool wide, std::array<std::int64_t, 4> sizes, std::array<Address, 2> borders,
-                        Address whole, Address numbers, int threads) {
+                        Address counts, Address numbers, int threads) {
         Observation x{};
         x.names = sizes[0];
         x.call.batch = sizes[1];
         x.call.heads = sizes[2];
         x.rows = sizes[3];
         x.borders = reinterpret_cast<const void*>(borders[0]);
-        x.borders_of_each = std::int64_t(borders[1]);
-        auto* const counts = reinterpret_cast<std::int64_t*>(whole);
+        x.borders_per_name = std::int64_t(borders[1]);
+        auto* const whole = reinterpret_cast<std::int64_t*>(counts);
         nb::gil_scoped_release unlocked;
-        moments(Placed::moments_at(x, counts, reinterpret_cast<double*>(numbers)),
-                reinterpret_cast<const void*>(values), wide, threads);
+        compute_moments(PlacedObservation::moments_at(x, whole, reinterpret_cast<double*>(numbers)),
+                        reinterpret_cast<const void*>(values), wide, threads);
     });
 }
 

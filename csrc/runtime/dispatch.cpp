@@ -1,4 +1,4 @@
-// Which targets there are, best first, and which of them runs here; and what is the same for all of them.
+// The list of targets, best first, and the selection of one; and what does not depend on the target.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -28,7 +28,7 @@ namespace generic {
 extern const Target target;
 }
 
-const Target* const* targets(int* count) {
+const Target* const* all_targets(int* count) {
     static const Target* const all[] = {
 #if defined(__x86_64__)
         &avx512_bf16::target,
@@ -43,10 +43,10 @@ const Target* const* targets(int* count) {
     return all;
 }
 
-const Target* chosen() {
+const Target* selected_target() {
     static const Target* const once = [] {
         int count = 0;
-        const Target* const* all = targets(&count);
+        const Target* const* all = all_targets(&count);
         const char* forced = std::getenv("HEADSCOPE_CPU_TARGET");
         std::string names;
         for (int n = 0; n < count; n++) {
@@ -59,9 +59,9 @@ const Target* chosen() {
     return once;
 }
 
-void narrow(Forward& f) {
-    const Spans& spans = f.visible.spans;
-    if (!spans.data || f.rows) return;
+void find_visible_range(Forward& f) {
+    const Spans& spans = f.mask.spans;
+    if (!spans.data || f.row_queries) return;
     std::int64_t from = f.keys, to = 0;
     for (std::int64_t b = 0; b < (spans.batch_stride ? f.batch : 1); b++)
         for (std::int64_t i = 0; i < (spans.query_stride ? f.queries : 1); i++)
@@ -72,8 +72,8 @@ void narrow(Forward& f) {
                     to = std::max(to, std::int64_t(span[1]));
                 }
             }
-    f.seen[0] = std::min(from, to);
-    f.seen[1] = to;
+    f.visible_begin = std::min(from, to);
+    f.visible_end = to;
 }
 
 }  // namespace headscope

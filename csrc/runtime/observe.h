@@ -1,4 +1,4 @@
-// Observing: what calls the targets, and what is done without vectors.
+// Runs an observation on threads, and computes what needs no vectors: edges, moments and histograms.
 #pragma once
 
 #include <cstdint>
@@ -7,34 +7,35 @@
 
 namespace headscope {
 
-// The k largest weights of each head over batch entries, rows and keys; of equal ones the first.
+// The k largest weights of each head over batch entries, rows and keys; of equal ones those with the smallest indices.
 struct EdgeList {
     int k;
-    double* p;           // out, [H, k], largest first; NaN where there are fewer
+    double* p;           // out, [H, k], descending; NaN where there are fewer
     std::int64_t* at;    // out, [H, k, 4]: 0, batch entry, query and key; -1 where there are fewer
-    const void* maxima;  // [B, H, Q] of the arithmetic's type: each row's largest weight; NaN where it does not count
-    const void* max_logits;  // the same: and its largest logit
+    const void* maxima;  // [B, H, Q] of the accumulation type: the largest weight of each row; NaN if it is not counted
+    const void* max_logits;  // the same for the largest logit
 };
 
-// Without a map: they lie in the k rows of each batch entry and head with the largest maxima, which are looked at once
-// more, and are no smaller than the least of these.
-void edges(const Forward& f, const RowStats& rows, const EdgeList& list, int threads);
+// Finds the edges of a call without a map, in a second pass over few rows. They lie in the k rows of each batch entry
+// and head with the largest maxima, and are no smaller than the smallest of these maxima.
+void find_edges(const Forward& f, const Statistics& rows, const EdgeList& list, int threads);
 
-// Of each name and head: count, mean, M2, least, largest and histogram of the values that are not NaN.
+// Moments and histograms of row quantities, for each name and head; NaN is skipped.
 struct Moments {
     std::int64_t names, batch, heads, rows;  // of values, contiguous
-    const void* borders;  // from where on values are in each bin of a histogram, [names, bins], of the values' type:
-                          // the first is
-    std::int64_t bins;    // -infinity; where a name has fewer, the rest is NaN
-    std::int64_t *count, *histogram;      // [names, H], [names, H, bins]
-    double *mean, *M2, *least, *largest;  // [names, H]
+    // The smallest value of each bin, [names, bins], of the type of the values. The first is -infinity; names with
+    // fewer bins are padded with NaN.
+    const void* borders;
+    std::int64_t bins;
+    std::int64_t *count, *histogram;  // [names, H], [names, H, bins]
+    double *mean, *M2, *min, *max;    // [names, H]
 };
 
-// Attends, unless there is no place for that, while rows are measured; true where every row that sees keys is finite.
-// With a map the edges, if there is a list for them, are found on the way. `moments`, which may be null, are those of
-// `values`.
-bool look(Forward& f, RowStats& rows, const EdgeList* list, const Moments* moments, const void* values, int threads);
+// Computes statistics, and the output of attention unless f.out is null. With a map it also finds the edges if `list`
+// is not null, and then the `moments` (or null) of `values`. Returns whether every row with a visible key is finite.
+bool observe(Forward& f, Statistics& rows, const EdgeList* list, const Moments* moments, const void* values,
+             int threads);
 
-void moments(const Moments& m, const void* values, bool wide, int threads);
+void compute_moments(const Moments& m, const void* values, bool wide, int threads);
 
 }  // namespace headscope

@@ -1,4 +1,4 @@
-// Threads, memory and Ctrl-C, for what calls the targets.
+// Threads, scratch memory and Ctrl-C for the code that calls the targets.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -26,17 +26,20 @@ namespace nb = nanobind;
 
 inline std::atomic<bool> forked{false};  // libgomp's pool does not survive a fork: a child runs single-threaded
 
-// Ctrl-C. Python runs its signal handlers on its main thread, between bytecodes: a long call would hold them up. Where
-// the main thread is the one that entered, it asks for them every 50 ms; if a handler raises, all threads leave what is
-// left of the call.
+// Set by the binding. Python runs its signal handlers on the main thread, between bytecodes.
 inline std::atomic<pthread_t> main_thread{};
 
-class Signals : public Watch {
+// Runs Python's signal handlers during a call, so that Ctrl-C does not wait for its end. If the main thread made the
+// call, it runs them every 50 ms; if a handler raises, the call is cancelled.
+
+class Signals : public Cancellation {
 public:
     Signals()
-        : Watch{ask}, entered_by_main(pthread_equal(pthread_self(), main_thread)), asked(entered_by_main ? now() : 0) {}
+        : Cancellation{poll},
+          on_main_thread(pthread_equal(pthread_self(), main_thread)),
+          last_poll(on_main_thread ? now() : 0) {}
 
-    // To be called where all threads have left, without the GIL.
+    // Rethrows the handler's error. To be called without the GIL, after all threads have finished.
     void raise() const {
         if (!raised) return;
         nb::gil_scoped_acquire locked;
@@ -44,22 +47,22 @@ public:
     }
 
 private:
-    static constexpr std::int64_t PATIENCE = 50'000'000;  // ns
+    static constexpr std::int64_t POLL_INTERVAL = 50'000'000;  // ns
 
-    static bool ask(Watch* watch) {
-        Signals& self = *static_cast<Signals*>(watch);
-        if (!self.entered_by_main || self.raised.load(std::memory_order_relaxed)) return self.raised;
-        if (!pthread_equal(pthread_self(), main_thread) || now() - self.asked < PATIENCE) return false;
+    static bool poll(Cancellation* cancellation) {
+        Signals& self = *static_cast<Signals*>(cancellation);
+        if (!self.on_main_thread || self.raised.load(std::memory_order_relaxed)) return self.raised;
+        if (!pthread_equal(pthread_self(), main_thread) || now() - self.last_poll < POLL_INTERVAL) return false;
         {
             nb::gil_scoped_acquire locked;
             if (PyErr_CheckSignals()) self.raised = true;  // the error stays with the thread until `raise`
         }
-        self.asked = now();
+        self.last_poll = now();
         return self.raised;
     }
     static std::int64_t now() {
 #if defined(CLOCK_MONOTONIC_COARSE)
-        constexpr clockid_t clock = CLOCK_MONOTONIC_COARSE;  // some ns a look, and exact to some ms
+        constexpr clockid_t clock = CLOCK_MONOTONIC_COARSE;  // takes some ns; precise to some ms
 #else
         constexpr clockid_t clock = CLOCK_MONOTONIC;
 #endif
@@ -68,23 +71,23 @@ private:
         return std::int64_t(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
     }
 
-    const bool entered_by_main;
+    const bool on_main_thread;
     std::atomic<bool> raised{false};
-    std::int64_t asked;  // the main thread's own
+    std::int64_t last_poll;  // read and written by the main thread only
 };
 
-struct Free {
+struct FreeDeleter {
     void operator()(void* p) const { std::free(p); }
 };
-using Memory = std::unique_ptr<void, Free>;
+using Memory = std::unique_ptr<void, FreeDeleter>;
 
-// Asks for large pages where much will be written. New memory is mapped as it is first touched, a page at a time: by 4
-// KiB that takes a twentieth of a pass. Where the system knows no others, or lets nobody ask, nothing changes.
-inline void expect_pages(void* data, std::size_t bytes) {
+// Advises huge pages for large outputs. New memory is mapped at the first write to each page; with pages of 4 KiB the
+// page faults take 5 % of a forward pass. Without MADV_HUGEPAGE, or if the system refuses, nothing changes.
+inline void advise_huge_pages(void* data, std::size_t bytes) {
 #if defined(MADV_HUGEPAGE)
-    constexpr std::size_t worth = 4 << 20;
+    constexpr std::size_t MIN_BYTES = 4 << 20;
     constexpr std::uintptr_t page = 4096;
-    if (bytes < worth) return;
+    if (bytes < MIN_BYTES) return;
     const std::uintptr_t begin = (reinterpret_cast<std::uintptr_t>(data) + page - 1) / page * page;
     const std::uintptr_t end = (reinterpret_cast<std::uintptr_t>(data) + bytes) / page * page;
     const int error = errno;
@@ -98,25 +101,25 @@ inline void expect_pages(void* data, std::size_t bytes) {
 inline Memory allocate(std::size_t bytes) {
     void* p = std::aligned_alloc(64, (bytes + 127) / 64 * 64);
     if (!p) throw std::bad_alloc();
-    expect_pages(p, bytes);
+    advise_huge_pages(p, bytes);
     return Memory(p);
 }
 
-// Of as many numbers.
 inline std::size_t bytes_of(std::int64_t count, Dtype dtype) {
     return std::size_t(count) * (dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2);
 }
 
-// How much room a thread gets of so many bytes: what a CPU fetches ahead for one must not be what another writes.
-inline std::size_t room_of_own(std::size_t bytes) {
+// The distance between the scratch memory of two threads: whole pages, and at least one page between them, so that the
+// hardware prefetcher of one core does not read lines that another writes.
+inline std::size_t padded_scratch_bytes(std::size_t bytes) {
     constexpr std::size_t page = 4096;
     return (bytes + 2 * page - 1) / page * page;
 }
 
-// Scratch for one call. What a thread used last it keeps for its next call, if it is not much: to ask for it anew would
-// cost a short call a tenth of its time. Within a call there may be another, by a signal handler or for another
-// purpose: it finds nothing kept, or what is kept with another limit.
-template <std::size_t MOST_KEPT = 4 << 20>
+// Scratch memory of one call. Up to MAX_CACHED bytes are cached by the calling thread for its next call, since
+// allocation takes 10 % of a short call. A nested call (from a signal handler, say) finds the cache empty and allocates
+// its own. Each MAX_CACHED has its own cache.
+template <std::size_t MAX_CACHED = 4 << 20>
 class Scratch {
 public:
     explicit Scratch(std::size_t bytes) : memory(std::move(cached)), size(std::exchange(cached_size, 0)) {
@@ -127,7 +130,7 @@ public:
         }
     }
     ~Scratch() {
-        if (size <= MOST_KEPT && size > cached_size) {
+        if (size <= MAX_CACHED && size > cached_size) {
             cached = std::move(memory);
             cached_size = size;
         }
@@ -141,57 +144,57 @@ private:
     std::size_t size;
 };
 
-// Deals out 0 .. count to threads, to each from a part of its own, and where nothing of it is left from that of which
-// most is left. So whoever made something in one pass finds it in its cache in the next; what two threads both read or
-// write, which some CPUs are slow to carry from core to core, is little.
-class Dealer {
+// Distributes tasks 0 .. count with work stealing. Each thread takes tasks from its own contiguous part, then from the
+// part with the most tasks left. So a thread finds what it wrote in one step in its own cache in the next, and cores
+// transfer few cache lines.
+class TaskDistributor {
 public:
-    Dealer(std::int64_t count, int threads)
+    TaskDistributor(std::int64_t count, int threads)
         : number(threads),
-          many(threads > FEW ? new Part[std::size_t(threads)] : nullptr),
-          parts(many ? many.get() : few) {
+          heap_parts(threads > INLINE_PARTS ? new Part[std::size_t(threads)] : nullptr),
+          parts(heap_parts ? heap_parts.get() : inline_parts) {
         for (int t = 0; t < threads; t++) {
             parts[t].next = count * t / threads;
             parts[t].end = count * (t + 1) / threads;
         }
     }
-    // Up to `some` for this thread, from `first` to `end`; false where none is left.
-    bool deal(int thread, int some, std::int64_t& first, std::int64_t& end) {
-        const auto take = [&](Part& part) {
-            first = part.next.fetch_add(some, std::memory_order_relaxed);
-            end = std::min(first + some, part.end);
+    // Takes up to `most` tasks, [first, end). False if none is left.
+    bool take(int thread, int most, std::int64_t& first, std::int64_t& end) {
+        const auto take_from = [&](Part& part) {
+            first = part.next.fetch_add(most, std::memory_order_relaxed);
+            end = std::min(first + most, part.end);
             return first < end;
         };
-        if (take(parts[thread])) return true;
+        if (take_from(parts[thread])) return true;
         for (;;) {
-            std::int64_t most = 0;
+            std::int64_t most_left = 0;
             Part* longest = nullptr;
             for (int t = 0; t < number; t++) {
                 const std::int64_t left = parts[t].end - parts[t].next.load(std::memory_order_relaxed);
-                if (left > most) {
-                    most = left;
+                if (left > most_left) {
+                    most_left = left;
                     longest = &parts[t];
                 }
             }
             if (!longest) return false;
-            if (take(*longest)) return true;
+            if (take_from(*longest)) return true;
         }
     }
 
 private:
-    struct alignas(128) Part {  // none shares what is fetched at once with another
+    struct alignas(128) Part {  // two cache lines: the adjacent-line prefetcher reads pairs
         std::atomic<std::int64_t> next;
         std::int64_t end;
     };
-    static constexpr int FEW = 4;  // parts that need no allocation: three of these take a tenth of the shortest call
+    static constexpr int INLINE_PARTS = 4;  // stored without allocation, of which three take 10 % of the shortest call
     const int number;
-    Part few[FEW];
-    const std::unique_ptr<Part[]> many;
+    Part inline_parts[INLINE_PARTS];
+    const std::unique_ptr<Part[]> heap_parts;
     Part* const parts;
 };
 
-// Runs body(thread) on `threads` threads, as one parallel region. A call opens one region, whatever it does: under load
-// each region may wait a scheduler slice for a thread whose core serves another process.
+// Runs body(thread) on `threads` threads, as one OpenMP region. A call opens a single region for all of its steps: on a
+// loaded machine each region may wait a scheduler time slice for a thread.
 template <class Body>
 void parallel_region(int threads, const Body& body) {
     if (threads <= 1) return body(0);
@@ -199,11 +202,11 @@ void parallel_region(int threads, const Body& body) {
     body(omp_get_thread_num());
 }
 
-// Tells the CPU, and after a while the scheduler, that this thread waits for another one.
-class Waiting {
+// Waits for another thread: pauses the core at first, then yields to the scheduler.
+class SpinWait {
 public:
     void pause() {
-        if (++turns > SPINS) return (void)sched_yield();
+        if (++spins > SPINS) return (void)sched_yield();
 #if defined(__x86_64__)
         __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -213,89 +216,89 @@ public:
 
 private:
     static constexpr int SPINS = 1 << 10;  // some 20 to 40 us
-    int turns = 0;
+    int spins = 0;
 };
 
-// One step of a call: tasks 0 .. count, in any order. All threads of a region go through the same steps. What follows a
-// step may begin when its tasks have ended: a thread that comes late finds them done, and nobody waits for it.
-class Step {
+// One step of a call: tasks 0 .. count, in any order. All threads of a region run the same steps. `wait` returns when
+// all tasks have ended, even if some thread has not started the step yet.
+class ParallelStep {
 public:
-    Step(std::int64_t tasks, int threads, int at_once = 1) : count(tasks), some(at_once), dealer(tasks, threads) {}
+    ParallelStep(std::int64_t tasks, int threads, int at_once = 1)
+        : count(tasks), batch(at_once), distributor(tasks, threads) {}
 
-    // body(n, thread), until no task is left to take. Bodies neither throw nor allocate; after a signal they are left
-    // out.
+    // Calls body(n, thread) until no task is left; not after a cancellation. Bodies neither throw nor allocate.
     template <class Body>
-    void run(Watch& watch, int thread, const Body& body) {
-        for (std::int64_t n, end; dealer.deal(thread, some, n, end);) {
+    void run(Cancellation& cancellation, int thread, const Body& body) {
+        for (std::int64_t n, end; distributor.take(thread, batch, n, end);) {
             const std::int64_t taken = end - n;
             for (; n < end; n++)
-                if (!watch.stops(&watch)) body(n, thread);
+                if (!cancellation.requested(&cancellation)) body(n, thread);
             ended.fetch_add(taken, std::memory_order_release);
         }
     }
-    void wait(Watch& watch) const {
-        for (Waiting waiting; ended.load(std::memory_order_acquire) < count; waiting.pause()) watch.stops(&watch);
+    void wait(Cancellation& cancellation) const {
+        for (SpinWait waiting; ended.load(std::memory_order_acquire) < count; waiting.pause())
+            cancellation.requested(&cancellation);
     }
 
 private:
     const std::int64_t count;
-    const int some;
-    Dealer dealer;
+    const int batch;
+    TaskDistributor distributor;
     alignas(128) std::atomic<std::int64_t> ended{0};
 };
 
-// A step that is a region of its own, on up to `threads` threads.
+// Calls body(n, thread) for n = 0 .. count in a region of its own.
 template <class Body>
-void each(Watch& watch, std::int64_t count, int threads, const Body& body, int some = 1) {
+void parallel_for(Cancellation& cancellation, std::int64_t count, int threads, const Body& body, int at_once = 1) {
     if (threads <= 1) {
-        for (std::int64_t n = 0; n < count && !watch.stops(&watch); n++) body(n, 0);
+        for (std::int64_t n = 0; n < count && !cancellation.requested(&cancellation); n++) body(n, 0);
         return;
     }
-    Step step(count, threads, some);
-    parallel_region(threads, [&](int thread) { step.run(watch, thread, body); });
+    ParallelStep step(count, threads, at_once);
+    parallel_region(threads, [&](int thread) { step.run(cancellation, thread, body); });
 }
 
-// Chains of links: of a chain each link may begin when those before it have begun. A thread goes through a chain of its
-// own, for what one link has read the next one finds in the cache; where no chain is left it helps with the one that
-// has most left.
-class Chains {
+// Chains of links: a link may begin when those before it in its chain have begun. A thread opens a chain and runs its
+// links, which share data in the cache. When all chains are open, it joins the one with the most links left.
+class TaskChains {
 public:
     struct Link {
         std::int64_t chain, number;
-        int owner;  // the thread that opened the chain; it opens no other before this one has ended
-        std::atomic<std::int64_t>*
-            passed;  // a number for each link of the chain, at first 0: what it tells those that follow
+        int owner;  // the thread that opened the chain; it opens no other before all links have begun
+        std::atomic<std::int64_t>* passed;  // the progress of each link of the chain, at first 0
     };
-    Chains(std::int64_t chains, std::int64_t links, int threads)
+    TaskChains(std::int64_t chains, std::int64_t links, int threads)
         : count(chains),
           length(links),
           all(new Chain[std::size_t(chains)]),
           passed(new std::atomic<std::int64_t>[std::size_t(chains * links)]()),
           unopened(chains, threads) {}
 
-    // By each thread of a region: body(link, thread), which neither throws nor allocates, until all links have begun.
+    // To be called by each thread of a region. Calls body(link, thread), which neither throws nor allocates, until all
+    // links have begun.
     template <class Body>
-    void run(Watch& watch, int thread, const Body& body) {
+    void run(Cancellation& cancellation, int thread, const Body& body) {
         const auto next = [&](std::int64_t n) {
-            if (watch.stops(&watch)) return false;
+            if (cancellation.requested(&cancellation)) return false;
             const std::int64_t number = all[n].begun.fetch_add(1, std::memory_order_acquire);
             if (number >= length) return false;
             body(Link{n, number, all[n].owner, passed.get() + n * length}, thread);
             return true;
         };
-        for (std::int64_t n, end; unopened.deal(thread, 1, n, end);) {
+        for (std::int64_t n, end; unopened.take(thread, 1, n, end);) {
             all[n].owner = thread;
             all[n].begun.store(0, std::memory_order_release);
             while (next(n)) {
             }
         }
-        while (!watch.stops(&watch)) {
-            std::int64_t longest = -1, least = length;
+        while (!cancellation.requested(&cancellation)) {
+            std::int64_t longest = -1, fewest_begun = length;
             for (std::int64_t n = 0; n < count; n++) {
                 const std::int64_t begun = all[n].begun.load(std::memory_order_relaxed);
-                if (begun >= 0 && begun < least) {
+                if (begun >= 0 && begun < fewest_begun) {
                     longest = n;
-                    least = begun;
+                    fewest_begun = begun;
                 }
             }
             if (longest < 0) return;
@@ -305,43 +308,43 @@ public:
 
 private:
     struct Chain {
-        std::atomic<std::int64_t> begun{-1};  // so many links; -1: it is not open
+        std::atomic<std::int64_t> begun{-1};  // number of links; -1: the chain is not open
         int owner = 0;
     };
     const std::int64_t count, length;
     const std::unique_ptr<Chain[]> all;
     const std::unique_ptr<std::atomic<std::int64_t>[]> passed;
-    Dealer unopened;
+    TaskDistributor unopened;
 };
 
-inline int usable(int threads, std::int64_t tasks) {
+inline int usable_threads(int threads, std::int64_t tasks) {
     if (forked || threads < 1) return 1;
     return threads < tasks ? threads : int(tasks < 1 ? 1 : tasks);
 }
 
-// What a target makes of a call before its tasks; to be kept as long as these run. The call says where it lies.
+// Memory and tasks of paired_v, which a target may need before the tasks of a call. f.paired_v points into it.
 class Preparation {
 public:
     Preparation(const Target& target, Forward& f, int threads)
-        : target(target), f(f), memory(allocate_for(target, f)), step(memory ? target.prepare_tasks(f) : 0, threads) {}
+        : target(target), f(f), memory(allocate_for(target, f)), step(memory ? target.pairing_tasks(f) : 0, threads) {}
 
-    // By all threads of a region, before the tasks.
-    void run(Watch& watch, int thread) {
+    // To be called by all threads of a region before the tasks of the call.
+    void run(Cancellation& cancellation, int thread) {
         if (!memory) return;
-        step.run(watch, thread, [&](std::int64_t n, int) { target.prepare(f, n); });
-        step.wait(watch);
+        step.run(cancellation, thread, [&](std::int64_t n, int) { target.pair_values(f, n); });
+        step.wait(cancellation);
     }
 
 private:
     const Target& target;
     const Forward& f;
     const Memory memory;
-    Step step;
+    ParallelStep step;
 
     static Memory allocate_for(const Target& target, Forward& f) {
-        if (!target.prepared(f)) return nullptr;
-        narrow(f);
-        const std::size_t bytes = target.prepared(f);
+        if (!target.paired_v_bytes(f)) return nullptr;
+        find_visible_range(f);
+        const std::size_t bytes = target.paired_v_bytes(f);
         if (!bytes) return nullptr;
         Memory memory = allocate(bytes);
         f.paired_v = memory.get();
@@ -349,12 +352,12 @@ private:
     }
 };
 
-// Short tasks are taken several at a time, so that threads meet less often and each finds neighbours in its cache.
-inline int at_a_time(const Forward& f, std::int64_t tasks, int threads) {
-    constexpr double enough = 1e6;  // operations: some microseconds
+// The number of tasks that a thread takes at once. Several short ones reduce contention and share data in the cache.
+inline int tasks_at_once(const Forward& f, std::int64_t tasks, int threads) {
+    constexpr double batch_operations = 1e6;  // some microseconds
     const double all = 2.0 * double(f.batch * f.heads) * double(f.queries * f.keys) * double(f.head_dim + f.v_head_dim);
-    const double some = enough * double(tasks) / (all + 1), most = double(tasks) / (8.0 * threads);
-    return std::max(1, int(std::min(some, most)));
+    const double batch = batch_operations * double(tasks) / (all + 1), max_batch = double(tasks) / (8.0 * threads);
+    return std::max(1, int(std::min(batch, max_batch)));
 }
 
 }  // namespace headscope

@@ -19,6 +19,6 @@ namespace {
 bool runs_here() { return cpu_features().avx2; }
 }  // namespace
 extern const Target target;
-const Target target{"avx2", OFFERS};
+const Target target{"avx2", TARGET_FUNCTIONS};
 }  // namespace headscope::avx2
 #endif

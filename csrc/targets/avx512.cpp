@@ -19,6 +19,6 @@ namespace {
 bool runs_here() { return cpu_features().avx512; }
 }  // namespace
 extern const Target target;
-const Target target{"avx512", OFFERS};
+const Target target{"avx512", TARGET_FUNCTIONS};
 }  // namespace headscope::avx512
 #endif

@@ -46,6 +46,6 @@ bool runs_here() { return cpu_features().avx512_bf16; }
 #endif
 }  // namespace
 extern const Target target;
-const Target target{"avx512_bf16", OFFERS};
+const Target target{"avx512_bf16", TARGET_FUNCTIONS};
 }  // namespace headscope::avx512_bf16
 #endif

@@ -1,6 +1,6 @@
 #include "region.h"
 
-// Whatever the compiler's baseline gives: SSE2 on x86-64, NEON on AArch64.
+// The compiler's baseline: SSE2 on x86-64, NEON on AArch64.
 #define VECTOR_BYTES 16
 #define REGISTER_TILE 12
 #define QUERY_VECTORS 3
@@ -11,5 +11,5 @@ namespace {
 bool runs_here() { return true; }
 }  // namespace
 extern const Target target;
-const Target target{"generic", OFFERS};
+const Target target{"generic", TARGET_FUNCTIONS};
 }  // namespace headscope::generic

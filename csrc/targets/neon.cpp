@@ -1,6 +1,6 @@
 #include "region.h"
 
-// AArch64: 32 registers of 4 floats, in every CPU; `generic` computes with the same instructions in smaller tiles.
+// AArch64: every CPU has 32 registers of 4 floats. `generic` uses the same instructions with smaller tiles.
 #if defined(__aarch64__)
 #define VECTOR_BYTES 16
 #define REGISTER_TILE 24
@@ -12,6 +12,6 @@ namespace {
 bool runs_here() { return true; }
 }  // namespace
 extern const Target target;
-const Target target{"neon", OFFERS};
+const Target target{"neon", TARGET_FUNCTIONS};
 }  // namespace headscope::neon
 #endif

@@ -1,5 +1,5 @@
-// What every target includes before its region: the standard headers (they must be read outside the region, so that no
-// inline function of theirs is compiled with the target's instructions) and the few macros the algorithms use.
+// Included by every target before its region: the standard headers (outside the region, so that none of their inline
+// functions is compiled for the target's instructions) and the macros of the kernels.
 #pragma once
 
 #include <sched.h>
@@ -15,7 +15,7 @@
 #if defined(__x86_64__)
 #if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // g++ 12 says it of its own intrinsics
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // false positives of g++ 12 in its own intrinsics
 #endif
 #include <immintrin.h>
 
@@ -24,8 +24,8 @@
 
 #include "../interface/attention.h"
 
-// The compiler's own float16, if it has one: g++ knows _Float16 on AArch64 from version 13 on, Clang on x86 from
-// version 15 on.
+// The compiler's float16 type, if it has one: g++ has _Float16 on AArch64 from version 13, Clang on x86 from
+// version 15.
 #if defined(__aarch64__)
 using Half = __fp16;
 #define HAS_HALF 1
@@ -37,7 +37,7 @@ using Half = _Float16;
 #endif
 
 #define INLINE inline __attribute__((always_inline))
-#define APART __attribute__((noinline))  // once for all who call it: what is large and not called often
+#define NOINLINE __attribute__((noinline))  // large functions that are called rarely
 #if defined(__clang__)
 #define UNROLL _Pragma("unroll 64")
 #else
@@ -52,8 +52,8 @@ using Half = _Float16;
     UNROLL_FOR(row, rows)                       \
         UNROLL_FOR(column, columns)
 
-// Between these two, functions are compiled for the features of a target. g++ must be told, besides, to use all 64
-// bytes of AVX-512; Clang has no such feature and drops an attribute that names one.
+// Functions between these two are compiled for the features of a target. g++ also needs prefer-vector-width=512; Clang
+// has no such feature and drops an attribute that names it.
 #define PRAGMA(...) _Pragma(#__VA_ARGS__)
 #if defined(__clang__)
 #define BEGIN_TARGET(features) PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
@@ -63,9 +63,10 @@ using Half = _Float16;
 #define END_TARGET PRAGMA(GCC pop_options)
 #endif
 
-// What a target, tasks-inl.h, reductions-inl.h and projection-inl.h define, in the order of Target.
-#define OFFERS                                                                                                     \
-    runs_here, prepare_tasks, prepared, prepare, tasks, scratch, run, shares, partial, merge, groups,              \
-        gradient_scratch, sums, run_gradient, bias_tasks, run_bias_gradient, look_shares, lines_apart, look_tasks, \
-        look_scratch, run_look, gather_look, lengths, pool, squares, reach, multiplies, lengthwise, panels,        \
-        panel_size, turn, multiply
+// The functions of a target, in the order of Target (interface/attention.h).
+#define TARGET_FUNCTIONS                                                                                               \
+    runs_here, pairing_tasks, paired_v_bytes, pair_values, forward_tasks, forward_scratch, run_forward, key_splits,    \
+        partial_bytes, merge_splits, gradient_groups, gradient_scratch, gradient_sums_bytes, run_gradient, bias_tasks, \
+        run_bias_gradient, observation_partitions, boundary_map_rows, observation_tasks, observation_scratch,          \
+        run_observation, reduce_partitions, compute_value_norms, summarize, sum_squared_deviations, count_at_least,    \
+        supports_linear, transpose_input, linear_panels, panel_bytes, pack_panel, multiply_panel

@@ -49,7 +49,7 @@ def counting(product: Any, made: list[int]) -> Any:
 
 def own(dtype: torch.dtype) -> _linear.Native:
     """The product of our own kernels, whatever target runs."""
-    if native.extension is None or not native.extension.multiplies(native.CODES[dtype], 2):
+    if native.extension is None or not native.extension.supports_linear(native.CODES[dtype], 2):
         pytest.skip(f"no native kernels, or none that multiply {dtype}")
     return _linear.Native(dtype)
 

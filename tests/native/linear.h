@@ -23,12 +23,12 @@ inline bool check_linear(const headscope::Target& target, Random& r) {
     f.rows = batch * length;
     f.batch_rows = length;
     f.head_width = heads ? 16 * r.range(1, 3) : r.range(1, 130);
-    f.outs = count * f.head_width;
-    f.width = r.one_in(4) ? r.range(1, 1100) : r.range(1, 70);
+    f.out_features = count * f.head_width;
+    f.in_features = r.one_in(4) ? r.range(1, 1100) : r.range(1, 70);
     f.x_stride[1] = f.w_stride[1] = 1;
-    if (!target.multiplies(f)) {
+    if (!target.supports_linear(f)) {
         f.dtype = Dtype::f32;
-        if (!target.multiplies(f)) {
+        if (!target.supports_linear(f)) {
             std::printf("wrong: linear refuses float32\n");
             return false;
         }
@@ -40,14 +40,14 @@ inline bool check_linear(const headscope::Target& target, Random& r) {
         return x;
     };
     const bool wide = f.dtype == Dtype::f32, x_across = wide && r.one_in(3), w_across = wide && r.one_in(3);
-    f.adds = wide && r.one_in(4);
-    const Array x = draw(f.rows, f.width), w = draw(f.outs, f.width), bias = draw(1, f.outs),
-                before = draw(f.rows, f.outs);
+    f.accumulates = wide && r.one_in(4);
+    const Array x = draw(f.rows, f.in_features), w = draw(f.out_features, f.in_features),
+                bias = draw(1, f.out_features), before = draw(f.rows, f.out_features);
     const Placed x_at(r, x_across ? across(x) : x, e, false), w_at(r, w_across ? across(w) : w, e, false),
         bias_at(r, bias, e, false, true);
     Array y(batch, count, length, f.head_width);
     Placed y_at(r, y, e, true);
-    const bool biased = !f.adds && !r.one_in(4);
+    const bool biased = !f.accumulates && !r.one_in(4);
     f.x = x_at.data();
     f.w = w_at.data();
     f.bias = biased ? bias_at.data() : nullptr;
@@ -62,40 +62,40 @@ inline bool check_linear(const headscope::Target& target, Random& r) {
     const auto of_y = [&](std::int64_t n, std::int64_t o) -> double& {
         return y(n / length, o / f.head_width, n % length, o % f.head_width);
     };
-    if (f.adds) {
+    if (f.accumulates) {
         for (std::int64_t n = 0; n < f.rows; n++)
-            for (std::int64_t o = 0; o < f.outs; o++) of_y(n, o) = before(0, 0, n, o);
+            for (std::int64_t o = 0; o < f.out_features; o++) of_y(n, o) = before(0, 0, n, o);
         y_at.write(y);
     }
-    const std::int64_t room = f.width + r.range(0, 3);
+    const std::int64_t room = f.in_features + r.range(0, 3);
     const Memory laid(std::size_t(f.rows * room) * sizeof(float), 0xff);
     if (f.x_stride[1] != 1) {
         float* const to = static_cast<float*>(static_cast<void*>(laid.data()));
         const std::int64_t some = r.range(1, f.rows);
         for (std::int64_t first = 0; first < f.rows; first += some)
-            target.lengthwise(f, first, std::min(some, f.rows - first), to + first * room, room);
+            target.transpose_input(f, first, std::min(some, f.rows - first), to + first * room, room);
         f.x = to;
         f.x_stride[0] = room;
         f.x_stride[1] = 1;
     }
 
-    const std::size_t size = target.panel_size(f);
-    const std::int64_t panels = target.panels(f), rows = r.range(1, f.rows);  // at a time
+    const std::size_t size = target.panel_bytes(f);
+    const std::int64_t panels = target.linear_panels(f), rows = r.range(1, f.rows);  // at a time
     for (std::int64_t n = 0; n < panels; n++) {
-        const Memory turned(size, 0xff);
-        target.turn(f, n, turned.data());
+        const Memory packed(size, 0xff);
+        target.pack_panel(f, n, packed.data());
         for (std::int64_t first = 0; first < f.rows; first += rows)
-            target.multiply(f, n, turned.data(), first, std::min(rows, f.rows - first));
+            target.multiply_panel(f, n, packed.data(), first, std::min(rows, f.rows - first));
     }
 
     y = y_at.read();
     double ours = 0, plain = 0, largest = 0;
     for (std::int64_t n = 0; n < f.rows; n++)
-        for (std::int64_t o = 0; o < f.outs; o++) {
-            const double beside = biased ? bias(0, 0, 0, o) : f.adds ? before(0, 0, n, o) : 0;
+        for (std::int64_t o = 0; o < f.out_features; o++) {
+            const double beside = biased ? bias(0, 0, 0, o) : f.accumulates ? before(0, 0, n, o) : 0;
             double exact = beside, sum = 0;
             float near = 0;
-            for (std::int64_t d = 0; d < f.width; d++) {
+            for (std::int64_t d = 0; d < f.in_features; d++) {
                 sum += x(0, 0, n, d) * w(0, 0, o, d);
                 near += float(x(0, 0, n, d)) * float(w(0, 0, o, d));
             }
@@ -109,10 +109,10 @@ inline bool check_linear(const headscope::Target& target, Random& r) {
     const double allowed = 2 * plain + 4 * epsilon(f.dtype) * largest;
     if (ours <= allowed && y_at.untouched_around()) return true;
     std::printf("wrong: linear of %d, %lld x %lld -> %lld in heads of %lld%s%s%s: error %g, allowed %g%s\n",
-                int(f.dtype), static_cast<long long>(f.rows), static_cast<long long>(f.width),
-                static_cast<long long>(f.outs), static_cast<long long>(f.head_width), x_across ? ", x across" : "",
-                w_across ? ", w across" : "", f.adds ? ", added" : "", ours, allowed,
-                y_at.untouched_around() ? "" : "; it wrote outside");
+                int(f.dtype), static_cast<long long>(f.rows), static_cast<long long>(f.in_features),
+                static_cast<long long>(f.out_features), static_cast<long long>(f.head_width),
+                x_across ? ", x across" : "", w_across ? ", w across" : "", f.accumulates ? ", added" : "", ours,
+                allowed, y_at.untouched_around() ? "" : "; it wrote outside");
     return false;
 }
 

@@ -149,7 +149,7 @@ struct Problem {
     Array dropout_factors;    // what dropout leaves of each weight: 0 or 1 / (1 - dropout)
     double scale, softcap = 0, dropout = 0;
     std::uint64_t seed = 0;
-    bool spoilt = false;  // there is a NaN in q, k or v
+    bool nonfinite = false;  // there is a NaN in q, k or v
 
     std::int64_t group() const { return H / Hkv; }
     bool seen(std::int64_t b, std::int64_t h, std::int64_t i, std::int64_t j) const {
@@ -167,7 +167,7 @@ struct Problem {
         if (!sinks.empty()) text += ", sinks";
         if (softcap > 0) text += ", softcap " + std::to_string(softcap);
         if (dropout > 0) text += ", dropout " + std::to_string(dropout);
-        if (spoilt) text += ", a NaN";
+        if (nonfinite) text += ", a NaN";
         return text + ", scale " + std::to_string(scale);
     }
 };
@@ -246,7 +246,7 @@ inline Node draw_rule(Random& r, const Problem& p, int leaves) {
 inline void draw_options(Random& r, Problem& p) {
     if (r.one_in(2)) p.spans = draw_spans(r, p);
     if (r.one_in(4))
-        p.rules.push_back(draw_rule(r, p, r.one_in(20) ? (headscope::MOST_RULES + 1) / 2 : int(r.range(1, 4))));
+        p.rules.push_back(draw_rule(r, p, r.one_in(20) ? (headscope::MAX_RULES + 1) / 2 : int(r.range(1, 4))));
     if (r.one_in(3)) {
         p.bias = Array(r.one_in(3) ? 1 : p.B, r.one_in(3) ? 1 : p.H, r.one_in(3) ? 1 : p.Q, r.one_in(8) ? 1 : p.K);
         const double hidden = r.one_in(3) ? 0.4 : 0;
@@ -312,7 +312,7 @@ inline Problem draw(Random& r) {
     Array* const of[] = {&p.q, &p.k, &p.v};
     Array& x = *of[r.range(0, 2)];
     if (r.one_in(16) && !x.x.empty()) {
-        p.spoilt = true;
+        p.nonfinite = true;
         x.x[std::size_t(r.range(0, std::int64_t(x.x.size()) - 1))] = NOT;
     }
     p.grad_out = draw_values(r, p.B, p.H, p.Q, p.Dv, 1, e);

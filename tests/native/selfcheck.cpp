@@ -1,4 +1,4 @@
-// Random calls of one target against the definition, without Python: every option, forward, looked at and backward, and
+// Random calls of one target against the definition, without Python: every option, forward, observed and backward, and
 // projections, guards around every buffer. `selfcheck TARGET CALLS SEED [FIRST]`, FIRST to begin with a later call;
 // exit code 1 where a result is wrong, 77 where this CPU lacks the target.
 #include <atomic>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "linear.h"
-#include "look.h"
+#include "observation.h"
 #include "memory.h"
 #include "problem.h"
 #include "reference.h"
@@ -18,7 +18,7 @@
 using namespace selfcheck;
 using headscope::Backward;
 using headscope::Forward;
-using headscope::RowStats;
+using headscope::Statistics;
 using headscope::Target;
 
 namespace {
@@ -34,30 +34,30 @@ std::vector<std::int64_t> shuffled(Random& r, std::int64_t count) {
 
 // Tasks come in any order, and find anything in their scratch.
 void run(const Target& target, Forward& f, Random& r) {
-    if (r.one_in(2)) narrow(f);
-    const std::int64_t shares = target.shares(f), tasks = target.tasks(f);
-    const std::size_t prepared = target.prepared(f);
-    Memory scratch(target.scratch(f)), partial(target.partial(f), 0xff), paired_v(prepared, 0xff);
-    f.partial = partial.data();
+    if (r.one_in(2)) find_visible_range(f);
+    const std::int64_t shares = target.key_splits(f), tasks = target.forward_tasks(f);
+    const std::size_t prepared = target.paired_v_bytes(f);
+    Memory scratch(target.forward_scratch(f)), partial(target.partial_bytes(f), 0xff), paired_v(prepared, 0xff);
+    f.partial_results = partial.data();
     f.paired_v = prepared ? paired_v.data() : nullptr;
     if (prepared)
-        for (std::int64_t task : shuffled(r, target.prepare_tasks(f))) target.prepare(f, task);
+        for (std::int64_t task : shuffled(r, target.pairing_tasks(f))) target.pair_values(f, task);
     for (std::int64_t task : shuffled(r, tasks)) {
         scratch.fill(r.one_in(2) ? 0xff : 0x3f);
-        target.run(f, task, scratch.data());
+        target.run_forward(f, task, scratch.data());
     }
     if (shares > 1)
         for (std::int64_t block : shuffled(r, tasks / shares)) {
             scratch.fill(0xff);
-            target.merge(f, block, scratch.data());
+            target.merge_splits(f, block, scratch.data());
         }
-    f.partial = f.paired_v = nullptr;
+    f.partial_results = f.paired_v = nullptr;
 }
 void run(const Target& target, const Backward& g, Random& r) {
     const Forward& f = g.forward;
-    const std::int64_t heads = f.batch * f.kv_heads, groups = target.groups(f);
+    const std::int64_t heads = f.batch * f.kv_heads, groups = target.gradient_groups(f);
     for (std::int64_t head : shuffled(r, heads)) {
-        Memory sums(target.sums(f), 0xff);
+        Memory sums(target.gradient_sums_bytes(f), 0xff);
         std::vector<std::atomic<std::int64_t>> passed(static_cast<std::size_t>(groups));
         std::atomic<std::int64_t> begun{0};
         const auto work = [&] {
@@ -80,20 +80,20 @@ void run(const Target& target, const Backward& g, Random& r) {
     }
 }
 
-void look(const Target& target, Forward& f, Random& r) {
-    if (r.one_in(2)) narrow(f);
-    const std::size_t prepared = target.prepared(f);
-    Memory scratch(target.look_scratch(f)), paired_v(prepared, 0xff);
+void observe(const Target& target, Forward& f, Random& r) {
+    if (r.one_in(2)) find_visible_range(f);
+    const std::size_t prepared = target.paired_v_bytes(f);
+    Memory scratch(target.observation_scratch(f)), paired_v(prepared, 0xff);
     f.paired_v = prepared ? paired_v.data() : nullptr;
     if (prepared)
-        for (std::int64_t task : shuffled(r, target.prepare_tasks(f))) target.prepare(f, task);
-    for (std::int64_t task : shuffled(r, target.look_tasks(f))) {
+        for (std::int64_t task : shuffled(r, target.pairing_tasks(f))) target.pair_values(f, task);
+    for (std::int64_t task : shuffled(r, target.observation_tasks(f))) {
         scratch.fill(r.one_in(2) ? 0xff : 0x3f);
-        target.run_look(f, task, scratch.data());
+        target.run_observation(f, task, scratch.data());
     }
-    if (f.look->columns()) {
-        target.gather_look(f, 0);
-        for (std::int64_t head : shuffled(r, f.heads - 1)) target.gather_look(f, head + 1);
+    if (f.statistics->has_column_statistics()) {
+        target.reduce_partitions(f, 0);
+        for (std::int64_t head : shuffled(r, f.heads - 1)) target.reduce_partitions(f, head + 1);
     }
     f.paired_v = nullptr;
 }
@@ -126,7 +126,7 @@ struct Call {
             sinks.x = p.sinks;
             f.sinks = place(r, sinks, wide, true).data();
         }
-        if (p.spans.present) f.visible.spans = reach(r, p.spans);
+        if (p.spans.present) f.mask.spans = reach(r, p.spans);
         if (!p.rules.empty()) add(r, p.rules[0]);
         f.scale = p.scale;
         f.softcap = p.softcap;
@@ -140,9 +140,9 @@ struct Call {
     }
     void add(Random& r, const Node& node) {  // in postfix order
         for (const Node& part : node.parts) add(r, part);
-        Rule& rule = f.visible.rules[f.visible.count++];
+        Rule& rule = f.mask.rules[f.mask.rule_count++];
         rule = {node.kind, {}, {}, {}};
-        if (node.kind == Rule::spans) rule.reach = reach(r, node.first);
+        if (node.kind == Rule::spans) rule.key_spans = reach(r, node.first);
         if (node.kind == Rule::bytes) rule.q = place(r, node.first, Element::u8, false, false).tensor(Dtype::f32);
         if (node.kind == Rule::same_id) {
             rule.q = ids(r, node.first);
@@ -157,30 +157,31 @@ struct Call {
 
 void strides(const Placed& x, std::int64_t* three) { std::copy(x.stride, x.stride + 3, three); }
 
-// A look, and where its results go. Given the same random numbers, a second one is laid out alike.
-struct Looking {
-    RowStats s;
-    std::atomic<bool> spoilt{false};
+// An observation and its output buffers. Given the same random numbers, a second one is laid out alike.
+struct ObservationBuffers {
+    Statistics s;
+    std::atomic<bool> nonfinite{false};
     std::vector<std::unique_ptr<Placed>> out;
-    Placed *value[QUANTITIES], *window[MOST_WINDOWS], *streaming[MOST_WINDOWS], *counted, *most_weight, *most_key,
-        *received, *eligible, *sum, *max, *count, *at, *edge, *edges_found;
+    Placed *value[QUANTITIES], *window[MAX_WINDOWS], *streaming[MAX_WINDOWS], *counted, *top_weight, *top_key,
+        *received, *eligible, *sum, *max, *count, *at, *edge, *edge_counts;
 
-    Looking(Random& r, const Problem& p, const Look& x, const Array& floor, double rounding, Call& call) {
+    ObservationBuffers(Random& r, const Problem& p, const Observation& x, const Array& floor, double rounding,
+                       Call& call) {
         const Element wide = arithmetic(p.dtype);
         const auto whole = [&](const Array& a, std::int64_t& stride) {
             const Placed& at = call.place(r, a, Element::i64, true);
             stride = at.stride[0];
             return reinterpret_cast<const std::int64_t*>(at.data());
         };
-        s.line = whole(x.line, s.line_stride);
-        s.own = whole(x.own, s.own_stride);
-        s.first = whole(x.first, s.first_stride);
-        s.firsts = int(x.first.n[3]);
-        s.ids = reinterpret_cast<const std::int32_t*>(call.place(r, x.ids, Element::i32, true).data());
-        s.norms = call.place(r, x.norms, wide, true).data();
-        s.other_lse = call.place(r, x.other_lse, wide, true).data();
-        s.rounding = rounding;
-        s.floor = call.place(r, floor, wide, true).data();
+        s.position = whole(x.line, s.position_stride);
+        s.own_key = whole(x.own, s.own_key_stride);
+        s.first_keys = whole(x.first, s.first_stride);
+        s.first_count = int(x.first.n[3]);
+        s.token_ids = reinterpret_cast<const std::int32_t*>(call.place(r, x.ids, Element::i32, true).data());
+        s.value_norms = call.place(r, x.norms, wide, true).data();
+        s.external_lse = call.place(r, x.external_lse, wide, true).data();
+        s.lse_tolerance = rounding;
+        s.logit_threshold = call.place(r, floor, wide, true).data();
         const Placed& may_count = call.place(r, x.may_count, Element::u8, false, false);
         s.may_count = reinterpret_cast<const std::uint8_t*>(may_count.data());
         std::copy(may_count.stride, may_count.stride + 3, s.may_count_stride);
@@ -192,24 +193,24 @@ struct Looking {
                              (n != headscope::VALUE_NORM || x.norms.present);
             s.value[n] = (value[n] = place(r, rows, wide, x.values && has && !r.one_in(5)))->data();
         }
-        for (; s.windows < int(x.reach.size()); s.windows++) {
-            const int n = s.windows;
-            s.reach[n] = x.reach[std::size_t(n)];
+        for (; s.window_count < int(x.reach.size()); s.window_count++) {
+            const int n = s.window_count;
+            s.window_radius[n] = x.reach[std::size_t(n)];
             s.window[n] = (window[n] = place(r, rows, wide, !r.one_in(5)))->data();
             s.streaming[n] = (streaming[n] = place(r, rows, wide, !r.one_in(5)))->data();
         }
         s.counted = reinterpret_cast<std::uint8_t*>((counted = place(r, rows, Element::u8))->data());
-        s.most = int(x.most);
-        s.most_weight = (most_weight = place(r, Array(p.B, p.H, x.R, x.most), wide, x.most > 0))->data();
-        s.most_key = reinterpret_cast<std::int64_t*>(
-            (most_key = place(r, Array(p.B, p.H, x.R, x.most), Element::i64, x.most > 0))->data());
+        s.top_k = int(x.most);
+        s.top_weight = (top_weight = place(r, Array(p.B, p.H, x.R, x.most), wide, x.most > 0))->data();
+        s.top_key = reinterpret_cast<std::int64_t*>(
+            (top_key = place(r, Array(p.B, p.H, x.R, x.most), Element::i64, x.most > 0))->data());
         s.bins = x.bins;
-        s.all_queries = p.Q;
-        s.shares = x.shares;
-        s.spoilt = &spoilt;
-        place_columns(r, s.whole, 1, p, x, x.bins);
+        s.total_queries = p.Q;
+        s.partitions = x.shares;
+        s.nonfinite = &nonfinite;
+        place_columns(r, s.total, 1, p, x, x.bins);
         const std::size_t of_whole = out.size();
-        place_columns(r, s.apart, x.shares - 1, p, x, x.queries.present ? x.bins : 1);
+        place_columns(r, s.partial, x.shares - 1, p, x, x.queries.present ? x.bins : 1);
         const auto piece = [&](std::size_t n) { return out[of_whole - 6 + n].get(); };
         received = piece(0);
         eligible = piece(1);
@@ -217,15 +218,15 @@ struct Looking {
         max = piece(3);
         count = piece(4);
         at = piece(5);
-        s.edges = int(x.edges);
+        s.max_edges = int(x.edges);
         const auto of_edges = [&](std::int64_t n) {
             return place(r, Array(x.shares, p.H, n, 1), Element::i64, x.edges > 0);
         };
-        s.edge = reinterpret_cast<headscope::Edge*>((edge = of_edges(4 * x.edges))->data());
-        s.edges_found = reinterpret_cast<std::int64_t*>((edges_found = of_edges(1))->data());
-        s.edge_least =
+        s.edges = reinterpret_cast<headscope::Edge*>((edge = of_edges(4 * x.edges))->data());
+        s.edge_counts = reinterpret_cast<std::int64_t*>((edge_counts = of_edges(1))->data());
+        s.edge_threshold =
             reinterpret_cast<std::atomic<double>*>(place(r, Array(1, p.H, 1, 1), Element::f64, x.edges > 0)->data());
-        if (x.edges > 0) std::uninitialized_fill_n(s.edge_least, p.H, -1.0);
+        if (x.edges > 0) std::uninitialized_fill_n(s.edge_threshold, p.H, -1.0);
     }
 
     // The edges of a head: where each is, and how large. What shares keep beside depends on what others had found by
@@ -234,17 +235,18 @@ struct Looking {
     std::vector<std::tuple<double, std::int64_t, std::int64_t, std::int64_t>> largest(std::int64_t heads,
                                                                                       std::int64_t h) const {
         std::vector<std::tuple<double, std::int64_t, std::int64_t, std::int64_t>> all;
-        for (std::int64_t n = h; s.edges && n < s.shares * heads; n += heads)
-            for (const headscope::Edge* e = s.edge + n * s.edges; e < s.edge + n * s.edges + s.edges_found[n]; e++)
+        for (std::int64_t n = h; s.max_edges && n < s.partitions * heads; n += heads)
+            for (const headscope::Edge* e = s.edges + n * s.max_edges; e < s.edges + n * s.max_edges + s.edge_counts[n];
+                 e++)
                 all.emplace_back(-e->p, e->b, e->i, e->j);
         std::sort(all.begin(), all.end());
-        all.resize(std::min(all.size(), std::size_t(s.edges)));
+        all.resize(std::min(all.size(), std::size_t(s.max_edges)));
         return all;
     }
 
 private:
-    void place_columns(Random& r, headscope::Columns& to, std::int64_t shares, const Problem& p, const Look& x,
-                       std::int64_t lines) {
+    void place_columns(Random& r, headscope::ColumnStatistics& to, std::int64_t shares, const Problem& p,
+                       const Observation& x, std::int64_t lines) {
         const Array keys(shares, p.H, p.K, 1), cells(shares, p.H, lines, x.bins),
             places(shares, p.H, lines * x.bins, 3);
         const auto numbers = [&](const Array& a, bool asked) {
@@ -311,7 +313,7 @@ class Check {
 public:
     Check(const Problem& problem, Worst* worst_of_dtypes) : p(problem), worst(worst_of_dtypes[int(problem.dtype)]) {}
     bool good = true;
-    std::string look;  // if there is one
+    std::string observation;  // if there is one
 
     // `own_dtype`: the dtype that the terms are rounded to.
     void compare(const char* name, const Placed& got, const Array& exact, const Array& plain, const Array& size,
@@ -371,7 +373,7 @@ public:
         if (!x.same(y)) fail(name, "a second run gave other bits", 0, 0);
     }
     void fail(const char* name, const char* text, double a, double b) {
-        std::printf("wrong: %s of %s%s: ", name, p.describe().c_str(), look.c_str());
+        std::printf("wrong: %s of %s%s: ", name, p.describe().c_str(), observation.c_str());
         std::printf(text, a, b);
         std::printf("\n");
         good = false;
@@ -390,8 +392,8 @@ private:
 
 // ---------------------------------------------------------------- one call
 
-// Where a row sees a NaN, it is NaN. (What it does not see may also spoil it here: then `spoilt` says so, and the
-// caller mends it.)
+// Where a row sees a NaN, it is NaN. (What it does not see may also mark_nonfinite it here: then `nonfinite` says so,
+// and the caller mends it.)
 bool nan_reaches(const Problem& p, const Array& out, const Array& lse) {
     for (std::int64_t b = 0; b < p.B; b++)
         for (std::int64_t h = 0; h < p.H; h++)
@@ -415,21 +417,21 @@ bool nan_reaches(const Problem& p, const Array& out, const Array& lse) {
 bool check_forward(const Target& target, const Problem& p, Call& call, Random& r, Placed& out, Placed& lse,
                    bool with_lse) {
     Forward& f = call.f;
-    std::atomic<bool> spoilt{false};
+    std::atomic<bool> nonfinite{false};
     f.out = out.data();
     strides(out, f.out_stride);
     f.lse = with_lse ? lse.data() : nullptr;
-    f.spoilt = &spoilt;
+    f.nonfinite = &nonfinite;
     run(target, f, r);
-    f.spoilt = nullptr;
+    f.nonfinite = nullptr;
     bool finite = true;
     for (const Array got = out.read(); double x : got.x) finite = finite && std::isfinite(x);
-    // With a NaN hidden from all rows `spoilt` may be set for nothing.
-    const bool told = finite ? p.spoilt || !spoilt : spoilt.load();
+    // With a NaN hidden from all rows `nonfinite` may be set for nothing.
+    const bool told = finite ? p.nonfinite || !nonfinite : nonfinite.load();
     if (!told)
-        std::printf("wrong: spoilt is %d, out is %sfinite: %s\n", int(spoilt), finite ? "" : "not ",
+        std::printf("wrong: nonfinite is %d, out is %sfinite: %s\n", int(nonfinite), finite ? "" : "not ",
                     p.describe().c_str());
-    return told && (!p.spoilt || nan_reaches(p, out.read(), with_lse ? lse.read() : Array()));
+    return told && (!p.nonfinite || nan_reaches(p, out.read(), with_lse ? lse.read() : Array()));
 }
 
 struct Gradients {
@@ -448,7 +450,7 @@ struct Gradients {
     Gradients again() const { return {dq.again(), dk.again(), dv.again(), dbias.again()}; }
 };
 
-// ---------------------------------------------------------------- one look
+// ---------------------------------------------------------------- one observation
 
 const char* const NAMES[QUANTITIES] = {
     "lse",        "max_logit", "entropy",      "normalized_entropy", "max_weight", "effective_keys", "mass",
@@ -457,7 +459,7 @@ const char* const NAMES[QUANTITIES] = {
 
 // What the `most`-th largest weight of each row, if there are so many, has for a logit times log2(e), and somewhat
 // less.
-Array floors(const Look& x, const Measured& m) {
+Array floors(const Observation& x, const Measured& m) {
     Array floor(m.counted.n[0], m.counted.n[1], x.R, 1, -INF);
     for (std::size_t n = 0; n < floor.x.size(); n++) {
         const std::int64_t K = m.weights.n[3];
@@ -471,10 +473,11 @@ Array floors(const Look& x, const Measured& m) {
     }
     return floor;
 }
-void check_most(Check& check, const Looking& got, const Look& x, const Measured& m, double roundings) {
-    check.guard("most_weight", *got.most_weight);
-    check.guard("most_key", *got.most_key);
-    const Array weights = got.most_weight->read(), keys = got.most_key->read();
+void check_most(Check& check, const ObservationBuffers& got, const Observation& x, const Measured& m,
+                double roundings) {
+    check.guard("most_weight", *got.top_weight);
+    check.guard("most_key", *got.top_key);
+    const Array weights = got.top_weight->read(), keys = got.top_key->read();
     const std::int64_t K = m.weights.n[3];
     Array wanted = weights, there = weights;
     for (std::size_t n = 0; n < m.counted.x.size(); n++) {
@@ -494,11 +497,11 @@ void check_most(Check& check, const Looking& got, const Look& x, const Measured&
             }  // a second time it would be wrong
         }
     }
-    check.near("most_weight", *got.most_weight, wanted, wanted, roundings);
-    check.near("most_key's weight", *got.most_weight, there, wanted, roundings);
+    check.near("most_weight", *got.top_weight, wanted, wanted, roundings);
+    check.near("most_key's weight", *got.top_weight, there, wanted, roundings);
 }
-void check_map(Check& check, const Looking& got, const Look& x, const Measured& m, const Problem& p, double roundings,
-               double of_sums) {
+void check_map(Check& check, const ObservationBuffers& got, const Observation& x, const Measured& m, const Problem& p,
+               double roundings, double of_sums) {
     check.near("map sum", *got.sum, m.map_sum, m.map_sum, of_sums);
     check.near("map max", *got.max, m.map_max, m.map_max, roundings);
     check.equal("map count", *got.count, m.map_count);
@@ -523,17 +526,17 @@ void check_map(Check& check, const Looking& got, const Look& x, const Measured& 
     check.near("map at", *got.max, largest, m.map_max, roundings);
 }
 // Of each head the largest, over all shares, and each where it says.
-void check_edges(Check& check, const Looking& got, const Look& x, const Measured& m, const Problem& p,
+void check_edges(Check& check, const ObservationBuffers& got, const Observation& x, const Measured& m, const Problem& p,
                  double roundings) {
     check.guard("edges", *got.edge);
-    check.guard("edges_found", *got.edges_found);
+    check.guard("edges_found", *got.edge_counts);
     for (std::int64_t h = 0; h < p.H; h++) {
         std::vector<double> native_weights, wanted;
         for (std::int64_t share = 0; share < x.shares; share++) {
-            const std::int64_t n = share * p.H + h, count = got.s.edges_found[n];
+            const std::int64_t n = share * p.H + h, count = got.s.edge_counts[n];
             if (count < 0 || count > x.edges)
                 return check.fail("edges_found", "got %g of %g", double(count), double(x.edges));
-            for (const headscope::Edge* e = got.s.edge + n * x.edges; e < got.s.edge + n * x.edges + count; e++) {
+            for (const headscope::Edge* e = got.s.edges + n * x.edges; e < got.s.edges + n * x.edges + count; e++) {
                 if (e->b < 0 || e->b >= p.B || e->j < 0 || e->j >= p.K)
                     return check.fail("edges", "at batch entry %g, key %g", double(e->b), double(e->j));
                 double there = -1;
@@ -557,11 +560,11 @@ void check_edges(Check& check, const Looking& got, const Look& x, const Measured
         for (std::size_t n = 0; n < least; n++) check.near("edges", native_weights[n], wanted[n], roundings);
     }
 }
-void check_numbers(Check& check, const Looking& got, const Problem& p, const Look& x, const Measured& m,
-                   double roundings) {
+void check_numbers(Check& check, const ObservationBuffers& got, const Problem& p, const Observation& x,
+                   const Measured& m, double roundings) {
     for (int n = 0; n < QUANTITIES; n++)
         if (got.s.value[n]) check.near(NAMES[n], *got.value[n], m.value[n], m.size[n], roundings);
-    for (int n = 0; n < got.s.windows; n++) {
+    for (int n = 0; n < got.s.window_count; n++) {
         if (got.s.window[n]) check.near("window", *got.window[n], m.window[n], m.window[n], roundings);
         if (got.s.streaming[n]) check.near("streaming", *got.streaming[n], m.streaming[n], m.streaming[n], roundings);
     }
@@ -577,7 +580,7 @@ void check_numbers(Check& check, const Looking& got, const Problem& p, const Loo
     if (x.most) check_most(check, got, x, m, roundings);
 }
 // A row that sees a NaN is told of.
-bool sees_nan(const Problem& p, const Look& x) {
+bool sees_nan(const Problem& p, const Observation& x) {
     for (std::int64_t b = 0; b < p.B; b++)
         for (std::int64_t h = 0; h < p.H; h++)
             for (std::int64_t r = 0; r < x.R; r++)
@@ -592,28 +595,28 @@ bool sees_nan(const Problem& p, const Look& x) {
 }
 
 // `out` and `lse` are what attending alone gave, `exact` is the lse by the definition.
-void check_look(const Target& target, const Problem& p, Call& call, Random& r, const Placed& out, const Placed& lse,
-                const Array& exact, double logits, Check& check) {
-    const Look x = draw_look(r, p, exact);
-    check.look = x.describe();
+void check_observation(const Target& target, const Problem& p, Call& call, Random& r, const Placed& out,
+                       const Placed& lse, const Array& exact, double logits, Check& check) {
+    const Observation x = draw_observation(r, p, exact);
+    check.observation = x.describe();
     const double rounding = p.dtype == Dtype::f64 ? 1e-12 : 1e-5;
     const bool wide = p.dtype == Dtype::f64;
-    const Measured m = p.spoilt ? Measured()
-                       : wide   ? measured<long double>(p, x, rounding)
-                                : measured<double>(p, x, rounding);
-    const Array floor = x.floor && x.most && !p.spoilt ? floors(x, m) : Array();
+    const Measured m = p.nonfinite ? Measured()
+                       : wide      ? measured<long double>(p, x, rounding)
+                                   : measured<double>(p, x, rounding);
+    const Array floor = x.floor && x.most && !p.nonfinite ? floors(x, m) : Array();
     Random again = r;
-    Looking got(r, p, x, floor, rounding, call);
+    ObservationBuffers got(r, p, x, floor, rounding, call);
     Forward f = call.f;
     Array queries = x.queries;
     const Placed& rows = call.place(r, queries, Element::i64, true);
-    f.rows = reinterpret_cast<const std::int64_t*>(rows.data());
-    f.rows_stride[0] = rows.stride[0];
-    f.rows_stride[1] = rows.stride[1];
+    f.row_queries = reinterpret_cast<const std::int64_t*>(rows.data());
+    f.row_queries_stride[0] = rows.stride[0];
+    f.row_queries_stride[1] = rows.stride[1];
     f.queries = x.R;
     f.dropout = 0;
-    f.look = &got.s;
-    f.spoilt = &got.spoilt;
+    f.statistics = &got.s;
+    f.nonfinite = &got.nonfinite;
     f.out = nullptr;
     f.lse = nullptr;
     Placed own = out.again(), own_lse = lse.again();
@@ -623,23 +626,23 @@ void check_look(const Target& target, const Problem& p, Call& call, Random& r, c
         f.lse = own_lse.data();
     } else
         f.v_head_dim = 0;
-    look(target, f, r);
-    if (x.attends && p.dropout == 0 && target.shares(f) == 1) {
-        check.same("out, looked at or not", own, out);
-        check.same("lse, looked at or not", own_lse, lse);
+    observe(target, f, r);
+    if (x.attends && p.dropout == 0 && target.key_splits(f) == 1) {
+        check.same("out, observed or not", own, out);
+        check.same("lse, observed or not", own_lse, lse);
     }
-    if (p.spoilt) {
+    if (p.nonfinite) {
         for (const auto& each : got.out) check.guard("what is measured", *each);
-        if (sees_nan(p, x) && !got.spoilt) check.fail("spoilt", "got %g, wanted %g", 0, 1);
+        if (sees_nan(p, x) && !got.nonfinite) check.fail("spoilt", "got %g, wanted %g", 0, 1);
         return;
     }
-    if (got.spoilt) check.fail("spoilt", "got %g, wanted %g", 1, 0);
+    if (got.nonfinite) check.fail("spoilt", "got %g, wanted %g", 1, 0);
     check_numbers(check, got, p, x, m, 4 + 2 * logits);
     if (!r.one_in(8)) return;  // the same bits whatever the order of the tasks
-    Looking second(again, p, x, floor, rounding, call);
-    f.look = &second.s;
-    f.spoilt = &second.spoilt;
-    look(target, f, r);
+    ObservationBuffers second(again, p, x, floor, rounding, call);
+    f.statistics = &second.s;
+    f.nonfinite = &second.nonfinite;
+    observe(target, f, r);
     for (std::size_t n = 0; n + got.OF_EDGES < got.out.size(); n++)
         check.same("what is measured", *got.out[n], *second.out[n]);
     for (std::int64_t h = 0; h < p.H; h++)
@@ -663,10 +666,10 @@ bool check(const Target& target, Random& r, Worst* worst) {
         check.good = check_forward(target, p, call, r, out, lse, true);
     }
     worst[int(p.dtype)].calls++;
-    if (p.spoilt) {
+    if (p.nonfinite) {
         check.guard("out", out);
         check.guard("lse", lse);
-        if (p.Q && p.K) check_look(target, p, call, r, out, lse, Array(p.B, p.H, p.Q, 1), 0, check);
+        if (p.Q && p.K) check_observation(target, p, call, r, out, lse, Array(p.B, p.H, p.Q, 1), 0, check);
         return check.good;
     }
     const Results truth = exact(p), near = plain(p);
@@ -677,8 +680,8 @@ bool check(const Target& target, Random& r, Worst* worst) {
     check.compare("out", out, truth.out, near.out, size.out, logits, p.dtype);
     check.compare("lse", lse, truth.lse, near.lse, size.lse, logits, p.dtype == Dtype::f64 ? Dtype::f64 : Dtype::f32);
     if (p.Q && p.K && r.one_in(2)) {
-        check_look(target, p, call, r, out, lse, truth.lse, logits, check);
-        check.look.clear();
+        check_observation(target, p, call, r, out, lse, truth.lse, logits, check);
+        check.observation.clear();
     }
 
     Backward g{};
@@ -712,7 +715,7 @@ bool check(const Target& target, Random& r, Worst* worst) {
 
 const Target* find(const char* name) {
     int count = 0;
-    const Target* const* all = headscope::targets(&count);
+    const Target* const* all = headscope::all_targets(&count);
     for (int n = 0; n < count; n++)
         if (!std::strcmp(all[n]->name, name)) return all[n];
     return nullptr;

@@ -174,7 +174,7 @@ class Native:
 
     def takes(self, weight: Tensor) -> bool:
         """Whether they multiply this width: pairs of bf16 want an even one."""
-        return weight.shape[1] > 0 and cpu.extension.multiplies(self.code, weight.shape[1])
+        return weight.shape[1] > 0 and cpu.extension.supports_linear(self.code, weight.shape[1])
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[..., width], [outs, width] -> [..., outs]."""
@@ -280,7 +280,7 @@ def native_product(dtype: torch.dtype) -> Native | None:
     kernels = cpu.extension
     if kernels is None or kernels.target() != entry().get("target", kernels.target()):
         return None
-    return Native(dtype) if kernels.multiplies(cpu.CODES[dtype], 2) else None
+    return Native(dtype) if kernels.supports_linear(cpu.CODES[dtype], 2) else None
 
 
 @cache

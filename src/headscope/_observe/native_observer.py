@@ -33,10 +33,8 @@ QUANTITIES = (
 )  # fmt: skip
 """In the order of ``Quantity`` in csrc/interface/attention.h."""
 
-MOST_WINDOWS, MOST_FIRST = 8, 16  # as there
-MOST_KEPT_EDGES = (
-    256  # of a head, that each share of the work keeps beside the map; with more, rows are looked at again
-)
+MAX_WINDOWS, MAX_FIRST_KEYS = 8, 16  # as there
+MAX_MAP_EDGES = 256  # of a head, found in the pass that computes the map; more need a second pass over few rows
 
 Address = int
 """Of memory; 0 = there is none."""
@@ -59,10 +57,10 @@ def refuses(work: Work, scene: Scene) -> list[str]:
         reasons.append("rows: none is to be looked at")
     if scene.q_at is not None:
         reasons.append("positions: given ones; these kernels count keys from 0")
-    if len(work.windows) > MOST_WINDOWS:
-        reasons.append(f"windows: more than {MOST_WINDOWS}")
-    if scene.first.shape[1] > MOST_FIRST:
-        reasons.append(f"first: more than {MOST_FIRST} keys")
+    if len(work.windows) > MAX_WINDOWS:
+        reasons.append(f"windows: more than {MAX_WINDOWS}")
+    if scene.first.shape[1] > MAX_FIRST_KEYS:
+        reasons.append(f"first: more than {MAX_FIRST_KEYS} keys")
     if scene.ids is not None and scene.ids.numel() and not _fits(scene.ids):
         reasons.append("tokens: ids beyond 32 bits")
     if missing := [name for name in work.extra if name not in QUANTITIES]:
@@ -78,10 +76,10 @@ def _fits(ids: Tensor) -> bool:
 
 
 PLACES = (
-    "counted", "values", "most_weight", "most_key", "received", "eligible", "sum", "max", "pairs", "at",
+    "counted", "values", "top_weight", "top_key", "received", "eligible", "sum", "max", "pairs", "at",
     "edge_weight", "edge_at", "whole", "numbers",
 )  # fmt: skip
-"""What is found of a call, in the order of ``Place`` in csrc/python/bind.cpp."""
+"""What is found of a call, in the order of ``Place`` in csrc/python/observation.h."""
 
 
 class _Part(NamedTuple):
@@ -116,7 +114,7 @@ class Ready:
         self.rows = scene.rows
         self.first_key = scene.first_key
         self.dtype = accumulate_dtype(call.dtype)
-        later = self.work.edges > (MOST_KEPT_EDGES if self.work.bins else 0)
+        later = self.work.edges > (MAX_MAP_EDGES if self.work.bins else 0)
         only = ["max_weight", "max_logit"] if later else []
         self.names = tuple(row_names(self.work, scene) if self.work.rows else only)
         self.borders = borders_of(self.names, self.dtype) if self.work.rows else None
@@ -134,7 +132,7 @@ class Ready:
         passing = {"counted": (torch.bool, rows), "values": (self.dtype, (len(self.names), *rows))}
         if work.top or work.argmax:
             most = (*rows, max(1, work.top))
-            stay |= {"most_weight": (self.dtype, most), "most_key": (whole, most)}
+            stay |= {"top_weight": (self.dtype, most), "top_key": (whole, most)}
         if work.top or work.argmax or not work.rows:
             stay["counted"] = passing.pop("counted")
         if work.rows and work.argmax:
@@ -200,7 +198,7 @@ class Ready:
             moments = MomentsTable(self.names, Packed(at["whole"], at["numbers"]))
         rows = dict(zip(self.names, at["values"].unbind(), strict=True)) if "values" in at else {}
         if work.argmax:
-            rows["argmax"] = at["most_key"][..., 0]
+            rows["argmax"] = at["top_key"][..., 0]
         return Observed(
             rows,
             at.get("counted"),
@@ -209,7 +207,7 @@ class Ready:
             at.get("eligible"),
             HeadMap(at["sum"], at["pairs"], at["max"], at["at"]) if work.bins else None,
             Edges(at["edge_weight"], at["edge_at"]) if work.edges else None,
-            Candidates(at["most_weight"], at["most_key"]) if work.top else None,
+            Candidates(at["top_weight"], at["top_key"]) if work.top else None,
             moments,
             at["whole"][: call.heads] if "whole" in at else None,  # rows that have an lse
         )
@@ -238,7 +236,7 @@ def observe_rows(ready: Ready, inputs: Inputs, into: Attending | None = None) ->
     out, lse = (0, 0) if into is None else (x.data_ptr() for x in into)
     memory = torch.empty(ready.size, dtype=torch.uint8, device="cpu")
     at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out, lse, memory.data_ptr())
-    return ready.observed(memory) if native.extension.look(ready.observation, *at, torch.get_num_threads()) else None
+    return ready.observed(memory) if native.extension.observe(ready.observation, *at, torch.get_num_threads()) else None
 
 
 def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
@@ -247,7 +245,12 @@ def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, T
     It takes q, k and v with the sizes, dtypes and strides of the call, the last stride 1; and returns None where
     ``observe_rows`` does. Every line is felt: after a call of some milliseconds no cache holds anything of Python.
     """
-    look, described, threads, empty = native.extension.look, ready.observation, torch.get_num_threads, torch.empty_like
+    observe, described, threads, empty = (
+        native.extension.observe,
+        ready.observation,
+        torch.get_num_threads,
+        torch.empty_like,
+    )
     like, lse_like = (native.without_memory(x) for x in attending(ready.call))
     memory_like = native.without_memory(torch.empty(ready.size, dtype=torch.uint8, device="cpu"))
 
@@ -255,7 +258,7 @@ def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, T
         out, lse, memory = empty(like), empty(lse_like), empty(memory_like)
         at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), memory.data_ptr())
         try:
-            finite = look(described, *at, threads())
+            finite = observe(described, *at, threads())
         except ValueError:  # one has no memory: ``observe_rows`` materializes it, or raises
             return None
         return (out, lse, memory) if finite else None

@@ -1,5 +1,5 @@
-// One random look at a problem: what is measured of which rows; and what should come out, by docs/statistics.md, a pair
-// at a time.
+// One random observation of a problem: which statistics of which rows; and their expected values by the definitions of
+// docs/statistics.md, computed a pair at a time.
 #pragma once
 
 #include <algorithm>
@@ -9,15 +9,15 @@
 
 namespace selfcheck {
 
-using headscope::MOST_FIRST;
-using headscope::MOST_WINDOWS;
+using headscope::MAX_FIRST_KEYS;
+using headscope::MAX_WINDOWS;
 using headscope::QUANTITIES;
 
-struct Look {
-    std::int64_t R;                     // rows that are looked at
-    Array queries;                      // which query each of them is, [B or 1, H or 1, 1, R]; not given: 0, 1, 2, …
-    Array line, own, ids, first;        // [B or 1, 1, 1, R] both, [B, 1, 1, K], [B or 1, 1, 1, firsts]; as in RowStats
-    Array norms, may_count, other_lse;  // [B, Hkv, K, 1], [B or 1, H or 1, R or 1, 1], [B, H, R, 1]
+struct Observation {
+    std::int64_t R;               // rows that are observed
+    Array queries;                // which query each of them is, [B or 1, H or 1, 1, R]; not given: 0, 1, 2, …
+    Array line, own, ids, first;  // [B or 1, 1, 1, R] both, [B, 1, 1, K], [B or 1, 1, 1, first_count]; as in Statistics
+    Array norms, may_count, external_lse;  // [B, Hkv, K, 1], [B or 1, H or 1, R or 1, 1], [B, H, R, 1]
     std::vector<double> reach;
     bool attends, received, values, floor;  // floor: none of the largest weights is below it
     std::int64_t most, bins, shares, edges;
@@ -26,13 +26,13 @@ struct Look {
         return queries.present ? std::int64_t(queries(b, h, 0, r)) : r;
     }
     std::string describe() const {
-        std::string text = "; a look at " + std::to_string(R) + " rows";
+        std::string text = "; observing " + std::to_string(R) + " rows";
         if (queries.present) text += " picked out";
         if (line.present) text += ", on a line";
         if (ids.present) text += ", tokens";
         if (norms.present) text += ", norms";
         if (may_count.present) text += ", may_count";
-        if (other_lse.present) text += ", given lse";
+        if (external_lse.present) text += ", given lse";
         if (attends) text += ", attending";
         if (received) text += ", received";
         text += ", " + std::to_string(reach.size()) + " windows, first " + std::to_string(first.n[3]) + ", most " +
@@ -43,8 +43,8 @@ struct Look {
 };
 
 // `lse` of all rows of the problem.
-inline Look draw_look(Random& r, const Problem& p, const Array& lse) {
-    Look x{};
+inline Observation draw_observation(Random& r, const Problem& p, const Array& lse) {
+    Observation x{};
     const auto batch = [&] { return r.one_in(2) ? 1 : p.B; };
     x.attends = r.one_in(2);
     x.R = p.Q;
@@ -58,7 +58,7 @@ inline Look draw_look(Random& r, const Problem& p, const Array& lse) {
         const std::int64_t offset = r.one_in(4) ? r.range(-70'000, 70'000) : r.range(-p.Q, p.K), anywhere = r.one_in(4);
         for (std::size_t n = 0; n < x.line.x.size(); n++)
             x.line.x[n] = double(anywhere ? r.range(-3, p.K + 3) : std::int64_t(n) % x.R + offset);
-        for (std::int64_t n = r.one_in(2) ? 0 : r.range(1, MOST_WINDOWS); n > 0; n--)
+        for (std::int64_t n = r.one_in(2) ? 0 : r.range(1, MAX_WINDOWS); n > 0; n--)
             x.reach.push_back(r.one_in(8) ? INF : r.one_in(4) ? 0 : r.range(1, 2 * p.K) / 2.0);
         if (r.one_in(2)) {
             x.own = Array(batch(), 1, 1, x.R);
@@ -67,7 +67,7 @@ inline Look draw_look(Random& r, const Problem& p, const Array& lse) {
             for (double& id : x.ids.x) id = double(r.range(-2, r.one_in(2) ? 2 : 30));
         }
     }
-    x.first = Array(batch(), 1, 1, r.one_in(2) ? 1 : r.range(0, p.K < MOST_FIRST ? p.K : MOST_FIRST));
+    x.first = Array(batch(), 1, 1, r.one_in(2) ? 1 : r.range(0, p.K < MAX_FIRST_KEYS ? p.K : MAX_FIRST_KEYS));
     for (std::int64_t b = 0; b < x.first.n[0] && x.first.n[3]; b++) {
         std::int64_t j = r.range(0, p.K - 1);
         for (std::int64_t n = 0; n < x.first.n[3]; n++, j += r.one_in(3) ? 2 : 1)
@@ -88,12 +88,12 @@ inline Look draw_look(Random& r, const Problem& p, const Array& lse) {
         for (double& may : x.may_count.x) may = !r.one_in(4);
     }
     if (r.one_in(4)) {
-        x.other_lse = Array(p.B, p.H, x.R, 1);
+        x.external_lse = Array(p.B, p.H, x.R, 1);
         const double off = r.one_in(2) ? 0 : 0.4;
         for (std::int64_t b = 0; b < p.B; b++)
             for (std::int64_t h = 0; h < p.H; h++)
                 for (std::int64_t n = 0; n < x.R; n++)
-                    x.other_lse(b, h, n, 0) = rounded(lse(b, h, x.query(b, h, n), 0) + off, arithmetic(p.dtype));
+                    x.external_lse(b, h, n, 0) = rounded(lse(b, h, x.query(b, h, n), 0) + off, arithmetic(p.dtype));
     }
     x.values = !r.one_in(4);
     x.received = r.one_in(2);
@@ -108,7 +108,7 @@ inline Look draw_look(Random& r, const Problem& p, const Array& lse) {
 
 // What should come out. `size` of a number is how far it moves where each weight moves by its own size.
 struct Measured {
-    Array value[QUANTITIES], size[QUANTITIES], window[MOST_WINDOWS], streaming[MOST_WINDOWS];
+    Array value[QUANTITIES], size[QUANTITIES], window[MAX_WINDOWS], streaming[MAX_WINDOWS];
     Array counted, weights;                                 // [B, H, R, 1] and [B, H, R, K], -1 where a key is not seen
     Array received, eligible, map_sum, map_count, map_max;  // [1, H, K, 1] and [1, H, bins, bins]
 };
@@ -136,7 +136,7 @@ struct MeasuredRow {
 };
 
 template <class A>
-MeasuredRow<A> measured_row(const Problem& p, const Look& x, double rounding, std::int64_t b, std::int64_t h,
+MeasuredRow<A> measured_row(const Problem& p, const Observation& x, double rounding, std::int64_t b, std::int64_t h,
                             std::int64_t r) {
     MeasuredRow<A> row;
     const std::int64_t i = x.query(b, h, r);
@@ -155,8 +155,8 @@ MeasuredRow<A> measured_row(const Problem& p, const Look& x, double rounding, st
     A total = std::exp(sink - top);
     for (A s : row.weight) total += std::exp(s - top);
     row.lse = top + std::log(total);
-    if (x.other_lse.present) {
-        const A other = A(x.other_lse(b, h, r, 0)), size = std::fabs(row.lse);
+    if (x.external_lse.present) {
+        const A other = A(x.external_lse(b, h, r, 0)), size = std::fabs(row.lse);
         if (std::fabs(other - row.lse) > A(rounding) * (size > 1 ? size : A(1))) row.lse = other;
     }
     for (A& s : row.weight) s = std::exp(s - row.lse);
@@ -164,7 +164,7 @@ MeasuredRow<A> measured_row(const Problem& p, const Look& x, double rounding, st
 }
 
 template <class A>
-void measure_row(const Problem& p, const Look& x, const MeasuredRow<A>& row, std::int64_t b, std::int64_t h,
+void measure_row(const Problem& p, const Observation& x, const MeasuredRow<A>& row, std::int64_t b, std::int64_t h,
                  std::int64_t r, Measured& m) {
     using namespace headscope;
     const auto put = [&](int n, double value, double size) {
@@ -225,7 +225,7 @@ inline std::int64_t bin_of(std::int64_t place, std::int64_t bins, std::int64_t l
 }
 
 template <class A>
-Measured measured(const Problem& p, const Look& x, double rounding) {
+Measured measured(const Problem& p, const Observation& x, double rounding) {
     Measured m;
     const Array empty(p.B, p.H, x.R, 1, NOT);
     for (Array& a : m.value) a = empty;
