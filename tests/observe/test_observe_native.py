@@ -714,3 +714,17 @@ def test_sinks_and_values_beyond_the_range_of_sums(where: str) -> None:
     given = made(torch.float64) | {"mask": causal()}
     huge = torch.full((H,), 1e31) if where == "sinks" else given["v"] * 1e31
     same(*both(Observe(map=16, edges=9), given | {where: huge}), torch.float64)
+
+
+@pytest.mark.parametrize("options", [{"what": Observe(rows=3)}, {"what": Observe(), "dropout": 0.5}])
+def test_what_one_pass_cannot_measure_is_observed_after_it(options: dict[str, Any]) -> None:
+    """A sample of rows, and weights as they are before dropout."""
+    what, given, dropout = options["what"], made(), options.get("dropout", 0.0)
+    torch.manual_seed(0)
+    out, lse = attend(**given, dropout=dropout)[:2]
+    torch.manual_seed(0)
+    attended = attend(**given, dropout=dropout, observe=what)
+    assert torch.equal(attended.out, out)
+    assert torch.equal(attended.lse, lse)
+    same(attended.stats, observe(**given, what=what))
+    assert attended.stats.sampled == (what.rows is not None)

@@ -13,8 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from headscope import HeadStats, Observe, observe
-from headscope.masks import Dense
+from headscope.masks import Dense, causal
 from headscope.stats import _files, _header
+from headscope.stats._checks import check_kept, check_parts
+from headscope.stats._layer import Kept
 from headscope.stats._tensor_file import ChangedFileError, NoTensorsError, TensorFile
 
 
@@ -106,3 +108,19 @@ def test_saved_weights_have_the_softcap_and_the_mask_of_their_call(tmp_path: Pat
     expected = torch.softmax(expected, -1).nan_to_num(0.0)  # a row without a visible key
     for each in (stats, back):
         torch.testing.assert_close(each.tile(0, 7, 0, 7), expected)
+
+
+def test_a_number_where_there_is_no_weight_is_damage() -> None:
+    q, k = torch.randn(2, 1, 2, 8, 4)
+    stored = observe(q, k, mask=causal(), what=Observe(map=4)).map
+    check_parts("0", {"map": stored})
+    stored.max[:, 0, 3] = 0.5  # a bin above the diagonal
+    with pytest.raises(ValueError, match=r"0/map/max: got 0.5 where there is no weight, expected NaN"):
+        check_parts("0", {"map": stored})
+
+
+def test_a_key_in_a_row_that_does_not_count_is_damage() -> None:
+    queries, counted = torch.tensor([0]), torch.zeros(1, 1, 1, dtype=torch.bool)
+    check_kept("0", Kept(queries, counted, {"argmax": torch.tensor([[[-1]]])}))
+    with pytest.raises(ValueError, match="0/argmax: got a key in a row that does not count, expected -1"):
+        check_kept("0", Kept(queries, counted, {"argmax": torch.tensor([[[3]]])}))
