@@ -684,3 +684,47 @@ def test_moments_are_those_of_the_portable_form(name: str, dtype: torch.dtype) -
                 torch.testing.assert_close(
                     getattr(packed, what)[n], getattr(wanted, what), rtol=1e-12, atol=1e-12, equal_nan=True
                 )
+
+
+def test_a_quantity_that_the_kernels_lack_is_observed_by_the_portable_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    what, given = Observe(extra=("second_weight",)), made()
+    expected = observe(**given, what=what)
+    lacking = tuple(name for name in _observe_native.QUANTITIES if name != "second_weight")
+    monkeypatch.setattr(_observe_native, "QUANTITIES", lacking)
+    monkeypatch.setattr(_observe_native, "observe_rows", None)  # calling it would raise
+    monkeypatch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())
+    same(observe(**given, what=what), expected)
+
+
+def test_a_layer_that_is_built_when_it_is_read_is_a_mapping_of_one() -> None:
+    q, k, v = normal(1, 2, 5, 4), normal(1, 2, 5, 4), normal(1, 2, 5, 4)
+    what = Observe()
+    described, again = (attend(q, k, v, observe=what).stats for _ in range(2))
+    assert not isinstance(again.parts, dict)  # else this looks at the first way twice
+    assert repr(again) == repr(described)
+    assert again.layers == ("0",)
+    assert "1" not in again.parts
+    with pytest.raises(KeyError, match="1: neither a quantity nor a layer"):
+        again["1"]
+
+
+@pytest.mark.parametrize("where", ["sinks", "v"])
+def test_sinks_and_values_beyond_the_range_of_sums(where: str) -> None:
+    """The portable form then takes care that nothing infinite passes through a mask."""
+    given = made(torch.float64) | {"mask": causal()}
+    huge = torch.full((H,), 1e31) if where == "sinks" else given["v"] * 1e31
+    same(*both(Observe(map=16, edges=9), given | {where: huge}), torch.float64)
+
+
+@pytest.mark.parametrize("options", [{"what": Observe(rows=3)}, {"what": Observe(), "dropout": 0.5}])
+def test_what_one_pass_cannot_measure_is_observed_after_it(options: dict[str, Any]) -> None:
+    """A sample of rows, and weights as they are before dropout."""
+    what, given, dropout = options["what"], made(), options.get("dropout", 0.0)
+    torch.manual_seed(0)
+    out, lse = attend(**given, dropout=dropout)[:2]
+    torch.manual_seed(0)
+    attended = attend(**given, dropout=dropout, observe=what)
+    assert torch.equal(attended.out, out)
+    assert torch.equal(attended.lse, lse)
+    same(attended.stats, observe(**given, what=what))
+    assert attended.stats.sampled == (what.rows is not None)

@@ -156,6 +156,20 @@ def test_lengths_that_differ_are_not_the_lengths_of_all() -> None:
     assert short.merge(long, long).parts["0"].lengths is None
 
 
+def test_what_neither_has_is_not_merged() -> None:
+    bare = Observe(received=False)
+    merged = stats_of(what=bare).merge(stats_of(seed=1, what=bare)).parts["0"]
+    assert (merged.received, merged.eligible, merged.runs) == (None, None, 2)
+
+
+def test_a_layer_without_a_quantity_has_no_rows_in_its_column() -> None:
+    wide, bare = stats_of(), stats_of(what=Observe(row_stats=False))
+    column = wide.named("a").merge(bare.named("b"))["window_2"]
+    assert column.mean[0].tolist() == wide["window_2"].mean[0].tolist()
+    assert column.count.tolist() == [wide["window_2"].count[0].tolist(), [0, 0, 0]]
+    assert all(getattr(column, what)[1].isnan().all() for what in ("mean", "M2", "min", "max"))
+
+
 def test_merging_keeps_the_number_of_first_keys_where_one_file_does_not_say_it() -> None:
     """Files of older versions do not."""
     known = stats_of(what=replace(ALL, first=2))
@@ -298,6 +312,11 @@ def test_a_dictionary_for_json() -> None:
         "count": 0, "mean": None, "std": None, "min": None, "max": None, "histogram": None, "edges": None,
     }  # fmt: skip
     assert back["edges"][2][0]["p"] == float(stats.edges.p[2, 0])
+
+
+def test_a_dictionary_without_edges() -> None:
+    assert "edges" not in stats_of(what=Observe()).to_dict()["layers"]["0"]
+    assert len(stats_of(what=Observe(edges=2)).to_dict()["layers"]["0"]["edges"]) == 3
 
 
 def test_pandas_is_asked_for_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,7 +278,7 @@ def _read_kept(names: list[str], under: str, run: int, read: Callable[..., Tenso
 
 
 def _read_layer(entry: dict[str, Any], under: str, tensors: Mapping[str, Tensor], file: TensorFile) -> LayerStats:
-    """The reverse of ``_put``."""
+    """Read what ``_store_layer`` filed."""
     entry = {"lengths": None, "first": None, "qk": [], "qk_runs": None} | entry  # older files do not say these
     numbers = {what: read_whole(entry, what, 0) for what in _NUMBERS}
     looked_at = read_whole(entry, "looked_at", 0, numbers["of"])
