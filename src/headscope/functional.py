@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from headscope._attend import hook
+from headscope._attend.attention import run_attention
 from headscope._attend.backends import reference
 from headscope._attend.interface import full_precision
 from headscope._attend.prepare import canonical_inputs, prepare, prepare_with_plan
-from headscope._attend.run import run
 from headscope._observe import Positions, attend_and_observe, observe_call
 from headscope._support.arguments import check_type
 from headscope.masks import Mask
@@ -80,7 +80,7 @@ def attention(
     gpt-oss (2025); grouped heads: Ainslie et al. 2023.
     """
     interceptor = hook.interceptor  # read once: another thread may end its watch
-    handler = run if interceptor is None else interceptor
+    handler = run_attention if interceptor is None else interceptor
     return handler(q, k, v, mask, bias, sinks, scale, softcap, dropout, False, backend)[0]
 
 
@@ -109,8 +109,8 @@ def attend(
     if observe is not None:
         check_type("observe", observe, Observe, "a headscope.Observe or None")
     interceptor = hook.interceptor  # read once: another thread may end its watch
-    handler = run if interceptor is None else interceptor
-    if observe is not None and handler is run:
+    handler = run_attention if interceptor is None else interceptor
+    if observe is not None and handler is run_attention:
         result = attend_and_observe(q, k, v, mask, bias, sinks, scale, softcap, dropout, backend, observe)
         if result is not None:
             return Attended(*result)

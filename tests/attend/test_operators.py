@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headscope
 from headscope import positions
-from headscope._attend import operators
+from headscope._attend import torch_operators
 from headscope._attend.backends import native
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, causal, decode, window
 from support.attention_cases import OPTIONS, SIZES, Asked, B, H, K, Q, gradients, tensors
@@ -114,7 +114,7 @@ CHECKED = ["nothing", "mask: causal & documents | dense", "bias of keys", "every
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.15's check itself
-@pytest.mark.parametrize("backend", operators.OPERATOR_BACKENDS)
+@pytest.mark.parametrize("backend", torch_operators.OPERATOR_BACKENDS)
 @pytest.mark.parametrize("option", CHECKED)
 def test_the_operators_are_what_they_say(option: str, backend: str) -> None:
     asked = OPTIONS[option](torch.float32)
@@ -131,7 +131,7 @@ def test_the_operators_are_what_they_say(option: str, backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("option", ["one query", "Dv 7", "everything"])
-@pytest.mark.parametrize("backend", operators.OPERATOR_BACKENDS)
+@pytest.mark.parametrize("backend", torch_operators.OPERATOR_BACKENDS)
 def test_fake_results_are_laid_out_as_real_ones(option: str, backend: str, dtype: torch.dtype) -> None:
     args = arguments(OPTIONS[option](dtype), backend)
     real = torch.ops.headscope.attend_forward(*args)
@@ -218,7 +218,7 @@ def test_a_reach_that_changes_does_not_compile_forever() -> None:
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("backend", operators.OPERATOR_BACKENDS)
+@pytest.mark.parametrize("backend", torch_operators.OPERATOR_BACKENDS)
 def test_the_seed_of_dropout_is_drawn_by_each_run(backend: str) -> None:
     given = tensors(torch.float32)
 
@@ -499,7 +499,7 @@ def test_a_decomposed_program_takes_more_queries_than_keys() -> None:
     torch.testing.assert_close(program(k, q), headscope.attention(k, q, q))
 
 
-@pytest.mark.parametrize("backend", operators.OPERATOR_BACKENDS)
+@pytest.mark.parametrize("backend", torch_operators.OPERATOR_BACKENDS)
 def test_gradients_have_the_strides_of_eager_mode(backend: str) -> None:
     q = torch.randn(1, 4, 2, 8).transpose(1, 2).requires_grad_()
 
@@ -618,7 +618,7 @@ def test_transforms_inside_a_compiled_function_are_masked_as_elsewhere(mask: Mas
     torch.testing.assert_close(compiled(run)(given), run(given))
 
 
-@pytest.mark.parametrize("backend", [None, *operators.OPERATOR_BACKENDS])
+@pytest.mark.parametrize("backend", [None, *torch_operators.OPERATOR_BACKENDS])
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: type(mask).__name__)
 def test_masks_hold_while_forward_mode_gradients_are_open(mask: Mask, backend: str | None) -> None:
     """With nothing to differentiate: what is frozen, beside what is not."""
@@ -662,7 +662,7 @@ def test_a_hidden_nan_of_a_subclass_stays_hidden() -> None:
         torch.testing.assert_close(headscope.attention(*given, mask=Prefix(3)).as_subclass(Tensor), wanted)
 
 
-@pytest.mark.parametrize("backend", operators.OPERATOR_BACKENDS)
+@pytest.mark.parametrize("backend", torch_operators.OPERATOR_BACKENDS)
 @pytest.mark.parametrize("mask", [Prefix(3), causal()])
 def test_a_nan_spoils_the_same_gradients_under_a_mode(mask: Mask, backend: str) -> None:
     q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import headscope
-from headscope._attend import operators, prepare
+from headscope._attend import prepare, torch_operators
 from headscope._attend.backends import native as cpu
 from headscope.masks import KeyLengths, causal
 
@@ -68,7 +68,7 @@ RUNS: dict[str, Callable[[Attend], Callable[..., Tensor]]] = {
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, of a dual tensor
 @pytest.mark.parametrize("leaves", [False, True], ids=["constants", "leaves"])
-@pytest.mark.parametrize("backend", [None, *operators.OPERATOR_BACKENDS])
+@pytest.mark.parametrize("backend", [None, *torch_operators.OPERATOR_BACKENDS])
 @pytest.mark.parametrize("how", RUNS)
 def test_no_tangent_is_lost(how: str, backend: str | None, leaves: bool) -> None:
     run = RUNS[how](Attend(backend))
@@ -87,7 +87,7 @@ def test_no_tangent_is_lost(how: str, backend: str | None, leaves: bool) -> None
             torch.testing.assert_close(still, wanted)
 
 
-@pytest.mark.parametrize("backend", [None, *operators.OPERATOR_BACKENDS])
+@pytest.mark.parametrize("backend", [None, *torch_operators.OPERATOR_BACKENDS])
 @pytest.mark.parametrize("how", RUNS)
 def test_no_tangent_of_a_gradient_is_lost(how: str, backend: str | None) -> None:
     """The gradient is linear in what comes in: blocked torch, where autograd sees it, hands the tangent on."""
@@ -120,7 +120,7 @@ def counted(module: Attend) -> Callable[..., Tensor]:
     return run
 
 
-@pytest.mark.parametrize("backend", [None, *operators.OPERATOR_BACKENDS])
+@pytest.mark.parametrize("backend", [None, *torch_operators.OPERATOR_BACKENDS])
 @pytest.mark.parametrize("how", [*RUNS, "counted"])
 def test_a_batch_of_gradients_is_refused(how: str, backend: str | None) -> None:
     inputs = [x.requires_grad_() for x in given()]
@@ -292,7 +292,9 @@ def test_dropout_within_a_compiled_function(transform: str, backend: str | None)
     ("transform", "backend"),
     [
         ("grad", None),
-        *itertools.product(["vmap", "grad of each sample", "grad of vmap", "jacrev"], operators.OPERATOR_BACKENDS),
+        *itertools.product(
+            ["vmap", "grad of each sample", "grad of vmap", "jacrev"], torch_operators.OPERATOR_BACKENDS
+        ),
     ],
 )
 def test_transforms_of_a_compiled_function(transform: str, backend: str | None) -> None:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from headscope import MultiHeadAttention, watch
 from headscope._attend import hook
-from headscope._attend.run import run
+from headscope._attend.attention import run_attention
 
 
 def halved(*args: Any) -> tuple[Tensor, Tensor | None]:
-    out, lse = run(*args)
+    out, lse = run_attention(*args)
     return out / 2, lse
 
 

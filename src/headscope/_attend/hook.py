@@ -1,8 +1,8 @@
 """The one place where another part of headscope steps into attention calls: ``with intercepting(interceptor): ...``.
 
-``headscope.attention`` and ``attend`` call the interceptor in place of ``_attend.run.run``, with the same arguments.
-The interceptor calls ``run`` itself, once or not at all, and returns what the caller gets. ``watch``, ``heads`` and
-``check`` use this hook.
+``headscope.attention`` and ``attend`` call the interceptor in place of ``_attend.attention.run_attention``, with the
+same arguments. The interceptor calls ``run_attention`` itself, once or not at all, and returns what the caller gets.
+``watch``, ``heads`` and ``check`` use this hook.
 
 The interceptor is an attribute of this module, which each call reads through the module. It is not a ``ContextVar``:
 torch's compiler cannot trace ``ContextVar.get``. A module's attribute is a guard of the graph, so a function that was
@@ -22,7 +22,7 @@ from headscope.masks import Mask
 
 
 class Interceptor(Protocol):
-    """What attends in place of ``_attend.run.run``."""
+    """What attends in place of ``_attend.attention.run_attention``."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,

@@ -50,22 +50,23 @@ def suspicious(call: Call, inputs: Inputs, with_bias: bool = False) -> bool:
 
 
 def attend(
-    run: Attend, call: Call, plan: Plan | None, inputs: Inputs, replaces: Attend
+    backend_attend: Attend, call: Call, plan: Plan | None, inputs: Inputs, replaces: Attend
 ) -> tuple[Tensor, Tensor | None]:
-    """``run``, a backend's ``attend``, for inputs that may hold NaN or infinity.
+    """``backend_attend``, a backend's ``attend``, for inputs that may hold NaN or infinity.
 
     Args:
-        run: as the backend attends.
+        backend_attend: as the backend attends.
         call, plan, inputs: what it takes.
-        replaces: the ``attend`` of a backend that replaces hidden logits; ``run``, unless it adds a mask to them.
+        replaces: the ``attend`` of a backend that replaces hidden logits; ``backend_attend``, unless it adds a mask to
+            them.
     """
     bad_q, bad_k, bad_v = (~torch.isfinite(x.detach()) for x in inputs[:3])
     if not (bad_q.any() or bad_k.any() or bad_v.any()):
-        return run(call, plan, inputs)
+        return backend_attend(call, plan, inputs)
     bias = None if inputs.bias is None else inputs.bias.detach()
     v = inputs.v.masked_fill(bad_v, 0) if hides(call) else inputs.v
     clean = inputs._replace(q=inputs.q.masked_fill(bad_q, 0), k=inputs.k.masked_fill(bad_k, 0), v=v)
-    out, lse = run(call, plan, clean)
+    out, lse = backend_attend(call, plan, clean)
     rows = rows_of_bad_logits(call, plan, bias, bad_q, bad_k)
     if rows.any():
         with torch.no_grad(), torch.random.fork_rng(devices=[]):  # another draw would change what is drawn later

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscope._attend import operators
+from headscope._attend import torch_operators
 from headscope._attend.backends import native, sdpa
 from headscope._attend.call import Call, Options, described, fold, fold_mask, form
 from headscope._attend.context_parallel import CONTEXT_PARALLEL, check_context_parallel
@@ -159,7 +159,7 @@ def _prepare_anew(
     if is_traced():  # the compiler guards the comparison: a graph from outside of context_parallel is traced anew in it
         _ = F.scaled_dot_product_attention is sdpa.ORIGINAL
     traced = form(q, k, v, bias, sinks, *(() if mask is None else mask.tensors())) == "traced"
-    as_operator = native.extension is not None if backend is None else backend in operators.OPERATOR_BACKENDS
+    as_operator = native.extension is not None if backend is None else backend in torch_operators.OPERATOR_BACKENDS
     planned = not (traced and as_operator)
     call, plan = described(q, k, v, bias, sinks, Options(mask, scale, softcap, dropout, lse, planned))
     canonical = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]
@@ -168,7 +168,7 @@ def _prepare_anew(
             raise ValueError(f'backend: got {backend!r} beside nested q, k and v, wanted "sdpa" or None')
         backend = "sdpa"
     selected = select(call, backend)
-    if traced and selected.name in operators.OPERATOR_BACKENDS:
+    if traced and selected.name in torch_operators.OPERATOR_BACKENDS:
         plan = None
     elif mask is not None and plan is None:
         plan = mask.plan(call.batch, call.heads, call.queries, call.keys)

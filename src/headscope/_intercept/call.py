@@ -14,8 +14,8 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
 from headscope import functional
+from headscope._attend.attention import run_attention
 from headscope._attend.blocks import slices
-from headscope._attend.run import run
 from headscope._intercept.masks import causal_rule, check_class
 from headscope._observe import Continued, Positions, observe_call
 from headscope.masks import Band, Mask, as_mask
@@ -353,7 +353,7 @@ def _rows(call: Call, v: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         bias = torch.where(
             visible, 0.0 if bias is None else bias, -math.inf
         )  # unlike a tensor in a mask, not planned anew
-    out, lse = run(q, k, v, None, bias, call.sinks, call.scale, call.softcap, 0.0, True, None)
+    out, lse = run_attention(q, k, v, None, bias, call.sinks, call.scale, call.softcap, 0.0, True, None)
     assert lse is not None  # it is asked for
     return out.float(), lse
 

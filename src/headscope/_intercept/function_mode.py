@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from headscope import nn_compat
-from headscope._attend.run import run
+from headscope._attend.attention import run_attention
 from headscope._intercept import call as calls
 from headscope._intercept import frames, fused, softmax, torch_modules
 from headscope._intercept.call import Call
@@ -188,9 +188,9 @@ def headscope_attention(
     """``headscope.attention`` and ``attend`` while a watch is open."""
     frame = frames.innermost()
     if frame is None or frame.quiet or not frame.active:
-        return run(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
+        return run_attention(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
     with frame.quietly():  # the backend may be SDPA
-        out, row_lse = run(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
+        out, row_lse = run_attention(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
     kind = None
     if isinstance(frame.module, MultiHeadAttention):
         kind = "self" if frame.argument("context", 1) is None else "cross"

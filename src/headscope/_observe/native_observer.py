@@ -254,7 +254,7 @@ def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, T
     like, lse_like = (native.without_memory(x) for x in attending(ready.call))
     memory_like = native.without_memory(torch.empty(ready.size, dtype=torch.uint8, device="cpu"))
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    def repeat_call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         out, lse, memory = empty(like), empty(lse_like), empty(memory_like)
         at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), memory.data_ptr())
         try:
@@ -263,7 +263,7 @@ def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, T
             return None
         return (out, lse, memory) if finite else None
 
-    return run
+    return repeat_call
 
 
 def _by_batch(x: Tensor) -> tuple[Address, int]:

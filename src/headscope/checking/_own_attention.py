@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from headscope._attend import hook
-from headscope._attend.run import run
+from headscope._attend.attention import run_attention
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def computed_by_reference() -> Generator[list[int]]:
         scale: Any, softcap: Any, dropout: Any, lse: Any, backend: Any, /,
     ) -> Any:  # fmt: skip
         calls.append(1)
-        return run(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, "reference")
+        return run_attention(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, "reference")
 
     with hook.intercepting(attend):
         yield calls

@@ -120,7 +120,7 @@ def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
     work, grad, returns_lse = Work(call, plan, 0), call.grad or call.bias_grad, call.lse
     need_lse, beside = grad or returns_lse, bias is not None or sinks is not None
 
-    def run(
+    def repeat_call(
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None] | None:
         out, lse = empty(like), empty(lse_like) if need_lse else None
@@ -143,7 +143,7 @@ def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
         tied = _tie(results, q, k, v, bias, sinks) if beside else _tie(results, q, k, v)
         return tied if isinstance(tied, tuple) else (tied, None)
 
-    return run
+    return repeat_call
 
 
 def without_memory(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from headscope.cli._shared.observation import (
     heads_as_dict,
     looking_options,
     one_thread,
-    run,
+    run_model,
     trace_layer,
 )
 from headscope.cli._shared.pages import check_apart, save_page
@@ -111,7 +111,7 @@ def _look(path: str | None, sample: int | None, options: HeadOptions) -> Look:
     check_range("--layer", options.layer, sizes.num_layers)
     check_range("--head", options.head, sizes.num_heads)
     digit = _digit(example, path, sample)
-    passed = run(example.model, digit.ink[None])
+    passed = run_model(example.model, digit.ink[None])
     state = "trained on handwritten digits" if example.trained else "untrained, weights as drawn"
     rows, columns = digit.ink.shape[0], digit.ink.shape[1]
     sheet = image_sheet(

@@ -22,7 +22,7 @@ from headscope.cli._shared.observation import (
     heads_as_dict,
     looking_options,
     one_thread,
-    run,
+    run_model,
     trace_layer,
 )
 from headscope.cli._shared.pages import check_apart, save_page
@@ -110,7 +110,7 @@ def _read(text_input: TextInput, options: HeadOptions) -> Reading:
     every = example.tokenizer.encode(text_input.text)
     ids = every[-sizes.context :]
     notes = [note] if (note := _left_out(text_input, len(every), len(ids))) else []
-    passed = run(example.model, torch.tensor([ids]))
+    passed = run_model(example.model, torch.tensor([ids]))
     pieces = [example.tokenizer.piece(token) for token in ids]
     sheet = text_sheet(
         clipped("".join(pieces)),

@@ -127,7 +127,7 @@ def one_thread() -> Generator[None]:
         torch.set_num_threads(before)
 
 
-def run(model: nn.Module, inputs: Tensor) -> Pass:
+def run_model(model: nn.Module, inputs: Tensor) -> Pass:
     """Run a forward pass with weights, and record the call of each layer's attention."""
     import torch
 

@@ -1,14 +1,14 @@
-"""What the operators of ``_attend.operators`` run: the same as a call without a compiler."""
+"""What the operators of ``_attend.torch_operators`` run: the same as a call without a compiler."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from headscope._attend import operators
+from headscope._attend import torch_operators
+from headscope._attend.backend_call import attend_on_backend_seeded
 from headscope._attend.backends import blocked
 from headscope._attend.backends.visibility import gradients_of_bad_inputs
-from headscope._attend.execute import execute_seeded
 from headscope._attend.interface import Inputs, Pair, Work, full_precision
 from headscope._attend.prepare import prepare_with_plan
 from headscope.masks import decode
@@ -25,7 +25,9 @@ def _forward(
         result = prepared.repeat(q, k, v, bias, sinks) if prepared.repeat is not None else None
         if result is None:
             inputs, number = Inputs(q, k, v, bias, sinks), 0 if seed is None else int(seed)
-            result = execute_seeded(operators.BACKENDS[backend], prepared.call, prepared.plan, inputs, number)
+            result = attend_on_backend_seeded(
+                torch_operators.BACKENDS[backend], prepared.call, prepared.plan, inputs, number
+            )
     out, lse = result
     assert lse is not None  # the call asks for it
     return out, lse
@@ -43,7 +45,7 @@ def _backward(
         work = Work(prepared.call, prepared.plan, 0 if seed is None else int(seed))
         inputs, results, grads, needed = Inputs(q, k, v, bias, sinks), (out, lse), (grad_out, grad_lse), (dbias, dsinks)
         with full_precision(prepared.call):
-            gradients = operators.BACKENDS[backend].gradients(work, inputs, results, grads, needed)
+            gradients = torch_operators.BACKENDS[backend].gradients(work, inputs, results, grads, needed)
             if backend == blocked.name and q.is_cpu and not all(x is None or x.isfinite().all() for x in gradients[:3]):
                 gradients = _of_bad_inputs(work, inputs, grads, needed) or gradients
         if backend == blocked.name:
@@ -65,5 +67,5 @@ def _of_bad_inputs(
 
 
 def register() -> None:
-    """Register the kernels of the operators; ``_attend.run`` does so when it is imported."""
-    operators.implement(_forward, _backward)
+    """Register the kernels of the operators; ``_attend.attention`` does so when it is imported."""
+    torch_operators.implement(_forward, _backward)

@@ -3,7 +3,7 @@
 A compiler cannot trace the native kernels, because they take raw pointers, and would unroll the blocks of blocked torch
 for one length. It traces an operator instead: its schema, the sizes and strides of its results (the fake kernels below)
 and its gradient. The operator runs the same as a call without a compiler.
-``_attend.operator_kernels``, which is above this module, registers what it runs: see ``implement``.
+``_attend.torch_operator_kernels``, which is above this module, registers what it runs: see ``implement``.
 
 An operator takes tensors and numbers, so a mask crosses as codes (a small program in postfix order) and the tensors it
 reads. Its plan is made when the operator runs: nothing of it depends on a length that the compiler left open.

@@ -1,20 +1,20 @@
-"""Run one attention: find or make the prepared call, take its short way, or execute it."""
+"""Run one attention: find or make the prepared call, take its short way, or call its backend."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from headscope._attend import operator_kernels, operators
+from headscope._attend import torch_operator_kernels, torch_operators
+from headscope._attend.backend_call import attend_on_backend
 from headscope._attend.call import ORDINARY
-from headscope._attend.execute import execute
 from headscope._attend.interface import Inputs, Result
 from headscope._attend.prepare import Prepared, canonical_inputs, prepare
 from headscope.masks import Mask
 
-operator_kernels.register()
+torch_operator_kernels.register()
 
 
-def run(
+def run_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     scale: float | None, softcap: float | None, dropout: float, lse: bool, backend: str | None,
 ) -> Result:  # fmt: skip
@@ -25,18 +25,18 @@ def run(
         result = repeat(q, k, v) if bias is None and sinks is None else repeat(q, k, v, bias, sinks)
         if result is not None:
             return result
-    return _run_prepared(prepared, canonical_inputs(prepared, q, k, v, bias, sinks))
+    return _attend_prepared(prepared, canonical_inputs(prepared, q, k, v, bias, sinks))
 
 
-def _run_prepared(prepared: Prepared, inputs: Inputs) -> Result:
-    """Run a call that has no short way, or whose short way gave up."""
+def _attend_prepared(prepared: Prepared, inputs: Inputs) -> Result:
+    """Attend for a call that has no short way, or whose short way gave up."""
     call = prepared.call
     if call.form == "subclass":
         inputs = inputs._replace(q=_to_class(inputs, prepared.mask))
-    if call.form == "traced" and prepared.backend.name in operators.OPERATOR_BACKENDS:
-        out, lse = operators.attend(call, prepared.mask, inputs, prepared.backend.name)
+    if call.form == "traced" and prepared.backend.name in torch_operators.OPERATOR_BACKENDS:
+        out, lse = torch_operators.attend(call, prepared.mask, inputs, prepared.backend.name)
     else:
-        out, lse = execute(prepared.backend, call, prepared.plan, inputs)
+        out, lse = attend_on_backend(prepared.backend, call, prepared.plan, inputs)
     if len(call.lead) != 1:
         out = out.reshape(*call.lead, *out.shape[1:])  # [*lead, H, Q, Dv]
         lse = None if lse is None else lse.reshape(*call.lead, *lse.shape[1:])  # [*lead, H, Q]

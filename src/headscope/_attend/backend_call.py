@@ -11,17 +11,19 @@ from headscope._attend.interface import Attend, Backend, Inputs, OperatorBackend
 from headscope.masks import Plan
 
 
-def execute(backend: Backend, call: Call, plan: Plan | None, inputs: Inputs) -> Result:
+def attend_on_backend(backend: Backend, call: Call, plan: Plan | None, inputs: Inputs) -> Result:
     """Attend with a backend; a seed of dropout is drawn from torch's generator."""
-    return _execute(backend, backend.attend, call, plan, inputs)
+    return _attend_with(backend, backend.attend, call, plan, inputs)
 
 
-def execute_seeded(backend: OperatorBackend, call: Call, plan: Plan | None, inputs: Inputs, seed: int) -> Result:
+def attend_on_backend_seeded(
+    backend: OperatorBackend, call: Call, plan: Plan | None, inputs: Inputs, seed: int
+) -> Result:
     """Attend with a backend that takes the seed of dropout."""
-    return _execute(backend, partial(backend.attend, seed=seed), call, plan, inputs)
+    return _attend_with(backend, partial(backend.attend, seed=seed), call, plan, inputs)
 
 
-def _execute(backend: Backend, attend: Attend, call: Call, plan: Plan | None, inputs: Inputs) -> Result:
+def _attend_with(backend: Backend, attend: Attend, call: Call, plan: Plan | None, inputs: Inputs) -> Result:
     with full_precision(call):
         if backend.attend_finite is not None and not call.dropout:
             result = backend.attend_finite(call, plan, inputs)
