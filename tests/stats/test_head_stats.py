@@ -24,7 +24,7 @@ from torch import Tensor
 
 from headscope import HeadStats, Observe, observe
 from headscope.masks import causal
-from headscope.stats import _files, histogram_edges, merge
+from headscope.stats import _statistics_file, histogram_edges, merge
 
 ALL = Observe(map=4, edges=7, top=2, windows=(2,), tokens=torch.arange(11) % 4, keep_rows=True)
 
@@ -186,7 +186,7 @@ def test_tiles_are_those_of_the_run_that_is_asked_for_also_where_others_have_non
 ) -> None:
     with_qk, without = stats_of(what=replace(ALL, keep_qk=True)), stats_of(seed=1)
     merged = merge(*([with_qk, without][n] for n in order))
-    saved = _files.save(merged.parts, merged.origin, tmp_path / "qk.safetensors", False, qk=True)
+    saved = _statistics_file.save(merged.parts, merged.origin, tmp_path / "qk.safetensors", False, qk=True)
     n, k = order.index(0), len(order)
     for stats in (merged, HeadStats.load(saved), merged.to("cpu")):
         for run in (n, n - k):
@@ -477,7 +477,7 @@ def test_a_pipe_is_left_alone_and_a_link_stays(force: bool, tmp_path: Path) -> N
     for name, message in (("pipe", "pipe: is no regular file"), (".", "is a directory")):
         with pytest.raises(FileExistsError, match=message):
             stats.save(tmp_path / name, force=force)
-    assert not _files.is_statistics(tmp_path / "pipe")
+    assert not _statistics_file.is_statistics(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="symbolic links"):
         stats.save(tmp_path / "loop", force=force)
@@ -503,7 +503,7 @@ def test_more_kept_rows_than_a_file_can_name_are_refused(tmp_path: Path) -> None
 
 
 def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_files, "VERSION", 2)
+    monkeypatch.setattr(_statistics_file, "VERSION", 2)
     path = stats_of().save(tmp_path / "heads.safetensors")
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"format 2, this version of headscope reads up to 1"):
@@ -596,7 +596,7 @@ def test_what_a_header_says_in_another_kind_is_told_as_damage(name: str, got: An
 def saved(tmp_path: Path) -> Path:
     """Statistics of one layer with all that there can be."""
     what = replace(ALL, keep_qk=True)
-    return _files.save(stats_of(what=what).parts, None, tmp_path / "heads.safetensors", False, qk=True)
+    return _statistics_file.save(stats_of(what=what).parts, None, tmp_path / "heads.safetensors", False, qk=True)
 
 
 @pytest.mark.parametrize(("to", "nth"), [("gone", 0), ("flat", 1), ("bool", 2)])
@@ -670,7 +670,7 @@ def test_a_name_that_could_not_be_read_again_is_refused(tmp_path: Path) -> None:
 
 
 def test_loaded_weights_can_be_copied_and_pickled(tmp_path: Path) -> None:
-    _files.save(stats_of(what=replace(ALL, keep_qk=True)).parts, None, tmp_path / "qk.safetensors", False, qk=True)
+    _statistics_file.save(stats_of(what=replace(ALL, keep_qk=True)).parts, None, tmp_path / "qk.safetensors", False, qk=True)
     stats = HeadStats.load(tmp_path / "qk.safetensors")
     for again in (copy.deepcopy(stats), pickle.loads(pickle.dumps(stats))):
         assert torch.equal(again.tile(0, 11, 0, 11), stats.tile(0, 11, 0, 11))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headscope._support.arguments import as_whole, check_type, kind, whole
 from headscope._support.text import visible
-from headscope.stats import _files, _tables
+from headscope.stats import _statistics_file, _tables
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats
 from headscope.stats._origin import Origin, joined
 from headscope.stats._summaries import Column, Summary, names_of, stack_columns, summaries_of, summarise
@@ -307,7 +307,7 @@ class HeadStats:
             FileExistsError: there is a file that is no statistics of headscope, or no regular file.
             ValueError: there is too much for one file, as the kept rows of very many calls.
         """
-        return _files.save(self.parts, self.origin, Path(path), force)
+        return _statistics_file.save(self.parts, self.origin, Path(path), force)
 
     @staticmethod
     def load(path: str | Path) -> HeadStats:
@@ -318,7 +318,7 @@ class HeadStats:
             OSError: it cannot be opened.
             ValueError: it is no file of statistics, or one of a newer format.
         """
-        return HeadStats(*_files.load(Path(path)))
+        return HeadStats(*_statistics_file.load(Path(path)))
 
     def __repr__(self) -> str:
         names = ", ".join(self.names) or "no row quantities"

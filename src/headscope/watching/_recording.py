@@ -17,7 +17,7 @@ from headscope.report import viewer
 from headscope.stats import Column, HeadStats, Summary, merge
 from headscope.stats._layer import LayerStats
 from headscope.stats._origin import LayerOrigin
-from headscope.watching import _files
+from headscope.watching import _recording_file
 from headscope.watching._about import About
 from headscope.watching._monitor import Alarm, Monitor
 
@@ -106,7 +106,7 @@ class Recording:
 
     def to_dict(self) -> dict[str, Any]:
         """What it is of and all statistics, ready for JSON; see ``HeadStats.to_dict``."""
-        return {"about": _files.description(self.about), **self.stats.to_dict()}
+        return {"about": _recording_file.description(self.about), **self.stats.to_dict()}
 
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame``; see ``HeadStats.to_pandas``."""
@@ -139,7 +139,7 @@ class Recording:
             FileExistsError, ValueError: see ``HeadStats.save``.
             ValueError: ``qk``, and a mask that is too large to be saved.
         """
-        return _files.save(self.stats, self.about, Path(path), force, qk)
+        return _recording_file.save(self.stats, self.about, Path(path), force, qk)
 
     def save_html(self, path: str | Path, *, force: bool = False, **options: Any) -> Path:
         """Write one page in which every head can be looked at, without any request; see docs/viewer.md.
@@ -168,7 +168,7 @@ class Recording:
             OSError: it cannot be opened.
             ValueError: it is no recording, or one of a newer format.
         """
-        return Recording(*_files.load(Path(path)))
+        return Recording(*_recording_file.load(Path(path)))
 
     def __repr__(self) -> str:
         if not self._parts and not self._pending:

@@ -92,12 +92,12 @@ def _is_one(path: str, other: str) -> bool:
 def _is_ours(path: str) -> bool:
     """Whether a page or a recording is there, or nothing."""
     from headscope.report.page import SaveError, check
-    from headscope.stats import _files
+    from headscope.stats import _statistics_file
 
     try:
         check(path)
     except SaveError:
-        return _files.is_statistics(Path(path))
+        return _statistics_file.is_statistics(Path(path))
     return True
 
 

@@ -99,7 +99,7 @@ def _check_recording_path(path: Path, force: bool) -> None:
     Raises:
         Mistake: it cannot.
     """
-    from headscope.stats import _files
+    from headscope.stats import _statistics_file
 
     if "\0" in str(path):
         raise Mistake(f"--out: {path}: no file can have this name")
@@ -112,10 +112,10 @@ def _check_recording_path(path: Path, force: bool) -> None:
     if there and not path.is_file():
         raise Mistake(f"--out: {path}: is no regular file")
     try:
-        _files.check_utf8(path)
+        _statistics_file.check_utf8(path)
     except ValueError as error:
         raise Mistake(f"--out: {error}") from error
-    if there and not force and not _files.is_statistics(path):
+    if there and not force and not _statistics_file.is_statistics(path):
         raise Mistake(f"--out: {path}: holds a file that is no recording; choose another name, or give --force")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from headscope.stats import HeadStats, _files
+from headscope.stats import HeadStats, _statistics_file
 from headscope.stats._header import (
     RECORDING,
     check_format,
@@ -37,7 +37,7 @@ def save(stats: HeadStats, about: About, path: Path, force: bool, qk: bool) -> P
     entries = description(about)
     del entries["origin"]  # an entry of its own, which HeadStats.load reads, too
     header = {RECORDING: json.dumps({"version": VERSION, "about": entries})}
-    return _files.save(stats.parts, stats.origin, path, force, header, qk=qk)
+    return _statistics_file.save(stats.parts, stats.origin, path, force, header, qk=qk)
 
 
 def load(path: Path) -> tuple[HeadStats, About]:
