@@ -27,8 +27,8 @@ import headscope
 from headscope import HeadStats, Observe, masks
 from headscope.masks import causal
 from headscope.report.viewer import save_recording
+from headscope.stats._kept_weights import KeptWeights, weights_of
 from headscope.stats._layer import LayerStats
-from headscope.stats._tiles import KeptWeights, weights_of
 from headscope.watching import About, Recording
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import headscope
 from headscope._attend.backends import blocked
-from headscope._attend.call import Options, describe
+from headscope._attend.call import Options, check_call
 from headscope.masks import Band, Dense, Documents, Mask, Plan, Prefix, causal, window
 
 
@@ -106,7 +106,7 @@ def described(sizes: tuple[int, int, int, int], kv_heads: int, mask: Mask | None
     batch, heads, queries, keys = sizes
     q = torch.empty(batch, heads, queries, 2, device="meta")
     k = torch.empty(batch, kv_heads, keys, 2, device="meta")
-    call = describe(q, k, k, None, None, Options(mask, None, None, 0.0, True))
+    call = check_call(q, k, k, None, None, Options(mask, None, None, 0.0, True))
     return call, None if mask is None else mask.plan(*sizes)
 
 

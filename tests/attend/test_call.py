@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import headscope
-from headscope._attend.call import Options, describe, fold
+from headscope._attend.call import Options, check_call, fold
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, causal, window
 
 B, H, HKV, Q, K, D, DV = 2, 6, 3, 5, 7, 11, 13
@@ -261,7 +261,7 @@ def test_mistakes_are_found_where_torch_compiles_and_on_meta() -> None:
 
 def call(mask: Mask | None = None, **other: Any) -> Any:
     arguments = {"bias": None, "sinks": None, **made(**other)}
-    return describe(**arguments, options=Options(mask, None, None, 0.0, False))
+    return check_call(**arguments, options=Options(mask, None, None, 0.0, False))
 
 
 def test_sizes() -> None:

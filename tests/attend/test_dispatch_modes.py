@@ -20,9 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import headscope
 from headscope import HeadStats, Observe, attend, comparing, decisions, functional, observe
 from headscope._attend import prepare
-from headscope._observe.aggregate import _prepared_observations
 from headscope._observe.native_observer import borders_of
 from headscope._observe.placement import _frames
+from headscope._observe.steps import _prepared_observations
 from headscope.masks import Band, KeyLengths, Mask, Prefix, _base, causal, window
 from support import oracle
 from support.attention_cases import FUSED, INF, NATIVE, OPTIONS, SIZES, D, H, K, Q, gradients, pairs, run_by, tensors

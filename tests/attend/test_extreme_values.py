@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from headscope import MultiHeadAttention, Observe, attend, attention, observe
 from headscope._attend.backends import native
-from headscope._attend.call import Options, describe
+from headscope._attend.call import Options, check_call
 from headscope._attend.select import select
 from headscope.masks import Dense, window
 
@@ -129,7 +129,7 @@ def test_a_mask_of_many_parts(parts: int) -> None:
 
 def test_more_keys_than_a_number_of_32_bits_are_refused_by_the_kernels() -> None:
     k = torch.zeros(1, 1, 1, 1).expand(1, 1, 2**31 + 100, 1)
-    call = describe(torch.zeros(1, 1, 1, 1), k, k, None, None, Options(window(10), None, None, 0.0, False))
+    call = check_call(torch.zeros(1, 1, 1, 1), k, k, None, None, Options(window(10), None, None, 0.0, False))
     assert any(reason.startswith("sizes: from 2,147,483,648") for reason in native.refuses(call))
     assert select(call).name != "cpu"
 

@@ -22,7 +22,7 @@ import headscope
 from headscope import positions
 from headscope._attend import torch_operators
 from headscope._attend.backends import native
-from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, causal, decode, window
+from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, causal, mask_from_codes, window
 from support.attention_cases import OPTIONS, SIZES, Asked, B, H, K, Q, gradients, tensors
 from support.forking import run_program
 
@@ -91,13 +91,13 @@ def test_a_mask_survives_as_numbers_and_tensors(mask: Mask) -> None:
     parts: list[Tensor] = []
     mask.encode(SIZES, torch.device("cpu"), codes, parts)
     assert all(type(code) is int for code in codes)
-    again = decode(codes, parts)
+    again = mask_from_codes(codes, parts)
     assert again is not None
     torch.testing.assert_close(again.dense(*SIZES), mask.dense(*SIZES))
 
 
 def test_no_mask_is_none() -> None:
-    assert decode([], []) is None
+    assert mask_from_codes([], []) is None
 
 
 def test_a_mask_of_the_callers_own_is_obeyed() -> None:

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 import headscope
 from headscope._attend.backends import sdpa
-from headscope._attend.call import Call, Options, describe
+from headscope._attend.call import Call, Options, check_call
 from headscope._attend.select import select
 from headscope.masks import Dense, KeyLengths, causal
 
@@ -129,7 +129,7 @@ def test_large_numbers_whose_products_fit_stay_finite() -> None:
 def cuda_call(dtype: torch.dtype = torch.float32, head_dim: int = 64, **options: Any) -> Call:
     q = torch.zeros(2, 4, 7, head_dim, dtype=dtype)
     bias = options.pop("bias", None)
-    described = describe(q, q, q, bias, None, Options(options.get("mask"), None, None, 0.0, False))
+    described = check_call(q, q, q, bias, None, Options(options.get("mask"), None, None, 0.0, False))
     return replace(described, device="cuda")
 
 

@@ -13,7 +13,7 @@ import headscope
 from headscope._attend import prepare
 from headscope._attend import select as _select
 from headscope._attend.backends import native
-from headscope._attend.call import Options, describe
+from headscope._attend.call import Options, check_call
 from headscope._attend.select import BACKENDS, ORDER, order, select
 from headscope.masks import Band, Dense, KeyLengths, Prefix, causal, window
 
@@ -37,7 +37,7 @@ def call(**said: Any) -> Any:
     options = Options(
         said.get("mask"), said.get("scale"), said.get("softcap"), said.get("dropout", 0.0), said.get("lse", False)
     )
-    return describe(**tensors, bias=said.get("bias"), sinks=said.get("sinks"), options=options)
+    return check_call(**tensors, bias=said.get("bias"), sinks=said.get("sinks"), options=options)
 
 
 def yes(*shape: int) -> Tensor:
@@ -144,7 +144,7 @@ def test_matrix_tiles_make_torch_the_first_choice_for_bf16(monkeypatch: pytest.M
     many = torch.randn(1, 2, 64, 16)
     for dtype, queries, first in ((torch.bfloat16, 64, "sdpa"), (torch.bfloat16, 8, "cpu"), (torch.float32, 64, "cpu")):
         q = many[:, :, :queries].to(dtype)
-        described = describe(q, q, q, None, None, Options(None, None, None, 0.0, False))
+        described = check_call(q, q, q, None, None, Options(None, None, None, 0.0, False))
         assert order(described)[0] == first, (dtype, queries)
         assert order(described)[-1] == "reference"
 
@@ -156,7 +156,7 @@ def test_grouped_heads_share_the_rows_that_matrix_tiles_need(monkeypatch: pytest
     firsts: dict[int, str] = {}
     for kv_heads in (2, 8):
         keys = k[:, :kv_heads]
-        firsts[kv_heads] = order(describe(q, keys, keys, None, None, Options(None, None, None, 0.0, False)))[0]
+        firsts[kv_heads] = order(check_call(q, keys, keys, None, None, Options(None, None, None, 0.0, False)))[0]
     assert firsts == {2: "sdpa", 8: "cpu"}
 
 

@@ -22,7 +22,7 @@ from headscope import Observe, attend, attention, watch
 from headscope._support.fingerprint import Fingerprint
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, causal
 from headscope.report.serving import RefusedError, Server
-from headscope.stats._tiles import weights_of
+from headscope.stats._kept_weights import weights_of
 from support.forking import run_ranks
 from support.paths import PROGRAMS
 from support.programs.collective_masks import MASKS

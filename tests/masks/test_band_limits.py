@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headscope import attention
 from headscope._attend.backends import native
-from headscope.masks import Band, Mask, decode
+from headscope.masks import Band, Mask, mask_from_codes
 
 QUERIES, KEYS = 3, 5
 POWERS = [0, 47, 48, 49, 50, 51, 60, 61, 62]
@@ -48,7 +48,7 @@ def test_a_band_of_any_reach_and_any_offsets(left: int | None, right: int | None
         torch.testing.assert_close(band.dense(*sizes)[:, 0], expected)
         codes, parts = list[int](), list[Tensor]()
         band.encode(sizes, torch.device("cpu"), codes, parts)
-        decoded = decode(codes, parts)
+        decoded = mask_from_codes(codes, parts)
         assert decoded is not None
         torch.testing.assert_close(tile(decoded, len(OFFSETS)), expected)
 

@@ -18,8 +18,8 @@ import headscope
 from headscope import Observe, attend, observe
 from headscope._attend import prepare
 from headscope._attend.backends import native as cpu
-from headscope._observe import aggregate
 from headscope._observe import native_observer as _observe_native
+from headscope._observe import steps
 from headscope._observe.inputs import Continued
 from headscope._observe.native_observer import borders_of
 from headscope.masks import Dense, Documents, KeyLengths, Mask, Prefix, causal, window
@@ -205,7 +205,7 @@ def native() -> Iterator[None]:
     usual = _observe_native.observe_rows
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_observe_native, "observe_rows", must)
-        patch.setattr("headscope._observe.aggregate.observe_rows", None)
+        patch.setattr("headscope._observe.steps.observe_rows", None)
         yield
 
 
@@ -520,7 +520,7 @@ def test_what_was_observed_before_is_described_once(option: str, asked: str, mon
     others = given | {name: x.flip(2) * 1.5 for name, x in made().items()}
     with portable():
         wanted = observe(**others, what=Observe(**AGAIN[asked]))
-    monkeypatch.setattr(aggregate, "build_scene", None)  # what made it ready
+    monkeypatch.setattr(steps, "build_scene", None)  # what made it ready
     same(observe(**others, what=Observe(**AGAIN[asked])), wanted)
 
 
@@ -533,7 +533,7 @@ def test_what_was_attended_before_is_described_once(option: str, asked: str, mon
     others = given | {name: x.flip(2) * 1.5 for name, x in made().items()}
     with portable():
         wanted, before = (attend(**tensors, observe=what) for tensors in (others, given))
-    monkeypatch.setattr(aggregate, "attend", None)  # what describes it
+    monkeypatch.setattr(steps, "attend_request", None)  # what describes it
     again = attend(**others, observe=what)
     assert torch.equal(again.out, wanted.out)
     assert torch.equal(again.lse, wanted.lse)

@@ -21,7 +21,7 @@ from headscope.report import serving
 from headscope.report._viewer.strips import empty_strips, strip_of
 from headscope.report.serving import Server, pooled_tile
 from headscope.stats import HeadStats
-from headscope.stats._tiles import KeptWeights, weights_of
+from headscope.stats._kept_weights import KeptWeights, weights_of
 from headscope.watching import About, Recording
 
 QUERIES, KEYS = 17, 19

@@ -670,7 +670,9 @@ def test_a_name_that_could_not_be_read_again_is_refused(tmp_path: Path) -> None:
 
 
 def test_loaded_weights_can_be_copied_and_pickled(tmp_path: Path) -> None:
-    _statistics_file.save(stats_of(what=replace(ALL, keep_qk=True)).parts, None, tmp_path / "qk.safetensors", False, qk=True)
+    _statistics_file.save(
+        stats_of(what=replace(ALL, keep_qk=True)).parts, None, tmp_path / "qk.safetensors", False, qk=True
+    )
     stats = HeadStats.load(tmp_path / "qk.safetensors")
     for again in (copy.deepcopy(stats), pickle.loads(pickle.dumps(stats))):
         assert torch.equal(again.tile(0, 11, 0, 11), stats.tile(0, 11, 0, 11))

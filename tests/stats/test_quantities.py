@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headscope import HeadStats, Observe, attend, masks, observe
 from headscope._attend import prepare
-from headscope._observe import aggregate, native_observer
+from headscope._observe import native_observer, steps
 from headscope.report.words import STATISTICS, word
 from headscope.stats import ROW_QUANTITIES, Quantity, histogram_edges, quantity_names, quantity_of
 from headscope.stats._quantities import Row
@@ -139,7 +139,7 @@ def observer(form: str) -> Generator[None]:
         if form == "portable":
             patch.setattr(native_observer, "refuses", refuse)
         else:
-            patch.setattr(aggregate, "observe_rows", None)
+            patch.setattr(steps, "observe_rows", None)
         yield
 
 

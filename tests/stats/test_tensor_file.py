@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from headscope import HeadStats, Observe, observe
 from headscope.masks import Dense, causal
-from headscope.stats import _files, _header
+from headscope.stats import _header, _statistics_file
 from headscope.stats._checks import check_kept, check_parts
 from headscope.stats._layer import Kept
 from headscope.stats._tensor_file import ChangedFileError, NoTensorsError, TensorFile
@@ -76,7 +76,9 @@ def test_a_file_that_changes_while_it_is_loaded_is_not_called_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = stats_file(tmp_path)
-    monkeypatch.setattr(_files, "check_format", lambda *_: os.utime(path, ns=(0, 0)))  # between header and tensors
+    monkeypatch.setattr(
+        _statistics_file, "check_format", lambda *_: os.utime(path, ns=(0, 0))
+    )  # between header and tensors
     with pytest.raises(ChangedFileError, match=r"heads.safetensors: the file has changed since it was loaded"):
         HeadStats.load(path)
 
@@ -103,7 +105,7 @@ def test_saved_weights_have_the_softcap_and_the_mask_of_their_call(tmp_path: Pat
     q, k = 4 * torch.randn(2, 1, 2, 7, 4, generator=random)
     mask = Dense(torch.rand(7, 7, generator=random) < 0.5)
     stats = observe(q, k, mask=mask, softcap=1.5, what=Observe(keep_qk=True))
-    back = HeadStats.load(_files.save(stats.parts, None, tmp_path / "qk.safetensors", False, qk=True))
+    back = HeadStats.load(_statistics_file.save(stats.parts, None, tmp_path / "qk.safetensors", False, qk=True))
     expected = (1.5 * torch.tanh(q @ k.transpose(-2, -1) / 2 / 1.5)).masked_fill(~mask.tensor, -torch.inf)
     expected = torch.softmax(expected, -1).nan_to_num(0.0)  # a row without a visible key
     for each in (stats, back):

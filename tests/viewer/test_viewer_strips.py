@@ -17,7 +17,7 @@ from headscope.report._viewer.packing import Strips
 from headscope.report.serving import RefusedError, Server
 from headscope.report.viewer import render_recording, shown_recording
 from headscope.stats import HeadStats
-from headscope.stats._tiles import weights_of
+from headscope.stats._kept_weights import weights_of
 from headscope.watching import About, Recording
 from support.html_pages import Page
 

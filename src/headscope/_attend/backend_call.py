@@ -12,7 +12,7 @@ from headscope.masks import Plan
 
 
 def attend_on_backend(backend: Backend, call: Call, plan: Plan | None, inputs: Inputs) -> Result:
-    """Attend with a backend; a seed of dropout is drawn from torch's generator."""
+    """Attend with a backend, which draws its seed of dropout itself."""
     return _attend_with(backend, backend.attend, call, plan, inputs)
 
 

@@ -114,30 +114,30 @@ class Options:
     planned: bool = True
 
 
-def describe(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, options: Options) -> Call:
+def check_call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, options: Options) -> Call:
     """Check everything that can be wrong with one attention, and describe it.
 
     Raises:
         TypeError: an argument is not of the right kind or dtype.
         ValueError: a size or an option does not fit; the message names argument, axis, letter, got and wanted.
     """
-    return described(q, k, v, bias, sinks, options)[0]
+    return check_and_plan(q, k, v, bias, sinks, options)[0]
 
 
-def described(
+def check_and_plan(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, options: Options
 ) -> tuple[Call, Plan | None]:
-    """``describe``, and what the mask comes to, where that was looked at."""
-    lead = _sizes(q, k, v)
+    """``check_call``, and what the mask comes to, where that was looked at."""
+    lead = check_qkv(q, k, v)
     heads, queries, head_dim = q.shape[-3:]
     kv_heads, keys, v_head_dim = max(k.shape[-3], v.shape[-3]), k.shape[-2], v.shape[-1]
     sizes = (math.prod(lead), heads, queries, keys)
     if q.layout == torch.jagged:
         _check_nested(q, k, v, bias, sinks, options)
     if bias is not None:
-        _bias(bias, lead, (heads, queries, keys), q)
+        check_bias(bias, lead, (heads, queries, keys), q)
     if sinks is not None:
-        _sinks(sinks, heads, q)
+        check_sinks(sinks, heads, q)
     if options.mask is not None:
         check_mask(options.mask, sizes, q.device)
     plan = options.mask.plan(*sizes) if options.mask is not None and options.planned else None
@@ -207,7 +207,7 @@ def form(*tensors: Tensor | None) -> Form:
     return form_of_call
 
 
-def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_type(name, tensor, Tensor, "a torch.Tensor")
         if tensor.layout != torch.jagged:
@@ -275,7 +275,7 @@ def _check_nested(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: T
         raise ValueError(f"q, k, v: are nested, wanted ordinary tensors, as attend asks for lse; {INSTEAD_OF_NESTED}")
 
 
-def _bias(bias: Tensor, lead: tuple[int, ...], last: tuple[int, int, int], q: Tensor) -> None:
+def check_bias(bias: Tensor, lead: tuple[int, ...], last: tuple[int, int, int], q: Tensor) -> None:
     check_type("bias", bias, Tensor, "a torch.Tensor")
     check_layout("bias", bias)
     if bias.dtype not in FLOATS:
@@ -286,7 +286,7 @@ def _bias(bias: Tensor, lead: tuple[int, ...], last: tuple[int, int, int], q: Te
     check_broadcast("bias", bias, lead, last)
 
 
-def _sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
+def check_sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
     check_type("sinks", sinks, Tensor, "a torch.Tensor")
     check_layout("sinks", sinks)
     if sinks.dtype not in FLOATS:
@@ -307,7 +307,7 @@ def fold(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
 def fold_mask(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A boolean tensor that broadcasts to [*lead, H, Q, K] as one that broadcasts to [B, H, Q, K]."""
     check_no_causal_bias("mask", mask)
-    lead = _sizes(q, k, v)
+    lead = check_qkv(q, k, v)
     check_broadcast("mask", mask, lead, (q.shape[-3], q.shape[-2], k.shape[-2]))
     return fold(mask, lead)
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from headscope._attend import torch_operators
 from headscope._attend.backends import native, sdpa
-from headscope._attend.call import Call, Options, described, fold, fold_mask, form
+from headscope._attend.call import Call, Options, check_and_plan, fold, fold_mask, form
 from headscope._attend.context_parallel import CONTEXT_PARALLEL, check_context_parallel
 from headscope._attend.interface import Backend, Inputs, Repeat
 from headscope._attend.select import select
@@ -161,7 +161,7 @@ def _prepare_anew(
     traced = form(q, k, v, bias, sinks, *(() if mask is None else mask.tensors())) == "traced"
     as_operator = native.extension is not None if backend is None else backend in torch_operators.OPERATOR_BACKENDS
     planned = not (traced and as_operator)
-    call, plan = described(q, k, v, bias, sinks, Options(mask, scale, softcap, dropout, lse, planned))
+    call, plan = check_and_plan(q, k, v, bias, sinks, Options(mask, scale, softcap, dropout, lse, planned))
     canonical = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]
     if q.layout == torch.jagged:
         if backend not in (None, "sdpa"):

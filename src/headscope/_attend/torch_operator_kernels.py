@@ -11,7 +11,7 @@ from headscope._attend.backends import blocked
 from headscope._attend.backends.visibility import gradients_of_bad_inputs
 from headscope._attend.interface import Inputs, Pair, Work, full_precision
 from headscope._attend.prepare import prepare_with_plan
-from headscope.masks import decode
+from headscope.masks import mask_from_codes
 
 
 def _forward(
@@ -20,13 +20,13 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend without gradients: out and lse."""
     with torch.no_grad():
-        mask = decode(codes, parts)
+        mask = mask_from_codes(codes, parts)
         prepared = prepare_with_plan(q, k, v, mask, bias, sinks, scale, softcap or None, dropout, True, backend)
         result = prepared.repeat(q, k, v, bias, sinks) if prepared.repeat is not None else None
         if result is None:
             inputs, number = Inputs(q, k, v, bias, sinks), 0 if seed is None else int(seed)
             result = attend_on_backend_seeded(
-                torch_operators.BACKENDS[backend], prepared.call, prepared.plan, inputs, number
+                torch_operators.AS_OPERATORS[backend], prepared.call, prepared.plan, inputs, number
             )
     out, lse = result
     assert lse is not None  # the call asks for it
@@ -40,12 +40,12 @@ def _backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the gradients of q, k, v, bias and sinks; one that is not needed has no elements."""
     with torch.no_grad():
-        mask = decode(codes, parts)
+        mask = mask_from_codes(codes, parts)
         prepared = prepare_with_plan(q, k, v, mask, bias, sinks, scale, softcap or None, dropout, True, backend)
         work = Work(prepared.call, prepared.plan, 0 if seed is None else int(seed))
         inputs, results, grads, needed = Inputs(q, k, v, bias, sinks), (out, lse), (grad_out, grad_lse), (dbias, dsinks)
         with full_precision(prepared.call):
-            gradients = torch_operators.BACKENDS[backend].gradients(work, inputs, results, grads, needed)
+            gradients = torch_operators.AS_OPERATORS[backend].gradients(work, inputs, results, grads, needed)
             if backend == blocked.name and q.is_cpu and not all(x is None or x.isfinite().all() for x in gradients[:3]):
                 gradients = _of_bad_inputs(work, inputs, grads, needed) or gradients
         if backend == blocked.name:

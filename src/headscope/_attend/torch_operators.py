@@ -74,10 +74,10 @@ def implement(forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[
     _library.impl("attend_backward", _refuse_batches, "Batched")  # torch's key for autograd's own batches, not vmap's
 
 
-BACKENDS: dict[str, OperatorBackend] = {native.name: native, blocked.name: blocked}
+AS_OPERATORS: dict[str, OperatorBackend] = {native.name: native, blocked.name: blocked}
 """Those that run as operators: a compiler cannot trace the first, and would cut the second by one length."""
 
-OPERATOR_BACKENDS = tuple(BACKENDS)  # a compiler takes a tuple of names for a constant
+OPERATOR_BACKENDS = tuple(AS_OPERATORS)  # a compiler takes a tuple of names for a constant
 
 
 def attend(call: Call, mask: Mask | None, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:

@@ -35,8 +35,8 @@ class Mode(TorchFunctionMode):
             return _sdpa(args, kwargs or {})
         if func is F.multi_head_attention_forward:
             return _multi_head(args, kwargs or {})
-        if func in _NATIVE:
-            return _native(func, args, kwargs or {})
+        if func in _FAST_PATH:
+            return _fast_path(func, args, kwargs or {})
         if func in softmax.NOTED:
             _note_softmax(func, args, kwargs or {})
         elif not torch.compiler.is_compiling():
@@ -45,7 +45,7 @@ class Mode(TorchFunctionMode):
 
 
 MODE = Mode()
-_NATIVE: dict[Any, str] = {getattr(torch, name): name for name in torch_modules.NATIVE if hasattr(torch, name)}
+_FAST_PATH: dict[Any, str] = {getattr(torch, name): name for name in torch_modules.FAST_PATH if hasattr(torch, name)}
 _TORCH_HAS_FUNCTION = torch.overrides.has_torch_function
 
 
@@ -167,15 +167,15 @@ def _multi_head(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return out
 
 
-def _native(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _fast_path(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A fast path; that of an encoder layer attends for its ``self_attn``, which it does not call."""
     frame = frames.innermost()
     if frame is None or frame.quiet:
         return operator(*args, **kwargs)
     inner: Any = getattr(frame.module, "self_attn", None)
     frame = frame if inner is None else frame.within(inner)
-    name = _NATIVE[operator]
-    factors = frame.factors(torch_modules.heads_of_native(name, args))
+    name = _FAST_PATH[operator]
+    factors = frame.factors(torch_modules.heads_of_fast_path(name, args))
     out = operator(*(args if factors is None else torch_modules.with_factors(name, args, factors)), **kwargs)
     frame.see(lambda: torch_modules.native_call(name, args))
     return out

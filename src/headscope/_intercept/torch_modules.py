@@ -19,7 +19,7 @@ from headscope._intercept.call import Call, Kind, WatchError, rounded
 from headscope._intercept.masks import additive, check_class
 from headscope.masks import Band, Dense, KeyLengths, Mask
 
-NATIVE = {
+FAST_PATH = {
     "_native_multi_head_attention": (
         *("query", "key", "value", "embed_dim", "num_heads", "weight", "bias", "out_weight", "out_bias", "mask"),
         *("need_weights", "average", "mask_type"),
@@ -37,7 +37,7 @@ def native_call(operator: str, args: tuple[Any, ...]) -> Call:
 
     It takes any mask as a boolean one: a float mask hides where it is not 0, whatever else was meant.
     """
-    arguments = dict(zip(NATIVE[operator], args, strict=False))
+    arguments = dict(zip(FAST_PATH[operator], args, strict=False))
     x: Tensor = arguments["query"]
     hidden: Tensor | None = arguments.get("mask")
     mask: Mask | None = None
@@ -68,9 +68,9 @@ def of_heads(weight: Tensor, factors: Tensor) -> Tensor:
     return weight * factors.repeat_interleave(weight.shape[1] // len(factors))
 
 
-def heads_of_native(operator: str, args: tuple[Any, ...]) -> int:
+def heads_of_fast_path(operator: str, args: tuple[Any, ...]) -> int:
     """How many heads an operator of the fast path has."""
-    return args[NATIVE[operator].index("num_heads")]
+    return args[FAST_PATH[operator].index("num_heads")]
 
 
 def with_factors(operator: str, args: tuple[Any, ...], factors: Tensor) -> list[Any]:
@@ -84,7 +84,7 @@ def with_factors(operator: str, args: tuple[Any, ...], factors: Tensor) -> list[
             "torch's fast path has no gradient; "
             "it is not taken in training, or where a parameter of the layer needs one"
         )
-    at = NATIVE[operator].index("out_weight")
+    at = FAST_PATH[operator].index("out_weight")
     return [*args[:at], of_heads(args[at], factors), *args[at + 1 :]]
 
 

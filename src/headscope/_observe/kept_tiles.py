@@ -10,11 +10,11 @@ from torch import Tensor
 from headscope._attend.interface import Inputs, full_precision
 from headscope._attend.select import select
 from headscope._observe import inputs as observe_inputs
+from headscope._observe.block_weights import Rows, weights
 from headscope._observe.inputs import Request, Scene
-from headscope._observe.tile import Rows, weights
 from headscope._support.fingerprint import Fingerprint
 from headscope.masks import Dense, Mask
-from headscope.stats._tiles import MOST_REST, KeptWeights, NoWeightsError, check_within, written_to
+from headscope.stats._kept_weights import MOST_REST, KeptWeights, NoWeightsError, check_within, written_to
 
 
 def keep_tiles(request: Request, known: Scene) -> ObservedTiles:

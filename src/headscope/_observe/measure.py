@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensor
 from headscope._attend.backends import native
 from headscope._attend.interface import is_lazy
 from headscope._attend.prepare import canonical_inputs, prepare, prepare_with_plan
-from headscope._observe import aggregate
+from headscope._observe import steps
 from headscope._observe.inputs import Request
 from headscope._support.arguments import check_layout, check_type
 from headscope._support.torch_state import has_no_values
@@ -72,7 +72,7 @@ def measure(
         prepared=prepared,
         has_place=False,
     )
-    return aggregate.observe(request)
+    return steps.observe_request(request)
 
 
 def attend_and_observe(
@@ -84,7 +84,7 @@ def attend_and_observe(
     Returns None where that cannot be: the native kernels do not attend, a gradient is needed, or not all rows count.
     """
     prepared = prepare(q, k, v, mask, bias, sinks, scale, softcap, dropout, True, backend)
-    repeat = aggregate.repeater_of(prepared, what)
+    repeat = steps.repeater_of(prepared, what)
     if repeat is not None and bias is None and sinks is None:
         result = repeat(q, k, v)
         if result is not None:
@@ -111,7 +111,7 @@ def attend_and_observe(
         prepared=prepared,
         has_place=has_place,
     )
-    result = aggregate.attend(request)
+    result = steps.attend_request(request)
     if result is None:
         return None
     out, lse, stats = result

@@ -19,11 +19,11 @@ from torch import Tensor
 from headscope._attend.backends import native
 from headscope._attend.call import Call
 from headscope._attend.interface import Inputs, accumulate_dtype, readable
+from headscope._observe.block_weights import ROUNDING
 from headscope._observe.edges import Candidates
 from headscope._observe.inputs import Scene, Work, to_work
 from headscope._observe.portable import row_names
 from headscope._observe.result import Observed
-from headscope._observe.tile import ROUNDING
 from headscope.stats import Observe, histogram_edges
 from headscope.stats._layer import Edges, HeadMap, Moments, MomentsTable, Packed
 
@@ -120,7 +120,7 @@ class Ready:
         self.borders = borders_of(self.names, self.dtype) if self.work.rows else None
         self.parts, self.size, room = self._laid_out()
         edges = (self.work.edges, *((self.names.index(x) if later else -1) for x in ("max_weight", "max_logit")))
-        self.observation, self.held = self._described(scene, edges, room)
+        self.observation, self.held = self._to_observation(scene, edges, room)
 
     def _laid_out(self) -> tuple[dict[str, _Part], int, int]:
         """Where what is found lies; bytes of what stays, and of what is only needed on the way, which comes last."""
@@ -155,10 +155,18 @@ class Ready:
             size = end if name in stay else size
         return parts, size, end - size
 
-    def _described(self, scene: Scene, edges: tuple[int, ...], room: int) -> tuple[Any, Any]:
-        """As the extension knows it; and what has to stay alive for it."""
+    def _to_observation(self, scene: Scene, edges: tuple[int, ...], room: int) -> tuple[Any, Any]:
+        """Return the extension's ``Observation``, and what has to stay alive for it.
+
+        Its arguments, after the call: rows and the address of their indices; the place of each of ``QUANTITIES`` among
+        the outputs, -1 for none; windows with the places of their share and of streaming; address and batch stride of
+        the key positions, and of each query's own key; token ids; address, batch stride and number of the first keys;
+        address and strides of which rows may count; lse, and how far it may be from the row's own; how many largest
+        weights; bins of the map; edges of its bins; number, address and length of the histograms' borders; the offset
+        of each of ``PLACES``, -1 for none; the size of the result, and of the scratch memory behind it.
+        """
         address, work = native.address, self.work
-        described = native.describe(self.call, scene.plan, scene.inputs)
+        kernel_call = native.to_kernel_call(self.call, scene.plan, scene.inputs)
         index = None if scene.whole else torch.tensor(list(scene.rows), device="cpu")
         places = {name: place for place, name in enumerate(self.names)}
         line, own, ids = (0, 0), (0, 0), None
@@ -179,14 +187,14 @@ class Ready:
             strides = tuple(0 if n == 1 else s for n, s in zip(may_count.shape, may_count.stride(), strict=True))
         lse = None if scene.lse is None else readable(scene.lse.to(self.dtype)).contiguous()
         observation = native.extension.Observation(
-            described.call, (len(scene.rows), address(index)), [places.get(name, -1) for name in QUANTITIES], windows,
+            kernel_call.call, (len(scene.rows), address(index)), [places.get(name, -1) for name in QUANTITIES], windows,
             line, own, address(ids), (*_by_batch(first), first.shape[1]), (address(may_count), *strides),
             address(lse), 0.0 if scene.lse is None else ROUNDING[scene.lse.dtype],
             max(1, work.top) if work.top or work.argmax else 0, work.bins, edges,
             (0, 0, 0) if self.borders is None else (len(self.names), self.borders.data_ptr(), self.borders.shape[1]),
             [self.parts[name].offset if name in self.parts else -1 for name in PLACES], self.size, room,
         )  # fmt: skip
-        mine = described.held[3:]  # q, k and v will be others
+        mine = kernel_call.held[3:]  # q, k and v will be others
         return observation, (mine, index, line_at, own_at, ids, first, may_count, lse)
 
     def observed(self, memory: Tensor) -> Observed:

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from headscope._observe.block_weights import Block, Tile, cut
 from headscope._observe.inputs import Scene, Work
-from headscope._observe.tile import Block, Tile, cut
 
 NEAR = {"self": 0, "previous": -1, "next": 1}
 """The key's position less the query's."""

@@ -15,13 +15,13 @@ from headscope.masks._base import Mask, Plan
 from headscope.masks._base import Or as Or
 from headscope.masks._check import as_mask as as_mask
 from headscope.masks._check import check_mask as check_mask
-from headscope.masks._decode import decode as decode
+from headscope.masks._codes import Code as Code
+from headscope.masks._codes import RuleKind as RuleKind
 from headscope.masks._dense import Dense
 from headscope.masks._documents import Documents
+from headscope.masks._from_codes import mask_from_codes as mask_from_codes
 from headscope.masks._keys import KeyLengths, Prefix
 from headscope.masks._parameters import FAR as FAR
 from headscope.masks._parameters import describe_wrong_dtype as describe_wrong_dtype
-from headscope.masks._program import Code as Code
-from headscope.masks._program import RuleKind as RuleKind
 
 __all__ = ["Band", "Dense", "Documents", "KeyLengths", "Mask", "Plan", "Prefix", "causal", "window"]

@@ -11,8 +11,8 @@ from torch.compiler import is_dynamo_compiling
 
 from headscope._support.arguments import kind
 from headscope.masks._base import Index, Mask, Sizes
+from headscope.masks._codes import Code, RuleWriter
 from headscope.masks._parameters import FAR, check_ids, is_whole, to_int
-from headscope.masks._program import Code, RuleWriter
 from headscope.masks._spans import clip_span
 
 UNBOUNDED = (1 << 63) - 1  # the reach of a band without one; ``sys.maxsize``

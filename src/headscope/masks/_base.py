@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from headscope._support.bounded import BoundedTable
 from headscope._support.torch_state import has_no_values, is_traced
-from headscope.masks._program import Code, RuleKind, RuleWriter
+from headscope.masks._codes import Code, RuleKind, RuleWriter
 from headscope.masks._spans import are_causal, ascending_pair, bound_keys, first_keys, hull, intersect
 
 Index: TypeAlias = "int | Tensor"
@@ -77,7 +77,7 @@ class Mask(ABC):
         return None
 
     def encode(self, sizes: Sizes, device: torch.device, codes: list[int], parts: list[Tensor]) -> None:
-        """Append this mask as codes and tensors, which ``decode`` reads: by default filled in, as Q x K booleans."""
+        """Append this mask as codes and tensors, which ``mask_from_codes`` reads: by default Q x K booleans."""
         codes += [Code.DENSE]
         parts += [self.dense(*sizes, device)]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from headscope._support.arguments import check_broadcast
 from headscope.masks._base import Index, Mask, Sizes
+from headscope.masks._codes import Code, RuleWriter
 from headscope.masks._parameters import describe_wrong_dtype, to_tensor
-from headscope.masks._program import Code, RuleWriter
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from headscope._support.torch_state import has_no_values
 from headscope.masks._base import Index, Mask, Sizes
+from headscope.masks._codes import Code, RuleWriter
 from headscope.masks._parameters import check_ids, is_integral, to_tensor
-from headscope.masks._program import Code, RuleWriter
 from headscope.masks._spans import clip_span
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from headscope._support.arguments import kind
 from headscope.masks._base import Index, Mask, Sizes
+from headscope.masks._codes import Code, RuleWriter
 from headscope.masks._parameters import FAR, check_ids, is_whole, to_int, to_tensor
-from headscope.masks._program import Code, RuleWriter
 from headscope.masks._spans import clip_span, first_keys
 
 

@@ -17,6 +17,7 @@ from headscope._linear import QKV, Linear, check_kind, in_heads, merge_heads, sp
 from headscope._support.arguments import check_type
 from headscope.cache import Cache
 from headscope.masks import Mask
+from headscope.module._bias_kv import add_own_value, own_share
 from headscope.module._inputs import (
     check_context,
     check_place,
@@ -35,7 +36,6 @@ from headscope.module._options import (
     norm_of,
     whole_sizes,
 )
-from headscope.module._own_keys import add_own_value, own_share
 from headscope.module._placement import Placement, add_distance_bias
 from headscope.module._pruning import prune
 from headscope.positions import ALiBi, RelativeBias, Rotary, T5Buckets, bias_of, check_positions

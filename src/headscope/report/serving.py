@@ -40,7 +40,7 @@ from headscope.report._viewer.packing import Strips
 from headscope.report._viewer.strips import empty_strips, strip_of
 from headscope.report.observed_model import ObservedModel
 from headscope.report.viewer import Layer, render_shown, shown_recording
-from headscope.stats._tiles import KeptWeights, NoWeightsError, weights_if_any, weights_of
+from headscope.stats._kept_weights import KeptWeights, NoWeightsError, weights_if_any, weights_of
 
 __all__ = ["Server", "pooled_tile"]
 

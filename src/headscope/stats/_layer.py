@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headscope.stats._kept_weights import Tiles
 from headscope.stats._quantities import histogram_edges
-from headscope.stats._tiles import Tiles
 
 
 def wide(device: torch.device) -> torch.dtype:

@@ -40,11 +40,11 @@ from headscope.stats._header import (
     read_whole,
     read_wholes,
 )
+from headscope.stats._kept_weights import KeptWeights, weights_of
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
 from headscope.stats._origin import UNKNOWN, LayerOrigin, Origin, Part
 from headscope.stats._quantities import histogram_edges
 from headscope.stats._tensor_file import NoTensorsError, TensorFile
-from headscope.stats._tiles import KeptWeights, weights_of
 
 VERSION = 1
 _ORIGIN_VERSION = 1

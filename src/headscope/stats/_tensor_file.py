@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope.stats._tiles import NoWeightsError
+from headscope.stats._kept_weights import NoWeightsError
 
 LONGEST_HEADER = 100_000_000  # bytes, by safetensors
 DTYPES = {

@@ -144,7 +144,7 @@ def prepare_sizes(
             (v_from, module.kv_heads, module.v_head_dim),
         )
     ]
-    call._sizes(*heads)
+    call.check_qkv(*heads)
     call.check_scale(module.scale, module.head_dim)
     call.check_softcap(module.softcap)
     setting = _describe_setting(module, inputs, source, options, None, code)
@@ -153,7 +153,7 @@ def prepare_sizes(
         check_mask(setting.mask, setting.sizes, held[0].device if held else x.device)
     if options.bias is not None:
         batch, number, queries, keys = setting.sizes
-        call._bias(options.bias, (batch,) if setting.batched else (), (number, queries, keys), options.bias)
+        call.check_bias(options.bias, (batch,) if setting.batched else (), (number, queries, keys), options.bias)
     return setting
 
 

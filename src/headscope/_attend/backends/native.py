@@ -111,8 +111,8 @@ def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
     copied = copied or any(x is not None and is_lazy(x) for x in (q, k, v, bias, sinks))
     if copied or call.dropout or (plan is not None and plan.rest is not None):
         return None
-    described = describe(call, plan, Inputs(q, k, v, four_axes(bias), sinks), 0)
-    described.held = described.held[5:6]  # the spans; the others will be other tensors
+    kernel_call = to_kernel_call(call, plan, Inputs(q, k, v, four_axes(bias), sinks), 0)
+    kernel_call.held = kernel_call.held[5:6]  # the spans; the others will be other tensors
     repeat, threads, empty = extension.repeat, torch.get_num_threads, torch.empty_like
     like = without_memory(rows_like(call, call.queries, call.heads, call.v_head_dim))
     lse_like = without_memory(torch.empty((call.batch, call.heads, call.queries), dtype=dtype, device="cpu"))
@@ -130,7 +130,7 @@ def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
             return None
         try:
             finite = repeat(
-                described.call, q.data_ptr(), k.data_ptr(), v.data_ptr(), bias_at, sinks_at, out.data_ptr(),
+                kernel_call.call, q.data_ptr(), k.data_ptr(), v.data_ptr(), bias_at, sinks_at, out.data_ptr(),
                 0 if lse is None else lse.data_ptr(), threads(),
             )  # fmt: skip
         except ValueError:  # q, k or v has no memory
@@ -233,9 +233,11 @@ def _gradients(
     if inputs.bias is not None and needed[0]:
         repeats = tuple(inputs.bias.shape) != (call.batch, call.heads, call.queries, call.keys)
         dbias = torch.zeros(inputs.bias.shape, dtype=torch.float64 if repeats else lse.dtype, device="cpu")
-    described = describe(call, work.plan, inputs, work.seed)  # a name of its own: it keeps alive what it points into
+    kernel_call = to_kernel_call(
+        call, work.plan, inputs, work.seed
+    )  # a name of its own: it keeps alive what it points into
     finite = extension.backward(
-        described.call, out.data_ptr(), out.stride(), lse.data_ptr(),
+        kernel_call.call, out.data_ptr(), out.stride(), lse.data_ptr(),
         grad_out.data_ptr(), grad_out.stride(), address(grad_lse), dq.data_ptr(), dq.stride(),
         dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(), address(dbias), _strides(dbias),
         dbias is not None and dbias.dtype == torch.float64, torch.get_num_threads(),
@@ -258,7 +260,7 @@ def _weights_of_sinks(work: Work, inputs: Inputs, sinks: Tensor, lse: Tensor) ->
     return torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill(lse == -torch.inf, 0)
 
 
-class _Described:
+class _KernelCall:
     """A call of the extension, and the tensors its addresses point into."""
 
     def __init__(self, call: Any, held: tuple[Tensor | None, ...]) -> None:
@@ -275,8 +277,8 @@ def _forward(
     if need_lse:
         rows = (call.batch, call.heads, call.queries)
         lse = torch.empty(rows, dtype=accumulate_dtype(call.dtype), device="cpu")
-    described = describe(call, plan, inputs, seed)  # a name of its own: it keeps alive what it points into
-    finite = extension.forward(described.call, out.data_ptr(), address(lse), torch.get_num_threads())
+    kernel_call = to_kernel_call(call, plan, inputs, seed)  # a name of its own: it keeps alive what it points into
+    finite = extension.forward(kernel_call.call, out.data_ptr(), address(lse), torch.get_num_threads())
     return out, lse, finite
 
 
@@ -290,7 +292,7 @@ def _row_strides(length: int, heads: int, width: int) -> tuple[int, int, int, in
     return (length * heads * width, width, heads * width, 1)
 
 
-def describe(call: Call, plan: Plan | None, inputs: Inputs, seed: int = 0) -> _Described:
+def to_kernel_call(call: Call, plan: Plan | None, inputs: Inputs, seed: int = 0) -> _KernelCall:
     """A call as the extension knows it."""
     q, k, v = (unit_stride(x) for x in inputs[:3])
     dtype = accumulate_dtype(call.dtype)
@@ -311,7 +313,7 @@ def describe(call: Call, plan: Plan | None, inputs: Inputs, seed: int = 0) -> _D
         address(bias), _strides(bias), address(sinks), address(spans), spans_at, rules.program,
         call.scale, call.softcap or 0.0, call.dropout, seed, _row_strides(call.queries, call.heads, call.v_head_dim),
     )  # fmt: skip
-    return _Described(call_of_kernels, (q, k, v, bias, sinks, spans, *rules.tensors))
+    return _KernelCall(call_of_kernels, (q, k, v, bias, sinks, spans, *rules.tensors))
 
 
 class _Rules:

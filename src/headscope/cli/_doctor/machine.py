@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headscope import __version__, masks
 from headscope._attend.backends import native as cpu
-from headscope._attend.call import Call, Form, Options, describe
+from headscope._attend.call import Call, Form, Options, check_call
 from headscope._attend.select import BACKENDS, order
 from headscope._observe import native_observer
 from headscope._support.cpuinfo import processor
@@ -137,7 +137,7 @@ def describe_spec(spec: CallSpec, dtype: torch.dtype, device: str) -> Call:
         mask=_mask(spec, keys, where), scale=None, softcap=spec.softcap, dropout=spec.dropout, lse=spec.lse
     )
     with torch.set_grad_enabled(spec.grad):
-        return replace(describe(q, k, v, bias, sinks, options), device=device, form=spec.form)
+        return replace(check_call(q, k, v, bias, sinks, options), device=device, form=spec.form)
 
 
 def _check_sizes(spec: CallSpec) -> None:

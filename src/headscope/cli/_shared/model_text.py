@@ -89,7 +89,7 @@ def _layer_weights(part: LayerStats) -> tuple[Tensor, Tensor]:
     """Return the weights of a layer, and which keys its tokens may see."""
     import torch
 
-    from headscope.stats._tiles import weights_of
+    from headscope.stats._kept_weights import weights_of
 
     tiles = weights_of(part.last_tiles)
     whole = (0, tiles.queries)

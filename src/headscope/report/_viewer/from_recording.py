@@ -19,9 +19,9 @@ from headscope.report._viewer.strips import empty_strips, strips_of
 from headscope.report.observed_model import ObservedModel
 from headscope.report.regions import pixels_of
 from headscope.stats import Observe
+from headscope.stats._kept_weights import weights_if_any, weights_of
 from headscope.stats._layer import LayerStats
 from headscope.stats._origin import Part
-from headscope.stats._tiles import weights_if_any, weights_of
 
 MOST_STRIPS = 16
 """How many heads may have strips."""

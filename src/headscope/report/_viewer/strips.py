@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from headscope.report._viewer.packing import Strips
-from headscope.stats._tiles import KeptWeights
+from headscope.stats._kept_weights import KeptWeights
 
 STRIP_BYTES = 8 * 2**20
 """How much the strips of one page may take before they are compressed."""

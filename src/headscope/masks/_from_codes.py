@@ -9,13 +9,13 @@ from torch import Tensor
 
 from headscope.masks._band import Band
 from headscope.masks._base import Mask
+from headscope.masks._codes import Code
 from headscope.masks._dense import Dense
 from headscope.masks._documents import Documents
 from headscope.masks._keys import KeyLengths, Prefix
-from headscope.masks._program import Code
 
 
-def decode(codes: Sequence[int], parts: Sequence[Tensor]) -> Mask | None:
+def mask_from_codes(codes: Sequence[int], parts: Sequence[Tensor]) -> Mask | None:
     """Return the mask that was encoded; None if there are no codes."""
     numbers, tensors, stack = iter(codes), iter(parts), list[Mask]()
     for code in numbers:

@@ -1,4 +1,7 @@
-"""One tile of the weights, computed again from q and k: which rows and keys it covers, and what its numbers are."""
+"""The weights of one block of rows while they are observed: which rows and keys it has, and what its numbers are.
+
+The tiles that a recording can give later are in ``stats._kept_weights``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Masks as programs, in postfix order: for the operators, and for what the native kernels run beside the spans."""
+"""What masks are written in, parts before what joins them: codes for operators, and rules for the native kernels.
+
+``Mask.encode`` writes codes, which ``_from_codes.py`` makes masks of again. ``Mask.write_rules`` writes rules, which
+cannot be read back: they hold what spans cannot say.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights of one run from its q, k and lse, piece by piece. ``_tensor_file.py`` reads them from a file."""
+"""The weights of one run from its q, k and lse, piece by piece: the tiles of a recording and of its server."""
 
 from __future__ import annotations
 

@@ -1,0 +1,105 @@
+"""The steps of one observation, from a request to statistics; and what they keep for further calls like it."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headscope._attend.interface import full_precision
+from headscope._attend.prepare import Prepared
+from headscope._observe import native_observer
+from headscope._observe.aggregate import LazyLayer, layer_stats, tiles_of
+from headscope._observe.inputs import Request, Scene, to_work
+from headscope._observe.native_observer import Ready
+from headscope._observe.portable import observe_rows
+from headscope._observe.scene import build_scene
+from headscope._support.bounded import BoundedTable
+from headscope.stats import HeadStats, Observe
+
+
+def observe_request(request: Request) -> HeadStats:
+    """Return the statistics of a request, by all three steps of ``headscope._observe``."""
+    with torch.no_grad(), full_precision(request.call):
+        known, ready = _find_ready(request)
+        observed = None if ready is None else native_observer.observe_rows(ready, request.inputs)
+        if observed is None:
+            known = known if isinstance(known, Scene) else build_scene(request)
+            observed = observe_rows(to_work(request.what), known)
+        return HeadStats({"0": layer_stats(request.call, request.what, known, observed, tiles_of(request, known))})
+
+
+def attend_request(request: Request) -> Result | None:
+    """Attend natively and measure on the way: out [B, H, Q, Dv], lse [B, H, Q] and the statistics.
+
+    None where that cannot be: attend first then, and observe after it. All query rows are looked at.
+    """
+    with torch.no_grad(), full_precision(request.call):
+        known, ready = _find_ready(request)
+        if ready is None:
+            return None
+        into = native_observer.attending(request.call)
+        observed = native_observer.observe_rows(ready, request.inputs, into)
+        if observed is None:
+            return None
+        if _is_simple(request) and request.has_place and repeater_of(request.prepared, request.what) is None:
+            _prepared_observations.add((request.prepared, id(request.what)), _repeat(ready, request.what))
+        return *into, HeadStats(
+            {"0": layer_stats(request.call, request.what, known, observed, tiles_of(request, known))}
+        )
+
+
+Result = tuple[Tensor, Tensor, HeadStats]
+
+
+def repeater_of(prepared: Prepared, what: Observe) -> Callable[[Tensor, Tensor, Tensor], Result | None] | None:
+    """Return the short way of ``attend`` for such calls, if there is one with the same ``Observe`` object."""
+    return _prepared_observations.get((prepared, id(what)))
+
+
+def _repeat(ready: Ready, what: Observe) -> Callable[[Tensor, Tensor, Tensor], Result | None]:
+    """``attend`` for further calls with the same ``Observe`` object: nothing is described again."""
+    run = native_observer.repeater(ready)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Result | None:
+        done = run(q, k, v)
+        return None if done is None else (done[0], done[1], HeadStats(LazyLayer(ready, what, done[2])))
+
+    return attend
+
+
+def _find_ready(request: Request) -> tuple[Scene | Ready, Ready | None]:
+    """Return what a request is measured from, and its description for the native kernels if they take it."""
+    if _is_simple(request):
+        ready = _prepared_observations.get(_key(request))
+        if ready is not None:
+            return ready, ready
+    scene = build_scene(request)
+    if native_observer.refuses(to_work(request.what), scene):
+        return scene, None
+    ready = Ready(request.what, scene)
+    if _is_simple(request):
+        _prepared_observations.add(_key(request), ready)
+    return scene, ready
+
+
+def _is_simple(request: Request) -> bool:
+    """Return whether q, k and v are the only tensors of a request."""
+    what, inputs, mask = request.what, request.inputs, request.mask
+    tensors = (request.lse, request.q_pos, request.k_pos, request.real, inputs.bias, inputs.sinks, what.tokens)
+    quiet = all(x is None for x in tensors) and not isinstance(what.rows, Tensor) and not what.keep_qk
+    return quiet and request.call.form == "plain" and (mask is None or mask.is_constant())
+
+
+def _key(request: Request) -> Any:
+    return request.prepared, _options_of(request.what), request.kind, request.has_values
+
+
+_options_of = attrgetter(*(each.name for each in fields(Observe)))
+_prepared_observations: BoundedTable[Any, Any] = BoundedTable(64)  # some megabytes each, where sequences are long
+atexit.register(_prepared_observations.clear)  # a compiler may refer to this module until the extension is gone
