@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headscope._support.bounded import BoundedTable
 from headscope.positions import (
     NTK,
     ALiBi,
@@ -307,7 +308,7 @@ def test_positions_of_any_integer_dtype(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scaling", [None, YaRN(4, 64)])
 def test_far_positions_make_no_table(scaling: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_rotary, "_tables", {})
+    monkeypatch.setattr(_rotary, "_tables", BoundedTable(16))
     rotary, x = Rotary(D, scaling=scaling), torch.randn(B, H, T, D, dtype=dtype)
     at = torch.randint(70_000, (B, T))
     at[0, 0] = 70_000

@@ -17,7 +17,7 @@ from torch import Tensor
 import headscope
 from headscope._attend import prepare
 from headscope._attend.interface import accumulate_dtype
-from headscope._observe import inputs, native
+from headscope._observe import inputs, native_observer
 from headscope.masks import Band, Mask
 from headscope.stats import HeadStats, Observe
 from support import oracle, oracle_observe
@@ -187,7 +187,7 @@ def blocks_of(logits: int) -> Iterator[None]:
 def portable() -> Iterator[None]:
     """The portable form, also where the native kernels could observe."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "refuses", lambda *_: ["this test wants the portable form"])
+        patch.setattr(native_observer, "refuses", lambda *_: ["this test wants the portable form"])
         patch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())  # what was made ready before
         yield
 
@@ -195,7 +195,7 @@ def portable() -> Iterator[None]:
 @contextmanager
 def native_or_portable() -> Iterator[None]:
     """As users have it; which form observed is an event."""
-    usual = native.observe_rows
+    usual = native_observer.observe_rows
 
     def told(*asked: Any) -> Any:
         found = usual(*asked)
@@ -204,11 +204,11 @@ def native_or_portable() -> Iterator[None]:
         )
         return found
 
-    native.observe_rows = told
+    native_observer.observe_rows = told
     try:
         yield
     finally:
-        native.observe_rows = usual
+        native_observer.observe_rows = usual
 
 
 def check(seen: Observed) -> HeadStats:
