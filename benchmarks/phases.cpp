@@ -185,11 +185,12 @@ struct Phases {
         show("dO times values", best([&] {
                  QkTile<float, QUERY_VECTORS, Op>::multiply(
                      a.dout, a.qk_operand(g.forward.v, j, KEYS, width, a.converted_v), KEYS, width / Op::PER_WORD, 1,
-                     a.dots, false, Epilogue::subtract, a.delta);
+                     a.dots, 0, Epilogue::subtract, a.delta);
                  next();
              }),
              1);
-        show("weights and dS", best([&] { a.template exponentiate_and_differentiate<false>(KEYS, false, false); }), 0);
+        show("weights and dS",
+             best([&] { a.template exponentiate_and_differentiate<false, false>(KEYS, false, false); }), 0);
         show("dQ", best([&] {
                  PvTile<float, QUERY_VECTORS, Op>::accumulate_values(a.ds_keys, keys, KEYS / Op::PER_WORD, width, a.dq,
                                                                      true);

@@ -2,6 +2,8 @@
 //
 //     dS = P ∘ (dP - δ),  δ_i = out_i · dout_i - dlse_i,   dV = Pᵀ dO,  dQ = scale dS K,  dK = scale dSᵀ Q.
 //
+// Rows whose visible keys are in one block of keys sum the weights and δ there: δ_i = Σ_j P_ij dP_ij - dlse_i.
+//
 // A task is a group of row blocks of one key/value head. It owns its rows of dQ. To dK and dV it adds a block of keys
 // at a time, after all groups before it have added theirs: the order of summation does not depend on the threads.
 
@@ -82,26 +84,26 @@ private:
 };
 
 template <class T, int QV, class Op = Fma<T>>
-struct BackwardBlock : Logits<T, QV, Op> {
-    using Base = Logits<T, QV, Op>;
+struct BackwardBlock : WeightSums<T, QV, Op> {
+    using Base = WeightSums<T, QV, Op>;
     using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS, Base::head, Base::query,
-        Base::flat_row, Base::b;
+        Base::flat_row, Base::b, Base::g, Base::dots, Base::dropout_factors, Base::top, Base::inverse_sum, Base::delta;
     using Outer = OuterTile<T, QV, Op>;
     using Word = typename Op::Word;
 
-    const Backward& g;
-    int k_width, v_width;                // D and Dv, rounded up to whole vectors
-    T *dots, *dropout_factors, *slopes;  // [KEYS][ROWS]
-    Word* dout;                          // [Dv / PER_WORD][ROWS]
-    T* dq;                               // [D][ROWS]
-    Word *q_rows, *dout_rows;            // k_width and v_width columns in panels of OuterTile
-    Word *weight_rows, *ds_rows;         // weights and dS for OuterTile, [KEYS][ROWS / PER_WORD]
-    Word* ds_keys;                       // dS for PvTile, [KEYS / PER_WORD][ROWS]
-    V<T> lse[QV], delta[QV];
-    V<T> top[QV];  // if subtracts_top: the largest logit, and lse is relative to it
-    bool subtracts_top = false;
-    std::int64_t begin, end;  // the keys visible to any row
-    std::int64_t from, to;    // the keys processed last
+    int k_width, v_width;            // D and Dv, rounded up to whole vectors
+    T* slopes;                       // [KEYS][ROWS]
+    Word* dout;                      // [Dv / PER_WORD][ROWS]
+    T* dq;                           // [D][ROWS]
+    Word *q_rows, *dout_rows;        // k_width and v_width columns in panels of OuterTile
+    Word *weight_rows, *ds_rows;     // weights and dS for OuterTile, [KEYS][ROWS / PER_WORD]
+    Word* ds_keys;                   // dS for PvTile, [KEYS / PER_WORD][ROWS]
+    bool has_sums = false;           // top, inverse_sum and delta hold those of the rows
+    bool recomputes_sums = false;    // top and inverse_sum come from recomputed logits instead of lse
+    bool for_bias_gradient = false;  // in float32: a sum over few or no dS, in which the rounding of lse would show
+    bool is_single_block = false;    // the keys processed last are all keys visible to the rows
+    std::int64_t begin, end;         // the keys visible to any row
+    std::int64_t from, to;           // the keys processed last
     struct PairedKeys {
         std::int64_t from;
         int keys;
@@ -115,8 +117,7 @@ struct BackwardBlock : Logits<T, QV, Op> {
     }
 
     BackwardBlock(const Backward& call, std::int64_t batch, std::int64_t head, Arena& memory)
-        : Base(call.forward, batch, head, memory),
-          g(call),
+        : Base(call, batch, head, memory),
           k_width(padded_width<T>(f.head_dim)),
           v_width(padded_width<T>(f.v_head_dim)) {
         paired_keys = memory.allocate<PairedKeys>(1);
@@ -164,6 +165,7 @@ struct BackwardBlock : Logits<T, QV, Op> {
         to = j + KEYS < end ? j + KEYS : end;
         if (from >= to) return false;
         const int keys = int(to - from);
+        prepare_sums(from, to);
         if (!compute_logits(from, keys)) return false;
         compute_logit_gradient(from, keys, f.softcap > 0);
         PvTile<T, QV, Op>::accumulate_values(ds_keys, pv_keys(from, keys), (keys + Op::PER_WORD - 1) / Op::PER_WORD,
@@ -200,42 +202,60 @@ struct BackwardBlock : Logits<T, QV, Op> {
         if (!this->store_rows(dq, int(f.head_dim), scale, g.dq, g.dq_stride)) g.mark_nonfinite();
     }
 
-    // The logits minus lse, unless compute_logit_gradient has to subtract it.
+    // The logits, minus `top` if product_subtracts_top.
     bool compute_logits(std::int64_t j, int keys) {
-        return Base::compute_logits(j, keys, slopes, nullptr, subtracts_top || f.softcap > 0 ? nullptr : lse);
+        return Base::compute_logits(j, keys, slopes, nullptr, product_subtracts_top() ? top : nullptr);
+    }
+    // Whether `top` is subtracted from the logits in the epilogue of their product. A recomputed top is subtracted from
+    // the rounded logit, as it was when the sum was computed.
+    bool product_subtracts_top() const { return !is_single_block && !recomputes_sums && !(f.softcap > 0); }
+    // The number of products in a block of a blocked sum of dP over Dv; 0: one chain. Logits of narrow heads are nearly
+    // exact, so the rounding of dP would be the largest error of dQ and dK, unless it cancels (exponentiate_and_sum).
+    int dp_sum_block_depth(int width) const {
+        const bool is_narrow = f.q.dtype == Dtype::f32 && f.head_dim < 64 && width > 64;
+        return is_narrow && !is_single_block ? Base::SHORT_SUM_BLOCK : this->sum_block_depth(width);
     }
     // Computes the weights after dropout, and dS: the gradient of the logits, before the softcap if `through_softcap`.
     void compute_logit_gradient(std::int64_t j, int keys, bool through_softcap) {
         const int width = int(f.v_head_dim);
         const bool drops = f.dropout > 0;
-        if (subtracts_top || f.softcap > 0)
+        if (!is_single_block && !product_subtracts_top())
             for (int n = 0; n < keys; n++)
-                UNROLL_FOR(v, QV)
-                    store(p + n * ROWS + v * L,
-                          (subtracts_top ? load(p + n * ROWS + v * L) - top[v] : load(p + n * ROWS + v * L)) - lse[v]);
+                UNROLL_FOR(v, QV) store(p + n * ROWS + v * L, load(p + n * ROWS + v * L) - top[v]);
         const StridedRows values = this->qk_operand(f.v, j, keys, width, this->converted_v);
-        QkTile<T, QV, Op>::multiply(dout, values, keys, width / Op::PER_WORD, T(1), dots, this->sums_in_blocks(width),
-                                    drops ? Epilogue::none : Epilogue::subtract, delta);
+        QkTile<T, QV, Op>::multiply(dout, values, keys, width / Op::PER_WORD, T(1), dots, dp_sum_block_depth(width),
+                                    drops || is_single_block ? Epilogue::none : Epilogue::subtract, delta);
         if (drops) this->compute_dropout_factors(j, keys, dropout_factors);
-        if (drops || through_softcap)
-            exponentiate_and_differentiate<true>(keys, drops, through_softcap);
+        if (is_single_block) this->exponentiate_and_sum(keys, drops);
+        const bool has_options = drops || through_softcap;
+        if (is_single_block && has_options)
+            exponentiate_and_differentiate<true, true>(keys, drops, through_softcap);
+        else if (is_single_block)
+            exponentiate_and_differentiate<false, true>(keys, false, false);
+        else if (has_options)
+            exponentiate_and_differentiate<true, false>(keys, drops, through_softcap);
         else
-            exponentiate_and_differentiate<false>(keys, false, false);
+            exponentiate_and_differentiate<false, false>(keys, false, false);
     }
-    template <bool OPTIONS>
+    // IS_EXPONENTIATED: exponentiate_and_sum has replaced the logits by exponentials, and delta is to be subtracted.
+    template <bool OPTIONS, bool IS_EXPONENTIATED>
     void exponentiate_and_differentiate(int keys, bool drops, bool through_softcap) {
         // Local copies stay in registers: members would be reloaded after each store, which may alias them.
-        V<T> row_delta[QV];
+        V<T> row_delta[QV], row_inverse[QV];
         T *const p = this->p, *const dots = this->dots, *const dropout_factors = this->dropout_factors,
                  *const slopes = this->slopes;
         Word *const weight_rows = this->weight_rows, *const ds_rows = this->ds_rows, *const ds_keys = this->ds_keys;
-        UNROLL_FOR(v, QV) row_delta[v] = delta[v];
+        UNROLL_FOR(v, QV) {
+            row_delta[v] = delta[v];
+            row_inverse[v] = inverse_sum[v];
+        }
         const auto logit_gradient_of = [&](int at_tile, int v, V<T>& weight) __attribute__((always_inline)) {
             V<T> factor = splat(T(1)), slope = factor;
             if (OPTIONS && drops) factor = load(dropout_factors + at_tile);
             if (OPTIONS && through_softcap) slope = load(slopes + at_tile);
+            const bool subtracts_delta = IS_EXPONENTIATED || (OPTIONS && drops);
             V<T> gradient =
-                weight * (OPTIONS && drops ? load(dots + at_tile) * factor - row_delta[v] : load(dots + at_tile));
+                weight * (subtracts_delta ? load(dots + at_tile) * factor - row_delta[v] : load(dots + at_tile));
             if (OPTIONS) {
                 gradient *= slope;
                 weight *= factor;
@@ -246,7 +266,8 @@ struct BackwardBlock : Logits<T, QV, Op> {
         for (int n = 0; n < keys; n += Op::PER_WORD) {
             V<T> weights[N];
             UNROLL_FOR(m, N) weights[m] = load_exponent(p + (n + m % Op::PER_WORD) * ROWS + m / Op::PER_WORD * L);
-            exp2_in_place<N>(weights);
+            if constexpr (!IS_EXPONENTIATED) exp2_in_place<N>(weights);
+            UNROLL_FOR(m, N) weights[m] *= row_inverse[m / Op::PER_WORD];
             UNROLL_FOR(v, QV) {
                 V<T>*const weight = weights + v * Op::PER_WORD, gradient[Op::PER_WORD];
                 UNROLL_FOR(w, Op::PER_WORD) gradient[w] = logit_gradient_of((n + w) * ROWS + v * L, v, weight[w]);
@@ -268,7 +289,7 @@ struct BackwardBlock : Logits<T, QV, Op> {
         }
     }
 
-    // Selects the block's rows and loads all that compute_logit_gradient needs of them.
+    // Selects the block's rows and loads their q and dout.
     void set_rows(std::int64_t first, int rows) {
         this->first = first;
         count = rows;
@@ -276,26 +297,29 @@ struct BackwardBlock : Logits<T, QV, Op> {
         this->load_spans();
         this->load_transposed(g.grad_out, int(f.v_head_dim), T(1), dout);
         this->find_key_range(begin, end);
-        load_lse_and_delta();
-        const T limit = lse_limit();
-        I<T> exceeds{};
-        UNROLL_FOR(v, QV) exceeds |= (lse[v] > limit) | (lse[v] < -limit);
-        subtracts_top = any<T>(exceeds) || count <= MAX_DECODE_ROWS<T> || this->sums_in_blocks(f.head_dim);
-        if (subtracts_top) recompute_sums();
+        has_sums = false;
+    }
+    // Loads `top`, `inverse_sum` and `delta` before the keys from .. to are processed, unless the block of keys has all
+    // that are visible: compute_logit_gradient then computes them.
+    void prepare_sums(std::int64_t from, std::int64_t to) {
+        is_single_block = from == begin && to == end;
+        if (is_single_block || has_sums) return;
+        load_sums();
+        has_sums = true;
     }
     // The magnitude of lse above which its rounding would be a large part of the error of the weights exp2(s - lse): it
     // then has fewer than 17 bits after the binary point (12 if weights are rounded to bf16; 20 if D < 64, where the
-    // products over D are more precise). Such rows recompute their maximum and sum and subtract one after the other.
+    // products over D are more precise). Such rows recompute their maximum and sum from the logits.
     //
-    // So do rows with few queries and rows whose products are summed in blocks. For few rows the forward pass sums
-    // products in another order, so the roundings of lse and of the logits do not cancel: at 8 queries the error of dV
-    // would be three times torch's. In blocks the rounding of lse, about 10 * 2**-24, would be the largest error.
+    // So do rows with few queries and rows whose products are summed in short blocks. For few rows the forward pass
+    // sums products in another order, so the roundings of lse and of the logits do not cancel: at 8 queries the error
+    // of dV would be three times torch's. In blocks the rounding of lse, about 10 * 2**-24, would be the largest error.
     T lse_limit() const {
         if (sizeof(T) == 8) return T(std::int64_t(1) << 36);
         if (PAIRS) return T(1 << 12);
         return T(f.q.dtype == Dtype::f32 && f.head_dim < 64 ? 1 << 4 : 1 << 7);
     }
-    // Computes, from the logits, the largest of each row and, in lse, log2 of the sum relative to it.
+    // Computes, from the logits, `top` as the largest of each row, and the sum relative to it.
     NOINLINE void recompute_sums() {
         V<T> sum[QV];
         this->initialize_sums(top, sum, true);
@@ -304,8 +328,7 @@ struct BackwardBlock : Logits<T, QV, Op> {
             if (!Base::compute_logits(j, keys)) continue;
             for (int v = 0; v < QV; v++) accumulate_sums(p + v * L, keys, top[v], sum[v]);
         }
-        for (int v = 0; v < QV; v++)
-            for (int r = 0; r < L; r++) lse[v][r] = sum[v][r] > 0 ? std::log2(sum[v][r]) : sum[v][r];
+        this->invert_sums(sum);
     }
 
     // Adds the logits of a block of keys, [keys][ROWS], to the running maximum and sum of a vector of rows.
@@ -342,10 +365,12 @@ struct BackwardBlock : Logits<T, QV, Op> {
     template <class Sum>
     void accumulate_bias_gradient(std::int64_t first, int rows) {
         set_rows(first, rows);
+        for_bias_gradient = f.q.dtype == Dtype::f32;
         Sum* to = static_cast<Sum*>(g.dbias) + b * g.dbias_stride[0];
         const bool one_row = g.dbias_stride[1] == 0 && g.dbias_stride[2] == 0;
         for (std::int64_t j = begin; j < end; j += KEYS) {
             const int keys = this->keys_of_block(j, end);
+            prepare_sums(j, j + keys);
             if (!compute_logits(j, keys)) continue;
             compute_logit_gradient(j, keys, false);
             for (int n = 0; n < keys; n++) {
@@ -381,23 +406,23 @@ struct BackwardBlock : Logits<T, QV, Op> {
         });
     }
 
-    void load_lse_and_delta() {
-        const T* logs = static_cast<const T*>(f.lse);
+    // Computes `top` and `inverse_sum` from lse, or from the logits where lse is too imprecise, and delta from the
+    // output.
+    void load_sums() {
+        const T limit = lse_limit();
+        I<T> exceeds{};
         for (int v = 0; v < QV; v++) {
-            T log2_sum[L] __attribute__((aligned(64))), grad_lse[L] __attribute__((aligned(64)));
             V<T> products[L];
-            for (int r = 0; r < L; r++) {
-                const int source = v * L + r < count ? v * L + r : count - 1;
-                const std::int64_t index = flat_row(source);
-                const bool is_masked =
-                    logs[index] == -std::numeric_limits<T>::infinity();  // in all keys: weights are 0
-                log2_sum[r] = is_masked ? T(0) : logs[index] * T(LOG2E);
-                grad_lse[r] = g.grad_lse ? static_cast<const T*>(g.grad_lse)[index] : T(0);
-                products[r] = multiply_out_by_gradient(source);
-            }
-            lse[v] = load(log2_sum);
-            delta[v] = reduce_sums<T>(products) - load(grad_lse);
+            for (int r = 0; r < L; r++)
+                products[r] = multiply_out_by_gradient(v * L + r < count ? v * L + r : count - 1);
+            delta[v] = reduce_sums<T>(products);
+            if (g.grad_lse) delta[v] -= this->load_row_values(g.grad_lse, v);
+            const V<T> log2_sum = this->split_lse(this->load_row_values(f.lse, v), top[v], inverse_sum[v]);
+            exceeds |= (log2_sum > limit) | (log2_sum < -limit);
         }
+        recomputes_sums = for_bias_gradient || any<T>(exceeds) || count <= MAX_DECODE_ROWS<T> ||
+                          this->sums_in_short_blocks(f.head_dim);
+        if (recomputes_sums) recompute_sums();
     }
     // The products out * dout of one row, to be summed over the lanes.
     V<T> multiply_out_by_gradient(int r) const {

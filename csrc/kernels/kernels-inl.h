@@ -18,6 +18,7 @@
 #include "row_quantities-inl.h"
 #include "softmax_tile-inl.h"
 #include "forward-inl.h"
+#include "weight_sums-inl.h"
 #include "backward-inl.h"
 #include "tasks-inl.h"
 #include "backward_tasks-inl.h"

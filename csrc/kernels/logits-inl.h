@@ -26,17 +26,28 @@ struct Logits : MaskedRowBlock<T, QV, Op> {
             constexpr int v = decltype(from_vector)::value;
             QkTile<T, decltype(vectors)::value, Op, ROWS>::multiply(
                 q + v * L, {k.data + from * k.stride, k.stride}, count, depth / Op::PER_WORD, query_factor(),
-                p + from * ROWS + v * L, sums_in_blocks(depth), epilogue, row_values ? row_values + v : row_values);
+                p + from * ROWS + v * L, sum_block_depth(depth), epilogue, row_values ? row_values + v : row_values);
         });
         finish_logits(j, keys, fully_visible, softcap_slope);
         return true;
     }
-    // Whether products over D or Dv (the width) are summed in blocks. torch's matrix product sums up to three queries,
-    // or up to eleven keys, in blocks of a few products, and the error of float results may be at most twice torch's.
-    // With nine to eleven keys and a width of up to 64 one chain meets that bound.
-    bool sums_in_blocks(std::int64_t width) const {
+    // Whether products over D or Dv (the width) are summed in short blocks. torch's matrix product sums up to three
+    // queries, or up to eleven keys, in blocks of a few products, and the error of float results may be at most twice
+    // torch's.
+    bool sums_in_short_blocks(std::int64_t width) const {
         return !PAIRS && (f.queries <= 3 || f.keys <= 8 || (f.keys <= 11 && width > 64));
     }
+    // The number of products in a block of a blocked sum over D or Dv (the width); 0: one chain of all products. Two
+    // chains of 32 meet the bound of twice torch's error for nine to eleven keys. A longer sum takes chains of 64, as
+    // torch's matrix product does. Half types need none: their own rounding is
+    // the larger error.
+    int sum_block_depth(std::int64_t width) const {
+        if (sums_in_short_blocks(width)) return SHORT_SUM_BLOCK;
+        if (is_half(f)) return 0;
+        if (f.keys <= 11 && width > 32) return 32;
+        return width > 128 ? 64 : 0;
+    }
+    static constexpr int SHORT_SUM_BLOCK = 16;
     // Whether the logits of the last block are scaled products: no mask, bias or softcap applies.
     bool only_products() const { return all_visible && !(f.softcap > 0); }
     // Turns scaled products into logits: softcap, bias, spans, rules.

@@ -51,19 +51,18 @@ struct QkTile {
             UNROLL_TILE(r, N, v, QV) row_values[v] = maximum<T>(a[r][v], row_values[v]);
     }
 
-    // The same, unscaled, by blocked summation: SUM_BLOCK products are summed and then added to the rest. The error of
-    // one chain of 64 or 128 additions is two to three times as large.
-    static constexpr int SUM_BLOCK = 16;
+    // The same, unscaled, by blocked summation: `block_depth` products are summed and then added to the rest. The error
+    // of one chain of 64 or 128 additions is two to three times that of chains of 16.
     template <int N>
-    static void multiply_tile_in_blocks(const Word* q, StridedRows k, int keys, int depth, T* s, Epilogue epilogue,
-                                        V<T>* row_values) {
+    static void multiply_tile_in_blocks(const Word* q, StridedRows k, int keys, int depth, int block_depth, T* s,
+                                        Epilogue epilogue, V<T>* row_values) {
         V<T> a[N][QV];
         const char* key[N];
         start_tile<N>(k, keys, key, a);
-        for (int d = 0; d < depth; d += SUM_BLOCK) {
+        for (int d = 0; d < depth; d += block_depth) {
             V<T> block[N][QV];
             UNROLL_TILE(r, N, v, QV) block[r][v] = V<T>{};
-            add_products<N>(q, key, d, d + SUM_BLOCK < depth ? d + SUM_BLOCK : depth, block);
+            add_products<N>(q, key, d, d + block_depth < depth ? d + block_depth : depth, block);
             UNROLL_TILE(r, N, v, QV) a[r][v] += block[r][v];
         }
         if (epilogue == Epilogue::subtract)
@@ -74,12 +73,13 @@ struct QkTile {
     }
 
     // `depth` counts words. The remaining keys fill one tile with copies of the last; no tile ends beyond KEYS. Only
-    // pairs of bf16 need a factor: float queries are multiplied by it when they are loaded.
-    static void multiply(const Word* q, StridedRows k, int keys, int depth, T factor, T* s, bool sums_in_blocks,
+    // pairs of bf16 need a factor: float queries are multiplied by it when they are loaded. With a block_depth of 0
+    // each sum is one chain.
+    static void multiply(const Word* q, StridedRows k, int keys, int depth, T factor, T* s, int block_depth,
                          Epilogue epilogue, V<T>* row_values = nullptr) {
         constexpr bool MAY_SCALE = Op::PER_WORD > 1;
         if constexpr (!MAY_SCALE)
-            if (sums_in_blocks) return multiply_in_blocks(q, k, keys, depth, s, epilogue, row_values);
+            if (block_depth) return multiply_in_blocks(q, k, keys, depth, block_depth, s, epilogue, row_values);
         const bool scales = MAY_SCALE && factor != 1;
         if (epilogue == Epilogue::row_maxima)
             multiply_keys<MAY_SCALE, Epilogue::row_maxima>(q, k, keys, depth, factor, s, row_values);
@@ -109,15 +109,17 @@ struct QkTile {
         else if (keys > 0)
             multiply_tile<1, SCALES, EPILOGUE>(q, k, keys, depth, factor, s, row_values);
     }
-    static void multiply_in_blocks(const Word* q, StridedRows k, int keys, int depth, T* s, Epilogue epilogue,
-                                   V<T>* row_values) {
+    static void multiply_in_blocks(const Word* q, StridedRows k, int keys, int depth, int block_depth, T* s,
+                                   Epilogue epilogue, V<T>* row_values) {
         for (; keys >= R; keys -= R, k.data += R * k.stride, s += R * ROWS)
-            multiply_tile_in_blocks<R>(q, k, R, depth, s, epilogue, row_values);
-        if (keys > 8)
-            multiply_tile_in_blocks<R>(q, k, keys, depth, s, epilogue, row_values);
+            multiply_tile_in_blocks<R>(q, k, R, depth, block_depth, s, epilogue, row_values);
+        if (keys > 12)
+            multiply_tile_in_blocks<R>(q, k, keys, depth, block_depth, s, epilogue, row_values);
+        else if (keys > 8)
+            multiply_tile_in_blocks<(R < 12 ? R : 12)>(q, k, keys, depth, block_depth, s, epilogue, row_values);
         else if (keys > 4)
-            multiply_tile_in_blocks<(R < 8 ? R : 8)>(q, k, keys, depth, s, epilogue, row_values);
+            multiply_tile_in_blocks<(R < 8 ? R : 8)>(q, k, keys, depth, block_depth, s, epilogue, row_values);
         else if (keys > 0)
-            multiply_tile_in_blocks<(R < 4 ? R : 4)>(q, k, keys, depth, s, epilogue, row_values);
+            multiply_tile_in_blocks<(R < 4 ? R : 4)>(q, k, keys, depth, block_depth, s, epilogue, row_values);
     }
 };

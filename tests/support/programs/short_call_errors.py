@@ -1,6 +1,6 @@
 """Print by how much results of short calls err, as multiples of what plain torch's err in float32.
 
-Short calls have few queries, few keys, or narrow heads with large logits.
+Short calls have few queries, few keys, narrow heads with large logits, or narrow heads with wide values.
 
 The errors against float64 are pooled: their root mean square over heads, sizes and draws. A test of its own process
 starts this for each target.
@@ -30,12 +30,16 @@ class Case:
     keys: tuple[int, ...]
     depths: tuple[int, ...]
     deviation: float = 1  # of q and k
+    width: int | None = None  # of the values; by default the depth
 
 
 CASES = (
     *(Case(f"queries={queries}", queries, (256, 1024), (64, 128)) for queries in (1, 2, 3)),
     *(Case(f"keys={keys}", 64, (keys,), (128, 256)) for keys in (3, 8, 11)),
+    Case("keys=10", 64, (10,), (48, 64), 3),
     *(Case(f"depth={depth}", 64, (64,), (depth,), 4) for depth in (8, 32)),
+    Case("width=256", 64, (64,), (8,), 2, 256),
+    Case("width=256", 64, (100,), (8,), 2, 256),
 )
 
 
@@ -65,8 +69,14 @@ def error_ratios(case: Case, seed: int) -> list[float]:
     random = torch.Generator().manual_seed(seed)
     native_squares, plain_squares = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     for (heads, kv_heads), keys, depth, _ in product(HEADS, case.keys, case.depths, range(3)):
-        shapes = ((heads, case.queries), (kv_heads, keys), (kv_heads, keys), (heads, case.queries))
-        *inputs, grad = (torch.randn(1, *shape, depth, generator=random) for shape in shapes)
+        width = case.width or depth
+        shapes = (
+            (heads, case.queries, depth),
+            (kv_heads, keys, depth),
+            (kv_heads, keys, width),
+            (heads, case.queries, width),
+        )
+        *inputs, grad = (torch.randn(1, *shape, generator=random) for shape in shapes)
         for x in inputs[:2]:
             x *= case.deviation
         exact = compute_results(plain_attention, inputs, grad, torch.float64)

@@ -1,0 +1,85 @@
+// The numbers of each row that the backward pass normalises weights by and subtracts from dP: the largest logit, the
+// inverse of the sum of the weights, and δ.
+
+template <class T, int QV, class Op = Fma<T>>
+struct WeightSums : Logits<T, QV, Op> {
+    using Base = Logits<T, QV, Op>;
+    using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::flat_row;
+
+    const Backward& g;
+    T *dots, *dropout_factors;      // dP and the factors of dropout, [KEYS][ROWS]
+    V<T> top[QV], inverse_sum[QV];  // a weight is exp2(logit - top) * inverse_sum
+    V<T> delta[QV];
+
+    WeightSums(const Backward& call, std::int64_t batch, std::int64_t head, Arena& memory)
+        : Base(call.forward, batch, head, memory), g(call) {}
+
+    // For rows all of whose visible keys are in this block: replaces the logits by exponentials and sums the weights
+    // and δ = Σ P dP. Where one weight is nearly 1, the rounding of dP then cancels in dP - δ, as in plain torch; with
+    // δ = out · dout the rounding of out does not.
+    void exponentiate_and_sum(int keys, bool drops) {
+        V<T> sum[QV], initial_top[QV], weighted_sum[QV];
+        this->initialize_sums(top, sum, true);
+        UNROLL_FOR(v, QV) initial_top[v] = top[v];
+        for (int n = 0; n < keys; n++)
+            UNROLL_FOR(v, QV) top[v] = maximum<T>(load(p + n * ROWS + v * L), top[v]);
+        UNROLL_FOR(v, QV) {
+            sum[v] *= exp2(initial_top[v] - top[v]);
+            weighted_sum[v] = V<T>{};
+        }
+        for (int n = 0; n < keys; n++) {
+            V<T> weights[QV];
+            UNROLL_FOR(v, QV) weights[v] = load_exponent(p + n * ROWS + v * L) - top[v];
+            exp2_in_place<QV>(weights);
+            UNROLL_FOR(v, QV) {
+                const int at_tile = n * ROWS + v * L;
+                sum[v] += weights[v];
+                store(p + at_tile, weights[v]);
+                const V<T> dropped = drops ? weights[v] * load(dropout_factors + at_tile) : weights[v];
+                weighted_sum[v] += dropped * load(dots + at_tile);
+            }
+        }
+        invert_sums(sum);
+        UNROLL_FOR(v, QV) {
+            delta[v] = weighted_sum[v] * inverse_sum[v];
+            if (g.grad_lse) delta[v] -= load_row_values(g.grad_lse, v);
+        }
+    }
+    // The weights of rows without a visible key stay 0; those of rows whose lse is NaN become NaN.
+    void invert_sums(const V<T>* sum) {
+        UNROLL_FOR(v, QV) {
+            const V<T> lse = load_row_values(f.lse, v);
+            inverse_sum[v] = lse != lse ? lse : 1 / (sum[v] == 0 ? splat(T(1)) : sum[v]);
+        }
+    }
+
+    // A vector of rows of a tensor [B, H, Q]. The lanes are written to memory: the compiler writes a lane of a register
+    // by a store and a load of the whole vector.
+    V<T> load_row_values(const void* x, int v) const {
+        T values[L] __attribute__((aligned(64)));
+        for (int r = 0; r < L; r++)
+            values[r] = static_cast<const T*>(x)[flat_row(v * L + r < count ? v * L + r : count - 1)];
+        return load(values);
+    }
+    // Splits lse, as log2 of the sum of the weights, into `top` and an inverse. A logit minus 8 or more would be
+    // rounded at 2**-21, so a sum of up to 2**32 is a factor and `top` is 0. Of a larger sum only the fraction of the
+    // logarithm is a factor, so that no exponential overflows. Returns log2 of the sum.
+    static V<T> split_lse(V<T> lse, V<T>& top, V<T>& inverse) {
+        constexpr double MAX_FACTOR_LOG2 = 32;
+        T logs[L] __attribute__((aligned(64))), tops[L] __attribute__((aligned(64)));
+        T fractions[L] __attribute__((aligned(64))), exponents[L] __attribute__((aligned(64)));
+        store(logs, lse);
+        for (int r = 0; r < L; r++) {
+            const bool is_masked = logs[r] == -std::numeric_limits<T>::infinity();  // in all keys: weights are 0
+            const double log = is_masked ? 0 : double(logs[r]) * LOG2E, integer = std::nearbyint(log);
+            const double subtracted = std::fabs(log) < MAX_FACTOR_LOG2 ? 0 : integer;
+            logs[r] = T(log);
+            tops[r] = T(subtracted);
+            fractions[r] = T(integer - log);
+            exponents[r] = T(subtracted - integer);
+        }
+        top = load(tops);
+        inverse = exp2(load(fractions)) * exp2(load(exponents));
+        return load(logs);
+    }
+};
