@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from headscope import MultiHeadAttention, functional, trace, watch
 from headscope._linear import merge_heads, split_heads
+from headscope.cache import GrowingCache
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, as_mask, causal, window
 from headscope.positions import NTK, ALiBi, RelativeBias, Rotary, T5Buckets, YaRN, matrix
 from support import oracle
@@ -289,6 +290,22 @@ def test_dropout_drops_the_weight_of_the_key_of_its_own_too() -> None:
     share = dropped / own
     torch.testing.assert_close(share, torch.where(share > 1, 2.0, 0.0))
     assert 0.3 < float((share > 1).float().mean()) < 0.7
+
+
+@pytest.mark.parametrize("option", [{"rotary": Rotary(8)}, {"rotary": Rotary(8), "position_bias": ALiBi(H)}], ids=str)
+def test_the_key_of_its_own_has_no_position(option: dict[str, Any]) -> None:
+    m = module(bias_kv=True, **option).eval()
+    x, longer = torch.randn(5, E, dtype=torch.float64), torch.randn(7, E, dtype=torch.float64)
+    with torch.no_grad():
+        alone = m(x[None], mask=causal())[0]
+
+        nested = m(torch.nested.nested_tensor([longer, x], layout=torch.jagged), mask=causal()).unbind()[1]
+        packed = m(torch.cat([longer, x])[None], mask=causal() & Documents.from_cu_seqlens(torch.tensor([0, 7, 12])))
+        padded = m(torch.cat([longer[:2], x])[None], cache=GrowingCache(padding=[2]))
+
+    torch.testing.assert_close(nested, alone)
+    torch.testing.assert_close(packed[0, 7:], alone)
+    torch.testing.assert_close(padded[0, 2:], alone)
 
 
 def test_a_bias_by_distance_takes_linear_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ def own_share(q: Tensor, bias_k: Tensor, lse: Tensor, scale: float, softcap: flo
     """Return the weight of the own key beside all others, [B, H, Q, 1].
 
     Args:
-        q: [B, H, Q, D].
+        q: [B, H, Q, D], not rotated: the own keys belong to no token and have no position.
         bias_k: the own keys, [Hkv, D].
         lse: the log-sum-exp of the other logits, [B, H, Q].
         scale: factor of the dot products.

@@ -76,7 +76,7 @@ class MultiHeadAttention(nn.Module):
         qk_norm_eps: added to the mean square, or the variance, above 0.
         gate: multiply the heads' outputs, number by number, by sigmoid(gate_proj(x)), before ``out_proj``.
         bias_kv: learn one key and one value a head that belong to no token: every query sees them, whatever the mask,
-            as ``add_bias_kv`` of ``nn.MultiheadAttention``. A watch looks at the keys of tokens only.
+            as ``add_bias_kv`` of ``nn.MultiheadAttention``; ``rotary`` does not apply to it. A watch sees tokens only.
 
     Parameters: where q, k and v may all be projected from one input and their biases are alike, one packed
     ``qkv_proj``; else ``q_proj``, ``k_proj``, ``v_proj``; always ``out_proj``. ``load_state_dict`` takes either form.
@@ -296,10 +296,10 @@ class MultiHeadAttention(nn.Module):
                 x, context, mask, bias=bias, need_weights=need_weights, positions=positions, cache=cache
             )
         q, k, v = self.project(x, context)
-        reverse, staged = False, None
+        q_of_own, reverse, staged = None, False, None
         if cache is not None or positions is not None or not self.plain:
             placement = self._place((q, k, v), mask, bias, positions, cache, cross=context is not None)
-            q, k, v, mask, bias, reverse, staged = placement
+            q, k, v, mask, bias, q_of_own, reverse, staged = placement
         scale, softcap, sinks, dropout = self.scale, self.softcap, self.sinks, self.dropout if self.training else 0.0
         own: Tensor | None = None
         if self.bias_k is None or self.bias_v is None:
@@ -310,7 +310,7 @@ class MultiHeadAttention(nn.Module):
             rest = functional.attend(
                 q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
             )
-            own = own_share(q, self.bias_k, rest.lse, scale, softcap)
+            own = own_share(q if q_of_own is None else q_of_own, self.bias_k, rest.lse, scale, softcap)
             heads = add_own_value(rest.out, own, self.bias_v, dropout)
         merged = merge_heads(heads.flip(-2) if reverse else heads)
         if self.gate_proj is not None:
@@ -370,6 +370,7 @@ class MultiHeadAttention(nn.Module):
         staged = None
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
+        q_of_own = None if self.bias_k is None else q
         check_place(self.rotary, self.position_bias, positions, cache, cross=cross)
         start, first = (0, 0) if cache is None else (cache.length, 0)
         positions = None if positions is None else check_positions(positions, q)
@@ -379,7 +380,7 @@ class MultiHeadAttention(nn.Module):
             q, k = self.rotary.turn(q, cos, sin), self.rotary.turn(k, cos, sin)
         if cache is not None:
             (k, v, first, mask), staged = cache._stage(k, v, mask)
-        placement = Placement(q, k, v, mask, bias, staged=staged)
+        placement = Placement(q, k, v, mask, bias, q_of_own, staged=staged)
         if self.position_bias is None:
             return placement
         return add_distance_bias(placement, self.position_bias, positions, start, first)

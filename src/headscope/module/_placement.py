@@ -22,6 +22,7 @@ class Placement(NamedTuple):
         v: [B, Hkv, K, Dv], with the values of the cache.
         mask: that of the caller, and of the cache.
         bias: that of the caller, plus the one by distance.
+        q_of_own: q as it meets the own key of ``bias_kv``, which has no position: not rotated; None = there is none.
         reversed: the queries, and the rows of mask and bias, are in reverse order; see ``positions.turned_matrix``.
         staged: what the cache is to hold after the call.
     """
@@ -31,6 +32,7 @@ class Placement(NamedTuple):
     v: Tensor
     mask: Mask | Tensor | None
     bias: Tensor | None
+    q_of_own: Tensor | None
     reversed: bool = False
     staged: Staged | None = None
 
@@ -56,7 +58,8 @@ def add_distance_bias(
             if not any(isinstance(leaf, ReversedBand) for leaf in known.leaves()):  # which tells who looks on
                 known = known & ReversedBand(Band(offset=keys - queries), queries)
             bias = turned_matrix(position_bias, queries, keys, start - first, q)
-            return placement._replace(q=q.flip(-2), mask=known, bias=bias, reversed=True)
+            of_own = None if placement.q_of_own is None else placement.q_of_own.flip(-2)
+            return placement._replace(q=q.flip(-2), q_of_own=of_own, mask=known, bias=bias, reversed=True)
     q_at = k_at = positions
     if q_at is None or k_at is None:
         k_at = torch.arange(first, start + queries, device=q.device)
