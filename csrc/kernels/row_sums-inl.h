@@ -1,4 +1,4 @@
-// The sums that the row statistics of docs/statistics.md need.
+// The sums that the row statistics of docs/statistics.md need; statistics_observer-inl.h computes these from them.
 
 // Sums over the weights of a row, and keys whose logits are stored.
 enum WeightSum {
@@ -14,6 +14,26 @@ enum WeightSum {
     SUMS = SUM_WINDOW + MAX_WINDOWS
 };
 enum SingleKey { KEY_SELF, KEY_PREVIOUS, KEY_NEXT, KEY_FIRST, SINGLE_KEYS = KEY_FIRST + MAX_FIRST_KEYS };
+
+// Sums over a block of keys, computed in the loop that exponentiates its logits. `rest` sums the weights below 1; `gap`
+// the weights times (top - logit); `distance` and `value_norm` the weights times a number of each key, [keys].
+template <class T, int QV>
+struct RowSums {
+    V<T> rest[QV], gap[QV], squares[QV], distance[QV], value_norm[QV];
+    const T *key_distances, *norms;
+    template <class Observer>
+    INLINE explicit RowSums(const Observer& observer)
+        : key_distances(observer.key_distances), norms(observer.block_norms) {
+        UNROLL_FOR(v, QV) rest[v] = gap[v] = squares[v] = distance[v] = value_norm[v] = V<T>{};
+    }
+    INLINE void add(int j, int v, V<T> below, V<T> x) {  // `below` = logit - top, finite: 0 * -inf would be NaN
+        rest[v] = below < 0 ? rest[v] + x : rest[v];
+        gap[v] -= x * below;
+        squares[v] += x * x;
+        distance[v] += x * key_distances[j];
+        value_norm[v] += x * norms[j];
+    }
+};
 
 // The hooks of the observer that run for each block of keys. Sums over weights are relative to the running maximum,
 // as the output is. The weights of a block of keys are summed first and then added to the row's sum: in one chain over
