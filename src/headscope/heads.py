@@ -211,7 +211,7 @@ class _Pass:
         self.observed.add(name)
         self.acting.layout.attended.add(name)
 
-    def factors(self, name: str, heads: int) -> Tensor | None:
+    def factors(self, name: str, heads: int, widths: tuple[int, int]) -> Tensor | None:
         """What a module's heads are multiplied by."""
         if not self.acting.means(name):
             return None
@@ -221,7 +221,7 @@ class _Pass:
                 f"heads: layer {name} attends with {heads} heads and, in another call, with {before}; which are meant "
                 "cannot be said"
             )
-        return self.acting.factors(name, heads, shared_part(self.acting.modules, name, heads))
+        return self.acting.factors(name, heads, shared_part(self.acting.modules, name, heads, widths))
 
 
 def _span(name: str, heads: int, part: Part | None) -> tuple[int, int]:

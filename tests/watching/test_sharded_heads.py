@@ -15,6 +15,10 @@ from support.programs.sharded_recordings import SIZE, Model, shard_by_hand
 
 NUMBERED = ["ablate 0", "ablate 1", "ablate 3", "ablate 1 and 2", "ablate all", "ablation"]
 
+SHARED = ["tensors", "unconfigured", "grouped", "siblings", "siblings, packed"]
+GATHERED = ["gathered", "siblings, gathered"]  # each process attends with all heads
+DATA = ["data", "data, unconfigured", "data by projection", "siblings, data", "siblings, data by projection"]
+
 Results = list[dict[str, dict[str, float | str]]]
 
 
@@ -25,7 +29,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return [json.loads(text) for text in run_ranks(PROGRAMS / "sharded_heads.py", "2", str(store))]
 
 
-@pytest.mark.parametrize("kind", ["tensors", "unconfigured", "data"])
+@pytest.mark.parametrize("kind", [*SHARED, *GATHERED, *DATA])
 @pytest.mark.parametrize("action", NUMBERED)
 def test_a_number_means_the_same_head_in_every_process(kind: str, action: str, ranks: Results) -> None:
     for rank in ranks:
@@ -34,7 +38,7 @@ def test_a_number_means_the_same_head_in_every_process(kind: str, action: str, r
         assert difference < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["tensors", "unconfigured", "data"])
+@pytest.mark.parametrize("kind", [*SHARED, *GATHERED, *DATA])
 def test_a_head_beyond_those_of_the_whole_model_is_refused(kind: str, ranks: Results) -> None:
     for rank in ranks:
         assert rank[kind]["ablate 4"] == (
@@ -42,7 +46,32 @@ def test_a_head_beyond_those_of_the_whole_model_is_refused(kind: str, ranks: Res
         )
 
 
-@pytest.mark.parametrize("kind", ["tensors", "unconfigured"])
+@pytest.mark.parametrize("kind", SHARED)
+def test_a_recording_states_the_heads_of_its_process(kind: str, ranks: Results) -> None:
+    assert [rank[kind]["part"] for rank in ranks] == ["heads 0 to 1 of 4", "heads 2 to 3 of 4"]
+
+
+@pytest.mark.parametrize("kind", [*GATHERED, *DATA])
+def test_a_process_that_attends_with_all_heads_has_no_part(kind: str, ranks: Results) -> None:
+    for rank in ranks:
+        assert rank[kind]["part"] == "None"
+        difference = rank[kind]["gradient"]
+        assert isinstance(difference, float), difference
+        assert difference < 1e-3
+
+
+def test_rows_that_fit_both_a_share_and_all_heads_are_refused(ranks: Results) -> None:
+    shards = "12 of 24 rows of q.weight, 6 of 12 rows of k.weight, 6 of 12 rows of v.weight"
+    for rank in ranks:
+        for text in rank["siblings, grouped"].values():
+            assert str(text).startswith(
+                "WatchError: model: layer attention is sharded, and its parameters do not show whether"
+            )
+            assert f"got both, for 2 heads, {shards};" in str(text)
+            assert str(text).endswith("how many heads the whole layer has as num_attention_heads of model.config")
+
+
+@pytest.mark.parametrize("kind", SHARED)
 def test_gradients_of_shared_heads_are_refused(kind: str, ranks: Results) -> None:
     for number, rank in enumerate(ranks):
         assert rank[kind]["gradient"] == (

@@ -42,7 +42,7 @@ class Forward(Protocol):
         """A module attends by an operator that cannot be recorded; None: perhaps, by a softmax of its own."""
         ...
 
-    def factors(self, name: str, heads: int) -> Tensor | None:
+    def factors(self, name: str, heads: int, widths: tuple[int, int]) -> Tensor | None:
         """What the outputs of a module's heads are to be multiplied by, [H]; None = they stay as they are."""
         ...
 
@@ -136,18 +136,23 @@ class Frame:
                 if forward.active:
                     forward.see(self, name, call)
 
-    def factors(self, heads: int) -> Tensor | None:
-        """What the outputs of this module's heads are to be multiplied by, [H]; None = they stay as they are."""
+    def factors(self, heads: int, widths: tuple[int, int]) -> Tensor | None:
+        """What the outputs of this module's heads are to be multiplied by, [H]; None = they stay as they are.
+
+        Args:
+            heads: how many there are.
+            widths: the head width of q and k, and that of v.
+        """
         product: Tensor | None = None
         for forward, name in self.forwards.values():
-            each = forward.factors(name, heads) if forward.active else None
+            each = forward.factors(name, heads, widths) if forward.active else None
             if each is not None:
                 product = each if product is None else product * each
         return product
 
-    def scaled(self, out: Tensor, axis: int) -> Tensor:
-        """The outputs of this module's heads, which lie along an axis counted from the end."""
-        factors = self.factors(out.shape[axis] if out.ndim >= -axis else 1)
+    def scaled(self, out: Tensor, axis: int, q: Tensor) -> Tensor:
+        """The outputs of this module's heads, which lie along an axis counted from the end; ``q``: the queries."""
+        factors = self.factors(out.shape[axis] if out.ndim >= -axis else 1, (q.shape[-1], out.shape[-1]))
         if factors is None:
             return out
         wide = torch.promote_types(out.dtype, torch.float32)  # what a gradient sums, half precision would round first

@@ -108,7 +108,7 @@ def _sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         out = F.scaled_dot_product_attention(*args, **kwargs)
     frame.see(lambda: calls.sdpa(args, kwargs, frame.converted))
-    return frame.scaled(out, -3)  # [B, H, Q, Dv]
+    return frame.scaled(out, -3, args[0] if args else kwargs["query"])  # [B, H, Q, Dv]
 
 
 def _note_softmax(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -152,9 +152,10 @@ def _multi_head(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if frame is None or frame.quiet:
         return F.multi_head_attention_forward(*args, **kwargs)
     arguments = frames.bound(F.multi_head_attention_forward, args, kwargs)
-    factors = (
-        frame.factors(arguments["num_heads"]) if "num_heads" in arguments else None
-    )  # without it, torch will complain
+    factors = None
+    if {"num_heads", "out_proj_weight"} <= {*arguments}:  # without them, torch will complain
+        heads = arguments["num_heads"]
+        factors = frame.factors(heads, torch_modules.widths(heads, arguments["out_proj_weight"]))
     if factors is None:
         out = F.multi_head_attention_forward(*args, **kwargs)
     else:  # the heads meet only in the output projection
@@ -175,7 +176,7 @@ def _fast_path(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     inner: Any = getattr(frame.module, "self_attn", None)
     frame = frame if inner is None else frame.within(inner)
     name = _FAST_PATH[operator]
-    factors = frame.factors(torch_modules.heads_of_fast_path(name, args))
+    factors = frame.factors(*torch_modules.heads_of_fast_path(name, args))
     out = operator(*(args if factors is None else torch_modules.with_factors(name, args, factors)), **kwargs)
     frame.see(lambda: torch_modules.native_call(name, args))
     return out
@@ -198,7 +199,7 @@ def headscope_attention(
         kind = "self" if torch_modules.same(frame.argument("query", 0), frame.argument("key", 1)) else "cross"
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "kind": kind}
     frame.see(lambda: Call(k=k, v=v, **_first_first(q, mask, bias, row_lse), **options))
-    scaled = frame.scaled(out, -3)  # [B, H, Q, Dv]
+    scaled = frame.scaled(out, -3, q)  # [B, H, Q, Dv]
     if scaled is not out and isinstance(frame.module, MultiHeadAttention) and frame.module.bias_k is not None:
         raise calls.WatchError(
             "heads: this module has bias_kv, whose value joins the heads' outputs later and cannot be reached"

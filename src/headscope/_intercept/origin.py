@@ -53,17 +53,18 @@ def layer_origin(modules: Mapping[str, nn.Module], name: str, call: Call) -> Lay
         name: the module that attends.
         call: its first call.
     """
-    width = 0 if call.v is None else call.v.shape[-1]
-    return LayerOrigin((call.q.shape[-1], width), layer_part(modules, name, call.q.shape[-3]))
+    widths = call.q.shape[-1], 0 if call.v is None else call.v.shape[-1]
+    return LayerOrigin(widths, layer_part(modules, name, call.q.shape[-3], widths))
 
 
-def layer_part(modules: Mapping[str, nn.Module], name: str, heads: int) -> Part | None:
+def layer_part(modules: Mapping[str, nn.Module], name: str, heads: int, widths: tuple[int, int]) -> Part | None:
     """The part of a layer's heads that its module holds; None = all, as far as is known.
 
     Args:
         modules: those of the model, by path; the model itself under the name of its class.
         name: the module that attends.
         heads: how many heads its call has.
+        widths: the head width of q and k, and that of v.
 
     Raises:
         WatchError: its parameters are sharded, and neither they nor a configuration show how many heads there are.
@@ -71,12 +72,12 @@ def layer_part(modules: Mapping[str, nn.Module], name: str, heads: int) -> Part 
     around = [modules[path] for path in _outwards(name) if path in modules] or [modules[name]]
     root = next(iter(modules.values()))
     around += [] if around[-1] is root else [root]
-    return _part(name, around, heads)
+    return _part(name, around, heads, widths)
 
 
-def shared_part(modules: Mapping[str, nn.Module], name: str, heads: int) -> Part | None:
+def shared_part(modules: Mapping[str, nn.Module], name: str, heads: int, widths: tuple[int, int]) -> Part | None:
     """``layer_part`` where other processes may hold the other heads; None = there are no others to act on."""
-    part = layer_part(modules, name, heads)
+    part = layer_part(modules, name, heads, widths)
     alone = part is not None and part.heads is None and _process()[1] == 1
     return None if alone else part
 
@@ -145,13 +146,14 @@ class _Slice:
         return f"{self.length} of {self.total} {'columns' if self.axis else 'rows'} of {self.parameter}"
 
 
-def _part(name: str, around: list[nn.Module], heads: int) -> Part | None:
+def _part(name: str, around: list[nn.Module], heads: int, widths: tuple[int, int]) -> Part | None:
     """The part of the heads that a layer holds; None = all, as far as is known.
 
     Args:
         name: the layer, for the error.
         around: the layer's module, and those around it outwards.
         heads: how many heads the call has.
+        widths: the head width of q and k, and that of v.
     """
     configs = (getattr(each, "config", None) for each in around)
     config = next((each for each in configs if each is not None), None)
@@ -161,17 +163,41 @@ def _part(name: str, around: list[nn.Module], heads: int) -> Part | None:
     stated = heads in _declared(config)
     may_be_all = count is None or stated or (heads > 0 and count % heads != 0)
     slices = _slices(around)
-    # The query projection is split over its rows and the output projection over its columns only under tensor
-    # parallelism. Shards of data parallelism are gathered while the layer runs.
-    both_ways = {each.axis for each in slices} == {0, 1}
+    answers = _shares(slices, heads, widths)
+    # Where no width fits: parameters are split over rows and others over columns only under tensor parallelism. Shards
+    # of data parallelism are gathered while the layer runs.
+    shared = answers == {True} if len(answers) == 1 else {each.axis for each in slices} == {0, 1}
     total, first = _locate(slices, heads)
-    if count is None and both_ways:
+    if count is None and len(answers) == 2:
+        raise _unknown_share(name, heads, slices)
+    if count is None and shared:
         if total is None:
             raise _unknown_count(name, heads, slices)
         return Part(total, None, _holder(around[-1])) if first is None else Part(total, (first, first + heads))
-    if total is not None and total == count and first is not None and not stated and (both_ways or not may_be_all):
+    if total is not None and total == count and first is not None and not stated and (shared or not may_be_all):
         return Part(total, (first, first + heads))
-    return None if count is None or (may_be_all and not both_ways) else Part(count, None, _holder(around[-1]))
+    return None if count is None or (may_be_all and not shared) else Part(count, None, _holder(around[-1]))
+
+
+def _shares(slices: list[_Slice], heads: int, widths: tuple[int, int]) -> set[bool]:
+    """Whether a process attends with its share of the heads, as each parameter shows it: True = share, False = all.
+
+    The output projection has a column for each number of the heads' outputs. The query projection has a row for each
+    number of q, a packed projection also rows for k and v. Where a shard has as many as the call needs, the process
+    attends with what it holds; where the whole parameter has, all heads are here: the outputs were gathered. The first
+    kind of projection that fits decides, since a packed one with few heads of k can have as many rows as another.
+    """
+    width, value_width = widths
+    groups = [n for n in range(1, heads + 1) if heads % n == 0 and value_width]
+    packed = {heads * width + n * (width + value_width) for n in groups}
+    for axis, lengths in ((1, {heads * value_width}), (0, {heads * width}), (0, packed)):
+        lengths = lengths - {0}
+        along = [each for each in slices if each.axis == axis]
+        shares = any(each.length in lengths for each in along)
+        whole = any(each.total in lengths for each in along)
+        if shares or whole:
+            return {answer for answer, shown in ((True, shares), (False, whole)) if shown}
+    return set()
 
 
 def _locate(slices: list[_Slice], heads: int) -> tuple[int | None, int | None]:
@@ -194,6 +220,15 @@ def _unknown_count(name: str, heads: int, slices: list[_Slice]) -> WatchError:
         f"model: layer {name} is sharded, and its parameters do not show which heads this process holds; expected the "
         f"same part of each parameter, in whole heads; got, for {heads} heads, {', '.join(map(str, slices))}; state "
         "how many heads the whole layer has as num_attention_heads of model.config"
+    )
+
+
+def _unknown_share(name: str, heads: int, slices: list[_Slice]) -> WatchError:
+    return WatchError(
+        f"model: layer {name} is sharded, and its parameters do not show whether this process holds all of its heads; "
+        "expected shards with as many rows or columns as the heads of the call, or whole parameters with as many; got "
+        f"both, for {heads} heads, {', '.join(map(str, slices))}; state how many heads the whole layer has as "
+        "num_attention_heads of model.config"
     )
 
 

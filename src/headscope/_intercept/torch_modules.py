@@ -68,9 +68,16 @@ def of_heads(weight: Tensor, factors: Tensor) -> Tensor:
     return weight * factors.repeat_interleave(weight.shape[1] // len(factors))
 
 
-def heads_of_fast_path(operator: str, args: tuple[Any, ...]) -> int:
-    """How many heads an operator of the fast path has."""
-    return args[FAST_PATH[operator].index("num_heads")]
+def widths(heads: int, out_weight: Tensor) -> tuple[int, int]:
+    """The head width of q and k and that of v, which torch's own modules have the same, by the output projection."""
+    width = out_weight.shape[1] // heads if heads else 0
+    return width, width
+
+
+def heads_of_fast_path(operator: str, args: tuple[Any, ...]) -> tuple[int, tuple[int, int]]:
+    """How many heads an operator of the fast path has, and their widths."""
+    heads, out_weight = (args[FAST_PATH[operator].index(name)] for name in ("num_heads", "out_weight"))
+    return heads, widths(heads, out_weight)
 
 
 def with_factors(operator: str, args: tuple[Any, ...], factors: Tensor) -> list[Any]:

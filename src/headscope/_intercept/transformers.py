@@ -128,7 +128,7 @@ def _attend(attend: Function, name: str, frame: Frame, arguments: dict[str, Any]
         return replace(call, out=result[0].transpose(1, 2))
 
     frame.see(make_call)
-    out = frame.scaled(result[0], -2)  # [B, Q, H, Dv]
+    out = frame.scaled(result[0], -2, arguments["query"])  # [B, Q, H, Dv]
     return result if out is result[0] else (out, result[1])
 
 

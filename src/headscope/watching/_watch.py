@@ -310,7 +310,7 @@ class Pass:
         self.ran[name] = None
         return self.watch.options.accelerate and name in self.watch.chosen
 
-    def factors(self, name: str, heads: int) -> Tensor | None:
+    def factors(self, name: str, heads: int, widths: tuple[int, int]) -> Tensor | None:
         """The heads stay as they are."""
         return None
 

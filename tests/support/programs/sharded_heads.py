@@ -17,17 +17,87 @@ import torch
 import torch.distributed as dist
 from sharded_recordings import (  # pyright: ignore[reportMissingImports]  # a program beside this one
     SIZE,
+    WIDTH,
     Model,
     shard_by_hand,
 )
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
 
-from headscope import ablate, head_importance
+from headscope import ablate, head_importance, watch
+from headscope.watching import WatchError
 
 HEADS: dict[str, Any] = {"0": 0, "1": 1, "3": 3, "1 and 2": [1, 2], "all": "all", "4": 4}
+KINDS = [
+    *("tensors", "ambiguous", "by_hand", "data"),  # with a configuration
+    *("unconfigured", "grouped", "gathered", "data, unconfigured", "data by projection"),
+    *("siblings", "siblings, gathered", "siblings, packed", "siblings, grouped"),
+    *("siblings, data", "siblings, data by projection"),
+]
+
+
+class Attending(nn.Module):
+    """Self-attention without an output projection, over as many heads as its projections have rows for.
+
+    Args:
+        groups: heads of q for each head of k and v.
+        packed: whether q, k and v of each head are rows of one projection.
+    """
+
+    def __init__(self, groups: int = 1, *, packed: bool = False) -> None:
+        super().__init__()
+        sizes = {"qkv": 3 * SIZE} if packed else {"q": SIZE, "k": SIZE // groups, "v": SIZE // groups}
+        for name, size in sizes.items():
+            self.add_module(name, nn.Linear(SIZE, size, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = [project(x).unflatten(-1, (-1, WIDTH)) for project in self.children()]  # [B, T, H, WIDTH]
+        rows = rows if len(rows) == 3 else rows[0].unflatten(-2, (-1, 3)).unbind(-2)
+        q, k, v = (each.transpose(1, 2) for each in rows)
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)  # [B, T, SIZE]
+
+
+class Siblings(nn.Module):
+    """A model of one layer whose output projection is beside the module that attends, and not in it."""
+
+    def __init__(self, groups: int = 1, *, packed: bool = False) -> None:
+        super().__init__()
+        self.attention = Attending(groups, packed=packed)
+        self.output = nn.Linear(SIZE, SIZE, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.attention(x))
+
+
+def share(model: nn.Module, mesh: DeviceMesh, *, gathered: bool) -> None:
+    """Shard a model's heads, or only the computation of its projections, whose outputs are then gathered."""
+    columns = ColwiseParallel(output_layouts=Replicate()) if gathered else ColwiseParallel()
+    rows = RowwiseParallel(input_layouts=Replicate()) if gathered else RowwiseParallel()
+    layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    outputs = {"output", "attention.o"}
+    parallelize_module(model, mesh, {name: rows if name in outputs else columns for name in layers})
+
+
+def shard_data(model: nn.Module, mesh: DeviceMesh, *, each: bool) -> None:
+    """Shard the parameters of a model, by projection or by child; they are gathered where they run."""
+    for module in [*model.modules()] if each else [*model.children()]:
+        if not each or isinstance(module, nn.Linear):
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def state_part(model: nn.Module, x: Tensor) -> str:
+    """Return the part of the heads that a recording of the model states, or the error."""
+    try:
+        with torch.no_grad(), watch(model) as recording:
+            model(x)
+    except WatchError as error:
+        return f"{type(error).__name__}: {error}"
+    return str(recording.about.part.get("attention"))
 
 
 def actions(x: Tensor) -> dict[str, Callable[[nn.Module], Tensor]]:
@@ -59,24 +129,30 @@ def main(rank: int, world: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
-    columns, rows = ColwiseParallel, RowwiseParallel
     results: dict[str, dict[str, float | str]] = {}
-    for kind in ("tensors", "unconfigured", "ambiguous", "by_hand", "data"):
+    for kind in KINDS:
         torch.manual_seed(0)
-        model = Model(kind != "unconfigured").eval()
+        configured = kind in ("tensors", "ambiguous", "by_hand", "data")
+        model: Any = Model(configured)
+        if kind.startswith("siblings"):
+            model = Siblings(2 if "grouped" in kind else 1, packed="packed" in kind)
+        elif kind == "grouped":
+            model.attention.k, model.attention.v = (nn.Linear(SIZE, SIZE // 2, bias=False) for _ in range(2))
+        model.eval()
         if kind == "ambiguous":
             model.config.decoder_attention_heads = 2  # as many as each process has of the four
         whole = copy.deepcopy(model)
         x = torch.randn(1, 5, SIZE)
-        if kind in ("tensors", "unconfigured", "ambiguous"):
-            parallelize_module(model.attention, mesh, {"q": columns(), "k": columns(), "v": columns(), "o": rows()})
+        if "data" in kind:
+            shard_data(model, mesh, each="by projection" in kind)
         elif kind == "by_hand":
             shard_by_hand(model.attention, rank, world)
             shard_by_hand(whole.attention, rank, world)
             del whole.config  # its heads pass for all that there are
         else:
-            fully_shard(model, mesh=mesh)
-        results[kind] = {name: compared(action, model, whole) for name, action in actions(x).items()}
+            share(model, mesh, gathered="gathered" in kind)
+        results[kind] = {"part": state_part(model, x)}
+        results[kind] |= {name: compared(action, model, whole) for name, action in actions(x).items()}
     print(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

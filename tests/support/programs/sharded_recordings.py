@@ -32,7 +32,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (project(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for project in (self.q, self.k, self.v))
-        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # [B, T, SIZE]
+        return self.o(
+            F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+        )  # [B, T, SIZE]
 
 
 class Model(nn.Module):
