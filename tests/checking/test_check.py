@@ -683,6 +683,22 @@ def test_a_mask_that_hides_too_little_is_not_taken_for_one_that_is_added(by: flo
     assert check(Soft(24, 3), mask_means="keep").names == (expected,)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("key", [0, 1, 4, 5])
+def test_a_key_that_no_mask_hides_is_found(key: int, causal: bool) -> None:
+    class Showing(Packed):
+        def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+            s = self.scores(q, k)
+            later = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1 + s.shape[-1] - s.shape[-2])
+            s = s.masked_fill(later, -1e4) if self.causal else s
+            masked = s if mask is None else s.masked_fill(mask == 0, -1e4)
+            return torch.cat([masked[..., :key], s[..., key : key + 1], masked[..., key + 1 :]], -1).softmax(-1)
+
+    found = check(Showing(24, 3, causal=causal), mask_means="keep")
+    assert found.names == ("mask-applied-wrong",)
+    assert f"key {key} of query" in found["mask-applied-wrong"].seen
+
+
 @pytest.mark.parametrize("scale_first", [True, False])
 def test_a_mask_of_numbers_is_added_before_or_after_the_scale(scale_first: bool) -> None:
     class Adding(Packed):
