@@ -502,6 +502,23 @@ def test_weights_that_come_back_are_those_that_were_used(
     assert check(Showing(24, 3)).names == names
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_weights_that_come_back_have_the_mask(masked: bool) -> None:
+    class Showing(Packed):
+        def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+            s = self.scores(q, k)
+            p = (s if mask is None else s.masked_fill(mask == 0, -1e4)).softmax(-1)
+            self.shown = p if masked else s.softmax(-1)
+            return p
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+            return super().forward(x, mask)[0], self.shown
+
+    found = check(Showing(24, 3), mask_means="keep")
+    assert found.names == (() if masked else ("returned-weights-differ",))
+    assert masked or found["returned-weights-differ"].seen.startswith("with mask=, weights that come back are off")
+
+
 def test_keys_that_come_back_are_no_weights() -> None:
     """As wide as the input is long: by their shape they might be."""
     found = check(Packed(21, 3, causal=True))

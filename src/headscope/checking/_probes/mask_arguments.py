@@ -170,6 +170,12 @@ def _run_with_mask(case: Case, name: str, mask: Any) -> Run | None:
         return None
 
 
+def follow_with_mask(case: Case, mask: WorkingMask, target: Any = None, seed: int = 0) -> Run:
+    """Follow a forward pass with a mask that works and hides some keys; ``target`` takes the place of the subject."""
+    _, allowed = _test_pattern(mask.kind, case.subject.batch, case.subject.length)
+    return case.subject.follow(case.x, target=target, seed=seed, **{mask.argument: mask.build(allowed)})
+
+
 def _test_pattern(kind: str, batch: int, length: int) -> tuple[Tensor, Tensor]:
     """Return what may be seen, [B, T, T], and as it is handed over, before its form: [B, 1, T, T] or [B, T]."""
     if kind == "keys":
