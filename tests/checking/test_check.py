@@ -502,6 +502,23 @@ def test_weights_that_come_back_are_those_that_were_used(
     assert check(Showing(24, 3)).names == names
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_weights_that_come_back_have_the_mask(masked: bool) -> None:
+    class Showing(Packed):
+        def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+            s = self.scores(q, k)
+            p = (s if mask is None else s.masked_fill(mask == 0, -1e4)).softmax(-1)
+            self.shown = p if masked else s.softmax(-1)
+            return p
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+            return super().forward(x, mask)[0], self.shown
+
+    found = check(Showing(24, 3), mask_means="keep")
+    assert found.names == (() if masked else ("returned-weights-differ",))
+    assert masked or found["returned-weights-differ"].seen.startswith("with mask=, weights that come back are off")
+
+
 def test_keys_that_come_back_are_no_weights() -> None:
     """As wide as the input is long: by their shape they might be."""
     found = check(Packed(21, 3, causal=True))
@@ -681,6 +698,22 @@ def test_a_mask_that_hides_too_little_is_not_taken_for_one_that_is_added(by: flo
     expected = "mask-ignored" if by == 1e-9 else "mask-fill-too-small"
     assert check(Soft(24, 3)).names == (expected,)
     assert check(Soft(24, 3), mask_means="keep").names == (expected,)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("key", [0, 1, 4, 5])
+def test_a_key_that_no_mask_hides_is_found(key: int, causal: bool) -> None:
+    class Showing(Packed):
+        def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+            s = self.scores(q, k)
+            later = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1 + s.shape[-1] - s.shape[-2])
+            s = s.masked_fill(later, -1e4) if self.causal else s
+            masked = s if mask is None else s.masked_fill(mask == 0, -1e4)
+            return torch.cat([masked[..., :key], s[..., key : key + 1], masked[..., key + 1 :]], -1).softmax(-1)
+
+    found = check(Showing(24, 3, causal=causal), mask_means="keep")
+    assert found.names == ("mask-applied-wrong",)
+    assert f"key {key} of query" in found["mask-applied-wrong"].seen
 
 
 @pytest.mark.parametrize("scale_first", [True, False])

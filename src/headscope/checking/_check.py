@@ -23,7 +23,13 @@ from headscope.checking._probes.behaviour import (
 from headscope.checking._probes.built_in_masks import probe_built_in_mask
 from headscope.checking._probes.gradients import probe_gradients
 from headscope.checking._probes.mask_arguments import probe_empty_rows, probe_mask_arguments
-from headscope.checking._probes.numerics import probe_cost, probe_decoding, probe_overflow, probe_training
+from headscope.checking._probes.numerics import (
+    probe_cost,
+    probe_decoding,
+    probe_overflow,
+    probe_returned_weights,
+    probe_training,
+)
 from headscope.checking._probes.softmax import probe_softmax_and_scale, probe_sums
 from headscope.checking._subject import prepare_subject
 
@@ -108,6 +114,7 @@ PROBES: tuple[Callable[[Case], None], ...] = (
     probe_training,
     probe_decoding,
     probe_cost,
+    probe_returned_weights,
 )
 
 

@@ -170,6 +170,12 @@ def _run_with_mask(case: Case, name: str, mask: Any) -> Run | None:
         return None
 
 
+def follow_with_mask(case: Case, mask: WorkingMask, target: Any = None, seed: int = 0) -> Run:
+    """Follow a forward pass with a mask that works and hides some keys; ``target`` takes the place of the subject."""
+    _, allowed = _test_pattern(mask.kind, case.subject.batch, case.subject.length)
+    return case.subject.follow(case.x, target=target, seed=seed, **{mask.argument: mask.build(allowed)})
+
+
 def _test_pattern(kind: str, batch: int, length: int) -> tuple[Tensor, Tensor]:
     """Return what may be seen, [B, T, T], and as it is handed over, before its form: [B, 1, T, T] or [B, T]."""
     if kind == "keys":
@@ -177,8 +183,9 @@ def _test_pattern(kind: str, batch: int, length: int) -> tuple[Tensor, Tensor]:
         allowed[1:, -2:] = False  # padding on the right, which the first entry has not
         return allowed[:, None].expand(batch, length, length), allowed
     i, j = torch.arange(length)[:, None], torch.arange(length)
-    pairs = ((3 * i + 5 * j) % 7 < 4) | (i == j) | (j == 0)
+    pairs = ((3 * i + 5 * j) % 7 < 4) | (i == j)  # every key is hidden from some query that sees others
     pairs[0, -1] = False
+    pairs[-1, -3:-1] = False  # in a causal module few queries see these
     return pairs.expand(batch, length, length), pairs.expand(batch, 1, length, length)
 
 

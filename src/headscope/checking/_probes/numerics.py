@@ -10,6 +10,8 @@ from torch import Tensor
 from headscope.checking import _weights as weights
 from headscope.checking._case import Case
 from headscope.checking._copies import CODE_ERRORS, convert_dtype, copy_target, describe_error, list_tensors
+from headscope.checking._probes.mask_arguments import follow_with_mask
+from headscope.checking._subject import Run
 
 LONG = 1024  # from this length on, a matrix of all pairs is reported
 PEAKED = 14.0  # exp of it is more than float16 holds, and a logit that trained models have
@@ -170,9 +172,20 @@ def _find_cache(result: Any, out: Tensor) -> Any:
 # ---------------------------------------------------------------- weights that come back, and speed
 
 
-def _compare_returned_weights(case: Case, p: Tensor, returned: list[Tensor]) -> None:
-    """Compare the weights that are returned with those that were used."""
-    for tensor in returned:
+def probe_returned_weights(case: Case) -> None:
+    """Compare the weights that are returned with those that were used, without a mask and with each that works."""
+    if case.base is None:
+        return
+    _compare_returned_weights(case, case.base, "")
+    for mask in case.masks if case.base.returned else ():
+        _compare_returned_weights(case, follow_with_mask(case, mask), f"with {mask.argument}=, ")
+
+
+def _compare_returned_weights(case: Case, run: Run, when: str) -> None:
+    if run.heads is None:
+        return
+    p = run.heads.p
+    for tensor in run.returned:
         if tensor.shape == p.shape:
             used = p
         elif p.shape[1] > 1 and tensor.shape == p[:, 0].shape and tensor.ndim == 3:
@@ -182,7 +195,7 @@ def _compare_returned_weights(case: Case, p: Tensor, returned: list[Tensor]) -> 
         off = float((tensor.detach().double() - used).abs().nan_to_num().max())
         if off > 100 * case.subject.tolerance:
             what = "averaged over heads " if used is not p else ""
-            case.report("returned-weights-differ", f"weights {what}that come back are off by up to {off:.3g}")
+            case.report("returned-weights-differ", f"{when}weights {what}that come back are off by up to {off:.3g}")
 
 
 def probe_cost(case: Case) -> None:
@@ -194,7 +207,6 @@ def probe_cost(case: Case) -> None:
     returned = {tensor.untyped_storage()._cdata for tensor in run.returned}
     if any(x.untyped_storage()._cdata not in returned for x in run.record.averaged_weights):
         case.report("weights-discarded", "weights averaged over the heads are computed and not returned")
-    _compare_returned_weights(case, run.heads.p, run.returned)
     if length is None:
         case.not_tested["memory of all pairs"] = "length= is not given"
     elif length >= LONG and not run.record.fused_calls:
