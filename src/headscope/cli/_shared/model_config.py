@@ -59,6 +59,7 @@ def read_config(transformers: Any, name: str, *, offline: bool) -> tuple[Any, li
     check_values(transformers, name, raw)
     raw.pop("configuration_files", None)  # `get_config_dict` has chosen one of these
     notes = remove_implementations(raw)
+    _normalize(raw)
     with TemporaryDirectory() as folder:  # so transformers reads what was checked, and nothing else
         Path(folder, "config.json").write_text(json.dumps(raw), encoding="utf-8")
         try:
@@ -149,6 +150,19 @@ def remove_implementations(raw: dict[str, Any]) -> list[str]:
             known = {part: one for part, one in by_part.items() if part not in unknown}
             each[key] = known if isinstance(value, dict) else known.get("")
     return list(notes)
+
+
+def _normalize(raw: dict[str, Any]) -> None:
+    """Make outputs objects rather than tuples, at every depth, and take dtypes of "auto" from the weights."""
+    for each in _dicts(raw):
+        if "return_dict" in each:
+            each["return_dict"] = True
+    for key in ("dtype", "torch_dtype"):
+        value = raw.get(key)
+        by_part = value if isinstance(value, dict) else {"": value}
+        if "auto" in by_part.values():
+            named = {part: dtype for part, dtype in by_part.items() if dtype != "auto"}
+            raw[key] = named or None
 
 
 def _dicts(value: Any) -> Iterator[dict[str, Any]]:
