@@ -174,6 +174,16 @@ def test_all_transparent_is_said() -> None:
     assert "all of it is transparent" in prepare(Image.new("RGBA", (20, 20), (255, 0, 0, 0))).done
 
 
+@pytest.mark.parametrize("mode", ["LA", "RGBA"])
+def test_an_opaque_picture_has_no_transparent_parts(mode: str) -> None:
+    opaque, plain_picture = drawn().convert(mode), prepare(drawn())
+    prepared = prepare(opaque)
+    assert np.array_equal(prepared.pixels, plain_picture.pixels)
+    assert prepared.done[1:] == plain_picture.done[1:]
+    opaque.putpixel((0, 0), (0,) * len(opaque.getbands()))
+    assert "transparent parts made white" in prepare(opaque).done
+
+
 def test_the_orientation_of_a_photograph_is_followed(tmp_path: Path) -> None:
     turned = drawn().transpose(Image.Transpose.ROTATE_90)
     exif = Image.Exif()

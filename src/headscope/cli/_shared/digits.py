@@ -112,8 +112,10 @@ def _grey(picture: Image, done: list[str]) -> NDArray[np.float64]:
         return np.asarray(picture, dtype=np.float64)
     if not picture.has_transparency_data:
         return np.asarray(picture.convert("L"), dtype=np.float64)
-    colours = np.asarray(picture.convert("LA"), dtype=np.float64) / 255
-    light, cover = colours[..., 0], colours[..., 1]
+    colours = np.asarray(picture.convert("LA"), dtype=np.float64)
+    if colours[..., 1].min() == 255:
+        return colours[..., 0]
+    light, cover = colours[..., 0] / 255, colours[..., 1] / 255
     if not cover.any():
         done.append("all of it is transparent")
         return np.zeros(light.shape)
