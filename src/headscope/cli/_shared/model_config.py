@@ -20,7 +20,7 @@ from headscope._support.files import is_inside
 from headscope._support.text import visible
 from headscope.cli._shared.config_values import check_values
 from headscope.cli._shared.mistakes import Mistake
-from headscope.cli._shared.model_files import check_indexes, check_kind
+from headscope.cli._shared.model_files import check_indexes, check_kind, with_metadata
 
 ATTENTION = ("eager", "sdpa")
 EXPERTS = ("eager", "grouped_mm", "batched_mm")
@@ -184,6 +184,7 @@ def confined(name: str, *, offline: bool) -> Generator[None]:
     import torch
 
     kernels = import_module("transformers.integrations.hub_kernels")
+    loading = import_module("transformers.modeling_utils")
 
     def refuse(file: Any, *_: object, **__: object) -> None:
         what = visible(Path(file).name) if isinstance(file, (str, os.PathLike)) else "a file"
@@ -196,6 +197,7 @@ def confined(name: str, *, offline: bool) -> Generator[None]:
         for place, attribute, value in (
             (torch, "load", refuse),
             (kernels, "is_kernels_available", absent),
+            (loading, "get_checkpoint_shard_files", with_metadata(loading.get_checkpoint_shard_files)),
             (huggingface_hub.constants, "HF_HUB_OFFLINE", offline or huggingface_hub.constants.HF_HUB_OFFLINE),
         ):
             stack.callback(setattr, place, attribute, getattr(place, attribute))
