@@ -201,6 +201,25 @@ def test_a_sink_of_infinity_makes_the_rows_of_its_head_nan(backend: str, dtype: 
         assert result[:, [0, 1, 2, 4, 5]].isfinite().all()
 
 
+@pytest.mark.parametrize("keys", [0, K])
+@pytest.mark.parametrize("value", [NAN, INF], ids=str)
+@pytest.mark.parametrize("backend", ANY, indirect=True)
+def test_a_sink_that_is_no_number_makes_rows_nan_that_see_nothing(backend: str, value: float, keys: int) -> None:
+    sinks = torch.linspace(-1, 1, H)
+    sinks[3], sinks[4] = value, -INF
+    given = {name: x if name == "q" else x[:, :, :keys] for name, x in tensors(torch.float32).items()}
+    leaves = {name: x.requires_grad_() for name, x in {**given, "sinks": sinks.clone()}.items()}
+    results = run_by(backend, leaves, {"mask": Prefix(0)})
+    out = torch.zeros(B, H, Q, D)
+    out[:, 3] = NAN
+    lse = sinks[:, None].expand(B, H, Q).clone()
+    lse[:, 3] = NAN
+    torch.testing.assert_close(results["out"], out, equal_nan=True)
+    torch.testing.assert_close(results["lse"], lse, equal_nan=True)
+    (grad,) = torch.autograd.grad(results["out"].sum() + results["lse"].sum(), leaves["sinks"])
+    torch.testing.assert_close(grad, torch.tensor([1, 1, 1, NAN, 0, 1]) * B * Q, equal_nan=True)
+
+
 def test_a_sink_that_is_minus_infinity_is_none() -> None:
     given = tensors(torch.float64)
     for by in (*NATIVE, "blocked", "reference"):

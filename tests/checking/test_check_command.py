@@ -140,6 +140,13 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
         ([":x"], "target: got :x, wanted FILE.py:NAME"),
         (["exits.py:A"], "A: cannot be made with --args '': SystemExit: 0"),
         (["nothing.py:A"], "nothing.py: there is no such file"),
+        ([f"{'a' * 300}:A"], f"{'a' * 300}: there is no such file"),
+        (["\0:A"], "there is no such file"),
+        pytest.param(
+            ["/dev/null:A"],
+            "/dev/null: is no regular file, wanted a Python file",
+            marks=pytest.mark.skipif(not os.path.exists("/dev/null"), reason="this system has no /dev/null"),
+        ),
         ([".:A"], ".: is a directory, wanted a Python file"),
         (["homework.py:Attention", "--args", "25, 5", "--embed-dim", "24"], IN_PYTHON),
         (["small.py:attend", "--scale", "nan"], "--scale: got nan, wanted a finite number above 0"),

@@ -245,7 +245,7 @@ INDEXES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda index: index["weight_map"].update(a=5), "weight_map: expected the name of a file, got a number"),
     (lambda index: index["weight_map"].update(a=""), "weight_map: expected the name of a file, got ''"),
     (lambda index: index["weight_map"].update(a="."), "weight_map: expected the name of a file, got '.'"),
-    (lambda index: index.pop("metadata"), "metadata: expected a JSON object, got null"),
+    (lambda index: index.update(metadata=[]), "metadata: expected a JSON object, got a list"),
 ]
 
 
@@ -253,6 +253,27 @@ INDEXES: list[tuple[Callable[[Any], Any], str]] = [
 def test_a_damaged_index_is_named_with_its_key(change: Any, message: str, sharded: Path) -> None:
     edit(sharded / INDEX, change)
     assert refusal(sharded) == f"{INDEX}: {message}"
+
+
+@pytest.mark.parametrize(
+    "change", [lambda index: index.pop("metadata"), lambda index: index.update(metadata=None)], ids=["none", "null"]
+)
+def test_an_index_needs_no_metadata(change: Any, sharded: Path, shards: Path) -> None:
+    edit(sharded / INDEX, change)
+    loaded = load(str(sharded))
+    assert loaded.notes == ()
+    expected = load(str(shards)).model.state_dict()
+    torch.testing.assert_close(loaded.model.state_dict(), expected, rtol=0, atol=0)
+
+
+def test_a_tensor_in_two_files_is_refused(sharded: Path) -> None:
+    places = json.loads((sharded / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    first, last = min(places.values()), max(places.values())
+    key = next(key for key, place in places.items() if place == first)
+    other = {key: torch.zeros_like(load_file(sharded / first)[key])}
+    save_file({**load_file(sharded / last), **other}, sharded / last, {"format": "pt"})
+    got = f"got {first} and {last}; remove one of the two, or save the model again"
+    assert refusal(sharded) == f"{key}: expected in one file of weights, {got}"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import zlib
 from pathlib import Path
@@ -21,6 +22,7 @@ from headscope.cli._shared.console import one_line
 from headscope.cli._shared.digits import SIDE, prepare, read_picture, with_picture
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.text_input import read_text
+from support.commands import Ran, Run
 from support.paths import DATA
 
 HELDOUT = DATA / "digits_heldout.npz"
@@ -172,6 +174,16 @@ def test_all_transparent_is_said() -> None:
     assert "all of it is transparent" in prepare(Image.new("RGBA", (20, 20), (255, 0, 0, 0))).done
 
 
+@pytest.mark.parametrize("mode", ["LA", "RGBA"])
+def test_an_opaque_picture_has_no_transparent_parts(mode: str) -> None:
+    opaque, plain_picture = drawn().convert(mode), prepare(drawn())
+    prepared = prepare(opaque)
+    assert np.array_equal(prepared.pixels, plain_picture.pixels)
+    assert prepared.done[1:] == plain_picture.done[1:]
+    opaque.putpixel((0, 0), (0,) * len(opaque.getbands()))
+    assert "transparent parts made white" in prepare(opaque).done
+
+
 def test_the_orientation_of_a_photograph_is_followed(tmp_path: Path) -> None:
     turned = drawn().transpose(Image.Transpose.ROTATE_90)
     exif = Image.Exif()
@@ -194,6 +206,15 @@ def test_other_formats_are_not_opened(name: str, kind: str, tmp_path: Path) -> N
     with pytest.raises(Mistake) as caught:
         read_picture(str(tmp_path / name))
     assert "wanted a PNG or a JPEG" in str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("command", [("image",), ("watch", "digits", "--no-page", "--image")], ids=lambda c: c[0])
+def test_a_pipe_in_the_place_of_a_picture_is_refused(command: tuple[str, ...], run: Run) -> None:
+    os.mkfifo("pipe.png")
+    message = f"headscope {command[0]}: pipe.png: is no regular file, wanted a PNG or a JPEG\n"
+    assert run(*command, "pipe.png") == Ran(2, "", message)
 
 
 def png(width: int, height: int, extra: bytes = b"") -> bytes:

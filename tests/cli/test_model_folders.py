@@ -342,6 +342,26 @@ def test_an_impossible_value_is_named_with_its_key(
         load(str(changed(llama, tmp_path / "at", **keys)))
 
 
+@pytest.mark.parametrize("keys", [{"return_dict": False}, {"dtype": "auto"}, {"dtype": {"": "auto"}}], ids=str)
+def test_no_objects_and_a_dtype_of_auto_change_no_number(
+    keys: dict[str, Any], llama: Path, tmp_path: Path, run: Run
+) -> None:
+    at = changed(llama, tmp_path / "at", **keys)
+    ids = torch.tensor([[3, 4, 5]])
+    with torch.inference_mode():
+        expected, got = (load(str(folder)).run(ids).logits for folder in (llama, at))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    watched = run("watch", str(at), "--ids", "1,2,3,4", "--no-page")
+    assert (watched.code, "Traceback" in watched.err) == (0, False)
+
+
+def test_a_dtype_of_auto_is_that_of_the_weights(llama: Path, tmp_path: Path) -> None:
+    at = changed(llama, tmp_path / "at", dtype="auto")
+    weights = {key: x.bfloat16() for key, x in load_file(at / "model.safetensors").items()}
+    save_file(weights, at / "model.safetensors", {"format": "pt"})
+    assert {x.dtype for x in load(str(at)).model.parameters()} == {torch.bfloat16}
+
+
 def test_an_index_that_names_a_file_outside_is_refused(llama: Path, tmp_path: Path) -> None:
     at = shutil.copytree(llama, tmp_path / "at")
     weights = load_file(at / "model.safetensors")

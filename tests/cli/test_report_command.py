@@ -137,6 +137,15 @@ def test_a_mistake_is_one_line(name: str, run: Run) -> None:
     assert sorted(os.listdir()) == ["other.txt", "seen.safetensors"]
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("saved")
+def test_a_pipe_in_the_place_of_a_picture_is_refused(run: Run) -> None:
+    os.mkfifo("pipe.png")
+    message = "headscope report: pipe.png: is no regular file, wanted a PNG or a JPEG\n"
+    assert run("report", "seen.safetensors", "--image", "pipe.png") == Ran(2, "", message)
+
+
 def test_strips_need_q_and_k(run: Run, saved: Path) -> None:
     Recording.load(saved).save("plain.safetensors")
     ran = run("report", "plain.safetensors", "--strip", "0.0")

@@ -351,6 +351,18 @@ def test_the_index_decides_which_file_a_key_is_from(tmp_path: Path) -> None:
     torch.testing.assert_close(made.to_state_dict("w_q"), state, rtol=0, atol=0)
 
 
+def test_a_key_that_an_index_does_not_name_is_in_one_file(tmp_path: Path) -> None:
+    state = randomized(layout_modules.WQ(E, H)).state_dict()
+    bias = {"w_o.bias": state.pop("w_o.bias")}
+    files = {key: f"{n % 2}.safetensors" for n, key in enumerate(state)}
+    for file in ("0.safetensors", "1.safetensors"):
+        save_file({key: x for key, x in state.items() if files[key] == file} | bias, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"does not name w_o\.bias, which more than one of its files holds"):
+        MultiHeadAttention.from_state_dict(index, "w_q", num_heads=H)
+
+
 def test_what_an_index_names_must_be_there(tmp_path: Path) -> None:
     """Biases are optional, and would be taken for what the module never had."""
     state = layout_modules.WQ(E, H).state_dict()

@@ -71,7 +71,10 @@ def _read_safetensors(path: Path, prefix: str) -> dict[str, Tensor]:
     places = {key: file for key, file in _weight_map(path).items() if key.startswith(prefix)}
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(places.values())):
-        tensors |= _read_file(path.parent / file, prefix, {key for key, where in places.items() if where != file})
+        more = _read_file(path.parent / file, prefix, {key for key, where in places.items() if where != file})
+        if twice := sorted(tensors.keys() & more.keys()):
+            raise ValueError(f"state: {path} does not name {list_names(twice)}, which more than one of its files holds")
+        tensors |= more
     if missing := [f"{key} in {file}" for key, file in places.items() if key not in tensors]:
         raise ValueError(f"state: {path} names {list_names(missing)}, but it is not there: the checkpoint is damaged")
     return tensors

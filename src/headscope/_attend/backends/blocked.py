@@ -262,7 +262,7 @@ def weights_of_sinks(call: Call, plan: Plan | None, inputs: Inputs) -> Tensor:
     weights = inputs.q.new_zeros((call.batch, call.heads, call.queries), dtype=accumulate_dtype(call.dtype))
     for block in blocks(call, plan):
         if block.j.start == block.j.stop:
-            rows = (_sink_rows(call, block, inputs.sinks) != -torch.inf).to(weights.dtype)
+            rows = _weights_of_sink_alone(_sink_rows(call, block, inputs.sinks))
         else:
             w = _weights(call, block, inputs, _logits(call, plan, block, inputs))
             assert w.sink is not None
@@ -304,10 +304,19 @@ def _weights(call: Call, block: Block, inputs: Inputs, logits: _Logits) -> _Weig
 def _nothing_seen(call: Call, block: Block, inputs: Inputs) -> tuple[Tensor, Tensor]:
     shape = (block.b.stop - block.b.start, block.h.stop - block.h.start, call.group * (block.i.stop - block.i.start))
     dtype = accumulate_dtype(call.dtype)
+    out = inputs.q.new_zeros((*shape, call.v_head_dim), dtype=dtype)
     lse = inputs.q.new_full((*shape, 1), -torch.inf, dtype=dtype)
     if inputs.sinks is not None:
-        lse = _sink_rows(call, block, inputs.sinks).expand_as(lse)
-    return inputs.q.new_zeros((*shape, call.v_head_dim), dtype=dtype), lse
+        sink = _sink_rows(call, block, inputs.sinks)
+        own, absent = sink * _weights_of_sink_alone(sink).detach(), sink == -torch.inf
+        out = out + 0 * own.masked_fill(absent, 0)  # NaN where the sink is NaN or +inf
+        lse = own.masked_fill(absent, -torch.inf).expand_as(lse)
+    return out, lse
+
+
+def _weights_of_sink_alone(sink: Tensor) -> Tensor:
+    """The weight of the sink in rows that see no key: 1, 0 for -inf, NaN for NaN and +inf."""
+    return (sink - sink).masked_fill(sink == -torch.inf, -torch.inf).exp()
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,8 +342,8 @@ def _backward(a: _Backward, sums: Inputs) -> None:
     delta = (grad_out * _grouped(call, block, a.out).to(dtype)).sum(-1, keepdim=True)
     if block.j.start == block.j.stop:
         if inputs.sinks is not None:  # it has it all, or there is nothing
-            there = _sink_rows(call, block, inputs.sinks) != -torch.inf
-            _add_sink_gradient(call, block, (grad_lse - delta) * there, sums)
+            weights = _weights_of_sink_alone(_sink_rows(call, block, inputs.sinks))
+            _add_sink_gradient(call, block, (grad_lse - delta) * weights, sums)
         return
     logits = _logits(call, a.plan, block, inputs)
     uncapped, hidden = logits.uncapped, logits.s == -torch.inf

@@ -61,4 +61,7 @@ def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tenso
     if call.dropout > 0:
         p = torch.nn.functional.dropout(p, call.dropout)
     v = inputs.v.to(p.dtype).repeat_interleave(call.group, dim=1)  # [B, H, K, Dv]
-    return (p @ v).to(call.dtype), lse
+    out = p @ v
+    if call.sinks and call.keys == 0:  # no weight is there to carry what a sink of NaN or +inf makes of its rows
+        out = out + 0 * lse.masked_fill(lse.isinf(), 0)[..., None]
+    return out.to(call.dtype), lse

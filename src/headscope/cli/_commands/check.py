@@ -90,12 +90,12 @@ def _parse_target(target: str) -> tuple[Path, str]:
     file, colon, name = target.rpartition(":")
     if not file or not colon or not name.isidentifier():
         raise Mistake(f"target: got {target}, wanted FILE.py:NAME, as homework.py:MultiHeadAttention")
-    path = Path(file)
-    if "\0" not in file and path.is_dir():
+    if os.path.isdir(file):  # False where Path.is_dir raises: a name can be too long
         raise Mistake(f"{file}: is a directory, wanted a Python file")
-    if "\0" in file or not path.is_file():
-        raise Mistake(f"{file}: there is no such file")
-    return path, name
+    if not os.path.isfile(file):
+        problem = "is no regular file, wanted a Python file" if os.path.exists(file) else "there is no such file"
+        raise Mistake(f"{file}: {problem}")
+    return Path(file), name
 
 
 def _parse_arguments(arguments: str) -> tuple[list[Any], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ def with_picture(path: str, use: Callable[[Image], Result]) -> Result:
 
     if not path:
         raise Mistake("image: is empty, wanted the path of a picture")
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):  # opening a pipe does not return
+        raise Mistake(f"{path}: is no regular file, wanted a PNG or a JPEG")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's remarks on odd metadata would stand in the way of the answer
         try:
@@ -109,8 +112,10 @@ def _grey(picture: Image, done: list[str]) -> NDArray[np.float64]:
         return np.asarray(picture, dtype=np.float64)
     if not picture.has_transparency_data:
         return np.asarray(picture.convert("L"), dtype=np.float64)
-    colours = np.asarray(picture.convert("LA"), dtype=np.float64) / 255
-    light, cover = colours[..., 0], colours[..., 1]
+    colours = np.asarray(picture.convert("LA"), dtype=np.float64)
+    if colours[..., 1].min() == 255:
+        return colours[..., 0]
+    light, cover = colours[..., 0] / 255, colours[..., 1] / 255
     if not cover.any():
         done.append("all of it is transparent")
         return np.zeros(light.shape)

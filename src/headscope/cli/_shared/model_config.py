@@ -20,7 +20,7 @@ from headscope._support.files import is_inside
 from headscope._support.text import visible
 from headscope.cli._shared.config_values import check_values
 from headscope.cli._shared.mistakes import Mistake
-from headscope.cli._shared.model_files import check_indexes, check_kind
+from headscope.cli._shared.model_files import check_indexes, check_kind, with_metadata
 
 ATTENTION = ("eager", "sdpa")
 EXPERTS = ("eager", "grouped_mm", "batched_mm")
@@ -59,6 +59,7 @@ def read_config(transformers: Any, name: str, *, offline: bool) -> tuple[Any, li
     check_values(transformers, name, raw)
     raw.pop("configuration_files", None)  # `get_config_dict` has chosen one of these
     notes = remove_implementations(raw)
+    _normalize(raw)
     with TemporaryDirectory() as folder:  # so transformers reads what was checked, and nothing else
         Path(folder, "config.json").write_text(json.dumps(raw), encoding="utf-8")
         try:
@@ -151,6 +152,19 @@ def remove_implementations(raw: dict[str, Any]) -> list[str]:
     return list(notes)
 
 
+def _normalize(raw: dict[str, Any]) -> None:
+    """Make outputs objects rather than tuples, at every depth, and take dtypes of "auto" from the weights."""
+    for each in _dicts(raw):
+        if "return_dict" in each:
+            each["return_dict"] = True
+    for key in ("dtype", "torch_dtype"):
+        value = raw.get(key)
+        by_part = value if isinstance(value, dict) else {"": value}
+        if "auto" in by_part.values():
+            named = {part: dtype for part, dtype in by_part.items() if dtype != "auto"}
+            raw[key] = named or None
+
+
 def _dicts(value: Any) -> Iterator[dict[str, Any]]:
     """Iterate over a JSON value and everything in it, the objects alone."""
     if isinstance(value, dict):
@@ -170,6 +184,7 @@ def confined(name: str, *, offline: bool) -> Generator[None]:
     import torch
 
     kernels = import_module("transformers.integrations.hub_kernels")
+    loading = import_module("transformers.modeling_utils")
 
     def refuse(file: Any, *_: object, **__: object) -> None:
         what = visible(Path(file).name) if isinstance(file, (str, os.PathLike)) else "a file"
@@ -182,6 +197,7 @@ def confined(name: str, *, offline: bool) -> Generator[None]:
         for place, attribute, value in (
             (torch, "load", refuse),
             (kernels, "is_kernels_available", absent),
+            (loading, "get_checkpoint_shard_files", with_metadata(loading.get_checkpoint_shard_files)),
             (huggingface_hub.constants, "HF_HUB_OFFLINE", offline or huggingface_hub.constants.HF_HUB_OFFLINE),
         ):
             stack.callback(setattr, place, attribute, getattr(place, attribute))

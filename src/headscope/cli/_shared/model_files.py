@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from headscope._support.files import is_inside
@@ -97,8 +98,9 @@ def _shards(name: str, index: Path) -> list[str]:
     except (ValueError, RecursionError) as error:
         raise Mistake(f"{name}: {index.name}: expected a JSON object, got text that is not valid JSON") from error
     check_kind(read, f"{name}: {index.name}: expected a JSON object")
-    for key in ("metadata", "weight_map"):
-        check_kind(read.get(key), f"{name}: {index.name}: {key}: expected a JSON object")
+    if read.get("metadata") is not None:
+        check_kind(read["metadata"], f"{name}: {index.name}: metadata: expected a JSON object")
+    check_kind(read.get("weight_map"), f"{name}: {index.name}: weight_map: expected a JSON object")
     if not read["weight_map"]:
         raise Mistake(f"{name}: {index.name}: weight_map: expected the file of each tensor, got an empty object")
     for file in read["weight_map"].values():
@@ -163,6 +165,51 @@ def count_tensors(name: str, weights: str | None = None) -> int | None:
         except (SafetensorError, OSError, ValueError):  # transformers' message names the file
             return None
     return count if files else None
+
+
+def with_metadata(read_index: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap transformers' reader of an index so that it accepts one without metadata.
+
+    Args:
+        read_index: ``get_checkpoint_shard_files``.
+    """
+
+    def read(folder: str, index: str, *arguments: Any, **options: Any) -> Any:
+        content: Any = json.loads(Path(index).read_text(encoding="utf-8")) if os.path.isfile(index) else None
+        if not isinstance(content, dict) or content.get("metadata") is not None:
+            return read_index(folder, index, *arguments, **options)
+        with TemporaryDirectory() as copies:
+            copy = Path(copies, INDEX)
+            copy.write_text(json.dumps({**content, "metadata": {}}), encoding="utf-8")
+            return read_index(folder, str(copy), *arguments, **options)
+
+    return read
+
+
+def check_places(name: str, folder: Path, weights: str | None) -> None:
+    """Check that no tensor is in two files of weights: transformers would take the one that it reads last.
+
+    Args:
+        name: of the model.
+        folder: of its files.
+        weights: the file of weights that config.json names, if it names one.
+
+    Raises:
+        Mistake: a tensor is in two.
+    """
+    from safetensors import safe_open
+
+    places: dict[str, str] = {}
+    for path in weight_files(name, folder, weights):
+        with safe_open(path, framework="pt") as file:
+            keys = sorted(file.keys())
+        for key in keys:
+            if key in places:
+                raise Mistake(
+                    f"{name}: {visible(key)}: expected in one file of weights, got {visible(places[key])} and "
+                    f"{visible(path.name)}; remove one of the two, or save the model again"
+                )
+            places[key] = path.name
 
 
 def check_dtypes(name: str, folder: Path, model: Any, left_out: Collection[str], weights: str | None) -> None:

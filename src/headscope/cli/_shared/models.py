@@ -22,7 +22,7 @@ from headscope.cli._shared.config_values import REMEDY, explain_key_error
 from headscope.cli._shared.console import few, one_line
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.model_config import confined, read_config
-from headscope.cli._shared.model_files import check_dtypes, check_folder
+from headscope.cli._shared.model_files import check_dtypes, check_folder, check_places
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -189,6 +189,7 @@ def _confined(transformers: Any, name: str, *, offline: bool) -> Loaded:
         raise explain_key_error(transformers, name, config.to_dict(), error) or error from error
     _check_shapes(name, report["mismatched_keys"])
     weights = getattr(config, "transformers_weights", None)
+    check_places(name, _folder(name), weights)
     check_dtypes(name, _folder(name), model, report["unexpected_keys"], weights)
     model.eval()
     problems = {
