@@ -52,6 +52,10 @@ def _attend(
     op: Any = opset23
     if dropout:
         raise ValueError(f"dropout: got {dropout}, and ONNX's Attention has none; export the module in eval mode")
+    if scale == 0:  # ONNX Runtime refuses a scale of the operator that is not above 0
+        q, scale = op.Mul(q, op.CastLike(0.0, q)), 1.0
+    elif scale < 0:
+        q, scale = op.Neg(q), -scale
     settings: dict[str, Any] = {"scale": scale}
     if softcap:
         settings["softcap"] = softcap

@@ -94,6 +94,11 @@ OPTIONS: dict[str, tuple[Options, bool]] = {
         },
         False,
     ),
+    "scale of zero, with lse": (lambda lengths, bias, sinks: {"scale": 0.0, "mask": masks.window(3)}, True),
+    "scale below zero, with lse": (
+        lambda lengths, bias, sinks: {"scale": -0.7, "mask": masks.causal(), "bias": bias, "softcap": 2.0},
+        True,
+    ),
     "sinks": (lambda lengths, bias, sinks: {"sinks": sinks}, False),
     "all, with lse": (
         lambda lengths, bias, sinks: {
