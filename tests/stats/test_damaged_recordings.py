@@ -23,6 +23,7 @@ from headscope import HeadStats, Observe, Recording, decisions, masks, observe, 
 from headscope.comparing import compare
 from headscope.report.viewer import render_recording
 from support.commands import Run
+from support.recording_files import without_checksums
 
 Tensors = dict[str, Tensor]
 Entries = dict[str, Any]
@@ -52,10 +53,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damaged(whole: Path, path: Path, damage: Damage) -> Path:
-    """A copy of a recording whose tensors or header entries were changed."""
+    """A copy of a recording, as a file without checksums, whose tensors or header entries were changed."""
     with safe_open(whole, framework="pt") as file:
         tensors: Tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        entries: Entries = {name: json.loads(entry) for name, entry in file.metadata().items()}
+        entries: Entries = {name: json.loads(entry) for name, entry in without_checksums(file.metadata()).items()}
     damage(tensors, entries)
     save_file(tensors, path, {name: json.dumps(entry) for name, entry in entries.items()})
     return path

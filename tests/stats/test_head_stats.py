@@ -25,6 +25,7 @@ from torch import Tensor
 from headscope import HeadStats, Observe, observe
 from headscope.masks import causal
 from headscope.stats import _statistics_file, histogram_edges, merge
+from support.recording_files import without_checksums
 
 ALL = Observe(map=4, edges=7, top=2, windows=(2,), tokens=torch.arange(11) % 4, keep_rows=True)
 
@@ -516,7 +517,7 @@ def damaged(path: Path, entry: str = "", **tensors: Tensor | None) -> Path:
         held: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()} | tensors  # noqa: SIM118
         said = file.metadata()
     held = {name: x for name, x in held.items() if x is not None}
-    save_file(held, path, {**said, "headscope.stats": entry or said["headscope.stats"]})
+    save_file(held, path, without_checksums({**said, "headscope.stats": entry or said["headscope.stats"]}))
     return path
 
 

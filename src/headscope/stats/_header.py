@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from headscope.stats._kept_weights import DamagedFileError
 from headscope.stats._tensor_file import LONGEST_HEADER, ChangedFileError, NoTensorsError, TensorFile
 
 STATISTICS = "headscope.stats"
 RECORDING = "headscope.recording"
 ORIGIN = "headscope.origin"
+CHECKSUMS = "headscope.checksums"
 _MOST_SHOWN = 300  # characters of a damaged value: a name may be as long as the file
 
 
@@ -92,7 +94,7 @@ def damage_named(path: Path) -> Generator[None]:
     """Raise every error within the block as a ``ValueError`` that names the file and the damage."""
     try:
         yield
-    except ChangedFileError:
+    except (ChangedFileError, DamagedFileError):
         raise  # names the file
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: is damaged: its header is no JSON ({error})") from error

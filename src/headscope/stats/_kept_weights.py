@@ -12,12 +12,17 @@ from torch import Tensor
 from headscope._support.fingerprint import Fingerprint
 from headscope._support.logits import cap_logits, scaled_products
 
+_ROUNDING = 1e-3  # by how much a weight may exceed 1
 MOST_REST = 2**28
 """How many pairs a mask that is no spans may have to be saved."""
 
 
 class NoWeightsError(ValueError):
     """The weights of a run whose q and k were kept are not available; the message states why."""
+
+
+class DamagedFileError(NoWeightsError):
+    """A file does not hold what was saved; the message names the file and the tensor."""
 
 
 class Tiles(Protocol):
@@ -80,6 +85,7 @@ class KeptWeights:
         wide: whether to compute in float64.
         offset: where query 0 stands among the keys; None: the queries are the last ones, at K - Q.
         shared: parts that share memory with tensors of the caller's, and what they held.
+        unverified: the file and the run, where the parts are those of a file without checksums.
     """
 
     parts: Mapping[str, Any]
@@ -90,6 +96,7 @@ class KeptWeights:
     wide: bool
     offset: int | None = None
     shared: Mapping[str, Fingerprint] = field(default_factory=dict[str, Fingerprint])
+    unverified: str | None = None
 
     @staticmethod
     def of(
@@ -134,7 +141,8 @@ class KeptWeights:
         """Of every batch entry and head, [*lead, H, i, j].
 
         Raises:
-            NoWeightsError: a part that the caller owns has been written to.
+            NoWeightsError: a part that the caller owns has been written to, or the file that holds the parts is
+                damaged or has changed.
         """
         check_within((i0, i1), (j0, j1), self.queries, self.keys)
         batch, heads = self.sizes["q"][:2]
@@ -167,8 +175,10 @@ class KeptWeights:
             spans = self.parts["spans"][min(b, size[0] - 1), rows][..., None]  # [i or 1, n, 2, 1]
             at = torch.arange(*j, device=spans.device)
             hidden = hidden | ~((at >= spans[:, :, 0]) & (at < spans[:, :, 1])).any(1)
-        p = (s - self._part("lse", b, head, slice(*i)).to(dtype)[:, None]).exp()
-        return p, hidden
+        lse = self._part("lse", b, head, slice(*i)).to(dtype)[:, None]
+        if self.unverified is not None:
+            _check_largest(self.unverified, (s - lse).masked_fill(hidden, -torch.inf), lse)
+        return (s - lse).exp(), hidden
 
     def _part(self, name: str, b: int, h: int, at: slice) -> Tensor:
         return self.parts[name][b, h, at]
@@ -181,3 +191,13 @@ class KeptWeights:
         if name in self.shared and not self.shared[name].matches(self.parts[name], at):
             raise written_to("mask" if name == "rest" else name, size)
         return self.parts[name][*at, columns]
+
+
+def _check_largest(origin: str, log_p: Tensor, lse: Tensor) -> None:
+    """Raises: DamagedFileError: a weight is above 1 by more than the rounding of its logit explains."""
+    rounding = (16 * torch.finfo(lse.dtype).eps * lse.abs()).nan_to_num(0.0, posinf=0.0)
+    if bool((wrong := log_p > _ROUNDING + rounding).any()):
+        raise DamagedFileError(
+            f"{origin}: expected weights that come to at most 1, got {float(log_p[wrong][0].exp()):g}; the file was "
+            "changed or damaged since it was saved"
+        )

@@ -25,6 +25,7 @@ from headscope.stats._checks import (
     check_parts,
     check_widths,
 )
+from headscope.stats._checksums import read_checksums, store_checksums
 from headscope.stats._header import (
     ORIGIN,
     RECORDING,
@@ -89,8 +90,13 @@ def save(
         for number, (entry, part) in enumerate(zip(layers, parts.values(), strict=True)):
             entry["qk"] = [_store_qk(each, f"{number}/qk/{n}", tensors) for n, each in enumerate(part.tiles.values())]
             entry["qk_runs"] = [*part.tiles]
-    entries = {STATISTICS: json.dumps({"version": VERSION, "layers": layers}), **_store_origin(origin), **(more or {})}
+    entries = {
+        STATISTICS: json.dumps({"version": VERSION, "checksums": True, "layers": layers}),
+        **_store_origin(origin),
+        **(more or {}),
+    }
     plain = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
+    entries |= store_checksums(plain, entries)
     try:
         content = encode(plain, entries)
     except SafetensorError as error:
@@ -120,6 +126,7 @@ def load(path: Path) -> tuple[dict[str, LayerStats], Origin | None]:
             raise ValueError(f"{path}: is cut short, its end is missing")
         raise ValueError(f"{path}: no file of headscope's statistics")
     check_format(path, header, VERSION)
+    read_checksums(file, header)
     origin = parse_entry(file, ORIGIN)
     if origin is not None:
         check_format(path, origin, _ORIGIN_VERSION)
@@ -226,7 +233,9 @@ def _read_qk(entry: dict[str, Any], under: str, file: TensorFile, sizes: dict[st
     scale = check_scale(read_value(entry, "scale", float, int), sizes["D"])
     softcap = check_softcap(read_value(entry, "softcap", float, int, NoneType))
     offset = None if read_value(entry, "offset", int, NoneType) is None else read_whole(entry, "offset", -FAR, FAR)
-    return KeptWeights(parts, shapes, lead, scale, softcap, parts["q"].dtype == "F64", offset)
+    unverified = None if file.checksums else f"{file.path}: is damaged: {under}"
+    wide = parts["q"].dtype == "F64"
+    return KeptWeights(parts, shapes, lead, scale, softcap, wide, offset, unverified=unverified)
 
 
 def _check_axes(name: str, shape: tuple[int, ...], axes: Axes, sizes: dict[str, int], *, ones: bool = False) -> None:

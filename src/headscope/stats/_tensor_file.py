@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope.stats._kept_weights import NoWeightsError
+from headscope.stats._kept_weights import DamagedFileError, NoWeightsError
 
 LONGEST_HEADER = 100_000_000  # bytes, by safetensors
 DTYPES = {
@@ -28,6 +29,7 @@ DTYPES = {
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
 """What headscope writes and reads, by the names of safetensors."""
+_STEP = 2**20  # bytes that are checked at a time
 
 Bounds = tuple[int, int]
 Index = int | slice
@@ -79,6 +81,7 @@ class TensorFile:
         path: where it is, as given.
         metadata: the entries of its header that are no tensors.
         entries: its tensors by name.
+        checksums: of the bytes of each tensor, which what is read has to have; empty: nothing is checked.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,23 +103,32 @@ class TensorFile:
         self._begin = 8 + length
         self.metadata, self.entries = _parse_header(content, length)
         _check_places(self.entries.values(), self._identity.size - self._begin)
+        self.checksums: Mapping[str, int] = {}
+        self._unchecked: set[str] = set()  # those of which pieces are read
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return whole tensors by name.
 
         Raises:
             ChangedFileError: the file has changed since its header was read.
+            DamagedFileError: a tensor has another checksum.
         """
         with self._open() as file:
             return {name: self._tensor(file, name, tuple((0, n) for n in self.entries[name].shape)) for name in names}
 
     def part(self, name: str) -> TensorPart:
-        """Return a tensor of which later no more is read than an index takes."""
+        """Return a tensor of which later no more is read than an index takes.
+
+        The first piece of any such tensor is read after the checksums of all of them have been checked.
+        """
+        self._unchecked.add(name)
         return TensorPart(self, name)
 
     def read_piece(self, name: str, bounds: tuple[Bounds, ...]) -> Tensor:
         """Return the piece of a tensor within these bounds of its axes; raise as ``read``."""
         with self._open() as file:
+            if self.checksums and self._unchecked and bounds != tuple((0, n) for n in self.entries[name].shape):
+                self._check_parts(file)
             return self._tensor(file, name, bounds)
 
     @contextmanager
@@ -140,6 +152,29 @@ class TensorFile:
             "again, and give every recording a file of its own"
         )
 
+    def _check_parts(self, file: FileIO) -> None:
+        """Check the checksums of all tensors of which pieces are read, in one pass and in little memory."""
+        buffer = memoryview(bytearray(_STEP))
+        names = sorted(self._unchecked, key=lambda name: self.entries[name].start)
+        for name in names:
+            entry, checksum = self.entries[name], 0
+            file.seek(self._begin + entry.start)
+            left = entry.stop - entry.start
+            while left:
+                count = file.readinto(buffer[: min(left, _STEP)])
+                if not count:
+                    raise self._changed()
+                checksum = zlib.crc32(buffer[:count], checksum)
+                left -= count
+            self._check_checksum(name, checksum)
+        self._unchecked.difference_update(names)
+
+    def _check_checksum(self, name: str, checksum: int) -> None:
+        if self.checksums[name] != checksum:
+            raise DamagedFileError(
+                f"{self.path}: is damaged: {name}: the file was changed or damaged since it was saved"
+            )
+
     def _tensor(self, file: FileIO, name: str, bounds: tuple[Bounds, ...]) -> Tensor:
         entry = self.entries[name]
         if (dtype := DTYPES.get(entry.dtype)) is None:
@@ -155,6 +190,8 @@ class TensorFile:
                     raise self._changed()
                 written += count
         shape = [stop - start for start, stop in bounds]
+        if self.checksums and tuple(shape) == entry.shape:
+            self._check_checksum(name, zlib.crc32(content))
         if not content:
             return torch.empty(shape, dtype=dtype, device="cpu")
         if dtype == torch.bool:  # any byte but 0 is True, also in what reads the memory of the tensor
