@@ -700,6 +700,29 @@ def test_a_mask_that_hides_too_little_is_not_taken_for_one_that_is_added(by: flo
     assert check(Soft(24, 3), mask_means="keep").names == (expected,)
 
 
+@pytest.mark.parametrize("name", ["queries", "keys", "values"])
+def test_interleaved_heads_of_one_projection_are_found(name: str) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries, self.keys, self.values, self.out = (nn.Linear(24, 24) for _ in range(4))
+
+        def split(self, x: Tensor, part: str) -> Tensor:
+            y = getattr(self, part)(x)
+            if part == name:
+                return y.unflatten(-1, (8, 3)).permute(0, 3, 1, 2)
+            return y.unflatten(-1, (3, 8)).transpose(1, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (self.split(x, part) for part in ("queries", "keys", "values"))
+            return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    found = check(Mixed())
+    assert found.names == ("heads-interleaved",)
+    evidence = f"the {name} of a head are numbers of the projection that are 3 apart, expected neighbours"
+    assert found["heads-interleaved"].seen == evidence
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("key", [0, 1, 4, 5])
 def test_a_key_that_no_mask_hides_is_found(key: int, causal: bool) -> None:
