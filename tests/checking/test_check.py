@@ -293,7 +293,7 @@ def test_every_kind_of_finding_is_tested() -> None:
     elsewhere = {
         *("kv-heads-tiled", "values-misplaced", "unused-parameter", "input-ignored", "rows-do-not-sum-to-one"),
         *("returned-weights-differ", "scale-unusual", "mask-applied-wrong", "not-finite", "quadratic-memory"),
-        *("not-permutation-equivariant", "softmax-twice", "logits-changed", "scale-not-uniform"),
+        *("not-permutation-equivariant", "training-differs", "softmax-twice", "logits-changed", "scale-not-uniform"),
     }
     assert {*BUGS.values(), *elsewhere} == CATALOGUE.keys()
 
@@ -698,6 +698,29 @@ def test_a_mask_that_hides_too_little_is_not_taken_for_one_that_is_added(by: flo
     expected = "mask-ignored" if by == 1e-9 else "mask-fill-too-small"
     assert check(Soft(24, 3)).names == (expected,)
     assert check(Soft(24, 3), mask_means="keep").names == (expected,)
+
+
+@pytest.mark.parametrize("name", ["queries", "keys", "values"])
+def test_interleaved_heads_of_one_projection_are_found(name: str) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries, self.keys, self.values, self.out = (nn.Linear(24, 24) for _ in range(4))
+
+        def split(self, x: Tensor, part: str) -> Tensor:
+            y = getattr(self, part)(x)
+            if part == name:
+                return y.unflatten(-1, (8, 3)).permute(0, 3, 1, 2)
+            return y.unflatten(-1, (3, 8)).transpose(1, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (self.split(x, part) for part in ("queries", "keys", "values"))
+            return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    found = check(Mixed())
+    assert found.names == ("heads-interleaved",)
+    evidence = f"the {name} of a head are numbers of the projection that are 3 apart, expected neighbours"
+    assert found["heads-interleaved"].seen == evidence
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -334,6 +334,12 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "Tie dropout to self.training.",
         "p = F.dropout(p, self.dropout, training=self.training)",
     ),
+    "training-differs": CatalogueEntry(
+        "unusual",
+        "Training fits weights that eval does not compute. Only dropout should differ between the two.",
+        "Compute scores and weights alike in training and in eval.",
+        "p = F.dropout(scores.softmax(dim=-1), self.dropout, self.training)",
+    ),
     "state-between-calls": CatalogueEntry(
         "wrong",
         "The output depends on what the module was called with before.",

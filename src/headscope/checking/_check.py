@@ -28,9 +28,9 @@ from headscope.checking._probes.numerics import (
     probe_decoding,
     probe_overflow,
     probe_returned_weights,
-    probe_training,
 )
 from headscope.checking._probes.softmax import probe_softmax_and_scale, probe_sums
+from headscope.checking._probes.training import probe_training
 from headscope.checking._subject import prepare_subject
 
 __all__ = ["CheckError", "Finding", "Findings", "check"]

@@ -231,10 +231,7 @@ def _find_layout_faults(record: Provenance, rows: list[_Rows]) -> list[Fault]:
             faults.append(Fault("values-are-keys", f"values and {other} are made by the same rows of the same weights"))
         elif bool((record.kind[record.mixings[0].values] == INPUT).all()):
             faults.append(Fault("values-not-projected", "the values are the input itself"))
-    steps = record.feature[record.mixings[0].values][0, 0].diff()
-    if len(steps) and int(steps.amin()) == int(steps.amax()) > 1:
-        evidence = f"a head takes numbers of the projection that are {int(steps[0])} apart, expected neighbours"
-        faults.append(Fault("heads-interleaved", evidence))
+    faults += _find_interleaved(record)
     keys, values = _order_groups(query, key), _order_groups(query, value)
     evidence = f"query heads 0, 1, 2, … use key heads {', '.join(map(str, keys))}"
     if len(set(keys)) == len(set(values)) < len(keys) and keys != values:
@@ -243,6 +240,19 @@ def _find_layout_faults(record: Provenance, rows: list[_Rows]) -> list[Fault]:
     elif len(set(keys)) < len(keys) and keys != sorted(keys):
         faults.append(Fault("kv-heads-tiled", evidence))
     return faults
+
+
+def _find_interleaved(record: Provenance) -> list[Fault]:
+    """Whether a head takes rows of a projection at equal distances, for its values, queries or keys."""
+    operands = {"values": record.mixings[0].values[0, 0]}
+    if record.operands:
+        operands |= {"queries": record.operands[0].left[0, 0], "keys": record.operands[0].right[0, :, 0]}
+    for name, ids in operands.items():
+        steps = record.feature[ids].diff()
+        if len(steps) and int(steps.amin()) == int(steps.amax()) > 1:
+            evidence = f"the {name} of a head are numbers of the projection that are {int(steps[0])} apart"
+            return [Fault("heads-interleaved", f"{evidence}, expected neighbours")]
+    return []
 
 
 def _features_of(part: _Rows) -> tuple[Tensor, Tensor, Tensor]:

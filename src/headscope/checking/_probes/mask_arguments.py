@@ -126,7 +126,7 @@ def _judge_form(case: Case, name: str, form: Form) -> Verdict | None:
     """Judge how a mask of this form is applied; None if it is refused."""
     subject, heads = case.subject, case.heads
     assert heads is not None
-    mask, allowed = _test_pattern(form.kind, subject.batch, subject.length)
+    mask, allowed = build_test_pattern(form.kind, subject.batch, subject.length)
     run = _run_with_mask(case, name, form.build(allowed))
     if run is None or run.heads is None or run.heads.p.shape != heads.p.shape:
         return None
@@ -151,7 +151,7 @@ def _judge_form(case: Case, name: str, form: Form) -> Verdict | None:
 def _is_added(case: Case, name: str, form: Form) -> bool:
     """Return whether a mask is added: minus infinity also hides where it is not, as in (1 - mask) * -10."""
     assert case.heads is not None
-    mask, allowed = _test_pattern(form.kind, case.subject.batch, case.subject.length)
+    mask, allowed = build_test_pattern(form.kind, case.subject.batch, case.subject.length)
     run = _run_with_mask(case, name, form.build(allowed).clamp_min(-0.5))
     if run is None or run.heads is None or run.heads.p.shape != case.heads.p.shape:
         return True
@@ -172,11 +172,11 @@ def _run_with_mask(case: Case, name: str, mask: Any) -> Run | None:
 
 def follow_with_mask(case: Case, mask: WorkingMask, target: Any = None, seed: int = 0) -> Run:
     """Follow a forward pass with a mask that works and hides some keys; ``target`` takes the place of the subject."""
-    _, allowed = _test_pattern(mask.kind, case.subject.batch, case.subject.length)
+    _, allowed = build_test_pattern(mask.kind, case.subject.batch, case.subject.length)
     return case.subject.follow(case.x, target=target, seed=seed, **{mask.argument: mask.build(allowed)})
 
 
-def _test_pattern(kind: str, batch: int, length: int) -> tuple[Tensor, Tensor]:
+def build_test_pattern(kind: str, batch: int, length: int) -> tuple[Tensor, Tensor]:
     """Return what may be seen, [B, T, T], and as it is handed over, before its form: [B, 1, T, T] or [B, T]."""
     if kind == "keys":
         allowed = torch.ones(batch, length, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Probes of number range, of training, of decoding with a cache, and of speed."""
+"""Probes of number range, of decoding with a cache, and of speed."""
 
 from __future__ import annotations
 
@@ -67,32 +67,6 @@ def _is_finite_in(case: Case, x: Tensor, dtype: torch.dtype) -> bool | str:
     except CODE_ERRORS as error:  # reported by the caller
         return describe_error(error)
     return bool(torch.isfinite(out).all())
-
-
-# ---------------------------------------------------------------- training
-
-
-def probe_training(case: Case) -> None:
-    """Test what dropout does to the weights in training."""
-    subject, heads = case.subject, case.heads
-    if subject.module is None or heads is None or case.random:
-        case.not_tested["dropout in training"] = (
-            "a function has no training mode" if subject.module is None else case.reason_without_heads
-        )
-        return
-    target = copy_target(subject.module).train()
-    run = subject.follow(case.x, target=target, seed=1)
-    if run.heads is None or run.heads.p.shape != heads.p.shape or not bool(torch.isfinite(heads.p).all()):
-        case.not_tested["dropout in training"] = "the weights are not those of eval"
-        return
-    p, raw = run.heads.p, run.heads.raw
-    if not bool(((p - heads.p).abs() > 1e-6).any()):
-        case.not_tested["dropout of weights"] = "in training the weights are those of eval"
-        return
-    same_scores = bool(((raw - heads.raw).abs() < 1e-6 * heads.raw.abs().max()).all())
-    whole = bool(((p.sum(-1) - 1).abs() < 1e-4).all())
-    if same_scores and whole:
-        case.report("dropout-before-softmax", "in training, weights change while q·k does not, and still sum to one")
 
 
 # ---------------------------------------------------------------- decoding

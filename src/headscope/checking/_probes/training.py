@@ -1,0 +1,110 @@
+"""Probes of training: what dropout does to the weights, and what else differs from eval."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from headscope.checking import _weights as weights
+from headscope.checking._case import Case, WorkingMask
+from headscope.checking._copies import copy_target
+from headscope.checking._head_layout import Heads
+from headscope.checking._probes.mask_arguments import build_test_pattern, follow_with_mask
+from headscope.checking._weights import Slope, visible_pairs
+
+SAME = 1e-6  # weights that differ by less are the same
+
+
+def probe_training(case: Case) -> None:
+    """Test what training does to the weights: dropout, or something else than in eval."""
+    subject, heads = case.subject, case.heads
+    if subject.module is None or heads is None or case.random:
+        case.not_tested["dropout in training"] = (
+            "a function has no training mode" if subject.module is None else case.reason_without_heads
+        )
+        return
+    trained = _follow_training(case, subject.module, case.x)
+    if trained is None or trained.p.shape != heads.p.shape or not bool(torch.isfinite(heads.p).all()):
+        case.not_tested["dropout in training"] = "the weights are not those of eval"
+        return
+    if _are_same(trained.p, heads.p):
+        case.not_tested["dropout of weights"] = "in training the weights are those of eval"
+    elif _have_same_products(trained, heads):
+        _judge_difference(case, subject.module, trained)
+    if "dropout-before-softmax" not in case.observations:  # it shows pairs that are hidden
+        for mask in case.masks:
+            _judge_mask_in_training(case, subject.module, mask, trained)
+
+
+def _follow_training(case: Case, module: nn.Module, x: Tensor, seed: int = 1) -> Heads | None:
+    """Return the heads of a forward pass of a new copy in training."""
+    return case.subject.follow(x, target=copy_target(module).train(), seed=seed).heads
+
+
+def _are_same(p: Tensor, other: Tensor) -> bool:
+    return p.shape == other.shape and not bool(((p - other).abs() > SAME).any())
+
+
+def _have_same_products(trained: Heads, heads: Heads) -> bool:
+    """Return whether q·k is that of eval, before it is scaled."""
+    now, before = trained.raw / trained.factor, heads.raw / heads.factor
+    return bool(((now - before).abs() < 1e-6 * before.abs().max()).all())
+
+
+def _judge_difference(case: Case, module: nn.Module, trained: Heads) -> None:
+    """Judge weights that are not those of eval, though q·k is."""
+    again = _follow_training(case, module, case.x, seed=2)
+    if again is None or not _are_same(again.p, trained.p):
+        if bool(((trained.p.sum(-1) - 1).abs() < 1e-4).all()):
+            evidence = "in training, weights change while q·k does not, and still sum to one"
+            case.report("dropout-before-softmax", evidence)
+        return
+    case.not_tested["dropout of weights"] = "in training two seeds give the same weights"
+    assert case.heads is not None
+    future = visible_pairs(trained.p).triu(1) & ~visible_pairs(case.heads.p)
+    if case.causal and bool(future.any()):
+        case.report("looks-into-the-future", f"in training, {_describe_first(future)} is seen, in eval it is hidden")
+        return
+    if _judge_scale_in_training(case, module, trained):
+        return
+    off = float((trained.p - case.heads.p).abs().max())
+    case.report("training-differs", f"weights in training and in eval are up to {off:.3g} apart, for every seed")
+
+
+def _judge_scale_in_training(case: Case, module: nn.Module, trained: Heads) -> bool:
+    """Report a scale that is not that of eval; return whether there is one."""
+    other = _follow_training(case, module, case.subject.input(2, case.size))
+    if other is None or other.p.shape != trained.p.shape or case.slope is None:
+        return False
+    fitted, before = weights.fit_slope(trained, other, None), case.slope.total
+    if not isinstance(fitted, Slope) or bool(((fitted.total - before).abs() < 1e-3 * before.abs()).all()):
+        return False
+    missing = bool(((fitted.total - 1).abs() < 1e-3).all()) and not fitted.biased
+    now, then = (f"{float(scale.mean()):.4g} · q·k" for scale in (fitted.total, before))
+    if not any(name.startswith("scale") for name in case.observations):  # then it is the scale of eval that is wrong
+        case.report("scale-missing" if missing else "scale-unusual", f"in training, logits are {now}, in eval {then}")
+    return True
+
+
+def _judge_mask_in_training(case: Case, module: nn.Module, mask: WorkingMask, trained: Heads) -> None:
+    """Report pairs that a mask hides in eval, and that are seen in training."""
+    before = follow_with_mask(case, mask).heads
+    now = follow_with_mask(case, mask, target=copy_target(module).train(), seed=1).heads
+    if before is None or now is None or now.p.shape != before.p.shape:
+        case.not_tested[f"{mask.argument}= in training"] = "the weights are not those of eval"
+        return
+    allowed, _ = build_test_pattern(mask.kind, case.subject.batch, case.subject.length)
+    seen = visible_pairs(now.p) & ~visible_pairs(before.p) & ~allowed[:, None]
+    if not bool(seen.any()):
+        return
+    if _are_same(now.p, trained.p):  # of the same seed, so that dropout is the same
+        case.report("mask-ignored", f"{mask.argument}= in training: the weights are those without it")
+        return
+    evidence = f"{mask.argument}= in training: {_describe_first(seen)} is seen, in eval it is hidden"
+    case.report("mask-applied-wrong", evidence)
+
+
+def _describe_first(pairs: Tensor) -> str:
+    """The first of some pairs [B, H, Q, K], in words."""
+    _, head, query, key = pairs.nonzero()[0].tolist()
+    return f"key {key} of query {query} in head {head}"
