@@ -94,13 +94,13 @@ def _judge_mask_in_training(case: Case, module: nn.Module, mask: WorkingMask, tr
         case.not_tested[f"{mask.argument}= in training"] = "the weights are not those of eval"
         return
     allowed, _ = build_test_pattern(mask.kind, case.subject.batch, case.subject.length)
-    seen = visible_pairs(now.p) & ~visible_pairs(before.p) & ~allowed[:, None]
-    if not bool(seen.any()):
+    exposed = visible_pairs(now.p) & ~visible_pairs(before.p) & ~allowed[:, None]
+    if not bool(exposed.any()):
         return
     if _are_same(now.p, trained.p):  # of the same seed, so that dropout is the same
         case.report("mask-ignored", f"{mask.argument}= in training: the weights are those without it")
         return
-    evidence = f"{mask.argument}= in training: {_describe_first(seen)} is seen, in eval it is hidden"
+    evidence = f"{mask.argument}= in training: {_describe_first(exposed)} is seen, in eval it is hidden"
     case.report("mask-applied-wrong", evidence)
 
 
