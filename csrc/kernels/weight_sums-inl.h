@@ -15,8 +15,8 @@ struct WeightSums : Logits<T, QV, Op> {
         : Base(call.forward, batch, head, memory), g(call) {}
 
     // For rows all of whose visible keys are in this block: replaces the logits by exponentials and sums the weights
-    // and δ = Σ P dP. Where one weight is nearly 1, the rounding of dP then cancels in dP - δ, as in plain torch; with
-    // δ = out · dout the rounding of out does not.
+    // and δ = Σ P dP. Where one weight is nearly 1, the rounding of dP then cancels in dP - δ, as in plain torch.
+    // With δ = out · dout the rounding of out does not.
     void exponentiate_and_sum(int keys, bool drops) {
         V<T> sum[QV], initial_top[QV], weighted_sum[QV];
         this->initialize_sums(top, sum, true);

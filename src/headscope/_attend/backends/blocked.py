@@ -69,7 +69,7 @@ class Block:
 
 
 def blocks(call: Call, plan: Plan | None) -> Iterator[Block]:
-    """Cut a call into blocks of at most ``BLOCK`` logits (but at least one row); what nobody may see is left out."""
+    """Cut a call into blocks of at most ``BLOCK`` logits (but at least one row), without keys that no row sees."""
     if call.heads == 0:
         return
     sizes = block_sizes(call, call.queries, BLOCK)
