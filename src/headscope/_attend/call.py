@@ -1,9 +1,8 @@
-"""Call: a frozen, validated description of one attention. Every check of shapes, dtypes and options is in this file."""
+"""Call: a frozen, validated description of one attention. Every check of its tensors is in this file."""
 
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,16 +21,14 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 
-from headscope._support.arguments import check_broadcast, check_layout, check_type, kind, number, shapes
+from headscope._support.arguments import check_broadcast, check_layout, check_type, kind, shapes
 from headscope._support.compiler import mark_constant
+from headscope._support.scalar_options import check_dropout, check_factors, check_scale, check_softcap
 from headscope._support.tensor_classes import ORDINARY, check_no_causal_bias
 from headscope._support.torch_state import is_traced
 from headscope.masks import Dense, Mask, Plan, check_mask
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-FACTORS = {"float32": (2.0**-100, 2.0**100), "float64": (2.0**-1000, 2.0**1000)}
-"""The range of scale, softcap and scale / softcap, by the dtype of the logits: none of them is 0 or infinite there, and
-what a product of q and k may lose below the smallest number of the dtype is below its rounding of a logit of 1."""
 
 Spans = Literal["all", "causal", "keys", "rows"]
 Rest = Literal["none", "dense", "other", "many"]
@@ -143,7 +140,8 @@ def check_and_plan(
     plan = options.mask.plan(*sizes) if options.mask is not None and options.planned else None
     unknown = options.mask is not None and plan is None
     scale, softcap = check_scale(options.scale, head_dim), check_softcap(options.softcap)
-    _check_factors(scale, softcap, "float64" if q.dtype == torch.float64 else "float32")
+    dropout = check_dropout(options.dropout)
+    check_factors(scale, softcap, "float64" if q.dtype == torch.float64 else "float32")
     grad = torch.is_grad_enabled()
     call = Call(
         lead=lead,
@@ -164,7 +162,7 @@ def check_and_plan(
         scale=scale,
         softcap=softcap,
         sinks=sinks is not None,
-        dropout=check_dropout(options.dropout),
+        dropout=dropout,
         lse=options.lse,
         grad=grad and any(x is not None and x.requires_grad for x in (q, k, v, sinks)),
         form=form(q, k, v, bias, sinks, *(() if options.mask is None else options.mask.tensors())),
@@ -330,49 +328,3 @@ def _rest(rest: Mask | None) -> Rest:
     if isinstance(rest, Dense):
         return "dense"
     return "many" if sum(1 for _ in rest.leaves()) > MOST_RULES else "other"
-
-
-def check_scale(scale: float | None, head_dim: int) -> float:
-    """The factor of the dot products; by default head_dim ** -0.5."""
-    if scale is None:
-        return head_dim**-0.5
-    scale = number("scale", scale)
-    if not abs(scale) <= sys.float_info.max:  # NaN neither; a compiler can follow this, but not math.isfinite
-        raise ValueError(f"scale: got {scale}, wanted a finite number")
-    return float(scale)
-
-
-def check_softcap(softcap: float | None) -> float | None:
-    """The bound of the logits, or None."""
-    if softcap is None:
-        return None
-    softcap = number("softcap", softcap)
-    if not 0 < softcap <= sys.float_info.max:
-        raise ValueError(f"softcap: got {softcap}, wanted a finite number above 0, or None")
-    return float(softcap)
-
-
-def _check_factors(scale: float, softcap: float | None, dtype: str) -> None:
-    """Whether the dtype of the logits holds scale, softcap and scale / softcap, by which q is multiplied."""
-    least, most = FACTORS[dtype]
-    factors = [abs(scale)] if softcap is None else [abs(scale), softcap, abs(scale) / softcap]
-    if scale == 0:
-        factors = factors[1:2]
-    if all(least <= factor <= most for factor in factors):
-        return
-    names, got = "scale", f"scale {scale:g}"
-    if softcap is not None:
-        names = "scale, softcap and scale / softcap"
-        got = f"scale {scale:g}, softcap {softcap:g} and scale / softcap {scale / softcap:g}"
-    raise ValueError(
-        f"scale: out of range for logits of {dtype}; expected {names} of size {least:.3g} to {most:.3g}, or scale 0, "
-        f"got {got}; multiply q or k instead"
-    )
-
-
-def check_dropout(dropout: float) -> float:
-    """The probability with which a weight is dropped."""
-    dropout = number("dropout", dropout)
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout: got {dropout}, wanted a probability in [0, 1)")
-    return float(dropout)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headscope import functional
-from headscope._attend.call import check_dropout, check_scale, check_softcap
 from headscope._layouts import convert_module, convert_state, export_state
 from headscope._linear import QKV, Linear, check_kind, in_heads, merge_heads, split_heads, weight_and_bias
 from headscope._support.arguments import check_type
+from headscope._support.scalar_options import check_dropout, check_scale, check_softcap
 from headscope.cache import Cache
 from headscope.masks import Mask
 from headscope.module._bias_kv import add_own_value, own_share

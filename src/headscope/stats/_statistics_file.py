@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope._attend.call import check_scale, check_softcap
 from headscope._support.files import describe_obstacle, replace
+from headscope._support.scalar_options import check_scale, check_softcap
 from headscope.masks import FAR
 from headscope.stats._checks import (
     MOMENTS,

@@ -11,6 +11,7 @@ from torch import Tensor
 from headscope._attend import call
 from headscope._attend.call import FLOATS
 from headscope._support.arguments import kind
+from headscope._support.scalar_options import check_scale, check_softcap
 from headscope.masks import Band, Mask, as_mask, causal, check_mask
 from headscope.module import MultiHeadAttention
 
@@ -145,8 +146,8 @@ def prepare_sizes(
         )
     ]
     call.check_qkv(*heads)
-    call.check_scale(module.scale, module.head_dim)
-    call.check_softcap(module.softcap)
+    check_scale(module.scale, module.head_dim)
+    check_softcap(module.softcap)
     setting = _describe_setting(module, inputs, source, options, None, code)
     if setting.mask is not None:
         held = setting.mask.tensors()
