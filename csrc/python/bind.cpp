@@ -11,8 +11,8 @@
 #include <tuple>
 #include <vector>
 
+#include "../runtime/launch.h"
 #include "arguments.h"
-#include "launch.h"
 #include "observation.h"
 
 namespace nb = nanobind;
