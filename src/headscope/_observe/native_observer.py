@@ -232,7 +232,7 @@ def attending(call: Call) -> Attending:
     return native.rows_like(call, call.queries, call.heads, call.v_head_dim), lse
 
 
-def observe_rows(ready: Ready, inputs: Inputs, into: Attending | None = None) -> Observed | None:
+def observe_natively(ready: Ready, inputs: Inputs, into: Attending | None = None) -> Observed | None:
     """Everything that was asked for; None where a row that sees keys is not finite, which the portable form untangles.
 
     Args:
@@ -244,17 +244,21 @@ def observe_rows(ready: Ready, inputs: Inputs, into: Attending | None = None) ->
     out, lse = (0, 0) if into is None else (x.data_ptr() for x in into)
     memory = torch.empty(ready.size, dtype=torch.uint8, device="cpu")
     at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out, lse, memory.data_ptr())
-    return ready.observed(memory) if native.extension.observe(ready.observation, *at, torch.get_num_threads()) else None
+    return (
+        ready.observed(memory)
+        if native.extension.observe_into(ready.observation, *at, torch.get_num_threads())
+        else None
+    )
 
 
 def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
     """A short way to attend and observe again: out, lse, and the memory that ``Ready.observed`` makes views of.
 
     It takes q, k and v with the sizes, dtypes and strides of the call, the last stride 1; and returns None where
-    ``observe_rows`` does. Every line is felt: after a call of some milliseconds no cache holds anything of Python.
+    ``observe_natively`` does. Every line is felt: after a call of some milliseconds no cache holds anything of Python.
     """
-    observe, described, threads, empty = (
-        native.extension.observe,
+    observe_into, described, threads, empty = (
+        native.extension.observe_into,
         ready.observation,
         torch.get_num_threads,
         torch.empty_like,
@@ -266,8 +270,8 @@ def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, T
         out, lse, memory = empty(like), empty(lse_like), empty(memory_like)
         at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), memory.data_ptr())
         try:
-            finite = observe(described, *at, threads())
-        except ValueError:  # one has no memory: ``observe_rows`` materializes it, or raises
+            finite = observe_into(described, *at, threads())
+        except ValueError:  # one has no memory: ``observe_natively`` materializes it, or raises
             return None
         return (out, lse, memory) if finite else None
 

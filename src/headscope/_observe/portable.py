@@ -26,7 +26,7 @@ from headscope.stats import quantity_names
 from headscope.stats._layer import Edges, HeadMap, wide
 
 
-def observe_rows(work: Work, scene: Scene) -> Observed:
+def observe_blocks(work: Work, scene: Scene) -> Observed:
     """Everything that was asked for of all rows of a scene, block by block."""
     call, device = scene.call, scene.q.device
     shape = (call.batch, call.heads, len(scene.rows))
