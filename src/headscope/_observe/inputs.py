@@ -1,8 +1,8 @@
 """What an observation is made from.
 
 ``Request`` holds a checked call and options that are not checked yet. ``scene.build_scene`` checks them and returns the
-tensors, ``Scene``; ``Work`` holds numbers only: what of each tile is to be reduced. Both forms of the pass over the
-weights, ``portable`` and ``native_observer``, take these two.
+tensors, ``Scene``; ``Reductions`` holds numbers only: what of each tile is to be reduced. Both forms of the pass over
+the weights, ``portable`` and ``native_observer``, take these two.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Kind = Literal["self", "cross"]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What of each tile of weights is to be reduced.
+class Reductions:
+    """What of each tile of weights is reduced, in numbers.
 
     Attributes:
         rows: the row quantities; argmax: also the key of each row's largest weight.
@@ -142,9 +142,9 @@ def value_norms(v: Tensor, call: Call) -> Tensor:
     return torch.linalg.vector_norm(v, dim=-1, dtype=accumulate_dtype(call.dtype))
 
 
-def to_work(what: Observe) -> Work:
+def to_reductions(what: Observe) -> Reductions:
     """Return what has to be reduced for these options."""
-    return Work(
+    return Reductions(
         rows=what.row_stats,
         argmax=what.keep_rows,
         received=what.received,
