@@ -21,9 +21,10 @@ from headscope._attend.call import Call
 from headscope._attend.interface import Inputs, accumulate_dtype, readable
 from headscope._observe.block_weights import ROUNDING
 from headscope._observe.edges import Candidates
-from headscope._observe.inputs import Reductions, Scene, to_reductions
+from headscope._observe.inputs import Reductions, to_reductions
 from headscope._observe.portable import row_names
 from headscope._observe.result import Observed
+from headscope._observe.scene import Scene
 from headscope.stats import Observe, histogram_edges
 from headscope.stats._layer import Edges, HeadMap, Moments, MomentsTable, Packed
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from headscope._observe.block_weights import Block, Tile, cut
-from headscope._observe.inputs import Reductions, Scene
+from headscope._observe.inputs import Reductions
+from headscope._observe.scene import Scene
 
 NEAR = {"self": 0, "previous": -1, "next": 1}
 """The key's position less the query's."""

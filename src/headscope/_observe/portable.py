@@ -18,10 +18,11 @@ from torch import Tensor
 from headscope._attend.interface import accumulate_dtype
 from headscope._observe.block_weights import Block, Tile, blocks, cut, rows_of, weights
 from headscope._observe.edges import Candidates, largest, largest_edges
-from headscope._observe.inputs import Reductions, Scene
+from headscope._observe.inputs import Reductions
 from headscope._observe.map_bins import MapSums, add_to_map
 from headscope._observe.place_quantities import gather_mass, place_values
 from headscope._observe.result import Observed
+from headscope._observe.scene import Scene
 from headscope.stats import quantity_names
 from headscope.stats._layer import Edges, HeadMap, wide
 

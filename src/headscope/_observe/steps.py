@@ -15,10 +15,10 @@ from headscope._attend.interface import full_precision
 from headscope._attend.prepare import Prepared
 from headscope._observe import native_observer
 from headscope._observe.aggregate import LazyLayer, layer_stats, tiles_of
-from headscope._observe.inputs import Request, Scene, to_reductions
+from headscope._observe.inputs import Request, to_reductions
 from headscope._observe.native_observer import Ready
 from headscope._observe.portable import observe_blocks
-from headscope._observe.scene import build_scene
+from headscope._observe.scene import Scene, build_scene
 from headscope._support.bounded import BoundedTable
 from headscope.stats import HeadStats, Observe
 
