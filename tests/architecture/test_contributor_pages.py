@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from headscope._layouts.table import Layout
 from support.paths import DOCS, ROOT
 
 if not (ROOT / "csrc").exists() or not DOCS.exists():
@@ -81,3 +83,17 @@ def test_a_path_or_name_that_does_not_exist_is_reported() -> None:
         "tests/gone_too",
     ]
     assert missing(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("adding_a_check", {path.stem for path in (ROOT / "src/headscope/checking/_probes").glob("[a-z]*.py")}),
+        ("adding_a_layout", {each.name for each in fields(Layout)} - {"name", "of", "parts"}),
+    ],
+    ids=["probes", "fields of a layout"],
+)
+def test_a_table_of_a_page_is_complete(page: str, names: set[str]) -> None:
+    text = (DOCS / "development" / f"{page}.md").read_text(encoding="utf-8")
+    listed = {match[1] for code in CODE.findall(text) if (match := re.match(r"(\w+)", code))}
+    assert names - listed == set()
