@@ -22,7 +22,7 @@ import headscope
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Prefix, causal, window
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-BACKENDS = (None, None, None, "sdpa", "blocked", "reference")
+DRAWN_BACKENDS = (None, None, None, "sdpa", "blocked", "reference")
 LENGTHS = (1, 2, 7, 16, 33, 64, 100, 130, 257, 513)
 
 
@@ -104,7 +104,7 @@ def draw_call(seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         options["scale"] = pick.choice((0.01, 0.5, 2.0))
     if pick.random() < 0.1:
         options["dropout"] = 0.3
-    options["backend"] = pick.choice(BACKENDS)
+    options["backend"] = pick.choice(DRAWN_BACKENDS)
     return tensors, options
 
 

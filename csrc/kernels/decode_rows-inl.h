@@ -57,8 +57,8 @@ INLINE void deinterleave_keys(V<T>& x, V<T>& y, std::integer_sequence<int, N...>
 
 // The loop over keys of Products::dots. L / G keys at a time fill a vector with sums, to which `scale` applies.
 template <class Products, class T, int G, class Q, class E, class Scale>
-INLINE void multiply_keys(const Q* q, int q_width, const E* k, std::int64_t k_stride, int keys, int depth, T* s,
-                          bool packed, const Prefetcher<E>& prefetcher, const Scale& scale) {
+INLINE void compute_dots(const Q* q, int q_width, const E* k, std::int64_t k_stride, int keys, int depth, T* s,
+                         bool packed, const Prefetcher<E>& prefetcher, const Scale& scale) {
     constexpr int L = LANES<T>, N = Products::N, KEYS_AT_ONCE = Products::KEYS_AT_ONCE;
     for (int j = 0; j < keys; j += N) {
         V<T> a[L];
@@ -88,8 +88,8 @@ struct DecodeRows {
     template <class E>
     static void dots(const T* q, int q_width, const E* k, std::int64_t k_stride, int keys, int depth, T* s, bool packed,
                      Prefetcher<E> prefetcher) {
-        multiply_keys<DecodeRows, T, G>(q, q_width, k, k_stride, keys, depth, s, packed, prefetcher,
-                                        [](V<T> sums) __attribute__((always_inline)) { return sums; });
+        compute_dots<DecodeRows, T, G>(q, q_width, k, k_stride, keys, depth, s, packed, prefetcher,
+                                       [](V<T> sums) __attribute__((always_inline)) { return sums; });
     }
     template <class E>
     INLINE static void dot_keys(const T* q, int q_width, const E* const* key, int depth, V<T>* to) {
@@ -186,9 +186,9 @@ struct DecodePairs {
     // s[j][g] = factor k[j] · q[g], likewise.
     static void dots(const Word* q, int q_width, const BFloat16* k, std::int64_t k_stride, int keys, int depth,
                      float factor, float* s, bool packed, Prefetcher<BFloat16> prefetcher) {
-        multiply_keys<DecodePairs, float, G>(q, q_width, k, k_stride, keys, depth, s, packed, prefetcher,
-                                             [=](V<float> sums)
-                                                 __attribute__((always_inline)) { return sums * factor; });
+        compute_dots<DecodePairs, float, G>(q, q_width, k, k_stride, keys, depth, s, packed, prefetcher,
+                                            [=](V<float> sums)
+                                                __attribute__((always_inline)) { return sums * factor; });
     }
     INLINE static void dot_keys(const Word* q, int q_width, const BFloat16* const* key, int depth, V<float>* to) {
         V<float> a[KEYS_AT_ONCE * G];

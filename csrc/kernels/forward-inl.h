@@ -2,13 +2,13 @@
 // the product with the values is that of decode_rows-inl.h; with G <= MAX_DECODE_ROWS the logits are, too. The
 // observer's hooks are those of observer_hooks-inl.h.
 template <class T, int QV, int G = 0, class Op = Fma<T>, class Observer = NoObserver>
-struct ForwardBlock : SoftmaxTile<T, QV, G, Op, Observer> {
-    using Base = SoftmaxTile<T, QV, G, Op, Observer>;
+struct ForwardBlock : SoftmaxBlock<T, QV, G, Op, Observer> {
+    using Base = SoftmaxBlock<T, QV, G, Op, Observer>;
     using Base::f, Base::p, Base::q, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS, Base::DECODES,
         Base::head, Base::query, Base::flat_row, Base::b, Base::k_width, Base::v_width, Base::o, Base::dropout_factors,
         Base::weights, Base::decode_q, Base::top, Base::sum, Base::new_top, Base::rescaling, Base::top_moved,
         Base::packed, Base::observer, Base::output_size;
-    using Base::SoftmaxTile;
+    using Base::SoftmaxBlock;
     using typename Base::Products;
     using typename Base::Word;
     static std::size_t scratch(const Forward& f) {

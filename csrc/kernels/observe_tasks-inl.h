@@ -40,13 +40,13 @@ std::int64_t observation_tasks(const Forward& f) {
 template <class T>
 void observe_block(const Forward& f, std::int64_t head, std::int64_t number, std::int64_t partition,
                    std::int64_t first_map_row, void* scratch) {
-    const auto observe = [&](auto&& attend, std::int64_t first, int count) {
+    const auto observe_rows = [&](auto&& attend, std::int64_t first, int count) {
         attend.observer.partition = partition;
         attend.observer.first_map_row = first_map_row;
         attend.run(first, count, 0, 1, nullptr);
     };
     if (f.v_head_dim == 0 || rows_of_block<T>(f, number).count > LANES<T>)
-        return with_observed_block<T>(f, head, number, scratch, observe);
+        return with_observed_block<T>(f, head, number, scratch, observe_rows);
     const auto attend_only = [](auto&& attend, std::int64_t first, int count) {
         attend.run(first, count, 0, 1, nullptr);
     };
@@ -54,7 +54,7 @@ void observe_block(const Forward& f, std::int64_t head, std::int64_t number, std
     Forward statistics_only = f;
     statistics_only.v_head_dim = 0;
     statistics_only.lse = nullptr;
-    with_observed_block<T>(statistics_only, head, number, scratch, observe);
+    with_observed_block<T>(statistics_only, head, number, scratch, observe_rows);
 }
 // The row blocks of a partition, and the rows of the map that they can reach.
 struct RowPartition {

@@ -2,8 +2,8 @@
 // inverse of the sum of the weights, and δ.
 
 template <class T, int QV, class Op = Fma<T>>
-struct WeightSums : Logits<T, QV, Op> {
-    using Base = Logits<T, QV, Op>;
+struct WeightSums : LogitsBlock<T, QV, Op> {
+    using Base = LogitsBlock<T, QV, Op>;
     using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::flat_row;
 
     const Backward& g;

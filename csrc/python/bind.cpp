@@ -11,8 +11,8 @@
 #include <tuple>
 #include <vector>
 
+#include "../runtime/launch.h"
 #include "arguments.h"
-#include "launch.h"
 #include "observation.h"
 
 namespace nb = nanobind;
@@ -237,8 +237,8 @@ void bind_observation(nb::module_& m) {
                  s.lse_tolerance = rounding;
              });
     // Computes statistics, and out and lse unless they are 0. Returns whether every row with a visible key is finite.
-    m.def("observe", [](const Observation& observation, Address q, Address k, Address v, Address out, Address lse,
-                        Address outputs, int threads) {
+    m.def("observe_into", [](const Observation& observation, Address q, Address k, Address v, Address out, Address lse,
+                             Address outputs, int threads) {
         nb::gil_scoped_release unlocked;
         const Scratch<1 << 24> scratch(std::size_t(observation.scratch_size));
         PlacedObservation x(observation, reinterpret_cast<char*>(outputs), scratch.at(0));
@@ -261,13 +261,14 @@ void bind_observation(nb::module_& m) {
         const bool separate_edges = observation.maxima >= 0;
         const Moments moments = observation.borders ? x.moments() : Moments{};
         const EdgeList* const map_edges = list.k && !separate_edges ? &list : nullptr;
-        if (!observe(f, x.stats, map_edges, observation.borders ? &moments : nullptr, x.quantity(0), threads) ||
+        if (!run_observation_tasks(f, x.stats, map_edges, observation.borders ? &moments : nullptr, x.quantity(0),
+                                   threads) ||
             nonfinite)
             return false;
         if (separate_edges) find_edges(with_values, x.stats, list, threads);
         return true;
     });
-    // The moments that `observe` computes of row quantities, of any values [names, B, H, rows]; for tests.
+    // The moments that `observe_into` computes of row quantities, of any values [names, B, H, rows]; for tests.
     m.def("moments", [](Address values, bool wide, std::array<std::int64_t, 4> sizes, std::array<Address, 2> borders,
                         Address counts, Address numbers, int threads) {
         Observation x{};

@@ -224,8 +224,8 @@ void merge_edges(const Forward& f, const Statistics& s, const EdgeList& list, st
 
 }  // namespace
 
-bool observe(Forward& f, Statistics& rows, const EdgeList* list, const Moments* moments, const void* values,
-             int threads) {
+bool run_observation_tasks(Forward& f, Statistics& rows, const EdgeList* list, const Moments* moments,
+                           const void* values, int threads) {
     Signals signals;
     std::atomic<bool> nonfinite{false};
     rows.nonfinite = f.nonfinite = &nonfinite;
@@ -287,7 +287,7 @@ void find_edges(const Forward& call, const Statistics& rows, const EdgeList& lis
     for (std::int64_t first = 0; first < edge_rows.count; first += step) {
         EdgeRowObservation observation(call, rows, edge_rows, first, std::min(step, edge_rows.count - first),
                                        int(top_k));
-        observe(observation.f, observation.statistics, nullptr, nullptr, nullptr, threads);
+        run_observation_tasks(observation.f, observation.statistics, nullptr, nullptr, nullptr, threads);
         parallel_for(signals, call.heads, usable_threads(threads, call.heads), [&](std::int64_t h, int) {
             edge_counts[h] = observation.add_to(&candidates[h * capacity], edge_counts[h], h, list.k);
         });

@@ -33,8 +33,8 @@ struct Moments {
 
 // Computes statistics, and the output of attention unless f.out is null. With a map it also finds the edges if `list`
 // is not null, and then the `moments` (or null) of `values`. Returns whether every row with a visible key is finite.
-bool observe(Forward& f, Statistics& rows, const EdgeList* list, const Moments* moments, const void* values,
-             int threads);
+bool run_observation_tasks(Forward& f, Statistics& rows, const EdgeList* list, const Moments* moments,
+                           const void* values, int threads);
 
 void compute_moments(const Moments& m, const void* values, bool wide, int threads);
 

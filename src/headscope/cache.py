@@ -49,7 +49,7 @@ class Staged(NamedTuple):
     length: int
 
 
-class Added(NamedTuple):
+class Placed(NamedTuple):
     """Keys and values to look at, the token that the first of them belongs to, and what is to be held."""
 
     keys: Tensor
@@ -128,12 +128,12 @@ class Cache(ABC):
         return held
 
     def _stage(self, k: Tensor, v: Tensor, mask: Mask | Tensor | None = None) -> tuple[Held, Staged]:
-        """As ``append``, which counts only from ``_commit`` on: a call that fails in between has changed nothing."""
+        """Check, place and mask k and v for a call. Only ``_commit`` adds them: a call that fails changes nothing."""
         self._check(k, v)
         known = as_mask(mask)
         if self.forgets and known is not None:
             _check_reach(known)
-        keys, values, first, staged = self._add(k, v)
+        keys, values, first, staged = self._place(k, v)
         return Held(keys, values, first, self._sees(known, k.shape[-2], keys.shape[-2], first, k.device)), staged
 
     def _commit(self, staged: Staged) -> None:
@@ -182,24 +182,24 @@ class Cache(ABC):
         self._first = self._length = 0
 
     @abstractmethod
-    def _add(self, k: Tensor, v: Tensor) -> Added:
-        """Stage keys and values; return those to look at, and the token that the first of them belongs to.
+    def _place(self, k: Tensor, v: Tensor) -> Placed:
+        """Write k and v where this class of cache has room for them; return what is visible, and what ``_commit`` sets.
 
-        What is held is not written over: that goes behind it, or into a buffer of its own.
+        What is held is not written over: k and v go behind it, or into other buffers.
         """
 
-    def _store(self, into: tuple[Tensor, Tensor], first: int, k: Tensor, v: Tensor) -> Added:
-        """Stage k and v in buffers that begin with token ``first``, behind what is held; all that is there."""
+    def _write(self, into: tuple[Tensor, Tensor], first: int, k: Tensor, v: Tensor) -> Placed:
+        """Write k and v into buffers that begin with token ``first``, behind what is held; return all that is there."""
         into_k, into_v = into
         start = self._length - first
         stop = start + k.shape[-2]
         into_k[:, :, start:stop] = k
         into_v[:, :, start:stop] = v
         staged = Staged(self._length, into_k, into_v, first, first + stop)
-        return Added(into_k[:, :, :stop], into_v[:, :, :stop], first, staged)
+        return Placed(into_k[:, :, :stop], into_v[:, :, :stop], first, staged)
 
-    def _make(self, k: Tensor, v: Tensor, tokens: int, retained: int) -> tuple[Tensor, Tensor]:
-        """Buffers with room for so many tokens, the last ``retained`` of those held in front."""
+    def _allocate(self, k: Tensor, v: Tensor, tokens: int, retained: int) -> tuple[Tensor, Tensor]:
+        """Return new buffers for so many tokens, which begin with the last ``retained`` of those that are held."""
         held = self._length - self._first
         buffers: list[Tensor] = []
         with torch.inference_mode(False):  # later calls, outside of it, write here too
@@ -271,13 +271,13 @@ class Cache(ABC):
 class GrowingCache(Cache):
     """A cache without a limit: where it is full, its room doubles, so that tokens are copied less than twice in all."""
 
-    def _add(self, k: Tensor, v: Tensor) -> Added:
+    def _place(self, k: Tensor, v: Tensor) -> Placed:
         needed = self._length + k.shape[-2]
         if self._k is None or self._v is None or needed > self.capacity:
-            into = self._make(k, v, max(needed, 2 * self.capacity, LEAST), self._length)
+            into = self._allocate(k, v, max(needed, 2 * self.capacity, LEAST), self._length)
         else:
             into = self._k, self._v
-        return self._store(into, 0, k, v)
+        return self._write(into, 0, k, v)
 
 
 class StaticCache(Cache):
@@ -297,7 +297,7 @@ class StaticCache(Cache):
         """How many tokens there is room for."""
         return self._capacity
 
-    def _add(self, k: Tensor, v: Tensor) -> Added:
+    def _place(self, k: Tensor, v: Tensor) -> Placed:
         needed = self._length + k.shape[-2]
         if needed > self._capacity:
             raise ValueError(
@@ -305,9 +305,11 @@ class StaticCache(Cache):
                 f"{k.shape[-2]} more, wanted a capacity of at least {needed}"
             )
         into = (
-            (self._k, self._v) if self._k is not None and self._v is not None else self._make(k, v, self._capacity, 0)
+            (self._k, self._v)
+            if self._k is not None and self._v is not None
+            else self._allocate(k, v, self._capacity, 0)
         )
-        return self._store(into, 0, k, v)
+        return self._write(into, 0, k, v)
 
 
 class RollingCache(Cache):
@@ -327,29 +329,29 @@ class RollingCache(Cache):
         super().__init__(padding=padding)
         self.window = whole("window", window)
 
-    def _add(self, k: Tensor, v: Tensor) -> Added:
+    def _place(self, k: Tensor, v: Tensor) -> Placed:
         new, held, room = k.shape[-2], self._length - self._first, 2 * self.window
         retained = min(self.window - 1, held)  # what the first of the new ones may see
         if retained + new > room:
             return self._pass_through(k, v, retained)
         if self._k is None or self._v is None or held + new > room:
-            into, first = self._make(k, v, room, retained), self._length - retained
+            into, first = self._allocate(k, v, room, retained), self._length - retained
         else:
             into, first = (self._k, self._v), self._first
-        keys, values, first, staged = self._store(into, first, k, v)
+        keys, values, first, staged = self._write(into, first, k, v)
         unseen = keys.shape[-2] - new - retained
-        return Added(keys[:, :, unseen:], values[:, :, unseen:], first + unseen, staged)
+        return Placed(keys[:, :, unseen:], values[:, :, unseen:], first + unseen, staged)
 
-    def _pass_through(self, k: Tensor, v: Tensor, retained: int) -> Added:
+    def _pass_through(self, k: Tensor, v: Tensor, retained: int) -> Placed:
         """More than there is room for: attend to a copy of what may be seen, and keep the end of it."""
         length = self._length + k.shape[-2]
-        all_k, all_v = self._make(k, v, retained + k.shape[-2], retained)
+        all_k, all_v = self._allocate(k, v, retained + k.shape[-2], retained)
         all_k[:, :, retained:], all_v[:, :, retained:] = k, v
-        into_k, into_v = self._make(k, v, 2 * self.window, 0)
+        into_k, into_v = self._allocate(k, v, 2 * self.window, 0)
         end = self.window
         into_k[:, :, :end], into_v[:, :, :end] = all_k[:, :, -end:], all_v[:, :, -end:]
         staged = Staged(self._length, into_k, into_v, length - end, length)
-        return Added(all_k, all_v, self._length - retained, staged)
+        return Placed(all_k, all_v, self._length - retained, staged)
 
     def _sees(self, mask: Mask | None, queries: int, keys: int, first: int, device: torch.device) -> Mask | None:
         reach = Band(self.window - 1, 0)

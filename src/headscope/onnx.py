@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from headscope import functional  # noqa: F401  # pyright: ignore[reportUnusedImport]  # it registers the operators
-from headscope.masks import FAR, UNBOUNDED, Code, offset_limits
+from headscope.masks import FAR, UNBOUNDED, Code, offset_limits, unknown_code
 
 __all__ = ["translations"]
 
@@ -103,9 +103,11 @@ class _Masks:
                     stack.append(op.Unsqueeze(same, [1]))
                 case Code.DENSE:
                     stack.append(next(tensors))
-                case _:
+                case Code.BOTH | Code.EITHER:
                     second, first = stack.pop(), stack.pop()
                     stack.append((op.And if code == Code.BOTH else op.Or)(first, second))
+                case _:
+                    raise unknown_code(code)
         return stack[0]
 
     def _band(self, left: int, right: int, numbers: Iterator[int], tensors: Iterator[Value]) -> Value:
@@ -118,10 +120,12 @@ class _Masks:
             case Code.OFFSETS:
                 some = list(islice(numbers, next(numbers)))
                 offset = op.Unsqueeze(op.Constant(value_ints=some), [1, 2, 3])  # [B, 1, 1, 1]
-            case _:
+            case Code.OFFSET_TENSOR:
                 tensor = next(tensors)
                 whole = _whole(op, tensor)
                 offset = op.Unsqueeze(whole, [1, 2, 3]) if len(tensor.shape) else whole
+            case _:
+                raise unknown_code(code)
         shifted = self._shifted_tensor if code == Code.OFFSET_TENSOR else self._shifted
         gap = op.Sub(self.j, self.i)
         limits = [op.GreaterOrEqual(gap, shifted(offset, -left))] if left < UNBOUNDED else []

@@ -96,6 +96,16 @@ def test_a_mask_survives_as_numbers_and_tensors(mask: Mask) -> None:
     torch.testing.assert_close(again.dense(*SIZES), mask.dense(*SIZES))
 
 
+@pytest.mark.parametrize("codes", [[7], [0, 1, 0, 9], [1, 2, 1, 3, 7]], ids=str)
+def test_codes_of_another_version_are_refused(codes: list[int]) -> None:
+    parts = [torch.tensor([2, 3])] * 2
+    with pytest.raises(ValueError, match=r"mask: got the code \d, expected one of those of this version"):
+        mask_from_codes(codes, parts)
+    q = torch.randn(1, 1, 3, 4)
+    with pytest.raises(ValueError, match=r"export the program again with this version"):
+        torch.ops.headscope.attend_forward(q, q, q, None, None, codes, parts, 1.0, 0.0, 0.0, None, "blocked")
+
+
 def test_no_mask_is_none() -> None:
     assert mask_from_codes([], []) is None
 

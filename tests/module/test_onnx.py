@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import onnx
 import onnxruntime
@@ -209,3 +210,10 @@ def test_without_onnxscript_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(ImportError, match="onnxscript"):
         headscope.onnx.translations()
+
+
+@pytest.mark.parametrize("codes", [[7], [0, 1, 0, 9]], ids=str)
+def test_masks_of_another_version_are_refused(codes: list[int]) -> None:
+    masks_of_call = headscope.onnx._Masks(MagicMock(), MagicMock(), MagicMock())
+    with pytest.raises(ValueError, match=r"mask: got the code \d, expected one of those of this version"):
+        masks_of_call.of(codes, [])

@@ -80,7 +80,7 @@ void run(const Target& target, const Backward& g, Random& r) {
     }
 }
 
-void observe(const Target& target, Forward& f, Random& r) {
+void run_observation_tasks(const Target& target, Forward& f, Random& r) {
     if (r.one_in(2)) find_visible_range(f);
     const std::size_t prepared = target.paired_v_bytes(f);
     Memory scratch(target.observation_scratch(f)), paired_v(prepared, 0xff);
@@ -626,7 +626,7 @@ void check_observation(const Target& target, const Problem& p, Call& call, Rando
         f.lse = own_lse.data();
     } else
         f.v_head_dim = 0;
-    observe(target, f, r);
+    run_observation_tasks(target, f, r);
     if (x.attends && p.dropout == 0 && target.key_splits(f) == 1) {
         check.same("out, observed or not", own, out);
         check.same("lse, observed or not", own_lse, lse);
@@ -642,7 +642,7 @@ void check_observation(const Target& target, const Problem& p, Call& call, Rando
     ObservationBuffers second(again, p, x, floor, rounding, call);
     f.statistics = &second.s;
     f.nonfinite = &second.nonfinite;
-    observe(target, f, r);
+    run_observation_tasks(target, f, r);
     for (std::size_t n = 0; n + got.OF_EDGES < got.out.size(); n++)
         check.same("what is measured", *got.out[n], *second.out[n]);
     for (std::int64_t h = 0; h < p.H; h++)

@@ -202,10 +202,10 @@ def native() -> Iterator[None]:
         assert found is not None
         return found
 
-    usual = _observe_native.observe_rows
+    usual = _observe_native.observe_natively
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_observe_native, "observe_rows", must)
-        patch.setattr("headscope._observe.steps.observe_rows", None)
+        patch.setattr(_observe_native, "observe_natively", must)
+        patch.setattr("headscope._observe.steps.observe_blocks", None)
         yield
 
 
@@ -691,7 +691,7 @@ def test_a_quantity_that_the_kernels_lack_is_observed_by_the_portable_form(monke
     expected = observe(**given, what=what)
     lacking = tuple(name for name in _observe_native.QUANTITIES if name != "second_weight")
     monkeypatch.setattr(_observe_native, "QUANTITIES", lacking)
-    monkeypatch.setattr(_observe_native, "observe_rows", None)  # calling it would raise
+    monkeypatch.setattr(_observe_native, "observe_natively", None)  # calling it would raise
     monkeypatch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())
     same(observe(**given, what=what), expected)
 

@@ -195,7 +195,7 @@ def portable() -> Iterator[None]:
 @contextmanager
 def native_or_portable() -> Iterator[None]:
     """As users have it; which form observed is an event."""
-    usual = native_observer.observe_rows
+    usual = native_observer.observe_natively
 
     def told(*asked: Any) -> Any:
         found = usual(*asked)
@@ -204,11 +204,11 @@ def native_or_portable() -> Iterator[None]:
         )
         return found
 
-    native_observer.observe_rows = told
+    native_observer.observe_natively = told
     try:
         yield
     finally:
-        native_observer.observe_rows = usual
+        native_observer.observe_natively = usual
 
 
 def check(seen: Observed) -> HeadStats:
@@ -232,7 +232,7 @@ def check(seen: Observed) -> HeadStats:
     with blocks_of(seen.block):
         if seen.q_pos is None and seen.k_pos is not None and seen.kind == "self":
             event("positions of keys alone")
-        wanted = oracle_observe.observe(asked(seen, exact, visible))
+        wanted = oracle_observe.observe_by_definition(asked(seen, exact, visible))
         for form in (native_or_portable, portable):
             with form():
                 got = headscope.observe(
@@ -255,7 +255,7 @@ def compare(
     seen: Observed, got: HeadStats, wanted: oracle_observe.Seen, exact: oracle.Attended, plain: oracle.Attended,
     visible: Tensor,
 ) -> None:  # fmt: skip
-    baseline = oracle_observe.observe(asked(seen, plain, visible))
+    baseline = oracle_observe.observe_by_definition(asked(seen, plain, visible))
     (kept,) = got.kept
     picked = kept.queries
     assert torch.equal(kept.counted, wanted.counted[..., picked])

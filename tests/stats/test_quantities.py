@@ -139,7 +139,7 @@ def observer(form: str) -> Generator[None]:
         if form == "portable":
             patch.setattr(native_observer, "refuses", refuse)
         else:
-            patch.setattr(steps, "observe_rows", None)
+            patch.setattr(steps, "observe_blocks", None)
         yield
 
 

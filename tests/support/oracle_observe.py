@@ -74,7 +74,7 @@ def own_key(asked: Asked, b: int, i: int, real: Sequence[int]) -> int | None:
     return next((j for j in same if j in real), same[0] if same else None)
 
 
-def observe(asked: Asked) -> Seen:
+def observe_by_definition(asked: Asked) -> Seen:
     """Every quantity of every row, every key and every head."""
     B, H, Q, K = asked.p.shape
     p, seen = asked.p.double().tolist(), asked.seen.tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import pytest
@@ -212,6 +212,21 @@ def test_the_mask_row_counts_pairs_and_says_what_true_means() -> None:
     )
     note = trace(module, x, mask=masks.KeyLengths(torch.tensor([0, 3]))).row("mask").note
     assert note == "KeyLengths, True = may be seen: 63 of 294 pairs (21.4%); 21 of 42 rows see nothing and give 0"
+
+
+@dataclass(frozen=True)
+class Stride(masks.Mask):
+    step: int
+
+    _by_value = True
+
+    def allows(self, b: Any, h: Any, i: Any, j: Any) -> Tensor:
+        return torch.as_tensor(j % self.step == 0)
+
+
+def test_a_mask_of_numbers_is_shown_with_them() -> None:
+    text = printed(trace(MultiHeadAttention(4, 2), torch.randn(2, 6, 4), mask=Stride(step=3)))
+    assert "Stride(step=3), True = may be seen: 48 of 144 pairs (33.3%)" in " ".join(text.split())
 
 
 def test_inputs_that_are_not_finite_are_said_to_be() -> None:

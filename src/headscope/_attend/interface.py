@@ -52,7 +52,7 @@ Pair = tuple[Tensor | None, Tensor | None]
 """The gradients of out and lse."""
 
 
-class Work(NamedTuple):
+class ForwardPass(NamedTuple):
     """A forward pass, as its gradient needs it."""
 
     call: Call
@@ -138,7 +138,13 @@ class OperatorBackend(Backend, Protocol):
     def attend(self) -> SeededAttend: ...
 
     def gradients(
-        self, work: Work, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, needed: tuple[bool, ...], /
+        self,
+        forward: ForwardPass,
+        inputs: Inputs,
+        results: tuple[Tensor, Tensor],
+        grads: Pair,
+        needed: tuple[bool, ...],
+        /,
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v, and of bias and sinks where they are needed."""
         ...

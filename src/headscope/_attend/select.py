@@ -8,16 +8,20 @@ from headscope._attend.backends import blocked, native, reference, sdpa
 from headscope._attend.call import Call
 from headscope._attend.interface import Backend
 
-REGISTERED: tuple[Backend, ...] = (native, sdpa, blocked, reference)
-BACKENDS = {backend.name: backend for backend in REGISTERED}
+BACKENDS: dict[str, Backend] = {
+    native.name: native,
+    sdpa.name: sdpa,
+    blocked.name: blocked,
+    reference.name: reference,
+}
 
 # Fastest first of what is right, by device type or as ``order`` says; other devices take the order of "default".
 ORDER: dict[str, tuple[str, ...]] = {
-    "default": ("cpu", "sdpa", "blocked", "reference"),
+    "default": (native.name, sdpa.name, blocked.name, reference.name),
     # bf16 on a CPU with matrix tiles, which torch's kernel uses and ours do not
-    "cpu, AMX": ("sdpa", "cpu", "blocked", "reference"),
+    "cpu, AMX": (sdpa.name, native.name, blocked.name, reference.name),
     # torch.func within torch.compile, which may ask for any derivative: torch's kernels have the first one only
-    "transformed": ("blocked", "cpu", "sdpa", "reference"),
+    "transformed": (blocked.name, native.name, sdpa.name, reference.name),
 }
 AMX_ROWS = 32  # query rows of a key/value head from which on tiles are filled
 

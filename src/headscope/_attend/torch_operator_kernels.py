@@ -9,7 +9,7 @@ from headscope._attend import torch_operators
 from headscope._attend.backend_call import attend_on_backend_seeded
 from headscope._attend.backends import blocked
 from headscope._attend.backends.visibility import gradients_of_bad_inputs
-from headscope._attend.interface import Inputs, Pair, Work, full_precision
+from headscope._attend.interface import ForwardPass, Inputs, Pair, full_precision
 from headscope._attend.prepare import prepare_with_plan
 from headscope.masks import mask_from_codes
 
@@ -42,28 +42,28 @@ def _backward(
     with torch.no_grad():
         mask = mask_from_codes(codes, parts)
         prepared = prepare_with_plan(q, k, v, mask, bias, sinks, scale, softcap or None, dropout, True, backend)
-        work = Work(prepared.call, prepared.plan, 0 if seed is None else int(seed))
+        forward = ForwardPass(prepared.call, prepared.plan, 0 if seed is None else int(seed))
         inputs, results, grads, needed = Inputs(q, k, v, bias, sinks), (out, lse), (grad_out, grad_lse), (dbias, dsinks)
         with full_precision(prepared.call):
-            gradients = torch_operators.AS_OPERATORS[backend].gradients(work, inputs, results, grads, needed)
+            gradients = torch_operators.AS_OPERATORS[backend].gradients(forward, inputs, results, grads, needed)
             if backend == blocked.name and q.is_cpu and not all(x is None or x.isfinite().all() for x in gradients[:3]):
-                gradients = _of_bad_inputs(work, inputs, grads, needed) or gradients
+                gradients = _of_bad_inputs(forward, inputs, grads, needed) or gradients
         if backend == blocked.name:
             gradients = tuple(None if x is None else x.contiguous() for x in gradients)  # as the fake kernel has them
         return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
 def _of_bad_inputs(
-    work: Work, inputs: Inputs, grads: Pair, needed: tuple[bool, ...]
+    forward: ForwardPass, inputs: Inputs, grads: Pair, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...] | None:
     """Return the gradients of blocked torch where q, k or v hold NaN or infinity; None if they do not."""
 
     def gradients(clean: Inputs, grads: Pair) -> tuple[Tensor | None, ...]:
-        out, lse = blocked.attend(work.call, work.plan, clean, seed=work.seed)
+        out, lse = blocked.attend(forward.call, forward.plan, clean, seed=forward.seed)
         assert lse is not None  # the call asks for it
-        return blocked.gradients(work, clean, (out, lse), grads, needed)
+        return blocked.gradients(forward, clean, (out, lse), grads, needed)
 
-    return gradients_of_bad_inputs(work, inputs, grads, gradients)
+    return gradients_of_bad_inputs(forward, inputs, grads, gradients)
 
 
 def register() -> None:

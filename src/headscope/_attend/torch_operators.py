@@ -100,9 +100,9 @@ def attend(call: Call, mask: Mask | None, inputs: Inputs, backend: str) -> tuple
 
 
 def _rows(like: Tensor, heads: int, length: int, width: int, backend: str) -> Tensor:
-    """An empty [B, heads, length, width]; ``cpu`` lays it out as [B, length, heads, width]."""
+    """Return an empty [B, heads, length, width]; the native backend lays it out as [B, length, heads, width]."""
     sizes = (like.shape[0], heads, length, width)
-    if backend != "cpu":
+    if backend != native.name:
         return like.new_empty(sizes)
     return like.new_empty_strided(sizes, (length * heads * width, width, heads * width, 1))
 

@@ -2,12 +2,12 @@
 
 ``steps.py`` takes three steps from a request to statistics. The second one has two forms:
 
-1. **The plan.** ``inputs.to_work`` states in numbers what is to be reduced (``Work``); ``scene.build_scene`` checks the
-   request and states in tensors what it is reduced from (``Scene``).
-2. **The pass over the weights**, which gives an ``Observed``. ``portable.observe_rows`` takes ``Work`` and ``Scene``:
-   blocked torch, any device, every option, memory linear in the length, blocks cut by shapes alone.
-   ``native_observer.observe_rows`` takes both as one ``Ready``, which serves further calls like it, and can attend in
-   the same pass; it refuses what the kernels of csrc cannot do. ``result.py`` describes what both return.
+1. **The plan.** ``inputs.to_reductions`` states in numbers what is to be reduced (``Reductions``);
+   ``scene.build_scene`` checks the request and states in tensors what it is reduced from (``Scene``).
+2. **The pass over the weights**, which gives an ``Observed``. ``portable.observe_blocks`` takes ``Reductions`` and
+   ``Scene``: blocked torch, any device, every option, memory linear in the length, blocks cut by shapes alone.
+   ``native_observer.observe_natively`` takes both as one ``Ready``, which serves further calls like it, and can attend
+   in the same pass; it refuses what the kernels of csrc cannot do. ``result.py`` describes what both return.
 3. **The aggregation**, ``aggregate.py``: means, histograms, sums over the batch, in float64.
 """
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from headscope._attend.call import Call
-from headscope._observe.inputs import Request, Scene
+from headscope._observe.inputs import Request
 from headscope._observe.kept_tiles import ObservedTiles, keep_tiles
 from headscope._observe.native_observer import Ready
 from headscope._observe.result import Observed
+from headscope._observe.scene import Scene
 from headscope.stats import Observe
 from headscope.stats._layer import Kept, LayerStats, Moments
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from headscope._attend.blocks import block_sizes, slices, visible_keys
 from headscope._attend.interface import accumulate_dtype
 from headscope._observe import inputs as observe_inputs
-from headscope._observe.inputs import Scene
+from headscope._observe.scene import Scene
 from headscope._observe.visibility import bias_rows, visible_block, visible_rows
 from headscope._support.logits import cap_logits, scaled_products
 from headscope.stats._layer import wide

@@ -18,7 +18,7 @@ from torch import Tensor
 from headscope._attend.blocks import block_sizes, slices
 from headscope._observe import inputs
 from headscope._observe.block_weights import Rows, weights
-from headscope._observe.inputs import Scene
+from headscope._observe.scene import Scene
 from headscope.stats._layer import largest_first
 
 _LOW = 0xFFFFFFFF

@@ -11,7 +11,8 @@ from headscope._attend.interface import Inputs, full_precision
 from headscope._attend.select import select
 from headscope._observe import inputs as observe_inputs
 from headscope._observe.block_weights import Rows, weights
-from headscope._observe.inputs import Request, Scene
+from headscope._observe.inputs import Request
+from headscope._observe.scene import Scene
 from headscope._support.fingerprint import Fingerprint
 from headscope.masks import Dense, Mask
 from headscope.stats._kept_weights import MOST_REST, KeptWeights, NoWeightsError, check_within, written_to

@@ -21,9 +21,10 @@ from headscope._attend.call import Call
 from headscope._attend.interface import Inputs, accumulate_dtype, readable
 from headscope._observe.block_weights import ROUNDING
 from headscope._observe.edges import Candidates
-from headscope._observe.inputs import Scene, Work, to_work
+from headscope._observe.inputs import Reductions, to_reductions
 from headscope._observe.portable import row_names
 from headscope._observe.result import Observed
+from headscope._observe.scene import Scene
 from headscope.stats import Observe, histogram_edges
 from headscope.stats._layer import Edges, HeadMap, Moments, MomentsTable, Packed
 
@@ -50,20 +51,20 @@ def refuses_call(call: Call) -> list[str]:
     return reasons
 
 
-def refuses(work: Work, scene: Scene) -> list[str]:
+def refuses(reductions: Reductions, scene: Scene) -> list[str]:
     """Why the native kernels cannot observe this; the portable form then does. docs/kernels.md explains each."""
     reasons = refuses_call(scene.call)
     if not scene.rows:
         reasons.append("rows: none is to be looked at")
     if scene.q_at is not None:
         reasons.append("positions: given ones; these kernels count keys from 0")
-    if len(work.windows) > MAX_WINDOWS:
+    if len(reductions.windows) > MAX_WINDOWS:
         reasons.append(f"windows: more than {MAX_WINDOWS}")
     if scene.first.shape[1] > MAX_FIRST_KEYS:
         reasons.append(f"first: more than {MAX_FIRST_KEYS} keys")
     if scene.ids is not None and scene.ids.numel() and not _fits(scene.ids):
         reasons.append("tokens: ids beyond 32 bits")
-    if missing := [name for name in work.extra if name not in QUANTITIES]:
+    if missing := [name for name in reductions.extra if name not in QUANTITIES]:
         reasons.append(f"extra: {', '.join(missing)}, which these kernels do not compute")
     if scene.id_before is not None:
         reasons.append("tokens: one is given of the key before the first, which these kernels do not look at")
@@ -108,42 +109,45 @@ class Ready:
     """
 
     def __init__(self, what: Observe, scene: Scene) -> None:
-        call, self.work = scene.call, to_work(what)
+        call, self.reductions = scene.call, to_reductions(what)
         self.call = call
         self.what = what
         self.rows = scene.rows
         self.first_key = scene.first_key
         self.dtype = accumulate_dtype(call.dtype)
-        later = self.work.edges > (MAX_MAP_EDGES if self.work.bins else 0)
+        later = self.reductions.edges > (MAX_MAP_EDGES if self.reductions.bins else 0)
         only = ["max_weight", "max_logit"] if later else []
-        self.names = tuple(row_names(self.work, scene) if self.work.rows else only)
-        self.borders = borders_of(self.names, self.dtype) if self.work.rows else None
+        self.names = tuple(row_names(self.reductions, scene) if self.reductions.rows else only)
+        self.borders = borders_of(self.names, self.dtype) if self.reductions.rows else None
         self.parts, self.size, room = self._laid_out()
-        edges = (self.work.edges, *((self.names.index(x) if later else -1) for x in ("max_weight", "max_logit")))
+        edges = (self.reductions.edges, *((self.names.index(x) if later else -1) for x in ("max_weight", "max_logit")))
         self.observation, self.held = self._to_observation(scene, edges, room)
 
     def _laid_out(self) -> tuple[dict[str, _Part], int, int]:
         """Where what is found lies; bytes of what stays, and of what is only needed on the way, which comes last."""
-        call, work = self.call, self.work
+        call, reductions = self.call, self.reductions
         rows, keys = (call.batch, call.heads, len(self.rows)), (call.heads, call.keys)
-        cells = (call.heads, work.bins, work.bins)
+        cells = (call.heads, reductions.bins, reductions.bins)
         double, whole = torch.float64, torch.int64
         stay: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         passing = {"counted": (torch.bool, rows), "values": (self.dtype, (len(self.names), *rows))}
-        if work.top or work.argmax:
-            most = (*rows, max(1, work.top))
+        if reductions.top or reductions.argmax:
+            most = (*rows, max(1, reductions.top))
             stay |= {"top_weight": (self.dtype, most), "top_key": (whole, most)}
-        if work.top or work.argmax or not work.rows:
+        if reductions.top or reductions.argmax or not reductions.rows:
             stay["counted"] = passing.pop("counted")
-        if work.rows and work.argmax:
+        if reductions.rows and reductions.argmax:
             stay["values"] = passing.pop("values")
-        if work.received:
+        if reductions.received:
             stay |= {"received": (double, keys), "eligible": (whole, keys)}
-        if work.bins:
+        if reductions.bins:
             stay |= {"sum": (double, cells), "max": (double, cells), "pairs": (whole, cells)}
             stay["at"] = (torch.int32, (*cells, 3))
-        if work.edges:
-            stay |= {"edge_weight": (double, (call.heads, work.edges)), "edge_at": (whole, (call.heads, work.edges, 4))}
+        if reductions.edges:
+            stay |= {
+                "edge_weight": (double, (call.heads, reductions.edges)),
+                "edge_at": (whole, (call.heads, reductions.edges, 4)),
+            }
         if self.borders is not None:
             counts = len(self.names) * call.heads * (1 + self.borders.shape[1])
             stay |= {"whole": (whole, (counts,)), "numbers": (double, (4, len(self.names), call.heads))}
@@ -165,7 +169,7 @@ class Ready:
         weights; bins of the map; edges of its bins; number, address and length of the histograms' borders; the offset
         of each of ``PLACES``, -1 for none; the size of the result, and of the scratch memory behind it.
         """
-        address, work = native.address, self.work
+        address, reductions = native.address, self.reductions
         kernel_call = native.to_kernel_call(self.call, scene.plan, scene.inputs)
         index = None if scene.whole else torch.tensor(list(scene.rows), device="cpu")
         places = {name: place for place, name in enumerate(self.names)}
@@ -180,7 +184,7 @@ class Ready:
                 own, ids = _by_batch(own_at), readable(scene.ids.to(torch.int32)).contiguous()
         windows = [
             (float(w), places.get(f"window_{w:g}", -1), places.get(f"streaming_{w:g}", -1))
-            for w in (work.windows if line[0] else ())
+            for w in (reductions.windows if line[0] else ())
         ]
         strides = (0, 0, 0)
         if may_count is not None:
@@ -190,7 +194,7 @@ class Ready:
             kernel_call.call, (len(scene.rows), address(index)), [places.get(name, -1) for name in QUANTITIES], windows,
             line, own, address(ids), (*_by_batch(first), first.shape[1]), (address(may_count), *strides),
             address(lse), 0.0 if scene.lse is None else ROUNDING[scene.lse.dtype],
-            max(1, work.top) if work.top or work.argmax else 0, work.bins, edges,
+            max(1, reductions.top) if reductions.top or reductions.argmax else 0, reductions.bins, edges,
             (0, 0, 0) if self.borders is None else (len(self.names), self.borders.data_ptr(), self.borders.shape[1]),
             [self.parts[name].offset if name in self.parts else -1 for name in PLACES], self.size, room,
         )  # fmt: skip
@@ -199,13 +203,13 @@ class Ready:
 
     def observed(self, memory: Tensor) -> Observed:
         """What was found, as views of the memory it lies in."""
-        call, work = self.call, self.work
+        call, reductions = self.call, self.reductions
         at = {name: part.of(memory) for name, part in self.parts.items() if part.offset < self.size}
         moments: Mapping[str, Moments] = {}
         if "whole" in at:
             moments = MomentsTable(self.names, Packed(at["whole"], at["numbers"]))
         rows = dict(zip(self.names, at["values"].unbind(), strict=True)) if "values" in at else {}
-        if work.argmax:
+        if reductions.argmax:
             rows["argmax"] = at["top_key"][..., 0]
         return Observed(
             rows,
@@ -213,9 +217,9 @@ class Ready:
             torch.zeros(call.heads, dtype=torch.int64, device="cpu"),  # broken; else there were nothing
             at.get("received"),
             at.get("eligible"),
-            HeadMap(at["sum"], at["pairs"], at["max"], at["at"]) if work.bins else None,
-            Edges(at["edge_weight"], at["edge_at"]) if work.edges else None,
-            Candidates(at["top_weight"], at["top_key"]) if work.top else None,
+            HeadMap(at["sum"], at["pairs"], at["max"], at["at"]) if reductions.bins else None,
+            Edges(at["edge_weight"], at["edge_at"]) if reductions.edges else None,
+            Candidates(at["top_weight"], at["top_key"]) if reductions.top else None,
             moments,
             at["whole"][: call.heads] if "whole" in at else None,  # rows that have an lse
         )
@@ -232,7 +236,7 @@ def attending(call: Call) -> Attending:
     return native.rows_like(call, call.queries, call.heads, call.v_head_dim), lse
 
 
-def observe_rows(ready: Ready, inputs: Inputs, into: Attending | None = None) -> Observed | None:
+def observe_natively(ready: Ready, inputs: Inputs, into: Attending | None = None) -> Observed | None:
     """Everything that was asked for; None where a row that sees keys is not finite, which the portable form untangles.
 
     Args:
@@ -244,17 +248,21 @@ def observe_rows(ready: Ready, inputs: Inputs, into: Attending | None = None) ->
     out, lse = (0, 0) if into is None else (x.data_ptr() for x in into)
     memory = torch.empty(ready.size, dtype=torch.uint8, device="cpu")
     at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out, lse, memory.data_ptr())
-    return ready.observed(memory) if native.extension.observe(ready.observation, *at, torch.get_num_threads()) else None
+    return (
+        ready.observed(memory)
+        if native.extension.observe_into(ready.observation, *at, torch.get_num_threads())
+        else None
+    )
 
 
 def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
     """A short way to attend and observe again: out, lse, and the memory that ``Ready.observed`` makes views of.
 
     It takes q, k and v with the sizes, dtypes and strides of the call, the last stride 1; and returns None where
-    ``observe_rows`` does. Every line is felt: after a call of some milliseconds no cache holds anything of Python.
+    ``observe_natively`` does. Every line is felt: after a call of some milliseconds no cache holds anything of Python.
     """
-    observe, described, threads, empty = (
-        native.extension.observe,
+    observe_into, described, threads, empty = (
+        native.extension.observe_into,
         ready.observation,
         torch.get_num_threads,
         torch.empty_like,
@@ -266,8 +274,8 @@ def repeater(ready: Ready) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, T
         out, lse, memory = empty(like), empty(lse_like), empty(memory_like)
         at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), memory.data_ptr())
         try:
-            finite = observe(described, *at, threads())
-        except ValueError:  # one has no memory: ``observe_rows`` materializes it, or raises
+            finite = observe_into(described, *at, threads())
+        except ValueError:  # one has no memory: ``observe_natively`` materializes it, or raises
             return None
         return (out, lse, memory) if finite else None
 

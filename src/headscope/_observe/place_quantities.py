@@ -8,19 +8,20 @@ import torch
 from torch import Tensor
 
 from headscope._observe.block_weights import Block, Tile, cut
-from headscope._observe.inputs import Scene, Work
+from headscope._observe.inputs import Reductions
+from headscope._observe.scene import Scene
 
 NEAR = {"self": 0, "previous": -1, "next": 1}
 """The key's position less the query's."""
 
 
-def place_values(work: Work, scene: Scene, block: Block, tile: Tile) -> dict[str, Tensor]:
+def place_values(reductions: Reductions, scene: Scene, block: Block, tile: Tile) -> dict[str, Tensor]:
     """name -> [b, h, i]; NaN where a row does not have the quantity."""
     places = _on_a_line(scene, block, tile) if scene.line is not None else _by_position(scene, block, tile)
     reach, placed, values = places
     distance = (tile.p * (reach if scene.line is not None else reach.nan_to_num(0.0))).sum(-1)
     values["distance"] = torch.where(placed, distance, math.nan)
-    for w in work.windows:
+    for w in reductions.windows:
         near = reach <= w
         values[f"window_{w:g}"] = torch.where(placed, (tile.p * near).sum(-1), math.nan)
         retained = near | _first_keys(scene, block)

@@ -18,15 +18,16 @@ from torch import Tensor
 from headscope._attend.interface import accumulate_dtype
 from headscope._observe.block_weights import Block, Tile, blocks, cut, rows_of, weights
 from headscope._observe.edges import Candidates, largest, largest_edges
-from headscope._observe.inputs import Scene, Work
+from headscope._observe.inputs import Reductions
 from headscope._observe.map_bins import MapSums, add_to_map
 from headscope._observe.place_quantities import gather_mass, place_values
 from headscope._observe.result import Observed
+from headscope._observe.scene import Scene
 from headscope.stats import quantity_names
 from headscope.stats._layer import Edges, HeadMap, wide
 
 
-def observe_rows(work: Work, scene: Scene) -> Observed:
+def observe_blocks(reductions: Reductions, scene: Scene) -> Observed:
     """Everything that was asked for of all rows of a scene, block by block."""
     call, device = scene.call, scene.q.device
     shape = (call.batch, call.heads, len(scene.rows))
@@ -35,14 +36,14 @@ def observe_rows(work: Work, scene: Scene) -> Observed:
     broken = torch.zeros(call.heads, dtype=torch.int64, device=device)
     dtype = accumulate_dtype(call.dtype)
     keys = (call.batch, call.heads, call.keys)
-    received = torch.zeros(keys, dtype=wide(device), device=device) if work.received else None
-    eligible = torch.zeros(keys, dtype=torch.int64, device=device) if work.received else None
-    sums = MapSums.empty(call.heads, work.bins, device) if work.bins else None
-    top = Candidates.empty((*shape, work.top), dtype, device) if work.top else None
-    names = row_names(work, scene)
+    received = torch.zeros(keys, dtype=wide(device), device=device) if reductions.received else None
+    eligible = torch.zeros(keys, dtype=torch.int64, device=device) if reductions.received else None
+    sums = MapSums.empty(call.heads, reductions.bins, device) if reductions.bins else None
+    top = Candidates.empty((*shape, reductions.top), dtype, device) if reductions.top else None
+    names = row_names(reductions, scene)
     for name in names:
         rows[name] = torch.full(shape, math.nan, dtype=dtype, device=device)
-    if work.argmax:
+    if reductions.argmax:
         rows["argmax"] = torch.full(shape, -1, device=device)
     for block in blocks(scene):
         tile = weights(scene, rows_of(scene, block), block.j)
@@ -50,7 +51,7 @@ def observe_rows(work: Work, scene: Scene) -> Observed:
         at = (block.b, heads, block.r)
         counted[at] = tile.counted
         broken[heads] += tile.broken.sum((0, 2))
-        for name, values in row_values(work, scene, block, tile, names).items():
+        for name, values in row_values(reductions, scene, block, tile, names).items():
             rows[name][at] = values
         if received is not None and eligible is not None:
             _add_to_keys(tile, received[block.b, heads, block.j], eligible[block.b, heads, block.j])
@@ -62,9 +63,9 @@ def observe_rows(work: Work, scene: Scene) -> Observed:
         if top is not None:
             _store_top(tile, block.j.start, top, at)
     edges = None
-    if work.edges:
-        edges = _edges(largest_edges(work.edges, scene, torch.where(counted, rows["max_weight"], math.nan)))
-    if not work.rows:
+    if reductions.edges:
+        edges = _edges(largest_edges(reductions.edges, scene, torch.where(counted, rows["max_weight"], math.nan)))
+    if not reductions.rows:
         rows.pop("max_weight", None)
     received, eligible = (None if x is None else x.sum(0) for x in (received, eligible))
     return Observed(rows, counted, broken, received, eligible, sums and _map(sums), edges, top)
@@ -84,10 +85,10 @@ def _edges(largest_of_head: Candidates) -> Edges:
     return Edges(largest_of_head.p.to(wide(largest_of_head.p.device)), _first_run(largest_of_head.at))
 
 
-def row_names(work: Work, scene: Scene) -> list[str]:
+def row_names(reductions: Reductions, scene: Scene) -> list[str]:
     """The row quantities that are asked for and that these rows have, in the order of docs/statistics.md."""
-    if not work.rows:
-        return ["max_weight"] if work.edges else []  # edges are found by it
+    if not reductions.rows:
+        return ["max_weight"] if reductions.edges else []  # edges are found by it
     having = ["weights"]
     if scene.own is not None:
         having.append("positions")
@@ -97,21 +98,21 @@ def row_names(work: Work, scene: Scene) -> list[str]:
             having.append("tokens")
     if scene.has_norms:
         having.append("values")
-    return quantity_names(having, work.windows, work.extra)
+    return quantity_names(having, reductions.windows, reductions.extra)
 
 
-def row_values(work: Work, scene: Scene, block: Block, tile: Tile, names: list[str]) -> dict[str, Tensor]:
+def row_values(reductions: Reductions, scene: Scene, block: Block, tile: Tile, names: list[str]) -> dict[str, Tensor]:
     """name -> [b, h, i], NaN where a row does not count or does not have the quantity."""
     quantities = {"max_weight": (tile.max_logit - tile.top).exp() * tile.scale}
-    if work.rows:
+    if reductions.rows:
         quantities |= _of_weights(tile)
         if "second_weight" in names:
             quantities["second_weight"] = _second_weight(tile)
         quantities |= _of_keys(scene, block, tile)
         if scene.own is not None:
-            quantities |= place_values(work, scene, block, tile)
+            quantities |= place_values(reductions, scene, block, tile)
     values = {name: quantities[name].masked_fill(~tile.counted, math.nan) for name in names}
-    if work.argmax:
+    if reductions.argmax:
         shown = tile.p if tile.hidden is None else tile.p + tile.hidden
         values["argmax"] = torch.where(tile.counted, shown.argmax(-1) + block.j.start, -1)
     return values

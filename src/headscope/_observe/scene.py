@@ -1,21 +1,85 @@
-"""Check the options of an observation, and build its tensors."""
+"""``Scene``, the tensors of an observation, and ``build_scene``, which checks its options and makes them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headscope._attend.call import FLOATS, Call
-from headscope._observe.inputs import Continued, Request, Scene
+from headscope._attend.interface import Inputs, accumulate_dtype
+from headscope._observe.inputs import Continued, Request
 from headscope._observe.placement import find_first_key, to_frame
 from headscope._support.arguments import check_layout, check_type, kind, shapes
 from headscope._support.tensor_classes import ORDINARY, to_ordinary
+from headscope.masks import Plan
 from headscope.stats import Observe
+
+HUGE = 1e30  # a bound on the logits below which float32 cannot overflow
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """The tensors of one observation. R counts the query rows that are looked at.
+
+    Attributes:
+        inputs: k [B, Hkv, K, D], bias and sinks as the backends take them, and all of q [B, H, Q, D].
+        rows: the query index of each row, ascending.
+        q, lse: of these rows, [B, H, R, D] and [B, H, R]; lse None = not given.
+        may_count: boolean, broadcasts to [B, H, R]: not left out by ``rows`` and no padding; None = all. Empty rows and
+            rows that are not finite have to be left out beside.
+        line: the position of each row where keys stand at 0, 1, 2, …: int64 [B or 1, R]; None = positions are given,
+            or there are none.
+        q_at, k_at: given positions, float64 [B or 1, R, axes] and [B or 1, K, axes], NaN = has none; or None.
+        own: the query's own key, int64 [B or 1, R], -1 = there is none; None in cross-attention.
+        first: the first real keys of each batch entry, int64 [B or 1, n], -1 = there are fewer.
+        ids: tokens of the keys [B, K], or None.
+        id_before: of the key before the first one [B], or None.
+        has_norms: the lengths of the value vectors are asked for.
+        first_key: the absolute position of key 0, by which received and eligible are filed.
+    """
+
+    call: Call
+    plan: Plan | None
+    inputs: Inputs
+    rows: Sequence[int]
+    q: Tensor
+    lse: Tensor | None
+    may_count: Tensor | None
+    line: Tensor | None
+    q_at: Tensor | None
+    k_at: Tensor | None
+    own: Tensor | None
+    first: Tensor
+    ids: Tensor | None
+    id_before: Tensor | None
+    has_norms: bool
+    first_key: int
+
+    @cached_property
+    def clean(self) -> bool:
+        """Nothing is NaN, infinite or so large that a logit could overflow; on a CPU only: it would take waiting."""
+        return _clean(self)
+
+    @cached_property
+    def norms(self) -> Tensor | None:
+        """Lengths of the value vectors [B, Hkv, K]; None where they are not asked for."""
+        return _value_norms(self.inputs.v, self.call) if self.has_norms else None
+
+    @property
+    def whole(self) -> bool:
+        """Whether every query row is looked at."""
+        return isinstance(self.rows, range)
+
+
+def _value_norms(v: Tensor, call: Call) -> Tensor:
+    """Of values [B, Hkv, K, Dv], in the dtype of the arithmetic."""
+    return torch.linalg.vector_norm(v, dim=-1, dtype=accumulate_dtype(call.dtype))
 
 
 def build_scene(request: Request) -> Scene:
@@ -159,3 +223,20 @@ def _ids(tokens: Tensor, call: Call) -> Tensor:
 def _id_before(what: Observe, call: Call) -> Tensor | None:
     known = what.token_before if isinstance(what, Continued) else None
     return None if known is None else known.detach().reshape(-1).expand(call.batch)  # [B]
+
+
+def _clean(scene: Scene) -> bool:
+    call, inputs, norms = scene.call, scene.inputs, scene.norms
+    if call.device != "cpu":
+        return False
+    if 0 in (call.batch, call.queries, call.keys):
+        return True
+    largest = [float(x.detach().abs().amax()) for x in (inputs.q, inputs.k)]
+    factor = max(1.0, abs(call.scale), abs(call.scale) / (call.softcap or 1))
+    if not largest[0] * largest[1] * call.head_dim * factor < HUGE:  # NaN neither
+        return False
+    if norms is not None and not float(norms.amax()) < HUGE:
+        return False
+    if inputs.sinks is not None and not float(inputs.sinks.amax()) < HUGE:
+        return False
+    return inputs.bias is None or float(inputs.bias.amax()) < HUGE

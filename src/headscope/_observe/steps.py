@@ -15,10 +15,10 @@ from headscope._attend.interface import full_precision
 from headscope._attend.prepare import Prepared
 from headscope._observe import native_observer
 from headscope._observe.aggregate import LazyLayer, layer_stats, tiles_of
-from headscope._observe.inputs import Request, Scene, to_work
+from headscope._observe.inputs import Request, to_reductions
 from headscope._observe.native_observer import Ready
-from headscope._observe.portable import observe_rows
-from headscope._observe.scene import build_scene
+from headscope._observe.portable import observe_blocks
+from headscope._observe.scene import Scene, build_scene
 from headscope._support.bounded import BoundedTable
 from headscope.stats import HeadStats, Observe
 
@@ -27,10 +27,10 @@ def observe_request(request: Request) -> HeadStats:
     """Return the statistics of a request, by all three steps of ``headscope._observe``."""
     with torch.no_grad(), full_precision(request.call):
         known, ready = _find_ready(request)
-        observed = None if ready is None else native_observer.observe_rows(ready, request.inputs)
+        observed = None if ready is None else native_observer.observe_natively(ready, request.inputs)
         if observed is None:
             known = known if isinstance(known, Scene) else build_scene(request)
-            observed = observe_rows(to_work(request.what), known)
+            observed = observe_blocks(to_reductions(request.what), known)
         return HeadStats({"0": layer_stats(request.call, request.what, known, observed, tiles_of(request, known))})
 
 
@@ -44,7 +44,7 @@ def attend_request(request: Request) -> Result | None:
         if ready is None:
             return None
         into = native_observer.attending(request.call)
-        observed = native_observer.observe_rows(ready, request.inputs, into)
+        observed = native_observer.observe_natively(ready, request.inputs, into)
         if observed is None:
             return None
         if _is_simple(request) and request.has_place and repeater_of(request.prepared, request.what) is None:
@@ -80,7 +80,7 @@ def _find_ready(request: Request) -> tuple[Scene | Ready, Ready | None]:
         if ready is not None:
             return ready, ready
     scene = build_scene(request)
-    if native_observer.refuses(to_work(request.what), scene):
+    if native_observer.refuses(to_reductions(request.what), scene):
         return scene, None
     ready = Ready(request.what, scene)
     if _is_simple(request):

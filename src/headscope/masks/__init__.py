@@ -17,6 +17,7 @@ from headscope.masks._check import as_mask as as_mask
 from headscope.masks._check import check_mask as check_mask
 from headscope.masks._codes import Code as Code
 from headscope.masks._codes import RuleKind as RuleKind
+from headscope.masks._codes import unknown_code as unknown_code
 from headscope.masks._dense import Dense
 from headscope.masks._documents import Documents
 from headscope.masks._from_codes import mask_from_codes as mask_from_codes

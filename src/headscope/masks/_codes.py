@@ -19,6 +19,14 @@ class Code:
     NO_OFFSET, ONE_OFFSET, OFFSETS, OFFSET_TENSOR = range(4)  # of a band
 
 
+def unknown_code(code: int) -> ValueError:
+    """Return the error for a code that this version does not have, as in a program that a later version exported."""
+    return ValueError(
+        f"mask: got the code {int(code)}, expected one of those of this version of headscope; export the program again "
+        "with this version"
+    )
+
+
 class RuleKind(IntEnum):
     """The rules of the native kernels, as ``Rule::Kind`` in ``csrc/interface/attention.h`` numbers them."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headscope.masks._band import Band
 from headscope.masks._base import Mask
-from headscope.masks._codes import Code
+from headscope.masks._codes import Code, unknown_code
 from headscope.masks._dense import Dense
 from headscope.masks._documents import Documents
 from headscope.masks._keys import KeyLengths, Prefix
@@ -30,19 +30,23 @@ def mask_from_codes(codes: Sequence[int], parts: Sequence[Tensor]) -> Mask | Non
                 stack.append(Documents(next(tensors), next(tensors)))
             case Code.DENSE:
                 stack.append(Dense(next(tensors)))
-            case _:
+            case Code.BOTH | Code.EITHER:
                 second, first = stack.pop(), stack.pop()
                 stack.append(first & second if code == Code.BOTH else first | second)
+            case _:
+                raise unknown_code(code)
     return stack[0] if stack else None
 
 
 def _decode_band(left: int, right: int, numbers: Iterator[int], tensors: Iterator[Tensor]) -> Band:
-    match next(numbers):
+    match offset := next(numbers):
         case Code.NO_OFFSET:
             return Band(left, right)
         case Code.ONE_OFFSET:
             return Band(left, right, next(numbers))
         case Code.OFFSETS:
             return Band(left, right, tuple(islice(numbers, next(numbers))))
-        case _:
+        case Code.OFFSET_TENSOR:
             return Band(left, right, next(tensors))
+        case _:
+            raise unknown_code(offset)

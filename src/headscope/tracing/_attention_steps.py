@@ -371,16 +371,14 @@ def _note_scale(s: Setting) -> str | None:
 
 
 def describe_mask(mask: Mask) -> str:
-    """A mask in a few words: "causal", "window(5)", "Documents", "causal and KeyLengths, combined"."""
+    """Return a mask in a few words: "causal", "window(5)", "Prefix(n=3)", "causal and KeyLengths, combined"."""
     if is_causal(mask):
         return "causal"
     if isinstance(mask, Band) and mask.right == 0 and mask.left is not None and mask.offset is None:
         return f"window({mask.left + 1})"
-    if isinstance(mask, (Band, Prefix)) and not mask.tensors():
-        return repr(mask)
     parts = list(mask.leaves())
     if len(parts) == 1:
-        return type(mask).__name__
+        return repr(mask) if mask.is_constant() else type(mask).__name__
     return f"{' and '.join(dict.fromkeys(describe_mask(part) for part in parts))}, combined"
 
 

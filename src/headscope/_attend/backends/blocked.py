@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from headscope._attend.blocks import block_sizes, slices, visible_keys
 from headscope._attend.call import Call
 from headscope._attend.interface import (
+    ForwardPass,
     Inputs,
     Pair,
-    Work,
     accumulate_dtype,
     draw_seed,
     full_precision,
@@ -195,16 +195,16 @@ class _Attend(Function[tuple[Tensor, Tensor]]):
         refuse_batched(*grads)
         saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
         tensors, (out, lse) = saved[:5], saved[5:7]
-        work = Work(ctx.call, ctx.plan, ctx.seed)
+        forward = ForwardPass(ctx.call, ctx.plan, ctx.seed)
         with torch.no_grad():
             gradients_of_inputs = gradients(
-                work, Inputs(*tensors), (out, lse), (grads[0], grads[1]), ctx.needs_input_grad[6:]
+                forward, Inputs(*tensors), (out, lse), (grads[0], grads[1]), ctx.needs_input_grad[6:]
             )
         return None, None, None, *once(gradients_of_inputs, *grads, *saved)
 
 
 def gradients(
-    work: Work,
+    forward: ForwardPass,
     inputs: Inputs,
     results: tuple[Tensor, Tensor],
     grads: Pair,
@@ -213,13 +213,13 @@ def gradients(
     """Return the gradients of q, k, v, and of bias and sinks where they are needed.
 
     Args:
-        work: the forward pass.
+        forward: the forward pass.
         inputs: its inputs.
         results: its out and lse.
         grads: those of out and lse, or None.
         needed: whether those of bias and sinks are: a bias may be as large as the matrix.
     """
-    call, plan, seed = work
+    call, plan, seed = forward
     out = results[0]
     grad_out, grad_lse = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grads, strict=True))
     sums = _zeros(inputs, needed, accumulate_dtype(call.dtype))

@@ -12,10 +12,10 @@ from headscope._attend.backends import blocked
 from headscope._attend.backends.visibility import gradients_of_bad_inputs, hides
 from headscope._attend.call import MOST_RULES, Call
 from headscope._attend.interface import (
+    ForwardPass,
     Inputs,
     Pair,
     Repeat,
-    Work,
     accumulate_dtype,
     draw_seed,
     is_lazy,
@@ -92,7 +92,7 @@ def _tied(
     """out and lse with their gradients, where the call has any."""
     if not (call.grad or call.bias_grad) or lse is None:
         return out, lse
-    tied = _Differentiable.apply((Work(call, plan, seed), call.lse, out, lse), *inputs)
+    tied = _Differentiable.apply((ForwardPass(call, plan, seed), call.lse, out, lse), *inputs)
     return tied if isinstance(tied, tuple) else (tied, None)
 
 
@@ -117,7 +117,7 @@ def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
     like = without_memory(rows_like(call, call.queries, call.heads, call.v_head_dim))
     lse_like = without_memory(torch.empty((call.batch, call.heads, call.queries), dtype=dtype, device="cpu"))
     hidden = hides(call)
-    work, grad, returns_lse = Work(call, plan, 0), call.grad or call.bias_grad, call.lse
+    forward, grad, returns_lse = ForwardPass(call, plan, 0), call.grad or call.bias_grad, call.lse
     need_lse, beside = grad or returns_lse, bias is not None or sinks is not None
 
     def repeat_call(
@@ -139,7 +139,7 @@ def repeater(call: Call, plan: Plan | None, inputs: Inputs) -> Repeat | None:
             return None
         if not grad or lse is None:
             return out, lse
-        results = (work, returns_lse, out, lse)
+        results = (forward, returns_lse, out, lse)
         tied = _tie(results, q, k, v, bias, sinks) if beside else _tie(results, q, k, v)
         return tied if isinstance(tied, tuple) else (tied, None)
 
@@ -157,10 +157,15 @@ class _Differentiable(Function[Tensor | tuple[Tensor, Tensor]]):
 
     @staticmethod
     def forward(
-        ctx: Any, results: tuple[Work, bool, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, *beside: Tensor | None
+        ctx: Any,
+        results: tuple[ForwardPass, bool, Tensor, Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *beside: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        ctx.work, returns_lse, out, lse = results
-        masks = () if ctx.work.plan is None else ctx.work.plan.read_again()
+        ctx.forward_pass, returns_lse, out, lse = results
+        masks = () if ctx.forward_pass.plan is None else ctx.forward_pass.plan.read_again()
         ctx.save_for_backward(q, k, v, out, lse, *beside, *masks)  # beside: bias and sinks, or nothing
         if not returns_lse:
             return out
@@ -177,7 +182,7 @@ class _Differentiable(Function[Tensor | tuple[Tensor, Tensor]]):
         bias, sinks = beside or (None, None)
         inputs, needed = Inputs(q, k, v, four_axes(bias), sinks), ctx.needs_input_grad[4:] or (False, False)
         with torch.no_grad():
-            dq, dk, dv, dbias, dsinks = gradients(ctx.work, inputs, (out, lse), (grad_out, grad_lse), needed)
+            dq, dk, dv, dbias, dsinks = gradients(ctx.forward_pass, inputs, (out, lse), (grad_out, grad_lse), needed)
         dbias = dbias.reshape(bias.shape) if dbias is not None and bias is not None else None  # the axes it came with
         gradients_of_inputs = (dq, dk, dv, dbias, dsinks)[: 3 + len(beside)]
         return None, *once(gradients_of_inputs, grad_out, grad_lse, *saved)
@@ -192,34 +197,34 @@ def four_axes(bias: Tensor | None) -> Tensor | None:
 
 
 def gradients(
-    work: Work, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, needed: tuple[bool, ...]
+    forward: ForwardPass, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v, and of bias and sinks where they are needed.
 
     Args:
-        work: the forward pass.
+        forward: the forward pass.
         inputs: its inputs; see ``gradients_of_bad_inputs`` where q, k or v hold NaN or infinity.
         results: its out and lse.
         grads: those of out and lse, or None.
         needed: whether those of bias and sinks are.
     """
-    gradients_of_inputs, finite = _gradients(work, inputs, results, grads, needed)
+    gradients_of_inputs, finite = _gradients(forward, inputs, results, grads, needed)
     if finite:  # a NaN that met anything, and be it a weight of 0, would be in one of them
         return gradients_of_inputs
 
     def again(clean: Inputs, grads: Pair) -> tuple[Tensor | None, ...]:
-        out, lse, _ = _forward(work.call, work.plan, clean, work.seed, need_lse=True)
+        out, lse, _ = _forward(forward.call, forward.plan, clean, forward.seed, need_lse=True)
         assert lse is not None  # it is asked for
-        return _gradients(work, clean, (out, lse), grads, needed)[0]
+        return _gradients(forward, clean, (out, lse), grads, needed)[0]
 
-    return gradients_of_bad_inputs(work, inputs, grads, again) or gradients_of_inputs
+    return gradients_of_bad_inputs(forward, inputs, grads, again) or gradients_of_inputs
 
 
 def _gradients(
-    work: Work, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, needed: tuple[bool, ...]
+    forward: ForwardPass, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, needed: tuple[bool, ...]
 ) -> tuple[tuple[Tensor | None, ...], bool]:
     """These, and whether all of dq, dk and dv is finite."""
-    call = work.call
+    call = forward.call
     out, lse = (
         unit_stride(results[0]),
         readable(results[1]).contiguous(),
@@ -234,7 +239,7 @@ def _gradients(
         repeats = tuple(inputs.bias.shape) != (call.batch, call.heads, call.queries, call.keys)
         dbias = torch.zeros(inputs.bias.shape, dtype=torch.float64 if repeats else lse.dtype, device="cpu")
     kernel_call = to_kernel_call(
-        call, work.plan, inputs, work.seed
+        call, forward.plan, inputs, forward.seed
     )  # a name of its own: it keeps alive what it points into
     finite = extension.backward(
         kernel_call.call, out.data_ptr(), out.stride(), lse.data_ptr(),
@@ -244,7 +249,7 @@ def _gradients(
     )  # fmt: skip
     dsinks = None
     if inputs.sinks is not None and needed[1]:
-        p = _weights_of_sinks(work, inputs, inputs.sinks, lse)
+        p = _weights_of_sinks(forward, inputs, inputs.sinks, lse)
         rows = -(out.to(lse.dtype) * grad_out.to(lse.dtype)).sum(-1)  # [B, H, Q]
         dsinks = (p * (rows if grad_lse is None else rows + grad_lse)).sum((0, 2)).to(inputs.sinks.dtype)
     if dbias is not None and inputs.bias is not None:
@@ -252,11 +257,11 @@ def _gradients(
     return (dq, dk, dv, dbias, dsinks), finite
 
 
-def _weights_of_sinks(work: Work, inputs: Inputs, sinks: Tensor, lse: Tensor) -> Tensor:
+def _weights_of_sinks(forward: ForwardPass, inputs: Inputs, sinks: Tensor, lse: Tensor) -> Tensor:
     """What of each row falls to the sink, [B, H, Q]; by lse, unless that has lost the sum beside the largest logit."""
     coarse = (lse.abs() > COARSE[lse.dtype]) & (lse != -torch.inf)
     if bool(coarse.any()):
-        return blocked.weights_of_sinks(work.call, work.plan, inputs)
+        return blocked.weights_of_sinks(forward.call, forward.plan, inputs)
     return torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill(lse == -torch.inf, 0)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headscope._attend.blocks import slices, visible_keys
 from headscope._attend.call import Call
-from headscope._attend.interface import Inputs, Pair, Work, accumulate_dtype
+from headscope._attend.interface import ForwardPass, Inputs, Pair, accumulate_dtype
 from headscope.masks import Plan
 
 ROWS = 1 << 19  # elements of one block of visibility
@@ -97,14 +97,14 @@ def incoming(grads: Pair) -> Tensor | bool:
 
 
 def gradients_of_bad_inputs(
-    work: Work, inputs: Inputs, grads: Pair, gradients: Callable[[Inputs, Pair], Gradients]
+    forward: ForwardPass, inputs: Inputs, grads: Pair, gradients: Callable[[Inputs, Pair], Gradients]
 ) -> Gradients | None:
     """Gradients where q, k or v hold NaN or infinity; None if they do not.
 
     Rows of bad logits have NaN for a gradient, and so has all that they see, unless nothing depends on their result.
     What the other rows give is as if zeros stood in the place of NaN and infinity: 0 x NaN is NaN.
     """
-    call, plan, bias = work.call, work.plan, inputs.bias
+    call, plan, bias = forward.call, forward.plan, inputs.bias
     bad = [~x.isfinite() for x in inputs[:3]]
     if not any(x.any() for x in bad):
         return None

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "../interface/attention.h"
-#include "../runtime/threads.h"
+#include "threads.h"
 
 namespace headscope {
 

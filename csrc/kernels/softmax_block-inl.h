@@ -2,8 +2,8 @@
 // If the maximum rises, the sum and the output accumulated so far are rescaled.
 
 template <class T, int QV, int G, class Op, class Observer>
-struct SoftmaxTile : Logits<T, QV, Op> {
-    using Base = Logits<T, QV, Op>;
+struct SoftmaxBlock : LogitsBlock<T, QV, Op> {
+    using Base = LogitsBlock<T, QV, Op>;
     using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS;
     using typename Base::Word;
     static constexpr bool DECODES = G > 0 && G <= MAX_DECODE_ROWS<T>;
@@ -21,7 +21,7 @@ struct SoftmaxTile : Logits<T, QV, Op> {
     bool packed = false;     // the logits of this block are [keys][G], not [keys][ROWS]: they are scaled products
     Observer observer;
     static int padded_width(std::int64_t n) { return int((n + Products::STEP - 1) / Products::STEP * Products::STEP); }
-    SoftmaxTile(const Forward& call, std::int64_t batch, std::int64_t head, Arena& memory)
+    SoftmaxBlock(const Forward& call, std::int64_t batch, std::int64_t head, Arena& memory)
         : Base(call, batch, head, memory), k_width(padded_width(f.head_dim)), v_width(padded_width(f.v_head_dim)) {
         o = memory.allocate<T>(output_size());
         dropout_factors = memory.allocate<T>(f.dropout > 0 ? KEYS * ROWS : 0);

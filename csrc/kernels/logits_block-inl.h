@@ -1,7 +1,7 @@
 // The logits of a block of rows against a block of keys: products, softcap, bias and mask.
 
 template <class T, int QV, class Op = Fma<T>>
-struct Logits : MaskedRowBlock<T, QV, Op> {
+struct LogitsBlock : MaskedRowBlock<T, QV, Op> {
     using Base = MaskedRowBlock<T, QV, Op>;
     using Base::f, Base::b, Base::p, Base::q, Base::count, Base::group, Base::all_visible, Base::converted_k, Base::L,
         Base::ROWS, Base::KEYS, Base::PAIRS, Base::head, Base::query, Base::flat_row;
