@@ -284,7 +284,7 @@ def _judge_visible_mask(
     if plain is not None and _is_on_queries(p, plain, expected, before):
         return Verdict("mask-on-queries", "real tokens see padding as without the mask; its own rows have changed")
     if not bool((visible == before)[rows.expand(visible.shape)].all()):
-        pairs = _describe_pair(hidden & visible), _describe_pair(expected & ~visible)
+        pairs = _describe_pair(hidden & visible & rows), _describe_pair(expected & ~visible & rows)
         return Verdict(
             "mask-applied-wrong",
             " and ".join(f"{pair} is {what}" for pair, what in zip(pairs, ("seen", "hidden"), strict=True) if pair),

@@ -180,7 +180,9 @@ def build_test_pattern(kind: str, batch: int, length: int) -> tuple[Tensor, Tens
     """Return what may be seen, [B, T, T], and as it is handed over, before its form: [B, 1, T, T] or [B, T]."""
     if kind == "keys":
         allowed = torch.ones(batch, length, dtype=torch.bool)
-        allowed[1:, -2:] = False  # padding on the right, which the first entry has not
+        some = min(2, length // 2)
+        allowed[0, :some] = False  # padding on the left: key 0 is hidden from some queries that see others
+        allowed[1:, length - some :] = False
         return allowed[:, None].expand(batch, length, length), allowed
     i, j = torch.arange(length)[:, None], torch.arange(length)
     pairs = ((3 * i + 5 * j) % 7 < 4) | (i == j)  # every key is hidden from some query that sees others
