@@ -739,7 +739,7 @@ def test_a_key_that_no_mask_hides_is_found(key: int, causal: bool) -> None:
     assert f"key {key} of query" in found["mask-applied-wrong"].seen
 
 
-class Padded(nn.Module):
+class KeyMasked(nn.Module):
     """Attention with a mask of keys [B, T], True or 1 = may be seen."""
 
     def __init__(self, causal: bool = False) -> None:
@@ -762,12 +762,12 @@ class Padded(nn.Module):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("key", [0, 5])
 def test_a_key_that_no_mask_of_keys_hides_is_found(key: int, causal: bool) -> None:
-    class Showing(Padded):
+    class Showing(KeyMasked):
         def apply_mask(self, s: Tensor, mask: Tensor) -> Tensor:
             masked = super().apply_mask(s, mask)
             return torch.cat([masked[..., :key], s[..., key : key + 1], masked[..., key + 1 :]], -1)
 
-    assert check(Padded(causal), mask_means="keep").names == ()
+    assert check(KeyMasked(causal), mask_means="keep").names == ()
     found = check(Showing(causal), mask_means="keep")
     assert found.names == ("mask-applied-wrong",)
     assert f"key {key} of query" in found["mask-applied-wrong"].seen
@@ -775,7 +775,7 @@ def test_a_key_that_no_mask_of_keys_hides_is_found(key: int, causal: bool) -> No
 
 @pytest.mark.parametrize("of_entry", ["last", "every", "any"])
 def test_a_mask_of_keys_from_other_entries_is_found(of_entry: str) -> None:
-    class Shared(Padded):
+    class Shared(KeyMasked):
         def apply_mask(self, s: Tensor, mask: Tensor) -> Tensor:
             shared = {"last": mask[-1:] != 0, "every": (mask != 0).all(0, True), "any": (mask != 0).any(0, True)}
             return super().apply_mask(s, shared[of_entry])
