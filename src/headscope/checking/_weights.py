@@ -217,6 +217,11 @@ def _are_even(p: Tensor, at: Tensor) -> Tensor:
 # ---------------------------------------------------------------- masks
 
 
+def are_blank(p: Tensor, at: Tensor) -> Tensor:
+    """Return which rows [B, H, Q] show no choice among their keys: NaN, all zero, or all alike where ``at``."""
+    return ~torch.isfinite(p).all(-1) | ~visible_pairs(p).any(-1) | _are_even(p, at)[..., 0]
+
+
 def judge_mask(
     p: Tensor, logit: Tensor | None, mask: Tensor, before: Tensor, plain: Tensor | None, tolerance: float
 ) -> Verdict:
