@@ -739,6 +739,96 @@ def test_a_key_that_no_mask_hides_is_found(key: int, causal: bool) -> None:
     assert f"key {key} of query" in found["mask-applied-wrong"].seen
 
 
+class KeyMasked(nn.Module):
+    """Attention with a mask of keys [B, T], True or 1 = may be seen."""
+
+    def __init__(self, causal: bool = False) -> None:
+        super().__init__()
+        self.causal = causal
+        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
+
+    def apply_mask(self, s: Tensor, mask: Tensor) -> Tensor:
+        return s.masked_fill(mask[:, None, None] == 0, -1e4)
+
+    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, 8)).permute(2, 0, 3, 1, 4)
+        s = q @ k.mT * 8**-0.5
+        later = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)
+        s = s.masked_fill(later, -1e4) if self.causal else s
+        s = s if key_mask is None else self.apply_mask(s, key_mask)
+        return self.out((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("key", [0, 5])
+def test_a_key_that_no_mask_of_keys_hides_is_found(key: int, causal: bool) -> None:
+    class Showing(KeyMasked):
+        def apply_mask(self, s: Tensor, mask: Tensor) -> Tensor:
+            masked = super().apply_mask(s, mask)
+            return torch.cat([masked[..., :key], s[..., key : key + 1], masked[..., key + 1 :]], -1)
+
+    assert check(KeyMasked(causal), mask_means="keep").names == ()
+    found = check(Showing(causal), mask_means="keep")
+    assert found.names == ("mask-applied-wrong",)
+    assert f"key {key} of query" in found["mask-applied-wrong"].seen
+
+
+@pytest.mark.parametrize("of_entry", ["last", "every", "any"])
+def test_a_mask_of_keys_from_other_entries_is_found(of_entry: str) -> None:
+    class Shared(KeyMasked):
+        def apply_mask(self, s: Tensor, mask: Tensor) -> Tensor:
+            shared = {"last": mask[-1:] != 0, "every": (mask != 0).all(0, True), "any": (mask != 0).any(0, True)}
+            return super().apply_mask(s, shared[of_entry])
+
+    found = check(Shared(), mask_means="keep")
+    assert found.names == ("mask-ignored" if of_entry == "any" else "mask-applied-wrong",)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_that_sees_nothing_is_no_mistake(causal: bool) -> None:
+    class BothSides(KeyMasked):
+        def apply_mask(self, s: Tensor, mask: Tensor) -> Tensor:
+            real = mask != 0
+            return s.masked_fill(~(real[:, None, None] & real[:, None, :, None]), -1e4)
+
+    assert check(BothSides(causal), mask_means="keep").names == ()
+
+
+def test_a_mask_of_keys_in_place_of_the_causal_one_is_found() -> None:
+    class Replacing(KeyMasked):
+        def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+            self.causal = key_mask is None
+            return super().forward(x, key_mask)
+
+    found = check(Replacing(causal=True), mask_means="keep")
+    assert found.names == ("looks-into-the-future",)
+    assert "key_mask= [B, T] boolean: query 0 of head 0 sees key 2" in found["looks-into-the-future"].seen
+
+
+class EntryMasked(Packed):
+    """Attention with a mask [B, 1, T, T], True = may be seen."""
+
+    def apply_mask(self, s: Tensor, mask: Tensor) -> Tensor:
+        return s.masked_fill(mask == 0, -1e4)
+
+    def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        s = self.scores(q, k)
+        if mask is not None and mask.ndim != 4:
+            raise ValueError("mask: expected [B, 1, T, T]")
+        return (s if mask is None else self.apply_mask(s, mask)).softmax(-1)
+
+
+@pytest.mark.parametrize("fault", ["", "first", "flipped", "own key"])
+def test_a_mask_of_pairs_of_another_entry_or_without_the_diagonal_is_found(fault: str) -> None:
+    class Faulty(EntryMasked):
+        def apply_mask(self, s: Tensor, mask: Tensor) -> Tensor:
+            if fault == "own key":
+                mask = (mask != 0) | torch.eye(s.shape[-1], dtype=torch.bool)
+            return super().apply_mask(s, {"first": mask[:1], "flipped": mask.flip(0)}.get(fault, mask))
+
+    assert check(Faulty(24, 3), mask_means="keep").names == (("mask-applied-wrong",) if fault else ())
+
+
 @pytest.mark.parametrize("scale_first", [True, False])
 def test_a_mask_of_numbers_is_added_before_or_after_the_scale(scale_first: bool) -> None:
     class Adding(Packed):

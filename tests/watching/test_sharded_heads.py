@@ -138,3 +138,26 @@ def test_parameters_that_do_not_show_the_heads_are_refused(uneven: Results) -> N
     assert [rank["another parameter, configured"]["part"] for rank in uneven] == [
         f"an unknown part of 5 heads (held by process {number} of 3)" for number in range(3)
     ]
+
+
+# ---------------------------------------------------------------- heads and data
+
+
+@pytest.fixture(scope="module")
+def crossed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each of four processes prints, where two share the heads and two the data."""
+    store = tmp_path_factory.mktemp("crossed") / "store"
+    return [json.loads(text) for text in run_ranks(PROGRAMS / "sharded_heads.py", "4", str(store), world=4)]
+
+
+@pytest.mark.parametrize("data", ["by layer", "by projection"])
+@pytest.mark.parametrize("kind", ["one module", "siblings", "packed"])
+def test_heads_beside_sharded_data_are_numbered(kind: str, data: str, crossed: list[dict[str, str]]) -> None:
+    parts = [rank[f"{kind}, {data}"] for rank in crossed]
+    assert parts == 2 * ["heads 0 to 1 of 4", "heads 2 to 3 of 4"]
+
+
+@pytest.mark.parametrize("data", ["by layer", "by projection"])
+@pytest.mark.parametrize("kind", ["gathered", "mlp", "mlp that fits", "data alone"])
+def test_all_heads_beside_sharded_data_are_whole(kind: str, data: str, crossed: list[dict[str, str]]) -> None:
+    assert [rank[f"{kind}, {data}"] for rank in crossed] == 4 * ["None"]

@@ -162,8 +162,12 @@ def _part(name: str, around: list[nn.Module], heads: int, widths: tuple[int, int
         return None
     stated = heads in _declared(config)
     may_be_all = count is None or stated or (heads > 0 and count % heads != 0)
-    slices = _slices(around)
+    slices, shapes = _slices(around)
     answers = _shares(slices, heads, widths)
+    if count is None and True in (answers or {True}) and _are_complete([shape[0] for shape in shapes], heads, widths):
+        if _are_complete([each.length for each in slices if each.axis == 0], heads, widths):
+            raise _unknown_share(name, heads, slices)
+        return None  # whole projections of q, k and v; those that are sharded are others, as of an MLP
     # Where no width fits: parameters are split over rows and others over columns only under tensor parallelism. Shards
     # of data parallelism are gathered while the layer runs.
     shared = answers == {True} if len(answers) == 1 else {each.axis for each in slices} == {0, 1}
@@ -198,6 +202,15 @@ def _shares(slices: list[_Slice], heads: int, widths: tuple[int, int]) -> set[bo
         if shares or whole:
             return {answer for answer, shown in ((True, shares), (False, whole)) if shown}
     return set()
+
+
+def _are_complete(rows: list[int], heads: int, widths: tuple[int, int]) -> bool:
+    """Whether projections with these numbers of rows make q, k and v of a call: one has q's, and three at least fit."""
+    width, value_width = widths
+    groups = [n for n in range(1, heads + 1) if heads % n == 0]
+    fitting = {n * each for n in groups for each in widths}
+    packed = heads * (2 * width + value_width) in rows and value_width > 0
+    return packed or (heads * width in rows and sum(each in fitting for each in rows) >= 3)
 
 
 def _locate(slices: list[_Slice], heads: int) -> tuple[int | None, int | None]:
@@ -242,26 +255,59 @@ def _declared(config: object) -> set[int]:
     return counts
 
 
-def _slices(around: list[nn.Module]) -> list[_Slice]:
-    """What this process holds of the parameters of a layer that are sharded.
+def _slices(around: list[nn.Module]) -> tuple[list[_Slice], list[tuple[int, ...]]]:
+    """What this process holds of the parameters of a layer that are sharded, and the shapes of the other matrices.
 
     It follows from the placements. The processes do not communicate: one that does not watch would block the others.
     """
     if "torch.distributed.tensor" not in sys.modules:
-        return []
+        return [], []
     from torch.distributed.tensor import DTensor
 
     layer = next((each for each in around if any(True for _ in each.parameters())), None)
-    named = [] if layer is None else layer.named_parameters()
-    slices = (_slice(name, parameter) for name, parameter in named if isinstance(parameter, DTensor))
-    return [each for each in slices if each is not None]
+    named = {} if layer is None else dict(layer.named_parameters())
+    parameters = {name: parameter for name, parameter in named.items() if isinstance(parameter, DTensor)}
+    gathered = _gathered_axes(around, list(parameters.values()))
+    slices = {name: _slice(name, parameter, gathered) for name, parameter in parameters.items()}
+    others = [tuple(each.shape) for name, each in named.items() if each.ndim == 2 and slices.get(name) is None]
+    return [each for each in slices.values() if each is not None], others
 
 
-def _slice(name: str, parameter: DTensor) -> _Slice | None:
-    """What this process holds of a parameter; None = all."""
+def _gathered_axes(around: list[nn.Module], parameters: list[DTensor]) -> set[str]:
+    """The names of the mesh axes over which parameters are sharded for data, beside others for tensor parallelism.
+
+    fully_shard puts its axis before that of tensor parallelism, and gathers over it where the parameter is used. A
+    parameter that is sharded over one axis does not show which of the two it is.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    inside = next((each.modules() for each in around if any(True for _ in each.parameters())), ())
+    if not any(isinstance(each, FSDPModule) for each in (*around, *inside)):
+        return set()
+    axes: set[str] = set()
+    for parameter in parameters:
+        placements, names = parameter.placements, list(parameter.device_mesh.mesh_dim_names or ())
+        sharded = [name for name, placement in zip(names, placements, strict=False) if _is_shard(placement)]
+        replicated_last = len(sharded) == 1 and sharded[0] != names[-1]  # over the axis of tensor parallelism
+        axes |= set(sharded[:1]) if len(sharded) > 1 or replicated_last else set()
+    return axes
+
+
+def _is_shard(placement: Any) -> bool:
+    """Whether a placement is a shard, also a strided one, which some versions of torch do not count as a shard."""
+    return bool(placement.is_shard()) or hasattr(placement, "split_factor")
+
+
+def _slice(name: str, parameter: DTensor, gathered: set[str]) -> _Slice | None:
+    """What this process holds of a parameter, once it is gathered over some axes of the mesh; None = all."""
     mesh = parameter.device_mesh
     placements: tuple[Any, ...] = parameter.placements
-    sharded = [dim for dim, placement in enumerate(placements) if placement.is_shard() and mesh.size(dim) > 1]
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    sharded = [
+        dim
+        for dim, placement in enumerate(placements)
+        if _is_shard(placement) and mesh.size(dim) > 1 and names[dim] not in gathered
+    ]
     if not sharded:
         return None
     axes = [placements[dim].dim % parameter.ndim for dim in sharded]
@@ -271,7 +317,8 @@ def _slice(name: str, parameter: DTensor) -> _Slice | None:
         chunk = -(-length // mesh.size(dim))
         offset = min(mesh.get_local_rank(dim) * chunk, length)
         start, length = start + offset, min(chunk, length - offset)
-    local = parameter.to_local().shape[axes[0]]
+    held = parameter.to_local().shape[axes[0]]
+    local = length if gathered & {*names} else held
     by_placement = local == length and len({*axes}) == 1
     return _Slice(name, axes[0], total, local, start if by_placement else None)
 

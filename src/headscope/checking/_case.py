@@ -45,7 +45,7 @@ class WorkingMask:
 
     Attributes:
         argument: its name.
-        kind: "pairs" or "keys".
+        kind: "pairs", "entries" (pairs of each batch entry) or "keys".
         build: from what may be seen, [B, 1, T, T] or [B, T], to the argument.
     """
 

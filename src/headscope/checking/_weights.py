@@ -217,6 +217,11 @@ def _are_even(p: Tensor, at: Tensor) -> Tensor:
 # ---------------------------------------------------------------- masks
 
 
+def are_blank(p: Tensor, at: Tensor) -> Tensor:
+    """Return which rows [B, H, Q] show no choice among their keys: NaN, all zero, or all alike where ``at``."""
+    return ~torch.isfinite(p).all(-1) | ~visible_pairs(p).any(-1) | _are_even(p, at)[..., 0]
+
+
 def judge_mask(
     p: Tensor, logit: Tensor | None, mask: Tensor, before: Tensor, plain: Tensor | None, tolerance: float
 ) -> Verdict:
@@ -284,7 +289,7 @@ def _judge_visible_mask(
     if plain is not None and _is_on_queries(p, plain, expected, before):
         return Verdict("mask-on-queries", "real tokens see padding as without the mask; its own rows have changed")
     if not bool((visible == before)[rows.expand(visible.shape)].all()):
-        pairs = _describe_pair(hidden & visible), _describe_pair(expected & ~visible)
+        pairs = _describe_pair(hidden & visible & rows), _describe_pair(expected & ~visible & rows)
         return Verdict(
             "mask-applied-wrong",
             " and ".join(f"{pair} is {what}" for pair, what in zip(pairs, ("seen", "hidden"), strict=True) if pair),

@@ -3,6 +3,7 @@
 python sharded_heads.py RANK WORLD STORE
 
 Each prints, as JSON: kind of sharding -> action -> how far the output is from that of the whole model, or the error.
+Four processes also share the data, and print: kind -> the part of the heads that a recording states, or the error.
 """
 
 from __future__ import annotations
@@ -73,6 +74,31 @@ class Siblings(nn.Module):
         return self.output(self.attention(x))
 
 
+class Block(nn.Module):
+    """Attention and an MLP in one module."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(SIZE, SIZE, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(SIZE, hidden, bias=False), nn.Linear(hidden, SIZE, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for project in (self.q, self.k, self.v))
+        y = self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return y + self.down(self.up(y).relu())  # [B, T, SIZE]
+
+
+class Layer(nn.Module):
+    """A model of one such block."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.attention = Block(hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x)
+
+
 def share(model: nn.Module, mesh: DeviceMesh, *, gathered: bool) -> None:
     """Shard a model's heads, or only the computation of its projections, whose outputs are then gathered."""
     columns = ColwiseParallel(output_layouts=Replicate()) if gathered else ColwiseParallel()
@@ -124,10 +150,45 @@ def compared(action: Callable[[nn.Module], Tensor], model: nn.Module, whole: nn.
     return float((result - expected).abs().max()) if result.shape == expected.shape else f"shape {list(result.shape)}"
 
 
+def share_mlp(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard the MLP of a block alone; each process attends with all heads."""
+    parallelize_module(model, mesh, {"attention.up": ColwiseParallel(), "attention.down": RowwiseParallel()})
+
+
+CROSSED: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, DeviceMesh], None]]] = {
+    "one module": (lambda: Model(False), lambda model, mesh: share(model, mesh, gathered=False)),
+    "siblings": (Siblings, lambda model, mesh: share(model, mesh, gathered=False)),
+    "packed": (lambda: Siblings(packed=True), lambda model, mesh: share(model, mesh, gathered=False)),
+    "gathered": (Siblings, lambda model, mesh: share(model, mesh, gathered=True)),
+    "mlp": (lambda: Layer(40), share_mlp),
+    "mlp that fits": (lambda: Layer(2 * SIZE), share_mlp),
+    "data alone": (lambda: Model(False), lambda model, mesh: None),
+}
+
+
+def state_parts(world: int) -> dict[str, str]:
+    """Return the part that a recording states where some processes share the heads, and others the data."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "heads"))
+    parts: dict[str, str] = {}
+    for kind, (make, share_layers) in CROSSED.items():
+        for data in ("by layer", "by projection"):
+            torch.manual_seed(0)
+            model = make().eval()
+            share_layers(model, mesh["heads"])
+            shard_data(model, mesh["data"], each=data == "by projection")
+            parts[f"{kind}, {data}"] = state_part(model, torch.randn(1, 5, SIZE))
+    return parts
+
+
 def main(rank: int, world: int, store: str) -> None:
     """Do everything with each kind of sharding."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    if world > 2:
+        print(json.dumps(state_parts(world)))
+        dist.barrier()
+        dist.destroy_process_group()
+        return
     mesh = init_device_mesh("cpu", (world,))
     results: dict[str, dict[str, float | str]] = {}
     for kind in KINDS:

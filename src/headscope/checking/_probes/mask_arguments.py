@@ -29,7 +29,7 @@ class Form:
     """A shape and a meaning of a mask.
 
     Attributes:
-        kind: "pairs" or "keys".
+        kind: "pairs", "entries" (pairs of each batch entry) or "keys".
         text: shape and values, in words.
         build: from what may be seen, [B, 1, T, T] or [B, T], to the argument.
         adds: it holds numbers to add.
@@ -52,8 +52,8 @@ def _list_forms(name: str, own: bool, dtype: torch.dtype, means: str | None) -> 
 
     shapes: list[tuple[str, str, Callable[[Tensor], Tensor]]] = [
         ("pairs", "[T, T]", lambda m: m[0, 0]),
-        ("pairs", "[B, 1, T, T]", lambda m: m),
-        ("pairs", "[B, T, T]", lambda m: m[:, 0]),
+        ("entries", "[B, 1, T, T]", lambda m: m),
+        ("entries", "[B, T, T]", lambda m: m[:, 0]),
         ("keys", "[B, T]", lambda m: m),
         ("keys", "[B, 1, 1, T]", lambda m: m[:, None, None]),
         ("keys", "[B, 1, T]", lambda m: m[:, None]),
@@ -96,7 +96,7 @@ def _probe_argument(case: Case, name: str) -> None:
     first: tuple[Form, Verdict] | None = None
     ran: tuple[Form, Verdict] | None = None
     for form in _list_forms(name, own, case.subject.dtype, means):
-        if form.kind == "keys" and first is not None and first[0].kind == "pairs":
+        if form.kind == "keys" and first is not None and first[0].kind != "keys":
             continue
         verdict = _judge_form(case, name, form)
         if verdict is None:
@@ -137,15 +137,27 @@ def _judge_form(case: Case, name: str, form: Form) -> Verdict | None:
     before = visible_pairs(plain)
     if case.other_heads is not None and differ_in_pattern(before, visible_pairs(case.other_heads.p)):
         before = before | visible_pairs(p)  # hidden keys make room for others, as among the largest few
+    if form.kind == "keys":  # what padding sees is of no use: its rows may hide everything
+        padding = ~mask.diagonal(dim1=-2, dim2=-1)[:, None]  # [B, 1, Q]
+        before = before & ~(padding & weights.are_blank(p, before))[..., None]
     verdict = weights.judge_mask(p, case.logit, mask, before, plain, subject.tolerance)
     if verdict.outcome == "mask-applied-wrong" and case.causal:  # it may take the place of the built-in one
         everything = torch.ones_like(before)
         alone = weights.judge_mask(p, None, mask, everything, None, subject.tolerance)
-        verdict = alone if alone.outcome in ("hidden", "mask-inverted") else verdict
+        if alone.outcome in ("hidden", "mask-inverted"):
+            verdict = alone if form.kind != "keys" else _show_later_key(visible_pairs(p))
     unsure = form.adds and verdict.outcome == "hidden" and not verdict.after_softmax and case.options.mask_means is None
     if unsure and not _is_added(case, name, form):
         return None
     return verdict
+
+
+def _show_later_key(visible: Tensor) -> Verdict:
+    """The verdict on a mask of keys that takes the place of the causal one: it says nothing of later keys."""
+    _, head, query, key = visible.triu(1).nonzero()[0].tolist()
+    return Verdict(
+        "looks-into-the-future", f"query {query} of head {head} sees key {key}, which it does not without it"
+    )
 
 
 def _is_added(case: Case, name: str, form: Form) -> bool:
@@ -180,13 +192,19 @@ def build_test_pattern(kind: str, batch: int, length: int) -> tuple[Tensor, Tens
     """Return what may be seen, [B, T, T], and as it is handed over, before its form: [B, 1, T, T] or [B, T]."""
     if kind == "keys":
         allowed = torch.ones(batch, length, dtype=torch.bool)
-        allowed[1:, -2:] = False  # padding on the right, which the first entry has not
+        some = min(2, length // 2)
+        allowed[0, :some] = False  # padding on the left: key 0 is hidden from some queries that see others
+        allowed[1:, length - some :] = False
         return allowed[:, None].expand(batch, length, length), allowed
     i, j = torch.arange(length)[:, None], torch.arange(length)
-    pairs = ((3 * i + 5 * j) % 7 < 4) | (i == j)  # every key is hidden from some query that sees others
+    # every key is hidden from some query that sees others, and query 4 does not see itself
+    pairs = ((3 * i + 5 * j) % 7 < 4) | ((i == j) & (i != 4))
     pairs[0, -1] = False
     pairs[-1, -3:-1] = False  # in a causal module few queries see these
-    return pairs.expand(batch, length, length), pairs.expand(batch, 1, length, length)
+    pairs = pairs.repeat(batch, 1, 1)
+    if kind == "entries":
+        pairs[1::2] = pairs[1::2].flip(1, 2)
+    return pairs, pairs[:, None]
 
 
 def _report_working_mask(case: Case, name: str, form: Form, verdict: Verdict) -> None:

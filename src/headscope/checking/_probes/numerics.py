@@ -57,7 +57,7 @@ def _is_finite_in(case: Case, x: Tensor, dtype: torch.dtype) -> bool | str:
     more: dict[str, Any] = {}
     for working in case.masks[:1]:
         allowed = torch.ones(subject.length, subject.length, dtype=torch.bool).tril()
-        pairs = working.kind == "pairs"
+        pairs = working.kind != "keys"
         mask = working.build(allowed.expand(subject.batch, 1, -1, -1) if pairs else allowed[-subject.batch :])
         if not mask.is_floating_point():  # what is minus infinity in one type is not in another
             more[working.argument] = mask
