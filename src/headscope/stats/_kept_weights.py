@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from headscope._support.fingerprint import Fingerprint
 from headscope._support.logits import cap_logits, scaled_products
 
-_ROUNDING = 1e-3  # by how much a weight may exceed 1
+_ROUNDING = 1e-3  # by how much a weight, or the sum of a row, may exceed 1
+_ROWS_CHECKED = 8  # of each head
 MOST_REST = 2**28
 """How many pairs a mask that is no spans may have to be saved."""
 
@@ -85,7 +87,7 @@ class KeptWeights:
         wide: whether to compute in float64.
         offset: where query 0 stands among the keys; None: the queries are the last ones, at K - Q.
         shared: parts that share memory with tensors of the caller's, and what they held.
-        unverified: the file and the run, where the parts are those of a file without checksums.
+        unverified: the file and the run, where the parts are those of a file without checksums, or were once.
     """
 
     parts: Mapping[str, Any]
@@ -127,7 +129,8 @@ class KeptWeights:
     def metadata(self) -> dict[str, Any]:
         """All but the tensors, ready for JSON."""
         numbers = {"scale": self.scale, "softcap": self.softcap, "offset": self.offset}
-        return {"parts": [*self.parts], "lead": [*self.lead], **numbers}
+        unverified = {} if self.unverified is None else {"unverified": True}
+        return {"parts": [*self.parts], "lead": [*self.lead], **numbers, **unverified}
 
     def __getstate__(self) -> dict[str, Any]:
         """With the parts whole: slices of a file cannot be copied."""
@@ -155,6 +158,22 @@ class KeptWeights:
         """Of one batch entry and head, [i, j]; NaN where nothing may be seen, too."""
         p, hidden = self._weights_and_hidden(b, head, i, j)
         return p.masked_fill(hidden, torch.nan)
+
+    def checked(self) -> KeptWeights:
+        """Return the same with the parts whole, to be saved; of unverified ones some rows of every head are checked.
+
+        Raises:
+            DamagedFileError: a row sums to more than 1.
+        """
+        whole = replace(self, parts=self.tensors())
+        if whole.unverified is None or 0 in (self.queries, self.keys):
+            return whole
+        rows = {round(n * (self.queries - 1) / (_ROWS_CHECKED - 1)) for n in range(_ROWS_CHECKED)}
+        for b, head, i in product(*map(range, self.sizes["q"][:2]), sorted(rows)):
+            p = whole.piece(b, head, (i, i + 1), (0, self.keys))
+            lse = whole._part("lse", b, head, slice(i, i + 1)).to(p.dtype)[:, None]
+            _check_largest(whole.unverified, p.nansum(-1, keepdim=True).log(), lse)
+        return whole
 
     def _weights_and_hidden(self, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Of one batch entry and head, and what may not be seen, whose weight means nothing; both [i, j]."""
