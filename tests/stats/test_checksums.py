@@ -230,17 +230,19 @@ def test_what_had_no_checksums_stays_unverified_when_it_is_saved_anew(tmp_path: 
 
 
 def test_logits_that_round_are_no_damage(tmp_path: Path) -> None:
-    q, k = 3e3 * torch.randn(2, 1, 2, 9, 4, generator=torch.Generator().manual_seed(0))
+    q, k = 70 * torch.randn(2, 1, 2, 9, 4, generator=torch.Generator().manual_seed(0))
     stats = observe(q, k, what=Observe(keep_qk=True))
     path = _statistics_file.save(stats.parts, None, tmp_path / "r.safetensors", False, qk=True)
     expected = HeadStats.load(path).tile(0, 9, 0, 9)
     tensors, entries = read(path)
+    tensors["0/qk/0/lse"] = tensors["0/qk/0/lse"].float() * (1 - 2e-7)  # as of other logits, in float32
     save_file(tensors, path, without_checksums(entries))
     old = HeadStats.load(path)
-    assert torch.equal(old.tile(0, 9, 0, 9), expected)
+    tile = old.tile(0, 9, 0, 9)
+    torch.testing.assert_close(tile, expected, rtol=0.01, atol=1e-6)
+    assert tile.max() > 1.001, "they do round"
     _statistics_file.save(old.parts, None, tmp_path / "new.safetensors", False, qk=True)
-    assert torch.equal(HeadStats.load(tmp_path / "new.safetensors").tile(0, 9, 0, 9), expected)
-    assert expected.max() > 1.002, "they do round"
+    assert torch.equal(HeadStats.load(tmp_path / "new.safetensors").tile(0, 9, 0, 9), tile)
 
 
 def test_a_damaged_recording_is_one_line_of_the_command(whole: Path, run: Run) -> None:
