@@ -331,6 +331,9 @@ def test_an_adapter_is_refused(
             "rope_parameters.rope_type: expected one of default, linear, dynamic, yarn",
         ),
         ({"hidden_act": "gelo"}, "hidden_act: expected an activation of transformers, as gelu, got 'gelo'; use the"),
+        ({"dtype": "float17"}, "dtype: expected one of float32, float16, bfloat16, float64, auto, got 'float17'; use"),
+        ({"torch_dtype": 3}, "torch_dtype: expected one of float32, float16, bfloat16, float64, auto, got 3; use the"),
+        ({"dtype": ["float16"]}, "dtype: expected one of float32, float16, bfloat16, float64, auto, got ['float16']"),
         ({"model_type": "llama9"}, "as 'llama', got 'llama9'; correct it, or update transformers"),
         ({"model_type": None}, "got none; correct it, or update transformers"),
     ],
@@ -360,6 +363,37 @@ def test_a_dtype_of_auto_is_that_of_the_weights(llama: Path, tmp_path: Path) -> 
     weights = {key: x.bfloat16() for key, x in load_file(at / "model.safetensors").items()}
     save_file(weights, at / "model.safetensors", {"format": "pt"})
     assert {x.dtype for x in load(str(at)).model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"dtype": "torch.float16"}, torch.float16),
+        ({"dtype": None, "torch_dtype": "torch.bfloat16"}, torch.bfloat16),
+        ({"dtype": {"": "torch.float64"}}, torch.float64),
+        ({"dtype": {"": None}}, torch.float32),
+        ({"dtype": "torch.auto", "torch_dtype": "float64"}, torch.float32),
+    ],
+)
+def test_a_dtype_is_read_with_the_name_of_torch_before_it(
+    keys: dict[str, Any], expected: torch.dtype, llama: Path, tmp_path: Path
+) -> None:
+    model = load(str(changed(llama, tmp_path / "at", **keys))).model
+    assert {x.dtype for x in model.parameters()} == {expected}
+
+
+def test_the_dtype_of_a_part_is_read_or_refused(tmp_path: Path) -> None:
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=28, patch_size=14
+    )
+    config = transformers.LlavaConfig(text_config=transformers.LlamaConfig(**SIZES), vision_config=vision)
+    folder = save(transformers.LlavaForConditionalGeneration(config), tmp_path / "llava", tokenizer=False)
+    for number, dtype in enumerate(("torch.float32", "auto")):
+        at = changed(folder, tmp_path / f"{number}", **{"text_config.dtype": dtype})
+        assert {x.dtype for x in load(str(at)).model.parameters()} == {torch.float32}
+    at = changed(folder, tmp_path / "other", **{"text_config.dtype": "float17"})
+    with pytest.raises(Mistake, match=r"config\.json: text_config\.dtype: expected one of .*, got 'float17'"):
+        load(str(at))
 
 
 def test_an_index_that_names_a_file_outside_is_refused(llama: Path, tmp_path: Path) -> None:

@@ -63,6 +63,48 @@ def test_tiles_of_a_file_are_those_of_the_observation(name: str, dtype: torch.dt
         loaded.tile(0, 1, 0, 20)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["everything", "causal", "bias", "sinks"])
+@pytest.mark.parametrize("std", [30.0, 3e3, 1e4])
+def test_tiles_of_a_file_are_exact_where_logits_are_large(
+    std: float, name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """float32 rounds an lse of 3e7 by 1: every weight of the row would be up to three times as large."""
+    random = torch.Generator().manual_seed(0)
+    q, k = (std * torch.randn(2, 3, n, 64, generator=random, dtype=torch.float64) for n in (QUERIES, KEYS))
+    k[:, :, 1::2] = k[:, :, :-1:2]  # most rows have two keys of the same weight
+    given = {key: x.to(dtype)[:3] if key in ("bias", "sinks") else x for key, x in options()[name].items()}
+    if name == "sinks":  # of the logits of head 0, and of none
+        given["sinks"][0] = (q[0, 0, 3] @ k[0, 0, 2] / 8).to(dtype)
+    stats = observe(q.to(dtype), k.to(dtype), what=Observe(keep_qk=True), **given)
+    loaded = HeadStats.load(Recording(stats, About()).save(tmp_path / "r.safetensors", qk=True))
+    exact = {key: x.double() if key in ("bias", "sinks") else x for key, x in given.items()}
+    oracle = observe(q.to(dtype).double(), k.to(dtype).double(), what=Observe(keep_qk=True), **exact)
+    expected = oracle.tile(0, QUERIES, 0, KEYS).float()
+    assert 0.4 < expected.amax(-1).min() < 0.6 or name == "sinks", "two keys share a row"
+    torch.testing.assert_close(loaded.tile(0, QUERIES, 0, KEYS), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        weights_of(stats.parts["0"].last_tiles)(0, QUERIES, 0, KEYS), expected, rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("large", [torch.finfo(torch.float32).min, 1e5])
+def test_rows_whose_lse_is_rounded_too_far_are_nan(large: float, tmp_path: Path) -> None:
+    """Logits beyond what float64 holds to within a small fraction of 1, and files with a float32 lse."""
+    q, k = torch.randn(2, 1, 2, 6, 8, generator=torch.Generator().manual_seed(0))
+    bias = torch.zeros(6, 6)
+    bias[2] = large
+    stats = observe(q, k, bias=bias, what=Observe(keep_qk=True))
+    weights = weights_of(stats.parts["0"].last_tiles)
+    if large > 0:
+        tensors = weights.tensors()
+        weights = KeptWeights.of(tensors | {"lse": tensors["lse"].float()}, (1,), weights.scale, None)
+    tile = weights(0, 6, 0, 6)
+    assert tile[:, :, 2].isnan().all()
+    rows = [0, 1, 3, 4, 5]
+    torch.testing.assert_close(tile[:, :, rows], stats.tile(0, 6, 0, 6)[:, :, rows])
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("spoilt", [math.nan, math.inf])
 def test_of_a_row_that_sees_nan_a_tile_is_nan(masked: bool, spoilt: float, tmp_path: Path) -> None:

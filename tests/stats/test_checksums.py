@@ -198,15 +198,51 @@ def test_a_weight_above_1_in_a_file_without_checksums_is_refused(whole: Path, tm
         stats.tile(0, LENGTH, 0, LENGTH)
 
 
+@pytest.mark.parametrize("by", [2.0, 0.5])
+def test_damage_in_a_file_without_checksums_is_no_less_when_it_is_saved_anew(
+    by: float, whole: Path, tmp_path: Path
+) -> None:
+    """Rows that are checked sum to more than 1, at any place; of the others each weight is checked with its tile."""
+    tensors, entries = read(whole)
+    tensors["0/qk/0/lse"][0, 1, 4] -= by
+    save_file(tensors, tmp_path / "old.safetensors", without_checksums(entries))
+    seen = Recording.load(tmp_path / "old.safetensors")
+    with pytest.raises(ValueError, match=rf"old.safetensors: is damaged: 0/qk/0: expected .* at most 1, .*{DAMAGED}"):
+        seen.save(tmp_path / "new.safetensors", qk=True)
+    assert not (tmp_path / "new.safetensors").exists()
+
+
+def test_what_had_no_checksums_stays_unverified_when_it_is_saved_anew(tmp_path: Path) -> None:
+    length = 100
+    q, k = torch.randn(2, 1, 2, length, 4, generator=torch.Generator().manual_seed(0))
+    stats = observe(q, k, mask=masks.causal(), what=Observe(keep_qk=True))
+    path = _statistics_file.save(stats.parts, None, tmp_path / "r.safetensors", False, qk=True)
+    assert "unverified" not in read(path)[1]["headscope.stats"]
+    tensors, entries = read(path)
+    tensors["0/qk/0/lse"][0, 1, 3] -= 9  # a row that is not checked
+    save_file(tensors, tmp_path / "0.safetensors", without_checksums(entries))
+    for number in range(2):
+        old = HeadStats.load(tmp_path / f"{number}.safetensors")
+        _statistics_file.save(old.parts, None, tmp_path / f"{number + 1}.safetensors", False, qk=True)
+    stats = HeadStats.load(tmp_path / "2.safetensors")
+    with pytest.raises(ValueError, match=rf"2.safetensors: is damaged: 0/qk/0: expected weights .*{DAMAGED}"):
+        stats.tile(0, length, 0, length)
+
+
 def test_logits_that_round_are_no_damage(tmp_path: Path) -> None:
-    q, k = 3e3 * torch.randn(2, 1, 2, 9, 4, generator=torch.Generator().manual_seed(0))
+    q, k = 70 * torch.randn(2, 1, 2, 9, 4, generator=torch.Generator().manual_seed(0))
     stats = observe(q, k, what=Observe(keep_qk=True))
     path = _statistics_file.save(stats.parts, None, tmp_path / "r.safetensors", False, qk=True)
     expected = HeadStats.load(path).tile(0, 9, 0, 9)
     tensors, entries = read(path)
+    tensors["0/qk/0/lse"] = tensors["0/qk/0/lse"].float() * (1 - 2e-7)  # as of other logits, in float32
     save_file(tensors, path, without_checksums(entries))
-    assert torch.equal(HeadStats.load(path).tile(0, 9, 0, 9), expected)
-    assert expected.max() > 1.002, "they do round"
+    old = HeadStats.load(path)
+    tile = old.tile(0, 9, 0, 9)
+    torch.testing.assert_close(tile, expected, rtol=0.01, atol=1e-6)
+    assert tile.max() > 1.001, "they do round"
+    _statistics_file.save(old.parts, None, tmp_path / "new.safetensors", False, qk=True)
+    assert torch.equal(HeadStats.load(tmp_path / "new.safetensors").tile(0, 9, 0, 9), tile)
 
 
 def test_a_damaged_recording_is_one_line_of_the_command(whole: Path, run: Run) -> None:

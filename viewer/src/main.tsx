@@ -36,27 +36,31 @@ function App() {
 
   const written = useRef(location.hash);
   const last = useRef(state);
-  useEffect(() => {
+  const later = useRef(0);
+  // A layout effect: one that waits for the next frame would write what was shown before Back over what Back has reached.
+  useLayoutEffect(() => {
     if (location.protocol === "about:") return; // in the frame of a notebook, which has no address of its own
     if (last.current.view !== state.view) { // Back leads to the view before, as it was left
       history.replaceState(null, "", address(last.current));
       history.pushState(null, "", (written.current = address(state)));
     }
     last.current = state;
-    const later = setTimeout(() => {
+    later.current = window.setTimeout(() => {
       written.current = address(state);
       if (location.hash !== written.current) history.replaceState(null, "", written.current);
     }, 150);
-    return () => clearTimeout(later);
+    return () => clearTimeout(later.current);
   }, [state]);
   useEffect(() => {
     const moved = () => {
       if (location.hash === written.current) return;
+      clearTimeout(later.current);
       written.current = location.hash;
       setState((last.current = parse(written.current)));
     };
-    addEventListener("hashchange", moved);
-    return () => removeEventListener("hashchange", moved);
+    const events = ["popstate", "hashchange"]; // popstate comes with the other entry, hashchange later
+    for (const name of events) addEventListener(name, moved);
+    return () => events.forEach((name) => removeEventListener(name, moved));
   }, []);
 
   // A layout effect is there with what is shown: a key pressed before the next frame would find the state of the last.

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from headscope._attend.call import Call
 from headscope._attend.interface import Inputs, full_precision
 from headscope._attend.select import select
 from headscope._observe import inputs as observe_inputs
-from headscope._observe.block_weights import Rows, weights
+from headscope._observe.block_weights import ROUNDING, Rows, weights
 from headscope._observe.inputs import Request
 from headscope._observe.scene import Scene
 from headscope._support.fingerprint import Fingerprint
@@ -47,6 +48,7 @@ class _Read:
 
 
 _NOWHERE = -(2**62)
+_LARGE = 128.0  # the size from which lse is computed in float64: float32 rounds a larger one by more than 1e-5
 
 
 def _offsets(scene: Scene) -> Tensor | None:
@@ -115,7 +117,7 @@ class ObservedTiles:
         for each in self.read:
             each.check(0, call.queries)
         with torch.no_grad(), full_precision(call):
-            lse = self._lse() if scene.lse is None else scene.lse
+            lse = self._exact_lse()
         # of rows that see nothing exp(s - inf) = 0; a logit that is infinite gives no weights
         lse = torch.where(lse == -torch.inf, torch.inf, torch.where(lse.isfinite(), lse, torch.nan))
         parts = {"q": scene.q, "k": scene.inputs.k, "lse": lse}
@@ -135,14 +137,26 @@ class ObservedTiles:
         offsets = {*(() if self.offsets is None else self.offsets.tolist())} - {_NOWHERE}
         return offsets.pop() if len(offsets) == 1 else None
 
-    def _lse(self) -> Tensor:
+    def _lse(self, call: Call, inputs: Inputs) -> Tensor:
         """By whichever backend takes the call."""
-        call, inputs = self.scene.call, self.scene.inputs
         call_for_lse = replace(call, v_head_dim=1, lse=True, grad=False, bias_grad=False, dropout=0.0)
         values = inputs.k.new_zeros(1).expand(*inputs.k.shape[:3], 1).contiguous()
         _, lse = select(call_for_lse).attend(call_for_lse, self.scene.plan, inputs._replace(v=values))
         assert lse is not None  # every backend that takes a call with lse returns it
         return lse.reshape(call.batch, call.heads, call.queries)
+
+    def _exact_lse(self) -> Tensor:
+        """lse; in float64, if the device has it, where float32 rounds it too far. A given one that is another stays."""
+        call, inputs, own = self.scene.call, self.scene.inputs, self.scene.lse
+        lse = self._lse(call, inputs) if own is None else own
+        large = lse.dtype.itemsize < 4 or bool((lse.isfinite() & (lse.abs() > _LARGE)).any())
+        if not large or torch.float64 in (lse.dtype, call.dtype) or lse.device.type == "mps":
+            return lse
+        exact = self._lse(replace(call, dtype=torch.float64), inputs._replace(q=inputs.q.double(), k=inputs.k.double()))
+        same = lse.isfinite()
+        if own is not None:
+            same &= (exact - lse).abs() <= ROUNDING[lse.dtype] * exact.abs().clamp_min(1.0)
+        return torch.where(same, exact, lse.double())
 
     def _rest(self, rest: Mask) -> Tensor:
         call = self.scene.call

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 from headscope._support.fingerprint import Fingerprint
 from headscope._support.logits import cap_logits, scaled_products
 
-_ROUNDING = 1e-3  # by how much a weight may exceed 1
+_ROUNDING = 1e-3  # by how much a weight, or the sum of a row, may exceed 1
+_MOST_ROUNDING = 0.01  # of a weight, from the rounding of lse
+_ROWS_CHECKED = 8  # of each head
 MOST_REST = 2**28
 """How many pairs a mask that is no spans may have to be saved."""
 
@@ -77,15 +80,16 @@ class KeptWeights:
 
     Attributes:
         parts: tensors, or slices of a file that give one where they are indexed: q [B, H, Q, D], k [B, Hkv, K, D], lse
-            [B, H, Q] (inf in rows that see nothing, NaN in those that see a NaN or infinity), and, where there are,
-            spans [B or 1, Q or 1, n, 2], rest and bias [B or 1, H or 1, Q or 1, K or 1]; see ``masks.Plan``.
+            [B, H, Q] (inf in rows that see nothing, NaN in those that see a NaN or infinity; float64 if any is large),
+            and, where there are, spans [B or 1, Q or 1, n, 2], rest and bias [B or 1, H or 1, Q or 1, K or 1]; see
+            ``masks.Plan``.
         sizes: of the parts.
         lead: the leading axes, whose product is B.
         scale, softcap: of the logits.
         wide: whether to compute in float64.
         offset: where query 0 stands among the keys; None: the queries are the last ones, at K - Q.
         shared: parts that share memory with tensors of the caller's, and what they held.
-        unverified: the file and the run, where the parts are those of a file without checksums.
+        unverified: the file and the run, where the parts are those of a file without checksums, or were once.
     """
 
     parts: Mapping[str, Any]
@@ -127,7 +131,8 @@ class KeptWeights:
     def metadata(self) -> dict[str, Any]:
         """All but the tensors, ready for JSON."""
         numbers = {"scale": self.scale, "softcap": self.softcap, "offset": self.offset}
-        return {"parts": [*self.parts], "lead": [*self.lead], **numbers}
+        unverified = {} if self.unverified is None else {"unverified": True}
+        return {"parts": [*self.parts], "lead": [*self.lead], **numbers, **unverified}
 
     def __getstate__(self) -> dict[str, Any]:
         """With the parts whole: slices of a file cannot be copied."""
@@ -156,9 +161,26 @@ class KeptWeights:
         p, hidden = self._weights_and_hidden(b, head, i, j)
         return p.masked_fill(hidden, torch.nan)
 
+    def checked(self) -> KeptWeights:
+        """Return the same with the parts whole, to be saved; of unverified ones some rows of every head are checked.
+
+        Raises:
+            DamagedFileError: a row sums to more than 1.
+        """
+        whole = replace(self, parts=self.tensors())
+        if whole.unverified is None or 0 in (self.queries, self.keys):
+            return whole
+        rows = {round(n * (self.queries - 1) / (_ROWS_CHECKED - 1)) for n in range(_ROWS_CHECKED)}
+        for b, head, i in product(*map(range, self.sizes["q"][:2]), sorted(rows)):
+            p = whole.piece(b, head, (i, i + 1), (0, self.keys))
+            lse = whole._part("lse", b, head, slice(i, i + 1))[:, None]
+            _check_largest(whole.unverified, p.nansum(-1, keepdim=True).log(), lse)
+        return whole
+
     def _weights_and_hidden(self, b: int, head: int, i: tuple[int, int], j: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Of one batch entry and head, and what may not be seen, whose weight means nothing; both [i, j]."""
-        dtype = torch.float64 if self.wide else torch.float32
+        lse = self._part("lse", b, head, slice(*i))[:, None]
+        dtype = torch.float64 if self.wide or lse.dtype == torch.float64 else torch.float32
         heads, groups = self.sizes["q"][1], self.sizes["k"][1]
         q = self._part("q", b, head, slice(*i)).to(dtype)
         k = self._part("k", b, head * groups // heads, slice(*j)).to(dtype)
@@ -175,10 +197,11 @@ class KeptWeights:
             spans = self.parts["spans"][min(b, size[0] - 1), rows][..., None]  # [i or 1, n, 2, 1]
             at = torch.arange(*j, device=spans.device)
             hidden = hidden | ~((at >= spans[:, :, 0]) & (at < spans[:, :, 1])).any(1)
-        lse = self._part("lse", b, head, slice(*i)).to(dtype)[:, None]
+        log_p = s - lse.to(dtype)
         if self.unverified is not None:
-            _check_largest(self.unverified, (s - lse).masked_fill(hidden, -torch.inf), lse)
-        return (s - lse).exp(), hidden
+            _check_largest(self.unverified, log_p.masked_fill(hidden, -torch.inf), lse)
+        log_p = log_p.masked_fill(_is_too_large(lse), torch.nan)
+        return log_p.exp().to(torch.float64 if self.wide else torch.float32), hidden
 
     def _part(self, name: str, b: int, h: int, at: slice) -> Tensor:
         return self.parts[name][b, h, at]
@@ -191,6 +214,11 @@ class KeptWeights:
         if name in self.shared and not self.shared[name].matches(self.parts[name], at):
             raise written_to("mask" if name == "rest" else name, size)
         return self.parts[name][*at, columns]
+
+
+def _is_too_large(lse: Tensor) -> Tensor:
+    """Whether weights would err by more than ``_MOST_ROUNDING`` by the rounding of lse; half precision stays."""
+    return lse.isfinite() & (4 * torch.finfo(lse.dtype).eps * lse.abs() > _MOST_ROUNDING) & (lse.dtype.itemsize >= 4)
 
 
 def _check_largest(origin: str, log_p: Tensor, lse: Tensor) -> None:

@@ -211,13 +211,13 @@ def _read_layer_origin(header: dict[str, Any]) -> LayerOrigin:
 
 def _store_qk(tiles: Any, under: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """File the q, k and lse of a run."""
-    weights = weights_of(tiles)
+    weights = weights_of(tiles).checked()
     tensors |= {f"{under}/{name}": x for name, x in weights.tensors().items()}
     return weights.metadata()
 
 
 def _read_qk(entry: dict[str, Any], under: str, file: TensorFile, sizes: dict[str, int]) -> KeptWeights:
-    entry = {"offset": None} | entry  # older files do not say it
+    entry = {"offset": None, "unverified": False} | entry  # older files do not say these
     names = {"q", "k", "lse", *read_list(entry, "parts", str)}
     parts = {name: file.part(f"{under}/{name}") for name in _QK if name in names}
     shapes = {name: x.shape for name, x in parts.items()}
@@ -233,7 +233,8 @@ def _read_qk(entry: dict[str, Any], under: str, file: TensorFile, sizes: dict[st
     scale = check_scale(read_value(entry, "scale", float, int), sizes["D"])
     softcap = check_softcap(read_value(entry, "softcap", float, int, NoneType))
     offset = None if read_value(entry, "offset", int, NoneType) is None else read_whole(entry, "offset", -FAR, FAR)
-    unverified = None if file.checksums else f"{file.path}: is damaged: {under}"
+    verified = file.checksums and not read_value(entry, "unverified", bool)
+    unverified = None if verified else f"{file.path}: is damaged: {under}"
     wide = parts["q"].dtype == "F64"
     return KeptWeights(parts, shapes, lead, scale, softcap, wide, offset, unverified=unverified)
 

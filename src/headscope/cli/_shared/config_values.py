@@ -23,6 +23,7 @@ LAYERS = {
     "num_decoder_layers",
 }
 MOST_LAYERS = 10_000  # where the weights are not on this machine
+DTYPE_KEYS = ("dtype", "torch_dtype")
 DTYPES = ("float32", "float16", "bfloat16", "float64", "auto")
 REMEDY = "use the config.json that belongs to these weights"
 
@@ -53,11 +54,35 @@ def _check_names(name: str, raw: dict[str, Any]) -> None:
     kinds: Any = raw.get("architectures") or []
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         raise _mistake(name, "architectures", f"expected a list of names of classes, got {kinds!r}; {REMEDY}")
-    for key in ("dtype", "torch_dtype"):
-        value: Any = raw.get(key)
-        for each in value.values() if isinstance(value, dict) else [value]:
-            if each is not None and str(each).removeprefix("torch.") not in DTYPES:
-                raise _mistake(name, key, f"expected one of {', '.join(DTYPES)}, got {each!r}; {REMEDY}")
+    for path, config in configs(raw):
+        for key in DTYPE_KEYS:
+            value: Any = config.get(key)
+            for each in value.values() if isinstance(value, dict) else [value]:
+                if each is not None and str(each).removeprefix("torch.") not in DTYPES:
+                    problem = f"expected one of {', '.join(DTYPES)}, got {each!r}; {REMEDY}"
+                    raise _mistake(name, path + key, problem)
+
+
+def configs(raw: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a configuration and those of its parts, each with the keys that lead to it ("text_config.")."""
+    yield path, raw
+    for key, value in raw.items():
+        if isinstance(value, dict) and (key.endswith("_config") or "model_type" in value):
+            yield from configs(value, f"{path}{key}.")
+
+
+def normalize_dtypes(raw: dict[str, Any]) -> None:
+    """Write dtypes as transformers reads them: without "torch.", and nothing where the dtype is that of the weights."""
+    for _, config in configs(raw):
+        if config.get("dtype") is not None:
+            config.pop("torch_dtype", None)
+        for key in DTYPE_KEYS:
+            value: Any = config.pop(key, None)
+            by_part = value if isinstance(value, dict) else {"": value}
+            parts = {part: x.removeprefix("torch.") for part, x in by_part.items() if x is not None}
+            named = {part: dtype for part, dtype in parts.items() if dtype != "auto"}
+            if named:
+                config[key] = named if isinstance(value, dict) else named[""]
 
 
 def _below(value: Any, key: str) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 from headscope._support.files import is_inside
 from headscope._support.text import visible
-from headscope.cli._shared.config_values import check_values
+from headscope.cli._shared.config_values import check_values, normalize_dtypes
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.model_files import check_indexes, check_kind, with_metadata
 
@@ -153,16 +153,11 @@ def remove_implementations(raw: dict[str, Any]) -> list[str]:
 
 
 def _normalize(raw: dict[str, Any]) -> None:
-    """Make outputs objects rather than tuples, at every depth, and take dtypes of "auto" from the weights."""
+    """Make outputs objects rather than tuples, and write dtypes as transformers reads them, at every depth."""
     for each in _dicts(raw):
         if "return_dict" in each:
             each["return_dict"] = True
-    for key in ("dtype", "torch_dtype"):
-        value = raw.get(key)
-        by_part = value if isinstance(value, dict) else {"": value}
-        if "auto" in by_part.values():
-            named = {part: dtype for part, dtype in by_part.items() if dtype != "auto"}
-            raw[key] = named or None
+    normalize_dtypes(raw)
 
 
 def _dicts(value: Any) -> Iterator[dict[str, Any]]:
