@@ -143,16 +143,20 @@ struct BackwardBlock : WeightSums<T, QV, Op> {
         const bool is_narrow = f.q.dtype == Dtype::f32 && f.head_dim < 64 && width > 64;
         return is_narrow && !is_single_block ? Base::SHORT_SUM_BLOCK : this->sum_block_depth(width);
     }
+    // Computes dP into `dots`, minus δ if the epilogue is to subtract.
+    void multiply_values(std::int64_t j, int keys, Epilogue epilogue) {
+        const int width = int(f.v_head_dim);
+        const StridedRows values = this->qk_operand(f.v, j, keys, width, this->converted_v);
+        QkTile<T, QV, Op>::multiply(dout, values, keys, width / Op::PER_WORD, T(1), dots, dp_sum_block_depth(width),
+                                    epilogue, delta);
+    }
     // Computes the weights after dropout, and dS: the gradient of the logits, before the softcap if `through_softcap`.
     void compute_logit_gradient(std::int64_t j, int keys, bool through_softcap) {
-        const int width = int(f.v_head_dim);
         const bool drops = f.dropout > 0;
         if (!is_single_block && !product_subtracts_top())
             for (int n = 0; n < keys; n++)
                 UNROLL_FOR(v, QV) store(p + n * ROWS + v * L, load(p + n * ROWS + v * L) - top[v]);
-        const StridedRows values = this->qk_operand(f.v, j, keys, width, this->converted_v);
-        QkTile<T, QV, Op>::multiply(dout, values, keys, width / Op::PER_WORD, T(1), dots, dp_sum_block_depth(width),
-                                    drops || is_single_block ? Epilogue::none : Epilogue::subtract, delta);
+        multiply_values(j, keys, drops || is_single_block ? Epilogue::none : Epilogue::subtract);
         if (drops) this->compute_dropout_factors(j, keys, dropout_factors);
         if (is_single_block) this->exponentiate_and_sum(keys, drops);
         const bool has_options = drops || through_softcap;
@@ -247,6 +251,13 @@ struct BackwardBlock : WeightSums<T, QV, Op> {
         if (PAIRS) return T(1 << 12);
         return T(f.q.dtype == Dtype::f32 && f.head_dim < 64 ? 1 << 4 : 1 << 7);
     }
+    // Whether delta comes from the weights and dP, too, instead of the output. Logits of heads of up to 16 numbers are
+    // nearly exact, so where one weight is close to 1 the rounding of the output would be the largest error of dQ. Few
+    // rows compute their sums anyway; heads of up to four numbers have so little to multiply that all rows do both.
+    bool recomputes_delta() const {
+        if (f.q.dtype != Dtype::f32 || f.head_dim > 16) return false;
+        return f.head_dim <= 4 || count <= MAX_DECODE_ROWS<T> || this->sums_in_short_blocks(f.head_dim);
+    }
     // Computes, from the logits, `top` as the largest of each row, and the sum relative to it.
     NOINLINE void recompute_sums() {
         V<T> sum[QV];
@@ -257,6 +268,21 @@ struct BackwardBlock : WeightSums<T, QV, Op> {
             for (int v = 0; v < QV; v++) accumulate_sums(p + v * L, keys, top[v], sum[v]);
         }
         this->invert_sums(sum);
+    }
+
+    // The same, and delta from the weights and dP, whose rounding then cancels in dP - δ.
+    NOINLINE void recompute_sums_and_delta() {
+        const bool drops = f.dropout > 0;
+        V<T> sum[QV], weighted_sum[QV];
+        this->start_sums(sum, weighted_sum);
+        for (std::int64_t j = begin; j < end; j += KEYS) {
+            const int keys = this->keys_of_block(j, end);
+            if (!Base::compute_logits(j, keys)) continue;
+            multiply_values(j, keys, Epilogue::none);
+            if (drops) this->compute_dropout_factors(j, keys, dropout_factors);
+            this->add_to_sums(keys, drops, sum, weighted_sum);
+        }
+        this->finish_sums(sum, weighted_sum);
     }
 
     // Adds the logits of a block of keys, [keys][ROWS], to the running maximum and sum of a vector of rows.
@@ -337,6 +363,10 @@ struct BackwardBlock : WeightSums<T, QV, Op> {
     // Computes `top` and `inverse_sum` from lse, or from the logits where lse is too imprecise, and delta from the
     // output.
     void load_sums() {
+        if (recomputes_delta()) {
+            recomputes_sums = true;
+            return recompute_sums_and_delta();
+        }
         const T limit = lse_limit();
         I<T> exceeds{};
         for (int v = 0; v < QV; v++) {

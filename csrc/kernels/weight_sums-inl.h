@@ -18,27 +18,44 @@ struct WeightSums : LogitsBlock<T, QV, Op> {
     // and δ = Σ P dP. Where one weight is nearly 1, the rounding of dP then cancels in dP - δ, as in plain torch.
     // With δ = out · dout the rounding of out does not.
     void exponentiate_and_sum(int keys, bool drops) {
-        V<T> sum[QV], initial_top[QV], weighted_sum[QV];
+        V<T> sum[QV], weighted_sum[QV];
+        start_sums(sum, weighted_sum);
+        add_to_sums(keys, drops, sum, weighted_sum);
+        finish_sums(sum, weighted_sum);
+    }
+    void start_sums(V<T>* sum, V<T>* weighted_sum) {
         this->initialize_sums(top, sum, true);
-        UNROLL_FOR(v, QV) initial_top[v] = top[v];
+        UNROLL_FOR(v, QV) weighted_sum[v] = V<T>{};
+    }
+    // Replaces the logits of a block of keys by exponentials, relative to the running maximum, and adds them and their
+    // products with dP to the sums.
+    void add_to_sums(int keys, bool drops, V<T>* sum, V<T>* weighted_sum) {
+        V<T> old_top[QV], total[QV], weighted_total[QV];
+        UNROLL_FOR(v, QV) {
+            old_top[v] = top[v];
+            total[v] = weighted_total[v] = V<T>{};
+        }
         for (int n = 0; n < keys; n++)
             UNROLL_FOR(v, QV) top[v] = maximum<T>(load(p + n * ROWS + v * L), top[v]);
-        UNROLL_FOR(v, QV) {
-            sum[v] *= exp2(initial_top[v] - top[v]);
-            weighted_sum[v] = V<T>{};
-        }
         for (int n = 0; n < keys; n++) {
             V<T> weights[QV];
             UNROLL_FOR(v, QV) weights[v] = load_exponent(p + n * ROWS + v * L) - top[v];
             exp2_in_place<QV>(weights);
             UNROLL_FOR(v, QV) {
                 const int at_tile = n * ROWS + v * L;
-                sum[v] += weights[v];
+                total[v] += weights[v];
                 store(p + at_tile, weights[v]);
                 const V<T> dropped = drops ? weights[v] * load(dropout_factors + at_tile) : weights[v];
-                weighted_sum[v] += dropped * load(dots + at_tile);
+                weighted_total[v] += dropped * load(dots + at_tile);
             }
         }
+        UNROLL_FOR(v, QV) {
+            const V<T> rescaling = exp2(old_top[v] - top[v]);
+            sum[v] = sum[v] * rescaling + total[v];
+            weighted_sum[v] = weighted_sum[v] * rescaling + weighted_total[v];
+        }
+    }
+    void finish_sums(const V<T>* sum, const V<T>* weighted_sum) {
         invert_sums(sum);
         UNROLL_FOR(v, QV) {
             delta[v] = weighted_sum[v] * inverse_sum[v];
