@@ -128,7 +128,7 @@ class Cache(ABC):
         return held
 
     def _stage(self, k: Tensor, v: Tensor, mask: Mask | Tensor | None = None) -> tuple[Held, Staged]:
-        """Check, place and mask k and v for a call. Only ``_commit`` adds them: a call that fails changes nothing."""
+        """Check, mask and write k and v behind what is held. Only ``_commit`` makes them count: a call may fail."""
         self._check(k, v)
         known = as_mask(mask)
         if self.forgets and known is not None:

@@ -81,7 +81,7 @@ class Call:
     form: Form
 
     @property
-    def within(self) -> bool:
+    def in_compiled_func(self) -> bool:
         """Whether torch.func asks, within torch.compile."""
         return self.form in ("mapped", "transformed")
 

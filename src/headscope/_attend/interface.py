@@ -155,11 +155,6 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def draw_seed() -> Tensor:
-    """Draw a seed of dropout from torch's generator: one int64 on the CPU. A graph draws one in each run."""
-    return torch.randint(2**62, (), device="cpu")
-
-
 def readable(x: Tensor) -> Tensor:
     """Return x, or a copy of it, such that ``data_ptr`` points to its numbers."""
     return x.clone() if is_lazy(x) else x

@@ -172,9 +172,9 @@ def _prepare_anew(
         plan = None
     elif mask is not None and plan is None:
         plan = mask.plan(call.batch, call.heads, call.queries, call.keys)
-    reusable = mask is None or len(mask.tensors()) == 0  # else the plan may change under an equal call
+    may_repeat = mask is None or len(mask.tensors()) == 0  # else the plan may change under an equal call
     repeat = None
-    if canonical and reusable and call.form == "plain" and selected.repeater is not None:
+    if canonical and may_repeat and call.form == "plain" and selected.repeater is not None:
         repeat = selected.repeater(call, plan, Inputs(q, k, v, bias, sinks))
     return Prepared(call, mask, plan, selected, canonical, repeat)
 

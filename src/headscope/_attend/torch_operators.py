@@ -21,6 +21,7 @@ from torch.compiler import is_dynamo_compiling
 
 from headscope._attend.backends import blocked, native
 from headscope._attend.call import Call
+from headscope._attend.dropout import draw_seed
 from headscope._attend.interface import (
     NO_BATCHED_GRADIENTS,
     NO_FORWARD_MODE,
@@ -28,7 +29,6 @@ from headscope._attend.interface import (
     Inputs,
     OperatorBackend,
     accumulate_dtype,
-    draw_seed,
     refuse_tangents,
 )
 from headscope._attend.vmap import run_each_entry

@@ -298,7 +298,7 @@ class MultiHeadAttention(nn.Module):
         q, k, v = self.project(x, context)
         q_of_own, reverse, staged = None, False, None
         if cache is not None or positions is not None or not self.plain:
-            placement = self._place((q, k, v), mask, bias, positions, cache, cross=context is not None)
+            placement = self._prepare_heads((q, k, v), mask, bias, positions, cache, cross=context is not None)
             q, k, v, mask, bias, q_of_own, reverse, staged = placement
         scale, softcap, sinks, dropout = self.scale, self.softcap, self.sinks, self.dropout if self.training else 0.0
         own: Tensor | None = None
@@ -361,7 +361,7 @@ class MultiHeadAttention(nn.Module):
             split_heads(v, self.kv_heads, self.v_head_dim),
         )
 
-    def _place(
+    def _prepare_heads(
         self, heads: tuple[Tensor, Tensor, Tensor], mask: Mask | Tensor | None, bias: Tensor | None,
         positions: Tensor | None, cache: Cache | None, *, cross: bool,
     ) -> Placement:  # fmt: skip

@@ -18,12 +18,12 @@ from torch.nn import functional as F
 
 from headscope._attend.blocks import block_sizes, slices, visible_keys
 from headscope._attend.call import Call
+from headscope._attend.dropout import draw_seed
 from headscope._attend.interface import (
     ForwardPass,
     Inputs,
     Pair,
     accumulate_dtype,
-    draw_seed,
     full_precision,
     once,
     refuse_batched,
@@ -46,7 +46,7 @@ def refuses(call: Call) -> list[str]:
 
 def attend(call: Call, plan: Plan | None, inputs: Inputs, seed: int | None = None) -> tuple[Tensor, Tensor | None]:
     """out and lse, block by block. The seed of dropout is drawn from torch's generator unless it is given."""
-    if call.within:
+    if call.in_compiled_func:
         return _attend_plainly(call, plan, inputs)
     if seed is None:
         seed = int(draw_seed().item()) if call.dropout else 0
@@ -250,7 +250,7 @@ def _forward(call: Call, plan: Plan | None, block: Block, inputs: Inputs, seed: 
     w = _weights(call, block, inputs, _logits(call, plan, block, inputs))
     p = w.p
     if call.dropout:
-        p = F.dropout(p, call.dropout) if call.within else p * _keep(call, block, seed, p)
+        p = F.dropout(p, call.dropout) if call.in_compiled_func else p * _keep(call, block, seed, p)
     out = p @ inputs.v[block.b, block.h, block.j].to(p.dtype)
     lse = w.top + w.divisor.log()  # of which torch may take the derivative: log(0) has none
     return out / w.divisor, lse.masked_fill(w.total == 0, -torch.inf) if call.may_be_empty else lse
@@ -293,7 +293,7 @@ def _weights(call: Call, block: Block, inputs: Inputs, logits: _Logits) -> _Weig
         if call.device != "cpu" or call.form != "plain" or lost.any():  # elsewhere the answer would wait for the device
             empty = ~logits.visible.any(-1, keepdim=True)
             top = top.masked_fill((_per_head(call, lost) & empty).view_as(top), 0)
-    p = (s - top).exp() if call.within else s.sub_(top).exp_()
+    p = (s - top).exp() if call.in_compiled_func else s.sub_(top).exp_()
     total = p.sum(-1, keepdim=True)
     if sink is not None:
         sink = (sink - top).exp()

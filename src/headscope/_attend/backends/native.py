@@ -11,13 +11,13 @@ from torch import Tensor
 from headscope._attend.backends import blocked
 from headscope._attend.backends.visibility import gradients_of_bad_inputs, hides
 from headscope._attend.call import MOST_RULES, Call
+from headscope._attend.dropout import draw_seed
 from headscope._attend.interface import (
     ForwardPass,
     Inputs,
     Pair,
     Repeat,
     accumulate_dtype,
-    draw_seed,
     is_lazy,
     once,
     readable,
@@ -56,7 +56,7 @@ def refuses(call: Call) -> list[str]:
     elif extension is None:
         why = f"cannot be loaded: {unloadable}" if unloadable else "is not installed"
         reasons.append(f"build: the native extension {why}")
-    if call.within:
+    if call.in_compiled_func:
         reasons.append("torch.func: within torch.compile, which does not trace their operators' gradients there")
     if call.form == "subclass":
         reasons.append("tensors: of a subclass of Tensor; these kernels read plain memory")
