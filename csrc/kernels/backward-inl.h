@@ -12,8 +12,8 @@
 constexpr int MAX_GROUP_BLOCKS = 4;
 
 template <class T, int QV, class Op = Fma<T>>
-struct BackwardBlock : WeightSums<T, QV, Op> {
-    using Base = WeightSums<T, QV, Op>;
+struct BackwardBlock : BackwardRowSums<T, QV, Op> {
+    using Base = BackwardRowSums<T, QV, Op>;
     using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS, Base::head, Base::query,
         Base::flat_row, Base::b, Base::g, Base::dots, Base::dropout_factors, Base::top, Base::inverse_sum, Base::delta;
     using Outer = OuterTile<T, QV, Op>;

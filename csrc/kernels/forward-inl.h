@@ -17,7 +17,7 @@ struct ForwardBlock : SoftmaxBlock<T, QV, G, Op, Observer> {
         return memory.next;
     }
     // Runs split number `split` of the visible keys, of `splits`.
-    void run(std::int64_t first, int rows, std::int64_t split, std::int64_t splits, void* partial) {
+    void attend_rows(std::int64_t first, int rows, std::int64_t split, std::int64_t splits, void* partial) {
         this->first = first;
         count = rows;
         if constexpr (DECODES)

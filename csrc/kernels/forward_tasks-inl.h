@@ -144,9 +144,10 @@ void run_forward(const Forward& f, std::int64_t task, void* scratch) {
         const std::int64_t blocks = row_block_count<T>(f), splits = key_splits(f);
         const std::int64_t split = task % splits, block = task / splits;
         T* partial = static_cast<T*>(f.partial_results) + task * partial_size<T>(f);
-        with_forward_block<T>(
-            f, block / blocks, blocks - 1 - block % blocks, scratch,
-            [&](auto&& attend, std::int64_t first, int count) { attend.run(first, count, split, splits, partial); });
+        with_forward_block<T>(f, block / blocks, blocks - 1 - block % blocks, scratch,
+                              [&](auto&& attend, std::int64_t first, int count) {
+                                  attend.attend_rows(first, count, split, splits, partial);
+                              });
     });
 }
 void merge_splits(const Forward& f, std::int64_t block, void* scratch) {

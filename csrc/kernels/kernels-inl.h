@@ -18,7 +18,7 @@
 #include "statistics_observer-inl.h"
 #include "softmax_block-inl.h"
 #include "forward-inl.h"
-#include "weight_sums-inl.h"
+#include "backward_row_sums-inl.h"
 #include "ordered_sums-inl.h"
 #include "backward-inl.h"
 #include "forward_tasks-inl.h"

@@ -43,12 +43,12 @@ void observe_block(const Forward& f, std::int64_t head, std::int64_t number, std
     const auto observe_rows = [&](auto&& attend, std::int64_t first, int count) {
         attend.observer.partition = partition;
         attend.observer.first_map_row = first_map_row;
-        attend.run(first, count, 0, 1, nullptr);
+        attend.attend_rows(first, count, 0, 1, nullptr);
     };
     if (f.v_head_dim == 0 || rows_of_block<T>(f, number).count > LANES<T>)
         return with_observed_block<T>(f, head, number, scratch, observe_rows);
     const auto attend_only = [](auto&& attend, std::int64_t first, int count) {
-        attend.run(first, count, 0, 1, nullptr);
+        attend.attend_rows(first, count, 0, 1, nullptr);
     };
     with_forward_block<T>(f, head, number, scratch, attend_only);
     Forward statistics_only = f;

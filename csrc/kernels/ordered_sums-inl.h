@@ -9,8 +9,8 @@ int padded_width(std::int64_t width) {
     return int((width + LANES<T> - 1) / LANES<T> * LANES<T>);
 }
 
-// Adds the groups of a head to dK and dV in order. dk and dv are sums, [K][k_width or v_width]; the first group zeroes
-// them, the last one stores the results.
+// Lets the groups of a head add to dK and dV in turn (add_key_gradients adds). dk and dv are sums, [K][k_width or
+// v_width]; the first group zeroes them, the last one stores the results.
 template <class T>
 struct OrderedSums {
     const Backward& g;

@@ -1,7 +1,7 @@
 // The sums that the row statistics of docs/statistics.md need; statistics_observer-inl.h computes these from them.
 
 // Sums over the weights of a row, and keys whose logits are stored.
-enum WeightSum {
+enum RowSum {
     SUM_ONES,
     SUM_REST,
     SUM_GAP,
@@ -18,11 +18,11 @@ enum SingleKey { KEY_SELF, KEY_PREVIOUS, KEY_NEXT, KEY_FIRST, SINGLE_KEYS = KEY_
 // Sums over a block of keys, computed in the loop that exponentiates its logits. `rest` sums the weights below 1; `gap`
 // the weights times (top - logit); `distance` and `value_norm` the weights times a number of each key, [keys].
 template <class T, int QV>
-struct RowSums {
+struct BlockSums {
     V<T> rest[QV], gap[QV], squares[QV], distance[QV], value_norm[QV];
     const T *key_distances, *norms;
     template <class Observer>
-    INLINE explicit RowSums(const Observer& observer)
+    INLINE explicit BlockSums(const Observer& observer)
         : key_distances(observer.key_distances), norms(observer.block_norms) {
         UNROLL_FOR(v, QV) rest[v] = gap[v] = squares[v] = distance[v] = value_norm[v] = V<T>{};
     }
@@ -43,7 +43,7 @@ struct RowSums {
 // largest logit) are summed separately from the rest, and the entropy is computed as Σ p (top - s) + mass (lse - top),
 // whose terms are never negative.
 template <class T, int QV>
-struct RowStatistics : KeyStatistics<T, QV> {
+struct RowSumsObserver : KeyStatistics<T, QV> {
     using Base = KeyStatistics<T, QV>;
     using Base::L, Base::ROWS, Base::s, Base::counts_single_pairs, Base::cell_pairs, Base::mask_signs, Base::map_column,
         Base::partition_of, Base::may_count;
@@ -64,7 +64,7 @@ struct RowStatistics : KeyStatistics<T, QV> {
     T *key_distances, *block_norms;           // [MAX_KEYS + 1]
     enum Side { AFTER, BEFORE, AMONG } side;  // the positions of all rows relative to the block of keys
 
-    using Sums = RowSums<T, QV>;
+    using Sums = BlockSums<T, QV>;
 
     void allocate(const Forward& f, Arena& memory) {
         Base::allocate(f, memory);

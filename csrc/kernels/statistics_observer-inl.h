@@ -2,8 +2,8 @@
 
 // The observer of a forward pass that computes statistics.
 template <class T, int QV>
-struct StatisticsObserver : RowStatistics<T, QV> {
-    using Base = RowStatistics<T, QV>;
+struct StatisticsObserver : RowSumsObserver<T, QV> {
+    using Base = RowSumsObserver<T, QV>;
     using Base::L, Base::ROWS, Base::s, Base::sum, Base::key_logits, Base::max_logit, Base::second_max, Base::top,
         Base::value_norms, Base::token_ids, Base::visible_count, Base::has_duplicate, Base::has_induction,
         Base::counts_single_pairs, Base::may_count, Base::radius_of, Base::distance_from;

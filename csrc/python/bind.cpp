@@ -40,12 +40,12 @@ void bind_targets(nb::module_& m) {
 
 void bind_attention(nb::module_& m) {
     // (B, H, Hkv, Q, K, D, Dv), dtype of q, k, v; each tensor as its address and its strides in elements; 0 = none
-    nb::class_<Forward>(m, "Call").def(
-        "__init__",
-        [](Forward* f, std::array<std::int64_t, 7> sizes, int dtype, std::uintptr_t q, Axes q_stride, std::uintptr_t k,
-           Axes k_stride, std::uintptr_t v, Axes v_stride, std::uintptr_t bias, Axes bias_stride, std::uintptr_t sinks,
-           std::uintptr_t spans, std::array<std::int64_t, 3> spans_at, const std::vector<RuleArguments>& rules,
-           double scale, double softcap, double dropout, std::uint64_t seed, Axes out_stride) {
+    nb::class_<Forward>(m, "Forward")
+        .def("__init__", [](Forward* f, std::array<std::int64_t, 7> sizes, int dtype, std::uintptr_t q, Axes q_stride,
+                            std::uintptr_t k, Axes k_stride, std::uintptr_t v, Axes v_stride, std::uintptr_t bias,
+                            Axes bias_stride, std::uintptr_t sinks, std::uintptr_t spans,
+                            std::array<std::int64_t, 3> spans_at, const std::vector<RuleArguments>& rules, double scale,
+                            double softcap, double dropout, std::uint64_t seed, Axes out_stride) {
             new (f) Forward();
             f->batch = sizes[0];
             f->heads = sizes[1];
@@ -83,7 +83,7 @@ void bind_attention(nb::module_& m) {
         std::atomic<bool> nonfinite{false};
         f.nonfinite = &nonfinite;
         nb::gil_scoped_release unlocked;
-        run(f, threads);
+        launch(f, threads);
         return !nonfinite.load();
     });
     // The same for other tensors of the same strides, as addresses; 0 = none.
@@ -101,7 +101,7 @@ void bind_attention(nb::module_& m) {
         std::atomic<bool> nonfinite{false};
         f.nonfinite = &nonfinite;
         nb::gil_scoped_release unlocked;
-        run(f, threads);
+        launch(f, threads);
         return !nonfinite.load();
     });
     // Returns whether all of dq, dk and dv is finite.
@@ -135,7 +135,7 @@ void bind_attention(nb::module_& m) {
         std::atomic<bool> nonfinite{false};
         g.nonfinite = &nonfinite;
         nb::gil_scoped_release unlocked;
-        run(g, threads);
+        launch(g, threads);
         return !nonfinite.load();
     });
 }
@@ -179,7 +179,7 @@ void bind_linear(nb::module_& m) {
                              {y_stride[0], y_stride[1], y_stride[2]},
                              false};
               nb::gil_scoped_release unlocked;
-              run(f, threads);
+              launch(f, threads);
           });
 }
 
@@ -254,7 +254,7 @@ void bind_observation(nb::module_& m) {
         // With key splits attention runs separately, so that out is the same to the bit as without statistics.
         if (f.out && selected_target()->key_splits(f) > 1) {
             f.nonfinite = &nonfinite;
-            run(f, threads);
+            launch(f, threads);
             f.out = f.lse = f.partial_results = f.paired_v = nullptr;
         }
         const EdgeList list = x.edge_list();

@@ -8,11 +8,12 @@
 #include <vector>
 
 #include "../interface/attention.h"
+#include "paired_values.h"
 #include "threads.h"
 
 namespace headscope {
 
-inline void run(Forward& f, int threads) {
+inline void launch(Forward& f, int threads) {
     Signals signals;
     f.cancellation = &signals;
     const Target* target = selected_target();
@@ -23,13 +24,13 @@ inline void run(Forward& f, int threads) {
     Memory partial;
     if (splits > 1) partial = allocate(target->partial_bytes(f));
     f.partial_results = partial.get();
-    Preparation preparation(*target, f, threads);
+    PairedValues paired_values(*target, f, threads);
     advise_huge_pages(f.out, bytes_of(f.batch * f.heads * f.queries * f.v_head_dim, f.q.dtype));
     ParallelStep attending(tasks, threads, tasks_at_once(f, tasks, threads)),
         merging(splits > 1 ? tasks / splits : 0, threads);
     parallel_region(threads, [&](int thread) {
         char* const thread_scratch = scratch.at(scratch_bytes * std::size_t(thread));
-        preparation.run(signals, thread);
+        paired_values.run(signals, thread);
         attending.run(signals, thread, [&](std::int64_t n, int) { target->run_forward(f, n, thread_scratch); });
         if (splits == 1) return;
         attending.wait(signals);
@@ -38,7 +39,7 @@ inline void run(Forward& f, int threads) {
     signals.raise();
 }
 
-inline void run(Backward& g, int threads) {
+inline void launch(Backward& g, int threads) {
     Signals signals;
     g.forward.cancellation = &signals;
     const Target* target = selected_target();
@@ -153,7 +154,7 @@ inline void multiply_transposed(const Target* target, const Linear& f, int threa
     signals.raise();
 }
 
-inline void run(const Linear& f, int threads) {
+inline void launch(const Linear& f, int threads) {
     Signals signals;
     const Target* target = selected_target();
     if (!target->supports_linear(f))

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <vector>
 
+#include "paired_values.h"
 #include "threads.h"
 
 namespace headscope {
@@ -249,7 +250,7 @@ bool run_observation_tasks(Forward& f, Statistics& rows, const EdgeList* list, c
     if (list) std::uninitialized_fill_n(rows.edge_threshold, f.heads, -1.0);
     if (rows.value[VALUE_NORM]) rows.value_norms = scratch.at(norms_offset);
     ParallelStep norming_values(rows.value_norms ? value_heads : 0, thread_count), observing(tasks, thread_count);
-    Preparation preparation(*target, f, thread_count);
+    PairedValues paired_values(*target, f, thread_count);
     const std::int64_t reduced_heads = rows.has_column_statistics() ? f.heads : 0;
     ParallelStep reducing_first(std::min<std::int64_t>(reduced_heads, 1), thread_count),
         reducing(std::max<std::int64_t>(reduced_heads - 1, 0), thread_count);
@@ -259,7 +260,7 @@ bool run_observation_tasks(Forward& f, Statistics& rows, const EdgeList* list, c
             target->compute_value_norms(with_values, n, scratch.at(norms_offset));
         });
         norming_values.wait(signals);
-        preparation.run(signals, thread);
+        paired_values.run(signals, thread);
         observing.run(signals, thread, [&](std::int64_t n, int) {
             target->run_observation(f, n, scratch.at(scratch_bytes * std::size_t(thread)));
         });

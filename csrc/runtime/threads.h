@@ -322,36 +322,6 @@ inline int usable_threads(int threads, std::int64_t tasks) {
     return threads < tasks ? threads : int(tasks < 1 ? 1 : tasks);
 }
 
-// Memory and tasks of paired_v, which a target may need before the tasks of a call. f.paired_v points into it.
-class Preparation {
-public:
-    Preparation(const Target& target, Forward& f, int threads)
-        : target(target), f(f), memory(allocate_for(target, f)), step(memory ? target.pairing_tasks(f) : 0, threads) {}
-
-    // To be called by all threads of a region before the tasks of the call.
-    void run(Cancellation& cancellation, int thread) {
-        if (!memory) return;
-        step.run(cancellation, thread, [&](std::int64_t n, int) { target.pair_values(f, n); });
-        step.wait(cancellation);
-    }
-
-private:
-    const Target& target;
-    const Forward& f;
-    const Memory memory;
-    ParallelStep step;
-
-    static Memory allocate_for(const Target& target, Forward& f) {
-        if (!target.paired_v_bytes(f)) return nullptr;
-        find_visible_range(f);
-        const std::size_t bytes = target.paired_v_bytes(f);
-        if (!bytes) return nullptr;
-        Memory memory = allocate(bytes);
-        f.paired_v = memory.get();
-        return memory;
-    }
-};
-
 // The number of tasks that a thread takes at once. Several short ones reduce contention and share data in the cache.
 inline int tasks_at_once(const Forward& f, std::int64_t tasks, int threads) {
     constexpr double batch_operations = 1e6;  // some microseconds

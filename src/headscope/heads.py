@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from headscope._intercept import (
-    Call,
     Choice,
     Choose,
     Frame,
+    InterceptedCall,
     Layout,
     Part,
     WatchError,
@@ -206,7 +206,7 @@ class _Pass:
         """A module starts to run."""
         self.ran[name] = None
 
-    def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
+    def see(self, frame: Frame, name: str, make: Callable[[], InterceptedCall]) -> None:
         """A module has made its attention call."""
         self.observed.add(name)
         self.acting.layout.attended.add(name)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headscope._support.files import replace
+from headscope._support.files import replace_file
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
@@ -21,7 +21,7 @@ def test_the_mode_is_what_the_umask_leaves(mask: int, tmp_path: Path, monkeypatc
     try:
         with monkeypatch.context() as patch:
             patch.delattr(os, "umask")  # to read it one sets it, for all threads
-            replace(path, b"after")
+            replace_file(path, b"after")
     finally:
         os.umask(before)
     assert path.read_bytes() == b"after"
@@ -32,10 +32,10 @@ def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
     for name, target in (("link", "a"), ("second", "link"), ("loop", "loop")):
         (tmp_path / name).symlink_to(target)
     for content in (b"new", b"replaced"):
-        replace(tmp_path / "second", content)
+        replace_file(tmp_path / "second", content)
         assert (tmp_path / "a").read_bytes() == content
     with pytest.raises(OSError, match="symbolic links"):
-        replace(tmp_path / "loop", b"")
+        replace_file(tmp_path / "loop", b"")
     assert sorted(each.name for each in tmp_path.iterdir() if each.is_symlink()) == ["link", "loop", "second"]
 
 
@@ -50,6 +50,6 @@ def test_what_cannot_be_put_in_place_leaves_nothing_behind(
     path.write_bytes(b"before")
     monkeypatch.setattr(os, "replace", broken)
     with pytest.raises(error):
-        replace(path, b"after")
+        replace_file(path, b"after")
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
     assert path.read_bytes() == b"before"

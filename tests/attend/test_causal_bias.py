@@ -13,7 +13,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper
 
 import headscope
 from headscope import Observe, nn_compat, watch
-from headscope._intercept import call
+from headscope._intercept import intercepted_call
 from headscope._intercept.masks import split
 from headscope.functional import weights
 from headscope.masks import Band, Mask, causal
@@ -146,7 +146,7 @@ def test_watch_refuses_a_block_mask() -> None:
 
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cpu")
     with pytest.raises(TypeError, match="attn_mask: got BlockMask, "):
-        call.sdpa((*arguments(), mask), {}, split)
+        intercepted_call.sdpa((*arguments(), mask), {}, split)
 
 
 def test_watch_refuses_a_causal_bias_of_torchs_module() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import headscope
 from headscope import masks
-from headscope._attend.backends import visibility
+from headscope._attend import visibility
 from headscope.masks import Band, Dense, KeyLengths, Prefix, causal
 from support import oracle
 from support.attention_cases import ANY, BY, INF, MASKS, NATIVE, SIZES, B, D, H, K, Q, gradients, run_by, tensors

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from headscope import MultiHeadAttention, ablate, attention, functional, layouts, nn_compat, trace
-from headscope._intercept.call import WatchError
+from headscope._intercept.intercepted_call import WatchError
 from headscope.masks import Band, KeyLengths, Mask, causal
 from headscope.positions import ALiBi, RelativeBias, T5Buckets
 from support import layout_modules

@@ -15,7 +15,7 @@ import torch
 
 from headscope import HeadStats, Observe, Recording, masks, observe
 from headscope.report.serving import Server
-from headscope.stats._tensor_file import TensorFile
+from headscope.stats._tensor_reader import TensorFile
 from headscope.watching import About
 
 LENGTH = 40

@@ -21,7 +21,7 @@ import headscope
 from headscope import HeadStats, Observe, Recording, masks, observe, watch
 from headscope.masks import Dense
 from headscope.stats import _statistics_file
-from headscope.stats._tensor_file import TensorFile
+from headscope.stats._tensor_reader import TensorFile
 from support.commands import Run
 from support.recording_files import without_checksums
 

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope._attend.backends.visibility import (
+from headscope._attend.call import Call
+from headscope._attend.interface import Attend, Inputs, Pair, accumulate_dtype, within_range
+from headscope._attend.visibility import (
     hides,
     incoming,
     marks_of_rows,
     rows_of_bad_logits,
     with_nan_of_rows,
 )
-from headscope._attend.call import Call
-from headscope._attend.interface import Attend, Inputs, Pair, accumulate_dtype, within_range
 from headscope._support.autograd import Function
 from headscope._support.torch_state import has_no_values
 from headscope.masks import Plan

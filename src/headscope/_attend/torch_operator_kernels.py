@@ -8,9 +8,9 @@ from torch import Tensor
 from headscope._attend import torch_operators
 from headscope._attend.backend_call import attend_on_backend_seeded
 from headscope._attend.backends import blocked
-from headscope._attend.backends.visibility import gradients_of_bad_inputs
 from headscope._attend.interface import ForwardPass, Inputs, Pair, full_precision
 from headscope._attend.prepare import prepare_with_plan
+from headscope._attend.visibility import gradients_of_bad_inputs
 from headscope.masks import mask_from_codes
 
 

@@ -1,9 +1,11 @@
 """How attention calls of a running model are caught, and described as headscope's own."""
 
-from headscope._intercept.call import (
+from headscope._intercept.edits import Choose, Layout
+from headscope._intercept.frames import Frame, running_frames
+from headscope._intercept.intercepted_call import (
     COMPILED,
-    Call,
     Ids,
+    InterceptedCall,
     Kind,
     WatchError,
     WatchWarning,
@@ -12,8 +14,6 @@ from headscope._intercept.call import (
     placed,
     standing,
 )
-from headscope._intercept.edits import Choose, Layout
-from headscope._intercept.frames import Frame, running_frames
 from headscope._intercept.module_names import (
     Choice,
     describe_modules,
@@ -33,11 +33,11 @@ from headscope._intercept.transformers import register_attention, transformers_r
 
 __all__ = [
     "COMPILED",
-    "Call",
     "Choice",
     "Choose",
     "Frame",
     "Ids",
+    "InterceptedCall",
     "Kind",
     "Layout",
     "Part",

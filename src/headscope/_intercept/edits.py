@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
 
-from headscope._intercept.call import WatchError
+from headscope._intercept.intercepted_call import WatchError
 from headscope._intercept.module_names import enclosing_paths, is_attention, is_attention_class, list_modules
 
 Choose = Callable[[Mapping[str, nn.Module]], Collection[str]]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from headscope import nn_compat
 from headscope._intercept import masks, softmax
-from headscope._intercept.call import Call
+from headscope._intercept.intercepted_call import InterceptedCall
 from headscope._support.fingerprint import Fingerprint
 from headscope._support.torch_state import has_no_values
 from headscope.masks import Mask
@@ -34,7 +34,7 @@ class Forward(Protocol):
         """A module starts to run; True = headscope's kernel is to attend in it."""
         ...
 
-    def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
+    def see(self, frame: Frame, name: str, make: Callable[[], InterceptedCall]) -> None:
         """A module has made its attention call."""
         ...
 
@@ -128,7 +128,7 @@ class Frame:
             entry = thread.masks[key] = (mask, Fingerprint(mask), *masks.split(mask))
         return entry[2:]
 
-    def see(self, call: Callable[[], Call]) -> None:
+    def see(self, call: Callable[[], InterceptedCall]) -> None:
         """Hand an attention call to everybody who watches; it is made where somebody wants it."""
         self.calls += 1
         with unobserved():

@@ -18,9 +18,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from headscope import nn_compat
 from headscope._attend.attention import run_attention
-from headscope._intercept import call as calls
-from headscope._intercept import frames, fused, softmax, torch_modules
-from headscope._intercept.call import Call
+from headscope._intercept import frames, fused, intercepted_call, softmax, torch_modules
+from headscope._intercept.intercepted_call import InterceptedCall
 from headscope.masks import Mask, ReversedBand
 from headscope.module import MultiHeadAttention
 
@@ -62,7 +61,7 @@ def beneath() -> Generator[None]:
     try:
         yield
     finally:
-        for mode in reversed(_take()):
+        for mode in reversed(_pop_through_ours()):
             _push_mode(mode)
 
 
@@ -75,7 +74,7 @@ def has_torch_function(relevant: Any) -> bool:
 @contextmanager
 def _lifted() -> Generator[None]:
     """Without our mode; others stay, in their order."""
-    above = _take()
+    above = _pop_through_ours()
     for mode in reversed(above):
         _push_mode(mode)
     try:
@@ -88,7 +87,7 @@ def _lifted() -> Generator[None]:
             _push_mode(mode)
 
 
-def _take() -> list[Any]:
+def _pop_through_ours() -> list[Any]:
     """Pop modes until ours is off; those that lay above it, the topmost first."""
     above: list[Any] = []
     while (mode := _pop_mode()) is not MODE:
@@ -102,12 +101,12 @@ def _sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return F.scaled_dot_product_attention(*args, **kwargs)
     if frame.accelerate:
         with frame.quietly():
-            out = calls.attend(calls.sdpa(args, kwargs, frame.converted), _dropout(args, kwargs))
+            out = intercepted_call.attend(intercepted_call.sdpa(args, kwargs, frame.converted), _dropout(args, kwargs))
         qkv = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
         out = out[0] if all(x.ndim == 2 for x in qkv) else out  # as SDPA, which then has no axis of heads
     else:
         out = F.scaled_dot_product_attention(*args, **kwargs)
-    frame.see(lambda: calls.sdpa(args, kwargs, frame.converted))
+    frame.see(lambda: intercepted_call.sdpa(args, kwargs, frame.converted))
     return frame.scaled(out, -3, args[0] if args else kwargs["query"])  # [B, H, Q, Dv]
 
 
@@ -182,7 +181,7 @@ def _fast_path(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return out
 
 
-def headscope_attention(
+def attention_interceptor(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     scale: float | None, softcap: float | None, dropout: float, lse: bool, backend: str | None, /,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
@@ -198,10 +197,10 @@ def headscope_attention(
     elif isinstance(frame.module, nn_compat.MultiheadAttention):
         kind = "self" if torch_modules.same(frame.argument("query", 0), frame.argument("key", 1)) else "cross"
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "kind": kind}
-    frame.see(lambda: Call(k=k, v=v, **_first_first(q, mask, bias, row_lse), **options))
+    frame.see(lambda: InterceptedCall(k=k, v=v, **_first_first(q, mask, bias, row_lse), **options))
     scaled = frame.scaled(out, -3, q)  # [B, H, Q, Dv]
     if scaled is not out and isinstance(frame.module, MultiHeadAttention) and frame.module.bias_k is not None:
-        raise calls.WatchError(
+        raise intercepted_call.WatchError(
             "heads: this module has bias_kv, whose value joins the heads' outputs later and cannot be reached"
         )
     return scaled, row_lse

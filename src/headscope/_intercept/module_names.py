@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import jit, nn
 
-from headscope._intercept.call import Call, Kind
+from headscope._intercept.intercepted_call import InterceptedCall, Kind
 
 Choice = str | Collection[str] | Callable[[str, nn.Module], bool]
 Kinds = Mapping[str, Kind]
@@ -182,7 +182,7 @@ def _within(name: str, around: str) -> bool:
     return name == around or name.startswith(around + ".")
 
 
-def kind_of_call(name: str, call: Call, choices: Kinds, before: Kind | None) -> Kind:
+def kind_of_call(name: str, call: InterceptedCall, choices: Kinds, before: Kind | None) -> Kind:
     """Self- or cross-attention: what the caller says, else the call, else the module's path, else the lengths.
 
     With as many queries as keys, or where the layer has been seen so before (a cache that grows), it is self-attention;

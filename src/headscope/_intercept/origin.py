@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from headscope._intercept.call import Call, WatchError
+from headscope._intercept.intercepted_call import InterceptedCall, WatchError
 from headscope.stats._origin import PROCESS, LayerOrigin, Origin, Part
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def origin_of(model: nn.Module) -> Origin:
     return Origin(next(classes).__qualname__, _digest(getattr(model, "config", None)))
 
 
-def layer_origin(modules: Mapping[str, nn.Module], name: str, call: Call) -> LayerOrigin:
+def layer_origin(modules: Mapping[str, nn.Module], name: str, call: InterceptedCall) -> LayerOrigin:
     """What a recording of one layer is of.
 
     Args:

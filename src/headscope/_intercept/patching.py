@@ -23,8 +23,7 @@ from torch._C import _len_torch_function_stack
 
 from headscope._attend import hook
 from headscope._attend.context_parallel import CONTEXT_PARALLEL, check_context_parallel
-from headscope._intercept import call as calls
-from headscope._intercept import dynamo, frames, function_mode, fused, module_names
+from headscope._intercept import dynamo, frames, function_mode, fused, intercepted_call, module_names
 from headscope._intercept.frames import Entries, Forward, Frame, Watcher
 
 _FUSED = fused.Patches(function_mode.note_unrecorded)
@@ -48,7 +47,7 @@ def open_watch(watcher: Watcher, modules: Mapping[str, nn.Module]) -> None:
                 nn.Module.__call__ = call
                 if call is _call:
                     sys.meta_path.insert(0, _IMPORT)
-                _original_interceptor = hook.install(function_mode.headscope_attention)
+                _original_interceptor = hook.install(function_mode.attention_interceptor)
                 torch.overrides.has_torch_function = function_mode.has_torch_function
                 for install, _ in patches:
                     install()
@@ -102,7 +101,7 @@ def _close(watcher: Watcher) -> None:
             nn.Module.__call__ = _original_call
             if _IMPORT in sys.meta_path:
                 sys.meta_path.remove(_IMPORT)
-            if hook.interceptor is function_mode.headscope_attention:  # else another has replaced it since
+            if hook.interceptor is function_mode.attention_interceptor:  # else another has replaced it since
                 hook.install(_original_interceptor)
             _original_interceptor = None
             torch.overrides.has_torch_function = _TORCH_HAS_FUNCTION
@@ -119,17 +118,18 @@ def _call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if entries is None and id(dynamo.inside(self)) not in frames.watched:
         return original(self, *args, **kwargs)
     if entries is None or torch.compiler.is_compiling():
-        raise calls.WatchError(calls.COMPILED)
+        raise intercepted_call.WatchError(intercepted_call.COMPILED)
     if CONTEXT_PARALLEL in sys.modules:
         check_context_parallel()
     if torch._C._current_graph_task_id() != -1:  # a checkpoint computes again what was seen before
         entries = tuple(entry for entry in entries if entry[0].again)
         if not entries:
             return original(self, *args, **kwargs)
-    return _run(original, Frame(self, args, kwargs), entries)
+    return _run_under_mode(original, Frame(self, args, kwargs), entries)
 
 
-def _run(original: Callable[..., Any], frame: Frame, entries: Entries) -> Any:
+def _run_under_mode(original: Callable[..., Any], frame: Frame, entries: Entries) -> Any:
+    """Call a module with its frame on the stack; the outermost watched one under a function mode that sees SDPA."""
     begun: list[tuple[Watcher, Forward]] = []
     finished = False
     stack = frames.thread.stack

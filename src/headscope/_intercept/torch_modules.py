@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscope._intercept.call import Call, Kind, WatchError, rounded
+from headscope._intercept.intercepted_call import InterceptedCall, Kind, WatchError, rounded
 from headscope._intercept.masks import additive, check_class
 from headscope.masks import Band, Dense, KeyLengths, Mask
 
@@ -32,7 +32,7 @@ FAST_PATH = {
 """The operators of the fast path, and the names of their arguments."""
 
 
-def native_call(operator: str, args: tuple[Any, ...]) -> Call:
+def native_call(operator: str, args: tuple[Any, ...]) -> InterceptedCall:
     """The attention of an operator of the fast path: self-attention, batch first, sometimes of a nested tensor.
 
     It takes any mask as a boolean one: a float mask hides where it is not 0, whatever else was meant.
@@ -95,7 +95,7 @@ def with_factors(operator: str, args: tuple[Any, ...], factors: Tensor) -> list[
     return [*args[:at], of_heads(args[at], factors), *args[at + 1 :]]
 
 
-def functional_call(arguments: Mapping[str, Any]) -> Call:
+def functional_call(arguments: Mapping[str, Any]) -> InterceptedCall:
     """The attention of ``torch.nn.functional.multi_head_attention_forward``; lengths come first, then the batch."""
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     kind: Kind = "self" if same(query, key) else "cross"
@@ -120,7 +120,7 @@ def _packed(
     sources: tuple[Tensor, ...], weights: Any, bias: Tensor | None, heads: int,
     extra: tuple[Tensor | None, Tensor | None, bool], fixed: tuple[Tensor | None, Tensor | None],
     options: dict[str, Any],
-) -> Call:  # fmt: skip
+) -> InterceptedCall:  # fmt: skip
     """Project [B, length, E] each, cut into heads, and add the keys that belong to no token."""
     biases = (None, None, None) if bias is None else bias.chunk(3)
     q, k, v = (F.linear(x, w, b) for x, w, b in zip(sources, weights, biases, strict=True))
@@ -133,7 +133,7 @@ def _packed(
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
     if added := k.shape[-2] - keys:
         options = {**options, **_beside(options, queries, keys, added, q.device)}
-    return rounded(Call(q=q, k=k, v=v, **options), bias=True)
+    return rounded(InterceptedCall(q=q, k=k, v=v, **options), bias=True)
 
 
 def _beside(options: dict[str, Any], queries: int, keys: int, added: int, device: torch.device) -> dict[str, Any]:

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headscope._intercept import call as _watch_calls
-from headscope._intercept import frames, masks, patching
-from headscope._intercept.call import Call, Kind
+from headscope._intercept import frames, intercepted_call, masks, patching
 from headscope._intercept.frames import Frame
+from headscope._intercept.intercepted_call import InterceptedCall, Kind
 from headscope._intercept.module_names import is_cross, is_self
 from headscope._intercept.torch_modules import same
 from headscope.masks import Band, Mask, as_mask
@@ -114,12 +113,12 @@ def _attend(attend: Function, name: str, frame: Frame, arguments: dict[str, Any]
     with frame.quietly():  # its own call of SDPA is this call
         if frame.accelerate:
             call = described(attend, name, frame, arguments)
-            out = _watch_calls.attend(call, dropout).transpose(1, 2).contiguous()
+            out = intercepted_call.attend(call, dropout).transpose(1, 2).contiguous()
             result: tuple[Tensor, Tensor | None] = (out, None)
         else:
             result = _called(attend, request)
 
-    def make_call() -> Call:
+    def make_call() -> InterceptedCall:
         call = described(attend, name, frame, arguments)
         if dropout:  # there is nothing to compare
             return call
@@ -138,19 +137,19 @@ def _called(attend: Function, request: Mapping[str, Any]) -> tuple[Tensor, Tenso
     return attend(*(request.get(each) for each in _LEAD), **options)
 
 
-def _own(attend: Function, name: str, frame: Frame, request: Mapping[str, Any]) -> Call:
+def _own(attend: Function, name: str, frame: Frame, request: Mapping[str, Any]) -> InterceptedCall:
     """A call with what the model's own function gives: of a few rows, for which there is always memory and time.
 
     Where these are not what is expected it is asked for all of them: it may not know of a few.
     """
 
-    def of(part: Mapping[str, Any]) -> Call:
+    def of(part: Mapping[str, Any]) -> InterceptedCall:
         out = _called(attend, part)[0].transpose(1, 2)
         return replace(described(attend, name, frame, {**_bound(attend), **part}), out=out)
 
     with suppress(Exception):
         call = of(_few(name, frame.module, request))
-        error = _watch_calls.error_of(call)
+        error = intercepted_call.error_of(call)
         if error is not None and float(error[0]) <= error[1]:
             return call
     return of(request)
@@ -183,7 +182,7 @@ def _few(name: str, module: nn.Module, request: Mapping[str, Any]) -> Mapping[st
     return {**part, "query": q[..., rows, :], "key": k[..., columns, :], "value": v[..., columns, :]}
 
 
-def described(attend: Function, name: str, frame: Frame, arguments: Mapping[str, Any]) -> Call:
+def described(attend: Function, name: str, frame: Frame, arguments: Mapping[str, Any]) -> InterceptedCall:
     """An attention function's call in headscope's words.
 
     Which options count is up to the function: one that does not name ``softcap`` or ``position_bias``, or does not look
@@ -197,7 +196,7 @@ def described(attend: Function, name: str, frame: Frame, arguments: Mapping[str,
     """
     q, k, v, mask = (arguments.get(each) for each in _LEAD[1:])
     if any(part in name for part in _UNREADABLE) or not (mask is None or isinstance(mask, Tensor)):
-        raise _watch_calls.WatchError(
+        raise intercepted_call.WatchError(
             f"it attends by {name!r}, whose masks cannot be read; load the model with "
             'attn_implementation="sdpa" or "eager"'
         )
@@ -218,12 +217,12 @@ def described(attend: Function, name: str, frame: Frame, arguments: Mapping[str,
     total = None if kind == "cross" else _length(frame, q.shape[-2])
     q_pos, k_pos = _places(total, q.shape[-2], k.shape[-2], beside, q.device)
     real = None if kind == "cross" else _real(frame, mask)
-    call = Call(
+    call = InterceptedCall(
         q=q, k=k, v=v, mask=visible, real=real, bias=bias, scale=arguments.get("scaling"), sinks=sinks, kind=kind,
         softcap=arguments.get("softcap") if "softcap" in named else None, q_pos=q_pos, k_pos=k_pos, total=total,
         beside=beside, late=_late(frame, arguments, q.shape[-2], total),
     )  # fmt: skip
-    return _watch_calls.rounded(call, bias=name == "sdpa")  # all others add it to what matmul gives
+    return intercepted_call.rounded(call, bias=name == "sdpa")  # all others add it to what matmul gives
 
 
 def _bound(attend: Any) -> dict[str, Any]:
@@ -442,6 +441,8 @@ def attention_forward(
         visible = _causal(NAME, module, {"is_causal": is_causal}, query.shape[-2])
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
-    call = Call(q=query, k=key, v=value, mask=visible, bias=bias, scale=scaling, softcap=softcap, sinks=s_aux)
-    call = _watch_calls.rounded(call, bias=False)
-    return _watch_calls.attend(call, dropout).transpose(1, 2).contiguous(), None
+    call = InterceptedCall(
+        q=query, k=key, v=value, mask=visible, bias=bias, scale=scaling, softcap=softcap, sinks=s_aux
+    )
+    call = intercepted_call.rounded(call, bias=False)
+    return intercepted_call.attend(call, dropout).transpose(1, 2).contiguous(), None

@@ -21,7 +21,7 @@ def is_inside(name: str) -> bool:
     return not (name.startswith("/") or windows.drive or windows.root) and ".." not in windows.parts
 
 
-def replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Write to a file beside the target, then put it in the target's place; its mode is what the umask leaves.
 
     The target of a link is that of the path it leads to, there or not; the link stays.

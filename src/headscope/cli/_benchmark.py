@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from headscope._support.cpuinfo import processor
-from headscope._support.files import replace
+from headscope._support.files import replace_file
 from headscope.module import MultiHeadAttention
 
 SHAPES = ((32, 10, 512, 8), (2, 10, 6, 2), (1, 64, 128, 8), (1, 1024, 512, 8), (8, 512, 768, 12), (1, 4096, 512, 8))
@@ -193,4 +193,4 @@ def as_dict(timings: list[Timing]) -> dict[str, Any]:
 def save(timings: list[Timing], path: Path) -> None:
     """Write the timings and the machine as JSON, whole or not at all."""
     text = json.dumps(as_dict(timings), indent=1)
-    replace(path, f"{text}\n".encode())
+    replace_file(path, f"{text}\n".encode())

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import nn
 
-from headscope._support.files import replace
+from headscope._support.files import replace_file
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -26,7 +26,7 @@ def write_weights(path: Path, model: nn.Module, config: dict[str, Any]) -> None:
         config: What `build` hands to its `make`; JSON values only.
     """
     state = {name: value.detach().to(torch.float16).contiguous() for name, value in model.state_dict().items()}
-    replace(path, save(state, metadata={"format": "pt", "config": json.dumps(config, sort_keys=True)}))
+    replace_file(path, save(state, metadata={"format": "pt", "config": json.dumps(config, sort_keys=True)}))
 
 
 def build(make: Callable[[dict[str, Any]], Model], path: Path, *, random_seed: int | None) -> Model:

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from headscope._support.files import describe_obstacle, replace
+from headscope._support.files import describe_obstacle, replace_file
 from headscope.report._texts import visible
 
 __all__ = ["MARKER", "SaveError", "asset", "check", "check_target", "digest", "embedded", "write"]
@@ -28,7 +28,7 @@ def write(html: str, path: str | Path, *, force: bool = False) -> Path:
     target = Path(path)
     check_target(target, force)
     try:
-        replace(target, html.encode("utf-8"))
+        replace_file(target, html.encode("utf-8"))
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise SaveError(f"{_shown(target)}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
     return target

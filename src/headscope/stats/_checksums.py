@@ -24,7 +24,7 @@ from headscope.stats._header import (
     read_whole,
     read_wholes,
 )
-from headscope.stats._tensor_file import DTYPES, TensorFile
+from headscope.stats._tensor_reader import DTYPES, TensorFile
 
 _VERSION = 1
 _LARGEST = 2**32 - 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headscope.stats._kept_weights import DamagedFileError
-from headscope.stats._tensor_file import LONGEST_HEADER, ChangedFileError, NoTensorsError, TensorFile
+from headscope.stats._tensor_reader import LONGEST_HEADER, ChangedFileError, NoTensorsError, TensorFile
 
 STATISTICS = "headscope.stats"
 RECORDING = "headscope.recording"

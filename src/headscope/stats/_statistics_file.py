@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope._support.files import describe_obstacle, replace
+from headscope._support.files import describe_obstacle, replace_file
 from headscope._support.scalar_options import check_scale, check_softcap
 from headscope.masks import FAR
 from headscope.stats._checks import (
@@ -45,7 +45,7 @@ from headscope.stats._kept_weights import KeptWeights, weights_of
 from headscope.stats._layer import Edges, HeadMap, Kept, LayerStats, Moments
 from headscope.stats._origin import UNKNOWN, LayerOrigin, Origin, Part
 from headscope.stats._quantities import histogram_edges
-from headscope.stats._tensor_file import NoTensorsError, TensorFile
+from headscope.stats._tensor_reader import NoTensorsError, TensorFile
 
 VERSION = 1
 _ORIGIN_VERSION = 1
@@ -105,7 +105,7 @@ def save(
             f"{path}: too much for one file ({error}): the header would name {len(plain)} tensors, for rows of {runs} "
             "calls are kept; observe without keep_rows and top, or save and start anew more often"
         ) from error
-    replace(path, content)
+    replace_file(path, content)
     return path
 
 

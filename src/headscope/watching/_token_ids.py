@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscope._intercept import Call, Frame, Ids
+from headscope._intercept import Frame, Ids, InterceptedCall
 from headscope.stats._layer import LayerStats
 
 _NOT_IDS = ("mask", "position", "type", "label")
@@ -25,7 +25,7 @@ class Streams:
         self._streams: dict[int, tuple[weakref.ref[Frame], Tensor | None]] = {}
         self._lock = threading.Lock()
 
-    def of(self, call: Call, frames: Iterable[Frame]) -> Ids | None:
+    def of(self, call: InterceptedCall, frames: Iterable[Frame]) -> Ids | None:
         """Ids of the keys, from the innermost module that was called with ids; None where there are none."""
         queries = call.q.shape[-2]
         for frame in frames:
@@ -51,7 +51,7 @@ class Streams:
         return stream
 
 
-def ids_of_keys(ids: Tensor, call: Call) -> Ids:
+def ids_of_keys(ids: Tensor, call: InterceptedCall) -> Ids:
     """Of ids that stand for all keys, those of the keys that are there.
 
     Raises:
@@ -87,7 +87,7 @@ def check_texts(count: int, parts: Iterable[LayerStats]) -> None:
     raise ValueError(f"texts: are of {count:,} {tokens}, wanted those of the queries or keys of a layer: {lengths}")
 
 
-def cut(ids: Tensor, call: Call) -> Ids:
+def cut(ids: Tensor, call: InterceptedCall) -> Ids:
     """Of ids from position 0 on, those of the keys that are there; -1 for room that no key has taken yet."""
     keys = call.k.shape[-2]
     total = _total(call)
@@ -96,7 +96,7 @@ def cut(ids: Tensor, call: Call) -> Ids:
     return Ids(there, ids[..., first - 1] if first else None)
 
 
-def _total(call: Call) -> int:
+def _total(call: InterceptedCall) -> int:
     return call.k.shape[-2] if call.total is None else int(call.total)
 
 

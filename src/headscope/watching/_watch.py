@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from headscope._intercept import (
     COMPILED,
-    Call,
     Choice,
     Frame,
     Ids,
+    InterceptedCall,
     Kind,
     Layout,
     WatchError,
@@ -213,7 +213,7 @@ class Watch:
             self._last_active = active
         return Pass(self, about.ran, active)
 
-    def tokens_of(self, call: Call) -> Ids | None:
+    def tokens_of(self, call: InterceptedCall) -> Ids | None:
         """The ids of a call's keys, if they were asked for and are known."""
         if self.options.tokens is None or call.beside:  # a key that is no token's would pass for the next one
             return None
@@ -221,7 +221,7 @@ class Watch:
             return ids_of_keys(self.options.tokens, call)
         return self._streams.of(call, running_frames())
 
-    def compare(self, layer: str, call: Call) -> None:
+    def compare(self, layer: str, call: InterceptedCall) -> None:
         """Compare a layer's first output with what its call gives by definition.
 
         Where the call was understood wrongly (a model with a rule of its own), this is an error and no statistic. On a
@@ -314,7 +314,7 @@ class Pass:
         """The heads stay as they are."""
         return None
 
-    def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
+    def see(self, frame: Frame, name: str, make: Callable[[], InterceptedCall]) -> None:
         """Measure the attention call that a module makes.
 
         Raises:
@@ -351,7 +351,7 @@ class Pass:
 class Again(Pass):
     """A piece of a forward pass that a checkpoint computes once more: by the same kernels, and nobody looks."""
 
-    def see(self, frame: Frame, name: str, make: Callable[[], Call]) -> None:
+    def see(self, frame: Frame, name: str, make: Callable[[], InterceptedCall]) -> None:
         """It has been seen."""
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from headscope._attend.backends import blocked
-from headscope._attend.backends.visibility import gradients_of_bad_inputs, hides
 from headscope._attend.call import MOST_RULES, Call
 from headscope._attend.dropout import draw_seed
 from headscope._attend.interface import (
@@ -24,10 +23,11 @@ from headscope._attend.interface import (
     refuse_batched,
     refuse_tangents,
 )
+from headscope._attend.visibility import gradients_of_bad_inputs, hides
 from headscope._support.autograd import Function, outside_transforms
 from headscope.masks import Plan, RuleKind
 
-name = "cpu"
+name = "cpu"  # what users name; its device is the CPU, too
 attend_careful = None
 
 CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -313,7 +313,7 @@ def to_kernel_call(call: Call, plan: Plan | None, inputs: Inputs, seed: int = 0)
         if plan.rest is not None:
             plan.rest.write_rules(rules, (call.batch, call.heads, call.queries, call.keys))
     sizes = (call.batch, call.heads, call.kv_heads, call.queries, call.keys, call.head_dim, call.v_head_dim)
-    call_of_kernels = extension.Call(
+    call_of_kernels = extension.Forward(
         sizes, CODES[call.dtype], q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride(),
         address(bias), _strides(bias), address(sinks), address(spans), spans_at, rules.program,
         call.scale, call.softcap or 0.0, call.dropout, seed, _row_strides(call.queries, call.heads, call.v_head_dim),

@@ -118,6 +118,7 @@ def _probe_argument(case: Case, name: str) -> None:
     if own and verdict.outcome == "none":
         case.not_tested["a mask that is handed over"] = "call= does nothing with it, or the module does not"
         return
+    # in training alone: training.py
     finding = "mask-ignored" if verdict.outcome == "none" else verdict.outcome
     case.report(finding, f"{name}= {form.text}: {verdict.evidence or 'the weights are those without it'}")
 

@@ -2,7 +2,7 @@
 // inverse of the sum of the weights, and δ.
 
 template <class T, int QV, class Op = Fma<T>>
-struct WeightSums : LogitsBlock<T, QV, Op> {
+struct BackwardRowSums : LogitsBlock<T, QV, Op> {
     using Base = LogitsBlock<T, QV, Op>;
     using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::flat_row;
 
@@ -11,7 +11,7 @@ struct WeightSums : LogitsBlock<T, QV, Op> {
     V<T> top[QV], inverse_sum[QV];  // a weight is exp2(logit - top) * inverse_sum
     V<T> delta[QV];
 
-    WeightSums(const Backward& call, std::int64_t batch, std::int64_t head, Arena& memory)
+    BackwardRowSums(const Backward& call, std::int64_t batch, std::int64_t head, Arena& memory)
         : Base(call.forward, batch, head, memory), g(call) {}
 
     // For rows all of whose visible keys are in this block: replaces the logits by exponentials and sums the weights

@@ -49,7 +49,7 @@ class Ids(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Call:
+class InterceptedCall:
     """One attention, with arguments as ``headscope.observe`` takes them.
 
     Attributes:
@@ -82,10 +82,10 @@ class Call:
     real: Tensor | None = None
     late: bool = False
     out: Tensor | None = None
-    own: Callable[[], Call] | None = None
+    own: Callable[[], InterceptedCall] | None = None
 
 
-def measure(call: Call, what: Observe) -> LayerStats:
+def measure(call: InterceptedCall, what: Observe) -> LayerStats:
     """The statistics of one call.
 
     Raises:
@@ -105,7 +105,7 @@ def measure(call: Call, what: Observe) -> LayerStats:
     return _without_first(part) if call.late or _forgotten(call) else part
 
 
-def _check_values(call: Call) -> None:
+def _check_values(call: InterceptedCall) -> None:
     if call.q.device.type == "meta" or isinstance(call.q, FakeTensor):
         raise WatchError("its tensors have no values (meta or fake tensors)")
     if _are_functorch_transforms_active() or _is_tracing():
@@ -120,7 +120,7 @@ def _with_tokens(what: Observe, ids: Ids) -> Observe:
     return Continued(**options, token_before=ids.before)
 
 
-def standing(call: Call) -> Call:
+def standing(call: InterceptedCall) -> InterceptedCall:
     """A call of self-attention with its queries where its mask says that they stand, if it does.
 
     A buffer for a cache has room behind the queries, for keys that have not come yet; these are hidden. So where the
@@ -151,7 +151,7 @@ def standing(call: Call) -> Call:
     )
 
 
-def _first_rows(mask: Mask, call: Call) -> Tensor | None:
+def _first_rows(mask: Mask, call: InterceptedCall) -> Tensor | None:
     """Where the first row of each batch entry stands, [B or 1]; None = at the end, or the mask does not say."""
     queries, keys = call.q.shape[-2], call.k.shape[-2]
     sizes = math.prod(call.q.shape[:-3]), call.q.shape[-3], keys
@@ -185,7 +185,7 @@ def _last_visible(mask: Mask, sizes: tuple[int, int, int], rows: Tensor) -> Tens
     return torch.where(visible.any(-1), last, -1)
 
 
-def placed(call: Call, positions: Tensor | None) -> Call:
+def placed(call: InterceptedCall, positions: Tensor | None) -> InterceptedCall:
     """The call with its keys at these positions, and its queries at the last of those that have come.
 
     Raises:
@@ -207,12 +207,12 @@ def placed(call: Call, positions: Tensor | None) -> Call:
     return replace(call, q_pos=at[end - queries : end], k_pos=torch.cat([at, nowhere]) if call.beside else at)
 
 
-def _forgotten(call: Call) -> int:
+def _forgotten(call: InterceptedCall) -> int:
     """How many of the first keys a sliding cache no longer holds."""
     return max(0, call.total - call.k.shape[-2] + call.beside) if isinstance(call.total, int) else 0
 
 
-def _of_tokens(part: LayerStats, call: Call) -> LayerStats:
+def _of_tokens(part: LayerStats, call: InterceptedCall) -> LayerStats:
     """With what the keys of tokens received, where these stand: the other keys' places are those of later tokens."""
     if part.received is None or part.eligible is None:
         return part
@@ -232,7 +232,7 @@ def _without_first(part: LayerStats) -> LayerStats:
     return replace(part, moments=moments, kept=rows)
 
 
-def rounded(call: Call, *, bias: bool) -> Call:
+def rounded(call: InterceptedCall, *, bias: bool) -> InterceptedCall:
     """The call as autocast makes it: SDPA rounds its arguments to its dtype, as matmul does all but the bias.
 
     Headscope's own functions do not: their calls are described as they are.
@@ -249,7 +249,7 @@ def rounded(call: Call, *, bias: bool) -> Call:
     return replace(call, **changed)
 
 
-def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> Call:
+def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> InterceptedCall:
     """A call of ``torch.nn.functional.scaled_dot_product_attention`` by its arguments.
 
     Args:
@@ -275,10 +275,12 @@ def sdpa(args: tuple[Any, ...], kwargs: dict[str, Any], convert: Convert) -> Cal
         top_left = Band(None, 0, offset=0)
         mask = top_left if mask is None else top_left & mask
     kind: Kind | None = "self" if arguments.get("is_causal") or rule is not None else None
-    return rounded(Call(q=q, k=k, v=v, mask=mask, bias=bias, scale=arguments.get("scale"), kind=kind), bias=True)
+    return rounded(
+        InterceptedCall(q=q, k=k, v=v, mask=mask, bias=bias, scale=arguments.get("scale"), kind=kind), bias=True
+    )
 
 
-def attend(call: Call, dropout: float) -> Tensor:
+def attend(call: InterceptedCall, dropout: float) -> Tensor:
     """The output of the same call by headscope's own kernels."""
     return functional.attention(
         call.q,
@@ -319,7 +321,7 @@ def _four_axes(mask: Tensor, lead: tuple[int, ...]) -> Tensor:
 Convert = Callable[[Tensor], tuple[Mask | None, Tensor | None]]
 
 
-def error_of(call: Call) -> tuple[Tensor, float] | None:
+def error_of(call: InterceptedCall) -> tuple[Tensor, float] | None:
     """How far the model's own output is from what these arguments give, relative to its largest value; one number.
 
     On two rows of all heads, the last one and one in the middle; rows that may see nothing are left out. Beside it how
@@ -340,7 +342,7 @@ TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torc
 read wrongly goes far beyond."""
 
 
-def _rows(call: Call, v: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _rows(call: InterceptedCall, v: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The output of some queries, [B, H, R, Dv], and their lse, [B, H, R], by definition."""
     q, k = call.q.index_select(-2, rows), call.k
     bias, mask = call.bias, as_mask(call.mask)

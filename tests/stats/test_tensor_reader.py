@@ -17,7 +17,7 @@ from headscope.masks import Dense, causal
 from headscope.stats import _header, _statistics_file
 from headscope.stats._checks import check_kept, check_parts
 from headscope.stats._layer import Kept
-from headscope.stats._tensor_file import ChangedFileError, NoTensorsError, TensorFile
+from headscope.stats._tensor_reader import ChangedFileError, NoTensorsError, TensorFile
 from support.recording_files import without_checksums
 
 
