@@ -94,7 +94,7 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
         if (from >= to) return false;
         const int keys = int(to - from);
         prepare_sums(from, to);
-        if (!compute_logits(from, keys)) return false;
+        if (!compute_block_logits(from, keys)) return false;
         compute_logit_gradient(from, keys, f.softcap > 0);
         PvTile<T, QV, Op>::accumulate_values(ds_keys, pv_keys(from, keys), (keys + Op::PER_WORD - 1) / Op::PER_WORD,
                                              int(f.head_dim), dq, false);
@@ -111,7 +111,7 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
         return this->pv_operand(f.k, j, keys, depth, this->converted_k);
     }
     // Adds the gradients of keys that all these blocks have processed to dK and dV.
-    static void add_key_gradients(BackwardBlock* const* blocks, int block_count, const OrderedSums<T>& to) {
+    static void add_key_gradients(BackwardBlock* const* blocks, int block_count, const GradientTurns<T>& to) {
         typename Outer::Factors weights[MAX_GROUP_BLOCKS], gradients[MAX_GROUP_BLOCKS];
         for (int n = 0; n < block_count; n++) {
             const BackwardBlock& x = *blocks[n];
@@ -131,7 +131,7 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
     }
 
     // The logits, minus `top` if product_subtracts_top.
-    bool compute_logits(std::int64_t j, int keys) {
+    bool compute_block_logits(std::int64_t j, int keys) {
         return Base::compute_logits(j, keys, slopes, nullptr, product_subtracts_top() ? top : nullptr);
     }
     // Whether `top` is subtracted from the logits in the epilogue of their product. A recomputed top is subtracted from
@@ -325,7 +325,7 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
         for (std::int64_t j = begin; j < end; j += KEYS) {
             const int keys = this->keys_of_block(j, end);
             prepare_sums(j, j + keys);
-            if (!compute_logits(j, keys)) continue;
+            if (!compute_block_logits(j, keys)) continue;
             compute_logit_gradient(j, keys, false);
             for (int n = 0; n < keys; n++) {
                 Sum* key = to + (j + n) * g.dbias_stride[3];

@@ -57,7 +57,7 @@ std::size_t gradient_scratch(const Backward& g) {
 
 // Runs the backward pass of a group of row blocks, one block of keys at a time.
 template <class T, int QV, class Op>
-void run_row_blocks(OrderedSums<T>& ordered, void* scratch, const RowRange* rows, int count) {
+void run_row_blocks(GradientTurns<T>& ordered, void* scratch, const RowRange* rows, int count) {
     using Block = BackwardBlock<T, QV, Op>;
     const Forward& f = ordered.g.forward;
     Arena memory{reinterpret_cast<std::uintptr_t>(scratch)};
@@ -103,7 +103,7 @@ void run_gradient_group(const Backward& g, std::int64_t head, std::int64_t group
     const Groups<T> all(f);
     const int k_width = padded_width<T>(f.head_dim), v_width = padded_width<T>(f.v_head_dim);
     T* const dk = static_cast<T*>(sums);
-    OrderedSums<T> ordered{g, head, group, all.count(), dk, dk + f.keys * k_width, k_width, v_width, passed};
+    GradientTurns<T> ordered{g, head, group, all.count(), dk, dk + f.keys * k_width, k_width, v_width, passed};
     RowRange row_ranges[MAX_GROUP_BLOCKS];
     const int count = all.row_blocks(group, row_ranges);
     with_multiply_add<T>(gradient_uses_pairs(f), [&]<class Op>() {

@@ -1,5 +1,5 @@
 // The forward pass of a block of rows. With G > 0 the block has at most G rows, its output is stored row by row, and
-// the product with the values is that of decode_rows-inl.h; with G <= MAX_DECODE_ROWS the logits are, too. The
+// the product with the values is that of decode_products-inl.h; with G <= MAX_DECODE_ROWS the logits are, too. The
 // observer's hooks are those of observer_hooks-inl.h.
 template <class T, int QV, int G = 0, class Op = Fma<T>, class Observer = NoObserver>
 struct ForwardBlock : SoftmaxBlock<T, QV, G, Op, Observer> {
@@ -42,7 +42,7 @@ struct ForwardBlock : SoftmaxBlock<T, QV, G, Op, Observer> {
                 p = to;
                 if constexpr (!PAIRS) weights = p;
             }
-            if (!compute_logits(j, keys)) continue;
+            if (!compute_block_logits(j, keys)) continue;
             if (f.dropout > 0) this->compute_dropout_factors(j, keys, dropout_factors);
             observer.observe_logits(*this, j, keys);
             if (G == 0 && fresh && !this->all_vectors_begin_at(j)) {
@@ -59,7 +59,7 @@ struct ForwardBlock : SoftmaxBlock<T, QV, G, Op, Observer> {
         finish();
     }
 
-    bool compute_logits(std::int64_t j, int keys) {
+    bool compute_block_logits(std::int64_t j, int keys) {
         UNROLL_FOR(v, QV) new_top[v] = top[v];
         if constexpr (DECODES) {
             bool fully_visible;

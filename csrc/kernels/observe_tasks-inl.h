@@ -1,8 +1,9 @@
 // The tasks of an observation.
 
-// Calls body(ForwardBlock with a StatisticsObserver, first row, number of rows) for row block `number` of a head.
 template <class T, class Op, int QV>
 using ObservedBlock = ForwardBlock<T, QV, 0, Op, StatisticsObserver<T, QV>>;
+
+// Calls body(ForwardBlock with a StatisticsObserver, first row, number of rows) for row block `number` of a head.
 template <class T, class Body>
 void with_observed_block(const Forward& f, std::int64_t head, std::int64_t number, void* scratch, const Body& body) {
     with_multiply_add<T>(uses_pairs(f), [&]<class Op>() {

@@ -57,7 +57,7 @@ void bind_attention(nb::module_& m) {
             f->q = make_tensor(q, q_stride, dtype);
             f->k = make_tensor(k, k_stride, dtype);
             f->v = make_tensor(v, v_stride, dtype);
-            f->bias = make_tensor(bias, bias_stride, dtype);
+            f->bias = make_tensor(bias, bias_stride, dtype);  // its numbers are of the accumulation type
             f->sinks = reinterpret_cast<const void*>(sinks);
             f->mask.spans = make_spans(spans, spans_at);
             if (rules.size() > MAX_RULES) throw std::invalid_argument("mask: more parts than there is room for");

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from headscope.cli._shared.mistakes import Mistake
-from headscope.cli._shared.models import load
+from headscope.cli._shared.model_loading import load
 from support.commands import Run
 from support.model_folders import SIZES, gpt2, save
 

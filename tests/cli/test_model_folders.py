@@ -26,7 +26,7 @@ from transformers.integrations import hub_kernels
 from transformers.models.auto import auto_factory
 
 from headscope.cli._shared.mistakes import Mistake
-from headscope.cli._shared.models import Loaded, load
+from headscope.cli._shared.model_loading import Loaded, load
 from support.commands import Run
 from support.model_folders import gpt2, save
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from headscope import HeadStats, Recording, observe
 from headscope.cli._shared.mistakes import Mistake
-from headscope.cli._shared.models import load
+from headscope.cli._shared.model_loading import load
 from headscope.cli._shared.windows import windows
 from headscope.report.page import MARKER
 from headscope.stats import head_means, row_statistics

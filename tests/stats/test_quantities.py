@@ -47,7 +47,11 @@ def test_the_native_kernels_list_every_definition_in_their_order() -> None:
     assert missing == [], "QUANTITIES of _observe/native_observer.py lacks these"
     header = (ROOT / "csrc" / "interface" / "attention.h").read_text(encoding="utf-8")
     entries = header.partition("enum Quantity : int {")[2].partition("QUANTITIES")[0]
-    assert [name.lower() for name in re.findall(r"\w+", entries)] == [*native_observer.QUANTITIES]
+    assert [name.lower() for name in re.findall(r"\w+", entries)] == [*listed], "csrc/interface/attention.h: Quantity"
+    check = (ROOT / "tests" / "native" / "selfcheck.cpp").read_text(encoding="utf-8")
+    names = re.findall(r'"(\w+)"', check.partition("NAMES[QUANTITIES] = {")[2].partition("};")[0])
+    assert [name for name in listed if name not in names] == [], "NAMES of tests/native/selfcheck.cpp lacks these"
+    assert names == [*listed]
 
 
 @pytest.mark.parametrize("quantity", ROW_QUANTITIES, ids=lambda each: each.name)

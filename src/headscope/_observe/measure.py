@@ -81,7 +81,8 @@ def attend_and_observe(
 ) -> tuple[Tensor, Tensor, HeadStats] | None:  # fmt: skip
     """Attend and observe in one pass: out, lse and the statistics.
 
-    Returns None where that cannot be: the native kernels do not attend, a gradient is needed, or not all rows count.
+    Returns None where that cannot be: dropout, a gradient, ``rows``, another backend than the native one, what
+    ``native_observer`` refuses, or a row that is not finite.
     """
     prepared = prepare(q, k, v, mask, bias, sinks, scale, softcap, dropout, True, backend)
     repeat = steps.repeater_of(prepared, what)

@@ -144,9 +144,9 @@ class TensorFile:
 
     def _check_identity(self, file: FileIO) -> None:
         if _Identity.of(file) != self._identity:
-            raise self._changed()
+            raise self._changed_since_loading()
 
-    def _changed(self) -> ChangedFileError:
+    def _changed_since_loading(self) -> ChangedFileError:
         return ChangedFileError(
             f"{self.path}: the file has changed since it was loaded, so its weights are no longer available; load it "
             "again, and give every recording a file of its own"
@@ -163,13 +163,13 @@ class TensorFile:
             while left:
                 count = file.readinto(buffer[: min(left, _STEP)])
                 if not count:
-                    raise self._changed()
+                    raise self._changed_since_loading()
                 checksum = zlib.crc32(buffer[:count], checksum)
                 left -= count
-            self._check_checksum(name, checksum)
+            self._check_unchanged_since_saving(name, checksum)
         self._unchecked.difference_update(names)
 
-    def _check_checksum(self, name: str, checksum: int) -> None:
+    def _check_unchanged_since_saving(self, name: str, checksum: int) -> None:
         if self.checksums[name] != checksum:
             raise DamagedFileError(
                 f"{self.path}: is damaged: {name}: the file was changed or damaged since it was saved"
@@ -187,11 +187,11 @@ class TensorFile:
             while written < end:
                 count = file.readinto(view[written:end])
                 if not count:
-                    raise self._changed()
+                    raise self._changed_since_loading()
                 written += count
         shape = [stop - start for start, stop in bounds]
         if self.checksums and tuple(shape) == entry.shape:
-            self._check_checksum(name, zlib.crc32(content))
+            self._check_unchanged_since_saving(name, zlib.crc32(content))
         if not content:
             return torch.empty(shape, dtype=dtype, device="cpu")
         if dtype == torch.bool:  # any byte but 0 is True, also in what reads the memory of the tensor

@@ -135,10 +135,10 @@ def _read(text_input: TextInput, options: HeadOptions) -> Reading:
 
 def _read_with(model: str, text_input: TextInput, options: HeadOptions) -> Reading:
     """The same by a model of another make: its weights, but not the steps of a layer."""
-    from headscope.cli._shared import model_text, models
+    from headscope.cli._shared import model_loading, model_text
     from headscope.report import text_sheet
 
-    loaded = models.load(model)
+    loaded = model_loading.load(model)
     passed = model_text.read(loaded, text_input.text)
     check_range("--layer", options.layer, len(passed.layers))
     check_range("--head", options.head, min(weights.shape[0] for weights in passed.weights))

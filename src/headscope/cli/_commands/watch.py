@@ -57,7 +57,7 @@ def watch(
     .safetensors, no code of its own), or a name on the hub. Statistics are exact; what is longer than the context is
     read in windows and merged. Exit code 0, or 1 if --against found that something moved.
     """
-    from headscope.cli._shared.models import SHIPPED, load
+    from headscope.cli._shared.model_loading import SHIPPED, load
     from headscope.cli._shared.watch_options import parse_options
     from headscope.cli._shared.windows import read_input
 

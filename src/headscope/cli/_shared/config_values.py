@@ -11,8 +11,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from headscope._support.text import visible
+from headscope.cli._shared.folder_checks import count_tensors
 from headscope.cli._shared.mistakes import Mistake
-from headscope.cli._shared.model_files import count_tensors
 
 SIZES = {
     *("num_attention_heads", "num_heads", "n_head", "n_heads", "num_key_value_heads", "encoder_attention_heads"),

@@ -2,7 +2,8 @@
 
 A ``config.json`` can name compiled kernels, models in other repositories, Python code and pickles, and transformers
 fetches and runs them. So headscope reads the file first, refuses what it does not do, and removes names of kernels.
-transformers gets the rest. ``confined`` blocks what a model's own code would load.
+transformers gets the rest. It refuses Python code by itself, which ``model_loading.py`` puts into words. ``confined``
+blocks what a model's own code would load.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 from headscope._support.files import is_inside
 from headscope._support.text import visible
 from headscope.cli._shared.config_values import check_values, normalize_dtypes
+from headscope.cli._shared.folder_checks import check_indexes, check_kind, with_metadata
 from headscope.cli._shared.mistakes import Mistake
-from headscope.cli._shared.model_files import check_indexes, check_kind, with_metadata
 
 ATTENTION = ("eager", "sdpa")
 EXPERTS = ("eager", "grouped_mm", "batched_mm")

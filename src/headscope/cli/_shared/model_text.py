@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from headscope.cli._shared.console import one_line, say, warnings_as_notes
 from headscope.cli._shared.mistakes import Mistake
-from headscope.cli._shared.models import Loaded
+from headscope.cli._shared.model_loading import Loaded
 
 if TYPE_CHECKING:
     from torch import Tensor

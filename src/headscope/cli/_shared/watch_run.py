@@ -10,10 +10,10 @@ from headscope._support.progress import progress_over
 from headscope._support.text import visible
 from headscope.cli._shared.console import one_line, warnings_as_notes
 from headscope.cli._shared.mistakes import Mistake, name_options
-from headscope.cli._shared.models import quiet_transformers
+from headscope.cli._shared.model_loading import quiet_transformers
 
 if TYPE_CHECKING:
-    from headscope.cli._shared.models import Loaded
+    from headscope.cli._shared.model_loading import Loaded
     from headscope.cli._shared.watch_options import WatchOptions
     from headscope.cli._shared.windows import Input
     from headscope.comparing import Comparison

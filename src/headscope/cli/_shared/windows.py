@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from headscope._support.text import visible
 from headscope.cli._shared.mistakes import Mistake
-from headscope.cli._shared.models import Loaded
+from headscope.cli._shared.model_loading import Loaded
 from headscope.cli._shared.text_input import describe_source, read_whole
 
 if TYPE_CHECKING:

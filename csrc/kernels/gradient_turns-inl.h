@@ -1,4 +1,4 @@
-// The sums of dK and dV over the groups of a backward pass, added in order.
+// Whose turn it is to add to dK and dV, among the groups of a backward pass: sums are made in order.
 //
 // Tasks start in the order of their groups (TaskChains in runtime/threads.h), so a group that another one waits for is
 // running or done.
@@ -12,7 +12,7 @@ int padded_width(std::int64_t width) {
 // Lets the groups of a head add to dK and dV in turn (add_key_gradients adds). dk and dv are sums, [K][k_width or
 // v_width]; the first group zeroes them, the last one stores the results.
 template <class T>
-struct OrderedSums {
+struct GradientTurns {
     const Backward& g;
     std::int64_t head, group, groups;
     T *dk, *dv;

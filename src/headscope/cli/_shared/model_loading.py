@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from headscope._support.text import visible
 from headscope.cli._shared.config_values import REMEDY, explain_key_error
 from headscope.cli._shared.console import few, one_line
+from headscope.cli._shared.folder_checks import check_dtypes, check_folder, check_places
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.model_config import confined, read_config
-from headscope.cli._shared.model_files import check_dtypes, check_folder, check_places
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
