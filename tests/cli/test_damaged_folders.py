@@ -128,6 +128,19 @@ def test_links_to_regular_files_are_followed(at: Path, tmp_path: Path) -> None:
     assert load(str(at)).notes == ()
 
 
+@pytest.mark.parametrize("target", ["absent", "config.json"], ids=["nothing", "itself"])
+def test_a_configuration_that_is_a_link_to_nothing_is_none(target: str, at: Path) -> None:
+    (at / "config.json").unlink()
+    (at / "config.json").symlink_to(target)
+    assert refusal(at) == "holds no config.json, wanted a folder as transformers' save_pretrained writes it"
+
+
+def test_weights_that_are_a_link_to_nothing_are_none(at: Path) -> None:
+    (at / "model.safetensors").unlink()
+    (at / "model.safetensors").symlink_to("absent")
+    assert refusal(at) == "holds no weights in .safetensors"
+
+
 def test_a_decoder_whose_configuration_claims_an_encoder_is_refused(at: Path) -> None:
     edit(at / "config.json", lambda config: config.update(is_encoder_decoder=True))
     assert refusal(at) == (
@@ -274,6 +287,24 @@ def test_a_tensor_in_two_files_is_refused(sharded: Path) -> None:
     save_file({**load_file(sharded / last), **other}, sharded / last, {"format": "pt"})
     got = f"got {first} and {last}; remove one of the two, or save the model again"
     assert refusal(sharded) == f"{key}: expected in one file of weights, {got}"
+
+
+def test_a_file_that_an_index_names_in_two_ways_is_read_once(sharded: Path) -> None:
+    def respell(index: Any) -> None:
+        index["weight_map"]["transformer.wte.weight"] = f"./{index['weight_map']['transformer.wte.weight']}"
+
+    edit(sharded / INDEX, respell)
+    assert load(str(sharded)).notes == ()
+
+
+def test_a_tensor_in_two_files_of_one_name_is_refused_with_their_folders(sharded: Path) -> None:
+    places = json.loads((sharded / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    key, place = max(places.items(), key=lambda each: each[1])
+    (sharded / "inner").mkdir()
+    shutil.copy(sharded / place, sharded / "inner")
+    edit(sharded / INDEX, lambda index: index["weight_map"].update({key: f"inner/{place}"}))
+    edit(sharded / INDEX, lambda index: index["weight_map"].update(other=place))
+    assert f": expected in one file of weights, got inner/{place} and {place}; remove one" in refusal(sharded)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def check_folder(name: str) -> None:
     Raises:
         Mistake: it does not.
     """
-    paths = sorted(Path(name).iterdir())
+    paths = sorted(path for path in Path(name).iterdir() if os.path.exists(path))  # no links to nothing
     files = {path.name for path in paths}
     if "config.json" not in files:
         raise Mistake(f"{name}: holds no config.json, wanted a folder as transformers' save_pretrained writes it")
@@ -139,7 +139,8 @@ def weight_files(name: str, folder: Path, weights: str | None = None) -> list[Pa
     first = weights or next((file for file in (SINGLE, INDEX) if os.path.isfile(folder / file)), None)
     if first is None:
         return []
-    return [folder / file for file in _shards(name, folder / first)] if first.endswith(".json") else [folder / first]
+    files = _shards(name, folder / first) if first.endswith(".json") else [first]
+    return list(dict.fromkeys(folder / file for file in files))  # "./a" is "a"
 
 
 def count_tensors(name: str, weights: str | None = None) -> int | None:
@@ -207,9 +208,9 @@ def check_places(name: str, folder: Path, weights: str | None) -> None:
             if key in places:
                 raise Mistake(
                     f"{name}: {visible(key)}: expected in one file of weights, got {visible(places[key])} and "
-                    f"{visible(path.name)}; remove one of the two, or save the model again"
+                    f"{visible(path.relative_to(folder).as_posix())}; remove one of the two, or save the model again"
                 )
-            places[key] = path.name
+            places[key] = path.relative_to(folder).as_posix()
 
 
 def check_dtypes(name: str, folder: Path, model: Any, left_out: Collection[str], weights: str | None) -> None:
