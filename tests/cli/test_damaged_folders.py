@@ -289,6 +289,31 @@ def test_a_tensor_in_two_files_is_refused(sharded: Path) -> None:
     assert refusal(sharded) == f"{key}: expected in one file of weights, {got}"
 
 
+def test_an_index_beside_a_whole_file_of_the_same_tensors_is_refused(sharded: Path, whole: Path) -> None:
+    shutil.copy(whole / "model.safetensors", sharded)
+    places = json.loads((sharded / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    first = min(places.values())
+    key = min(key for key, place in places.items() if place == first)
+    got = f"got model.safetensors and {first}; remove one of the two, or save the model again"
+    assert refusal(sharded) == f"{key}: expected in one file of weights, {got}"
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_an_index_of_other_tensors_beside_a_whole_file_is_a_note(damaged: bool, at: Path) -> None:
+    save_file({"other": torch.ones(3)}, at / "a.safetensors", {"format": "pt"})
+    if damaged:
+        (at / "a.safetensors").write_bytes(b"none")
+    (at / INDEX).write_text(json.dumps({"weight_map": {"other": "a.safetensors"}}), encoding="utf-8")
+    assert load(str(at)).notes == (f"model.safetensors is read, and files of {INDEX} are not: a.safetensors",)
+
+
+@pytest.mark.parametrize("place", ["model.safetensors", "absent.safetensors"])
+def test_an_index_of_the_whole_file_or_of_absent_ones_changes_nothing(place: str, at: Path) -> None:
+    weight_map = dict.fromkeys(load_file(at / "model.safetensors"), place)
+    (at / INDEX).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    assert load(str(at)).notes == ()
+
+
 def test_a_file_that_an_index_names_in_two_ways_is_read_once(sharded: Path) -> None:
     def respell(index: Any) -> None:
         index["weight_map"]["transformer.wte.weight"] = f"./{index['weight_map']['transformer.wte.weight']}"

@@ -143,6 +143,21 @@ def weight_files(name: str, folder: Path, weights: str | None = None) -> list[Pa
     return list(dict.fromkeys(folder / file for file in files))  # "./a" is "a"
 
 
+def unread_files(name: str, folder: Path, weights: str | None = None) -> list[Path]:
+    """Return the files of weights of an index that transformers does not read, as it reads ``model.safetensors``.
+
+    Args:
+        name: of the model.
+        folder: of its files.
+        weights: the file of weights that config.json names, if it names one.
+    """
+    read = weight_files(name, folder, weights)
+    if weights is not None or read != [folder / SINGLE]:
+        return []
+    files = dict.fromkeys(folder / file for file in _shards(name, folder / INDEX))
+    return [file for file in files if file not in read and os.path.isfile(file)]
+
+
 def count_tensors(name: str, weights: str | None = None) -> int | None:
     """Return how many tensors the files of weights hold; None where that is not known.
 
@@ -190,6 +205,8 @@ def with_metadata(read_index: Callable[..., Any]) -> Callable[..., Any]:
 def check_places(name: str, folder: Path, weights: str | None) -> None:
     """Check that no tensor is in two files of weights: transformers would take the one that it reads last.
 
+    Beside ``model.safetensors`` it reads no file of an index.
+
     Args:
         name: of the model.
         folder: of its files.
@@ -198,12 +215,18 @@ def check_places(name: str, folder: Path, weights: str | None) -> None:
     Raises:
         Mistake: a tensor is in two.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     places: dict[str, str] = {}
-    for path in weight_files(name, folder, weights):
-        with safe_open(path, framework="pt") as file:
-            keys = sorted(file.keys())
+    unread = unread_files(name, folder, weights)
+    for path in [*weight_files(name, folder, weights), *unread]:
+        try:
+            with safe_open(path, framework="pt") as file:
+                keys = sorted(file.keys())
+        except SafetensorError:
+            if path in unread:
+                continue
+            raise
         for key in keys:
             if key in places:
                 raise Mistake(
