@@ -64,6 +64,38 @@ def refusal(folder: Path) -> str:
     return message.removeprefix(f"{folder}: ")
 
 
+def refuse_to_build(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a model was built")
+
+
+def test_a_default_number_of_layers_above_the_tensors_is_refused(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama has 32 layers of 28 GB where the configuration has no number."""
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", refuse_to_build)
+    (at / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    assert refusal(at) == (
+        "config.json: num_hidden_layers: expected at most 28 layers, as the weights hold 28 tensors, got none, which "
+        "makes 32 in LlamaConfig; use the config.json that belongs to these weights"
+    )
+
+
+@pytest.mark.parametrize("architectures", [[], ["LlamaForCausalLM"]])
+def test_a_model_much_larger_than_its_weights_is_refused(
+    architectures: list[str], at: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", refuse_to_build)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", refuse_to_build)
+    config = {"model_type": "llama", "num_hidden_layers": 8, "vocab_size": 32, "architectures": architectures}
+    (at / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    size = (at / "model.safetensors").stat().st_size / 1e6
+    model = "LlamaForCausalLM" if architectures else "LlamaModel"
+    assert refusal(at).startswith(
+        f"config.json: expected a model of the size of the weights ({size:.2g} MB), got {model} (6,47"
+    )
+    assert refusal(at).endswith(
+        " MB in float32), most of which would be drawn at random; use the config.json that belongs to these weights"
+    )
+
+
 needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
 PIPE = "expected a regular file, got a pipe, a socket or a device"
 

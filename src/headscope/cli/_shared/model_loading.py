@@ -23,6 +23,7 @@ from headscope.cli._shared.console import few, one_line
 from headscope.cli._shared.folder_checks import INDEX, SINGLE, check_dtypes, check_folder, check_places, unread_files
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.model_config import confined, read_config
+from headscope.cli._shared.model_size import check_size
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -179,6 +180,7 @@ def _confined(transformers: Any, name: str, *, offline: bool) -> Loaded:
     kind = getattr(transformers, (config.architectures or [""])[0], None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         kind = transformers.AutoModel
+    check_size(name, _folder(name), kind, config)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Casting complex values")  # `check_dtypes` refuses them
