@@ -52,6 +52,7 @@ def _attend(
     op: Any = opset23
     if dropout:
         raise ValueError(f"dropout: got {dropout}, and ONNX's Attention has none; export the module in eval mode")
+    square = q.shape is not None and k.shape is not None and q.shape[2] == k.shape[2]  # what is computed has no shape
     if scale == 0:  # ONNX Runtime refuses a scale of the operator that is not above 0
         q, scale = op.Mul(q, op.CastLike(0.0, q)), 1.0
     elif scale < 0:
@@ -63,7 +64,7 @@ def _attend(
     if sinks is not None:
         k, v, added = _with_sink(op, q, k, v, sinks, added)
     lse = _lse(op, q, k, added, scale, softcap)
-    if sinks is None and bias is None and list(codes) == _CAUSAL and q.shape[2] == k.shape[2]:  # with a sink, no shape
+    if sinks is None and bias is None and list(codes) == _CAUSAL and square:
         return op.Attention(q, k, v, is_causal=1, **settings)[0], lse
     if added is None:
         return op.Attention(q, k, v, **settings)[0], lse

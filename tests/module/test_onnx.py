@@ -100,6 +100,8 @@ OPTIONS: dict[str, tuple[Options, bool]] = {
         lambda lengths, bias, sinks: {"scale": -0.7, "mask": masks.causal(), "bias": bias, "softcap": 2.0},
         True,
     ),
+    "scale below zero, causal": (lambda lengths, bias, sinks: {"scale": -0.7, "mask": masks.causal()}, False),
+    "scale of zero, causal": (lambda lengths, bias, sinks: {"scale": 0.0, "mask": masks.causal()}, False),
     "sinks": (lambda lengths, bias, sinks: {"sinks": sinks}, False),
     "all, with lse": (
         lambda lengths, bias, sinks: {
