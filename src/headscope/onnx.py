@@ -53,7 +53,8 @@ def _attend(
     op: Any = opset23
     if dropout:
         raise ValueError(f"dropout: got {dropout}, and ONNX's Attention has none; export the module in eval mode")
-    is_square = q.shape[2] == k.shape[2]  # what is made of q below has no shape and no dtype while the graph is made
+    # what is made of q below has no shape and no dtype while the graph is made
+    is_square = q.shape is not None and k.shape is not None and q.shape[2] == k.shape[2]
     added = _added(op, q, k, _Masks(op, q, k).of(codes, parts) if codes else None, bias)
     q, scale = _scaled(op, q, scale)
     settings: dict[str, Any] = {"scale": scale}

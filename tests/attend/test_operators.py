@@ -219,6 +219,21 @@ def test_one_graph_for_every_length(mask: Mask | None, dynamic: bool | None) -> 
     assert frames == [frames[0]] * 4, f"compiled again for another length: {frames}"
 
 
+@pytest.mark.parametrize("axis", [0, 2])
+def test_a_graph_with_an_open_axis_takes_masks_that_hold_tensors(axis: int) -> None:
+    compiled = torch.compile(
+        lambda q, mask: headscope.attention(q, q, q, mask=mask), backend="aot_eager", fullgraph=True
+    )
+    for size in (2, 3):
+        compiled(torch.randn(*(size if number == axis else 4 for number in range(4))), causal())
+    q = torch.randn(2, 4, 7, 4)
+    for mask in (
+        KeyLengths(torch.tensor([5, 7])), Band(None, 0, offset=torch.tensor([0, 1])),
+        Documents(torch.arange(7)[None].expand(2, 7) // 3), Documents.from_cu_seqlens(torch.tensor([0, 5, 7])),
+    ):  # fmt: skip
+        torch.testing.assert_close(compiled(q, mask), headscope.attention(q, q, q, mask=mask))
+
+
 def test_a_reach_that_changes_does_not_compile_forever() -> None:
     counter = CompileCounterWithBackend("eager")
     given = tensors(torch.float32)

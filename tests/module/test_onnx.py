@@ -100,6 +100,8 @@ OPTIONS: dict[str, tuple[Options, bool]] = {
         lambda lengths, bias, sinks: {"scale": -0.7, "mask": masks.causal(), "bias": bias, "softcap": 2.0},
         True,
     ),
+    "scale below zero, causal": (lambda lengths, bias, sinks: {"scale": -0.7, "mask": masks.causal()}, False),
+    "scale of zero, causal": (lambda lengths, bias, sinks: {"scale": 0.0, "mask": masks.causal()}, False),
     "sinks": (lambda lengths, bias, sinks: {"sinks": sinks}, False),
     "all, with lse": (
         lambda lengths, bias, sinks: {
@@ -212,13 +214,6 @@ def test_float64_is_computed_in_float64(case: str, scale: float | None, tmp_path
     session = exported(model, inputs, None, tmp_path / "model.onnx")
     got = ran(session, **dict(zip(NAMES, inputs, strict=True)))
     torch.testing.assert_close(got, model(*inputs), rtol=1e-13, atol=1e-14)
-
-
-def test_a_causal_mask_with_a_scale_below_zero(tmp_path: Path) -> None:
-    model = Attend(lambda lengths, bias, sinks: {"mask": masks.causal(), "scale": -0.5})
-    inputs = given(7, 7)
-    session = exported(model, inputs, None, tmp_path / "model.onnx")
-    torch.testing.assert_close(ran(session, **dict(zip(NAMES, inputs, strict=True))), model(*inputs), **CLOSE)
 
 
 @pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode")

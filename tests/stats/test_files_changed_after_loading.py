@@ -65,6 +65,22 @@ def test_tiles_of_a_changed_file_are_one_clear_error(change: Callable[[Path], No
     assert recording.stats.flat() == means  # statistics are in memory, not in the file
 
 
+def test_a_file_whose_time_was_put_back_is_checked_again(path: Path) -> None:
+    stats = HeadStats.load(path)
+    before = stats.tile(0, LENGTH, 0, LENGTH)
+    path.chmod(0o600)
+    assert torch.equal(stats.tile(0, LENGTH, 0, LENGTH), before), "its mode is not its content"
+    entry = TensorFile(path).entries["0/qk/0/q"]
+    header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    with path.open("r+b") as file:
+        file.seek(header + entry.start)
+        file.write(bytes(entry.stop - entry.start))
+    os.utime(path, ns=(0, 0))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="qk/0/q: the file was changed or damaged since it was saved"):
+            stats.tile(0, LENGTH, 0, LENGTH)
+
+
 def test_tiles_of_a_removed_file_are_one_clear_error(path: Path) -> None:
     stats = HeadStats.load(path)
     path.unlink()

@@ -232,7 +232,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     if v.shape[-2] != k.shape[-2]:
         raise ValueError(f"v: axis {v.ndim - 2} (K) is {v.shape[-2]}, k has {k.shape[-2]}; {shapes(q=q, k=k, v=v)}")
     heads, kv_heads = q.shape[-3], k.shape[-3]
-    if v.shape[-3] != kv_heads and 1 not in (v.shape[-3], kv_heads):
+    if v.shape[-3] != kv_heads and v.shape[-3] != 1 and kv_heads != 1:
         raise ValueError(f"v: axis {v.ndim - 3} (Hkv) is {v.shape[-3]}, k has {kv_heads}; {shapes(q=q, k=k, v=v)}")
     kv_heads = max(kv_heads, v.shape[-3])
     if kv_heads == 0 or heads % kv_heads:

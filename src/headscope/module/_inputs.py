@@ -40,7 +40,7 @@ def check_context(x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
     if x.is_nested:
         return
     for tensor in (k_from, v_from):
-        if x.ndim == 3 and tensor.shape[0] != x.shape[0] and 1 not in (tensor.shape[0], x.shape[0]):
+        if x.ndim == 3 and tensor.shape[0] != x.shape[0] and tensor.shape[0] != 1 and x.shape[0] != 1:
             expected = f"{x.shape[0]}, as x; {shapes(context=tensor, x=x)}"
             raise ValueError(f"context: axis 0 (B) is {tensor.shape[0]}, wanted {expected}")
     if k_from.shape[-2] != v_from.shape[-2]:

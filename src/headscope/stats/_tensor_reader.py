@@ -12,7 +12,7 @@ import os
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from itertools import product
 from pathlib import Path
@@ -45,17 +45,22 @@ class NoTensorsError(ValueError):
 
 @dataclass(frozen=True)
 class _Identity:
-    """What differs between a file and another one in its place, or the same one after it was written to."""
+    """What differs between a file and another one in its place, or the same one after it was written to.
+
+    Attributes:
+        ctime_ns: differs also after a change of its name or mode, and cannot be put back as the time of writing can.
+    """
 
     device: int
     inode: int
     size: int
     mtime_ns: int
+    ctime_ns: int
 
     @staticmethod
     def of(file: FileIO) -> _Identity:
         status = os.fstat(file.fileno())
-        return _Identity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        return _Identity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,8 @@ class TensorFile:
         self.metadata, self.entries = _parse_header(content, length)
         _check_places(self.entries.values(), self._identity.size - self._begin)
         self.checksums: Mapping[str, int] = {}
-        self._unchecked: set[str] = set()  # those of which pieces are read
+        self._parts: set[str] = set()  # those of which pieces are read
+        self._unchecked: set[str] = set()
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return whole tensors by name.
@@ -121,6 +127,7 @@ class TensorFile:
 
         The first piece of any such tensor is read after the checksums of all of them have been checked.
         """
+        self._parts.add(name)
         self._unchecked.add(name)
         return TensorPart(self, name)
 
@@ -138,13 +145,19 @@ class TensorFile:
             with self._absolute.open("rb", buffering=0) as file:
                 self._check_identity(file)
                 yield file
-                self._check_identity(file)
+                if _Identity.of(file) != self._identity:
+                    raise self._changed_since_loading()
         except OSError as error:
             raise ChangedFileError(f"{self.path}: cannot be read any more ({error.strerror}); load it again") from error
 
     def _check_identity(self, file: FileIO) -> None:
-        if _Identity.of(file) != self._identity:
+        identity = _Identity.of(file)
+        if identity == self._identity:
+            return
+        if not self.checksums or replace(identity, ctime_ns=self._identity.ctime_ns) != self._identity:
             raise self._changed_since_loading()
+        self._unchecked |= self._parts  # it has another mode or name, or was written to and its time put back
+        self._identity = identity
 
     def _changed_since_loading(self) -> ChangedFileError:
         return ChangedFileError(
