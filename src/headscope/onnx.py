@@ -12,6 +12,7 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 
 from headscope import functional  # noqa: F401  # pyright: ignore[reportUnusedImport]  # it registers the operators
@@ -52,19 +53,17 @@ def _attend(
     op: Any = opset23
     if dropout:
         raise ValueError(f"dropout: got {dropout}, and ONNX's Attention has none; export the module in eval mode")
-    square = q.shape is not None and k.shape is not None and q.shape[2] == k.shape[2]  # what is computed has no shape
-    if scale == 0:  # ONNX Runtime refuses a scale of the operator that is not above 0
-        q, scale = op.Mul(q, op.CastLike(0.0, q)), 1.0
-    elif scale < 0:
-        q, scale = op.Neg(q), -scale
+    # what is made of q below has no shape and no dtype while the graph is made
+    is_square = q.shape is not None and k.shape is not None and q.shape[2] == k.shape[2]
+    added = _added(op, q, k, _Masks(op, q, k).of(codes, parts) if codes else None, bias)
+    q, scale = _scaled(op, q, scale)
     settings: dict[str, Any] = {"scale": scale}
     if softcap:
         settings["softcap"] = softcap
-    added = _added(op, q, k, _Masks(op, q, k).of(codes, parts) if codes else None, bias)
     if sinks is not None:
         k, v, added = _with_sink(op, q, k, v, sinks, added)
     lse = _lse(op, q, k, added, scale, softcap)
-    if sinks is None and bias is None and list(codes) == _CAUSAL and square:
+    if sinks is None and bias is None and list(codes) == _CAUSAL and is_square:
         return op.Attention(q, k, v, is_causal=1, **settings)[0], lse
     if added is None:
         return op.Attention(q, k, v, **settings)[0], lse
@@ -72,6 +71,15 @@ def _attend(
     most = op.ReduceMax(op.Cast(added, to=_FLOAT), op.Constant(value_ints=[-1]), keepdims=1)
     nothing = op.IsInf(most, detect_positive=0)  # a row that may see nothing: not every runtime makes it zero
     return op.Where(nothing, op.CastLike(0.0, out), out), lse
+
+
+def _scaled(op: Any, q: Value, scale: float) -> tuple[Value, float]:
+    """Return q and the scale of the operator, whose numbers are float32 and, in ONNX Runtime, above 0."""
+    if q.dtype == _DOUBLE:
+        return op.Mul(q, op.Constant(value=import_module("onnxscript").ir.tensor(np.float64(scale)))), 1.0
+    if scale == 0:
+        return op.Mul(q, op.CastLike(0.0, q)), 1.0
+    return (op.Neg(q), -scale) if scale < 0 else (q, scale)
 
 
 _CAUSAL = [Code.BAND, UNBOUNDED, 0, Code.NO_OFFSET]

@@ -64,6 +64,38 @@ def refusal(folder: Path) -> str:
     return message.removeprefix(f"{folder}: ")
 
 
+def refuse_to_build(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a model was built")
+
+
+def test_a_default_number_of_layers_above_the_tensors_is_refused(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama has 32 layers of 28 GB where the configuration has no number."""
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", refuse_to_build)
+    (at / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    assert refusal(at) == (
+        "config.json: num_hidden_layers: expected at most 28 layers, as the weights hold 28 tensors, got none, which "
+        "makes 32 in LlamaConfig; use the config.json that belongs to these weights"
+    )
+
+
+@pytest.mark.parametrize("architectures", [[], ["LlamaForCausalLM"]])
+def test_a_model_much_larger_than_its_weights_is_refused(
+    architectures: list[str], at: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", refuse_to_build)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", refuse_to_build)
+    config = {"model_type": "llama", "num_hidden_layers": 8, "vocab_size": 32, "architectures": architectures}
+    (at / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    size = (at / "model.safetensors").stat().st_size / 1e6
+    model = "LlamaForCausalLM" if architectures else "LlamaModel"
+    assert refusal(at).startswith(
+        f"config.json: expected a model of the size of the weights ({size:.2g} MB), got {model} (6,47"
+    )
+    assert refusal(at).endswith(
+        " MB in float32), most of which would be drawn at random; use the config.json that belongs to these weights"
+    )
+
+
 needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
 PIPE = "expected a regular file, got a pipe, a socket or a device"
 
@@ -126,6 +158,19 @@ def test_links_to_regular_files_are_followed(at: Path, tmp_path: Path) -> None:
         (at / file).symlink_to(tmp_path / file)
     (at / "absent.safetensors").symlink_to(tmp_path / "absent")
     assert load(str(at)).notes == ()
+
+
+@pytest.mark.parametrize("target", ["absent", "config.json"], ids=["nothing", "itself"])
+def test_a_configuration_that_is_a_link_to_nothing_is_none(target: str, at: Path) -> None:
+    (at / "config.json").unlink()
+    (at / "config.json").symlink_to(target)
+    assert refusal(at) == "holds no config.json, wanted a folder as transformers' save_pretrained writes it"
+
+
+def test_weights_that_are_a_link_to_nothing_are_none(at: Path) -> None:
+    (at / "model.safetensors").unlink()
+    (at / "model.safetensors").symlink_to("absent")
+    assert refusal(at) == "holds no weights in .safetensors"
 
 
 def test_a_decoder_whose_configuration_claims_an_encoder_is_refused(at: Path) -> None:
@@ -274,6 +319,49 @@ def test_a_tensor_in_two_files_is_refused(sharded: Path) -> None:
     save_file({**load_file(sharded / last), **other}, sharded / last, {"format": "pt"})
     got = f"got {first} and {last}; remove one of the two, or save the model again"
     assert refusal(sharded) == f"{key}: expected in one file of weights, {got}"
+
+
+def test_an_index_beside_a_whole_file_of_the_same_tensors_is_refused(sharded: Path, whole: Path) -> None:
+    shutil.copy(whole / "model.safetensors", sharded)
+    places = json.loads((sharded / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    first = min(places.values())
+    key = min(key for key, place in places.items() if place == first)
+    got = f"got model.safetensors and {first}; remove one of the two, or save the model again"
+    assert refusal(sharded) == f"{key}: expected in one file of weights, {got}"
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_an_index_of_other_tensors_beside_a_whole_file_is_a_note(damaged: bool, at: Path) -> None:
+    save_file({"other": torch.ones(3)}, at / "a.safetensors", {"format": "pt"})
+    if damaged:
+        (at / "a.safetensors").write_bytes(b"none")
+    (at / INDEX).write_text(json.dumps({"weight_map": {"other": "a.safetensors"}}), encoding="utf-8")
+    assert load(str(at)).notes == (f"model.safetensors is read, and files of {INDEX} are not: a.safetensors",)
+
+
+@pytest.mark.parametrize("place", ["model.safetensors", "absent.safetensors"])
+def test_an_index_of_the_whole_file_or_of_absent_ones_changes_nothing(place: str, at: Path) -> None:
+    weight_map = dict.fromkeys(load_file(at / "model.safetensors"), place)
+    (at / INDEX).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    assert load(str(at)).notes == ()
+
+
+def test_a_file_that_an_index_names_in_two_ways_is_read_once(sharded: Path) -> None:
+    def respell(index: Any) -> None:
+        index["weight_map"]["transformer.wte.weight"] = f"./{index['weight_map']['transformer.wte.weight']}"
+
+    edit(sharded / INDEX, respell)
+    assert load(str(sharded)).notes == ()
+
+
+def test_a_tensor_in_two_files_of_one_name_is_refused_with_their_folders(sharded: Path) -> None:
+    places = json.loads((sharded / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    key, place = max(places.items(), key=lambda each: each[1])
+    (sharded / "inner").mkdir()
+    shutil.copy(sharded / place, sharded / "inner")
+    edit(sharded / INDEX, lambda index: index["weight_map"].update({key: f"inner/{place}"}))
+    edit(sharded / INDEX, lambda index: index["weight_map"].update(other=place))
+    assert f": expected in one file of weights, got inner/{place} and {place}; remove one" in refusal(sharded)
 
 
 @pytest.mark.parametrize(

@@ -396,6 +396,13 @@ def test_thresholds_are_checked(limit: str, message: str, run: Run) -> None:
     assert message in ran.err
 
 
+def test_a_threshold_is_given_once(run: Run) -> None:
+    twice = ["--threshold", "share=.1", "--threshold", "ratio=2", "--threshold", "share=.2"]
+    ran = run("watch", "text", "--text", "a", "--against", "x", *twice)
+    assert ran.code == 2
+    assert ran.err.endswith("--threshold: expected share once, got it twice; give one of the two\n")
+
+
 def refused(name: Path | str) -> str:
     with pytest.raises(Mistake) as error:
         load(str(name))

@@ -198,6 +198,24 @@ def test_a_bias_of_another_dtype(dtype: torch.dtype, bias: torch.dtype, tmp_path
     )
 
 
+@pytest.mark.parametrize("scale", [None, 0.7, -1 / 3, 0.0])
+@pytest.mark.parametrize("case", ["nothing", "causal", "bias", "softcap"])
+def test_float64_is_computed_in_float64(case: str, scale: float | None, tmp_path: Path) -> None:
+    """Numbers of ONNX's operators are float32, and ONNX Runtime takes the root of the scale in float32."""
+    options: dict[str, Options] = {
+        "nothing": lambda lengths, bias, sinks: {},
+        "causal": lambda lengths, bias, sinks: {"mask": masks.causal()},
+        "bias": lambda lengths, bias, sinks: {"mask": masks.window(3), "bias": bias, "sinks": sinks},
+        "softcap": lambda lengths, bias, sinks: {"softcap": 2.0},
+    }
+    model = Attend(lambda *tensors: {**options[case](*tensors), "scale": scale})
+    q, k, v, lengths, bias, sinks = given(7, 7)
+    inputs = (q.double(), k.double(), v.double(), lengths, bias.double(), sinks.double())
+    session = exported(model, inputs, None, tmp_path / "model.onnx")
+    got = ran(session, **dict(zip(NAMES, inputs, strict=True)))
+    torch.testing.assert_close(got, model(*inputs), rtol=1e-13, atol=1e-14)
+
+
 @pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode")
 def test_dropout_is_refused() -> None:
     with pytest.raises(torch.onnx.OnnxExporterError) as error:

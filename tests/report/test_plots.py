@@ -100,6 +100,77 @@ def test_plots_refuse_what_does_not_fit(pyplot: Any) -> None:
         plot_patches(np.ones((35, 35)), digit(), query=35, grid=(5, 7))
 
 
+SQUARE = torch.full((4, 4), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [
+        (-SQUARE, ValueError, "got -0.25, wanted weights, of at least 0"),
+        (SQUARE + 1j, TypeError, "dtype is complex64, wanted real numbers"),
+        ((SQUARE + 1j).numpy(), TypeError, "dtype is complex64, wanted real numbers"),
+        ([["a"]], TypeError, "dtype is <U1, wanted real numbers"),
+    ],
+    ids=["negative", "complex", "complex array", "texts"],
+)
+def test_plots_refuse_what_are_no_weights(pyplot: Any, weights: Any, error: type[Exception], message: str) -> None:
+    from headscope.report.plots import plot_grid, plot_head, plot_patches
+
+    with pytest.raises(error, match=rf"^weights: {message}$"):
+        plot_head(weights)
+    with pytest.raises(error, match=rf"^weights: {message}$"):
+        plot_patches(weights, digit())
+    with pytest.raises(error, match=rf"^weights\[0\]: {message}$"):
+        plot_grid([[*map(np.asarray, [weights])]])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"query": True}, TypeError, r"query: got bool, wanted a whole number"),
+        ({"query": 1.0}, TypeError, r"query: got float, wanted a whole number"),
+        ({"grid": (-2, -2)}, ValueError, r"grid\[0\]: got -2, wanted a whole number from 1"),
+        ({"grid": (2, 2.0)}, TypeError, r"grid\[1\]: got float, wanted a whole number from 1"),
+        ({"grid": (4,)}, TypeError, r"grid: got \(4,\), wanted two numbers \(rows, columns\)"),
+        ({"grid": 4}, TypeError, r"grid: got 4, wanted two numbers \(rows, columns\)"),
+        ({"image": torch.ones(3, 8, 8)}, ValueError, r"image: shape is \[3, 8, 8\], wanted \[h, w\] or \[h, w, 3\]"),
+        ({"image": torch.ones(8, 8) * 1j}, TypeError, r"image: dtype is complex64, wanted real numbers"),
+        ({"weights": torch.ones(0, 0)}, ValueError, r"weights: there is no patch, wanted at least 1"),
+    ],
+)
+def test_plots_of_patches_refuse_what_does_not_fit(
+    pyplot: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    from headscope.report.plots import plot_patches
+
+    with pytest.raises(error, match=f"^{message}"):
+        plot_patches(**{"weights": SQUARE, "image": digit(), **options})
+
+
+def test_plots_refuse_other_kinds(pyplot: Any) -> None:
+    from headscope.report.plots import plot_grid, plot_head, plot_statistics
+
+    layers: Any = {}
+    numbers: Any = [1, 2, 3, 4]
+    with pytest.raises(TypeError, match=r"^weights: got dict, wanted an entry for each layer, or what was observed$"):
+        plot_grid(layers)
+    with pytest.raises(TypeError, match=r"^statistics: got dict, wanted an entry for each layer, or what was observed"):
+        plot_statistics(layers, "x")
+    with pytest.raises(TypeError, match=r"^tokens\[0\]: got int, wanted a str$"):
+        plot_head(SQUARE, numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_images_of_every_width_and_with_a_gradient_are_drawn(pyplot: Any, dtype: torch.dtype) -> None:
+    from headscope.report.plots import plot_patches
+
+    image: Any = torch.rand(8, 8).to(dtype).requires_grad_()
+    query: Any = np.int64(1)
+    ax = plot_patches(SQUARE, image, query=query)
+    np.testing.assert_array_equal(ax.images[0].get_array(), image.detach().double().numpy())
+    assert [patch.get_xy() for patch in ax.patches] == [(0.5, -0.5)]
+
+
 def test_colours_are_magma(pyplot: Any) -> None:
     magma = pyplot.get_cmap("magma")
     for place in np.linspace(0, 1, 101):

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from headscope._support.arguments import as_whole, kind, whole
 from headscope.report._texts import visible
 from headscope.report._viewer.packing import standing
 from headscope.report.observed_model import ObservedModel
@@ -21,6 +22,9 @@ __all__ = ["plot_grid", "plot_head", "plot_patches", "plot_statistics"]
 
 MOST_LABELS = 40
 """With more tokens than this, the axes show numbers only."""
+
+CHANNELS = (1, 3, 4)
+"""That an image may have, where it has a third axis."""
 
 Weights = Tensor | ArrayLike
 
@@ -36,12 +40,15 @@ def plot_head(weights: Weights, tokens: Sequence[str] | None = None, *, ax: Axes
         ax: where to draw; by default a new figure.
 
     Raises:
-        ValueError: weights has not two axes, tokens another length than K, or there are more queries than tokens.
+        TypeError: weights are not real numbers, or tokens are not texts.
+        ValueError: weights has not two axes, or is negative somewhere; tokens has another length than K, or there are
+            more queries than tokens.
     """
-    p = _array("weights", weights, "[Q, K]", 2)
+    p = _weights("weights", weights, "[Q, K]", 2)
     queries, keys = p.shape
     if tokens is not None and len(tokens) != keys:
         raise ValueError(f"tokens: has {len(tokens)} entries, weights has {keys} keys; weights {list(p.shape)}")
+    _check_texts("tokens", () if tokens is None else tokens)
     if tokens is not None and queries > keys:
         raise ValueError(
             f"tokens: the queries are the last Q of {keys} (K), and there are {queries}; weights {list(p.shape)}"
@@ -73,13 +80,15 @@ def plot_grid(
             figure.
 
     Raises:
-        ValueError: there is no layer or no head, one has no map, an entry has not three axes, or ``axes`` is too small.
+        TypeError: weights is none of these, or holds what are not real numbers.
+        ValueError: there is no layer or no head, one has no map, an entry has not three axes or is negative somewhere,
+            or ``axes`` is too small.
     """
     if isinstance(weights, (Tensor, np.ndarray)):
-        weights = [*_array("weights", weights, "[layers, H, Q, K]", 4)]
+        weights = [*_weights("weights", weights, "[layers, H, Q, K]", 4)]
     elif not isinstance(weights, Sequence):
         weights = _maps(weights)
-    layers = [_array(f"weights[{n}]", layer, "[H, Q, K]", 3) for n, layer in enumerate(weights)]
+    layers = [_weights(f"weights[{n}]", layer, "[H, Q, K]", 3) for n, layer in enumerate(weights)]
     sizes = (len(layers), max((len(layer) for layer in layers), default=0))
     if 0 in sizes:
         raise ValueError(f"weights: there is no {'head' if layers else 'layer'}, wanted at least 1")
@@ -117,10 +126,11 @@ def plot_statistics(
         ax: where to draw; by default a new figure.
 
     Raises:
+        TypeError: statistics is none of these.
         ValueError: there is no layer, or a layer has no statistic of that name.
     """
     if not isinstance(statistics, Sequence):
-        parts = _stats(statistics).parts.values()
+        parts = _stats("statistics", statistics).parts.values()
         statistics = [{each: part.moments[each].mean.tolist() for each in part.moments} for part in parts]
     if not statistics:
         raise ValueError("statistics: there is no layer, wanted at least 1")
@@ -174,37 +184,76 @@ def plot_patches(
         ax: where to draw; by default a new figure.
 
     Raises:
-        ValueError: sizes that do not fit, or no such patch.
+        TypeError: query or grid are not whole numbers, or weights or image not real ones.
+        ValueError: sizes that do not fit, no such patch, or weights that are negative somewhere.
     """
-    p = _array("weights", weights, "[T, T]", 2)
-    rows, columns = grid or (round(len(p) ** 0.5),) * 2
+    p = _weights("weights", weights, "[T, T]", 2)
+    rows, columns = _grid(grid, len(p))
     if p.shape != (rows * columns, rows * columns):
         raise ValueError(f"grid: {rows} x {columns} patches do not fit; weights {list(p.shape)}")
-    if query is not None and not 0 <= query < len(p):
-        raise ValueError(f"query: got {query}, wanted 0 to {len(p) - 1}")
-    looked = (p.mean(0) if query is None else p[query]).reshape(rows, columns)
+    row = None if query is None else as_whole(query)
+    if query is not None and row is None:
+        raise TypeError(f"query: got {kind(query)}, wanted a whole number")
+    if row is not None and not 0 <= row < len(p):
+        raise ValueError(f"query: got {row}, wanted 0 to {len(p) - 1}")
+    pixels = _pixels(image)
+    looked = (p.mean(0) if row is None else p[row]).reshape(rows, columns)
     ax = _axes(ax)
     around = (-0.5, columns - 0.5, rows - 0.5, -0.5)
-    ax.imshow(np.asarray(image), cmap="gray", extent=around, interpolation="nearest")
+    ax.imshow(pixels, cmap="gray", extent=around, interpolation="nearest")
     ax.imshow(looked, cmap="magma", vmin=0, alpha=0.7, extent=around, interpolation="nearest")
-    if query is not None:
+    if row is not None:
         from matplotlib.patches import Rectangle
 
-        row, column = divmod(query, columns)
-        ax.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor="cyan", linewidth=2))
+        top, left = divmod(row, columns)
+        ax.add_patch(Rectangle((left - 0.5, top - 0.5), 1, 1, fill=False, edgecolor="cyan", linewidth=2))
     ax.set_xticks([])
     ax.set_yticks([])
     return ax
 
 
-def _stats(observed: HeadStats | ObservedModel) -> HeadStats:
-    return observed if isinstance(observed, HeadStats) else observed.stats
+def _check_texts(name: str, texts: Sequence[object]) -> None:
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise TypeError(f"{name}[{number}]: got {kind(text)}, wanted a str")
+
+
+def _grid(grid: object, patches: int) -> tuple[int, int]:
+    """Return the rows and columns of patches."""
+    if not patches:
+        raise ValueError("weights: there is no patch, wanted at least 1; weights [0, 0]")
+    if grid is None:
+        return (round(patches**0.5),) * 2
+    match grid:
+        case [rows, columns]:
+            return whole("grid[0]", rows), whole("grid[1]", columns)
+        case _:
+            raise TypeError(f"grid: got {grid!r}, wanted two numbers (rows, columns)")
+
+
+def _pixels(image: ArrayLike) -> NDArray[Any]:
+    """Return an image as an array on the host, [h, w] or [h, w, channels]."""
+    if isinstance(image, Tensor):
+        image = image.detach().cpu()
+        image = (image.float() if image.is_floating_point() and image.itemsize < 4 else image).numpy()
+    pixels = np.asarray(image)
+    _check_real("image", pixels)
+    if pixels.ndim != 2 and not (pixels.ndim == 3 and pixels.shape[2] in CHANNELS):
+        raise ValueError(f"image: shape is {list(pixels.shape)}, wanted [h, w] or [h, w, 3]")
+    return pixels
+
+
+def _stats(name: str, observed: HeadStats | ObservedModel) -> HeadStats:
+    stats = observed if isinstance(observed, HeadStats) else getattr(observed, "stats", None)
+    if not isinstance(stats, HeadStats):
+        raise TypeError(f"{name}: got {kind(observed)}, wanted an entry for each layer, or what was observed")
+    return stats
 
 
 def _maps(observed: HeadStats | ObservedModel) -> list[NDArray[np.float64]]:
     """Of each layer the mean of each bin [H, rows, columns], without the bins that hold no query or no key."""
     maps: list[NDArray[np.float64]] = []
-    for name, part in _stats(observed).parts.items():
+    for name, part in _stats("weights", observed).parts.items():
         if part.map is None:
             raise ValueError(f"weights: {name} has no map; observe with Observe(map=64)")
         rows, columns = standing(part.map.bins, part.lengths)
@@ -220,11 +269,27 @@ def _axes(ax: Axes | None) -> Axes:
     return plt.subplots()[1]
 
 
+def _weights(name: str, values: Weights, letters: str, axes: int) -> NDArray[np.float64]:
+    """Return weights as an array on the host; none is negative."""
+    array = _array(name, values, letters, axes)
+    if (array < 0).any():
+        raise ValueError(f"{name}: got {array[array < 0][0]:.3g}, wanted weights, of at least 0")
+    return array
+
+
+def _check_real(name: str, array: NDArray[Any]) -> None:
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"{name}: dtype is {array.dtype}, wanted real numbers")
+
+
 def _array(name: str, values: Weights, letters: str, axes: int) -> NDArray[np.float64]:
     """Values as an array on the host."""
     if isinstance(values, Tensor):
-        values = values.detach().cpu().double().numpy()
-    array = np.asarray(values, dtype=np.float64)
+        values = values.detach().cpu()
+        values = (values if values.is_complex() else values.double()).numpy()
+    array = np.asarray(values)
+    _check_real(name, array)
+    array = array.astype(np.float64, copy=False)
     if array.ndim != axes:
         raise ValueError(f"{name}: has {array.ndim} axes, wanted {axes} ({letters}); {name} {list(array.shape)}")
     return array

@@ -49,6 +49,24 @@ def check_values(transformers: Any, name: str, raw: dict[str, Any]) -> None:
             raise _mistake(name, path, f"expected at most {most} layers{reason}, got {value}; {REMEDY}")
 
 
+def check_default_layers(name: str, config: Any) -> None:
+    """Check that the weights can have as many layers as a configuration has where config.json names no number.
+
+    Args:
+        name: of the model.
+        config: of transformers, made of a config.json that ``check_values`` has checked.
+
+    Raises:
+        Mistake: they cannot.
+    """
+    tensors = count_tensors(name, getattr(config, "transformers_weights", None))
+    for key, value in sorted(config.to_dict().items()):
+        if tensors is not None and key in LAYERS and isinstance(value, int) and value > tensors:
+            expected = f"expected at most {tensors} layers, as the weights hold {tensors} tensors"
+            got = f"got none, which makes {value} in {type(config).__name__}"
+            raise _mistake(name, key, f"{expected}, {got}; {REMEDY}")
+
+
 def _check_names(name: str, raw: dict[str, Any]) -> None:
     """Check the names of classes and of dtypes."""
     kinds: Any = raw.get("architectures") or []

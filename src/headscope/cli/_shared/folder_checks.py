@@ -28,7 +28,7 @@ def check_folder(name: str) -> None:
     Raises:
         Mistake: it does not.
     """
-    paths = sorted(Path(name).iterdir())
+    paths = sorted(path for path in Path(name).iterdir() if os.path.exists(path))  # no links to nothing
     files = {path.name for path in paths}
     if "config.json" not in files:
         raise Mistake(f"{name}: holds no config.json, wanted a folder as transformers' save_pretrained writes it")
@@ -139,7 +139,23 @@ def weight_files(name: str, folder: Path, weights: str | None = None) -> list[Pa
     first = weights or next((file for file in (SINGLE, INDEX) if os.path.isfile(folder / file)), None)
     if first is None:
         return []
-    return [folder / file for file in _shards(name, folder / first)] if first.endswith(".json") else [folder / first]
+    files = _shards(name, folder / first) if first.endswith(".json") else [first]
+    return list(dict.fromkeys(folder / file for file in files))  # "./a" is "a"
+
+
+def unread_files(name: str, folder: Path, weights: str | None = None) -> list[Path]:
+    """Return the files of weights of an index that transformers does not read, as it reads ``model.safetensors``.
+
+    Args:
+        name: of the model.
+        folder: of its files.
+        weights: the file of weights that config.json names, if it names one.
+    """
+    read = weight_files(name, folder, weights)
+    if weights is not None or read != [folder / SINGLE]:
+        return []
+    files = dict.fromkeys(folder / file for file in _shards(name, folder / INDEX))
+    return [file for file in files if file not in read and os.path.isfile(file)]
 
 
 def count_tensors(name: str, weights: str | None = None) -> int | None:
@@ -189,6 +205,8 @@ def with_metadata(read_index: Callable[..., Any]) -> Callable[..., Any]:
 def check_places(name: str, folder: Path, weights: str | None) -> None:
     """Check that no tensor is in two files of weights: transformers would take the one that it reads last.
 
+    Beside ``model.safetensors`` it reads no file of an index.
+
     Args:
         name: of the model.
         folder: of its files.
@@ -197,19 +215,25 @@ def check_places(name: str, folder: Path, weights: str | None) -> None:
     Raises:
         Mistake: a tensor is in two.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     places: dict[str, str] = {}
-    for path in weight_files(name, folder, weights):
-        with safe_open(path, framework="pt") as file:
-            keys = sorted(file.keys())
+    unread = unread_files(name, folder, weights)
+    for path in [*weight_files(name, folder, weights), *unread]:
+        try:
+            with safe_open(path, framework="pt") as file:
+                keys = sorted(file.keys())
+        except SafetensorError:
+            if path in unread:
+                continue
+            raise
         for key in keys:
             if key in places:
                 raise Mistake(
                     f"{name}: {visible(key)}: expected in one file of weights, got {visible(places[key])} and "
-                    f"{visible(path.name)}; remove one of the two, or save the model again"
+                    f"{visible(path.relative_to(folder).as_posix())}; remove one of the two, or save the model again"
                 )
-            places[key] = path.name
+            places[key] = path.relative_to(folder).as_posix()
 
 
 def check_dtypes(name: str, folder: Path, model: Any, left_out: Collection[str], weights: str | None) -> None:

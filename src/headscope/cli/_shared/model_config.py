@@ -19,7 +19,7 @@ from typing import Any
 
 from headscope._support.files import is_inside
 from headscope._support.text import visible
-from headscope.cli._shared.config_values import check_values, normalize_dtypes
+from headscope.cli._shared.config_values import check_default_layers, check_values, normalize_dtypes
 from headscope.cli._shared.folder_checks import check_indexes, check_kind, with_metadata
 from headscope.cli._shared.mistakes import Mistake
 
@@ -67,6 +67,7 @@ def read_config(transformers: Any, name: str, *, offline: bool) -> tuple[Any, li
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ValueError(str(error).replace(folder, name)) from error
+    check_default_layers(name, config)
     config.name_or_path = name
     return config, notes
 

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 from headscope._support.text import visible
 from headscope.cli._shared.config_values import REMEDY, explain_key_error
 from headscope.cli._shared.console import few, one_line
-from headscope.cli._shared.folder_checks import check_dtypes, check_folder, check_places
+from headscope.cli._shared.folder_checks import INDEX, SINGLE, check_dtypes, check_folder, check_places, unread_files
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.model_config import confined, read_config
+from headscope.cli._shared.model_size import check_size
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -179,6 +180,7 @@ def _confined(transformers: Any, name: str, *, offline: bool) -> Loaded:
     kind = getattr(transformers, (config.architectures or [""])[0], None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         kind = transformers.AutoModel
+    check_size(name, _folder(name), kind, config)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Casting complex values")  # `check_dtypes` refuses them
@@ -197,6 +199,9 @@ def _confined(transformers: Any, name: str, *, offline: bool) -> Loaded:
         "unexpected_keys": "weights in the files have no place in this model and were left out",
     }
     notes += [f"{what}: {few(sorted(report[keys]), FEW_NAMED)}" for keys, what in problems.items() if report[keys]]
+    if unread := unread_files(name, _folder(name), weights):
+        files = few([path.name for path in unread], FEW_NAMED)
+        notes.append(f"{SINGLE} is read, and files of {INDEX} are not: {files}")
     label = f"{type(model).__name__} ({visible(name)})"
     loaded = _either(transformers, model, label, name, options)
 

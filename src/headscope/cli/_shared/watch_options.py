@@ -83,6 +83,8 @@ def _parse_thresholds(limits: tuple[str, ...]) -> Thresholds:
         name, _, number = limit.partition("=")
         if name not in names:
             raise Mistake(f"--threshold: got {limit}, wanted one of {', '.join(names)}, as share=0.02")
+        if name in values:
+            raise Mistake(f"--threshold: expected {name} once, got it twice; give one of the two")
         try:
             values[name] = float(number)
         except ValueError:

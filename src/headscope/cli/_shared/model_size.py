@@ -1,0 +1,63 @@
+"""How large the model of a configuration is, before transformers builds it in memory."""
+
+from __future__ import annotations
+
+import warnings
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from headscope._support.text import visible
+from headscope.cli._shared.config_values import REMEDY
+from headscope.cli._shared.folder_checks import weight_files
+from headscope.cli._shared.mistakes import Mistake
+
+MOST_GROWTH = 4  # float32 in memory is twice the size of float16 in files, and some parameters are drawn
+ALWAYS_FINE = 1 << 30  # bytes
+
+
+def check_size(name: str, folder: Path, kind: Any, config: Any) -> None:
+    """Check that a model is not much larger than its weights: transformers draws what they do not hold.
+
+    Args:
+        name: of the model.
+        folder: of its files.
+        kind: the class of transformers that makes it of the configuration.
+        config: of transformers.
+
+    Raises:
+        Mistake: it is much larger.
+    """
+    files = weight_files(name, folder, getattr(config, "transformers_weights", None))
+    if not files or not all(file.is_file() for file in files):
+        return
+    model = _without_memory(kind, config)
+    if model is None:
+        return
+    weights = sum(file.stat().st_size for file in files)
+    parameters = sum(4 * parameter.numel() for parameter in model.parameters())
+    if parameters > MOST_GROWTH * weights + ALWAYS_FINE:
+        raise Mistake(
+            f"{name}: config.json: expected a model of the size of the weights ({_megabytes(weights)}), got "
+            f"{visible(type(model).__name__)} ({_megabytes(parameters)} in float32), most of which would be drawn at "
+            f"random; {REMEDY}"
+        )
+
+
+def _without_memory(kind: Any, config: Any) -> Any:
+    """Return the model with parameters that have shapes alone; None where it cannot be built so."""
+    import torch
+
+    options: dict[str, Any] = {}
+    if hasattr(kind, "from_config"):  # AutoModel, which chooses the class
+        kind, options = kind.from_config, {"trust_remote_code": False}
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")  # they come again where the model is built
+            return kind(deepcopy(config), **options)
+    except Exception:  # the same, or another, where transformers builds the model, which says what is wrong
+        return None
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB" if size >= 1e6 else f"{size / 1e6:.2g} MB"
