@@ -47,21 +47,19 @@ def _backward(
         with full_precision(prepared.call):
             gradients = torch_operators.AS_OPERATORS[backend].gradients(forward, inputs, results, grads, needed)
             if backend == blocked.name and q.is_cpu and not all(x is None or x.isfinite().all() for x in gradients[:3]):
-                gradients = _of_bad_inputs(forward, inputs, grads, needed) or gradients
+                gradients = _of_bad_inputs(forward, inputs, results, grads, needed) or gradients
         if backend == blocked.name:
             gradients = tuple(None if x is None else x.contiguous() for x in gradients)  # as the fake kernel has them
         return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
 def _of_bad_inputs(
-    forward: ForwardPass, inputs: Inputs, grads: Pair, needed: tuple[bool, ...]
+    forward: ForwardPass, inputs: Inputs, results: tuple[Tensor, Tensor], grads: Pair, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...] | None:
     """Return the gradients of blocked torch where q, k or v hold NaN or infinity; None if they do not."""
 
     def gradients(clean: Inputs, grads: Pair) -> tuple[Tensor | None, ...]:
-        out, lse = blocked.attend(forward.call, forward.plan, clean, seed=forward.seed)
-        assert lse is not None  # the call asks for it
-        return blocked.gradients(forward, clean, (out, lse), grads, needed)
+        return blocked.gradients(forward, clean, results, grads, needed)
 
     return gradients_of_bad_inputs(forward, inputs, grads, gradients)
 

@@ -215,17 +215,16 @@ def gradients(
     Args:
         forward: the forward pass.
         inputs: its inputs.
-        results: its out and lse.
+        results: its out and lse, of which only the sizes are read.
         grads: those of out and lse, or None.
         needed: whether those of bias and sinks are: a bias may be as large as the matrix.
     """
     call, plan, seed = forward
-    out = results[0]
     grad_out, grad_lse = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grads, strict=True))
     sums = _zeros(inputs, needed, accumulate_dtype(call.dtype))
     with full_precision(call):
         for block in blocks(call, plan):
-            _backward(_Backward(call, plan, block, inputs, out, grad_out, grad_lse, seed), sums)
+            _backward(_Backward(call, plan, block, inputs, grad_out, grad_lse, seed), sums)
     return tuple(_like(total, tensor) for total, tensor in zip(sums, inputs, strict=True))
 
 
@@ -327,38 +326,37 @@ class _Backward:
     plan: Plan | None
     block: Block
     inputs: Inputs
-    out: Tensor
     grad_out: Tensor
     grad_lse: Tensor
     seed: int
 
 
 def _backward(a: _Backward, sums: Inputs) -> None:
-    """Add one block's gradients to the sums: ds = p (dp - Σ out·dout + dlse), then through cap, scale and products."""
+    """Add one block's gradients to the sums: ds = p (dp - δ + dlse), then through cap, scale and products."""
     call, block, inputs = a.call, a.block, a.inputs
     dtype = accumulate_dtype(call.dtype)
     grad_lse = _grouped(call, block, a.grad_lse[..., None]).to(dtype)  # [b, h, g * i, 1]
-    grad_out = _grouped(call, block, a.grad_out).to(dtype)
-    delta = (grad_out * _grouped(call, block, a.out).to(dtype)).sum(-1, keepdim=True)
     if block.j.start == block.j.stop:
         if inputs.sinks is not None:  # it has it all, or there is nothing
             weights = _weights_of_sink_alone(_sink_rows(call, block, inputs.sinks))
-            _add_sink_gradient(call, block, (grad_lse - delta) * weights, sums)
+            _add_sink_gradient(call, block, grad_lse * weights, sums)
         return
+    grad_out = _grouped(call, block, a.grad_out).to(dtype)
     logits = _logits(call, a.plan, block, inputs)
     uncapped, hidden = logits.uncapped, logits.s == -torch.inf
     w = _weights(call, block, inputs, logits)  # anew, not by lse: where that is large it has lost the sum
     p = w.p.div_(w.divisor)
-    if w.sink is not None:
-        _add_sink_gradient(call, block, w.sink / w.divisor * (grad_lse - delta), sums)
     v = inputs.v[block.b, block.h, block.j].to(dtype)
     grad_p = grad_out @ v.transpose(-2, -1)  # [b, h, g * i, j]
     dropped = p
     if call.dropout:
         keep = _keep(call, block, a.seed, p)
-        dropped, grad_p = p * keep, grad_p * keep
+        dropped, grad_p = p * keep, grad_p.mul_(keep)
     sums.v[block.b, block.h, block.j] += dropped.transpose(-2, -1) @ grad_out
-    grad_s = (p * (grad_p - delta + grad_lse)).masked_fill_(hidden, 0)
+    delta = _delta(call, p, grad_p, logits.visible)
+    if w.sink is not None:
+        _add_sink_gradient(call, block, w.sink / w.divisor * (grad_lse - delta), sums)
+    grad_s = grad_p.sub_(delta).add_(grad_lse).mul_(p).masked_fill_(hidden, 0)
     if sums.bias is not None:
         _add_bias_gradient(call, block, _per_head(call, grad_s), sums.bias)
     if uncapped is not None:
@@ -368,6 +366,16 @@ def _backward(a: _Backward, sums: Inputs) -> None:
     sums.k[block.b, block.h, block.j] += grad_s.transpose(-2, -1) @ q
     grad_q = _per_head(call, grad_s @ k).flatten(1, 2)  # [b, H, i, D]
     sums.q[block.b, block.heads(call.group), block.i] += grad_q
+
+
+def _delta(call: Call, p: Tensor, grad_p: Tensor, visible: Tensor | None) -> Tensor:
+    """δ = Σ p dp of each row. The rounding of dp cancels in dp - δ; with δ = out · dout that of out would stay."""
+    weighted = p * grad_p
+    delta = weighted.sum(-1, keepdim=True)
+    if visible is not None and (call.device != "cpu" or call.form != "plain" or not delta.isfinite().all()):
+        # A hidden key counts for 0, also where its dp is infinite.
+        delta = _per_head(call, weighted).masked_fill_(~visible, 0).sum(-1, keepdim=True).view_as(delta)
+    return delta
 
 
 def _add_sink_gradient(call: Call, block: Block, grad_s: Tensor, sums: Inputs) -> None:
