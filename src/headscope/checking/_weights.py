@@ -80,7 +80,7 @@ def explain_sums(heads: Heads, tolerance: float) -> Verdict | None:
     over_heads = over_heads[torch.isfinite(over_heads)]  # where all heads hide a pair there is NaN
     if heads.count > 1 and are_ones(over_heads):
         return Verdict("softmax-over-heads", f"{evidence}; those of a pair of tokens, over the heads, to 1")
-    if high - low < tolerance * 10:
+    if high - low < min(tolerance * 10, 0.1 * abs(1 - low)):
         return Verdict("scaled-after-softmax", f"{evidence}, all alike (1/√D is {heads.width**-0.5:.4g})")
     return Verdict("rows-do-not-sum-to-one", evidence)
 
@@ -144,9 +144,11 @@ def has_sink(heads: Heads, slope: Tensor, tolerance: float) -> bool:
     visible = visible_pairs(heads.p)
     shifts = torch.where(visible, log_weights(heads.p) - s, 0)
     constant = shifts.sum(-1) / visible.sum(-1).clamp_min(1)  # -log of the whole sum
-    rest = (-constant).exp() - torch.where(visible, s.exp(), 0.0).sum(-1)  # [B, H, Q]
-    middle = rest.mean((0, 2), keepdim=True)
-    return bool((middle > 0).all()) and bool(((rest - middle).abs() < 1e3 * tolerance * (1 + middle)).all())
+    whole = (-constant).exp()
+    rest = whole - torch.where(visible, s.exp(), 0.0).sum(-1)  # [B, H, Q]
+    one_row = whole.transpose(0, 1).flatten(1).argmin(1, keepdim=True)  # of each head: it has the least rounding
+    sink = rest.transpose(0, 1).flatten(1).gather(1, one_row)  # [H, 1]
+    return bool((sink > 0).all()) and bool(((rest - sink).abs() < 1e-3 * sink + tolerance * whole).all())
 
 
 # ---------------------------------------------------------------- scale
