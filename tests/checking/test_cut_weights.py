@@ -66,3 +66,21 @@ def test_a_sink_is_understood_in_either_precision(logit: float, dtype: torch.dty
     found = check_with(add_sink, 3)
     assert found.names == ()
     assert [text for text in found.understood if "sink" in text]
+
+
+@pytest.mark.parametrize("causal", [None, True])
+@pytest.mark.parametrize("fill", [0.0, -2.0])
+def test_a_number_in_place_of_logits_is_named_also_where_it_uncovers_later_keys(
+    fill: float, causal: bool | None
+) -> None:
+    class Filled(Packed):
+        def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+            s = self.scores(q, k)
+            if causal:
+                s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1 + s.shape[-1] - s.shape[-2]), -1e4)
+            return (s if mask is None else s.masked_fill(mask == 0, fill)).softmax(-1)
+
+    torch.manual_seed(3)
+    found = check(Filled(24, 3), mask_means="keep", causal=causal)
+    assert found.names == ("mask-fill-too-small",)
+    assert found["mask-fill-too-small"].seen == f"mask= [T, T] boolean: logits of hidden pairs are {fill:.4g}"

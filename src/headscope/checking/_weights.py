@@ -263,6 +263,8 @@ def judge_mask(
     if bool(by_entry.any()) and bool((by_entry | unmasked.all(2).all(1)).all()) and bool((rows.any(2).any(1)).all()):
         leaking = ", ".join(str(b) for b in range(len(by_entry)) if not by_entry[b])
         return Verdict("mask-on-some-batches", f"batch entries that see what is hidden: {leaking}, of {len(by_entry)}")
+    if logit is not None and (evidence := _find_number_filled(p, logit, expected, ~mask[:, None] & rows[..., None])):
+        return Verdict("mask-fill-too-small", evidence)
     return _judge_visible_mask(p, logit, expected, before, plain)
 
 
@@ -312,9 +314,25 @@ def _judge_visible_mask(
         evidence = f"logits of hidden pairs are {'lower' if gap[0] < 0 else 'higher'} by {abs(float(gap[0])):.4g}"
         return Verdict("bool-mask-added" if abs(abs(float(gap[0])) - 1) < 1e-2 else "mask-fill-too-small", evidence)
     if logit is not None and float(fill.max() - fill.min()) < 1e-3:
-        value = float(fill.mean())
-        return Verdict("mask-fill-too-small", f"logits of hidden pairs are {0.0 if abs(value) < 1e-6 else value:.4g}")
+        return Verdict("mask-fill-too-small", f"logits of hidden pairs are {_format_fill(float(fill.mean()))}")
     return Verdict("none")
+
+
+def _find_number_filled(p: Tensor, logit: Tensor, expected: Tensor, filled: Tensor) -> str:
+    """Describe a number that took the place of the logits ``filled``, also of pairs that were hidden before; or ""."""
+    rows, visible = filled.any(-1, keepdim=True), visible_pairs(p)
+    retained = expected & rows
+    if not bool(filled.any()) or not bool((visible == retained | filled)[rows.expand(visible.shape)].all()):
+        return ""
+    level = torch.where(retained, log_weights(p) - logit, 0.0).sum(-1, keepdim=True)
+    shift = log_weights(p) - level / retained.sum(-1, keepdim=True).clamp_min(1)  # what the logits are with the mask
+    fill = shift[filled]
+    alike = bool((shift - logit)[retained].abs().max() < 1e-3) and float(fill.max() - fill.min()) < 1e-3
+    return f"logits of hidden pairs are {_format_fill(float(fill.mean()))}" if alike else ""
+
+
+def _format_fill(value: float) -> str:
+    return f"{0.0 if abs(value) < 1e-6 else value:.4g}"
 
 
 def _is_on_queries(p: Tensor, plain: Tensor, expected: Tensor, before: Tensor) -> bool:
