@@ -97,3 +97,16 @@ def test_other_weights_in_training_are_no_dropout() -> None:
 def test_dropped_logits_are_dropout_before_the_softmax() -> None:
     found = check_with(lambda module, s, mask: F.dropout(hide(s, mask), 0.3, module.training).softmax(-1))
     assert found.names == ("dropout-before-softmax",)
+
+
+@pytest.mark.parametrize("causal", [None, True])
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_dropout_that_does_not_rescale_is_found(rate: float, causal: bool | None) -> None:
+    def drop(module: Packed, s: Tensor, mask: Tensor | None) -> Tensor:
+        future = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1 + s.shape[-1] - s.shape[-2])
+        p = hide(s.masked_fill(future, -1e4) if causal else s, mask).softmax(-1)
+        return p * (torch.rand_like(p) >= rate) if module.training else p
+
+    found = check_with(drop, causal)
+    assert found.names == ("dropout-not-rescaled",)
+    assert found["dropout-not-rescaled"].seen.endswith("of the weights are 0, and the others are those of eval")

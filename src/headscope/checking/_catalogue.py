@@ -172,6 +172,12 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "Drop weights, not logits.",
         "p = F.dropout(scores.softmax(dim=-1), self.dropout, self.training)",
     ),
+    "dropout-not-rescaled": CatalogueEntry(
+        "wrong",
+        "Dropped weights are missing from the sums in training: outputs in eval are larger than those it was fit to.",
+        "Divide the weights that are left by the share that is left, as F.dropout does.",
+        "p = F.dropout(scores.softmax(dim=-1), self.dropout, self.training)",
+    ),
     "logits-changed": CatalogueEntry(
         "wrong",
         "A larger q·k should give a larger weight. Here some give a smaller one, opposite products weigh alike, large "

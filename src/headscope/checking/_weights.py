@@ -80,7 +80,7 @@ def explain_sums(heads: Heads, tolerance: float) -> Verdict | None:
     over_heads = over_heads[torch.isfinite(over_heads)]  # where all heads hide a pair there is NaN
     if heads.count > 1 and are_ones(over_heads):
         return Verdict("softmax-over-heads", f"{evidence}; those of a pair of tokens, over the heads, to 1")
-    if high - low < tolerance * 10:
+    if high - low < min(tolerance * 10, 0.1 * abs(1 - low)):
         return Verdict("scaled-after-softmax", f"{evidence}, all alike (1/√D is {heads.width**-0.5:.4g})")
     return Verdict("rows-do-not-sum-to-one", evidence)
 
@@ -144,9 +144,11 @@ def has_sink(heads: Heads, slope: Tensor, tolerance: float) -> bool:
     visible = visible_pairs(heads.p)
     shifts = torch.where(visible, log_weights(heads.p) - s, 0)
     constant = shifts.sum(-1) / visible.sum(-1).clamp_min(1)  # -log of the whole sum
-    rest = (-constant).exp() - torch.where(visible, s.exp(), 0.0).sum(-1)  # [B, H, Q]
-    middle = rest.mean((0, 2), keepdim=True)
-    return bool((middle > 0).all()) and bool(((rest - middle).abs() < 1e3 * tolerance * (1 + middle)).all())
+    whole = (-constant).exp()
+    rest = whole - torch.where(visible, s.exp(), 0.0).sum(-1)  # [B, H, Q]
+    one_row = whole.transpose(0, 1).flatten(1).argmin(1, keepdim=True)  # of each head: it has the least rounding
+    sink = rest.transpose(0, 1).flatten(1).gather(1, one_row)  # [H, 1]
+    return bool((sink > 0).all()) and bool(((rest - sink).abs() < 1e-3 * sink + tolerance * whole).all())
 
 
 # ---------------------------------------------------------------- scale
@@ -261,6 +263,8 @@ def judge_mask(
     if bool(by_entry.any()) and bool((by_entry | unmasked.all(2).all(1)).all()) and bool((rows.any(2).any(1)).all()):
         leaking = ", ".join(str(b) for b in range(len(by_entry)) if not by_entry[b])
         return Verdict("mask-on-some-batches", f"batch entries that see what is hidden: {leaking}, of {len(by_entry)}")
+    if logit is not None and (evidence := _find_number_filled(p, logit, expected, ~mask[:, None] & rows[..., None])):
+        return Verdict("mask-fill-too-small", evidence)
     return _judge_visible_mask(p, logit, expected, before, plain)
 
 
@@ -310,9 +314,25 @@ def _judge_visible_mask(
         evidence = f"logits of hidden pairs are {'lower' if gap[0] < 0 else 'higher'} by {abs(float(gap[0])):.4g}"
         return Verdict("bool-mask-added" if abs(abs(float(gap[0])) - 1) < 1e-2 else "mask-fill-too-small", evidence)
     if logit is not None and float(fill.max() - fill.min()) < 1e-3:
-        value = float(fill.mean())
-        return Verdict("mask-fill-too-small", f"logits of hidden pairs are {0.0 if abs(value) < 1e-6 else value:.4g}")
+        return Verdict("mask-fill-too-small", f"logits of hidden pairs are {_format_fill(float(fill.mean()))}")
     return Verdict("none")
+
+
+def _find_number_filled(p: Tensor, logit: Tensor, expected: Tensor, filled: Tensor) -> str:
+    """Describe a number that took the place of the logits ``filled``, also of pairs that were hidden before; or ""."""
+    rows, visible = filled.any(-1, keepdim=True), visible_pairs(p)
+    retained = expected & rows
+    if not bool(filled.any()) or not bool((visible == retained | filled)[rows.expand(visible.shape)].all()):
+        return ""
+    level = torch.where(retained, log_weights(p) - logit, 0.0).sum(-1, keepdim=True)
+    shift = log_weights(p) - level / retained.sum(-1, keepdim=True).clamp_min(1)  # what the logits are with the mask
+    fill = shift[filled]
+    alike = bool((shift - logit)[retained].abs().max() < 1e-3) and float(fill.max() - fill.min()) < 1e-3
+    return f"logits of hidden pairs are {_format_fill(float(fill.mean()))}" if alike else ""
+
+
+def _format_fill(value: float) -> str:
+    return f"{0.0 if abs(value) < 1e-6 else value:.4g}"
 
 
 def _is_on_queries(p: Tensor, plain: Tensor, expected: Tensor, before: Tensor) -> bool:

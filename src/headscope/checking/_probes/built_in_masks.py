@@ -26,6 +26,9 @@ def probe_built_in_mask(case: Case) -> None:
     everything = torch.ones_like(visible)
     mask, tolerance = tri.expand(len(visible), -1, -1), case.subject.tolerance
     verdict = weights.judge_mask(heads.p, case.logit, mask, everything, None, tolerance)
+    inverted = verdict.outcome == "mask-inverted"
+    if verdict.after_softmax and not _is_late_mask_fixed(case, tri, inverted=inverted):
+        verdict = weights.judge_mask(heads.p, None, mask, everything, None, tolerance)
     if verdict.after_softmax:
         case.allowed = tri[None]
         case.report("mask-after-softmax", f"built-in mask: {verdict.after_softmax}")
@@ -44,6 +47,18 @@ def probe_built_in_mask(case: Case) -> None:
         return
     case.allowed = tri[None]
     case.report(verdict.outcome, f"built-in mask: {verdict.evidence}")
+
+
+def _is_late_mask_fixed(case: Case, tri: Tensor, *, inverted: bool) -> bool:
+    """Return whether the same weights are cut after the softmax for each input, and all that an inverted mask hides."""
+    assert case.slope is not None
+    runs = (case.heads, case.other_heads, case.subject.follow(case.subject.input(3, case.size)).heads)
+    cut, retained = torch.zeros_like(tri), torch.zeros_like(tri)
+    for heads in (heads for heads in runs if heads is not None):
+        full = (heads.raw * case.slope.of_raw[:, None, None]).softmax(-1)
+        changed = (heads.p - full).abs() > 10 * case.subject.tolerance
+        cut, retained = cut | changed, retained | (~changed & (full > 1e-3))  # smaller ones may not show a change
+    return not bool((cut & retained).any()) and not (inverted and bool((retained & tri).any()))
 
 
 def _judge_causal_pattern(case: Case, visible: Tensor, tri: Tensor) -> None:
@@ -88,4 +103,10 @@ def _judge_other_pattern(case: Case, visible: Tensor, tri: Tensor) -> None:
         b, h, i, j = ((visible & ~tri) if later else ~visible).nonzero()[0].tolist()
         if case.options.causal:
             case.report("looks-into-the-future", f"query {i} of head {h} of batch entry {b} sees key {j}")
-        case.understood.append(f"a built-in pattern hides {float((~visible).double().mean()):.0%} of the pairs")
+        share = f"{float((~visible).double().mean()):.0%} of the pairs"
+        other = case.other_heads
+        depends = other is not None and differ_in_pattern(visible, visible_pairs(other.p))
+        text = (
+            f"{share} are hidden; which ones depends on the input" if depends else f"a built-in pattern hides {share}"
+        )
+        case.understood.append(text)

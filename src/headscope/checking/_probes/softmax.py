@@ -129,13 +129,21 @@ def probe_sums(case: Case) -> None:
     heads = case.heads
     if case.random or heads is None or case.added or case.observations.keys() & EXPLAINS_SUMS:
         return
-    verdict = weights.explain_sums(heads, case.subject.tolerance)
-    if verdict is None or verdict.outcome in case.observations:
-        return
-    if case.slope is not None and not case.slope.biased and weights.has_sink(heads, case.slope.of_raw, 1e-5):
+    sink = False
+    for run in [heads, *_collect_runs(case)[1:]]:  # what drops small weights may drop none of one input
+        verdict = weights.explain_sums(run, case.subject.tolerance)
+        if verdict is None or verdict.outcome in case.observations:
+            continue
+        if case.slope is not None and not case.slope.biased:
+            explained = weights.has_sink(run, case.slope.of_raw, case.subject.tolerance)
+            sink = sink or explained
+            if explained:
+                continue
+        if run is heads or verdict.outcome == "rows-do-not-sum-to-one":
+            case.report(verdict.outcome, verdict.evidence if run is heads else f"for another input, {verdict.evidence}")
+            return
+    if sink:
         case.understood.append("each head has a sink: one more term in the softmax, without a value")
-        return
-    case.report(verdict.outcome, verdict.evidence)
 
 
 def _judge_scale(case: Case, heads: Heads, fitted: Slope) -> None:

@@ -58,6 +58,8 @@ def _judge_difference(case: Case, module: nn.Module, trained: Heads) -> None:
         if bool(((trained.p.sum(-1) - 1).abs() < 1e-4).all()):
             evidence = "in training, weights change while q·k does not, and still sum to one"
             case.report("dropout-before-softmax", evidence)
+        elif again is not None:
+            _judge_rescaling(case, trained, again)
         return
     case.not_tested["dropout of weights"] = "in training two seeds give the same weights"
     assert case.heads is not None
@@ -69,6 +71,22 @@ def _judge_difference(case: Case, module: nn.Module, trained: Heads) -> None:
         return
     off = float((trained.p - case.heads.p).abs().max())
     case.report("training-differs", f"weights in training and in eval are up to {off:.3g} apart, for every seed")
+
+
+def _judge_rescaling(case: Case, trained: Heads, again: Heads) -> None:
+    """Report dropout that leaves the other weights as they are in eval; the two runs differ in their seed."""
+    assert case.heads is not None
+    p = case.heads.p
+    shown = visible_pairs(p) & (p > 1e-3)
+    for run in (trained, again):
+        dropped = shown & (run.p == 0)
+        if not bool(dropped.any()) or not bool((shown & ~dropped).any()):
+            return
+        if not _are_same(torch.where(dropped, p, run.p), p):
+            return
+    share = float((shown & (trained.p == 0)).sum() / shown.sum())
+    evidence = f"in training, {share:.0%} of the weights are 0, and the others are those of eval"
+    case.report("dropout-not-rescaled", evidence)
 
 
 def _judge_scale_in_training(case: Case, module: nn.Module, trained: Heads) -> bool:
