@@ -9,7 +9,7 @@ BEGIN_TARGET("avx2,fma,f16c,bmi,bmi2")
 
 namespace headscope::avx2 {
 namespace {
-#include "../kernels/kernels-inl.h"
+#include "../kernels/all_kernels-inl.h"
 }  // namespace
 }  // namespace headscope::avx2
 END_TARGET

@@ -9,7 +9,7 @@ BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 
 namespace headscope::avx512 {
 namespace {
-#include "../kernels/kernels-inl.h"
+#include "../kernels/all_kernels-inl.h"
 }  // namespace
 }  // namespace headscope::avx512
 END_TARGET

@@ -32,7 +32,7 @@ inline __m512i emulated_pair(__m512i x, __m512i y) {
                               _mm512_cvtepi32_epi16(rounded_words(y)), 1);
 }
 #endif
-#include "../kernels/kernels-inl.h"
+#include "../kernels/all_kernels-inl.h"
 }  // namespace
 }  // namespace headscope::avx512_bf16
 END_TARGET

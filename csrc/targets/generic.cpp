@@ -7,7 +7,7 @@
 
 namespace headscope::generic {
 namespace {
-#include "../kernels/kernels-inl.h"
+#include "../kernels/all_kernels-inl.h"
 bool runs_here() { return true; }
 }  // namespace
 extern const Target target;

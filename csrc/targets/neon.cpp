@@ -8,7 +8,7 @@
 
 namespace headscope::neon {
 namespace {
-#include "../kernels/kernels-inl.h"
+#include "../kernels/all_kernels-inl.h"
 bool runs_here() { return true; }
 }  // namespace
 extern const Target target;

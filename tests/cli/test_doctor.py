@@ -17,7 +17,7 @@ import torch
 from headscope import attention, masks
 from headscope._attend.backends import native as cpu
 from headscope._attend.select import BACKENDS
-from headscope._observe import native_observer as _observe_native
+from headscope._observe import native_observer
 from headscope.cli._doctor.machine import DTYPES, TYPICAL, CallSpec, judge, machine
 from headscope.cli._doctor.matrix import OPTIONS, matrix
 from support.paths import DOCS
@@ -132,7 +132,7 @@ def test_every_native_refusal_is_explained(device: str, built: bool, monkeypatch
 
 
 def test_every_refusal_of_the_native_observer_is_explained() -> None:
-    source = inspect.getsource(_observe_native)
+    source = inspect.getsource(native_observer)
     refusals = re.findall(r'reasons\.append\(f?"([^:"]+): ', source)
     assert len(refusals) == source.count("reasons.append("), "a reason begins with a word and a colon"
     told = KERNELS.read_text(encoding="utf-8").partition("### What the observer refuses")[2].partition("\n## ")[0]

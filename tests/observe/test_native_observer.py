@@ -18,8 +18,7 @@ import headscope
 from headscope import Observe, attend, observe
 from headscope._attend import prepare
 from headscope._attend.backends import native as cpu
-from headscope._observe import native_observer as _observe_native
-from headscope._observe import steps
+from headscope._observe import native_observer, steps
 from headscope._observe.inputs import Continued
 from headscope._observe.native_observer import borders_of
 from headscope.masks import Dense, Documents, KeyLengths, Mask, Prefix, causal, window
@@ -188,7 +187,7 @@ WHAT: dict[str, Callable[[], Made]] = {
 @contextmanager
 def portable() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_observe_native, "refuses", lambda *_: ["this test wants the portable form"])
+        patch.setattr(native_observer, "refuses", lambda *_: ["this test wants the portable form"])
         patch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())  # what was made ready before
         yield
 
@@ -202,9 +201,9 @@ def native() -> Iterator[None]:
         assert found is not None
         return found
 
-    usual = _observe_native.observe_natively
+    usual = native_observer.observe_natively
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_observe_native, "observe_natively", must)
+        patch.setattr(native_observer, "observe_natively", must)
         patch.setattr("headscope._observe.steps.observe_blocks", None)
         yield
 
@@ -383,14 +382,14 @@ REFUSED: dict[str, Callable[[], tuple[Made, Made, Made]]] = {
 @pytest.mark.parametrize("word", REFUSED)
 def test_what_the_kernels_refuse_is_observed_portably(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given, asked, places = REFUSED[word]()
-    usual, reasons = _observe_native.refuses, []
+    usual, reasons = native_observer.refuses, []
     monkeypatch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())  # what was made ready before
 
     def told(*work: Any) -> list[str]:
         reasons.extend(usual(*work))
         return reasons
 
-    monkeypatch.setattr(_observe_native, "refuses", told)
+    monkeypatch.setattr(native_observer, "refuses", told)
     seen = observe(**given, what=Observe(**asked), **places)
     assert [reason.partition(":")[0] for reason in reasons] == [word]
     with portable():
@@ -689,9 +688,9 @@ def test_moments_are_those_of_the_portable_form(name: str, dtype: torch.dtype) -
 def test_a_quantity_that_the_kernels_lack_is_observed_by_the_portable_form(monkeypatch: pytest.MonkeyPatch) -> None:
     what, given = Observe(extra=("second_weight",)), made()
     expected = observe(**given, what=what)
-    lacking = tuple(name for name in _observe_native.QUANTITIES if name != "second_weight")
-    monkeypatch.setattr(_observe_native, "QUANTITIES", lacking)
-    monkeypatch.setattr(_observe_native, "observe_natively", None)  # calling it would raise
+    lacking = tuple(name for name in native_observer.QUANTITIES if name != "second_weight")
+    monkeypatch.setattr(native_observer, "QUANTITIES", lacking)
+    monkeypatch.setattr(native_observer, "observe_natively", None)  # calling it would raise
     monkeypatch.setattr(prepare, "prepared_calls", prepare.PreparedCalls())
     same(observe(**given, what=what), expected)
 

@@ -11,7 +11,7 @@
 3. **The aggregation**, ``aggregate.py``: means, histograms, sums over the batch, in float64.
 """
 
-from headscope._observe.compiled_or_eager import observe_call
+from headscope._observe.entry import observe_call
 from headscope._observe.inputs import Continued
 from headscope._observe.measure import Positions, attend_and_observe
 

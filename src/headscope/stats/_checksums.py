@@ -1,7 +1,8 @@
 """Checksums in a file of statistics: of the bytes of each tensor, and of all else that its header states.
 
 They are an entry of the header. Versions that do not know it read the file without it; a file that an earlier version
-wrote has none, and is read without checks of this kind.
+wrote has none, and is read without checks of this kind. Here the header is compared; ``TensorFile`` of
+``_tensor_reader.py`` compares each tensor when it reads it, and says which was changed since it was saved.
 """
 
 from __future__ import annotations
