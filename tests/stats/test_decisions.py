@@ -129,6 +129,9 @@ def test_a_first_key_that_not_all_rows_see_and_sinks_are_not_exact() -> None:
     assert not patterns(sunk).of("0", 1)["self"].exact
     unknown = observe(q, k, mask=causal(), what=Observe(received=False))
     assert not patterns(unknown).of("0", 0)["first"].exact
+    assert patterns(observe(q, k, mask=causal())).of("0", 0)["first"].exact
+    several = observe(q, k, mask=causal(), what=Observe(first=4))
+    assert not patterns(several).of("0", 0)["first"].exact
 
 
 def test_local_is_not_offered_where_an_even_head_would_be_local() -> None:

@@ -115,7 +115,7 @@ def pattern_means(part: LayerStats) -> dict[str, Scores]:
             even, telling, exact = chance.over(moments[name].count)
             exact = exact & (whole | (telling == moments[name].count))
             if name == "first":
-                exact = exact & _all_see_the_first(part)
+                exact = exact & _all_see_the_first(part) & (part.first == 1)
             scores[name] = _score(name, _total(moments[name]), even, moments[name].count, telling, exact)
     never = torch.zeros_like(chance.alike)
     for name in ("duplicate", "induction"):
