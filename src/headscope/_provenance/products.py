@@ -36,9 +36,10 @@ def record_product(identities: Identities, out: Tensor, left: Operand, right: Op
     three = out if out.ndim == 3 else out[None]
     if a.ids is None or b.ids is None or a.factors is None or b.factors is None:
         if a.ids is not None:
-            _record_projection(identities, three, a.ids, b.values)
+            _record_projection(identities, three, a.ids, b.values, a.factors)
         elif b.ids is not None:  # weights @ xᵀ
-            _record_projection(identities, three.transpose(1, 2), b.ids.transpose(1, 2), a.values.transpose(1, 2))
+            ids, weights = b.ids.transpose(1, 2), a.values.transpose(1, 2)
+            _record_projection(identities, three.transpose(1, 2), ids, weights, b.factors)
         return
     record = identities.record
     a_scores, b_scores = record.holds_scores(a.ids), record.holds_scores(b.ids)
@@ -57,7 +58,9 @@ def common_value(x: Tensor, axis: int) -> Tensor:
     return torch.where(low == x.amax(axis), low, MIXED)
 
 
-def _record_projection(identities: Identities, out: Tensor, ids: Tensor, weights: Tensor) -> None:
+def _record_projection(
+    identities: Identities, out: Tensor, ids: Tensor, weights: Tensor, factors: Tensor | None
+) -> None:
     """A product with weights, [N, rows, width] @ [N, width, features]."""
     record = identities.record
     if record.holds_scores(ids):
@@ -66,6 +69,7 @@ def _record_projection(identities: Identities, out: Tensor, ids: Tensor, weights
     identities.assign_new(out, Origin(LINEAR, token, identities.number_columns(weights)[:, None]))
     record.projections.append(ids)
     record.projection_weights.append(weights)
+    record.projection_factors.append(1.0 if factors is None else float(factors.mean()))
 
 
 def _record_scores(identities: Identities, out: Tensor, left: Operand, right: Operand) -> None:

@@ -74,6 +74,7 @@ class Provenance:
         unit: by id, whether the row was brought to length 1; scales from before that no longer count.
         mixings: the products of weights with values, in order.
         projections: the ids of each operand that was multiplied by weights, [N, rows, width] each.
+        projection_factors: by what each of ``projections`` was scaled before, in the mean.
         projection_weights: the weights that each of ``projections`` was multiplied by, [N, width, features] each.
         scales: the last id of scores, and a number that they were multiplied by; in order.
         operands: those of each product of scores, in order.
@@ -95,6 +96,7 @@ class Provenance:
     mixings: list[Mixing] = field(default_factory=list[Mixing])
     projections: list[Tensor] = field(default_factory=list[Tensor])
     projection_weights: list[Tensor] = field(default_factory=list[Tensor])
+    projection_factors: list[float] = field(default_factory=list[float])
     scales: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     operands: list[Operands] = field(default_factory=list[Operands])
     fused_calls: int = 0

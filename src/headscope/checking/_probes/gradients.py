@@ -35,12 +35,12 @@ class BackwardPass:
             if p.ndim >= 2 and p.is_floating_point():
                 yield name, p, torch.zeros_like(p) if p.grad is None else p.grad
 
-    def depends_on(self, p: Tensor, at: Tensor) -> bool:
+    def depends_on(self, p: Tensor, at: Tensor, step_size: float = 1e-3) -> bool:
         """Return whether the output changes with the numbers of a parameter where ``at``, as p, is True."""
         before, subject = p.detach().clone(), self.case.subject
         with torch.no_grad():
             # a small step: a large one would activate units that ReLU has switched off
-            step = 1e-3 * (1e-3 + before.abs().mean()) * torch.randn(before.shape).to(p.dtype)
+            step = step_size * (1e-3 + before.abs().mean()) * torch.randn(before.shape).to(p.dtype)
             p.copy_(torch.where(at, before + step, before))
         try:
             result = subject.call_with(self.case.x, target=self.module)
@@ -76,6 +76,10 @@ def probe_gradients(case: Case) -> None:
             continue
         if run.depends_on(p, rows.view(-1, *[1] * (p.ndim - 1)).expand_as(p)):
             blocked.append(f"{name} ({int(rows.sum())} of {len(rows)} rows)")
+        elif bool(rows.all()) and run.depends_on(
+            p, torch.ones_like(p, dtype=torch.bool), step_size=1.0
+        ):  # as of round()
+            blocked.append(f"{name} (only in large steps)")
         elif bool(rows.all()):
             unused.append(f"{name} {list(p.shape)}")
     if blocked:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -170,6 +171,8 @@ def _judge_scale(case: Case, heads: Heads, fitted: Slope) -> None:
     evidence += f" (1/√{width})" if math.isclose(expected, width**-0.5) else ""
     if close(1.0) and fitted.biased:
         case.understood.append("scale 1 with a bias added to the logits, as in T5")
+    elif close(1.0) and any(math.isclose(by, expected, rel_tol=1e-3) for by in _find_factors_before_projections(case)):
+        case.understood.append(f"scale {expected:.4g} before a projection, in its input or its weights")
     elif close(1.0):
         case.report("scale-missing", evidence)
     elif close(1 / width) and _count_scale_steps(case) >= 2:
@@ -185,6 +188,22 @@ def _judge_scale(case: Case, heads: Heads, fitted: Slope) -> None:
         case.report("scale-of-length", f"{evidence}: it follows from the length, {subject.length}")
     else:
         case.report("scale-unusual", evidence)
+
+
+def _find_factors_before_projections(case: Case) -> Iterator[float]:
+    """Yield by what tokens and parameters were multiplied before the product of both."""
+    assert case.base is not None
+    if case.subject.module is None:
+        return
+    yield from case.base.record.projection_factors
+    matrices = [p.detach().double() for p in case.subject.module.parameters() if p.ndim == 2]
+    for weights_used in case.base.record.projection_weights:
+        for used in weights_used.double():  # [width, features]
+            for p in (*matrices, *(matrix.T for matrix in matrices)):
+                if p.shape == used.shape and bool(p.any()):
+                    by = float((used * p).sum() / (p * p).sum())
+                    if bool(((used - by * p).abs() <= 1e-5 * used.abs().max()).all()):
+                        yield by
 
 
 def _count_scale_steps(case: Case) -> int:

@@ -1,0 +1,56 @@
+"""check: a scale that is applied before the projection of queries, and logits that follow q in steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headscope import check
+
+Project = Callable[[Tensor, nn.Linear], Tensor]
+
+
+class Scaled(nn.Module):
+    """Three heads of eight numbers, with queries and logits as they are handed in."""
+
+    def __init__(self, project: Project, logits: Callable[[Tensor], Tensor] = lambda s: s) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(24, 24) for _ in range(4))
+        self.project, self.logits = project, logits
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = (self.project(x, self.q), self.k(x), self.v(x))
+        q, k, v = (each.unflatten(-1, (3, 8)).transpose(1, 2) for each in projected)
+        return self.o((self.logits(q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+BEFORE: list[Project] = [
+    lambda x, q: F.linear(x, q.weight * 8**-0.5, q.bias * 8**-0.5),
+    lambda x, q: F.linear(x * 8**-0.5, q.weight),
+    lambda x, q: x @ (q.weight.mT / 8**0.5),
+]
+
+
+@pytest.mark.parametrize("project", BEFORE)
+def test_a_scale_before_the_projection_is_not_missing(project: Project) -> None:
+    torch.manual_seed(0)
+    findings = check(Scaled(project))
+    assert findings.names == (), str(findings)
+    assert any("before a projection" in text for text in findings.understood)
+
+
+@pytest.mark.parametrize("project", [lambda x, q: q(x), lambda x, q: F.linear(x, q.weight * 0.5)])
+def test_another_factor_there_is_no_scale(project: Project) -> None:
+    torch.manual_seed(0)
+    assert check(Scaled(project)).names == ("scale-missing",)
+
+
+def test_weights_that_count_in_large_steps_alone_are_used() -> None:
+    torch.manual_seed(0)
+    findings = check(Scaled(lambda x, q: q(x) * 8**-0.5, torch.round))
+    assert findings.names == ("gradient-blocked",)
+    assert "q.weight (only in large steps)" in findings["gradient-blocked"].seen
