@@ -260,9 +260,9 @@ def test_a_long_file_is_checked_once_and_in_little_memory(tmp_path: Path, monkey
     stats = observe(q, k, what=Observe(keep_qk=True, rows=2))
     stats = HeadStats.load(_statistics_file.save(stats.parts, None, tmp_path / "r.safetensors", False, qk=True))
     passes: list[int] = []
-    check = TensorFile._check_checksum
+    check = TensorFile._check_unchanged_since_saving
     monkeypatch.setattr(
-        TensorFile, "_check_checksum", lambda self, name, sum_: (passes.append(0), check(self, name, sum_))
+        TensorFile, "_check_unchanged_since_saving", lambda self, name, sum_: (passes.append(0), check(self, name, sum_))
     )
     tracemalloc.start()
     stats.tile(0, 2, 0, 2)

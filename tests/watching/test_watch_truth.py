@@ -46,7 +46,7 @@ def definition(layer: Layer) -> oracle.Seen:
         values=layer.values,
         windows=WINDOWS,
     )
-    return oracle.observe(asked)
+    return oracle.observe_by_definition(asked)
 
 
 def output_of(result: Any) -> list[Tensor]:
