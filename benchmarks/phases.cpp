@@ -137,12 +137,12 @@ struct Phases {
         const Forward& f = g.forward;
         Arena arena{reinterpret_cast<std::uintptr_t>(take(Attending::scratch(f)))};
         Attending a(f, 0, 0, arena);
-        a.run(0, ROWS, 0, 1, nullptr);
+        a.attend_rows(0, ROWS, 0, 1, nullptr);
         std::int64_t j = 0;
         const auto next = [&] { j = (j + KEYS) % length; };
         show("logits, and the largest", best([&] {
                  std::copy_n(a.top, QUERY_VECTORS, a.new_top);
-                 a.compute_logits(j, KEYS);
+                 a.compute_block_logits(j, KEYS);
                  next();
              }),
              1);
@@ -156,7 +156,7 @@ struct Phases {
                  next();
              }),
              1);
-        const double whole = best([&] { a.run(0, ROWS, 0, 1, nullptr); });
+        const double whole = best([&] { a.attend_rows(0, ROWS, 0, 1, nullptr); });
         compare("a pass over all keys, for each block", 2, whole, length / KEYS);
     }
     void backward() {
@@ -175,10 +175,10 @@ struct Phases {
         float* const sums = static_cast<float*>(take(gradient_sums_bytes(g.forward)));
         std::int64_t j = 0;
         const auto next = [&] { j = (j + KEYS) % length; };
-        const OrderedSums<float> ordered{g, 0, 0, 1, sums, sums + length * width, width, width, nullptr};
+        const GradientTurns<float> ordered{g, 0, 0, 1, sums, sums + length * width, width, width, nullptr};
         const StridedRows keys = a.pv_keys(0, KEYS);
         show("logits", best([&] {
-                 a.compute_logits(j, KEYS);
+                 a.compute_block_logits(j, KEYS);
                  next();
              }),
              1);
