@@ -262,7 +262,9 @@ def test_a_long_file_is_checked_once_and_in_little_memory(tmp_path: Path, monkey
     passes: list[int] = []
     check = TensorFile._check_unchanged_since_saving
     monkeypatch.setattr(
-        TensorFile, "_check_unchanged_since_saving", lambda self, name, sum_: (passes.append(0), check(self, name, sum_))
+        TensorFile,
+        "_check_unchanged_since_saving",
+        lambda self, name, sum_: (passes.append(0), check(self, name, sum_)),
     )
     tracemalloc.start()
     stats.tile(0, 2, 0, 2)
