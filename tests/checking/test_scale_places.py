@@ -17,15 +17,20 @@ Project = Callable[[Tensor, nn.Linear], Tensor]
 class Scaled(nn.Module):
     """Three heads of eight numbers, with queries and logits as they are handed in."""
 
-    def __init__(self, project: Project, logits: Callable[[Tensor], Tensor] = lambda s: s) -> None:
+    def __init__(
+        self,
+        project: Project,
+        logits: Callable[[Tensor], Tensor] = lambda s: s,
+        project_others: Project = lambda x, linear: linear(x),
+    ) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(24, 24) for _ in range(4))
-        self.project, self.logits = project, logits
+        self.project, self.logits, self.project_others = project, logits, project_others
 
     def forward(self, x: Tensor) -> Tensor:
-        projected = (self.project(x, self.q), self.k(x), self.v(x))
+        projected = (self.project(x, self.q), self.k(x), self.project_others(x, self.v))
         q, k, v = (each.unflatten(-1, (3, 8)).transpose(1, 2) for each in projected)
-        return self.o((self.logits(q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return self.project_others((self.logits(q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2), self.o)
 
 
 BEFORE: list[Project] = [
@@ -47,6 +52,12 @@ def test_a_scale_before_the_projection_is_not_missing(project: Project) -> None:
 def test_another_factor_there_is_no_scale(project: Project) -> None:
     torch.manual_seed(0)
     assert check(Scaled(project)).names == ("scale-missing",)
+
+
+@pytest.mark.parametrize("project", BEFORE)
+def test_a_scale_of_values_and_of_the_output_is_not_that_of_the_logits(project: Project) -> None:
+    torch.manual_seed(0)
+    assert "scale-missing" in check(Scaled(lambda x, q: q(x), project_others=project)).names
 
 
 def test_weights_that_count_in_large_steps_alone_are_used() -> None:

@@ -126,6 +126,7 @@ def test_back_is_heard_right_after_an_address_is_written(look: Any, short: Recor
         }"""
     )
     page.get_by_role("button", name="CSV").wait_for()
+    assert "view=table" in page.url
 
 
 # ---------------------------------------------------------------- zoom

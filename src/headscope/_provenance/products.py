@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headscope._provenance.identities import Identities, Origin
-from headscope._provenance.record import HEADS, LINEAR, MIXED, SCORES, Mixing, Operands
+from headscope._provenance.record import HEADS, LINEAR, MIXED, SCORES, Mixing, Operands, Projection
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ def _record_projection(
     if record.holds_scores(ids):
         return
     token = common_value(record.token[ids], -1)[..., None]  # [N, rows, 1]
-    identities.assign_new(out, Origin(LINEAR, token, identities.number_columns(weights)[:, None]))
-    record.projections.append(ids)
-    record.projection_weights.append(weights)
-    record.projection_factors.append(1.0 if factors is None else float(factors.mean()))
+    features = identities.number_columns(weights)  # [N, features]
+    identities.assign_new(out, Origin(LINEAR, token, features[:, None]))
+    factor = 1.0 if factors is None else float(factors.mean())
+    record.projections.append(Projection(ids, factor, weights, features))
 
 
 def _record_scores(identities: Identities, out: Tensor, left: Operand, right: Operand) -> None:

@@ -41,6 +41,23 @@ class Mixing:
 
 
 @dataclass(frozen=True)
+class Projection:
+    """A product of tokens with weights.
+
+    Attributes:
+        ids: those of what was multiplied, [N, rows, width].
+        factor: by what that was scaled before, in the mean.
+        weights: [N, width, features].
+        features: a number for each column of the weights, [N, features].
+    """
+
+    ids: Tensor
+    factor: float
+    weights: Tensor
+    features: Tensor
+
+
+@dataclass(frozen=True)
 class Operands:
     """The operands of a product of projections.
 
@@ -73,9 +90,7 @@ class Provenance:
         factor: of a score, by what its operands were scaled between their projections and the product.
         unit: by id, whether the row was brought to length 1; scales from before that no longer count.
         mixings: the products of weights with values, in order.
-        projections: the ids of each operand that was multiplied by weights, [N, rows, width] each.
-        projection_factors: by what each of ``projections`` was scaled before, in the mean.
-        projection_weights: the weights that each of ``projections`` was multiplied by, [N, width, features] each.
+        projections: the products with weights, in order.
         scales: the last id of scores, and a number that they were multiplied by; in order.
         operands: those of each product of scores, in order.
         fused_calls: how often a fused kernel computed attention.
@@ -94,9 +109,7 @@ class Provenance:
     factor: Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.float64))
     unit: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.bool))
     mixings: list[Mixing] = field(default_factory=list[Mixing])
-    projections: list[Tensor] = field(default_factory=list[Tensor])
-    projection_weights: list[Tensor] = field(default_factory=list[Tensor])
-    projection_factors: list[float] = field(default_factory=list[float])
+    projections: list[Projection] = field(default_factory=list[Projection])
     scales: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     operands: list[Operands] = field(default_factory=list[Operands])
     fused_calls: int = 0

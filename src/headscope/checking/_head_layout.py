@@ -271,7 +271,7 @@ def _find_merge_faults(record: Provenance) -> list[Fault]:
     """Whether what the heads give is put together token by token."""
     if record.heads_summed:
         return [Fault("heads-not-joined", "what the heads give is summed over the heads before it is projected")]
-    for ids in record.projections:
+    for ids in (projection.ids for projection in record.projections):
         if not record.holds_heads(ids):
             continue
         token, feature = record.token[ids], record.feature[ids]

@@ -144,7 +144,8 @@ def _projects_tokens(record: Provenance, matrix: Tensor) -> bool:
     width = matrix.shape[1]
     probe = torch.linspace(1, 2, width, dtype=torch.float64).cos()
     prints = (matrix.detach().double() @ probe).round(decimals=7)
-    columns = [probe @ weights.double() for weights in record.projection_weights if weights.shape[1] == width]
+    used = [projection.weights.double() for projection in record.projections]
+    columns = [probe @ weights for weights in used if weights.shape[1] == width]
     return any(bool(torch.isin(prints, each.round(decimals=7)).any()) for each in columns)
 
 

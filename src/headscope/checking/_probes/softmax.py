@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -171,7 +171,7 @@ def _judge_scale(case: Case, heads: Heads, fitted: Slope) -> None:
     evidence += f" (1/√{width})" if math.isclose(expected, width**-0.5) else ""
     if close(1.0) and fitted.biased:
         case.understood.append("scale 1 with a bias added to the logits, as in T5")
-    elif close(1.0) and any(math.isclose(by, expected, rel_tol=1e-3) for by in _find_factors_before_projections(case)):
+    elif close(1.0) and math.isclose(_find_scale_before_projections(case), expected, rel_tol=1e-3):
         case.understood.append(f"scale {expected:.4g} before a projection, in its input or its weights")
     elif close(1.0):
         case.report("scale-missing", evidence)
@@ -190,20 +190,28 @@ def _judge_scale(case: Case, heads: Heads, fitted: Slope) -> None:
         case.report("scale-unusual", evidence)
 
 
-def _find_factors_before_projections(case: Case) -> Iterator[float]:
-    """Yield by what tokens and parameters were multiplied before the product of both."""
+def _find_scale_before_projections(case: Case) -> float:
+    """Return by what queries and keys were scaled together before they were projected, in tokens or in weights."""
     assert case.base is not None
-    if case.subject.module is None:
-        return
-    yield from case.base.record.projection_factors
-    matrices = [p.detach().double() for p in case.subject.module.parameters() if p.ndim == 2]
-    for weights_used in case.base.record.projection_weights:
-        for used in weights_used.double():  # [width, features]
-            for p in (*matrices, *(matrix.T for matrix in matrices)):
-                if p.shape == used.shape and bool(p.any()):
-                    by = float((used * p).sum() / (p * p).sum())
-                    if bool(((used - by * p).abs() <= 1e-5 * used.abs().max()).all()):
-                        yield by
+    record, scale = case.base.record, 1.0
+    for ids in (record.operands[0].left, record.operands[0].right):
+        features = record.feature[ids]
+        projections = (each for each in record.projections if bool(torch.isin(features, each.features).any()))
+        for projection in islice(projections, 1):
+            scale *= projection.factor * _find_factor_of_parameter(case, projection.weights)
+    return scale
+
+
+def _find_factor_of_parameter(case: Case, used: Tensor) -> float:
+    """Return by what a parameter was multiplied to give these weights [N, width, features]; 1 if none was."""
+    module, used = case.subject.module, used[0].double()
+    for matrix in () if module is None else (p.detach().double() for p in module.parameters() if p.ndim == 2):
+        for p in (matrix, matrix.T):
+            if p.shape == used.shape and bool(p.any()):
+                factor = float((used * p).sum() / (p * p).sum())
+                if bool(((used - factor * p).abs() <= 1e-5 * used.abs().max()).all()):
+                    return factor
+    return 1.0
 
 
 def _count_scale_steps(case: Case) -> int:
