@@ -41,6 +41,15 @@ def test_every_definition_has_a_row_in_the_docs() -> None:
     assert documented - BEYOND_ROWS - {*NAMES} == set(), "stats/_quantities.py does not define these"
 
 
+def test_what_is_measured_on_request_is_named_with_its_option() -> None:
+    page = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8")
+    documented = page.partition("\n| `extra` |")[2].partition("\n")[0]
+    docstring = (Observe.__doc__ or "").partition(" extra:")[2].partition("\n\n")[0]
+    for place, text in (("docs/statistics.md", documented), ("the docstring of Observe", docstring)):
+        lacking = [name for name in ON_REQUEST if name not in re.findall(r"\w+", text)]
+        assert lacking == [], f"`extra` of {place} lacks these"
+
+
 def test_the_native_kernels_list_every_definition_in_their_order() -> None:
     listed = native_observer.QUANTITIES
     missing = [each.name for each in ROW_QUANTITIES if not each.has_distance and each.name not in listed]
