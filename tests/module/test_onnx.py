@@ -18,6 +18,7 @@ from torch.export import Dim
 import headscope
 import headscope.onnx
 from headscope import MultiHeadAttention, masks
+from headscope.positions import NTK, LinearScaling, Llama3, Rotary, YaRN
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),  # of onnxscript's, at import
@@ -214,6 +215,36 @@ def test_float64_is_computed_in_float64(case: str, scale: float | None, tmp_path
     session = exported(model, inputs, None, tmp_path / "model.onnx")
     got = ran(session, **dict(zip(NAMES, inputs, strict=True)))
     torch.testing.assert_close(got, model(*inputs), rtol=1e-13, atol=1e-14)
+
+
+ROTARIES = [
+    Rotary(D, base=10000.1, scaling=scaling)
+    for scaling in (
+        None, LinearScaling(3.3), NTK(4.0), NTK(4.3, original_length=16), YaRN(4.3, 16),
+        YaRN(4.3, 16, mscale=0.7, mscale_all_dim=1.1), Llama3(8.3, 1.1, 4.3, 16),
+    )
+]  # fmt: skip
+
+
+class Turned(nn.Module):
+    """A tensor, turned by every rotary embedding to positions from 0 on."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(rotary.rotate(x, slice(0, x.shape[-2])) for rotary in ROTARIES)
+
+
+def test_rotary_angles_are_computed_in_float64(tmp_path: Path) -> None:
+    """The exporter writes the numbers of a graph as float32."""
+    x = torch.randn(1, 2, 9, D, dtype=torch.float64)
+    torch.onnx.export(
+        Turned().eval(), (x,), tmp_path / "model.onnx", dynamo=True, opset_version=23, verbose=False,
+        dynamic_shapes=({2: Dim("length", min=2)},),
+    )  # fmt: skip
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    for length in (9, 40):
+        x = torch.randn(1, 2, length, D, dtype=torch.float64)
+        turned = tuple(rotary.rotate(x, slice(0, length)) for rotary in ROTARIES)
+        torch.testing.assert_close(ran(session, x=x), turned, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode")

@@ -86,23 +86,33 @@ class Rotary:
             length: of the call, for ``NTK(original_length=...)``; by default no more than that.
         """
         powers = torch.arange(0, self.dim, 2, dtype=torch.float64, device="cpu") / self.dim  # [dim / 2]
-        plain = self.base**-powers
+        plain = _constant(self.base) ** -powers
         match self.scaling:
             case None:
                 return plain
             case LinearScaling(factor):
-                return plain / factor
+                return plain / _constant(factor)
             case NTK(factor, original):
-                if original is not None:
-                    factor = factor * max(length or 0, original) / original - (factor - 1)
-                return (self.base * factor ** (self.dim / (self.dim - 2))) ** -powers
+                return self._grown_base(factor, original, length) ** -powers
             case YaRN():
                 unscaled = self._unscaled_share(self.scaling)
-                return plain / self.scaling.factor * (1 - unscaled) + plain * unscaled
+                return plain / _constant(self.scaling.factor) * (1 - unscaled) + plain * unscaled
             case Llama3(factor, low, high, original):
-                turns = original * plain / (2 * math.pi)  # over the trained length
-                return plain * torch.lerp(torch.full_like(plain, 1 / factor), torch.ones_like(plain),
-                                          ((turns - low) / (high - low)).clamp(0, 1))  # fmt: skip
+                turns = _constant(original) * plain / _constant(2 * math.pi)  # over the trained length
+                share = ((turns - _constant(low)) / _constant(high - low)).clamp(0, 1)
+                return plain * torch.lerp(_constant(1 / factor).expand_as(plain), torch.ones_like(plain), share)
+
+    def _grown_base(self, factor: float, original: int | None, length: int | None) -> Tensor:
+        """The base by ``NTK``, float64 []."""
+        power = self.dim / (self.dim - 2)
+        if original is None:
+            return _constant(self.base * factor**power)
+        if not is_traced():
+            factor = factor * max(length or 0, original) / original - (factor - 1)
+            return _constant(self.base * factor**power)
+        longest = torch.scalar_tensor(length or 0, dtype=torch.float64, device="cpu").clamp(_constant(original))
+        grown = _constant(factor) * longest / _constant(original) - _constant(factor - 1)
+        return _constant(self.base) * grown ** _constant(power)
 
     def _unscaled_share(self, yarn: YaRN) -> Tensor:
         """How much of each pair's frequency stays: 1 for fast ones, 0 for slow ones."""
@@ -117,7 +127,7 @@ class Rotary:
         low, high = max(low, 0), min(high, self.dim - 1)
         high = high + 0.001 if low == high else high
         at = torch.arange(self.dim // 2, dtype=torch.float64, device="cpu")
-        return 1 - ((at - low) / (high - low)).clamp(0, 1)
+        return 1 - ((at - _constant(low)) / _constant(high - low)).clamp(0, 1)
 
     def rotate(self, x: Tensor, positions: Places, *, length: int | None = None) -> Tensor:
         """Turn queries or keys to their positions; the result has x's shape and dtype.
@@ -181,8 +191,13 @@ class Rotary:
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float32 if device.type == "mps" else torch.float64  # which has nothing wider
         angles = positions.to(device, wide)[..., None] * self.frequencies(length).to(device, wide)  # [..., T, dim / 2]
-        factor = self.attention_factor
+        factor = _constant(self.attention_factor).to(device, wide)
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def _constant(number: float) -> Tensor:
+    """A number as a tensor, float64 []: an export to ONNX rounds other numbers of a graph to float32."""
+    return torch.tensor(number, dtype=torch.float64, device="cpu")
 
 
 def _most(positions: Tensor) -> int:
