@@ -380,6 +380,7 @@ class Changed(nn.Module):
         ("input-ignored", {"source": lambda query: query}),
         ("rows-do-not-sum-to-one", {"p": lambda p: p**2}),
         ("scale-unusual", {"s": lambda s: s * 1.7}),
+        ("logits-changed", {"s": lambda s: -s}),
         ("no-softmax", {"weights": lambda s: s / s.sum(-1, keepdim=True)}),
         ("no-softmax", {"weights": lambda s: F.normalize(s, p=1, dim=-1)}),
         ("no-softmax", {"weights": lambda s: s.square() / s.square().sum(-1, keepdim=True)}),

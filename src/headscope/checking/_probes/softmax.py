@@ -169,7 +169,9 @@ def _judge_scale(case: Case, heads: Heads, fitted: Slope) -> None:
         return
     evidence = f"logits are {scale:.4g} · q·k, expected {expected:.4g}"
     evidence += f" (1/√{width})" if math.isclose(expected, width**-0.5) else ""
-    if close(1.0) and fitted.biased:
+    if scale * expected < 0:
+        case.report("logits-changed", f"{evidence}: they fall where q·k rises")
+    elif close(1.0) and fitted.biased:
         case.understood.append("scale 1 with a bias added to the logits, as in T5")
     elif close(1.0) and math.isclose(_find_scale_before_projections(case), expected, rel_tol=1e-3):
         case.understood.append(f"scale {expected:.4g} before a projection, in its input or its weights")
