@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import headscope
+import headscope.functional  # registers the operators
 from headscope import positions
 from headscope._attend import torch_operators
 from headscope._attend.backends import native

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from headscope import Observe, masks, observe
+from headscope.report.serving import Server
 from headscope.watching import About, Recording
 from support.html_pages import HOSTILE, browser
 
@@ -97,6 +100,19 @@ def look(chromium: BrowserContext, tmp_path: Path) -> Iterator[Any]:
         assert watched.said == []
         assert [url for url in watched.asked if not url.startswith(("data:", "blob:"))] == watched.asked[:1]
         watched.close()
+
+
+@contextmanager
+def serving(recording: Recording, path: Path) -> Iterator[Server]:
+    """Serve a recording that was saved to a path and loaded."""
+    with Server(Recording.load(recording.save(path, qk=True))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def figure(value: float) -> str:

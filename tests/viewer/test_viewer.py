@@ -7,7 +7,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from PIL import Image
 
 from headscope import Observe
 from headscope.report import image_sheet, save
-from headscope.report.serving import Server
 from headscope.report.sheet import visible
 from headscope.report.viewer import render_recording
 from headscope.stats import HeadStats
@@ -40,6 +38,7 @@ from support.browser import (
     numbers,
     place,
     recorded,
+    serving,
     short,
     thumbs,
     weight,
@@ -371,10 +370,7 @@ def test_two_heads_are_compared(look: Any, short: Recording) -> None:
 
 
 def test_a_served_page_computes_what_one_zooms_into(chromium: BrowserContext, long: Recording, tmp_path: Path) -> None:
-    path = long.save(tmp_path / "long.safetensors", qk=True)
-    with Server(Recording.load(path)) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with serving(long, tmp_path / "long.safetensors") as server:
         watched = Watched(chromium, f"{server.url}#view=head&layer=1&head=2&zoom=6,0.4,0.6")
         page = watched.page
         page.get_by_text("Exact: each cell in sight is one weight").wait_for()
@@ -389,6 +385,9 @@ def test_a_served_page_computes_what_one_zooms_into(chromium: BrowserContext, lo
         assert j0 <= key <= j1
         assert figure(float(np.float32(weight(long, 1, 2)[query, key]))) in tip
         assert "exact" in tip
+        page.mouse.click(*place(page, 0.5, 0.5))
+        listed = page.get_by_label("Query", exact=True).input_value()
+        assert listed == str(query), "the largest weights are of the pinned query"
         band = page.locator("canvas.band[data-drawn]")
         band.scroll_into_view_if_needed()
         box = band.bounding_box()
@@ -401,8 +400,6 @@ def test_a_served_page_computes_what_one_zooms_into(chromium: BrowserContext, lo
         assert watched.said == []
         assert all(url.startswith(server.url) for url in watched.asked)
         watched.close()
-        server.shutdown()
-        thread.join()
 
 
 @pytest.mark.parametrize("bins", [8, BINS, 31], ids=lambda bins: f"{bins} bins")
@@ -411,9 +408,7 @@ def test_of_calls_of_different_lengths_the_page_zooms_into_the_last(
 ) -> None:
     both = [recorded(length, None, Observe(map=bins, keep_qk=True)) for length in (61, 29)]
     found = Recording(both[0].stats.merge(both[1].stats), both[0].about)
-    with Server(Recording.load(found.save(tmp_path / "both.safetensors", qk=True))) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with serving(found, tmp_path / "both.safetensors") as server:
         watched = Watched(chromium, f"{server.url}#view=head&layer=1&head=2&zoom=3,0.4,0.6")
         page = watched.page
         exact = page.get_by_text("Exact: each cell in sight is one weight")
@@ -443,8 +438,6 @@ def test_of_calls_of_different_lengths_the_page_zooms_into_the_last(
         exact.wait_for(state="detached")
         assert watched.said == []
         watched.close()
-        server.shutdown()
-        thread.join()
 
 
 def test_of_calls_of_different_lengths_strips_are_those_of_the_last(look: Any, tmp_path: Path) -> None:

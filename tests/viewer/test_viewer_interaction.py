@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import io
 import re
-import threading
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,7 +16,6 @@ import torch
 from PIL import Image
 
 from headscope import Observe, masks, observe
-from headscope.report.serving import Server
 from headscope.stats import HeadStats
 from headscope.watching import About, Recording
 from support.browser import (
@@ -33,6 +31,7 @@ from support.browser import (
     numbers,
     place,
     recorded,
+    serving,
     short,
     thumbs,
     weight,
@@ -133,6 +132,16 @@ def test_back_is_heard_right_after_an_address_is_written(look: Any, short: Recor
 
 
 SLOW = "window.requestAnimationFrame = () => 0"  # no frame comes
+
+
+def test_a_drag_that_pauses_is_in_the_address(look: Any, short: Recording) -> None:
+    page = look(short, "view=head&layer=1&head=1&zoom=3,0.5,0.5")
+    page.locator(".map canvas").wait_for()
+    page.mouse.move(*place(page, 0.5, 0.5))
+    page.mouse.down()
+    page.mouse.move(*place(page, 0.6, 0.6))
+    page.wait_for_url(lambda url: zoom_of(url)[1] != 0.5, timeout=5000)
+    page.mouse.up()
 
 
 def test_the_last_zoom_that_was_asked_for_stays(look: Any, short: Recording, unlike: Recording) -> None:
@@ -286,6 +295,7 @@ def test_what_is_drawn_follows_the_screen(look: Any, short: Recording) -> None:
         screen = {"width": 1280, "height": 900, "deviceScaleFactor": 2, "mobile": False}
         session = page.context.new_cdp_session(page)  # the browser drops the override with the session
         session.send("Emulation.setDeviceMetricsOverride", screen)
+        until(page, "devicePixelRatio === 2")
         until(page, f"{sizes}.every((size) => size === 2)")
     page = look(short, "view=head")
     drawn = page.locator(".map canvas")
@@ -330,15 +340,10 @@ def test_buttons_and_pictures_are_told_apart_by_name(look: Any, short: Recording
 
 
 def test_a_server_that_stopped_is_told_of(chromium: BrowserContext, long: Recording, tmp_path: Path) -> None:
-    path = long.save(tmp_path / "long.safetensors", qk=True)
-    with Server(Recording.load(path)) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with serving(long, tmp_path / "long.safetensors") as server:
         watched = Watched(chromium, f"{server.url}#view=head&layer=1&head=2")
         page = watched.page
         page.locator("canvas.band[data-drawn]").wait_for()
-        server.shutdown()
-        thread.join()
     page.locator(".map canvas").press("+")
     page.locator(".map").get_by_text("The server has stopped.").wait_for()
     page.locator("body").press("ArrowLeft")

@@ -81,7 +81,7 @@ export function HeadView({ state: asked, theme, change: changed }: Props) {
         )}
         <div class="beside">
           {shown && found && <Pinned {...{ layer, head: found, field: shown, state, change, over, setOver }} />}
-          {found?.top && state.row !== null && <Top key={state.row} layer={layer} top={found.top} row={state.row} />}
+          {found?.top && state.row !== null && <Top key={`${state.row} ${state.cell}`} layer={layer} top={found.top} row={state.row} cell={state.cell} />}
           {found && <Largest {...{ layer, head: found, change }} />}
           {data.image && <Regions layer={state.layer} head={state.head} />}
           <Figures layer={state.layer} head={state.head} />

@@ -72,6 +72,7 @@ export function MapView(props: Props) {
   const at = within(asked);
   const resting = useRef(0);
   const gone = useRef(false);
+  const following = useRef(false);
   useLayoutEffect(() => {
     setAt(zoom.at);
     clearTimeout(resting.current); // what came from elsewhere is the later
@@ -147,7 +148,7 @@ export function MapView(props: Props) {
       .filter((event: MouseEvent | WheelEvent) =>
         !event.button && !(event.type === "wheel" && (event as WheelEvent).deltaY > 0 && scene.current!.sight.k <= 1))
       .on("zoom", (event: { transform: ZoomTransform; sourceEvent: Event | null }) => {
-        if (!event.sourceEvent) return; // set from outside
+        if (!event.sourceEvent || following.current) return; // set from outside
         const { k } = event.transform;
         const [x, y] = event.transform.invert([plot.x + side / 2, plot.y + side / 2]);
         move([k, (x - plot.x) / side, (y - plot.y) / side]);
@@ -162,7 +163,9 @@ export function MapView(props: Props) {
     const { plot } = places;
     const { k, x, y } = sightOf(within(zoom.at), side);
     const transform = zoomIdentity.translate(x + plot.x * (1 - k), y + plot.y * (1 - k)).scale(k);
+    following.current = true; // during a drag d3 gives the drag's last event as the source of this, too
     select(canvas.current!).call(behaviour.current!.transform, transform);
+    following.current = false;
   }, [zoom.at, places, closest]);
 
   const cell = (event: MouseEvent) => {

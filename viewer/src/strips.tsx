@@ -197,13 +197,15 @@ function shade(p: number, state: { scale: string; colours: Colours }): string {
 
 // ---------------------------------------------------------------- the largest weights of a row
 
-/** The keys that a query looks at most, exact; of a pinned row of bins the first query. */
-export function Top({ layer, top, row }: { layer: Layer; top: { each: number; p: Float32Array; keys: Uint32Array }; row: number }) {
+type Largest = { each: number; p: Float32Array; keys: Uint32Array };
+
+/** The keys that a query looks at most, exact: of the pinned query, where it is known, or the first one of a pinned row of bins. */
+export function Top({ layer, top, row, cell }: { layer: Layer; top: Largest; row: number; cell: [number, number] | null }) {
   const [queries] = layer.lengths!;
   const rows = layer.map?.ranges ? layer.map.rows : queries;
   const bin = Math.min(row, rows - 1);
   const [start, stop] = rows < queries ? [Math.floor((bin * queries) / rows), Math.floor(((bin + 1) * queries) / rows)] : [bin, bin + 1];
-  const [at, setAt] = useState(start);
+  const [at, setAt] = useState(cell ? cell[0] : start);
   const query = Math.max(start, Math.min(stop - 1, at));
   const found = Array.from({ length: top.each }, (_, n) => query * top.each + n).filter((n) => top.keys[n] !== 0xffffffff);
   return (
