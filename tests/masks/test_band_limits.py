@@ -12,6 +12,7 @@ from torch import Tensor
 from headscope import attention
 from headscope._attend.backends import native
 from headscope.masks import Band, Mask, mask_from_codes
+from support.cases import case
 
 QUERIES, KEYS = 3, 5
 POWERS = [0, 47, 48, 49, 50, 51, 60, 61, 62]
@@ -37,9 +38,14 @@ def tile(mask: Mask, batch: int) -> Tensor:
     return mask.plan(*sizes).tile(*(slice(0, size) for size in sizes)).expand(sizes)[:, 0]
 
 
-@pytest.mark.parametrize("right", [None, -3, 0, (1 << 50) + 1, -(1 << 50), sys.maxsize - 1, -sys.maxsize], ids=str)
 @pytest.mark.parametrize("left", REACHES, ids=str)
-def test_a_band_of_any_reach_and_any_offsets(left: int | None, right: int | None) -> None:
+def test_a_band_of_any_reach_and_any_offsets(left: int | None) -> None:
+    for right in (None, -3, 0, (1 << 50) + 1, -(1 << 50), sys.maxsize - 1, -sys.maxsize):
+        with case(right):
+            check_offsets(left, right)
+
+
+def check_offsets(left: int | None, right: int | None) -> None:
     for band_left, band_right in ((left, right), (right, left)):
         expected = torch.tensor([visible_keys(band_left, band_right, offset) for offset in OFFSETS])
         band = Band(band_left, band_right, offset=torch.tensor(OFFSETS))
