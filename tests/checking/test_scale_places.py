@@ -65,3 +65,38 @@ def test_weights_that_count_in_large_steps_alone_are_used() -> None:
     findings = check(Scaled(lambda x, q: q(x) * 8**-0.5, torch.round))
     assert findings.names == ("gradient-blocked",)
     assert "q.weight (only in large steps)" in findings["gradient-blocked"].seen
+
+
+@pytest.mark.parametrize(
+    ("divisor", "name"), [(lambda s: 7**0.5, "scale-unusual"), (lambda s: s.shape[-1] ** 0.5, "scale-of-length")]
+)
+def test_a_number_that_is_the_length_by_chance_is_another_scale(divisor: Callable[[Tensor], float], name: str) -> None:
+    torch.manual_seed(0)
+    assert check(Scaled(lambda x, q: q(x), lambda s: s / divisor(s))).names == (name,)
+
+
+class Filled(nn.Module):
+    """A mask by the lowest number of the logits' dtype, and a softmax in float32."""
+
+    def __init__(self, fill: Callable[[torch.dtype], float]) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(24, 24) for _ in range(4))
+        self.fill = fill
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (3, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        s = q @ k.mT * 8**-0.5
+        s = s if mask is None else s.masked_fill(mask == 0, self.fill(s.dtype))
+        return self.o((s.softmax(-1, dtype=torch.float32).to(s.dtype) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("fill", "names"),
+    [(lambda dtype: torch.finfo(dtype).min, ()), (lambda dtype: -torch.inf, ("nan-on-empty-row",))],
+    ids=["lowest", "infinity"],
+)
+def test_the_lowest_float64_is_no_infinity_of_a_module_in_float32(
+    fill: Callable[[torch.dtype], float], names: tuple[str, ...]
+) -> None:
+    torch.manual_seed(0)
+    assert check(Filled(fill)).names == names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from headscope.checking import _weights as weights
 from headscope.checking._case import Case
+from headscope.checking._copies import CODE_ERRORS
 from headscope.checking._head_layout import Heads
 from headscope.checking._local_slopes import fit_local_slopes, judge_local_slopes
 from headscope.checking._logit_map import fit_row_factors, have_uniform_factors, judge_logit_map, judge_row_factors
@@ -186,10 +188,23 @@ def _judge_scale(case: Case, heads: Heads, fitted: Slope) -> None:
         case.report("scale-without-root", f"{evidence}: it is 1/{width}")
     elif close(width**0.5) or close(width):
         case.report("scale-multiplied", evidence)
-    elif close(subject.length**-0.5) or close(1 / subject.length):
+    elif (close(subject.length**-0.5) or close(1 / subject.length)) and not _is_constant_scale(case, scale):
         case.report("scale-of-length", f"{evidence}: it follows from the length, {subject.length}")
     else:
         case.report("scale-unusual", evidence)
+
+
+def _is_constant_scale(case: Case, scale: float) -> bool:
+    """Return whether another length has the same scale; not where another length cannot be run."""
+    subject = replace(case.subject, length=max(case.subject.length - 2, 3))
+    try:
+        runs = [subject.follow(subject.input(seed, case.size)).heads for seed in (1, 2)]
+    except CODE_ERRORS:  # its length is fixed
+        return False
+    if runs[0] is None or runs[1] is None or runs[0].p.shape != runs[1].p.shape:
+        return False
+    fitted = weights.fit_slope(runs[0], runs[1], None)
+    return isinstance(fitted, Slope) and math.isclose(float(fitted.total.mean()), scale, rel_tol=1e-3)
 
 
 def _find_scale_before_projections(case: Case) -> float:
