@@ -315,9 +315,12 @@ def test_a_step_of_decoding(group: int, lengths: tuple[int, int] | None, dtype: 
     assert_as_accurate(found.lse, exact.lse, plain.lse)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [each for each in TARGETS if each != "avx512" or "avx512_bf16" not in TARGETS])
 def test_results_of_short_calls_err_at_most_twice_as_much_as_those_of_torch(target: str) -> None:
-    """Torch multiplies few vectors, and short ones, in sums of few roundings."""
+    """Torch multiplies few vectors, and short ones, in sums of few roundings.
+
+    In float32 avx512 and avx512_bf16 run the same code.
+    """
     program = (PROGRAMS / "short_call_errors.py").read_text(encoding="utf-8")
     done = run(program, HEADSCOPE_CPU_TARGET=target)
     rows = [line.split() for line in done.stdout.splitlines()]

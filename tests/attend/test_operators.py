@@ -192,7 +192,7 @@ LENGTHS = KeyLengths(torch.tensor([9, 4]))
     [
         (None, None),
         pytest.param(causal(), None, marks=LONG),
-        (window(3) | Prefix(2), None),
+        pytest.param(window(3) | Prefix(2), None, marks=LONG),
         (causal() & LENGTHS, None),
         (causal(), True),
     ],
@@ -497,7 +497,9 @@ def test_a_bias_with_a_fixed_number_of_heads_fits_a_graph_of_any_number() -> Non
     torch.testing.assert_close(run(q, bias), headscope.attention(q, q, q, bias=bias))
 
 
-@pytest.mark.parametrize("mask", [pytest.param(Band(3, 0), marks=LONG), Prefix(3) | causal(), causal()], ids=str)
+@pytest.mark.parametrize(
+    "mask", [*(pytest.param(each, marks=LONG) for each in (Band(3, 0), Prefix(3) | causal())), causal()], ids=str
+)
 def test_queries_and_keys_are_open_apart_by_definition_too(mask: Mask) -> None:
     counter = CompileCounterWithBackend("eager")
     run = torch.compile(

@@ -378,7 +378,7 @@ def compare_top(kept: Any, wanted: oracle_observe.Seen, p: Tensor, visible: Tens
 
 
 @given(observations())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_against_the_definition(seen: Observed) -> None:
     assert check(seen).parts
 
