@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import headscope
 from headscope import masks
@@ -261,3 +262,34 @@ def test_a_mask_object_is_not_spoilt_by_bad_values() -> None:
     before = headscope.attention(**given, mask=mask)
     headscope.attention(given["q"] * NAN, given["k"], given["v"], mask=mask)
     torch.testing.assert_close(headscope.attention(**given, mask=mask), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, Q, K), (B, 1, 1, K), (1, H, Q, 1), (B, H, Q, K)], ids=str)
+@pytest.mark.parametrize("backend", [*NATIVE, "blocked", "reference"])
+def test_a_nan_spoils_the_gradients_of_the_biases_that_its_row_has(backend: str, shape: tuple[int, ...]) -> None:
+    given = tensors(torch.float32)
+    given["q"][1, 2, 3, 0] = NAN
+    bias = torch.randn(shape).requires_grad_()
+    met = torch.zeros(SIZES, dtype=torch.bool)
+    met[1, 2, 3] = causal().dense(*SIZES)[0, 0, 3]
+    spoilt = met.float().sum_to_size(shape) > 0
+    out = headscope.attention(**given, bias=bias, mask=causal(), backend=backend)
+    (found,) = torch.autograd.grad(out.sum(), bias)
+    torch.testing.assert_close(found.isnan(), spoilt)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func.jvp's
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_nan_spoils_the_tangent_of_its_row_alone(grad: bool) -> None:
+    """Also of a tensor that needs a gradient besides."""
+    given = tensors(torch.float32)
+    given["k"][0, 0, 9, 1] = NAN
+    q = given["q"].requires_grad_(grad)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        results = headscope.attend(dual, given["k"], given["v"], mask=causal(), backend="reference")[:2]
+        for result in map(forward_ad.unpack_dual, results):
+            assert result.tangent is not None
+            torch.testing.assert_close(result.tangent.isnan(), result.primal.isnan())
+            assert result.primal.isnan().any()
+            assert result.primal.isfinite().any()

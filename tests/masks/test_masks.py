@@ -493,3 +493,24 @@ def test_a_band_at_the_end_of_int64_does_not_wrap_around(offset: int) -> None:
         assert bool(band.dense(1, 1, 9, 5).any()) == sees
         spans = band.plan(1, 1, 9, 5).spans
         assert ((spans[..., 1] - spans[..., 0]) == (5 if sees else 0)).all()
+
+
+def test_a_tensor_before_a_mask_is_refused() -> None:
+    tensor = torch.eye(5, 7).bool()
+    with pytest.raises(TypeError, match=r"combines with masks by & and \|, got Tensor"):
+        tensor & causal()
+    with pytest.raises(TypeError, match=r"combines with masks by & and \|, got Tensor"):
+        tensor | causal()
+
+
+def test_reversed_twice_a_band_is_itself_and_its_copy_follows_no_write() -> None:
+    offset = torch.tensor([1, 0])
+    band = Band(2, 1, offset=offset)
+    there = band.reverse_queries(5, 7)
+    assert there is not None
+    assert there.reverse_queries(5, 7) is band
+    copied, before = there.copied(torch.clone), there.dense(2, 1, 5, 7)
+    torch.testing.assert_close(before, band.dense(2, 1, 5, 7).flip(2))
+    offset += 1
+    torch.testing.assert_close(copied.dense(2, 1, 5, 7), before)
+    assert not torch.equal(there.dense(2, 1, 5, 7), before)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from headscope._attend.call import Call
 from headscope._attend.interface import Attend, Inputs, Pair, accumulate_dtype, within_range
@@ -73,7 +74,7 @@ def attend(
             exact_out, exact_lse = replaces(call, plan, inputs._replace(v=v).detach())
         out = torch.where(rows[..., None], exact_out, out)
         lse = None if lse is None or exact_lse is None else torch.where(rows, exact_lse, lse)
-        if call.grad or call.bias_grad:
+        if call.grad or call.bias_grad or forward_ad._current_level >= 0:
             out, lse = _NanGradients.apply((call, plan, rows), out, lse, *inputs)
     if hides(call) and bad_v.any():
         out = out + _sums_of_bad_values(call, plan, bias, inputs.v.detach(), out.dtype)
@@ -98,7 +99,7 @@ class _NanGradients(Function[tuple[Tensor, Tensor | None]]):
         ctx.rows_of = rows_of
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
-        return out.view_as(out), None if lse is None else lse.view_as(lse)
+        return out.clone(), None if lse is None else lse.clone()  # of views torch wants views as tangents
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
