@@ -251,3 +251,26 @@ def test_a_number_added_to_the_weights_is_no_scale_and_ignores_no_mask(masked: b
     assert set(findings.names) == {"rows-do-not-sum-to-one", *ignored}, str(findings)
     assert "0.001 is added to each weight" in findings["rows-do-not-sum-to-one"].seen
     assert any("scale 0.3536" in line for line in findings.understood)
+
+
+@pytest.mark.parametrize("cap", [30.0, 50.0, 100.0])
+@pytest.mark.parametrize("seed", [0, 4, 5])
+def test_a_cap_that_bends_the_logits_a_little_is_accepted(cap: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    module = Capped(cap)
+    findings = check(module, scale=1 / 12)
+    assert findings.names == (), str(findings)
+
+
+class Capped(nn.Module):
+    """Eight heads of sixteen numbers, with a cap on the logits, as in Gemma 2."""
+
+    def __init__(self, cap: float) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(128, 128, bias=False) for _ in range(4))
+        self.cap = cap
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (8, 16)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        s = torch.tanh(q @ k.mT / 12 / self.cap) * self.cap
+        return self.o((s.softmax(-1) @ v).transpose(1, 2).flatten(2))

@@ -15,6 +15,7 @@ from headscope.checking._weights import Verdict, log_weights
 CHANGES = 4  # of each input; two would do, the others test the fit
 STEPS = ((1e-6, 1e-4), (1e-3, 1e-2))  # size of a change, and the largest residual; the second is for float32
 ALIKE = 1e-2  # parts of the largest slope: slopes that differ by less are alike
+OWN = 0.1  # parts of the spread of all slopes: those of one query or key with a factor of its own differ by less
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,13 @@ class LocalSlopes:
     Attributes:
         slope: [N, H, Q, K].
         raw: q·k, as slope.
+        log: the logarithms of the weights, as slope.
         at: where the slope is known; nowhere in a head whose logits depend on more than their own q·k.
     """
 
     slope: Tensor
     raw: Tensor
+    log: Tensor
     at: Tensor
 
 
@@ -51,8 +54,9 @@ def fit_local_slopes(follow: Callable[[Tensor], Heads | None], inputs: list[Tens
             return None
         fitting = (torch.stack(residuals) <= limit).all(0)  # [H]
         if bool(fitting.any()):
-            slope, raw, at = (torch.cat([getattr(each, name) for each in slopes]) for name in ("slope", "raw", "at"))
-            return LocalSlopes(slope, raw, at & fitting[:, None, None])
+            names = ("slope", "raw", "log", "at")
+            slope, raw, log, at = (torch.cat([getattr(each, name) for each in slopes]) for name in names)
+            return LocalSlopes(slope, raw, log, at & fitting[:, None, None])
     return None
 
 
@@ -86,7 +90,8 @@ def _fit_slopes(follow: Callable[[Tensor], Heads | None], x: Tensor, step: float
     largest = log.abs().amax((0, 1, 3, 4))
     residual = (log - centred(slope * raw)).abs().amax((0, 1, 3, 4)) / largest.clamp_min(1e-300)
     known = at & (squares > 1e-4 * squares.amax())
-    return LocalSlopes(slope, base.raw[..., :MOST_KEYS, :MOST_KEYS], known), residual
+    start = (x[..., :MOST_KEYS, :MOST_KEYS] for x in (base.raw, log_weights(base.p)))
+    return LocalSlopes(slope, *start, known), residual
 
 
 def judge_local_slopes(local: LocalSlopes) -> Verdict:
@@ -102,9 +107,10 @@ def judge_local_slopes(local: LocalSlopes) -> Verdict:
         size = float(slope[at].abs().max())
         if size < 1e-9:
             continue
-        uniform.append(_spread(slope, at, (0, 1, 2)) <= ALIKE * size)
+        spread = _spread(slope, at, (0, 1, 2))
+        uniform.append(spread <= ALIKE * size)
         for word, axis in (("query", 2), ("key", 1)):
-            if not uniform[-1] and _spread(slope, at, (axis,)) <= ALIKE * size:
+            if not uniform[-1] and _spread(slope, at, (axis,)) <= min(ALIKE * size, OWN * spread):
                 low, high = float(slope[at].min()), float(slope[at].max())
                 evidence = f"each {word} has a factor of q·k of its own, from {low:.4g} to {high:.4g} in head {h}"
                 return Verdict("scale-not-uniform", evidence)
@@ -113,9 +119,21 @@ def judge_local_slopes(local: LocalSlopes) -> Verdict:
             up, down = float(local.raw[:, h][rises][0]), float(local.raw[:, h][falls][0])
             evidence = f"logits of head {h} rise with q·k near {up:.3g} and fall with it near {down:.3g}"
             return Verdict("logits-changed", evidence)
-    if len(uniform) == local.slope.shape[1] and all(uniform):
+    if len(uniform) == local.slope.shape[1] and all(uniform) and _jumps(local):
         return Verdict("logits-changed", "logits rise with q·k and jump between, as by a remainder")
     return Verdict("none")
+
+
+def _jumps(local: LocalSlopes) -> bool:
+    """Return whether alike slopes leave more of the logits unexplained than a map that bends a little, as a cap."""
+    count = local.at.sum(-1, keepdim=True).clamp_min(1)
+
+    def centred(x: Tensor) -> Tensor:
+        x = torch.where(local.at, x, 0.0)
+        return torch.where(local.at, x - x.sum(-1, keepdim=True) / count, 0.0)
+
+    off = centred(local.log - local.slope * local.raw).abs().max()
+    return bool(off > 2 * ALIKE * centred(local.log).abs().max())
 
 
 def _spread(slope: Tensor, at: Tensor, axes: tuple[int, ...]) -> float:
