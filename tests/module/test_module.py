@@ -441,7 +441,7 @@ def test_with_torch_device() -> None:
         assert MultiHeadAttention(E, H).out_proj.weight.is_meta
 
 
-@pytest.mark.parametrize("name", ["usual", "everything"])
+@pytest.mark.parametrize("name", [pytest.param("usual", marks=pytest.mark.long), "everything"])
 @pytest.mark.filterwarnings(
     "ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning"
 )  # torch's

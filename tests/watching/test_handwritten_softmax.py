@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 from headscope import ablate, watch
 from headscope.watching import WatchWarning
+from support.cases import case
 from support.commands import Run
 from support.model_folders import gpt2, save
 from support.watched_small import Attention
@@ -165,10 +167,14 @@ ATTENDS: dict[str, Own] = {
 
 
 @pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
-@pytest.mark.parametrize("memory", [7, 3])
-@pytest.mark.parametrize("fused_inside", [False, True])
 @pytest.mark.parametrize("own", ATTENDS)
-def test_a_second_attention_by_hand_is_warned_of(own: str, fused_inside: bool, memory: int) -> None:
+def test_a_second_attention_by_hand_is_warned_of(own: str) -> None:
+    for fused_inside, memory in product((False, True), (7, 3)):
+        with case(fused_inside, memory):
+            check_warning(own, fused_inside, memory)
+
+
+def check_warning(own: str, fused_inside: bool, memory: int) -> None:
     model = Within(Both(ATTENDS[own], fused_inside=fused_inside, memory=memory), "mixed_attention")
     x = torch.randn(2, 7, 15)
     expected = model(x)
