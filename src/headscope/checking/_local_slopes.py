@@ -90,8 +90,8 @@ def _fit_slopes(follow: Callable[[Tensor], Heads | None], x: Tensor, step: float
     largest = log.abs().amax((0, 1, 3, 4))
     residual = (log - centred(slope * raw)).abs().amax((0, 1, 3, 4)) / largest.clamp_min(1e-300)
     known = at & (squares > 1e-4 * squares.amax())
-    start = (x[..., :MOST_KEYS, :MOST_KEYS] for x in (base.raw, log_weights(base.p)))
-    return LocalSlopes(slope, *start, known), residual
+    start, logs = (x[..., :MOST_KEYS, :MOST_KEYS] for x in (base.raw, log_weights(base.p)))
+    return LocalSlopes(slope, start, logs, known), residual
 
 
 def judge_local_slopes(local: LocalSlopes) -> Verdict:
