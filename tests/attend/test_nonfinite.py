@@ -278,7 +278,7 @@ def test_a_nan_spoils_the_gradients_of_the_biases_that_its_row_has(backend: str,
     torch.testing.assert_close(found.isnan(), spoilt)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func.jvp's
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's, of forward mode
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_nan_spoils_the_tangent_of_its_row_alone(grad: bool) -> None:
     """Also of a tensor that needs a gradient besides."""

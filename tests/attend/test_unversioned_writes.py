@@ -92,16 +92,18 @@ def test_a_mask_follows_a_write_that_autograd_does_not_see(name: str, backend: s
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_mask_of_many_numbers_follows_a_write(backend: str, joined: bool) -> None:
     """What has more numbers than a list compares quickly is compared by torch."""
-    ids = torch.arange(40)[None] // 9
-    mask = Documents(ids) & causal() | Dense(torch.eye(40).bool()) if joined else Documents(ids)
+
+    def made(ids: Tensor) -> Mask:
+        return Documents(ids) & causal() | Dense(torch.eye(40).bool()) if joined else Documents(ids)
+
+    ids, new = torch.arange(40)[None] // 9, torch.arange(40)[None] // 5
+    mask = made(ids)
     q, k, v = (torch.randn(1, 2, 40, 8) for _ in range(3))
     before = attend(q, k, v, mask=mask, backend=backend)
     torch.testing.assert_close(attend(q, k, v, mask=mask, backend=backend), before, rtol=0, atol=0)
-    write("data", ids, torch.arange(40)[None] // 5)
+    write("data", ids, new)
     after = attend(q, k, v, mask=mask, backend=backend)
-    ids = torch.arange(40)[None] // 5
-    mask = Documents(ids) & causal() | Dense(torch.eye(40).bool()) if joined else Documents(ids)
-    torch.testing.assert_close(after, attend(q, k, v, mask=mask, backend=backend), rtol=0, atol=0)
+    torch.testing.assert_close(after, attend(q, k, v, mask=made(new), backend=backend), rtol=0, atol=0)
     assert not torch.allclose(before.out, after.out)
 
 

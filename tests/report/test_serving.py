@@ -23,6 +23,7 @@ from headscope.report.serving import Server, pooled_tile
 from headscope.stats import HeadStats
 from headscope.stats._kept_weights import KeptWeights, weights_of
 from headscope.watching import About, Recording
+from support.serving import running
 
 QUERIES, KEYS = 17, 19
 
@@ -195,12 +196,8 @@ def test_the_default_device_does_not_matter() -> None:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     torch.manual_seed(0)
-    with Server(recorded(mask=masks.causal())) as opened:
-        thread = threading.Thread(target=opened.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with running(Server(recorded(mask=masks.causal()))) as opened:
         yield opened
-        opened.shutdown()
-        thread.join()
 
 
 def ask(server: Server, path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
@@ -371,14 +368,8 @@ def opened(monkeypatch: pytest.MonkeyPatch, **limits: float) -> Iterator[Server]
     """A server with other limits."""
     for name, value in limits.items():
         monkeypatch.setattr(serving, name, value)
-    with Server(recorded(mask=masks.causal())) as made:
-        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield made
-        finally:
-            made.shutdown()
-            thread.join()
+    with running(Server(recorded(mask=masks.causal()))) as made:
+        yield made
 
 
 def send(server: Server, request: bytes) -> http.client.HTTPResponse:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -18,6 +17,7 @@ from headscope import Observe, masks, observe
 from headscope.report.serving import Server
 from headscope.watching import About, Recording
 from support.html_pages import HOSTILE, browser
+from support.serving import running
 
 try:
     from playwright.sync_api import BrowserContext, Page, sync_playwright
@@ -102,17 +102,9 @@ def look(chromium: BrowserContext, tmp_path: Path) -> Iterator[Any]:
         watched.close()
 
 
-@contextmanager
-def serving(recording: Recording, path: Path) -> Iterator[Server]:
+def serving(recording: Recording, path: Path) -> AbstractContextManager[Server]:
     """Serve a recording that was saved to a path and loaded."""
-    with Server(Recording.load(recording.save(path, qk=True))) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    return running(Server(Recording.load(recording.save(path, qk=True))))
 
 
 def figure(value: float) -> str:

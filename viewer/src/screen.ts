@@ -19,14 +19,8 @@ export function useScreen(): string {
     const watched = [DARK, `(resolution: ${devicePixelRatio}dppx)`].map((query) => matchMedia(query));
     for (const each of watched) each.addEventListener("change", changed);
     addEventListener("resize", resized);
-    // Chromium at times changes the pixels and tells no query; sizes in pixels it tells.
-    const sizes = new ResizeObserver(() => key.startsWith(`${devicePixelRatio} `) || changed());
-    try {
-      sizes.observe(document.documentElement, { box: "device-pixel-content-box" });
-    } catch {} // Safari has no such sizes
     return () => {
       clearTimeout(later);
-      sizes.disconnect();
       for (const each of watched) each.removeEventListener("change", changed);
       removeEventListener("resize", resized);
     };

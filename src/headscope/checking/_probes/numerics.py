@@ -166,10 +166,10 @@ def _compare_returned_weights(case: Case, run: Run, when: str) -> None:
             used = p.mean(1)
         else:
             continue
-        limit, given = 100 * case.subject.tolerance, tensor.detach().double()
-        off = float((given - used).abs().nan_to_num().max())
-        if off > limit and used is p and float((given.softmax(-1) - p).abs().nan_to_num().max()) <= limit:
-            evidence = f"{when}logits come back: their softmax are the weights"
+        limit, returned = 100 * case.subject.tolerance, tensor.detach().double()
+        off = float((returned - used).abs().nan_to_num().max())
+        if off > limit and used is p and float((returned.softmax(-1) - p).abs().nan_to_num().max()) <= limit:
+            evidence = f"{when}logits come back: the weights are their softmax"
             case.report("returned-weights-differ", evidence, "unusual")
         elif off > limit:
             what = "averaged over heads " if used is not p else ""
