@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import headscope
 from headscope import Observe, attend, observe
 from headscope._attend import prepare
 from headscope._attend.backends import native as cpu
-from headscope._observe import native_observer, steps
+from headscope._observe import native_observer, scene, steps
 from headscope._observe.inputs import Continued
 from headscope._observe.native_observer import borders_of
 from headscope.masks import Dense, Documents, KeyLengths, Mask, Prefix, causal, window
@@ -394,6 +395,24 @@ def test_what_the_kernels_refuse_is_observed_portably(word: str, monkeypatch: py
     assert [reason.partition(":")[0] for reason in reasons] == [word]
     with portable():
         same(seen, observe(**given, what=Observe(**asked), **places))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_where_looking_at_the_numbers_would_take_waiting_the_figures_are_the_same(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, what = made() | OPTIONS[option](), Observe(map=5, edges=3, keep_rows=True)
+    with portable():
+        expected = observe(**given, what=what)
+        usual, looks = scene._clean, []
+
+        def on_a_gpu(of: scene.Scene) -> bool:
+            looks.append(usual(replace(of, call=replace(of.call, device="cuda"))))
+            return looks[-1]
+
+        monkeypatch.setattr(scene, "_clean", on_a_gpu)
+        same(observe(**given, what=what), expected)
+    assert looks == [False]
 
 
 def test_a_token_before_the_first_key_is_looked_at_portably() -> None:

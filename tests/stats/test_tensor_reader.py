@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from headscope import HeadStats, Observe, observe
+from headscope import HeadStats, Observe, attend, observe
 from headscope.masks import Dense, causal
 from headscope.stats import _header, _statistics_file
 from headscope.stats._checks import check_kept, check_parts
@@ -37,6 +38,7 @@ def stats_file(folder: Path) -> Path:
         ({"a": entry([True], 0, 4)}, "has no header of safetensors"),
         ({"a": entry([-2], 0, 8)}, "has no header of safetensors"),
         ({"a": entry([3], 0, 8)}, "has no header of safetensors"),
+        ({"__metadata__": {"length": 3}, "a": entry([2], 0, 8)}, "has no header of safetensors"),
         ({"a": entry([2], 0, 8), "b": entry([1], 4, 8)}, "has tensors that overlap, or bytes of none"),
         ({"a": entry([1], 4, 8)}, "has tensors that overlap, or bytes of none"),
         ({"a": entry([1], 0, 4)}, "has 8 bytes of tensors; expected 4"),
@@ -94,6 +96,29 @@ def test_a_file_that_becomes_shorter_within_a_read_is_refused(tmp_path: Path, mo
         file.read(file.entries)
 
 
+def test_a_file_that_is_written_to_within_a_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = stats_file(tmp_path)
+    file = TensorFile(path)
+    read = TensorFile._tensor
+    monkeypatch.setattr(TensorFile, "_tensor", lambda *given: (os.utime(path, ns=(0, 0)), read(*given))[1])
+    with pytest.raises(ChangedFileError, match=r"heads.safetensors: the file has changed since it was loaded"):
+        file.read(file.entries)
+
+
+def test_a_file_that_becomes_shorter_while_its_checksums_are_checked_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = stats_file(tmp_path)
+    file = TensorFile(path)
+    last = max(file.entries, key=lambda name: file.entries[name].stop)
+    file.checksums = dict.fromkeys(file.entries, 0)
+    piece = file.part(last)
+    monkeypatch.setattr(TensorFile, "_check_identity", lambda *_: None)  # it became shorter after this check
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ChangedFileError, match=r"heads.safetensors: the file has changed since it was loaded"):
+        piece[:0]
+
+
 def test_runs_of_several_lengths_are_saved_and_loaded(tmp_path: Path) -> None:
     q, k = torch.randn(2, 1, 2, 5, 4)
     stats = observe(q, k).merge(observe(q[:, :, :3], k[:, :, :3]))
@@ -112,6 +137,21 @@ def test_saved_weights_have_the_softcap_and_the_mask_of_their_call(tmp_path: Pat
     expected = torch.softmax(expected, -1).nan_to_num(0.0)  # a row without a visible key
     for each in (stats, back):
         torch.testing.assert_close(each.tile(0, 7, 0, 7), expected)
+
+
+def test_saved_weights_have_an_lse_that_was_given_and_float64_where_it_was_only_rounded(tmp_path: Path) -> None:
+    random = torch.Generator().manual_seed(0)
+    q, k = 30 * torch.randn(2, 1, 2, 7, 4, generator=random)
+    lse = attend(q, k, k).lse
+    assert float(lse.abs().max()) > 1_000  # float32 rounds it by more than 1e-4, which is the error of a weight
+    lse[..., 0] += 0.5  # that of more keys, say
+    stats = observe(q, k, lse=lse, what=Observe(keep_qk=True))
+    back = HeadStats.load(_statistics_file.save(stats.parts, None, tmp_path / "qk.safetensors", False, qk=True))
+    expected = torch.softmax(q.double() @ k.double().transpose(-2, -1) / 2, -1)
+    expected[..., 0, :] *= math.exp(-0.5)
+    tile = back.tile(0, 7, 0, 7).double()
+    torch.testing.assert_close(tile[..., 1:, :], expected[..., 1:, :], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(tile[..., 0, :], expected[..., 0, :], rtol=2e-4, atol=1e-7)
 
 
 def test_a_number_where_there_is_no_weight_is_damage() -> None:
