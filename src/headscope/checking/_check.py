@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ def check(
         torch.inference_mode(False),  # which enable_grad does not end
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),  # a probe that needs a low precision converts to it
-        torch.device("cpu"),  # whatever the default device is
+        _use_cpu(),
     ):
         case = Case(prepare_subject(module, call, embed_dim, inputs), options)
         case.understood.append(f"called as {case.subject.pattern.text} with E = {case.subject.embed_dim}")
@@ -94,6 +95,11 @@ def check(
             _run_probe(case, probe)
     name = getattr(module, "__name__", None) or type(module).__name__
     return Findings(str(name), _sort_findings(case), tuple(case.understood), case.not_tested)
+
+
+def _use_cpu() -> AbstractContextManager[object]:
+    """New tensors are on the CPU, whatever the default device is; where it is the CPU, without a call for each."""
+    return nullcontext() if torch.empty(0).is_cpu else torch.device("cpu")
 
 
 PROBES: tuple[Callable[[Case], None], ...] = (
