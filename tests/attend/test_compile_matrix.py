@@ -164,6 +164,7 @@ def test_the_page_has_these_lines() -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # SDPA has no batching rule
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("line", LINES, ids=lambda line: re.sub(r"\W+", " ", line).strip())
+@pytest.mark.usefixtures("operators_read_once")
 def test_what_the_page_says_is_so(line: str, backend: str) -> None:
     said = table()[line][backend]
     assert said in ("yes", "an error")

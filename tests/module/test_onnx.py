@@ -21,6 +21,7 @@ from headscope import MultiHeadAttention, masks
 from headscope.positions import NTK, LinearScaling, Llama3, Rotary, YaRN
 
 pytestmark = [
+    pytest.mark.usefixtures("operators_read_once"),
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),  # of onnxscript's, at import
     pytest.mark.filterwarnings("ignore:# The axis name. .* will not be used:UserWarning"),  # a name for several axes
 ]
