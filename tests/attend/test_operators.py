@@ -141,10 +141,13 @@ def test_the_operators_are_what_they_say(option: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("bad", [None, 0, 1, 2], ids=["finite", "q", "k", "v"])
 @pytest.mark.parametrize("option", ["one query", "Dv 7", "everything"])
 @pytest.mark.parametrize("backend", torch_operators.OPERATOR_BACKENDS)
-def test_fake_results_are_laid_out_as_real_ones(option: str, backend: str, dtype: torch.dtype) -> None:
+def test_fake_results_are_laid_out_as_real_ones(option: str, backend: str, bad: int | None, dtype: torch.dtype) -> None:
     args = arguments(OPTIONS[option](dtype), backend)
+    if bad is not None:  # as one NaN in the padding of one entry
+        args[bad][0, 0, -1, 0] = torch.nan
     real = torch.ops.headscope.attend_forward(*args)
     rest = (*real, torch.ones_like(real[0]), None, args[3] is not None, args[4] is not None)
     real = (*real, *torch.ops.headscope.attend_backward(*args, *rest))

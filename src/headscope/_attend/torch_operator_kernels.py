@@ -30,7 +30,7 @@ def _forward(
             )
     out, lse = result
     assert lse is not None  # the call asks for it
-    return out, lse
+    return torch_operators.lay_out(out, backend), lse.contiguous()
 
 
 def _backward(
@@ -48,9 +48,9 @@ def _backward(
             gradients = torch_operators.AS_OPERATORS[backend].gradients(forward, inputs, results, grads, needed)
             if backend == blocked.name and q.is_cpu and not all(x is None or x.isfinite().all() for x in gradients[:3]):
                 gradients = _of_bad_inputs(forward, inputs, results, grads, needed) or gradients
-        if backend == blocked.name:
-            gradients = tuple(None if x is None else x.contiguous() for x in gradients)  # as the fake kernel has them
-        return tuple(q.new_empty(0) if x is None else x for x in gradients)
+        rows = [None if x is None else torch_operators.lay_out(x, backend) for x in gradients[:3]]
+        beside = [None if x is None else x.contiguous() for x in gradients[3:]]
+        return tuple(q.new_empty(0) if x is None else x for x in (*rows, *beside))
 
 
 def _of_bad_inputs(

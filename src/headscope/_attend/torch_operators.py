@@ -104,7 +104,22 @@ def _rows(like: Tensor, heads: int, length: int, width: int, backend: str) -> Te
     sizes = (like.shape[0], heads, length, width)
     if backend != native.name:
         return like.new_empty(sizes)
-    return like.new_empty_strided(sizes, (length * heads * width, width, heads * width, 1))
+    return like.new_empty_strided(sizes, _native_strides(heads, length, width))
+
+
+def _native_strides(heads: int, length: int, width: int) -> tuple[int, int, int, int]:
+    return length * heads * width, width, heads * width, 1
+
+
+def lay_out(x: Tensor, backend: str) -> Tensor:
+    """Return a result [B, heads, length, width] with the strides of ``_rows``, which are compiled into programs.
+
+    Where NaN or infinity is treated, a result comes from torch's operators, which choose strides of their own.
+    """
+    if backend != native.name:
+        return x.contiguous()
+    strides = _native_strides(*x.shape[1:])
+    return x if x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
