@@ -124,6 +124,23 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
         Outer::accumulate_all(weights, block_count, keys, x.v_width, to.dv + x.from * x.v_width);
         Outer::accumulate_all(gradients, block_count, keys, x.k_width, to.dk + x.from * x.k_width);
     }
+    // The gradient of the sink of each row: -p δ, with p the weight of the sink.
+    void store_dsinks() {
+        if (!g.dsinks || !f.sinks) return;
+        if (!has_sums) {  // no key is visible to any row
+            V<T> sum[QV];
+            this->initialize_sums(top, sum, true);
+            this->invert_sums(sum);
+            UNROLL_FOR(v, QV) delta[v] = g.grad_lse ? -this->load_row_values(g.grad_lse, v) : V<T>{};
+        }
+        T* const to = static_cast<T*>(g.dsinks);
+        for (int v = 0; v < QV; v++) {
+            V<T> logits;
+            for (int r = 0; r < L; r++) logits[r] = this->sink_logit(v * L + r);
+            const V<T> gradients = exp2(logits - top[v]) * inverse_sum[v] * -delta[v];
+            for (int r = 0; r < L && v * L + r < count; r++) to[flat_row(v * L + r)] = gradients[r];
+        }
+    }
     void store_dq() {
         V<T> scale[QV];
         UNROLL_FOR(v, QV) scale[v] = splat(T(f.scale));
@@ -158,7 +175,10 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
                 UNROLL_FOR(v, QV) store(p + n * ROWS + v * L, load(p + n * ROWS + v * L) - top[v]);
         multiply_values(j, keys, drops || is_single_block ? Epilogue::none : Epilogue::subtract);
         if (drops) this->compute_dropout_factors(j, keys, dropout_factors);
-        if (is_single_block) this->exponentiate_and_sum(keys, drops);
+        if (is_single_block) {
+            this->exponentiate_and_sum(keys, drops);
+            has_sums = true;
+        }
         const bool has_options = drops || through_softcap;
         if (is_single_block && has_options)
             exponentiate_and_differentiate<true, true>(keys, drops, through_softcap);

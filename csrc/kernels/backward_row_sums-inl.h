@@ -4,7 +4,7 @@
 template <class T, int QV, class Op = Fma<T>>
 struct BackwardRowSums : LogitsBlock<T, QV, Op> {
     using Base = LogitsBlock<T, QV, Op>;
-    using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::flat_row;
+    using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::SUM_CHAIN, Base::flat_row;
 
     const Backward& g;
     T *dots, *dropout_factors;      // dP and the factors of dropout, [KEYS][ROWS]
@@ -37,16 +37,24 @@ struct BackwardRowSums : LogitsBlock<T, QV, Op> {
         }
         for (int n = 0; n < keys; n++)
             UNROLL_FOR(v, QV) top[v] = maximum<T>(load(p + n * ROWS + v * L), top[v]);
-        for (int n = 0; n < keys; n++) {
-            V<T> weights[QV];
-            UNROLL_FOR(v, QV) weights[v] = load_exponent(p + n * ROWS + v * L) - top[v];
-            exp2_in_place<QV>(weights);
+        for (int from = 0; from < keys; from += SUM_CHAIN) {
+            const int to = from + SUM_CHAIN < keys ? from + SUM_CHAIN : keys;
+            V<T> chain[QV]{}, weighted_chain[QV]{};
+            for (int n = from; n < to; n++) {
+                V<T> weights[QV];
+                UNROLL_FOR(v, QV) weights[v] = load_exponent(p + n * ROWS + v * L) - top[v];
+                exp2_in_place<QV>(weights);
+                UNROLL_FOR(v, QV) {
+                    const int at_tile = n * ROWS + v * L;
+                    chain[v] += weights[v];
+                    store(p + at_tile, weights[v]);
+                    const V<T> dropped = drops ? weights[v] * load(dropout_factors + at_tile) : weights[v];
+                    weighted_chain[v] += dropped * load(dots + at_tile);
+                }
+            }
             UNROLL_FOR(v, QV) {
-                const int at_tile = n * ROWS + v * L;
-                total[v] += weights[v];
-                store(p + at_tile, weights[v]);
-                const V<T> dropped = drops ? weights[v] * load(dropout_factors + at_tile) : weights[v];
-                weighted_total[v] += dropped * load(dots + at_tile);
+                total[v] += chain[v];
+                weighted_total[v] += weighted_chain[v];
             }
         }
         UNROLL_FOR(v, QV) {

@@ -93,7 +93,10 @@ void run_row_blocks(GradientTurns<T>& ordered, void* scratch, const RowRange* ro
         if (pending && !add_pending()) return;
         if (has_turn) ordered.end_turn(to);
     }
-    for (int n = 0; n < count; n++) block[n]->store_dq();
+    for (int n = 0; n < count; n++) {
+        block[n]->store_dq();
+        block[n]->store_dsinks();
+    }
     ordered.finish();
 }
 template <class T>

@@ -4,7 +4,7 @@
 template <class T, int QV, int G, class Op, class Observer>
 struct SoftmaxBlock : LogitsBlock<T, QV, Op> {
     using Base = LogitsBlock<T, QV, Op>;
-    using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS;
+    using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS, Base::SUM_CHAIN;
     using typename Base::Word;
     static constexpr bool DECODES = G > 0 && G <= MAX_DECODE_ROWS<T>;
     using Products = typename DecodeProducts<T, DECODES ? G : MAX_DECODE_ROWS<T>, Op>::Type;
@@ -123,7 +123,7 @@ struct SoftmaxBlock : LogitsBlock<T, QV, Op> {
     void exponentiate(std::int64_t j0, int keys, const V<T>* m) {
         // Local copies stay in registers: members would be reloaded after each store, which may alias them.
         T *const p = this->p, *const dropout_factors = this->dropout_factors;
-        V<T> total[QV];  // of this block alone: adding each weight to a long row's sum would round it away
+        V<T> total[QV], chain[QV];  // of this block, and of a few keys: see SUM_CHAIN
         UNROLL_FOR(v, QV) total[v] = V<T>{};
         typename Observer::Sums sums(observer);
         constexpr int AT_ONCE = Observer::OBSERVES ? 1 : QV;  // vectors of rows: an observer's sums need registers, too
@@ -138,7 +138,7 @@ struct SoftmaxBlock : LogitsBlock<T, QV, Op> {
             exp2_in_place<N>(x);
             UNROLL_FOR(n, N) {
                 const int v = u + n / Op::PER_WORD, key = j + n % Op::PER_WORD, at = key * ROWS + v * L;
-                total[v] += x[n];
+                chain[v] += x[n];
                 sums.add(key, v, gap[n], x[n]);
                 if constexpr (Observer::OBSERVES && PAIRS) store(p + at, x[n]);
                 if (DROPS) x[n] *= load(dropout_factors + at);
@@ -150,15 +150,21 @@ struct SoftmaxBlock : LogitsBlock<T, QV, Op> {
                 if (DROPS) store(dropout_factors + keys * ROWS + v * L, V<T>{});
             }
         UNROLL_RANGE(u, 0, QV, AT_ONCE)
-            for (int j = 0; j < keys; j += Op::PER_WORD) {
-                V<T> x[N];
-                weights_of(j, u, x);
-                UNROLL_FOR(v, AT_ONCE) {
-                    if constexpr (PAIRS)
-                        store_interleaved(weights + j / 2 * ROWS + (u + v) * L, round_to_bf16(x[2 * v], x[2 * v + 1]));
-                    else
-                        store(p + j * ROWS + (u + v) * L, x[v]);
+            for (int from = 0; from < keys; from += SUM_CHAIN) {
+                const int to = from + SUM_CHAIN < keys ? from + SUM_CHAIN : keys;
+                UNROLL_FOR(v, AT_ONCE) chain[u + v] = V<T>{};
+                for (int j = from; j < to; j += Op::PER_WORD) {
+                    V<T> x[N];
+                    weights_of(j, u, x);
+                    UNROLL_FOR(v, AT_ONCE) {
+                        if constexpr (PAIRS)
+                            store_interleaved(weights + j / 2 * ROWS + (u + v) * L,
+                                              round_to_bf16(x[2 * v], x[2 * v + 1]));
+                        else
+                            store(p + j * ROWS + (u + v) * L, x[v]);
+                    }
                 }
+                UNROLL_FOR(v, AT_ONCE) total[u + v] += chain[u + v];
             }
         UNROLL_FOR(v, QV) sum[v] += total[v];
         observer.add_sums(*this, j0, keys, total, sums);

@@ -329,6 +329,30 @@ def test_results_of_short_calls_err_at_most_twice_as_much_as_those_of_torch(targ
     assert all(float(ratio) < 2 for row in rows for ratio in row[2::2]), done.stdout
 
 
+@pytest.mark.parametrize("depth", [3, 16])
+@pytest.mark.parametrize("scale", [0.0, None])
+def test_gradients_beside_sinks_err_at_most_twice_as_much_as_those_of_torch(scale: float | None, depth: int) -> None:
+    """Where all logits are equal, additions of the weights, which are no power of 2, all round the same way."""
+    errors = {"cpu": torch.zeros(2, dtype=torch.float64), "reference": torch.zeros(2, dtype=torch.float64)}
+    random = torch.Generator().manual_seed(5)
+
+    def gradients(backend: str, *inputs: Tensor) -> list[Tensor]:
+        *qkv, sinks, grad_out = inputs
+        leaves = (qkv[2].clone().requires_grad_(), sinks.clone().requires_grad_())
+        out = attention(*qkv[:2], leaves[0], sinks=leaves[1], scale=scale, backend=backend)
+        return [x.double() for x in torch.autograd.grad(out, leaves, grad_out)]
+
+    for _ in range(40):
+        q, k, v = (torch.randn(1, 2, n, depth, generator=random) for n in (8, 129, 129))
+        inputs = (q, k, v, torch.randn(2, generator=random), torch.randn(1, 2, 8, depth, generator=random))
+        exact = gradients("reference", *(x.double() for x in inputs))
+        for backend, sums in errors.items():
+            found = gradients(backend, *inputs)
+            sums += torch.stack([(x - y).square().mean() for x, y in zip(found, exact, strict=True)])
+    ratios = (errors["cpu"] / errors["reference"]).sqrt()
+    assert (ratios < 1.9).all(), ratios
+
+
 def test_dropout_drops_the_same_in_both_passes() -> None:
     leaves = [x.double().requires_grad_() for x in tensors(5, 7)]
 

@@ -8,13 +8,14 @@
 namespace selfcheck {
 
 struct Results {
-    Array out, lse, dq, dk, dv, dbias;
+    Array out, lse, dq, dk, dv, dbias, dsinks;  // dsinks: of each row
     explicit Results(const Problem& p)
         : out(p.B, p.H, p.Q, p.Dv),
           lse(p.B, p.H, p.Q, 1, -INF),
           dq(p.B, p.H, p.Q, p.D),
           dk(p.B, p.Hkv, p.K, p.D),
-          dv(p.B, p.Hkv, p.K, p.Dv) {
+          dv(p.B, p.Hkv, p.K, p.Dv),
+          dsinks(p.B, p.H, p.Q, 1) {
         if (p.bias.present) dbias = Array(p.bias.n[0], p.bias.n[1], p.bias.n[2], p.bias.n[3]);
     }
 };
@@ -67,6 +68,7 @@ Results attention(const Problem& p, Element store, Element multiply) {
                     r.out(b, h, i, c) = store == Element::f64 ? double(x) : rounded(double(x), store);
                     delta += (store == Element::f64 ? x : A(r.out(b, h, i, c))) * A(p.grad_out(b, h, i, c));
                 }
+                r.dsinks(b, h, i, 0) = double(-std::exp(sink - top) / total * delta);
                 std::vector<A> dq(std::size_t(p.D), A(0));
                 for (std::int64_t j = 0; j < p.K; j++) {
                     if (!p.seen(b, h, i, j)) continue;
@@ -129,6 +131,8 @@ inline Results sizes(const Problem& p, const Results& exact) {
                 double delta = p.grad_lse.present ? std::fabs(p.grad_lse(b, h, i, 0))
                                                   : 0;  // of the terms of out, which may cancel
                 for (std::int64_t c = 0; c < p.Dv; c++) delta += r.out(b, h, i, c) * std::fabs(p.grad_out(b, h, i, c));
+                if (!p.sinks.empty() && lse > -INF)
+                    r.dsinks(b, h, i, 0) = std::exp(p.sinks[std::size_t(h)] - lse) * delta;
                 for (std::int64_t j = 0; j < p.K; j++) {
                     if (!p.seen(b, h, i, j)) continue;
                     const double ds = direct[std::size_t(j)] + weight[std::size_t(j)] * delta;

@@ -435,8 +435,8 @@ bool check_forward(const Target& target, const Problem& p, Call& call, Random& r
 }
 
 struct Gradients {
-    Placed dq, dk, dv, dbias;
-    void into(Backward& g, bool bias) {
+    Placed dq, dk, dv, dbias, dsinks;
+    void into(Backward& g, bool bias, bool sinks) {
         g.dq = dq.data();
         g.dk = dk.data();
         g.dv = dv.data();
@@ -446,8 +446,9 @@ struct Gradients {
         strides(dv, g.dv_stride);
         std::copy(dbias.stride, dbias.stride + 4, g.dbias_stride);
         if (g.dbias) dbias.zero();
+        g.dsinks = sinks ? dsinks.data() : nullptr;
     }
-    Gradients again() const { return {dq.again(), dk.again(), dv.again(), dbias.again()}; }
+    Gradients again() const { return {dq.again(), dk.again(), dv.again(), dbias.again(), dsinks.again()}; }
 };
 
 // ---------------------------------------------------------------- one observation
@@ -693,22 +694,25 @@ bool check(const Target& target, Random& r, Worst* worst) {
     Gradients made{{r, truth.dq, e, true},
                    {r, truth.dk, e, true},
                    {r, truth.dv, e, true},
-                   {r, like_bias, wide, true, false, false}};
-    const bool bias = p.bias.present && !r.one_in(3);
-    made.into(g, bias);
+                   {r, like_bias, wide, true, false, false},
+                   {r, truth.dsinks, wide, true, true}};
+    const bool bias = p.bias.present && !r.one_in(3), sinks = !p.sinks.empty();
+    made.into(g, bias, sinks);
     run(target, g, r);
     check.compare("dq", made.dq, truth.dq, near.dq, size.dq, logits, p.dtype);
     check.compare("dk", made.dk, truth.dk, near.dk, size.dk, logits, p.dtype);
     check.compare("dv", made.dv, truth.dv, near.dv, size.dv, logits, p.dtype);
     if (bias) check.compare("dbias", made.dbias, truth.dbias, near.dbias, size.dbias, logits, p.dtype);
+    if (sinks) check.compare("dsinks", made.dsinks, truth.dsinks, near.dsinks, size.dsinks, logits, p.dtype);
     if (r.one_in(8)) {  // the same bits whatever the order of the tasks
         Gradients second = made.again();
-        second.into(g, bias);
+        second.into(g, bias, sinks);
         run(target, g, r);
         check.same("dq", made.dq, second.dq);
         check.same("dk", made.dk, second.dk);
         check.same("dv", made.dv, second.dv);
         if (bias) check.same("dbias", made.dbias, second.dbias);
+        if (sinks) check.same("dsinks", made.dsinks, second.dsinks);
     }
     return check.good;
 }

@@ -255,21 +255,6 @@ def _forward(call: Call, plan: Plan | None, block: Block, inputs: Inputs, seed: 
     return out / w.divisor, lse.masked_fill(w.total == 0, -torch.inf) if call.may_be_empty else lse
 
 
-def weights_of_sinks(call: Call, plan: Plan | None, inputs: Inputs) -> Tensor:
-    """What of each row falls to the sink, [B, H, Q]."""
-    assert inputs.sinks is not None
-    weights = inputs.q.new_zeros((call.batch, call.heads, call.queries), dtype=accumulate_dtype(call.dtype))
-    for block in blocks(call, plan):
-        if block.j.start == block.j.stop:
-            rows = _weights_of_sink_alone(_sink_rows(call, block, inputs.sinks))
-        else:
-            w = _weights(call, block, inputs, _logits(call, plan, block, inputs))
-            assert w.sink is not None
-            rows = w.sink / w.divisor
-        weights[block.b, block.heads(call.group), block.i] = _per_head(call, rows)[..., 0].flatten(-3, -2)
-    return weights
-
-
 class _Weights(NamedTuple):
     """The weights of a block before they are divided, [b, h, g * i, j], and what each row has of its own, [.., 1]."""
 

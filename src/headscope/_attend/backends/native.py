@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscope._attend.backends import blocked
 from headscope._attend.call import MOST_RULES, Call
 from headscope._attend.dropout import draw_seed
 from headscope._attend.interface import (
@@ -31,7 +30,6 @@ name = "cpu"  # what users name; its device is the CPU, too
 attend_careful = None
 
 CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-COARSE = {torch.float32: 2.0**12, torch.float64: 2.0**41}  # numbers that have lost what comes after the twelfth bit
 MOST_POSITIONS = 2**31  # in a mask they are numbers of 32 bits
 
 
@@ -238,6 +236,7 @@ def _gradients(
     if inputs.bias is not None and needed[0]:
         repeats = tuple(inputs.bias.shape) != (call.batch, call.heads, call.queries, call.keys)
         dbias = torch.zeros(inputs.bias.shape, dtype=torch.float64 if repeats else lse.dtype, device="cpu")
+    sink_gradients = torch.empty_like(lse) if inputs.sinks is not None and needed[1] else None
     kernel_call = to_kernel_call(
         call, forward.plan, inputs, forward.seed
     )  # a name of its own: it keeps alive what it points into
@@ -245,24 +244,14 @@ def _gradients(
         kernel_call.call, out.data_ptr(), out.stride(), lse.data_ptr(),
         grad_out.data_ptr(), grad_out.stride(), address(grad_lse), dq.data_ptr(), dq.stride(),
         dk.data_ptr(), dk.stride(), dv.data_ptr(), dv.stride(), address(dbias), _strides(dbias),
-        dbias is not None and dbias.dtype == torch.float64, torch.get_num_threads(),
+        dbias is not None and dbias.dtype == torch.float64, address(sink_gradients), torch.get_num_threads(),
     )  # fmt: skip
     dsinks = None
-    if inputs.sinks is not None and needed[1]:
-        p = _weights_of_sinks(forward, inputs, inputs.sinks, lse)
-        rows = -(out.to(lse.dtype) * grad_out.to(lse.dtype)).sum(-1)  # [B, H, Q]
-        dsinks = (p * (rows if grad_lse is None else rows + grad_lse)).sum((0, 2)).to(inputs.sinks.dtype)
+    if inputs.sinks is not None and sink_gradients is not None:
+        dsinks = sink_gradients.sum((0, 2)).to(inputs.sinks.dtype)
     if dbias is not None and inputs.bias is not None:
         dbias = dbias.to(inputs.bias.dtype)
     return (dq, dk, dv, dbias, dsinks), finite
-
-
-def _weights_of_sinks(forward: ForwardPass, inputs: Inputs, sinks: Tensor, lse: Tensor) -> Tensor:
-    """What of each row falls to the sink, [B, H, Q]; by lse, unless that has lost the sum beside the largest logit."""
-    coarse = (lse.abs() > COARSE[lse.dtype]) & (lse != -torch.inf)
-    if bool(coarse.any()):
-        return blocked.weights_of_sinks(forward.call, forward.plan, inputs)
-    return torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill(lse == -torch.inf, 0)
 
 
 class _KernelCall:
