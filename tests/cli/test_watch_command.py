@@ -226,6 +226,9 @@ def test_broken_rows_are_counted_and_nothing_is_told_of_none(
     assert said in out
     assert ("Cache: of the attention mass, 2 keys keep" in out) == ("Cache:" in out) == (name != "wpe.weight")
     assert ("Streaming:" in out) == (name != "wpe.weight")
+    ran = run("watch", str(tmp_path / "broken"), "--ids", "3,4,5,6,7,8,9,10,11,12", "--json")
+    assert answer(ran)["notes"] == [said.removesuffix(".")]
+    assert ran.err == f"headscope watch: {said.removesuffix('.')}\n"
     assert "NaN" not in run("watch", str(folder), "--ids", "3,4", "--no-page").out
 
 
