@@ -171,6 +171,7 @@ def test_encoders_with_decoders_grouped_heads_and_images(tmp_path: Path, start: 
     (at / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}')
     said = start(at, "--image", "p.png")
     assert next(iter(said["layers"].values()))["rows"] == [10] * 4
+    assert said["notes"][0].endswith("size: is missing: the picture is scaled to the model's 12 x 12")
 
 
 def test_every_row_of_layers_that_share_keys_is_seen(tmp_path: Path, start: Start) -> None:
