@@ -13,10 +13,11 @@ import torch
 import transformers
 from PIL import Image
 
+from headscope import Recording
 from headscope.cli._shared.image_processing import read_processing
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.model_loading import load
-from support.commands import Run
+from support.commands import Run, answer
 from support.model_folders import save
 
 FILE, NESTED = "preprocessor_config.json", "processor_config.json"
@@ -168,6 +169,30 @@ def test_a_picture_that_does_not_fit_the_model_is_one_line(at: Path, picture: Pa
     ran = run("watch", str(write(at, {**SMALL, "do_resize": False})), "--image", str(picture))
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert "the forward pass failed: Input image size (17*31) doesn't match model (12*12)" in ran.err
+
+
+def test_a_picture_of_another_size_has_a_bin_for_each_patch(tmp_path: Path, picture: Path, run: Run) -> None:
+    """DINOv2 takes pictures of any size, whatever its configuration has."""
+    config = transformers.Dinov2Config(
+        image_size=8, patch_size=4, hidden_size=16, num_attention_heads=2, num_hidden_layers=1
+    )
+    folder = save(transformers.Dinov2Model(config), tmp_path / "dino", tokenizer=False)
+    sizes = {"size": {"height": 12, "width": 20}, "do_center_crop": False}
+    write(folder, {"image_processor_type": "BitImageProcessor", **sizes})
+    answer(run("watch", str(folder), "--image", str(picture), "--json", "--out", "r.safetensors"))
+    (part,) = Recording.load("r.safetensors").stats.parts.values()
+    assert part.lengths == (16, 16)
+    assert part.map is not None
+    assert part.map.bins >= 16
+
+
+def test_the_size_is_that_of_the_part_that_takes_the_picture() -> None:
+    vision = transformers.ViTConfig(image_size=12)
+    pair = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vision, transformers.GPT2Config())
+    processing, _ = read_processing("no/such", pair, offline=True)
+    assert (processing.size, processing.resample) == ((12, 12), 2)
+    blip = transformers.BlipConfig(vision_config={"image_size": [12, 16]})
+    assert read_processing("no/such", blip, offline=True)[0].size == (12, 16)
 
 
 # ---------------------------------------------------------------- mistakes

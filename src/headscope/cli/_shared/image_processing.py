@@ -166,6 +166,7 @@ def read_processing(name: str, config: Any, *, offline: bool) -> tuple[ImageProc
     Raises:
         Mistake: a value is impossible, or is missing and has no default.
     """
+    config = _config_of_images(config)
     values, file = _settings(name, offline=offline)
     kind, label = _kind(name, file, values or {}, config)
     defaults = DEFAULTS.get(kind, VIT if values is None else {})
@@ -242,15 +243,16 @@ def _kind(name: str, file: str, values: Mapping[str, Any], config: Any) -> tuple
     return MODELS.get(model, ""), "names no image_processor_type"
 
 
+def _config_of_images(config: Any) -> Any:
+    """Return the part of a configuration that describes what takes the picture."""
+    parts = [config, *(getattr(config, key, None) for key in ("vision_config", "encoder"))]
+    return next((part for part in parts if getattr(part, "image_size", None) is not None), config)
+
+
 def _model_size(config: Any) -> tuple[int, int] | None:
     """Return the height and width that a model is made for, if its configuration has them."""
     size: Any = getattr(config, "image_size", None)
-    if size is None:
-        size = getattr(getattr(config, "vision_config", None), "image_size", None)
-    sides: Any = (size, size) if isinstance(size, int) else size
-    if not isinstance(sides, (list, tuple)) or len(sides) != 2 or not all(_is_side(side) for side in sides):
-        return None
-    return (sides[0], sides[1])
+    return _sides(list(size) if isinstance(size, tuple) else size)
 
 
 def _sizes(
