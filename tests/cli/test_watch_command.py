@@ -171,6 +171,7 @@ def test_encoders_with_decoders_grouped_heads_and_images(tmp_path: Path, start: 
     (at / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}')
     said = start(at, "--image", "p.png")
     assert next(iter(said["layers"].values()))["rows"] == [10] * 4
+    assert said["notes"][0].endswith("size: is missing: the picture is scaled to the model's 12 x 12")
 
 
 def test_every_row_of_layers_that_share_keys_is_seen(tmp_path: Path, start: Start) -> None:
@@ -226,6 +227,9 @@ def test_broken_rows_are_counted_and_nothing_is_told_of_none(
     assert said in out
     assert ("Cache: of the attention mass, 2 keys keep" in out) == ("Cache:" in out) == (name != "wpe.weight")
     assert ("Streaming:" in out) == (name != "wpe.weight")
+    ran = run("watch", str(tmp_path / "broken"), "--ids", "3,4,5,6,7,8,9,10,11,12", "--json")
+    assert answer(ran)["notes"] == [said.removesuffix(".")]
+    assert ran.err == f"headscope watch: {said.removesuffix('.')}\n"
     assert "NaN" not in run("watch", str(folder), "--ids", "3,4", "--no-page").out
 
 

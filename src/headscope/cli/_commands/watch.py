@@ -74,12 +74,13 @@ def watch(
 
     with one_thread() if model in SHIPPED else nullcontext():
         result = run_watch(loaded, model_input, parsed)
-    for note in result.notes:
+    notes = [*result.notes, *(_broken_rows(result) if parsed.as_json else ())]  # else `show` prints them
+    for note in notes:
         say(f"headscope watch: {note}")
     recording = _save(result.recording, parsed)
     page = _save_page(result, parsed)
     if parsed.as_json:
-        print_json(_as_dict(result, recording, page))
+        print_json(_as_dict(result, notes, recording, page))
     else:
         from headscope.cli._shared.recording_view import show
 
@@ -119,10 +120,18 @@ def _save_page(result: WatchResult, options: WatchOptions) -> str | None:
     return write_page(options.page, page(result), options.force, "--page")
 
 
-def _as_dict(result: WatchResult, recording: str | None, page: str | None) -> dict[str, Any]:
+def _broken_rows(result: WatchResult) -> list[str]:
+    """Return a note of the rows that hold NaN or infinity, if any do."""
+    from headscope.report.sheet import broken_layers
+
+    broken = broken_layers(result.recording.stats.parts)
+    return [broken.removesuffix(".")] if broken else []
+
+
+def _as_dict(result: WatchResult, notes: list[str], recording: str | None, page: str | None) -> dict[str, Any]:
     return {
         "model": result.loaded.name,
-        "notes": list(result.notes),
+        "notes": notes,
         **result.recording.to_dict(),
         "patterns": result.patterns.to_dict(),
         "streaming": None if result.streaming is None else result.streaming.to_dict(),

@@ -209,7 +209,7 @@ def _confined(transformers: Any, name: str, *, offline: bool) -> Loaded:
         with confined(name, offline=True):
             return loaded.run(inputs)
 
-    return replace(loaded, notes=tuple(notes), run=run)
+    return replace(loaded, notes=(*notes, *loaded.notes), run=run)
 
 
 def _folder(name: str) -> Path:
@@ -244,7 +244,7 @@ def _check_shapes(name: str, mismatched: Collection[tuple[str, Sequence[int], Se
 
 def _either(transformers: Any, model: Any, label: str, name: str, options: dict[str, Any]) -> Loaded:
     if model.main_input_name == "pixel_values":
-        return _vision(model, label, name)
+        return _vision(model, label, name, offline=options["local_files_only"])
     if model.main_input_name != "input_ids":
         raise Mistake(f"{name}: takes {model.main_input_name}, wanted a model of text or of images")
     return _language(transformers, model, label, name, options)
@@ -385,48 +385,17 @@ def quiet_transformers() -> Generator[None]:
 # ---------------------------------------------------------------- images
 
 
-def _vision(model: Any, label: str, name: str) -> Loaded:
+def _vision(model: Any, label: str, name: str, *, offline: bool) -> Loaded:
+    from headscope.cli._shared.image_processing import read_processing
+
+    processing, notes = read_processing(name, model.config, offline=offline)
+
     def prepare(path: str) -> Tensor:
-        return _pixels(path, name, model)
+        import torch
+
+        return torch.from_numpy(processing.read(path))[None]
 
     return Loaded(
-        model, label, "image", 0, 0, None, ([], []), None, lambda images: model(pixel_values=images), prepare=prepare
-    )
-
-
-def _pixels(path: str, name: str, model: Any) -> Tensor:
-    """A picture as the model takes it: scaled to its size and normalised as its preprocessor_config.json says."""
-    import numpy as np
-    import torch
-
-    from headscope.cli._shared.digits import with_picture
-
-    preprocessing = _read_preprocessing(name)
-    size = model.config.image_size
-    height, width = (size, size) if isinstance(size, int) else size
-    channels = getattr(model.config, "num_channels", 3)
-    mode = "L" if channels == 1 else "RGB"
-    scaled = with_picture(
-        path, lambda picture: picture.convert(mode).resize((width, height), preprocessing.get("resample", 2))
-    )
-    pixels = np.asarray(scaled, dtype=np.float32).reshape(height, width, channels) * preprocessing.get(
-        "rescale_factor", 1 / 255
-    )
-    if preprocessing.get("do_normalize", True):
-        mean, std = (np.asarray(preprocessing.get(key, [0.5])) for key in ("image_mean", "image_std"))
-        pixels = (pixels - mean) / std
-    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1), dtype=np.float32))[None]
-
-
-def _read_preprocessing(name: str) -> dict[str, Any]:
-    """Return the contents of preprocessor_config.json, or nothing if there is none."""
-    import json
-
-    from transformers.utils.hub import cached_file
-
-    path = cached_file(
-        name, "preprocessor_config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
-    )
-    if path is None:
-        return {}
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+        model, label, "image", 0, 0, None, ([], []), None, lambda images: model(pixel_values=images), prepare=prepare,
+        notes=tuple(notes),
+    )  # fmt: skip

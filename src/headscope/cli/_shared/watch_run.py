@@ -182,7 +182,7 @@ def _record_window(loaded: Loaded, model_input: Input, part: Any, options: Watch
     shortest = min(part.shape[1] for part in model_input.parts) if text else 0
     what = headscope.Observe(
         rows=options.rows,
-        map=shortest if text and shortest <= WHOLE else BINS if text else _patches(loaded),
+        map=shortest if text and shortest <= WHOLE else BINS if text else _patches(loaded, part),
         edges=EDGES,
         windows=tuple(w for w in WINDOWS if w == WINDOWS[0] or 3 * w <= longest) if text else (),
         tokens=part if text and not loaded.paired else None,
@@ -200,11 +200,12 @@ def _record_window(loaded: Loaded, model_input: Input, part: Any, options: Watch
     return recording
 
 
-def _patches(loaded: Loaded) -> int:
+def _patches(loaded: Loaded, images: Any) -> int:
     """Return how many bins an image's map has: one for each patch, CLS and register, if the model has their number."""
     config = getattr(loaded.model, "config", None)
-    size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
-    if not (isinstance(size, int) and isinstance(patch, int)):
+    height, width = images.shape[-2:]
+    patch = getattr(config, "patch_size", None)
+    if not isinstance(patch, int):
         return BINS
-    keys = (size // patch) ** 2 + 2 + (getattr(config, "num_register_tokens", 0) or 0)
+    keys = (height // patch) * (width // patch) + 2 + (getattr(config, "num_register_tokens", 0) or 0)
     return keys if keys <= PATCHES else BINS
