@@ -49,7 +49,9 @@ def test_what_cannot_be_put_in_place_leaves_nothing_behind(
     path = tmp_path / "a"
     path.write_bytes(b"before")
     monkeypatch.setattr(os, "replace", broken)
-    with pytest.raises(error):
+    with pytest.raises(error) as raised:
         replace_file(path, b"after")
+    if isinstance(raised.value, OSError):
+        assert raised.value.filename == str(path)
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
     assert path.read_bytes() == b"before"

@@ -307,7 +307,11 @@ def test_an_absolute_target_must_name_this_server(target: str, code: int, server
         ("tile?layer=0&head=0&i0=-1&i1=5", "i0: wanted 0 to 16"),
         ("tile?layer=0&head=0&i0=0&i1=5&j0=0&j1=5&size=513", "size: wanted 1 to 512"),
         ("tile?layer=0&head=0&i0=0&i1=5&j0=0&j1=5&size=1e3", "wanted whole numbers"),
-        ("tile?layer=0&head=0&i0=0&i1=5&j0=0&j1=999999999999999", "j1: wanted 1 to 19"),
+        ("tile?layer=0&head=0&i0=0&i1=5&j0=0&j1=9999999999", "j1: wanted 1 to 19"),
+        *(
+            (f"tile?layer={text}&head=0&i0=0&i1=5&j0=0&j1=5", "wanted whole numbers")
+            for text in ("", "0_0", "%200", "%2B0", "%D9%A0", "00000000000", "0&layer=0")
+        ),
         ("tile?" + "&".join(["a=1"] * 17), "wanted whole numbers"),
         ("strip?layer=0&head=0&i0=0&i1=18", "i1: wanted 1 to 17"),
     ],

@@ -25,11 +25,21 @@ def replace_file(path: Path, content: bytes) -> None:
     """Write to a file beside the target, then put it in the target's place; its mode is what the umask leaves.
 
     The target of a link is that of the path it leads to, there or not; the link stays.
+
+    Raises:
+        OSError: it cannot be written; the error names the target.
     """
     path = Path(os.path.realpath(path))
     if path.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     temporary = path.parent / f".headscope-{secrets.token_hex(8)}.tmp"
+    try:
+        _write_and_rename(temporary, path, content)
+    except OSError as error:  # that of a full disk names no file, others the temporary one
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write_and_rename(temporary: Path, path: Path, content: bytes) -> None:
     file = temporary.open("xb")
     try:
         with file:

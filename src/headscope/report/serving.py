@@ -19,6 +19,7 @@ from __future__ import annotations
 import hmac
 import io
 import queue
+import re
 import secrets
 import socket
 import threading
@@ -52,6 +53,9 @@ MOST_PAIRS = 2**26
 
 STRIP = 4096
 """Over how many queries a strip may go."""
+
+WHOLE = re.compile(r"-?[0-9]{1,10}")
+"""How a number is written in a query."""
 
 CONNECTIONS = 256  # served at a time, each on a thread; further ones are answered 503
 SECONDS = 10.0  # in which a whole request has to arrive, and again in which its answer has to be taken
@@ -224,6 +228,20 @@ def _strips(layer: Layer, weights: KeptWeights | None) -> Strips | None:
     return empty_strips(weights, range(layer.source.heads))
 
 
+def _parse_numbers(query: str) -> dict[str, int]:
+    """Return the numbers of a query by name.
+
+    Raises:
+        ValueError: one of them is written in another way than the page writes it, or is there twice.
+    """
+    numbers: dict[str, int] = {}
+    for name, value in parse_qsl(query, keep_blank_values=True, max_num_fields=16):
+        if name in numbers or not WHOLE.fullmatch(value):
+            raise ValueError(f"{name}: not one whole number")
+        numbers[name] = int(value)
+    return numbers
+
+
 def _number(query: Mapping[str, int], name: str, least: int, most: int) -> int:
     if name not in query or not least <= query[name] <= most:
         raise RefusedError(f"{name}: wanted {least} to {most}")
@@ -324,7 +342,7 @@ class _Handler(BaseHTTPRequestHandler):
         if what not in ("tile", "strip"):
             return self._answer(404, "text/plain", b"not here\n")
         try:
-            query = {name: int(value) for name, value in parse_qsl(request.query, max_num_fields=16) if len(value) < 12}
+            query = _parse_numbers(request.query)
             content = self.server.tile(query) if what == "tile" else self.server.strip(query)
         except ValueError as error:  # also a number that is none
             text = str(error) if isinstance(error, RefusedError) else "wanted whole numbers"
