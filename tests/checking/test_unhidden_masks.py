@@ -15,7 +15,7 @@ from headscope import check
 Step = Callable[[Tensor, Tensor | None], Tensor]
 
 
-class Masked(nn.Module):
+class Attending(nn.Module):
     """Attention whose logits and mask become weights in a step of its own."""
 
     def __init__(self, weights: Step) -> None:
@@ -28,8 +28,22 @@ class Masked(nn.Module):
         q, k, v = (layer(x).unflatten(-1, (2, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         return self.o((self.weights(q @ k.mT * 8**-0.5, mask) @ v).transpose(1, 2).flatten(2))
 
+
+class Masked(Attending):
+    """Attention that is handed a mask."""
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.attend(x, mask)
+
+
+class BuiltIn(Attending):
+    """Attention whose mask, if it has one, is part of what is done to the logits."""
+
+    def __init__(self, logits: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(lambda s, mask: logits(s).softmax(-1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x, None)
 
 
 def fill(s: Tensor, mask: Tensor | None, value: float) -> Tensor:
@@ -120,3 +134,41 @@ def test_a_mask_that_changes_the_output_alone_is_not_ignored() -> None:
     assert found.names == ("mask-applied-wrong",), str(found)
     seen = "mask= [T, T] boolean: the weights are those without it, the outputs are not"
     assert found["mask-applied-wrong"].seen == seen
+
+
+@pytest.mark.parametrize("causal", [None, True])
+@pytest.mark.parametrize(
+    ("step", "weight"),
+    [
+        (lambda s: fill_later(add_alibi(s), 1e-9), 0.846),
+        (lambda s: add_alibi(s.tril()), 0.722),
+        (lambda s: fill_later(add_alibi(s), -10.0), 0.000249),
+        (lambda s: 5 * torch.tanh(fill_later(s, -math.inf) / 5), 0.0356),
+    ],
+    ids=["ALiBi, 1e-9", "zeros, then ALiBi", "ALiBi, -10", "cap"],
+)
+def test_later_keys_whose_products_do_not_count_are_found(
+    step: Callable[[Tensor], Tensor], weight: float, causal: bool | None
+) -> None:
+    found = check(BuiltIn(step), causal=causal)
+    assert found.names == ("mask-fill-too-small",), str(found)
+    before, number, after = re.split(r"up to ([^ ,]+)", found["mask-fill-too-small"].seen)
+    assert (before, after) == ("built-in mask: later keys have ", " of a query's weight, whatever their q·k are")
+    assert float(number) == pytest.approx(weight, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("step", "why"),
+    [
+        (lambda s: add_alibi(s) - 10 * torch.ones_like(s).triu(1), "a bias may be meant"),
+        (lambda s: 2 * torch.tanh(s / 2), "the logits are not known"),
+        (lambda s: s, None),
+    ],
+    ids=["bias", "cap", "plain"],
+)
+def test_where_a_number_added_to_later_logits_would_not_show_that_is_told(
+    step: Callable[[Tensor], Tensor], why: str | None
+) -> None:
+    found = check(BuiltIn(step))
+    assert found.names == (), str(found)
+    assert found.not_tested.get("a number added to the logits of later keys") == why

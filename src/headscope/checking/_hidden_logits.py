@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from headscope.checking._head_layout import Heads
+from headscope.checking._logit_map import past_pairs
 from headscope.checking._weights import Verdict, log_weights, visible_pairs
 
 SAME = 1e-6  # weights and outputs that differ by less are the same
 ALIKE = 1e-3  # logits that differ by less are alike
+FIXED = 1e-4  # parts of what the logits of earlier keys change from one input to another; less is no change
 
 
 def are_same(a: Tensor, b: Tensor) -> bool:
@@ -20,7 +25,7 @@ def are_same(a: Tensor, b: Tensor) -> bool:
     return not bool((apart | (torch.isfinite(a) != torch.isfinite(b))).any())
 
 
-def judge_seen_pairs(p: Tensor, plain: Tensor, mask: Tensor, before: Tensor) -> Verdict:
+def judge_unhidden_pairs(p: Tensor, plain: Tensor, mask: Tensor, before: Tensor) -> Verdict:
     """Judge a mask that moves the weights, where what it is to hide is seen; "none" where it hides some.
 
     Args:
@@ -57,3 +62,26 @@ def _is_softmax_of(p: Tensor, retained: Tensor, filled: Tensor) -> bool:
     if bool((inner[filled].abs() > SAME).any()) or bool((inner[retained] < -SAME).any()):
         return False
     return bool(((torch.where(retained, inner, 0.0).sum(-1) - 1)[rows].abs() < ALIKE).all())
+
+
+def are_later_logits_fixed(one: Heads, two: Heads) -> bool:
+    """Return whether the logits of later keys are those of another input, up to a number for each query.
+
+    Those of earlier keys must not be. Then something stands in the place of q·k, also beside a bias or below a cap. A
+    number that was added to q·k does not show: it may be part of a bias.
+    """
+    later = torch.ones(one.p.shape[-2:], dtype=torch.bool).triu(1).expand(one.p.shape)
+    if one.p.shape[-1] < 3 or not bool((visible_pairs(one.p) & visible_pairs(two.p))[later].all()):
+        return False
+    change = log_weights(one.p) - log_weights(two.p)
+
+    def spread(at: Tensor) -> float:  # the largest of a row
+        high, low = (torch.where(at, change, other) for other in (-math.inf, math.inf))
+        return float(torch.where(at.any(-1), high.amax(-1) - low.amin(-1), 0.0).max())
+
+    return spread(later) < FIXED * spread(past_pairs(one) & past_pairs(two))
+
+
+def measure_later_weight(p: Tensor) -> float:
+    """Return the largest part of a query's weight that later keys have."""
+    return float(p.triu(1).sum(-1).max())

@@ -13,7 +13,7 @@ from torch import Tensor
 from headscope.checking import _weights as weights
 from headscope.checking._case import Case, WorkingMask
 from headscope.checking._copies import CODE_ERRORS, convert_dtype, copy_target, describe_error
-from headscope.checking._hidden_logits import are_same, judge_seen_pairs
+from headscope.checking._hidden_logits import are_same, judge_unhidden_pairs
 from headscope.checking._probes.behaviour import MASK_FINDINGS
 from headscope.checking._probes.softmax import NO_SOFTMAX
 from headscope.checking._subject import Run
@@ -154,8 +154,8 @@ def _judge_form(case: Case, name: str, form: Form) -> Verdict | None:
     if verdict.outcome == "none":
         verdict = _compare_with_plain(run, case.base, p, plain, mask, before)
     elif verdict.outcome == "mask-applied-wrong" and case.logit is None:
-        seen = judge_seen_pairs(p, plain, mask, before)
-        verdict = seen if seen.outcome == "mask-fill-too-small" else verdict
+        unhidden = judge_unhidden_pairs(p, plain, mask, before)
+        verdict = unhidden if unhidden.outcome == "mask-fill-too-small" else verdict
     unsure = form.adds and verdict.outcome == "hidden" and not verdict.after_softmax and case.options.mask_means is None
     if unsure and not _is_added(case, name, form):
         return None
@@ -165,7 +165,7 @@ def _judge_form(case: Case, name: str, form: Form) -> Verdict | None:
 def _compare_with_plain(run: Run, base: Run, p: Tensor, plain: Tensor, mask: Tensor, before: Tensor) -> Verdict:
     """The verdict on a mask that hides nothing; "none" where weights and outputs are those without it."""
     if not are_same(p, plain):
-        verdict = judge_seen_pairs(p, plain, mask, before)
+        verdict = judge_unhidden_pairs(p, plain, mask, before)
         return verdict if verdict.outcome != "none" else Verdict("mask-applied-wrong", "weights change, none is hidden")
     if are_same(run.out, base.out):
         return Verdict("none")
