@@ -618,6 +618,24 @@ def test_positions_are_told_where_weights_are_not_seen() -> None:
     assert found.names == ("not-permutation-equivariant",)
 
 
+@pytest.mark.parametrize("causal", [None, True])
+def test_a_causal_module_need_not_be_equivariant(causal: bool | None) -> None:
+    class Causal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            s = (self.q(x)[:, :, None] * self.k(x)[:, None]).sum(-1) * 8**-0.5
+            s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+            return (s.softmax(-1)[..., None] * self.v(x)[:, None]).sum(2)
+
+    found = check(Causal(), causal=causal)
+    assert found.names == (), str(found)
+    assert "causal: no output depends on a later position" in found.understood
+    assert found.not_tested["the order of tokens"] == "it is causal: each output depends on its position"
+
+
 def test_memory_of_all_pairs_is_a_question_of_length() -> None:
     assert check(SixSteps(24, 3), length=512).names == ()
     found = check(SixSteps(24, 3), length=4096)

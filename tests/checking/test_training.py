@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,20 @@ def test_a_mask_that_training_ignores_is_found(rate: float) -> None:
     found = check_with(ignore)
     assert found.names == ("mask-ignored",)
     assert found["mask-ignored"].seen == "mask= in training: the weights are those without it"
+
+
+def test_a_mask_that_changes_the_output_of_training_is_not_ignored() -> None:
+    class Cutting(Packed):
+        def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+            return hide(self.scores(q, k), None if self.training else mask).softmax(-1)
+
+        def forward(self, x: Tensor, mask: Tensor | None = None, past: Any = None) -> tuple[Tensor, Any]:
+            out, past = super().forward(x, mask, past)
+            return (out if mask is None else out * mask.double().mean(-1, keepdim=True)), past
+
+    found = check(Cutting(24, 3), mask_means="keep")
+    assert found.names == ("mask-applied-wrong",)
+    assert " is seen, in eval it is hidden" in found["mask-applied-wrong"].seen
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])

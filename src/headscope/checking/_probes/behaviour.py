@@ -148,16 +148,17 @@ def probe_dependence(case: Case) -> None:
             case.report("batches-mixed", f"changing position {j} of batch entry 0 changes batch entry {other}")
     past, future = reach.tril(-1), reach.triu(1)
     explained = case.observations.keys() & MASK_FINDINGS
-    if case.causal or case.options.causal:
-        if bool(future.any()) and not explained:
-            i, j = future.nonzero()[0].tolist()
-            case.report("looks-into-the-future", f"changing position {j} changes the output at position {i}")
-    elif not known and not bool(future.any()):
+    if (case.causal or case.options.causal) and bool(future.any()) and not explained:
+        i, j = future.nonzero()[0].tolist()
+        case.report("looks-into-the-future", f"changing position {j} changes the output at position {i}")
+    if not known and not bool(future.any()):
         case.causal = True
         case.understood.append("causal: no output depends on a later position")
     if not bool(past.any()) and not explained and length > 1:
         case.report("cannot-see-the-past", "no output depends on an earlier position")
-    if not known and not case.causal and not case.observations:
+    if not known and case.causal:  # a causal mask alone makes the order matter
+        case.not_tested["the order of tokens"] = "it is causal: each output depends on its position"
+    elif not known and not case.observations:
         _test_equivariance(case, plain)
 
 

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from headscope.checking import _weights as weights
 from headscope.checking._case import Case
+from headscope.checking._head_layout import Heads
+from headscope.checking._hidden_logits import are_later_logits_fixed, measure_later_weight
 from headscope.checking._probes.softmax import NO_SOFTMAX
 from headscope.checking._weights import differ_in_pattern, visible_pairs
 
@@ -43,6 +45,8 @@ def probe_built_in_mask(case: Case) -> None:
         _judge_causal_pattern(case, visible, tri)
         return
     if verdict.outcome in ("none", "mask-applied-wrong", "mask-on-queries"):  # there is no padding
+        if _is_fill_reported(case, heads, tri):
+            return
         _judge_other_pattern(case, visible, tri)
         return
     case.allowed = tri[None]
@@ -59,6 +63,22 @@ def _is_late_mask_fixed(case: Case, tri: Tensor, *, inverted: bool) -> bool:
         changed = (heads.p - full).abs() > 10 * case.subject.tolerance
         cut, retained = cut | changed, retained | (~changed & (full > 1e-3))  # smaller ones may not show a change
     return not bool((cut & retained).any()) and not (inverted and bool((retained & tri).any()))
+
+
+def _is_fill_reported(case: Case, heads: Heads, tri: Tensor) -> bool:
+    """Report what stands in the place of q·k for later keys, and whether less than that could not be told apart."""
+    other = case.other_heads
+    if other is not None and other.p.shape == heads.p.shape:
+        one, two = case.without_added(heads), case.without_added(other)
+        if are_later_logits_fixed(one, two):
+            case.allowed = tri[None]
+            weight = f"later keys have up to {measure_later_weight(one.p):.3g} of a query's weight"
+            case.report("mask-fill-too-small", f"built-in mask: {weight}, whatever their q·k are")
+            return True
+    if case.logit is None and case.options.causal is None:
+        why = "a bias may be meant" if case.slope is not None else "the logits are not known"
+        case.not_tested["a number added to the logits of later keys"] = why
+    return False
 
 
 def _judge_causal_pattern(case: Case, visible: Tensor, tri: Tensor) -> None:

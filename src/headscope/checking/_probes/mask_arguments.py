@@ -13,6 +13,7 @@ from torch import Tensor
 from headscope.checking import _weights as weights
 from headscope.checking._case import Case, WorkingMask
 from headscope.checking._copies import CODE_ERRORS, convert_dtype, copy_target, describe_error
+from headscope.checking._hidden_logits import are_same, judge_unhidden_pairs
 from headscope.checking._probes.behaviour import MASK_FINDINGS
 from headscope.checking._probes.softmax import NO_SOFTMAX
 from headscope.checking._subject import Run
@@ -118,6 +119,9 @@ def _probe_argument(case: Case, name: str) -> None:
     if own and verdict.outcome == "none":
         case.not_tested["a mask that is handed over"] = "call= does nothing with it, or the module does not"
         return
+    if verdict.outcome == "mask-fill-too-small" and case.slope is None and "logits-changed" in case.observations:
+        case.not_tested[f"{name}="] = "what changes the logits may also change those of hidden keys"
+        return
     # in training alone: training.py
     finding = "mask-ignored" if verdict.outcome == "none" else verdict.outcome
     case.report(finding, f"{name}= {form.text}: {verdict.evidence or 'the weights are those without it'}")
@@ -147,10 +151,25 @@ def _judge_form(case: Case, name: str, form: Form) -> Verdict | None:
         alone = weights.judge_mask(p, None, mask, everything, None, subject.tolerance)
         if alone.outcome in ("hidden", "mask-inverted"):
             verdict = alone if form.kind != "keys" else _show_later_key(visible_pairs(p))
+    if verdict.outcome == "none":
+        verdict = _compare_with_plain(run, case.base, p, plain, mask, before)
+    elif verdict.outcome == "mask-applied-wrong" and case.logit is None:
+        unhidden = judge_unhidden_pairs(p, plain, mask, before)
+        verdict = unhidden if unhidden.outcome == "mask-fill-too-small" else verdict
     unsure = form.adds and verdict.outcome == "hidden" and not verdict.after_softmax and case.options.mask_means is None
     if unsure and not _is_added(case, name, form):
         return None
     return verdict
+
+
+def _compare_with_plain(run: Run, base: Run, p: Tensor, plain: Tensor, mask: Tensor, before: Tensor) -> Verdict:
+    """The verdict on a mask that hides nothing; "none" where weights and outputs are those without it."""
+    if not are_same(p, plain):
+        verdict = judge_unhidden_pairs(p, plain, mask, before)
+        return verdict if verdict.outcome != "none" else Verdict("mask-applied-wrong", "weights change, none is hidden")
+    if are_same(run.out, base.out):
+        return Verdict("none")
+    return Verdict("mask-applied-wrong", "the weights are those without it, the outputs are not")
 
 
 def _show_later_key(visible: Tensor) -> Verdict:

@@ -9,10 +9,9 @@ from headscope.checking import _weights as weights
 from headscope.checking._case import Case, WorkingMask
 from headscope.checking._copies import copy_target
 from headscope.checking._head_layout import Heads
+from headscope.checking._hidden_logits import are_same
 from headscope.checking._probes.mask_arguments import build_test_pattern, follow_with_mask
 from headscope.checking._weights import Slope, visible_pairs
-
-SAME = 1e-6  # weights that differ by less are the same
 
 
 def probe_training(case: Case) -> None:
@@ -27,7 +26,7 @@ def probe_training(case: Case) -> None:
     if trained is None or trained.p.shape != heads.p.shape or not bool(torch.isfinite(heads.p).all()):
         case.not_tested["dropout in training"] = "the weights are not those of eval"
         return
-    if _are_same(trained.p, heads.p):
+    if are_same(trained.p, heads.p):
         case.not_tested["dropout of weights"] = "in training the weights are those of eval"
     elif _have_same_products(trained, heads):
         _judge_difference(case, subject.module, trained)
@@ -41,10 +40,6 @@ def _follow_training(case: Case, module: nn.Module, x: Tensor, seed: int = 1) ->
     return case.subject.follow(x, target=copy_target(module).train(), seed=seed).heads
 
 
-def _are_same(p: Tensor, other: Tensor) -> bool:
-    return p.shape == other.shape and not bool(((p - other).abs() > SAME).any())
-
-
 def _have_same_products(trained: Heads, heads: Heads) -> bool:
     """Return whether q·k is that of eval, before it is scaled."""
     now, before = trained.raw / trained.factor, heads.raw / heads.factor
@@ -54,7 +49,7 @@ def _have_same_products(trained: Heads, heads: Heads) -> bool:
 def _judge_difference(case: Case, module: nn.Module, trained: Heads) -> None:
     """Judge weights that are not those of eval, though q·k is."""
     again = _follow_training(case, module, case.x, seed=2)
-    if again is None or not _are_same(again.p, trained.p):
+    if again is None or not are_same(again.p, trained.p):
         if bool(((trained.p.sum(-1) - 1).abs() < 1e-4).all()):
             evidence = "in training, weights change while q·k does not, and still sum to one"
             case.report("dropout-before-softmax", evidence)
@@ -82,7 +77,7 @@ def _judge_rescaling(case: Case, trained: Heads, again: Heads) -> None:
         dropped = shown & (run.p == 0)
         if not bool(dropped.any()) or not bool((shown & ~dropped).any()):
             return
-        if not _are_same(torch.where(dropped, p, run.p), p):
+        if not are_same(torch.where(dropped, p, run.p), p):
             return
     share = float((shown & (trained.p == 0)).sum() / shown.sum())
     evidence = f"in training, {share:.0%} of the weights are 0, and the others are those of eval"
@@ -107,7 +102,8 @@ def _judge_scale_in_training(case: Case, module: nn.Module, trained: Heads) -> b
 def _judge_mask_in_training(case: Case, module: nn.Module, mask: WorkingMask, trained: Heads) -> None:
     """Report pairs that a mask hides in eval, and that are seen in training."""
     before = follow_with_mask(case, mask).heads
-    now = follow_with_mask(case, mask, target=copy_target(module).train(), seed=1).heads
+    masked = follow_with_mask(case, mask, target=copy_target(module).train(), seed=1)
+    now = masked.heads
     if before is None or now is None or now.p.shape != before.p.shape:
         case.not_tested[f"{mask.argument}= in training"] = "the weights are not those of eval"
         return
@@ -115,7 +111,8 @@ def _judge_mask_in_training(case: Case, module: nn.Module, mask: WorkingMask, tr
     exposed = visible_pairs(now.p) & ~visible_pairs(before.p) & ~allowed[:, None]
     if not bool(exposed.any()):
         return
-    if _are_same(now.p, trained.p):  # of the same seed, so that dropout is the same
+    plain = case.subject.follow(case.x, target=copy_target(module).train(), seed=1)  # so that dropout is the same
+    if are_same(now.p, trained.p) and are_same(masked.out, plain.out):
         case.report("mask-ignored", f"{mask.argument}= in training: the weights are those without it")
         return
     evidence = f"{mask.argument}= in training: {_describe_first(exposed)} is seen, in eval it is hidden"
