@@ -36,8 +36,12 @@ class ThisInterpreter(AsyncKernelManager):
         return KernelSpecManager(kernel_dirs=[])
 
 
-def execute(notebook: NotebookNode) -> None:
+def execute(notebook: NotebookNode, *, figures: bool = True) -> None:
     """Run every cell and store its outputs; in an empty folder, without the user's settings of IPython.
+
+    Args:
+        notebook: whose outputs are replaced.
+        figures: whether figures are drawn, which takes a third of the time.
 
     Raises:
         CellExecutionError: a cell raised an error.
@@ -46,6 +50,8 @@ def execute(notebook: NotebookNode) -> None:
         # The tensors are small: more threads cost more in waiting than they save, and change the last digits.
         environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"IPYTHONDIR": folder}
         environment.pop("MPLBACKEND", None)  # the kernel's own puts figures into the notebook
+        if not figures:
+            environment["MPLBACKEND"] = "agg"
         NotebookClient(
             notebook,
             kernel_name="python3",
@@ -90,10 +96,12 @@ def main() -> int:
     """Execute the notebook; 1 if a cell raised an error."""
     parser = argparse.ArgumentParser(description="Execute the notebook of the docs and keep its outputs.")
     parser.add_argument("--out", type=Path, default=NOTEBOOK, help="where to write it (default: in place)")
-    out: Path = parser.parse_args().out
+    parser.add_argument("--no-figures", action="store_true", help="run the cells, and draw no figure")
+    arguments = parser.parse_args()
+    out: Path = arguments.out
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     try:
-        execute(notebook)
+        execute(notebook, figures=not arguments.no_figures)
     except CellExecutionError as error:
         print(re.sub(r"\x1b\[[0-9;]*m", "", str(error)), file=sys.stderr)  # IPython colours its tracebacks
         return 1
