@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headscope import MultiHeadAttention, watch
+from headscope import MultiHeadAttention, Observe, watch
 from headscope.cache import LEAST, Cache, GrowingCache, RollingCache, StaticCache
 from headscope.masks import Band, Dense, KeyLengths, Mask, Prefix, causal, window
 from headscope.positions import NTK, ALiBi, Rotary, T5Buckets
@@ -226,6 +226,24 @@ def test_a_watched_module_shows_each_step() -> None:
     for h in range(H):
         found: Any = seen["MultiHeadAttention", h, "entropy"]
         torch.testing.assert_close(found.mean, entropy[h].item(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_step_of_one_token_beside_padding_stands_at_the_end(kind: str) -> None:
+    m, x, padding, cache = module(rotary=Rotary(6)), inputs(), (0, 7, 3), CACHES[kind]()
+    what, held = Observe(keep_rows=True, windows=(2,)), W if kind == "rolling" else T
+    cache.reset(padding=padding)
+    m(x[:, :-1], cache=cache)
+    with watch(m, what=what, tokens=(torch.arange(T) % 6)[T - held :]) as seen:
+        m(x[:, -1:], cache=cache)
+    step = seen.stats[0].kept[0].values
+    assert {"self", "previous", "next", "distance", "window_2", "duplicate", "induction"} < step.keys()
+    for b, count in enumerate(padding):
+        with watch(m, what=what, tokens=torch.arange(count, T) % 6) as seen:
+            m(x[b : b + 1, count:], mask=window(W) if kind == "rolling" else causal())
+        whole = seen.stats[0].kept[0].values
+        for name in step.keys() - {"argmax", "first", "streaming_2"}:  # places of keys are others
+            torch.testing.assert_close(step[name][b, :, -1], whole[name][0, :, -1], equal_nan=True, msg=name)
 
 
 def refused(error: type[Exception], says: str, act: Callable[[], Any]) -> None:
