@@ -92,7 +92,7 @@ def measure(call: InterceptedCall, what: Observe) -> LayerStats:
         WatchError: the call has no values to look at, or is a transform's and not the model's own.
         TypeError, ValueError: it cannot be observed so.
     """
-    _check_values(call)
+    check_values(call)
     if call.tokens is not None and call.kind != "cross":
         what = _with_tokens(what, call.tokens)
     cross = call.kind == "cross"
@@ -105,7 +105,12 @@ def measure(call: InterceptedCall, what: Observe) -> LayerStats:
     return _without_first(part) if call.late or _forgotten(call) else part
 
 
-def _check_values(call: InterceptedCall) -> None:
+def check_values(call: InterceptedCall) -> None:
+    """Raise where a call has no values to look at.
+
+    Raises:
+        WatchError: its tensors are stand-ins.
+    """
     if call.q.device.type == "meta" or isinstance(call.q, FakeTensor):
         raise WatchError("its tensors have no values (meta or fake tensors)")
     if _are_functorch_transforms_active() or _is_tracing():
@@ -137,7 +142,7 @@ def standing(call: InterceptedCall) -> InterceptedCall:
         return call
     if 0 in call.q.shape or not mask.tensors() or any(isinstance(leaf, Band) for leaf in mask.leaves()):
         return call
-    _check_values(call)
+    check_values(call)
     first = _first_rows(mask, call)
     if first is None:
         return call
