@@ -329,8 +329,8 @@ Convert = Callable[[Tensor], tuple[Mask | None, Tensor | None]]
 def error_of(call: InterceptedCall) -> tuple[Tensor, float] | None:
     """How far the model's own output is from what these arguments give, relative to its largest value; one number.
 
-    On two rows of all heads, the last one and one in the middle; rows that may see nothing are left out. Beside it how
-    far it may be. None where there is nothing to compare.
+    On two rows of all heads, the last one and one in the middle; rows that may see nothing are left out. Infinite where
+    one of the two is NaN and the other is not. Beside it how far it may be. None where there is nothing to compare.
     """
     if call.out is None or call.v is None or 0 in (*call.out.shape, call.k.shape[-2]):
         return None
@@ -338,8 +338,11 @@ def error_of(call: InterceptedCall) -> tuple[Tensor, float] | None:
     rows = torch.tensor(sorted({queries // 2, queries - 1}), device=call.q.device)
     expected, lse = _rows(call, call.v, rows)
     out = call.out.detach().index_select(-2, rows).float()
-    apart = torch.where(lse == -math.inf, 0.0, (expected - out).abs().amax(-1))
-    return apart.amax() / expected.abs().amax().clamp_min(1e-30), TOLERANCE[call.out.dtype]
+    same = (expected == out) | (expected.isnan() & out.isnan())
+    apart = (expected - out).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0.0)
+    apart = torch.where(lse == -math.inf, 0.0, apart.amax(-1))
+    largest = expected.nan_to_num(0.0, 0.0, 0.0).abs().amax().clamp_min(1e-30)
+    return apart.amax() / largest, TOLERANCE[call.out.dtype]
 
 
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -241,9 +242,15 @@ class Watch:
 
     def _judge(self, layer: str) -> None:
         error, most = self._errors[layer]
-        if float(error) > most:
+        apart = float(error)
+        if apart == math.inf:
             raise WatchError(
-                f"its output differs by {float(error):.2g} of the largest value from what its "
+                "its output is NaN or infinite in other places than what its q, k, v and mask give; keys that the mask "
+                "hides are NaN, or it attends by a rule that headscope does not know. Leave it out with layers="
+            )
+        if apart > most:
+            raise WatchError(
+                f"its output differs by {apart:.2g} of the largest value from what its "
                 "q, k, v and mask give; it attends by a rule that headscope does not know. Leave it out with layers="
             )
 
