@@ -226,7 +226,8 @@ class Cache(ABC):
             return mask
         starts = tuple(max(0, count - first) for count in self._padding)
         if queries == 1:
-            real: Mask = Band(0, None, offset=starts)  # from starts[b] on
+            # from starts[b] on; where the query stands, which is at the end, that offset does not say
+            real: Mask = causal() & Band(0, None, offset=starts)
         else:
             at = torch.arange(keys, device=device)
             padded = at < torch.tensor(starts, device=device)[:, None]  # [B, K]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headscope import MultiHeadAttention, watch
+from headscope import MultiHeadAttention, Observe, watch
 from headscope.cache import LEAST, Cache, GrowingCache, RollingCache, StaticCache
 from headscope.masks import Band, Dense, KeyLengths, Mask, Prefix, causal, window
 from headscope.positions import NTK, ALiBi, Rotary, T5Buckets
@@ -226,6 +226,46 @@ def test_a_watched_module_shows_each_step() -> None:
     for h in range(H):
         found: Any = seen["MultiHeadAttention", h, "entropy"]
         torch.testing.assert_close(found.mean, entropy[h].item(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_step_of_one_token_beside_padding_stands_at_the_end(kind: str) -> None:
+    m, x, padding, cache = module(rotary=Rotary(6)), inputs(), (0, 7, 3), CACHES[kind]()
+    what = Observe(keep_rows=True, windows=(2,))
+    cache.reset(padding=padding)
+    m(x[:, :-1], cache=cache)
+    with watch(m, what=what, tokens=torch.arange(T) % 6) as seen:
+        m(x[:, -1:], cache=cache)
+    step = seen.stats[0].kept[0].values
+    assert {"self", "previous", "next", "distance", "window_2", "duplicate", "induction"} < step.keys()
+    for b, count in enumerate(padding):
+        with watch(m, what=what, tokens=torch.arange(count, T) % 6) as seen:
+            m(x[b : b + 1, count:], mask=window(W) if kind == "rolling" else causal())
+        whole = seen.stats[0].kept[0].values
+        for name in step.keys() - {"argmax", "first", "streaming_2"}:  # places of keys are others
+            torch.testing.assert_close(step[name][b, :, -1], whole[name][0, :, -1], equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_watched_steps_that_a_window_slides_over_are_those_of_one_pass(kind: str) -> None:
+    m, x, cache = module(rotary=Rotary(6)), inputs(), CACHES[kind]()
+    what, mask = Observe(received=True, windows=(2,)), window(W)
+    with watch(m, what=what, tokens=torch.arange(T) % 3) as steps:
+        for part in x.split([11, *[1] * 6], 1):
+            m(part, cache=cache, mask=mask)
+    with watch(m, what=what, tokens=torch.arange(T) % 3) as whole:
+        m(x, mask=mask)
+    ours, exact = (each.stats.parts["MultiHeadAttention"] for each in (steps, whole))
+    assert {*ours.moments} == {*exact.moments}
+    for name in ("received", "eligible"):
+        torch.testing.assert_close(getattr(ours, name), getattr(exact, name), msg=name)
+    dropped = {"first", "streaming_2"}  # which keys were the first is known of the prompt alone
+    for name in exact.moments:
+        if name in dropped:
+            assert ours.moments[name].count.tolist() == [B * 11] * H
+        else:
+            assert torch.equal(ours.moments[name].count, exact.moments[name].count), name
+            torch.testing.assert_close(ours.moments[name].mean, exact.moments[name].mean, equal_nan=True, msg=name)
 
 
 def refused(error: type[Exception], says: str, act: Callable[[], Any]) -> None:

@@ -141,6 +141,11 @@ def about(**changes: Any) -> Damage:
     return lambda _, entries: entries["headscope.recording"]["about"].update(changes)
 
 
+def alarm(**changes: Any) -> Damage:
+    whole = {"step": 0, "layer": "a", "head": 0, "what": "rising sink", "value": 0.5, "limit": 0.3, "reference": 0.1}
+    return lambda _, entries: entries["headscope.recording"].update(alarms=[{**whole, **changes}])
+
+
 REFUSED: dict[str, tuple[Damage, str]] = {
     "no entropy": (without(0, "entropy"), "layer a: row quantities are missing: entropy; expected beside lse, "),
     "no mass": (without(0, "mass"), "layer a: row quantities are missing: mass; expected beside lse, "),
@@ -223,6 +228,9 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     ),
     "no such kind": (about(kinds={"a": "x"}), 'kinds: layer a is \'x\', expected "self" or "cross"'),
     "no version": (about(versions={"torch": math.nan}), "torch: got float, wanted str"),
+    "no alarm of a head": (alarm(head=-1), "head: got -1, wanted 0 to "),
+    "no name of an alarm": (alarm(what=None), "what: got NoneType, wanted str"),
+    "NaN alarm": (alarm(value=math.nan), "alarms: got .*, expected numbers"),
     "NaN option": (about(options={"windows": [math.nan]}), "options: got nan, expected finite numbers"),
 }
 

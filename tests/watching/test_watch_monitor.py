@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headscope import observe, watch, watching
+from headscope import Recording, observe, watch, watching
 from headscope.masks import causal
 from headscope.watching import AttentionWarning, Limits
 from headscope.watching._monitor import Monitor, _Step, writer
@@ -145,6 +148,23 @@ def test_alarms(steps: list[tuple[float, bool]], limits: Limits, wanted: str) ->
     assert {(alarm.layer, alarm.head) for alarm in alarms} == {("Steered", 0), ("Steered", 1)}
     assert len(alarms) == 2, "once, as long as it lasts"
     assert str(alarms[0]).startswith(f"step {alarms[0].step}, layer Steered, head 0: {wanted}: ")
+
+
+def test_alarms_are_saved_loaded_and_copied(tmp_path: Path) -> None:
+    model = Steered()
+    with watch(model, alarms=Limits(max_logit=5)) as seen:
+        run(model, 1.0)
+        with pytest.warns(AttentionWarning):
+            run(model, 8.0)
+    assert {alarm.what for alarm in seen.alarms} >= {"growing logits"}
+    path = seen.save(tmp_path / "seen.safetensors")
+    assert (
+        Recording.load(path).alarms
+        == seen.alarms
+        == copy.deepcopy(seen).alarms
+        == pickle.loads(pickle.dumps(seen)).alarms
+    )
+    assert Recording.load(Recording.load(path).save(tmp_path / "again.safetensors")).alarms == seen.alarms
 
 
 def test_an_alarm_is_raised_again_after_it_has_gone_back() -> None:

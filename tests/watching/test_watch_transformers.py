@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -702,6 +703,26 @@ def test_a_rule_that_is_not_known_is_an_error(accelerate: bool, attention: Any) 
     with torch.no_grad(), pytest.raises(WatchError, match=error), watching:
         model(IDS)
     assert not watching.recording._parts, "an error, and no statistic"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["the output", "what it is made from", "both"])
+def test_an_output_that_alone_is_nan_or_alone_is_not_is_an_error(way: str, attention: Any) -> None:
+    def mine(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+        out, _ = _watch_transformers.attention_forward(module, query, key, value, attention_mask, **kwargs)
+        if way == "the output":
+            out[0, -1, 0, 0] = math.nan
+        return out.nan_to_num() if way == "what it is made from" else out, None
+
+    attention(mine)
+    model, error = model_of("llama", "mine"), "layers.0.self_attn: its output is NaN or infinite in other places than"
+    if way != "the output":
+        model.model.embed_tokens.weight[IDS[0, 0]] = math.nan
+    refused = contextlib.nullcontext() if way == "both" else pytest.raises(WatchError, match=error)
+    with refused, watch(model) as seen:
+        model(IDS)
+    if way == "both":
+        assert seen[0, "entropy"].count.any()
 
 
 def test_masks_that_cannot_be_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

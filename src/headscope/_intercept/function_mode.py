@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from headscope import nn_compat
 from headscope._attend.attention import run_attention
 from headscope._intercept import frames, fused, intercepted_call, softmax, torch_modules
 from headscope._intercept.intercepted_call import InterceptedCall
-from headscope.masks import Mask, ReversedBand
+from headscope.cache import Cache
+from headscope.masks import Band, Mask, ReversedBand, as_mask
 from headscope.module import MultiHeadAttention
 
 
@@ -197,7 +199,8 @@ def attention_interceptor(
     elif isinstance(frame.module, nn_compat.MultiheadAttention):
         kind = "self" if torch_modules.same(frame.argument("query", 0), frame.argument("key", 1)) else "cross"
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "kind": kind}
-    frame.see(lambda: InterceptedCall(k=k, v=v, **_first_first(q, mask, bias, row_lse), **options))
+    cache = frame.argument("cache", 2) if isinstance(frame.module, MultiHeadAttention) else None
+    frame.see(lambda: _in_cache(InterceptedCall(k=k, v=v, **_first_first(q, mask, bias, row_lse), **options), cache))
     scaled = frame.scaled(out, -3, q)  # [B, H, Q, Dv]
     if scaled is not out and isinstance(frame.module, MultiHeadAttention) and frame.module.bias_k is not None:
         raise intercepted_call.WatchError(
@@ -212,3 +215,19 @@ def _first_first(q: Tensor, mask: Any, bias: Tensor | None, lse: Tensor | None) 
         mask, q, bias = mask.reverse_queries(q.shape[-2], bias.shape[-1]), q.flip(-2), bias.flip(-2)
         lse = None if lse is None else lse.flip(-1)
     return {"q": q, "mask": mask, "bias": bias, "lse": lse}
+
+
+def _in_cache(call: InterceptedCall, cache: object) -> InterceptedCall:
+    """The call with its queries and keys where they stand in the text that a cache holds, perhaps no longer all."""
+    if not isinstance(cache, Cache):
+        return call
+    before, queries, keys = cache.length, call.q.shape[-2], call.k.shape[-2]
+    first = before + queries - keys
+    mask = as_mask(call.mask)
+    bands = [] if mask is None else [leaf for leaf in mask.leaves() if isinstance(leaf, Band) and leaf.offset is None]
+    late = any(band.left is not None and before > band.left for band in bands)
+    call = replace(call, total=before + queries, late=late)
+    if not first:
+        return call
+    places = torch.arange(first, before + queries, device=call.q.device)
+    return replace(call, q_pos=places[keys - queries :], k_pos=places)

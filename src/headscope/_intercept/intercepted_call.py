@@ -58,6 +58,7 @@ class InterceptedCall:
         real: which keys are not padding, boolean [B or 1, K], where the mask hides others as well; None: as it says.
         late: whether the mask slides and has moved on from the first keys before the first of these rows.
         out: what the model got, [B, H, Q, Dv], where it is to be compared with what these arguments give.
+        again: calls the model's own function with 0 for values that are NaN or infinite; [B, Q, H, Dv] comes first.
         own: makes the call, or one of a few of its rows, with what the model's own function gives; where headscope has
             attended in its place.
         kind: "self", "cross", or None where the call itself does not say.
@@ -82,6 +83,7 @@ class InterceptedCall:
     real: Tensor | None = None
     late: bool = False
     out: Tensor | None = None
+    again: Callable[[], tuple[Tensor, Tensor | None]] | None = None
     own: Callable[[], InterceptedCall] | None = None
 
 
@@ -92,7 +94,7 @@ def measure(call: InterceptedCall, what: Observe) -> LayerStats:
         WatchError: the call has no values to look at, or is a transform's and not the model's own.
         TypeError, ValueError: it cannot be observed so.
     """
-    _check_values(call)
+    check_values(call)
     if call.tokens is not None and call.kind != "cross":
         what = _with_tokens(what, call.tokens)
     cross = call.kind == "cross"
@@ -105,7 +107,12 @@ def measure(call: InterceptedCall, what: Observe) -> LayerStats:
     return _without_first(part) if call.late or _forgotten(call) else part
 
 
-def _check_values(call: InterceptedCall) -> None:
+def check_values(call: InterceptedCall) -> None:
+    """Raise where a call has no values to look at.
+
+    Raises:
+        WatchError: its tensors are stand-ins.
+    """
     if call.q.device.type == "meta" or isinstance(call.q, FakeTensor):
         raise WatchError("its tensors have no values (meta or fake tensors)")
     if _are_functorch_transforms_active() or _is_tracing():
@@ -137,7 +144,7 @@ def standing(call: InterceptedCall) -> InterceptedCall:
         return call
     if 0 in call.q.shape or not mask.tensors() or any(isinstance(leaf, Band) for leaf in mask.leaves()):
         return call
-    _check_values(call)
+    check_values(call)
     first = _first_rows(mask, call)
     if first is None:
         return call
@@ -324,17 +331,29 @@ Convert = Callable[[Tensor], tuple[Mask | None, Tensor | None]]
 def error_of(call: InterceptedCall) -> tuple[Tensor, float] | None:
     """How far the model's own output is from what these arguments give, relative to its largest value; one number.
 
-    On two rows of all heads, the last one and one in the middle; rows that may see nothing are left out. Beside it how
-    far it may be. None where there is nothing to compare.
+    On two rows of all heads, the last one and one in the middle; rows that may see nothing are left out. Infinite where
+    one of the two is NaN and the other is not. Beside it how far it may be. None where there is nothing to compare.
     """
     if call.out is None or call.v is None or 0 in (*call.out.shape, call.k.shape[-2]):
         return None
+    check_values(call)
     queries = call.q.shape[-2]
     rows = torch.tensor(sorted({queries // 2, queries - 1}), device=call.q.device)
-    expected, lse = _rows(call, call.v, rows)
-    out = call.out.detach().index_select(-2, rows).float()
-    apart = torch.where(lse == -math.inf, 0.0, (expected - out).abs().amax(-1))
-    return apart.amax() / expected.abs().amax().clamp_min(1e-30), TOLERANCE[call.out.dtype]
+    apart, largest = _difference(call, call.out, call.v, rows)
+    if call.again is not None and bool(call.out.isnan().any()):  # 0 times a value that is NaN: the weights may be right
+        again, _ = _difference(call, call.again()[0].transpose(1, 2), call.v.nan_to_num(0.0, 0.0, 0.0), rows)
+        apart = apart.minimum(again)
+    return apart.amax() / largest, TOLERANCE[call.out.dtype]
+
+
+def _difference(call: InterceptedCall, out: Tensor, v: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """How far some rows of an output are from what these values give, [B, H, R], and the largest value of it."""
+    expected, lse = _rows(call, v, rows)
+    out = out.detach().index_select(-2, rows).float()
+    same = (expected == out) | (expected.isnan() & out.isnan())
+    apart = (expected - out).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0.0)
+    largest = expected.nan_to_num(0.0, 0.0, 0.0).abs().amax().clamp_min(1e-30)
+    return torch.where(lse == -math.inf, 0.0, apart.amax(-1)), largest
 
 
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}

@@ -124,15 +124,16 @@ def _attend(attend: Function, name: str, frame: Frame, arguments: dict[str, Any]
             return call
         if frame.accelerate:
             return replace(call, own=lambda: _own(attend, name, frame, request))
-        return replace(call, out=result[0].transpose(1, 2))
+        return replace(call, out=result[0].transpose(1, 2), again=functools.partial(_called, attend, request, True))
 
     frame.see(make_call)
     out = frame.scaled(result[0], -2, arguments["query"])  # [B, Q, H, Dv]
     return result if out is result[0] else (out, result[1])
 
 
-def _called(attend: Function, request: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """What the model's own function gives."""
+def _called(attend: Function, request: Mapping[str, Any], finite: bool = False) -> tuple[Tensor, Tensor | None]:
+    """What the model's own function gives; ``finite``: with 0 for values that are NaN or infinite."""
+    request = {**request, "value": request["value"].nan_to_num(0.0, 0.0, 0.0)} if finite else request
     options = {key: value for key, value in request.items() if key not in _LEAD}
     return attend(*(request.get(each) for each in _LEAD), **options)
 
@@ -144,8 +145,8 @@ def _own(attend: Function, name: str, frame: Frame, request: Mapping[str, Any]) 
     """
 
     def of(part: Mapping[str, Any]) -> InterceptedCall:
-        out = _called(attend, part)[0].transpose(1, 2)
-        return replace(described(attend, name, frame, {**_bound(attend), **part}), out=out)
+        out, again = _called(attend, part)[0].transpose(1, 2), functools.partial(_called, attend, part, True)
+        return replace(described(attend, name, frame, {**_bound(attend), **part}), out=out, again=again)
 
     with suppress(Exception):
         call = of(_few(name, frame.module, request))

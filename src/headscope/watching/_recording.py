@@ -39,11 +39,12 @@ class Recording:
         about: model, options, versions, how many forward passes; ``about.part``: the heads of each layer, if not all.
     """
 
-    def __init__(self, stats: HeadStats, about: About) -> None:
+    def __init__(self, stats: HeadStats, about: About, alarms: tuple[Alarm, ...] = ()) -> None:
         self.about = about if stats.origin is None else replace(about, origin=stats.origin)
         self._parts: dict[str, LayerStats] = dict(stats.parts)
         self._pending: dict[str, list[LayerStats]] = {}
         self._order: dict[str, tuple[int, int]] = {}
+        self._alarms = alarms  # of a file, or of what this is a copy of
         self._monitor: Monitor | None = None
         self._lock = threading.RLock()
 
@@ -98,7 +99,7 @@ class Recording:
     @property
     def alarms(self) -> tuple[Alarm, ...]:
         """The alarms that were raised, if the model was watched with ``alarms``."""
-        return () if self._monitor is None else tuple(self._monitor.alarms)
+        return self._alarms if self._monitor is None else tuple(self._monitor.alarms)
 
     def flat(self) -> dict[str, float]:
         """Means under flat names, as trackers want them: ``attn/L03/H05/entropy``."""
@@ -139,7 +140,7 @@ class Recording:
             FileExistsError, ValueError: see ``HeadStats.save``.
             ValueError: ``qk``, and a mask that is too large to be saved.
         """
-        return _recording_file.save(self.stats, self.about, Path(path), force, qk)
+        return _recording_file.save(self.stats, self.about, self.alarms, Path(path), force, qk)
 
     def save_html(self, path: str | Path, *, force: bool = False, **options: Any) -> Path:
         """Write one page in which every head can be looked at, without any request; see docs/viewer.md.
@@ -183,10 +184,18 @@ class Recording:
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts from: a monitor, with what it writes to, stays with the original, as does the lock."""
         with self._lock:
-            return {**self.__dict__, "_pending": {}, "_parts": self._all(), "_monitor": None, "_lock": None}
+            parts, alarms = self._all(), self.alarms
+            return {
+                **self.__dict__,
+                "_pending": {},
+                "_parts": parts,
+                "_alarms": alarms,
+                "_monitor": None,
+                "_lock": None,
+            }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
+        self.__dict__.update({"_alarms": (), **state}, _lock=threading.RLock())
 
     def __rich__(self) -> Table:
         return self.table()

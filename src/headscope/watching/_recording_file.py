@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from types import NoneType
@@ -20,8 +21,10 @@ from headscope.stats._header import (
     read_whole,
 )
 from headscope.watching._about import About
+from headscope.watching._monitor import Alarm
 
 VERSION = 1
+_NUMBERS = ("value", "limit", "reference")  # of an alarm
 _ABOUT: dict[str, tuple[type[Any], ...]] = {
     "model": (str,), "options": (dict,), "versions": (dict,), "kinds": (dict,), "texts": (list, NoneType),
 }  # fmt: skip
@@ -32,15 +35,16 @@ def description(about: About) -> dict[str, Any]:
     return asdict(about)
 
 
-def save(stats: HeadStats, about: About, path: Path, force: bool, qk: bool) -> Path:
+def save(stats: HeadStats, about: About, alarms: Iterable[Alarm], path: Path, force: bool, qk: bool) -> Path:
     """See ``Recording.save``."""
     entries = description(about)
     del entries["origin"]  # an entry of its own, which HeadStats.load reads, too
-    header = {RECORDING: json.dumps({"version": VERSION, "about": entries})}
+    raised = [asdict(alarm) | {name: float(getattr(alarm, name)) for name in _NUMBERS} for alarm in alarms]
+    header = {RECORDING: json.dumps({"version": VERSION, "about": entries, "alarms": raised})}
     return _statistics_file.save(stats.parts, stats.origin, path, force, header, qk=qk)
 
 
-def load(path: Path) -> tuple[HeadStats, About]:
+def load(path: Path) -> tuple[HeadStats, About, tuple[Alarm, ...]]:
     """Return the parts of a recording; see ``Recording.load``.
 
     Raises:
@@ -64,7 +68,24 @@ def load(path: Path) -> tuple[HeadStats, About]:
             read_whole(about, name, 0)
         if about["texts"] is not None:
             about["texts"] = tuple(read_list(about, "texts", str))
-        return stats, About(**about)
+        return stats, About(**about), _read_alarms(header)
+
+
+def _read_alarms(header: dict[str, Any]) -> tuple[Alarm, ...]:
+    """Return the alarms; older files have none.
+
+    Raises:
+        KeyError, TypeError, ValueError: one lacks a value, or has one of another kind, or a number that is NaN.
+    """
+    alarms: list[Alarm] = []
+    for entry in read_list({"alarms": []} | header, "alarms", dict):
+        layer, what = (read_value(entry, name, str) for name in ("layer", "what"))
+        value, limit, reference = (read_value(entry, name, float) for name in _NUMBERS)
+        if math.isnan(value) or math.isnan(limit) or math.isnan(reference):
+            raise ValueError(f"alarms: got {entry}, expected numbers")
+        step, head = (read_whole(entry, name, 0) for name in ("step", "head"))
+        alarms.append(Alarm(step, layer, head, what, value, limit, reference))
+    return tuple(alarms)
 
 
 def _check_values(about: dict[str, Any]) -> None:

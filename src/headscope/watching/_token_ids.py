@@ -2,53 +2,160 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from headscope._intercept import Frame, Ids, InterceptedCall
+from headscope._support.tensor_classes import ORDINARY
 from headscope.stats._layer import LayerStats
+from headscope.watching._ids_of_calls import find_cache, find_source
 
-_NOT_IDS = ("mask", "position", "type", "label")
+TEXTS = 16  # that a step can go on; each holds two whole numbers a token
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """Texts whose keys were seen.
+
+    Attributes:
+        layer: what attended: the module, and the number of its call.
+        cache: what the layer was called with; None = with none, or it is gone.
+        ids: from position 0 on, [B, N].
+        marks: of the keys from position ``first`` to the last one, see ``marks_of``.
+    """
+
+    layer: tuple[int, int]
+    cache: Callable[[], object]
+    ids: Tensor
+    first: int
+    marks: Tensor
 
 
 class Streams:
-    """The ids that each module was called with, step after step, as a cache keeps their keys."""
+    """The ids that modules were called with, step after step, as a cache keeps their keys.
+
+    Nothing but the keys tells which text a step goes on: caches are copied, cropped, reordered, and several are used in
+    turns. So the ids before a step are those of the text that had the same keys in the same layer, to the bit. A cache
+    that has dropped the first keys shows only the others, so it has to be the same object, too.
+
+    Attributes:
+        unknown: whether there was a step of which the ids of earlier keys are not known.
+    """
 
     def __init__(self) -> None:
-        # by module: the call that is going on, and the ids from position 0 on
-        self._streams: dict[int, tuple[weakref.ref[Frame], Tensor | None]] = {}
+        self.unknown = False
+        self._texts: deque[Text] = deque(maxlen=TEXTS)
+        self._steps: WeakKeyDictionary[Frame, Tensor | None] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def of(self, call: InterceptedCall, frames: Iterable[Frame]) -> Ids | None:
-        """Ids of the keys, from the innermost module that was called with ids; None where there are none."""
-        queries = call.q.shape[-2]
-        for frame in frames:
-            ids = _ids(frame, queries)
-            if ids is not None:
-                with self._lock:
-                    stream = self._extended(frame, ids, _total(call))
-                return None if stream is None else cut(stream, call)
-        return None
+    def of(self, call: InterceptedCall, frames: Sequence[Frame]) -> Ids | None:
+        """Ids of the keys, from the innermost module that was called with ids; None where they are not known."""
+        source = find_source(call, frames)
+        if source is None:
+            return None
+        with self._lock:
+            if source.frame not in self._steps:
+                self._steps[source.frame] = self._join(source.ids, call, frames)
+            ids = self._steps[source.frame]
+        if ids is None or ids.shape[-1] != _total(call):
+            self.unknown = True
+            return None
+        return cut(ids, call)
 
-    def _extended(self, frame: Frame, ids: Tensor, total: int) -> Tensor | None:
-        """All ids up to this step; None where earlier steps were not seen."""
-        key = id(frame.module)
-        last, before = self._streams.get(key, (None, None))
-        if last is not None and last() is frame:  # another layer of the same step
-            return before
-        stream = None
-        if total == ids.shape[-1]:
-            stream = ids.clone()  # a later step may write its ids into the same tensor
-        elif before is not None and before.shape[-1] + ids.shape[-1] == total and len(before) == len(ids):
-            stream = torch.cat([before, ids], -1)
-        self._streams[key] = (weakref.ref(frame), stream)
-        return stream
+    def _join(self, ids: Tensor, call: InterceptedCall, frames: Sequence[Frame]) -> Tensor | None:
+        """All ids up to this step; None where those of earlier steps are not known."""
+        total, new = _total(call), ids.shape[-1]
+        first = max(0, total - call.k.shape[-2])
+        marks = marks_of(call.k, ids)
+        layer = id(frames[0].module), frames[0].calls
+        cache = reference_to(find_cache(frames))
+        if total == new:
+            text = ids.clone()  # a later step may write its ids into the same tensor
+        elif total < new or marks is None:
+            return None
+        else:
+            before = self._before(Text(layer, cache, ids, first, marks), total - new)
+            if before is None:
+                return None
+            text = torch.cat([before, ids], -1)
+        if marks is not None:
+            self._texts.append(Text(layer, cache, text, first, marks[:, : total - first]))
+        return text
+
+    def _before(self, step: Text, count: int) -> Tensor | None:
+        """The ids of so many positions before a step; None = they are not known, or texts that differ have its keys."""
+        if count <= step.first:  # no key of theirs is left
+            return None
+        before: list[Tensor | None] = [None] * len(step.ids)
+        shorter: Text | None = None
+        own = step.marks[:, : count - step.first]
+        for text in self._texts:
+            if not _may_go_on(text, step, count):
+                continue
+            ids, marks = text.ids[:, :count], text.marks[:, step.first - text.first : count - text.first]
+            if torch.equal(marks, own):
+                rows: list[Tensor | None] = list(ids)
+                shorter = text if text.ids.shape[-1] == count else shorter
+            else:
+                rows = [_row(ids[(marks == row).all(-1)]) for row in own]
+            for b, row in enumerate(rows):
+                earlier = before[b]
+                if row is not None and earlier is not None and not torch.equal(earlier, row):
+                    return None
+                before[b] = earlier if row is None else row
+        if shorter is not None:  # from now on a part of the longer text
+            self._texts.remove(shorter)
+        whole = [row for row in before if row is not None]
+        return torch.stack(whole) if len(whole) == len(before) else None
+
+
+def _may_go_on(text: Text, step: Text, count: int) -> bool:
+    """Whether a step may be one of a text, after so many positions of it."""
+    if text.layer != step.layer or text.marks.device != step.marks.device:
+        return False
+    if text.first > step.first or text.ids.shape[-1] < count:
+        return False
+    return not step.first or (step.cache() is not None and text.cache() is step.cache())
+
+
+def _row(rows: Tensor) -> Tensor | None:
+    """The row that all of these are; None = they differ, or there is none."""
+    return rows[0] if len(rows) and bool((rows == rows[0]).all()) else None
+
+
+def marks_of(keys: Tensor, ids: Tensor) -> Tensor | None:
+    """A number for each key and batch entry, int64 [B, K]: of other bits all but surely another number.
+
+    None where they cannot be read so: keys of another batch than the ids, or of a class with rules of its own.
+    """
+    whole = _WHOLE.get(keys.element_size())
+    if math.prod(keys.shape[:-3]) != len(ids) or 0 in keys.shape or type(keys) not in ORDINARY or whole is None:
+        return None
+    bits = keys.detach().reshape(len(ids), *keys.shape[-3:]).contiguous().view(whole)  # [B, H, K, D]
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(1 << 62), 1 << 62, (bits.shape[1], bits.shape[3]), generator=generator, device="cpu")
+    marks = torch.zeros(len(ids), bits.shape[2], dtype=torch.long, device=bits.device)
+    for h, each in enumerate(factors.to(bits.device)):
+        marks += (bits[:, h].long() * (2 * each + 1)).sum(-1)
+    return marks.to(ids.device)
+
+
+def reference_to(cache: object) -> Callable[[], object]:
+    """A weak reference; one to nothing where there can be none."""
+    try:
+        return weakref.ref(cache)
+    except TypeError:
+        return lambda: None
 
 
 def ids_of_keys(ids: Tensor, call: InterceptedCall) -> Ids:
@@ -98,18 +205,3 @@ def cut(ids: Tensor, call: InterceptedCall) -> Ids:
 
 def _total(call: InterceptedCall) -> int:
     return call.k.shape[-2] if call.total is None else int(call.total)
-
-
-def _ids(frame: Frame, queries: int) -> Tensor | None:
-    """The ids that a module was called with, [B, T]: its ``input_ids``, or its first whole numbers, one a query."""
-    arguments: dict[str, Any] = dict(frame.arguments)
-    named = arguments.get("input_ids")
-    if isinstance(named, Tensor):
-        return named.detach() if named.ndim == 2 and named.shape[-1] == queries else None
-    for name, value in arguments.items():
-        if not isinstance(value, Tensor) or any(part in name for part in _NOT_IDS):
-            continue
-        whole = not (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool)
-        if whole and value.ndim == 2 and value.shape[-1] == queries:
-            return value.detach()
-    return None

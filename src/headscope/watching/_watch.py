@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -23,6 +24,7 @@ from headscope._intercept import (
     Layout,
     WatchError,
     WatchWarning,
+    check_values,
     close_watch,
     describe_modules,
     describe_unrecorded,
@@ -154,6 +156,7 @@ class Watch:
         self._complete: set[tuple[frozenset[str], frozenset[str]]] = set()  # what ran and was seen, with nothing amiss
         self._errors: dict[str, tuple[Tensor, float]] = {}
         self._warned: set[str] = set()
+        self._warned_of_ids = False
 
     def __enter__(self) -> Recording:
         if self._entered:
@@ -219,7 +222,8 @@ class Watch:
             return None
         if isinstance(self.options.tokens, Tensor):
             return ids_of_keys(self.options.tokens, call)
-        return self._streams.of(call, running_frames())
+        check_values(call)
+        return self._streams.of(call, [*running_frames()])
 
     def compare(self, layer: str, call: InterceptedCall) -> None:
         """Compare a layer's first output with what its call gives by definition.
@@ -238,9 +242,15 @@ class Watch:
 
     def _judge(self, layer: str) -> None:
         error, most = self._errors[layer]
-        if float(error) > most:
+        apart = float(error)
+        if apart == math.inf:
             raise WatchError(
-                f"its output differs by {float(error):.2g} of the largest value from what its "
+                "its output is NaN or infinite in other places than what its q, k, v and mask give; keys that the mask "
+                "hides are NaN, or it attends by a rule that headscope does not know. Leave it out with layers="
+            )
+        if apart > most:
+            raise WatchError(
+                f"its output differs by {apart:.2g} of the largest value from what its "
                 "q, k, v and mask give; it attends by a rule that headscope does not know. Leave it out with layers="
             )
 
@@ -265,6 +275,7 @@ class Watch:
             missing = find_unobserved(self.modules, forward.ran, forward.observed)
             missing = [name for name in missing if name in self.chosen]
         self._warn_of_unrecorded(forward, missing)
+        self._warn_of_unknown_ids()
         if missing:
             raise WatchError(
                 f"watch: of the attention layers that ran {len(missing)} could not be seen: "
@@ -287,6 +298,18 @@ class Watch:
                 WatchWarning,
                 stacklevel=2,
             )
+
+    def _warn_of_unknown_ids(self) -> None:
+        """Warn, once, of steps without ``duplicate`` and ``induction``."""
+        if not self._streams.unknown or self._warned_of_ids:
+            return
+        self._warned_of_ids = True
+        warnings.warn(
+            'watch: tokens="inputs": ids of keys that a cache holds are not known, as no watched step had these keys; '
+            'duplicate and induction leave such steps out; unseen="ignore" turns this warning off',
+            WatchWarning,
+            stacklevel=2,
+        )
 
 
 class Pass:
