@@ -32,7 +32,7 @@ from headscope._analysis.answers import short_layers
 from headscope._attend import hook
 from headscope._intercept import patching
 from headscope.masks import causal
-from headscope.watching import WatchError
+from headscope.watching import WatchError, WatchWarning
 from support.recording_files import without_checksums
 from support.watched_small import Alone, Attention, Raw, Small, input_of
 
@@ -499,6 +499,38 @@ def test_nested_watches_each_see_all() -> None:
     assert (outer.forwards, inner.forwards) == (3, 1)
     assert inner.names == ()
     assert outer["ours", "entropy"].count.tolist() == [42] * 5
+
+
+def test_a_pass_that_outlives_its_watch_is_recorded_up_to_its_end() -> None:
+    reached, ended = threading.Event(), threading.Event()
+
+    class Pausing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Attention(), Attention()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            if threading.current_thread() is not threading.main_thread():
+                reached.set()
+                assert ended.wait(20)
+            return self.second(x)
+
+    model = Pausing()
+    x = input_of(model.first)
+    thread = threading.Thread(target=model, args=(x,))
+    watching = watch(model)
+    seen = watching.__enter__()
+    model(x)
+    thread.start()
+    assert reached.wait(20)
+    with pytest.warns(WatchWarning, match="a forward pass was running in another thread"):
+        watching.__exit__(None, None, None)
+    ended.set()
+    thread.join()
+    rows = math.prod(x.shape[:2])
+    assert seen.layers == ("first", "second")
+    assert [seen[layer, 0, "entropy"].count for layer in seen.layers] == [2 * rows, rows]
 
 
 def test_threads_watch_apart_and_together() -> None:

@@ -157,6 +157,7 @@ class Watch:
         self._errors: dict[str, tuple[Tensor, float]] = {}
         self._warned: set[str] = set()
         self._warned_of_ids = False
+        self._running: set[Pass] = set()
 
     def __enter__(self) -> Recording:
         if self._entered:
@@ -172,12 +173,27 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._leave_running_passes()
         close_watch(self, self.modules)
         if self.monitor is not None:
             self.monitor.finish()
         if error is None:
             self.layout.check(last=True)
             self._check()
+
+    def _leave_running_passes(self) -> None:
+        """Record nothing more of forward passes that other threads are in: modules are no longer told apart."""
+        with self._lock:
+            running, self._running = self._running, set()
+        for each in running:
+            each.active = False
+        if running:
+            warnings.warn(
+                "watch: it ended while a forward pass was running in another thread; of that pass, what came later is "
+                "not recorded",
+                WatchWarning,
+                stacklevel=3,
+            )
 
     def _check(self) -> None:
         for layer in self._errors:
@@ -214,7 +230,11 @@ class Watch:
             active = about.ran % self.options.every == 0
             self.recording.about = replace(about, ran=about.ran + 1, forwards=about.forwards + active)
             self._last_active = active
-        return Pass(self, about.ran, active)
+        forward = Pass(self, about.ran, active)
+        if active:
+            with self._lock:
+                self._running.add(forward)
+        return forward
 
     def tokens_of(self, call: InterceptedCall) -> Ids | None:
         """The ids of a call's keys, if they were asked for and are known."""
@@ -260,6 +280,8 @@ class Watch:
         Raises:
             WatchError: an attention layer ran in it and was not seen.
         """
+        with self._lock:
+            self._running.discard(forward)
         if not finished or not forward.active or isinstance(forward, Again):
             return
         if self.monitor is not None:
