@@ -11,6 +11,7 @@ decltype(auto) with_accumulation_type(const Forward& f, const Body& body) {
 }
 
 constexpr double LOG2E = 1.4426950408889634, LN2 = 0.6931471805599453;
+constexpr double LOG2E_ERROR = 2.0355273740931033e-17;  // log2(e) - LOG2E
 
 INLINE const char* element_address(const Tensor4& x, std::int64_t a, std::int64_t b, std::int64_t c, int size) {
     return static_cast<const char*>(x.data) + (a * x.stride[0] + b * x.stride[1] + c * x.stride[2]) * size;

@@ -135,9 +135,13 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
         }
         T* const to = static_cast<T*>(g.dsinks);
         for (int v = 0; v < QV; v++) {
-            V<T> logits;
-            for (int r = 0; r < L; r++) logits[r] = this->sink_logit(v * L + r);
-            const V<T> gradients = exp2(logits - top[v]) * inverse_sum[v] * -delta[v];
+            V<T> logits, factors;
+            for (int r = 0; r < L; r++) {
+                const auto sink = this->sink_of(v * L + r);
+                logits[r] = sink.logit;
+                factors[r] = sink.factor;
+            }
+            const V<T> gradients = exp2(logits - top[v]) * factors * inverse_sum[v] * -delta[v];
             for (int r = 0; r < L && v * L + r < count; r++) to[flat_row(v * L + r)] = gradients[r];
         }
     }
@@ -271,10 +275,13 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
         if (PAIRS) return T(1 << 12);
         return T(f.q.dtype == Dtype::f32 && f.head_dim < 64 ? 1 << 4 : 1 << 7);
     }
-    // Whether delta comes from the weights and dP, too, instead of the output. Logits of heads of up to 16 numbers are
-    // nearly exact, so where one weight is close to 1 the rounding of the output would be the largest error of dQ. Few
-    // rows compute their sums anyway; heads of up to four numbers have so little to multiply that all rows do both.
+    // Whether delta comes from the weights and dP, too, instead of the output. The gradient of a bias that is the same
+    // for all keys is a sum of dS in which nearly everything cancels, if both are of the same weights. Logits of heads
+    // of up to 16 numbers are nearly exact, so where one weight is close to 1 the rounding of the output would be the
+    // largest error of dQ. Few rows compute their sums anyway; heads of up to four numbers have so little to multiply
+    // that all rows do both.
     bool recomputes_delta() const {
+        if (for_bias_gradient && g.dbias_stride[3] == 0) return true;
         if (f.q.dtype != Dtype::f32 || f.head_dim > 16) return false;
         return f.head_dim <= 4 || count <= MAX_DECODE_ROWS<T> || this->sums_in_short_blocks(f.head_dim);
     }

@@ -228,13 +228,13 @@ struct ForwardBlock : SoftmaxBlock<T, QV, G, Op, Observer> {
         if (!f.lse) return;
         for (int r = 0; r < count; r++) {
             const T total = sum[r / L][r % L];
-            const T row_top = top[r / L][r % L], lowest = -std::numeric_limits<T>::max();
+            const T row_top = top[r / L][r % L], lowest = this->lowest_offset() * T(LOG2E);
             // Added in double: of a row of few keys the roundings to float would be most of the error. The logarithm of
             // a mantissa is small enough for a float, whose log2 takes half the time of that of a double.
             int exponent = 0;
             const T mantissa = std::frexp(total, &exponent);
             T value = T((double(row_top) + exponent + double(std::log2(mantissa))) * LN2);
-            if (total > 0 && row_top == lowest) value = lowest;  // all biases are the lowest finite number
+            if (total > 0 && row_top <= lowest) value = -std::numeric_limits<T>::max();  // so are all biases
             static_cast<T*>(f.lse)[flat_row(r)] = total == 0 ? -std::numeric_limits<T>::infinity() : value;
         }
     }

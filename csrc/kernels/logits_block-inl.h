@@ -69,18 +69,32 @@ struct LogitsBlock : MaskedRowBlock<T, QV, Op> {
         }
         if (!f.sinks || !with_sinks) return;
         for (int r = 0; r < ROWS; r++) {
-            const T logit = sink_logit(r);
-            if (logit == -std::numeric_limits<T>::infinity()) continue;
-            top[r / L][r % L] = logit;
+            const Sink sink = sink_of(r);
+            if (sink.logit == -std::numeric_limits<T>::infinity()) continue;
+            top[r / L][r % L] = sink.logit;
             // a sink of NaN or +inf makes the row NaN
-            sum[r / L][r % L] = logit <= std::numeric_limits<T>::max() ? 1 : std::numeric_limits<T>::quiet_NaN();
+            sum[r / L][r % L] =
+                sink.logit <= std::numeric_limits<T>::max() ? sink.factor : std::numeric_limits<T>::quiet_NaN();
         }
     }
-    // The sink of a row times log2(e); -infinity: it has none.
-    T sink_logit(int r) const {
-        constexpr T LOWEST = -std::numeric_limits<T>::max();
-        const T sink = static_cast<const T*>(f.sinks)[head(r < count ? r : count - 1)], logit = sink * T(LOG2E);
-        return logit < LOWEST && sink >= LOWEST ? LOWEST : logit;
+    // The weight of a sink is exp2(logit - top) * factor, before it is normalized. The factor is for the rounding of
+    // the logit, log2(e) times the sink: at -60 it would be the largest error of a row with few keys.
+    struct Sink {
+        T logit, factor;
+    };
+    Sink sink_of(int r) const {
+        constexpr T MAX_CORRECTED = 1 << 12;
+        const T sink = static_cast<const T*>(f.sinks)[head(r < count ? r : count - 1)];
+        const bool clamps = sink < lowest_offset() && sink != -std::numeric_limits<T>::infinity();
+        const T logit = (clamps ? lowest_offset() : sink) * T(LOG2E);
+        if (!(logit > -MAX_CORRECTED && logit < MAX_CORRECTED)) return {logit, T(1)};
+        const double error = std::fma(double(sink), LOG2E, -double(logit)) + double(sink) * LOG2E_ERROR;
+        return {logit, T(1 + error * LN2)};
+    }
+
+    // The lowest bias or sink whose product with log2(e) does not overflow to -infinity, which masks a key.
+    static constexpr T lowest_offset() {
+        return -std::numeric_limits<T>::max() * T(LN2 * (1 - 4 * double(std::numeric_limits<T>::epsilon())));
     }
 
     // The factor that turns a product of query and key into a logit times log2(e), or into the argument of tanh.
@@ -121,11 +135,9 @@ struct LogitsBlock : MaskedRowBlock<T, QV, Op> {
         }
     }
     INLINE static void add_bias_vector(T* s, V<T> bias) {
-        const V<T> minus_infinity = splat(-std::numeric_limits<T>::infinity()),
-                   lowest = splat(-std::numeric_limits<T>::max());
-        // log2(e) times the lowest finite bias overflows to -infinity, which would mask the key
-        const V<T> x = maximum<T>(lowest, bias * T(LOG2E));
-        store(s, bias == minus_infinity ? minus_infinity : load(s) + x);
+        const V<T> minus_infinity = splat(-std::numeric_limits<T>::infinity());
+        const V<T> sum = load(s) + maximum<T>(splat(lowest_offset()), bias) * T(LOG2E);  // rounded once, if fused
+        store(s, bias == minus_infinity ? minus_infinity : sum);
     }
 
     // The factor of each weight, 0 or 1 / (1 - dropout), from a hash of (seed, b, h, i, j): forward and backward drop

@@ -53,16 +53,19 @@ struct StatisticsObserver : RowSumsObserver<T, QV> {
     // Computes `norm` and `scale` of each row.
     template <class Block>
     void find_normalization(const Block& block, RowResults& rows) const {
-        T sink[ROWS] __attribute__((aligned(64)));
-        for (int r = 0; r < ROWS; r++)
-            sink[r] = block.f.sinks
-                          ? static_cast<const T*>(block.f.sinks)[block.head(r < rows.count ? r : 0)] * T(LOG2E)
-                          : -std::numeric_limits<T>::infinity();
+        T sink_logits[ROWS] __attribute__((aligned(64))), sink_factors[ROWS] __attribute__((aligned(64)));
+        for (int r = 0; r < ROWS; r++) {
+            const auto sink =
+                block.f.sinks ? block.sink_of(r) : decltype(block.sink_of(r)){-std::numeric_limits<T>::infinity(), 1};
+            sink_logits[r] = sink.logit;
+            sink_factors[r] = sink.factor;
+        }
         UNROLL_FOR(v, QV) {
             const V<T> ones = load(sum + SUM_ONES * ROWS + v * L);
             // the row's sum minus 1: in 1 + rest, the small weights of a peaked row would be rounded away
             V<T> rest = load(sum + SUM_REST * ROWS + v * L);
-            rest += ones > 0 ? ones - 1 + exp2(load(sink + v * L) - block.top[v]) : V<T>{};
+            const V<T> of_sink = exp2(load(sink_logits + v * L) - block.top[v]) * load(sink_factors + v * L);
+            rest += ones > 0 ? ones - 1 + of_sink : of_sink > 0 ? of_sink - 1 : V<T>{};  // 0: nothing is visible
             store(rows.norm + v * L, log1p(rest));
             store(rows.scale + v * L, 1 / (1 + rest));
         }

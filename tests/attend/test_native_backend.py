@@ -353,6 +353,33 @@ def test_gradients_beside_sinks_err_at_most_twice_as_much_as_those_of_torch(scal
     assert (ratios < 1.9).all(), ratios
 
 
+@pytest.mark.parametrize(("sizes", "shift"), [((8, 8, 65, 64), 0.0), ((16, 9, 63, 2), -60.0), ((16, 40, 1, 16), -60.0)])
+def test_rows_beside_sinks_and_biases_err_at_most_twice_as_much_as_those_of_torch(
+    sizes: tuple[int, int, int, int], shift: float
+) -> None:
+    """A sum of dS over all keys, which cancel; biases and sinks to which log2(e) gives another rounding."""
+    heads, queries, keys, depth = sizes
+    random = torch.Generator().manual_seed(7)
+
+    def results(backend: str, *inputs: Tensor) -> list[Tensor]:
+        *qkv, bias, sinks, grad_out = inputs
+        leaves = (bias.clone().requires_grad_(), sinks.clone().requires_grad_())
+        out = attention(*qkv, bias=leaves[0], sinks=leaves[1], backend=backend)
+        return [x.double() for x in (out.detach(), *torch.autograd.grad(out, leaves, grad_out))]
+
+    errors = torch.zeros(2, 3, dtype=torch.float64)
+    for _ in range(40):
+        q, k, v, grad_out = (torch.randn(1, heads, n, depth, generator=random) for n in (queries, keys, keys, queries))
+        bias = torch.randn(heads, 1, 1, generator=random) + shift
+        inputs = (q, k, v, bias, torch.randn(heads, generator=random) + shift, grad_out)
+        exact = results("reference", *(x.double() for x in inputs))
+        for n, backend in enumerate(("cpu", "reference")):
+            found = results(backend, *inputs)
+            errors[n] += torch.stack([(x - y).square().mean() for x, y in zip(found, exact, strict=True)])
+    ratios = (errors[0] / errors[1]).sqrt()
+    assert (ratios < 1.9).all(), ratios
+
+
 def test_dropout_drops_the_same_in_both_passes() -> None:
     leaves = [x.double().requires_grad_() for x in tensors(5, 7)]
 

@@ -18,6 +18,7 @@ from headscope.cli._shared.image_processing import read_processing
 from headscope.cli._shared.mistakes import Mistake
 from headscope.cli._shared.model_loading import load
 from support.commands import Run, answer
+from support.html_pages import Page
 from support.model_folders import save
 
 FILE, NESTED = "preprocessor_config.json", "processor_config.json"
@@ -106,6 +107,14 @@ def test_pixels_are_those_of_transformers(case: str, at: Path, picture: Path) ->
     assert notes(at) == ""
 
 
+def test_sixteen_bits_of_grey_are_the_picture_of_eight(at: Path, tmp_path: Path) -> None:
+    write(at, SMALL)
+    grey = np.arange(144, dtype=np.uint8).reshape(12, 12)
+    Image.fromarray(grey).save(tmp_path / "8.png")
+    Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "16.png")
+    assert torch.equal(pixels(at, tmp_path / "16.png"), pixels(at, tmp_path / "8.png"))
+
+
 def test_settings_of_a_whole_processor_come_first(at: Path, picture: Path) -> None:
     expected = pixels(write(at, SMALL), picture)
     (at / FILE).unlink()
@@ -179,7 +188,11 @@ def test_a_picture_of_another_size_has_a_bin_for_each_patch(tmp_path: Path, pict
     folder = save(transformers.Dinov2Model(config), tmp_path / "dino", tokenizer=False)
     sizes = {"size": {"height": 12, "width": 20}, "do_center_crop": False}
     write(folder, {"image_processor_type": "BitImageProcessor", **sizes})
-    answer(run("watch", str(folder), "--image", str(picture), "--json", "--out", "r.safetensors"))
+    answer(
+        run("watch", str(folder), "--image", str(picture), "--json", "--out", "r.safetensors", "--page", "page.html")
+    )
+    shown = Page(Path("page.html").read_text(encoding="utf-8")).data["image"]
+    assert (shown["grid"], shown["special"]) == ([3, 5], 1)
     (part,) = Recording.load("r.safetensors").stats.parts.values()
     assert part.lengths == (16, 16)
     assert part.map is not None

@@ -99,7 +99,7 @@ class ImageProcessing:
 
     def _cut(self, picture: Image, path: str) -> Image:
         """Return a picture in the mode, resized and cropped; beyond its edges a crop is black."""
-        picture = _opaque(picture).convert(self.mode)
+        picture = _opaque(_eight_bits(picture)).convert(self.mode)
         if self.size is not None:
             height, width = self._resized(picture)
             if height * width > MOST_PIXELS:
@@ -134,6 +134,15 @@ class ImageProcessing:
             mean, std = (", ".join(f"{x:g}" for x in dict.fromkeys(values)) for values in (self.mean, self.std))
             steps.append(f"normalised with mean {mean} and standard deviation {std}")
         return ", ".join(steps)
+
+
+def _eight_bits(picture: Image) -> Image:
+    """Return a grey picture of 16 bits a pixel with 8; Pillow's own conversion takes all above 255 for white."""
+    from PIL import Image
+
+    if not picture.mode.startswith("I"):
+        return picture
+    return Image.fromarray((np.asarray(picture, np.float64) / 257).round().clip(0, 255).astype(np.uint8))
 
 
 def _opaque(picture: Image) -> Image:

@@ -231,7 +231,8 @@ def page(result: WatchResult) -> str:
 
 
 def _image(result: WatchResult) -> dict[str, Any]:
-    """The image that was looked at, if it was one and its patches are a square."""
+    """The image that was looked at, and its patches, if it was one and the keys are those."""
+    from headscope.cli._shared.watch_run import patches_of
     from headscope.report._viewer.from_recording import few_before
 
     parts = result.model_input.parts
@@ -240,6 +241,12 @@ def _image(result: WatchResult) -> dict[str, Any]:
     lengths = {part.lengths for part in result.recording.stats.parts.values()}
     if len(lengths) != 1 or (size := next(iter(lengths))) is None or size[0] != size[1]:
         return {}
+    patches = patches_of(result.loaded, parts[0])
+    if patches is not None:
+        special = size[1] - patches.rows * patches.columns
+        if not 0 <= special <= patches.special:
+            return {}
+        return {"image": _as_bytes(parts[0][0]), "grid": patches[:2], "special": special}
     side = math.isqrt(size[1])
     if not few_before(side, side, size[1]):
         return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headscope._support.progress import progress_over
 from headscope._support.text import visible
@@ -202,10 +202,27 @@ def _record_window(loaded: Loaded, model_input: Input, part: Any, options: Watch
 
 def _patches(loaded: Loaded, images: Any) -> int:
     """Return how many bins an image's map has: one for each patch, CLS and register, if the model has their number."""
-    config = getattr(loaded.model, "config", None)
-    height, width = images.shape[-2:]
-    patch = getattr(config, "patch_size", None)
-    if not isinstance(patch, int):
+    patches = patches_of(loaded, images)
+    if patches is None:
         return BINS
-    keys = (height // patch) * (width // patch) + 2 + (getattr(config, "num_register_tokens", 0) or 0)
+    keys = patches.rows * patches.columns + patches.special
     return keys if keys <= PATCHES else BINS
+
+
+class Patches(NamedTuple):
+    """The patches of a picture, and how many keys there may be before them at most: CLS and registers."""
+
+    rows: int
+    columns: int
+    special: int
+
+
+def patches_of(loaded: Loaded, images: Any) -> Patches | None:
+    """Return the patches that a model cuts pictures [..., height, width] into; None where it does not say."""
+    config = getattr(loaded.model, "config", None)
+    size = getattr(config, "patch_size", None)
+    sides = (size, size) if isinstance(size, int) else size
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2 or not all(isinstance(n, int) for n in sides):
+        return None
+    rows, columns = images.shape[-2] // sides[0], images.shape[-1] // sides[1]
+    return Patches(rows, columns, 2 + (getattr(config, "num_register_tokens", 0) or 0))
