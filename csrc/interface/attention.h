@@ -94,7 +94,7 @@ struct Backward {
     void* dbias = nullptr;  // zeroed, of the accumulation type; strides of 0 where the bias is broadcast
     std::int64_t dbias_stride[4];
     bool double_dbias = false;               // dbias is double for every dtype: it sums over many rows
-    void* dsinks = nullptr;          // of each row, [B, H, Q], of the accumulation type; or null
+    void* dsinks = nullptr;                  // of each row, [B, H, Q], of the accumulation type; or null
     std::atomic<bool>* nonfinite = nullptr;  // set if dq, dk or dv holds NaN or infinity; or null
     void mark_nonfinite() const {
         if (nonfinite) nonfinite->store(true, std::memory_order_relaxed);
