@@ -36,7 +36,7 @@ def replace_file(path: Path, content: bytes) -> None:
     try:
         _write_and_rename(temporary, path, content)
     except OSError as error:  # that of a full disk names no file, others the temporary one
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def _write_and_rename(temporary: Path, path: Path, content: bytes) -> None:
