@@ -148,7 +148,7 @@ EXPLAINS: dict[str, set[str]] = {
                       "looks-into-the-future"},
     "softmax-over-queries": {"looks-into-the-future", "nan-on-empty-row"},
     "softmax-over-heads": {"nan-on-empty-row", "not-finite"},
-    "no-softmax": {"nan-on-empty-row", "not-finite"},  # minus infinity stays what it is
+    "no-softmax": {"nan-on-empty-row", "not-finite", "cannot-see-the-past"},  # a large fill stays what it is
     "softmax-twice": {"looks-into-the-future", "logits-changed"},
     "input-modified": {"state-between-calls", "fails-on-batch-of-one", "batches-mixed"},
     "state-between-calls": {"fails-on-batch-of-one", "batches-mixed"},
@@ -159,7 +159,7 @@ EXPLAINS: dict[str, set[str]] = {
     "values-not-projected": {*IDLE},
     "no-output-projection": {*IDLE},
     "softmax-overflows": {"fp16-overflow", "nan-on-empty-row"},
-    "mask-after-softmax": {"rows-do-not-sum-to-one"},
+    "mask-after-softmax": {"rows-do-not-sum-to-one", "nan-on-empty-row", "not-finite"},  # of infinity, filled in
     "rows-do-not-sum-to-one": {"scale-unusual"},
     "not-finite": {"cannot-see-the-past", "fails-on-batch-of-one", "input-ignored", "gradient-blocked",
                    *IDLE},

@@ -46,8 +46,8 @@ def log_weights(p: Tensor) -> Tensor:
 
 
 def largest_difference(p: Tensor) -> float:
-    """Return the largest difference of two visible logits of a row."""
-    visible, log = visible_pairs(p), log_weights(p)
+    """Return the largest difference of two visible logits of a row; weights that are not positive have none."""
+    visible, log = visible_pairs(p) & (p > 0), log_weights(p)
     high = torch.where(visible, log, -math.inf).amax(-1)
     low = torch.where(visible, log, math.inf).amin(-1)
     differences = (high - low)[torch.isfinite(high - low)]
@@ -136,6 +136,16 @@ def _inner_weights(p: Tensor) -> Tensor:
     missing = (1 - log.sum(-1, keepdim=True)) / visible.sum(-1, keepdim=True).clamp_min(1)
     inner = torch.where(visible, log + missing, 0.0)
     return torch.where(inner.abs() > 1e-5, inner, 0.0)
+
+
+def is_cut_late(heads: Heads, slope: Slope, tolerance: float) -> bool:
+    """Return whether a causal mask, or its inverse, changed weights after a softmax of q·k alone over all keys."""
+    if slope.biased:
+        return False
+    full = (heads.raw * slope.of_raw[:, None, None]).softmax(-1)
+    changed = (heads.p - full).abs() > 10 * tolerance
+    tri = torch.ones(full.shape[-2:], dtype=torch.bool).tril()
+    return bool(changed.any()) and any(not bool(changed[..., retained].any()) for retained in (tri, ~tri))
 
 
 def has_sink(heads: Heads, slope: Tensor, tolerance: float) -> bool:
