@@ -49,3 +49,54 @@ def test_a_negative_number_filled_in_after_the_softmax_is_a_late_mask(value: flo
     finite = value > -1e9
     assert ("number range" in found.not_tested) == (not finite)
     assert finite or found.not_tested["number range"] == "outputs of ordinary inputs are not finite"
+
+
+class Decoding(Attending):
+    """Causal attention that takes keys and values of earlier tokens, and puts its own behind them."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda q, k, v, mask: q)
+
+    def attend_after(self, x: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        q, k, v = (layer(x).unflatten(-1, (2, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        if past is not None:
+            k, v = torch.cat([past[0], k], -2), torch.cat([past[1], v], -2)
+        s = q @ k.mT * 8**-0.5
+        later = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1 + s.shape[-1] - s.shape[-2])
+        return self.o((s.masked_fill(later, -math.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)), (k, v)
+
+
+class AfterFlag(Decoding):
+    def forward(self, x: Tensor, use_cache: bool = False, layer_past: tuple[Tensor, Tensor] | None = None) -> object:
+        out, cache = self.attend_after(x, layer_past)
+        return (out, cache if use_cache else None)
+
+
+class AfterPosition(Decoding):
+    def forward(
+        self, x: Tensor, cache_position: object = None, kv_cache: tuple[Tensor, Tensor] | None = None
+    ) -> object:
+        return self.attend_after(x, kv_cache)
+
+
+class AfterOther(Decoding):
+    def forward(self, x: Tensor, cache_info: object = None, past: tuple[Tensor, Tensor] | None = None) -> object:
+        return self.attend_after(x, past)
+
+
+class Ignoring(Decoding):
+    def forward(self, x: Tensor, cache: object = None) -> object:
+        return self.attend_after(x, None)
+
+
+@pytest.mark.parametrize("kind", [AfterFlag, AfterPosition, AfterOther])
+def test_the_cache_is_the_argument_that_takes_what_came_back(kind: type[Decoding]) -> None:
+    found = check(kind(), causal=True)
+    assert found.names == (), str(found)
+    assert "decoding with its cache equals the full forward pass" in found.understood
+
+
+def test_a_cache_that_changes_nothing_is_not_decoded_with() -> None:
+    found = check(Ignoring(), causal=True)
+    assert found.names == (), str(found)
+    assert found.not_tested["decoding with a cache"] == "cache= with what came back changes nothing"
