@@ -100,3 +100,73 @@ def test_a_cache_that_changes_nothing_is_not_decoded_with() -> None:
     found = check(Ignoring(), causal=True)
     assert found.names == (), str(found)
     assert found.not_tested["decoding with a cache"] == "cache= with what came back changes nothing"
+
+
+class Masked(Attending):
+    """Attention that is right without a mask, and does something else with one."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.project(x, mask)
+
+
+def branch(masked: Attend) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return (q @ k.mT * 8**-0.5).softmax(-1) @ v if mask is None else masked(q, k, v, mask)
+
+    return attend
+
+
+def hide(s: Tensor, mask: Tensor | None) -> Tensor:
+    assert mask is not None
+    return s.masked_fill(mask == 0, -1e4)
+
+
+def attend_twice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    return hide((q @ k.mT * 8**-0.5).softmax(-1), mask).softmax(-1) @ v
+
+
+def halve_if_hiding(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    assert mask is not None
+    part = 1.0 if bool((mask != 0).all()) else 0.5
+    return hide(q @ k.mT * 8**-0.5, mask).softmax(-1) @ v * part
+
+
+@pytest.mark.parametrize(
+    ("masked", "what"),
+    [
+        (lambda q, k, v, mask: hide(q @ k.mT, mask).softmax(-1) @ v, "hides nothing, outputs"),
+        (lambda q, k, v, mask: hide(-(q @ k.mT) * 8**-0.5, mask).softmax(-1) @ v, "hides nothing, outputs"),
+        (lambda q, k, v, mask: hide(q @ k.mT * 8**-0.5, mask).softmax(-1) @ k, "hides nothing, outputs"),
+        (attend_twice, "hides nothing, outputs"),
+        (halve_if_hiding, "hides nothing from a query, its outputs"),
+    ],
+    ids=["no scale", "negated", "values are keys", "softmax twice", "halved where it hides some"],
+)
+def test_a_mask_that_hides_nothing_changes_no_output(masked: Attend, what: str) -> None:
+    found = check(Masked(branch(masked)), mask_means="keep")
+    assert found.names == ("mask-applied-wrong",), str(found)
+    before, _, after = found["mask-applied-wrong"].seen.partition(" differ by up to ")
+    assert before == f"mask=: with a mask that {what}"
+    assert after.endswith(" from those without one")
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_a_mask_may_take_the_place_of_the_causal_one_or_add_to_it(pairs: bool) -> None:
+    def replace_causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        s = q @ k.mT * 8**-0.5
+        if mask is None or not pairs:
+            s = s.masked_fill(are_later(s), -math.inf)
+        if mask is not None:
+            s = s.masked_fill(~(mask if pairs else mask[:, None, None]), -1e4)
+        return s.softmax(-1) @ v
+
+    found = check(Masked(replace_causal), mask_means="keep")
+    assert found.names == (), str(found)
+    assert any(line.startswith("mask= [T, T]" if pairs else "mask= [B, T]") for line in found.understood)
+
+
+def test_values_that_a_mask_moves_are_found() -> None:
+    moved = branch(lambda q, k, v, mask: hide(q @ k.mT * 8**-0.5, mask).softmax(-1) @ v.roll(1, -2))
+    found = check(Masked(moved), mask_means="keep")
+    assert found.names == ("values-misplaced",), str(found)
+    assert found["values-misplaced"].seen.startswith("mask= [T, T] boolean: ")

@@ -30,6 +30,7 @@ from headscope.checking._probes.numerics import (
     probe_overflow,
     probe_returned_weights,
 )
+from headscope.checking._probes.open_masks import probe_open_masks
 from headscope.checking._probes.softmax import probe_softmax_and_scale, probe_sums
 from headscope.checking._probes.training import probe_training
 from headscope.checking._subject import prepare_subject
@@ -111,6 +112,7 @@ PROBES: tuple[Callable[[Case], None], ...] = (
     probe_built_in_mask,
     probe_dependence,
     probe_mask_arguments,
+    probe_open_masks,
     probe_sums,
     probe_empty_rows,
     probe_inputs,
