@@ -170,3 +170,12 @@ def test_values_that_a_mask_moves_are_found() -> None:
     found = check(Masked(moved), mask_means="keep")
     assert found.names == ("values-misplaced",), str(found)
     assert found["values-misplaced"].seen.startswith("mask= [T, T] boolean: ")
+
+
+def test_a_causal_mask_between_two_softmaxes_hides_none_of_them() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        p = (q @ k.mT * 8**-0.5).softmax(-1)
+        return p.masked_fill(are_later(p), -math.inf).softmax(-1) @ v
+
+    found = check(Unmasked(attend), causal=True)
+    assert found.names == ("softmax-twice",), str(found)

@@ -114,11 +114,26 @@ def explain_missing_exp(one: Heads, two: Heads) -> Verdict | None:
     }.items():  # fmt: skip
         if any(_is_proportional(one.p, x) for x in functions):
             return Verdict("no-softmax", f"the weights of a query that are not 0 are proportional to {text}")
-    inner = [replace(heads, p=_inner_weights(heads.p)) for heads in (one, two)]
-    if all(bool((heads.p >= 0).all()) for heads in inner) and isinstance(fit_slope(inner[0], inner[1], None), Slope):
+    if _are_inner_weights_of_softmax(one, two, all_rows=True) or _are_inner_weights_of_softmax(
+        one, two, all_rows=False
+    ):
         ratio = float((one.p / one.p.amin(-1, keepdim=True)).nan_to_num(1.0, 1.0).max())
         return Verdict("softmax-twice", f"log p is a softmax of q·k: no weight is more than {ratio:.3g} times another")
     return None
+
+
+def _are_inner_weights_of_softmax(one: Heads, two: Heads, *, all_rows: bool) -> bool:
+    """Whether p is a softmax of a softmax of q·k, in all rows or in those that see every key.
+
+    In the other rows a mask between the two may have hidden some of the inner weights.
+    """
+    inner = [_inner_weights(heads.p) for heads in (one, two)]
+    if not all_rows:
+        full = visible_pairs(one.p).all(-1, keepdim=True) & visible_pairs(two.p).all(-1, keepdim=True)
+        inner = [p * full for p in inner]
+    if any(bool((p < 0).any()) for p in inner):
+        return False
+    return isinstance(fit_slope(replace(one, p=inner[0]), replace(two, p=inner[1]), None), Slope)
 
 
 def _is_proportional(p: Tensor, x: Tensor) -> bool:
