@@ -179,3 +179,15 @@ def test_a_causal_mask_between_two_softmaxes_hides_none_of_them() -> None:
 
     found = check(Unmasked(attend), causal=True)
     assert found.names == ("softmax-twice",), str(found)
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "names"), [(1e-9, ()), (1e-5, ("looks-into-the-future", "rows-do-not-sum-to-one"))]
+)
+def test_a_leak_below_the_rounding_of_float32_is_none(epsilon: float, names: tuple[str, ...]) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        p = (q @ k.mT * 8**-0.5).softmax(-1).tril()
+        return p / (p.sum(-1, keepdim=True) + epsilon) @ v
+
+    found = check(Unmasked(attend), causal=True)
+    assert found.names == names, str(found)
