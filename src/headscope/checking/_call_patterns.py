@@ -101,9 +101,17 @@ def mask_names(target: Any) -> tuple[str, ...]:
     return tuple(n for n in named if n not in flags and not any(part in n for part in FOREIGN))
 
 
-def cache_name(names: tuple[str, ...]) -> str | None:
-    """Return the name of the argument that takes a cache."""
-    return next((name for name in names if "cache" in name or name.startswith("past")), None)
+def cache_names(target: Any) -> tuple[str, ...]:
+    """Return the names of the arguments that may take a cache: no flags, numbers, positions or masks."""
+    plain = {p.name for p in _parameters(target) if isinstance(p.default, (bool, int, float))}
+    named = (n for n in argument_names(target) if "cache" in n or "past" in n)
+    return tuple(n for n in named if n not in plain and not any(part in n for part in ("position", "mask", "pad")))
+
+
+def cache_flags(target: Any) -> tuple[str, ...]:
+    """Return the names of the flags that ask for a cache."""
+    flags = (p.name for p in _parameters(target) if isinstance(p.default, bool))
+    return tuple(n for n in flags if n.startswith(("use", "return", "output")) and ("cache" in n or "past" in n))
 
 
 def takes_input(name: str) -> bool:

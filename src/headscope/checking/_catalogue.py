@@ -311,8 +311,8 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     ),
     "mask-applied-wrong": CatalogueEntry(
         "wrong",
-        "Other keys are hidden than the mask says.",
-        "Bring the mask to [B, 1, Q, K] before it is applied.",
+        "Other keys are hidden than the mask says, or code that runs with a mask alone does something else.",
+        "Bring the mask to [B, 1, Q, K] before it is applied, and compute the rest as without one.",
         "scores = scores.masked_fill(~seen, float('-inf'))",
     ),
     "nan-on-empty-row": CatalogueEntry(

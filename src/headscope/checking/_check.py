@@ -30,6 +30,7 @@ from headscope.checking._probes.numerics import (
     probe_overflow,
     probe_returned_weights,
 )
+from headscope.checking._probes.open_masks import probe_open_masks
 from headscope.checking._probes.softmax import probe_softmax_and_scale, probe_sums
 from headscope.checking._probes.training import probe_training
 from headscope.checking._subject import prepare_subject
@@ -111,6 +112,7 @@ PROBES: tuple[Callable[[Case], None], ...] = (
     probe_built_in_mask,
     probe_dependence,
     probe_mask_arguments,
+    probe_open_masks,
     probe_sums,
     probe_empty_rows,
     probe_inputs,
@@ -148,7 +150,7 @@ EXPLAINS: dict[str, set[str]] = {
                       "looks-into-the-future"},
     "softmax-over-queries": {"looks-into-the-future", "nan-on-empty-row"},
     "softmax-over-heads": {"nan-on-empty-row", "not-finite"},
-    "no-softmax": {"nan-on-empty-row", "not-finite"},  # minus infinity stays what it is
+    "no-softmax": {"nan-on-empty-row", "not-finite", "cannot-see-the-past"},  # a large fill stays what it is
     "softmax-twice": {"looks-into-the-future", "logits-changed"},
     "input-modified": {"state-between-calls", "fails-on-batch-of-one", "batches-mixed"},
     "state-between-calls": {"fails-on-batch-of-one", "batches-mixed"},
@@ -159,7 +161,7 @@ EXPLAINS: dict[str, set[str]] = {
     "values-not-projected": {*IDLE},
     "no-output-projection": {*IDLE},
     "softmax-overflows": {"fp16-overflow", "nan-on-empty-row"},
-    "mask-after-softmax": {"rows-do-not-sum-to-one"},
+    "mask-after-softmax": {"rows-do-not-sum-to-one", "nan-on-empty-row", "not-finite"},  # of infinity, filled in
     "rows-do-not-sum-to-one": {"scale-unusual"},
     "not-finite": {"cannot-see-the-past", "fails-on-batch-of-one", "input-ignored", "gradient-blocked",
                    *IDLE},

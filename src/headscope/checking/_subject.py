@@ -18,7 +18,8 @@ from headscope.checking._call_patterns import (
     ConstantMask,
     apply_pattern,
     argument_names,
-    cache_name,
+    cache_flags,
+    cache_names,
     list_patterns,
     mask_names,
 )
@@ -67,7 +68,7 @@ class Subject:
     Attributes:
         target: the copy, or the function itself.
         call: a caller's own way to call it, with x and a mask (True = may be seen), or None.
-        names: of its arguments; of these, those of masks, and that of a cache.
+        names: of its arguments; of these, those of masks, of what may be a cache, and of flags that ask for one.
         swapped: its input is [T, B, E].
         stateful: each run uses a new copy.
     """
@@ -81,7 +82,8 @@ class Subject:
     dtype: torch.dtype
     names: tuple[str, ...]
     mask_names: tuple[str, ...]
-    cache_name: str | None
+    cache_names: tuple[str, ...]
+    cache_flags: tuple[str, ...]
     swapped: bool = False
     stateful: bool = False
 
@@ -161,6 +163,7 @@ def prepare_subject(target: Any, call: Call | None, embed_dim: int | None, input
     copied = _copy_to_cpu(target)
     names = argument_names(copied)
     masks = mask_names(copied) if call is None else ("mask",)
+    caches = cache_names(copied), cache_flags(copied)
     batch = 2 if inputs is None else max(2, inputs.shape[0])
     failures: list[tuple[list[int], str]] = []
     for dtype in (torch.float64, torch.float32):
@@ -168,7 +171,7 @@ def prepare_subject(target: Any, call: Call | None, embed_dim: int | None, input
         trial = convert_dtype(copy_target(copied), dtype)  # what is returned has not been called
         calls = _list_calls(copied, call, _possible_widths(copied, embed_dim, inputs), inputs)
         for length, width, pattern in islice(calls, MOST_PATTERNS):
-            subject = Subject(copied, call, pattern, width, batch, length, dtype, names, masks, cache_name(names))
+            subject = Subject(copied, call, pattern, width, batch, length, dtype, names, masks, *caches)
             try:
                 if _all_hidden(pattern, subject.run(subject.input(0), target=trial)):
                     raise CheckError("output: the same at all positions, or not finite")

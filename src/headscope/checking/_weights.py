@@ -46,8 +46,8 @@ def log_weights(p: Tensor) -> Tensor:
 
 
 def largest_difference(p: Tensor) -> float:
-    """Return the largest difference of two visible logits of a row."""
-    visible, log = visible_pairs(p), log_weights(p)
+    """Return the largest difference of two visible logits of a row; weights that are not positive have none."""
+    visible, log = visible_pairs(p) & (p > 0), log_weights(p)
     high = torch.where(visible, log, -math.inf).amax(-1)
     low = torch.where(visible, log, math.inf).amin(-1)
     differences = (high - low)[torch.isfinite(high - low)]
@@ -114,11 +114,26 @@ def explain_missing_exp(one: Heads, two: Heads) -> Verdict | None:
     }.items():  # fmt: skip
         if any(_is_proportional(one.p, x) for x in functions):
             return Verdict("no-softmax", f"the weights of a query that are not 0 are proportional to {text}")
-    inner = [replace(heads, p=_inner_weights(heads.p)) for heads in (one, two)]
-    if all(bool((heads.p >= 0).all()) for heads in inner) and isinstance(fit_slope(inner[0], inner[1], None), Slope):
+    if _are_inner_weights_of_softmax(one, two, all_rows=True) or _are_inner_weights_of_softmax(
+        one, two, all_rows=False
+    ):
         ratio = float((one.p / one.p.amin(-1, keepdim=True)).nan_to_num(1.0, 1.0).max())
         return Verdict("softmax-twice", f"log p is a softmax of q·k: no weight is more than {ratio:.3g} times another")
     return None
+
+
+def _are_inner_weights_of_softmax(one: Heads, two: Heads, *, all_rows: bool) -> bool:
+    """Whether p is a softmax of a softmax of q·k, in all rows or in those that see every key.
+
+    In the other rows a mask between the two may have hidden some of the inner weights.
+    """
+    inner = [_inner_weights(heads.p) for heads in (one, two)]
+    if not all_rows:
+        full = visible_pairs(one.p).all(-1, keepdim=True) & visible_pairs(two.p).all(-1, keepdim=True)
+        inner = [p * full for p in inner]
+    if any(bool((p < 0).any()) for p in inner):
+        return False
+    return isinstance(fit_slope(replace(one, p=inner[0]), replace(two, p=inner[1]), None), Slope)
 
 
 def _is_proportional(p: Tensor, x: Tensor) -> bool:
@@ -136,6 +151,16 @@ def _inner_weights(p: Tensor) -> Tensor:
     missing = (1 - log.sum(-1, keepdim=True)) / visible.sum(-1, keepdim=True).clamp_min(1)
     inner = torch.where(visible, log + missing, 0.0)
     return torch.where(inner.abs() > 1e-5, inner, 0.0)
+
+
+def is_cut_late(heads: Heads, slope: Slope, tolerance: float) -> bool:
+    """Return whether a causal mask, or its inverse, changed weights after a softmax of q·k alone over all keys."""
+    if slope.biased:
+        return False
+    full = (heads.raw * slope.of_raw[:, None, None]).softmax(-1)
+    changed = (heads.p - full).abs() > 10 * tolerance
+    tri = torch.ones(full.shape[-2:], dtype=torch.bool).tril()
+    return bool(changed.any()) and any(not bool(changed[..., retained].any()) for retained in (tri, ~tri))
 
 
 def has_sink(heads: Heads, slope: Tensor, tolerance: float) -> bool:

@@ -20,7 +20,11 @@ MASK_FINDINGS = {
 """Findings that already explain which query sees which key wrongly."""
 
 
-def differ(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> Tensor:
+ROUNDING = torch.finfo(torch.float32).eps  # parts of the largest output: what float32 does not show
+SMALLEST = 1e-9  # parts of the largest output: what float64 shows
+
+
+def differ(a: Tensor, b: Tensor, tolerance: float = SMALLEST) -> Tensor:
     """Where two outputs differ; NaN equals NaN. Over the last axis."""
     scale = max(1e-30, float(a.nan_to_num(0, 0, 0).abs().max()))
     differ = (a.nan_to_num(0, 0, 0) - b.nan_to_num(0, 0, 0)).abs() > tolerance * scale
@@ -137,16 +141,18 @@ def probe_dependence(case: Case) -> None:
         case.not_tested["which token an output depends on"] = f"the length is {length}, more than 64"
         return
     plain = subject.run(x)
-    reach = torch.zeros(length, length, dtype=torch.bool)  # [Q, K]
+    reach, leaks = torch.zeros(2, length, length, dtype=torch.bool)  # [Q, K]
+    least = ROUNDING if known else SMALLEST  # small weights of later keys are found among the weights
     for j in range(length):
         moved = x.clone()
         moved[0, j] = -2 * moved[0, j] + case.size
-        changed = differ(plain, subject.run(moved))
-        reach[:, j] = changed[0]
+        out = subject.run(moved)
+        changed = differ(plain, out)
+        reach[:, j], leaks[:, j] = changed[0], differ(plain, out, least)[0]
         if bool(changed[1:].any()) and not case.observations.keys() & {"batches-mixed", "heads-split-wrong"}:
             other = 1 + int(changed[1:].any(1).nonzero()[0])
             case.report("batches-mixed", f"changing position {j} of batch entry 0 changes batch entry {other}")
-    past, future = reach.tril(-1), reach.triu(1)
+    past, future = reach.tril(-1), leaks.triu(1)
     explained = case.observations.keys() & MASK_FINDINGS
     if (case.causal or case.options.causal) and bool(future.any()) and not explained:
         i, j = future.nonzero()[0].tolist()

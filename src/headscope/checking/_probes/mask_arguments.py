@@ -22,7 +22,9 @@ from headscope.checking._weights import Verdict, differ_in_pattern, visible_pair
 LOWEST = torch.finfo(torch.float32).min  # what stands for minus infinity where masks are added
 
 
-WEAK = ("mask-applied-wrong", "bool-mask-added")  # what a mask of another form than the right one may look like
+OF_LAYOUT = ("heads-split-wrong", "batches-mixed", "values-misplaced")
+UNSURE = ("mask-applied-wrong", *OF_LAYOUT)
+WEAK = ("bool-mask-added", *UNSURE)  # what a mask of another form may look like
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def _probe_argument(case: Case, name: str) -> None:
             return
         if verdict.outcome == "none":
             ran = ran or (form, verdict)
-        elif first is None or (verdict.outcome != "mask-applied-wrong" and first[1].outcome in WEAK):
+        elif first is None or (verdict.outcome not in UNSURE and first[1].outcome in WEAK):
             first = (form, verdict)
     best = first or ran
     if best is None:
@@ -133,10 +135,12 @@ def _judge_form(case: Case, name: str, form: Form) -> Verdict | None:
     assert heads is not None
     mask, allowed = build_test_pattern(form.kind, subject.batch, subject.length)
     run = _run_with_mask(case, name, form.build(allowed))
-    if run is None or run.heads is None or run.heads.p.shape != heads.p.shape:
-        return None
     assert case.base is not None
-    if run.out.shape != case.base.out.shape:
+    if run is None or run.out.shape != case.base.out.shape:
+        return None
+    if run.heads is None and run.faults:  # of a layout that calls without a mask do not have
+        return Verdict(run.faults[0].name, run.faults[0].evidence)
+    if run.heads is None or run.heads.p.shape != heads.p.shape:
         return None
     p, plain = case.without_added(run.heads).p, case.without_added(heads).p
     before = visible_pairs(plain)

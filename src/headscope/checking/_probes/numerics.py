@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from headscope.checking import _weights as weights
 from headscope.checking._case import Case
 from headscope.checking._copies import CODE_ERRORS, convert_dtype, copy_target, describe_error, list_tensors
+from headscope.checking._probes.behaviour import differ
 from headscope.checking._probes.mask_arguments import follow_with_mask
 from headscope.checking._subject import Run
 
@@ -21,13 +24,17 @@ EXTREME = 3000.0  # exp of it is more than float64 holds
 def probe_overflow(case: Case) -> None:
     """Test very large logits; and ordinary ones, in float16 and bfloat16."""
     heads, subject = case.heads, case.subject
-    if case.random or heads is None or case.observations.keys() & {"no-softmax", "not-finite"}:
-        case.not_tested["number range"] = (
-            case.reason_without_heads if heads is None or case.random else "it is not finite"
-        )
+    if case.random or heads is None:
+        case.not_tested["number range"] = case.reason_without_heads
+        return
+    if "no-softmax" in case.observations:
+        case.not_tested["number range"] = "the weights are not from one softmax over the keys"
+        return
+    if not bool(torch.isfinite(subject.run(case.x)).all()):
+        case.not_tested["number range"] = "outputs of ordinary inputs are not finite"
         return
     wide = weights.largest_difference(heads.p)
-    if not wide or not bool(torch.isfinite(subject.run(case.x)).all()):
+    if not wide:
         case.not_tested["number range"] = "logits do not depend on the input"
         return
     huge = subject.input(1, case.size * (EXTREME / wide) ** 0.5)
@@ -79,7 +86,7 @@ def probe_decoding(case: Case) -> None:
     if case.random or subject.stateful:
         case.not_tested[what] = "the same call gives different outputs"
         return
-    if decode is None and subject.cache_name is None:
+    if decode is None and not subject.cache_names:
         case.not_tested[what] = "it takes no cache that is named so; give decode= if it has one"
         return
     if decode is None and not case.causal:
@@ -91,12 +98,12 @@ def probe_decoding(case: Case) -> None:
         if decode is not None:
             steps = list_tensors(decode(copy_target(subject.target), x))[0].detach().double()
         else:
-            steps = _decode_step_by_step(case, x)
+            steps = _decode_with_any_cache(case, x)
     except CODE_ERRORS as error:  # its protocol is not known: that is not a finding
         case.not_tested[what] = describe_error(error)
         return
-    if steps is None:
-        case.not_tested[what] = "it gives no cache back"
+    if isinstance(steps, str):
+        case.not_tested[what] = steps
         return
     if steps.shape != full.shape:
         case.report("decoding-differs", f"token by token gives {list(steps.shape)}, all at once {list(full.shape)}")
@@ -112,34 +119,55 @@ def probe_decoding(case: Case) -> None:
         case.understood.append("decoding with its cache equals the full forward pass")
 
 
-def _decode_step_by_step(case: Case, x: Tensor) -> Tensor | None:
+def _decode_with_any_cache(case: Case, x: Tensor) -> Tensor | str:
+    """Return the output token by token, by the first argument that takes what came back; or why none does."""
     subject = case.subject
-    assert subject.cache_name is not None
-    target = copy_target(subject.target)
+    flags = dict.fromkeys(subject.cache_flags, True)
+    tokens = [x[:, t : t + 1] for t in range(x.shape[1])]
+    alone = torch.cat([subject.run(token, **flags) for token in tokens], 1)
+    why = ""
+    for name in subject.cache_names:
+        try:
+            steps = _decode_step_by_step(case, tokens, name, flags)
+        except CODE_ERRORS as error:  # what came back is not for this argument
+            why = why or describe_error(error)
+            continue
+        if steps is None:
+            return "it gives no cache back"
+        if steps.shape != alone.shape or bool(differ(steps, alone).any()):
+            return steps
+        why = why or f"{name}= with what came back changes nothing"
+    return why
+
+
+def _decode_step_by_step(case: Case, tokens: list[Tensor], name: str, flags: dict[str, bool]) -> Tensor | None:
+    """Return the output for tokens [B, 1, E] one after another; None where no cache comes back."""
+    target = copy_target(case.subject.target)
     cache: Any = None
+    at: int | None = None
     outs: list[Tensor] = []
-    for t in range(x.shape[1]):
-        step = x[:, t : t + 1]
-        result = subject.call_with(step, target=target, **{subject.cache_name: cache})
-        out = subject.output(result, step)
+    for token in tokens:
+        result = case.subject.call_with(token, target=target, **flags, **{name: cache})
+        out = case.subject.output(result, token)
         outs.append(out.detach().double())
-        cache = _find_cache(result, out)
-        if cache is None:
+        at = _find_cache(result, out) if at is None else at  # later, weights are as large as a cache
+        if at is None:
             return None
+        cache = result[at]
     return torch.cat(outs, 1)
 
 
-def _find_cache(result: Any, out: Tensor) -> Any:
-    """Return the part of the result that is neither the output nor a matrix of weights."""
+def _find_cache(result: Any, out: Tensor) -> int | None:
+    """Return the place of the part of the result that is neither the output nor a matrix of weights."""
     if not isinstance(result, (tuple, list)):
         return None
-    for part in result[1:]:
+    for n, part in islice(enumerate(cast("Sequence[Any]", result)), 1, None):
         if isinstance(part, (tuple, list, dict)) and len(list_tensors(part)) >= 2:
-            return part
+            return n
         if part is not None and not isinstance(part, (Tensor, tuple, list, dict, int, float, str)):
-            return part
+            return n
         if isinstance(part, Tensor) and part.ndim >= 3 and part is not out and part.shape[-1] > 1:
-            return part
+            return n
     return None
 
 

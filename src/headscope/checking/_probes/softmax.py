@@ -41,7 +41,9 @@ def probe_softmax_and_scale(case: Case) -> None:
         lower = weights.fit_slope(heads, other, tri)  # logits above the diagonal may be something else
         if isinstance(lower, Slope) and not (isinstance(fitted, Slope) and lower.biased):
             fitted = lower
-    if isinstance(fitted, str) or bool((heads.p < 0).any()):
+    if verdict is not None and isinstance(fitted, Slope) and weights.is_cut_late(heads, fitted, tolerance):
+        verdict = Verdict("rows-do-not-sum-to-one", verdict.evidence)  # whatever was filled in, also below 0
+    elif isinstance(fitted, str) or bool((heads.p < 0).any()):
         verdict = weights.explain_missing_exp(heads, other) or verdict
     if verdict is not None and verdict.outcome == "scaled-after-softmax" and not isinstance(fitted, Slope):
         case.added = weights.find_added_number(heads, other)
