@@ -118,5 +118,6 @@ def map_of(page: Page, layer: int, head: int) -> dict[str, NDArray[np.float64]]:
 
 
 def browser() -> str | None:
-    """The path of a Chromium, if there is one."""
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    """The path of a Chromium, if there is one; that without windows takes half the time."""
+    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+    return next(filter(None, map(shutil.which, names)), None)
