@@ -104,11 +104,7 @@ def _rows(like: Tensor, heads: int, length: int, width: int, backend: str) -> Te
     sizes = (like.shape[0], heads, length, width)
     if backend != native.name:
         return like.new_empty(sizes)
-    return like.new_empty_strided(sizes, _native_strides(heads, length, width))
-
-
-def _native_strides(heads: int, length: int, width: int) -> tuple[int, int, int, int]:
-    return length * heads * width, width, heads * width, 1
+    return like.new_empty_strided(sizes, native.row_strides(length, heads, width))
 
 
 def lay_out(x: Tensor, backend: str) -> Tensor:
@@ -118,7 +114,8 @@ def lay_out(x: Tensor, backend: str) -> Tensor:
     """
     if backend != native.name:
         return x.contiguous()
-    strides = _native_strides(*x.shape[1:])
+    heads, length, width = x.shape[1:]
+    strides = native.row_strides(length, heads, width)
     return x if x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
 
 

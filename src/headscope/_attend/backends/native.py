@@ -279,10 +279,11 @@ def _forward(
 def rows_like(call: Call, length: int, heads: int, width: int) -> Tensor:
     """An empty [B, heads, length, width], laid out as [B, length, heads, width]: merging heads then costs nothing."""
     sizes = (call.batch, heads, length, width)
-    return torch.empty_strided(sizes, _row_strides(length, heads, width), dtype=call.dtype, device="cpu")
+    return torch.empty_strided(sizes, row_strides(length, heads, width), dtype=call.dtype, device="cpu")
 
 
-def _row_strides(length: int, heads: int, width: int) -> tuple[int, int, int, int]:
+def row_strides(length: int, heads: int, width: int) -> tuple[int, int, int, int]:
+    """Return the strides of ``rows_like``."""
     return (length * heads * width, width, heads * width, 1)
 
 
@@ -305,7 +306,7 @@ def to_kernel_call(call: Call, plan: Plan | None, inputs: Inputs, seed: int = 0)
     call_of_kernels = extension.Forward(
         sizes, CODES[call.dtype], q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride(),
         address(bias), _strides(bias), address(sinks), address(spans), spans_at, rules.program,
-        call.scale, call.softcap or 0.0, call.dropout, seed, _row_strides(call.queries, call.heads, call.v_head_dim),
+        call.scale, call.softcap or 0.0, call.dropout, seed, row_strides(call.queries, call.heads, call.v_head_dim),
     )  # fmt: skip
     return _KernelCall(call_of_kernels, (q, k, v, bias, sinks, spans, *rules.tensors))
 
