@@ -12,19 +12,18 @@ std::size_t gradient_scratch_of(const Backward& g) {
         gradient_uses_pairs(g.forward), [&]<class Op>() { return BackwardBlock<T, QUERY_VECTORS, Op>::scratch(g); });
     return block > bias ? block : bias;
 }
-// Divides the rows of a head into blocks, and these into groups. The division depends on the sizes alone, so that
-// results do not depend on the number of threads. A last block of at most one vector of rows is a group of its own.
+// Divides the rows of a head into blocks, and these into groups. The division depends on the rows alone, so that
+// results depend neither on the number of threads nor on the size of the batch. A last block of at most one vector of
+// rows is a group of its own.
 template <class T>
 struct Groups {
     std::int64_t rows, blocks, groups;
     int size, remainder;  // blocks of a group; rows of that last block, or 0
     explicit Groups(const Forward& f) : rows(f.queries * (f.heads / f.kv_heads)), remainder(int(rows % MAX_ROWS)) {
-        constexpr std::int64_t MIN_GROUPS = 16;  // of all heads, so that no thread idles for long at the end
         if (remainder > LANES<T>) remainder = 0;
         blocks = (rows - remainder + MAX_ROWS - 1) / MAX_ROWS;
-        const std::int64_t groups_per_head = MIN_GROUPS / (f.batch * f.kv_heads + 1) + 1,
-                           even_size = blocks / groups_per_head;
-        size = even_size < 1 ? 1 : even_size < MAX_GROUP_BLOCKS ? int(even_size) : MAX_GROUP_BLOCKS;
+        const std::int64_t least = (blocks + MAX_GROUP_BLOCKS - 1) / MAX_GROUP_BLOCKS;
+        size = least ? int((blocks + least - 1) / least) : 1;
         groups = (blocks + size - 1) / size;
     }
     std::int64_t count() const { return groups + (remainder > 0 || groups == 0); }

@@ -1,3 +1,9 @@
+// The least keys of a split of a row block.
+template <class T>
+std::int64_t min_split_keys(const Forward& f) {
+    return f.queries * (f.heads / f.kv_heads) <= LANES<T> ? 1024 : 4096;
+}
+
 // The forward pass of a block of rows. With G > 0 the block has at most G rows, its output is stored row by row, and
 // the product with the values is that of decode_products-inl.h; with G <= MAX_DECODE_ROWS the logits are, too. The
 // observer's hooks are those of observer_hooks-inl.h.
@@ -32,7 +38,11 @@ struct ForwardBlock : SoftmaxBlock<T, QV, G, Op, Observer> {
         if (PAIRS) begin -= begin % 2;  // words hold keys 2n and 2n + 1
         observer.start(*this, begin, end);
         if (splits > 1) {
-            const std::int64_t split_keys = ((end - begin) / splits + KEYS) / KEYS * KEYS;
+            // of the keys that are visible, so that those beyond do not matter; some splits may remain empty
+            const std::int64_t all = (end - begin) / min_split_keys<T>(f), used = all < 1        ? 1
+                                                                                  : all < splits ? all
+                                                                                                 : splits;
+            const std::int64_t split_keys = ((end - begin) / used + KEYS) / KEYS * KEYS;
             begin += split * split_keys;
             if (end > begin + split_keys) end = begin + split_keys;
         }
@@ -65,8 +75,8 @@ struct ForwardBlock : SoftmaxBlock<T, QV, G, Op, Observer> {
             bool fully_visible;
             if (!this->evaluate_mask(j, keys, fully_visible)) return false;
             const int depth = int(f.head_dim), width = int(f.v_head_dim);
-            packed = !Observer::OBSERVES && fully_visible && !f.mask.rule_count && !f.bias.data && !(f.softcap > 0) &&
-                     !(f.dropout > 0);
+            packed = !Observer::OBSERVES && fully_visible && !this->masked_by_rules && !f.bias.data &&
+                     !(f.softcap > 0) && !(f.dropout > 0);
             if constexpr (PAIRS) {
                 const auto* k = reinterpret_cast<const BFloat16*>(element_address(f.k, b, this->kv_head, j, 2));
                 Products::dots(decode_q, k_width / 2, k, f.k.stride[2], keys, depth, this->query_factor(), p, packed,

@@ -27,19 +27,24 @@ RowRange rows_of_block(const Forward& f, std::int64_t number) {
     return {first, int((end < rows ? end : rows) - first)};
 }
 
-// The number of splits of the keys of a row block: more than 1 for few blocks and many keys. It depends on the sizes
-// alone, so that results do not depend on the number of threads.
+// The most splits of the keys of a row block: more than 1 for few rows and many keys. It depends on the queries and
+// keys of one batch entry and head alone, so that results depend neither on the number of threads nor on the size of
+// the batch. Partial results of many rows take longer to merge, so they have more keys.
+template <class T>
 std::int64_t key_splits(const Forward& f) {
-    constexpr std::int64_t MIN_TASKS = 64, MIN_SPLIT_KEYS = 1024;
-    const std::int64_t blocks = f.batch * f.kv_heads * row_block_count(f);
-    if (blocks == 0 || blocks >= MIN_TASKS || f.keys < 2 * MIN_SPLIT_KEYS) return 1;
-    const std::int64_t splits = (MIN_TASKS + blocks - 1) / blocks, max_splits = f.keys / MIN_SPLIT_KEYS;
-    return splits < max_splits ? splits : max_splits;
+    constexpr std::int64_t MAX_SPLITS = 64;
+    const std::int64_t rows = f.queries * (f.heads / f.kv_heads), splits = f.keys / min_split_keys<T>(f);
+    if (splits < 2 || rows > 2 * QUERY_VECTORS * LANES<T>) return 1;
+    return splits < MAX_SPLITS ? splits : MAX_SPLITS;
+}
+std::int64_t key_splits(const Forward& f) {
+    return with_accumulation_type(f, [&]<class T>() { return key_splits<T>(f); });
 }
 // The size of the partial result of one split, in numbers. Dv is padded to 32, the STEP of DecodePairs.
 template <class T>
 std::int64_t partial_size(const Forward& f) {
-    return ((f.v_head_dim + 31) / 32 * 32 + 2) * QUERY_VECTORS * LANES<T>;
+    const std::int64_t rows = f.queries * (f.heads / f.kv_heads), L = LANES<T>;
+    return ((f.v_head_dim + 31) / 32 * 32 + 2) * (rows <= L ? L : QUERY_VECTORS * L);
 }
 std::size_t partial_bytes(const Forward& f) {
     const std::int64_t splits = key_splits(f);

@@ -15,7 +15,7 @@ struct LogitsBlock : MaskedRowBlock<T, QV, Op> {
                         V<T>* subtrahend = nullptr) {
         bool fully_visible;
         if (!this->evaluate_mask(j, keys, fully_visible)) return false;
-        all_visible = fully_visible && !f.mask.rule_count && !f.bias.data;
+        all_visible = fully_visible && !this->masked_by_rules && !f.bias.data;
         const int depth = int(f.head_dim);
         const StridedRows k = this->qk_operand(f.k, j, keys, depth, converted_k);
         const Epilogue epilogue = subtrahend                  ? Epilogue::subtract
@@ -35,7 +35,7 @@ struct LogitsBlock : MaskedRowBlock<T, QV, Op> {
     // queries, or up to eleven keys, in blocks of a few products, and the error of float results may be at most twice
     // torch's.
     bool sums_in_short_blocks(std::int64_t width) const {
-        return !PAIRS && (f.queries <= 3 || f.keys <= 8 || (f.keys <= 11 && width > 64));
+        return !PAIRS && (f.queries <= 3 || this->key_range <= 8 || (this->key_range <= 11 && width > 64));
     }
     // The number of products in a block of a blocked sum over D or Dv (the width); 0: one chain of all products. Two
     // chains of 32 meet the bound of twice torch's error for nine to eleven keys. A longer sum takes chains of 64, as
@@ -44,7 +44,7 @@ struct LogitsBlock : MaskedRowBlock<T, QV, Op> {
     int sum_block_depth(std::int64_t width) const {
         if (sums_in_short_blocks(width)) return SHORT_SUM_BLOCK;
         if (is_half(f)) return 0;
-        if (f.keys <= 11 && width > 32) return 32;
+        if (this->key_range <= 11 && width > 32) return 32;
         return width > 128 ? 64 : 0;
     }
     static constexpr int SHORT_SUM_BLOCK = 16;
@@ -58,7 +58,7 @@ struct LogitsBlock : MaskedRowBlock<T, QV, Op> {
         if (f.softcap > 0) apply_softcap(keys, softcap_slope);
         if (f.bias.data) add_bias(j, keys);
         if (!fully_visible) this->mask_by_spans(j, keys);
-        if (f.mask.rule_count) this->mask_by_rules(keys);
+        if (this->masked_by_rules) this->mask_by_rules(keys);
     }
 
     // Initializes the running maximum and sum of each row: with its sink, if there is one.

@@ -11,6 +11,8 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
     std::int64_t vector_begin[QV];  // keys before are masked in the rows of this vector and of those after
     static constexpr int WORDS = KEYS / 64;
     Int<T> rule_bits[2 * WORDS][ROWS] __attribute__((aligned(64)));
+    bool masked_by_rules = false;  // the rules hide some key of the last block from some row
+    std::int64_t key_range = 0;    // the number of keys from the first one that is visible to any row to the last
 
     // Divides keys j .. j + keys, at multiples of eight, into ranges for which the vectors of rows with visible keys
     // are the same, and calls body(first vector, number of vectors, first key, number of keys). The first vectors drop
@@ -86,11 +88,17 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
         for (int v = QV - 1; v > 0; v--)
             if (vector_begin[v] < vector_begin[v - 1]) vector_begin[v - 1] = vector_begin[v];
     }
-    // The first key visible to any row by its spans, and the last + 1.
-    void find_key_range(std::int64_t& begin, std::int64_t& end) const {
+    // The first key visible to any row, and the last + 1. Blocks of keys begin at the first one, so that padding on
+    // either side changes no result, and is not multiplied.
+    void find_key_range(std::int64_t& begin, std::int64_t& end) {
         begin = 0;
         end = f.keys;
-        if (!f.mask.spans.data) return;
+        if (f.mask.spans.data) find_range_of_spans(begin, end);
+        if (f.mask.rule_count) trim_range_by_rules(begin, end);
+        if (begin > end) begin = end;
+        key_range = end - begin;
+    }
+    void find_range_of_spans(std::int64_t& begin, std::int64_t& end) const {
         begin = f.keys;
         end = 0;
         for (int r = 0; r < count; r++)
@@ -99,6 +107,31 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
                     if (span[n][r] < begin) begin = span[n][r];
                     if (span[n + 1][r] > end) end = span[n + 1][r];
                 }
+    }
+    void trim_range_by_rules(std::int64_t& begin, std::int64_t& end) const {
+        int first = -1, last = -1;
+        for (; begin < end && first < 0; begin += first < 0 ? KEYS : first)
+            find_visible_by_rules(begin, this->keys_of_block(begin, end), first, last);
+        while (begin < end) {
+            const int keys = this->keys_of_block(begin, end);
+            find_visible_by_rules(end - keys, keys, first, last);
+            end -= last < 0 ? keys : keys - 1 - last;
+            if (last >= 0) return;
+        }
+    }
+    // The first and the last of keys j0 .. j0 + keys that the rules show to any row, counted from j0, or -1.
+    void find_visible_by_rules(std::int64_t j0, int keys, int& first, int& last) const {
+        KeyBits shown{};
+        for (int r = 0; r < count; r++) {
+            const KeyBits visible = evaluate_rules_of_row(r, j0, keys);
+            for (int w = 0; w < WORDS; w++) shown.word[w] |= visible.word[w] & bits_below(keys - 64 * w);
+        }
+        first = last = -1;
+        for (int w = 0; w < WORDS; w++) {
+            if (!shown.word[w]) continue;
+            if (first < 0) first = 64 * w + __builtin_ctzll(shown.word[w]);
+            last = 64 * w + 63 - __builtin_clzll(shown.word[w]);
+        }
     }
     // Returns whether any of these keys is visible to any row; fully_visible: whether spans make all visible to all.
     bool evaluate_mask(std::int64_t j, int keys, bool& fully_visible) {
@@ -134,18 +167,20 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
         }
     }
     // Evaluates the rules for keys j0 .. j0 + keys into rule_bits: a bit for each key, in words of 32, with rows in the
-    // lanes. Returns whether any key is visible to any row.
+    // lanes; and into masked_by_rules. Returns whether any key is visible to any row.
     bool evaluate_rules(std::int64_t j0, int keys) {
-        std::uint64_t any_visible = 0;
+        std::uint64_t any_visible = 0, any_masked = 0;
         for (int r = 0; r < ROWS; r++) {
             const KeyBits visible = r < count ? evaluate_rules_of_row(r, j0, keys) : KeyBits{};
             for (int w = 0; w < WORDS; w++) {
                 const std::uint64_t bits = visible.word[w];
                 any_visible |= bits;
+                if (r < count) any_masked |= ~bits & bits_below(keys - 64 * w);
                 rule_bits[2 * w][r] = Int<T>(std::uint32_t(bits));
                 rule_bits[2 * w + 1][r] = Int<T>(std::uint32_t(bits >> 32));
             }
         }
+        masked_by_rules = any_masked != 0;
         return any_visible != 0;
     }
     void mask_by_rules(int keys) {
