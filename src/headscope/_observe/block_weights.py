@@ -186,7 +186,7 @@ def _normal(rows: Rows, top: Tensor, beside: Tensor, sees: Tensor) -> tuple[Tens
     """lse - top, and what exp(s - top) is multiplied by to give p; ``beside`` is Σ exp(s - top) less 1.
 
     Raises:
-        ValueError: the lse of a row that sees a key is below its largest logit, so that a weight would be above 1.
+        ValueError: the lse of a row that sees a key is below its largest logit.
     """
     norm, scale = beside.log1p(), 1 / (1 + beside)
     if rows.lse is None:

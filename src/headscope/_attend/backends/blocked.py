@@ -117,8 +117,8 @@ def _logits(call: Call, plan: Plan | None, block: Block, inputs: Inputs) -> _Log
 def _products(call: Call, q: Tensor, k: Tensor) -> Tensor:
     """The scaled products of queries [b, h, g * i, D] and keys [b, h, j, D], as [b, h, g * i, j].
 
-    On a CPU a product of few rows is summed in shorter chains than one of many, so the few queries of each head are
-    multiplied by themselves: those of a group in one product erred up to three times as much as plain torch.
+    On a CPU a product of few rows is summed in shorter chains than one of many. So the few queries of each head are
+    multiplied by themselves: in one product their errors were up to three times those of plain torch.
     """
     if call.group == 1 or call.queries > FEW_QUERIES or call.device != "cpu":
         return scaled_products(q, k, call.scale, call.softcap)
