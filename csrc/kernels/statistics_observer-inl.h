@@ -50,6 +50,7 @@ struct StatisticsObserver : RowSumsObserver<T, QV> {
     INLINE static V<T> weight_of(V<T> logit, V<T> top) {
         return logit == -std::numeric_limits<T>::infinity() ? splat(T(-1)) : exp2(logit - top);
     }
+    static constexpr double MAX_BELOW = 0.01;  // BELOW of src/headscope/_observe/block_weights.py
     // Computes `norm` and `scale` of each row.
     template <class Block>
     void find_normalization(const Block& block, RowResults& rows) const {
@@ -76,9 +77,12 @@ struct StatisticsObserver : RowSumsObserver<T, QV> {
             const double magnitude = std::abs(double(rows.norm[r]) + double(rows.top[r]) * LN2),
                          difference = std::abs(external_norm - double(rows.norm[r]));
             if (difference <= s->lse_tolerance * (magnitude > 1 ? magnitude : 1)) continue;
-            rows.norm[r] = T(external_norm);
+            // an lse below the largest logit is rounding, or else an error that the caller words
+            if (external_norm < -MAX_BELOW) s->nonfinite->store(true, std::memory_order_relaxed);
+            const double norm = external_norm < 0 && std::isfinite(external_norm) ? 0 : external_norm;
+            rows.norm[r] = T(norm);
             // at least the smallest normal number, since a scale of 0 marks a row that is not counted
-            rows.scale[r] = std::max(T(std::exp(-external_norm)), std::numeric_limits<T>::min());
+            rows.scale[r] = std::max(T(std::exp(-norm)), std::numeric_limits<T>::min());
         }
     }
     // Decides which rows are counted: those that have a visible key, are finite and may count.

@@ -147,7 +147,8 @@ def observe(
         q, k, mask, bias, scale, softcap, sinks: as for ``attention``.
         v: values, for ``value_norm``; without them it is left out.
         lse: log-sum-exp of each row, [B, H, Q], from ``attend`` or from another kernel. What agrees with q and k to
-            within rounding changes nothing; anything else is taken as it stands, p = exp(s - lse).
+            within rounding changes nothing; anything else is taken as it stands, p = exp(s - lse). It is at least the
+            row's largest logit.
         dropout: checked and ignored: the weights before dropout are measured.
         backend: checked and ignored: the backend that attended does not matter.
         q_pos: where queries stand: numbers [Q], [Q, 2] on a grid, or [B, Q, 1 or 2]; NaN = has no position. By default
@@ -162,7 +163,7 @@ def observe(
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
-        ValueError: a size or option that does not fit.
+        ValueError: a size or option that does not fit; an ``lse`` by which a weight would be above 1.
     """
     if backend is not None:  # whether it takes the call
         prepare(q, k, k if v is None else v, mask, bias, sinks, scale, softcap, dropout, False, backend)

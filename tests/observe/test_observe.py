@@ -250,11 +250,15 @@ def test_a_given_lse_is_taken_for_the_rows_own_within_rounding_alone(
             off = float(lse.double()) - size
             assert (abs(off) < width) == is_near, "a number of the dtype on the side that is meant"
             assert abs(off) < 7 * width, "and less than ten times the width away"
+            if off < -0.01 and not is_near:
+                with pytest.raises(ValueError, match=r"lse: got .* so that a weight would be \d"):
+                    observe(q, k, lse=lse, **options)
+                continue
             mass = observe(q, k, lse=lse, **options)[0, 0, "mass"].mean
             if is_near:
                 assert mass == own
             else:
-                assert mass == pytest.approx(math.exp(-off), rel=0.1 * abs(off))
+                assert mass == pytest.approx(math.exp(-max(0.0, off)), rel=0.1 * abs(off))
 
 
 def test_another_lse_is_taken_as_it_stands() -> None:
@@ -265,6 +269,25 @@ def test_another_lse_is_taken_as_it_stands() -> None:
     part = observe(q, k[:, :, :4], lse=lse, kind="cross")
     torch.testing.assert_close(part[0, "mass"].mean, p[..., :4].sum(-1).mean((0, 2)).double(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(part.received, p[..., :4].sum((0, 2)).double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["native", "portable"])
+def test_an_lse_below_the_largest_logit_is_refused(form: str) -> None:
+    """No weights are above 1; an lse by another base, or of other logits, would make them so without a word."""
+    if form == "native" and native.extension is None:
+        pytest.skip("the native extension was not built: no C++ compiler")
+    q, k, v = made(2, 3, 5, 5)
+    options: dict[str, Any] = {"mask": causal(), "q_pos": torch.arange(5) if form == "portable" else None}
+    lse = headscope.attend(q, k, v, mask=causal()).lse
+    with pytest.raises(ValueError, match=r"lse: got .* for a row whose largest logit is .* expected the natural log"):
+        observe(q, k, lse=lse - 1, **options)
+    lse[1, 2, 0] -= 0.02  # the row of one key
+    with pytest.raises(ValueError, match=r"a weight would be 1.02"):
+        observe(q, k, lse=lse, **options)
+    lse[1, 2, 0] += 0.015  # another kernel's rounding
+    rounded = observe(q, k, lse=lse, **options)
+    assert rounded[0, 2, "max_weight"].max == 1
+    assert rounded[0, 2, "entropy"].min == 0
 
 
 # ---------------------------------------------------------------- which rows

@@ -708,3 +708,35 @@ def test_texts_are_strings() -> None:
 def test_accelerate_is_a_yes_or_no() -> None:
     with pytest.raises(TypeError, match="accelerate: got str, wanted True or False"):
         watch(Small(), accelerate="yes")  # pyright: ignore[reportArgumentType]
+
+
+class Fixed(nn.Module):
+    """Queries of a text that attend to keys and values of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.out = nn.Linear(8, 24, bias=False), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """x [T, B, 8], keys and values [B * 2, N, 4] -> [T, B, 8]."""
+        return F.multi_head_attention_forward(
+            x, x, x, 8, 2, self.packed.weight, None, None, None, True, 0.0, self.out.weight, self.out.bias,
+            static_k=keys, static_v=values,
+        )[0]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [3, 5, 9], ids=["fewer keys", "as many", "more"])
+def test_fixed_keys_stand_nowhere(count: int) -> None:
+    """They are not the tokens of the queries, however many there are; the zero key that is added is one of them."""
+    torch.manual_seed(0)
+    model, x = Fixed().eval(), torch.randn(5, 3, 8)
+    keys, values = torch.randn(2, 6, count, 4)
+    with torch.no_grad(), watch(model) as seen:
+        model(x, keys, values)
+    assert seen.kinds == {"Fixed": "cross"}
+    q = (x.double() @ model.packed.weight[:8].double().T).transpose(0, 1).unflatten(-1, (2, 4)).transpose(1, 2)
+    k = F.pad(keys.double(), (0, 0, 0, 1)).view(3, 2, count + 1, 4)
+    p = (q @ k.mT * 0.5).softmax(-1)
+    entropy = -(p * p.log()).sum(-1).mean((0, 2))
+    torch.testing.assert_close(seen.stats["Fixed"][0, "entropy"].mean, entropy, rtol=1e-5, atol=1e-6)
+    assert "distance" not in seen.stats["Fixed"].names

@@ -246,6 +246,33 @@ class Pair(nn.Module):
         self.self_attn(self.embed(other))
 
 
+class Numbered(nn.Module):
+    """A text whose layers are called with its vectors and other whole numbers, one a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(9, WIDTH), Block()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.layer(self.embed(input_ids), torch.zeros_like(input_ids))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention()
+
+    def forward(self, x: Tensor, level: Tensor) -> Tensor:
+        return self.self_attn(x + level[..., None])
+
+
+def test_whole_numbers_beside_vectors_are_no_ids() -> None:
+    model, ids = Numbered(), torch.arange(4)[None]
+    with torch.no_grad(), watched(model) as seen:
+        model(ids)
+    assert seen.stats["layer.self_attn"][0, "duplicate"].count.tolist() == [0] * HEADS
+
+
 @pytest.mark.parametrize(
     ("model", "inputs", "wanted"),
     [

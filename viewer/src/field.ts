@@ -41,7 +41,7 @@ export function topOf(values: Float32Array, rows: number, columns: number): { to
   return { top: top || any || 1, above: top > 0 && any > 1.01 * top };
 }
 
-/** A head's map. Without the sink its first column is left out; means and single weights are then divided by what is left. */
+/** A head's map. Without the sink its first column is left out; means and single weights share what it had, so that a row keeps its sum. */
 export function field(map: HeadMap, pool: Pool, sink: boolean, exact: boolean): Field {
   const { rows, columns } = map;
   let values = pool === "max" ? map.max : map.mean;

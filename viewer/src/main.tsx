@@ -161,7 +161,7 @@ function Switches({ state, change, theme, pick }: SwitchesProps) {
           {pooled && <Select label="bins show their" value={state.pool} options={[["mean", "mean"], ["max", "max"]]} choose={(pool) => change({ pool })} />}
           <Select label="scale" value={state.scale} options={[["linear", "linear"], ["log", "log"]]} choose={(scale) => change({ scale })} />
           <Select label="colours" value={state.colours} options={[["viridis", "viridis"], ["cividis", "cividis"], ["magma", "magma"]]} choose={(colours) => change({ colours })} />
-          {SINK && <label title="Leaves out the first column, and divides what is left of each row by its sum. The max of a bin of several weights stays as it is.">
+          {SINK && <label title="Leaves out the first column, and shares its weight among the rest of each row, so that the row keeps its sum. The max of a bin of several weights stays as it is.">
             <input type="checkbox" checked={state.sink} onChange={(event) => change({ sink: event.currentTarget.checked })} /> without {firstColumn()}
           </label>}
         </>

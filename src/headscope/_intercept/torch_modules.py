@@ -98,7 +98,8 @@ def with_factors(operator: str, args: tuple[Any, ...], factors: Tensor) -> list[
 def functional_call(arguments: Mapping[str, Any]) -> InterceptedCall:
     """The attention of ``torch.nn.functional.multi_head_attention_forward``; lengths come first, then the batch."""
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
-    kind: Kind = "self" if same(query, key) else "cross"
+    fixed = (arguments.get("static_k"), arguments.get("static_v"))
+    kind: Kind = "self" if same(query, key) and fixed[0] is None else "cross"  # fixed keys stand for other tokens
     sources = tuple(x[None] if x.ndim == 2 else x.transpose(0, 1) for x in (query, key, value))  # [B, length, E]
     padding, mask = arguments.get("key_padding_mask"), arguments.get("attn_mask")
     hinted = bool(arguments.get("is_causal")) and padding is None and not arguments.get("need_weights", True)
@@ -110,7 +111,6 @@ def functional_call(arguments: Mapping[str, Any]) -> InterceptedCall:
     else:
         weights = arguments["in_proj_weight"].chunk(3)
     extra = (arguments.get("bias_k"), arguments.get("bias_v"), bool(arguments.get("add_zero_attn")))
-    fixed = (arguments.get("static_k"), arguments.get("static_v"))
     return _packed(
         sources, weights, arguments["in_proj_bias"], arguments["num_heads"], extra, fixed, {**options, "kind": kind}
     )
@@ -124,7 +124,8 @@ def _packed(
     """Project [B, length, E] each, cut into heads, and add the keys that belong to no token."""
     biases = (None, None, None) if bias is None else bias.chunk(3)
     q, k, v = (F.linear(x, w, b) for x, w, b in zip(sources, weights, biases, strict=True))
-    batch, queries, keys = len(q), q.shape[1], k.shape[1]
+    batch, queries = len(q), q.shape[1]
+    keys = k.shape[1] if fixed[0] is None else fixed[0].shape[-2]
     if extra[0] is not None and extra[1] is not None:
         k, v = (torch.cat([x, more.expand(batch, 1, -1)], 1) for x, more in ((k, extra[0]), (v, extra[1])))
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))  # [B, H, length, D]

@@ -5,6 +5,7 @@ The tiles that a recording can give later are in ``stats._kept_weights``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -24,6 +25,9 @@ from headscope.stats._layer import wide
 FLOOR = -1000.0  # exp of it is 0 in every dtype, and 0 times it is 0
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """How far a given lse may be from the row's own, relative to it, to be taken for the same."""
+
+BELOW = 0.01
+"""How far a given lse may be below the row's largest logit, by another kernel's rounding, to be taken for equal."""
 
 
 class Block(NamedTuple):
@@ -143,7 +147,7 @@ def weights(scene: Scene, rows: Rows, j: slice) -> Tile:
     beside = (e - ones).sum(-1) + (ones.sum(-1) - 1)  # Σ e - 1: the 1 of a peaked row would swallow the rest
     if sink is not None:
         beside = beside + (sink - top).exp()
-    norm, scale = _normal(rows.lse, top, beside)
+    norm, scale = _normal(rows, top, beside, choices > 0)
     finite = scale.isfinite() & norm.isfinite() & (max_logit != -torch.inf)
     counted = (choices > 0) & finite
     broken = (choices > 0) & ~finite
@@ -178,12 +182,24 @@ def _logits(scene: Scene, rows: Rows, heads: slice, j: slice) -> tuple[Tensor, T
     return (s if bias is None else s.add_(bias.to(dtype))), visible
 
 
-def _normal(lse: Tensor | None, top: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
-    """lse - top, and what exp(s - top) is multiplied by to give p; ``beside`` is Σ exp(s - top) less 1."""
+def _normal(rows: Rows, top: Tensor, beside: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
+    """lse - top, and what exp(s - top) is multiplied by to give p; ``beside`` is Σ exp(s - top) less 1.
+
+    Raises:
+        ValueError: the lse of a row that sees a key is below its largest logit.
+    """
     norm, scale = beside.log1p(), 1 / (1 + beside)
-    if lse is None:
+    if rows.lse is None:
         return norm, scale
-    offset = lse.to(wide(top.device)) - top
-    near = (offset - norm).abs() <= ROUNDING[lse.dtype] * (norm + top).abs().clamp_min(1.0)
-    offset = offset.to(top.dtype)
+    offset = rows.lse.to(wide(top.device)) - top
+    near = (offset - norm).abs() <= ROUNDING[rows.lse.dtype] * (norm + top).abs().clamp_min(1.0)
+    wrong = (offset < -BELOW) & ~near & sees & offset.isfinite()
+    if bool(wrong.any()):
+        b, h, i = wrong.nonzero()[0].tolist()
+        got, largest = float(rows.lse[b, h, i]), float(top[b, h, i])
+        raise ValueError(
+            f"lse: got {got:g} for a row whose largest logit is {largest:g}, so that a weight would be "
+            f"{math.exp(min(largest - got, 700)):.3g}; expected the natural logarithm of Σ exp over all its logits"
+        )
+    offset = torch.where(offset.isfinite(), offset.clamp_min(0.0), offset).to(top.dtype)
     return torch.where(near, norm, offset), torch.where(near, scale, (-offset).exp())

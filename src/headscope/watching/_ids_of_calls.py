@@ -65,11 +65,16 @@ def find_cache(frames: Iterable[Frame]) -> object:
 
 
 def _id_arguments(arguments: Mapping[str, Any], queries: int) -> list[Tensor] | None:
-    """The arguments that may be a layer's ids: ``input_ids``, or whole numbers, one a query; None = there are none."""
+    """The arguments that may be a layer's ids: ``input_ids``, or whole numbers, one a query; None = there are none.
+
+    Whole numbers of another name beside a sequence of vectors are not what it was made from.
+    """
     named = arguments.get("input_ids")
     if isinstance(named, Tensor):
         others = (value for name, value in arguments.items() if name.endswith("_input_ids"))
         return [named, *(each for each in others if _may_be_ids(each, queries) and each is not named)]
+    if any(value.ndim > 2 and queries in value.shape[:2] for value in _sequences(arguments).values()):
+        return None
     unnamed = [
         value
         for name, value in arguments.items()
