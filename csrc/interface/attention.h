@@ -75,6 +75,9 @@ struct Forward {
     double softcap = 0;  // 0: none
     double dropout = 0;  // probability of dropping a weight
     std::uint64_t seed = 0;
+    // Every row is summed in one order, whatever rows follow it: no products for few rows, no splits of keys, blocks of
+    // rows that depend on their numbers alone.
+    bool uniform = false;
     void* out = nullptr;              // [B, H, Q, Dv], dtype of q
     std::int64_t out_stride[3];       // the last stride is 1
     void* lse = nullptr;              // [B, H, Q], contiguous, of the accumulation type; or null

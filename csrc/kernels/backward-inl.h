@@ -258,7 +258,7 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
     // Loads `top`, `inverse_sum` and `delta` before the keys from .. to are processed, unless the block of keys has all
     // that are visible: compute_logit_gradient then computes them.
     void prepare_sums(std::int64_t from, std::int64_t to) {
-        is_single_block = from == begin && to == end;
+        is_single_block = from == begin && to == end && !f.uniform;
         if (is_single_block || has_sums) return;
         load_sums();
         has_sums = true;
@@ -281,7 +281,7 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
     // largest error of dQ. Few rows compute their sums anyway; heads of up to four numbers have so little to multiply
     // that all rows do both.
     bool recomputes_delta() const {
-        if (for_bias_gradient && g.dbias_stride[3] == 0) return true;
+        if (f.uniform || (for_bias_gradient && g.dbias_stride[3] == 0)) return true;
         if (f.q.dtype != Dtype::f32 || f.head_dim > 16) return false;
         return f.head_dim <= 4 || count <= MAX_DECODE_ROWS<T> || this->sums_in_short_blocks(f.head_dim);
     }

@@ -20,10 +20,10 @@ struct Groups {
     std::int64_t rows, blocks, groups;
     int size, remainder;  // blocks of a group; rows of that last block, or 0
     explicit Groups(const Forward& f) : rows(f.queries * (f.heads / f.kv_heads)), remainder(int(rows % MAX_ROWS)) {
-        if (remainder > LANES<T>) remainder = 0;
+        if (remainder > LANES<T> || f.uniform) remainder = 0;
         blocks = (rows - remainder + MAX_ROWS - 1) / MAX_ROWS;
         const std::int64_t least = (blocks + MAX_GROUP_BLOCKS - 1) / MAX_GROUP_BLOCKS;
-        size = least ? int((blocks + least - 1) / least) : 1;
+        size = f.uniform ? MAX_GROUP_BLOCKS : least ? int((blocks + least - 1) / least) : 1;
         groups = (blocks + size - 1) / size;
     }
     std::int64_t count() const { return groups + (remainder > 0 || groups == 0); }

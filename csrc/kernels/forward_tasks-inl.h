@@ -19,7 +19,7 @@ RowRange rows_of_block(const Forward& f, std::int64_t number) {
     constexpr int L = LANES<T>, max_rows = QUERY_VECTORS * L;
     const std::int64_t rows = f.queries * (f.heads / f.kv_heads), remainder = rows % max_rows;
     std::int64_t first = number * max_rows, end = first + max_rows;
-    if (remainder > MAX_DECODE_ROWS<T>) {
+    if (remainder > MAX_DECODE_ROWS<T> && !f.uniform) {
         const std::int64_t vectors = (rows + L - 1) / L, blocks = row_block_count<T>(f);
         first = vectors * number / blocks * L;
         end = vectors * (number + 1) / blocks * L;
@@ -34,7 +34,7 @@ template <class T>
 std::int64_t key_splits(const Forward& f) {
     constexpr std::int64_t MAX_SPLITS = 64;
     const std::int64_t rows = f.queries * (f.heads / f.kv_heads), splits = f.keys / min_split_keys<T>(f);
-    if (splits < 2 || rows > 2 * QUERY_VECTORS * LANES<T>) return 1;
+    if (splits < 2 || rows > 2 * QUERY_VECTORS * LANES<T> || f.uniform) return 1;
     return splits < MAX_SPLITS ? splits : MAX_SPLITS;
 }
 std::int64_t key_splits(const Forward& f) {
@@ -117,6 +117,9 @@ void with_forward_block(const Forward& f, std::int64_t head, std::int64_t number
         const auto run = [&]<int QV, int G>() {
             with_rows<T, ForwardBlock<T, QV, G, Op>>(f, head, number, scratch, body);
         };
+        if (f.uniform && count <= L) return run.template operator()<1, 0>();
+        if (f.uniform && QUERY_VECTORS > 2 && count <= 2 * L) return run.template operator()<2, 0>();
+        if (f.uniform) return run.template operator()<QUERY_VECTORS, 0>();
         if (count == 1) return run.template operator()<1, 1>();
         if (count == 2) return run.template operator()<1, 2>();
         if (D >= 4 && count <= 4) return run.template operator()<1, (D < 4 ? D : 4)>();

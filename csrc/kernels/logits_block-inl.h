@@ -35,7 +35,7 @@ struct LogitsBlock : MaskedRowBlock<T, QV, Op> {
     // queries, or up to eleven keys, in blocks of a few products, and the error of float results may be at most twice
     // torch's.
     bool sums_in_short_blocks(std::int64_t width) const {
-        return !PAIRS && (f.queries <= 3 || this->key_range <= 8 || (this->key_range <= 11 && width > 64));
+        return !PAIRS && (f.uniform || f.queries <= 3 || this->key_range <= 8 || (this->key_range <= 11 && width > 64));
     }
     // The number of products in a block of a blocked sum over D or Dv (the width); 0: one chain of all products. Two
     // chains of 32 meet the bound of twice torch's error for nine to eleven keys. A longer sum takes chains of 64, as

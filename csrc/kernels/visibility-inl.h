@@ -19,6 +19,8 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
     // out along the diagonal of a causal mask; the last ones join where the next document begins.
     template <class Body>
     INLINE void for_each_key_range(std::int64_t j, int keys, const Body& body) const {
+        if (f.uniform)  // a sum that is cut where other rows drop out would depend on these
+            return body(std::integral_constant<int, 0>{}, std::integral_constant<int, QV>{}, 0, keys);
         const auto end_of = [&](int v) { return (vector_end[v] - j + 7) / 8 * 8; };
         const auto begin_of = [&](int v) { return vector_begin[v] <= j ? 0 : (vector_begin[v] - j) / 8 * 8; };
         for (int from = 0, to; from < keys; from = to) {

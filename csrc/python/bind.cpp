@@ -45,7 +45,7 @@ void bind_attention(nb::module_& m) {
                             std::uintptr_t k, Axes k_stride, std::uintptr_t v, Axes v_stride, std::uintptr_t bias,
                             Axes bias_stride, std::uintptr_t sinks, std::uintptr_t spans,
                             std::array<std::int64_t, 3> spans_at, const std::vector<RuleArguments>& rules, double scale,
-                            double softcap, double dropout, std::uint64_t seed, Axes out_stride) {
+                            double softcap, double dropout, std::uint64_t seed, Axes out_stride, bool uniform) {
             new (f) Forward();
             f->batch = sizes[0];
             f->heads = sizes[1];
@@ -73,6 +73,7 @@ void bind_attention(nb::module_& m) {
             f->softcap = softcap;
             f->dropout = dropout;
             f->seed = seed;
+            f->uniform = uniform;
         });
     // Returns whether all of out is finite.
     m.def("forward", [](const Forward& call, std::uintptr_t out, std::uintptr_t lse, int threads) {

@@ -55,6 +55,7 @@ class Call:
             operators that run (see ``is_traced``); "mapped" and "transformed", likewise, and it is torch.func within
             torch.compile, which asks for a first gradient at most, or may ask for any derivative; "subclass", they
             are more than ordinary tensors.
+        uniform: whether each row is to be summed in one order, whatever rows follow it: backend="reproducible".
     """
 
     lead: tuple[int, ...]
@@ -79,6 +80,7 @@ class Call:
     lse: bool
     grad: bool
     form: Form
+    uniform: bool = False
 
     @property
     def in_compiled_func(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headscope._attend import torch_operators
-from headscope._attend.backends import native, sdpa
+from headscope._attend.backends import native, reproducible, sdpa
 from headscope._attend.call import Call, Options, check_and_plan, fold, fold_mask, form
 from headscope._attend.context_parallel import CONTEXT_PARALLEL, check_context_parallel
 from headscope._attend.interface import Backend, Inputs, Repeat
@@ -168,6 +168,8 @@ def _prepare_anew(
             raise ValueError(f'backend: got {backend!r} beside nested q, k and v, wanted "sdpa" or None')
         backend = "sdpa"
     selected = select(call, backend)
+    if selected is reproducible:
+        call = replace(call, uniform=True)
     if traced and selected.name in torch_operators.OPERATOR_BACKENDS:
         plan = None
     elif mask is not None and plan is None:

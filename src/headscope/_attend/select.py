@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headscope._attend.backends import blocked, native, reference, sdpa
+from headscope._attend.backends import blocked, native, reference, reproducible, sdpa
 from headscope._attend.call import Call
 from headscope._attend.interface import Backend
 
@@ -13,6 +13,7 @@ BACKENDS: dict[str, Backend] = {
     sdpa.name: sdpa,
     blocked.name: blocked,
     reference.name: reference,
+    reproducible.name: reproducible,  # by name alone
 }
 
 # Fastest first of what is right, by device type or as ``order`` says; other devices take the order of "default".

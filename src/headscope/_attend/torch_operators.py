@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from headscope._attend.backends import blocked, native
+from headscope._attend.backends import blocked, native, reproducible
 from headscope._attend.call import Call
 from headscope._attend.dropout import draw_seed
 from headscope._attend.interface import (
@@ -74,8 +74,8 @@ def implement(forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[
     _library.impl("attend_backward", _refuse_batches, "Batched")  # torch's key for autograd's own batches, not vmap's
 
 
-AS_OPERATORS: dict[str, OperatorBackend] = {native.name: native, blocked.name: blocked}
-"""Those that run as operators: a compiler cannot trace the first, and would cut the second by one length."""
+AS_OPERATORS: dict[str, OperatorBackend] = {native.name: native, blocked.name: blocked, reproducible.name: reproducible}
+"""Those that run as operators: a compiler cannot trace the native ones, and would cut the other by one length."""
 
 OPERATOR_BACKENDS = tuple(AS_OPERATORS)  # a compiler takes a tuple of names for a constant
 
@@ -102,7 +102,7 @@ def attend(call: Call, mask: Mask | None, inputs: Inputs, backend: str) -> tuple
 def _rows(like: Tensor, heads: int, length: int, width: int, backend: str) -> Tensor:
     """Return an empty [B, heads, length, width]; the native backend lays it out as [B, length, heads, width]."""
     sizes = (like.shape[0], heads, length, width)
-    if backend != native.name:
+    if backend == blocked.name:
         return like.new_empty(sizes)
     return like.new_empty_strided(sizes, native.row_strides(length, heads, width))
 
@@ -112,7 +112,7 @@ def lay_out(x: Tensor, backend: str) -> Tensor:
 
     Where NaN or infinity is treated, a result comes from torch's operators, which choose strides of their own.
     """
-    if backend != native.name:
+    if backend == blocked.name:
         return x.contiguous()
     heads, length, width = x.shape[1:]
     strides = native.row_strides(length, heads, width)

@@ -11,6 +11,7 @@ from headscope._linear.layer import (
     weight_and_bias,
 )
 from headscope._linear.names_and_heads import PROJECTIONS, QKV, check_own_parameters, merge_heads, split_heads
+from headscope._linear.reproducible import reproducible_linear, reproducible_sigmoid
 
 __all__ = [
     "PROJECTIONS",
@@ -23,6 +24,8 @@ __all__ = [
     "is_plain",
     "linear",
     "merge_heads",
+    "reproducible_linear",
+    "reproducible_sigmoid",
     "split_heads",
     "unknown_projections",
     "weight_and_bias",

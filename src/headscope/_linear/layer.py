@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from headscope._attend.backends import native as cpu
+from headscope._linear.reproducible import reproducible_linear
 from headscope._support.arguments import kind
 from headscope._support.autograd import Function
 from headscope._support.cpuinfo import family, vendor
@@ -38,11 +39,18 @@ class Product(Protocol):
 
 
 class Linear(nn.Linear):
-    """``nn.Linear``, with the same parameters and the same result to rounding."""
+    """``nn.Linear``, with the same parameters and the same result to rounding.
+
+    Attributes:
+        reproducible: whether each row of the result has the same bits whatever rows are beside it.
+    """
+
+    reproducible = False
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        return linear(input, self.weight, self.bias)
+        product = reproducible_linear if self.reproducible else linear
+        return product(input, self.weight, self.bias)
 
 
 def weight_and_bias(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -63,6 +71,8 @@ def in_heads(linear: nn.Module, input: Tensor, width: int) -> Tensor | None:
     come out of the module.
     """
     weight, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
+    if getattr(linear, "reproducible", False):
+        return None
     if weight is None or width % 16 or not is_plain(linear) or _global_forward_hooks or _global_forward_pre_hooks:
         return None
     product = route(input, weight, bias)

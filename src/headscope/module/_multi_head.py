@@ -12,7 +12,17 @@ from torch.nn import functional as F
 
 from headscope import functional
 from headscope._layouts import convert_module, convert_state, export_state
-from headscope._linear import QKV, Linear, check_kind, in_heads, merge_heads, split_heads, weight_and_bias
+from headscope._linear import (
+    QKV,
+    Linear,
+    check_kind,
+    in_heads,
+    merge_heads,
+    reproducible_linear,
+    reproducible_sigmoid,
+    split_heads,
+    weight_and_bias,
+)
 from headscope._support.arguments import check_type
 from headscope._support.scalar_options import check_dropout, check_scale, check_softcap
 from headscope.cache import Cache
@@ -38,6 +48,7 @@ from headscope.module._options import (
 )
 from headscope.module._placement import Placement, add_distance_bias
 from headscope.module._pruning import prune
+from headscope.module._state import describe, to_own_form
 from headscope.positions import ALiBi, RelativeBias, Rotary, T5Buckets, bias_of, check_positions
 
 __all__ = ["MultiHeadAttention"]
@@ -77,6 +88,9 @@ class MultiHeadAttention(nn.Module):
         gate: multiply the heads' outputs, number by number, by sigmoid(gate_proj(x)), before ``out_proj``.
         bias_kv: learn one key and one value a head that belong to no token: every query sees them, whatever the mask,
             as ``add_bias_kv`` of ``nn.MultiheadAttention``; ``rotary`` does not apply to it. A watch sees tokens only.
+        reproducible: each row of the output, and of the gradient of x, has the same bits whatever the size of the
+            batch, its place in it, the number of threads, and the padding beside it; on a CPU, with the native kernels,
+            and without dropout. See docs/semantics.md for how far it holds and what it costs.
 
     Parameters: where q, k and v may all be projected from one input and their biases are alike, one packed
     ``qkv_proj``; else ``q_proj``, ``k_proj``, ``v_proj``; always ``out_proj``. ``load_state_dict`` takes either form.
@@ -120,6 +134,7 @@ class MultiHeadAttention(nn.Module):
         qk_norm_eps: float = 1e-6,
         gate: bool = False,
         bias_kv: bool = False,
+        reproducible: bool = False,
     ) -> None:
         super().__init__()
         self._set_sizes(embed_dim, num_heads, kv_heads, head_dim, v_head_dim, kdim, vdim)
@@ -129,7 +144,11 @@ class MultiHeadAttention(nn.Module):
         self.dropout = check_dropout(dropout)
 
         biased = biased_parts(bias)
-        check_flags(sinks=sinks, gate=gate, bias_kv=bias_kv, **({} if out_bias is None else {"out_bias": out_bias}))
+        flags = {"sinks": sinks, "gate": gate, "bias_kv": bias_kv, "reproducible": reproducible}
+        check_flags(**flags, **({} if out_bias is None else {"out_bias": out_bias}))
+        if reproducible and bias_kv:
+            raise ValueError("reproducible: got True beside bias_kv, whose products torch sums in an order of its own")
+        self.reproducible = reproducible
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype: got {str(dtype).removeprefix('torch.')}, wanted a floating one")
         place: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -156,6 +175,9 @@ class MultiHeadAttention(nn.Module):
         self.bias_k = nn.Parameter(torch.empty(kv_heads, self.head_dim, **place)) if bias_kv else None
         self.bias_v = nn.Parameter(torch.empty(kv_heads, self.v_head_dim, **place)) if bias_kv else None
         self.plain = rotary is None and position_bias is None and qk_norm is None  # q and k attend as projected
+        for linear in self.children():
+            if isinstance(linear, Linear):
+                linear.reproducible = reproducible
         self.reset_parameters()
 
     def _set_sizes(
@@ -304,8 +326,9 @@ class MultiHeadAttention(nn.Module):
         own: Tensor | None = None
         if self.bias_k is None or self.bias_v is None:
             heads = functional.attention(
-                q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
-            )
+                q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout,
+                backend="reproducible" if self.reproducible else None,
+            )  # fmt: skip
         else:
             rest = functional.attend(
                 q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout
@@ -314,7 +337,8 @@ class MultiHeadAttention(nn.Module):
             heads = add_own_value(rest.out, own, self.bias_v, dropout)
         merged = merge_heads(heads.flip(-2) if reverse else heads)
         if self.gate_proj is not None:
-            merged = merged * self.gate_proj(x).sigmoid()
+            gates = self.gate_proj(x)
+            merged = merged * (reproducible_sigmoid(gates) if self.reproducible else gates.sigmoid())
         out, weights = self.out_proj(merged), None
         if need_weights:
             weights = functional.weights(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks)
@@ -352,7 +376,7 @@ class MultiHeadAttention(nn.Module):
                 weight, bias = weight_and_bias(self.qkv_proj)  # once: a parametrization makes one each time
                 weights = weight.split(self.splits)
                 biases = (None, None, None) if bias is None else bias.split(self.splits)
-                q, k, v = map(F.linear, sources, weights, biases)
+                q, k, v = map(reproducible_linear if self.reproducible else F.linear, sources, weights, biases)
             else:  # called, so that wrappers and hooks of theirs run
                 q, k, v = (getattr(self, f"{name}_proj")(source) for name, source in zip(QKV, sources, strict=True))
         return (
@@ -417,34 +441,12 @@ class MultiHeadAttention(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Take packed and separate projections alike."""
-        for part in ("weight", "bias"):
-            packed = f"{prefix}qkv_proj.{part}"
-            separate = [f"{prefix}{name}_proj.{part}" for name in QKV]
-            if self.packed and packed not in state_dict and self._fit([state_dict.get(key) for key in separate]):
-                state_dict[packed] = torch.cat([state_dict.pop(key) for key in separate])
-            elif not self.packed and packed in state_dict and state_dict[packed].shape[0] == sum(self.splits):
-                state_dict.update(zip(separate, state_dict.pop(packed).split(self.splits), strict=True))
+        to_own_form(state_dict, prefix, self.splits, packed=self.packed)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def _fit(self, parts: list[Tensor | None]) -> bool:
-        """Whether these are the three parts of the packed projection; where not, loading says what is wrong."""
-        widths = {part.shape[1:] for part in parts if part is not None}
-        return tuple(0 if part is None else len(part) for part in parts) == self.splits and len(widths) == 1
 
     def extra_repr(self) -> str:
         """The sizes, and the options that are not at their default."""
-        parts = [f"{self.embed_dim}, {self.num_heads}"]
-        defaults = {
-            "kv_heads": self.num_heads, "head_dim": self.embed_dim // self.num_heads, "v_head_dim": self.head_dim,
-            "kdim": self.embed_dim, "vdim": self.kdim, "scale": self.head_dim**-0.5, "softcap": None, "dropout": 0.0,
-        }  # fmt: skip
-        parts += [f"{name}={getattr(self, name)}" for name, usual in defaults.items() if getattr(self, name) != usual]
-        described: dict[str, object] = {"rotary": self.rotary, "qk_norm": self.qk_norm}
-        if isinstance(self.position_bias, ALiBi):  # a module shows itself
-            described["position_bias"] = self.position_bias
-        parts += [f"{name}={value!r}" for name, value in described.items() if value is not None]
-        chosen = {"sinks": self.sinks, "gate": self.gate_proj, "bias_kv": self.bias_k}
-        return ", ".join(parts + [f"{name}=True" for name, value in chosen.items() if value is not None])
+        return describe(self)
 
 
 _PARTS_FIRST = {2: (1, 2, 0, 3), 3: (2, 0, 3, 1, 4)}  # [B, Q, 3, H, D] -> [3, B, H, Q, D], without and with B

@@ -1,0 +1,170 @@
+"""A linear layer of which each row is, to the bit, a function of that row alone: ``reproducible=True``.
+
+``F.linear`` chooses the order of its sums by the number of rows, so a token gets other last bits in a batch of another
+size. The kernels here sum each row in one order. They are there for float32 and float64, and for pairs of bfloat16
+on targets that multiply them; other half types are multiplied in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from headscope._attend.backends import native
+from headscope._support.autograd import Function
+from headscope._support.tensor_classes import to_ordinary
+from headscope._support.torch_state import is_traced
+
+OPERATOR = "headscope::linear"
+_library = torch.library.Library("headscope", "FRAGMENT")
+_library.define("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def reproducible_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` whose rows do not depend on each other, on their number, or on the threads.
+
+    Shapes: input [..., width], weight [outs, width], bias [outs] -> [..., outs].
+
+    Raises:
+        TypeError: a class of tensor without memory of its own.
+        ValueError: another device than the CPU, another layout, or no native kernels.
+    """
+    input, weight, bias = _autocast(input, weight, bias)
+    _check(input, weight)
+    if is_dynamo_compiling():
+        return torch.ops.headscope.linear(input, weight, bias)
+    if not is_traced():
+        input, weight = to_ordinary("x", input), to_ordinary("weight", weight)
+    return _Linear.apply(input, weight, bias)
+
+
+def reproducible_sigmoid(x: Tensor) -> Tensor:
+    """The sigmoid, of which each number has the same bits wherever it lies.
+
+    torch's own computes the numbers at the end of a vector, and of a thread's share, by another function.
+    """
+    wide = x if x.dtype.itemsize >= 4 else x.float()
+    least = -700.0 if wide.dtype == torch.float64 else -80.0  # exp does not overflow, also in the gradient
+    return (1 / (1 + torch.exp(-wide.clamp_min(least)))).to(x.dtype)
+
+
+def _autocast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The factors as autocast rounds them for ``F.linear``."""
+    if not torch.is_autocast_enabled("cpu") or input.dtype == torch.float64:
+        return input, weight, bias
+    dtype = torch.get_autocast_dtype("cpu")
+    return input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _check(input: Tensor, weight: Tensor) -> None:
+    remedy = "; a module with reproducible=False takes it"
+    if native.extension is None:
+        raise ValueError(f"reproducible: needs the native kernels, which are not there: see `headscope doctor`{remedy}")
+    for name, x in (("x", input), ("weight", weight)):
+        if x.device.type not in ("cpu", "meta"):
+            raise ValueError(f"reproducible: {name} is on {x.device}, expected the CPU{remedy}")
+        if x.layout != torch.strided:
+            raise ValueError(f"reproducible: {name} has the layout {x.layout}, expected torch.strided{remedy}")
+        if x.dtype not in native.CODES:
+            raise TypeError(f"reproducible: {name} has the dtype {x.dtype}, expected a floating one")
+    if input.dtype != weight.dtype:
+        raise TypeError(f"x: dtype is {input.dtype}, the weight has {weight.dtype}")
+    if input.shape[-1:] != weight.shape[1:]:
+        raise ValueError(f"x: got {list(input.shape)}, expected [..., {weight.shape[-1]}]")
+
+
+class _Linear(Function[Tensor]):
+    """The product with its gradients; that of the input is a product of the same kind."""
+
+    @staticmethod
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.ops.headscope.linear(input, weight, bias) if is_traced() else _multiply(input, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _save(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _differentiate(ctx, grad)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
+        return _fold_batch(info, in_dims, *args)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    input, weight, _bias = inputs
+    ctx.save_for_backward(input, weight)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of input, weight and bias."""
+    input, weight = ctx.saved_tensors
+    of_input, of_weight, of_bias = ctx.needs_input_grad
+    rows = grad.reshape(-1, grad.shape[-1])
+    return (
+        reproducible_linear(grad, weight.t(), None) if of_input else None,
+        rows.t() @ input.reshape(-1, input.shape[-1]) if of_weight else None,
+        rows.sum(0) if of_bias else None,
+    )
+
+
+def _fold_batch(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
+    """Under vmap: more rows, where the weight is one for all; else one product for each entry."""
+    input, weight, bias = args
+    if in_dims[1] is None and in_dims[2] is None:
+        return reproducible_linear(input.movedim(in_dims[0], 0), weight, bias), 0
+    each = [
+        reproducible_linear(*(x if dim is None else x.select(dim, n) for x, dim in zip(args, in_dims, strict=True)))
+        for n in range(info.batch_size)
+    ]
+    return torch.stack(each), 0
+
+
+def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product by our own kernels: contiguous, in the dtype of the input."""
+    width, outs = input.shape[-1], weight.shape[0]
+    if width == 0 or input.numel() == 0 or outs == 0:
+        empty = input.new_zeros((*input.shape[:-1], outs))
+        return empty if bias is None else empty + bias
+    dtype = input.dtype
+    if weight.stride(-1) != 1 and weight.stride(0) != 1:
+        weight = weight.contiguous()
+    turned = weight.stride(-1) != 1
+    kernels = native.extension
+    if dtype.itemsize == 2 and (turned or not kernels.supports_linear(native.CODES[dtype], width)):
+        wide = _multiply(input.float(), weight.float(), None if bias is None else bias.float())
+        return wide.to(dtype)
+    rows = _readable(input).reshape(-1, width).contiguous()
+    weight, bias = _readable(weight), None if bias is None else _readable(bias).contiguous()
+    out = torch.empty((len(rows), outs), dtype=dtype, device="cpu")
+    kernels.linear(
+        (len(rows), width, outs), native.CODES[dtype], rows.data_ptr(), (width, 1), weight.data_ptr(),
+        (1, weight.stride(1)) if turned else (weight.stride(0), 1), 0 if bias is None else bias.data_ptr(),
+        out.data_ptr(), len(rows), outs, (0, 0, outs), torch.get_num_threads(),
+    )  # fmt: skip
+    return out.view(*input.shape[:-1], outs)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """The numbers as they lie in memory: a negative view is written out."""
+    return (x if x.dtype.is_complex or not x.is_neg() else x.resolve_neg()).detach()
+
+
+def _fake(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return input.new_empty((*input.shape[:-1], weight.shape[0]))
+
+
+def _run(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    with torch.no_grad():
+        return _multiply(input, weight, bias)
+
+
+_library.impl("linear", _run, "CPU")
+torch.library.register_fake(OPERATOR, _fake, lib=_library)
+torch.library.register_autograd(OPERATOR, _differentiate, setup_context=_save, lib=_library)
+torch.library.register_vmap(OPERATOR, _fold_batch, lib=_library)
