@@ -165,7 +165,7 @@ def differences(seed: int) -> Iterator[str]:
     (batch, heads, queries, _), (kv_heads, keys) = call.q.shape, call.k.shape[1:3]
     if call.backend == "reproducible" and call.kind == "causal" and queries == keys:
         call.kind = "square causal"  # which rows that follow do not move
-    whole, group = call.run(), heads // kv_heads
+    whole = call.run()
     head, entry = draw.randrange(kv_heads), draw.randrange(batch)
     places = torch.randint(0, batch, (draw.choice((2, 5)),))
     own = {"out": heads, "lse": heads, "dq": heads, "dk": kv_heads, "dv": kv_heads}

@@ -42,6 +42,7 @@ from headscope.module._options import (
     biased_parts,
     check_flags,
     check_heads,
+    check_reproducible,
     check_rotary,
     norm_of,
     whole_sizes,
@@ -144,11 +145,8 @@ class MultiHeadAttention(nn.Module):
         self.dropout = check_dropout(dropout)
 
         biased = biased_parts(bias)
-        flags = {"sinks": sinks, "gate": gate, "bias_kv": bias_kv, "reproducible": reproducible}
-        check_flags(**flags, **({} if out_bias is None else {"out_bias": out_bias}))
-        if reproducible and bias_kv:
-            raise ValueError("reproducible: got True beside bias_kv, whose products torch sums in an order of its own")
-        self.reproducible = reproducible
+        check_flags(sinks=sinks, gate=gate, bias_kv=bias_kv, **({} if out_bias is None else {"out_bias": out_bias}))
+        self.reproducible = check_reproducible(reproducible, bias_kv)
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype: got {str(dtype).removeprefix('torch.')}, wanted a floating one")
         place: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -175,9 +173,8 @@ class MultiHeadAttention(nn.Module):
         self.bias_k = nn.Parameter(torch.empty(kv_heads, self.head_dim, **place)) if bias_kv else None
         self.bias_v = nn.Parameter(torch.empty(kv_heads, self.v_head_dim, **place)) if bias_kv else None
         self.plain = rotary is None and position_bias is None and qk_norm is None  # q and k attend as projected
-        for linear in self.children():
-            if isinstance(linear, Linear):
-                linear.reproducible = reproducible
+        for linear in (each for each in self.children() if isinstance(each, Linear)):
+            linear.reproducible = reproducible
         self.reset_parameters()
 
     def _set_sizes(
@@ -407,7 +404,8 @@ class MultiHeadAttention(nn.Module):
         placement = Placement(q, k, v, mask, bias, q_of_own, staged=staged)
         if self.position_bias is None:
             return placement
-        return add_distance_bias(placement, self.position_bias, positions, start, first)
+        places = (positions, start, first)
+        return add_distance_bias(placement, self.position_bias, *places, in_order=self.reproducible)
 
     def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
         if self.qk_norm != "rms_all":

@@ -64,6 +64,14 @@ def check_flags(**flags: object) -> None:
             raise TypeError(f"{name}: got {flag!r}, wanted True or False")
 
 
+def check_reproducible(reproducible: bool, bias_kv: bool) -> bool:
+    """Return the flag, if the module has nothing that is summed in another order."""
+    check_flags(reproducible=reproducible)
+    if reproducible and bias_kv:
+        raise ValueError("reproducible: got True beside bias_kv, whose products torch sums in an order of its own")
+    return reproducible
+
+
 def biased_parts(bias: bool | Collection[str]) -> frozenset[str]:
     """Return the names of the projections that have a bias."""
     if isinstance(bias, bool):

@@ -38,8 +38,9 @@ class Placement(NamedTuple):
 
 
 def add_distance_bias(
-    placement: Placement, position_bias: ALiBi | RelativeBias, positions: Tensor | None, start: int, first: int
-) -> Placement:
+    placement: Placement, position_bias: ALiBi | RelativeBias, positions: Tensor | None, start: int, first: int,
+    *, in_order: bool,
+) -> Placement:  # fmt: skip
     """Return a placement with a bias by distance.
 
     Args:
@@ -48,10 +49,11 @@ def add_distance_bias(
         positions: those of the queries and keys; None = whole numbers from ``start`` and from ``first``.
         start: the position of the first query.
         first: that of the first key.
+        in_order: whether the queries have to stay in order; the bias is then a matrix [H, Q, K].
     """
     q, mask, bias = placement.q, placement.mask, placement.bias
     queries, keys = q.shape[-2], placement.k.shape[-2]
-    if positions is None and bias is None and _may_be_turned(position_bias, q):
+    if positions is None and bias is None and not in_order and _may_be_turned(position_bias, q):
         request = as_mask(mask)
         known = (Band() if request is None else request).reverse_queries(queries, keys)
         if known is not None:
