@@ -13,6 +13,7 @@ from headscope._attend.interface import full_precision
 from headscope._attend.prepare import canonical_inputs, prepare, prepare_with_plan
 from headscope._observe import Positions, attend_and_observe, observe_call
 from headscope._support.arguments import check_type
+from headscope._support.precision import exact_products
 from headscope.masks import Mask
 from headscope.stats import HeadStats, Observe
 
@@ -188,7 +189,7 @@ def weights(
     """
     v = k[..., :1]
     prepared = prepare_with_plan(q, k, v, mask, bias, sinks, scale, softcap, 0.0, True, "reference")
-    with full_precision(prepared.call):
+    with full_precision(prepared.call), exact_products(prepared.call.device):
         inputs = canonical_inputs(prepared, q, k, v, bias, sinks)
         p, _ = reference.weights(prepared.call, prepared.plan, inputs)
     return p.reshape(*prepared.call.lead, *p.shape[1:])  # [*lead, H, Q, K]

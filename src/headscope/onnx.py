@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from headscope import _linear as projections  # noqa: F401  # pyright: ignore[reportUnusedImport]  # so does this
 from headscope import functional  # noqa: F401  # pyright: ignore[reportUnusedImport]  # it registers the operators
 from headscope.masks import FAR, UNBOUNDED, Code, offset_limits, unknown_code
 
@@ -40,7 +41,16 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """
     import_module("onnxscript")  # to say now that it is missing, and not while a graph is made
 
-    return {torch.ops.headscope.attend_forward.default: _attend}
+    return {torch.ops.headscope.attend_forward.default: _attend, torch.ops.headscope.linear.default: _linear}
+
+
+def _linear(input: Value, weight: Value, bias: Value | None) -> Value:
+    """The product of a reproducible module; what runs the file sums it in an order of its own."""
+    from onnxscript import opset23
+
+    op: Any = opset23
+    product = op.MatMul(input, op.Transpose(weight, perm=[1, 0]))
+    return product if bias is None else op.Add(product, bias)
 
 
 def _attend(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 from headscope._attend import nonfinite
-from headscope._attend.backends import blocked
+from headscope._attend.backends import blocked, reference
 from headscope._attend.call import Call
 from headscope._attend.interface import Attend, Backend, Inputs, OperatorBackend, Result, full_precision
+from headscope._support.precision import exact_products
 from headscope.masks import Plan
+
+SUMMED_BY_TORCH = (blocked.name, reference.name)  # by products of torch's; its own kernels round as it was asked to
 
 
 def attend_on_backend(backend: Backend, call: Call, plan: Plan | None, inputs: Inputs) -> Result:
@@ -24,7 +28,8 @@ def attend_on_backend_seeded(
 
 
 def _attend_with(backend: Backend, attend: Attend, call: Call, plan: Plan | None, inputs: Inputs) -> Result:
-    with full_precision(call):
+    products = exact_products(call.device) if backend.name in SUMMED_BY_TORCH else nullcontext()
+    with full_precision(call), products:
         if backend.attend_finite is not None and not call.dropout:
             result = backend.attend_finite(call, plan, inputs)
             return nonfinite.attend(attend, call, plan, inputs, attend) if result is None else result

@@ -15,6 +15,7 @@ from headscope._observe.block_weights import ROUNDING, Rows, weights
 from headscope._observe.inputs import Request
 from headscope._observe.scene import Scene
 from headscope._support.fingerprint import Fingerprint
+from headscope._support.precision import exact_products
 from headscope.masks import Dense, Mask
 from headscope.stats._kept_weights import MOST_REST, KeptWeights, NoWeightsError, check_within, written_to
 
@@ -98,7 +99,7 @@ class ObservedTiles:
             each.check(i0, i1)
         step = max(1, observe_inputs.BLOCK // max(1, call.heads * call.keys))
         parts = [self.scene.q.new_zeros(call.batch, call.heads, 0, j1 - j0)]
-        with torch.no_grad(), full_precision(call):
+        with torch.no_grad(), full_precision(call), exact_products(call.device):
             for b in range(call.batch):
                 pieces = [self._rows(b, slice(i, min(i + step, i1)))[..., j0:j1] for i in range(i0, i1, step)]
                 parts += [torch.cat(pieces, 2)] if pieces else []
@@ -116,7 +117,7 @@ class ObservedTiles:
         call, scene = self.scene.call, self.scene
         for each in self.read:
             each.check(0, call.queries)
-        with torch.no_grad(), full_precision(call):
+        with torch.no_grad(), full_precision(call), exact_products(call.device):
             lse = self._exact_lse()
         # of rows that see nothing exp(s - inf) = 0; a logit that is infinite gives no weights
         lse = torch.where(lse == -torch.inf, torch.inf, torch.where(lse.isfinite(), lse, torch.nan))

@@ -20,12 +20,13 @@ from headscope._observe.native_observer import Ready
 from headscope._observe.portable import observe_blocks
 from headscope._observe.scene import Scene, build_scene
 from headscope._support.bounded import BoundedTable
+from headscope._support.precision import exact_products
 from headscope.stats import HeadStats, Observe
 
 
 def observe_request(request: Request) -> HeadStats:
     """Return the statistics of a request, by all three steps of ``headscope._observe``."""
-    with torch.no_grad(), full_precision(request.call):
+    with torch.no_grad(), full_precision(request.call), exact_products(request.call.device):
         known, ready = _find_ready(request)
         observed = None if ready is None else native_observer.observe_natively(ready, request.inputs)
         if observed is None:
@@ -39,7 +40,7 @@ def attend_request(request: Request) -> Result | None:
 
     None where that cannot be: attend first then, and observe after it. All query rows are looked at.
     """
-    with torch.no_grad(), full_precision(request.call):
+    with torch.no_grad(), full_precision(request.call), exact_products(request.call.device):
         known, ready = _find_ready(request)
         if ready is None:
             return None

@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headscope._support.precision import exact_products
+
 
 def scaled_products(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Return scale · q kᵀ, or scale / softcap · q kᵀ: q [..., i, D] and k [..., j, D] -> [..., i, j].
 
     scale / softcap is one factor of q: neither the product with scale nor its quotient by softcap overflows by itself.
     """
-    return (q * (scale / (softcap or 1))) @ k.transpose(-2, -1)
+    with exact_products(q.device.type):
+        return (q * (scale / (softcap or 1))) @ k.transpose(-2, -1)
 
 
 def cap_logits(s: Tensor, softcap: float | None) -> Tensor:

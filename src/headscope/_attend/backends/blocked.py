@@ -30,6 +30,7 @@ from headscope._attend.interface import (
 )
 from headscope._support.autograd import Function
 from headscope._support.logits import cap_logits, scaled_products
+from headscope._support.precision import exact_products
 from headscope.masks import Plan
 
 name = "blocked"
@@ -235,7 +236,7 @@ def gradients(
     call, plan, seed = forward
     grad_out, grad_lse = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grads, strict=True))
     sums = _zeros(inputs, needed, accumulate_dtype(call.dtype))
-    with full_precision(call):
+    with full_precision(call), exact_products(call.device):
         for block in blocks(call, plan):
             _backward(_Backward(call, plan, block, inputs, grad_out, grad_lse, seed), sums)
     return tuple(_like(total, tensor) for total, tensor in zip(sums, inputs, strict=True))
