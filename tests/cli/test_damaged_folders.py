@@ -397,3 +397,12 @@ def test_tokens_beyond_the_vocabulary_are_the_tokenizers_mistake(at: Path, run: 
     assert ran.code == 2
     assert ran.err.startswith("headscope watch: --text: the tokenizer of GPT2LMHeadModel")
     assert "expected token ids from 0 to 31, got 500; use the tokenizer of these weights, or --ids" in ran.err
+
+
+@pytest.mark.parametrize("closed", ["", "config.json", "model.safetensors"], ids=["the folder", "config", "weights"])
+def test_what_may_not_be_read_is_named(at: Path, monkeypatch: pytest.MonkeyPatch, closed: str) -> None:
+    """By what the system answers, since whoever runs the tests may read everything."""
+    path, may = str(at / closed), os.access
+    monkeypatch.setattr(os, "access", lambda asked, mode: str(asked) != path and may(asked, mode))
+    with pytest.raises(Mistake, match=rf"^{path}: permission denied, expected a (file|folder) to read"):
+        load(str(at))

@@ -193,6 +193,27 @@ def test_a_window_that_holds_everything_tells_nothing() -> None:
     assert (short.heads[0].window, short.heads[0].kept) == (None, pytest.approx(1))
 
 
+@pytest.mark.parametrize("received", [True, False])
+@pytest.mark.parametrize(("sees", "named", "kept"), [(9, None, 1.0), (10, 8, 0.9), (11, 8, 9 / 11)])
+def test_under_a_sliding_window_of_keys_the_first_one_is_not_there(
+    sees: int, named: int | None, kept: float, received: bool
+) -> None:
+    """A row that sees ten keys may see one beyond a window of eight, which the first key of the text is not."""
+    q, k = torch.zeros(2, 1, 1, 400, 4)
+    found = streaming_heads(
+        observe(q, k, mask=window(sees), what=Observe(windows=(3, 8), received=received)), 0.7
+    ).heads[0]
+    assert (found.window, found.sees) == (named, sees)
+    assert found.kept == pytest.approx(kept, abs=0.01)
+
+
+def test_a_window_too_wide_to_tell_is_the_one_that_is_shown() -> None:
+    """As the docs say, of the largest one: of a smaller one that holds all but a key it would be less."""
+    q, k = torch.zeros(2, 1, 1, 400, 4)
+    found = streaming_heads(observe(q, k, mask=window(5), what=Observe(windows=(3, 16)))).heads[0]
+    assert (found.window, found.kept) == (None, pytest.approx(1))
+
+
 def test_sinks_are_left_out_of_what_is_to_be_kept() -> None:
     q, k = looking([PLANTED["self"]], sharp=1.0)
     stats = observe(q, k, mask=causal(), sinks=torch.tensor([20.0]), what=Observe(windows=(0,), first=60))

@@ -11,6 +11,8 @@ from headscope._analysis.answers import Basis, Decision, HasStats, share, stats_
 from headscope.stats import HeadStats, histogram_edges
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from headscope.stats._layer import LayerStats, Moments
 
 __all__ = ["StreamingHead", "StreamingHeads", "streaming_heads"]
@@ -110,7 +112,7 @@ def streaming_heads(stats: HeadStats | HasStats, keep: float = 0.95) -> Streamin
     names = tuple(f"streaming_{w:g}" for w in windows)
     basis = Basis.of_layers(parts.values(), names, [head.rows for head in heads])
     caveat = "Measured on this input: what a head does not need here it may need on a longer or another text."
-    if wide := [w for w in windows if all(w >= head.sees - 2 for head in heads)]:
+    if wide := [w for w in windows if all(_holds_all(part, w).all() for part in parts.values() if w in _windows(part))]:
         caveat += f" No row sees more than a window of {', '.join(f'{w:g}' for w in wide)}, which tells nothing."
     if missing := [layer for layer in observed.layers if layer not in parts]:
         caveat += f" Without a window and left out: {', '.join(missing)}."
@@ -123,20 +125,38 @@ def _windows(part: LayerStats) -> list[float]:
 
 
 def _streaming(layer: str, part: LayerStats, keep: float) -> Iterator[StreamingHead]:
-    mass, most = part.moments["mass"].mean, 1 / part.moments["chance"].min
+    mass, most = part.moments["mass"].mean, _most_keys(part)
     for head in range(part.heads):
-        sees = 0 if bool(most[head].isnan()) else round(float(most[head]))
+        sees = int(most[head])
         window, mass_kept, rows_kept, rows = None, math.nan, None, 0
         for w in _windows(part):
             moments = part.moments[f"streaming_{w:g}"]
             mass_kept = float(moments.mean[head] / mass[head])
             rows_kept, rows = _rows_above(keep, moments, head), int(moments.count[head])
-            if w >= sees - 2:  # with the first key, all that there is to see
+            if _holds_all(part, w)[head]:
                 break
             if mass_kept >= keep:
                 window = w
                 break
         yield StreamingHead(layer, head, window, mass_kept, rows_kept, sees, rows)
+
+
+def _most_keys(part: LayerStats) -> Tensor:
+    """How many keys the row that sees the most may see, of each head."""
+    return (1 / part.moments["chance"].min).nan_to_num(0.0).round().long()
+
+
+def _holds_all(part: LayerStats, w: float) -> Tensor:
+    """Whether a window with the first key holds all that any row may see, of each head.
+
+    A row that sees w + 2 keys may see the first key, or another one beyond the window: then some mass is missing, or
+    not all rows see the first key.
+    """
+    most, kept = _most_keys(part), part.moments[f"streaming_{w:g}"].mean / part.moments["mass"].mean
+    with_first = (w == most - 2) & (kept >= 1 - 1e-6)
+    if part.eligible is not None:
+        with_first &= part.eligible[:, 0] == part.moments["mass"].count
+    return (w >= most - 1) | with_first
 
 
 def _rows_above(least: float, moments: Moments, head: int) -> float | None:

@@ -28,6 +28,7 @@ def check_folder(name: str) -> None:
     Raises:
         Mistake: it does not.
     """
+    check_permission(name, os.R_OK | os.X_OK)
     paths = sorted(path for path in Path(name).iterdir() if os.path.exists(path))  # no links to nothing
     files = {path.name for path in paths}
     if "config.json" not in files:
@@ -39,7 +40,18 @@ def check_folder(name: str) -> None:
     for path in paths:
         if path.name == "config.json" or path.name.endswith(WEIGHTS):
             check_is_regular(name, path)
+            check_permission(str(path), os.R_OK)
     _check_generation(name)
+
+
+def check_permission(name: str, wanted: int) -> None:
+    """Check that a file or folder may be read.
+
+    Raises:
+        Mistake: it may not.
+    """
+    if not os.access(name, wanted):
+        raise Mistake(f"{name}: permission denied, expected a {'folder' if os.path.isdir(name) else 'file'} to read")
 
 
 def _check_generation(name: str) -> None:
