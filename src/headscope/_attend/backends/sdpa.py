@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headscope._attend.backends import blocked
 from headscope._attend.call import Call
@@ -31,6 +33,7 @@ every row, its kernels for float32 and float64 propagate NaN and infinity correc
 WIDEST = 256
 """The largest D of torch's flash kernel for CUDA."""
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 ORIGINAL = F.scaled_dot_product_attention
 _entered = threading.local()
 
@@ -114,17 +117,30 @@ def attend(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tenso
     if gqa and call.device != "cpu" and (call.dtype == torch.float32 or _matrix(call, plan, inputs) is not None):
         # on an accelerator only the half-precision kernel without a mask knows grouped heads
         k, v, gqa = k.repeat_interleave(call.group, 1), v.repeat_interleave(call.group, 1), False
-    out = _torch_attention(
-        q,
-        k,
-        v,
-        attn_mask=_matrix(call, plan, inputs),
-        dropout_p=call.dropout,
-        is_causal=call.spans == "causal",
-        scale=call.scale,
-        enable_gqa=gqa,
-    )
+    matrix = _matrix(call, plan, inputs)
+    with _kernels(call, masked=matrix is not None):
+        out = _torch_attention(
+            q,
+            k,
+            v,
+            attn_mask=matrix,
+            dropout_p=call.dropout,
+            is_causal=call.spans == "causal",
+            scale=call.scale,
+            enable_gqa=gqa,
+        )
     return out, None
+
+
+def _kernels(call: Call, masked: bool) -> AbstractContextManager[object]:
+    """Return a context without cuDNN's kernel where its gradients are known to be NaN.
+
+    From torch 2.11 on it is the default on H100 and later. Beside a mask, its gradient of q is NaN where rows have a
+    logsumexp below -88.7: https://github.com/pytorch/pytorch/issues/196678. No version has the repair yet.
+    """
+    if call.device != "cuda" or not masked or not call.grad or call.dtype == torch.float32 or TORCH < (2, 11):
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def attend_careful(call: Call, plan: Plan | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
