@@ -156,7 +156,9 @@ WRONG_SIZES = {
     "dropout: got 1.0, wanted a probability in [0, 1)": {"dropout": 1.0},
     "dropout: got -0.5, wanted a probability in [0, 1)": {"dropout": -0.5},
     "dropout: got nan, wanted a probability in [0, 1)": {"dropout": float("nan")},
-    "backend: got 'flash', wanted one of cpu, sdpa, blocked, reference, or None to choose": {"backend": "flash"},
+    "backend: got 'flash', wanted one of cpu, sdpa, blocked, reference, reproducible, or None to choose": {
+        "backend": "flash"
+    },
 }
 
 ELSEWHERE = {

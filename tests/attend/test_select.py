@@ -12,7 +12,7 @@ from torch import Tensor
 import headscope
 from headscope._attend import prepare
 from headscope._attend import select as _select
-from headscope._attend.backends import native
+from headscope._attend.backends import native, reproducible
 from headscope._attend.call import Options, check_call
 from headscope._attend.select import BACKENDS, ORDER, order, select
 from headscope.masks import Band, Dense, KeyLengths, Prefix, causal, window
@@ -124,7 +124,8 @@ def test_the_portable_backends_refuse_nothing(name: str) -> None:
 
 def test_unknown_names() -> None:
     with pytest.raises(
-        ValueError, match="backend: got 'flash', wanted one of cpu, sdpa, blocked, reference, or None to choose"
+        ValueError,
+        match="backend: got 'flash', wanted one of cpu, sdpa, blocked, reference, reproducible, or None to choose",
     ):
         select(call(), "flash")
     with pytest.raises(ValueError, match=r"backend: got \['cpu'\], wanted one of"):
@@ -134,7 +135,7 @@ def test_unknown_names() -> None:
 def test_every_order_names_every_backend_and_ends_with_one_that_refuses_nothing() -> None:
     assert {name: backend.name for name, backend in BACKENDS.items()} == {name: name for name in BACKENDS}
     for device, names in ORDER.items():
-        assert sorted(names) == sorted(BACKENDS), device
+        assert sorted([*names, reproducible.name]) == sorted(BACKENDS), device
         assert names[-1] == "reference", device
     assert order(call()) == ORDER.get("cpu", ORDER["default"])
 

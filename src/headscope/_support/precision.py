@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-_SETTINGS: dict[str, Any] = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
+_backends: Any = torch.backends  # whose type hints lack the settings of oneDNN
+_SETTINGS = {"cpu": _backends.mkldnn.matmul, "cuda": _backends.cuda.matmul}
 _FULL = ("ieee", "none")
 _AS_IT_IS = nullcontext()
 _lock = threading.Lock()

@@ -19,7 +19,6 @@ from headscope._linear import (
     in_heads,
     merge_heads,
     reproducible_linear,
-    reproducible_sigmoid,
     split_heads,
     weight_and_bias,
 )
@@ -42,9 +41,10 @@ from headscope.module._options import (
     biased_parts,
     check_flags,
     check_heads,
-    check_reproducible,
     check_rotary,
+    gate_of,
     norm_of,
+    set_reproducible,
     whole_sizes,
 )
 from headscope.module._placement import Placement, add_distance_bias
@@ -89,9 +89,8 @@ class MultiHeadAttention(nn.Module):
         gate: multiply the heads' outputs, number by number, by sigmoid(gate_proj(x)), before ``out_proj``.
         bias_kv: learn one key and one value a head that belong to no token: every query sees them, whatever the mask,
             as ``add_bias_kv`` of ``nn.MultiheadAttention``; ``rotary`` does not apply to it. A watch sees tokens only.
-        reproducible: each row of the output, and of the gradient of x, has the same bits whatever the size of the
-            batch, its place in it, the number of threads, and the padding beside it; on a CPU, with the native kernels,
-            and without dropout. See docs/semantics.md for how far it holds and what it costs.
+        reproducible: each row of the output, and of the gradient of x, has the same bits whatever else is in the batch;
+            on a CPU, with the native kernels, without dropout. docs/semantics.md has its limits and its cost.
 
     Parameters: where q, k and v may all be projected from one input and their biases are alike, one packed
     ``qkv_proj``; else ``q_proj``, ``k_proj``, ``v_proj``; always ``out_proj``. ``load_state_dict`` takes either form.
@@ -146,17 +145,11 @@ class MultiHeadAttention(nn.Module):
 
         biased = biased_parts(bias)
         check_flags(sinks=sinks, gate=gate, bias_kv=bias_kv, **({} if out_bias is None else {"out_bias": out_bias}))
-        self.reproducible = check_reproducible(reproducible, bias_kv)
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype: got {str(dtype).removeprefix('torch.')}, wanted a floating one")
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.splits = (num_heads * self.head_dim, kv_heads * self.head_dim, kv_heads * self.v_head_dim)
-        self.packed = self.kdim == self.vdim == embed_dim and len(biased) in (0, 3)
-        if self.packed:
-            self.qkv_proj = Linear(embed_dim, sum(self.splits), bias=bool(biased), **place)
-        else:
-            for name, width, rows in zip(QKV, (embed_dim, self.kdim, self.vdim), self.splits, strict=True):
-                self.add_module(f"{name}_proj", Linear(width, rows, bias=name in biased, **place))
+        self._add_projections(biased, place)
         out_bias = bool(biased) if out_bias is None else out_bias
         self.out_proj = Linear(num_heads * self.v_head_dim, embed_dim, bias=out_bias, **place)
         self.sinks = nn.Parameter(torch.empty(num_heads, **place)) if sinks else None
@@ -168,13 +161,11 @@ class MultiHeadAttention(nn.Module):
         self.qk_norm: QKNorm | None = qk_norm
         self.q_norm = norm_of(qk_norm, num_heads, self.head_dim, qk_norm_eps, place)
         self.k_norm = norm_of(qk_norm, kv_heads, self.head_dim, qk_norm_eps, place)
-        gates = num_heads * self.v_head_dim
-        self.gate_proj = Linear(embed_dim, gates, bias="q" in biased, **place) if gate else None
+        self.gate_proj = Linear(embed_dim, num_heads * self.v_head_dim, bias="q" in biased, **place) if gate else None
         self.bias_k = nn.Parameter(torch.empty(kv_heads, self.head_dim, **place)) if bias_kv else None
         self.bias_v = nn.Parameter(torch.empty(kv_heads, self.v_head_dim, **place)) if bias_kv else None
         self.plain = rotary is None and position_bias is None and qk_norm is None  # q and k attend as projected
-        for linear in (each for each in self.children() if isinstance(each, Linear)):
-            linear.reproducible = reproducible
+        self.reproducible = set_reproducible(self, reproducible)
         self.reset_parameters()
 
     def _set_sizes(
@@ -194,6 +185,15 @@ class MultiHeadAttention(nn.Module):
         vdim = kdim if vdim is None else vdim
         widths = whole_sizes(head_dim=head_dim, v_head_dim=v_head_dim, kdim=kdim, vdim=vdim)
         self.head_dim, self.v_head_dim, self.kdim, self.vdim = widths
+
+    def _add_projections(self, biased: frozenset[str], place: dict[str, Any]) -> None:
+        """Add one projection to queries, keys and values, or three."""
+        self.packed = self.kdim == self.vdim == self.embed_dim and len(biased) in (0, 3)
+        if self.packed:
+            self.qkv_proj = Linear(self.embed_dim, sum(self.splits), bias=bool(biased), **place)
+        else:
+            for name, width, rows in zip(QKV, (self.embed_dim, self.kdim, self.vdim), self.splits, strict=True):
+                self.add_module(f"{name}_proj", Linear(width, rows, bias=name in biased, **place))
 
     def reset_parameters(self) -> None:
         """Start anew: Xavier-uniform weights for each projection by itself, zero biases and sinks, norms of weight one.
@@ -334,8 +334,7 @@ class MultiHeadAttention(nn.Module):
             heads = add_own_value(rest.out, own, self.bias_v, dropout)
         merged = merge_heads(heads.flip(-2) if reverse else heads)
         if self.gate_proj is not None:
-            gates = self.gate_proj(x)
-            merged = merged * (reproducible_sigmoid(gates) if self.reproducible else gates.sigmoid())
+            merged = merged * gate_of(self.gate_proj(x), self.reproducible)
         out, weights = self.out_proj(merged), None
         if need_weights:
             weights = functional.weights(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks)

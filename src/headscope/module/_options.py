@@ -6,9 +6,9 @@ import math
 from collections.abc import Collection
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
-from headscope._linear import QKV
+from headscope._linear import QKV, Linear, reproducible_sigmoid
 from headscope._support.arguments import check_type, number, whole
 from headscope.positions import Rotary
 
@@ -64,12 +64,20 @@ def check_flags(**flags: object) -> None:
             raise TypeError(f"{name}: got {flag!r}, wanted True or False")
 
 
-def check_reproducible(reproducible: bool, bias_kv: bool) -> bool:
-    """Return the flag, if the module has nothing that is summed in another order."""
+def set_reproducible(module: Any, reproducible: bool) -> bool:
+    """Set and return the flag of a module's projections, if it has nothing that is summed in another order."""
     check_flags(reproducible=reproducible)
-    if reproducible and bias_kv:
+    if reproducible and module.bias_k is not None:
         raise ValueError("reproducible: got True beside bias_kv, whose products torch sums in an order of its own")
+    for each in module.children():
+        if isinstance(each, Linear):
+            each.reproducible = reproducible
     return reproducible
+
+
+def gate_of(numbers: Tensor, reproducible: bool) -> Tensor:
+    """Return the sigmoid that multiplies the heads' outputs."""
+    return reproducible_sigmoid(numbers) if reproducible else numbers.sigmoid()
 
 
 def biased_parts(bias: bool | Collection[str]) -> frozenset[str]:
