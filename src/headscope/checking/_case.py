@@ -29,6 +29,7 @@ class Options:
     scale: float | None
     length: int | None
     decode: Call | None
+    reproducible: bool
 
 
 @dataclass(frozen=True)

@@ -382,6 +382,18 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "Do not squeeze axes away without naming them.",
         "x.squeeze(1)  # not x.squeeze()",
     ),
+    "batch-variant": CatalogueEntry(
+        "wrong",
+        "The same text gives other last bits in a batch of another size: training and serving, or two runs, disagree.",
+        "Take products whose order of summation does not depend on the number of rows.",
+        "headscope.MultiHeadAttention(embed_dim, num_heads, reproducible=True)",
+    ),
+    "place-variant": CatalogueEntry(
+        "wrong",
+        "The same text gives other last bits at another place in the batch.",
+        "Treat all entries alike: no other path for the rows that are left over, or for the first entry.",
+        "headscope.MultiHeadAttention(embed_dim, num_heads, reproducible=True)",
+    ),
     "not-permutation-equivariant": CatalogueEntry(
         "unusual",
         "Without positions, tokens in another order give the same outputs in that order; something mixes places.",

@@ -23,6 +23,7 @@ from headscope.checking._probes.behaviour import (
 )
 from headscope.checking._probes.built_in_masks import probe_built_in_mask
 from headscope.checking._probes.gradients import probe_gradients
+from headscope.checking._probes.invariance import probe_invariance
 from headscope.checking._probes.mask_arguments import probe_empty_rows, probe_mask_arguments
 from headscope.checking._probes.numerics import (
     probe_cost,
@@ -51,6 +52,7 @@ def check(
     inputs: Tensor | None = None,
     call: Callable[..., Any] | None = None,
     decode: Callable[..., Any] | None = None,
+    reproducible: bool = False,
 ) -> Findings:
     """Find what is wrong with an attention module or function, by what it computes: self-attention of [B, T, E].
 
@@ -74,6 +76,7 @@ def check(
         call: ``call(module, x, mask)``, where the usual ways to call do not fit: x [B, T, E] and a boolean mask
             [B, 1, T, T], True = may be seen, or None.
         decode: ``decode(module, x)`` gives the output [B, T, E] made token by token with its cache.
+        reproducible: whether an entry has to have the same bits in every batch. Most modules do not, and need not.
 
     Returns:
         Findings: the cause first. What could not be tested is listed with the reason.
@@ -82,7 +85,7 @@ def check(
         TypeError: ``module`` can not be called.
         CheckError: no way to call it was found.
     """
-    options = Options(heads, causal, batch_first, mask_means, scale, length, decode)
+    options = Options(heads, causal, batch_first, mask_means, scale, length, decode, reproducible)
     with (
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),  # which enable_grad does not end
@@ -117,6 +120,7 @@ PROBES: tuple[Callable[[Case], None], ...] = (
     probe_empty_rows,
     probe_inputs,
     probe_batch_of_one,
+    probe_invariance,
     probe_gradients,
     probe_overflow,
     probe_training,
@@ -144,6 +148,8 @@ EXPLAINS: dict[str, set[str]] = {
     "heads-share-weights": {*IDLE, "kv-heads-tiled", "returned-weights-differ", "values-misplaced"},
     "heads-dropped": {"unused-parameter", "rows-do-not-sum-to-one"},
     "batches-mixed": {"fails-on-batch-of-one", "cannot-see-the-past"},
+    "fails-on-batch-of-one": {"batch-variant", "place-variant"},
+    "batch-variant": {"place-variant"},
     "batch-and-length-swapped": {"batches-mixed"},
     "cannot-see-itself": {"nan-on-empty-row", "rows-do-not-sum-to-one", "not-finite"},
     "mask-inverted": {"nan-on-empty-row", "rows-do-not-sum-to-one", "not-finite", "cannot-see-the-past",

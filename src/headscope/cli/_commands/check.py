@@ -50,6 +50,7 @@ main()
 )
 @click.option("--scale", type=float, metavar="X", help="Factor of q·k that was meant.  [default: 1/√D]")
 @click.option("--length", type=SIZE, help="At what length it will be used; from 1024 on, slow paths are told.")
+@click.option("--reproducible", is_flag=True, default=None, help="An entry has the same bits in every batch.")
 @click.option("--timeout", type=SIZE, default=60, show_default=True, help="Seconds after which it is stopped.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
 def check(target: str, arguments: str | None, timeout: int, as_json: bool, **options: Any) -> int:
