@@ -270,3 +270,21 @@ def test_few_queries_of_a_group_are_as_accurate_as_torch(heads: int, kv_heads: i
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     return torch.softmax(q @ k.mT * 2.0, -1) @ v
+
+
+@pytest.mark.parametrize(("power", "size"), [(-100, 1e-20), (-100, 1e-12), (100, 1e8)])
+def test_gradients_of_extreme_scales_stay_in_range(power: int, size: float) -> None:
+    """Ordinary logits: the gradient of a logit times the scale would be 0 or infinite, that of q and k is neither."""
+    torch.manual_seed(0)
+    scale = 2.0**power
+    q, k, v = (torch.randn(1, 2, 20, 16) * factor for factor in (scale**-0.5, scale**-0.5, 1.0))
+    grad_out = torch.randn(1, 2, 20, 16) * size
+
+    def gradients(q: Tensor, k: Tensor, backend: str) -> tuple[Tensor, ...]:
+        q, k = q.clone().requires_grad_(), k.clone().requires_grad_()
+        out = headscope.attention(q, k, v.to(q.dtype), scale=scale, backend=backend)
+        return torch.autograd.grad(out, (q, k), grad_out.to(q.dtype))
+
+    exact = gradients(q.double(), k.double(), "reference")
+    for got, right in zip(gradients(q, k, "blocked"), exact, strict=True):
+        assert float((got - right).abs().max() / right.abs().max()) < 2e-6

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from headscope import attention
+from headscope import attention, observe
 from headscope._attend import prepare
 from headscope.masks import Band, Dense, Documents, KeyLengths, Mask, Plan, Prefix, _base, causal, window
 from support import oracle
@@ -514,3 +514,18 @@ def test_reversed_twice_a_band_is_itself_and_its_copy_follows_no_write() -> None
     offset += 1
     torch.testing.assert_close(copied.dense(2, 1, 5, 7), before)
     assert not torch.equal(there.dense(2, 1, 5, 7), before)
+
+
+@pytest.mark.parametrize("backend", [None, "blocked", "reference"])
+def test_an_empty_batch_attends_under_every_combination(backend: str | None) -> None:
+    q, ids = torch.randn(0, 2, 5, 4), torch.zeros(0, 5, dtype=torch.long)
+    shown = Dense(torch.ones(0, 1, 5, 5, dtype=torch.bool))
+    documents = Documents(ids)
+    for mask in (
+        documents | window(2) | Prefix(1),
+        documents | Documents(ids.clone()) | causal(),
+        shown | documents | causal(),
+        (documents & (window(2) | Prefix(1))) | causal(),
+    ):
+        assert attention(q, q, q, mask=mask, backend=backend).shape == (0, 2, 5, 4)
+        assert observe(q, q, mask=mask)[0, 0, "entropy"].count == 0

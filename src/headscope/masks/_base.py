@@ -348,7 +348,7 @@ class _Plans(BoundedTable["Sizes", Plan]):
                 return copy
         for original, values in self._small:
             if original is x:
-                return x.new_tensor(values)
+                return x.new_tensor(values).view(x.shape)  # a list without numbers has lost the axes
         return x
 
 

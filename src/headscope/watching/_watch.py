@@ -265,8 +265,9 @@ class Watch:
         apart = float(error)
         if apart == math.inf:
             raise WatchError(
-                "its output is NaN or infinite in other places than what its q, k, v and mask give; keys that the mask "
-                "hides are NaN, or it attends by a rule that headscope does not know. Leave it out with layers="
+                "its output is NaN or infinite in other places than what its q, k, v and mask give. Its weights or "
+                "inputs hold NaN, which torch's kernels may turn to numbers or take from hidden keys; or it attends by "
+                "a rule that headscope does not know. Leave it out with layers="
             )
         if apart > most:
             raise WatchError(

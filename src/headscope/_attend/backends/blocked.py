@@ -360,10 +360,10 @@ def _backward(a: _Backward, sums: Inputs) -> None:
         _add_bias_gradient(call, block, _per_head(call, grad_s), sums.bias)
     if uncapped is not None:
         grad_s = grad_s / uncapped.cosh().square()  # not 1 - tanh², which loses its digits where tanh is flat
-    grad_s = grad_s * call.scale
     q, k = _grouped(call, block, inputs.q).to(dtype), inputs.k[block.b, block.h, block.j].to(dtype)
-    sums.k[block.b, block.h, block.j] += grad_s.transpose(-2, -1) @ q
-    grad_q = _per_head(call, grad_s @ k).flatten(1, 2)  # [b, H, i, D]
+    # scaled last: of an extreme scale the product with grad_s alone would leave the range
+    sums.k[block.b, block.h, block.j] += (grad_s.transpose(-2, -1) @ q).mul_(call.scale)
+    grad_q = _per_head(call, (grad_s @ k).mul_(call.scale)).flatten(1, 2)  # [b, H, i, D]
     sums.q[block.b, block.heads(call.group), block.i] += grad_q
 
 
