@@ -9,6 +9,7 @@ from headscope._attend.backend_call import attend_on_backend
 from headscope._attend.call import ORDINARY
 from headscope._attend.interface import Inputs, Result
 from headscope._attend.prepare import Prepared, canonical_inputs, prepare
+from headscope._support.tensor_classes import check_has_numbers
 from headscope.masks import Mask
 
 torch_operator_kernels.register()
@@ -31,6 +32,8 @@ def run_attention(
 def _attend_prepared(prepared: Prepared, inputs: Inputs) -> Result:
     """Attend for a call that has no short way, or whose short way gave up."""
     call = prepared.call
+    for name, x in zip("qkv", inputs[:3], strict=True):  # of the class and sizes of another call, unchecked
+        check_has_numbers(name, x)
     if call.form == "subclass":
         inputs = inputs._replace(q=_to_class(inputs, prepared.mask))
     if call.form == "traced" and prepared.backend.name in torch_operators.OPERATOR_BACKENDS:

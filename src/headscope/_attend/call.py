@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +25,7 @@ from torch.compiler import is_dynamo_compiling
 from headscope._support.arguments import check_broadcast, check_layout, check_type, kind, shapes
 from headscope._support.compiler import mark_constant
 from headscope._support.scalar_options import check_dropout, check_factors, check_scale, check_softcap
-from headscope._support.tensor_classes import ORDINARY, check_no_causal_bias
+from headscope._support.tensor_classes import ORDINARY, check_distributed, check_has_numbers, check_no_causal_bias
 from headscope._support.torch_state import is_traced
 from headscope.masks import Dense, Mask, Plan, check_mask
 
@@ -128,6 +129,7 @@ def check_and_plan(
 ) -> tuple[Call, Plan | None]:
     """``check_call``, and what the mask comes to, where that was looked at."""
     lead = check_qkv(q, k, v)
+    _check_distributed(q, k, v, bias, sinks, options.mask)
     heads, queries, head_dim = q.shape[-3:]
     kv_heads, keys, v_head_dim = max(k.shape[-3], v.shape[-3]), k.shape[-2], v.shape[-1]
     sizes = (math.prod(lead), heads, queries, keys)
@@ -172,6 +174,19 @@ def check_and_plan(
     return call, plan
 
 
+def _check_distributed(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, mask: Mask | None
+) -> None:
+    """Raise where DTensors meet ordinary tensors; the square causal mask is a flag of torch's kernels."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    tensors = {} if mask is None else {f"mask ({type(leaf).__name__})": leaf.tensors() for leaf in mask.leaves()}
+    inside = {name: x for name, several in tensors.items() for x in several}
+    square = mask is None or (not inside and mask.is_causal(q.shape[-2], k.shape[-2]))
+    beside = {"bias": bias, "sinks": sinks, **inside} | ({} if square or inside else {"mask": mask})
+    check_distributed({"q": q, "k": k, "v": v}, beside)
+
+
 def _may_need_gradient(x: Tensor) -> bool:
     """Whether it needs one. Of a batch of torch.func its entries say it, but to no compiler: there it may."""
     if x.requires_grad or not _are_functorch_transforms_active():
@@ -210,6 +225,7 @@ def form(*tensors: Tensor | None) -> Form:
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_type(name, tensor, Tensor, "a torch.Tensor")
+        check_has_numbers(name, tensor)
         if tensor.layout != torch.jagged:
             check_layout(name, tensor)
         if tensor.layout != q.layout:

@@ -125,8 +125,8 @@ def prepare(
                 prepared = prepared_calls.find(key)
                 if prepared is not None:
                     return prepared
-        except (AttributeError, TypeError, RuntimeError):  # not such tensors, no mask, not hashable: the checks raise
-            key = None
+        except (AttributeError, TypeError, RuntimeError, ValueError):
+            key = None  # not such tensors, no mask, not hashable: the checks raise
     prepared = _prepare_anew(q, k, v, mask, bias, sinks, scale, softcap, dropout, lse, backend)
     return prepared if key is None else prepared_calls.add(key, prepared)
 

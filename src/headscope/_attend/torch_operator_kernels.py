@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from headscope._attend import torch_operators
 from headscope._attend.backend_call import attend_on_backend_seeded
@@ -12,6 +15,8 @@ from headscope._attend.interface import ForwardPass, Inputs, Pair, full_precisio
 from headscope._attend.prepare import prepare_with_plan
 from headscope._attend.visibility import gradients_of_bad_inputs
 from headscope.masks import mask_from_codes
+
+Sizes = tuple[int, ...]
 
 
 def _forward(
@@ -64,6 +69,21 @@ def _of_bad_inputs(
     return gradients_of_bad_inputs(forward, inputs, grads, gradients)
 
 
+def _forward_flops(q: Sizes, k: Sizes, v: Sizes, *rest: Any, **options: Any) -> int:
+    """Of both products, as torch counts its own attention: whatever a mask hides."""
+    batch, heads, queries, width = q
+    return 2 * batch * heads * queries * k[2] * (width + v[3])
+
+
+def _backward_flops(q: Sizes, k: Sizes, v: Sizes, *rest: Any, **options: Any) -> int:
+    """Of five products: the logits again, and the gradients of weights, q, k and v."""
+    batch, heads, queries, width = q
+    return 2 * batch * heads * queries * k[2] * (3 * width + 2 * v[3])
+
+
 def register() -> None:
     """Register the kernels of the operators; ``_attend.attention`` does so when it is imported."""
     torch_operators.implement(_forward, _backward)
+    count: Any = register_flop_formula
+    count([torch.ops.headscope.attend_forward])(_forward_flops)
+    count([torch.ops.headscope.attend_backward])(_backward_flops)

@@ -7,11 +7,13 @@ on targets that multiply them; other half types are multiplied in float32 and ro
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.utils.flop_counter import register_flop_formula
 
 from headscope._attend.backends import native
 from headscope._support.autograd import Function
@@ -164,7 +166,13 @@ def _run(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _multiply(input, weight, bias)
 
 
+def _flops(input: tuple[int, ...], weight: tuple[int, ...], *rest: Any, **options: Any) -> int:
+    return 2 * math.prod(input) * weight[0]
+
+
 _library.impl("linear", _run, "CPU")
 torch.library.register_fake(OPERATOR, _fake, lib=_library)
 torch.library.register_autograd(OPERATOR, _differentiate, setup_context=_save, lib=_library)
 torch.library.register_vmap(OPERATOR, _fold_batch, lib=_library)
+_count: Any = register_flop_formula
+_count([torch.ops.headscope.linear])(_flops)

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 from torch._subclasses import FakeTensor
 
 from headscope._attend.backends import native
@@ -15,6 +16,7 @@ from headscope._attend.prepare import canonical_inputs, prepare, prepare_with_pl
 from headscope._observe import steps
 from headscope._observe.inputs import Request
 from headscope._support.arguments import check_layout, check_type
+from headscope._support.tensor_classes import ORDINARY, check_has_numbers, is_distributed
 from headscope._support.torch_state import has_no_values
 from headscope.masks import Mask
 from headscope.stats import HeadStats, Observe
@@ -45,7 +47,7 @@ def measure(
     positions: Positions = SELF,
 ) -> HeadStats:  # fmt: skip
     """Measure the weights of a call; the arguments are those of ``headscope.observe``."""
-    _check_readable(q, k, v)
+    _check_readable(q=q, k=k, v=v)
     check_type("what", what, Observe, "a headscope.Observe")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, Tensor):
@@ -119,9 +121,17 @@ def attend_and_observe(
     return out.reshape(*call.lead, *out.shape[1:]), lse.reshape(*call.lead, *lse.shape[1:]), stats
 
 
-def _check_readable(*tensors: Tensor | None) -> None:
-    """Raise where tensors hold no numbers that can be read."""
-    if has_no_values() or any(isinstance(x, Tensor) and (x.is_meta or isinstance(x, FakeTensor)) for x in tensors):
+def _check_readable(**tensors: Tensor | None) -> None:
+    """Raise where tensors hold no numbers that can be read, or those of a part or of many calls."""
+    for name, x in tensors.items():
+        if is_distributed(x):
+            raise TypeError(f"{name}: got a DTensor; expected ordinary tensors: .to_local(), or a watch of the module")
+        if isinstance(x, Tensor):
+            check_has_numbers(name, x)
+        if isinstance(x, Tensor) and type(x) in ORDINARY and is_batchedtensor(x):
+            raise ValueError("observe: within torch.vmap, where numbers of one entry cannot be read; observe the batch")
+    present = [x for x in tensors.values() if isinstance(x, Tensor)]
+    if has_no_values() or any(x.is_meta or isinstance(x, FakeTensor) for x in present):
         raise ValueError(
             "observe: its tensors have no values to look at (meta or fake tensors, make_fx, torch.export); observe "
             "where the model runs"

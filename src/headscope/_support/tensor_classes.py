@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from operator import attrgetter
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.nn.parameter import UninitializedTensorMixin
 
 ORDINARY = (Tensor, torch.nn.Parameter)
 
@@ -38,6 +42,56 @@ def check_no_causal_bias(name: str, x: object, remedy: str = MASKS_OF_CAUSAL_BIA
     """
     if is_causal_bias(x):
         raise TypeError(f"{name}: got {_MODULE}.CausalBias, whose memory holds no numbers; expected a mask; {remedy}")
+
+
+def check_has_numbers(name: str, x: Tensor) -> None:
+    """Raise where a tensor's class or state means that its numbers are not, or not alone, what it stands for.
+
+    Raises:
+        TypeError: it is a MaskedTensor, an uninitialized parameter, or a functional tensor of ``torch.func``.
+    """
+    if is_dynamo_compiling():
+        return
+    if isinstance(x, UninitializedTensorMixin):
+        raise TypeError(f"{name}: is an {type(x).__name__}, which has no shape yet; call its lazy module once before")
+    if type(x).__module__.startswith("torch.masked"):
+        raise TypeError(f"{name}: got a MaskedTensor; expected an ordinary tensor: .get_data(), and its mask as mask=")
+    if type(x) in ORDINARY and torch._is_functional_tensor(x):
+        raise TypeError(
+            f"{name}: is a functional tensor, as torch.func.functionalize makes them; expected an ordinary one: "
+            "torch.compile, torch.export and make_fx trace attention"
+        )
+
+
+def is_distributed(x: object) -> bool:
+    """Return whether x is a DTensor, without importing its module."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def check_distributed(tensors: Mapping[str, Tensor | None], beside: Mapping[str, object]) -> None:
+    """Raise where DTensors meet what they cannot be multiplied with.
+
+    Args:
+        tensors: q, k and v, of which either all or none are DTensors.
+        beside: what would be cut as they are: a mask, a bias, sinks; None = there is none.
+
+    Raises:
+        TypeError: an ordinary tensor beside a DTensor, or a DTensor beside ordinary q, k and v.
+    """
+    distributed = [name for name, x in tensors.items() if is_distributed(x)]
+    inside = [name for name, x in beside.items() if is_distributed(x)]
+    remedy = "expected all of q, k and v as DTensors, or local parts: .to_local()"
+    if distributed and len(distributed) < len(tensors):
+        name = next(name for name in tensors if name not in distributed)
+        raise TypeError(f"{name}: got an ordinary tensor, and {distributed[0]} is a DTensor; {remedy}")
+    if inside and not distributed:
+        raise TypeError(f"{inside[0]}: got a DTensor beside ordinary q, k and v; expected an ordinary one: .to_local()")
+    if distributed and (present := [name for name, x in beside.items() if x is not None]):
+        raise TypeError(
+            f"{present[0]}: got one beside DTensors, which attend without mask, bias and sinks; expected local parts "
+            "of q, k, v: .to_local()"
+        )
 
 
 def has_own_functions(x: Tensor) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from headscope._linear import Linear, is_plain
-from headscope._support.arguments import check_type, kind, shapes
+from headscope._support.arguments import check_layout, check_type, kind, shapes
+from headscope._support.tensor_classes import check_has_numbers
 from headscope.cache import Cache
 from headscope.masks import Mask
 from headscope.positions import ALiBi, RelativeBias, Rotary
@@ -21,6 +23,14 @@ def input_sources(x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None) -> 
         return context, context
     _check_pair(context)
     return context
+
+
+def check_input(x: Tensor) -> None:
+    """Raise unless x is a tensor that projections can read."""
+    check_type("x", x, Tensor, "a torch.Tensor")
+    check_has_numbers("x", x)
+    if x.layout != torch.jagged:
+        check_layout("x", x)
 
 
 def _check_pair(context: object) -> None:

@@ -29,6 +29,7 @@ from headscope.masks import Mask
 from headscope.module._bias_kv import add_own_value, own_share
 from headscope.module._inputs import (
     check_context,
+    check_input,
     check_place,
     check_self_attention,
     check_sliced,
@@ -310,7 +311,7 @@ class MultiHeadAttention(nn.Module):
         Raises:
             TypeError, ValueError: an input, mask or bias that does not fit; it names argument, axis, got and wanted.
         """
-        if getattr(x, "is_nested", False):
+        if getattr(x, "is_nested", False) is True:
             return self._of_nested(
                 x, context, mask, bias=bias, need_weights=need_weights, positions=positions, cache=cache
             )
@@ -414,7 +415,7 @@ class MultiHeadAttention(nn.Module):
     _sources = staticmethod(input_sources)
 
     def _check_inputs(self, x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
-        check_type("x", x, Tensor, "a torch.Tensor")
+        check_input(x)
         if k_from is x and self.packed and x.ndim in (2, 3) and x.shape[-1] == self.embed_dim:
             return
         expected = (("x", x, self.embed_dim), ("context", k_from, self.kdim), ("context", v_from, self.vdim))
