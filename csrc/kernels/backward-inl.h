@@ -1,8 +1,8 @@
 // The backward pass. Weights are recomputed from q, k and lse. With dP = V dOᵀ (transposed, as all buffers here),
 //
-//     dS = P ∘ (dP - δ),  δ_i = out_i · dout_i - dlse_i,   dV = Pᵀ dO,  dQ = scale dS K,  dK = scale dSᵀ Q.
+//     dS = P ∘ (dP - δ + dlse),  δ_i = out_i · dout_i,   dV = Pᵀ dO,  dQ = scale dS K,  dK = scale dSᵀ Q.
 //
-// Rows whose visible keys are in one block of keys sum the weights and δ there: δ_i = Σ_j P_ij dP_ij - dlse_i.
+// Rows whose visible keys are in one block of keys sum the weights and δ there: δ_i = Σ_j P_ij dP_ij.
 //
 // A task is a group of row blocks of one key/value head. It owns its rows of dQ. To dK and dV it adds a block of keys
 // at a time, after all groups before it have added theirs: the order of summation does not depend on the threads.
@@ -15,7 +15,8 @@ template <class T, int QV, class Op = Fma<T>>
 struct BackwardBlock : BackwardRowSums<T, QV, Op> {
     using Base = BackwardRowSums<T, QV, Op>;
     using Base::f, Base::p, Base::count, Base::L, Base::ROWS, Base::KEYS, Base::PAIRS, Base::head, Base::query,
-        Base::flat_row, Base::b, Base::g, Base::dots, Base::dropout_factors, Base::top, Base::inverse_sum, Base::delta;
+        Base::flat_row, Base::b, Base::g, Base::dots, Base::dropout_factors, Base::top, Base::inverse_sum, Base::delta,
+        Base::lse_gradient;
     using Outer = OuterTile<T, QV, Op>;
     using Word = typename Op::Word;
 
@@ -131,7 +132,7 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
             V<T> sum[QV];
             this->initialize_sums(top, sum, true);
             this->invert_sums(sum);
-            UNROLL_FOR(v, QV) delta[v] = g.grad_lse ? -this->load_row_values(g.grad_lse, v) : V<T>{};
+            UNROLL_FOR(v, QV) delta[v] = V<T>{};
         }
         T* const to = static_cast<T*>(g.dsinks);
         for (int v = 0; v < QV; v++) {
@@ -141,7 +142,7 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
                 logits[r] = sink.logit;
                 factors[r] = sink.factor;
             }
-            const V<T> gradients = exp2(logits - top[v]) * factors * inverse_sum[v] * -delta[v];
+            const V<T> gradients = exp2(logits - top[v]) * factors * inverse_sum[v] * (lse_gradient[v] - delta[v]);
             for (int r = 0; r < L && v * L + r < count; r++) to[flat_row(v * L + r)] = gradients[r];
         }
     }
@@ -183,7 +184,7 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
             this->exponentiate_and_sum(keys, drops);
             has_sums = true;
         }
-        const bool has_options = drops || through_softcap;
+        const bool has_options = drops || through_softcap || g.grad_lse;
         if (is_single_block && has_options)
             exponentiate_and_differentiate<true, true>(keys, drops, through_softcap);
         else if (is_single_block)
@@ -197,12 +198,13 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
     template <bool OPTIONS, bool IS_EXPONENTIATED>
     void exponentiate_and_differentiate(int keys, bool drops, bool through_softcap) {
         // Local copies stay in registers: members would be reloaded after each store, which may alias them.
-        V<T> row_delta[QV], row_inverse[QV];
+        V<T> row_delta[QV], row_inverse[QV], row_lse_gradient[QV];
         T *const p = this->p, *const dots = this->dots, *const dropout_factors = this->dropout_factors,
                  *const slopes = this->slopes;
         Word *const weight_rows = this->weight_rows, *const ds_rows = this->ds_rows, *const ds_keys = this->ds_keys;
         UNROLL_FOR(v, QV) {
             row_delta[v] = delta[v];
+            row_lse_gradient[v] = lse_gradient[v];
             row_inverse[v] = inverse_sum[v];
         }
         const auto logit_gradient_of = [&](int at_tile, int v, V<T>& weight) __attribute__((always_inline)) {
@@ -210,8 +212,9 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
             if (OPTIONS && drops) factor = load(dropout_factors + at_tile);
             if (OPTIONS && through_softcap) slope = load(slopes + at_tile);
             const bool subtracts_delta = IS_EXPONENTIATED || (OPTIONS && drops);
-            V<T> gradient =
-                weight * (subtracts_delta ? load(dots + at_tile) * factor - row_delta[v] : load(dots + at_tile));
+            V<T> deviation = subtracts_delta ? load(dots + at_tile) * factor - row_delta[v] : load(dots + at_tile);
+            if (OPTIONS) deviation += row_lse_gradient[v];
+            V<T> gradient = weight * deviation;
             if (OPTIONS) {
                 gradient *= slope;
                 weight *= factor;
@@ -252,6 +255,7 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
         this->load_queries();
         this->load_spans();
         this->load_transposed(g.grad_out, int(f.v_head_dim), T(1), dout);
+        UNROLL_FOR(v, QV) lse_gradient[v] = g.grad_lse ? this->load_row_values(g.grad_lse, v) : V<T>{};
         this->find_key_range(begin, end);
         has_sums = false;
     }
@@ -401,7 +405,6 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
             for (int r = 0; r < L; r++)
                 products[r] = multiply_out_by_gradient(v * L + r < count ? v * L + r : count - 1);
             delta[v] = reduce_sums<T>(products);
-            if (g.grad_lse) delta[v] -= this->load_row_values(g.grad_lse, v);
             const V<T> log2_sum = this->split_lse(this->load_row_values(f.lse, v), top[v], inverse_sum[v]);
             exceeds |= (log2_sum > limit) | (log2_sum < -limit);
         }

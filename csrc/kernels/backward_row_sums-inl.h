@@ -9,7 +9,8 @@ struct BackwardRowSums : LogitsBlock<T, QV, Op> {
     const Backward& g;
     T *dots, *dropout_factors;      // dP and the factors of dropout, [KEYS][ROWS]
     V<T> top[QV], inverse_sum[QV];  // a weight is exp2(logit - top) * inverse_sum
-    V<T> delta[QV];
+    V<T> delta[QV],
+        lse_gradient[QV];  // apart: of a row of few keys the rounding of their difference would be the error
 
     BackwardRowSums(const Backward& call, std::int64_t batch, std::int64_t head, Arena& memory)
         : Base(call.forward, batch, head, memory), g(call) {}
@@ -67,7 +68,6 @@ struct BackwardRowSums : LogitsBlock<T, QV, Op> {
         invert_sums(sum);
         UNROLL_FOR(v, QV) {
             delta[v] = weighted_sum[v] * inverse_sum[v];
-            if (g.grad_lse) delta[v] -= load_row_values(g.grad_lse, v);
         }
     }
     // The weights of rows without a visible key stay 0; those of rows whose lse is NaN become NaN.

@@ -12,7 +12,10 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
     static constexpr int WORDS = KEYS / 64;
     Int<T> rule_bits[2 * WORDS][ROWS] __attribute__((aligned(64)));
     bool masked_by_rules = false;  // the rules hide some key of the last block from some row
-    std::int64_t key_range = 0;    // the number of keys from the first one that is visible to any row to the last
+    struct KeyBits {
+        std::uint64_t word[WORDS];
+    };
+    std::int64_t key_range = 0;  // the number of keys from the first one that is visible to any row to the last
 
     // Divides keys j .. j + keys, at multiples of eight, into ranges for which the vectors of rows with visible keys
     // are the same, and calls body(first vector, number of vectors, first key, number of keys). The first vectors drop
@@ -97,6 +100,10 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
         end = f.keys;
         if (f.mask.spans.data) find_range_of_spans(begin, end);
         if (f.mask.rule_count) trim_range_by_rules(begin, end);
+        if (f.uniform && begin < end) {  // other rows must not move the blocks
+            const std::int64_t origin = first_visible_of_head();
+            begin = origin + (begin - origin) / KEYS * KEYS;
+        }
         if (begin > end) begin = end;
         key_range = end - begin;
     }
@@ -120,6 +127,42 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
             end -= last < 0 ? keys : keys - 1 - last;
             if (last >= 0) return;
         }
+    }
+    // The first key that is visible to any row of this batch entry and key/value head. Where that is key 0 to the first
+    // row, as it mostly is, nothing else is looked at.
+    std::int64_t first_visible_of_head() {
+        const std::int64_t rows = f.queries * group, first_row = this->first;
+        std::int64_t found = f.keys;
+        for (std::int64_t j = 0; j < found; j += KEYS)
+            for (std::int64_t r = 0; r < rows && j < found; r++) {
+                this->first = r;  // row 0 of a block that begins there
+                const int keys = this->keys_of_block(j, f.keys);
+                KeyBits visible = visible_by_spans(j);
+                if (f.mask.rule_count) {
+                    const KeyBits by_rules = evaluate_rules_of_row(0, j, keys);
+                    for (int w = 0; w < WORDS; w++) visible.word[w] &= by_rules.word[w];
+                }
+                for (int w = 0; w < WORDS; w++) {
+                    const std::uint64_t bits = visible.word[w] & bits_below(keys - 64 * w);
+                    if (bits && j + 64 * w + __builtin_ctzll(bits) < found) found = j + 64 * w + __builtin_ctzll(bits);
+                }
+            }
+        this->first = first_row;
+        return found;
+    }
+    // Which keys from j0 on the spans show to row 0.
+    KeyBits visible_by_spans(std::int64_t j0) const {
+        KeyBits visible{};
+        const Spans& spans = f.mask.spans;
+        const std::int32_t* bounds =
+            spans.data ? spans.data + b * spans.batch_stride + query(0) * spans.query_stride : nullptr;
+        for (int n = 0; n < (bounds ? 2 * spans.count : 2); n += 2)
+            for (int w = 0; w < WORDS; w++) {
+                const std::int64_t start = j0 + 64 * w, low = bounds ? bounds[n] : 0,
+                                   high = bounds ? bounds[n + 1] : f.keys;
+                visible.word[w] |= bits_below(high - start) & ~bits_below(low - start);
+            }
+        return visible;
     }
     // The first and the last of keys j0 .. j0 + keys that the rules show to any row, counted from j0, or -1.
     void find_visible_by_rules(std::int64_t j0, int keys, int& first, int& last) const {
@@ -193,9 +236,6 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
                 store(s, (load_int<T>(rule_bits[j / 32] + v * L) >> j % 32 & 1) != 0 ? load(s) : minus_infinity);
             }
     }
-    struct KeyBits {
-        std::uint64_t word[WORDS];
-    };
     KeyBits evaluate_rules_of_row(int r, std::int64_t j0, int keys) const {
         KeyBits visible[MAX_RULES];
         int depth = 0;

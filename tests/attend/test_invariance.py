@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headscope import attention
+from headscope import attend, attention
 from headscope._attend.backends import native
-from headscope.masks import causal
+from headscope.masks import Dense, Documents, Prefix, causal, window
 from support.invariance import Call, differences
 
 if native.extension is None:
@@ -47,3 +47,48 @@ def test_decoding_and_chunks_are_the_whole(dtype: torch.dtype, group: int) -> No
     for start, end in ((0, 1), (149, 150), (40, 90), (100, 150), (63, 65)):
         part = attention(q[:, :, start:end], k[:, :, :end], v[:, :, :end], mask=causal(), backend="reproducible")
         assert torch.equal(part, whole[:, :, start:end])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("number", [0, 3, 9], ids=["of the first document", "of the last", "of its own"])
+def test_packed_documents_do_not_depend_on_padding(dtype: torch.dtype, number: int) -> None:
+    """Whatever document the padding counts to; with its rows, whose gradients are 0."""
+    torch.manual_seed(0)
+    q, k, v, grad_out = torch.randn(4, 2, 3, 90, 32).to(dtype)
+    grad_out[:, :, 80:] = 0
+    ids = torch.arange(80)[None] // 20
+    padded = torch.cat([ids, torch.full((1, 10), number)], 1)
+
+    def run(length: int, ids: torch.Tensor) -> list[torch.Tensor]:
+        inputs = [x[:, :, :length].clone().requires_grad_() for x in (q, k, v)]
+        out = attention(*inputs, mask=Documents(ids) & causal(), backend="reproducible")
+        grads = torch.autograd.grad(out, inputs, grad_out[:, :, :length])
+        return [x[:, :, :80] for x in (out.detach(), *grads)]
+
+    for got, right in zip(run(90, padded), run(80, ids), strict=True):
+        assert torch.equal(got, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_padding_in_front_beside_a_window(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 200, 32).to(dtype)
+    shown = (torch.arange(200) >= 10).expand(1, 1, 200, 200)
+    whole = attention(q, k, v, mask=window(30) & Dense(shown), backend="reproducible")
+    alone = attention(q[:, :, 10:], k[:, :, 10:], v[:, :, 10:], mask=window(30), backend="reproducible")
+    assert torch.equal(whole[:, :, 10:], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("length", "width", "v_width"), [(1, 64, 64), (1, 7, 40), (200, 64, 64)])
+def test_a_gradient_of_lse_is_added_to_nothing(length: int, width: int, v_width: int, dtype: torch.dtype) -> None:
+    """Where a row sees one key its weight is 1: dq and dk are the gradient of lse alone, to one rounding."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4, length, n, dtype=dtype) for n in (width, width, v_width))
+    grad_out, grad_lse = torch.randn(1, 4, length, v_width, dtype=dtype), torch.randn(1, 4, length, dtype=dtype)
+    q, k = q.requires_grad_(), k.requires_grad_()
+    out, lse, _ = attend(q, k, v, mask=Prefix(1))
+    dq, _ = torch.autograd.grad((out * grad_out).sum() + (lse * grad_lse).sum(), (q, k))
+    right = grad_lse.double()[..., None] * k.detach().double()[:, :, :1] * width**-0.5
+    ratio = (dq.double() - right).norm() / right.norm()
+    assert float(ratio) < 4 * torch.finfo(dtype).eps

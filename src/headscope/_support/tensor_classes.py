@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.nn.parameter import UninitializedTensorMixin
 
 ORDINARY = (Tensor, torch.nn.Parameter)
+UNINITIALIZED = (torch.nn.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)
+is_functional: Callable[[Tensor], bool] = attrgetter("_is_functional_tensor")(torch)
 
 _function = attrgetter("__torch_function__")  # what a subclass does in place of torch's functions
 _dispatch = attrgetter("__torch_dispatch__")  # what a subclass does in place of torch's operators
@@ -52,11 +53,11 @@ def check_has_numbers(name: str, x: Tensor) -> None:
     """
     if is_dynamo_compiling():
         return
-    if isinstance(x, UninitializedTensorMixin):
+    if isinstance(x, UNINITIALIZED):
         raise TypeError(f"{name}: is an {type(x).__name__}, which has no shape yet; call its lazy module once before")
     if type(x).__module__.startswith("torch.masked"):
         raise TypeError(f"{name}: got a MaskedTensor; expected an ordinary tensor: .get_data(), and its mask as mask=")
-    if type(x) in ORDINARY and torch._is_functional_tensor(x):
+    if type(x) in ORDINARY and is_functional(x):
         raise TypeError(
             f"{name}: is a functional tensor, as torch.func.functionalize makes them; expected an ordinary one: "
             "torch.compile, torch.export and make_fx trace attention"
