@@ -152,8 +152,8 @@ def _holds_all(part: LayerStats, w: float) -> Tensor:
     A row that sees w + 2 keys may see the first key, or another one beyond the window: then some mass is missing, or
     not all rows see the first key.
     """
-    most, kept = _most_keys(part), part.moments[f"streaming_{w:g}"].mean / part.moments["mass"].mean
-    with_first = (w == most - 2) & (kept >= 1 - 1e-6)
+    most, ratio = _most_keys(part), part.moments[f"streaming_{w:g}"].mean / part.moments["mass"].mean
+    with_first = (w == most - 2) & (ratio >= 1 - 1e-6)
     if part.eligible is not None:
         with_first &= part.eligible[:, 0] == part.moments["mass"].count
     return (w >= most - 1) | with_first

@@ -44,13 +44,13 @@ def check_folder(name: str) -> None:
     _check_generation(name)
 
 
-def check_permission(name: str, wanted: int) -> None:
+def check_permission(name: str, mode: int) -> None:
     """Check that a file or folder may be read.
 
     Raises:
         Mistake: it may not.
     """
-    if not os.access(name, wanted):
+    if not os.access(name, mode):
         raise Mistake(f"{name}: permission denied, expected a {'folder' if os.path.isdir(name) else 'file'} to read")
 
 
