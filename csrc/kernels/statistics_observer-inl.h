@@ -78,8 +78,9 @@ struct StatisticsObserver : RowSumsObserver<T, QV> {
                          difference = std::abs(external_norm - double(rows.norm[r]));
             if (difference <= s->lse_tolerance * (magnitude > 1 ? magnitude : 1)) continue;
             // an lse below the largest logit is rounding, or else an error that the caller words
-            if (external_norm < -MAX_BELOW) s->nonfinite->store(true, std::memory_order_relaxed);
-            const double norm = external_norm < 0 && std::isfinite(external_norm) ? 0 : external_norm;
+            const bool is_below = external_norm < 0 && std::isfinite(external_norm);  // not of a row without keys
+            if (is_below && external_norm < -MAX_BELOW) s->nonfinite->store(true, std::memory_order_relaxed);
+            const double norm = is_below ? 0 : external_norm;
             rows.norm[r] = T(norm);
             // at least the smallest normal number, since a scale of 0 marks a row that is not counted
             rows.scale[r] = std::max(T(std::exp(-norm)), std::numeric_limits<T>::min());
