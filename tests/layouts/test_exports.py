@@ -69,6 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no qk_norm": {"qk_norm": None},
     "gate": {"gate": True},
     "bias_kv": {"bias_kv": True},
+    "reproducible": {"reproducible": True},
 }
 
 
