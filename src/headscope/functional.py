@@ -67,7 +67,7 @@ def attention(
         sinks: one logit a head, [H], that takes part in the softmax and has no value: rows then sum to less than one.
         dropout: probability in [0, 1) with which a weight is dropped, whenever it is above 0; seeded from torch's
             generator.
-        backend: "cpu", "sdpa", "blocked" or "reference"; by default the fastest that takes the call.
+        backend: "cpu", "sdpa", "blocked", "reference" or "reproducible"; by default the fastest that takes the call.
 
     A row that may see nothing gives 0, with zero gradients. NaN and infinity reach exactly the rows that may see them.
     Softmax is computed in float32 or better. The second derivative exists for the reference backend only, and

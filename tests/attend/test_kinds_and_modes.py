@@ -332,6 +332,16 @@ def test_dtensors_are_right_or_refused_by_name(distribute: Callable[[Tensor], Te
     torch.testing.assert_close(out.full_tensor(), headscope.attention(q, k, v))
 
 
+def test_of_two_masks_of_a_class_the_dtensor_is_named(distribute: Callable[[Tensor], Tensor]) -> None:
+    q, lengths = torch.randn(2, 2, 6, 8), torch.tensor([3, 6])
+    for mask in (
+        KeyLengths(distribute(lengths)) & KeyLengths(lengths),
+        KeyLengths(lengths) & KeyLengths(distribute(lengths)),
+    ):
+        with pytest.raises(TypeError, match=re.escape("mask (KeyLengths): got a DTensor beside ordinary q, k and v")):
+            headscope.attention(q, q, q, mask=mask)
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_observing_refuses_dtensors_by_name(distribute: Callable[[Tensor], Tensor], name: str) -> None:
     inputs = {each: torch.randn(2, 2, 6, 8) for each in "qkv"}

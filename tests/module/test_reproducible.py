@@ -192,6 +192,20 @@ def test_what_is_refused() -> None:
         reproducible_linear(torch.randn(2, 5), weight, None)
 
 
+def test_what_lies_in_no_memory() -> None:
+    x, weight, bias = torch.randn(2, 4), torch.randn(3, 4), torch.randn(3)
+    zeros = torch._efficientzerotensor((2, 4))
+    assert torch.equal(reproducible_linear(zeros, weight, bias), bias.expand(2, 3))
+    assert torch.equal(reproducible_linear(torch._neg_view(x), weight, bias), reproducible_linear(-x, weight, bias))
+    for name, lost in (("x", x), ("weight", weight), ("bias", bias)):
+        inputs = {"x": x.clone(), "weight": weight.clone(), "bias": bias.clone(), name: lost}
+        lost.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=f"^{name}: its memory is gone"):
+            reproducible_linear(*inputs.values())
+        lost.untyped_storage().resize_(4 * lost.numel())
+        lost.fill_(1.0)
+
+
 def test_without_the_kernels_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = MultiHeadAttention(8, 2, reproducible=True)
     monkeypatch.setattr(native, "extension", None)

@@ -25,7 +25,13 @@ from torch.compiler import is_dynamo_compiling
 from headscope._support.arguments import check_broadcast, check_layout, check_type, kind, shapes
 from headscope._support.compiler import mark_constant
 from headscope._support.scalar_options import check_dropout, check_factors, check_scale, check_softcap
-from headscope._support.tensor_classes import ORDINARY, check_distributed, check_has_numbers, check_no_causal_bias
+from headscope._support.tensor_classes import (
+    ORDINARY,
+    check_distributed,
+    check_has_numbers,
+    check_no_causal_bias,
+    is_distributed,
+)
 from headscope._support.torch_state import is_traced
 from headscope.masks import Dense, Mask, Plan, check_mask
 
@@ -180,8 +186,9 @@ def _check_distributed(
     """Raise where DTensors meet ordinary tensors; the square causal mask is a flag of torch's kernels."""
     if "torch.distributed.tensor" not in sys.modules:
         return
-    tensors = {} if mask is None else {f"mask ({type(leaf).__name__})": leaf.tensors() for leaf in mask.leaves()}
-    inside = {name: x for name, several in tensors.items() for x in several}
+    parts = [] if mask is None else [(leaf, x) for leaf in mask.leaves() for x in leaf.tensors()]
+    parts.sort(key=lambda part: is_distributed(part[1]))  # of two masks of a class the DTensor is named
+    inside = {f"mask ({type(leaf).__name__})": x for leaf, x in parts}
     square = mask is None or (not inside and mask.is_causal(q.shape[-2], k.shape[-2]))
     beside = {"bias": bias, "sinks": sinks, **inside} | ({} if square or inside else {"mask": mask})
     check_distributed({"q": q, "k": k, "v": v}, beside)

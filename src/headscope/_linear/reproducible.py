@@ -16,6 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from headscope._attend.backends import native
+from headscope._attend.interface import readable
 from headscope._support.autograd import Function
 from headscope._support.tensor_classes import to_ordinary
 from headscope._support.torch_state import is_traced
@@ -141,8 +142,11 @@ def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if dtype.itemsize == 2 and (turned or not kernels.supports_linear(native.CODES[dtype], width)):
         wide = _multiply(input.float(), weight.float(), None if bias is None else bias.float())
         return wide.to(dtype)
-    rows = _readable(input).reshape(-1, width).contiguous()
-    weight, bias = _readable(weight), None if bias is None else _readable(bias).contiguous()
+    rows, weight = readable(input.detach()).reshape(-1, width).contiguous(), readable(weight.detach())
+    bias = None if bias is None else readable(bias.detach()).contiguous()
+    for name, x in (("x", rows), ("weight", weight), ("bias", bias)):
+        if x is not None and not x.data_ptr():
+            raise ValueError(f"{name}: its memory is gone: its storage holds nothing")
     out = torch.empty((len(rows), outs), dtype=dtype, device="cpu")
     kernels.linear(
         (len(rows), width, outs), native.CODES[dtype], rows.data_ptr(), (width, 1), weight.data_ptr(),
@@ -150,11 +154,6 @@ def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out.data_ptr(), len(rows), outs, (0, 0, outs), torch.get_num_threads(),
     )  # fmt: skip
     return out.view(*input.shape[:-1], outs)
-
-
-def _readable(x: Tensor) -> Tensor:
-    """The numbers as they lie in memory: a negative view is written out."""
-    return (x if x.dtype.is_complex or not x.is_neg() else x.resolve_neg()).detach()
 
 
 def _fake(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
