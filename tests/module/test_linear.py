@@ -16,7 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import headscope
 from headscope._attend.backends import native
 from headscope._linear import layer as _linear
+from headscope._linear import product as _product
 from headscope._linear.layer import Linear
+from headscope._linear.product import Native
 from support.tolerance import assert_as_accurate
 
 ROWS, WIDTH, OUT = 67, 256, 257  # more products than the table's least
@@ -28,7 +30,7 @@ def preferred(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     made: list[int] = []
     if request.param == "native":
         product = own(torch.float32)
-        monkeypatch.setattr(product, "_multiply", counting(product._multiply, made))
+        monkeypatch.setattr(_product, "multiply", counting(_product.multiply, made))
         chosen: _linear.Product = product
     else:
         product = _linear.onednn()
@@ -47,11 +49,11 @@ def counting(product: Any, made: list[int]) -> Any:
     return counted
 
 
-def own(dtype: torch.dtype) -> _linear.Native:
+def own(dtype: torch.dtype) -> Native:
     """The product of our own kernels, whatever target runs."""
     if native.extension is None or not native.extension.supports_linear(native.CODES[dtype], 2):
         pytest.skip(f"no native kernels, or none that multiply {dtype}")
-    return _linear.Native(dtype)
+    return Native(dtype)
 
 
 def test_table_names_its_maker_and_known_routes() -> None:
@@ -94,8 +96,7 @@ def test_gradients_are_never_lost(preferred: list[int]) -> None:
 def training(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A CPU for which the table prefers our own product in training; the list grows by one for each of its products."""
     product, made = own(torch.float32), []
-    for name in ("_multiply", "_of"):
-        monkeypatch.setattr(product, name, counting(getattr(product, name), made))
+    monkeypatch.setattr(_product, "multiply", counting(_product.multiply, made))
     monkeypatch.setattr(
         _linear, "trained_routes", lambda dtype: ((0, product.trained),) if dtype is torch.float32 else ()
     )
@@ -219,8 +220,7 @@ def test_what_changes_before_the_backward_pass(training: list[int]) -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_what_does_not_lie_in_memory_as_it_says_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     product, made = own(torch.float32), []
-    for name in ("_multiply", "_of"):
-        monkeypatch.setattr(product, name, counting(getattr(product, name), made))
+    monkeypatch.setattr(_product, "multiply", counting(_product.multiply, made))
     monkeypatch.setattr(_linear, "trained_routes", lambda dtype: ((0, product.trained),))
     monkeypatch.setattr(_linear, "routes", lambda dtype: ((0, product),))
     layer, x = Linear(WIDTH, OUT), torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -376,8 +376,7 @@ def test_routes_follow_vendor_family_and_target(monkeypatch: pytest.MonkeyPatch)
     def routes(family: str, dtype: torch.dtype = torch.float32) -> list[tuple[int, str]]:
         monkeypatch.setattr(_linear, "family", lambda: family)
         return [
-            (rows, "native" if isinstance(x, _linear.Native) else "onednn")
-            for rows, x in _linear.routes.__wrapped__(dtype)
+            (rows, "native" if isinstance(x, Native) else "onednn") for rows, x in _linear.routes.__wrapped__(dtype)
         ]
 
     onednn = [] if there is None else [(0, "onednn")]

@@ -15,14 +15,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.nn import functional as F
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from headscope._attend.backends import native as cpu
+from headscope._linear.product import Native, lies_plainly
 from headscope._linear.reproducible import reproducible_linear
 from headscope._support.arguments import kind
-from headscope._support.autograd import Function
 from headscope._support.cpuinfo import family, vendor
 from headscope._support.torch_state import is_traced
 
@@ -101,22 +100,10 @@ def fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and min(weight.shape) >= table()["least_side"]
         and input.shape[-1] == weight.shape[1]
         and input.dtype in DTYPES
-        and _lies_plainly(input, input.dtype)
-        and _lies_plainly(weight, input.dtype)
-        and (bias is None or (bias.shape == weight.shape[:1] and _lies_plainly(bias, input.dtype)))
+        and lies_plainly(input, input.dtype)
+        and lies_plainly(weight, input.dtype)
+        and (bias is None or (bias.shape == weight.shape[:1] and lies_plainly(bias, input.dtype)))
         and not torch.is_autocast_enabled("cpu")
-    )
-
-
-def _lies_plainly(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether its numbers lie in memory, which may have been freed, one behind the other, as they are to be read."""
-    return (
-        x.is_cpu
-        and x.dtype == dtype
-        and x.layout == torch.strided
-        and not (x.is_neg() or x._is_zerotensor())
-        and x.is_contiguous()
-        and x.untyped_storage().nbytes() >= (x.storage_offset() + x.numel()) * x.element_size()
     )
 
 
@@ -171,117 +158,6 @@ def trained_routes(dtype: torch.dtype) -> tuple[tuple[int, Product], ...]:
     entries = entry().get(DTYPES[dtype], {}).get("trained", ())
     product = native_product(dtype)
     return () if product is None else tuple((rows, product.trained) for rows, _ in entries)
-
-
-class Native:
-    """The product of our own kernels.
-
-    A row is summed in one order, whatever the other rows and the number of threads.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self.code = dtype, cpu.CODES[dtype]
-
-    def takes(self, weight: Tensor) -> bool:
-        """Whether they multiply this width: pairs of bf16 want an even one."""
-        return weight.shape[1] > 0 and cpu.extension.supports_linear(self.code, weight.shape[1])
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[..., width], [outs, width] -> [..., outs]."""
-        if not self.takes(weight):
-            return F.linear(x, weight, bias)
-        outs = weight.shape[0]
-        out = torch.empty((*x.shape[:-1], outs), dtype=self.dtype, device="cpu")
-        self._multiply(x, weight, bias, out, x.numel() // x.shape[-1], outs, (0, 0, outs))
-        return out
-
-    def trained(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same with gradients."""
-        out: Any = _Trained.apply(self, x.reshape(-1, x.shape[-1]), weight.t(), bias)
-        return out.view(*x.shape[:-1], weight.shape[0])
-
-    def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """``grad @ weight``: [rows, outs], [outs, width] -> [rows, width]."""
-        (rows, outs), width = grad.shape, weight.shape[1]
-        out = torch.empty((rows, width), dtype=self.dtype, device="cpu")
-        self._of(grad, (outs, 1), weight, (1, width), out, (rows, outs, width))
-        return out
-
-    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
-        """``grad.T @ x``: [rows, outs], [rows, width] -> [outs, width]."""
-        (rows, outs), width = grad.shape, x.shape[1]
-        out = torch.empty((outs, width), dtype=self.dtype, device="cpu")
-        self._of(grad, (1, outs), x, (1, width), out, (outs, rows, width))
-        return out
-
-    def heads(self, x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
-        """[..., T, E], [count * width, E] -> [..., count, T, width]; the width is a multiple of 16."""
-        *batch, length, _ = x.shape
-        outs = weight.shape[0]
-        out = torch.empty((*batch, outs // width, length, width), dtype=self.dtype, device="cpu")
-        self._multiply(x, weight, bias, out, length, width, (length * outs, length * width, width))
-        return out
-
-    def _multiply(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, length: int, width: int,
-        strides: tuple[int, int, int],
-    ) -> None:  # fmt: skip
-        outs, depth = weight.shape
-        cpu.extension.linear(
-            (x.numel() // depth, depth, outs), self.code, x.data_ptr(), (depth, 1), weight.data_ptr(), (depth, 1),
-            0 if bias is None else bias.data_ptr(), out.data_ptr(), length, width, strides, torch.get_num_threads(),
-        )  # fmt: skip
-
-    def _of(
-        self, x: Tensor, x_stride: tuple[int, int], w: Tensor, w_stride: tuple[int, int], out: Tensor,
-        sizes: tuple[int, int, int],
-    ) -> None:  # fmt: skip
-        """x @ w.T of so many rows, so deep and so many columns, by strides over rows (of w: columns) and depth."""
-        rows, _, width = sizes
-        cpu.extension.linear(
-            sizes, self.code, x.data_ptr(), x_stride, w.data_ptr(), w_stride, 0, out.data_ptr(), rows, width,
-            (0, 0, width), torch.get_num_threads(),
-        )  # fmt: skip
-
-
-class _Trained(Function[Tensor]):
-    """Our own product and its gradients; torch's where they are differentiated again, or many are asked for at once.
-
-    Takes and saves what ``torch.addmm`` (without bias ``torch.mm``) takes and saves in ``F.linear``, so that whoever
-    counts, changes or replaces what is saved finds no difference: x [rows, width] and the weight turned, [width, outs],
-    each if the other needs a gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, product: Native, x: Tensor, turned: Tensor, bias: Tensor | None) -> Tensor:
-        _, of_x, of_turned, _ = ctx.needs_input_grad
-        ctx.product = product
-        saved = (x if of_turned else None, turned if of_x else None)  # in torch's order, which is by its names for them
-        ctx.biased = bias is not None
-        ctx.save_for_backward(*(saved if ctx.biased else saved[::-1]))
-        return product(x, turned.t(), bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, turned = ctx.saved_tensors if ctx.biased else ctx.saved_tensors[::-1]
-        product: Native = ctx.product
-        of_x = of_turned = None
-        if turned is not None:
-            own = _own(grad, turned.t())
-            of_x = product.of_input(*own) if own and grad.shape[1] == turned.shape[1] else grad @ turned.t()
-        if x is not None:
-            own = _own(grad, x)
-            of_turned = product.of_weight(*own).t() if own and len(grad) == len(x) else (grad.t() @ x).t()
-        return None, of_x, of_turned, grad.sum(0) if ctx.needs_input_grad[3] else None
-
-
-def _own(*factors: Tensor) -> tuple[Tensor, ...] | None:
-    """Factors as our own product reads them in a backward pass, or None: hooks may have given back anything."""
-    if torch.is_grad_enabled() or is_traced() or any(is_legacy_batchedtensor(x) for x in factors):
-        return None
-    dense = tuple(x.contiguous() if x.layout == torch.strided else x for x in factors)
-    plain = (type(x) in (Tensor, nn.Parameter) and x.ndim == 2 and _lies_plainly(x, torch.float32) for x in dense)
-    return dense if all(plain) else None
 
 
 @cache

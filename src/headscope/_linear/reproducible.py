@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from headscope._attend.backends import native
 from headscope._attend.interface import readable
+from headscope._linear.product import multiply
 from headscope._support.autograd import Function
 from headscope._support.tensor_classes import to_ordinary
 from headscope._support.torch_state import is_traced
@@ -138,8 +139,7 @@ def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if weight.stride(-1) != 1 and weight.stride(0) != 1:
         weight = weight.contiguous()
     turned = weight.stride(-1) != 1
-    kernels = native.extension
-    if dtype.itemsize == 2 and (turned or not kernels.supports_linear(native.CODES[dtype], width)):
+    if dtype.itemsize == 2 and (turned or not native.extension.supports_linear(native.CODES[dtype], width)):
         wide = _multiply(input.float(), weight.float(), None if bias is None else bias.float())
         return wide.to(dtype)
     rows, weight = readable(input.detach()).reshape(-1, width).contiguous(), readable(weight.detach())
@@ -148,11 +148,8 @@ def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x is not None and not x.data_ptr():
             raise ValueError(f"{name}: its memory is gone: its storage holds nothing")
     out = torch.empty((len(rows), outs), dtype=dtype, device="cpu")
-    kernels.linear(
-        (len(rows), width, outs), native.CODES[dtype], rows.data_ptr(), (width, 1), weight.data_ptr(),
-        (1, weight.stride(1)) if turned else (weight.stride(0), 1), 0 if bias is None else bias.data_ptr(),
-        out.data_ptr(), len(rows), outs, (0, 0, outs), torch.get_num_threads(),
-    )  # fmt: skip
+    strides = (1, weight.stride(1)) if turned else (weight.stride(0), 1)
+    multiply(rows, (width, 1), weight, strides, bias, out, (len(rows), width, outs))
     return out.view(*input.shape[:-1], outs)
 
 
