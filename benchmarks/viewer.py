@@ -1,4 +1,4 @@
-"""How large the viewer's page is, how soon it can be used and how smoothly it zooms: the table of docs/viewer.md.
+"""How large the viewer's page is, how soon it can be used and how smoothly it zooms: the table of docs/guides/page.md.
 
     python benchmarks/viewer.py [--chromium /usr/bin/chromium] [--write FOLDER]
 

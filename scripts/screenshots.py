@@ -1,4 +1,4 @@
-"""The pictures of docs/viewer.md and README.md: pages of the command line in headless Chromium, as PNG.
+"""The pictures of docs/guides/page.md and README.md: pages of the command line in headless Chromium, as PNG.
 
 python scripts/screenshots.py [--chromium /usr/bin/chromium] [NAME...]
 """

@@ -106,7 +106,7 @@ struct Backward {
 
 // The statistics of one row, in the order of QUANTITIES in src/headscope/_observe/native_observer.py. Outputs are [B,
 // H, Q], contiguous, of the accumulation type; null: not computed. Rows that are not counted, or for which the quantity
-// is undefined, get NaN. docs/statistics.md defines each.
+// is undefined, get NaN. docs/concepts/statistics.md defines each.
 enum Quantity : int {
     LSE,
     MAX_LOGIT,

@@ -1,4 +1,4 @@
-// The row statistics of docs/statistics.md, from the sums of row_sums-inl.h.
+// The row statistics of docs/concepts/statistics.md, from the sums of row_sums-inl.h.
 
 // The observer of a forward pass that computes statistics.
 template <class T, int QV>

@@ -1,6 +1,6 @@
 """Two observations, head by head: what moved, by how much, and whether that is more than the thresholds allow.
 
-docs/decisions.md says how a change is judged, and what the thresholds do not see.
+docs/guides/decide.md says how a change is judged, and what the thresholds do not see.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def observe(
 ) -> HeadStats:
     """Measure the attention weights without filling their matrix: statistics of each head, in linear memory.
 
-    Shapes: as ``attention``. Every number is defined in docs/statistics.md. q, k, v may need gradients; none flow.
+    Shapes: as ``attention``. docs/concepts/statistics.md defines every number. q, k, v may need gradients; none flow.
 
     Args:
         q, k, mask, bias, scale, softcap, sinks: as for ``attention``.

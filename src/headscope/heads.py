@@ -48,7 +48,7 @@ def ablate(model: nn.Module, heads: Mapping[str, Heads], scale: float = 0.0) -> 
 
     What a head hands to the output projection is multiplied by ``scale``: with 0 the model computes what it would with
     that head's slice of the projection set to zero. No parameter is touched, and on leaving the block all is as before.
-    docs/heads.md says which modules can be reached: those that ``watch`` sees. Blocks nest; their scales multiply.
+    It reaches the modules that ``watch`` records (docs/guides/ablate.md). Blocks nest; their scales multiply.
     Where gradients are wanted, call ``backward`` within the block.
 
     Args:

@@ -1,4 +1,4 @@
-"""What each backend does under torch's compilers and transforms: the table of docs/compile.md, line by line."""
+"""What each backend does under torch's compilers and transforms: the table of docs/guides/compile.md, line by line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.forking import run_program
 from support.paths import DOCS
 
 BACKENDS = ("cpu", "sdpa", "blocked", "reference")
-PAGE = DOCS / "compile.md"
+PAGE = DOCS / "guides" / "compile.md"
 
 
 class Attend(nn.Module):

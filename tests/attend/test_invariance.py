@@ -1,4 +1,4 @@
-"""A row of attention has the same bits whatever is beside it: docs/semantics.md, "The same bits"."""
+"""A row of attention has the same bits whatever is beside it: docs/concepts/semantics.md, "The same bits"."""
 
 from __future__ import annotations
 

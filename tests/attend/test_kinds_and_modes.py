@@ -1,4 +1,4 @@
-"""Every kind of tensor, mode and transform of torch: right, or refused by name. docs/modes.md has this table."""
+"""Every kind of tensor, mode and transform of torch: right, or refused by name, as docs/concepts/modes.md says."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ import headscope
 from headscope import MultiHeadAttention
 from headscope.masks import Dense, KeyLengths, causal, window
 
-PAGE = Path(__file__).parents[2] / "docs" / "modes.md"
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "modes.md"
 Call = Callable[..., Any]
 
 
@@ -249,7 +249,7 @@ def test_each_is_right_or_refused_by_name(name: str, what: str) -> None:
 
 
 def table() -> str:
-    """The table of docs/modes.md."""
+    """The table of docs/concepts/modes.md."""
     lines = ["| torch's | `attention` | `observe` | `MultiHeadAttention` |", "|---|---|---|---|"]
     for name in (*KINDS, *MODES):
         refused = REFUSED.get(name, (None, None, None))

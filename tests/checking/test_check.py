@@ -1078,7 +1078,7 @@ def test_findings_as_text_json_and_html() -> None:
 
 
 def test_the_page_lists_every_finding() -> None:
-    page = (DOCS / "checking.md").read_text(encoding="utf-8")
+    page = (DOCS / "guides" / "check.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `([a-z0-9-]+)` \| (wrong|unusual|slow) \|", page, re.MULTILINE)
     assert dict(listed) == {name: words.severity for name, words in CATALOGUE.items()}
     assert len(listed) == len(CATALOGUE)

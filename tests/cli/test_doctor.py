@@ -98,7 +98,7 @@ def test_an_extension_that_is_not_built_is_told_from_one_that_cannot_be_loaded(
 
 # ---------------------------------------------------------------- the matrix
 
-KERNELS = DOCS / "kernels.md"
+KERNELS = DOCS / "concepts" / "kernels.md"
 
 
 def test_the_matrix_has_every_option_dtype_target_and_backend() -> None:
@@ -125,7 +125,9 @@ def test_every_native_refusal_is_explained(device: str, built: bool, monkeypatch
         (cell.option, reason) for cell in matrix(DTYPES, device) if cell.backend == "cpu" for reason in cell.reasons
     }
     for option, reason in refused:
-        assert f"- `{reason.partition(':')[0]}`:" in named, f"{option}: docs/kernels.md does not explain {reason!r}"
+        assert f"- `{reason.partition(':')[0]}`:" in named, (
+            f"{option}: docs/concepts/kernels.md does not explain {reason!r}"
+        )
     taken = {option for option in OPTIONS if option not in {refusal[0] for refusal in refused}}
     if device == "cpu" and cpu.extension is not None:
         assert taken >= set(OPTIONS) - {"torch.compile, torch.func", "a subclass of Tensor"}

@@ -37,12 +37,14 @@ def named(page: Path) -> str:
 
 
 def test_the_pages_that_hold_code_are_found() -> None:
-    assert {"README.md", "docs/masks.md", "docs/report.md", "docs/tracing.md"} <= {named(page) for page in WITH_CODE}
+    assert {"README.md", "docs/concepts/masks.md", "docs/guides/sheets_and_plots.md", "docs/guides/trace.md"} <= {
+        named(page) for page in WITH_CODE
+    }
     assert blocks("a\n```python\nb = 1\nc\n```\n```\nd\n```\n```python\ne\n```\n") == [(3, "b = 1\nc\n"), (10, "e\n")]
 
 
 def test_every_room_is_in_the_reference() -> None:
-    reference = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    reference = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md"))
     package = ROOT / "src" / "headscope"
     rooms = [f"headscope.{room.stem}" for room in package.glob("[!_]*.py") if room.stem != "cli"]  # command_line.md
     rooms += [f"headscope.report.{room.stem}" for room in (package / "report").glob("[!_]*.py")]

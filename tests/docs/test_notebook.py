@@ -12,9 +12,10 @@ from typing import Any
 import nbformat
 import pytest
 
-from support.paths import DOCS
+from support.paths import DOCS, ROOT
 
-NOTEBOOK = DOCS / "multi_head_attention.ipynb"
+SCRIPT = ROOT / "scripts" / "execute_notebook.py"
+NOTEBOOK = DOCS / "getting_started" / "multi_head_attention.ipynb"
 LARGEST = 600_000  # bytes
 LIMIT = 500  # seconds; a dozen are enough where nothing else runs
 
@@ -58,7 +59,7 @@ def run(*command: Path | str, env: dict[str, str] | None = None) -> subprocess.C
 @pytest.mark.timeout(LIMIT + 60)
 def test_the_notebook_runs_and_says_what_is_stored(tmp_path: Path) -> None:
     out = tmp_path / "executed.ipynb"
-    done = run(DOCS / "execute_notebook.py", "--no-figures", "--out", out)
+    done = run(SCRIPT, "--no-figures", "--out", out)
     assert done.returncode == 0, done.stderr
     stored, executed = read(NOTEBOOK), read(out)
     assert [cell.source for cell in executed] == [cell.source for cell in stored]
@@ -95,14 +96,14 @@ def test_a_failing_cell_leaves_the_notebook_alone(tmp_path: Path) -> None:
     (other / "kernel.json").write_text(json.dumps(spec), encoding="utf-8")
     code = ("import sys", "raise KeyError(sys.executable)")
     cells = [nbformat.v4.new_code_cell(line, id=f"cell-{n}") for n, line in enumerate(code)]
-    folder = tmp_path / "docs"
-    folder.mkdir()
-    script, copy = folder / "execute_notebook.py", folder / NOTEBOOK.name
-    script.write_bytes((DOCS / script.name).read_bytes())
+    script, copy = (tmp_path / path.relative_to(ROOT) for path in (SCRIPT, NOTEBOOK))
+    for path in (script, copy):
+        path.parent.mkdir(parents=True)
+    script.write_bytes(SCRIPT.read_bytes())
     copy.write_text(nbformat.writes(nbformat.v4.new_notebook(cells=cells)), encoding="utf-8")
     before = copy.read_bytes()
     done = run(script, env={**os.environ, "JUPYTER_PATH": str(tmp_path / "jupyter")})
     assert done.returncode == 1
     assert f"KeyError: {sys.executable!r}" in done.stderr
     assert copy.read_bytes() == before
-    assert sorted(path.name for path in folder.iterdir()) == [script.name, copy.name]
+    assert [*script.parent.iterdir(), *copy.parent.iterdir()] == [script, copy]

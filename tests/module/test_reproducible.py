@@ -1,4 +1,4 @@
-"""MultiHeadAttention(reproducible=True): docs/semantics.md, "The same bits"."""
+"""MultiHeadAttention(reproducible=True): docs/concepts/semantics.md, "The same bits"."""
 
 from __future__ import annotations
 

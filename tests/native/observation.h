@@ -1,5 +1,5 @@
 // One random observation of a problem: which statistics of which rows; and their expected values by the definitions of
-// docs/statistics.md, computed a pair at a time.
+// docs/concepts/statistics.md, computed a pair at a time.
 #pragma once
 
 #include <algorithm>

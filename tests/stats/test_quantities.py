@@ -25,7 +25,7 @@ B, H, Q, K, D = 2, 3, 9, 11, 5
 WINDOW = 2
 NAMES = [each.name for each in ROW_QUANTITIES]
 ON_REQUEST = tuple(each.name for each in ROW_QUANTITIES if each.on_request)
-BEYOND_ROWS = {"argmax", "top"}  # of the table in docs/statistics.md: they are keys, not numbers
+BEYOND_ROWS = {"argmax", "top"}  # of the table in docs/concepts/statistics.md: they are keys, not numbers
 
 
 def test_names_are_different() -> None:
@@ -33,19 +33,19 @@ def test_names_are_different() -> None:
 
 
 def test_every_definition_has_a_row_in_the_docs() -> None:
-    page = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "concepts" / "statistics.md").read_text(encoding="utf-8")
     table = page.partition("## Row quantities")[2].partition("\n\n| ")[2].partition("\n\n")[0]
     cells = [line.split(" | ")[0] for line in table.splitlines()]
     documented = {name.removesuffix("_w") for cell in cells for name in re.findall(r"`(\w+)`", cell)}
-    assert [name for name in NAMES if name not in documented] == [], "docs/statistics.md has no row of these"
+    assert [name for name in NAMES if name not in documented] == [], "docs/concepts/statistics.md has no row of these"
     assert documented - BEYOND_ROWS - {*NAMES} == set(), "stats/_quantities.py does not define these"
 
 
 def test_what_is_measured_on_request_is_named_with_its_option() -> None:
-    page = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "concepts" / "statistics.md").read_text(encoding="utf-8")
     documented = page.partition("\n| `extra` |")[2].partition("\n")[0]
     docstring = (Observe.__doc__ or "").partition(" extra:")[2].partition("\n\n")[0]
-    for place, text in (("docs/statistics.md", documented), ("the docstring of Observe", docstring)):
+    for place, text in (("docs/concepts/statistics.md", documented), ("the docstring of Observe", docstring)):
         lacking = [name for name in ON_REQUEST if name not in re.findall(r"\w+", text)]
         assert lacking == [], f"`extra` of {place} lacks these"
 

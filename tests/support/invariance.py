@@ -1,6 +1,7 @@
 """Random calls of which each row has to have the same bits whatever is beside it, in the batch, in heads and padding.
 
-docs/semantics.md states the contract. As a program: python tests/support/invariance.py --calls 100000 [--first 0]
+docs/concepts/semantics.md states the contract. As a program:
+    python tests/support/invariance.py --calls 100000 [--first 0]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is observed, by its definition: float64, dense, one pair at a time. Nothing of headscope is imported here.
 
-It starts from dense weights, ``oracle.attention(...).weights`` say, and goes through the tables of docs/statistics.md
-line by line, in loops over numbers.
+It starts from dense weights, ``oracle.attention(...).weights`` say, and goes through the tables of
+docs/concepts/statistics.md line by line, in loops over numbers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``_dense_stats.pattern_scores`` defines the scores on dense weights. Here the same sums are taken from the moments: with
 o_i the overlap of row i with the pattern and c_i what chance gives, score = max(0, Σ (o_i - c_i) / Σ (1 - c_i)).
-Σ o_i is count times mean. Σ c_i comes from ``chance`` = 1 / n_i; see docs/decisions.md for what is exact.
+Σ o_i is count times mean. Σ c_i comes from ``chance`` = 1 / n_i; see docs/guides/decide.md for what is exact.
 """
 
 from __future__ import annotations

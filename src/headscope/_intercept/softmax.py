@@ -3,7 +3,7 @@
 ``watch`` cannot record such a call yet, so it warns. What counts is the shape: a product contracts the softmax's last
 axis, and the other operand does not have the softmax's second last axis. So a gate or a router does not count, which
 weights what each token has of its own. Neither does a product with a parameter. What a module cuts or joins of weights
-are weights too (``join``). docs/watching.md lists what is noticed and what is not.
+are weights too (``join``). docs/guides/watch.md lists what is noticed and what is not.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def refuses_call(call: Call) -> list[str]:
 
 
 def refuses(reductions: Reductions, scene: Scene) -> list[str]:
-    """Why the native kernels cannot observe this; the portable form then does. docs/kernels.md explains each."""
+    """Return why the native kernels cannot observe this: docs/concepts/kernels.md explains each reason."""
     reasons = refuses_call(scene.call)
     if not scene.rows:
         reasons.append("rows: none is to be looked at")

@@ -86,7 +86,7 @@ def _edges(largest_of_head: Candidates) -> Edges:
 
 
 def row_names(reductions: Reductions, scene: Scene) -> list[str]:
-    """The row quantities that are asked for and that these rows have, in the order of docs/statistics.md."""
+    """The row quantities that are asked for and that these rows have, in the order of docs/concepts/statistics.md."""
     if not reductions.rows:
         return ["max_weight"] if reductions.edges else []  # edges are found by it
     having = ["weights"]

@@ -19,7 +19,7 @@ class Finding:
     """One mistake, or one thing that may be a mistake.
 
     Attributes:
-        name: its name, such as "softmax-over-queries"; docs/checking.md lists all.
+        name: its name, such as "softmax-over-queries"; docs/guides/check.md lists all.
         severity: "wrong"; "unusual", which may be meant; or "slow".
         seen: the evidence, with numbers and positions.
         why: why it matters.

@@ -1,7 +1,7 @@
 """What can be decided from observed attention: which heads could be streamed, what a smaller cache keeps, what repeats.
 
 Each function takes ``HeadStats``, or a recording that holds them, and returns a small result with its basis and
-its caveat. docs/decisions.md defines every number, with its traps.
+its caveat. docs/guides/decide.md defines every number, with its traps.
 """
 
 from headscope._analysis.answers import Basis

@@ -90,7 +90,7 @@ def patterns(stats: HeadStats | HasStats) -> Patterns:
     previous, next, self, first, duplicate, induction, local and uniform, in the sense of ``pattern_scores``: row is
     query, and "previous" is weight on the key before it. From means alone the scores of the first four are those of the
     dense weights in most cases; the others are estimates, marked ``exact=False`` and by ~ in the table.
-    docs/decisions.md says how each differs. "first" expects ``Observe(first=1)``.
+    docs/guides/decide.md says how each differs. "first" expects ``Observe(first=1)``.
 
     Args:
         stats: with the row quantities; "duplicate" and "induction" want ``Observe(tokens=...)``, "local" a window, of

@@ -91,7 +91,7 @@ class MultiHeadAttention(nn.Module):
         bias_kv: learn one key and one value a head that belong to no token: every query sees them, whatever the mask,
             as ``add_bias_kv`` of ``nn.MultiheadAttention``; ``rotary`` does not apply to it. A watch sees tokens only.
         reproducible: each row of the output, and of the gradient of x, has the same bits whatever else is in the batch;
-            on a CPU, with the native kernels, without dropout. docs/semantics.md has its limits and its cost.
+            on a CPU, with the native kernels, without dropout. docs/concepts/semantics.md has its limits and its cost.
 
     Parameters: where q, k and v may all be projected from one input and their biases are alike, one packed
     ``qkv_proj``; else ``q_proj``, ``k_proj``, ``v_proj``; always ``out_proj``. ``load_state_dict`` takes either form.

@@ -1,6 +1,6 @@
 """What a head looks at in an image: how much more of its attention falls on a region than chance would put there.
 
-Every definition stands in docs/statistics.md.
+Every definition stands in docs/concepts/statistics.md.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def image_sheet(
         grid: rows and columns of patches.
         weights: of each layer, row = query.
         position_maps: the mean weights of each layer over other images, shaped as ``weights``: what position alone
-            explains; without them it is estimated from this image's own map (docs/statistics.md, "layout").
+            explains; without them it is estimated from this image's own map (docs/concepts/statistics.md, "layout").
         trace, trace_title, footer, notes: as for ``text_sheet``.
 
     Raises:

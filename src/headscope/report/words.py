@@ -1,4 +1,4 @@
-"""The names of figures as they are shown, each with its meaning in one line; docs/statistics.md says them in full."""
+"""The names of figures as they are shown, each with its meaning in one line; docs/concepts/statistics.md has more."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What is measured of dense attention weights: numbers for each row, means for each head, matches with known patterns.
 
-Every definition stands in docs/statistics.md with its traps. All is computed in float64 on the dense weights; entropies
-are in nats. ``headscope.observe`` measures the same without filling the matrix.
+docs/concepts/statistics.md defines each quantity, with its traps. All is computed in float64 on the dense weights;
+entropies are in nats. ``headscope.observe`` measures the same without filling the matrix.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``HeadStats``, what ``headscope.observe`` returns: read, merged, shown and saved.
 
-Every number is defined in docs/statistics.md with its traps, as are the measures of weights that are there as a dense
-tensor (``row_statistics``, ``pattern_scores``).
+docs/concepts/statistics.md defines every number, with its traps, and the measures of dense weights
+(``row_statistics``, ``pattern_scores``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The row quantities, each defined once: name, formula, rows without it, histogram, and a reference in float64.
 
 To add one: define it here, compute it in ``_observe/portable.py`` (or ``place_quantities.py``) and in the native
-kernels, and give it a row in docs/statistics.md. While the native kernels lack it, the portable form observes it.
-tests/stats/test_quantities.py fails while one of these is missing, and names it.
+kernels, and give it a row in docs/concepts/statistics.md. While the native kernels lack it, the portable
+form observes it. tests/stats/test_quantities.py fails while one of these is missing, and names it.
 """
 
 from __future__ import annotations

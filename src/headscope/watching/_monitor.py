@@ -28,7 +28,7 @@ class AttentionWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Limits:
-    """When an alarm is raised; None = never. The defaults, and what they rest on, are in docs/watching.md.
+    """When an alarm is raised; None = never. The defaults, and what they rest on, are in docs/guides/watch.md.
 
     Attributes:
         entropy: entropy collapse: a head's mean ``normalized_entropy`` is below this, in (0, 1), and less than half of

@@ -143,7 +143,7 @@ class Recording:
         return _recording_file.save(self.stats, self.about, self.alarms, Path(path), force, qk)
 
     def save_html(self, path: str | Path, *, force: bool = False, **options: Any) -> Path:
-        """Write one page in which every head can be looked at, without any request; see docs/viewer.md.
+        """Write one page in which every head can be looked at, without any request; see docs/guides/page.md.
 
         Maps are shown if they were observed: ``Observe(map=64)``.
 

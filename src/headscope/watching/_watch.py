@@ -76,8 +76,8 @@ def watch(
     """Watch every attention head of a model: ``with headscope.watch(model) as seen: model(**inputs)``.
 
     The model computes what it computes without, to the bit; its attention weights are computed a second time, tile by
-    tile, and reduced to statistics, in memory linear in the length. ``seen`` is a ``Recording``. docs/watching.md says
-    which modules are seen, and what is refused.
+    tile, and reduced to statistics, in memory linear in the length. ``seen`` is a ``Recording``. docs/guides/watch.md
+    lists which modules it records and what it refuses.
 
     Args:
         model: any module; what is inside is seen, too, whichever thread runs it.
@@ -90,7 +90,7 @@ def watch(
         tokens: ids of the keys, [K] or [B, K], the same for all calls, for ``duplicate`` and ``induction``; "inputs":
             take the ``input_ids`` that the modules are called with, over the steps of a cache.
         texts: the text of each token, to be kept with the recording: of the queries or keys of some layer.
-        kinds: name or pattern -> "self" or "cross", where the calls do not say (see docs/watching.md).
+        kinds: name or pattern -> "self" or "cross", where the calls do not say (see docs/guides/watch.md).
         positions: where the keys of self-attention stand, [K], or [K, 2] on a grid of patches; NaN = nowhere (CLS). By
             default 0, 1, 2, …, a cache included.
         accelerate: let headscope's kernel attend as well, in the layers that are chosen. Outputs are then equal up to

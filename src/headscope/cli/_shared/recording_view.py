@@ -47,7 +47,7 @@ def show(out: Console, result: WatchResult, recording: str | None, page: str | N
     out.print(_reading(result))
     if broken := broken_layers(result.recording.stats.parts):
         out.print(Text(visible(broken)))
-    heading(out, "What follows", "from this input; more on the page and in docs/decisions.md")
+    heading(out, "What follows", "from this input; more on the page and in docs/guides/decide.md")
     bullets = Table.grid(padding=(0, 1, 0, 0))
     for line in _conclusions(result):
         bullets.add_row("•", Text(visible(line)))

@@ -1,6 +1,6 @@
-"""Execute docs/multi_head_attention.ipynb from top to bottom and keep its outputs.
+"""Execute docs/getting_started/multi_head_attention.ipynb from top to bottom and keep its outputs.
 
-    python docs/execute_notebook.py
+    python scripts/execute_notebook.py
 
 The kernel is the interpreter that runs this script, whatever kernels are registered. The notebook is replaced whole,
 and only if every cell ran; times and versions are not kept, so that a second run changes as little as possible.
@@ -25,7 +25,7 @@ from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 from PIL import Image
 
-NOTEBOOK = Path(__file__).parent / "multi_head_attention.ipynb"
+NOTEBOOK = Path(__file__).parent.parent / "docs" / "getting_started" / "multi_head_attention.ipynb"
 CELL_TIMEOUT = 300  # seconds; on an idle machine no cell takes more than a few
 
 
