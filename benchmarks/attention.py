@@ -213,7 +213,7 @@ def choose(asked: argparse.Namespace) -> tuple[list[Case], list[str]]:
     for option, given, known in (("--peers", names, list(PEERS)), ("--only", kinds, list(cases.KINDS))):
         for each in given:
             if each not in known:
-                raise ValueError(f"{option}: got {each!r}, wanted some of: {', '.join(known)}")
+                raise ValueError(f"{option}: got {each!r}, expected some of: {', '.join(known)}")
     patterns = asked.cases or ["*"]
     chosen = [
         case
@@ -255,10 +255,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="FILE.png")
     asked = parser.parse_args(arguments)
     if not 0 < asked.seconds <= 600:
-        parser.error(f"--seconds: got {asked.seconds}, wanted a number above 0 and up to 600")
+        parser.error(f"--seconds: got {asked.seconds}, expected a number above 0 and up to 600")
     for name in ("rounds", "threads"):
         if getattr(asked, name) < 1:
-            parser.error(f"--{name}: got {getattr(asked, name)}, wanted at least 1")
+            parser.error(f"--{name}: got {getattr(asked, name)}, expected at least 1")
     return asked
 
 

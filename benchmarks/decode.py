@@ -134,7 +134,7 @@ def judged(times: dict[str, list[float]], name: str) -> dict[str, Any]:
     total = {each: sum(found) for each, found in times.items()}
     theirs = (HF_DYNAMIC, HF_STATIC)
     return {
-        "dtype": name, "median_s": median, "total_s": total, "wanted": BARS[name],
+        "dtype": name, "median_s": median, "total_s": total, "expected": BARS[name],
         "ratio": {each: median[STATIC] / median[each] for each in theirs},
         "total_ratio": {each: total[STATIC] / total[each] for each in theirs}, "seconds": times,
     }  # fmt: skip
@@ -144,7 +144,7 @@ def markdown(made: dict[str, Any]) -> str:
     """The same as a page."""
     machine = ", ".join(f"{name} {value}" for name, value in made["machine"].items())
     names = list(made["rows"][0]["median_s"])
-    head = ["dtype", *names, f"static / {HF_DYNAMIC}", f"static / {HF_STATIC}", "wanted"]
+    head = ["dtype", *names, f"static / {HF_DYNAMIC}", f"static / {HF_STATIC}", "expected"]
     lines = [
         "# Decoding, interleaved with Hugging Face's caches",
         "",
@@ -163,7 +163,7 @@ def markdown(made: dict[str, Any]) -> str:
     for row in made["rows"]:
         cells = [row["dtype"], *(f"{row['median_s'][each] * 1e3:.3g}" for each in names)]
         cells += [f"{row['ratio'][each]:.3f} ({row['total_ratio'][each]:.3f})" for each in (HF_DYNAMIC, HF_STATIC)]
-        lines.append(f"| {' | '.join(cells)} | <= {row['wanted']:g} |")
+        lines.append(f"| {' | '.join(cells)} | <= {row['expected']:g} |")
     return "\n".join([*lines, ""])
 
 
@@ -178,11 +178,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     asked = parser.parse_args(arguments)
     for name in ("context", "tokens", "threads"):
         if getattr(asked, name) < 1:
-            parser.error(f"--{name}: got {getattr(asked, name)}, wanted at least 1")
+            parser.error(f"--{name}: got {getattr(asked, name)}, expected at least 1")
     asked.dtypes = asked.dtypes.split(",")
     for each in asked.dtypes:
         if each not in DTYPES:
-            parser.error(f"--dtypes: got {each!r}, wanted some of: {', '.join(DTYPES)}")
+            parser.error(f"--dtypes: got {each!r}, expected some of: {', '.join(DTYPES)}")
     usual = {name: parser.get_default(name) for name in ("context", "tokens")}
     asked.full = asked.dtypes == list(DTYPES) and usual == {name: getattr(asked, name) for name in usual}
     return asked

@@ -70,12 +70,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     asked.only = KINDS if asked.only is None else asked.only.split(",")
     for each in asked.only:
         if each not in KINDS:
-            parser.error(f"--only: got {each!r}, wanted some of: {', '.join(KINDS)}")
+            parser.error(f"--only: got {each!r}, expected some of: {', '.join(KINDS)}")
     if not 0 < asked.seconds <= 600:
-        parser.error(f"--seconds: got {asked.seconds}, wanted a number above 0 and up to 600")
+        parser.error(f"--seconds: got {asked.seconds}, expected a number above 0 and up to 600")
     for name in ("rounds", "threads"):
         if getattr(asked, name) < 1:
-            parser.error(f"--{name}: got {getattr(asked, name)}, wanted at least 1")
+            parser.error(f"--{name}: got {getattr(asked, name)}, expected at least 1")
     if not chosen(asked):
         parser.error(
             f"--cases: no case matches {', '.join(asked.cases or ())}; they are called '1024 causal', 'text 128', ..."

@@ -138,10 +138,10 @@ def _module(case: Case, arrays: dict[str, Exact]) -> Exact:
 
 
 def error(got: Result, wanted: Result) -> float:
-    """The largest relative error, ‖got - wanted‖ / ‖wanted‖, of the tensors that are known; NaN counts as infinity.
+    """The largest relative error, ‖got - expected‖ / ‖expected‖, of the tensors that are known; NaN counts as infinity.
 
     Raises:
-        ValueError: a shape is not the wanted one, or a gradient is missing.
+        ValueError: a shape is not the expected one, or a gradient is missing.
     """
     worst = 0.0
     for name in ("out", "dq", "dk", "dv"):
@@ -154,7 +154,7 @@ def error(got: Result, wanted: Result) -> float:
         if name in ("out", "dq") and wanted.rows is not None:
             mine = mine[:, :, wanted.rows]
         if mine.shape != right.shape:
-            raise ValueError(f"{name}: got shape {list(mine.shape)}, wanted {list(right.shape)}")
+            raise ValueError(f"{name}: got shape {list(mine.shape)}, expected {list(right.shape)}")
         found = float(np.linalg.norm(mine.astype(np.float64) - right) / np.linalg.norm(right))
         worst = max(worst, found if math.isfinite(found) else math.inf)
     return worst

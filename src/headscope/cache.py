@@ -151,12 +151,12 @@ class Cache(ABC):
         k, v = self._filled(self._k), self._filled(self._v)
         rows = torch.as_tensor(rows, device=k.device)
         if rows.numel() == 0:
-            raise ValueError(f"rows: got none, wanted at least one number from 0 to {len(k) - 1}")
+            raise ValueError(f"rows: got none, expected at least one number from 0 to {len(k) - 1}")
         if rows.dtype.is_floating_point or rows.dtype == torch.bool or rows.ndim != 1:
-            raise TypeError(f"rows: got {kind(rows)} {list(rows.shape)}, wanted integers [B]")
+            raise TypeError(f"rows: got {kind(rows)} {list(rows.shape)}, expected integers [B]")
         rows = rows.long()  # small ones index differently, or not at all
         if any(not 0 <= row < len(k) for row in rows.tolist()):
-            raise ValueError(f"rows: got {rows.tolist()}, wanted numbers from 0 to {len(k) - 1}")
+            raise ValueError(f"rows: got {rows.tolist()}, expected numbers from 0 to {len(k) - 1}")
         held = self._length - self._first
         self._k, self._v = (_reordered(each, rows, held) for each in (k, v))
         if self._padding:
@@ -240,14 +240,14 @@ class Cache(ABC):
         if torch.compiler.is_exporting() or (isinstance(k, FakeTensor) and not is_dynamo_compiling()):
             raise ValueError("cache: a program of torch.export keeps none; hand k and v in and out, and call attention")
         if k.ndim != 4:
-            raise ValueError(f"cache: wanted x with three axes, [B, T, E], and so k with four; {shapes(k=k, v=v)}")
+            raise ValueError(f"cache: expected x with three axes, [B, T, E], and so k with four; {shapes(k=k, v=v)}")
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise ValueError(
                 "cache: k and v need gradients, which no cache keeps; decode under torch.no_grad() or "
                 "torch.inference_mode()"
             )
         if self._padding and len(self._padding) != len(k):
-            raise ValueError(f"cache: padding has {len(self._padding)} rows, wanted {len(k)} (B); {shapes(k=k)}")
+            raise ValueError(f"cache: padding has {len(self._padding)} rows, expected {len(k)} (B); {shapes(k=k)}")
         error = self._mismatch(k, v)
         if error is None:
             return
@@ -303,7 +303,7 @@ class StaticCache(Cache):
         if needed > self._capacity:
             raise ValueError(
                 f"cache: is full: its capacity is {self._capacity}, it holds {self._length} tokens, got "
-                f"{k.shape[-2]} more, wanted a capacity of at least {needed}"
+                f"{k.shape[-2]} more, expected a capacity of at least {needed}"
             )
         into = (
             (self._k, self._v)
@@ -363,7 +363,7 @@ class RollingCache(Cache):
 def _check_reach(mask: Mask) -> None:
     if not all(isinstance(leaf, Band) and leaf.offset is None for leaf in mask.leaves()):
         raise ValueError(
-            f"mask: got {type(mask).__name__}, wanted causal(), window(n) or another Band without offset: a "
+            f"mask: got {type(mask).__name__}, expected causal(), window(n) or another Band without offset: a "
             "RollingCache forgets keys, so that numbers of keys mean nothing"
         )
 
@@ -382,8 +382,8 @@ def _counts(padding: Tensor | Sequence[int] | None) -> tuple[int, ...]:
         return ()
     counts: Tensor = torch.as_tensor(padding, device="cpu")
     if counts.dtype.is_floating_point or counts.dtype == torch.bool or counts.ndim != 1:
-        raise TypeError(f"padding: got {kind(counts)} {list(counts.shape)}, wanted integers [B]")
+        raise TypeError(f"padding: got {kind(counts)} {list(counts.shape)}, expected integers [B]")
     numbers = tuple(int(count) for count in counts)
     if any(count < 0 for count in numbers):
-        raise ValueError(f"padding: got {list(numbers)}, wanted numbers from 0")
+        raise ValueError(f"padding: got {list(numbers)}, expected numbers from 0")
     return numbers if any(numbers) else ()

@@ -62,13 +62,13 @@ class Thresholds:
         for each in fields(self):
             got = getattr(self, each.name)
             if type(got) is bool or not issubclass(type(got), Real):
-                raise TypeError(f"{each.name}: got {kind(got)}, wanted a number")
+                raise TypeError(f"{each.name}: got {kind(got)}, expected a number")
             if each.name == "ratio" and not got > 1:
-                raise ValueError(f"ratio: got {got}, wanted above 1")
+                raise ValueError(f"ratio: got {got}, expected above 1")
             if each.name == "errors" and not got >= 0:
-                raise ValueError(f"errors: got {got}, wanted at least 0")
+                raise ValueError(f"errors: got {got}, expected at least 0")
             if not got > 0 and each.name != "errors":
-                raise ValueError(f"{each.name}: got {got}, wanted above 0")
+                raise ValueError(f"{each.name}: got {got}, expected above 0")
 
 
 @dataclass(frozen=True)

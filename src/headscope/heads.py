@@ -49,7 +49,7 @@ def ablate(model: nn.Module, heads: Mapping[str, Heads], scale: float = 0.0) -> 
     What a head hands to the output projection is multiplied by ``scale``: with 0 the model computes what it would with
     that head's slice of the projection set to zero. No parameter is touched, and on leaving the block all is as before.
     It reaches the modules that ``watch`` records (docs/guides/ablate.md). Blocks nest; their scales multiply.
-    Where gradients are wanted, call ``backward`` within the block.
+    Where gradients are expected, call ``backward`` within the block.
 
     Args:
         model: any module, not compiled.
@@ -66,10 +66,10 @@ def ablate(model: nn.Module, heads: Mapping[str, Heads], scale: float = 0.0) -> 
     check_type("model", model, nn.Module, "a torch.nn.Module")
     check_type("heads", heads, Mapping, "a mapping of module paths to heads")
     if not heads:
-        raise ValueError("heads: got none, wanted at least one layer")
+        raise ValueError("heads: got none, expected at least one layer")
     scale = number("scale", scale)
     if not abs(scale) < float("inf"):
-        raise ValueError(f"scale: got {scale}, wanted a finite number")
+        raise ValueError(f"scale: got {scale}, expected a finite number")
     modules = list_modules(model)
     chosen: dict[str, set[int] | None] = {}
     patterns: dict[str, list[str]] = {}
@@ -89,16 +89,16 @@ def _numbers(layer: str, heads: Heads) -> set[int] | None:
     one = as_whole(heads)
     numbered: Any = heads if one is None else [one]
     if not _is_list(numbered):
-        raise TypeError(f'heads: got {heads!r} for {layer!r}, wanted a number, numbers or "all"')
+        raise TypeError(f'heads: got {heads!r} for {layer!r}, expected a number, numbers or "all"')
     if not numbered:
-        raise ValueError(f"heads: got none for {layer!r}, wanted at least one")
+        raise ValueError(f"heads: got none for {layer!r}, expected at least one")
     numbers: set[int] = set()
     for each in numbered:
         head = as_whole(each)
         if head is None:
-            raise TypeError(f"heads: got {kind(each)} for {layer!r}, wanted whole numbers")
+            raise TypeError(f"heads: got {kind(each)} for {layer!r}, expected whole numbers")
         if head < 0:
-            raise ValueError(f"heads: got {head} for {layer!r}, wanted numbers from 0")
+            raise ValueError(f"heads: got {head} for {layer!r}, expected numbers from 0")
         numbers.add(head)
     return numbers
 
@@ -297,7 +297,7 @@ class Ablation(_Acting):
         first, total = _span(name, heads, part)
         beyond = [number for number in sorted(numbers) if number >= total]
         if beyond:
-            raise WatchError(f"ablate: layer {name} has no head {beyond[0]}, wanted numbers from 0 to {total - 1}")
+            raise WatchError(f"ablate: layer {name} has no head {beyond[0]}, expected numbers from 0 to {total - 1}")
         return [head for head in range(heads) if first + head in numbers]
 
 
@@ -332,7 +332,7 @@ def head_importance(
     """
     check_type("model", model, nn.Module, "a torch.nn.Module")
     if method not in ("gradient", "ablation"):
-        raise ValueError(f'method: got {method!r}, wanted "gradient" or "ablation"')
+        raise ValueError(f'method: got {method!r}, expected "gradient" or "ablation"')
     modules = list_modules(model)
     gauge = _Gauge(modules, partial(select_modules, layers=layers), learn=method == "gradient")
     gauge.open()
@@ -434,10 +434,10 @@ def _by_ablation(model: nn.Module, loss_fn: Loss, gauge: _Gauge) -> dict[str, Te
 def _losses(loss: object, gauge: _Gauge) -> Tensor:
     """One or several numbers, [N]."""
     if not isinstance(loss, Tensor) or not loss.dtype.is_floating_point:
-        raise TypeError(f"loss_fn: returned {kind(loss)}, wanted a floating tensor")
+        raise TypeError(f"loss_fn: returned {kind(loss)}, expected a floating tensor")
     if loss.ndim > 1 or loss.numel() == 0:
         raise ValueError(
-            f"loss_fn: returned a tensor {list(loss.shape)}, wanted one number, or one for each example [N]"
+            f"loss_fn: returned a tensor {list(loss.shape)}, expected one number, or one for each example [N]"
         )
     if not gauge.scales:
         names = summarize_names(gauge.modules)

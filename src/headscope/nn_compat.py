@@ -82,7 +82,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         check_own_parameters(module)
         if "forward" in vars(module) or type(module).forward not in (nn.MultiheadAttention.forward, cls.forward):
             raise ValueError(
-                f"module: {type(module).__name__} has a forward of its own, wanted nn.MultiheadAttention's"
+                f"module: {type(module).__name__} has a forward of its own, expected nn.MultiheadAttention's"
             )
         twin = cls(
             module.embed_dim, module.num_heads, module.dropout, module._parameters["in_proj_bias"] is not None,
@@ -121,7 +121,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             (output, weights or None); weights have a column more for each of ``add_bias_kv`` and ``add_zero_attn``.
 
         Raises:
-            TypeError, ValueError: an input or mask that does not fit; it names argument, axis, got and wanted.
+            TypeError, ValueError: an input or mask that does not fit; it names argument, axis, got and expected.
         """
         _check_inputs(self, query, key, value)
         if is_causal and attn_mask is None:
@@ -209,7 +209,7 @@ def replace(model: nn.Module) -> list[str]:
         ValueError: see ``MultiheadAttention.from_torch``; nothing is replaced then.
     """
     if _is_torchs(model):
-        raise TypeError("model: is itself a MultiheadAttention; wanted a model that holds some. See from_torch")
+        raise TypeError("model: is itself a MultiheadAttention; expected a model that holds some. See from_torch")
     places = list(_places(model))
     twins: dict[nn.MultiheadAttention, MultiheadAttention] = {}  # a shared module stays shared
     for place in places:
@@ -259,16 +259,16 @@ def _check_inputs(module: nn.MultiheadAttention, query: Tensor, key: Tensor, val
         check_type(name, x, Tensor, "a torch.Tensor")
         if x.is_nested:
             raise TypeError(
-                f"{name}: is a nested tensor, wanted a padded one and key_padding_mask; an nn.TransformerEncoder makes "
-                "nested tensors unless it is built with enable_nested_tensor=False or passed to replace()"
+                f"{name}: is a nested tensor, expected a padded one and key_padding_mask; an nn.TransformerEncoder "
+                "makes nested tensors unless it is built with enable_nested_tensor=False or passed to replace()"
             )
     if query.ndim not in (2, 3):
-        raise ValueError(f"query: has {query.ndim} axes, wanted 2 ([L, E]) or 3 (with a batch); {shapes(**inputs)}")
+        raise ValueError(f"query: has {query.ndim} axes, expected 2 ([L, E]) or 3 (with a batch); {shapes(**inputs)}")
     for (name, x), width in zip(inputs.items(), (module.embed_dim, module.kdim, module.vdim), strict=True):
         if x.ndim != query.ndim:
             raise ValueError(f"{name}: has {x.ndim} axes, query has {query.ndim}; {shapes(**inputs)}")
         if x.shape[-1] != width:
-            raise ValueError(f"{name}: axis {x.ndim - 1} (E) is {x.shape[-1]}, wanted {width}; {shapes(**inputs)}")
+            raise ValueError(f"{name}: axis {x.ndim - 1} (E) is {x.shape[-1]}, expected {width}; {shapes(**inputs)}")
     if key.shape[:-1] != value.shape[:-1]:
         raise ValueError(f"value: its batch and length are not those of key; {shapes(**inputs)}")
     axis = 0 if module.batch_first else 1
@@ -292,10 +292,10 @@ def _check_masks(attn_mask: Tensor | None, padding: Tensor | None, sizes: tuple[
         text = "a tensor of bool (True = hidden) or of a floating type"
         check_type(name, mask, Tensor, text)
         if mask.dtype != torch.bool and not mask.is_floating_point():
-            raise TypeError(f"{name}: got {kind(mask)}, wanted {text}")
+            raise TypeError(f"{name}: got {kind(mask)}, expected {text}")
         if list(mask.shape) != allowed.get(mask.ndim):
             shapes_expected = " or ".join(map(str, allowed.values()))
-            raise ValueError(f"{name}: is {list(mask.shape)}, wanted {axes}: {shapes_expected}")
+            raise ValueError(f"{name}: is {list(mask.shape)}, expected {axes}: {shapes_expected}")
 
 
 def _to_mask_and_bias(

@@ -43,29 +43,29 @@ class Every(Mask):
 
 
 WRONG_KINDS = {
-    "q: got list, wanted a torch.Tensor": {"q": [1.0]},
-    "k: got NoneType, wanted a torch.Tensor": {"k": None},
-    "q: dtype is int64, wanted float32, bfloat16, float16 or float64": {"q": ids(B, H, Q, D)},
-    "v: dtype is complex64, wanted float32": {"v": torch.zeros(B, HKV, K, DV, dtype=torch.complex64)},
+    "q: got list, expected a torch.Tensor": {"q": [1.0]},
+    "k: got NoneType, expected a torch.Tensor": {"k": None},
+    "q: dtype is int64, expected float32, bfloat16, float16 or float64": {"q": ids(B, H, Q, D)},
+    "v: dtype is complex64, expected float32": {"v": torch.zeros(B, HKV, K, DV, dtype=torch.complex64)},
     "k: dtype is float64, q has float32; convert one of them": {"k": torch.zeros(B, HKV, K, D, dtype=torch.float64)},
-    "k: layout is torch.sparse_coo, wanted an ordinary tensor": {"k": torch.zeros(B, HKV, K, D).to_sparse()},
-    "v: layout is torch._mkldnn, wanted an ordinary tensor": {"v": torch.zeros(B, HKV, K, DV).to_mkldnn()},
-    "bias: layout is torch.sparse_coo, wanted an ordinary tensor": {"bias": torch.zeros(Q, K).to_sparse()},
+    "k: layout is torch.sparse_coo, expected an ordinary tensor": {"k": torch.zeros(B, HKV, K, D).to_sparse()},
+    "v: layout is torch._mkldnn, expected an ordinary tensor": {"v": torch.zeros(B, HKV, K, DV).to_mkldnn()},
+    "bias: layout is torch.sparse_coo, expected an ordinary tensor": {"bias": torch.zeros(Q, K).to_sparse()},
     "mask: a tensor of Dense: layout is torch.sparse_coo": {"mask": Dense(yes(Q, K).to_sparse())},
-    "bias: got float, wanted a torch.Tensor": {"bias": 1.0},
-    "bias: dtype is bool, wanted a floating one; a boolean tensor is a mask: pass it as mask=": {"bias": yes(Q, K)},
-    "bias: dtype is int64, wanted a floating one": {"bias": ids(Q, K)},
-    "sinks: got bool, wanted a torch.Tensor": {"sinks": True},
-    "sinks: dtype is int64, wanted a floating one": {"sinks": ids(H)},
-    "mask: got str, wanted a mask of headscope.masks, a boolean tensor or None": {"mask": "causal"},
-    "mask: got function, wanted a mask of headscope.masks": {"mask": causal},  # without its parentheses
-    "mask: dtype is float32, wanted bool (True = may be seen); numbers to add are a bias: pass bias=": {
+    "bias: got float, expected a torch.Tensor": {"bias": 1.0},
+    "bias: dtype is bool, expected a floating one; a boolean tensor is a mask: pass it as mask=": {"bias": yes(Q, K)},
+    "bias: dtype is int64, expected a floating one": {"bias": ids(Q, K)},
+    "sinks: got bool, expected a torch.Tensor": {"sinks": True},
+    "sinks: dtype is int64, expected a floating one": {"sinks": ids(H)},
+    "mask: got str, expected a mask of headscope.masks, a boolean tensor or None": {"mask": "causal"},
+    "mask: got function, expected a mask of headscope.masks": {"mask": causal},  # without its parentheses
+    "mask: dtype is float32, expected bool (True = may be seen); numbers to add are a bias: pass bias=": {
         "mask": torch.zeros(Q, K)
     },
-    "mask: dtype is uint8, wanted bool (True = may be seen); convert it with .bool()": {
+    "mask: dtype is uint8, expected bool (True = may be seen); convert it with .bool()": {
         "mask": torch.ones(Q, K, dtype=torch.uint8)
     },
-    "mask: Dense holds float32, wanted bool (True = may be seen); numbers to add are a bias: pass bias=": {
+    "mask: Dense holds float32, expected bool (True = may be seen); numbers to add are a bias: pass bias=": {
         "mask": Dense(torch.zeros(Q, K)) & causal()
     },
     "mask: Band(left=...) wants a whole number or None, got float": {"mask": Band(1.5, 0)},
@@ -87,76 +87,76 @@ WRONG_KINDS = {
     "mask: Band(offset=...) wants a whole number, or one for each batch entry, got (1, 0.5)": {
         "mask": Band(None, 0, offset=[1, 0.5])  # pyright: ignore[reportArgumentType]
     },
-    "mask: Band.offset is float32, wanted integers": {"mask": Band(None, 0, offset=torch.zeros(B))},
-    "mask: KeyLengths.lengths is float32, wanted integers": {"mask": KeyLengths(torch.zeros(B))},
-    "mask: KeyLengths.lengths is bool, wanted integers": {"mask": KeyLengths(yes(B))},
-    "mask: Documents.q_ids is float32, wanted integers": {"mask": Documents(torch.zeros(B, Q), ids(B, K))},
-    "scale: got str, wanted a number": {"scale": "1"},
-    "scale: got bool, wanted a number": {"scale": True},
-    "scale: got float32, wanted a number": {"scale": torch.tensor(1.0)},
-    "softcap: got bool, wanted a number": {"softcap": True},
-    "softcap: got list, wanted a number": {"softcap": [1]},
-    "dropout: got bool, wanted a number": {"dropout": False},
-    "dropout: got NoneType, wanted a number": {"dropout": None},
+    "mask: Band.offset is float32, expected integers": {"mask": Band(None, 0, offset=torch.zeros(B))},
+    "mask: KeyLengths.lengths is float32, expected integers": {"mask": KeyLengths(torch.zeros(B))},
+    "mask: KeyLengths.lengths is bool, expected integers": {"mask": KeyLengths(yes(B))},
+    "mask: Documents.q_ids is float32, expected integers": {"mask": Documents(torch.zeros(B, Q), ids(B, K))},
+    "scale: got str, expected a number": {"scale": "1"},
+    "scale: got bool, expected a number": {"scale": True},
+    "scale: got float32, expected a number": {"scale": torch.tensor(1.0)},
+    "softcap: got bool, expected a number": {"softcap": True},
+    "softcap: got list, expected a number": {"softcap": [1]},
+    "dropout: got bool, expected a number": {"dropout": False},
+    "dropout: got NoneType, expected a number": {"dropout": None},
 }
 
 WRONG_SIZES = {
     "k: axis 3 (D) is 3, q has 11; q [2, 6, 5, 11], k [2, 3, 7, 3], v [2, 3, 7, 13]": {"k": torch.zeros(B, HKV, K, 3)},
-    "q: has 2 axes, wanted at least 3 ([..., H, length, D]); q [5, 11], k [2, 3, 7, 11], v [2, 3, 7, 13]": {
+    "q: has 2 axes, expected at least 3 ([..., H, length, D]); q [5, 11], k [2, 3, 7, 11], v [2, 3, 7, 13]": {
         "q": torch.zeros(Q, D)
     },
-    "q: axis 3 (D) is 0, wanted at least 1; q [2, 6, 5, 0]": {"q": torch.zeros(B, H, Q, 0)},
-    "v: axis 3 (Dv) is 0, wanted at least 1": {"v": torch.zeros(B, HKV, K, 0)},
+    "q: axis 3 (D) is 0, expected at least 1; q [2, 6, 5, 0]": {"q": torch.zeros(B, H, Q, 0)},
+    "v: axis 3 (Dv) is 0, expected at least 1": {"v": torch.zeros(B, HKV, K, 0)},
     "v: axis 2 (K) is 6, k has 7; q [2, 6, 5, 11], k [2, 3, 7, 11], v [2, 3, 6, 13]": {"v": torch.zeros(B, HKV, 6, DV)},
     "v: axis 1 (Hkv) is 2, k has 3": {"v": torch.zeros(B, 2, K, DV)},
-    "k: axis 1 (Hkv) is 4, wanted a divisor of q's 6 heads": {
+    "k: axis 1 (Hkv) is 4, expected a divisor of q's 6 heads": {
         "k": torch.zeros(B, 4, K, D),
         "v": torch.zeros(B, 4, K, DV),
     },
-    "k: axis 1 (Hkv) is 0, wanted a divisor of q's 6 heads": {
+    "k: axis 1 (Hkv) is 0, expected a divisor of q's 6 heads": {
         "k": torch.zeros(B, 0, K, D),
         "v": torch.zeros(B, 0, K, DV),
     },
     "q, k, v: the leading axes (B) do not broadcast; q [2, 6, 5, 11], k [3, 3, 7, 11], v [2, 3, 7, 13]": {
         "k": torch.zeros(3, HKV, K, D)
     },
-    "bias: has 5 axes, wanted at most 4 ([B, H, Q, K]); bias [1, 2, 6, 5, 7]": {"bias": torch.zeros(1, B, H, Q, K)},
-    "bias: axis 0 (H) is 3, wanted 6 or 1; bias [3, 5, 7], the weights are [2, 6, 5, 7]": {
+    "bias: has 5 axes, expected at most 4 ([B, H, Q, K]); bias [1, 2, 6, 5, 7]": {"bias": torch.zeros(1, B, H, Q, K)},
+    "bias: axis 0 (H) is 3, expected 6 or 1; bias [3, 5, 7], the weights are [2, 6, 5, 7]": {
         "bias": torch.zeros(HKV, Q, K)
     },
-    "bias: axis 3 (K) is 5, wanted 7 or 1": {"bias": torch.zeros(1, 1, K, Q)},
-    "sinks: wanted one logit a head, [H] = [6]; sinks [3], q [2, 6, 5, 11]": {"sinks": torch.zeros(HKV)},
-    "mask: axis 1 (K) is 5, wanted 7 or 1; mask [7, 5], the weights are [2, 6, 5, 7]": {"mask": yes(K, Q)},
-    "mask: has 5 axes, wanted at most 4 ([B, H, Q, K]); mask [1, 2, 6, 5, 7]": {"mask": yes(1, B, H, Q, K)},
-    "mask: axis 0 (B) is 3, wanted 2 or 1": {"mask": causal() & Dense(yes(3, 1, 1, K))},
+    "bias: axis 3 (K) is 5, expected 7 or 1": {"bias": torch.zeros(1, 1, K, Q)},
+    "sinks: expected one logit a head, [H] = [6]; sinks [3], q [2, 6, 5, 11]": {"sinks": torch.zeros(HKV)},
+    "mask: axis 1 (K) is 5, expected 7 or 1; mask [7, 5], the weights are [2, 6, 5, 7]": {"mask": yes(K, Q)},
+    "mask: has 5 axes, expected at most 4 ([B, H, Q, K]); mask [1, 2, 6, 5, 7]": {"mask": yes(1, B, H, Q, K)},
+    "mask: axis 0 (B) is 3, expected 2 or 1": {"mask": causal() & Dense(yes(3, 1, 1, K))},
     "mask: Prefix(n) wants a whole number from 0, got -1": {"mask": Prefix(-1)},
     "mask: Prefix(n) wants a whole number from 0, got True": {"mask": Prefix(True)},
     "mask: Prefix(n) wants a whole number from 0, got 1.0": {"mask": Prefix(1.0)},  # pyright: ignore[reportArgumentType]
     "mask: Prefix(n) wants a whole number from 0, got 1.5": {"mask": Prefix(1.5)},  # pyright: ignore[reportArgumentType]
-    "mask: KeyLengths.lengths axis 0 (B) is 3, wanted 2; it is [3]": {"mask": KeyLengths(ids(3))},
-    "mask: KeyLengths.lengths is [2, 7], wanted [B] = [2]": {"mask": KeyLengths(ids(B, K))},
-    "mask: Documents.q_ids axis 1 (Q) is 7, wanted 5; it is [2, 7]": {"mask": Documents(ids(B, K))},
-    "mask: Documents.k_ids axis 1 (K) is 5, wanted 7; it is [2, 5]": {"mask": Documents(ids(B, Q))},
-    "mask: Documents.k_ids axis 0 (B) is 3, wanted 2": {"mask": Documents(ids(B, Q), ids(3, K))},
-    "mask: Documents.q_ids is [5], wanted [B, Q] = [2, 5]": {"mask": Documents(ids(Q), ids(1, K))},
-    "mask: Band.offset has 3 numbers, wanted 2, one for each batch entry (B)": {
+    "mask: KeyLengths.lengths axis 0 (B) is 3, expected 2; it is [3]": {"mask": KeyLengths(ids(3))},
+    "mask: KeyLengths.lengths is [2, 7], expected [B] = [2]": {"mask": KeyLengths(ids(B, K))},
+    "mask: Documents.q_ids axis 1 (Q) is 7, expected 5; it is [2, 7]": {"mask": Documents(ids(B, K))},
+    "mask: Documents.k_ids axis 1 (K) is 5, expected 7; it is [2, 5]": {"mask": Documents(ids(B, Q))},
+    "mask: Documents.k_ids axis 0 (B) is 3, expected 2": {"mask": Documents(ids(B, Q), ids(3, K))},
+    "mask: Documents.q_ids is [5], expected [B, Q] = [2, 5]": {"mask": Documents(ids(Q), ids(1, K))},
+    "mask: Band.offset has 3 numbers, expected 2, one for each batch entry (B)": {
         "mask": Band(None, 0, offset=(1, 2, 3))
     },
-    "mask: Band.offset axis 0 (B) is 3, wanted 2; it is [3]": {"mask": Band(None, 0, offset=ids(3))},
-    "mask: Band.offset is [2, 1], wanted [B] = [2]": {"mask": Band(None, 0, offset=ids(B, 1))},
-    "scale: got nan, wanted a finite number": {"scale": float("nan")},
-    "scale: got inf, wanted a finite number": {"scale": float("inf")},
+    "mask: Band.offset axis 0 (B) is 3, expected 2; it is [3]": {"mask": Band(None, 0, offset=ids(3))},
+    "mask: Band.offset is [2, 1], expected [B] = [2]": {"mask": Band(None, 0, offset=ids(B, 1))},
+    "scale: got nan, expected a finite number": {"scale": float("nan")},
+    "scale: got inf, expected a finite number": {"scale": float("inf")},
     "scale: got 100": {"scale": 10**400},
     "softcap: got 100": {"softcap": 10**400},
     "mask: Prefix(n) wants a whole number up to": {"mask": Prefix(10**30)},
     "mask: Band(offset=...) wants numbers from": {"mask": Band(None, 0, offset=2**63)},
-    "softcap: got 0, wanted a finite number above 0, or None": {"softcap": 0},
-    "softcap: got -2.0, wanted a finite number above 0, or None": {"softcap": -2.0},
-    "softcap: got inf, wanted a finite number above 0, or None": {"softcap": float("inf")},
-    "dropout: got 1.0, wanted a probability in [0, 1)": {"dropout": 1.0},
-    "dropout: got -0.5, wanted a probability in [0, 1)": {"dropout": -0.5},
-    "dropout: got nan, wanted a probability in [0, 1)": {"dropout": float("nan")},
-    "backend: got 'flash', wanted one of cpu, sdpa, blocked, reference, reproducible, or None to choose": {
+    "softcap: got 0, expected a finite number above 0, or None": {"softcap": 0},
+    "softcap: got -2.0, expected a finite number above 0, or None": {"softcap": -2.0},
+    "softcap: got inf, expected a finite number above 0, or None": {"softcap": float("inf")},
+    "dropout: got 1.0, expected a probability in [0, 1)": {"dropout": 1.0},
+    "dropout: got -0.5, expected a probability in [0, 1)": {"dropout": -0.5},
+    "dropout: got nan, expected a probability in [0, 1)": {"dropout": float("nan")},
+    "backend: got 'flash', expected one of cpu, sdpa, blocked, reference, reproducible, or None to choose": {
         "backend": "flash"
     },
 }
@@ -235,7 +235,7 @@ def test_factors_that_the_dtype_of_the_logits_cannot_hold_are_refused(case: str,
 
 @pytest.mark.parametrize("name", ["scale", "softcap"])
 def test_the_range_of_factors_is_that_of_the_dtype_of_the_logits(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}: got inf, wanted a finite number"):
+    with pytest.raises(ValueError, match=f"{name}: got inf, expected a finite number"):
         headscope.attention(**made(), **{name: np.float32("inf")})
     out = headscope.attention(**{key: x.double() for key, x in made().items()}, **{name: 1e39})
     assert out.isfinite().all()
@@ -243,10 +243,10 @@ def test_the_range_of_factors_is_that_of_the_dtype_of_the_logits(name: str) -> N
 
 def test_leading_axes_in_messages() -> None:
     q, k, v = torch.zeros(2, 3, H, Q, D), torch.zeros(3, HKV, K, D), torch.zeros(1, 1, HKV, K, DV)
-    wanted = "mask: axis 0 (B) is 3, wanted 2 or 1; mask [3, 1, 1, 1, 7], the weights are [2, 3, 6, 5, 7]"
+    wanted = "mask: axis 0 (B) is 3, expected 2 or 1; mask [3, 1, 1, 1, 7], the weights are [2, 3, 6, 5, 7]"
     with pytest.raises(ValueError, match=re.escape(wanted)):
         headscope.attention(q, k, v, mask=yes(3, 1, 1, 1, K))
-    with pytest.raises(ValueError, match=re.escape("bias: axis 1 (B) is 2, wanted 3 or 1; bias [1, 2, 1, 1, 1]")):
+    with pytest.raises(ValueError, match=re.escape("bias: axis 1 (B) is 2, expected 3 or 1; bias [1, 2, 1, 1, 1]")):
         headscope.attention(q, k, v, bias=torch.zeros(1, 2, 1, 1, 1))
     with pytest.raises(ValueError, match=re.escape("k: axis 3 (D) is 3, q has 11; q [6, 5, 11], k [1, 3, 7, 3]")):
         headscope.attention(torch.zeros(H, Q, D), torch.zeros(1, HKV, K, 3), torch.zeros(HKV, K, DV))
@@ -254,7 +254,7 @@ def test_leading_axes_in_messages() -> None:
 
 def test_mistakes_are_found_where_torch_compiles_and_on_meta() -> None:
     on_meta = {name: x.to("meta") for name, x in made().items()}
-    with pytest.raises(ValueError, match=re.escape("sinks: wanted one logit a head, [H] = [6]; sinks [2]")):
+    with pytest.raises(ValueError, match=re.escape("sinks: expected one logit a head, [H] = [6]; sinks [2]")):
         headscope.attention(**on_meta, sinks=torch.zeros(2, device="meta"))
 
 

@@ -197,12 +197,12 @@ def trained(model, module):
     return {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in module.state_dict().items()}
 
 plain = made()
-wanted = trained(plain, plain)
+expected = trained(plain, plain)
 ddp = made()
-torch.testing.assert_close(trained(DistributedDataParallel(ddp), ddp), wanted)
+torch.testing.assert_close(trained(DistributedDataParallel(ddp), ddp), expected)
 sharded = made()
 fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
-torch.testing.assert_close(trained(sharded, sharded), wanted)
+torch.testing.assert_close(trained(sharded, sharded), expected)
 dist.destroy_process_group()
 print("agrees")
 """

@@ -34,7 +34,7 @@ def test_a_weight_is_dropped_or_scaled(rate: float, backend: str) -> None:
     torch.testing.assert_close(got[kept], (usual / (1 - rate))[kept])
     share = float(kept.float().mean())
     spread = (rate * (1 - rate) / kept.numel()) ** 0.5
-    assert abs(share - (1 - rate)) < 5 * spread, f"kept {share:.4f}, wanted {1 - rate:.4f} ± {spread:.4f}"
+    assert abs(share - (1 - rate)) < 5 * spread, f"kept {share:.4f}, expected {1 - rate:.4f} ± {spread:.4f}"
 
 
 @pytest.mark.parametrize("backend", BY, indirect=True)

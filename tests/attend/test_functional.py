@@ -264,5 +264,5 @@ def test_an_empty_row_with_a_sink(backend: str) -> None:
 
 def test_what_to_observe_is_judged_under_its_own_name() -> None:
     q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(TypeError, match=r"observe: got bool, wanted a headscope.Observe or None"):
+    with pytest.raises(TypeError, match=r"observe: got bool, expected a headscope.Observe or None"):
         headscope.attend(q, q, q, observe=True)  # pyright: ignore[reportArgumentType]

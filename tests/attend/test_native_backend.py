@@ -87,7 +87,7 @@ def backward():  # dk and dv are summed in rows of whole vectors
     return torch.autograd.grad(loss, (q, k), retain_graph=True)
 
 for step in (forward, backward):
-    wanted = step()  # with what is made once: threads, imports
+    expected = step()  # with what is made once: threads, imports
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + (24 << 20), limits[1]))
@@ -97,7 +97,7 @@ for step in (forward, backward):
     except MemoryError:
         print("MemoryError")
     resource.setrlimit(resource.RLIMIT_AS, limits)
-    torch.testing.assert_close(step(), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(step(), expected, rtol=0, atol=0)
 """
 
 # Calls that would take minutes: the process would outlast its time if they were not left.
@@ -117,7 +117,7 @@ def call(length, train):
 def nothing(described, call, need_lse):
     return torch.zeros(1, 1, call.queries, 64), torch.zeros(1, 1, call.queries)
 
-wanted, usual = call(100, train=True), cpu._forward
+expected, usual = call(100, train=True), cpu._forward
 for threads in (1, 2):
     torch.set_num_threads(threads)
     for train in (False, True):
@@ -129,7 +129,7 @@ for threads in (1, 2):
         except KeyboardInterrupt:
             print(threads, train, "interrupted")
         cpu._forward = usual
-        torch.testing.assert_close(call(100, train=True), wanted, rtol=0, atol=0)
+        torch.testing.assert_close(call(100, train=True), expected, rtol=0, atol=0)
 """
 
 
@@ -237,10 +237,10 @@ def test_a_forked_child_runs() -> None:
 import os, torch
 from headscope import attention
 q = torch.randn(2, 4, 200, 16)
-wanted = attention(q, q, q, backend="cpu")
+expected = attention(q, q, q, backend="cpu")
 child = os.fork()
 if child == 0:
-    os._exit(0 if torch.equal(attention(q, q, q, backend="cpu"), wanted) else 3)
+    os._exit(0 if torch.equal(attention(q, q, q, backend="cpu"), expected) else 3)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     done = run(code)
@@ -485,9 +485,9 @@ for there in (512, 4096):
     k, v = guarded(8192, there), guarded(8192, there)
     for queries in (1, 7, 16, 33, 64, 300):
         q = torch.randn(1, 1, queries, 64).to(dtype)
-        wanted = attention(q, k[0][:, :, :there], v[0][:, :, :there])
+        expected = attention(q, k[0][:, :, :there], v[0][:, :, :there])
         found = attention(q, k[0], v[0], mask=masks.KeyLengths(torch.tensor([there])), backend="cpu")
-        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 print("read nothing else")
 """
 

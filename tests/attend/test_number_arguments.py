@@ -1,4 +1,4 @@
-"""Numbers of numpy, and tensors of no axes, are taken where a number is wanted: sweeps and sorted heads give these."""
+"""Numbers of numpy and tensors without axes serve where a number is expected: sweeps and sorted heads give these."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_what_to_observe() -> None:
     what = Observe(windows=(np.float32(1.5), np.int64(3)), **given)  # pyright: ignore[reportArgumentType]
     assert observed(what).flat() == observed(Observe(windows=(1.5, 3), **numbers)).flat()
     assert [type(getattr(what, name)) for name in numbers] == [int] * 5
-    with pytest.raises(TypeError, match="map: got float64, wanted a whole number from 1 or None"):
+    with pytest.raises(TypeError, match="map: got float64, expected a whole number from 1 or None"):
         Observe(map=np.float64(3))  # pyright: ignore[reportArgumentType]
 
 
@@ -92,5 +92,5 @@ def test_watching_and_ablating() -> None:
 )
 def test_what_is_no_whole_number(value: object) -> None:
     assert as_whole(value) is None
-    with pytest.raises(TypeError, match=r"n: got \w+, wanted a whole number from 1"):
+    with pytest.raises(TypeError, match=r"n: got \w+, expected a whole number from 1"):
         whole("n", value)

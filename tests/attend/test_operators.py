@@ -346,8 +346,8 @@ LOADED = """
 import sys, torch
 from headscope import attention  # the operators come with the first public name that is asked for
 program = torch.export.load(sys.argv[1]).module()
-x, lengths, wanted = torch.load(sys.argv[2])
-torch.testing.assert_close(program(x, lengths), wanted)
+x, lengths, expected = torch.load(sys.argv[2])
+torch.testing.assert_close(program(x, lengths), expected)
 print("agrees")
 """
 

@@ -125,10 +125,10 @@ def test_the_portable_backends_refuse_nothing(name: str) -> None:
 def test_unknown_names() -> None:
     with pytest.raises(
         ValueError,
-        match="backend: got 'flash', wanted one of cpu, sdpa, blocked, reference, reproducible, or None to choose",
+        match="backend: got 'flash', expected one of cpu, sdpa, blocked, reference, reproducible, or None to choose",
     ):
         select(call(), "flash")
-    with pytest.raises(ValueError, match=r"backend: got \['cpu'\], wanted one of"):
+    with pytest.raises(ValueError, match=r"backend: got \['cpu'\], expected one of"):
         select(call(), ["cpu"])  # pyright: ignore[reportArgumentType]
 
 

@@ -283,7 +283,7 @@ def test_dropout_within_a_compiled_function(transform: str, backend: str | None)
     torch.testing.assert_close(out[kept], (usual / (1 - RATE))[kept])
     share, seen = float(kept[usual != 0].float().mean()), int((usual != 0).sum())
     spread = (RATE * (1 - RATE) / seen) ** 0.5
-    assert abs(share - (1 - RATE)) < 5 * spread, f"kept {share:.4f}, wanted {1 - RATE:.4f} ± {spread:.4f}"
+    assert abs(share - (1 - RATE)) < 5 * spread, f"kept {share:.4f}, expected {1 - RATE:.4f} ± {spread:.4f}"
     assert not torch.equal(other, out), "two runs drop the same"
     assert out.ndim == 4 or not torch.equal(kept[0], kept[1]), "two entries drop the same"
 

@@ -94,7 +94,7 @@ def test_what_computes_something_else_is_seen() -> None:
     assert exact.error(exact.Result(right), wanted) == 0
     assert exact.error(exact.Result(right * 1.1), wanted) == pytest.approx(0.1)
     assert exact.error(exact.Result(right * math.nan), wanted) == math.inf
-    with pytest.raises(ValueError, match=r"out: got shape \[1, 1, 3, 3\], wanted \[1, 1, 3, 2\]"):
+    with pytest.raises(ValueError, match=r"out: got shape \[1, 1, 3, 3\], expected \[1, 1, 3, 2\]"):
         exact.error(exact.Result(np.ones((1, 1, 5, 3))), wanted)
     with pytest.raises(ValueError, match="dq: missing"):
         exact.error(exact.Result(right), exact.Result(wanted.out, dq=wanted.out, rows=wanted.rows))
@@ -211,7 +211,7 @@ def test_files_are_written_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--peers", "headscope,nobody"], "--peers: got 'nobody', wanted some of: headscope, torch"),
+        (["--peers", "headscope,nobody"], "--peers: got 'nobody', expected some of: headscope, torch"),
         (["--only", "sideways"], "--only: got 'sideways'"),
         (["--cases", "Z*"], r"--cases: no case matches Z\*"),
     ],

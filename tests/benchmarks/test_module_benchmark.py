@@ -108,4 +108,4 @@ def test_no_line_of_the_table_is_longer_than_80_characters(monkeypatch: pytest.M
 def test_seconds_out_of_range() -> None:
     refused = CliRunner().invoke(commands, ["bench", "--seconds", "0"])
     assert refused.exit_code == 2
-    assert "--seconds: got 0.0, wanted a number above 0 and up to 600" in refused.stderr
+    assert "--seconds: got 0.0, expected a number above 0 and up to 600" in refused.stderr

@@ -205,10 +205,10 @@ def test_a_run_of_some_cases(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "sideways"], "--only: got 'sideways', wanted some of: attention, memory, long, models"),
+        (["--only", "sideways"], "--only: got 'sideways', expected some of: attention, memory, long, models"),
         (["--cases", "GPT*"], "--cases: no case matches GPT*; they are called '1024 causal', 'text 128', ..."),
-        (["--seconds", "0"], "--seconds: got 0.0, wanted a number above 0 and up to 600"),
-        (["--rounds", "0"], "--rounds: got 0, wanted at least 1"),
+        (["--seconds", "0"], "--seconds: got 0.0, expected a number above 0 and up to 600"),
+        (["--rounds", "0"], "--rounds: got 0, expected at least 1"),
         (["--add", "nothing.json"], "--add: there is no file nothing.json"),
     ],
 )

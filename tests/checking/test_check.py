@@ -918,7 +918,7 @@ def test_an_example_input_gives_the_only_length_there_is() -> None:
     class Fixed(SixSteps):
         def forward(self, x: Tensor) -> Tensor:
             if x.shape[1] != 11:
-                raise ValueError("wanted 11 tokens")
+                raise ValueError("expected 11 tokens")
             return super().forward(x)
 
     with pytest.raises(CheckError, match=r"no way to call it was found; tried first \(x\) with x \[2, 7, 24\].*11 tok"):
@@ -931,7 +931,7 @@ def test_what_came_furthest_is_said_beside_what_was_tried_first() -> None:
         def forward(self, x: Tensor, position_embeddings: Any = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
             cos, _ = position_embeddings
             if cos.shape[-1] != 8:
-                raise ValueError("wanted angles for 8 numbers")
+                raise ValueError("expected angles for 8 numbers")
             raise NotImplementedError("soft caps")
 
     with pytest.raises(

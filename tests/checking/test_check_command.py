@@ -136,28 +136,28 @@ def test_nothing_found_is_exit_code_0_and_json_is_for_programs(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["homework.py"], "target: got homework.py, wanted FILE.py:NAME"),
-        ([":x"], "target: got :x, wanted FILE.py:NAME"),
+        (["homework.py"], "target: got homework.py, expected FILE.py:NAME"),
+        ([":x"], "target: got :x, expected FILE.py:NAME"),
         (["exits.py:A"], "A: cannot be made with --args '': SystemExit: 0"),
         (["nothing.py:A"], "nothing.py: there is no such file"),
         ([f"{'a' * 300}:A"], f"{'a' * 300}: there is no such file"),
         (["\0:A"], "there is no such file"),
         pytest.param(
             ["/dev/null:A"],
-            "/dev/null: is no regular file, wanted a Python file",
+            "/dev/null: is no regular file, expected a Python file",
             marks=pytest.mark.skipif(not os.path.exists("/dev/null"), reason="this system has no /dev/null"),
         ),
-        ([".:A"], ".: is a directory, wanted a Python file"),
+        ([".:A"], ".: is a directory, expected a Python file"),
         (["homework.py:Attention", "--args", "25, 5", "--embed-dim", "24"], IN_PYTHON),
-        (["small.py:attend", "--scale", "nan"], "--scale: got nan, wanted a finite number above 0"),
-        (["small.py:attend", "--scale", "inf"], "--scale: got inf, wanted a finite number above 0"),
-        (["small.py:attend", "--scale", "0"], "--scale: got 0, wanted a finite number above 0"),
-        (["small.py:attend", "--scale", "-1"], "--scale: got -1, wanted a finite number above 0"),
-        (["homework.py:A", "--args", "24, width"], "--args: got 24, width, wanted plain values as in a call"),
-        (["homework.py:A", "--args", "*[1]"], "--args: got *[1], wanted plain values"),
-        (["homework.py:A", "--args", "**{'a': 1}"], "wanted plain values"),
-        (["homework.py:A", "--args", "b'1'"], "wanted plain values"),
-        (["homework.py:A", "--args", "1) + f(2"], "wanted plain values"),
+        (["small.py:attend", "--scale", "nan"], "--scale: got nan, expected a finite number above 0"),
+        (["small.py:attend", "--scale", "inf"], "--scale: got inf, expected a finite number above 0"),
+        (["small.py:attend", "--scale", "0"], "--scale: got 0, expected a finite number above 0"),
+        (["small.py:attend", "--scale", "-1"], "--scale: got -1, expected a finite number above 0"),
+        (["homework.py:A", "--args", "24, width"], "--args: got 24, width, expected plain values as in a call"),
+        (["homework.py:A", "--args", "*[1]"], "--args: got *[1], expected plain values"),
+        (["homework.py:A", "--args", "**{'a': 1}"], "expected plain values"),
+        (["homework.py:A", "--args", "b'1'"], "expected plain values"),
+        (["homework.py:A", "--args", "1) + f(2"], "expected plain values"),
         (["endless.py:A", "--timeout", "1"], "--timeout: the code was stopped after 1 seconds"),
         (["small.py:Attentoin"], "small.py: has no Attentoin, only Attention, attend"),
         (["broken.py:A"], "broken.py: fails when it is imported: ZeroDivisionError: division by zero"),
@@ -299,5 +299,5 @@ def test_arguments_are_those_of_a_call() -> None:
     command = import_module("headscope.cli._commands.check")
     assert command._parse_arguments("") == ([], {})
     assert command._parse_arguments("24, 'a', c=(1, None), d=-0.5") == ([24, "a"], {"c": (1, None), "d": -0.5})
-    with pytest.raises(Mistake, match="wanted plain values"):
+    with pytest.raises(Mistake, match="expected plain values"):
         command._parse_arguments("open('x')")

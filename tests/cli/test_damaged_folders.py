@@ -164,7 +164,7 @@ def test_links_to_regular_files_are_followed(at: Path, tmp_path: Path) -> None:
 def test_a_configuration_that_is_a_link_to_nothing_is_none(target: str, at: Path) -> None:
     (at / "config.json").unlink()
     (at / "config.json").symlink_to(target)
-    assert refusal(at) == "holds no config.json, wanted a folder as transformers' save_pretrained writes it"
+    assert refusal(at) == "holds no config.json, expected a folder as transformers' save_pretrained writes it"
 
 
 def test_weights_that_are_a_link_to_nothing_are_none(at: Path) -> None:

@@ -205,7 +205,7 @@ def test_other_formats_are_not_opened(name: str, kind: str, tmp_path: Path) -> N
     drawn().save(tmp_path / name, format=kind)
     with pytest.raises(Mistake) as caught:
         read_picture(str(tmp_path / name))
-    assert "wanted a PNG or a JPEG" in str(caught.value)
+    assert "expected a PNG or a JPEG" in str(caught.value)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
@@ -213,7 +213,7 @@ def test_other_formats_are_not_opened(name: str, kind: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("command", [("image",), ("watch", "digits", "--no-page", "--image")], ids=lambda c: c[0])
 def test_a_pipe_in_the_place_of_a_picture_is_refused(command: tuple[str, ...], run: Run) -> None:
     os.mkfifo("pipe.png")
-    message = f"headscope {command[0]}: pipe.png: is no regular file, wanted a PNG or a JPEG\n"
+    message = f"headscope {command[0]}: pipe.png: is no regular file, expected a PNG or a JPEG\n"
     assert run(*command, "pipe.png") == Ran(2, "", message)
 
 
@@ -231,7 +231,7 @@ def png(width: int, height: int, extra: bytes = b"") -> bytes:
     ("data", "message"),
     [
         (png(60_000, 60_000), "has too many pixels"),
-        (png(9_000, 9_000), "9000 x 9000 pixels, wanted at most 50000000"),
+        (png(9_000, 9_000), "9000 x 9000 pixels, expected at most 50000000"),
         (png(30, 30, bytes(2 << 20) * 40), "is damaged"),
         (png(300, 300), "cannot be read"),
         (b"", "is no picture"),

@@ -65,7 +65,7 @@ def test_an_image_lies_below(run: Run) -> None:
         2, "", "headscope report: --grid: 3 x 3 patches and 3 keys before them are not the 13 keys that there are\n"
     )
     ran = run("report", "seen.safetensors", "--special", "4")
-    assert ran == Ran(2, "", "headscope report: --special: wanted --image with it\n")
+    assert ran == Ran(2, "", "headscope report: --special: expected --image with it\n")
     ran = run("report", "seen.safetensors", "--image", "photo.png", "--grid", "5x5")
     assert (ran.code, ran.out) == (2, "")
     assert ran.err == "headscope report: --grid: 5 x 5 patches are not the 13 keys that there are\n"
@@ -92,35 +92,38 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "no file": (("no.safetensors",), "RECORDING: no.safetensors: no such file"),
     "a name of 300": (("a" * 300,), f"RECORDING: {'a' * 300}: cannot be read: File name too long\n"),
     "no recording": (("other.txt",), "RECORDING: other.txt: no file of headscope's statistics"),
-    "no name": (("",), "RECORDING: is empty, wanted a path\n"),
-    "page without a name": (("seen.safetensors", "--out", ""), "--out: is empty, wanted the name of a file\n"),
+    "no name": (("",), "RECORDING: is empty, expected a path\n"),
+    "page without a name": (("seen.safetensors", "--out", ""), "--out: is empty, expected the name of a file\n"),
     "over a file": (("seen.safetensors", "--out", "other.txt"), "--out: other.txt: holds a file that is no page"),
-    "both": (("seen.safetensors", "--serve", "--out", "a.html"), "--serve: wanted either it or --out"),
-    "grid": (("seen.safetensors", "--grid", "14"), "--grid: got 14, wanted rows and columns, as 14x14"),
-    "grid alone": (("seen.safetensors", "--grid", "2x5"), "--grid: wanted --image with it"),
-    "image": (("seen.safetensors", "--image", "other.txt"), "other.txt: is no picture that can be read, wanted a PNG"),
+    "both": (("seen.safetensors", "--serve", "--out", "a.html"), "--serve: expected either it or --out"),
+    "grid": (("seen.safetensors", "--grid", "14"), "--grid: got 14, expected rows and columns, as 14x14"),
+    "grid alone": (("seen.safetensors", "--grid", "2x5"), "--grid: expected --image with it"),
+    "image": (
+        ("seen.safetensors", "--image", "other.txt"),
+        "other.txt: is no picture that can be read, expected a PNG",
+    ),
     "no image": (("seen.safetensors", "--image", "no.png"), "no.png: cannot be read: No such file or directory"),
-    "strip": (("seen.safetensors", "--strip", "a.1"), "--strip: got a.1, wanted a layer and a head, counted from 0"),
+    "strip": (("seen.safetensors", "--strip", "a.1"), "--strip: got a.1, expected a layer and a head, counted from 0"),
     "no such strip": (
         ("seen.safetensors", "--strip", "0.3"),
-        "--strip: got 0.3, wanted a head of layer 0, from 0 to 2\n",
+        "--strip: got 0.3, expected a head of layer 0, from 0 to 2\n",
     ),
-    "no such layer": (("seen.safetensors", "--strip", "1.0"), "--strip: got 1.0, wanted a layer from 0 to 0\n"),
-    "17 strips": (("seen.safetensors", *("--strip", "0.1") * 17), "--strip: got 17 heads, wanted at most 16\n"),
-    "port": (("seen.safetensors", "--port", "80"), "--port: wanted --serve with it\n"),
+    "no such layer": (("seen.safetensors", "--strip", "1.0"), "--strip: got 1.0, expected a layer from 0 to 0\n"),
+    "17 strips": (("seen.safetensors", *("--strip", "0.1") * 17), "--strip: got 17 heads, expected at most 16\n"),
+    "port": (("seen.safetensors", "--port", "80"), "--port: expected --serve with it\n"),
     "no such port": (
         ("seen.safetensors", "--serve", "--port", "65536"),
-        "--port: got 65536, wanted a whole number from 0 to 65535\n",
+        "--port: got 65536, expected a whole number from 0 to 65535\n",
     ),
     "a port that is no number": (
         ("seen.safetensors", "--serve", "--port", "http"),
-        "--port: got http, wanted a whole number from 0 to 65535\n",
+        "--port: got http, expected a whole number from 0 to 65535\n",
     ),
     "force": (
         ("seen.safetensors", "--out", "other.txt"),
         "--out: other.txt: holds a file that is no page of headscope's own; choose another name, or give --force\n",
     ),
-    "served strips": (("seen.safetensors", "--serve", "--strip", "0.1"), "--strip: wanted none with --serve"),
+    "served strips": (("seen.safetensors", "--serve", "--strip", "0.1"), "--strip: expected none with --serve"),
 }
 
 
@@ -142,14 +145,14 @@ def test_a_mistake_is_one_line(name: str, run: Run) -> None:
 @pytest.mark.usefixtures("saved")
 def test_a_pipe_in_the_place_of_a_picture_is_refused(run: Run) -> None:
     os.mkfifo("pipe.png")
-    message = "headscope report: pipe.png: is no regular file, wanted a PNG or a JPEG\n"
+    message = "headscope report: pipe.png: is no regular file, expected a PNG or a JPEG\n"
     assert run("report", "seen.safetensors", "--image", "pipe.png") == Ran(2, "", message)
 
 
 def test_strips_need_q_and_k(run: Run, saved: Path) -> None:
     Recording.load(saved).save("plain.safetensors")
     ran = run("report", "plain.safetensors", "--strip", "0.0")
-    said = "--strip: got 0.0, wanted a recording with q and k, as watch --keep-qk writes it"
+    said = "--strip: got 0.0, expected a recording with q and k, as watch --keep-qk writes it"
     assert (ran.code, ran.out, ran.err) == (2, "", f"headscope report: {said}\n")
 
 
@@ -170,7 +173,7 @@ def test_strips_need_self_attention(run: Run, saved: Path) -> None:
     crossed.save("cross.safetensors", qk=True)
     ran = run("report", "cross.safetensors", "--strip", "0.0")
     assert (ran.code, ran.out) == (2, "")
-    assert ran.err.startswith("headscope report: --strip: got layer 0, wanted ")
+    assert ran.err.startswith("headscope report: --strip: got layer 0, expected ")
 
 
 @pytest.mark.parametrize("kept", [0.5, -1])
@@ -190,7 +193,7 @@ def test_serving_needs_q_and_k(run: Run, saved: Path) -> None:
     Recording.load(saved).save("plain.safetensors")
     ran = run("report", "plain.safetensors", "--serve")
     assert (ran.code, ran.out) == (2, "")
-    assert ran.err.startswith("headscope report: --serve: q and k were not kept; wanted watch --keep-qk")
+    assert ran.err.startswith("headscope report: --serve: q and k were not kept; expected watch --keep-qk")
 
 
 @POSIX
@@ -217,7 +220,7 @@ def test_it_serves_until_ctrl_c(saved: Path) -> None:
 
 def test_watch_keeps_q_and_k_in_the_recording(run: Run) -> None:
     ran = run("watch", "text", "--text", "abc", "--keep-qk", "--no-page")
-    assert (ran.code, ran.err) == (2, "headscope watch: --keep-qk: wanted --out with it\n")
+    assert (ran.code, ran.err) == (2, "headscope watch: --keep-qk: expected --out with it\n")
     ran = run(
         "watch", "text", "--text", "i love to code", "--keep-qk", "--out", "seen.safetensors", "--no-page", "--json"
     )

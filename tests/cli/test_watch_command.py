@@ -110,7 +110,7 @@ def test_windows_are_even_and_hold_every_token_once() -> None:
         [90, *range(15, 23), 91, 92],
     ]
     assert [part.shape for part in windows([5], 7, ([], []))] == [(1, 1)]
-    with pytest.raises(Mistake, match=r"--context: got 3, wanted more than the 3 that mark the ends"):
+    with pytest.raises(Mistake, match=r"--context: got 3, expected more than the 3 that mark the ends"):
         windows([1], 3, ([90], [91, 92]))
 
 
@@ -288,28 +288,28 @@ def test_a_recording_compares_itself(run: Run, folder: Path) -> None:
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "no model": (["watch"], "Missing argument 'MODEL'"),
-    "no input": (["watch", "text"], "wanted an input: --text, --file or --ids"),
-    "two inputs": (["watch", "text", "--text", "a", "--ids", "3"], "wanted one input, got --text and --ids"),
+    "no input": (["watch", "text"], "expected an input: --text, --file or --ids"),
+    "two inputs": (["watch", "text", "--text", "a", "--ids", "3"], "expected one input, got --text and --ids"),
     "an image for a reader": (["watch", "text", "--image", "p.png"], "--image: this model reads text"),
     "a text for a viewer": (["watch", "digits", "--text", "a"], "--text: this model looks at images"),
     "no picture": (["watch", "digits", "--image", "given.txt"], "given.txt: is no picture"),
     "empty text": (["watch", "text", "--text", ""], "text: is empty"),
     "missing file": (["watch", "text", "--file", "no.txt"], "no.txt: cannot be read"),
-    "ids in words": (["watch", "text", "--ids", "3 x"], "--ids: got x, wanted whole numbers from 0"),
+    "ids in words": (["watch", "text", "--ids", "3 x"], "--ids: got x, expected whole numbers from 0"),
     "no ids": (["watch", "text", "--ids", " ,"], "--ids: is empty"),
-    "unknown ids": (["watch", "text", "--ids", "2048"], "--ids: got 2048, wanted 0 to 2047"),
+    "unknown ids": (["watch", "text", "--ids", "2048"], "--ids: got 2048, expected 0 to 2047"),
     "no such layers": (["watch", "text", "--text", "a", "--layers", "zork"], "layers: 'zork' fits no module"),
-    "rows": (["watch", "text", "--text", "a", "--rows", "0"], "--rows: got 0, wanted a whole number from 1"),
+    "rows": (["watch", "text", "--text", "a", "--rows", "0"], "--rows: got 0, expected a whole number from 1"),
     "context": (
         ["watch", "text", "--text", "a", "--context", "257"],
-        "--context: got 257, wanted at most 256, as many",
+        "--context: got 257, expected at most 256, as many",
     ),
     "a context for pictures": (["watch", "digits", "--context", "3"], "--context: this model looks at images"),
     "no such folder": (["watch", "./nowhere", "--text", "a"], r"\./nowhere: is no folder with a model"),
     "a file": (["watch", "given.txt", "--text", "a"], "given.txt: is no folder with a model"),
     "an empty folder": (["watch", "empty", "--text", "a"], "empty: holds no config.json"),
     "a name that is not there": (["watch", "no/such", "--text", "a"], "no/such: neither a folder here nor found on"),
-    "page and no page": (["watch", "text", "--page", "a.html", "--no-page"], "--no-page: wanted either it or --page"),
+    "page and no page": (["watch", "text", "--page", "a.html", "--no-page"], "--no-page: expected either it or --page"),
     "page over a file": (["watch", "text", "--page", "given.txt"], "--page: given.txt: holds a file that is no page"),
     "page in no folder": (["watch", "text", "--page", "no/a.html"], "--page: no/a.html: cannot be written"),
     "recording over a file": (["watch", "text", "--out", "given.txt"], "--out: given.txt: holds a .* give --force$"),
@@ -317,10 +317,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "recording over a folder": (["watch", "text", "--out", "empty"], "--out: empty: is no regular file"),
     "zero byte": (["watch", "text", "--out", "a\0b"], r"--out: a\\x00b: "),
     "one file for both": (["watch", "text", "--out", "a", "--page", "./a"], r"--page: \./a: is where --out puts the"),
-    "recording without a name": (["watch", "text", "--out", ""], "--out: is empty, wanted the name of a file"),
-    "recording named -": (["watch", "text", "--out", "-"], "--out: got -, wanted the name of a file"),
-    "page without a name": (["watch", "text", "--page", ""], "--page: is empty, wanted the name of a file"),
-    "older one without a name": (["watch", "text", "--against", ""], "--against: is empty, wanted a path"),
+    "recording without a name": (["watch", "text", "--out", ""], "--out: is empty, expected the name of a file"),
+    "recording named -": (["watch", "text", "--out", "-"], "--out: got -, expected the name of a file"),
+    "page without a name": (["watch", "text", "--page", ""], "--page: is empty, expected the name of a file"),
+    "older one without a name": (["watch", "text", "--against", ""], "--against: is empty, expected a path"),
     "no older one": (["watch", "text", "--against", "no.safetensors"], "--against: no.safetensors: no such file"),
     "older one of 300": (["watch", "text", "--against", "a" * 300], "--against: a{300}: cannot be read: File name too"),
     "older one is none": (["watch", "text", "--against", "given.txt"], "--against: given.txt: no file of headscope"),
@@ -328,14 +328,17 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "a path of 300": (["watch", "./" + "a" * 300, "--ids", "5"], r"\./a{300}: is no folder with a model"),
     "text with 300": (["text", "a", "--model", "a" * 300], "a{300}: neither a folder here nor found on"),
     "a recording of 300": (["watch", "text", "--out", "a" * 300], "--out: a{300}: cannot be written: File name too"),
-    "no name of a model": (["watch", "", "--ids", "5"], 'model: is empty, wanted "text", "digits", a folder or a name'),
-    "no name of a file": (["watch", "text", "--file", ""], "--file: is empty, wanted a path"),
-    "no name of a picture": (["watch", "digits", "--image", ""], "image: is empty, wanted the path of a picture"),
-    "no name of a digit": (["image", ""], "image: is empty, wanted the path of a picture"),
-    "threshold alone": (["watch", "text", "--threshold", "map=1"], "--threshold: wanted --against with it"),
+    "no name of a model": (
+        ["watch", "", "--ids", "5"],
+        'model: is empty, expected "text", "digits", a folder or a name',
+    ),
+    "no name of a file": (["watch", "text", "--file", ""], "--file: is empty, expected a path"),
+    "no name of a picture": (["watch", "digits", "--image", ""], "image: is empty, expected the path of a picture"),
+    "no name of a digit": (["image", ""], "image: is empty, expected the path of a picture"),
+    "threshold alone": (["watch", "text", "--threshold", "map=1"], "--threshold: expected --against with it"),
     "no such layer": (["watch", "text", "--text", "a", "--layers", "x"], "model: --layers: 'x' fits no module"),
     "text with digits": (["text", "a", "--model", "digits"], "--model: the shipped vision model looks at images"),
-    "text drawn": (["text", "a", "--model", "x", "--seed-random"], "--seed-random: wanted the shipped model"),
+    "text drawn": (["text", "a", "--model", "x", "--seed-random"], "--seed-random: expected the shipped model"),
 }
 
 
@@ -389,9 +392,9 @@ def test_what_is_read_is_not_written_over(case: str, run: Run, offline: None) ->
 @pytest.mark.parametrize(
     ("limit", "message"),
     [
-        ("shares=1", "got shares=1, wanted one of share, entropy"),
-        ("share", "got share, wanted a number after share="),
-        ("ratio=1", "ratio: got 1.0, wanted above 1"),
+        ("shares=1", "got shares=1, expected one of share, entropy"),
+        ("share", "got share, expected a number after share="),
+        ("ratio=1", "ratio: got 1.0, expected above 1"),
     ],
 )
 def test_thresholds_are_checked(limit: str, message: str, run: Run) -> None:
@@ -613,4 +616,4 @@ def test_what_text_cannot_show_is_said(run: Run, folder: Path, tmp_path: Path) -
     ran = run("text", "a", "--model", str(at))
     assert (ran.code, "has no tokenizer that can be read" in ran.err) == (2, True)
     ran = run("text", "a", "--model", str(folder), "--layer", "2")
-    assert (ran.code, "--layer: got 2, wanted 0 to 1" in ran.err) == (2, True)
+    assert (ran.code, "--layer: got 2, expected 0 to 1" in ran.err) == (2, True)

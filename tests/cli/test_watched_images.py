@@ -266,5 +266,5 @@ def test_a_file_that_is_no_file(at: Path) -> None:
 
 def test_a_picture_that_would_become_too_large(at: Path, tmp_path: Path) -> None:
     Image.new("RGB", (40000, 1)).save(tmp_path / "long.png")
-    with pytest.raises(Mistake, match=r"long.png: becomes 8960000 x 224 pixels, wanted at most 50000000 in all"):
+    with pytest.raises(Mistake, match=r"long.png: becomes 8960000 x 224 pixels, expected at most 50000000 in all"):
         pixels(write(at, {**SMALL, "size": {"shortest_edge": 224}}), tmp_path / "long.png")

@@ -72,7 +72,7 @@ def test_the_notebook_runs_and_says_what_is_stored(tmp_path: Path) -> None:
 def test_the_shapes_of_the_six_steps_stand_in_the_notebook() -> None:
     printed = [line for lines in exact(read(NOTEBOOK)).values() for text in lines for line in text.splitlines()]
     for step, shape in SHAPES.items():
-        assert f"{step:14} {shape} {shape}" in printed, f"{step}: wanted {shape} by hand and from sizes alone"
+        assert f"{step:14} {shape} {shape}" in printed, f"{step}: expected {shape} by hand and from sizes alone"
 
 
 def test_the_notebook_is_stored_executed_small_and_without_traces_of_a_machine() -> None:

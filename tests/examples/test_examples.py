@@ -103,7 +103,7 @@ def test_the_default_device_does_not_matter() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"name: got 'txet', wanted one of 'text', 'digits'"):
+    with pytest.raises(ValueError, match=r"name: got 'txet', expected one of 'text', 'digits'"):
         load_example("txet")
 
 
@@ -153,18 +153,18 @@ def test_a_character_split_over_tokens_is_written_as_bytes(text: TextExample) ->
 
 @pytest.mark.parametrize("token", [-1, 2048, 99999])
 def test_a_token_that_is_not_there_is_an_error(text: TextExample, token: int) -> None:
-    with pytest.raises(ValueError, match=f"token: {token} is no token id, wanted 0 to 2047"):
+    with pytest.raises(ValueError, match=f"token: {token} is no token id, expected 0 to 2047"):
         text.tokenizer.piece(token)
-    with pytest.raises(ValueError, match=f"token: {token} is no token id, wanted 0 to 2047"):
+    with pytest.raises(ValueError, match=f"token: {token} is no token id, expected 0 to 2047"):
         text.tokenizer.decode([5, token])
-    with pytest.raises(ValueError, match=rf"tokens: are {min(5, token)} to {max(5, token)}, wanted 0 to 2047"):
+    with pytest.raises(ValueError, match=rf"tokens: are {min(5, token)} to {max(5, token)}, expected 0 to 2047"):
         text.model(torch.tensor([[5, token]]))
 
 
 def test_every_token_has_a_piece(text: TextExample) -> None:
     pieces = [text.tokenizer.piece(token) for token in range(len(text.tokenizer))]
     assert len(set(pieces)) == text.model.config.vocab_size
-    with pytest.raises(ValueError, match=r"token: 2048 is no token id, wanted 0 to 2047"):
+    with pytest.raises(ValueError, match=r"token: 2048 is no token id, expected 0 to 2047"):
         text.tokenizer.piece(2048)
 
 
@@ -193,7 +193,7 @@ def test_text_weights_are_those_of_every_layer(text: TextExample, heldout_ids: l
 def test_the_text_model_refuses_what_it_cannot_read(text: TextExample) -> None:
     with pytest.raises(ValueError, match=r"tokens: axis 1 \(T\) is 257, the context is 256; tokens \[1, 257\]"):
         text.model(torch.zeros(1, 257, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"tokens: has 1 axes, wanted 2 \(B, T\); tokens \[7\]"):
+    with pytest.raises(ValueError, match=r"tokens: has 1 axes, expected 2 \(B, T\); tokens \[7\]"):
         text.model(torch.zeros(7, dtype=torch.long))
 
 
@@ -319,9 +319,9 @@ def test_digits_samples_are_heldout_digits(digits: DigitsExample, heldout_digits
 
 
 def test_the_digits_model_refuses_other_sizes(digits: DigitsExample) -> None:
-    with pytest.raises(ValueError, match=r"images: got \[2, 7, 8\], wanted \[B, 8, 8\]"):
+    with pytest.raises(ValueError, match=r"images: got \[2, 7, 8\], expected \[B, 8, 8\]"):
         digits.model(torch.zeros(2, 7, 8))
-    with pytest.raises(ValueError, match=r"images: got \[8, 8\], wanted \[B, 8, 8\]"):
+    with pytest.raises(ValueError, match=r"images: got \[8, 8\], expected \[B, 8, 8\]"):
         digits.model(torch.zeros(8, 8))
 
 

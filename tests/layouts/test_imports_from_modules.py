@@ -220,9 +220,12 @@ def test_norms_of_timm_are_known_by_their_classes() -> None:
 @pytest.mark.parametrize(
     ("k_norm", "message"),
     [
-        (RmsNorm(E // H, eps=1e-2), "module: q_norm.eps is 1e-06, k_norm.eps is 0.01; wanted one number, as ours has"),
-        (nn.LayerNorm(E // H, eps=1e-6), "module: q_norm is 'rms' and k_norm 'layer', wanted one kind"),
-        (nn.Identity(), "module: q_norm is 'rms' and k_norm None, wanted one kind"),
+        (
+            RmsNorm(E // H, eps=1e-2),
+            "module: q_norm.eps is 1e-06, k_norm.eps is 0.01; expected one number, as ours has",
+        ),
+        (nn.LayerNorm(E // H, eps=1e-6), "module: q_norm is 'rms' and k_norm 'layer', expected one kind"),
+        (nn.Identity(), "module: q_norm is 'rms' and k_norm None, expected one kind"),
     ],
 )
 def test_norms_of_q_and_k_must_agree(k_norm: nn.Module, message: str) -> None:
@@ -252,10 +255,10 @@ def test_keras(heads: int, kv_heads: int, value_dim: int, bias: bool, mask: str)
 @pytest.mark.parametrize(
     ("changed", "options", "message"),
     [
-        ({}, {"num_heads": 2}, "num_heads: got 2, wanted 4, as query/kernel has"),
-        ({"key/kernel": (12, 2, 6), "value/kernel": (12, 2, 6)}, {}, "key/kernel: has 2 heads of 6, wanted 4 of 3"),
-        ({"attention_output/kernel": (2, 6, 12)}, {}, "attention_output/kernel: has 2 heads of 6, wanted 4 of 3"),
-        ({"query/bias": (2, 6)}, {}, "query/bias: has 2 heads of 6, wanted 4 of 3"),
+        ({}, {"num_heads": 2}, "num_heads: got 2, expected 4, as query/kernel has"),
+        ({"key/kernel": (12, 2, 6), "value/kernel": (12, 2, 6)}, {}, "key/kernel: has 2 heads of 6, expected 4 of 3"),
+        ({"attention_output/kernel": (2, 6, 12)}, {}, "attention_output/kernel: has 2 heads of 6, expected 4 of 3"),
+        ({"query/bias": (2, 6)}, {}, "query/bias: has 2 heads of 6, expected 4 of 3"),
     ],
 )
 def test_heads_of_keras_that_contradict_each_other(changed: Any, options: dict[str, int], message: str) -> None:
@@ -412,30 +415,30 @@ STATE = layout_modules.WQ(E, H).state_dict()
 @pytest.mark.parametrize(
     ("state", "options", "message"),
     [
-        (STATE, {"layout": "wq"}, r"layout: got 'wq', wanted one of torch, .*, keras"),
+        (STATE, {"layout": "wq"}, r"layout: got 'wq', expected one of torch, .*, keras"),
         (STATE, {"layout": "w_q"}, "num_heads: the weights do not tell it, so that layout 'w_q' needs it"),
         (STATE, {"layout": "w_q", "num_heads": 5}, "w_q.weight: its 12 rows of q are not divisible by num_heads, 5"),
         (STATE, {"layout": "torch"}, "does not fit layout 'torch': missing in_proj_weight, out_proj.weight; unexpected "
          "w_k.bias, .* and 2 more; these keys are those of w_q"),
         ({"a": STATE["w_q.bias"]}, {"layout": "w_q"}, "missing w_q.weight, .*; unexpected a; known layouts: torch, "),
-        ({}, {"layout": "w_q"}, "state: is empty, wanted a mapping of tensors"),
+        ({}, {"layout": "w_q"}, "state: is empty, expected a mapping of tensors"),
         (STATE, {"layout": "w_q", "prefix": "layers.0"}, "prefix: no key begins with 'layers.0.'; w_q.weight, w_q.bi"),
         ({**STATE, "w_k.weight": torch.zeros(7, 12)}, {"layout": "w_q", "num_heads": H},
          "w_k.weight: its 7 rows of k are not a divisor of num_heads 2 times head_dim 6"),
         ({**STATE, "w_q.weight": torch.zeros(0, 12)}, {"layout": "w_q", "num_heads": H},
          "w_k.weight: its 12 rows of k are not a divisor of num_heads 2 times head_dim 0"),
         ({**STATE, "w_k.weight": torch.zeros(6, 12)}, {"layout": "w_q", "num_heads": H},
-         "w_k.weight: its 6 rows of k are 1 heads of 6, wanted 2, as q has"),
+         "w_k.weight: its 6 rows of k are 1 heads of 6, expected 2, as q has"),
         ({**STATE, "w_v.weight": torch.zeros(7, 12)}, {"layout": "w_q", "num_heads": H},
          "w_v.weight: its 7 rows of v are not divisible by the 2 heads of k"),
         ({**STATE, "w_o.weight": torch.zeros(12, 11)}, {"layout": "w_q", "num_heads": H},
-         r"w_o.weight: holds out.weight as \[12, 11\], wanted \[12, 12\]"),
+         r"w_o.weight: holds out.weight as \[12, 11\], expected \[12, 12\]"),
         ({**STATE, "w_q.bias": torch.zeros(11)}, {"layout": "w_q", "num_heads": H},
-         r"w_q.bias: holds q.bias as \[11\], wanted \[12\]"),
+         r"w_q.bias: holds q.bias as \[11\], expected \[12\]"),
         ({**STATE, "w_q.weight": torch.zeros(12)}, {"layout": "w_q", "num_heads": H},
-         r"w_q.weight: has 1 axes, wanted 2; it is \[12\]"),
+         r"w_q.weight: has 1 axes, expected 2; it is \[12\]"),
         ({**STATE, "w_q.weight": STATE["w_q.weight"].half()}, {"layout": "w_q", "num_heads": H},
-         "w_q.bias: is float32 on cpu, wanted float16 on cpu, as w_q.weight"),
+         "w_q.bias: is float32 on cpu, expected float16 on cpu, as w_q.weight"),
         (STATE, {"layout": "w_q", "num_heads": H, "gate": True}, "options: layout 'w_q' has no weights for gate_proj"),
         ({"qkv.weight": torch.zeros(35, 12), "proj.weight": torch.zeros(12, 12), "proj.bias": torch.zeros(12)},
          {"layout": "timm"}, r"qkv.weight: holds q.weight, k.weight, v.weight, but its 35 rows are not divisible by 3"),
@@ -450,10 +453,10 @@ def test_states_that_do_not_fit(state: dict[str, Tensor], options: dict[str, Any
 
 
 def test_states_of_the_wrong_kind() -> None:
-    with pytest.raises(TypeError, match="state: got int, wanted a mapping of tensors, or the path of a safetensors"):
+    with pytest.raises(TypeError, match="state: got int, expected a mapping of tensors, or the path of a safetensors"):
         MultiHeadAttention.from_state_dict(3, "torch")  # pyright: ignore[reportArgumentType]
     integers = {key: x.long() for key, x in STATE.items()}
-    with pytest.raises(TypeError, match=r"w_q.weight: dtype is int64, wanted float32, bfloat16"):
+    with pytest.raises(TypeError, match=r"w_q.weight: dtype is int64, expected float32, bfloat16"):
         MultiHeadAttention.from_state_dict(integers, "w_q", num_heads=H)
 
 
@@ -477,7 +480,7 @@ def test_modules_that_are_not_known() -> None:
     )
     with pytest.raises(ValueError, match=wanted):
         MultiHeadAttention.from_module(Unknown())
-    with pytest.raises(TypeError, match=r"module: got int, wanted a torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"module: got int, expected a torch.nn.Module"):
         MultiHeadAttention.from_module(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"module: is a headscope.MultiHeadAttention already"):
         MultiHeadAttention.from_module(MultiHeadAttention(E, H))
@@ -611,10 +614,12 @@ def test_sinks_are_never_dropped_by_an_export(layout: str) -> None:
 def test_what_is_more_than_a_linear_is_not_written() -> None:
     made = MultiHeadAttention(E, H)
     made.out_proj = nn.Sequential(made.out_proj, nn.ReLU())  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(ValueError, match=r"module: out_proj is a Sequential, wanted nn\.Linear"):
+    with pytest.raises(ValueError, match=r"module: out_proj is a Sequential, expected nn\.Linear"):
         made.to_state_dict("torch")
     made.out_proj = Tripled(E, E)  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(ValueError, match=r"module: out_proj is a Tripled, wanted nn\.Linear, or one with its forward"):
+    with pytest.raises(
+        ValueError, match=r"module: out_proj is a Tripled, expected nn\.Linear, or one with its forward"
+    ):
         made.to_state_dict("torch")
 
 
@@ -661,9 +666,15 @@ def test_a_table_that_is_passed_in_is_left_alone() -> None:
     ("position_bias", "message"),
     [
         (RelativeBias(H, T5Buckets(8, 10)), "position_bias: got a RelativeBias beside relative_attention_bias.weight"),
-        (T5Buckets(4, 10), r"relative_attention_bias.weight: holds position_bias.weight as \[8, 2\], wanted \[4, 2\]"),
-        (ALiBi(H), r"relative_attention_bias.weight: holds position_bias.weight as \[8, 2\], wanted none: the options"),
-        (None, r"relative_attention_bias.weight: holds position_bias.weight as \[8, 2\], wanted none: the options"),
+        (
+            T5Buckets(4, 10),
+            r"relative_attention_bias.weight: holds position_bias.weight as \[8, 2\], expected \[4, 2\]",
+        ),
+        (
+            ALiBi(H),
+            r"relative_attention_bias.weight: holds position_bias.weight as \[8, 2\], expected none: the options",
+        ),
+        (None, r"relative_attention_bias.weight: holds position_bias.weight as \[8, 2\], expected none: the options"),
     ],
 )
 def test_a_table_among_the_weights_is_not_thrown_away(position_bias: Any, message: str) -> None:
@@ -678,9 +689,9 @@ def test_a_table_among_the_weights_is_not_thrown_away(position_bias: Any, messag
     [
         ({"bias_v": None}, {}, "options: layout 'torch' has no weights for bias_v, which they call for"),
         ({"bias_k": None}, {}, "options: layout 'torch' has no weights for bias_k, which they call for"),
-        ({"bias_k": (1, 1, 7)}, {}, r"bias_k: holds bias_k as \[7\], wanted \[12\]"),
-        ({"bias_v": (1, 1, 24)}, {}, r"bias_v: holds bias_v as \[24\], wanted \[12\]"),
-        ({}, {"bias_kv": False}, "bias_kv: got False, wanted none: it comes from the weights, which say True"),
+        ({"bias_k": (1, 1, 7)}, {}, r"bias_k: holds bias_k as \[7\], expected \[12\]"),
+        ({"bias_v": (1, 1, 24)}, {}, r"bias_v: holds bias_v as \[24\], expected \[12\]"),
+        ({}, {"bias_kv": False}, "bias_kv: got False, expected none: it comes from the weights, which say True"),
     ],
 )
 def test_keys_of_its_own_that_contradict_each_other(changed: Any, options: dict[str, Any], message: str) -> None:
@@ -699,10 +710,14 @@ def test_keys_of_its_own_that_contradict_each_other(changed: Any, options: dict[
         (
             "none",
             {"qk_norm": "rms"},
-            r"q_norm.bias: holds q_norm.bias as \[6\], wanted none: the options leave no place",
+            r"q_norm.bias: holds q_norm.bias as \[6\], expected none: the options leave no place",
         ),
-        ("none", {"qk_norm": None}, r"q_norm.weight: holds q_norm.weight as \[6\], wanted none: the options leave no"),
-        ("none", {"qk_norm": "rms_all"}, r"q_norm.weight: holds q_norm.weight as \[6\], wanted \[12\]"),
+        (
+            "none",
+            {"qk_norm": None},
+            r"q_norm.weight: holds q_norm.weight as \[6\], expected none: the options leave no",
+        ),
+        ("none", {"qk_norm": "rms_all"}, r"q_norm.weight: holds q_norm.weight as \[6\], expected \[12\]"),
     ],
 )
 def test_norms_that_do_not_fit(left_out: str, options: dict[str, Any], message: str) -> None:
@@ -720,8 +735,12 @@ def test_sinks_need_weights_where_the_layout_has_no_zero_attention() -> None:
 @pytest.mark.parametrize(
     ("weight", "error", "message"),
     [
-        (torch.zeros(E, E).to(torch.float8_e4m3fn), TypeError, "dtype is float8_e4m3fn, wanted float32, bfloat16, flo"),
-        (torch.zeros(E, E).to_sparse(), TypeError, r"layout is torch.sparse_coo, wanted an ordinary tensor"),
+        (
+            torch.zeros(E, E).to(torch.float8_e4m3fn),
+            TypeError,
+            "dtype is float8_e4m3fn, expected float32, bfloat16, flo",
+        ),
+        (torch.zeros(E, E).to_sparse(), TypeError, r"layout is torch.sparse_coo, expected an ordinary tensor"),
         (
             torch.nested.nested_tensor([torch.zeros(E, E)], layout=torch.jagged),
             TypeError,
@@ -730,9 +749,9 @@ def test_sinks_need_weights_where_the_layout_has_no_zero_attention() -> None:
         (
             nn.UninitializedParameter(),
             ValueError,
-            "is uninitialised, wanted weights; a lazy module gets them in its fi",
+            "is uninitialised, expected weights; a lazy module gets them in its fi",
         ),
-        (np.full((E, E), "a"), TypeError, "got an array of <U1, wanted a tensor or an array of numbers"),
+        (np.full((E, E), "a"), TypeError, "got an array of <U1, expected a tensor or an array of numbers"),
     ],
 )
 def test_tensors_that_are_no_weights(weight: Any, error: type[Exception], message: str) -> None:
@@ -751,12 +770,12 @@ def test_arrays_of_any_order_are_read() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_heads": 2.0}, TypeError, "num_heads: got float, wanted a whole number"),
-        ({"num_heads": "2"}, TypeError, "num_heads: got str, wanted a whole number"),
-        ({"num_heads": None}, TypeError, "num_heads: got NoneType, wanted a whole number"),
-        ({"num_heads": 0}, ValueError, "num_heads: got 0, wanted a whole number from 1"),
-        ({"num_heads": H, "prefix": 3}, TypeError, "prefix: got int, wanted what the keys begin with, as a string"),
-        ({"num_heads": H, "prefix": None}, TypeError, "prefix: got NoneType, wanted what the keys begin with"),
+        ({"num_heads": 2.0}, TypeError, "num_heads: got float, expected a whole number"),
+        ({"num_heads": "2"}, TypeError, "num_heads: got str, expected a whole number"),
+        ({"num_heads": None}, TypeError, "num_heads: got NoneType, expected a whole number"),
+        ({"num_heads": 0}, ValueError, "num_heads: got 0, expected a whole number from 1"),
+        ({"num_heads": H, "prefix": 3}, TypeError, "prefix: got int, expected what the keys begin with, as a string"),
+        ({"num_heads": H, "prefix": None}, TypeError, "prefix: got NoneType, expected what the keys begin with"),
     ],
 )
 def test_options_of_the_wrong_kind(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -774,11 +793,11 @@ def test_arrays_are_the_hosts_whatever_the_default_device() -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"kv_heads": 1}, "kv_heads: got 1, wanted none: it comes from the weights, which say 2"),
-        ({"head_dim": 3}, "head_dim: got 3, wanted none: it comes from the weights, which say 6"),
-        ({"bias": True}, "bias: got True, wanted none: it comes from the weights"),
-        ({"dtype": torch.float64}, "dtype: got torch.float64, wanted none: it comes from the weights"),
-        ({"device": "cpu"}, "device: got 'cpu', wanted none: it comes from the weights"),
+        ({"kv_heads": 1}, "kv_heads: got 1, expected none: it comes from the weights, which say 2"),
+        ({"head_dim": 3}, "head_dim: got 3, expected none: it comes from the weights, which say 6"),
+        ({"bias": True}, "bias: got True, expected none: it comes from the weights"),
+        ({"dtype": torch.float64}, "dtype: got torch.float64, expected none: it comes from the weights"),
+        ({"device": "cpu"}, "device: got 'cpu', expected none: it comes from the weights"),
     ],
 )
 def test_what_the_weights_say_is_no_option(option: dict[str, Any], message: str) -> None:
@@ -794,11 +813,11 @@ def test_states_of_another_kind_are_named(tmp_path: Path) -> None:
         with pytest.raises(error, match=message):
             MultiHeadAttention.from_state_dict(state, layout, num_heads=H)
 
-    refused(tmp_path, ValueError, "is a directory, wanted a safetensors file in it")
-    refused("/dev/null", ValueError, "/dev/null is no file, wanted a safetensors file")
-    refused({**state, 3: torch.zeros(1)}, TypeError, "state: has the key 3 of int, wanted strings")
-    refused({**state, "w_q.weight": None}, TypeError, "w_q.weight: got NoneType, wanted a tensor or an array")
-    refused(state, TypeError, "layout: got list, wanted a name", layout=["llama"])
+    refused(tmp_path, ValueError, "is a directory, expected a safetensors file in it")
+    refused("/dev/null", ValueError, "/dev/null is no file, expected a safetensors file")
+    refused({**state, 3: torch.zeros(1)}, TypeError, "state: has the key 3 of int, expected strings")
+    refused({**state, "w_q.weight": None}, TypeError, "w_q.weight: got NoneType, expected a tensor or an array")
+    refused(state, TypeError, "layout: got list, expected a name", layout=["llama"])
     index = tmp_path / "model.safetensors.index.json"
     for text, message in {
         "{": "is no JSON", "[]": 'has no "weight_map"', '{"metadata": {}}': 'has no "weight_map"',

@@ -307,7 +307,7 @@ def test_norms_of_q_and_k_must_agree() -> None:
     theirs: Any = rotated("qwen3")[0]
     theirs.k_norm.variance_epsilon = 0.1
     with pytest.raises(
-        ValueError, match=r"module: q_norm.variance_epsilon is 0.001, k_norm.variance_epsilon is 0.1; w"
+        ValueError, match=r"module: q_norm.variance_epsilon is 0.001, k_norm.variance_epsilon is 0.1; expected"
     ):
         MultiHeadAttention.from_module(theirs)
 

@@ -147,14 +147,16 @@ def test_masks_with_tensors_compare_by_identity() -> None:
 def test_window_and_causal() -> None:
     assert causal() == Band(None, 0)
     assert window(4) == Band(3, 0)
-    with pytest.raises(ValueError, match=re.escape("n: window(0) would see nothing; wanted at least 1")):
+    with pytest.raises(ValueError, match=re.escape("n: window(0) would see nothing; expected at least 1")):
         window(0)
     for name, make in (
         ("tensor", lambda: Dense(None)),  # pyright: ignore[reportArgumentType]
         ("q_ids", lambda: Documents(None)),  # pyright: ignore[reportArgumentType]
         ("lengths", lambda: KeyLengths("x")),  # pyright: ignore[reportArgumentType]
     ):
-        with pytest.raises(TypeError, match=f"{name}: got (NoneType|str), wanted a tensor, or what torch makes one of"):
+        with pytest.raises(
+            TypeError, match=f"{name}: got (NoneType|str), expected a tensor, or what torch makes one of"
+        ):
             make()
     with pytest.raises(TypeError, match=re.escape("n: window wants a whole number, got NoneType")):
         window(None)  # pyright: ignore[reportArgumentType]

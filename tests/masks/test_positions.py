@@ -231,47 +231,59 @@ def test_a_learned_bias_is_a_look_into_its_table() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
-        (lambda: Rotary(7), ValueError, "dim: got 7, wanted an even number"),
-        (lambda: Rotary(0), ValueError, "dim: got 0, wanted a whole number from 1"),
-        (lambda: Rotary(8.0), TypeError, "dim: got float, wanted a whole number"),  # pyright: ignore[reportArgumentType]
-        (lambda: Rotary(8, base=1), ValueError, "base: got 1, wanted a finite number above 1"),
-        (lambda: Rotary(8, pairing="both"), ValueError, "pairing: got 'both', wanted"),  # pyright: ignore[reportArgumentType]
-        (lambda: Rotary(8, scaling=2.0), TypeError, "scaling: got float, wanted LinearScaling"),  # pyright: ignore[reportArgumentType]
-        (lambda: Rotary(2, scaling=NTK(2)), ValueError, "dim: got 2, wanted at least 4 for NTK"),
-        (lambda: LinearScaling(0.5), ValueError, "factor: got 0.5, wanted a finite number from 1"),
-        (lambda: LinearScaling("2"), TypeError, "factor: got str, wanted a number"),  # pyright: ignore[reportArgumentType]
-        (lambda: NTK(math.inf), ValueError, "factor: got inf, wanted a finite number"),
-        (lambda: NTK(2, 0), ValueError, "original_length: got 0, wanted a whole number from 1"),
-        (lambda: YaRN(2, 64, beta_fast=1), ValueError, "beta_fast: got 1, wanted more than beta_slow, 1.0"),
-        (lambda: YaRN(2, 64, attention_factor=0), ValueError, "attention_factor: got 0, wanted .* above 0"),
-        (lambda: YaRN(2, 64, mscale=1), ValueError, "mscale, mscale_all_dim: got 1, None, wanted both or none"),
-        (lambda: Llama3(high_freq_factor=1), ValueError, "high_freq_factor: got 1, wanted more than low_freq_factor"),
-        (lambda: ALiBi(3, (1.0, 2.0)), ValueError, "slopes: got 2, wanted one a head, 3"),
-        (lambda: ALiBi(1, (-1.0,)), ValueError, "slopes: got -1.0, wanted a finite number from 0"),
-        (lambda: T5Buckets(7), ValueError, "num_buckets: got 7, wanted an even number from 4"),
-        (lambda: T5Buckets(1, bidirectional=False), ValueError, "num_buckets: got 1, wanted at least 2"),
-        (lambda: T5Buckets(32, 8), ValueError, "max_distance: got 8, wanted more than 8"),
-        (lambda: RelativeBias(2, 32), TypeError, "buckets: got int, wanted T5Buckets"),  # pyright: ignore[reportArgumentType]
-        (lambda: Rotary(12).rotate(torch.zeros(1, 1, 2, 8), slice(0, 2)), ValueError, r"x: axis 3 \(D\) is 8, wanted"),
-        (lambda: Rotary(8).rotate(torch.zeros(1, 1, 2, 8), torch.zeros(3).long()), ValueError, r"wanted \[2\] or"),
+        (lambda: Rotary(7), ValueError, "dim: got 7, expected an even number"),
+        (lambda: Rotary(0), ValueError, "dim: got 0, expected a whole number from 1"),
+        (lambda: Rotary(8.0), TypeError, "dim: got float, expected a whole number"),  # pyright: ignore[reportArgumentType]
+        (lambda: Rotary(8, base=1), ValueError, "base: got 1, expected a finite number above 1"),
+        (lambda: Rotary(8, pairing="both"), ValueError, "pairing: got 'both', expected"),  # pyright: ignore[reportArgumentType]
+        (lambda: Rotary(8, scaling=2.0), TypeError, "scaling: got float, expected LinearScaling"),  # pyright: ignore[reportArgumentType]
+        (lambda: Rotary(2, scaling=NTK(2)), ValueError, "dim: got 2, expected at least 4 for NTK"),
+        (lambda: LinearScaling(0.5), ValueError, "factor: got 0.5, expected a finite number from 1"),
+        (lambda: LinearScaling("2"), TypeError, "factor: got str, expected a number"),  # pyright: ignore[reportArgumentType]
+        (lambda: NTK(math.inf), ValueError, "factor: got inf, expected a finite number"),
+        (lambda: NTK(2, 0), ValueError, "original_length: got 0, expected a whole number from 1"),
+        (lambda: YaRN(2, 64, beta_fast=1), ValueError, "beta_fast: got 1, expected more than beta_slow, 1.0"),
+        (lambda: YaRN(2, 64, attention_factor=0), ValueError, "attention_factor: got 0, expected .* above 0"),
+        (lambda: YaRN(2, 64, mscale=1), ValueError, "mscale, mscale_all_dim: got 1, None, expected both or none"),
+        (lambda: Llama3(high_freq_factor=1), ValueError, "high_freq_factor: got 1, expected more than low_freq_factor"),
+        (lambda: ALiBi(3, (1.0, 2.0)), ValueError, "slopes: got 2, expected one a head, 3"),
+        (lambda: ALiBi(1, (-1.0,)), ValueError, "slopes: got -1.0, expected a finite number from 0"),
+        (lambda: T5Buckets(7), ValueError, "num_buckets: got 7, expected an even number from 4"),
+        (lambda: T5Buckets(1, bidirectional=False), ValueError, "num_buckets: got 1, expected at least 2"),
+        (lambda: T5Buckets(32, 8), ValueError, "max_distance: got 8, expected more than 8"),
+        (lambda: RelativeBias(2, 32), TypeError, "buckets: got int, expected T5Buckets"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: Rotary(12).rotate(torch.zeros(1, 1, 2, 8), slice(0, 2)),
+            ValueError,
+            r"x: axis 3 \(D\) is 8, expected",
+        ),
+        (lambda: Rotary(8).rotate(torch.zeros(1, 1, 2, 8), torch.zeros(3).long()), ValueError, r"expected \[2\] or"),
         (lambda: Rotary(8).rotate(torch.zeros(1, 1, 2, 8), torch.zeros(2)), TypeError, "positions: got float32"),
-        (lambda: Rotary(8).rotate(torch.zeros(1, 1, 2, 8), slice(0, 1)), ValueError, r"slice\(0, 1, None\), wanted 2"),
-        (lambda: Rotary(8).rotate(torch.zeros(1, 1, 2, 8), slice(0, 3)), ValueError, r"slice\(0, 3, None\), wanted 2"),
+        (
+            lambda: Rotary(8).rotate(torch.zeros(1, 1, 2, 8), slice(0, 1)),
+            ValueError,
+            r"slice\(0, 1, None\), expected 2",
+        ),
+        (
+            lambda: Rotary(8).rotate(torch.zeros(1, 1, 2, 8), slice(0, 3)),
+            ValueError,
+            r"slice\(0, 3, None\), expected 2",
+        ),
         (lambda: Rotary(8).rotate(torch.zeros(1, 1, 2, 8), slice(0, None)), ValueError, "positions: got slice"),
         (lambda: Rotary(8).rotate(torch.zeros(1, 1, 2, 8), slice(0, 4, 2)), ValueError, "positions: got slice"),
         (lambda: Rotary(8).rotate(torch.zeros(1, 1, 2, 8), slice(-2, 0)), ValueError, "positions: got slice"),
-        (lambda: ALiBi(2, "ab"), TypeError, "slopes: got 'ab', wanted numbers"),  # pyright: ignore[reportArgumentType]
-        (lambda: ALiBi(2, 3), TypeError, "slopes: got 3, wanted numbers"),  # pyright: ignore[reportArgumentType]
-        (lambda: restarting([0, 3]), TypeError, "cu_seqlens: got list, wanted integers"),  # pyright: ignore[reportArgumentType]
-        (lambda: restarting(torch.zeros(2)), TypeError, "cu_seqlens: got float32, wanted integers"),
-        (lambda: restarting(torch.tensor(3)), ValueError, r"cu_seqlens: cu_seqlens \[\], wanted \[n \+ 1\]"),
+        (lambda: ALiBi(2, "ab"), TypeError, "slopes: got 'ab', expected numbers"),  # pyright: ignore[reportArgumentType]
+        (lambda: ALiBi(2, 3), TypeError, "slopes: got 3, expected numbers"),  # pyright: ignore[reportArgumentType]
+        (lambda: restarting([0, 3]), TypeError, "cu_seqlens: got list, expected integers"),  # pyright: ignore[reportArgumentType]
+        (lambda: restarting(torch.zeros(2)), TypeError, "cu_seqlens: got float32, expected integers"),
+        (lambda: restarting(torch.tensor(3)), ValueError, r"cu_seqlens: cu_seqlens \[\], expected \[n \+ 1\]"),
         (
             lambda: restarting(torch.tensor([0, 3, 2])),
             ValueError,
-            r"cu_seqlens: got \[0, 3, 2\], wanted numbers from 0",
+            r"cu_seqlens: got \[0, 3, 2\], expected numbers from 0",
         ),
-        (lambda: restarting(torch.tensor([2, 5])), ValueError, r"cu_seqlens: got \[2, 5\], wanted numbers from 0"),
-        (lambda: matrix(ALiBi(2), torch.arange(2), torch.rand(2)), TypeError, "k_pos: got float32, wanted integers"),
+        (lambda: restarting(torch.tensor([2, 5])), ValueError, r"cu_seqlens: got \[2, 5\], expected numbers from 0"),
+        (lambda: matrix(ALiBi(2), torch.arange(2), torch.rand(2)), TypeError, "k_pos: got float32, expected integers"),
         (
             lambda: matrix(ALiBi(2), torch.zeros(1, 1, 2).long(), torch.arange(2)),
             ValueError,

@@ -276,7 +276,7 @@ def refused(error: type[Exception], says: str, act: Callable[[], Any]) -> None:
 def test_a_full_cache_says_so_and_stays_as_it_was() -> None:
     m, x, cache = module(), inputs(), StaticCache(8)
     m(x[:, :6], cache=cache)
-    says = "cache: is full: its capacity is 8, it holds 6 tokens, got 3 more, wanted a capacity of at least 9"
+    says = "cache: is full: its capacity is 8, it holds 6 tokens, got 3 more, expected a capacity of at least 9"
     refused(ValueError, says, lambda: m(x[:, 6:9], cache=cache))
     torch.testing.assert_close(m(x[:, 6:8], cache=cache), m(x[:, :8], mask=causal())[:, 6:])
 
@@ -355,14 +355,14 @@ def test_what_does_not_fit_is_named() -> None:
     refused(ValueError, "cache: holds nothing yet", lambda: cache.reorder([0]))
     m(x[:, :2], cache=cache)
     refused(ValueError, r"cache: k is \[2, 4, 1, 6\], expected \[3, 4, T, 6\]", lambda: m(x[:2, :1], cache=cache))
-    refused(ValueError, "cache: wanted x with three axes", lambda: m(x[0], cache=cache))
+    refused(ValueError, "cache: expected x with three axes", lambda: m(x[0], cache=cache))
     refused(TypeError, "cache: k is float32 on cpu, what is held is float64", lambda: m.float()(x.float(), cache=cache))
     m.double()
-    refused(TypeError, "cache: got int, wanted a cache of headscope.cache", lambda: m(x, cache=3))  # pyright: ignore[reportArgumentType]
+    refused(TypeError, "cache: got int, expected a cache of headscope.cache", lambda: m(x, cache=3))  # pyright: ignore[reportArgumentType]
     refused(ValueError, "context: got one beside a cache", lambda: m(x, x, cache=cache))
-    refused(ValueError, r"rows: got \[3\], wanted numbers from 0 to 2", lambda: cache.reorder([3]))
-    refused(ValueError, "rows: got none, wanted at least one number from 0 to 2", lambda: cache.reorder([]))
-    refused(TypeError, r"rows: got float32 \[1\], wanted integers", lambda: cache.reorder(torch.zeros(1)))
+    refused(ValueError, r"rows: got \[3\], expected numbers from 0 to 2", lambda: cache.reorder([3]))
+    refused(ValueError, "rows: got none, expected at least one number from 0 to 2", lambda: cache.reorder([]))
+    refused(TypeError, r"rows: got float32 \[1\], expected integers", lambda: cache.reorder(torch.zeros(1)))
     learning = module().requires_grad_()
     refused(ValueError, "cache: k and v need gradients", lambda: learning(x, cache=GrowingCache()))
     turning = module(rotary=Rotary(6))
@@ -377,13 +377,15 @@ def test_what_does_not_fit_is_named() -> None:
 
 def test_options_that_do_not_fit_are_named() -> None:
     m, x = module(), inputs()
-    refused(ValueError, "capacity: got 0, wanted a whole number from 1", lambda: StaticCache(0))
-    refused(TypeError, "window: got float, wanted a whole number", lambda: RollingCache(2.0))  # pyright: ignore[reportArgumentType]
-    refused(ValueError, r"padding: got \[-1\], wanted numbers from 0", lambda: GrowingCache(padding=[-1]))
-    refused(TypeError, r"padding: got bool \[1\], wanted integers", lambda: GrowingCache(padding=torch.tensor([True])))
-    refused(ValueError, "cache: padding has 2 rows, wanted 3", lambda: m(x, cache=GrowingCache(padding=[1, 0])))
+    refused(ValueError, "capacity: got 0, expected a whole number from 1", lambda: StaticCache(0))
+    refused(TypeError, "window: got float, expected a whole number", lambda: RollingCache(2.0))  # pyright: ignore[reportArgumentType]
+    refused(ValueError, r"padding: got \[-1\], expected numbers from 0", lambda: GrowingCache(padding=[-1]))
+    refused(
+        TypeError, r"padding: got bool \[1\], expected integers", lambda: GrowingCache(padding=torch.tensor([True]))
+    )
+    refused(ValueError, "cache: padding has 2 rows, expected 3", lambda: m(x, cache=GrowingCache(padding=[1, 0])))
     for mask in (Prefix(2), KeyLengths(torch.tensor([1, 2, 3])), Band(None, 0, offset=0), causal() & Prefix(2)):
         refused(
-            ValueError, "mask: got .*, wanted causal.* a RollingCache forgets keys",
+            ValueError, "mask: got .*, expected causal.* a RollingCache forgets keys",
             lambda mask=mask: m(x, mask=mask, cache=RollingCache(3)),
         )  # fmt: skip

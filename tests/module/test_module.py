@@ -200,7 +200,7 @@ def test_the_sizes_of_its_parameters(name: str) -> None:
         weight, _ = ours.projection(each)
         assert weight.shape == (rows[each], widths[each])
     assert ours.projection("out")[0].shape == (E, H * ours.v_head_dim)
-    with pytest.raises(ValueError, match="name: got 'z', wanted q, k, v or out"):
+    with pytest.raises(ValueError, match="name: got 'z', expected q, k, v or out"):
         ours.projection("z")
     assert ours.packed == (ours.kdim == ours.vdim == E)
 
@@ -631,58 +631,58 @@ def test_a_cache_of_fixed_size() -> None:
 SIZES_WRONG: dict[str, tuple[type[Exception], tuple[Any, Any], dict[str, Any]]] = {
     "num_heads: embed_dim 12 is not divisible by num_heads 5, so that d_k = d_model / h is not a whole number; "
     "choose a divisor of 12, or give head_dim": (ValueError, (12, 5), {}),
-    "num_heads: got 0, wanted a whole number from 1": (ValueError, (12, 0), {}),
-    "embed_dim: got -4, wanted a whole number from 1": (ValueError, (-4, 2), {}),
-    "num_heads: got str, wanted a whole number": (TypeError, (12, "3"), {}),
-    "embed_dim: got float, wanted a whole number": (TypeError, (12.0, 3), {}),
-    "num_heads: got bool, wanted a whole number": (TypeError, (12, True), {}),
-    "kv_heads: got 2, wanted a divisor of num_heads 3": (ValueError, (12, 3), {"kv_heads": 2}),
-    "head_dim: got 0, wanted a whole number from 1": (ValueError, (12, 3), {"head_dim": 0}),
-    "v_head_dim: got 0, wanted a whole number from 1": (ValueError, (12, 3), {"v_head_dim": 0}),
-    "kdim: got 0, wanted a whole number from 1": (ValueError, (12, 3), {"kdim": 0}),
-    "vdim: got float, wanted a whole number": (TypeError, (12, 3), {"vdim": 2.5}),
-    "bias: got ['q', 'w'], wanted True, False, or names among q, k, v": (ValueError, (12, 3), {"bias": ("q", "w")}),
-    "bias: got int, wanted True, False, or names among q, k, v": (TypeError, (12, 3), {"bias": 1}),
-    "scale: got str, wanted a number": (TypeError, (12, 3), {"scale": "1"}),
-    "softcap: got -1, wanted a finite number above 0, or None": (ValueError, (12, 3), {"softcap": -1}),
-    "dropout: got 1.0, wanted a probability in [0, 1)": (ValueError, (12, 3), {"dropout": 1.0}),
-    "out_bias: got 'no', wanted True or False": (TypeError, (12, 3), {"out_bias": "no"}),
-    "sinks: got 4, wanted True or False": (TypeError, (12, 3), {"sinks": 4}),
-    "gate: got None, wanted True or False": (TypeError, (12, 3), {"gate": None}),
-    "dtype: got int64, wanted a floating one": (TypeError, (12, 3), {"dtype": torch.int64}),
+    "num_heads: got 0, expected a whole number from 1": (ValueError, (12, 0), {}),
+    "embed_dim: got -4, expected a whole number from 1": (ValueError, (-4, 2), {}),
+    "num_heads: got str, expected a whole number": (TypeError, (12, "3"), {}),
+    "embed_dim: got float, expected a whole number": (TypeError, (12.0, 3), {}),
+    "num_heads: got bool, expected a whole number": (TypeError, (12, True), {}),
+    "kv_heads: got 2, expected a divisor of num_heads 3": (ValueError, (12, 3), {"kv_heads": 2}),
+    "head_dim: got 0, expected a whole number from 1": (ValueError, (12, 3), {"head_dim": 0}),
+    "v_head_dim: got 0, expected a whole number from 1": (ValueError, (12, 3), {"v_head_dim": 0}),
+    "kdim: got 0, expected a whole number from 1": (ValueError, (12, 3), {"kdim": 0}),
+    "vdim: got float, expected a whole number": (TypeError, (12, 3), {"vdim": 2.5}),
+    "bias: got ['q', 'w'], expected True, False, or names among q, k, v": (ValueError, (12, 3), {"bias": ("q", "w")}),
+    "bias: got int, expected True, False, or names among q, k, v": (TypeError, (12, 3), {"bias": 1}),
+    "scale: got str, expected a number": (TypeError, (12, 3), {"scale": "1"}),
+    "softcap: got -1, expected a finite number above 0, or None": (ValueError, (12, 3), {"softcap": -1}),
+    "dropout: got 1.0, expected a probability in [0, 1)": (ValueError, (12, 3), {"dropout": 1.0}),
+    "out_bias: got 'no', expected True or False": (TypeError, (12, 3), {"out_bias": "no"}),
+    "sinks: got 4, expected True or False": (TypeError, (12, 3), {"sinks": 4}),
+    "gate: got None, expected True or False": (TypeError, (12, 3), {"gate": None}),
+    "dtype: got int64, expected a floating one": (TypeError, (12, 3), {"dtype": torch.int64}),
 }
 
 INPUTS_WRONG: dict[str, tuple[type[Exception], tuple[Any, ...]]] = {
-    "x: got list, wanted a torch.Tensor": (TypeError, ([1.0],)),
-    "x: axis 2 (E) is 11, wanted 12; x [2, 5, 11]": (ValueError, (torch.zeros(2, 5, 11),)),
-    "x: has 4 axes, wanted 2 or 3 ([B, length, E]); x [1, 2, 5, 12]": (ValueError, (torch.zeros(1, 2, 5, 12),)),
-    "x: has 1 axes, wanted 2 or 3": (ValueError, (torch.zeros(12),)),
-    "context: axis 2 (E) is 10, wanted 12; context [2, 7, 10], x [2, 5, 12]": (
+    "x: got list, expected a torch.Tensor": (TypeError, ([1.0],)),
+    "x: axis 2 (E) is 11, expected 12; x [2, 5, 11]": (ValueError, (torch.zeros(2, 5, 11),)),
+    "x: has 4 axes, expected 2 or 3 ([B, length, E]); x [1, 2, 5, 12]": (ValueError, (torch.zeros(1, 2, 5, 12),)),
+    "x: has 1 axes, expected 2 or 3": (ValueError, (torch.zeros(12),)),
+    "context: axis 2 (E) is 10, expected 12; context [2, 7, 10], x [2, 5, 12]": (
         ValueError,
         (torch.zeros(2, 5, 12), torch.zeros(2, 7, 10)),
     ),
-    "context: has 2 axes, wanted 3, as x ([B, length, E]); context [7, 12], x [2, 5, 12]": (
+    "context: has 2 axes, expected 3, as x ([B, length, E]); context [7, 12], x [2, 5, 12]": (
         ValueError,
         (torch.zeros(2, 5, 12), torch.zeros(7, 12)),
     ),
-    "context: got list, wanted a torch.Tensor, or a pair (for the keys, for the values)": (
+    "context: got list, expected a torch.Tensor, or a pair (for the keys, for the values)": (
         TypeError,
         (torch.zeros(2, 5, 12), [torch.zeros(2, 7, 12)] * 2),
     ),
-    "context: got 3 of them, wanted a torch.Tensor, or a pair": (
+    "context: got 3 of them, expected a torch.Tensor, or a pair": (
         TypeError,
         (torch.zeros(2, 5, 12), (torch.zeros(2, 7, 12),) * 3),
     ),
-    "context: got str, wanted a torch.Tensor": (TypeError, (torch.zeros(2, 5, 12), ("k", "v"))),
-    "context: got Band, wanted a torch.Tensor, or a pair (for the keys, for the values); a mask goes by its name": (
+    "context: got str, expected a torch.Tensor": (TypeError, (torch.zeros(2, 5, 12), ("k", "v"))),
+    "context: got Band, expected a torch.Tensor, or a pair (for the keys, for the values); a mask goes by its name": (
         TypeError,
         (torch.zeros(2, 5, 12), causal()),
     ),
-    "context: axis 1 (K) is 3 for the values, wanted 7, as for the keys; keys [2, 7, 12], values [2, 3, 12]": (
+    "context: axis 1 (K) is 3 for the values, expected 7, as for the keys; keys [2, 7, 12], values [2, 3, 12]": (
         ValueError,
         (torch.zeros(2, 5, 12), (torch.zeros(2, 7, 12), torch.zeros(2, 3, 12))),
     ),
-    "context: axis 0 (B) is 3, wanted 2, as x; context [3, 7, 12], x [2, 5, 12]": (
+    "context: axis 0 (B) is 3, expected 2, as x; context [3, 7, 12], x [2, 5, 12]": (
         ValueError,
         (torch.zeros(2, 5, 12), torch.zeros(3, 7, 12)),
     ),
@@ -706,7 +706,9 @@ def test_wrong_inputs(message: str) -> None:
 
 
 def test_no_context_where_the_widths_differ() -> None:
-    with pytest.raises(ValueError, match=r"^context: axis 2 \(E\) is 12, wanted 10; without context, keys and values"):
+    with pytest.raises(
+        ValueError, match=r"^context: axis 2 \(E\) is 12, expected 10; without context, keys and values"
+    ):
         MultiHeadAttention(E, H, kdim=10)(torch.zeros(B, Q, E))
 
 

@@ -184,19 +184,19 @@ def test_it_says_what_it_is_made_of() -> None:
 @pytest.mark.parametrize(
     ("said", "error", "says"),
     [
-        ({"rotary": 8}, TypeError, "rotary: got int, wanted headscope.positions.Rotary or None"),
-        ({"rotary": Rotary(10)}, ValueError, "rotary: its dim is 10, wanted at most head_dim 8"),
-        ({"position_bias": "alibi"}, TypeError, "position_bias: got str, wanted ALiBi, T5Buckets, RelativeBias"),
+        ({"rotary": 8}, TypeError, "rotary: got int, expected headscope.positions.Rotary or None"),
+        ({"rotary": Rotary(10)}, ValueError, "rotary: its dim is 10, expected at most head_dim 8"),
+        ({"position_bias": "alibi"}, TypeError, "position_bias: got str, expected ALiBi, T5Buckets, RelativeBias"),
         ({"position_bias": ALiBi}, TypeError, "position_bias: got the class ALiBi"),
-        ({"position_bias": ALiBi(4)}, ValueError, "position_bias: has 4 heads, wanted num_heads 3"),
-        ({"qk_norm": "l2"}, ValueError, "qk_norm: got 'l2', wanted \"rms\""),
-        ({"qk_norm": "rms", "qk_norm_eps": 0}, ValueError, "qk_norm_eps: got 0, wanted a finite number above 0"),
-        ({"qk_norm": "rms", "qk_norm_eps": None}, TypeError, "qk_norm_eps: got NoneType, wanted a number"),
-        ({"rotary": Rotary(8), "kdim": 8}, ValueError, "kdim: got 8 beside rotary, .* wanted embed_dim 24"),
+        ({"position_bias": ALiBi(4)}, ValueError, "position_bias: has 4 heads, expected num_heads 3"),
+        ({"qk_norm": "l2"}, ValueError, "qk_norm: got 'l2', expected \"rms\""),
+        ({"qk_norm": "rms", "qk_norm_eps": 0}, ValueError, "qk_norm_eps: got 0, expected a finite number above 0"),
+        ({"qk_norm": "rms", "qk_norm_eps": None}, TypeError, "qk_norm_eps: got NoneType, expected a number"),
+        ({"rotary": Rotary(8), "kdim": 8}, ValueError, "kdim: got 8 beside rotary, .* expected embed_dim 24"),
         (
             {"position_bias": ALiBi(3), "vdim": 8},
             ValueError,
-            "vdim: got 8 beside position_bias, .* wanted embed_dim 24",
+            "vdim: got 8 beside position_bias, .* expected embed_dim 24",
         ),
     ],
 )
@@ -214,9 +214,9 @@ def test_calls_that_do_not_fit_are_named() -> None:
         turning(x, x.clone())
     with pytest.raises(ValueError, match=r"context: this module has position_bias"):
         MultiHeadAttention(E, H, position_bias=ALiBi(H))(x, x.clone())
-    with pytest.raises(ValueError, match=r"positions: positions \[4\], wanted \[5\] or \[2, 5\]"):
+    with pytest.raises(ValueError, match=r"positions: positions \[4\], expected \[5\] or \[2, 5\]"):
         turning(x, positions=torch.arange(4))
-    with pytest.raises(TypeError, match="positions: got float32, wanted integers"):
+    with pytest.raises(TypeError, match="positions: got float32, expected integers"):
         turning(x, positions=torch.zeros(Q))
     with pytest.raises(TypeError, match="module: has rotary, whose steps cannot be traced yet"):
         trace(turning, x)

@@ -325,7 +325,7 @@ def test_replace_keeps_what_is_shared() -> None:
     assert model["a"] is model["b"][0]
     assert model["a"].in_proj_weight is weight
     assert replace(model) == []
-    with pytest.raises(TypeError, match="model: is itself a MultiheadAttention; wanted a model that holds some"):
+    with pytest.raises(TypeError, match="model: is itself a MultiheadAttention; expected a model that holds some"):
         replace(one)
     twice = nn.Module()
     twice.a = twice.b = one
@@ -358,7 +358,9 @@ def test_a_forward_that_is_not_torchs_is_refused() -> None:
     changed = nn.MultiheadAttention(E, H)
     changed.forward = changed.forward
     for theirs in (Doubled(E, H), changed):
-        with pytest.raises(ValueError, match=f"module: {type(theirs).__name__} has a forward of its own, wanted nn.Mu"):
+        with pytest.raises(
+            ValueError, match=f"module: {type(theirs).__name__} has a forward of its own, expected nn.Mu"
+        ):
             MultiheadAttention.from_torch(theirs)
     with pytest.raises(ValueError, match="module: MultiheadAttention has a forward of its own"):
         replace(nn.Sequential(changed))
@@ -429,17 +431,17 @@ X = torch.zeros(L, N, E)
 @pytest.mark.parametrize(
     ("given", "options", "error", "message"),
     [
-        ((X, X, 3), {}, TypeError, "value: got int, wanted a torch.Tensor"),
-        ((X[None],) * 3, {}, ValueError, r"query: has 4 axes, wanted 2 \(\[L, E\]\) or 3"),
+        ((X, X, 3), {}, TypeError, "value: got int, expected a torch.Tensor"),
+        ((X[None],) * 3, {}, ValueError, r"query: has 4 axes, expected 2 \(\[L, E\]\) or 3"),
         ((X, X[0], X[0]), {}, ValueError, r"key: has 2 axes, query has 3; query \[5, 3, 6\], key \[3, 6\]"),
-        ((X, X, X[..., :4]), {}, ValueError, r"value: axis 2 \(E\) is 4, wanted 6"),
+        ((X, X, X[..., :4]), {}, ValueError, r"value: axis 2 \(E\) is 4, expected 6"),
         ((X, X, X[:4]), {}, ValueError, "value: its batch and length are not those of key"),
         ((X, X[:, :2], X[:, :2]), {}, ValueError, r"key: axis 1 \(N\) is 2, query has 3; batch_first is False"),
         ((X,) * 3, {"is_causal": True}, ValueError, "is_causal: is a hint about attn_mask, which is None"),
         ((X,) * 3, {"attn_mask": torch.zeros(5, 4)}, ValueError, r"attn_mask: is \[5, 4\], .*: \[5, 5\] or \[6"),
-        ((X,) * 3, {"attn_mask": torch.zeros(3, 5, 5)}, ValueError, r"attn_mask: is \[3, 5, 5\], wanted \[L, S\] or"),
-        ((X,) * 3, {"attn_mask": torch.zeros(5)}, ValueError, r"attn_mask: is \[5\], wanted"),
-        ((X,) * 3, {"attn_mask": torch.zeros(5, 5, dtype=torch.long)}, TypeError, "attn_mask: got int64, wanted a ten"),
+        ((X,) * 3, {"attn_mask": torch.zeros(3, 5, 5)}, ValueError, r"attn_mask: is \[3, 5, 5\], expected \[L, S\] or"),
+        ((X,) * 3, {"attn_mask": torch.zeros(5)}, ValueError, r"attn_mask: is \[5\], expected"),
+        ((X,) * 3, {"attn_mask": torch.zeros(5, 5, dtype=torch.long)}, TypeError, "attn_mask: got int64, expected a t"),
         ((X,) * 3, {"key_padding_mask": torch.zeros(5, 3)}, ValueError, r"key_padding_mask: is \[5, 3\], .*: \[3, 5\]"),
     ],
 )  # fmt: skip
@@ -450,7 +452,7 @@ def test_what_is_refused(given: Any, options: dict[str, Any], error: type[Except
 
 def test_nested_tensors_are_refused() -> None:
     x = torch.nested.as_nested_tensor([torch.zeros(2, E), torch.zeros(3, E)], layout=torch.jagged)
-    with pytest.raises(TypeError, match="query: is a nested tensor, wanted a padded one and key_padding_mask"):
+    with pytest.raises(TypeError, match="query: is a nested tensor, expected a padded one and key_padding_mask"):
         MultiheadAttention(E, H)(x, x, x)
 
 

@@ -95,8 +95,8 @@ def test_what_does_not_go_with_nested_tensors_is_named() -> None:
     refused("need_weights: got one beside a nested x", lambda: m(x, need_weights=True))
     refused("bias: got one beside a nested x", lambda: m(x, bias=torch.zeros(1)))
     refused("cache: got one beside a nested x", lambda: m(x, cache=GrowingCache()))
-    refused("mask: got Prefix beside a nested x, wanted causal", lambda: m(x, mask=Prefix(1)))
-    refused("mask: got bool beside a nested x, wanted causal", lambda: m(x, mask=torch.ones(1, 1).bool()))
+    refused("mask: got Prefix beside a nested x, expected causal", lambda: m(x, mask=Prefix(1)))
+    refused("mask: got bool beside a nested x, expected causal", lambda: m(x, mask=torch.ones(1, 1).bool()))
     refused("mask: got one beside a nested context", lambda: m(x, nested(rows()), mask=causal()))
     refused("context: got a tensor of 3 axes beside a nested x", lambda: m(x, torch.zeros(3, 2, E)))
     refused("context: got a nested tensor beside an x of 3 axes", lambda: m(torch.zeros(3, 2, E), x))
@@ -105,7 +105,9 @@ def test_what_does_not_go_with_nested_tensors_is_named() -> None:
         torch.zeros(2, 7, E), 1, torch.tensor([0, 0]), torch.tensor([5, 3]), layout=torch.jagged
     )
     refused("x: is a nested tensor with gaps between its rows", lambda: m(holed))
-    refused(r"x: is a nested tensor of 4 axes, wanted \[B, ragged, E\]", lambda: m(nested([p[:, None] for p in parts])))
+    refused(
+        r"x: is a nested tensor of 4 axes, expected \[B, ragged, E\]", lambda: m(nested([p[:, None] for p in parts]))
+    )
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
@@ -120,19 +122,19 @@ def test_functions_take_nested_tensors_without_options() -> None:
     }  # fmt: skip
     for name, value in options.items():
         refused(
-            f"{name}: got one beside nested q, k and v, wanted none; Multi",
+            f"{name}: got one beside nested q, k and v, expected none; Multi",
             lambda n=name, o=value: attention(x, x, x, **{n: o}),
         )
     for name in ("cpu", "blocked", "reference"):
         refused(f"backend: got '{name}' beside nested q, k and v", lambda name=name: attention(x, x, x, backend=name))
-    refused("q, k, v: are nested, wanted ordinary tensors, as attend", lambda: attend(x, x, x))
+    refused("q, k, v: are nested, expected ordinary tensors, as attend", lambda: attend(x, x, x))
     flat = nested(rows())
-    refused(r"q: is a nested tensor, wanted \[B, H, ragged, D\]", lambda: attention(flat, flat, flat))
+    refused(r"q: is a nested tensor, expected \[B, H, ragged, D\]", lambda: attention(flat, flat, flat))
     dense = torch.zeros(3, 2, 5, x.shape[-1])
     for run, message in (
         (lambda: attention(dense, x, x), "k: layout is torch.jagged, q has torch.strided"),
         (lambda: attention(dense, dense, dense, bias=x), "bias: is a nested tensor of layout torch.jagged"),
-        (lambda: observe(x, x), "q: is a nested tensor of layout torch.jagged, wanted an ordinary one"),
+        (lambda: observe(x, x), "q: is a nested tensor of layout torch.jagged, expected an ordinary one"),
     ):
         with pytest.raises(TypeError, match=message):
             run()
@@ -140,22 +142,22 @@ def test_functions_take_nested_tensors_without_options() -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_nested_tensors_of_the_older_layout_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"x: is a nested tensor of layout torch\.strided, wanted torch\.jagged"):
+    with pytest.raises(ValueError, match=r"x: is a nested tensor of layout torch\.strided, expected torch\.jagged"):
         module()(torch.nested.nested_tensor(rows(), layout=torch.strided))
 
 
 def test_cumulative_lengths_that_are_none_are_named() -> None:
     for wrong in ([1, 2], [0, 3, 2], []):
-        with pytest.raises(ValueError, match=r"q: got .*, wanted cumulative lengths: 0, and then never less"):
+        with pytest.raises(ValueError, match=r"q: got .*, expected cumulative lengths: 0, and then never less"):
             Documents.from_cu_seqlens(torch.tensor(wrong, dtype=torch.long))
-    with pytest.raises(TypeError, match=r"q: got torch.float32, wanted integers \[n \+ 1\]"):
+    with pytest.raises(TypeError, match=r"q: got torch.float32, expected integers \[n \+ 1\]"):
         Documents.from_cu_seqlens(torch.tensor([0.0, 2.0]))
-    with pytest.raises(ValueError, match="k: has 2 numbers, wanted 4, as q"):
+    with pytest.raises(ValueError, match="k: has 2 numbers, expected 4, as q"):
         Documents.from_cu_seqlens(CU, torch.tensor([0, 3]))
     for shape in ((), (2, 2)):
-        with pytest.raises(ValueError, match=r"q: is \[.*\], wanted \[n \+ 1\]"):
+        with pytest.raises(ValueError, match=r"q: is \[.*\], expected \[n \+ 1\]"):
             Documents.from_cu_seqlens(torch.zeros(shape, dtype=torch.long))
-    with pytest.raises(TypeError, match=r"q: got torch.complex64, wanted integers"):
+    with pytest.raises(TypeError, match=r"q: got torch.complex64, expected integers"):
         Documents.from_cu_seqlens(torch.zeros(3, dtype=torch.complex64))
-    with pytest.raises(TypeError, match=r"k: got int, wanted integers"):
+    with pytest.raises(TypeError, match=r"k: got int, expected integers"):
         Documents.from_cu_seqlens(CU, 3)  # pyright: ignore[reportArgumentType]

@@ -181,7 +181,7 @@ def test_the_sigmoid() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="reproducible: got True beside bias_kv"):
         MultiHeadAttention(8, 2, bias_kv=True, reproducible=True)
-    with pytest.raises(TypeError, match="reproducible: got 1, wanted True or False"):
+    with pytest.raises(TypeError, match="reproducible: got 1, expected True or False"):
         MultiHeadAttention(8, 2, reproducible=1)  # pyright: ignore[reportArgumentType]
     weight = torch.randn(3, 4)
     with pytest.raises(ValueError, match=r"reproducible: x has the layout torch\.sparse_coo, expected torch\.strided"):

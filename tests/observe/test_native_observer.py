@@ -70,7 +70,7 @@ def edges():
     return observe(q, q, what=Observe(row_stats=False, received=False, edges=1500)).edges.p
 
 for step in (keys, edges):
-    wanted = step()  # with what is made once: threads, imports
+    expected = step()  # with what is made once: threads, imports
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + (24 << 20), limits[1]))
@@ -80,7 +80,7 @@ for step in (keys, edges):
     except MemoryError:
         print("MemoryError")
     resource.setrlimit(resource.RLIMIT_AS, limits)
-    torch.testing.assert_close(step(), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(step(), expected, rtol=0, atol=0)
 """
 
 # Calls that would take minutes: the process would outlast its time if they were not left.
@@ -95,25 +95,25 @@ def call(length):
     q = torch.ones(1, 1, length, 64)
     return observe(q, q, what=Observe({what})).rows
 
-wanted = call(100)
+expected = call(100)
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
     call(300_000)
     print("finished")
 except KeyboardInterrupt:
     print("interrupted")
-assert torch.equal(call(100), wanted)
+assert torch.equal(call(100), expected)
 """
 
 FORKED = """
 import os, torch
 from headscope import Observe, observe
 q, what = torch.randn(2, 4, 200, 16), Observe(map=8, edges=4)
-wanted = observe(q, q, what=what)
+expected = observe(q, q, what=what)
 child = os.fork()
 if child == 0:
     seen = observe(q, q, what=what)
-    os._exit(0 if torch.equal(seen.received, wanted.received) and torch.equal(seen.edges.p, wanted.edges.p) else 3)
+    os._exit(0 if torch.equal(seen.received, expected.received) and torch.equal(seen.edges.p, expected.edges.p) else 3)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 

@@ -569,9 +569,9 @@ def test_exact_tiles_on_demand() -> None:
     p = weights(q, k, mask=causal())
     for i0, i1, j0, j1 in ((0, 11, 0, 13), (3, 5, 2, 9), (4, 4, 0, 3), (0, 2, 5, 5)):
         torch.testing.assert_close(stats.tile(i0, i1, j0, j1), p[:, :, i0:i1, j0:j1])
-    with pytest.raises(ValueError, match=r"i0, i1: got 3, 12, wanted 0 <= start <= stop <= 11 \(Q\)"):
+    with pytest.raises(ValueError, match=r"i0, i1: got 3, 12, expected 0 <= start <= stop <= 11 \(Q\)"):
         stats.tile(3, 12, 0, 1)
-    with pytest.raises(ValueError, match=r"j0, j1: got 5, 4, wanted 0 <= start <= stop <= 13 \(K\)"):
+    with pytest.raises(ValueError, match=r"j0, j1: got 5, 4, expected 0 <= start <= stop <= 13 \(K\)"):
         stats.tile(0, 1, 5, 4)
     with pytest.raises(ValueError, match=r"run: got 1, there are 1"):
         stats.tile(0, 1, 0, 1, run=1)
@@ -618,24 +618,24 @@ def test_leading_axes_are_one_batch() -> None:
 @pytest.mark.parametrize(
     ("said", "error", "message"),
     [
-        ({"rows": 0}, ValueError, r"rows: got 0, wanted a whole number from 1, a boolean tensor or None"),
-        ({"rows": 2.5}, TypeError, r"rows: got float, wanted a whole number from 1, a boolean tensor or None"),
-        ({"rows": True}, TypeError, r"rows: got bool, wanted a whole number"),
-        ({"rows": torch.ones(3)}, TypeError, r"rows: dtype is float32, wanted bool \(True = counts\)"),
-        ({"row_stats": 1}, TypeError, r"row_stats: got int, wanted True or False"),
-        ({"map": 0}, ValueError, r"map: got 0, wanted a whole number from 1 or None"),
-        ({"map": "64"}, TypeError, r"map: got str, wanted a whole number from 1 or None"),
-        ({"edges": -1}, ValueError, r"edges: got -1, wanted a whole number from 0"),
-        ({"top": 1.0}, TypeError, r"top: got float, wanted a whole number from 0"),
-        ({"first": 0}, ValueError, r"first: got 0, wanted a whole number from 1"),
-        ({"windows": 3}, TypeError, r"windows: got int, wanted a tuple of distances"),
-        ({"windows": ("3",)}, TypeError, r"windows: got str, wanted a number"),
-        ({"windows": (-1,)}, ValueError, r"windows: got -1, wanted a finite number from 0"),
-        ({"windows": (math.nan,)}, ValueError, r"windows: got nan, wanted a finite number from 0"),
-        ({"windows": (2, math.inf)}, ValueError, r"windows: got inf, wanted a finite number from 0"),
-        ({"windows": (2, 2.0)}, ValueError, r"windows: got \(2, 2.0\), wanted each distance once"),
-        ({"tokens": [1, 2]}, TypeError, r"tokens: got list, wanted a tensor of whole numbers"),
-        ({"tokens": torch.ones(3)}, TypeError, r"tokens: dtype is float32, wanted whole numbers"),
+        ({"rows": 0}, ValueError, r"rows: got 0, expected a whole number from 1, a boolean tensor or None"),
+        ({"rows": 2.5}, TypeError, r"rows: got float, expected a whole number from 1, a boolean tensor or None"),
+        ({"rows": True}, TypeError, r"rows: got bool, expected a whole number"),
+        ({"rows": torch.ones(3)}, TypeError, r"rows: dtype is float32, expected bool \(True = counts\)"),
+        ({"row_stats": 1}, TypeError, r"row_stats: got int, expected True or False"),
+        ({"map": 0}, ValueError, r"map: got 0, expected a whole number from 1 or None"),
+        ({"map": "64"}, TypeError, r"map: got str, expected a whole number from 1 or None"),
+        ({"edges": -1}, ValueError, r"edges: got -1, expected a whole number from 0"),
+        ({"top": 1.0}, TypeError, r"top: got float, expected a whole number from 0"),
+        ({"first": 0}, ValueError, r"first: got 0, expected a whole number from 1"),
+        ({"windows": 3}, TypeError, r"windows: got int, expected a tuple of distances"),
+        ({"windows": ("3",)}, TypeError, r"windows: got str, expected a number"),
+        ({"windows": (-1,)}, ValueError, r"windows: got -1, expected a finite number from 0"),
+        ({"windows": (math.nan,)}, ValueError, r"windows: got nan, expected a finite number from 0"),
+        ({"windows": (2, math.inf)}, ValueError, r"windows: got inf, expected a finite number from 0"),
+        ({"windows": (2, 2.0)}, ValueError, r"windows: got \(2, 2.0\), expected each distance once"),
+        ({"tokens": [1, 2]}, TypeError, r"tokens: got list, expected a tensor of whole numbers"),
+        ({"tokens": torch.ones(3)}, TypeError, r"tokens: dtype is float32, expected whole numbers"),
         ({"keep_rows": True, "row_stats": False}, ValueError, r"keep_rows: got True beside row_stats=False"),
     ],
 )
@@ -647,28 +647,28 @@ def test_what_cannot_be_observed(said: dict[str, Any], error: type[Exception], m
 @pytest.mark.parametrize(
     ("said", "error", "message"),
     [
-        ({"kind": "other"}, ValueError, r'kind: got \'other\', wanted "self" or "cross"'),
-        ({"what": "all"}, TypeError, r"what: got str, wanted a headscope.Observe"),
-        ({"lse": 3.0}, TypeError, r"lse: got float, wanted a torch.Tensor or None"),
-        ({"lse": torch.zeros(2, 3, 5, dtype=torch.int64)}, TypeError, r"lse: dtype is int64, wanted a floating one"),
+        ({"kind": "other"}, ValueError, r'kind: got \'other\', expected "self" or "cross"'),
+        ({"what": "all"}, TypeError, r"what: got str, expected a headscope.Observe"),
+        ({"lse": 3.0}, TypeError, r"lse: got float, expected a torch.Tensor or None"),
+        ({"lse": torch.zeros(2, 3, 5, dtype=torch.int64)}, TypeError, r"lse: dtype is int64, expected a floating one"),
         (
             {"lse": torch.zeros(2, 5, 3)},
             ValueError,
-            r"lse: wanted \[B, H, Q\] = \[2, 3, 5\]; lse \[2, 5, 3\], q \[2, 3, 5, 11\]",
+            r"lse: expected \[B, H, Q\] = \[2, 3, 5\]; lse \[2, 5, 3\], q \[2, 3, 5, 11\]",
         ),
         (
             {"k_pos": torch.zeros(5)},
             ValueError,
-            r"k_pos: wanted \[K\] or \[K, 2\], or \[B, K, 1 or 2\], here K = 7 and B = 2; k_pos \[5\]",
+            r"k_pos: expected \[K\] or \[K, 2\], or \[B, K, 1 or 2\], here K = 7 and B = 2; k_pos \[5\]",
         ),
-        ({"q_pos": torch.zeros(2, 5)}, ValueError, r"q_pos: wanted \[Q\] or \[Q, 2\], .*; q_pos \[2, 5\]"),
-        ({"q_pos": [1]}, TypeError, r"q_pos: got list, wanted a torch.Tensor or None"),
-        ({"q_pos": torch.ones(5) > 0}, TypeError, r"q_pos: dtype is bool, wanted numbers"),
+        ({"q_pos": torch.zeros(2, 5)}, ValueError, r"q_pos: expected \[Q\] or \[Q, 2\], .*; q_pos \[2, 5\]"),
+        ({"q_pos": [1]}, TypeError, r"q_pos: got list, expected a torch.Tensor or None"),
+        ({"q_pos": torch.ones(5) > 0}, TypeError, r"q_pos: dtype is bool, expected numbers"),
         ({"q_pos": torch.zeros(5, 2)}, ValueError, r"q_pos: has 2 numbers a position, k_pos has 1"),
         (
             {"what": Observe(tokens=torch.arange(5))},
             ValueError,
-            r"tokens: wanted \[K\] or \[B, K\], here \[7\] or \[2, 7\]; tokens \[5\], k \[2, 3, 7, 11\]",
+            r"tokens: expected \[K\] or \[B, K\], here \[7\] or \[2, 7\]; tokens \[5\], k \[2, 3, 7, 11\]",
         ),
         (
             {"what": Observe(rows=torch.ones(2, 5) > 0)},
@@ -676,10 +676,10 @@ def test_what_cannot_be_observed(said: dict[str, Any], error: type[Exception], m
             r"rows: does not broadcast to \[B, H, Q\] = \[2, 3, 5\]; the same rows for every head are \[B, 1, Q\]; "
             r"rows \[2, 5\], q \[2, 3, 5, 11\]",
         ),
-        ({"mask": torch.zeros(5, 7)}, TypeError, r"mask: dtype is float32, wanted bool"),
-        ({"softcap": 0.0}, ValueError, r"softcap: got 0.0, wanted a finite number above 0"),
-        ({"dropout": 1.0}, ValueError, r"dropout: got 1.0, wanted a probability in \[0, 1\)"),
-        ({"backend": "fast"}, ValueError, r"backend: got 'fast', wanted one of"),
+        ({"mask": torch.zeros(5, 7)}, TypeError, r"mask: dtype is float32, expected bool"),
+        ({"softcap": 0.0}, ValueError, r"softcap: got 0.0, expected a finite number above 0"),
+        ({"dropout": 1.0}, ValueError, r"dropout: got 1.0, expected a probability in \[0, 1\)"),
+        ({"backend": "fast"}, ValueError, r"backend: got 'fast', expected one of"),
     ],
 )
 def test_what_is_refused(said: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -690,7 +690,9 @@ def test_what_is_refused(said: dict[str, Any], error: type[Exception], message: 
 
 def test_positions_of_keys_alone_place_no_more_queries_than_keys() -> None:
     q, k, _ = made(1, 2, 7, 5)
-    with pytest.raises(ValueError, match=r"q_pos: wanted, for there are more queries \(7\) than keys \(5\); q"):
+    with pytest.raises(
+        ValueError, match=r"q_pos: is required, because there are more queries \(7\) than keys \(5\); q"
+    ):
         observe(q, k, k_pos=torch.arange(5))
 
 
@@ -700,9 +702,9 @@ def test_other_devices_are_refused() -> None:
         observe(q, k, lse=torch.zeros(1, 2, 5, device="meta"))
     with pytest.raises(ValueError, match=r"rows: is on meta, q is on cpu"):
         observe(q, k, what=Observe(rows=torch.ones(5, dtype=torch.bool, device="meta")))
-    with pytest.raises(TypeError, match=r"lse: layout is torch.sparse_coo, wanted an ordinary tensor"):
+    with pytest.raises(TypeError, match=r"lse: layout is torch.sparse_coo, expected an ordinary tensor"):
         observe(q, k, lse=torch.zeros(1, 2, 5).to_sparse())
-    with pytest.raises(TypeError, match=r"k: got list, wanted a torch.Tensor"):
+    with pytest.raises(TypeError, match=r"k: got list, expected a torch.Tensor"):
         observe(q, [1])  # pyright: ignore[reportArgumentType]
 
 

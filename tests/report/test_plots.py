@@ -74,21 +74,23 @@ def test_plots_refuse_what_does_not_fit(pyplot: Any) -> None:
     from headscope.report.plots import plot_grid, plot_head, plot_patches, plot_statistics
 
     weights = softmax(3, 7)
-    with pytest.raises(ValueError, match=r"weights: has 3 axes, wanted 2 \(\[Q, K\]\); weights \[3, 7, 7\]"):
+    with pytest.raises(ValueError, match=r"weights: has 3 axes, expected 2 \(\[Q, K\]\); weights \[3, 7, 7\]"):
         plot_head(weights)
     with pytest.raises(ValueError, match=r"tokens: has 2 entries, weights has 7 keys; weights \[7, 7\]"):
         plot_head(weights[0], ["a", "b"])
     with pytest.raises(ValueError, match=r"tokens: the queries are the last Q of 3 \(K\), and there are 7; weights"):
         plot_head(weights[0, :, :3], ["a", "b", "c"])
-    with pytest.raises(ValueError, match=r"weights\[0\]: has 2 axes, wanted 3 \(\[H, Q, K\]\)"):
+    with pytest.raises(ValueError, match=r"weights\[0\]: has 2 axes, expected 3 \(\[H, Q, K\]\)"):
         plot_grid([weights[0]])
     with pytest.raises(ValueError, match=r"weights: there is no layer"):
         plot_grid([])
-    with pytest.raises(ValueError, match=r"weights: there is no head, wanted at least 1"):
+    with pytest.raises(ValueError, match=r"weights: there is no head, expected at least 1"):
         plot_grid([weights[:0]])
-    with pytest.raises(ValueError, match=r"weights: has 3 axes, wanted 4 \(\[layers, H, Q, K\]\); weights \[3, 7, 7\]"):
+    with pytest.raises(
+        ValueError, match=r"weights: has 3 axes, expected 4 \(\[layers, H, Q, K\]\); weights \[3, 7, 7\]"
+    ):
         plot_grid(weights)
-    with pytest.raises(ValueError, match=r"axes: shape is \[1, 2\], wanted at least \[1, 3\] \(layers, heads\)"):
+    with pytest.raises(ValueError, match=r"axes: shape is \[1, 2\], expected at least \[1, 3\] \(layers, heads\)"):
         plot_grid([weights], axes=pyplot.subplots(1, 2, squeeze=False)[1])
     with pytest.raises(ValueError, match=r"statistics: there is no layer"):
         plot_statistics([], "x")
@@ -96,7 +98,7 @@ def test_plots_refuse_what_does_not_fit(pyplot: Any) -> None:
         plot_statistics([{"x": [1.0]}], "y")
     with pytest.raises(ValueError, match=r"grid: 3 x 3 patches do not fit; weights \[7, 7\]"):
         plot_patches(weights[0], digit())
-    with pytest.raises(ValueError, match=r"query: got 35, wanted 0 to 34"):
+    with pytest.raises(ValueError, match=r"query: got 35, expected 0 to 34"):
         plot_patches(np.ones((35, 35)), digit(), query=35, grid=(5, 7))
 
 
@@ -106,10 +108,10 @@ SQUARE = torch.full((4, 4), 0.25)
 @pytest.mark.parametrize(
     ("weights", "error", "message"),
     [
-        (-SQUARE, ValueError, "got -0.25, wanted weights, of at least 0"),
-        (SQUARE + 1j, TypeError, "dtype is complex64, wanted real numbers"),
-        ((SQUARE + 1j).numpy(), TypeError, "dtype is complex64, wanted real numbers"),
-        ([["a"]], TypeError, "dtype is <U1, wanted real numbers"),
+        (-SQUARE, ValueError, "got -0.25, expected weights, of at least 0"),
+        (SQUARE + 1j, TypeError, "dtype is complex64, expected real numbers"),
+        ((SQUARE + 1j).numpy(), TypeError, "dtype is complex64, expected real numbers"),
+        ([["a"]], TypeError, "dtype is <U1, expected real numbers"),
     ],
     ids=["negative", "complex", "complex array", "texts"],
 )
@@ -127,15 +129,15 @@ def test_plots_refuse_what_are_no_weights(pyplot: Any, weights: Any, error: type
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"query": True}, TypeError, r"query: got bool, wanted a whole number"),
-        ({"query": 1.0}, TypeError, r"query: got float, wanted a whole number"),
-        ({"grid": (-2, -2)}, ValueError, r"grid\[0\]: got -2, wanted a whole number from 1"),
-        ({"grid": (2, 2.0)}, TypeError, r"grid\[1\]: got float, wanted a whole number from 1"),
-        ({"grid": (4,)}, TypeError, r"grid: got \(4,\), wanted two numbers \(rows, columns\)"),
-        ({"grid": 4}, TypeError, r"grid: got 4, wanted two numbers \(rows, columns\)"),
-        ({"image": torch.ones(3, 8, 8)}, ValueError, r"image: shape is \[3, 8, 8\], wanted \[h, w\] or \[h, w, 3\]"),
-        ({"image": torch.ones(8, 8) * 1j}, TypeError, r"image: dtype is complex64, wanted real numbers"),
-        ({"weights": torch.ones(0, 0)}, ValueError, r"weights: there is no patch, wanted at least 1"),
+        ({"query": True}, TypeError, r"query: got bool, expected a whole number"),
+        ({"query": 1.0}, TypeError, r"query: got float, expected a whole number"),
+        ({"grid": (-2, -2)}, ValueError, r"grid\[0\]: got -2, expected a whole number from 1"),
+        ({"grid": (2, 2.0)}, TypeError, r"grid\[1\]: got float, expected a whole number from 1"),
+        ({"grid": (4,)}, TypeError, r"grid: got \(4,\), expected two numbers \(rows, columns\)"),
+        ({"grid": 4}, TypeError, r"grid: got 4, expected two numbers \(rows, columns\)"),
+        ({"image": torch.ones(3, 8, 8)}, ValueError, r"image: shape is \[3, 8, 8\], expected \[h, w\] or \[h, w, 3\]"),
+        ({"image": torch.ones(8, 8) * 1j}, TypeError, r"image: dtype is complex64, expected real numbers"),
+        ({"weights": torch.ones(0, 0)}, ValueError, r"weights: there is no patch, expected at least 1"),
     ],
 )
 def test_plots_of_patches_refuse_what_does_not_fit(
@@ -152,11 +154,13 @@ def test_plots_refuse_other_kinds(pyplot: Any) -> None:
 
     layers: Any = {}
     numbers: Any = [1, 2, 3, 4]
-    with pytest.raises(TypeError, match=r"^weights: got dict, wanted an entry for each layer, or what was observed$"):
+    with pytest.raises(TypeError, match=r"^weights: got dict, expected an entry for each layer, or what was observed$"):
         plot_grid(layers)
-    with pytest.raises(TypeError, match=r"^statistics: got dict, wanted an entry for each layer, or what was observed"):
+    with pytest.raises(
+        TypeError, match=r"^statistics: got dict, expected an entry for each layer, or what was observed"
+    ):
         plot_statistics(layers, "x")
-    with pytest.raises(TypeError, match=r"^tokens\[0\]: got int, wanted a str$"):
+    with pytest.raises(TypeError, match=r"^tokens\[0\]: got int, expected a str$"):
         plot_head(SQUARE, numbers)
 
 

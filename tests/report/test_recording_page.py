@@ -163,21 +163,21 @@ def test_a_few_keys_before_the_patches_are_special(keys: int, grid: tuple[int, i
 
 def test_an_image_of_tokens_is_refused() -> None:
     seen = patches(16, texts=tuple("abcdefghijklmnop"))
-    with pytest.raises(ValueError, match=r"image: the recording has the texts of 16 tokens; wanted one of patches"):
+    with pytest.raises(ValueError, match=r"image: the recording has the texts of 16 tokens; expected one of patches"):
         render_recording(seen, image=np.zeros((6, 8), np.uint8), grid=(2, 2))
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"title": 3}, "title: got 3, wanted a str"),
-        ({"special": ["a"]}, "special: got list, wanted a whole number from 0"),
-        ({"special": 1.0}, "special: got float, wanted a whole number from 0"),
-        ({"special": True}, "special: got bool, wanted a whole number from 0"),
-        ({"grid": "4x4"}, "grid: got '4x4', wanted rows and columns of patches, each at least 1"),
-        ({"grid": 4}, "grid: got 4, wanted rows and columns of patches, each at least 1"),
-        ({"grid": (4.0, 4)}, "grid: got (4.0, 4), wanted rows and columns of patches, each at least 1"),
-        ({"strips": 5}, "strips: got 5, wanted pairs of a layer and the number of a head"),
+        ({"title": 3}, "title: got 3, expected a str"),
+        ({"special": ["a"]}, "special: got list, expected a whole number from 0"),
+        ({"special": 1.0}, "special: got float, expected a whole number from 0"),
+        ({"special": True}, "special: got bool, expected a whole number from 0"),
+        ({"grid": "4x4"}, "grid: got '4x4', expected rows and columns of patches, each at least 1"),
+        ({"grid": 4}, "grid: got 4, expected rows and columns of patches, each at least 1"),
+        ({"grid": (4.0, 4)}, "grid: got (4.0, 4), expected rows and columns of patches, each at least 1"),
+        ({"strips": 5}, "strips: got 5, expected pairs of a layer and the number of a head"),
     ],
 )
 def test_options_of_another_kind_are_named(options: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -236,6 +236,6 @@ def test_an_error_of_a_page_ends_what_a_terminal_is_told(tmp_path: Path, monkeyp
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", Terminal())
     threads = threading.active_count()
-    with pytest.raises(TypeError, match="title: got 3, wanted a str"):
+    with pytest.raises(TypeError, match="title: got 3, expected a str"):
         recorded(1).save_html(tmp_path / "a.html", title=3)
     assert threading.active_count() == threads

@@ -191,13 +191,13 @@ def test_rows_that_are_not_finite_are_left_out() -> None:
 
 def test_what_is_refused() -> None:
     p = torch.full((2, T, T), 1 / T)
-    with pytest.raises(ValueError, match=r"p: wanted \[H, 77, 77\] for a grid of 7 x 11; p \[77, 77\]"):
+    with pytest.raises(ValueError, match=r"p: expected \[H, 77, 77\] for a grid of 7 x 11; p \[77, 77\]"):
         measure(p[0], picture(), GRID)
     with pytest.raises(
-        ValueError, match=r"position_map: wanted the shape of p; position_map \[1, 77, 77\], p \[2, 77, 77\]"
+        ValueError, match=r"position_map: expected the shape of p; position_map \[1, 77, 77\], p \[2, 77, 77\]"
     ):
         measure(p, picture(), GRID, position_map=p[:1])
     with pytest.raises(
-        ValueError, match=r"image: wanted \[h, w\] or \[h, w, 3\], multiples of the grid 7 x 11; image \[8, 11\]"
+        ValueError, match=r"image: expected \[h, w\] or \[h, w, 3\], multiples of the grid 7 x 11; image \[8, 11\]"
     ):
         measure(p, np.zeros((8, 11), np.uint8), GRID)

@@ -60,7 +60,7 @@ def test_tiles_of_a_file_are_those_of_the_observation(name: str, dtype: torch.dt
     torch.testing.assert_close(loaded.tile(3, 9, 2, 15), wanted[:, :, 3:9, 2:15])
     again = Recording(loaded, About()).save(tmp_path / "again.safetensors", qk=True)
     torch.testing.assert_close(HeadStats.load(again).tile(3, 9, 2, 15), wanted[:, :, 3:9, 2:15])
-    with pytest.raises(ValueError, match=r"j0, j1: got 0, 20, wanted 0 <= start <= stop <= 19 \(K\)"):
+    with pytest.raises(ValueError, match=r"j0, j1: got 0, 20, expected 0 <= start <= stop <= 19 \(K\)"):
         loaded.tile(0, 1, 0, 20)
 
 
@@ -129,7 +129,7 @@ def test_without_qk_none_is_saved(tmp_path: Path) -> None:
     plain = Recording.load(recorded().save(tmp_path / "r.safetensors")).stats
     with pytest.raises(ValueError, match=r"tile: q and k were not kept"):
         plain.tile(0, 1, 0, 1)
-    with pytest.raises(ValueError, match=r"q and k were not kept; wanted watch --keep-qk"):
+    with pytest.raises(ValueError, match=r"q and k were not kept; expected watch --keep-qk"):
         Server(Recording(plain, About()))
 
 
@@ -299,21 +299,21 @@ def test_an_absolute_target_must_name_this_server(target: str, code: int, server
 @pytest.mark.parametrize(
     ("query", "said"),
     [
-        ("tile", "layer: wanted 0 to 0"),
-        ("tile?layer=1", "layer: wanted 0 to 0"),
-        ("tile?layer=0&head=6", "head: wanted 0 to 5"),
-        ("tile?layer=0&head=0&i0=0&i1=18", "i1: wanted 1 to 17"),
-        ("tile?layer=0&head=0&i0=5&i1=5", "i1: wanted 6 to 17"),
-        ("tile?layer=0&head=0&i0=-1&i1=5", "i0: wanted 0 to 16"),
-        ("tile?layer=0&head=0&i0=0&i1=5&j0=0&j1=5&size=513", "size: wanted 1 to 512"),
-        ("tile?layer=0&head=0&i0=0&i1=5&j0=0&j1=5&size=1e3", "wanted whole numbers"),
-        ("tile?layer=0&head=0&i0=0&i1=5&j0=0&j1=9999999999", "j1: wanted 1 to 19"),
+        ("tile", "layer: expected 0 to 0"),
+        ("tile?layer=1", "layer: expected 0 to 0"),
+        ("tile?layer=0&head=6", "head: expected 0 to 5"),
+        ("tile?layer=0&head=0&i0=0&i1=18", "i1: expected 1 to 17"),
+        ("tile?layer=0&head=0&i0=5&i1=5", "i1: expected 6 to 17"),
+        ("tile?layer=0&head=0&i0=-1&i1=5", "i0: expected 0 to 16"),
+        ("tile?layer=0&head=0&i0=0&i1=5&j0=0&j1=5&size=513", "size: expected 1 to 512"),
+        ("tile?layer=0&head=0&i0=0&i1=5&j0=0&j1=5&size=1e3", "expected whole numbers"),
+        ("tile?layer=0&head=0&i0=0&i1=5&j0=0&j1=9999999999", "j1: expected 1 to 19"),
         *(
-            (f"tile?layer={text}&head=0&i0=0&i1=5&j0=0&j1=5", "wanted whole numbers")
+            (f"tile?layer={text}&head=0&i0=0&i1=5&j0=0&j1=5", "expected whole numbers")
             for text in ("", "0_0", "%200", "%2B0", "%D9%A0", "00000000000", "0&layer=0")
         ),
-        ("tile?" + "&".join(["a=1"] * 17), "wanted whole numbers"),
-        ("strip?layer=0&head=0&i0=0&i1=18", "i1: wanted 1 to 17"),
+        ("tile?" + "&".join(["a=1"] * 17), "expected whole numbers"),
+        ("strip?layer=0&head=0&i0=0&i1=18", "i1: expected 1 to 17"),
     ],
 )
 def test_what_is_out_of_bounds_is_refused(query: str, said: str, server: Server) -> None:
@@ -352,10 +352,10 @@ def test_requests_are_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -
     assert ask(server, f"/{server.token}/tile?{'x' * 600}")[0] == 414
     monkeypatch.setattr(serving, "MOST_PAIRS", 10)
     query = "layer=0&head=0&i0=0&i1=5&j0=0&j1=5&size=2"
-    assert ask(server, f"/{server.token}/tile?{query}")[:2] == (400, b"i0 to j1: wanted at most 10 pairs\n")
+    assert ask(server, f"/{server.token}/tile?{query}")[:2] == (400, b"i0 to j1: expected at most 10 pairs\n")
     monkeypatch.setattr(serving, "STRIP", 3)
     query = "layer=0&head=0&i0=0&i1=5"
-    assert ask(server, f"/{server.token}/strip?{query}")[:2] == (400, b"i0, i1: wanted at most 3 queries\n")
+    assert ask(server, f"/{server.token}/strip?{query}")[:2] == (400, b"i0, i1: expected at most 3 queries\n")
 
 
 SECURE = {

@@ -59,9 +59,9 @@ def test_each_layer_is_measured_against_what_it_may_see() -> None:
         assert [match.pattern for match in sheet.patterns[layer] if match] == ["uniform"] * 2
     with pytest.raises(ValueError, match="seen: has 1 layers, weights has 2"):
         text_sheet("x", words(7), weights, seen=seen[:1])
-    with pytest.raises(ValueError, match=r"seen: layer 0 is \[6, 7\], wanted \[2, 7, 7\] as weights"):
+    with pytest.raises(ValueError, match=r"seen: layer 0 is \[6, 7\], expected \[2, 7, 7\] as weights"):
         text_sheet("x", words(7), weights, seen=[seen[0][1:], seen[1]])
-    with pytest.raises(ValueError, match=r"seen: layer 1 is torch\.float32, wanted torch\.bool, True = attend"):
+    with pytest.raises(ValueError, match=r"seen: layer 1 is torch\.float32, expected torch\.bool, True = attend"):
         text_sheet("x", words(7), weights, seen=[seen[0], seen[1].float()])
 
 
@@ -170,7 +170,9 @@ def test_hostile_text_stays_text() -> None:
     [np.zeros((5, 7)), np.zeros((5, 7), np.float32), np.zeros((5, 7, 4), np.uint8), np.zeros((5, 7, 1), np.uint8)],
 )
 def test_an_image_of_another_kind_is_refused(image: np.ndarray[Any, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"image: got {image.dtype} \[5, 7.*\], wanted uint8 \[h, w\] or \[h, w, 3\]"):
+    with pytest.raises(
+        ValueError, match=rf"image: got {image.dtype} \[5, 7.*\], expected uint8 \[h, w\] or \[h, w, 3\]"
+    ):
         image_sheet("x", image, (5, 7), [softmax(1, 35)])
 
 
@@ -254,7 +256,7 @@ def test_save_says_why_it_cannot(tmp_path: Path) -> None:
     sheet = text(words(3))
     (tmp_path / "file").write_text("x", encoding="utf-8")
     for path, why in {
-        tmp_path: "is a directory, wanted the name of a file",
+        tmp_path: "is a directory, expected the name of a file",
         tmp_path / "no" / "page.html": "cannot be written: No such file or directory",
         tmp_path / "file" / "page.html": "cannot be (written|read): Not a directory",
         Path(os.devnull): "is no regular file",
@@ -331,21 +333,21 @@ def test_the_default_device_does_not_matter() -> None:
 
 
 def test_sheets_refuse_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"tokens: there is none, wanted at least 1"):
+    with pytest.raises(ValueError, match=r"tokens: there is none, expected at least 1"):
         text_sheet("x", [], [torch.zeros(2, 0, 0)])
-    with pytest.raises(ValueError, match=r"weights: there is no layer, wanted at least 1"):
+    with pytest.raises(ValueError, match=r"weights: there is no layer, expected at least 1"):
         text_sheet("x", ["a"], [])
     with pytest.raises(
-        ValueError, match=r"weights: layer 1 is \[2, 3, 3\], wanted \[H, 5, 5\], one row and column a token"
+        ValueError, match=r"weights: layer 1 is \[2, 3, 3\], expected \[H, 5, 5\], one row and column a token"
     ):
         text_sheet("x", words(5), [softmax(2, 5), softmax(2, 3)])
-    with pytest.raises(ValueError, match=r"weights: layer 0 is \[2, 2, 5, 5\], wanted \[H, 5, 5\]"):
+    with pytest.raises(ValueError, match=r"weights: layer 0 is \[2, 2, 5, 5\], expected \[H, 5, 5\]"):
         text_sheet("x", words(5), [torch.stack([softmax(2, 5)] * 2)])
     with pytest.raises(ValueError, match=r"ids: has 3 entries, tokens has 5"):
         text_sheet("x", words(5), [softmax(2, 5)], ids=[1, 2, 3])
     with pytest.raises(ValueError, match=r"position_maps: has 2 layers, weights has 1"):
         image_sheet("x", digit(), (5, 7), [softmax(1, 35)], position_maps=[softmax(1, 35)] * 2)
-    with pytest.raises(ValueError, match=r"position_maps: layer 0 is \[2, 35, 35\], wanted \[1, 35, 35\] as weights"):
+    with pytest.raises(ValueError, match=r"position_maps: layer 0 is \[2, 35, 35\], expected \[1, 35, 35\] as weights"):
         image_sheet("x", digit(), (5, 7), [softmax(1, 35)], position_maps=[softmax(2, 35)])
 
 

@@ -140,9 +140,9 @@ def test_the_image_in_the_terminal() -> None:
             r"\x1b\[[\d;]*m", "", shown
         ).replace("\n", " ")
     assert printed(terminal.image_picture(sheet, 0, 1), encoding="ascii", width=20).isascii()
-    with pytest.raises(ValueError, match=r"query: got 35, wanted 0 to 34"):
+    with pytest.raises(ValueError, match=r"query: got 35, expected 0 to 34"):
         terminal.image_picture(sheet, 0, 1, query=35)
-    with pytest.raises(ValueError, match=r"sheet: is of kind 'text', wanted an image"):
+    with pytest.raises(ValueError, match=r"sheet: is of kind 'text', expected an image"):
         terminal.image_picture(text(words(3)), 0, 1)
 
 

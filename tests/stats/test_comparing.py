@@ -212,10 +212,10 @@ def test_it_is_handed_on() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"ratio": 1.0}, r"ratio: got 1.0, wanted above 1"),
-        ({"errors": -1.0}, r"errors: got -1.0, wanted at least 0"),
-        ({"map": 0.0}, r"map: got 0.0, wanted above 0"),
-        ({"entropy": math.nan}, r"entropy: got nan, wanted above 0"),
+        ({"ratio": 1.0}, r"ratio: got 1.0, expected above 1"),
+        ({"errors": -1.0}, r"errors: got -1.0, expected at least 0"),
+        ({"map": 0.0}, r"map: got 0.0, expected above 0"),
+        ({"entropy": math.nan}, r"entropy: got nan, expected above 0"),
     ],
 )
 def test_thresholds_are_checked(given: dict[str, float], message: str) -> None:
@@ -225,15 +225,15 @@ def test_thresholds_are_checked(given: dict[str, float], message: str) -> None:
 
 @pytest.mark.parametrize("given", ["a", None, True])
 def test_thresholds_are_numbers(given: Any) -> None:
-    with pytest.raises(TypeError, match=rf"share: got {type(given).__name__}, wanted a number"):
+    with pytest.raises(TypeError, match=rf"share: got {type(given).__name__}, expected a number"):
         Thresholds(share=given)
 
 
 def test_it_takes_statistics_alone() -> None:
     stats = stats_of(*tensors())
-    with pytest.raises(TypeError, match=r"before: got int, wanted HeadStats or a recording"):
+    with pytest.raises(TypeError, match=r"before: got int, expected HeadStats or a recording"):
         compare(3, stats)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"after: got NoneType, wanted HeadStats or a recording"):
+    with pytest.raises(TypeError, match=r"after: got NoneType, expected HeadStats or a recording"):
         compare(stats, None)  # pyright: ignore[reportArgumentType]
 
 

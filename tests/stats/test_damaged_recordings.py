@@ -227,9 +227,9 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         "0/received: got torch.bfloat16, expected float32 or float64",
     ),
     "no such kind": (about(kinds={"a": "x"}), 'kinds: layer a is \'x\', expected "self" or "cross"'),
-    "no version": (about(versions={"torch": math.nan}), "torch: got float, wanted str"),
-    "no alarm of a head": (alarm(head=-1), "head: got -1, wanted 0 to "),
-    "no name of an alarm": (alarm(what=None), "what: got NoneType, wanted str"),
+    "no version": (about(versions={"torch": math.nan}), "torch: got float, expected str"),
+    "no alarm of a head": (alarm(head=-1), "head: got -1, expected 0 to "),
+    "no name of an alarm": (alarm(what=None), "what: got NoneType, expected str"),
     "NaN alarm": (alarm(value=math.nan), "alarms: got .*, expected numbers"),
     "NaN option": (about(options={"windows": [math.nan]}), "options: got nan, expected finite numbers"),
 }

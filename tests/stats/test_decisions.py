@@ -370,20 +370,20 @@ def test_they_take_what_holds_statistics_and_are_shown() -> None:
 @pytest.mark.parametrize(
     ("ask", "kind", "message"),
     [
-        (lambda s: streaming_heads(s, 1.0), ValueError, r"keep: got 1.0, wanted a share above 0 and below 1"),
+        (lambda s: streaming_heads(s, 1.0), ValueError, r"keep: got 1.0, expected a share above 0 and below 1"),
         (lambda s: streaming_heads(s), ValueError, r"no window was observed; observe with Observe\(windows="),
-        (lambda s: kv_budget(s, (0,)), ValueError, r"keys: got \(0,\), wanted whole numbers from 1"),
-        (lambda s: kv_budget(s, ()), ValueError, r"keys: got \(\), wanted whole numbers from 1"),
-        (lambda s: kv_budget(s, 5), TypeError, r"keys: got 5, wanted several budgets, as \(5,\)"),
+        (lambda s: kv_budget(s, (0,)), ValueError, r"keys: got \(0,\), expected whole numbers from 1"),
+        (lambda s: kv_budget(s, ()), ValueError, r"keys: got \(\), expected whole numbers from 1"),
+        (lambda s: kv_budget(s, 5), TypeError, r"keys: got 5, expected several budgets, as \(5,\)"),
         (lambda s: kv_budget(s), ValueError, r"needs what the keys received"),
-        (lambda s: near_duplicates(s, 2), ValueError, r"threshold: got 2, wanted 0 to 1"),
+        (lambda s: near_duplicates(s, 2), ValueError, r"threshold: got 2, expected 0 to 1"),
         (
             lambda s: near_duplicates(s),
             ValueError,
             r"needs maps and what the keys received; observe with Observe\(map=",
         ),
         (lambda s: patterns(s), ValueError, r"no row quantities with chance"),
-        (lambda s: patterns("x"), TypeError, r"stats: got str, wanted HeadStats or a recording"),
+        (lambda s: patterns("x"), TypeError, r"stats: got str, expected HeadStats or a recording"),
     ],
 )
 def test_what_is_missing_is_said(ask: Callable[[HeadStats], Any], kind: type[Exception], message: str) -> None:
@@ -394,12 +394,12 @@ def test_what_is_missing_is_said(ask: Callable[[HeadStats], Any], kind: type[Exc
 
 def test_other_mistakes_are_said() -> None:
     stats = observe(*looking([PLANTED["self"]] * 3, 7), what=Observe(map=2))
-    with pytest.raises(ValueError, match=r"kv_heads: got 2, wanted a number that divides the 3 heads of 0"):
+    with pytest.raises(ValueError, match=r"kv_heads: got 2, expected a number that divides the 3 heads of 0"):
         kv_budget(stats, kv_heads=2)
-    with pytest.raises(ValueError, match=r"kv_heads: got x, wanted layers: 0"):
+    with pytest.raises(ValueError, match=r"kv_heads: got x, expected layers: 0"):
         kv_budget(stats, kv_heads={"x": 1})
     more = observe(*looking([PLANTED["self"]], 7), what=Observe(map=3)).named("1")
-    with pytest.raises(ValueError, match=r"map: got 2, 3 bins in different layers, wanted as many in each"):
+    with pytest.raises(ValueError, match=r"map: got 2, 3 bins in different layers, expected as many in each"):
         near_duplicates(stats.merge(more))
 
 

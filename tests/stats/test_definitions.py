@@ -363,33 +363,35 @@ def test_padding_shifts_nothing() -> None:
 
 def test_what_is_refused() -> None:
     p = softmax(2, 3, 5, 7)
-    with pytest.raises(ValueError, match=r"p: has 3 axes, wanted 4 \(\[B, H, Q, K\]\); p \[3, 5, 7\]"):
+    with pytest.raises(ValueError, match=r"p: has 3 axes, expected 4 \(\[B, H, Q, K\]\); p \[3, 5, 7\]"):
         row_statistics(p[0])
     with pytest.raises(
         ValueError, match=r"p: \[0, 0, 0, 6\] is .* where seen is False \(True = may be seen\); p \[2, 3, 5, 7\]"
     ):
         row_statistics(p, seen=torch.arange(7) < 6)
-    with pytest.raises(ValueError, match=r"seen: dtype is torch\.float64, wanted torch\.bool; seen \[5, 7\]"):
+    with pytest.raises(ValueError, match=r"seen: dtype is torch\.float64, expected torch\.bool; seen \[5, 7\]"):
         row_statistics(p, seen=torch.ones(5, 7, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"seen: does not broadcast to \[2, 3, 5, 7\]; p .*, seen \[3\]"):
         pattern_scores(p, seen=torch.ones(3, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"rows: does not broadcast to \[2, 3, 5\]"):
         row_statistics(p, rows=torch.ones(4, dtype=torch.bool))
     with pytest.raises(
-        ValueError, match=r"k_pos: wanted \[K\] or \[K, 2\], here \[7\] or \[7, 2\]; k_pos \[5\], p \[2, 3, 5, 7\]"
+        ValueError, match=r"k_pos: expected \[K\] or \[K, 2\], here \[7\] or \[7, 2\]; k_pos \[5\], p \[2, 3, 5, 7\]"
     ):
         row_statistics(p, k_pos=torch.arange(5))
     with pytest.raises(ValueError, match=r"q_pos: has 2 numbers a position, k_pos has 1; q_pos \[5, 2\], k_pos \[7\]"):
         row_statistics(p, q_pos=torch.zeros(5, 2))
-    with pytest.raises(ValueError, match=r"q_pos: wanted, for there are more queries \(7\) than keys \(5\); p"):
+    with pytest.raises(
+        ValueError, match=r"q_pos: is required, because there are more queries \(7\) than keys \(5\); p"
+    ):
         row_statistics(softmax(1, 1, 7, 5))
     with pytest.raises(
-        ValueError, match=r"tokens: wanted \[B, K\] or \[K\], here \[2, 7\]; tokens \[5\], p \[2, 3, 5, 7\]"
+        ValueError, match=r"tokens: expected \[B, K\] or \[K\], here \[2, 7\]; tokens \[5\], p \[2, 3, 5, 7\]"
     ):
         row_statistics(p, tokens=torch.arange(5))
-    with pytest.raises(ValueError, match=r"first: got 0, wanted at least 1"):
+    with pytest.raises(ValueError, match=r"first: got 0, expected at least 1"):
         row_statistics(p, first=0)
-    with pytest.raises(ValueError, match=r"windows: got -1, wanted at least 0"):
+    with pytest.raises(ValueError, match=r"windows: got -1, expected at least 0"):
         row_statistics(p, windows=(-1,))
-    with pytest.raises(ValueError, match=r'kind: got \'other\', wanted "self" or "cross"'):
+    with pytest.raises(ValueError, match=r'kind: got \'other\', expected "self" or "cross"'):
         row_statistics(p, kind="other")  # pyright: ignore[reportArgumentType]

@@ -225,9 +225,9 @@ def test_what_does_not_merge() -> None:
         ValueError, match=r"layer 0: device: cannot merge what is on cpu with what is on meta; bring both"
     ):
         base.merge(base.to("meta"))
-    with pytest.raises(TypeError, match="merge: got int, wanted HeadStats"):
+    with pytest.raises(TypeError, match="merge: got int, expected HeadStats"):
         merge(3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="merge: got NoneType, wanted HeadStats"):
+    with pytest.raises(TypeError, match="merge: got NoneType, expected HeadStats"):
         base.merge(base, None)  # pyright: ignore[reportArgumentType]
 
 
@@ -243,7 +243,7 @@ def test_layers_are_kept_apart() -> None:
     with pytest.raises(ValueError, match=r"received: there are 2 layers, take one of them: stats\[layer\]\.received"):
         _ = both.received
     assert torch.equal(both[1].received, b.received)
-    with pytest.raises(ValueError, match=r"names: got a, a, wanted 2 different ones"):
+    with pytest.raises(ValueError, match=r"names: got a, a, expected 2 different ones"):
         both.named("a", "a")
 
 
@@ -269,8 +269,12 @@ def test_indexing() -> None:
         ((0, 0, "entrpy"), KeyError, r"entrpy: layer enc has lse, max_logit"),
         ((1, "window_2"), KeyError, r"window_2: layer dec has lse"),
         ("decoder", KeyError, r"decoder: neither a quantity nor a layer; there is lse, .*, enc, dec"),
-        ((0, 1.5, "entropy"), TypeError, r"stats\[\.\.\.\]: got \(0, 1\.5, 'entropy'\), wanted \[layer, head, name\]"),
-        (1.5, TypeError, r"layer: got float, wanted a number or a name"),
+        (
+            (0, 1.5, "entropy"),
+            TypeError,
+            r"stats\[\.\.\.\]: got \(0, 1\.5, 'entropy'\), expected \[layer, head, name\]",
+        ),
+        (1.5, TypeError, r"layer: got float, expected a number or a name"),
     ):
         with pytest.raises(error, match=message):
             stats[at]  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -358,12 +362,12 @@ def test_a_table_can_be_sorted_by_any_column() -> None:
             assert numbers == sorted(numbers, reverse=descending)
             assert cells == sorted(cells, key=lambda cell: cell == "–"), "what a head does not have comes last"
     assert len(stats.table(limit=2).rows) == 2
-    with pytest.raises(ValueError, match="limit: got -1, wanted a whole number from 0 or None"):
+    with pytest.raises(ValueError, match="limit: got -1, expected a whole number from 0 or None"):
         stats.table(limit=-1)
     assert "window_2" in console(stats.table(sort="window_2"))
-    with pytest.raises(ValueError, match=r"sort: got 'entropi', wanted one of layer, head, rows, lse"):
+    with pytest.raises(ValueError, match=r"sort: got 'entropi', expected one of layer, head, rows, lse"):
         stats.table(sort="entropi")
-    with pytest.raises(ValueError, match=r"names: got 'x', wanted one of layer"):
+    with pytest.raises(ValueError, match=r"names: got 'x', expected one of layer"):
         stats.table(names=("x",))
 
 
@@ -529,9 +533,9 @@ def damaged(path: Path, entry: str = "", **tensors: Tensor | None) -> Path:
         ("[" * 100_000, r"is damaged: maximum recursion depth"),
         ("{}", r"is damaged: it lacks 'version'"),
         (f'{{"version": {"1" * 5000}}}', r"is damaged: Exceeds the limit"),
-        ('{"version": "2"}', r"is damaged: version: got str, wanted int"),
-        ('{"version": -3}', r"is damaged: version: got -3, wanted 1 to"),
-        ('{"version": 1, "layers": [3]}', r"is damaged: layers: got int, wanted dict"),
+        ('{"version": "2"}', r"is damaged: version: got str, expected int"),
+        ('{"version": -3}', r"is damaged: version: got -3, expected 1 to"),
+        ('{"version": 1, "layers": [3]}', r"is damaged: layers: got int, expected dict"),
     ],
 )
 def test_a_damaged_header_is_told_as_such(entry: str, message: str, tmp_path: Path) -> None:
@@ -545,41 +549,41 @@ def test_a_damaged_header_is_told_as_such(entry: str, message: str, tmp_path: Pa
 
 NUMBERS = ("heads", "runs", "looked_at", "of")
 SAID: list[tuple[str, Any, str]] = [
-    ("name", 3, "name: got int, wanted str"),
+    ("name", 3, "name: got int, expected str"),
     *(
-        (name, got, f"{name}: got {type(got).__name__}, wanted int")
+        (name, got, f"{name}: got {type(got).__name__}, expected int")
         for name in NUMBERS
         for got in ("3", [], None, True)
     ),
-    ("heads", 2, r"0/rows: got \[3\], wanted \[H\]"),
-    ("moments", "lse", "moments: got str, wanted list"),
-    ("received", 1, "received: got int, wanted bool"),
-    *((name, got, f"{name}: got {got}, wanted 0 to") for name in NUMBERS for got in (-1, 2**70)),
-    ("looked_at", 23, "looked_at: got 23, wanted 0 to 22"),
+    ("heads", 2, r"0/rows: got \[3\], expected \[H\]"),
+    ("moments", "lse", "moments: got str, expected list"),
+    ("received", 1, "received: got int, expected bool"),
+    *((name, got, f"{name}: got {got}, expected 0 to") for name in NUMBERS for got in (-1, 2**70)),
+    ("looked_at", 23, "looked_at: got 23, expected 0 to 22"),
     ("looked_at", 1, r"0/rows: holds 22 to 22, beyond what there can be"),
     ("runs", 0, r"0/map/argmax: holds -1 to 10, beyond"),
-    ("lengths", [1], "lengths: got 1 numbers, wanted 2"),
-    ("lengths", [-1, 11], "lengths: got -1, wanted 0 to"),
-    ("lengths", [11, 2**70], f"lengths: got {2**70}, wanted 0 to"),
+    ("lengths", [1], "lengths: got 1 numbers, expected 2"),
+    ("lengths", [-1, 11], "lengths: got -1, expected 0 to"),
+    ("lengths", [11, 2**70], f"lengths: got {2**70}, expected 0 to"),
     ("lengths", [5, 11], "lengths: got 5 queries for 22 rows in all"),
     ("lengths", [11, 5], r"0/map/argmax: holds -1 to 10, beyond"),
-    ("lengths", [11, 12], r"0/qk/0/k: got \[2, 3, 11, 5\], wanted \[B, Hkv, K, D\]"),
+    ("lengths", [11, 12], r"0/qk/0/k: got \[2, 3, 11, 5\], expected \[B, Hkv, K, D\]"),
     ("moments", ["x" * 100_000], f"it lacks '0/moments/{'x' * 200}x*…$"),
-    ("first", "1", "first: got str, wanted int or NoneType"),
-    ("first", 0, "first: got 0, wanted 1 to"),
-    ("qk", {}, "qk: got dict, wanted list"),
+    ("first", "1", "first: got str, expected int or NoneType"),
+    ("first", 0, "first: got 0, expected 1 to"),
+    ("qk", {}, "qk: got dict, expected list"),
     ("qk_runs", [1], r"qk_runs: got \[1\] for 1 of 1 runs"),
     ("qk_runs", [0, 0], r"qk_runs: got \[0, 0\] for 1 of 1 runs"),
-    ("scale", "1", "scale: got str, wanted float or int"),
-    ("scale", math.nan, "scale: got nan, wanted a finite number"),
-    ("softcap", [], "softcap: got list, wanted float or int or NoneType"),
-    ("softcap", -1, "softcap: got -1, wanted a finite number above 0"),
-    ("offset", 0.5, "offset: got float, wanted int or NoneType"),
-    ("offset", 2**70, f"offset: got {2**70}, wanted -"),
-    ("lead", [-1, -2], "lead: got -1, wanted 0 to"),
-    ("lead", 2, "lead: got int, wanted list"),
+    ("scale", "1", "scale: got str, expected float or int"),
+    ("scale", math.nan, "scale: got nan, expected a finite number"),
+    ("softcap", [], "softcap: got list, expected float or int or NoneType"),
+    ("softcap", -1, "softcap: got -1, expected a finite number above 0"),
+    ("offset", 0.5, "offset: got float, expected int or NoneType"),
+    ("offset", 2**70, f"offset: got {2**70}, expected -"),
+    ("lead", [-1, -2], "lead: got -1, expected 0 to"),
+    ("lead", 2, "lead: got int, expected list"),
     ("lead", [3], r"lead \(3,\) and 3 key/value heads do not fit \(2, 3, 11, 5\)"),
-    ("parts", None, "parts: got NoneType, wanted list"),
+    ("parts", None, "parts: got NoneType, expected list"),
 ]
 
 
@@ -660,7 +664,7 @@ def test_two_layers_of_one_name_are_told_as_damage(tmp_path: Path) -> None:
 def test_a_tensor_of_weights_of_another_dtype_is_told_as_damage(name: str, saved: Path) -> None:
     with safe_open(saved, framework="pt") as file:
         other = file.get_tensor(f"0/qk/0/{name}").short()
-    with pytest.raises(ValueError, match=f"is damaged: 0/qk/0/{name}: got I16, wanted "):
+    with pytest.raises(ValueError, match=f"is damaged: 0/qk/0/{name}: got I16, expected "):
         HeadStats.load(damaged(saved, **{f"0/qk/0/{name}": other}))
 
 

@@ -31,7 +31,7 @@ def assert_as_accurate(
 
     NaN and infinities must stand where they stand in ``exact``.
     """
-    assert out.shape == exact.shape, f"{message}: shape {list(out.shape)}, wanted {list(exact.shape)}"
+    assert out.shape == exact.shape, f"{message}: shape {list(out.shape)}, expected {list(exact.shape)}"
     out64, exact, baseline = out.detach().double(), exact.detach(), baseline.detach().double()
     finite = exact.isfinite()
     torch.testing.assert_close(

@@ -515,26 +515,28 @@ def test_an_image_has_to_fit(short: Recording) -> None:
     pixels = np.zeros((6, 8), np.uint8)
     with pytest.raises(ValueError, match=r"grid: 5 x 7 patches are not the 13 keys that there are"):
         render_recording(short, image=pixels, grid=(5, 7))
-    with pytest.raises(ValueError, match=r"image: got float64 \[2, 2\], wanted uint8 \[h, w\] or \[h, w, 3\]"):
+    with pytest.raises(ValueError, match=r"image: got float64 \[2, 2\], expected uint8 \[h, w\] or \[h, w, 3\]"):
         render_recording(short, image=np.zeros((2, 2)))
-    with pytest.raises(ValueError, match=r"special: got 20, wanted 0 to 12, fewer than the 13 keys that there are"):
+    with pytest.raises(ValueError, match=r"special: got 20, expected 0 to 12, fewer than the 13 keys that there are"):
         render_recording(short, image=pixels, special=20)
-    with pytest.raises(ValueError, match=r"special: got -1, wanted a whole number from 0"):
+    with pytest.raises(ValueError, match=r"special: got -1, expected a whole number from 0"):
         render_recording(short, image=pixels, special=-1)
     with pytest.raises(ValueError, match=r"grid: missing, for the 10 keys after the 3 special ones are no square"):
         render_recording(short, image=pixels, special=3)
-    with pytest.raises(ValueError, match=r"grid: got \(3, 4, 1\), wanted rows and columns of patches, each at least 1"):
+    with pytest.raises(
+        ValueError, match=r"grid: got \(3, 4, 1\), expected rows and columns of patches, each at least 1"
+    ):
         render_recording(short, image=pixels, grid=(3, 4, 1))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"grid: got \(0, 4\), wanted rows and columns of patches"):
+    with pytest.raises(ValueError, match=r"grid: got \(0, 4\), expected rows and columns of patches"):
         render_recording(short, image=pixels, grid=(0, 4))
-    with pytest.raises(ValueError, match=r"grid, special: wanted an image with them"):
+    with pytest.raises(ValueError, match=r"grid, special: expected an image with them"):
         render_recording(short, grid=(3, 4))
     with pytest.raises(ValueError, match=r"strips: got layer 2, head 0, which is not there"):
         render_recording(short, strips=[(2, 0)])
     for wrong in ((0, 0.0), (0,), 0):
-        with pytest.raises(ValueError, match=r"strips: got .*0.*, wanted pairs of a layer and the number of a head"):
+        with pytest.raises(ValueError, match=r"strips: got .*0.*, expected pairs of a layer and the number of a head"):
             render_recording(short, strips=[wrong])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"strips: got 17 heads, wanted at most 16"):
+    with pytest.raises(ValueError, match=r"strips: got 17 heads, expected at most 16"):
         render_recording(short, strips=[(0, 0)] * 17)
     with pytest.raises(ValueError, match=r"strips: q and k were not kept"):
         render_recording(recorded(7, None, Observe(map=7)), strips=[(0, 0)])

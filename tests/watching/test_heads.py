@@ -252,7 +252,7 @@ def test_what_cannot_be_done_is_named() -> None:
             model(x) if run else None
         torch.testing.assert_close(model(x) if before is not None else None, before, rtol=0, atol=0)
 
-    refused(WatchError, "ablate: layer plain has no head 3, wanted numbers from 0 to 2", model, {"plain": [0, 3]})
+    refused(WatchError, "ablate: layer plain has no head 3, expected numbers from 0 to 2", model, {"plain": [0, 3]})
     refused(WatchError, "ablate: 'plain': no attention call of it was seen", model, {"plain": [0]}, run=False)
     refused(
         WatchError,
@@ -261,15 +261,15 @@ def test_what_cannot_be_done_is_named() -> None:
         {"*": 0},
     )
     refused(ValueError, "heads: 'plane' fits no module of the model", model, {"plane": [0]})
-    refused(ValueError, "heads: got none, wanted at least one layer", model, {})
+    refused(ValueError, "heads: got none, expected at least one layer", model, {})
     refused(ValueError, "heads: got none for 'plain'", model, {"plain": []})
-    refused(ValueError, "heads: got -1 for 'plain', wanted numbers from 0", model, {"plain": -1})
-    refused(TypeError, "heads: got float for 'plain', wanted whole numbers", model, {"plain": [0.0]})
-    refused(TypeError, "heads: got 'some' for 'plain', wanted a number", model, {"plain": "some"})
-    refused(TypeError, "heads: got list, wanted a mapping", model, ["plain"])
-    refused(TypeError, "scale: got str, wanted a number", model, {"plain": 0}, "0")
-    refused(ValueError, "scale: got inf, wanted a finite number", model, {"plain": 0}, float("inf"))
-    refused(TypeError, "model: got function, wanted a torch.nn.Module", F.relu, {"plain": 0})
+    refused(ValueError, "heads: got -1 for 'plain', expected numbers from 0", model, {"plain": -1})
+    refused(TypeError, "heads: got float for 'plain', expected whole numbers", model, {"plain": [0.0]})
+    refused(TypeError, "heads: got 'some' for 'plain', expected a number", model, {"plain": "some"})
+    refused(TypeError, "heads: got list, expected a mapping", model, ["plain"])
+    refused(TypeError, "scale: got str, expected a number", model, {"plain": 0}, "0")
+    refused(ValueError, "scale: got inf, expected a finite number", model, {"plain": 0}, float("inf"))
+    refused(TypeError, "model: got function, expected a torch.nn.Module", F.relu, {"plain": 0})
     with pytest.raises(WatchError, match="heads: the model, or a part of it, runs compiled"):
         ablate(torch.compile(Small(), backend="eager"), {"*": 0}).__enter__()  # pyright: ignore[reportArgumentType]
     used = ablate(model, {"plain": 0})
@@ -384,8 +384,8 @@ def test_importance_that_cannot_be_had_is_named() -> None:
         with pytest.raises(error, match=says):
             head_importance(model, loss_fn, **said)
 
-    refused(ValueError, "method: got 'taylor', wanted", loss_of(x), method="taylor")
-    refused(TypeError, "loss_fn: returned float, wanted a floating tensor", lambda model: loss_of(x)(model).item())
+    refused(ValueError, "method: got 'taylor', expected", loss_of(x), method="taylor")
+    refused(TypeError, "loss_fn: returned float, expected a floating tensor", lambda model: loss_of(x)(model).item())
     refused(ValueError, r"loss_fn: returned a tensor \[2, 7, 15\]", lambda model: model(x))
     refused(ValueError, "loss_fn: its loss has no gradient", lambda model: loss_of(x)(model).detach())
     refused(WatchError, "head_importance: no attention call was seen", lambda model: torch.zeros(()), method="ablation")
@@ -465,18 +465,18 @@ def test_a_pruned_module_can_be_pruned_ablated_and_trained() -> None:
 @pytest.mark.parametrize(
     ("said", "heads", "error", "says"),
     [
-        ({}, [6], ValueError, "heads: got 6, wanted numbers from 0 to 5"),
-        ({}, [-1], ValueError, "heads: got -1, wanted numbers from 0 to 5"),
-        ({}, range(6), ValueError, "heads: got all 6, wanted at least one to stay"),
-        ({}, [True], TypeError, "heads: got bool, wanted whole numbers"),
-        ({}, 3, TypeError, "heads: got int, wanted numbers of heads"),
+        ({}, [6], ValueError, "heads: got 6, expected numbers from 0 to 5"),
+        ({}, [-1], ValueError, "heads: got -1, expected numbers from 0 to 5"),
+        ({}, range(6), ValueError, "heads: got all 6, expected at least one to stay"),
+        ({}, [True], TypeError, "heads: got bool, expected whole numbers"),
+        ({}, 3, TypeError, "heads: got int, expected numbers of heads"),
         ({"qk_norm": "rms_all"}, [0], ValueError, "heads: this module has qk_norm='rms_all'"),
         (
             {"kv_heads": 2},
             [0, 1, 4],
             ValueError,
-            "heads: would leave [1, 2] query heads for the 2 key/value heads, wanted as many for each, or none: head h "
-            "uses key/value head h // 3",
+            "heads: would leave [1, 2] query heads for the 2 key/value heads, expected as many for each, or none: head "
+            "h uses key/value head h // 3",
         ),
     ],
 )
@@ -498,7 +498,7 @@ def test_a_module_whose_weights_are_made_anew_cannot_be_pruned() -> None:
     wrapped = MultiHeadAttention(24, 6)
     for part in (nn.Sequential(wrapped.out_proj), Gained(24, 24)):
         wrapped.out_proj = part  # pyright: ignore[reportAttributeAccessIssue]
-        with pytest.raises(ValueError, match=rf"module: out_proj is a {type(part).__name__}, wanted nn\.Linear"):
+        with pytest.raises(ValueError, match=rf"module: out_proj is a {type(part).__name__}, expected nn\.Linear"):
             wrapped.prune_heads([0])
 
 

@@ -42,7 +42,7 @@ def test_a_number_means_the_same_head_in_every_process(kind: str, action: str, r
 def test_a_head_beyond_those_of_the_whole_model_is_refused(kind: str, ranks: Results) -> None:
     for rank in ranks:
         assert rank[kind]["ablate 4"] == (
-            "WatchError: ablate: layer attention has no head 4, wanted numbers from 0 to 3"
+            "WatchError: ablate: layer attention has no head 4, expected numbers from 0 to 3"
         )
 
 

@@ -73,11 +73,11 @@ def test_a_recording_is_saved_and_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("about", "layers", "message"),
     [
-        ([], None, "about: got list, wanted dict"),
-        ({"ran": None}, None, "ran: got NoneType, wanted int"),
-        ({"forwards": -1}, None, "forwards: got -1, wanted 0 to"),
-        ({"texts": "ab"}, None, "texts: got str, wanted list or NoneType"),
-        ({"texts": [3]}, None, "texts: got int, wanted str"),
+        ([], None, "about: got list, expected dict"),
+        ({"ran": None}, None, "ran: got NoneType, expected int"),
+        ({"forwards": -1}, None, "forwards: got -1, expected 0 to"),
+        ({"texts": "ab"}, None, "texts: got str, expected list or NoneType"),
+        ({"texts": [3]}, None, "texts: got int, expected str"),
         ({"unknown": 3}, None, "unexpected keyword argument"),
         ({}, [], "layers: got none"),
     ],
@@ -395,7 +395,7 @@ BY_DISTANCE = -(torch.arange(11.0)[:, None] - torch.arange(11.0)).abs() * 7.77 -
 
 @pytest.mark.parametrize("need_weights", [None, False, True])
 def test_a_float_mask_is_rounded_where_autocast_rounds_it(need_weights: bool | None) -> None:
-    """SDPA takes it so, and ``baddbmm``, where the weights are wanted."""
+    """SDPA takes it so, and ``baddbmm``, where the weights are expected."""
     x = torch.randn(1, 2, 11, 8)
     model: Any = Raw() if need_weights is None else nn.MultiheadAttention(8, 2, batch_first=True)
     seen: list[Recording] = []
@@ -701,12 +701,12 @@ def test_a_notebook_shows_a_recording_of_nothing() -> None:
 
 
 def test_texts_are_strings() -> None:
-    with pytest.raises(TypeError, match="texts: got bytes, wanted a str for each token"):
+    with pytest.raises(TypeError, match="texts: got bytes, expected a str for each token"):
         watch(Small(), texts=["a", b"b"])  # pyright: ignore[reportArgumentType]
 
 
 def test_accelerate_is_a_yes_or_no() -> None:
-    with pytest.raises(TypeError, match="accelerate: got str, wanted True or False"):
+    with pytest.raises(TypeError, match="accelerate: got str, expected True or False"):
         watch(Small(), accelerate="yes")  # pyright: ignore[reportArgumentType]
 
 

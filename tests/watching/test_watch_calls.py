@@ -72,7 +72,7 @@ def test_planted_patterns_keep_their_orientation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "kinds", "wanted"),
+    ("name", "keys", "kinds", "expected"),
     [
         ("attn", 7, {}, "self"),
         ("attn", 9, {}, "cross"),
@@ -778,28 +778,28 @@ def test_stand_ins_for_tensors_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"every": 0}, "every: got 0, wanted a whole number from 1"),
+        ({"every": 0}, "every: got 0, expected a whole number from 1"),
         ({"every": 1.5}, "every: got float"),
         ({"rows": 0}, "rows: got 0"),
         ({"rows": 3, "what": Observe(rows=4)}, "rows: given twice"),
-        ({"tokens": "ids"}, "tokens: got 'ids', wanted a tensor of ids or"),
-        ({"tokens": torch.tensor(3)}, r"tokens: got a single number, wanted \[K\] or \[B, K\]"),
-        ({"tokens": torch.rand(4)}, "tokens: dtype is float32, wanted whole numbers"),
-        ({"positions": torch.ones(4) > 0}, "positions: dtype is bool, wanted numbers"),
+        ({"tokens": "ids"}, "tokens: got 'ids', expected a tensor of ids or"),
+        ({"tokens": torch.tensor(3)}, r"tokens: got a single number, expected \[K\] or \[B, K\]"),
+        ({"tokens": torch.rand(4)}, "tokens: dtype is float32, expected whole numbers"),
+        ({"positions": torch.ones(4) > 0}, "positions: dtype is bool, expected numbers"),
         (
             {"positions": torch.rand(1, 2, 2, 2)},
-            r"positions: got \[1, 2, 2, 2\], wanted \[K\], \[K, 2\] or \[B, K, 1 or 2\]",
+            r"positions: got \[1, 2, 2, 2\], expected \[K\], \[K, 2\] or \[B, K, 1 or 2\]",
         ),
-        ({"positions": [0, 1]}, "positions: got list, wanted a torch.Tensor or None"),
-        ({"alarms": 3}, "alarms: got int, wanted True, False or Limits"),
+        ({"positions": [0, 1]}, "positions: got list, expected a torch.Tensor or None"),
+        ({"alarms": 3}, "alarms: got int, expected True, False or Limits"),
         ({"rows": 3, "what": 3}, "what: got int"),
         ({"unseen": "warn"}, "unseen: got 'warn'"),
         ({"kinds": {"a": "both"}}, "kinds: got 'both'"),
-        ({"kinds": ["self"]}, "kinds: got list, wanted a mapping"),
+        ({"kinds": ["self"]}, "kinds: got list, expected a mapping"),
         ({"kinds": {"Att*": "self", "x*": "cross"}}, r"kinds: 'x\*' fits no module of the model; it has Attention"),
-        ({"layers": 3}, "layers: got 3, wanted names or patterns, or a function of name and module"),
-        ({"layers": [3]}, r"layers: got \[3\], wanted names or patterns"),
-        ({"layers": []}, "layers: got none, wanted at least one; leave it out for all"),
+        ({"layers": 3}, "layers: got 3, expected names or patterns, or a function of name and module"),
+        ({"layers": [3]}, r"layers: got \[3\], expected names or patterns"),
+        ({"layers": []}, "layers: got none, expected at least one; leave it out for all"),
         ({"what": 3}, "what: got int"),
     ],
 )
@@ -809,5 +809,5 @@ def test_what_does_not_fit_is_said(arguments: Any, message: str) -> None:
 
 
 def test_a_model_is_wanted() -> None:
-    with pytest.raises(TypeError, match=r"model: got str, wanted a torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"model: got str, expected a torch.nn.Module"):
         watch("gpt2")  # type: ignore[arg-type]

@@ -117,7 +117,7 @@ def test_a_log_function_may_run_the_model_which_is_recorded_and_not_logged() -> 
 
 
 def test_what_is_no_tracker_is_refused() -> None:
-    with pytest.raises(TypeError, match="log: got int, wanted something with add_scalar or log, or a function"):
+    with pytest.raises(TypeError, match="log: got int, expected something with add_scalar or log, or a function"):
         watch(Steered(), log=3)
     assert callable(writer(print))
 
@@ -126,7 +126,7 @@ def test_what_is_no_tracker_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "limits", "wanted"),
+    ("steps", "limits", "expected"),
     [
         ([(1, False), (3, False), (30, False)], Limits(max_logit=None), "entropy collapse"),
         ([(1, False), (60, False), (120, False)], Limits(entropy=None), "growing logits"),
@@ -187,7 +187,7 @@ def test_what_was_so_from_the_start_is_no_alarm() -> None:
 
 @pytest.mark.parametrize("limits", [{"entropy": 0.0}, {"sink": 1.0}, {"max_logit": -1.0}])
 def test_limits_are_checked(limits: Any) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(limits))}: got .*, wanted a number above 0"):
+    with pytest.raises(ValueError, match=f"{next(iter(limits))}: got .*, expected a number above 0"):
         Limits(**limits)
 
 

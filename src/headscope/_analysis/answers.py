@@ -35,7 +35,7 @@ def stats_of(source: HeadStats | HasStats, argument: str = "stats") -> HeadStats
     """
     stats: object = source if isinstance(source, HeadStats) else getattr(source, "stats", None)
     if not isinstance(stats, HeadStats):
-        raise TypeError(f"{argument}: got {type(source).__name__}, wanted HeadStats or a recording")
+        raise TypeError(f"{argument}: got {type(source).__name__}, expected HeadStats or a recording")
     return stats
 
 

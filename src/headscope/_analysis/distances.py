@@ -22,7 +22,7 @@ def bins_of(parts: Collection[LayerStats]) -> int:
     """
     bins = sorted({part.map.bins for part in parts if part.map is not None})
     if len(bins) != 1:
-        raise ValueError(f"map: got {', '.join(map(str, bins))} bins in different layers, wanted as many in each")
+        raise ValueError(f"map: got {', '.join(map(str, bins))} bins in different layers, expected as many in each")
     return bins[0]
 
 

@@ -125,7 +125,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tens
 
     Raises:
         TypeError: an argument is not of the right kind or dtype.
-        ValueError: a size or an option does not fit; the message names argument, axis, letter, got and wanted.
+        ValueError: a size or an option does not fit; the message names argument, axis, letter, got and expected.
     """
     return check_and_plan(q, k, v, bias, sinks, options)[0]
 
@@ -239,19 +239,19 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
             raise TypeError(f"{name}: layout is {tensor.layout}, q has {q.layout}; {shapes(q=q, k=k, v=v)}")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in FLOATS:
-            raise TypeError(f"{name}: dtype is {kind(tensor)}, wanted float32, bfloat16, float16 or float64")
+            raise TypeError(f"{name}: dtype is {kind(tensor)}, expected float32, bfloat16, float16 or float64")
         if tensor.dtype != q.dtype:
             raise TypeError(f"{name}: dtype is {kind(tensor)}, q has {kind(q)}; convert one of them")
         if tensor.device != q.device:
             raise ValueError(f"{name}: is on {tensor.device}, q is on {q.device}")
         if tensor.ndim < 3:
             raise ValueError(
-                f"{name}: has {tensor.ndim} axes, wanted at least 3 ([..., H, length, D]); {shapes(q=q, k=k, v=v)}"
+                f"{name}: has {tensor.ndim} axes, expected at least 3 ([..., H, length, D]); {shapes(q=q, k=k, v=v)}"
             )
         if tensor.shape[-1] == 0:
             letter = "Dv" if name == "v" else "D"
             where = f"axis {tensor.ndim - 1} ({letter})"
-            raise ValueError(f"{name}: {where} is 0, wanted at least 1; {shapes(q=q, k=k, v=v)}")
+            raise ValueError(f"{name}: {where} is 0, expected at least 1; {shapes(q=q, k=k, v=v)}")
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"k: axis {k.ndim - 1} (D) is {k.shape[-1]}, q has {q.shape[-1]}; {shapes(q=q, k=k, v=v)}")
     if v.shape[-2] != k.shape[-2]:
@@ -263,7 +263,9 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     if kv_heads == 0 or heads % kv_heads:
         expected = f"a divisor of q's {heads} heads" if heads else "at least 1, as has q's axis H"
         name, of = ("k", k) if k.shape[-3] == kv_heads else ("v", v)
-        raise ValueError(f"{name}: axis {of.ndim - 3} (Hkv) is {kv_heads}, wanted {expected}; {shapes(q=q, k=k, v=v)}")
+        raise ValueError(
+            f"{name}: axis {of.ndim - 3} (Hkv) is {kv_heads}, expected {expected}; {shapes(q=q, k=k, v=v)}"
+        )
     if q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
         return tuple(q.shape[:-3])
     try:  # torch.broadcast_shapes imports sympy when it is first called, for some 0.4 s
@@ -282,7 +284,7 @@ def _check_nested(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: T
     """Nested q, k and v go to torch, which takes no option beside them but the scale."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 4 or getattr(tensor, "_ragged_idx", 2) != 2:
-            raise ValueError(f"{name}: is a nested tensor, wanted [B, H, ragged, D]; {shapes(q=q, k=k, v=v)}")
+            raise ValueError(f"{name}: is a nested tensor, expected [B, H, ragged, D]; {shapes(q=q, k=k, v=v)}")
     dropout = options.dropout or None
     options_by_name = {
         "mask": options.mask,
@@ -293,9 +295,9 @@ def _check_nested(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: T
     }
     for name, value in options_by_name.items():
         if value is not None:
-            raise ValueError(f"{name}: got one beside nested q, k and v, wanted none; {INSTEAD_OF_NESTED}")
+            raise ValueError(f"{name}: got one beside nested q, k and v, expected none; {INSTEAD_OF_NESTED}")
     if options.lse:
-        raise ValueError(f"q, k, v: are nested, wanted ordinary tensors, as attend asks for lse; {INSTEAD_OF_NESTED}")
+        raise ValueError(f"q, k, v: are nested, expected ordinary tensors, as attend asks for lse; {INSTEAD_OF_NESTED}")
 
 
 def check_bias(bias: Tensor, lead: tuple[int, ...], last: tuple[int, int, int], q: Tensor) -> None:
@@ -303,7 +305,7 @@ def check_bias(bias: Tensor, lead: tuple[int, ...], last: tuple[int, int, int], 
     check_layout("bias", bias)
     if bias.dtype not in FLOATS:
         hint = "; a boolean tensor is a mask: pass it as mask=" if bias.dtype == torch.bool else ""
-        raise TypeError(f"bias: dtype is {kind(bias)}, wanted a floating one{hint}")
+        raise TypeError(f"bias: dtype is {kind(bias)}, expected a floating one{hint}")
     if bias.device != q.device:
         raise ValueError(f"bias: is on {bias.device}, q is on {q.device}")
     check_broadcast("bias", bias, lead, last)
@@ -313,11 +315,11 @@ def check_sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
     check_type("sinks", sinks, Tensor, "a torch.Tensor")
     check_layout("sinks", sinks)
     if sinks.dtype not in FLOATS:
-        raise TypeError(f"sinks: dtype is {kind(sinks)}, wanted a floating one")
+        raise TypeError(f"sinks: dtype is {kind(sinks)}, expected a floating one")
     if sinks.device != q.device:
         raise ValueError(f"sinks: is on {sinks.device}, q is on {q.device}")
     if sinks.shape != (heads,):
-        raise ValueError(f"sinks: wanted one logit a head, [H] = [{heads}]; {shapes(sinks=sinks, q=q)}")
+        raise ValueError(f"sinks: expected one logit a head, [H] = [{heads}]; {shapes(sinks=sinks, q=q)}")
 
 
 def fold(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:

@@ -72,5 +72,5 @@ def select(call: Call, name: str | None = None) -> Backend:
 def _named(name: object) -> Backend:
     """Return the backend of this name."""
     if not isinstance(name, str) or name not in BACKENDS:
-        raise ValueError(f"backend: got {name!r}, wanted one of {', '.join(BACKENDS)}, or None to choose")
+        raise ValueError(f"backend: got {name!r}, expected one of {', '.join(BACKENDS)}, or None to choose")
     return BACKENDS[name]

@@ -70,9 +70,9 @@ def select_modules(modules: Mapping[str, nn.Module], layers: Choice | None) -> f
         return frozenset(names)
     patterns = [layers] if isinstance(layers, str) else layers
     if not _are_texts(patterns):
-        raise TypeError(f"layers: got {layers!r}, wanted names or patterns, or a function of name and module")
+        raise TypeError(f"layers: got {layers!r}, expected names or patterns, or a function of name and module")
     if not patterns:
-        raise ValueError("layers: got none, wanted at least one; leave it out for all")
+        raise ValueError("layers: got none, expected at least one; leave it out for all")
     return frozenset(name for pattern in patterns for name in match_modules(modules, pattern, "layers"))
 
 

@@ -84,7 +84,7 @@ def with_factors(operator: str, args: tuple[Any, ...], factors: Tensor) -> list[
     """The arguments of an operator of the fast path, with its heads multiplied.
 
     Raises:
-        WatchError: a gradient is wanted, which these operators do not have.
+        WatchError: a gradient is requested; these operators do not have one.
     """
     if factors.requires_grad:
         raise WatchError(

@@ -112,7 +112,7 @@ def _check_places(layout: Layout, module: AttentionModule, weights: Weights) -> 
         expected = list(places[name].shape) if name in places else "none: the options leave no place for it"
         if list(x.shape) != expected:
             key = weights.keys.get(name, name)
-            raise ValueError(f"{key}: holds {name} as {list(x.shape)}, wanted {expected}")
+            raise ValueError(f"{key}: holds {name} as {list(x.shape)}, expected {expected}")
 
 
 def export_state(module: AttentionModule, layout: str, prefix: str, base: type[nn.Module]) -> dict[str, Tensor]:
@@ -126,7 +126,7 @@ def export_state(module: AttentionModule, layout: str, prefix: str, base: type[n
     """
     target = find_layout(layout)
     for name, part in unknown_projections(cast("nn.Module", module)).items():
-        raise ValueError(f"module: {name} is a {type(part).__name__}, wanted nn.Linear, or one with its forward")
+        raise ValueError(f"module: {name} is a {type(part).__name__}, expected nn.Linear, or one with its forward")
     check_calls(cast("nn.Module", module), base)
     tensors = _list_tensors(module)
     check_expressible(module, target, tensors)

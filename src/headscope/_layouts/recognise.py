@@ -24,7 +24,7 @@ def find_layout(layout: str) -> Layout:
     """
     check_type("layout", layout, str, f"a name, one of {list_names(LAYOUTS, 99)}")
     if layout not in LAYOUTS:
-        raise ValueError(f"layout: got {layout!r}, wanted one of {list_names(LAYOUTS, 99)}")
+        raise ValueError(f"layout: got {layout!r}, expected one of {list_names(LAYOUTS, 99)}")
     return LAYOUTS[layout]
 
 
@@ -115,7 +115,7 @@ def read_options(module: nn.Module, layout: Layout, options: Mapping[str, Any]) 
             continue
         if any(value != values[0] for value in values[1:]):
             values_text = ", ".join(f"{path} is {value}" for path, value in zip(paths.split(), values, strict=True))
-            raise ValueError(f"module: {values_text}; wanted one number, as ours has one {option}")
+            raise ValueError(f"module: {values_text}; expected one number, as ours has one {option}")
         read[option] = _convert_attribute(option, values[0], module)
     if "num_heads" in layout.needs and "num_heads" not in read:
         counts = [value for name in HEADS if isinstance(value := getattr(module, name, None), int)]

@@ -58,7 +58,7 @@ def infer_sizes(layout: Layout, weights: Weights, options: Mapping[str, Any]) ->
         raise ValueError(f"{where['k']} not a divisor of num_heads {num_heads} times head_dim {head_dim}")
     kv_heads = rows["k"] // head_dim
     if kv_heads != num_heads and not layout.grouped:
-        raise ValueError(f"{where['k']} {kv_heads} heads of {head_dim}, wanted {num_heads}, as q has")
+        raise ValueError(f"{where['k']} {kv_heads} heads of {head_dim}, expected {num_heads}, as q has")
     if rows["v"] % kv_heads:
         raise ValueError(f"{where['v']} not divisible by the {kv_heads} heads of k")
     sizes = Sizes(tensors["q.weight"].shape[1], num_heads, kv_heads, head_dim, rows["v"] // kv_heads)
@@ -70,7 +70,7 @@ def _count_heads(layout: Layout, weights: Weights, options: Mapping[str, Any]) -
     if "q.weight" in weights.splits:
         count = weights.splits["q.weight"].count
         if (got := options.get("num_heads", count)) != count:
-            raise ValueError(f"num_heads: got {got!r}, wanted {count}, as {weights.keys['q.weight']} has")
+            raise ValueError(f"num_heads: got {got!r}, expected {count}, as {weights.keys['q.weight']} has")
         options = {**options, "num_heads": count}
     missing = [name for name in layout.needs if name not in options]
     if missing:
@@ -88,12 +88,12 @@ def _check_shapes(weights: Weights, sizes: Sizes) -> None:
     shapes |= {f"{name}_norm.{part}": [sizes.head_dim] for name in ("q", "k") for part in ("weight", "bias")}
     for name, shape in shapes.items():
         if name in tensors and list(tensors[name].shape) != shape:
-            raise ValueError(f"{keys[name]}: holds {name} as {list(tensors[name].shape)}, wanted {shape}")
+            raise ValueError(f"{keys[name]}: holds {name} as {list(tensors[name].shape)}, expected {shape}")
     splits = sizes.splits()
     for name, split in weights.splits.items():
         if split != (expected := splits[name.split(".")[0]]):
             raise ValueError(
-                f"{keys[name]}: has {split.count} heads of {split.width}, wanted {expected.count} of {expected.width}"
+                f"{keys[name]}: has {split.count} heads of {split.width}, expected {expected.count} of {expected.width}"
             )
 
 
@@ -116,7 +116,7 @@ def infer_options(layout: Layout, weights: Weights, sizes: Sizes, options: Mappi
     determined = {**inferred, "device": tensors["q.weight"].device, **layout.fixed}
     for name, value in options.items():
         if name != "num_heads" and name in determined:
-            got = f"{name}: got {value!r}, wanted none"
+            got = f"{name}: got {value!r}, expected none"
             raise ValueError(f"{got}: it comes from the weights, which say {determined[name]!r}")
     return {**_other_options(layout, weights, sizes, options), **inferred}
 
@@ -139,5 +139,5 @@ def _other_options(layout: Layout, weights: Weights, sizes: Sizes, options: Mapp
             )
         if isinstance(others["position_bias"], RelativeBias):
             own = weights.keys["position_bias.weight"]
-            raise ValueError(f"position_bias: got a RelativeBias beside {own}, another table; wanted one of them")
+            raise ValueError(f"position_bias: got a RelativeBias beside {own}, another table; expected one of them")
     return others

@@ -54,13 +54,13 @@ def read_state(state: State | str | Path, prefix: str) -> dict[str, Any]:
     else:
         entries = {key: state[key] for key in state if str(key).startswith(prefix)}
     if isinstance(state, Mapping) and not state:
-        raise ValueError("state: is empty, wanted a mapping of tensors")
+        raise ValueError("state: is empty, expected a mapping of tensors")
     if not entries:
         names = list_names(state) if isinstance(state, Mapping) else str(state)
         raise ValueError(f"prefix: no key begins with {prefix!r}; {names}")
     for key in entries:
         if not isinstance(key, str):
-            raise TypeError(f"state: has the key {key!r} of {kind(key)}, wanted strings")
+            raise TypeError(f"state: has the key {key!r} of {kind(key)}, expected strings")
     return {key.removeprefix(prefix): x for key, x in entries.items()}
 
 
@@ -84,7 +84,9 @@ def _read_file(path: Path, prefix: str, elsewhere: Collection[str] = ()) -> dict
     """Return the entries of one file that begin with the prefix, except those that the index has in another file."""
     if path.exists() and not path.is_file():
         problem = (
-            "a directory, wanted a safetensors file in it" if path.is_dir() else "no file, wanted a safetensors file"
+            "a directory, expected a safetensors file in it"
+            if path.is_dir()
+            else "no file, expected a safetensors file"
         )
         raise ValueError(f"state: {path} is {problem}, or its .index.json")
     from safetensors import SafetensorError, safe_open
@@ -147,7 +149,7 @@ def read_weights(layout: Layout, state: dict[str, Any]) -> Weights:
     for name, x in tensors.items():
         if x.dtype != first.dtype or x.device != first.device:
             got, expected = f"{kind(x)} on {x.device}", f"{kind(first)} on {first.device}, as {keys['q.weight']}"
-            raise ValueError(f"{keys[name]}: is {got}, wanted {expected}")
+            raise ValueError(f"{keys[name]}: is {got}, expected {expected}")
     return Weights(tensors, keys, splits)
 
 
@@ -159,16 +161,16 @@ def _check_tensor(part: Part, x: Any) -> Tensor:
         tensor = x if isinstance(x, Tensor) else torch.tensor(x, device="cpu")  # a copy: arrays may not be writable
     except (TypeError, ValueError, RuntimeError):
         got = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else kind(x)
-        raise TypeError(f"{part.key}: got {got}, wanted a tensor or an array of numbers") from None
+        raise TypeError(f"{part.key}: got {got}, expected a tensor or an array of numbers") from None
     if is_lazy(tensor):
-        raise ValueError(f"{part.key}: is uninitialised, wanted weights; a lazy module gets them in its first call")
+        raise ValueError(f"{part.key}: is uninitialised, expected weights; a lazy module gets them in its first call")
     check_layout(part.key, tensor)
     if tensor.dtype not in FLOATS:
-        raise TypeError(f"{part.key}: dtype is {kind(tensor)}, wanted float32, bfloat16, float16 or float64")
+        raise TypeError(f"{part.key}: dtype is {kind(tensor)}, expected float32, bfloat16, float16 or float64")
     flat = part.holds[0].split(".")[-1] == "bias" or "_norm." in part.holds[0]
     axes = {"rows": 1 if flat else 2, "columns": 2, "to heads": 2 if flat else 3, "from heads": 3, "token": 3}[
         part.form
     ]
     if tensor.ndim != axes:
-        raise ValueError(f"{part.key}: has {tensor.ndim} axes, wanted {axes}; it is {list(tensor.shape)}")
+        raise ValueError(f"{part.key}: has {tensor.ndim} axes, expected {axes}; it is {list(tensor.shape)}")
     return tensor

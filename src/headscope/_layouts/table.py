@@ -249,7 +249,7 @@ def kind_of_norm(module: Any) -> str | None:
                 f'module: {name} is a {class_name}, of a kind that is not known; pass qk_norm="rms" or "layer"'
             )
     if kinds["q_norm"] != kinds["k_norm"]:
-        raise ValueError(f"module: q_norm is {kinds['q_norm']!r} and k_norm {kinds['k_norm']!r}, wanted one kind")
+        raise ValueError(f"module: q_norm is {kinds['q_norm']!r} and k_norm {kinds['k_norm']!r}, expected one kind")
     return kinds["q_norm"]
 
 

@@ -73,7 +73,9 @@ def _positions_of(request: Request) -> tuple[Tensor | None, Tensor | None, Tenso
         q_at = _check_positions("q_pos", request.q_pos, "Q", call.queries, request)
     elif call.queries > call.keys:
         sizes = shapes(q=request.inputs.q, k=request.inputs.k)
-        raise ValueError(f"q_pos: wanted, for there are more queries ({call.queries}) than keys ({call.keys}); {sizes}")
+        raise ValueError(
+            f"q_pos: is required, because there are more queries ({call.queries}) than keys ({call.keys}); {sizes}"
+        )
     else:
         q_at = _positions_at(k_at, line, call.keys)
     if q_at.shape[-1] != k_at.shape[-1]:
@@ -94,12 +96,12 @@ def _check_positions(name: str, positions: Tensor, letter: str, length: int, req
     check_type(name, positions, Tensor, "a torch.Tensor or None")
     check_layout(name, positions)
     if positions.dtype == torch.bool or positions.dtype.is_complex:
-        raise TypeError(f"{name}: dtype is {kind(positions)}, wanted numbers")
+        raise TypeError(f"{name}: dtype is {kind(positions)}, expected numbers")
     batch = request.call.batch
     fits = tuple(positions.shape) in ((length,), (length, 1), (length, 2))
     if not fits and tuple(positions.shape) not in {(b, length, n) for b in (1, batch) for n in (1, 2)}:
         raise ValueError(
-            f"{name}: wanted [{letter}] or [{letter}, 2], or [B, {letter}, 1 or 2], here {letter} = {length} and "
+            f"{name}: expected [{letter}] or [{letter}, 2], or [B, {letter}, 1 or 2], here {letter} = {length} and "
             f"B = {batch}; {shapes(**{name: positions})}"
         )
     at = positions.detach().to(device=request.inputs.q.device, dtype=wide(request.inputs.q.device))

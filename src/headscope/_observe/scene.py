@@ -90,7 +90,7 @@ def build_scene(request: Request) -> Scene:
         ValueError: a size or option does not fit.
     """
     if request.kind not in ("self", "cross"):
-        raise ValueError(f'kind: got {request.kind!r}, wanted "self" or "cross"')
+        raise ValueError(f'kind: got {request.kind!r}, expected "self" or "cross"')
     request = _ordinary(request)
     call, inputs, what = request.call, request.inputs, request.what
     _check_lse(request)
@@ -196,12 +196,12 @@ def _check_lse(request: Request) -> None:
     check_type("lse", lse, Tensor, "a torch.Tensor or None")
     check_layout("lse", lse)
     if lse.dtype not in FLOATS:
-        raise TypeError(f"lse: dtype is {kind(lse)}, wanted a floating one")
+        raise TypeError(f"lse: dtype is {kind(lse)}, expected a floating one")
     if lse.device != q.device:
         raise ValueError(f"lse: is on {lse.device}, q is on {q.device}")
     expected = (*call.lead, call.heads, call.queries)
     if lse.shape != expected:
-        raise ValueError(f"lse: wanted [B, H, Q] = {list(expected)}; {shapes(lse=lse, q=q)}")
+        raise ValueError(f"lse: expected [B, H, Q] = {list(expected)}; {shapes(lse=lse, q=q)}")
 
 
 def _check_tokens(request: Request) -> None:
@@ -211,7 +211,7 @@ def _check_tokens(request: Request) -> None:
     keys, lead = call.keys, call.lead
     if tuple(tokens.shape) not in ((keys,), (1, keys), (call.batch, keys), (*lead, keys)):
         raise ValueError(
-            f"tokens: wanted [K] or [B, K], here [{keys}] or [{call.batch}, {keys}]; "
+            f"tokens: expected [K] or [B, K], here [{keys}] or [{call.batch}, {keys}]; "
             f"{shapes(tokens=tokens, k=request.inputs.k)}"
         )
 

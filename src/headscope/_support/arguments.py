@@ -42,7 +42,7 @@ def whole(name: str, value: object, least: int = 1, otherwise: str = "") -> int:
     Raises:
         TypeError, ValueError: it is no whole number from ``least`` on; ``otherwise`` says what would do, too.
     """
-    integer, expected = as_whole(value), f"wanted a whole number from {least}{otherwise}"
+    integer, expected = as_whole(value), f"expected a whole number from {least}{otherwise}"
     if integer is None:
         raise TypeError(f"{name}: got {kind(value)}, {expected}")
     if integer < least:
@@ -53,21 +53,21 @@ def whole(name: str, value: object, least: int = 1, otherwise: str = "") -> int:
 def number(name: str, value: object) -> float:
     """Return an argument as an int or a float: numpy has numbers of its own. A bool is none."""
     if isinstance(value, bool):
-        raise TypeError(f"{name}: got bool, wanted a number")
+        raise TypeError(f"{name}: got bool, expected a number")
     if isinstance(value, (int, float)):
         return value
     if isinstance(value, Real):
         return float(value)
-    raise TypeError(f"{name}: got {kind(value)}, wanted a number")
+    raise TypeError(f"{name}: got {kind(value)}, expected a number")
 
 
 def check_layout(name: str, tensor: Tensor) -> None:
     """Raise unless it is an ordinary tensor: neither sparse nor nested, and no ``CausalBias``."""
     check_no_causal_bias(name, tensor)
     if tensor.layout == torch.jagged or (tensor.layout == torch.strided and tensor.is_nested):
-        raise TypeError(f"{name}: is a nested tensor of layout {tensor.layout}, wanted an ordinary one")
+        raise TypeError(f"{name}: is a nested tensor of layout {tensor.layout}, expected an ordinary one")
     if tensor.layout != torch.strided:
-        raise TypeError(f"{name}: layout is {tensor.layout}, wanted an ordinary tensor (torch.strided): .to_dense()")
+        raise TypeError(f"{name}: layout is {tensor.layout}, expected an ordinary tensor (torch.strided): .to_dense()")
 
 
 def check_broadcast(name: str, tensor: Tensor, lead: tuple[int, ...], last: tuple[int, int, int]) -> None:
@@ -77,13 +77,13 @@ def check_broadcast(name: str, tensor: Tensor, lead: tuple[int, ...], last: tupl
     if tensor.ndim > len(sizes):
         names = ", ".join(letters)
         most = f"at most {len(sizes)} ([{names}])"
-        raise ValueError(f"{name}: has {tensor.ndim} axes, wanted {most}; {shapes(**{name: tensor})}")
+        raise ValueError(f"{name}: has {tensor.ndim} axes, expected {most}; {shapes(**{name: tensor})}")
     for axis in range(-1, -tensor.ndim - 1, -1):
         got = tensor.shape[axis]
         if got != 1 and got != sizes[axis]:  # `not in` a compiler answers from the numbers that it knows
             where = f"axis {tensor.ndim + axis} ({letters[axis]})"
             raise ValueError(
-                f"{name}: {where} is {got}, wanted {sizes[axis]} or 1; {shapes(**{name: tensor})}, "
+                f"{name}: {where} is {got}, expected {sizes[axis]} or 1; {shapes(**{name: tensor})}, "
                 f"the weights are {list(sizes)}"
             )
 
@@ -113,4 +113,4 @@ def check_type(
         TypeError: it is of another type.
     """
     if not isinstance(value, expected):
-        raise TypeError(f"{name}: got {describe(value)}, wanted {text}")
+        raise TypeError(f"{name}: got {describe(value)}, expected {text}")

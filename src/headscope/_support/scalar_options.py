@@ -17,7 +17,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     scale = number("scale", scale)
     if not abs(scale) <= sys.float_info.max:  # NaN neither; a compiler can follow this, but not math.isfinite
-        raise ValueError(f"scale: got {scale}, wanted a finite number")
+        raise ValueError(f"scale: got {scale}, expected a finite number")
     return float(scale)
 
 
@@ -27,7 +27,7 @@ def check_softcap(softcap: float | None) -> float | None:
         return None
     softcap = number("softcap", softcap)
     if not 0 < softcap <= sys.float_info.max:
-        raise ValueError(f"softcap: got {softcap}, wanted a finite number above 0, or None")
+        raise ValueError(f"softcap: got {softcap}, expected a finite number above 0, or None")
     return float(softcap)
 
 
@@ -53,5 +53,5 @@ def check_dropout(dropout: float) -> float:
     """The probability with which a weight is dropped."""
     dropout = number("dropout", dropout)
     if not 0 <= dropout < 1:
-        raise ValueError(f"dropout: got {dropout}, wanted a probability in [0, 1)")
+        raise ValueError(f"dropout: got {dropout}, expected a probability in [0, 1)")
     return float(dropout)

@@ -83,16 +83,16 @@ def kv_budget(
         ValueError: nothing was received, a budget below 1, or heads that do not divide into so many groups.
     """
     if as_whole(keys) is not None:
-        raise TypeError(f"keys: got {keys}, wanted several budgets, as ({keys},)")
+        raise TypeError(f"keys: got {keys}, expected several budgets, as ({keys},)")
     budgets = tuple(as_whole(k) or 0 for k in keys)
     if not budgets or min(budgets) < 1:
-        raise ValueError(f"keys: got {tuple(keys)}, wanted whole numbers from 1")
+        raise ValueError(f"keys: got {tuple(keys)}, expected whole numbers from 1")
     observed = stats_of(stats)
     parts = {layer: part for layer, part in observed.parts.items() if part.received is not None}
     if not parts:
         raise ValueError("kv_budget: needs what the keys received; observe with Observe(received=True)")
     if isinstance(kv_heads, Mapping) and (unknown := [layer for layer in kv_heads if layer not in observed.parts]):
-        raise ValueError(f"kv_heads: got {', '.join(unknown)}, wanted layers: {', '.join(observed.layers)}")
+        raise ValueError(f"kv_heads: got {', '.join(unknown)}, expected layers: {', '.join(observed.layers)}")
     lines: list[HeadBudget] = []
     for layer, part in parts.items():
         groups = kv_heads.get(layer) if isinstance(kv_heads, Mapping) else kv_heads
@@ -126,7 +126,7 @@ def _budgets(layer: str, part: LayerStats, budgets: tuple[int, ...], groups: int
     if groups is None:
         return
     if groups < 1 or part.heads % groups:
-        raise ValueError(f"kv_heads: got {groups}, wanted a number that divides the {part.heads} heads of {layer}")
+        raise ValueError(f"kv_heads: got {groups}, expected a number that divides the {part.heads} heads of {layer}")
     size = part.heads // groups
     sums = (x.unflatten(0, (groups, size)).sum(1) for x in (part.received, part.eligible))
     for group, (received, eligible) in enumerate(zip(*sums, strict=True)):

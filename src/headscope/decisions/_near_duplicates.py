@@ -113,7 +113,7 @@ def near_duplicates(stats: HeadStats | HasStats, threshold: float = 0.1) -> Near
         ValueError: threshold is out of range, no layer has a map and ``received``, or maps have different bins.
     """
     if not 0 <= threshold <= 1:
-        raise ValueError(f"threshold: got {threshold}, wanted 0 to 1")
+        raise ValueError(f"threshold: got {threshold}, expected 0 to 1")
     observed = stats_of(stats)
     parts = {
         layer: part for layer, part in observed.parts.items() if part.map is not None and part.received is not None

@@ -102,7 +102,7 @@ def streaming_heads(stats: HeadStats | HasStats, keep: float = 0.95) -> Streamin
         ValueError: keep is out of range, or no window was observed.
     """
     if not 0 < keep < 1:
-        raise ValueError(f"keep: got {keep}, wanted a share above 0 and below 1")
+        raise ValueError(f"keep: got {keep}, expected a share above 0 and below 1")
     observed = stats_of(stats)
     parts = {layer: part for layer, part in observed.parts.items() if _windows(part)}
     if not parts:

@@ -82,7 +82,7 @@ def load_example(name: str, *, seed_random: bool = False) -> TextExample | Digit
         return _load_text(trained=not seed_random)
     if name == "digits":
         return _load_digits(trained=not seed_random)
-    raise ValueError(f"name: got {name!r}, wanted one of 'text', 'digits'")
+    raise ValueError(f"name: got {name!r}, expected one of 'text', 'digits'")
 
 
 def _load_text(*, trained: bool) -> TextExample:

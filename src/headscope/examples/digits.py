@@ -65,7 +65,7 @@ class DigitsModel(nn.Module):
             ValueError: images is not [B, 8, 8].
         """
         if images.ndim != 3 or images.shape[1:] != (SIDE, SIDE):
-            raise ValueError(f"images: got {list(images.shape)}, wanted [B, {SIDE}, {SIDE}]")
+            raise ValueError(f"images: got {list(images.shape)}, expected [B, {SIDE}, {SIDE}]")
         patches = images.flatten(1).unsqueeze(-1)  # [B, 64, 1]
         x = self.patch_embedding(2 * patches - 1) + self.position_embedding.weight  # [B, 64, E]
         weights: list[Tensor] | None = [] if need_weights else None

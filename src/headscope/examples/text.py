@@ -65,7 +65,7 @@ class TextModel(nn.Module):
                 CUDA's own error tells of that).
         """
         if tokens.ndim != 2:
-            raise ValueError(f"tokens: has {tokens.ndim} axes, wanted 2 (B, T); tokens {list(tokens.shape)}")
+            raise ValueError(f"tokens: has {tokens.ndim} axes, expected 2 (B, T); tokens {list(tokens.shape)}")
         length = tokens.shape[1]
         if length > self.config.context:
             raise ValueError(
@@ -74,7 +74,7 @@ class TextModel(nn.Module):
         try:
             embedded = self.token_embedding(tokens)
         except IndexError:  # so a forward pass in range does not wait for a check
-            expected = f"wanted 0 to {self.config.vocab_size - 1}"
+            expected = f"expected 0 to {self.config.vocab_size - 1}"
             raise ValueError(f"tokens: are {int(tokens.min())} to {int(tokens.max())}, {expected}") from None
         x = embedded + self.position_embedding.weight[:length]
         weights: list[Tensor] | None = [] if need_weights else None
@@ -136,7 +136,7 @@ class TextTokenizer:
 
     def _check(self, token: int) -> None:
         if not 0 <= token < len(self):
-            raise ValueError(f"token: {token} is no token id, wanted 0 to {len(self) - 1}")
+            raise ValueError(f"token: {token} is no token id, expected 0 to {len(self) - 1}")
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Return where each token lies in the text, as (start, stop) in characters.

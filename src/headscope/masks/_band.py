@@ -118,7 +118,7 @@ class Band(Mask):
             raise ValueError(f"mask: Band(offset=...) wants numbers from {-FAR} to {FAR}, got {offset!r}")
         if isinstance(offset, tuple) and len(offset) != batch:
             raise ValueError(
-                f"mask: Band.offset has {len(offset)} numbers, wanted {batch}, one for each batch entry (B)"
+                f"mask: Band.offset has {len(offset)} numbers, expected {batch}, one for each batch entry (B)"
             )
 
     def is_causal(self, queries: int, keys: int) -> bool:
@@ -209,7 +209,7 @@ def window(n: int) -> Band:
     if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
         raise TypeError(f"n: window wants a whole number, got {type(length).__name__}")
     if length < 1:
-        raise ValueError(f"n: window({length}) would see nothing; wanted at least 1 (the query's own key)")
+        raise ValueError(f"n: window({length}) would see nothing; expected at least 1 (the query's own key)")
     return Band(length - 1, 0)  # pyright: ignore[reportArgumentType]  # a SymInt counts as an int
 
 

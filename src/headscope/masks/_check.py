@@ -21,7 +21,7 @@ def as_mask(mask: object) -> Mask | None:
     if mask is None or isinstance(mask, Mask):
         return mask
     if not isinstance(mask, Tensor):
-        raise TypeError(f"mask: got {kind(mask)}, wanted a mask of headscope.masks, a boolean tensor or None")
+        raise TypeError(f"mask: got {kind(mask)}, expected a mask of headscope.masks, a boolean tensor or None")
     check_no_causal_bias("mask", mask)
     if mask.dtype == torch.bool:
         return Dense(mask)

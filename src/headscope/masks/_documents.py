@@ -50,7 +50,7 @@ class Documents(Mask):
         k_ids = _to_ids("k", k)
         if len(k) != len(q):
             raise ValueError(
-                f"k: has {len(k)} numbers, wanted {len(q)}, as q: one sequence of keys for each of queries"
+                f"k: has {len(k)} numbers, expected {len(q)}, as q: one sequence of keys for each of queries"
             )
         return cls(q_ids, k_ids)
 
@@ -109,13 +109,13 @@ def _to_ids(name: str, cu_seqlens: object) -> Tensor:
     """[n + 1] cumulative lengths -> [1, total], the number of each token's sequence."""
     if not isinstance(cu_seqlens, Tensor) or not is_integral(cu_seqlens):
         raise TypeError(
-            f"{name}: got {getattr(cu_seqlens, 'dtype', type(cu_seqlens).__name__)}, wanted integers [n + 1]"
+            f"{name}: got {getattr(cu_seqlens, 'dtype', type(cu_seqlens).__name__)}, expected integers [n + 1]"
         )
     if cu_seqlens.ndim != 1:
-        raise ValueError(f"{name}: is {list(cu_seqlens.shape)}, wanted [n + 1]: cumulative lengths from 0")
+        raise ValueError(f"{name}: is {list(cu_seqlens.shape)}, expected [n + 1]: cumulative lengths from 0")
     lengths = cu_seqlens.diff()
     if len(cu_seqlens) == 0 or int(cu_seqlens[0]) != 0 or bool((lengths < 0).any()):
-        raise ValueError(f"{name}: got {cu_seqlens.tolist()}, wanted cumulative lengths: 0, and then never less")
+        raise ValueError(f"{name}: got {cu_seqlens.tolist()}, expected cumulative lengths: 0, and then never less")
     return torch.arange(len(lengths), device=cu_seqlens.device).repeat_interleave(lengths)[None]  # [1, total]
 
 

@@ -26,7 +26,7 @@ def to_tensor(name: str, value: object) -> Tensor:
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name}: got {type(value).__name__}, wanted a tensor, or what torch makes one of") from error
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor, or what torch makes one of") from error
 
 
 def is_integral(x: Tensor) -> bool:
@@ -42,18 +42,18 @@ def is_whole(value: object) -> bool:
 def check_ids(name: str, ids: Tensor, axes: dict[str, int]) -> None:
     """Raise unless a tensor of a mask holds integers, with these axes; B may be 1 beside another axis."""
     if not is_integral(ids):
-        raise TypeError(f"mask: {name} is {kind(ids)}, wanted integers")
+        raise TypeError(f"mask: {name} is {kind(ids)}, expected integers")
     letters, sizes = ", ".join(axes), list(axes.values())
     if ids.ndim != len(axes):
-        raise ValueError(f"mask: {name} is {list(ids.shape)}, wanted [{letters}] = {sizes}")
+        raise ValueError(f"mask: {name} is {list(ids.shape)}, expected [{letters}] = {sizes}")
     for axis, (letter, size) in enumerate(axes.items()):
         got = ids.shape[axis]
         repeats = letter == "B" and len(axes) == 2 and got == 1
         if got != size and not repeats:  # `not in` a compiler answers from the numbers that it knows
-            raise ValueError(f"mask: {name} axis {axis} ({letter}) is {got}, wanted {size}; it is {list(ids.shape)}")
+            raise ValueError(f"mask: {name} axis {axis} ({letter}) is {got}, expected {size}; it is {list(ids.shape)}")
 
 
 def describe_wrong_dtype(mask: Tensor) -> str:
     """Name the dtype of a mask that is not boolean, and the remedy."""
     hint = "numbers to add are a bias: pass bias=" if mask.dtype.is_floating_point else "convert it with .bool()"
-    return f"{kind(mask)}, wanted bool (True = may be seen); {hint}"
+    return f"{kind(mask)}, expected bool (True = may be seen); {hint}"

@@ -42,7 +42,7 @@ def _check_pair(context: object) -> None:
     else:
         got = kind(context)
     hint = "; a mask goes by its name, mask=" if isinstance(context, Mask) else ""
-    raise TypeError(f"context: got {got}, wanted a torch.Tensor, or a pair (for the keys, for the values){hint}")
+    raise TypeError(f"context: got {got}, expected a torch.Tensor, or a pair (for the keys, for the values){hint}")
 
 
 def check_context(x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
@@ -52,9 +52,9 @@ def check_context(x: Tensor, k_from: Tensor, v_from: Tensor) -> None:
     for tensor in (k_from, v_from):
         if x.ndim == 3 and tensor.shape[0] != x.shape[0] and tensor.shape[0] != 1 and x.shape[0] != 1:
             expected = f"{x.shape[0]}, as x; {shapes(context=tensor, x=x)}"
-            raise ValueError(f"context: axis 0 (B) is {tensor.shape[0]}, wanted {expected}")
+            raise ValueError(f"context: axis 0 (B) is {tensor.shape[0]}, expected {expected}")
     if k_from.shape[-2] != v_from.shape[-2]:
-        got = f"{v_from.shape[-2]} for the values, wanted {k_from.shape[-2]}, as for the keys"
+        got = f"{v_from.shape[-2]} for the values, expected {k_from.shape[-2]}, as for the keys"
         raise ValueError(f"context: axis {v_from.ndim - 2} (K) is {got}; {shapes(keys=k_from, values=v_from)}")
 
 
@@ -63,9 +63,9 @@ def shape_error(name: str, tensor: Tensor, width: int, x: Tensor) -> ValueError:
     got = f"{name} {list(tensor.shape)}" + ("" if name == "x" else f", x {list(x.shape)}")
     if tensor.ndim not in (2, 3) or tensor.ndim != x.ndim:
         axes = "2 or 3" if name == "x" else f"{x.ndim}, as x"
-        return ValueError(f"{name}: has {tensor.ndim} axes, wanted {axes} ([B, length, E]); {got}")
+        return ValueError(f"{name}: has {tensor.ndim} axes, expected {axes} ([B, length, E]); {got}")
     hint = "; without context, keys and values are projected from x" if tensor is x and name != "x" else ""
-    return ValueError(f"{name}: axis {tensor.ndim - 1} (E) is {tensor.shape[-1]}, wanted {width}{hint}; {got}")
+    return ValueError(f"{name}: axis {tensor.ndim - 1} (E) is {tensor.shape[-1]}, expected {width}{hint}; {got}")
 
 
 def check_sliced(qkv_proj: nn.Module) -> None:
@@ -78,7 +78,7 @@ def check_sliced(qkv_proj: nn.Module) -> None:
         return
     what = "has hooks" if type(qkv_proj) in (Linear, nn.Linear) else f"is a {type(qkv_proj).__name__}"
     raise ValueError(
-        f"qkv_proj: {what}, which cross-attention would pass by: it takes parts of the weight; wanted separate "
+        f"qkv_proj: {what}, which cross-attention would pass by: it takes parts of the weight; expected separate "
         'projections, as a module has with bias=("q", "v"), or with a kdim or vdim that is not embed_dim'
     )
 
@@ -88,7 +88,7 @@ def check_self_attention(option: str, embed_dim: int, **widths: int) -> None:
     for name, width in widths.items():
         if width != embed_dim:
             raise ValueError(
-                f"{name}: got {width} beside {option}, which is for self-attention; wanted embed_dim {embed_dim}"
+                f"{name}: got {width} beside {option}, which is for self-attention; expected embed_dim {embed_dim}"
             )
 
 

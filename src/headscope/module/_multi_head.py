@@ -147,7 +147,7 @@ class MultiHeadAttention(nn.Module):
         biased = biased_parts(bias)
         check_flags(sinks=sinks, gate=gate, bias_kv=bias_kv, **({} if out_bias is None else {"out_bias": out_bias}))
         if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"dtype: got {str(dtype).removeprefix('torch.')}, wanted a floating one")
+            raise TypeError(f"dtype: got {str(dtype).removeprefix('torch.')}, expected a floating one")
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.splits = (num_heads * self.head_dim, kv_heads * self.head_dim, kv_heads * self.v_head_dim)
         self._add_projections(biased, place)
@@ -240,13 +240,13 @@ class MultiHeadAttention(nn.Module):
     def projection(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Weight [rows, width] and bias [rows] of the projection "q", "k", "v" or "out"; views, if they are packed."""
         if name not in (*QKV, "out"):
-            raise ValueError(f"name: got {name!r}, wanted {', '.join(QKV)} or out")
+            raise ValueError(f"name: got {name!r}, expected {', '.join(QKV)} or out")
         packed = self.packed and name != "out"
         path = "qkv_proj" if packed else f"{name}_proj"
         linear: nn.Linear = getattr(self, path)
         weight, bias = weight_and_bias(linear)
         if not isinstance(cast("object", weight), Tensor):
-            raise TypeError(f"{path}: {type(linear).__name__} has no weight that is a tensor; wanted an nn.Linear")
+            raise TypeError(f"{path}: {type(linear).__name__} has no weight that is a tensor; expected an nn.Linear")
         if not packed:
             return weight, bias
         at = QKV.index(name)
@@ -309,7 +309,7 @@ class MultiHeadAttention(nn.Module):
             out [B, Q, embed_dim], or (out, weights).
 
         Raises:
-            TypeError, ValueError: an input, mask or bias that does not fit; it names argument, axis, got and wanted.
+            TypeError, ValueError: an input, mask or bias that does not fit; it names argument, axis, got and expected.
         """
         if getattr(x, "is_nested", False) is True:
             return self._of_nested(
@@ -422,7 +422,7 @@ class MultiHeadAttention(nn.Module):
         for name, tensor, width in expected:
             check_type(name, tensor, Tensor, "a torch.Tensor")
             if tensor.is_nested and not x.is_nested:
-                raise ValueError(f"{name}: got a nested tensor beside an x of {x.ndim} axes, wanted x nested as well")
+                raise ValueError(f"{name}: got a nested tensor beside an x of {x.ndim} axes, expected x nested as well")
             if tensor.shape[-1:] != (width,) or tensor.ndim not in (2, 3) or tensor.ndim != x.ndim:
                 raise shape_error(name, tensor, width, x)
         if k_from is not x or v_from is not x:

@@ -34,10 +34,12 @@ def forward_nested(
     documents, sources = Documents.from_cu_seqlens(offsets), {}
     if context is not None:
         if mask is not None:
-            raise ValueError("mask: got one beside a nested context; wanted None: each row sees its row of the context")
+            raise ValueError(
+                "mask: got one beside a nested context; expected None: each row sees its row of the context"
+            )
         if not isinstance(context, Tensor) or not context.is_nested:
             got = kind(context) if not isinstance(context, Tensor) else f"a tensor of {context.ndim} axes"
-            raise ValueError(f"context: got {got} beside a nested x, wanted a nested tensor")
+            raise ValueError(f"context: got {got} beside a nested x, expected a nested tensor")
         k_offsets = _offsets("context", context)
         if len(k_offsets) != len(offsets):
             raise ValueError(f"context: has {len(k_offsets) - 1} rows, x has {len(offsets) - 1}")
@@ -53,7 +55,7 @@ def _within(documents: Documents, mask: Mask | Tensor | None) -> Mask:
         return documents
     if not isinstance(mask, Mask) or not all(isinstance(leaf, Band) and leaf.offset is None for leaf in mask.leaves()):
         raise ValueError(
-            f"mask: got {kind(mask)} beside a nested x, wanted causal(), window(n) or another Band without offset: "
+            f"mask: got {kind(mask)} beside a nested x, expected causal(), window(n) or another Band without offset: "
             "numbers of keys mean something else in each row"
         )
     return mask & documents
@@ -62,10 +64,12 @@ def _within(documents: Documents, mask: Mask | Tensor | None) -> Mask:
 def _offsets(name: str, x: Tensor) -> Tensor:
     """Where the rows of a nested tensor begin in its values, and the last one ends."""
     if x.layout != torch.jagged:
-        raise ValueError(f"{name}: is a nested tensor of layout {x.layout}, wanted torch.jagged")
+        raise ValueError(f"{name}: is a nested tensor of layout {x.layout}, expected torch.jagged")
     jagged: Any = x
     if jagged.ndim != 3 or jagged._ragged_idx != 1:
-        raise ValueError(f"{name}: is a nested tensor of {jagged.ndim} axes, wanted [B, ragged, E]")
+        raise ValueError(f"{name}: is a nested tensor of {jagged.ndim} axes, expected [B, ragged, E]")
     if jagged.lengths() is not None:
-        raise ValueError(f"{name}: is a nested tensor with gaps between its rows; wanted it contiguous: .contiguous()")
+        raise ValueError(
+            f"{name}: is a nested tensor with gaps between its rows; expected it contiguous: .contiguous()"
+        )
     return jagged.offsets()

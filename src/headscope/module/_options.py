@@ -28,7 +28,7 @@ def check_heads(embed_dim: int, num_heads: int, kv_heads: int, head_dim: int | N
             f"not a whole number; choose a divisor of {embed_dim}, or give head_dim"
         )
     if num_heads % kv_heads:
-        raise ValueError(f"kv_heads: got {kv_heads}, wanted a divisor of num_heads {num_heads}")
+        raise ValueError(f"kv_heads: got {kv_heads}, expected a divisor of num_heads {num_heads}")
 
 
 def check_rotary(rotary: Rotary | None, head_dim: int) -> Rotary | None:
@@ -37,7 +37,7 @@ def check_rotary(rotary: Rotary | None, head_dim: int) -> Rotary | None:
         return None
     check_type("rotary", rotary, Rotary, "headscope.positions.Rotary or None")
     if rotary.dim > head_dim:
-        raise ValueError(f"rotary: its dim is {rotary.dim}, wanted at most head_dim {head_dim}")
+        raise ValueError(f"rotary: its dim is {rotary.dim}, expected at most head_dim {head_dim}")
     return rotary
 
 
@@ -48,10 +48,10 @@ def norm_of(
     if qk_norm is None:
         return None
     if qk_norm not in ("rms", "layer", "rms_all"):
-        raise ValueError(f'qk_norm: got {qk_norm!r}, wanted "rms", "layer", "rms_all" or None')
+        raise ValueError(f'qk_norm: got {qk_norm!r}, expected "rms", "layer", "rms_all" or None')
     eps = number("qk_norm_eps", eps)
     if not 0 < eps < math.inf:
-        raise ValueError(f"qk_norm_eps: got {eps}, wanted a finite number above 0")
+        raise ValueError(f"qk_norm_eps: got {eps}, expected a finite number above 0")
     if qk_norm == "layer":
         return nn.LayerNorm(head_dim, eps, **place)
     return nn.RMSNorm(heads * head_dim if qk_norm == "rms_all" else head_dim, eps, **place)
@@ -61,7 +61,7 @@ def check_flags(**flags: object) -> None:
     """Raise unless all are True or False."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
-            raise TypeError(f"{name}: got {flag!r}, wanted True or False")
+            raise TypeError(f"{name}: got {flag!r}, expected True or False")
 
 
 def set_reproducible(module: Any, reproducible: bool) -> bool:
@@ -87,5 +87,5 @@ def biased_parts(bias: bool | Collection[str]) -> frozenset[str]:
     check_type("bias", bias, Collection, f"True, False, or names among {', '.join(QKV)}")
     names = frozenset(bias)
     if not names <= set(QKV):
-        raise ValueError(f"bias: got {sorted(map(str, names))}, wanted True, False, or names among {', '.join(QKV)}")
+        raise ValueError(f"bias: got {sorted(map(str, names))}, expected True, False, or names among {', '.join(QKV)}")
     return names

@@ -27,7 +27,7 @@ def prune(module: Any, heads: Collection[int]) -> Any:
     if module.qk_norm == "rms_all":
         raise ValueError("heads: this module has qk_norm='rms_all', which normalises all heads together: none can go")
     for name, part in unknown_projections(module).items():
-        raise ValueError(f"module: {name} is a {type(part).__name__}, wanted nn.Linear, or one with its forward")
+        raise ValueError(f"module: {name} is a {type(part).__name__}, expected nn.Linear, or one with its forward")
     pruned = copy.deepcopy(module)
     q_rows, k_rows = _rows(remaining, module.head_dim), _rows(kv_remaining, module.head_dim)
     v_rows, out_columns = _rows(kv_remaining, module.v_head_dim), _rows(remaining, module.v_head_dim)
@@ -61,24 +61,24 @@ def _remaining_heads(heads: Collection[int], num_heads: int, kv_heads: int) -> t
     """Return the query heads and the key/value heads that remain."""
     check_type("heads", heads, Collection, "numbers of heads")
     if isinstance(heads, (str, bytes)):
-        raise TypeError(f"heads: got {kind(heads)}, wanted numbers of heads")
+        raise TypeError(f"heads: got {kind(heads)}, expected numbers of heads")
     gone: set[int] = set()
     for each in heads:
         head = as_whole(each)
         if head is None:
-            raise TypeError(f"heads: got {kind(each)}, wanted whole numbers")
+            raise TypeError(f"heads: got {kind(each)}, expected whole numbers")
         if not 0 <= head < num_heads:
-            raise ValueError(f"heads: got {head}, wanted numbers from 0 to {num_heads - 1}")
+            raise ValueError(f"heads: got {head}, expected numbers from 0 to {num_heads - 1}")
         gone.add(head)
     remaining = [head for head in range(num_heads) if head not in gone]
     if not remaining:
-        raise ValueError(f"heads: got all {num_heads}, wanted at least one to stay")
+        raise ValueError(f"heads: got all {num_heads}, expected at least one to stay")
     group = num_heads // kv_heads
     left = [sum(head // group == kv for head in remaining) for kv in range(kv_heads)]
     kv_remaining = [kv for kv in range(kv_heads) if left[kv]]
     if len({left[kv] for kv in kv_remaining}) > 1:
         raise ValueError(
-            f"heads: would leave {left} query heads for the {kv_heads} key/value heads, wanted as many for each, or "
+            f"heads: would leave {left} query heads for the {kv_heads} key/value heads, expected as many for each, or "
             f"none: head h uses key/value head h // {group}"
         )
     return remaining, kv_remaining

@@ -33,7 +33,7 @@ class ALiBi:
         settle_whole(self, "num_heads")
         slopes = to_numbers("slopes", self.slopes) or _slopes(self.num_heads)
         if len(slopes) != self.num_heads:
-            raise ValueError(f"slopes: got {len(slopes)}, wanted one a head, {self.num_heads}")
+            raise ValueError(f"slopes: got {len(slopes)}, expected one a head, {self.num_heads}")
         for slope in slopes:
             check_number("slopes", slope, least=0)
         object.__setattr__(self, "slopes", slopes)
@@ -74,9 +74,9 @@ class T5Buckets:
         least = 4 if self.bidirectional else 2
         if self.num_buckets < least or (self.bidirectional and self.num_buckets % 2):
             expected = "an even number from 4" if self.bidirectional else "at least 2"
-            raise ValueError(f"num_buckets: got {self.num_buckets}, wanted {expected}")
+            raise ValueError(f"num_buckets: got {self.num_buckets}, expected {expected}")
         if self.max_distance <= self.exact:
-            raise ValueError(f"max_distance: got {self.max_distance}, wanted more than {self.exact}")
+            raise ValueError(f"max_distance: got {self.max_distance}, expected more than {self.exact}")
 
     @property
     def exact(self) -> int:
@@ -153,7 +153,7 @@ def matrix(bias: PositionBias, q_pos: Tensor, k_pos: Tensor, dtype: torch.dtype 
     apart = both and q_pos.shape[0] != 1 and k_pos.shape[0] != 1 and q_pos.shape[0] != k_pos.shape[0]
     if q_pos.ndim not in (1, 2) or k_pos.ndim not in (1, 2) or apart:
         raise ValueError(
-            f"k_pos: {shapes(q_pos=q_pos, k_pos=k_pos)}, wanted q_pos [Q] and k_pos [K], or [B, Q] and [B, K]"
+            f"k_pos: {shapes(q_pos=q_pos, k_pos=k_pos)}, expected q_pos [Q] and k_pos [K], or [B, Q] and [B, K]"
         )
     between = k_pos[..., None, :] - q_pos[..., None]  # [..., Q, K]
     return bias.of(between, dtype).movedim(-1, -3)  # [..., H, Q, K]
@@ -185,9 +185,9 @@ def bias_of(option: object, num_heads: int, factory: dict[str, Any]) -> Position
         return RelativeBias(num_heads, option, **factory)
     if not isinstance(option, (ALiBi, RelativeBias)):
         got = f"the class {option.__name__}" if isinstance(option, type) else kind(option)
-        raise TypeError(f"position_bias: got {got}, wanted ALiBi, T5Buckets, RelativeBias or None")
+        raise TypeError(f"position_bias: got {got}, expected ALiBi, T5Buckets, RelativeBias or None")
     if option.num_heads != num_heads:
-        raise ValueError(f"position_bias: has {option.num_heads} heads, wanted num_heads {num_heads}")
+        raise ValueError(f"position_bias: has {option.num_heads} heads, expected num_heads {num_heads}")
     return option
 
 

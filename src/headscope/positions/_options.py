@@ -14,7 +14,7 @@ from headscope._support.arguments import kind, number, whole
 def to_positions(name: str, x: object, axes: str) -> Tensor:
     """A tensor of any integer dtype as int64: small ones wrap, and uint8 picks like a mask."""
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        raise TypeError(f"{name}: got {kind(x)}, wanted integers {axes}")
+        raise TypeError(f"{name}: got {kind(x)}, expected integers {axes}")
     return x.long()
 
 
@@ -22,7 +22,7 @@ def to_numbers(name: str, values: Any) -> tuple[float, ...]:
     try:
         return tuple(float(value) for value in values)
     except (TypeError, ValueError):
-        raise TypeError(f"{name}: got {values!r}, wanted numbers") from None
+        raise TypeError(f"{name}: got {values!r}, expected numbers") from None
 
 
 def settle_whole(options: object, name: str) -> None:
@@ -40,4 +40,4 @@ def settle_number(options: object, name: str, *, least: float = -math.inf, above
 def check_number(name: str, value: float, *, least: float = -math.inf, above: float = -math.inf) -> None:
     if not (least <= value < math.inf and value > above):
         expected = f"a finite number above {above}" if above > -math.inf else f"a finite number from {least}"
-        raise ValueError(f"{name}: got {value}, wanted {expected}")
+        raise ValueError(f"{name}: got {value}, expected {expected}")

@@ -19,10 +19,10 @@ def restarting(cu_seqlens: Tensor) -> Tensor:
     """
     cu_seqlens = to_positions("cu_seqlens", cu_seqlens, "[n + 1]")
     if cu_seqlens.ndim != 1 or not len(cu_seqlens):
-        raise ValueError(f"cu_seqlens: {shapes(cu_seqlens=cu_seqlens)}, wanted [n + 1]")
+        raise ValueError(f"cu_seqlens: {shapes(cu_seqlens=cu_seqlens)}, expected [n + 1]")
     if cu_seqlens.device.type != "meta" and not is_traced():
         offsets: list[int] = cu_seqlens.tolist()
         if offsets[0] or offsets != sorted(offsets):
-            raise ValueError(f"cu_seqlens: got {offsets}, wanted numbers from 0 on that do not fall")
+            raise ValueError(f"cu_seqlens: got {offsets}, expected numbers from 0 on that do not fall")
     starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())  # [total]
     return torch.arange(len(starts), device=starts.device) - starts

@@ -48,15 +48,15 @@ class Rotary:
     def __post_init__(self) -> None:
         settle_whole(self, "dim")
         if self.dim % 2:
-            raise ValueError(f"dim: got {self.dim}, wanted an even number: rotary turns pairs")
+            raise ValueError(f"dim: got {self.dim}, expected an even number: rotary turns pairs")
         settle_number(self, "base", above=1)
         if self.pairing not in ("half", "interleaved"):
-            raise ValueError(f'pairing: got {self.pairing!r}, wanted "half" or "interleaved"')
+            raise ValueError(f'pairing: got {self.pairing!r}, expected "half" or "interleaved"')
         if self.scaling is not None:
             expected = "LinearScaling, NTK, YaRN, Llama3 or None"
             check_type("scaling", self.scaling, (LinearScaling, NTK, YaRN, Llama3), expected, kind)
         if isinstance(self.scaling, NTK) and self.dim < 4:
-            raise ValueError(f"dim: got {self.dim}, wanted at least 4 for NTK, whose exponent is dim / (dim - 2)")
+            raise ValueError(f"dim: got {self.dim}, expected at least 4 for NTK, whose exponent is dim / (dim - 2)")
 
     @property
     def dynamic(self) -> bool:
@@ -142,7 +142,7 @@ class Rotary:
         """
         if x.shape[-1] < self.dim:
             raise ValueError(
-                f"x: axis {x.ndim - 1} (D) is {x.shape[-1]}, wanted at least dim {self.dim}; {shapes(x=x)}"
+                f"x: axis {x.ndim - 1} (D) is {x.shape[-1]}, expected at least dim {self.dim}; {shapes(x=x)}"
             )
         return self.turn(x, *self.shared_cos_sin(_places(positions, x), x, length))
 
@@ -238,7 +238,7 @@ def _places(positions: object, x: Tensor) -> Places:
     start, stop, length = 0 if positions.start is None else positions.start, positions.stop, x.shape[-2]
     whole = all(isinstance(end, (int, torch.SymInt)) and not isinstance(end, bool) for end in (start, stop))
     if not whole or positions.step not in (None, 1) or start < 0 or stop - start != length:
-        raise ValueError(f"positions: got {positions}, wanted {length} (T) of 0, 1, 2, …; {shapes(x=x)}")
+        raise ValueError(f"positions: got {positions}, expected {length} (T) of 0, 1, 2, …; {shapes(x=x)}")
     return slice(start, stop)
 
 
@@ -249,7 +249,7 @@ def check_positions(positions: object, x: Tensor) -> Tensor:
     fits = places.ndim in (1, x.ndim - 2) and places.shape[-1] == length
     if not fits or (places.ndim == 2 and places.shape[0] != 1 and places.shape[0] != x.shape[0]):
         text = f"[{length}]" + (f" or [{x.shape[0]}, {length}]" if x.ndim == 4 else "")
-        raise ValueError(f"positions: {shapes(positions=places)}, wanted {text}")
+        raise ValueError(f"positions: {shapes(positions=places)}, expected {text}")
     return places
 
 

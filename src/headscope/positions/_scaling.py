@@ -79,9 +79,9 @@ class YaRN:
             if getattr(self, name) is not None:
                 settle_number(self, name, above=0)
         if self.beta_fast <= self.beta_slow:
-            raise ValueError(f"beta_fast: got {self.beta_fast}, wanted more than beta_slow, {self.beta_slow}")
+            raise ValueError(f"beta_fast: got {self.beta_fast}, expected more than beta_slow, {self.beta_slow}")
         if (self.mscale is None) != (self.mscale_all_dim is None):
-            raise ValueError(f"mscale, mscale_all_dim: got {self.mscale}, {self.mscale_all_dim}, wanted both or none")
+            raise ValueError(f"mscale, mscale_all_dim: got {self.mscale}, {self.mscale_all_dim}, expected both or none")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Llama3:
         settle_number(self, "high_freq_factor", above=0)
         settle_whole(self, "original_length")
         if self.high_freq_factor <= self.low_freq_factor:
-            got = f"{self.high_freq_factor}, wanted more than low_freq_factor, {self.low_freq_factor}"
+            got = f"{self.high_freq_factor}, expected more than low_freq_factor, {self.low_freq_factor}"
             raise ValueError(f"high_freq_factor: got {got}")
 
 

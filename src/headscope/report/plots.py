@@ -91,13 +91,13 @@ def plot_grid(
     layers = [_weights(f"weights[{n}]", layer, "[H, Q, K]", 3) for n, layer in enumerate(weights)]
     sizes = (len(layers), max((len(layer) for layer in layers), default=0))
     if 0 in sizes:
-        raise ValueError(f"weights: there is no {'head' if layers else 'layer'}, wanted at least 1")
+        raise ValueError(f"weights: there is no {'head' if layers else 'layer'}, expected at least 1")
     if axes is None:
         import matplotlib.pyplot as plt
 
         _, axes = plt.subplots(*sizes, squeeze=False, figsize=(1.2 * sizes[1] + 0.6, 1.2 * sizes[0] + 0.6))
     if axes.ndim != 2 or axes.shape[0] < sizes[0] or axes.shape[1] < sizes[1]:
-        raise ValueError(f"axes: shape is {list(axes.shape)}, wanted at least {list(sizes)} (layers, heads)")
+        raise ValueError(f"axes: shape is {list(axes.shape)}, expected at least {list(sizes)} (layers, heads)")
     for number, layer in enumerate(layers):
         for unused in axes[number, len(layer) : sizes[1]]:  # another layer has more heads
             unused.set_axis_off()
@@ -133,7 +133,7 @@ def plot_statistics(
         parts = _stats("statistics", statistics).parts.values()
         statistics = [{each: part.moments[each].mean.tolist() for each in part.moments} for part in parts]
     if not statistics:
-        raise ValueError("statistics: there is no layer, wanted at least 1")
+        raise ValueError("statistics: there is no layer, expected at least 1")
     for number, layer in enumerate(statistics):
         if name not in layer:
             raise ValueError(f"name: layer {number} has no {name!r}, it has {', '.join(layer)}")
@@ -193,9 +193,9 @@ def plot_patches(
         raise ValueError(f"grid: {rows} x {columns} patches do not fit; weights {list(p.shape)}")
     row = None if query is None else as_whole(query)
     if query is not None and row is None:
-        raise TypeError(f"query: got {kind(query)}, wanted a whole number")
+        raise TypeError(f"query: got {kind(query)}, expected a whole number")
     if row is not None and not 0 <= row < len(p):
-        raise ValueError(f"query: got {row}, wanted 0 to {len(p) - 1}")
+        raise ValueError(f"query: got {row}, expected 0 to {len(p) - 1}")
     pixels = _pixels(image)
     looked = (p.mean(0) if row is None else p[row]).reshape(rows, columns)
     ax = _axes(ax)
@@ -215,20 +215,20 @@ def plot_patches(
 def _check_texts(name: str, texts: Sequence[object]) -> None:
     for number, text in enumerate(texts):
         if not isinstance(text, str):
-            raise TypeError(f"{name}[{number}]: got {kind(text)}, wanted a str")
+            raise TypeError(f"{name}[{number}]: got {kind(text)}, expected a str")
 
 
 def _grid(grid: object, patches: int) -> tuple[int, int]:
     """Return the rows and columns of patches."""
     if not patches:
-        raise ValueError("weights: there is no patch, wanted at least 1; weights [0, 0]")
+        raise ValueError("weights: there is no patch, expected at least 1; weights [0, 0]")
     if grid is None:
         return (round(patches**0.5),) * 2
     match grid:
         case [rows, columns]:
             return whole("grid[0]", rows), whole("grid[1]", columns)
         case _:
-            raise TypeError(f"grid: got {grid!r}, wanted two numbers (rows, columns)")
+            raise TypeError(f"grid: got {grid!r}, expected two numbers (rows, columns)")
 
 
 def _pixels(image: ArrayLike) -> NDArray[Any]:
@@ -239,14 +239,14 @@ def _pixels(image: ArrayLike) -> NDArray[Any]:
     pixels = np.asarray(image)
     _check_real("image", pixels)
     if pixels.ndim != 2 and not (pixels.ndim == 3 and pixels.shape[2] in CHANNELS):
-        raise ValueError(f"image: shape is {list(pixels.shape)}, wanted [h, w] or [h, w, 3]")
+        raise ValueError(f"image: shape is {list(pixels.shape)}, expected [h, w] or [h, w, 3]")
     return pixels
 
 
 def _stats(name: str, observed: HeadStats | ObservedModel) -> HeadStats:
     stats = observed if isinstance(observed, HeadStats) else getattr(observed, "stats", None)
     if not isinstance(stats, HeadStats):
-        raise TypeError(f"{name}: got {kind(observed)}, wanted an entry for each layer, or what was observed")
+        raise TypeError(f"{name}: got {kind(observed)}, expected an entry for each layer, or what was observed")
     return stats
 
 
@@ -273,13 +273,13 @@ def _weights(name: str, values: Weights, letters: str, axes: int) -> NDArray[np.
     """Return weights as an array on the host; none is negative."""
     array = _array(name, values, letters, axes)
     if (array < 0).any():
-        raise ValueError(f"{name}: got {array[array < 0][0]:.3g}, wanted weights, of at least 0")
+        raise ValueError(f"{name}: got {array[array < 0][0]:.3g}, expected weights, of at least 0")
     return array
 
 
 def _check_real(name: str, array: NDArray[Any]) -> None:
     if array.dtype.kind not in "biuf":
-        raise TypeError(f"{name}: dtype is {array.dtype}, wanted real numbers")
+        raise TypeError(f"{name}: dtype is {array.dtype}, expected real numbers")
 
 
 def _array(name: str, values: Weights, letters: str, axes: int) -> NDArray[np.float64]:
@@ -291,5 +291,5 @@ def _array(name: str, values: Weights, letters: str, axes: int) -> NDArray[np.fl
     _check_real(name, array)
     array = array.astype(np.float64, copy=False)
     if array.ndim != axes:
-        raise ValueError(f"{name}: has {array.ndim} axes, wanted {axes} ({letters}); {name} {list(array.shape)}")
+        raise ValueError(f"{name}: has {array.ndim} axes, expected {axes} ({letters}); {name} {list(array.shape)}")
     return array

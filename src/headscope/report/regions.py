@@ -52,10 +52,10 @@ def measure(
     height, width = grid
     tokens = height * width
     if p.ndim != 3 or p.shape[1:] != (tokens, tokens):
-        raise ValueError(f"p: wanted [H, {tokens}, {tokens}] for a grid of {height} x {width}; p {list(p.shape)}")
+        raise ValueError(f"p: expected [H, {tokens}, {tokens}] for a grid of {height} x {width}; p {list(p.shape)}")
     if position_map is not None and position_map.shape != p.shape:
         raise ValueError(
-            f"position_map: wanted the shape of p; position_map {list(position_map.shape)}, p {list(p.shape)}"
+            f"position_map: expected the shape of p; position_map {list(position_map.shape)}, p {list(p.shape)}"
         )
     p = p.detach().double()
     usable = p.isfinite().all(-1)  # [H, T]
@@ -129,7 +129,7 @@ def pixels_of(image: ArrayLike) -> NDArray[np.uint8]:
     """
     pixels = np.asarray(image)
     if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or pixels.shape[2:] not in ((), (3,)):
-        raise ValueError(f"image: got {pixels.dtype} {list(pixels.shape)}, wanted uint8 [h, w] or [h, w, 3]")
+        raise ValueError(f"image: got {pixels.dtype} {list(pixels.shape)}, expected uint8 [h, w] or [h, w, 3]")
     return pixels
 
 
@@ -139,7 +139,7 @@ def _light(image: NDArray[np.uint8], grid: tuple[int, int]) -> NDArray[np.float6
     image = pixels_of(image)
     if 0 in image.shape or image.shape[0] % height or image.shape[1] % width:
         raise ValueError(
-            f"image: wanted [h, w] or [h, w, 3], multiples of the grid {height} x {width}; image {list(image.shape)}"
+            f"image: expected [h, w] or [h, w, 3], multiples of the grid {height} x {width}; image {list(image.shape)}"
         )
     light = image.astype(np.float64)
     return light if light.ndim == 2 else light.mean(-1)

@@ -74,7 +74,7 @@ SECURE = (
 
 
 class RefusedError(ValueError):
-    """A request that is not answered; the message says what was wanted."""
+    """A request that is not answered; the message says what was expected."""
 
 
 class Server(ThreadingHTTPServer):
@@ -106,7 +106,7 @@ class Server(ThreadingHTTPServer):
         runs = [part.last_tiles for part in parts]
         if not any(runs):
             raise ValueError(
-                "q and k were not kept; wanted watch --keep-qk, or Observe(keep_qk=True) and save(path, qk=True)"
+                "q and k were not kept; expected watch --keep-qk, or Observe(keep_qk=True) and save(path, qk=True)"
             )
         self.weights = [None if each is None else weights_if_any(each) for each in runs]
         if not any(self.weights):
@@ -187,7 +187,7 @@ class Server(ThreadingHTTPServer):
         i, j = _span(query, "i", weights.queries), _span(query, "j", weights.keys)
         size = _number(query, "size", 1, LARGEST)
         if (i[1] - i[0]) * (j[1] - j[0]) > MOST_PAIRS:
-            raise RefusedError(f"i0 to j1: wanted at most {MOST_PAIRS:,} pairs")
+            raise RefusedError(f"i0 to j1: expected at most {MOST_PAIRS:,} pairs")
         with self.computing, torch.no_grad(), _refusing():
             mean, largest = pooled_tile(weights, query["head"], i, j, size)
         return np.stack([mean, largest]).astype("<f4").tobytes()
@@ -197,7 +197,7 @@ class Server(ThreadingHTTPServer):
         weights = self._layer(query)
         i = _span(query, "i", weights.queries)
         if i[1] - i[0] > STRIP:
-            raise RefusedError(f"i0, i1: wanted at most {STRIP:,} queries")
+            raise RefusedError(f"i0, i1: expected at most {STRIP:,} queries")
         strips = self.strips[query["layer"]]
         if strips is None:
             raise RefusedError("layer: it has no strips")
@@ -244,7 +244,7 @@ def _parse_numbers(query: str) -> dict[str, int]:
 
 def _number(query: Mapping[str, int], name: str, least: int, most: int) -> int:
     if name not in query or not least <= query[name] <= most:
-        raise RefusedError(f"{name}: wanted {least} to {most}")
+        raise RefusedError(f"{name}: expected {least} to {most}")
     return query[name]
 
 
@@ -330,7 +330,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             request = urlsplit(self.path)
         except ValueError:  # a host in brackets that is none
-            return self._answer(400, "text/plain", b"wanted a path\n")
+            return self._answer(400, "text/plain", b"expected a path\n")
         # "GET http://host/path": the host of an absolute target overrides the header (RFC 9112, 3.2.2)
         if (request.scheme or request.netloc) and (request.scheme != "http" or request.netloc not in own):
             return self._answer(403, "text/plain", b"wrong host\n")
@@ -345,7 +345,7 @@ class _Handler(BaseHTTPRequestHandler):
             query = _parse_numbers(request.query)
             content = self.server.tile(query) if what == "tile" else self.server.strip(query)
         except ValueError as error:  # also a number that is none
-            text = str(error) if isinstance(error, RefusedError) else "wanted whole numbers"
+            text = str(error) if isinstance(error, RefusedError) else "expected whole numbers"
             return self._answer(400, "text/plain", f"{text}\n".encode())
         return self._answer(200, "application/octet-stream", content)
 

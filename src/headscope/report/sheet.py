@@ -184,7 +184,7 @@ def _map(layer: int, weight: Tensor, tokens: int) -> Tensor:
         weight = weight[None]
     if weight.ndim != 4 or weight.shape[0] != 1 or weight.shape[2:] != (tokens, tokens):
         raise ValueError(
-            f"weights: layer {layer} is {shape}, wanted [H, {tokens}, {tokens}], one row and column a token"
+            f"weights: layer {layer} is {shape}, expected [H, {tokens}, {tokens}], one row and column a token"
         )
     return weight.detach().to("cpu", torch.float32)
 
@@ -193,15 +193,17 @@ def _position_map(layer: int, position_map: Tensor, weight: Tensor) -> Tensor:
     """One layer's map of positions as [H, T, T] on the host."""
     sizes = weight.shape[1:]
     if position_map.shape not in (sizes, weight.shape):
-        raise ValueError(f"position_maps: layer {layer} is {list(position_map.shape)}, wanted {list(sizes)} as weights")
+        raise ValueError(
+            f"position_maps: layer {layer} is {list(position_map.shape)}, expected {list(sizes)} as weights"
+        )
     return position_map.detach().to("cpu").reshape(sizes)
 
 
 def _check(tokens: Sequence[str], maps: Sequence[Tensor]) -> None:
     if not tokens:
-        raise ValueError("tokens: there is none, wanted at least 1")
+        raise ValueError("tokens: there is none, expected at least 1")
     if not maps:
-        raise ValueError("weights: there is no layer, wanted at least 1")
+        raise ValueError("weights: there is no layer, expected at least 1")
 
 
 def _sights(visible: Sequence[Tensor] | None, causal: bool, maps: Sequence[Tensor]) -> list[Tensor | None]:
@@ -217,11 +219,11 @@ def _sights(visible: Sequence[Tensor] | None, causal: bool, maps: Sequence[Tenso
 def _sight(layer: int, visible: Tensor, weight: Tensor) -> Tensor:
     sizes = weight.shape[1:]
     if visible.dtype != torch.bool:
-        raise ValueError(f"seen: layer {layer} is {visible.dtype}, wanted torch.bool, True = attend")
+        raise ValueError(f"seen: layer {layer} is {visible.dtype}, expected torch.bool, True = attend")
     try:
         return visible.detach().to("cpu").expand(sizes)
     except RuntimeError:
-        raise ValueError(f"seen: layer {layer} is {list(visible.shape)}, wanted {list(sizes)} as weights") from None
+        raise ValueError(f"seen: layer {layer} is {list(visible.shape)}, expected {list(sizes)} as weights") from None
 
 
 def _measure(

@@ -60,9 +60,9 @@ def image_picture(sheet: Sheet, layer: int, head: int, *, query: int | None = No
         ValueError: the sheet is not of an image, or there is no such patch.
     """
     if sheet.image is None or sheet.grid is None:
-        raise ValueError(f"sheet: is of kind {sheet.kind!r}, wanted an image")
+        raise ValueError(f"sheet: is of kind {sheet.kind!r}, expected an image")
     if query is not None and not 0 <= query < len(sheet.tokens):
-        raise ValueError(f"query: got {query}, wanted 0 to {len(sheet.tokens) - 1}")
+        raise ValueError(f"query: got {query}, expected 0 to {len(sheet.tokens) - 1}")
     return _ImagePicture(sheet, layer, head, query)
 
 

@@ -271,9 +271,9 @@ def _prepare(
     rows: Tensor | None,
 ) -> _Rows:
     if p.ndim != 4:
-        raise ValueError(f"p: has {p.ndim} axes, wanted 4 ([B, H, Q, K]); p {list(p.shape)}")
+        raise ValueError(f"p: has {p.ndim} axes, expected 4 ([B, H, Q, K]); p {list(p.shape)}")
     if kind not in ("self", "cross"):
-        raise ValueError(f'kind: got {kind!r}, wanted "self" or "cross"')
+        raise ValueError(f'kind: got {kind!r}, expected "self" or "cross"')
     batch, keys = p.shape[0], p.shape[3]
     p = p.detach().double()
     sight = _boolean("seen", visible, p, p.shape)
@@ -300,7 +300,7 @@ def _boolean(name: str, tensor: Tensor | None, p: Tensor, shape: torch.Size) -> 
     if tensor is None:
         return torch.ones(shape, dtype=torch.bool, device=p.device)
     if tensor.dtype != torch.bool:
-        raise ValueError(f"{name}: dtype is {tensor.dtype}, wanted torch.bool; {name} {list(tensor.shape)}")
+        raise ValueError(f"{name}: dtype is {tensor.dtype}, expected torch.bool; {name} {list(tensor.shape)}")
     try:
         return tensor.to(p.device).expand(shape)
     except RuntimeError:
@@ -318,7 +318,7 @@ def _gap(q_pos: Tensor | None, k_pos: Tensor | None, p: Tensor) -> Tensor:
     if q_pos is None:
         if queries > keys:
             raise ValueError(
-                f"q_pos: wanted, for there are more queries ({queries}) than keys ({keys}); p {list(p.shape)}"
+                f"q_pos: is required, because there are more queries ({queries}) than keys ({keys}); p {list(p.shape)}"
             )
         q_pos = k_pos[keys - queries :]
     q_at = _positions("q_pos", q_pos, "Q", queries, p)
@@ -334,7 +334,7 @@ def _positions(name: str, places: Tensor, letter: str, length: int, p: Tensor) -
     if tuple(places.shape) not in ((length,), (length, 1), (length, 2)):
         expected = f"[{length}] or [{length}, 2]"
         raise ValueError(
-            f"{name}: wanted [{letter}] or [{letter}, 2], here {expected}; "
+            f"{name}: expected [{letter}] or [{letter}, 2], here {expected}; "
             f"{name} {list(places.shape)}, p {list(p.shape)}"
         )
     at = places.to(p.device).double().reshape(length, -1)  # [length, axes]
@@ -346,7 +346,7 @@ def _ids(tokens: Tensor | None, batch: int, keys: int, p: Tensor) -> Tensor | No
         return None
     if tokens.shape not in ((keys,), (batch, keys)):
         raise ValueError(
-            f"tokens: wanted [B, K] or [K], here [{batch}, {keys}]; tokens {list(tokens.shape)}, p {list(p.shape)}"
+            f"tokens: expected [B, K] or [K], here [{batch}, {keys}]; tokens {list(tokens.shape)}, p {list(p.shape)}"
         )
     return tokens.to(p.device).expand(batch, keys)
 
@@ -377,7 +377,7 @@ def _targets(at: _Rows) -> dict[str, Tensor]:
 
 def _check_at_least(name: str, got: float, least: int) -> None:
     if not got >= least:
-        raise ValueError(f"{name}: got {got}, wanted at least {least}")
+        raise ValueError(f"{name}: got {got}, expected at least {least}")
 
 
 for _class in (HeadMeans, PatternScores, Match):

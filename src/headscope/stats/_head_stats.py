@@ -85,7 +85,9 @@ class HeadStats:
             return Column(*(getattr(column, each.name)[0] for each in fields(column)))
         head = as_whole(at[1]) if len(at) in (2, 3) else None
         if head is None:
-            raise TypeError(f"stats[...]: got {at!r}, wanted [layer, head, name], [layer, head], [layer, name] or less")
+            raise TypeError(
+                f"stats[...]: got {at!r}, expected [layer, head, name], [layer, head], [layer, name] or less"
+            )
         if not -part.heads <= head < part.heads:
             raise IndexError(f"head: got {head}, layer {layer} has {part.heads} (0 to {part.heads - 1})")
         if len(at) == 2:
@@ -101,7 +103,7 @@ class HeadStats:
             raise KeyError(f"{at}: neither a quantity nor a layer; there is {known}")
         number = as_whole(at)
         if number is None:
-            raise TypeError(f"layer: got {kind(at)}, wanted a number or a name")
+            raise TypeError(f"layer: got {kind(at)}, expected a number or a name")
         if not -len(self.parts) <= number < len(self.parts):
             raise IndexError(f"layer: got {number}, there are {len(self.parts)}: {', '.join(self.layers) or 'none'}")
         return self.layers[number]
@@ -237,7 +239,7 @@ class HeadStats:
             ValueError: not as many names as layers, or a name twice.
         """
         if len(names) != len(self.parts) or len({*names}) < len(names):
-            raise ValueError(f"names: got {', '.join(names)}, wanted {len(self.parts)} different ones")
+            raise ValueError(f"names: got {', '.join(names)}, expected {len(self.parts)} different ones")
         return HeadStats(dict(zip(names, self.parts.values(), strict=True)))
 
     def to(self, device: torch.device | str) -> HeadStats:

@@ -119,7 +119,7 @@ def read_value(header: Mapping[str, Any], name: str, *kinds: type[Any]) -> Any:
     value = header[name]
     if type(value) not in kinds:
         expected = " or ".join(each.__name__ for each in kinds)
-        raise TypeError(f"{name}: got {type(value).__name__}, wanted {expected}")
+        raise TypeError(f"{name}: got {type(value).__name__}, expected {expected}")
     return value
 
 
@@ -137,7 +137,7 @@ def read_whole(header: Mapping[str, Any], name: str, least: int, most: float = 2
     """
     value = read_value(header, name, int)
     if not least <= value <= most:
-        raise ValueError(f"{name}: got {value}, wanted {least} to {most}")
+        raise ValueError(f"{name}: got {value}, expected {least} to {most}")
     return value
 
 

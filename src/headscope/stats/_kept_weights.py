@@ -71,7 +71,7 @@ def check_within(i: tuple[int, int], j: tuple[int, int], queries: int, keys: int
     """
     for names, (start, stop), letter, size in (("i0, i1", i, "Q", queries), ("j0, j1", j, "K", keys)):
         if not 0 <= start <= stop <= size:
-            raise ValueError(f"{names}: got {start}, {stop}, wanted 0 <= start <= stop <= {size} ({letter})")
+            raise ValueError(f"{names}: got {start}, {stop}, expected 0 <= start <= stop <= {size} ({letter})")
 
 
 @dataclass(frozen=True, eq=False)

@@ -59,26 +59,26 @@ class Observe:
     def __post_init__(self) -> None:
         for name in ("row_stats", "received", "keep_rows", "keep_qk"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}: got {kind(getattr(self, name))}, wanted True or False")
+                raise TypeError(f"{name}: got {kind(getattr(self, name))}, expected True or False")
         self._check_rows()
         if self.map is not None:
             object.__setattr__(self, "map", whole("map", self.map, 1, " or None"))
         for name, least in (("edges", 0), ("top", 0), ("first", 1)):
             object.__setattr__(self, name, whole(name, getattr(self, name), least))
         if not _is_collection(self.windows) or isinstance(self.windows, Tensor):
-            raise TypeError(f"windows: got {kind(self.windows)}, wanted a tuple of distances")
+            raise TypeError(f"windows: got {kind(self.windows)}, expected a tuple of distances")
         windows = tuple(number("windows", w) for w in self.windows)
         for w in windows:
             if not 0 <= w < math.inf:
-                raise ValueError(f"windows: got {w}, wanted a finite number from 0")
+                raise ValueError(f"windows: got {w}, expected a finite number from 0")
         names = [f"window_{w:g}" for w in windows]
         if len({*names}) < len(names):
-            raise ValueError(f"windows: got {windows}, wanted each distance once (to six digits)")
+            raise ValueError(f"windows: got {windows}, expected each distance once (to six digits)")
         object.__setattr__(self, "windows", windows)
         if self.tokens is not None:
             check_type("tokens", self.tokens, Tensor, "a tensor of whole numbers")
             if self.tokens.dtype not in _INTEGERS:
-                raise TypeError(f"tokens: dtype is {kind(self.tokens)}, wanted whole numbers")
+                raise TypeError(f"tokens: dtype is {kind(self.tokens)}, expected whole numbers")
         if self.keep_rows and not self.row_stats:
             raise ValueError("keep_rows: got True beside row_stats=False; there would be no rows to keep")
 
@@ -97,7 +97,7 @@ class Observe:
     def _check_rows(self) -> None:
         if isinstance(self.rows, Tensor):
             if self.rows.dtype != torch.bool:
-                raise TypeError(f"rows: dtype is {kind(self.rows)}, wanted bool (True = counts)")
+                raise TypeError(f"rows: dtype is {kind(self.rows)}, expected bool (True = counts)")
         elif self.rows is not None:
             object.__setattr__(self, "rows", whole("rows", self.rows, 1, ", a boolean tensor or None"))
 

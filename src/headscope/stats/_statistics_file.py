@@ -224,7 +224,7 @@ def _read_qk(entry: dict[str, Any], under: str, file: TensorFile, sizes: dict[st
     for name, shape in shapes.items():
         _check_axes(f"{under}/{name}", shape, _QK[name], sizes, ones=name in ("spans", "rest", "bias"))
         if (got := parts[name].dtype) not in (expected := _KINDS.get(name, _FLOATING)):
-            raise TypeError(f"{under}/{name}: got {got}, wanted {' or '.join(expected)}")
+            raise TypeError(f"{under}/{name}: got {got}, expected {' or '.join(expected)}")
     lead, heads, kv_heads = read_wholes(entry, "lead"), sizes["H"], sizes["Hkv"]
     if math.prod(lead) != sizes["B"] or heads // max(1, kv_heads) * kv_heads != heads:
         raise TypeError(f"{under}: lead {lead} and {kv_heads} key/value heads do not fit {shapes['q']}")
@@ -246,7 +246,7 @@ def _check_axes(name: str, shape: tuple[int, ...], axes: Axes, sizes: dict[str, 
         size = sizes.setdefault(axis, n) if isinstance(axis, str) else axis
         fit &= n == size or (ones and n == 1 and isinstance(axis, str))
     if not fit:
-        raise TypeError(f"{name}: got {list(shape)}, wanted [{', '.join(map(str, axes))}]")
+        raise TypeError(f"{name}: got {list(shape)}, expected [{', '.join(map(str, axes))}]")
 
 
 def _check_within(name: str, values: Tensor, least: int, end: int | Tensor | None) -> None:
@@ -341,7 +341,7 @@ def _read_lengths(entry: dict[str, Any], of: int) -> tuple[int, int] | None:
         return None
     lengths = read_wholes(entry, "lengths", FAR)
     if len(lengths) != 2:
-        raise TypeError(f"lengths: got {len(lengths)} numbers, wanted 2")
+        raise TypeError(f"lengths: got {len(lengths)} numbers, expected 2")
     if of % max(1, lengths[0]):
         raise ValueError(f"lengths: got {lengths[0]} queries for {of} rows in all")
     return lengths

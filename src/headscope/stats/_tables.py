@@ -97,7 +97,7 @@ def render_table(
     for argument, requested in (("sort", [sort] if sort is not None else []), ("names", names or ())):
         for name in requested:
             if name not in known:
-                raise ValueError(f"{argument}: got {name!r}, wanted one of {', '.join(known)}")
+                raise ValueError(f"{argument}: got {name!r}, expected one of {', '.join(known)}")
     chosen = [name for name in _SHOWN if name in names_of(parts)] if names is None else list(names)
     chosen += [sort] if sort is not None and sort not in (*_PLACE, *chosen) else []
     columns = (*_PLACE, *chosen)

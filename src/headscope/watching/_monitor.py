@@ -48,7 +48,7 @@ class Limits:
             limit = getattr(self, name)
             if limit is not None and not 0 < limit < most:
                 raise ValueError(
-                    f"{name}: got {limit}, wanted a number above 0{'' if most == math.inf else ' and below 1'}"
+                    f"{name}: got {limit}, expected a number above 0{'' if most == math.inf else ' and below 1'}"
                 )
 
 
@@ -101,7 +101,7 @@ def writer(target: Any) -> Write:
     if callable(target):
         function: Any = target
         return function
-    raise TypeError(f"log: got {type(target).__name__}, wanted something with add_scalar or log, or a function")
+    raise TypeError(f"log: got {type(target).__name__}, expected something with add_scalar or log, or a function")
 
 
 @dataclass(frozen=True, eq=False)

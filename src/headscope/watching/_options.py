@@ -42,26 +42,26 @@ def check(
         TypeError, ValueError: an argument of another kind.
     """
     if not (tokens is None or isinstance(tokens, Tensor) or tokens == "inputs"):
-        raise ValueError(f'tokens: got {tokens!r}, wanted a tensor of ids or "inputs"')
+        raise ValueError(f'tokens: got {tokens!r}, expected a tensor of ids or "inputs"')
     if isinstance(tokens, Tensor):
         Observe(tokens=tokens)  # judges the dtype
         if not tokens.ndim:
-            raise ValueError("tokens: got a single number, wanted [K] or [B, K]")
+            raise ValueError("tokens: got a single number, expected [K] or [B, K]")
     if positions is not None and not isinstance(positions, Tensor):
-        raise TypeError(f"positions: got {type(positions).__name__}, wanted a torch.Tensor or None")
+        raise TypeError(f"positions: got {type(positions).__name__}, expected a torch.Tensor or None")
     if isinstance(positions, Tensor):
         if positions.dtype == torch.bool or positions.dtype.is_complex:
             dtype = str(positions.dtype).removeprefix("torch.")
-            raise TypeError(f"positions: dtype is {dtype}, wanted numbers")
+            raise TypeError(f"positions: dtype is {dtype}, expected numbers")
         if not 1 <= positions.ndim <= 3:
-            raise ValueError(f"positions: got {list(positions.shape)}, wanted [K], [K, 2] or [B, K, 1 or 2]")
+            raise ValueError(f"positions: got {list(positions.shape)}, expected [K], [K, 2] or [B, K, 1 or 2]")
     for kind in kinds.values():
         if kind not in ("self", "cross"):
-            raise ValueError(f'kinds: got {kind!r}, wanted "self" or "cross"')
+            raise ValueError(f'kinds: got {kind!r}, expected "self" or "cross"')
     if unseen not in ("error", "ignore"):
-        raise ValueError(f'unseen: got {unseen!r}, wanted "error" or "ignore"')
+        raise ValueError(f'unseen: got {unseen!r}, expected "error" or "ignore"')
     if not isinstance(alarms, (bool, Limits)):
-        raise TypeError(f"alarms: got {type(alarms).__name__}, wanted True, False or Limits")
+        raise TypeError(f"alarms: got {type(alarms).__name__}, expected True, False or Limits")
     for text in texts:
         if not isinstance(text, str):
-            raise TypeError(f"texts: got {type(text).__name__}, wanted a str for each token")
+            raise TypeError(f"texts: got {type(text).__name__}, expected a str for each token")

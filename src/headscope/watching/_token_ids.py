@@ -191,7 +191,7 @@ def check_texts(count: int, parts: Iterable[LayerStats]) -> None:
             return
     lengths = " or ".join(sizes[length] for length in sorted(sizes))
     tokens = "token" if count == 1 else "tokens"
-    raise ValueError(f"texts: are of {count:,} {tokens}, wanted those of the queries or keys of a layer: {lengths}")
+    raise ValueError(f"texts: are of {count:,} {tokens}, expected those of the queries or keys of a layer: {lengths}")
 
 
 def cut(ids: Tensor, call: InterceptedCall) -> Ids:

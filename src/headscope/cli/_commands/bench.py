@@ -32,7 +32,7 @@ def bench(seconds: float, dtype: tuple[str, ...], as_json: bool) -> None:
     stands there twice, without and with need_weights.
     """
     if not 0 < seconds <= 600:
-        raise Mistake(f"--seconds: got {seconds}, wanted a number above 0 and up to 600")
+        raise Mistake(f"--seconds: got {seconds}, expected a number above 0 and up to 600")
     with progress_line("loading torch"):
         from headscope.cli import _benchmark
     timings: list[Timing] = []

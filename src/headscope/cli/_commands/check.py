@@ -66,7 +66,7 @@ def check(target: str, arguments: str | None, timeout: int, as_json: bool, **opt
     path, name = _parse_target(target)
     args, kwargs = _parse_arguments(arguments or "")
     if (scale := options["scale"]) is not None and not (math.isfinite(scale) and scale > 0):
-        raise Mistake(f"--scale: got {scale:g}, wanted a finite number above 0")
+        raise Mistake(f"--scale: got {scale:g}, expected a finite number above 0")
     say(f"headscope check: importing and running {visible(str(path))}, in a process of its own")
     request = {
         "path": str(path.resolve()), "name": name, "args": args, "kwargs": kwargs, "arguments": arguments,
@@ -90,11 +90,11 @@ def check(target: str, arguments: str | None, timeout: int, as_json: bool, **opt
 def _parse_target(target: str) -> tuple[Path, str]:
     file, colon, name = target.rpartition(":")
     if not file or not colon or not name.isidentifier():
-        raise Mistake(f"target: got {target}, wanted FILE.py:NAME, as homework.py:MultiHeadAttention")
+        raise Mistake(f"target: got {target}, expected FILE.py:NAME, as homework.py:MultiHeadAttention")
     if os.path.isdir(file):  # False where Path.is_dir raises: a name can be too long
-        raise Mistake(f"{file}: is a directory, wanted a Python file")
+        raise Mistake(f"{file}: is a directory, expected a Python file")
     if not os.path.isfile(file):
-        problem = "is no regular file, wanted a Python file" if os.path.exists(file) else "there is no such file"
+        problem = "is no regular file, expected a Python file" if os.path.exists(file) else "there is no such file"
         raise Mistake(f"{file}: {problem}")
     return Path(file), name
 
@@ -113,7 +113,7 @@ def _parse_arguments(arguments: str) -> tuple[list[Any], dict[str, Any]]:
         kwargs = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
         json.dumps([args, kwargs])
     except (SyntaxError, ValueError, TypeError):
-        raise Mistake(f"--args: got {arguments}, wanted plain values as in a call: 512, 8, causal=True") from None
+        raise Mistake(f"--args: got {arguments}, expected plain values as in a call: 512, 8, causal=True") from None
     return args, kwargs
 
 

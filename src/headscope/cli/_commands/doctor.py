@@ -42,8 +42,8 @@ OWN_CALL = (
     click.option(
         "--dropout", type=float, metavar="P", default=0.0, help="Probability of dropping a weight.  [default: 0]"
     ),
-    click.option("--lse", is_flag=True, help="The log-sum-exp of each row is wanted."),
-    click.option("--grad", is_flag=True, help="In training: gradients are wanted, those of bias and sinks included."),
+    click.option("--lse", is_flag=True, help="The log-sum-exp of each row is expected."),
+    click.option("--grad", is_flag=True, help="In training: gradients are expected, those of bias and sinks included."),
 )
 FIELDS = {"seq": "queries", "context_seq": "keys"}
 
@@ -75,7 +75,7 @@ def doctor(
     options instead, one by one.
     """
     if device not in ("cpu", "cuda", "mps", "xpu"):
-        raise Mistake(f"--device: got {device!r}, wanted cpu, cuda, mps or xpu")
+        raise Mistake(f"--device: got {device!r}, expected cpu, cuda, mps or xpu")
     specified = [name for name in own if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     if matrix:
         if specified:

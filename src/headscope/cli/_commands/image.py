@@ -89,7 +89,7 @@ def image(
     one layer step by step, all heads with what they look at, and the maps of a layer; writes a page with all maps.
     """
     if path is not None and sample is not None:
-        raise Mistake("wanted one digit: a PATH or --sample, not both")
+        raise Mistake("expected one digit: a PATH or --sample, not both")
     parsed = HeadOptions.of(**options)
     check_apart("--out", parsed.page, {"the picture": path})
     with progress_line("loading torch"):

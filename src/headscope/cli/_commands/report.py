@@ -42,11 +42,11 @@ def report(recording: str, out: str | None, serve: bool, port: int | None, force
     --serve nothing is written, and what one zooms into is computed exactly, if q and k were kept (watch --keep-qk).
     """
     if serve and out is not None:
-        raise Mistake("--serve: wanted either it or --out")
+        raise Mistake("--serve: expected either it or --out")
     if port is not None and not serve:
-        raise Mistake("--port: wanted --serve with it")
+        raise Mistake("--port: expected --serve with it")
     if not recording:
-        raise Mistake("RECORDING: is empty, wanted a path")
+        raise Mistake("RECORDING: is empty, expected a path")
     page = PAGE if out is None else out
     if not serve:
         check_apart("--out", page, {"the recording": recording, "the image": options["image"]})
@@ -94,20 +94,20 @@ def _page_arguments(
     if grid is not None:
         sides = [part for part in grid.split("x") if part.isdecimal() and len(part) < 6]
         if len(sides) != 2 or grid.count("x") != 1:
-            raise Mistake(f"--grid: got {visible(grid)}, wanted rows and columns, as 14x14")
+            raise Mistake(f"--grid: got {visible(grid)}, expected rows and columns, as 14x14")
         if image is None:
-            raise Mistake("--grid: wanted --image with it")
+            raise Mistake("--grid: expected --image with it")
         arguments["grid"] = (int(sides[0]), int(sides[1]))
     if special is not None:
         if image is None:
-            raise Mistake("--special: wanted --image with it")
+            raise Mistake("--special: expected --image with it")
         arguments["special"] = special
     if strips:
         places: list[tuple[int, int]] = []
         for strip in strips:
             layer, _, head = strip.partition(".")
             if not (layer.isdecimal() and head.isdecimal()):
-                raise Mistake(f"--strip: got {visible(strip)}, wanted a layer and a head, counted from 0, as 3.5")
+                raise Mistake(f"--strip: got {visible(strip)}, expected a layer and a head, counted from 0, as 3.5")
             places.append((int(layer), int(head)))
         arguments["strips"] = places
     return arguments
@@ -119,9 +119,9 @@ def _check_strips(recording: Recording, strips: Sequence[tuple[int, int]]) -> No
 
     parts = list(recording.stats.parts.values())
     if len(strips) > MOST_STRIPS:
-        raise Mistake(f"--strip: got {len(strips)} heads, wanted at most {MOST_STRIPS}")
+        raise Mistake(f"--strip: got {len(strips)} heads, expected at most {MOST_STRIPS}")
     for layer, head in strips:
-        got = f"--strip: got {layer}.{head}, wanted"
+        got = f"--strip: got {layer}.{head}, expected"
         if layer >= len(parts):
             raise Mistake(f"{got} a layer from 0 to {len(parts) - 1}")
         if head >= parts[layer].heads:
@@ -157,7 +157,7 @@ def _serve(recording: Recording, port: int, options: dict[str, Any]) -> None:
     from headscope.report.serving import Server
 
     if "strips" in options:
-        raise Mistake("--strip: wanted none with --serve, which has those of every head")
+        raise Mistake("--strip: expected none with --serve, which has those of every head")
     try:
         with progress_line("preparing the page"):
             server = Server(recording, port=port, **options)

@@ -88,7 +88,7 @@ def text(
             reading = _read(text_input, parsed)
     else:
         if parsed.seed_random:
-            raise Mistake("--seed-random: wanted the shipped model, got --model")
+            raise Mistake("--seed-random: expected the shipped model, got --model")
         with progress_line(f"reading with {model}"):
             reading = _read_with(model, text_input, parsed)
     if parsed.as_json:

@@ -53,7 +53,7 @@ def trace(
     By default from sizes alone: nothing is computed or allocated, so any size is instant.
     """
     if as_json and html is not None:
-        raise Mistake("--json: wanted either it or --html")
+        raise Mistake("--json: expected either it or --html")
     with progress_line("loading torch"):
         from headscope import tracing
     _check_sizes(batch, seq, max(dim, heads * (head_dim or 1)), heads, context_seq)
@@ -80,7 +80,7 @@ def _check_sizes(batch: int, seq: int, dim: int, heads: int, context_seq: int | 
     keys = seq if context_seq is None else context_seq
     largest = max(batch * heads * seq * keys, batch * max(seq, keys) * dim, 3 * dim * dim)
     if largest >= 2**60:
-        raise Mistake(f"these sizes make a tensor of {largest:.0e} numbers, wanted less than {2**60:.0e}")
+        raise Mistake(f"these sizes make a tensor of {largest:.0e} numbers, expected less than {2**60:.0e}")
 
 
 def _compute(sizes: Trace, batch: int, seq: int, context_seq: int | None, causal: bool) -> Trace:
@@ -96,7 +96,7 @@ def _compute(sizes: Trace, batch: int, seq: int, context_seq: int | None, causal
     total = sum(row.bytes for row in sizes.rows)
     if total > MOST_BYTES:
         raise Mistake(
-            f"--values: the steps take {total:,} bytes, wanted at most {MOST_BYTES:,}; shapes alone take none"
+            f"--values: the steps take {total:,} bytes, expected at most {MOST_BYTES:,}; shapes alone take none"
         )
     options = sizes.module
     with torch.random.fork_rng(devices=[]):

@@ -144,7 +144,7 @@ def _check_sizes(spec: CallSpec) -> None:
     rows = spec.batch * max(spec.queries, spec.keys or 0)
     masked = spec.causal or spec.padded or spec.window or spec.prefix or spec.documents or spec.interleaved
     if masked and rows > LARGEST_PLAN:
-        raise ValueError(f"B x max(Q, K) is {rows}; to plan a mask here, wanted at most {LARGEST_PLAN}")
+        raise ValueError(f"B x max(Q, K) is {rows}; to plan a mask here, expected at most {LARGEST_PLAN}")
     widest = max(spec.head_dim, spec.v_head_dim or 0, spec.queries if spec.bias else 0)
     if rows * spec.heads * widest >= 2**63:
         sizes = f"B {spec.batch}, H {spec.heads}, Q {spec.queries}, K {spec.keys or spec.queries}"

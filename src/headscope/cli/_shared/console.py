@@ -50,7 +50,7 @@ class Whole(Integer):
             number = None
         if number is None or not self.low <= number <= self.high:
             name = param.opts[0] if param is not None else "number"
-            raise Mistake(f"{name}: got {value}, wanted a whole number from {self.low} to {self.high}")
+            raise Mistake(f"{name}: got {value}, expected a whole number from {self.low} to {self.high}")
         return number
 
 
@@ -68,7 +68,7 @@ class Index(Integer):
             return int(value)
         except ValueError:
             name = param.opts[0] if param is not None else "number"
-            raise Mistake(f"{name}: got {value}, wanted a whole number from 0") from None
+            raise Mistake(f"{name}: got {value}, expected a whole number from 0") from None
 
 
 SIZE = Whole(1)

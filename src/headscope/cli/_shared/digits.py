@@ -58,23 +58,23 @@ def with_picture(path: str, use: Callable[[Image], Result]) -> Result:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     if not path:
-        raise Mistake("image: is empty, wanted the path of a picture")
+        raise Mistake("image: is empty, expected the path of a picture")
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):  # opening a pipe does not return
-        raise Mistake(f"{path}: is no regular file, wanted a PNG or a JPEG")
+        raise Mistake(f"{path}: is no regular file, expected a PNG or a JPEG")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's remarks on odd metadata would stand in the way of the answer
         try:
             with Image.open(path, formats=FORMATS) as picture:
                 if picture.width * picture.height > MOST_PIXELS:
                     raise Mistake(
-                        f"{path}: {picture.width} x {picture.height} pixels, wanted at most {MOST_PIXELS} in all"
+                        f"{path}: {picture.width} x {picture.height} pixels, expected at most {MOST_PIXELS} in all"
                     )
                 picture.load()
                 return use(ImageOps.exif_transpose(picture))
         except UnidentifiedImageError as error:
-            raise Mistake(f"{path}: is no picture that can be read, wanted a PNG or a JPEG") from error
+            raise Mistake(f"{path}: is no picture that can be read, expected a PNG or a JPEG") from error
         except Image.DecompressionBombError as error:
-            raise Mistake(f"{path}: has too many pixels, wanted at most {MOST_PIXELS}") from error
+            raise Mistake(f"{path}: has too many pixels, expected at most {MOST_PIXELS}") from error
         except OSError as error:  # not there, not to be read, or cut off in the middle
             raise Mistake(f"{path}: cannot be read: {error.strerror or error}") from error
         except (SyntaxError, ValueError, EOFError, OverflowError) as error:  # what Pillow raises for damaged files

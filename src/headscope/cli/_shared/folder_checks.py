@@ -32,7 +32,7 @@ def check_folder(name: str) -> None:
     paths = sorted(path for path in Path(name).iterdir() if os.path.exists(path))  # no links to nothing
     files = {path.name for path in paths}
     if "config.json" not in files:
-        raise Mistake(f"{name}: holds no config.json, wanted a folder as transformers' save_pretrained writes it")
+        raise Mistake(f"{name}: holds no config.json, expected a folder as transformers' save_pretrained writes it")
     if not any(file.endswith(".safetensors") for file in files):
         pickles = sorted(file for file in files if file.endswith((".bin", ".pt", ".pth", ".ckpt")))
         has = f"; {pickles[0]} is a pickle, which can run code when it is read" if pickles else ""

@@ -103,7 +103,7 @@ class ImageProcessing:
         if self.size is not None:
             height, width = self._resized(picture)
             if height * width > MOST_PIXELS:
-                raise Mistake(f"{path}: becomes {width} x {height} pixels, wanted at most {MOST_PIXELS} in all")
+                raise Mistake(f"{path}: becomes {width} x {height} pixels, expected at most {MOST_PIXELS} in all")
             picture = picture.resize((width, height), self.resample)
         if self.crop is not None:
             height, width = self.crop

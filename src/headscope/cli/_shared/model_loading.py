@@ -81,7 +81,7 @@ def load(name: str) -> Loaded:
     if name == "digits":
         return _digits()
     if not name.strip():
-        raise Mistake('model: is empty, wanted "text", "digits", a folder or a name on the hub')
+        raise Mistake('model: is empty, expected "text", "digits", a folder or a name on the hub')
     return _hugging_face(name)
 
 
@@ -246,7 +246,7 @@ def _either(transformers: Any, model: Any, label: str, name: str, options: dict[
     if model.main_input_name == "pixel_values":
         return _vision(model, label, name, offline=options["local_files_only"])
     if model.main_input_name != "input_ids":
-        raise Mistake(f"{name}: takes {model.main_input_name}, wanted a model of text or of images")
+        raise Mistake(f"{name}: takes {model.main_input_name}, expected a model of text or of images")
     return _language(transformers, model, label, name, options)
 
 

@@ -71,7 +71,7 @@ class HeadOptions:
             Mistake: --out together with --no-page.
         """
         if no_page and out is not None:
-            raise Mistake("--no-page: wanted either it or --out")
+            raise Mistake("--no-page: expected either it or --out")
         has_page = not no_page and (out is not None or not as_json)
         return cls(page=(PAGE if out is None else out) if has_page else None, as_json=as_json, **rest)
 
@@ -163,7 +163,7 @@ def trace_layer(passed: Pass, layer: int) -> Trace:
 def check_range(option: str, value: int | None, count: int) -> None:
     """Raises: Mistake: there is no such layer, head or sample."""
     if value is not None and not 0 <= value < count:
-        raise Mistake(f"{option}: got {value}, wanted 0 to {count - 1}")
+        raise Mistake(f"{option}: got {value}, expected 0 to {count - 1}")
 
 
 def choose_head(sheet: Sheet, options: HeadOptions, ids: list[int] | None = None) -> Choice:

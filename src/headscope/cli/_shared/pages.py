@@ -58,7 +58,7 @@ def check_page(path: str, force: bool, option: str = "--page") -> None:
 def check_name(option: str, path: str) -> None:
     """Raises: Mistake: there is no such name of a file that is to be written."""
     if path in ("", "-"):
-        raise Mistake(f"{option}: {'got -' if path else 'is empty'}, wanted the name of a file")
+        raise Mistake(f"{option}: {'got -' if path else 'is empty'}, expected the name of a file")
 
 
 def check_apart(option: str, path: str | None, read: Mapping[str, str | None], model: str | None = None) -> None:

@@ -50,7 +50,7 @@ def read_text(argument: str | None, file: str | None) -> TextInput:
         Mistake: no source or two, nothing in it, a file that cannot be read, or bytes that are not UTF-8.
     """
     if (argument is None) == (file is None):
-        raise Mistake('wanted one text: "your text" as an argument, --file PATH, or - to read from stdin')
+        raise Mistake('expected one text: "your text" as an argument, --file PATH, or - to read from stdin')
     return _decode_end(*_source(argument, file), FEWEST)
 
 
@@ -73,7 +73,7 @@ def _source(argument: str | None, file: str | None) -> tuple[Iterable[bytes], st
         return [os.fsencode(argument)], "text"
     assert file is not None
     if not file:
-        raise Mistake("--file: is empty, wanted a path")
+        raise Mistake("--file: is empty, expected a path")
     return _file(file), file
 
 

@@ -46,11 +46,11 @@ def parse_options(
         Mistake: options exclude each other, or a file cannot be written or read.
     """
     if no_page and page is not None:
-        raise Mistake("--no-page: wanted either it or --page")
+        raise Mistake("--no-page: expected either it or --page")
     if limits and against is None:
-        raise Mistake("--threshold: wanted --against with it")
+        raise Mistake("--threshold: expected --against with it")
     if keep_qk and out is None:
-        raise Mistake("--keep-qk: wanted --out with it")
+        raise Mistake("--keep-qk: expected --out with it")
     page = None if no_page or (page is None and as_json) else PAGE if page is None else page
     thresholds = _parse_thresholds(limits) if against is not None else None
     if out is not None:
@@ -82,13 +82,13 @@ def _parse_thresholds(limits: tuple[str, ...]) -> Thresholds:
     for limit in limits:
         name, _, number = limit.partition("=")
         if name not in names:
-            raise Mistake(f"--threshold: got {limit}, wanted one of {', '.join(names)}, as share=0.02")
+            raise Mistake(f"--threshold: got {limit}, expected one of {', '.join(names)}, as share=0.02")
         if name in values:
             raise Mistake(f"--threshold: expected {name} once, got it twice; give one of the two")
         try:
             values[name] = float(number)
         except ValueError:
-            raise Mistake(f"--threshold: got {limit}, wanted a number after {name}=") from None
+            raise Mistake(f"--threshold: got {limit}, expected a number after {name}=") from None
     try:
         return Thresholds(**values)
     except ValueError as error:
@@ -125,7 +125,7 @@ def _load_old(path: str) -> HeadStats:
     from headscope.stats import HeadStats
 
     if not path:
-        raise Mistake("--against: is empty, wanted a path")
+        raise Mistake("--against: is empty, expected a path")
     try:
         return HeadStats.load(path)
     except (OSError, ValueError, KeyError) as error:

@@ -46,21 +46,21 @@ def read_input(
     """
     options = [name for name, value in zip(SOURCES, (text, file, ids, image), strict=True) if value is not None]
     if len(options) > 1:
-        raise Mistake(f"wanted one input, got {' and '.join(options)}")
+        raise Mistake(f"expected one input, got {' and '.join(options)}")
     if loaded.takes == "image":
         if context is not None:
             raise Mistake("--context: this model looks at images, each as a whole")
         return _images(loaded, options, image)
     if image is not None:
-        raise Mistake("--image: this model reads text, wanted --text, --file or --ids")
+        raise Mistake("--image: this model reads text, expected --text, --file or --ids")
     if not options:
-        raise Mistake("wanted an input: --text, --file or --ids")
+        raise Mistake("expected an input: --text, --file or --ids")
     return _tokens(loaded, text, file, ids, context)
 
 
 def _images(loaded: Loaded, options: list[str], image: str | None) -> Input:
     if options and image is None:
-        raise Mistake(f"{options[0]}: this model looks at images, wanted --image")
+        raise Mistake(f"{options[0]}: this model looks at images, expected --image")
     if image is not None:
         assert loaded.prepare is not None
         pixels, source = loaded.prepare(image), visible(image)
@@ -68,7 +68,7 @@ def _images(loaded: Loaded, options: list[str], image: str | None) -> Input:
         pixels = loaded.samples()
         source = f"the {len(pixels)} shipped samples"
     else:
-        raise Mistake("wanted an input: --image")
+        raise Mistake("expected an input: --image")
     return Input(source, (pixels,), len(pixels), _digest(pixels))
 
 
@@ -77,7 +77,7 @@ def _tokens(loaded: Loaded, text: str | None, file: str | None, ids: str | None,
         every, ends, source = _numbers(ids), ([], []), "token ids"
     else:
         if loaded.encode is None:
-            raise Mistake(f"{loaded.name}: has no tokenizer that can be read, wanted --ids")
+            raise Mistake(f"{loaded.name}: has no tokenizer that can be read, expected --ids")
         read = read_whole(text, file)
         every, ends, source = loaded.encode(read.text), loaded.ends, describe_source(read, text)
         if not every:
@@ -85,13 +85,13 @@ def _tokens(loaded: Loaded, text: str | None, file: str | None, ids: str | None,
     if (largest := max(every)) >= loaded.vocabulary:
         most = loaded.vocabulary - 1
         if ids is not None:
-            raise Mistake(f"--ids: got {largest}, wanted 0 to {most}")
+            raise Mistake(f"--ids: got {largest}, expected 0 to {most}")
         raise Mistake(
             f"{'--file' if text is None else '--text'}: the tokenizer of {loaded.name} does not belong to its weights: "
             f"expected token ids from 0 to {most}, got {largest}; use the tokenizer of these weights, or --ids"
         )
     if context is not None and context > loaded.context:
-        raise Mistake(f"--context: got {context}, wanted at most {loaded.context}, as many as are read at once")
+        raise Mistake(f"--context: got {context}, expected at most {loaded.context}, as many as are read at once")
     parts = windows(every, context or loaded.context, ends)
     return Input(source, parts, len(every), _digest(*parts))
 
@@ -100,9 +100,9 @@ def _numbers(ids: str) -> list[int]:
     """Raises: Mistake: not whole numbers from 0, separated by blanks or commas."""
     words = re.split(r"[\s,]+", ids.strip(" \t\n,"))
     if words == [""]:
-        raise Mistake("--ids: is empty, wanted whole numbers such as 5,7,9")
+        raise Mistake("--ids: is empty, expected whole numbers such as 5,7,9")
     if wrong := next((word for word in words if not re.fullmatch(r"[0-9]{1,9}", word)), None):
-        raise Mistake(f"--ids: got {wrong[:40]}, wanted whole numbers from 0, separated by commas or blanks")
+        raise Mistake(f"--ids: got {wrong[:40]}, expected whole numbers from 0, separated by commas or blanks")
     return [int(word) for word in words]
 
 
@@ -119,7 +119,7 @@ def windows(ids: list[int], context: int, ends: tuple[list[int], list[int]]) -> 
     before, after = ends
     room = context - len(before) - len(after)
     if room < 1:
-        raise Mistake(f"--context: got {context}, wanted more than the {len(before) + len(after)} that mark the ends")
+        raise Mistake(f"--context: got {context}, expected more than the {len(before) + len(after)} that mark the ends")
     count = -(-len(ids) // room)
     cuts = [n * len(ids) // count for n in range(count + 1)]
     parts = [[*before, *ids[start:stop], *after] for start, stop in pairwise(cuts)]

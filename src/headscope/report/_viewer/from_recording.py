@@ -41,10 +41,10 @@ def shown(
     stats, about = recording.stats, recording.about
     parts = list(stats.parts.values())
     if image is not None and about.texts is not None:
-        raise ValueError(f"image: the recording has the texts of {len(about.texts)} tokens; wanted one of patches")
+        raise ValueError(f"image: the recording has the texts of {len(about.texts)} tokens; expected one of patches")
     picture = None if image is None else _picture(parts, image, grid, special)
     if image is None and (grid is not None or special is not None):
-        raise ValueError("grid, special: wanted an image with them")
+        raise ValueError("grid, special: expected an image with them")
     patterns = _patterns(recording)
     short, common = short_layers(recording.stats.layers)
     of_heads = _strips(stats.parts, patterns, strips, about.kinds)
@@ -130,13 +130,13 @@ def _strips(
     else:
         check_type("strips", request, Sequence, "pairs of a layer and the number of a head", repr)
         if len(request) > MOST_STRIPS:
-            raise ValueError(f"strips: got {len(request)} heads, wanted at most {MOST_STRIPS}")
+            raise ValueError(f"strips: got {len(request)} heads, expected at most {MOST_STRIPS}")
         for each in request:
             match each:
                 case (int() | str(), int()):
                     pass
                 case _:
-                    raise ValueError(f"strips: got {each!r}, wanted pairs of a layer and the number of a head")
+                    raise ValueError(f"strips: got {each!r}, expected pairs of a layer and the number of a head")
         chosen = [(names.index(layer) if layer in names else layer, head) for layer, head in request]
         for layer, head in chosen:
             if not (isinstance(layer, int) and 0 <= layer < len(names) and 0 <= head < parts[names[layer]].heads):
@@ -145,7 +145,7 @@ def _strips(
                 raise ValueError("strips: q and k were not kept; observe with Observe(keep_qk=True)")
             if kinds.get(names[layer]) == "cross":
                 why = "in cross-attention no key is near a query"
-                raise ValueError(f"strips: got layer {layer}, wanted one of self-attention: {why}")
+                raise ValueError(f"strips: got layer {layer}, expected one of self-attention: {why}")
     whole = [exact(part) for part in parts.values()]
     count = sum(not whole[layer] for layer, _ in chosen if isinstance(layer, int))
     strips_of_layers: list[Strips | None] = []
@@ -161,7 +161,7 @@ def _strips(
         else:
             strips = empty_strips(weights, range(part.heads)) if whole[n] else strips_of(weights, heads, count)
         if request is not None and heads and strips is None:
-            raise ValueError(f"strips: got layer {n}, wanted one whose last call has inputs, queries and keys")
+            raise ValueError(f"strips: got layer {n}, expected one whose last call has inputs, queries and keys")
         strips_of_layers.append(strips)
     return strips_of_layers
 
@@ -187,13 +187,13 @@ def _picture(parts: Sequence[LayerStats], image: Any, grid: tuple[int, int] | No
     lengths = {part.lengths for part in parts}
     (common,) = lengths if len(lengths) == 1 else (None,)
     if common is None or common[0] != common[1]:
-        raise ValueError("image: wanted as many queries as keys in every layer, and the same in all")
+        raise ValueError("image: expected as many queries as keys in every layer, and the same in all")
     keys = common[1]
     if special is not None:
         special = whole("special", special, 0)
         if special >= keys:
             raise ValueError(
-                f"special: got {special}, wanted 0 to {keys - 1}, fewer than the {keys} keys that there are"
+                f"special: got {special}, expected 0 to {keys - 1}, fewer than the {keys} keys that there are"
             )
     if grid is None:
         side = math.isqrt(keys - (special or 0))
@@ -226,13 +226,13 @@ def few_before(rows: int, columns: int, keys: int) -> bool:
 def _sides(grid: object) -> tuple[int, int]:
     expected = "rows and columns of patches, each at least 1"
     if isinstance(grid, str) or not isinstance(grid, Iterable):
-        raise TypeError(f"grid: got {grid!r}, wanted {expected}")
+        raise TypeError(f"grid: got {grid!r}, expected {expected}")
     sides: list[object] = [*grid]
     numbers = [number for side in sides if (number := as_whole(side)) is not None]
     if len(numbers) < len(sides):
-        raise TypeError(f"grid: got {grid!r}, wanted {expected}")
+        raise TypeError(f"grid: got {grid!r}, expected {expected}")
     if len(numbers) != 2 or min(numbers) < 1:
-        raise ValueError(f"grid: got {grid}, wanted {expected}")
+        raise ValueError(f"grid: got {grid}, expected {expected}")
     return numbers[0], numbers[1]
 
 
