@@ -268,8 +268,10 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
         has_sums = true;
     }
     // The magnitude of lse above which its rounding would be a large part of the error of the weights exp2(s - lse): it
-    // then has fewer than 17 bits after the binary point (12 if weights are rounded to bf16; 20 if D < 64, where the
-    // products over D are more precise). Such rows recompute their maximum and sum from the logits.
+    // then has fewer than 17 bits after the binary point (12 if weights are rounded to bf16). It needs 20 where logits
+    // are more precise: products over D < 64, and logits that are large because of a bias. The largest weight of such
+    // a row is close to 1, and has nearly no error if it is computed from the maximum. Rows above the limit recompute
+    // their maximum and sum from the logits.
     //
     // So do rows with few queries and rows whose products are summed in short blocks. For few rows the forward pass
     // sums products in another order, so the roundings of lse and of the logits do not cancel: at 8 queries the error
@@ -277,7 +279,7 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
     T lse_limit() const {
         if (sizeof(T) == 8) return T(std::int64_t(1) << 36);
         if (PAIRS) return T(1 << 12);
-        return T(f.q.dtype == Dtype::f32 && f.head_dim < 64 ? 1 << 4 : 1 << 7);
+        return T(f.q.dtype == Dtype::f32 && (f.head_dim < 64 || f.bias.data) ? 1 << 4 : 1 << 7);
     }
     // Whether delta comes from the weights and dP, too, instead of the output. The gradient of a bias that is the same
     // for all keys is a sum of dS in which nearly everything cancels, if both are of the same weights. Logits of heads
@@ -407,6 +409,10 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
             delta[v] = reduce_sums<T>(products);
             const V<T> log2_sum = this->split_lse(this->load_row_values(f.lse, v), top[v], inverse_sum[v]);
             exceeds |= (log2_sum > limit) | (log2_sum < -limit);
+        }
+        if (f.bias.data && any<T>(exceeds)) {  // weights close to 1: the rounding of the output would be an error of dQ
+            recomputes_sums = true;
+            return recompute_sums_and_delta();
         }
         recomputes_sums = for_bias_gradient || any<T>(exceeds) || count <= MAX_DECODE_ROWS<T> ||
                           this->sums_in_short_blocks(f.head_dim);

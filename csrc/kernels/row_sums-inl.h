@@ -1,4 +1,5 @@
-// The sums that the row statistics of docs/concepts/statistics.md need; statistics_observer-inl.h computes these from them.
+// The sums that the row statistics of docs/concepts/statistics.md need; statistics_observer-inl.h computes these from
+// them.
 
 // Sums over the weights of a row, and keys whose logits are stored.
 enum RowSum {
