@@ -194,7 +194,7 @@ struct BackwardBlock : BackwardRowSums<T, QV, Op> {
         else
             exponentiate_and_differentiate<false, false>(keys, false, false);
     }
-    // IS_EXPONENTIATED: exponentiate_and_sum has replaced the logits by exponentials, and delta is to be subtracted.
+    // IS_EXPONENTIATED: exponentiate_and_sum has replaced the logits by exponentials, and the caller subtracts delta.
     template <bool OPTIONS, bool IS_EXPONENTIATED>
     void exponentiate_and_differentiate(int keys, bool drops, bool through_softcap) {
         // Local copies stay in registers: members would be reloaded after each store, which may alias them.

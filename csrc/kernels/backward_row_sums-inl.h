@@ -10,7 +10,7 @@ struct BackwardRowSums : LogitsBlock<T, QV, Op> {
     T *dots, *dropout_factors;      // dP and the factors of dropout, [KEYS][ROWS]
     V<T> top[QV], inverse_sum[QV];  // a weight is exp2(logit - top) * inverse_sum
     V<T> delta[QV],
-        lse_gradient[QV];  // apart: of a row of few keys the rounding of their difference would be the error
+        lse_gradient[QV];  // separate: in a row of few keys the rounding of their difference would be the largest error
 
     BackwardRowSums(const Backward& call, std::int64_t batch, std::int64_t head, Arena& memory)
         : Base(call.forward, batch, head, memory), g(call) {}

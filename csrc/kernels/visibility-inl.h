@@ -128,8 +128,8 @@ struct MaskedRowBlock : RowBlock<T, QV, Op> {
             if (last >= 0) return;
         }
     }
-    // The first key that is visible to any row of this batch entry and key/value head. Where that is key 0 to the first
-    // row, as it mostly is, nothing else is looked at.
+    // The first key that is visible to any row of this batch entry and key/value head. Usually that is key 0 of the
+    // first row, which is tested first.
     std::int64_t first_visible_of_head() {
         const std::int64_t rows = f.queries * group, first_row = this->first;
         std::int64_t found = f.keys;
