@@ -200,18 +200,17 @@ def test_an_unusual_scale_is_pointed_out() -> None:
     assert unusual.equation.endswith("/ √E")
     assert trace(made(20, 1, scale=20**-0.5), x).row("scores").note is None
     assert trace(made(20, 4), x).row("scores").note is None
-    assert "usual is" in (trace(made(20, 4, scale=0.3), x).row("scores").note or "")
+    assert "the usual scale is" in (trace(made(20, 4, scale=0.3), x).row("scores").note or "")
 
 
 def test_the_mask_row_counts_pairs_and_says_what_true_means() -> None:
     x = torch.randn(2, 7, 15)
     module = made(15, 3)
     assert (
-        trace(module, x, causal=True).row("mask").note
-        == "causal, True = may be seen: 28 of 49 pairs in each head (57.1%)"
+        trace(module, x, causal=True).row("mask").note == "causal, True = attend: 28 of 49 pairs in each head (57.1%)"
     )
     note = trace(module, x, mask=masks.KeyLengths(torch.tensor([0, 3]))).row("mask").note
-    assert note == "KeyLengths, True = may be seen: 63 of 294 pairs (21.4%); 21 of 42 rows see nothing and give 0"
+    assert note == "KeyLengths, True = attend: 63 of 294 pairs (21.4%); 21 of 42 rows have no visible key and give 0"
 
 
 @dataclass(frozen=True)
@@ -226,7 +225,7 @@ class Stride(masks.Mask):
 
 def test_a_mask_of_numbers_is_shown_with_them() -> None:
     text = printed(trace(MultiHeadAttention(4, 2), torch.randn(2, 6, 4), mask=Stride(step=3)))
-    assert "Stride(step=3), True = may be seen: 48 of 144 pairs (33.3%)" in " ".join(text.split())
+    assert "Stride(step=3), True = attend: 48 of 144 pairs (33.3%)" in " ".join(text.split())
 
 
 def test_inputs_that_are_not_finite_are_said_to_be() -> None:
@@ -235,7 +234,7 @@ def test_inputs_that_are_not_finite_are_said_to_be() -> None:
     found = trace(made(15, 3), x, causal=True)
     assert [row.step for row in found.failed] == ["input", "weights"]
     assert "15 of 210 are NaN or infinite" in found.row("input").invariant
-    assert "3 rows are not numbers" in found.row("weights").invariant
+    assert "3 rows contain NaN" in found.row("weights").invariant
     assert found.output is not None
     assert torch.isfinite(found.output[:, :6]).all(), "NaN in the last key reached a row that may not see it"
 
@@ -309,7 +308,7 @@ def test_sizes_alone_have_no_values_and_check_nothing() -> None:
     assert (found.row("input").dtype, found.row("scores").dtype) == ("bfloat16", "float32")
     assert "80 of 210 pairs" in (found.row("mask").note or "")
     assert "nothing was computed" in printed(found)
-    assert "sizes alone" in repr(found)
+    assert "sizes only" in repr(found)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +343,7 @@ def test_sizes_of_the_input_of_a_module() -> None:
     [
         ((nn.MultiheadAttention(20, 4), torch.ones(1, 5, 20)), TypeError, "module: got MultiheadAttention, expected"),
         ((MultiHeadAttention, torch.ones(1, 5, 20)), TypeError, "module: got the class MultiHeadAttention"),
-        (({"dim": 20},), ValueError, "^seq, heads: missing; give a module and its input x, or the sizes seq"),
+        (({"dim": 20},), ValueError, "^seq, heads: missing; pass a module and its input x, or the sizes seq"),
         (({},), ValueError, "^seq, dim, heads: missing"),
         (({"dim": 20, "heads": 3, "seq": 5},), ValueError, "embed_dim 20 is not divisible by num_heads 3"),
         (({"dim": 20, "heads": 4, "seq": 0},), ValueError, "seq: got 0, expected a whole number from 1"),
@@ -361,7 +360,7 @@ def test_sizes_of_the_input_of_a_module() -> None:
         ((made(20, 4), torch.ones(1, 5, 20), {"seq": 5}), ValueError, "^seq: x has its own"),
         ((None, torch.ones(1, 5, 20)), ValueError, "module: missing"),
         ((made(20, 4), None, torch.ones(1, 5, 20), {"seq": 5}), ValueError, "context: got one without x"),
-        ((made(20, 4), torch.ones(1, 5).long()), TypeError, "x: dtype is int64, expected float32; token numbers go"),
+        ((made(20, 4), torch.ones(1, 5).long()), TypeError, "x: dtype is int64, expected float32; token ids go"),
         ((made(20, 4), [1.0]), TypeError, "x: got list, expected a torch.Tensor"),
         ((made(20, 4), torch.ones(1, 5, 20).double()), TypeError, "x: dtype is float64, the module has float32"),
         ((made(20, 4), torch.ones(1, 5, 20, device="meta")), ValueError, "x: is on meta, the module is on cpu"),

@@ -142,7 +142,7 @@ def test_softcap_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     ("wrong", "found"),
     [
         (lambda s, dim: (s - s.logsumexp(-2, keepdim=True)).exp(), "error"),  # over the wrong axis
-        (lambda s, dim: s.masked_fill(s == -torch.inf, 0).exp() / s.shape[dim], "hidden pairs have weight"),
+        (lambda s, dim: s.masked_fill(s == -torch.inf, 0).exp() / s.shape[dim], "masked pairs have weight"),
         (lambda s, dim: s, "outside"),
     ],
 )
@@ -158,7 +158,7 @@ def test_a_weight_on_the_future_is_found_whatever_the_mask_says(monkeypatch: pyt
     monkeypatch.setattr(masks.Band, "allows", lambda self, b, h, i, j: j <= i + 1)
     found = trace(made(15, 3), torch.randn(2, 7, 15), causal=True)
     assert [row.step for row in found.failed] == ["mask", "weights", "head outputs"]
-    assert "36 hidden pairs have weight" in found.row("weights").invariant
+    assert "36 masked pairs have weight" in found.row("weights").invariant
 
 
 def test_head_outputs_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

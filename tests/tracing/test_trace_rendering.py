@@ -106,7 +106,7 @@ def test_a_terminal_that_knows_only_ascii() -> None:
     assert "s[i, j] <- -inf where" in text
     alone = printed(trace(seq=1_000_000, dim=512, heads=8), encoding="ascii")
     assert "8 x 10^12" in alone
-    assert "- sizes alone: nothing was computed" in words(alone)
+    assert "- sizes only, nothing was computed" in words(alone)
 
 
 def test_memory_has_three_digits() -> None:

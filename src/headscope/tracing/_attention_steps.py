@@ -31,9 +31,9 @@ from headscope.tracing._invariants import (
 from headscope.tracing._row import RowWriter
 from headscope.tracing._setup import Setting, is_causal
 
-LARGE = 1 << 30  # bytes of weights from which on the trace notes that fused kernels do not store them
-PLANNED = 32  # queries of a sample for which a mask's plan is compared with its definition
-TRUE = "True = may be seen"
+LARGE = 1 << 30  # bytes of weights; from here on the trace notes that fused kernels do not store them
+PLANNED = 32  # queries of a sample whose mask plan is compared with its definition
+TRUE = "True = attend"
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -47,20 +47,20 @@ class Heads(NamedTuple):
 
 @dataclass
 class Matrix:
-    """The rows of the Q x K matrix that are checked, and what they are made of; ``s`` changes from step to step."""
+    """The checked rows of the Q x K matrix, with their operands; ``s`` changes from step to step."""
 
     at: Sample
     q: Tensor  # [b, h, i, D], in the dtype of the scores
     k: Tensor  # [b, h, K, D]
     v: Tensor  # [b, h, K, Dv]
     s: Tensor  # [b, h, i, K]
-    allowed: Tensor  # [b, h, i, K]: what the mask lets through
+    allowed: Tensor  # [b, h, i, K]: the pairs that the mask leaves visible
     bias: Tensor | None  # broadcasts to [b, h, i, K]
-    rows: int  # of all batch entries and heads, checked or not
+    rows: int  # number of rows of all batch entries and heads, checked or not
 
     @property
     def scope(self) -> str:
-        """The text that gives the number of checked rows; empty where all are checked."""
+        """The number of checked rows, as text; empty where all are checked."""
         return self.scope_of(len(self.at.i))
 
     def scope_of(self, queries: int) -> str:
@@ -70,12 +70,12 @@ class Matrix:
 
     @property
     def visible(self) -> Tensor:
-        """What mask and bias let through, [b, h, i, K]."""
+        """The pairs that mask and bias leave visible, [b, h, i, K]."""
         return self.allowed if self.bias is None else self.allowed & (self.bias != -torch.inf)
 
 
 class Attention:
-    """Adds the rows of stage 4."""
+    """The writer of the rows of stage 4."""
 
     def __init__(self, writer: RowWriter, heads: Heads) -> None:
         self.writer = writer
@@ -89,12 +89,12 @@ class Attention:
     def add(
         self, step: str, value: Tensor | None, equation: str, code: list[str], check: Check, note: str | None = None
     ) -> None:
-        """A row whose result is a [B, H, Q, K] matrix."""
+        """Add a row whose result is a [B, H, Q, K] matrix."""
         axes = zip("BHQK", self.setting.sizes, strict=True)
         self.writer.add(4, step, value, axes, self.dtype, equation=equation, code=code, check=check, note=note)
 
     def run(self) -> Tensor:
-        """Share, score, cap, bias, mask, weigh, average; returns the output of each head, [B, H, Q, Dv]."""
+        """Add every step from sharing to the weighted average; return the output of each head, [B, H, Q, Dv]."""
         if self.module.kv_heads < self.module.num_heads:
             self.share("keys", self.heads.k, "D")
             self.share("values", self.heads.v, self.setting.value_letter)
@@ -108,7 +108,7 @@ class Attention:
         return self.outputs(self.weights())
 
     def share(self, step: str, own: Tensor, letter: str) -> None:
-        """Grouped heads: each key/value head once for every query head of its group."""
+        """Repeat each key/value head for every query head of its group."""
         group = self.module.num_heads // self.module.kv_heads
         name = step[0]
         batch, _, length, width = own.shape
@@ -127,11 +127,11 @@ class Attention:
             equation=f"{name}[h] ← {name}[⌊h / {group}⌋]",
             code=[f"{name} = {name}.repeat_interleave(H // Hkv, dim={1 if self.setting.batched else 0})"],
             check=check,
-            note="a copy for the sake of the equations: fused kernels read the shared heads where they are",
+            note="copied here for the equations; fused kernels read the shared heads in place",
         )
 
     def scores(self) -> None:
-        """q kᵀ · scale."""
+        """Add q kᵀ · scale."""
         matrix, scale = self.matrix, self.module.scale
         factor = "/ √D" if _is_close(scale, self.module.head_dim**-0.5) else f"· {scale:.4g}"
         factor = "/ √E" if _is_scaled_by_width(self.module) else factor
@@ -148,7 +148,7 @@ class Attention:
         self.add("scores", value, f"s[i, j] = q[i] · k[j] {factor}", code, check, _note_scale(self.setting))
 
     def softcap(self, cap: float) -> None:
-        """c · tanh(s / c)."""
+        """Add c · tanh(s / c)."""
         matrix = self.matrix
         claim = f"no score is beyond ±{cap:g}, and each equals c · tanh(s / c) in float64"
         check = Check(claim)
@@ -159,15 +159,15 @@ class Attention:
             check = close(claim, matrix.s, cap * torch.tanh(before / cap), allowed, matrix.scope)
             beyond = int((to_float64(matrix.s).abs() > cap * (1 + torch.finfo(self.dtype).eps)).sum())
             if beyond:
-                check = Check(claim, f"{beyond:,} are beyond it{matrix.scope}", False)
+                check = Check(claim, f"{beyond:,} scores are beyond ±{cap:g}{matrix.scope}", False)
         code = ["c = module.softcap", "s = c * torch.tanh(s / c)"]
         value = None if matrix is None else matrix.s
         self.add("softcap", value, f"s[i, j] ← c · tanh(s[i, j] / c), c = {cap:g}", code, check)
 
     def bias(self, bias: Tensor) -> None:
-        """s + bias."""
+        """Add s + bias."""
         matrix, note = self.matrix, None
-        claim = "every score has moved by its bias"
+        claim = "every score changes by its bias"
         check = Check(claim)
         if matrix is not None and matrix.bias is not None:
             b, h, i = (index.to(bias.device) for index in matrix.at[:3])
@@ -179,14 +179,14 @@ class Attention:
                 claim, matrix.s, expected, (before.abs() + added.abs()) * rounding(self.dtype, 1), matrix.scope
             )
             hidden = int((bias == -torch.inf).sum())
-            note = f"{hidden:,} of its {bias.numel():,} numbers are −∞: those pairs may not be seen" if hidden else None
+            note = f"{hidden:,} of its {bias.numel():,} numbers are −∞, which masks those pairs" if hidden else None
         value = None if matrix is None else matrix.s
         self.add("bias", value, "s[i, j] ← s[i, j] + bias[i, j]", ["s = s + bias"], check, note)
 
     def mask(self, mask: Mask) -> None:
-        """-inf where a key may not be seen."""
+        """Set the scores of masked pairs to -inf."""
         matrix, causal = self.matrix, is_causal(mask)
-        claim = f"−∞ {'on the future' if causal else 'where the mask hides'}, every other score unchanged"
+        claim = f"−∞ {'on the future' if causal else 'where masked'}, every other score unchanged"
         check = Check(claim)
         if matrix is not None:
             before = matrix.s
@@ -196,14 +196,14 @@ class Attention:
             expected = torch.where(hidden, -torch.inf, before[:, :, :queries])
             check = equal(claim, matrix.s[:, :, :queries], expected)
             check = check._replace(outcome=f"{check.outcome}{matrix.scope_of(queries)}")
-        code = [*self.setting.mask_code, "s = s.masked_fill(~seen, -torch.inf)"]
+        code = [*self.setting.mask_code, "s = s.masked_fill(~visible, -torch.inf)"]
         _, _, queries, keys = self.setting.sizes
-        where = "i may not see j" if not causal else "j > i" if queries == keys else "j > i + K − Q"
+        where = "pair (i, j) is masked" if not causal else "j > i" if queries == keys else "j > i + K − Q"
         value, note = None if matrix is None else matrix.s, _note_mask(mask, self.counted, self.setting)
         self.add("mask", value, f"s[i, j] ← −∞ where {where}", code, check, note)
 
     def weights(self) -> Tensor | None:
-        """Softmax over the keys; rows that see nothing become 0."""
+        """Take the softmax over the keys; rows without a visible key become 0."""
         matrix, sinks = self.matrix, self.module.sinks
         equation = "p = exp s / Σⱼ exp s"
         code, p = ["p = torch.softmax(s, dim=-1)"], None
@@ -231,10 +231,10 @@ class Attention:
         return p
 
     def outputs(self, p: Tensor | None) -> Tensor:
-        """The average of the values, as the module's own backend computes it."""
+        """Add the weighted average of the values, computed by the module's own backend."""
         s, m, (q, k, v) = self.setting, self.module, self.heads
         batch, heads, queries, _ = s.sizes
-        claim = "equals p v in float64, and is what the module's own kernel returns"
+        claim = "the output of the module's own kernel equals p v in float64"
         check, note = Check(claim), None
         if self.matrix is None or p is None:
             own = q.new_empty(batch, heads, queries, m.v_head_dim)
@@ -258,7 +258,7 @@ def _is_close(a: float, b: float) -> bool:
 
 
 def _is_scaled_by_width(module: MultiHeadAttention) -> bool:
-    """Whether the scores are divided by √E though the heads are narrower than that."""
+    """Return whether the scores are divided by √E although the heads are narrower than E."""
     by_width = _is_close(module.scale, module.embed_dim**-0.5)
     return module.embed_dim != module.head_dim and module.num_heads > 1 and by_width
 
@@ -287,14 +287,14 @@ def _matrix(s: Setting, heads: Heads, dtype: torch.dtype) -> Matrix:
 
 
 def _future(s: Setting, matrix: Matrix) -> Tensor:
-    """Where a key stands after its query, from the positions alone, [i, K]."""
+    """Return where a key comes after its query, computed from the positions only, [i, K]."""
     _, _, queries, keys = s.sizes
     position = matrix.at.i.to(matrix.s.device) + keys - queries
     return torch.arange(keys, device=matrix.s.device) > position[:, None]
 
 
 def _hidden_by_plan(mask: Mask, s: Setting, matrix: Matrix) -> Tensor:
-    """What the plan of the mask hides from the first ``PLANNED`` queries of the sample, [b, h, i, K]."""
+    """Return the pairs that the mask's plan masks, for the first ``PLANNED`` queries of the sample, [b, h, i, K]."""
     batch, heads, queries, keys = s.sizes
     plan = mask.plan(*s.sizes)
     b, h = (index.to(matrix.s.device) for index in matrix.at[:2])
@@ -307,13 +307,13 @@ def _hidden_by_plan(mask: Mask, s: Setting, matrix: Matrix) -> Tensor:
 
 
 def _check_weights(s: Setting, matrix: Matrix | None, p: Tensor | None, sinks: Tensor | None) -> Check:
-    """Whether rows sum to one (with their sink), no weight leaves [0, 1], and nothing hidden has any."""
+    """Check that rows sum to 1 (with their sink), weights lie in [0, 1], and masked pairs have none."""
     causal = s.mask is not None and is_causal(s.mask)
     empty = matrix is not None and not bool(matrix.visible.any(-1).all())
-    row = "each row that sees a key" if empty else "each row"
-    total = f"{row} sums to 1" if sinks is None else f"{row} sums to 1 less its sink's share"
+    row = "each row with a visible key" if empty else "each row"
+    total = f"{row} sums to 1" if sinks is None else f"{row} sums to 1 minus its sink's share"
     hides = s.mask is not None or s.bias is not None
-    hidden = "; none on the future" if causal else "; none on what is hidden" if hides else ""
+    hidden = "; no weight on the future" if causal else "; no weight on masked pairs" if hides else ""
     claim = f"{total}; weights lie in [0, 1]{hidden}"
     if matrix is None or p is None:
         return Check(claim)
@@ -330,21 +330,21 @@ def _check_weights(s: Setting, matrix: Matrix | None, p: Tensor | None, sinks: T
     leaked = int((~visible & (weights != 0)).sum())
     bad = int(weights.isnan().any(-1).sum())
     if bad:
-        return Check(claim, f"{bad:,} rows are not numbers: they see NaN or infinity{matrix.scope}", False)
+        return Check(claim, f"{bad:,} rows contain NaN, because they attend to NaN or infinity{matrix.scope}", False)
     if outside or leaked:
-        outcome = f"{outside:,} weights lie outside, {leaked:,} hidden pairs have weight{matrix.scope}"
+        outcome = f"{outside:,} weights lie outside [0, 1], {leaked:,} masked pairs have weight{matrix.scope}"
         return Check(claim, outcome, False)
     return sums
 
 
 def _check_outputs(claim: str, matrix: Matrix, p: Tensor, own: Tensor, scale: float) -> Check:
-    """Whether a kernel's output is p v: what p may be off by in another order of summation counts as rounding too."""
+    """Check that a kernel's output is p v; the rounding of p in another order of summation is allowed too."""
     weights, v = to_float64(p), to_float64(matrix.v)
     got = select(own, matrix.at.b, matrix.at.h, matrix.at.i)
     spoilt = ~torch.isfinite(v)
     clean = v.masked_fill(spoilt, 0)
     expected = weights @ clean  # [b, h, i, Dv]
-    if spoilt.any():  # reaches the rows that see it, and only those
+    if spoilt.any():  # NaN reaches the rows that attend to it, and only those
         reached = matrix.visible.cpu().to(torch.float64) @ spoilt.to(torch.float64) > 0
         expected = expected.masked_fill(reached, torch.nan)
         got = got.masked_fill(reached.to(got.device) & ~torch.isfinite(got), torch.nan)
@@ -352,7 +352,7 @@ def _check_outputs(claim: str, matrix: Matrix, p: Tensor, own: Tensor, scale: fl
     reach = abs(scale) * to_float64(matrix.q).norm(dim=-1, keepdim=True) * longest  # [b, h, i, 1]: no product is larger
     if matrix.bias is not None and matrix.bias.numel():
         reach = reach + to_float64(matrix.bias).nan_to_num(0, 0, 0).abs().max()
-    in_scores = reach * rounding(p.dtype, matrix.q.shape[-1])  # [b, h, i, 1]: how far off a score may be
+    in_scores = reach * rounding(p.dtype, matrix.q.shape[-1])  # [b, h, i, 1]: rounding error of a score
     allowed = (weights @ clean.abs()) * (rounding(own.dtype, p.shape[-1]) + 2 * in_scores)
     return close(claim, got, expected, allowed, matrix.scope)
 
@@ -365,9 +365,9 @@ def _note_scale(s: Setting) -> str | None:
     if _is_scaled_by_width(m):
         return (
             f"unusual: divided by √E = {m.embed_dim**0.5:.4g} (√embed_dim) instead of √D = {m.head_dim**0.5:.4g} "
-            f"(√head_dim); the scores are {(m.embed_dim / m.head_dim) ** 0.5:.3g} times smaller, the weights flatter"
+            f"(√head_dim); scores are {(m.embed_dim / m.head_dim) ** 0.5:.3g} times smaller, and weights flatter"
         )
-    return f"this module scales by {m.scale:.4g}; usual is 1 / √D = {usual:.4g}"
+    return f"this module scales by {m.scale:.4g}; the usual scale is 1 / √D = {usual:.4g}"
 
 
 def describe_mask(mask: Mask) -> str:
@@ -385,19 +385,20 @@ def describe_mask(mask: Mask) -> str:
 def _note_mask(mask: Mask, counted: VisiblePairs | None, s: Setting) -> str:
     batch, heads, queries, keys = s.sizes
     if counted is None:
-        return f"{describe_mask(mask)}, {TRUE}: how many pairs that is was not counted"
+        return f"{describe_mask(mask)}, {TRUE}: visible pairs were not counted"
     pairs, total, each = counted.pairs, batch * heads * queries * keys, ""
     if batch * heads and all(_is_shared_by_all(leaf) for leaf in mask.leaves()):
         pairs, total, each = pairs // (batch * heads), queries * keys, " in each head"
     share = 100 * pairs / max(1, total)
     text = f"{describe_mask(mask)}, {TRUE}: {quantity(pairs)} of {quantity(total)} pairs{each} ({share:.3g}%)"
     if counted.empty_rows:
-        text += f"; {quantity(counted.empty_rows)} of {quantity(batch * heads * queries)} rows see nothing and give 0"
+        rows = f"{quantity(counted.empty_rows)} of {quantity(batch * heads * queries)} rows"
+        text += f"; {rows} have no visible key and give 0"
     return text
 
 
 def _is_shared_by_all(leaf: Mask) -> bool:
-    """Whether a mask is the same for every batch entry and head."""
+    """Return whether a mask is the same for every batch entry and head."""
     return isinstance(leaf, Prefix) or (
         isinstance(leaf, Band) and (leaf.offset is None or isinstance(leaf.offset, int))
     )
@@ -408,10 +409,10 @@ def _note_weights(s: Setting, dtype: torch.dtype) -> str | None:
     elements = math.prod(s.sizes)
     if elements * dtype.itemsize >= LARGE:
         notes.append(
-            f"kept whole, these {quantity(elements)} numbers would take {memory(elements * dtype.itemsize)}; fused "
-            "kernels make them block by block and keep none, so that memory grows with Q + K instead of Q · K"
+            f"stored whole, these {quantity(elements)} numbers would take {memory(elements * dtype.itemsize)}; fused "
+            "kernels compute them block by block and store none, so memory grows with Q + K instead of Q · K"
         )
     if s.module.dropout:
         chance = f"{s.module.dropout:g}"
-        notes.append(f"in training, dropout would set each to 0 with probability {chance}; a trace leaves it out")
+        notes.append(f"in training, dropout would set each to 0 with probability {chance}; a trace omits it")
     return "; ".join(notes) or None

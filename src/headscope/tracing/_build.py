@@ -1,4 +1,4 @@
-"""``trace``: build the trace of a module and an input, or of sizes alone."""
+"""``trace``: build the trace of a module and an input, or of sizes only."""
 
 from __future__ import annotations
 
@@ -41,40 +41,47 @@ def trace(
     sinks: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Trace:
-    """Go through multi-head attention step by step: of a module and an input, or from sizes alone.
+    """Trace multi-head attention step by step, for a module and an input or for sizes only.
 
-    ``trace(module, x)`` computes every step, shows a corner of its values and checks an invariant on them; the module
-    runs as in eval (dropout is left out), without gradients. ``trace(seq=10, dim=512, heads=8)`` allocates nothing,
-    whatever the sizes: shapes and memory, no values. ``trace(module, seq=10)`` does the same for a module that exists.
+    ``trace(module, x)`` computes every step, shows a corner of its values and checks an invariant on them. The module
+    runs as in eval, without dropout and gradients. ``trace(seq=10, dim=512, heads=8)`` allocates nothing,
+    whatever the sizes, and shows shapes and memory without values. ``trace(module, seq=10)`` does so for a module.
 
-    Shapes: as ``MultiHeadAttention.forward``. The result has a row for the input (and context), the projections to
-    q, k, v, their split into heads, the sharing of grouped heads, the scores, softcap, bias, mask, weights, the output
-    of each head, their concatenation and the output; what a module or call does not have is left out.
+    Shapes are those of ``MultiHeadAttention.forward``. The result has a row for each step that the call has:
+
+    - input and context, projections to q, k and v, their split into heads, and the sharing of grouped heads;
+    - scores, softcap, bias, mask, weights;
+    - the output of each head, their concatenation, and the output.
 
     Args:
         module: a ``headscope.MultiHeadAttention``.
         x: its input, [B, Q, E] or [Q, E], in the module's dtype and on its device.
         context: where keys and values come from, or a pair of tensors; by default ``x``.
-        mask: what may be seen, a mask of ``headscope.masks`` or a boolean tensor, True = attend (the opposite of
+        mask: the visible pairs, a mask of ``headscope.masks`` or a boolean tensor, True = attend (the opposite of
             ``nn.MultiheadAttention``).
         bias: added to the scores; broadcasts to [B, H, Q, K].
-        causal: hide the future; together with ``mask``, what both allow may be seen.
-        batch: from sizes alone, the number of sequences, at least 1; by default 1.
-        seq: from sizes alone, the length of each.
-        context_seq: from sizes alone, the length of the context; by default there is none.
-        dim: from sizes alone, the model width E.
-        heads: from sizes alone, the number of heads H.
-        kv_heads, head_dim, v_head_dim, kdim, vdim, scale, softcap, sinks, dtype: from sizes alone, as for
+        causal: mask the future; together with ``mask``, pairs that both allow are visible.
+        batch: without x, the number of sequences, at least 1; by default 1.
+        seq: without x, the length of each.
+        context_seq: without x, the length of the context; by default, self-attention.
+        dim: without a module, the model width E.
+        heads: without a module, the number of heads H.
+        kv_heads, head_dim, v_head_dim, kdim, vdim, scale, softcap, sinks, dtype: without a module, as for
             ``MultiHeadAttention``.
 
-    Where the matrix of weights has more than 2 million numbers, or a projection takes more than 2^27 multiplications, a
-    row is checked on a sample, and its invariant says on how many rows. Tolerances follow from the dtype and the number
-    of terms that were added up; an invariant says what it found and what rounding allows. NaN and infinity in the input
-    show as invariants that did not hold.
+    Where the weights have more than 2 million numbers, or a projection more than 2^27 multiplications, a sample is
+    checked, and the invariant gives its size. Tolerances follow from the dtype and the number of summed terms; an
+    invariant gives the measured error and the allowed one. NaN and infinity in the input show as invariants that did
+    not hold.
 
     Raises:
-        TypeError: ``module`` is something else, or an input is of a wrong kind or dtype.
-        ValueError: sizes that are missing, given twice, or do not fit; the messages are those of the module.
+        TypeError: ``module`` is not a MultiHeadAttention, or an input has a wrong type or dtype.
+        ValueError: sizes are missing, duplicate, or do not fit; the messages are those of the module.
+
+    Example:
+        >>> from headscope import trace
+        >>> trace(seq=10, dim=512, heads=8).row("weights").shape
+        [1, 8, 10, 10]
     """
     sizes = {"batch": batch, "seq": seq, "context_seq": context_seq}
     every_option = {
@@ -98,7 +105,7 @@ def trace(
 def _check_arguments(
     module: object, x: object, context: object, lengths: dict[str, int], module_sizes: dict[str, Any]
 ) -> None:
-    """Raise unless there is a module with an input, or a module or its sizes with the sizes of an input."""
+    """Raise unless the arguments are a module and an input, or sizes of an input with a module or its sizes."""
     if module is not None and not isinstance(module, MultiHeadAttention):
         got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
         raise TypeError(
@@ -107,23 +114,23 @@ def _check_arguments(
     if module is not None and (beyond := _list_untraced(module)):
         raise TypeError(f"module: has {', '.join(beyond)}, whose steps cannot be traced yet")
     if module is not None and module_sizes:
-        raise ValueError(f"{', '.join(module_sizes)}: the module has its own; give a module, or the sizes of one")
+        raise ValueError(f"{', '.join(module_sizes)}: the module has its own; pass a module or its sizes, not both")
     if x is not None and lengths:
-        raise ValueError(f"{', '.join(lengths)}: x has its own; give x, or its sizes")
+        raise ValueError(f"{', '.join(lengths)}: x has its own; pass x or its sizes, not both")
     if x is not None and module is None:
-        raise ValueError("module: missing; an input x is traced through a headscope.MultiHeadAttention")
+        raise ValueError("module: missing; pass the headscope.MultiHeadAttention to trace x through")
     if x is None and context is not None:
-        raise ValueError("context: got one without x; from sizes alone, give context_seq")
+        raise ValueError("context: got one without x; pass x, or context_seq for sizes only")
     if x is None:
         needed = ("seq",) if module is not None else ("seq", "dim", "heads")
         missing = [name for name in needed if name not in lengths and name not in module_sizes]
         if missing:
-            remedy = "give a module and its input x, or the sizes seq, dim and heads"
+            remedy = "pass a module and its input x, or the sizes seq, dim and heads"
             raise ValueError(f"{', '.join(missing)}: missing; {remedy}")
 
 
 def _list_untraced(module: MultiHeadAttention) -> list[str]:
-    """List what a module has that no row shows."""
+    """Return the parts of a module that no row shows."""
     options = {
         "rotary": module.rotary, "position_bias": module.position_bias, "qk_norm": module.qk_norm,
         "gate": module.gate_proj, "bias_kv": module.bias_k,
@@ -135,7 +142,7 @@ def _list_untraced(module: MultiHeadAttention) -> list[str]:
 def _from_sizes(
     module: MultiHeadAttention, options: ScoreOptions, seq: int, batch: int = 1, context_seq: int | None = None
 ) -> Setting:
-    """Prepare inputs of these sizes on the meta device, and the code that would make them."""
+    """Prepare inputs of these sizes on the meta device, and the code that makes them."""
     weight, _ = module.projection("out")
 
     def empty(length: int, width: int) -> Tensor:
@@ -187,7 +194,7 @@ def _describe(module: MultiHeadAttention) -> dict[str, Any]:
 
 
 def _call_text(module: MultiHeadAttention, precision: str = "") -> str:
-    """The module as it would be made: what is not the default, in the order of the signature."""
+    """Return the call that makes the module: its non-default arguments, in the order of the signature."""
     biased = tuple(name for name in QKV if module.projection(name)[1] is not None)
     bias = biased if 0 < len(biased) < len(QKV) else bool(biased)
     usual: dict[str, Any] = {
@@ -205,7 +212,7 @@ def _call_text(module: MultiHeadAttention, precision: str = "") -> str:
 
 
 def _setup(setting: Setting, own_module: bool) -> str:
-    """What the code of the rows needs: imports, and the module where it was sizes alone; the reader has the rest."""
+    """Return what the code of the rows requires: imports, and the module if there is none; the reader has the rest."""
     yours = [] if own_module else ["module"]
     yours += [] if setting.x_code else ["x"] if setting.source == "self" else ["x", "context"]
     yours += ["mask"] if any("mask" in line for line in setting.mask_code) else []

@@ -1,4 +1,4 @@
-"""The texts of a trace: why each step exists, the common mistake at it, and how sizes are written."""
+"""The texts of a trace: why each step exists, its common mistake, and the format of sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a step exists, and the common mistake at it."""
+    """Why a step exists, and its common mistake."""
 
     why: str
     mistake: str
@@ -27,100 +27,99 @@ LETTERS = {
 
 EXPLANATIONS: dict[str, Explanation] = {
     "input": Explanation(
-        "One vector of width E for each position. Attention is where positions exchange information: the other "
-        "layers of a transformer treat each position by itself.",
-        "Passing token numbers instead of vectors (an embedding comes first), or [length, batch, E]: here the batch "
-        "is the first axis, in nn.MultiheadAttention it is the second unless batch_first=True.",
+        "One vector of width E for each position. Attention is where positions exchange information; the other "
+        "layers of a transformer process each position by itself.",
+        "Passing token ids instead of vectors (an embedding comes first), or [length, batch, E]: here the batch is "
+        "the first axis; in nn.MultiheadAttention it is the second unless batch_first=True.",
     ),
     "context": Explanation(
         "Cross-attention: the queries come from x, the keys and values from another sequence, as when a decoder "
         "reads what an encoder wrote.",
-        "Swapping the two. The output has one position for each query, so its length is that of x, never that of "
-        "the context.",
+        "Swapping the two. The output has one position for each query, so it is as long as x, never as the context.",
     ),
     "queries": Explanation(
-        "A query is what a position is looking for. W_q is learned, and apart from W_k, so that what a position "
-        "looks for need not be what it offers.",
-        "Multiplying by W instead of Wᵀ: nn.Linear keeps its weight as [out, in]. For a square W the shape comes "
-        "out right all the same.",
+        "A query is what a position looks for. W_q is learned separately from W_k, so what a position looks "
+        "for can differ from what it offers.",
+        "Multiplying by W instead of Wᵀ: nn.Linear stores its weight as [out, in]. For a square W the shape is "
+        "right either way.",
     ),
     "keys": Explanation(
-        "A key is what a position can be found by. How well query i matches key j is their dot product.",
-        "Using one matrix for queries and keys: i then matches j exactly as much as j matches i, and most positions "
+        "A key is what a position is matched by: the dot product measures how well query i matches key j.",
+        "Using one matrix for queries and keys: i then matches j exactly as well as j matches i, and most positions "
         "match themselves best.",
     ),
     "values": Explanation(
-        "A value is what a position hands over when it is found. It is apart from the key, as a book's text is from "
-        "its catalogue card.",
-        "Averaging x, or the keys, instead of the values: the shapes agree, so that nothing complains.",
+        "A value is what a position passes on when a query matches its key. The two are separate, like a book's text "
+        "and its catalogue card.",
+        "Averaging x, or the keys, instead of the values: the shapes agree, so nothing fails.",
     ),
     "split queries": Explanation(
-        "The width is cut into H pieces of D, so that H heads can look for different things at the cost of one wide "
-        "head. The axis of heads moves in front of the positions: matrix products then stay within a head.",
-        "view(B, H, Q, D) without the transpose. The shape is right and the numbers are not: each “head” then holds "
+        "The width is split into H pieces of D, so that H heads can look for different things at the cost of one wide "
+        "head. The head axis moves in front of the positions: matrix products then stay within a head.",
+        "view(B, H, Q, D) without the transpose. The shape is right, the numbers are not: each “head” then holds "
         "a run of positions instead of a piece of every position.",
     ),
     "split keys": Explanation(
-        "Keys are cut exactly as queries are, so that head h of the queries meets head h of the keys.",
-        "Cutting as view(B, K, D, H): the rows of W are ordered head by head, so each head's D columns lie together.",
+        "Keys are split exactly like queries, so that head h of the queries is compared with head h of the keys.",
+        "Splitting as view(B, K, D, H): the rows of W are ordered head by head, so each head's D columns lie together.",
     ),
     "split values": Explanation(
-        "Each head will mix only its own piece of the values, and so contributes its own part of the result.",
-        "Folding heads into the batch, view(B * H, K, D), straight after the projection: transpose(1, 2) comes first.",
+        "Each head mixes only its own piece of the values, and so contributes its own part of the result.",
+        "Folding heads into the batch, view(B * H, K, D), right after the projection: transpose(1, 2) comes first.",
     ),
     "share keys": Explanation(
         "There are fewer key heads than query heads: each key head serves a group of H / Hkv query heads, and the "
         "cache of keys is smaller by that factor.",
-        "repeat instead of repeat_interleave: head h would then use key head h mod Hkv, not ⌊h · Hkv / H⌋, for "
-        "which the weights were trained.",
+        "repeat instead of repeat_interleave: head h would then use key head h mod Hkv instead of ⌊h · Hkv / H⌋, "
+        "for which the weights were trained.",
     ),
     "share values": Explanation(
         "The values are shared by the same groups as the keys.",
-        "Sharing the keys and the values in different orders: each head would then weigh by one and hand over another.",
+        "Sharing keys and values in different orders: the weights of one key head would apply to another's values.",
     ),
     "scores": Explanation(
         "The dot product of a query with a key measures how well they match. It sums D products, so its spread grows "
-        "as √D; dividing by √D keeps the softmax from putting all its weight on one key before anything was learned.",
+        "as √D; dividing by √D keeps the softmax from putting all its weight on one key before training.",
         "Dividing by √E (√embed_dim) instead of √D (√head_dim): with H heads the scores are √H times too small and "
-        "the weights too even. The shapes cannot show it.",
+        "the weights too even. The shapes do not reveal it.",
     ),
     "softcap": Explanation(
-        "tanh keeps every score between −c and c, without a hard edge at which the gradient would stop: no single "
-        "match can take over.",
-        "Capping after the mask: −∞ would become −c, and what is hidden would get weight.",
+        "tanh keeps every score between −c and c, without a hard edge where the gradient would vanish, so no single "
+        "match can dominate.",
+        "Capping after the mask: −∞ would become −c, and masked keys would get weight.",
     ),
     "bias": Explanation(
-        "A number added to each score, often from how far apart i and j are (ALiBi, T5, relative positions): "
-        "attention itself does not see the order of the positions.",
+        "A number added to each score, often a function of the distance between i and j (ALiBi, T5, relative "
+        "positions): attention itself ignores the order of positions.",
         "Adding it before the scale, which would scale it too; or passing a boolean mask as bias, which only adds 0 "
         "or 1.",
     ),
     "mask": Explanation(
-        "exp(−∞) = 0: a hidden key gets exactly no weight and its share goes to the others. A causal mask hides the "
-        "future; without it a model in training could read the answer it is to predict.",
-        "Polarity: here and in scaled_dot_product_attention True = may be seen; in nn.MultiheadAttention True = "
-        "hidden. Masking after the softmax: what is left no longer sums to one.",
+        "exp(−∞) = 0: a masked key gets a weight of exactly 0, and its share goes to the others. A causal mask hides "
+        "the future; without it, a model in training could read the answer that it should predict.",
+        "Polarity: here and in scaled_dot_product_attention True = attend; in nn.MultiheadAttention True = masked. "
+        "Masking after the softmax: the remaining weights no longer sum to 1.",
     ),
     "weights": Explanation(
-        "Softmax turns the scores of each query into shares: none negative, together one. This matrix is what "
-        "pictures of attention show: row = query, column = key.",
-        "Softmax over the wrong axis. It runs over the keys, dim=-1; dim=1, right for a single [Q, K] matrix, means "
-        "the heads once there are four axes, and the shape is the same.",
+        "Softmax turns the scores of each query into shares that are at least 0 and sum to 1. Pictures of attention "
+        "show this matrix: row = query, column = key.",
+        "Softmax over the wrong axis. It runs over the keys, dim=-1; dim=1, right for a single [Q, K] matrix, is the "
+        "head axis of [B, H, Q, K], and the shape is the same.",
     ),
     "head outputs": Explanation(
-        "Each query's output in a head is the average of the values, weighted by its row of weights.",
-        "Multiplying the weights with the keys instead of the values, or pᵀ v: in self-attention both have the "
-        "right shape.",
+        "In each head, a query's output is the average of the values, weighted by its row of weights.",
+        "Multiplying the weights by the keys instead of the values, or pᵀ v: in self-attention both have the right "
+        "shape.",
     ),
     "concatenation": Explanation(
-        "The heads are laid side by side again, so that each position has one vector. It is the inverse of the "
+        "The heads are put side by side again, so that each position has one vector. This is the inverse of the "
         "split: transpose back, then join.",
-        "reshape(B, Q, H * D) without transposing back: right shape, positions and heads mixed. After the "
-        "transpose, view fails because memory is no longer contiguous; .contiguous().view(…) or .reshape(…) copies.",
+        "reshape(B, Q, H * D) without transposing back: the shape is right, but positions and heads are mixed. After "
+        "the transpose, view fails because memory is not contiguous; .contiguous().view(…) or .reshape(…) copies.",
     ),
     "output": Explanation(
-        "W_o mixes what the heads found. Without it each head could write only to its own D columns of the result.",
-        "Leaving it out: the shape is right already after the concatenation, so nothing complains.",
+        "W_o mixes the outputs of the heads. Without it, each head would write only to its own D output columns.",
+        "Leaving it out: the shape is already right after the concatenation, so nothing fails.",
     ),
 }
 
@@ -129,12 +128,12 @@ _POWERS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def subscript(number: int) -> str:
-    """8 -> ₈"""
+    """Return a number in subscript: 8 -> ₈"""
     return str(number).translate(_DIGITS)
 
 
 def quantity(number: int) -> str:
-    """25600 -> 25,600; 8000000000000 -> 8 × 10¹²"""
+    """Return a number for display: 25600 -> 25,600; 8000000000000 -> 8 × 10¹²"""
     if number < 10**9:
         return f"{number:,}"
     mantissa, power = f"{number:.2e}".split("e")
@@ -142,7 +141,7 @@ def quantity(number: int) -> str:
 
 
 def memory(size: int) -> str:
-    """102400 -> 100 KiB"""
+    """Return a size in bytes for display: 102400 -> 100 KiB"""
     amount, unit = float(size), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
         if amount < 999.5 or unit == "EiB":

@@ -1,4 +1,4 @@
-"""A trace as a fragment of HTML for notebooks: nothing is loaded, every text is escaped, light and dark both work."""
+"""A trace as an HTML fragment for notebooks: self-contained, with every text escaped, for light and dark themes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STYLE = """
 
 
 def render_html(trace: RenderedTrace) -> str:
-    """Render a whole trace: a table with a line for each step, and why and mistake to unfold."""
+    """Render a trace as a table with a row for each step; its explanation unfolds."""
     parts = [
         f'<div class="headscope-trace"><style>{STYLE}</style>',
         f'<div class="title">{escape(trace.title)}</div>',
@@ -86,7 +86,7 @@ def _render_shape(row: RenderedRow) -> str:
 
 
 def _render_values(row: RenderedRow) -> str:
-    """The corner; weights are shaded by how large they are."""
+    """Render the corner of the values; weights are shaded by size."""
     if not row.corner:
         return ""
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""The checks of a trace: a sample of rows, comparison in float64, a count of what a mask lets through."""
+"""The checks of a trace: a sample of rows, comparison in float64, and the count of visible pairs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from headscope._attend.interface import accumulate_dtype
 from headscope.masks import Band, Mask, Plan, Prefix
 
-MATRIX = 1 << 21  # weights checked in one trace; where there are more, a sample of the rows stands for them
-PRODUCTS = 1 << 27  # multiplications spent on one check in float64: some tens of milliseconds
-COUNTED = 1 << 28  # pairs of a mask that are counted one by one
+MATRIX = 1 << 21  # most weights that one trace checks; of larger matrices, it checks a sample of rows
+PRODUCTS = 1 << 27  # most multiplications of one check in float64: some tens of milliseconds
+COUNTED = 1 << 28  # most pairs of a mask that are counted one by one
 
 
 class Check(NamedTuple):
-    """Something that must be true of a step: the claim, and what was measured (None: there are no values)."""
+    """A claim about a step, and its measured outcome (None without values)."""
 
     claim: str
     outcome: str | None = None
@@ -30,7 +30,7 @@ class Check(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """The rows of the weights that are checked: every combination of these batch entries, heads and queries."""
+    """The checked rows of the weights: every combination of these batch entries, heads and queries."""
 
     b: Tensor
     h: Tensor
@@ -39,10 +39,10 @@ class Sample(NamedTuple):
 
 
 def sample(batch: int, heads: int, queries: int, keys: int, width: int) -> Sample:
-    """All rows of [B, H, Q, K] while they fit into ``MATRIX`` weights; else the first ones and others evenly spread."""
+    """Return all rows of [B, H, Q, K] up to ``MATRIX`` weights; beyond that, the first and evenly spread ones."""
     if batch * heads * queries * keys <= MATRIX:
         return Sample(*(torch.arange(size, device="cpu") for size in (batch, heads, queries)), whole=True)
-    pairs = max(1, MATRIX // max(1, keys * width))  # of batch entry and head: each brings its keys along
+    pairs = max(1, MATRIX // max(1, keys * width))  # of batch entry and head, each with its own keys
     h = spread(heads, min(8, pairs))
     b = spread(batch, min(4, max(1, pairs // len(h))))
     rows = max(4, MATRIX // (len(b) * len(h) * max(1, keys)))
@@ -50,7 +50,7 @@ def sample(batch: int, heads: int, queries: int, keys: int, width: int) -> Sampl
 
 
 def spread(size: int, count: int) -> Tensor:
-    """Return ``count`` indices of an axis, evenly spread; from four on, the first four are among them."""
+    """Return about ``count`` evenly spread indices of an axis; for four or more, the first four are included."""
     if count >= size:
         return torch.arange(size, device="cpu")
     first = torch.arange(min(4, count), device="cpu")
@@ -60,7 +60,7 @@ def spread(size: int, count: int) -> Tensor:
 
 
 def select(tensor: Tensor, *indices: Tensor | None) -> Tensor:
-    """The chosen indices of each axis; an axis of size 1 is left to broadcast."""
+    """Return the chosen indices of each axis; an axis of size 1 is left to broadcast."""
     for axis, index in enumerate(indices):
         if index is not None and tensor.shape[axis] not in (1, len(index)):
             tensor = tensor.index_select(axis, index.to(tensor.device))
@@ -68,33 +68,33 @@ def select(tensor: Tensor, *indices: Tensor | None) -> Tensor:
 
 
 def to_float64(tensor: Tensor) -> Tensor:
-    """A tensor in float64 on the host (not every accelerator has float64)."""
+    """Return a tensor in float64 on the host, because not every accelerator has float64."""
     return tensor.detach().to("cpu").to(torch.float64)
 
 
 def rounding(dtype: torch.dtype, terms: int) -> float:
-    """What a sum of ``terms`` products may be off by, as a factor of the sum of their magnitudes.
+    """Return the rounding error of a sum of ``terms`` products, as a factor of the sum of their magnitudes.
 
-    The result is rounded to ``dtype`` a few times; the sum is kept in float32 or better, and its error grows as √terms.
+    The result is rounded to ``dtype`` a few times; the sum is in float32 or better, and its error grows as √terms.
     """
     accumulator = accumulate_dtype(dtype)
     unit = torch.finfo(accumulator).eps
     if accumulator == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        unit = torch.finfo(torch.bfloat16).eps  # the user allows float32 products to be rounded to fewer bits
+        unit = torch.finfo(torch.bfloat16).eps  # the user allows float32 products with fewer bits
     return 4 * max(torch.finfo(dtype).eps, unit) + math.sqrt(max(1, terms)) * unit
 
 
 def close(claim: str, actual: Tensor, expected: Tensor, allowed: Tensor, suffix: str = "") -> Check:
-    """Whether ``actual`` equals ``expected`` (float64) to within ``allowed``, element by element; NaN equals NaN."""
+    """Check that ``actual`` equals ``expected`` (float64) to within ``allowed``, element by element; NaN equals NaN."""
     kind = torch.finfo(actual.dtype)
     allowed = allowed + 4 * kind.tiny * kind.eps + torch.finfo(accumulate_dtype(actual.dtype)).tiny  # underflow
     actual = to_float64(actual)
     same = (actual == expected) | (actual.isnan() & expected.isnan())
     error = (actual - expected).abs().masked_fill(same, 0).nan_to_num(torch.inf, torch.inf)
-    allowed = allowed.nan_to_num(0, 0).expand_as(error)  # where the magnitudes are not finite only equality will do
+    allowed = allowed.nan_to_num(0, 0).expand_as(error)  # where magnitudes are not finite, only equality passes
     if not error.numel():
-        return Check(claim, f"there is nothing to compare{suffix}", True)
-    at = int((error / allowed).nan_to_num(0, torch.inf).argmax())  # 0 of 0 allowed is no error
+        return Check(claim, f"nothing to compare{suffix}", True)
+    at = int((error / allowed).nan_to_num(0, torch.inf).argmax())  # error 0 of allowed 0 passes
     worst, limit = float(error.flatten()[at]), float(allowed.flatten()[at])
     outcome = f"error {_short(worst)}, allowed {_short(limit)}{suffix}"
     return Check(claim, outcome, bool((error <= allowed).all()))
@@ -105,7 +105,7 @@ def _short(error: float) -> str:
 
 
 def equal(claim: str, actual: Tensor, expected: Tensor) -> Check:
-    """Whether two tensors are the same to the bit; NaN equals NaN."""
+    """Check that two tensors are equal to the bit; NaN equals NaN."""
     if actual.shape != expected.shape:
         return Check(claim, f"the shapes differ, {list(actual.shape)} and {list(expected.shape)}", False)
     differ = int(((actual != expected) & ~(actual.isnan() & expected.isnan())).sum())
@@ -113,27 +113,27 @@ def equal(claim: str, actual: Tensor, expected: Tensor) -> Check:
 
 
 def finite(x: Tensor) -> Check:
-    """Whether every value is finite."""
+    """Check that every value is finite."""
     bad = int((~torch.isfinite(x)).sum())
-    outcome = f"{bad:,} of {x.numel():,} are NaN or infinite, and reach every row that sees them" if bad else None
+    outcome = f"{bad:,} of {x.numel():,} are NaN or infinite, and reach every row that attends to them" if bad else None
     return Check("every value is finite", outcome, not bad)
 
 
-# ---------------------------------------------------------------- how many pairs may be seen
+# ---------------------------------------------------------------- visible pairs
 
 
 @dataclass(frozen=True, slots=True)
 class VisiblePairs:
-    """How many of the B · H · Q · K pairs may be seen, and how many of the B · H · Q rows see nothing."""
+    """The number of visible pairs, of B · H · Q · K, and of rows without a visible key, of B · H · Q."""
 
     pairs: int
     empty_rows: int
 
 
 def count_visible_pairs(mask: Mask, sizes: tuple[int, int, int, int]) -> VisiblePairs | None:
-    """Count what a mask lets through: in closed form, from the spans of its plan, or pair by pair.
+    """Count the visible pairs of a mask: in closed form, from the spans of its plan, or pair by pair.
 
-    None where the mask has no values (meta device), or where only counting more than ``COUNTED`` pairs would tell.
+    None where the mask has no values (meta device), or where more than ``COUNTED`` pairs would have to be counted.
     """
     batch, heads, queries, keys = sizes
     mask = mask.at(queries, keys)
@@ -153,7 +153,7 @@ def count_visible_pairs(mask: Mask, sizes: tuple[int, int, int, int]) -> Visible
 
 
 def _band(band: Band, sizes: tuple[int, int, int, int]) -> VisiblePairs:
-    """Row i sees the keys from i + low to i + high - 1 that exist: sums of clamped ramps, whatever the length."""
+    """Count the keys from i + low to i + high - 1 that exist, for each row i, by clamped ramps in closed form."""
     batch, heads, queries, keys = sizes
     offset = band.offset
     offsets = offset.reshape(-1).tolist() if isinstance(offset, Tensor) else offset
@@ -169,14 +169,16 @@ def _band(band: Band, sizes: tuple[int, int, int, int]) -> VisiblePairs:
             0 if low is None else _ramp(low, queries, keys)
         )
         before = 0 if high is None else min(queries, max(0, 1 - high))  # rows whose reach ends before key 0
-        beyond = 0 if low is None else max(0, queries - max(0, keys - low))  # rows whose reach starts behind the last
+        beyond = (
+            0 if low is None else max(0, queries - max(0, keys - low))
+        )  # rows whose reach starts after the last key
         empty += queries if not keys else min(queries, before + beyond)
     repeat = heads * (batch if len(offsets) == 1 else 1)
     return VisiblePairs(pairs * repeat, empty * repeat)
 
 
 def _ramp(start: int, rows: int, top: int) -> int:
-    """Σ over i < rows of start + i, each cut to between 0 and top."""
+    """Return Σ over i < rows of start + i, each clamped to between 0 and top."""
     rising, full = max(0, -start), max(0, top - start)  # the first row above 0, the first row at the top
     rising, full = min(rising, rows), min(full, rows)
     number = max(0, full - rising)

@@ -21,21 +21,21 @@ class Row:
     """One step of a forward pass.
 
     Attributes:
-        step: its name, such as "scores"; each occurs once in a trace.
-        stage: which of six it belongs to: 1 input, 2 projections, 3 split, 4 attention, 5 concatenation, 6 output.
-        equation: what is computed, in letters.
-        code: lines of PyTorch that compute it; those of all rows, one after the other, are a program.
+        step: its name, such as "scores"; unique in a trace.
+        stage: its number of six: 1 input, 2 projections, 3 split, 4 attention, 5 concatenation, 6 output.
+        equation: the computation, in letters.
+        code: lines of PyTorch that compute it; the lines of all rows, in order, are a program.
         axes: the letter and the size of each axis of the result, in order; joined axes are written "H·D".
-        shape: the sizes alone.
-        dtype: of the result, as "float32".
-        elements: how many numbers the result has.
-        bytes: what they take in memory when all are kept.
+        shape: the sizes only.
+        dtype: the dtype of the result, such as "float32".
+        elements: the number of elements of the result.
+        bytes: their memory if all are stored.
         corner: the first 4 x 4 values of the last two axes (of the first batch entry and head); None without values.
-        invariant: what must be true of the result and, where there are values, what was measured.
-        held: whether it was; None without values.
+        invariant: a property that the result must have and, where there are values, the measured outcome.
+        held: whether the result has it; None without values.
         why: why the step exists.
         mistake: the common mistake at this step.
-        note: what is particular to this module or input, such as an unusual scale; or None.
+        note: a peculiarity of this module or input, such as an unusual scale; or None.
     """
 
     step: str
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass
 class RowWriter:
-    """Collects the rows of a trace."""
+    """The collector of the rows of a trace."""
 
     setting: Setting
     rows: list[Row] = field(default_factory=list[Row])
@@ -66,7 +66,7 @@ class RowWriter:
         self, stage: int, step: str, value: Tensor | None, axes: Iterable[tuple[str, int]], dtype: torch.dtype, *,
         equation: str, code: Iterable[str], check: Check, note: str | None = None,
     ) -> None:  # fmt: skip
-        """Add one step; ``value`` may be a sample, or None where there is nothing to show."""
+        """Add one step; ``value`` may be a sample, or None without values."""
         named = [(letter, size) for letter, size in axes if letter != "B" or self.setting.batched]
         shape = [size for _, size in named]
         elements = math.prod(shape)
@@ -93,7 +93,7 @@ class RowWriter:
 
 
 def corner(value: Tensor) -> list[list[float]]:
-    """The first values of the last two axes, of the first entry of all others."""
+    """Return the first values of the last two axes, at index 0 of all other axes."""
     if not value.numel():
         return []
     return to_float64(value[(0,) * (value.ndim - 2)][:CORNER, :CORNER]).tolist()

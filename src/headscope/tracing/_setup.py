@@ -1,4 +1,4 @@
-"""What is traced: a module with its inputs, or with sizes alone; checked, run once, and described."""
+"""The subject of a trace: a module with its inputs or their sizes, checked, run once, and described."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Source = Literal["self", "cross", "pair"]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is traced.
+    """A traced call.
 
     Attributes:
         module: the module.
-        x: where the queries come from, [B, Q, E].
-        k_from: where the keys come from, [B, K, kdim].
-        v_from: where the values come from, [B, K, vdim].
-        batched: whether x has a batch axis for the reader too.
+        x: the source of the queries, [B, Q, E].
+        k_from: the source of the keys, [B, K, kdim].
+        v_from: the source of the values, [B, K, vdim].
+        batched: whether the caller's x has a batch axis.
         source: "self", "cross" (one context), or "pair" (one for the keys, one for the values).
-        mask: what may be seen, or None for everything.
-        mask_code: lines of code that make ``seen``.
+        mask: the visible pairs, or None for all.
+        mask_code: lines of code that compute ``visible``.
         bias: added to the scores, or None.
-        returned: what the module itself returned; None if there are no values.
-        x_code: lines of code that make the inputs; none if the reader has them.
+        returned: the module's own output; None without values.
+        x_code: lines of code that make the inputs; empty if the reader has them.
     """
 
     module: MultiHeadAttention
@@ -51,18 +51,20 @@ class Setting:
 
     @property
     def values(self) -> bool:
-        """Whether there are values, or sizes alone."""
+        """Whether there are values, or only sizes."""
         return self.returned is not None
 
     @property
     def output(self) -> Tensor | None:
-        """What the module returned, [B, Q, E]."""
+        """The module's own output, [B, Q, E]."""
         return self.returned if self.returned is None or self.batched else self.returned[None]
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """B, H, Q, K of the weights."""
-        batch = next((t.shape[0] for t in (self.x, self.k_from, self.v_from) if t.shape[0] != 1), 1)  # they broadcast
+        batch = next(
+            (t.shape[0] for t in (self.x, self.k_from, self.v_from) if t.shape[0] != 1), 1
+        )  # batch axes broadcast
         return batch, self.module.num_heads, self.x.shape[1], self.k_from.shape[1]
 
     @property
@@ -76,13 +78,13 @@ class Setting:
         return "D" if self.module.v_head_dim == self.module.head_dim else "Dv"
 
     def size_code(self, batch: int) -> str:
-        """How code names a batch size, with a comma behind it: by letter, or by number where it is not that of x."""
+        """Return a batch size in code, with a comma: by letter, or by number where it differs from that of x."""
         return "" if not self.batched else "B, " if batch == self.x.shape[0] else f"{batch}, "
 
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """The caller's options of the scores: what may be seen, and what is added to them."""
+    """The caller's options of the scores: mask and bias."""
 
     mask: Mask | Tensor | None
     causal: bool
@@ -96,21 +98,21 @@ class ScoreOptions:
         return causal() if mask is None else causal() & mask
 
     def code(self, batch: str, device: torch.device) -> tuple[str, ...]:
-        """Return the lines that make ``seen``; ``batch`` is the code of the batch size, "" without a batch axis."""
+        """Return the lines that compute ``visible``; ``batch`` is the code of the batch size, "" if there is none."""
         if self.mask is None and not self.causal:
             return ()
         where = "" if device.type in ("cpu", "meta") else ", device=x.device"
-        future = f"seen = torch.ones(Q, K{where}).tril(K - Q).bool()"
+        future = f"visible = torch.ones(Q, K{where}).tril(K - Q).bool()"
         if self.mask is None or is_causal(self.mask):
             return (future,)
         own = "mask"
         if isinstance(self.mask, Mask):
             own = f"mask.dense({batch or '1, '}H, Q, K{where})" + ("" if batch else "[0]")
-        return (future, f"seen = seen & {own}") if self.causal else (f"seen = {own}",)
+        return (future, f"visible = visible & {own}") if self.causal else (f"visible = {own}",)
 
 
 def is_causal(mask: object) -> bool:
-    """Whether a mask is ``causal()``."""
+    """Return whether a mask is ``causal()``."""
     return isinstance(mask, Band) and (mask.left, mask.right, mask.offset) == (None, 0, None)
 
 
@@ -134,7 +136,7 @@ def prepare_sizes(
     options: ScoreOptions,
     code: tuple[str, ...] = (),
 ) -> Setting:
-    """Check inputs that are on the meta device, where nothing has values: x, and where keys and values come from."""
+    """Check inputs on the meta device, without values: x, and the sources of keys and values."""
     x, k_from, v_from = inputs
     module._check_inputs(x, k_from, v_from)
     heads = [
@@ -181,16 +183,16 @@ def _check_input(name: str, tensor: object, module: MultiHeadAttention) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: got {kind(tensor)}, expected a torch.Tensor")
     if tensor.dtype not in FLOATS:
-        hint = "token numbers go through an embedding first"
+        hint = "token ids go through an embedding first"
         raise TypeError(f"{name}: dtype is {kind(tensor)}, expected {kind(weight)}; {hint}")
     if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(tensor.device.type):
         raise TypeError(f"{name}: dtype is {kind(tensor)}, the module has {kind(weight)}; convert one of them")
     if tensor.device != weight.device:
-        raise ValueError(f"{name}: is on {tensor.device}, the module is on {weight.device}")
+        raise ValueError(f"{name}: is on {tensor.device}, the module is on {weight.device}; move one of them")
 
 
 def _run_module(module: MultiHeadAttention, x: Tensor, context: Context, options: ScoreOptions) -> object:
-    """Return the module's own output, without dropout; that of a subclass may be anything."""
+    """Return the module's own output, without dropout; a subclass may return anything."""
     modes = {part: part.training for part in module.modules()}
     try:
         module.eval()

@@ -1,4 +1,4 @@
-"""The steps of a forward pass, apart from attention itself: each is computed, checked, and added as a row."""
+"""The steps of a forward pass except attention itself, each computed, checked and added as a row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headscope.tracing._setup import Setting
 
 
 def add_inputs(writer: RowWriter) -> None:
-    """Stage 1: x, and the context."""
+    """Add stage 1: x and the context."""
     s = writer.setting
     m = s.module
     code = [*s.x_code, f"{'B, ' if s.batched else ''}Q, E = x.shape"]
@@ -32,7 +32,7 @@ def add_inputs(writer: RowWriter) -> None:
     code, note = ["K = context.shape[-2]"], None
     if s.source == "pair":
         code = ["k_context, v_context = context", "K = k_context.shape[-2]"]
-        note = f"the keys' context is shown; the values have their own, {list(s.v_from.shape[0 if s.batched else 1 :])}"
+        note = f"the context of the keys; the values have their own, {list(s.v_from.shape[0 if s.batched else 1 :])}"
     check = _check_finite(s, s.k_from) if s.source == "cross" else _check_finite(s, s.k_from, s.v_from)
     writer.add(1, "context", s.k_from, axes, s.k_from.dtype, equation="context", code=code, check=check, note=note)
 
@@ -48,7 +48,7 @@ STEPS = {"q": "queries", "k": "keys", "v": "values"}
 
 
 def project(writer: RowWriter, name: str) -> Tensor:
-    """Stage 2: x W ᵀ + b for q, k or v; returns [B, length, H·D]."""
+    """Add stage 2, x Wᵀ + b for q, k or v; return [B, length, H·D]."""
     s = writer.setting
     weight, bias = s.module.projection(name)
     source = {"q": s.x, "k": s.k_from, "v": s.v_from}[name]
@@ -58,7 +58,7 @@ def project(writer: RowWriter, name: str) -> Tensor:
     if s.values:
         flat = F.linear(source, weight, bias)  # [B, length, H * D]
         check = _check_linear(claim, flat, source, weight, bias)
-    else:  # the shape alone: a matrix product on the meta device costs a second of imports
+    else:  # only the shape: a matrix product on the meta device costs a second of imports
         flat, check = source.new_empty(*source.shape[:-1], weight.shape[0], device="meta"), Check(claim)
     heads, length, width = _letters(s, name)
     axes = (("B", source.shape[0]), (length, source.shape[1]), (f"{heads}·{width}", weight.shape[0]))
@@ -68,12 +68,12 @@ def project(writer: RowWriter, name: str) -> Tensor:
 
 
 def _letters(s: Setting, name: str) -> tuple[str, str, str]:
-    """The letters of the heads, the length and the head width of q, k or v."""
+    """Return the letters of the heads, the length and the head width of q, k or v."""
     return ("H", "Q", "D") if name == "q" else (s.kv_letter, "K", "D" if name == "k" else s.value_letter)
 
 
 def _sample_positions(source: Tensor, weight: Tensor) -> tuple[Tensor, str]:
-    """The positions of [B, length, width] on which a projection is computed again, and how to say so."""
+    """Return the positions of [B, length, width] at which a projection is checked, and their number as text."""
     total = source.shape[0] * source.shape[1]
     chosen = spread(total, max(1, PRODUCTS // max(1, weight.numel())))
     scope = "" if len(chosen) == total else f" (on {len(chosen):,} of {total:,} positions)"
@@ -81,7 +81,7 @@ def _sample_positions(source: Tensor, weight: Tensor) -> tuple[Tensor, str]:
 
 
 def _project_positions(source: Tensor, weight: Tensor, bias: Tensor | None, at: Tensor) -> tuple[Tensor, Tensor]:
-    """The projection of some positions in float64, and the sum of the magnitudes of what was added up for it."""
+    """Return the projection of some positions in float64, and the sum of the magnitudes of its terms."""
     x, w = to_float64(source.flatten(0, 1)[at]), to_float64(weight)
     b = torch.zeros(len(w), dtype=torch.float64, device="cpu") if bias is None else to_float64(bias)
     return x @ w.T + b, x.abs() @ w.abs().T + b.abs()
@@ -98,7 +98,7 @@ def _check_linear(claim: str, actual: Tensor, source: Tensor, weight: Tensor, bi
 
 
 def split(writer: RowWriter, name: str, flat: Tensor, own: Tensor | None) -> Tensor:
-    """Stage 3: cut q, k or v into heads; returns the module's own, [B, H, length, D]."""
+    """Add stage 3, the split of q, k or v into heads; return the module's own heads, [B, H, length, D]."""
     s, m = writer.setting, writer.setting.module
     number, width = {
         "q": (m.num_heads, m.head_dim), "k": (m.kv_heads, m.head_dim), "v": (m.kv_heads, m.v_head_dim),
@@ -106,7 +106,7 @@ def split(writer: RowWriter, name: str, flat: Tensor, own: Tensor | None) -> Ten
     heads, length, letter = _letters(s, name)
     index = "i" if name == "q" else "j"
     cut = split_heads(flat, number, width)  # [B, H, length, D]
-    claim = f"joining the heads again gives {name} back, and they are the module's own"
+    claim = f"joining the heads restores {name}; they equal the module's own heads"
     if own is None:
         value, check = cut, Check(claim)
     else:
@@ -134,17 +134,17 @@ def _check_split(writer: RowWriter, name: str, flat: Tensor, cut: Tensor, own: T
     if not joined.held:
         return joined
     if own.shape != cut.shape:
-        return Check(claim, f"the module's own are {list(own.shape)}, expected {list(cut.shape)}", False)
+        return Check(claim, f"the module's own heads are {list(own.shape)}, expected {list(cut.shape)}", False)
     weight, bias = s.module.projection(name)
     source = {"q": s.x, "k": s.k_from, "v": s.v_from}[name]
     return _check_linear(claim, merge_heads(own), source, weight, bias)
 
 
 def concatenate(writer: RowWriter, heads: Tensor) -> Tensor:
-    """Stage 5: lay the heads side by side, [B, H, Q, Dv] -> [B, Q, H·Dv]."""
+    """Add stage 5, the heads side by side: [B, H, Q, Dv] -> [B, Q, H·Dv]."""
     s, m = writer.setting, writer.setting.module
     joined = merge_heads(heads)  # [B, Q, H * Dv]
-    claim = "splitting it again gives the heads back"
+    claim = "splitting the result restores the heads"
     check = equal(claim, split_heads(joined, m.num_heads, m.v_head_dim), heads) if s.values else Check(claim)
     letter = s.value_letter
     names = ["o₁", "…", f"o{subscript(m.num_heads)}"] if m.num_heads > 2 else ["o₁", "o₂"][: m.num_heads]
@@ -163,7 +163,7 @@ def concatenate(writer: RowWriter, heads: Tensor) -> Tensor:
 
 
 def add_output(writer: RowWriter, joined: Tensor) -> None:
-    """Stage 6: mix the outputs of the heads; the result is the module's own output."""
+    """Add stage 6, which mixes the outputs of the heads into the module's own output."""
     s = writer.setting
     weight, bias = s.module.projection("out")
     equation = "o W_oᵀ" + ("" if bias is None else " + b_o")

@@ -1,4 +1,4 @@
-"""A trace in the terminal: a few lines for each step, more with explanations; fits itself to the console."""
+"""A trace in the terminal: a few lines for each step, more with explanations, fitted to the console."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from headscope.report.words import STAGES
 from headscope.tracing._explanations import LETTERS, memory, quantity
 from headscope.tracing._view import RenderedRow, RenderedTrace
 
-WIDE = 110  # columns from which on the values stand beside the equations
-VALUES = 34  # how wide they are then
+WIDE = 110  # columns; from here on the values have a column of their own
+VALUES = 34  # its width
 COLOURS = {"B": "blue", "H": "magenta", "Hkv": "magenta", "Q": "green", "K": "yellow"}
 MARKS = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("○", "dim")}
 
@@ -48,7 +48,7 @@ class _Page:
 
     @cached_property
     def columns(self) -> tuple[int, int, int]:
-        """The widths of the step, of its shape, and of what is left for the code beside the shape."""
+        """The widths of the step, of its shape, and of the code next to the shape."""
         rows = self.trace.rows
         step, shape = (
             max(len(line) for row in rows for line in make(row).plain.split("\n")) for make in (self.facts, self.shape)
@@ -71,7 +71,7 @@ class _Page:
         yield self.text(self.trace.summary, {True: "green", False: "bold red", None: "dim"}[self.trace.held])
 
     def legend(self) -> Text:
-        """What the letters mean, each in its colour."""
+        """Return the meaning of each letter, in its colour."""
         used = {part for row in self.trace.rows for letter in row.axes for part in letter.split("·")}
         lines = [Text()]
         for letter in (letter for letter in LETTERS if letter in used):
@@ -85,7 +85,7 @@ class _Page:
         return Text("\n").join(lines)
 
     def steps(self, rows: list[RenderedRow]) -> RenderableType:
-        """One stage: beside each step's name its shape, equation and code, its values, and what was checked."""
+        """Render one stage: each step's name, shape, equation, code, values, and invariant."""
         step, _, _ = self.columns
         table = Table.grid(padding=(0, 2, 0, 0), expand=True)
         table.add_column(width=step)
@@ -100,12 +100,12 @@ class _Page:
         return table
 
     def facts(self, row: RenderedRow) -> Text:
-        """The step's name, and what its result takes."""
+        """Return the step's name, and the size of its result."""
         more = self.text(f"\n{quantity(row.elements)} {row.dtype}\n{memory(row.bytes)}", "dim")
         return Text.assemble((row.step, "bold"), more)
 
     def shape(self, row: RenderedRow) -> Text:
-        """The sizes, and each one's letter below it."""
+        """Return the sizes, with their letters below."""
         names = [self.text(letter).plain for letter in row.axes]
         sizes, letters = Text("["), Text("[")
         for n, (letter, name, size) in enumerate(zip(row.axes, names, row.shape, strict=True)):
@@ -115,20 +115,20 @@ class _Page:
         return Text("\n").join([sizes.append("]"), letters.append("]")])
 
     def formula(self, row: RenderedRow) -> Iterator[RenderableType]:
-        """Shape, equation and code; code that is too wide to stand beside the shape stands below it."""
+        """Yield shape, equation and code; code that is too wide for the place next to the shape goes below it."""
         _, shape, room = self.columns
         code = [self.text(line, "green") for line in row.code.split("\n")]
-        beside = all(len(line) <= room for line in code)
+        fits = all(len(line) <= room for line in code)
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(width=shape, no_wrap=True)
         table.add_column()
-        table.add_row(self.shape(row), Group(self.text(row.equation, "italic"), *(code if beside else ())))
+        table.add_row(self.shape(row), Group(self.text(row.equation, "italic"), *(code if fits else ())))
         yield table
-        if not beside:
+        if not fits:
             yield Padding(Group(*code), (0, 0, 0, 2))
 
     def checks(self, row: RenderedRow) -> Iterator[RenderableType]:
-        """The values, unless they have their own column; the invariant; the note; and why, with explanations."""
+        """Yield the values, unless they have a column; the invariant; the note; and the explanation, if requested."""
         if row.corner and not self.wide:
             yield self.values(row, 4 if list(row.axes)[-2:] == ["Q", "K"] else 1)
         mark, style = MARKS[row.held]
@@ -141,7 +141,7 @@ class _Page:
             yield self.hanging(("mistake", "bold red"), row.mistake)
 
     def hanging(self, mark: tuple[str, str], words: str, style: str = "") -> RenderableType:
-        """Words that wrap beside a mark."""
+        """Return words that wrap with an indent after a mark."""
         table = Table.grid(padding=(0, 1, 0, 0))
         table.add_column(no_wrap=True)
         table.add_column(ratio=1)
@@ -149,7 +149,7 @@ class _Page:
         return table
 
     def values(self, row: RenderedRow, lines: int) -> Text:
-        """The corner of the values, each as wide as the widest."""
+        """Return the corner of the values, aligned in columns."""
         cells = [[to_ascii(cell) if self.ascii_only else cell for cell in line] for line in grid(row.corner or [])]
         width = max(6, *(len(cell) for line in cells for cell in line), 0)
         text = Text()
@@ -163,5 +163,5 @@ class _Page:
 
 
 def colour(letter: str) -> str:
-    """The colour of an axis, the same in every row; joined axes take that of the last."""
+    """Return the colour of an axis, the same in every row; joined axes have that of the last one."""
     return COLOURS.get(letter.split("·")[-1], "cyan")

@@ -1,4 +1,4 @@
-"""Trace: the steps of one forward pass, as a value."""
+"""Trace: the steps of one forward pass as a value."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from headscope.tracing._terminal import TraceTable
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Trace:
-    """The steps of one forward pass. Print it, leave it as the last line of a notebook cell, or convert it to JSON.
+    """The steps of one forward pass. Print it, end a notebook cell with it, or convert it to JSON.
 
     Attributes:
-        title: what was traced, in one line.
+        title: the traced call, in one line.
         rows: the steps, in order.
-        output: what the module itself returned, to the bit; None where only sizes were given.
+        output: the module's own output, to the bit; None for a trace of sizes only.
         module: the sizes and options of the module.
         setup: the lines of code that come before those of the rows.
     """
@@ -36,7 +36,7 @@ class Trace:
 
     @property
     def held(self) -> bool | None:
-        """Whether every invariant held; None where there were no values to check."""
+        """Whether every invariant held; None without values to check."""
         return None if self.output is None else all(row.held for row in self.rows)
 
     @property
@@ -46,17 +46,17 @@ class Trace:
 
     @property
     def summary(self) -> str:
-        """How many invariants held, or why none was checked, in one line."""
+        """The number of invariants that held, or why none was checked, in one line."""
         if self.held is None:
-            return "○ sizes alone: nothing was computed; give a module and an input to check these"
+            return "○ sizes only, nothing was computed; pass a module and an input to check the invariants"
         if self.failed:
             names = ", ".join(row.step for row in self.failed)
             return f"✗ {len(self.failed)} of {len(self.rows)} invariants did not hold: {names}"
-        return f"✓ all {len(self.rows)} invariants held; errors are against the same step in float64"
+        return f"✓ all {len(self.rows)} invariants held; errors are measured against the same step in float64"
 
     @property
     def code(self) -> str:
-        """The lines of all rows as one program that makes ``out``; what it needs beforehand stands at its top."""
+        """The code of all rows as one program that computes ``out``, with its requirements at the top."""
         lines = [self.setup]
         for row in self.rows:
             axes = ", ".join(row.axes)
@@ -67,7 +67,7 @@ class Trace:
         """Return the row of one step, by name, such as "scores".
 
         Raises:
-            KeyError: there is no such step; the message lists those there are.
+            KeyError: no step has this name; the message lists the steps.
         """
         for row in self.rows:
             if row.step == step:
@@ -75,15 +75,15 @@ class Trace:
         raise KeyError(f"step: got {step!r}, expected one of {', '.join(row.step for row in self.rows)}")
 
     def table(self, *, explain: bool = False) -> RenderableType:
-        """Return the steps as a table for ``rich.print``; it fits itself to the width and the encoding of the console.
+        """Return the steps as a table for ``rich.print``, which fits the width and encoding of the console.
 
         Args:
-            explain: also explain why each step exists, and the common mistake at it.
+            explain: also explain why each step exists, and its common mistake.
         """
         return TraceTable(self, explain=explain)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the trace in plain lists, numbers and texts; NaN and infinity as "NaN", "Infinity", "-Infinity"."""
+        """Return the trace as plain lists, numbers and strings; NaN and infinity are "NaN", "Infinity", "-Infinity"."""
         rows = [asdict(row) for row in self.rows]
         for row in rows:
             if row["corner"] is not None:
@@ -105,7 +105,7 @@ class Trace:
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def __repr__(self) -> str:
-        held = "sizes alone" if self.output is None else f"{sum(row.held is True for row in self.rows)} invariants held"
+        held = "sizes only" if self.output is None else f"{sum(row.held is True for row in self.rows)} invariants held"
         failed = f", failed at {', '.join(row.step for row in self.failed)}" if self.failed else ""
         return f"<Trace of {self.title}: {len(self.rows)} steps, {held}{failed}>"
 

@@ -1,4 +1,4 @@
-"""What the renderers of a trace read of it."""
+"""The attributes of a trace that its renderers read."""
 
 from __future__ import annotations
 
