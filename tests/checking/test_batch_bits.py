@@ -79,8 +79,8 @@ def test_our_own_has_no_finding(options: dict[str, object]) -> None:
 
 def test_evidence_is_a_number() -> None:
     found = check(Attention("by hand", "batch"), reproducible=True)["batch-variant"]
-    assert found.seen.startswith("entry 0 is up to ")
-    assert found.seen.endswith("off in a batch of 5 than alone")
+    assert found.seen.startswith("entry 0 differs by up to ")
+    assert found.seen.endswith("between a batch of 5 and a batch of one")
 
 
 def test_what_changes_by_itself_is_not_compared() -> None:

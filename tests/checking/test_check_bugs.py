@@ -112,7 +112,7 @@ def test_heads_that_share_weights_or_are_dropped(defect: str, name: str | None, 
     assert findings.names == (() if name is None else (name,)), str(findings)
     if name is not None:
         at = {"narrow": "24 to 31", "overwritten": "0 to 7", "third as second": "16 to 23"}.get(defect, "8 to 31")
-        assert f"{'columns' if columns else 'rows'} {at} of q [32, 32]" in str(findings).replace("\n  ", "")
+        assert f"{'columns' if columns else 'rows'} {at} of q [32, 32]" in str(findings).replace("\n  ", " ")
 
 
 class SharedHead(nn.Module):
@@ -134,5 +134,5 @@ def test_projections_of_heads_that_share_another_head_are_unused(shared: str) ->
     torch.manual_seed(3)
     findings = check(SharedHead(shared))
     assert findings.names == ("heads-dropped",), str(findings)
-    evidence = f"changing rows 8 to 23 of {shared[0]}.weight [24, 24] changes nothing"
+    evidence = f"changing rows 8 to 23 of {shared[0]}.weight [24, 24] does not affect the output"
     assert findings["heads-dropped"].seen == f"{evidence}; 3 query heads share 1 {shared} head"

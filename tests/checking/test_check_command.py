@@ -180,7 +180,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     ("arguments", "said"),
     [
         (["exits.py:attend", "--embed-dim", "4"], "tried first (x) with x [2, 7, 4]: SystemExit: 0; give"),
-        (["small.py:attend"], "--embed-dim: missing; there are no weights to derive it from"),
+        (["small.py:attend"], "--embed-dim: missing; it cannot be derived without weights"),
         (["small.py:attend", "--args", ""], "attend: cannot be made with --args '': TypeError"),
         (["makes.py:fails"], "fails: cannot be made with --args '': RuntimeError: no"),
         (["makes.py:sometimes"], "--embed-dim: missing"),
@@ -278,7 +278,7 @@ def test_code_that_ends_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
     ("path", "name", "args", "said"),
     [
         ("small.py", "Attention", [1], r"Attention: cannot be made with --args '1': TypeError"),
-        ("small.py", "attend", [], r"embed_dim: missing; there are no weights to derive it from"),
+        ("small.py", "attend", [], r"embed_dim: missing; it cannot be derived without weights"),
         ("notes.txt", "A", [], r"notes.txt: is not a Python file"),
     ],
 )

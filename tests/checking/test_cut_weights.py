@@ -83,4 +83,4 @@ def test_a_number_in_place_of_logits_is_named_also_where_it_uncovers_later_keys(
     torch.manual_seed(3)
     found = check(Filled(24, 3), mask_means="keep", causal=causal)
     assert found.names == ("mask-fill-too-small",)
-    assert found["mask-fill-too-small"].seen == f"mask= [T, T] boolean: logits of hidden pairs are {fill:.4g}"
+    assert found["mask-fill-too-small"].seen == f"mask= [T, T] boolean: logits of masked pairs are {fill:.4g}"

@@ -186,15 +186,19 @@ def scale_queries(s: Tensor) -> Tensor:
 
 
 SCALES: list[tuple[Callable[[], nn.Module], str, str]] = [
-    (Temperatures, "unusual", "heads have scales of their own: 0.1768, 0.2828, 0.7071; expected 0.3536"),
-    (lambda: Mapped(scale_some_heads), "wrong", "heads have scales of their own: 0.3536, 0.3536, 1; expected 0.3536"),
+    (Temperatures, "unusual", "each head has its own scale: 0.1768, 0.2828, 0.7071; expected 0.3536"),
+    (lambda: Mapped(scale_some_heads), "wrong", "each head has its own scale: 0.3536, 0.3536, 1; expected 0.3536"),
     (lambda: Mapped(lambda s: torch.cat([-s[:, :1], s[:, 1:]], 1)), "wrong", "-0.3536, 0.3536"),
-    (lambda: Mapped(scale_queries), "unusual", "each query has a factor of q·k of its own, from 0.4901 to 0.7352"),
-    (lambda: Mapped(scale_some_queries), "wrong", "each query has a factor of q·k of its own, from 0.3536 to 1.061"),
-    (lambda: Mapped(scale_first_entry), "wrong", "each query has a factor of q·k of its own, from 0.3536 to 1.061"),
-    (lambda: Mapped(lambda s: scale_queries(s) + place_bias(s)), "unusual", "each query has a factor of q·k"),
-    (lambda: Mapped(lambda s: s * torch.linspace(0.5, 1.4, s.shape[-1]).to(s)), "unusual", "each key has a factor"),
-    (lambda: QueryTemperature(torch.abs), "unusual", "each query has a factor of q·k of its own"),
+    (lambda: Mapped(scale_queries), "unusual", "each query has its own factor of q·k, from 0.4901 to 0.7352"),
+    (lambda: Mapped(scale_some_queries), "wrong", "each query has its own factor of q·k, from 0.3536 to 1.061"),
+    (lambda: Mapped(scale_first_entry), "wrong", "each query has its own factor of q·k, from 0.3536 to 1.061"),
+    (lambda: Mapped(lambda s: scale_queries(s) + place_bias(s)), "unusual", "each query has its own factor of q·k"),
+    (
+        lambda: Mapped(lambda s: s * torch.linspace(0.5, 1.4, s.shape[-1]).to(s)),
+        "unusual",
+        "each key has its own factor of q·k",
+    ),
+    (lambda: QueryTemperature(torch.abs), "unusual", "each query has its own factor of q·k"),
 ]
 
 
@@ -225,7 +229,8 @@ def test_the_scale_of_the_largest_two_keys_is_not_tested_for_the_right_reason() 
     torch.manual_seed(0)
     largest = Mapped(lambda s: s.masked_fill(s < s.topk(2).values[..., -1:], -math.inf))
     reason = check(largest).not_tested["scale"]
-    assert reason == "no query of some head sees the same two keys for two inputs: visible keys depend on the input"
+    keys = "in some head, no query has the same two visible keys for two inputs"
+    assert reason == f"{keys}: which keys are visible depends on the input"
 
 
 class AddedConstant(Mapped):

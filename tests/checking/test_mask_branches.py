@@ -48,7 +48,8 @@ def test_a_negative_number_filled_in_after_the_softmax_is_a_late_mask(value: flo
     assert set(found.names) - {"fp16-overflow"} == {"mask-after-softmax"}, str(found)
     finite = value > -1e9
     assert ("number range" in found.not_tested) == (not finite)
-    assert finite or found.not_tested["number range"] == "outputs of ordinary inputs are not finite"
+    reason = "outputs of ordinary inputs are not finite (mask-after-softmax)"
+    assert finite or found.not_tested["number range"] == reason
 
 
 class Decoding(Attending):
@@ -99,7 +100,7 @@ def test_the_cache_is_the_argument_that_takes_what_came_back(kind: type[Decoding
 def test_a_cache_that_changes_nothing_is_not_decoded_with() -> None:
     found = check(Ignoring(), causal=True)
     assert found.names == (), str(found)
-    assert found.not_tested["decoding with a cache"] == "cache= with what came back changes nothing"
+    assert found.not_tested["decoding with a cache"] == "the returned cache, passed as cache=, changes nothing"
 
 
 class Masked(Attending):

@@ -38,7 +38,7 @@ def test_a_mask_that_training_ignores_is_found(rate: float) -> None:
 
     found = check_with(ignore)
     assert found.names == ("mask-ignored",)
-    assert found["mask-ignored"].seen == "mask= in training: the weights are those without it"
+    assert found["mask-ignored"].seen == "mask= in training: the weights are the same as without the mask"
 
 
 def test_a_mask_that_changes_the_output_of_training_is_not_ignored() -> None:
@@ -52,7 +52,7 @@ def test_a_mask_that_changes_the_output_of_training_is_not_ignored() -> None:
 
     found = check(Cutting(24, 3), mask_means="keep")
     assert found.names == ("mask-applied-wrong",)
-    assert " is seen, in eval it is hidden" in found["mask-applied-wrong"].seen
+    assert " is visible, but masked in eval" in found["mask-applied-wrong"].seen
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
@@ -68,7 +68,7 @@ def test_a_mask_that_training_applies_to_some_heads_is_found() -> None:
 
     found = check_with(expose)
     assert found.names == ("mask-applied-wrong",)
-    assert " in head 0 is seen, in eval it is hidden" in found["mask-applied-wrong"].seen
+    assert " in head 0 is visible, but masked in eval" in found["mask-applied-wrong"].seen
 
 
 def test_a_causal_mask_that_training_lacks_is_found() -> None:
@@ -78,7 +78,7 @@ def test_a_causal_mask_that_training_lacks_is_found() -> None:
 
     found = check_with(uncover)
     assert found.names == ("looks-into-the-future",)
-    assert found["looks-into-the-future"].seen.startswith("in training, key 1 of query 0 in head 0 is seen")
+    assert found["looks-into-the-future"].seen.startswith("in training, key 1 of query 0 in head 0 is visible")
 
 
 @pytest.mark.parametrize(("factor", "name"), [(8**0.5, "scale-missing"), (0.5, "scale-unusual")])
@@ -124,4 +124,4 @@ def test_dropout_that_does_not_rescale_is_found(rate: float, causal: bool | None
 
     found = check_with(drop, causal)
     assert found.names == ("dropout-not-rescaled",)
-    assert found["dropout-not-rescaled"].seen.endswith("of the weights are 0, and the others are those of eval")
+    assert found["dropout-not-rescaled"].seen.endswith("of the weights are 0, and the others are the same as in eval")

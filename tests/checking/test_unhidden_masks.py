@@ -82,14 +82,14 @@ def test_a_mask_whose_hidden_keys_have_weight_is_not_ignored(step: Step, share: 
     found = check(Masked(step), mask_means="keep")
     assert found.names == ("mask-fill-too-small",), str(found)
     before, number, after = re.split(r"up to (\S+)", found["mask-fill-too-small"].seen)
-    assert (before, after) == ("mask= [T, T] boolean: hidden keys have ", " of a query's weight")
+    assert (before, after) == ("mask= [T, T] boolean: masked keys get ", " of a query's weight")
     assert float(number) == pytest.approx(share, rel=1e-2)
 
 
 def test_a_cap_after_the_mask_that_bends_little_is_a_number_in_place_of_logits() -> None:
     found = check(Masked(cap_after(20, -1e4)), mask_means="keep")
     assert found.names == ("mask-fill-too-small",), str(found)
-    assert found["mask-fill-too-small"].seen == "mask= [T, T] boolean: logits of hidden pairs are -20"
+    assert found["mask-fill-too-small"].seen == "mask= [T, T] boolean: logits of masked pairs are -20"
 
 
 def test_two_softmaxes_of_capped_logits_are_found_where_a_mask_shows_them() -> None:
@@ -100,7 +100,7 @@ def test_two_softmaxes_of_capped_logits_are_found_where_a_mask_shows_them() -> N
 def test_a_mask_before_relu_is_not_reported_beside_the_relu() -> None:
     found = check(Masked(lambda s, mask: fill(s, mask, -math.inf).relu().softmax(-1)), mask_means="keep")
     assert found.names == ("logits-changed",), str(found)
-    assert found.not_tested["mask="] == "what changes the logits may also change those of hidden keys"
+    assert found.not_tested["mask="] == "the change of the logits may also affect masked keys (logits-changed)"
 
 
 def show_last_key(s: Tensor, mask: Tensor | None) -> Tensor:
@@ -115,7 +115,10 @@ def standardise(s: Tensor, mask: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize(
     ("step", "text"),
-    [(show_last_key, "is seen"), (standardise, "is seen, and the weights of other keys change by more than a factor")],
+    [
+        (show_last_key, "is visible"),
+        (standardise, "stays visible, and the weights of other keys change by more than one"),
+    ],
 )
 def test_a_mask_that_does_something_else_is_no_fill(step: Step, text: str) -> None:
     found = check(Masked(step), mask_means="keep")
@@ -132,7 +135,7 @@ def test_a_mask_that_changes_the_output_alone_is_not_ignored() -> None:
 
     found = check(Cutting(lambda s, mask: s.softmax(-1)), mask_means="keep")
     assert found.names == ("mask-applied-wrong",), str(found)
-    seen = "mask= [T, T] boolean: the weights are those without it, the outputs are not"
+    seen = "mask= [T, T] boolean: the weights are the same as without the mask, but the outputs are not"
     assert found["mask-applied-wrong"].seen == seen
 
 
@@ -153,14 +156,14 @@ def test_later_keys_whose_products_do_not_count_are_found(
     found = check(BuiltIn(step), causal=causal)
     assert found.names == ("mask-fill-too-small",), str(found)
     before, number, after = re.split(r"up to ([^ ,]+)", found["mask-fill-too-small"].seen)
-    assert (before, after) == ("built-in mask: later keys have ", " of a query's weight, whatever their q·k are")
+    assert (before, after) == ("built-in mask: later keys get ", " of a query's weight, whatever their q·k")
     assert float(number) == pytest.approx(weight, rel=1e-2)
 
 
 @pytest.mark.parametrize(
     ("step", "why"),
     [
-        (lambda s: add_alibi(s) - 10 * torch.ones_like(s).triu(1), "a bias may be meant"),
+        (lambda s: add_alibi(s) - 10 * torch.ones_like(s).triu(1), "it may be an intended bias"),
         (lambda s: 2 * torch.tanh(s / 2), "the logits are not known"),
         (lambda s: s, None),
     ],

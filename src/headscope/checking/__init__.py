@@ -1,4 +1,4 @@
-"""check: what is wrong with an attention module, found from outside by what it computes."""
+"""check: find mistakes in an attention module from outside, by what it computes."""
 
 from headscope.checking._check import check
 from headscope.checking._findings import Finding, Findings

@@ -1,4 +1,4 @@
-"""How an unknown module or function may be called: from the names of its arguments, the likeliest pattern first."""
+"""Patterns to call an unknown module or function, from the names of its arguments, the likeliest first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 WEIGHTS_FLAGS = ("need_weights", "output_attentions", "return_weights", "return_attention", "return_attn")
 POSITIONS = ("position_embeddings", "position_ids")
-FOREIGN = ("encoder", "memory", "cross", "head_mask")  # parts of the names of masks that are for something else
+FOREIGN = ("encoder", "memory", "cross", "head_mask")  # parts of names of masks for other purposes
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PositionIds(BuiltArgument):
 
 @dataclass(frozen=True)
 class ConstantMask(BuiltArgument):
-    """A mask that hides nothing, for code that does not accept None: full of ``value``.
+    """A mask that hides nothing, filled with ``value``, for code that does not accept None.
 
     ``axes`` names its shape: "keys" [B, T], "pairs" [T, T], "all" [B, 1, T, T].
     """
@@ -95,27 +95,27 @@ def argument_names(target: Any) -> tuple[str, ...]:
 
 
 def mask_names(target: Any) -> tuple[str, ...]:
-    """Return the names of the arguments that take a mask."""
-    flags = {p.name for p in _parameters(target) if isinstance(p.default, bool)}  # whether, not what, to hide
+    """Return the names of the arguments that accept a mask."""
+    flags = {p.name for p in _parameters(target) if isinstance(p.default, bool)}  # whether to mask, not which pairs
     named = (n for n in argument_names(target) if "mask" in n or "pad" in n)
     return tuple(n for n in named if n not in flags and not any(part in n for part in FOREIGN))
 
 
 def cache_names(target: Any) -> tuple[str, ...]:
-    """Return the names of the arguments that may take a cache: no flags, numbers, positions or masks."""
+    """Return the names of the arguments that may take a cache: not flags, numbers, positions or masks."""
     plain = {p.name for p in _parameters(target) if isinstance(p.default, (bool, int, float))}
     named = (n for n in argument_names(target) if "cache" in n or "past" in n)
     return tuple(n for n in named if n not in plain and not any(part in n for part in ("position", "mask", "pad")))
 
 
 def cache_flags(target: Any) -> tuple[str, ...]:
-    """Return the names of the flags that ask for a cache."""
+    """Return the names of the flags that request a cache."""
     flags = (p.name for p in _parameters(target) if isinstance(p.default, bool))
     return tuple(n for n in flags if n.startswith(("use", "return", "output")) and ("cache" in n or "past" in n))
 
 
 def takes_input(name: str) -> bool:
-    """Return whether an argument of this name takes the input, or another one like it."""
+    """Return whether an argument of this name expects the input or another tensor like it."""
     if "mask" in name or "pad" in name or name in POSITIONS:
         return False
     bare = name.lower().strip("_0123456789")
@@ -125,7 +125,7 @@ def takes_input(name: str) -> bool:
 
 
 def list_patterns(target: Any, width: int) -> Iterator[CallPattern]:
-    """Yield the patterns of call, the likeliest first."""
+    """Yield the call patterns, the likeliest first."""
     parameters = _parameters(target)
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     only = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
@@ -159,7 +159,7 @@ def _describe(values: tuple[Any, ...]) -> str:
 
 
 def _position_arguments(names: list[str], width: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Arguments for positions: their description, and the values by name."""
+    """Yield position arguments: their description, and the values by name."""
     if "position_ids" in names:
         yield "position_ids", {"position_ids": PositionIds()}
     if "position_embeddings" in names:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headscope.checking import _weights as weights
 from headscope.checking._catalogue import CATALOGUE, Severity
-from headscope.checking._head_layout import Heads
+from headscope.checking._head_layout import OUT_OF_PLACE, Heads
 from headscope.checking._subject import Call, Run, Subject
 from headscope.checking._weights import Slope
 
@@ -20,7 +20,7 @@ MaskMeans = Literal["keep", "hide", "add"]
 
 @dataclass(frozen=True)
 class Options:
-    """What the caller specified of the subject; None = not specified."""
+    """The options of the caller; None = not specified."""
 
     heads: int | None
     causal: bool | None
@@ -34,7 +34,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a probe observed of one mistake: how bad it is, and the numbers and positions that show it."""
+    """The evidence of one mistake, with its numbers and positions, and the severity."""
 
     severity: Severity
     evidence: str
@@ -47,7 +47,7 @@ class WorkingMask:
     Attributes:
         argument: its name.
         kind: "pairs", "entries" (pairs of each batch entry) or "keys".
-        build: from what may be seen, [B, 1, T, T] or [B, T], to the argument.
+        build: converts the visible pairs (True = attend), [B, 1, T, T] or [B, T], to the argument.
     """
 
     argument: str
@@ -61,12 +61,13 @@ class Case:
 
     Attributes:
         observations: by the name of the finding.
-        not_tested: what could not be tested -> why.
-        understood: how the subject was called and what it does, in words.
-        size: of the input, so that the weights are neither even nor one-hot.
+        not_tested: test that could not be run -> reason.
+        causes: test that could not be run -> the finding that prevented it, where one did.
+        understood: how the subject was called and what it computes, in words.
+        size: the size of the input with which weights are neither even nor one-hot.
         added: the number that was added to each weight after the softmax.
-        causal: whether no query sees a later key; None if that is not known.
-        allowed: what may be seen without a mask, [1, Q, K], if it is causal or was meant to be.
+        causal: whether no query attends to a later key; None if that is not known.
+        allowed: the visible pairs without a mask, [1, Q, K], if the module is causal or was intended to be.
         masks: the mask arguments that work.
     """
 
@@ -74,6 +75,7 @@ class Case:
     options: Options
     observations: dict[str, Observation] = field(default_factory=dict[str, Observation])
     not_tested: dict[str, str] = field(default_factory=dict[str, str])
+    causes: dict[str, str] = field(default_factory=dict[str, str])
     understood: list[str] = field(default_factory=list[str])
     size: float = 1.0
     base: Run | None = None
@@ -87,6 +89,23 @@ class Case:
     def report(self, name: str, evidence: str, severity: Severity | None = None) -> None:
         """Record an observation; the first of a name counts."""
         self.observations.setdefault(name, Observation(severity or CATALOGUE[name].severity, evidence))
+
+    def skip(self, test: str, reason: str, cause: str = "") -> None:
+        """Record a test that could not be run; ``cause`` is the finding that prevented it, or ""."""
+        self.not_tested[test] = reason
+        if cause:
+            self.causes[test] = cause
+
+    def skip_without_heads(self, *tests: str) -> None:
+        """Record tests that need heads, which could not be identified."""
+        faults = () if self.base is None else self.base.faults
+        cause = next((fault.name for fault in faults if fault.name in OUT_OF_PLACE), "")
+        for test in tests:
+            self.skip(test, self.reason_without_heads, "dropout-in-eval" if self.random else cause)
+
+    def first_of(self, names: Container[str]) -> str:
+        """Return the first observation with one of these names; "" if there is none."""
+        return next((name for name in self.observations if name in names), "")
 
     @property
     def x(self) -> Tensor:
@@ -111,17 +130,17 @@ class Case:
 
     @property
     def logit(self) -> Tensor | None:
-        """The logits without mask, up to a number for each row: [B, H, Q, K]; None where they are not known."""
+        """The logits without a mask, up to a number for each row: [B, H, Q, K]; None where they are not known."""
         if self.heads is None or self.slope is None or self.slope.biased:
             return None
         return self.heads.raw * self.slope.of_raw[:, None, None]
 
     @property
     def reason_without_heads(self) -> str:
-        """Why there are no heads to examine."""
+        """Why the heads could not be identified."""
         if self.random:
             return "dropout is active"
-        return "the weights were not seen" if self.base is None else self.base.reason
+        return "the weights could not be observed" if self.base is None else self.base.reason
 
 
 def follow_forward_passes(case: Case) -> None:
@@ -140,6 +159,6 @@ def follow_forward_passes(case: Case) -> None:
     plain = subject.run(case.x)
     both = torch.isfinite(plain) & torch.isfinite(base.out)
     off = (plain - base.out)[both].abs()
-    # a kernel may differ from its definition
+    # a fused kernel may round differently from its definition
     if len(off) and float(off.max()) > 100 * subject.tolerance * float(plain[both].abs().max()):
         case.base = None

@@ -1,4 +1,4 @@
-"""check: what is wrong with an attention module, found from outside by what it computes."""
+"""check: find mistakes in an attention module from outside, by what it computes."""
 
 from __future__ import annotations
 
@@ -54,43 +54,49 @@ def check(
     decode: Callable[..., Any] | None = None,
     reproducible: bool = False,
 ) -> Findings:
-    """Find what is wrong with an attention module or function, by what it computes: self-attention of [B, T, E].
+    """Find mistakes in an attention module or function, by what it computes for self-attention of [B, T, E].
 
-    A copy of the module is called some dozen times, in float64 on the CPU, with small random inputs, and each number is
-    followed from the input through the operations. Neither source nor names of attributes are read; the names of the
-    arguments of ``forward`` are, to call it. The module, its training mode and torch's random numbers
-    stay as they were; a function is called as it is.
+    ``check`` calls a copy of the module some dozens of times, in float64 on the CPU, with small random inputs, and
+    follows each number from the input through the operations. It does not read source or attribute names; it reads the
+    argument names of ``forward`` to call it. The module, its training mode and torch's random state do not change.
+    A function is called as it is, without a copy.
 
     Args:
-        module: an ``nn.Module``, or a function that takes x and gives the output (alone or first of a tuple).
-        embed_dim: E; by default what the shapes of the weights allow.
-        heads: H that was meant; by default it is not tested.
-        causal: whether no token may see a later one; by default it follows from the outputs, so that a mask that is
-            missing altogether is found only if this is True.
-        batch_first: True = input is [B, T, E], False = [T, B, E]; by default what the outputs show, with a remark.
-        mask_means: of a mask that is handed over: "keep" = True may be seen, "hide" = True is hidden, "add" = numbers
-            added to the logits; by default each is taken.
-        scale: factor of q·k that was meant; by default 1/√D.
-        length: at what length it will be used; from 1,024 on, weights of all pairs are reported as slow.
-        inputs: an input of the right shape, [B, T, E], for modules that take no other length.
-        call: ``call(module, x, mask)``, where the usual ways to call do not fit: x [B, T, E] and a boolean mask
-            [B, 1, T, T], True = may be seen, or None.
-        decode: ``decode(module, x)`` gives the output [B, T, E] made token by token with its cache.
-        reproducible: whether an entry has to have the same bits in every batch. Most modules do not, and need not.
+        module: an ``nn.Module``, or a function from x to the output (alone or first in a tuple).
+        embed_dim: E; by default, derived from the shapes of the weights.
+        heads: the intended number of heads H; by default, not tested.
+        causal: whether later tokens must be masked; by default, derived from the outputs. A causal mask that is
+            missing altogether is reported only if this is True.
+        batch_first: True = input is [B, T, E], False = [T, B, E]; by default, derived from the outputs and stated.
+        mask_means: the meaning of a mask argument: "keep" = True means attend, "hide" = True means masked, "add" =
+            numbers added to the logits; by default, any of these.
+        scale: the intended factor of q·k; by default 1/√D.
+        length: the length at which it will be used; from 1,024 on, stored weights of all pairs are reported as slow.
+        inputs: an input of the right shape, [B, T, E], for modules with a fixed length.
+        call: ``call(module, x, mask)``, where the usual call patterns do not fit: x is [B, T, E], mask is boolean
+            [B, 1, T, T], True = attend, or None.
+        decode: ``decode(module, x)`` returns the output [B, T, E], computed token by token with its cache.
+        reproducible: whether an entry must have the same bits in every batch, which most modules do not guarantee.
 
     Returns:
-        Findings: the cause first. What could not be tested is listed with the reason.
+        The findings, causes first, and the tests that could not be run with their reasons.
 
     Raises:
-        TypeError: ``module`` can not be called.
-        CheckError: no way to call it was found.
+        TypeError: ``module`` is not callable.
+        CheckError: no call pattern works.
+
+    Example:
+        >>> import torch
+        >>> from headscope import check
+        >>> print(check(torch.nn.MultiheadAttention(24, 3), heads=4)["heads-not-split"].seen)
+        3 heads of width 8, expected 4
     """
     options = Options(heads, causal, batch_first, mask_means, scale, length, decode, reproducible)
     with (
         torch.random.fork_rng(devices=[]),
-        torch.inference_mode(False),  # which enable_grad does not end
+        torch.inference_mode(False),  # enable_grad does not end inference mode
         torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),  # a probe that needs a low precision converts to it
+        torch.autocast("cpu", enabled=False),  # probes of low precision convert explicitly
         _use_cpu(),
     ):
         case = Case(prepare_subject(module, call, embed_dim, inputs), options)
@@ -98,11 +104,12 @@ def check(
         for probe in PROBES:
             _run_probe(case, probe)
     name = getattr(module, "__name__", None) or type(module).__name__
-    return Findings(str(name), _sort_findings(case), tuple(case.understood), case.not_tested)
+    findings = _sort_findings(case)
+    return Findings(str(name), findings, tuple(case.understood), _list_not_tested(case, findings))
 
 
 def _use_cpu() -> AbstractContextManager[object]:
-    """New tensors are on the CPU, whatever the default device is; where it is the CPU, without a call for each."""
+    """Return a context that puts new tensors on the CPU; without overhead where that is the default device."""
     return nullcontext() if torch.empty(0).is_cpu else torch.device("cpu")
 
 
@@ -131,15 +138,15 @@ PROBES: tuple[Callable[[Case], None], ...] = (
 
 
 def _run_probe(case: Case, probe: Callable[[Case], None]) -> None:
-    """Run a probe; an error of the subject is recorded, and the check continues."""
+    """Run a probe; record an error of the subject and continue."""
     try:
         probe(case)
-    except CODE_ERRORS as error:  # it comes from unknown code
+    except CODE_ERRORS as error:  # raised by unknown code
         subject = probe.__name__.removeprefix("probe_").replace("_", " ")
         case.not_tested[f"the rest of {subject}"] = describe_error(error)
 
 
-IDLE = {"unused-parameter", "heads-dropped"}  # weights that change nothing
+IDLE = {"unused-parameter", "heads-dropped"}  # weights that do not affect the output
 
 EXPLAINS: dict[str, set[str]] = {
     "heads-split-wrong": {"heads-merged-wrong", "batches-mixed", "cannot-see-the-past", "values-misplaced",
@@ -156,7 +163,7 @@ EXPLAINS: dict[str, set[str]] = {
                       "looks-into-the-future"},
     "softmax-over-queries": {"looks-into-the-future", "nan-on-empty-row"},
     "softmax-over-heads": {"nan-on-empty-row", "not-finite"},
-    "no-softmax": {"nan-on-empty-row", "not-finite", "cannot-see-the-past"},  # a large fill stays what it is
+    "no-softmax": {"nan-on-empty-row", "not-finite", "cannot-see-the-past"},  # a large fill stays large
     "softmax-twice": {"looks-into-the-future", "logits-changed"},
     "input-modified": {"state-between-calls", "fails-on-batch-of-one", "batches-mixed"},
     "state-between-calls": {"fails-on-batch-of-one", "batches-mixed"},
@@ -167,22 +174,22 @@ EXPLAINS: dict[str, set[str]] = {
     "values-not-projected": {*IDLE},
     "no-output-projection": {*IDLE},
     "softmax-overflows": {"fp16-overflow", "nan-on-empty-row"},
-    "mask-after-softmax": {"rows-do-not-sum-to-one", "nan-on-empty-row", "not-finite"},  # of infinity, filled in
+    "mask-after-softmax": {"rows-do-not-sum-to-one", "nan-on-empty-row", "not-finite"},  # where infinity was filled in
     "rows-do-not-sum-to-one": {"scale-unusual"},
     "not-finite": {"cannot-see-the-past", "fails-on-batch-of-one", "input-ignored", "gradient-blocked",
                    *IDLE},
 }  # fmt: skip
-"""What a finding explains, so that it is not reported separately."""
+"""Finding -> findings that follow from it and are not reported separately."""
 
 
 def _sort_findings(case: Case) -> tuple[Finding, ...]:
-    """The findings that no other one explains, the worst first."""
+    """Return the findings that do not follow from another one, the most severe first."""
     observations = dict(case.observations)
     explained = {other for name in observations for other in EXPLAINS.get(name, ())}
     if len(observations) > 1:
-        explained.add("decoding-differs")  # whatever is wrong with one of the two is wrong with their difference
+        explained.add("decoding-differs")  # any other mistake can cause the difference
     for name in ("no-output-projection", "values-not-projected"):
-        if {name, "unused-parameter"} <= observations.keys():  # then it was not meant
+        if {name, "unused-parameter"} <= observations.keys():  # then it was not intended
             evidence = f"{observations[name].evidence}; {observations['unused-parameter'].evidence}"
             observations[name] = Observation("wrong", evidence)
     rank = {"wrong": 0, "unusual": 1, "slow": 2}
@@ -192,3 +199,14 @@ def _sort_findings(case: Case) -> tuple[Finding, ...]:
         observation, entry = observations[name], CATALOGUE[name]
         findings.append(Finding(name, observation.severity, observation.evidence, entry.why, entry.fix, entry.code))
     return tuple(findings)
+
+
+def _list_not_tested(case: Case, findings: tuple[Finding, ...]) -> dict[str, str]:
+    """Return the tests that could not be run, each with its reason and the reported finding that it follows from."""
+    names = [finding.name for finding in findings]
+    reasons = dict(case.not_tested)
+    for test, cause in case.causes.items():
+        reported = (name for name in names if name == cause or cause in EXPLAINS.get(name, ()))
+        if test in reasons and (name := next(reported, "")):
+            reasons[test] += f" ({name})"
+    return reasons

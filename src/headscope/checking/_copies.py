@@ -1,4 +1,4 @@
-"""Copies of what is checked, in another dtype, and the errors and results of code that nobody knows."""
+"""Copies of checked modules, their dtypes, and the errors and results of unknown code."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 CODE_ERRORS = (Exception, SystemExit)
-"""What unknown code may raise, and what is reported; Ctrl-C passes."""
+"""Errors that unknown code may raise and that are reported; KeyboardInterrupt is not caught."""
 
 
 class CheckError(ValueError):
-    """The target cannot be called, or returns nothing that can be checked."""
+    """The target cannot be called, or its result cannot be checked."""
 
 
 def describe_error(error: BaseException) -> str:
@@ -23,7 +23,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def convert_dtype(target: Any, dtype: torch.dtype) -> Any:
-    """Convert the real numbers of a module; complex ones stay complex, which ``Module.to`` would not ensure."""
+    """Convert the real numbers of a module; complex ones stay complex, which ``Module.to`` does not ensure."""
     pair = torch.complex128 if dtype == torch.float64 else torch.complex64
 
     def convert(x: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def convert_dtype(target: Any, dtype: torch.dtype) -> Any:
 
 
 def copy_target(target: Any) -> Any:
-    """Return a deep copy. Results of earlier calls that a module holds, which torch does not copy, become numbers."""
+    """Return a deep copy, with stored results of earlier calls detached, because torch does not copy them."""
     memo: dict[int, Any] = {}
 
     def collect(value: Any, depth: int) -> None:

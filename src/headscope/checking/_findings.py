@@ -1,4 +1,4 @@
-"""Findings: the result of a check, as a value; nothing here needs torch."""
+"""Findings, the result of a check; this module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from headscope.checking._render import FindingsTable, render_html
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake, or one thing that may be a mistake.
+    """One mistake, or one possible mistake.
 
     Attributes:
         name: its name, such as "softmax-over-queries"; docs/guides/check.md lists all.
-        severity: "wrong"; "unusual", which may be meant; or "slow".
+        severity: "wrong"; "unusual", which may be intended; or "slow".
         seen: the evidence, with numbers and positions.
         why: why it matters.
-        fix: how to correct it, in a sentence or two.
-        code: a line of code that does so.
+        fix: how to fix it, in a sentence or two.
+        code: a line of code that fixes it.
     """
 
     name: str
@@ -37,13 +37,13 @@ class Finding:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Findings:
-    """The result of a check: causes before their consequences. True where anything is wrong.
+    """The result of a check, causes before their consequences; true in a boolean context where anything is wrong.
 
     Attributes:
-        subject: the name of what was checked.
+        subject: the name of the checked module or function.
         found: the findings.
-        understood: how it was called, and what it does.
-        not_tested: what could not be tested -> why.
+        understood: how it was called, and what it computes.
+        not_tested: test that could not be run -> reason; the reason ends with the finding it follows from, if any.
     """
 
     subject: str
@@ -61,12 +61,12 @@ class Findings:
         """Return the finding of a name.
 
         Raises:
-            KeyError: there is none; the message lists those there are.
+            KeyError: no finding has this name; the message lists the names.
         """
         for finding in self:
             if finding.name == name:
                 return finding
-        raise KeyError(f"name: got {name!r}, found was {', '.join(self.names) or 'nothing'}")
+        raise KeyError(f"name: got {name!r}, expected one of: {', '.join(self.names) or '(no findings)'}")
 
     def __bool__(self) -> bool:
         return any(finding.severity == "wrong" for finding in self)
@@ -84,7 +84,7 @@ class Findings:
         return f"{self.subject}: {text or 'nothing found'}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the findings in plain lists, numbers and texts."""
+        """Return the findings as plain lists, numbers and strings."""
         head = {"kind": "headscope-findings", "version": 1, "subject": self.subject, "wrong": bool(self)}
         rest = {"understood": list(self.understood), "not_tested": dict(self.not_tested)}
         return {**head, "findings": [asdict(finding) for finding in self], **rest}
@@ -94,7 +94,7 @@ class Findings:
         return json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False, indent=indent)
 
     def table(self) -> RenderableType:
-        """Return the findings for ``rich.print``; they fit themselves to the width of the console."""
+        """Return the findings for ``rich.print``, which fits them to the width of the console."""
         return FindingsTable(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

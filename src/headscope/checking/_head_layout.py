@@ -1,4 +1,4 @@
-"""The record of a forward pass, sorted by batch entry, head, query and key; and what does not fit into that order."""
+"""A recorded forward pass, sorted by batch entry, head, query and key, and the faults of its layout."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from headscope._provenance import INPUT, MIXED, NONE, Mixing, Provenance
+
+OUT_OF_PLACE = ("heads-split-wrong", "batches-mixed", "values-misplaced")
+"""Faults after which the heads cannot be identified."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,8 @@ class Heads:
     Attributes:
         p: the weights the values were multiplied by, [B, H, Q, K].
         raw: the bare products of the operands of the scores, [B, H, Q, K].
-        factor: by what those operands were scaled after their projection, [B, H, Q, K].
-        unattributed: weight of keys that belong to no token, [B, H, Q].
+        factor: the factor that scaled those operands after their projection, [B, H, Q, K].
+        unattributed: weight of keys that do not belong to a token, [B, H, Q].
         width: D.
         queries, keys, values: the first feature of each head's operands; one number for one row of some weights.
     """
@@ -59,7 +62,7 @@ class Arrangement:
     Attributes:
         heads: the attention, or None where it could not be identified.
         faults: the mistakes of the layout.
-        reason: why there are no heads; "" if there are.
+        reason: why the heads could not be identified; "" where they were.
     """
 
     heads: Heads | None
@@ -87,21 +90,21 @@ class _Rows:
 
 
 def arrange_heads(record: Provenance, batch: int, length: int) -> Arrangement:
-    """Identify the heads of a forward pass over [batch, length] tokens, and the faults of their layout."""
+    """Identify the heads of a forward pass over [batch, length] tokens and the faults of their layout."""
     if not record.mixings:
-        reason = "tokens were summed before there were scores of queries with keys, as in linear attention"
-        missing = "no product of attention weights with values was seen"
+        reason = "tokens are summed before queries are scored against keys, as in linear attention"
+        missing = "no product of attention weights with values was observed"
         return Arrangement(None, [], reason if record.tokens_summed else missing)
     rows = [part for part in (_rows_of(record, mixing) for mixing in record.mixings) if len(part.query_token)]
     if not rows:
-        return Arrangement(None, [], "no query was made of a token")
+        return Arrangement(None, [], "no query is computed from a token")
     faults = _find_misplaced(rows, length) or _find_layout_faults(record, rows)
     if all(fault.merge for fault in faults):
         faults += _find_merge_faults(record)
-    if any(fault.name in ("heads-split-wrong", "batches-mixed", "values-misplaced") for fault in faults):
-        return Arrangement(None, faults, "the tokens are not where they belong")
+    if any(fault.name in OUT_OF_PLACE for fault in faults):
+        return Arrangement(None, faults, "tokens are out of place")
     heads = _collect_heads(rows, batch, length, record)
-    return Arrangement(heads, faults, "" if heads is not None else "not every query was seen once in every head")
+    return Arrangement(heads, faults, "" if heads is not None else "not every query occurs exactly once in every head")
 
 
 def _rows_of(record: Provenance, mixing: Mixing) -> _Rows:
@@ -134,19 +137,19 @@ def _rows_of(record: Provenance, mixing: Mixing) -> _Rows:
         raw=record.value[ids].reshape(-1, keys),
         factor=record.factor[ids].reshape(-1, keys),
     )
-    belongs = query_token != NONE  # queries of padding, or of a token of the module's own, are cut off behind
+    belongs = query_token != NONE  # queries of padding, or of a token of the module's own, are dropped
     return _Rows(**{name: x[belongs] for name, x in vars(rows).items()})
 
 
 def _varies(x: Tensor, known: Tensor) -> bool:
-    """Whether entries that are known differ along the last axis."""
+    """Return whether known entries differ along the last axis."""
     high = torch.where(known, x, torch.iinfo(x.dtype).min).amax(-1)
     low = torch.where(known, x, torch.iinfo(x.dtype).max).amin(-1)
     return bool((high > low).any())
 
 
 def _find_misplaced(rows: list[_Rows], length: int) -> list[Fault]:
-    """Whether each query meets the keys of its own batch entry, each once, and each key its own value."""
+    """Return the fault of a query without the keys of its batch entry, or of a key without its own value."""
     if all(_all_in_place(part, length) for part in rows):
         return []
     pairs, misplaced = set[tuple[int, int]](), list[Fault]()
@@ -160,37 +163,39 @@ def _find_misplaced(rows: list[_Rows], length: int) -> list[Fault]:
             tokens: list[int] = keys.tolist()
             mixed = query == MIXED or MIXED in tokens
             if mixed or len(set(tokens)) < len(tokens) or len(set(key_features.tolist())) > 1:
-                return [_split_fault("the keys of one query of one head", tokens, length)]
+                return [_split_fault(query, tokens, key_features.tolist(), length)]
             if any(token // length != query // length for token in tokens):
                 return [_leak_fault(query, tokens, length)]
             pairs.add((int(part.query_feature[i]), int(key_features[0])))
             values, value_features = part.value_token[i][at], part.value_feature[i][at]
             others = {token // length for token in values.tolist() if token >= 0} - {query // length}
-            if others and len(set(value_features.tolist())) == 1:  # folded with the heads, in another order than q
+            if (
+                others and len(set(value_features.tolist())) == 1
+            ):  # the batch is folded with the heads in another order than for q
                 entries = ", ".join(map(str, sorted(others)))
                 subject = f"the weights of a query of batch entry {query // length}"
-                evidence = f"{subject} fall on values of batch entry {entries}"
-                return [Fault("batches-mixed", evidence, merge=False)]  # it sees values of several heads for one output
+                evidence = f"{subject} are multiplied by values of batch entry {entries}"
+                return [Fault("batches-mixed", evidence, merge=False)]  # one output gets values of several heads
             if values.tolist() != tokens or len(set(value_features.tolist())) > 1:
                 places = (_format_positions(tokens, length), _format_positions(values.tolist(), length))
-                evidence = f"the weights of keys {places[0]} fall on values {places[1]}"
+                evidence = f"the weights of keys {places[0]} are multiplied by values {places[1]}"
                 name = "heads-split-wrong" if len(set(value_features.tolist())) > 1 else "values-misplaced"
                 misplaced.append(Fault(name, evidence))
     if not _are_paired(torch.tensor(sorted(pairs)).view(-1, 2)):
-        return [Fault("heads-split-wrong", "queries of one head meet keys of several heads")]
+        return [Fault("heads-split-wrong", "queries of one head are multiplied by keys of several heads")]
     return misplaced[:1]
 
 
 def _are_paired(pairs: Tensor) -> bool:
-    """Whether of pairs of heads [N, 2], each once, the second follows from the first, or the first from the second.
+    """Return whether, in distinct pairs of heads [N, 2], one column determines the other.
 
-    The latter is so where heads are grouped and the weights transposed, so that queries stand for keys.
+    The second determines the first where heads are grouped and the weights transposed: queries then stand for keys.
     """
     return len(pairs) == max((len(one.unique()) for one in pairs.T), default=0)
 
 
 def _all_in_place(part: _Rows, length: int) -> bool:
-    """Whether no row is at fault: faster than finding which is."""
+    """Return whether every row is in place; this is faster than the search for the one that is not."""
     keys, query, valid = part.key_token, part.query_token[:, None], part.valid
     if bool(((keys == MIXED) | (query == MIXED)).any()):
         return False
@@ -202,16 +207,29 @@ def _all_in_place(part: _Rows, length: int) -> bool:
     return bool((once != 0).all()) and bool(here.all()) and all(same) and _are_paired(pairs)
 
 
-def _split_fault(subject: str, tokens: list[int], length: int) -> Fault:
-    positions = _format_positions(tokens, length)
-    return Fault("heads-split-wrong", f"{subject} come from positions {positions}, expected each once")
+def _split_fault(query: int, tokens: list[int], features: list[int], length: int) -> Fault:
+    """Describe a query whose keys are not one head's part of each token."""
+    whole = f"tokens 0–{length - 1} once each" if len(tokens) == length else "each token once"
+    positions, distinct = _format_positions(tokens, length), set(tokens)
+    if query == MIXED:
+        evidence = "a query of one head holds numbers of several tokens, expected one token"
+    elif distinct == {MIXED}:
+        evidence = "each key of one head holds numbers of several tokens, expected one token"
+    elif len(distinct) == 1:
+        evidence = f"one query attends {len(tokens)} times to token {tokens[0] % length} in one head instead of {whole}"
+    elif MIXED in distinct or len(distinct) < len(tokens):
+        evidence = f"one query attends to tokens {positions} in one head instead of {whole}"
+    else:
+        parts = len(set(features))
+        evidence = f"the keys of one query come from {parts} different parts of the projection, expected one head"
+    return Fault("heads-split-wrong", evidence)
 
 
 def _leak_fault(query: int, tokens: list[int], length: int) -> Fault:
     subject = f"the query at position {query % length} of batch entry {query // length}"
     entries = sorted({token // length for token in tokens})
     word = "entry" if len(entries) == 1 else "entries"
-    return Fault("batches-mixed", f"{subject} sees keys of batch {word} {', '.join(map(str, entries))}")
+    return Fault("batches-mixed", f"{subject} attends to keys of batch {word} {', '.join(map(str, entries))}")
 
 
 def _format_positions(tokens: list[int], length: int) -> str:
@@ -219,16 +237,20 @@ def _format_positions(tokens: list[int], length: int) -> str:
 
 
 def _find_layout_faults(record: Provenance, rows: list[_Rows]) -> list[Fault]:
-    """Faults that leave every token in its place."""
+    """Return the faults that leave every token in its place."""
     faults: list[Fault] = []
     projected = bool((record.kind != INPUT)[record.operands[0].left].any()) if record.operands else False
     query, key, value = (torch.cat(each) for each in zip(*(_features_of(part) for part in rows), strict=True))
     if projected:
         if torch.equal(query, key):
-            faults.append(Fault("keys-are-queries", "queries and keys are made by the same rows of the same weights"))
+            faults.append(
+                Fault("keys-are-queries", "queries and keys are projected by the same rows of the same weights")
+            )
         if torch.equal(key, value) or torch.equal(query, value):
             other = "keys" if torch.equal(key, value) else "queries"
-            faults.append(Fault("values-are-keys", f"values and {other} are made by the same rows of the same weights"))
+            faults.append(
+                Fault("values-are-keys", f"values and {other} are projected by the same rows of the same weights")
+            )
         elif bool((record.kind[record.mixings[0].values] == INPUT).all()):
             faults.append(Fault("values-not-projected", "the values are the input itself"))
     faults += _find_interleaved(record)
@@ -243,34 +265,34 @@ def _find_layout_faults(record: Provenance, rows: list[_Rows]) -> list[Fault]:
 
 
 def _find_interleaved(record: Provenance) -> list[Fault]:
-    """Whether a head takes rows of a projection at equal distances, for its values, queries or keys."""
+    """Return the fault of a head whose values, queries or keys are equally spaced rows of a projection, if any."""
     operands = {"values": record.mixings[0].values[0, 0]}
     if record.operands:
         operands |= {"queries": record.operands[0].left[0, 0], "keys": record.operands[0].right[0, :, 0]}
     for name, ids in operands.items():
         steps = record.feature[ids].diff()
         if len(steps) and int(steps.amin()) == int(steps.amax()) > 1:
-            evidence = f"the {name} of a head are numbers of the projection that are {int(steps[0])} apart"
-            return [Fault("heads-interleaved", f"{evidence}, expected neighbours")]
+            evidence = f"a head takes its {name} from the projection in steps of {int(steps[0])}"
+            return [Fault("heads-interleaved", f"{evidence}, expected steps of 1")]
     return []
 
 
 def _features_of(part: _Rows) -> tuple[Tensor, Tensor, Tensor]:
-    """The feature of each row's query, keys and values, [R] each."""
+    """Return the feature of each row's query, keys and values, [R] each."""
     return part.query_feature, part.key_feature.amax(-1), part.value_feature.amax(-1)
 
 
 def _order_groups(query: Tensor, other: Tensor) -> list[int]:
-    """The number of the key or value head that each query head uses, in their order."""
+    """Return the number of the key or value head that each query head uses, in the order of query heads."""
     partner = dict(sorted(zip(query.tolist(), other.tolist(), strict=True)))
     order = sorted(set(partner.values()))
     return [order.index(head) for head in partner.values()]
 
 
 def _find_merge_faults(record: Provenance) -> list[Fault]:
-    """Whether what the heads give is put together token by token."""
+    """Return the fault of how the outputs of the heads are joined, if any."""
     if record.heads_summed:
-        return [Fault("heads-not-joined", "what the heads give is summed over the heads before it is projected")]
+        return [Fault("heads-not-joined", "the heads' outputs are summed over the heads before the output projection")]
     for ids in (projection.ids for projection in record.projections):
         if not record.holds_heads(ids):
             continue
@@ -279,10 +301,10 @@ def _find_merge_faults(record: Provenance) -> list[Fault]:
         if bool((token != token[..., :1]).any()):
             row = int((token != token[..., :1]).any(-1).flatten().int().argmax())
             mixed = sorted(set(token.flatten(0, 1)[row].tolist()))
-            evidence = f"row {row} of what is projected to the output has numbers of {len(mixed)} tokens, expected one"
+            evidence = f"row {row} of the output projection's input holds numbers of {len(mixed)} tokens, expected one"
             return [Fault("heads-merged-wrong", evidence)]
         if bool((feature != feature[:, :1]).any()) and len(set(tokens)) == 1:
-            return [Fault("heads-merged-wrong", "the heads are put together in another order for other tokens")]
+            return [Fault("heads-merged-wrong", "the heads are joined in different orders for different tokens")]
     return []
 
 

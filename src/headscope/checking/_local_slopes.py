@@ -1,4 +1,4 @@
-"""How each logit changes with its own q·k: a map of the logits that falls somewhere, and scales of queries or keys."""
+"""How each logit changes with its own q·k: maps that fall somewhere, and scales of single queries or keys."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from headscope.checking._head_layout import Heads
 from headscope.checking._logit_map import MOST_KEYS, past_pairs
 from headscope.checking._weights import Verdict, log_weights
 
-CHANGES = 4  # of each input; two would do, the others test the fit
+CHANGES = 4  # of each input; two determine the fit, the others test it
 STEPS = ((1e-6, 1e-4), (1e-3, 1e-2))  # size of a change, and the largest residual; the second is for float32
-ALIKE = 1e-2  # parts of the largest slope: slopes that differ by less are alike
-OWN = 0.1  # parts of the spread of all slopes: those of one query or key with a factor of its own differ by less
+ALIKE = 1e-2  # parts of the largest slope: slopes that differ by less are equal
+OWN = 0.1  # parts of the spread of all slopes: with a factor per query or key, those of one query or key differ by less
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class LocalSlopes:
         slope: [N, H, Q, K].
         raw: q·k, as slope.
         log: the logarithms of the weights, as slope.
-        at: where the slope is known; nowhere in a head whose logits depend on more than their own q·k.
+        at: where the slope is known; False everywhere in a head whose logits depend on more than their own q·k.
     """
 
     slope: Tensor
@@ -80,7 +80,7 @@ def _fit_slopes(follow: Callable[[Tensor], Heads | None], x: Tensor, step: float
         moved = torch.stack([read(heads)[..., :MOST_KEYS, :MOST_KEYS] for heads in changed])
         return torch.where(at, moved - start, 0.0) / step
 
-    def centred(change: Tensor) -> Tensor:  # without what the whole row has in common
+    def centred(change: Tensor) -> Tensor:  # without the row's mean change, which the softmax cancels
         return torch.where(at, change - change.sum(-1, keepdim=True) / count, 0.0)
 
     log, raw = centred(difference(lambda heads: log_weights(heads.p))), difference(lambda heads: heads.raw)
@@ -95,7 +95,7 @@ def _fit_slopes(follow: Callable[[Tensor], Heads | None], x: Tensor, step: float
 
 
 def judge_local_slopes(local: LocalSlopes) -> Verdict:
-    """Return "logits-changed" where a map falls here and rises there, or jumps; "scale-not-uniform"; or "none".
+    """Return "logits-changed" where a map both rises and falls, or jumps; "scale-not-uniform"; or "none".
 
     Args:
         local: at inputs for which the logits of a head are not one linear function of q·k.
@@ -112,7 +112,7 @@ def judge_local_slopes(local: LocalSlopes) -> Verdict:
         for word, axis in (("query", 2), ("key", 1)):
             if not uniform[-1] and _spread(slope, at, (axis,)) <= min(ALIKE * size, OWN * spread):
                 low, high = float(slope[at].min()), float(slope[at].max())
-                evidence = f"each {word} has a factor of q·k of its own, from {low:.4g} to {high:.4g} in head {h}"
+                evidence = f"each {word} has its own factor of q·k, from {low:.4g} to {high:.4g} in head {h}"
                 return Verdict("scale-not-uniform", evidence)
         rises, falls = at & (slope > ALIKE * size), at & (slope < -ALIKE * size)
         if bool(rises.any()) and bool(falls.any()):
@@ -120,12 +120,12 @@ def judge_local_slopes(local: LocalSlopes) -> Verdict:
             evidence = f"logits of head {h} rise with q·k near {up:.3g} and fall with it near {down:.3g}"
             return Verdict("logits-changed", evidence)
     if len(uniform) == local.slope.shape[1] and all(uniform) and _jumps(local):
-        return Verdict("logits-changed", "logits rise with q·k and jump between, as by a remainder")
+        return Verdict("logits-changed", "logits rise with q·k and jump in between, as with a remainder")
     return Verdict("none")
 
 
 def _jumps(local: LocalSlopes) -> bool:
-    """Return whether alike slopes leave more of the logits unexplained than a map that bends a little, as a cap."""
+    """Return whether equal slopes leave more of the logits unexplained than a slightly bent map, such as a cap."""
     count = local.at.sum(-1, keepdim=True).clamp_min(1)
 
     def centred(x: Tensor) -> Tensor:

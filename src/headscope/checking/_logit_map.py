@@ -1,4 +1,4 @@
-"""What was done to the logits between the product q·k and the softmax, where log p is not linear in q·k."""
+"""What changes the logits between the product q·k and the softmax, where log p is not linear in q·k."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from torch import Tensor
 from headscope.checking._head_layout import Heads
 from headscope.checking._weights import Verdict, log_weights, visible_pairs
 
-ALIKE, DIFFERENT = 1e-6, 1e-3  # parts of the largest difference: at most the first is none, at least the second is one
-MOST_KEYS = 48  # every two keys of every row are compared
-FEWEST = 20  # comparisons that show a rule
+ALIKE, DIFFERENT = (
+    1e-6,
+    1e-3,
+)  # parts of the largest difference: up to the first two logits are equal, from the second on they differ
+MOST_KEYS = 48  # of a row, because all pairs of keys are compared
+FEWEST = 20  # comparisons that a rule needs
 
 
 @dataclass(frozen=True)
 class _KeyPairs:
-    """Every two visible keys of a row of one head, [N] each: their products, and the difference of their logits.
+    """All pairs of visible keys of a row of one head, [N] each: their products, and the difference of their logits.
 
     Attributes:
         lower, higher: q·k of the two keys.
-        rise: how much larger the logit of the key of the higher product is, in parts of the largest difference.
+        rise: by how much the logit of the key with the higher product is larger, in parts of the largest difference.
     """
 
     lower: Tensor
@@ -30,12 +33,12 @@ class _KeyPairs:
     rise: Tensor
 
     def rises_with(self, lower: Tensor, higher: Tensor) -> bool:
-        """Return whether each logit rises, or stays, with a function of q·k."""
+        """Return whether no logit falls where a function of q·k rises."""
         return not bool((self.rise * (higher - lower).sign() < -DIFFERENT).any())
 
 
 def judge_logit_map(runs: list[Heads]) -> Verdict:
-    """Return "logits-changed" where the map is even, or flat on one side alone; else "none", and what was observed.
+    """Return "logits-changed" where the map is even, or flat on one side only; else "none" and the observation.
 
     Args:
         runs: the heads for several inputs.
@@ -55,11 +58,11 @@ def judge_logit_map(runs: list[Heads]) -> Verdict:
                 return Verdict("logits-changed", evidence)
     for word, all_pairs in (("rise", pairs), ("fall", falls)):
         if all(each.rises_with(each.lower, each.higher) for each in all_pairs):
-            text = f"logits {word} with q·k and are no linear function of it, as where they are capped"
+            text = f"logits {word} with q·k but are not a linear function of it, as with a cap"
             return Verdict("none", text)
     share = float((torch.cat([each.rise for each in pairs]) < -DIFFERENT).double().mean())
     text = f"of two keys of a query, the one with the larger q·k has the smaller logit in {share:.1%} of the cases"
-    return Verdict("none", f"{text}: something is added, or divided, or the map of the logits is not monotone")
+    return Verdict("none", f"{text}: something is added or divided, or the logits are not a monotone function of q·k")
 
 
 def _compare_keys(runs: list[Heads], head: int) -> _KeyPairs:
@@ -78,7 +81,7 @@ def _compare_keys(runs: list[Heads], head: int) -> _KeyPairs:
 
 
 def past_pairs(heads: Heads) -> Tensor:
-    """Visible keys that are not later than the query: the logits of later ones may be something else."""
+    """Return the visible keys that are not later than the query; later keys may have other logits than q·k."""
     return visible_pairs(heads.p) & torch.ones(heads.p.shape[-2:], dtype=torch.bool).tril()
 
 
@@ -90,7 +93,7 @@ def _is_even(pairs: _KeyPairs) -> bool:
 
 
 def _find_one_sided_cut(pairs: _KeyPairs) -> str:
-    """Describe what shows that logits that rise with q·k are cut on one side; "" where nothing does."""
+    """Describe the evidence that logits that rise with q·k are clipped on one side; "" without any."""
     if not pairs.rises_with(pairs.lower, pairs.higher):
         return ""
     flat = pairs.rise.abs() <= ALIKE
@@ -102,8 +105,8 @@ def _find_one_sided_cut(pairs: _KeyPairs) -> str:
     if not bool(mirrored.any()):
         return ""
     return (
-        f"logits are alike for q·k from {low:.3g} to {high:.3g}, "
-        f"and differ from {-high:.3g} to {-low:.3g}: they are cut on one side"
+        f"logits are equal for q·k from {low:.3g} to {high:.3g} "
+        f"but differ from {-high:.3g} to {-low:.3g}: they are clipped on one side"
     )
 
 
@@ -114,7 +117,7 @@ def fit_row_factors(heads: Heads, keys: Tensor) -> tuple[Tensor, Tensor] | None:
     """Fit log p of each row as a linear function of q·k.
 
     Args:
-        keys: the keys that count, broadcasting to [B, H, Q, K].
+        keys: the keys that are counted, broadcasting to [B, H, Q, K].
 
     Returns:
         (the rows with three keys or more, the factor of q·k), [B, H, Q] each; None where a row is not linear.
@@ -134,21 +137,21 @@ def fit_row_factors(heads: Heads, keys: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def have_uniform_factors(rows: Tensor, factors: Tensor) -> bool:
-    """Return whether the fitted rows of each head have the same factor; the others have too few keys to be fitted."""
+    """Return whether the fitted rows of each head have the same factor; other rows have too few keys for a fit."""
     high, low = (torch.where(rows, factors, other) for other in (-math.inf, math.inf))
     spread = (high.amax((0, 2)) - low.amin((0, 2))).clamp_min(0.0)
     return bool((spread <= DIFFERENT * torch.where(rows, factors, 0.0).abs().amax((0, 2))).all())
 
 
 def judge_row_factors(heads: Heads, moved: Heads | None) -> Verdict:
-    """Judge rows that are linear in q·k with other factors.
+    """Judge rows that are linear in q·k with different factors.
 
     Args:
         moved: the heads after token 0 was changed.
     """
     others = torch.arange(heads.p.shape[-1]) > 0
     fitted = fit_row_factors(heads, torch.ones((), dtype=torch.bool))
-    own = "each query has a factor of q·k of its own"
+    own = "each query has its own factor of q·k"
     if fitted is not None:
         own += f", from {float(fitted[1][fitted[0]].min()):.4g} to {float(fitted[1][fitted[0]].max()):.4g}"
     if moved is None or moved.p.shape != heads.p.shape:
@@ -161,7 +164,5 @@ def judge_row_factors(heads: Heads, moved: Heads | None) -> Verdict:
     change = ((after[1] - before[1]) / before[1]).abs()[rows]
     if not len(change) or float(change.max()) < 1e-2:
         return Verdict("scale-not-uniform", f"{own}, which does not change with another key")
-    evidence = (
-        f"a query's factor of q·k changes by up to {float(change.max()):.0%} when token 0 does, and its q·k do not"
-    )
-    return Verdict("logits-changed", f"{evidence}: it depends on the other logits of the row")
+    evidence = f"a query's factor of q·k changes by up to {float(change.max()):.0%} when token 0 changes"
+    return Verdict("logits-changed", f"{evidence}, although its q·k do not: it depends on the other logits of the row")

@@ -1,4 +1,4 @@
-"""headscope's own attention by its definition, so that its steps can be followed."""
+"""headscope's own attention by the reference backend, so that its steps can be followed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headscope._attend.attention import run_attention
 
 @contextmanager
 def computed_by_reference() -> Generator[list[int]]:
-    """Compute ``headscope.attention`` by the reference backend while this is open; yield an entry for each call."""
+    """Compute ``headscope.attention`` with the reference backend in this context; yield a list, one entry per call."""
     calls = list[int]()
 
     def attend(

@@ -24,7 +24,7 @@ STYLE = """
 
 
 class RenderedFinding(Protocol):
-    """One finding, as it is rendered."""
+    """The attributes of a finding that are rendered."""
 
     @property
     def name(self) -> str: ...
@@ -41,10 +41,12 @@ class RenderedFinding(Protocol):
 
 
 class RenderedFindings(Protocol):
-    """Findings, as they are rendered."""
+    """The attributes of findings that are rendered."""
 
     @property
     def summary(self) -> str: ...
+    @property
+    def names(self) -> Iterable[str]: ...
     @property
     def found(self) -> Iterable[RenderedFinding]: ...
     @property
@@ -54,7 +56,7 @@ class RenderedFindings(Protocol):
 
 
 class FindingsTable:
-    """Findings as rich prints them."""
+    """Findings as a renderable of rich."""
 
     def __init__(self, findings: RenderedFindings) -> None:
         self.findings = findings
@@ -80,17 +82,30 @@ def _print_finding(finding: RenderedFinding) -> RenderResult:
 
 
 def _list_remarks(findings: RenderedFindings) -> list[tuple[str, list[str]]]:
-    """The lines behind the findings, by title."""
+    """Return the lines below the findings, by title."""
     remarks: list[tuple[str, list[str]]] = []
     if findings.understood:
         remarks.append(("understood", list(findings.understood)))
     if findings.not_tested:
-        remarks.append(("not tested, because", [f"{what}: {why}" for what, why in findings.not_tested.items()]))
+        remarks.append(("not tested", _describe_not_tested(findings)))
     return remarks
 
 
+def _describe_not_tested(findings: RenderedFindings) -> list[str]:
+    """Return a line for each reason; tests that wait for a finding are counted, the others are named."""
+    by_reason: dict[str, list[str]] = {}
+    for test, reason in findings.not_tested.items():
+        cause = next((name for name in findings.names if reason.endswith(f" ({name})")), "")
+        by_reason.setdefault(f"skipped until {cause} is fixed" if cause else reason, []).append(test)
+    lines: list[str] = []
+    for reason, tests in by_reason.items():
+        waiting = reason.startswith("skipped until ") and len(tests) > 1
+        lines.append(f"{len(tests)} checks {reason}" if waiting else f"{', '.join(tests)}: {reason}")
+    return lines
+
+
 def render_html(findings: RenderedFindings) -> str:
-    """Render findings as a fragment of HTML; every text is escaped, nothing is loaded."""
+    """Render findings as an HTML fragment; every text is escaped and no resource is loaded."""
     parts = [f'<div class="headscope-check"><style>{STYLE}</style><p><b>{escape(findings.summary)}</b></p>']
     for finding in findings.found:
         hue = HUES[finding.severity]

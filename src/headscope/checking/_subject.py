@@ -1,4 +1,4 @@
-"""What is checked: a copy of a module or function, how it is called, and runs of it, plain or followed."""
+"""The subject of a check: a copy of a module or function, how it is called, and its runs, plain or followed."""
 
 from __future__ import annotations
 
@@ -35,8 +35,17 @@ from headscope.checking._copies import (
 from headscope.checking._head_layout import Fault, Heads, arrange_heads
 from headscope.checking._own_attention import computed_by_reference
 
-LENGTHS = (7, 5, 4, 8, 16, 49, 64, 197)  # tried one after another; a fixed length must be among them, or be given
-MOST_PATTERNS = 200  # that are tried
+LENGTHS = (
+    7,
+    5,
+    4,
+    8,
+    16,
+    49,
+    64,
+    197,
+)  # tried in this order; inputs= is required for a module with another fixed length
+MOST_PATTERNS = 200  # tried per dtype
 
 Call = Callable[..., Any]
 
@@ -47,10 +56,10 @@ class Run:
 
     Attributes:
         out: [B, T, E'].
-        heads: the attention, or None where it could not be identified: ``reason`` is why.
+        heads: the attention, or None where it could not be identified; ``reason`` explains why.
         faults: the mistakes of the layout.
         record: where the numbers come from.
-        returned: the returned tensors that may be weights: the others are made of one token each.
+        returned: the returned tensors that may be weights; the rest are computed from one token each.
     """
 
     out: Tensor
@@ -63,14 +72,15 @@ class Run:
 
 @dataclass
 class Subject:
-    """What is checked: a copy in float64 on the CPU, and how it is called.
+    """The checked module or function: a copy in float64 on the CPU, and how it is called.
 
     Attributes:
         target: the copy, or the function itself.
-        call: a caller's own way to call it, with x and a mask (True = may be seen), or None.
-        names: of its arguments; of these, those of masks, of what may be a cache, and of flags that ask for one.
-        swapped: its input is [T, B, E].
-        stateful: each run uses a new copy.
+        call: the caller's function that calls it with x and a mask (True = attend), or None.
+        names: the names of its arguments; mask_names, cache_names, cache_flags: those of masks, of possible caches,
+            and of flags that request a cache.
+        swapped: whether its input is [T, B, E].
+        stateful: whether each run needs a new copy.
     """
 
     target: Any
@@ -93,28 +103,28 @@ class Subject:
 
     @property
     def torch_like(self) -> bool:
-        """Whether its masks are called as those of torch's modules, which hide where True and take length first."""
+        """Whether its masks are named as in torch's modules, which mask where True and expect length first."""
         return any(name.endswith("key_padding_mask") for name in self.mask_names)
 
     @property
     def tolerance(self) -> float:
-        """Relative; some modules compute their softmax in float32 whatever the input is."""
+        """The relative tolerance; some modules compute their softmax in float32 whatever the dtype of the input."""
         return 1e-5 if self.dtype == torch.float64 else 1e-3
 
     def input(self, seed: int, size: float = 1.0) -> Tensor:
-        """[B, T, E], normal numbers."""
+        """Return normal random numbers, [B, T, E]."""
         generator = torch.Generator().manual_seed(1000 + seed)
         x = torch.randn(self.batch, self.length, self.embed_dim, generator=generator, dtype=torch.float64)
         return (x * size).to(self.dtype)
 
     def call_with(self, x: Tensor, target: Any = None, seed: int = 0, **more: Any) -> Any:
-        """Return the result for x [B, T, E], as it is."""
+        """Return the unchanged result for x [B, T, E]."""
         if target is None:
             target = copy_target(self.target) if self.stateful else self.target
         x = x.transpose(0, 1).contiguous() if self.swapped else x
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed also looks for devices, which takes longer
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed also looks for devices, which is slower
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # those of the code that is checked
+            warnings.simplefilter("ignore")  # from the checked code
             if self.call is not None:
                 return self.call(target, x, more.get("mask"))
             return apply_pattern(target, self.names, self.pattern, x, more)
@@ -151,11 +161,11 @@ class Subject:
 
 
 def prepare_subject(target: Any, call: Call | None, embed_dim: int | None, inputs: Tensor | None) -> Subject:
-    """Copy what is checked, and find how it is called.
+    """Copy the target and find how to call it.
 
     Raises:
-        TypeError: it can not be called.
-        CheckError: no way to call it was found; the message lists what was tried.
+        TypeError: the target is not callable.
+        CheckError: no call pattern works; the message lists the attempts that were made.
     """
     if isinstance(target, type) or not callable(target):
         got = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__
@@ -168,20 +178,20 @@ def prepare_subject(target: Any, call: Call | None, embed_dim: int | None, input
     failures: list[tuple[list[int], str]] = []
     for dtype in (torch.float64, torch.float32):
         copied = convert_dtype(copied, dtype)
-        trial = convert_dtype(copy_target(copied), dtype)  # what is returned has not been called
+        trial = convert_dtype(copy_target(copied), dtype)  # the returned copy stays uncalled
         calls = _list_calls(copied, call, _possible_widths(copied, embed_dim, inputs), inputs)
         for length, width, pattern in islice(calls, MOST_PATTERNS):
             subject = Subject(copied, call, pattern, width, batch, length, dtype, names, masks, *caches)
             try:
                 if _all_hidden(pattern, subject.run(subject.input(0), target=trial)):
                     raise CheckError("output: the same at all positions, or not finite")
-            except CODE_ERRORS as error:  # whatever it raises: the target is not called like this
+            except CODE_ERRORS as error:  # whatever it raises, this pattern does not fit
                 attempt = f"{pattern.text} with x [{batch}, {length}, {width}]: {describe_error(error)}"
                 failures.append((_call_depth(error), attempt))
             else:
                 return subject
-    (_, first), (_, furthest) = failures[0], max(failures, key=lambda each: each[0])  # the first of equal ones
-    attempts = first if first == furthest else f"{first}; what came furthest was {furthest}"
+    (_, first), (_, furthest) = failures[0], max(failures, key=lambda each: each[0])  # of ties, the first
+    attempts = first if first == furthest else f"{first}; the attempt that got furthest was {furthest}"
     raise CheckError(
         f"module: no way to call it was found; tried first {attempts}; give embed_dim=, inputs=, or "
         "call=lambda module, x, mask: ..."
@@ -191,7 +201,7 @@ def prepare_subject(target: Any, call: Call | None, embed_dim: int | None, input
 def _list_calls(
     target: Any, call: Call | None, widths: list[int], inputs: Tensor | None
 ) -> Iterator[tuple[int, int, CallPattern]]:
-    """Lengths, widths and patterns of call."""
+    """Yield lengths, widths and call patterns to try."""
     for length in LENGTHS if inputs is None else (inputs.shape[1],):
         for width in widths:
             for pattern in list_patterns(target, width) if call is None else (CallPattern((...,), {}, "its own call"),):
@@ -199,7 +209,7 @@ def _list_calls(
 
 
 def _call_depth(error: BaseException) -> list[int]:
-    """How far a call came before it raised: the lines, from ours inward, to be compared by the first that differs.
+    """Return how far a call got before it raised: the lines of its frames, outermost first, which compare in order.
 
     In ``Subject``, the code that checks the output stands below the code that computes it.
     """
@@ -207,7 +217,7 @@ def _call_depth(error: BaseException) -> list[int]:
 
 
 def _all_hidden(pattern: CallPattern, out: Tensor) -> bool:
-    """Whether a mask that was to hide nothing has hidden everything."""
+    """Return whether a mask that should hide nothing hides everything."""
     masked = any(isinstance(each, ConstantMask) for each in pattern.positional)
     return masked and (not bool(torch.isfinite(out).all()) or bool(((out - out[:, :1]).abs() < 1e-9).all()))
 
@@ -225,7 +235,7 @@ def _copy_to_cpu(target: Any) -> Any:
 
 
 def _possible_widths(target: Any, embed_dim: int | None, inputs: Tensor | None) -> list[int]:
-    """Widths the input may have: the sizes of the weights, in their order."""
+    """Return the possible widths of the input: the sizes of the weights, in their order."""
     if inputs is not None:
         if inputs.ndim != 3:
             raise CheckError(f"inputs: has {inputs.ndim} axes, expected 3 ([B, T, E])")
@@ -237,5 +247,5 @@ def _possible_widths(target: Any, embed_dim: int | None, inputs: Tensor | None) 
         for p in target.parameters():
             sizes += [p.shape[1], p.shape[0]] if p.ndim == 2 else list(p.shape) if p.ndim == 3 else []
     if not sizes:
-        raise CheckError("embed_dim: missing; there are no weights to derive it from")
+        raise CheckError("embed_dim: missing; it cannot be derived without weights")
     return list(dict.fromkeys(sizes))[:6]

@@ -17,25 +17,25 @@ MASK_FINDINGS = {
     *("mask-on-some-batches", "cannot-see-itself", "looks-into-the-future", "heads-split-wrong", "heads-merged-wrong"),
     *("softmax-over-queries", "cannot-see-the-past", "mask-after-softmax"),
 }
-"""Findings that already explain which query sees which key wrongly."""
+"""Findings that already explain why a query attends to the wrong keys."""
 
 
-ROUNDING = torch.finfo(torch.float32).eps  # parts of the largest output: what float32 does not show
-SMALLEST = 1e-9  # parts of the largest output: what float64 shows
+ROUNDING = torch.finfo(torch.float32).eps  # parts of the largest output: float32 does not resolve less
+SMALLEST = 1e-9  # parts of the largest output: float64 resolves this
 
 
 def differ(a: Tensor, b: Tensor, tolerance: float = SMALLEST) -> Tensor:
-    """Where two outputs differ; NaN equals NaN. Over the last axis."""
+    """Return where two outputs differ in any number of their last axis; NaN equals NaN."""
     scale = max(1e-30, float(a.nan_to_num(0, 0, 0).abs().max()))
     differ = (a.nan_to_num(0, 0, 0) - b.nan_to_num(0, 0, 0)).abs() > tolerance * scale
     return (differ | (torch.isfinite(a) != torch.isfinite(b))).any(-1)
 
 
-# ---------------------------------------------------------------- what stays between calls
+# ---------------------------------------------------------------- state between calls
 
 
 def probe_state(case: Case) -> None:
-    """Repeat a call: same seed, another seed, after another input; and compare the input itself afterwards."""
+    """Repeat a call with the same seed, another seed, and after another input; test that the input is unchanged."""
     subject = case.subject
     x, y = subject.input(1), subject.input(2)
     target = copy_target(subject.target) if subject.module is not None else subject.target
@@ -43,17 +43,17 @@ def probe_state(case: Case) -> None:
     first = subject.output(subject.call_with(inputs, target=target), inputs).detach().double()
     if not torch.equal(inputs, x):
         changed = float((inputs - x).abs().max())
-        case.report("input-modified", f"after the call the input differs from before by up to {changed:.3g}")
+        case.report("input-modified", f"the call changes its input by up to {changed:.3g}")
     try:
         subject.call_with(y.clone(), target=target)
         repeated = subject.output(subject.call_with(x.clone(), target=target), x).detach().double()
-    except CODE_ERRORS as error:  # the first call went well
-        case.report("state-between-calls", f"another call after the first fails: {describe_error(error)}")
+    except CODE_ERRORS as error:  # the first call succeeded
+        case.report("state-between-calls", f"a later call fails, although the first succeeds: {describe_error(error)}")
         subject.stateful = True
         return
     if bool(differ(first, repeated).any()):
         off = float((first - repeated).abs().nan_to_num().max())
-        evidence = f"the same input with the same seed gives outputs that are apart by {off:.3g}"
+        evidence = f"the same input with the same seed gives outputs that differ by up to {off:.3g}"
         case.report("state-between-calls", evidence)
         subject.stateful = True
         return
@@ -67,7 +67,7 @@ def probe_layout(case: Case) -> None:
     """Find which axis is the batch: changing one entry of the input changes the outputs along the length."""
     subject = case.subject
     if case.random:
-        case.not_tested["which axis is the batch"] = "dropout is active"
+        case.skip("which axis is the batch", "dropout is active", "dropout-in-eval")
         return
     changed = [_changed_by(subject, at) for at in ((0, 0), (-1, -1))]
     inside = changed[0][0, 1:].any() or changed[1][-1, :-1].any()
@@ -76,27 +76,35 @@ def probe_layout(case: Case) -> None:
     unknown = not across and not inside and not elsewhere  # each output depends on its own token alone
     if (across and not inside and not elsewhere) or (unknown and case.options.batch_first is False):
         subject.swapped = True
-        evidence = "changing a token changes outputs at its place in other batch entries, and none of its own sequence"
+        evidence = (
+            "changing a token changes outputs at its position in other batch entries, and none in its own sequence"
+        )
         if unknown:
             pass
         elif case.options.batch_first:
             case.report("batch-and-length-swapped", evidence)
         elif case.options.batch_first is None and not subject.torch_like:
-            case.report("batch-and-length-swapped", f"{evidence}; say batch_first=False if it is meant to", "unusual")
-        case.understood.append("its input is [T, B, E], length first")
+            case.report(
+                "batch-and-length-swapped", f"{evidence}; pass batch_first=False if this is intended", "unusual"
+            )
+        case.understood.append("input is [T, B, E], length first")
         return
-    case.understood.append("its input is [B, T, E], batch first")
+    case.understood.append("input is [B, T, E], batch first")
     if case.options.batch_first is False and inside and not across and not elsewhere:
         case.report(
-            "batch-and-length-swapped", "changing a token changes outputs along axis 1, which was to be the batch"
+            "batch-and-length-swapped",
+            "changing a token changes outputs along axis 1, which is the batch with batch_first=False",
         )
     if (across or elsewhere) and inside:
         where = (changed[0][1:].any(0) | changed[1][:-1].any(0)).nonzero().flatten().tolist()
-        case.report("batches-mixed", f"changing batch entry 0 changes others at positions {', '.join(map(str, where))}")
+        case.report(
+            "batches-mixed",
+            f"changing the first or last batch entry changes others at positions {', '.join(map(str, where))}",
+        )
 
 
 def _changed_by(subject: Subject, at: tuple[int, int]) -> Tensor:
-    """Where outputs change if one token does, [B, T]."""
+    """Return where outputs change if one token does, [B, T]."""
     x = subject.input(1)
     moved = x.clone()
     moved[at] = -2 * moved[at] + 1
@@ -110,12 +118,12 @@ def probe_structure(case: Case) -> None:
     """Report the faults of the layout, and the number of heads."""
     run = case.base
     if case.random or run is None:
-        case.not_tested["heads"] = case.reason_without_heads
+        case.skip_without_heads("heads")
         return
     for fault in run.faults:
         case.report(fault.name, fault.evidence)
     if run.heads is None:
-        case.not_tested["weights"] = run.reason
+        case.skip_without_heads("weights")
         return
     expected, heads = case.options.heads, run.heads
     case.understood.append(f"{heads.count} heads of width {heads.width}")
@@ -126,23 +134,23 @@ def probe_structure(case: Case) -> None:
         case.report("heads-not-split", evidence)
     ids = run.record.out_ids
     if ids is not None and heads.count > 1 and run.record.holds_heads(ids):
-        case.report("no-output-projection", "the output is the heads' results side by side")
+        case.report("no-output-projection", "the output is the heads' outputs side by side")
 
 
 def probe_dependence(case: Case) -> None:
-    """Find which outputs change with which token, where the weights were not seen or something else may leak."""
+    """Find which outputs change with which token; this needs no weights, and shows what leaks past them."""
     subject, known = case.subject, case.heads is not None
     if case.random:
-        case.not_tested["which token an output depends on"] = "dropout is active"
+        case.skip("which token an output depends on", "dropout is active", "dropout-in-eval")
         return
     x = case.x
     length = subject.length
     if length > 64:
-        case.not_tested["which token an output depends on"] = f"the length is {length}, more than 64"
+        case.not_tested["which token an output depends on"] = f"the length is {length}, above the limit of 64"
         return
     plain = subject.run(x)
     reach, leaks = torch.zeros(2, length, length, dtype=torch.bool)  # [Q, K]
-    least = ROUNDING if known else SMALLEST  # small weights of later keys are found among the weights
+    least = ROUNDING if known else SMALLEST  # the weights themselves show small weights of later keys
     for j in range(length):
         moved = x.clone()
         moved[0, j] = -2 * moved[0, j] + case.size
@@ -163,7 +171,7 @@ def probe_dependence(case: Case) -> None:
     if not bool(past.any()) and not explained and length > 1:
         case.report("cannot-see-the-past", "no output depends on an earlier position")
     if not known and case.causal:  # a causal mask alone makes the order matter
-        case.not_tested["the order of tokens"] = "it is causal: each output depends on its position"
+        case.not_tested["the order of tokens"] = "the module is causal, so each output depends on its position"
     elif not known and not case.observations:
         _test_equivariance(case, plain)
 
@@ -174,7 +182,7 @@ def _test_equivariance(case: Case, plain: Tensor) -> None:
     if bool(differ(plain[:, order], turned, case.subject.tolerance).any()):
         off = float((plain[:, order] - turned).abs().max())
         case.report(
-            "not-permutation-equivariant", f"for tokens in reverse order the outputs are off by up to {off:.3g}"
+            "not-permutation-equivariant", f"with the tokens in reverse order, outputs differ by up to {off:.3g}"
         )
 
 
@@ -191,7 +199,7 @@ def probe_inputs(case: Case) -> None:
         other = subject.input(3, case.size)
         value = other.transpose(0, 1).contiguous() if subject.swapped else other
         if not bool(differ(plain, _run_with_argument(subject, n, value, case.x)).any()):
-            case.report("input-ignored", f"argument {n} of ({', '.join('x' for _ in at)}) changes nothing")
+            case.report("input-ignored", f"argument {n} of ({', '.join('x' for _ in at)}) does not affect the output")
 
 
 def _run_with_argument(subject: Subject, n: int, value: Tensor, x: Tensor) -> Tensor:
@@ -200,7 +208,7 @@ def _run_with_argument(subject: Subject, n: int, value: Tensor, x: Tensor) -> Te
 
 
 def probe_batch_of_one(case: Case) -> None:
-    """Test that a batch of one gives what it gives in a larger batch."""
+    """Test that an entry gives the same output alone and in a larger batch."""
     subject = case.subject
     if case.random or "batches-mixed" in case.observations:
         return
@@ -212,4 +220,7 @@ def probe_batch_of_one(case: Case) -> None:
         case.report("fails-on-batch-of-one", describe_error(error))
         return
     if alone.shape != whole.shape or bool(differ(whole, alone, subject.tolerance).any()):
-        case.report("fails-on-batch-of-one", f"alone, batch entry 0 gives {list(alone.shape)} with other numbers")
+        case.report(
+            "fails-on-batch-of-one",
+            f"alone, batch entry 0 gives {list(alone.shape)} with other numbers than in a batch",
+        )

@@ -1,4 +1,4 @@
-"""The probe of the mask that is built in: which query sees which key if no mask is given."""
+"""The probe of the built-in mask: the keys that are visible to each query without a mask argument."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from headscope.checking import _weights as weights
 from headscope.checking._case import Case
 from headscope.checking._head_layout import Heads
 from headscope.checking._hidden_logits import are_later_logits_fixed, measure_later_weight
-from headscope.checking._probes.softmax import NO_SOFTMAX
+from headscope.checking._probes.softmax import NO_SOFTMAX, NO_SOFTMAX_REASON
 from headscope.checking._weights import differ_in_pattern, visible_pairs
 
 
 def probe_built_in_mask(case: Case) -> None:
-    """Find which query sees which key if no mask is given."""
+    """Find the keys that are visible to each query without a mask argument."""
     heads = case.heads
     if case.random or heads is None:
-        case.not_tested["built-in mask"] = case.reason_without_heads
+        case.skip_without_heads("built-in mask")
         return
     if case.observations.keys() & NO_SOFTMAX:
-        case.not_tested["built-in mask"] = "the weights are not from one softmax over the keys"
+        case.skip("built-in mask", NO_SOFTMAX_REASON, case.first_of(NO_SOFTMAX))
         return
     visible = visible_pairs(heads.p)
     size = visible.shape[-1]
@@ -54,79 +54,80 @@ def probe_built_in_mask(case: Case) -> None:
 
 
 def _is_late_mask_fixed(case: Case, tri: Tensor, *, inverted: bool) -> bool:
-    """Return whether the same weights are cut after the softmax for each input, and all that an inverted mask hides."""
+    """Return whether each input has the same weights cut after the softmax, all of them if the mask is inverted."""
     assert case.slope is not None
     runs = (case.heads, case.other_heads, case.subject.follow(case.subject.input(3, case.size)).heads)
     cut, retained = torch.zeros_like(tri), torch.zeros_like(tri)
     for heads in (heads for heads in runs if heads is not None):
         full = (heads.raw * case.slope.of_raw[:, None, None]).softmax(-1)
         changed = (heads.p - full).abs() > 10 * case.subject.tolerance
-        cut, retained = cut | changed, retained | (~changed & (full > 1e-3))  # smaller ones may not show a change
+        cut, retained = cut | changed, retained | (~changed & (full > 1e-3))  # a change of smaller weights may not show
     return not bool((cut & retained).any()) and not (inverted and bool((retained & tri).any()))
 
 
 def _is_fill_reported(case: Case, heads: Heads, tri: Tensor) -> bool:
-    """Report what stands in the place of q·k for later keys, and whether less than that could not be told apart."""
+    """Report later keys whose q·k is replaced; record as not tested where that cannot be distinguished from a bias."""
     other = case.other_heads
     if other is not None and other.p.shape == heads.p.shape:
         one, two = case.without_added(heads), case.without_added(other)
         if are_later_logits_fixed(one, two):
             case.allowed = tri[None]
-            weight = f"later keys have up to {measure_later_weight(one.p):.3g} of a query's weight"
-            case.report("mask-fill-too-small", f"built-in mask: {weight}, whatever their q·k are")
+            weight = f"later keys get up to {measure_later_weight(one.p):.3g} of a query's weight"
+            case.report("mask-fill-too-small", f"built-in mask: {weight}, whatever their q·k")
             return True
     if case.logit is None and case.options.causal is None:
-        why = "a bias may be meant" if case.slope is not None else "the logits are not known"
-        case.not_tested["a number added to the logits of later keys"] = why
+        why = "it may be an intended bias" if case.slope is not None else "the logits are not known"
+        cause = case.causes.get("scale", "")
+        case.skip("a number added to the logits of later keys", why, cause)
     return False
 
 
 def _judge_causal_pattern(case: Case, visible: Tensor, tri: Tensor) -> None:
-    """Test whether each query sees the past, where none sees the future."""
+    """Test whether each query attends to the past, where none attends to the future."""
     size = len(tri)
     for j in range(2, size):  # a window of j keys
         if bool((visible == tri.triu(1 - j)).all()):
             case.understood.append(f"causal, with a window of {j} keys")
             return
     if bool((visible[..., 1:, :] == tri.tril(-1)[1:]).all()):
-        case.report("cannot-see-itself", "query 1 sees key 0 and not key 1; query 0 sees nothing")
+        case.report("cannot-see-itself", "query 1 attends to key 0 and not to key 1; query 0 has no visible key")
     elif bool((visible == torch.eye(size, dtype=torch.bool)).all()):
-        case.report("cannot-see-the-past", "each query sees its own key and no other")
+        case.report("cannot-see-the-past", "each query attends only to its own key")
     elif case.other_heads is not None and differ_in_pattern(visible, visible_pairs(case.other_heads.p)):
-        case.understood.append("causal; which earlier keys a query sees depends on the input")
+        case.understood.append("causal; which earlier keys are visible depends on the input")
     elif not bool((visible == tri)[..., 1:, :].all()):
         b, h, i, j = (~visible & tri).nonzero()[0].tolist()
-        case.report("cannot-see-the-past", f"query {i} of head {h} of batch entry {b} does not see key {j}")
+        case.report("cannot-see-the-past", f"query {i} of head {h} of batch entry {b} does not attend to key {j}")
     else:
-        case.understood.append("causal: no query sees a later key")
+        case.understood.append("causal: no query attends to a later key")
 
 
 def _judge_other_pattern(case: Case, visible: Tensor, tri: Tensor) -> None:
     size = len(tri)
     if bool(visible[..., 1:, :].all()):
         case.causal = False
-        case.understood.append("not causal: every query sees every key")
+        case.understood.append("not causal: every query attends to every key")
         if case.options.causal:
-            case.report("looks-into-the-future", "query 0 sees key 1, and so does every query every key")
+            case.report("looks-into-the-future", "query 0 attends to key 1, and every query to every key")
     elif bool((visible == torch.ones_like(tri).tril(1)).all()) and size > 2:
-        case.report("sees-one-ahead", "query 0 sees keys 0 and 1, query 1 sees keys 0 to 2, and so on")
+        case.report("sees-one-ahead", "query 0 attends to keys 0 and 1, query 1 to keys 0 to 2, and so on")
     elif bool((visible[..., 1:, :] == tri.tril(-1)[1:]).all()):
-        case.report("cannot-see-itself", "query 1 sees key 0 and not key 1")
+        case.report("cannot-see-itself", "query 1 attends to key 0 and not to key 1")
     elif bool((visible == tri.T).all()):
-        pattern = "each query sees its own key and later ones, and none before, as by triu instead of tril"
+        pattern = "each query attends to its own and later keys, and to none before, as with triu instead of tril"
         case.report("looks-into-the-future", f"built-in mask: {pattern}")
     elif bool((visible[..., :-1, :] == tri.T.triu(1)[:-1]).all()):
-        case.report("mask-inverted", "built-in mask: each query sees later keys alone")
+        case.report("mask-inverted", "built-in mask: each query attends only to later keys")
     else:
         case.causal = False
         later = bool((visible & ~tri).any())
         b, h, i, j = ((visible & ~tri) if later else ~visible).nonzero()[0].tolist()
         if case.options.causal:
-            case.report("looks-into-the-future", f"query {i} of head {h} of batch entry {b} sees key {j}")
+            case.report("looks-into-the-future", f"query {i} of head {h} of batch entry {b} attends to key {j}")
         share = f"{float((~visible).double().mean()):.0%} of the pairs"
         other = case.other_heads
         depends = other is not None and differ_in_pattern(visible, visible_pairs(other.p))
         text = (
-            f"{share} are hidden; which ones depends on the input" if depends else f"a built-in pattern hides {share}"
+            f"{share} are masked; which ones depends on the input" if depends else f"a built-in pattern masks {share}"
         )
         case.understood.append(text)

@@ -1,4 +1,4 @@
-"""Probes of gradients: which weights change the output, which get a gradient, and which heads reach the output."""
+"""Probes of gradients: which weights affect the output, which get a gradient, and which heads reach the output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BackwardPass:
                 yield name, p, torch.zeros_like(p) if p.grad is None else p.grad
 
     def depends_on(self, p: Tensor, at: Tensor, step_size: float = 1e-3) -> bool:
-        """Return whether the output changes with the numbers of a parameter where ``at``, as p, is True."""
+        """Return whether the output changes with the numbers of a parameter where ``at``, shaped as p, is True."""
         before, subject = p.detach().clone(), self.case.subject
         with torch.no_grad():
             # a small step: a large one would activate units that ReLU has switched off
@@ -61,12 +61,12 @@ def _run_backward(case: Case, module: nn.Module) -> BackwardPass:
 
 
 def probe_gradients(case: Case) -> None:
-    """Test that weights that change the output get a gradient, that all are used, and that each head is."""
+    """Test that weights that affect the output get a gradient, and that every parameter and every head is used."""
     if case.subject.module is None:
         case.not_tested["gradients of weights"] = "a function has no parameters"
         return
     if case.random:
-        case.not_tested["gradients of weights"] = "dropout is active"
+        case.skip("gradients of weights", "dropout is active", "dropout-in-eval")
         return
     run = _run_backward(case, case.subject.module)
     blocked, unused = list[str](), list[str]()
@@ -78,20 +78,22 @@ def probe_gradients(case: Case) -> None:
             blocked.append(f"{name} ({int(rows.sum())} of {len(rows)} rows)")
         elif bool(rows.all()) and run.depends_on(
             p, torch.ones_like(p, dtype=torch.bool), step_size=1.0
-        ):  # as of round()
+        ):  # as with round()
             blocked.append(f"{name} (only in large steps)")
         elif bool(rows.all()):
             unused.append(f"{name} {list(p.shape)}")
     if blocked:
-        case.report("gradient-blocked", f"the output depends on {', '.join(blocked)}, and no gradient reaches it")
+        case.report(
+            "gradient-blocked", f"the output depends on {', '.join(blocked)}, but no gradient reaches those weights"
+        )
     if unused:
-        case.report("unused-parameter", f"changing {', '.join(unused)} changes nothing")
+        case.report("unused-parameter", f"changing {', '.join(unused)} does not affect the output")
     if case.base is not None:
         _judge_head_usage(run, case.base.record)
 
 
 def _judge_head_usage(run: BackwardPass, record: Provenance) -> None:
-    """Report heads whose rows of a projection of the tokens change nothing."""
+    """Report heads whose rows of a projection of the tokens do not affect the output."""
     if not record.mixings or not record.operands:
         return
     unused = [
@@ -99,9 +101,11 @@ def _judge_head_usage(run: BackwardPass, record: Provenance) -> None:
     ]
     if not unused:
         return
-    evidence = f"changing {'; '.join(unused)} changes nothing"
+    evidence = f"changing {'; '.join(unused)} does not affect the output"
     if _shares_weights(record):
-        run.case.report("heads-share-weights", f"the values of several heads meet the weights of one: {evidence}")
+        run.case.report(
+            "heads-share-weights", f"the values of several heads are multiplied by the weights of one head: {evidence}"
+        )
     else:
         shared = _describe_shared_heads(run.case.heads)
         text = f"{evidence}; {shared}" if shared else f"not every head reaches the output: {evidence}"
@@ -132,7 +136,7 @@ def _describe_unused_heads(
 
 
 def _are_whole_heads(idle: Tensor, width: int) -> bool:
-    """Return whether the features that are True make whole heads: neighbours, or every n-th."""
+    """Return whether the features that are True form whole heads: neighbours, or every n-th feature."""
     if len(idle) % width:
         return False
     heads = idle.view(-1, width), idle.view(width, -1).T
@@ -150,10 +154,10 @@ def _projects_tokens(record: Provenance, matrix: Tensor) -> bool:
 
 
 def _shares_weights(record: Provenance) -> bool:
-    """Return whether the weights of one query of one head met the values of several heads."""
-    used = set[tuple[int, int]]()  # a score of each query of each head, and the feature of the values
+    """Return whether the weights of one query of one head are multiplied by the values of several heads."""
+    used = set[tuple[int, int]]()  # one score of each query and head, with the feature of the values
     for mixing in record.mixings:
-        scores = torch.where((mixing.p != 0).any(-1), mixing.ids.amax(-1), 0)  # [N, Q]; zeros are no one's weights
+        scores = torch.where((mixing.p != 0).any(-1), mixing.ids.amax(-1), 0)  # [N, Q]; a row of zeros has no weights
         if len(scores[scores > 0].unique()) < int((scores > 0).sum()):
             return True
         feature = record.feature[mixing.values].amin((1, 2))[:, None].expand_as(scores)

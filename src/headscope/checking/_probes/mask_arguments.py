@@ -1,4 +1,4 @@
-"""Probes of masks that are handed over, and of rows that may see nothing."""
+"""Probes of mask arguments, and of rows without a visible key."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 from headscope.checking import _weights as weights
 from headscope.checking._case import Case, WorkingMask
 from headscope.checking._copies import CODE_ERRORS, convert_dtype, copy_target, describe_error
+from headscope.checking._head_layout import OUT_OF_PLACE
 from headscope.checking._hidden_logits import are_same, judge_unhidden_pairs
 from headscope.checking._probes.behaviour import MASK_FINDINGS
-from headscope.checking._probes.softmax import NO_SOFTMAX
+from headscope.checking._probes.softmax import NO_SOFTMAX, NO_SOFTMAX_REASON
 from headscope.checking._subject import Run
 from headscope.checking._weights import Verdict, differ_in_pattern, visible_pairs
 
-LOWEST = torch.finfo(torch.float32).min  # what stands for minus infinity where masks are added
+LOWEST = torch.finfo(torch.float32).min  # replaces minus infinity where masks are added
 
 
-OF_LAYOUT = ("heads-split-wrong", "batches-mixed", "values-misplaced")
-UNSURE = ("mask-applied-wrong", *OF_LAYOUT)
-WEAK = ("bool-mask-added", *UNSURE)  # what a mask of another form may look like
+UNSURE = ("mask-applied-wrong", *OUT_OF_PLACE)
+WEAK = ("bool-mask-added", *UNSURE)  # a mask of another form may give these
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Form:
     Attributes:
         kind: "pairs", "entries" (pairs of each batch entry) or "keys".
         text: shape and values, in words.
-        build: from what may be seen, [B, 1, T, T] or [B, T], to the argument.
-        adds: it holds numbers to add.
-        hides: True = hidden.
+        build: converts the visible pairs (True = attend), [B, 1, T, T] or [B, T], to the argument.
+        adds: whether it holds numbers to add.
+        hides: whether True = masked.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class Form:
 
 def _list_forms(name: str, own: bool, dtype: torch.dtype, means: str | None) -> list[Form]:
     if own:
-        return [Form("pairs", "[B, 1, T, T], True = may be seen", lambda m: m)]
+        return [Form("pairs", "[B, 1, T, T], True = attend", lambda m: m)]
 
     def number(m: Tensor) -> Tensor:
         return torch.where(m, 0.0, LOWEST).to(dtype)
@@ -77,24 +77,28 @@ def _list_forms(name: str, own: bool, dtype: torch.dtype, means: str | None) -> 
 
 
 def probe_mask_arguments(case: Case) -> None:
-    """Test masks that are handed over: what they hide, and what they should hide."""
+    """Test mask arguments: the pairs that they hide, compared with those that they should hide."""
     subject = case.subject
     if not subject.mask_names:
-        case.not_tested["a mask that is handed over"] = "it takes none that is named so; give call= if it takes one"
+        function = "forward()" if subject.module is not None else "the function"
+        why = f"{function} has no argument with mask or pad in its name; use call= if it takes a mask"
+        case.not_tested["masks"] = why
         return
-    if case.random or case.heads is None or case.observations.keys() & NO_SOFTMAX:
-        why = case.reason_without_heads if case.heads is None or case.random else "the weights are not from one softmax"
-        case.not_tested["a mask that is handed over"] = why
+    if case.random or case.heads is None:
+        case.skip_without_heads("masks")
         return
-    if case.observations.keys() & (MASK_FINDINGS | {"softmax-over-queries"}):
-        case.not_tested["a mask that is handed over"] = "what is built in hides the wrong keys"
+    if cause := case.first_of(NO_SOFTMAX):
+        case.skip("masks", NO_SOFTMAX_REASON, cause)
+        return
+    if cause := case.first_of(MASK_FINDINGS | {"softmax-over-queries"}):
+        case.skip("masks", "the built-in mask hides the wrong keys", cause)
         return
     for name in subject.mask_names:
         _probe_argument(case, name)
 
 
 def _probe_argument(case: Case, name: str) -> None:
-    """Try shapes and meanings until a mask hides what it specifies."""
+    """Try shapes and meanings until a mask hides the pairs that it specifies."""
     means, own = case.options.mask_means, case.subject.call is not None
     first: tuple[Form, Verdict] | None = None
     ran: tuple[Form, Verdict] | None = None
@@ -115,22 +119,22 @@ def _probe_argument(case: Case, name: str) -> None:
             first = (form, verdict)
     best = first or ran
     if best is None:
-        case.not_tested[f"{name}="] = "no shape of a mask that was tried fits"
+        case.not_tested[f"{name}="] = "none of the mask shapes that were tried fits"
         return
     form, verdict = best
     if own and verdict.outcome == "none":
-        case.not_tested["a mask that is handed over"] = "call= does nothing with it, or the module does not"
+        case.not_tested["masks"] = "call= or the module ignores the mask"
         return
     if verdict.outcome == "mask-fill-too-small" and case.slope is None and "logits-changed" in case.observations:
-        case.not_tested[f"{name}="] = "what changes the logits may also change those of hidden keys"
+        case.skip(f"{name}=", "the change of the logits may also affect masked keys", "logits-changed")
         return
-    # in training alone: training.py
+    # training.py tests masks that work in eval but not in training
     finding = "mask-ignored" if verdict.outcome == "none" else verdict.outcome
-    case.report(finding, f"{name}= {form.text}: {verdict.evidence or 'the weights are those without it'}")
+    case.report(finding, f"{name}= {form.text}: {verdict.evidence or 'the weights are the same as without the mask'}")
 
 
 def _judge_form(case: Case, name: str, form: Form) -> Verdict | None:
-    """Judge how a mask of this form is applied; None if it is refused."""
+    """Judge how a mask of this form is applied; None if the module refuses it."""
     subject, heads = case.subject, case.heads
     assert heads is not None
     mask, allowed = build_test_pattern(form.kind, subject.batch, subject.length)
@@ -138,19 +142,19 @@ def _judge_form(case: Case, name: str, form: Form) -> Verdict | None:
     assert case.base is not None
     if run is None or run.out.shape != case.base.out.shape:
         return None
-    if run.heads is None and run.faults:  # of a layout that calls without a mask do not have
+    if run.heads is None and run.faults:  # faults of the layout that appear only with a mask
         return Verdict(run.faults[0].name, run.faults[0].evidence)
     if run.heads is None or run.heads.p.shape != heads.p.shape:
         return None
     p, plain = case.without_added(run.heads).p, case.without_added(heads).p
     before = visible_pairs(plain)
     if case.other_heads is not None and differ_in_pattern(before, visible_pairs(case.other_heads.p)):
-        before = before | visible_pairs(p)  # hidden keys make room for others, as among the largest few
-    if form.kind == "keys":  # what padding sees is of no use: its rows may hide everything
+        before = before | visible_pairs(p)  # masked keys make room for others, as in a top-k
+    if form.kind == "keys":  # the rows of padding are not used: they may be fully masked
         padding = ~mask.diagonal(dim1=-2, dim2=-1)[:, None]  # [B, 1, Q]
         before = before & ~(padding & weights.are_blank(p, before))[..., None]
     verdict = weights.judge_mask(p, case.logit, mask, before, plain, subject.tolerance)
-    if verdict.outcome == "mask-applied-wrong" and case.causal:  # it may take the place of the built-in one
+    if verdict.outcome == "mask-applied-wrong" and case.causal:  # it may replace the built-in mask
         everything = torch.ones_like(before)
         alone = weights.judge_mask(p, None, mask, everything, None, subject.tolerance)
         if alone.outcome in ("hidden", "mask-inverted"):
@@ -167,25 +171,29 @@ def _judge_form(case: Case, name: str, form: Form) -> Verdict | None:
 
 
 def _compare_with_plain(run: Run, base: Run, p: Tensor, plain: Tensor, mask: Tensor, before: Tensor) -> Verdict:
-    """The verdict on a mask that hides nothing; "none" where weights and outputs are those without it."""
+    """Judge a mask that hides nothing; "none" where weights and outputs are the same as without it."""
     if not are_same(p, plain):
         verdict = judge_unhidden_pairs(p, plain, mask, before)
-        return verdict if verdict.outcome != "none" else Verdict("mask-applied-wrong", "weights change, none is hidden")
+        return (
+            verdict
+            if verdict.outcome != "none"
+            else Verdict("mask-applied-wrong", "weights change, but none is masked")
+        )
     if are_same(run.out, base.out):
         return Verdict("none")
-    return Verdict("mask-applied-wrong", "the weights are those without it, the outputs are not")
+    return Verdict("mask-applied-wrong", "the weights are the same as without the mask, but the outputs are not")
 
 
 def _show_later_key(visible: Tensor) -> Verdict:
-    """The verdict on a mask of keys that takes the place of the causal one: it says nothing of later keys."""
+    """Judge a key mask that replaces the causal mask: it does not mask later keys."""
     _, head, query, key = visible.triu(1).nonzero()[0].tolist()
     return Verdict(
-        "looks-into-the-future", f"query {query} of head {head} sees key {key}, which it does not without it"
+        "looks-into-the-future", f"query {query} of head {head} attends to key {key}, but not without the mask"
     )
 
 
 def _is_added(case: Case, name: str, form: Form) -> bool:
-    """Return whether a mask is added: minus infinity also hides where it is not, as in (1 - mask) * -10."""
+    """Return whether a mask is added: minus infinity also masks where it is not added, as in (1 - mask) * -10."""
     assert case.heads is not None
     mask, allowed = build_test_pattern(form.kind, case.subject.batch, case.subject.length)
     run = _run_with_mask(case, name, form.build(allowed).clamp_min(-0.5))
@@ -193,7 +201,7 @@ def _is_added(case: Case, name: str, form: Form) -> bool:
         return True
     p, plain = case.without_added(run.heads).p, case.without_added(case.heads).p
     by = weights.measure_lowering(p, plain, mask)
-    if by is None or torch.equal(p, plain):  # then it is compared with a number, or applied in another way
+    if by is None or torch.equal(p, plain):  # the mask is then compared with a number, or applied in another way
         return True
     factors = [1.0] if case.slope is None else [1.0, *case.slope.of_raw.tolist()]  # before or after q·k is scaled
     return any(math.isclose(by, 0.5 * factor, rel_tol=1e-3) for factor in factors)
@@ -202,29 +210,29 @@ def _is_added(case: Case, name: str, form: Form) -> bool:
 def _run_with_mask(case: Case, name: str, mask: Any) -> Run | None:
     try:
         return case.subject.follow(case.x, **{name: mask})
-    except CODE_ERRORS:  # this form is refused: the next one is tried; where none is left, that is reported
+    except CODE_ERRORS:  # the module refuses this form: the next one is tried, and that none works is reported
         return None
 
 
 def follow_with_mask(case: Case, mask: WorkingMask, target: Any = None, seed: int = 0) -> Run:
-    """Follow a forward pass with a mask that works and hides some keys; ``target`` takes the place of the subject."""
+    """Follow a forward pass with a working mask that hides some keys; ``target`` replaces the subject."""
     _, allowed = build_test_pattern(mask.kind, case.subject.batch, case.subject.length)
     return case.subject.follow(case.x, target=target, seed=seed, **{mask.argument: mask.build(allowed)})
 
 
 def build_test_pattern(kind: str, batch: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return what may be seen, [B, T, T], and as it is handed over, before its form: [B, 1, T, T] or [B, T]."""
+    """Return the visible pairs (True = attend), [B, T, T], and the same before its form: [B, 1, T, T] or [B, T]."""
     if kind == "keys":
         allowed = torch.ones(batch, length, dtype=torch.bool)
         some = min(2, length // 2)
-        allowed[0, :some] = False  # padding on the left: key 0 is hidden from some queries that see others
+        allowed[0, :some] = False  # padding on the left: key 0 is masked for some queries that have other keys
         allowed[1:, length - some :] = False
         return allowed[:, None].expand(batch, length, length), allowed
     i, j = torch.arange(length)[:, None], torch.arange(length)
-    # every key is hidden from some query that sees others, and query 4 does not see itself
+    # every key is masked for some query with other visible keys, and query 4 does not attend to itself
     pairs = ((3 * i + 5 * j) % 7 < 4) | ((i == j) & (i != 4))
     pairs[0, -1] = False
-    pairs[-1, -3:-1] = False  # in a causal module few queries see these
+    pairs[-1, -3:-1] = False  # in a causal module few queries attend to these
     pairs = pairs.repeat(batch, 1, 1)
     if kind == "entries":
         pairs[1::2] = pairs[1::2].flip(1, 2)
@@ -234,19 +242,19 @@ def build_test_pattern(kind: str, batch: int, length: int) -> tuple[Tensor, Tens
 def _report_working_mask(case: Case, name: str, form: Form, verdict: Verdict) -> None:
     hides = (verdict.outcome == "mask-inverted") != form.hides
     if form.adds:
-        meaning = "0 = may be seen" if verdict.after_softmax else "added to the logits"
+        meaning = "0 = attend" if verdict.after_softmax else "added to the logits"
     else:
-        meaning = "True = hidden, as in nn.MultiheadAttention" if hides else "True = may be seen, as in SDPA"
+        meaning = "True = masked, as in nn.MultiheadAttention" if hides else "True = attend, as in SDPA"
     case.understood.append(f"{name}= {form.text}: {meaning}")
     if verdict.after_softmax:
         case.report("mask-after-softmax", f"{name}= {form.text}: {verdict.after_softmax}")
     means, own = case.options.mask_means, case.subject.call is not None
     torch_like = case.subject.torch_like or "pad" in name
     if not form.adds and ((hides and (means == "keep" or own)) or (not hides and means == "hide")):
-        evidence = f"{verdict.evidence or 'False hides'}; expected: True = {'may be seen' if hides else 'hidden'}"
+        evidence = f"{verdict.evidence or 'False hides'}; expected True = {'attend' if hides else 'masked'}"
         case.report("mask-inverted", f"{name}= {form.text}: {evidence}")
     elif hides and means is None and not torch_like:
-        evidence = f"{name}= {form.text}: True hides; say mask_means='hide' if it is meant to"
+        evidence = f"{name}= {form.text}: True hides; pass mask_means='hide' if this is intended"
         case.report("mask-inverted", evidence, "unusual")
 
     def build(allowed: Tensor) -> Any:
@@ -256,7 +264,7 @@ def _report_working_mask(case: Case, name: str, form: Form, verdict: Verdict) ->
 
 
 def probe_empty_rows(case: Case) -> None:
-    """Test a query that may see nothing."""
+    """Test a query without a visible key."""
     subject = case.subject
     plain = subject.run(case.x)
     if not bool(torch.isfinite(plain).all()):
@@ -267,7 +275,8 @@ def probe_empty_rows(case: Case) -> None:
         case.report("nan-on-empty-row" if empty else "not-finite", evidence)
         return
     if not case.masks:
-        case.not_tested["a row that may see nothing"] = "there is no mask to hide its keys with"
+        cause = case.causes.get("masks", "")
+        case.skip("fully masked rows", "this test needs a mask argument that works", cause)
         return
     for mask in case.masks:
         batch, length, keys_only = subject.batch, subject.length, mask.kind == "keys"
@@ -279,8 +288,8 @@ def probe_empty_rows(case: Case) -> None:
         handed = mask.build(allowed)
         try:
             out = subject.run(case.x, **{mask.argument: handed})
-        except CODE_ERRORS as error:  # it is the module's to refuse
-            case.not_tested["a row that may see nothing"] = describe_error(error)
+        except CODE_ERRORS as error:  # the module may refuse such a mask
+            case.not_tested["fully masked rows"] = describe_error(error)
             continue
         if not bool(torch.isfinite(out).all()) and not _is_finite_in_float32(case, {mask.argument: handed}):
             hidden = "all keys of a batch entry" if keys_only else "all keys of query 1"
@@ -288,7 +297,7 @@ def probe_empty_rows(case: Case) -> None:
 
 
 def _is_finite_in_float32(case: Case, masks: dict[str, Any]) -> bool:
-    """Return whether float32 is finite where float64 is not: the lowest float64 is -inf to a softmax in float32."""
+    """Return whether float32 is finite where float64 is not: in float32, the lowest float64 becomes -inf."""
     subject = case.subject
     if subject.dtype == torch.float32:
         return False
@@ -296,5 +305,5 @@ def _is_finite_in_float32(case: Case, masks: dict[str, Any]) -> bool:
     single = replace(subject, target=convert_dtype(copy_target(subject.target), torch.float32), dtype=torch.float32)
     try:
         return bool(torch.isfinite(single.run(case.x.float(), **masks)).all())
-    except CODE_ERRORS:  # it computes in float64 alone
+    except CODE_ERRORS:  # it computes only in float64
         return False

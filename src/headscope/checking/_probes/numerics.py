@@ -14,24 +14,26 @@ from headscope.checking._case import Case
 from headscope.checking._copies import CODE_ERRORS, convert_dtype, copy_target, describe_error, list_tensors
 from headscope.checking._probes.behaviour import differ
 from headscope.checking._probes.mask_arguments import follow_with_mask
+from headscope.checking._probes.softmax import NO_SOFTMAX_REASON
 from headscope.checking._subject import Run
 
 LONG = 1024  # from this length on, a matrix of all pairs is reported
-PEAKED = 14.0  # exp of it is more than float16 holds, and a logit that trained models have
-EXTREME = 3000.0  # exp of it is more than float64 holds
+PEAKED = 14.0  # its exp exceeds float16, and trained models have such logits
+EXTREME = 3000.0  # its exp exceeds float64
 
 
 def probe_overflow(case: Case) -> None:
-    """Test very large logits; and ordinary ones, in float16 and bfloat16."""
+    """Test very large logits, and ordinary ones in float16 and bfloat16."""
     heads, subject = case.heads, case.subject
     if case.random or heads is None:
-        case.not_tested["number range"] = case.reason_without_heads
+        case.skip_without_heads("number range")
         return
     if "no-softmax" in case.observations:
-        case.not_tested["number range"] = "the weights are not from one softmax over the keys"
+        case.skip("number range", NO_SOFTMAX_REASON, "no-softmax")
         return
     if not bool(torch.isfinite(subject.run(case.x)).all()):
-        case.not_tested["number range"] = "outputs of ordinary inputs are not finite"
+        cause = case.first_of(("not-finite", "nan-on-empty-row"))
+        case.skip("number range", "outputs of ordinary inputs are not finite", cause)
         return
     wide = weights.largest_difference(heads.p)
     if not wide:
@@ -40,7 +42,7 @@ def probe_overflow(case: Case) -> None:
     huge = subject.input(1, case.size * (EXTREME / wide) ** 0.5)
     if not bool(torch.isfinite(subject.run(huge)).all()):
         kind = str(subject.dtype).removeprefix("torch.")
-        case.report("softmax-overflows", f"logits some {EXTREME:.0f} apart give NaN in {kind}")
+        case.report("softmax-overflows", f"logits that differ by about {EXTREME:.0f} give NaN in {kind}")
         return
     x = subject.input(1, min(case.size * (PEAKED / wide) ** 0.5, 100.0))
     half, brain = (_is_finite_in(case, x, dtype) for dtype in (torch.float16, torch.bfloat16))
@@ -52,21 +54,22 @@ def probe_overflow(case: Case) -> None:
         else:
             case.not_tested["float16"] = half
     elif not half and brain:
-        case.report("fp16-overflow", f"logits some {PEAKED:.0f} apart give NaN or infinity in float16, not in bfloat16")
+        evidence = f"logits that differ by about {PEAKED:.0f} give NaN or infinity in float16"
+        case.report("fp16-overflow", f"{evidence}, but not in bfloat16")
 
 
 def _is_finite_in(case: Case, x: Tensor, dtype: torch.dtype) -> bool | str:
     """Return whether outputs are finite in a dtype; or why it fails."""
     subject = case.subject
     if subject.module is None:
-        return "a function has weights of its own, which are not converted"
+        return "the weights of a function cannot be converted"
     target = convert_dtype(copy_target(subject.module), dtype)
     more: dict[str, Any] = {}
     for working in case.masks[:1]:
         allowed = torch.ones(subject.length, subject.length, dtype=torch.bool).tril()
         pairs = working.kind != "keys"
         mask = working.build(allowed.expand(subject.batch, 1, -1, -1) if pairs else allowed[-subject.batch :])
-        if not mask.is_floating_point():  # what is minus infinity in one type is not in another
+        if not mask.is_floating_point():  # minus infinity of one dtype is not that of another
             more[working.argument] = mask
     try:
         with torch.no_grad():
@@ -80,17 +83,20 @@ def _is_finite_in(case: Case, x: Tensor, dtype: torch.dtype) -> bool | str:
 
 
 def probe_decoding(case: Case) -> None:
-    """Compare decoding token by token, with a cache, with all tokens at once."""
+    """Compare decoding token by token with a cache to one pass over all tokens."""
     subject, decode = case.subject, case.options.decode
     what = "decoding with a cache"
     if case.random or subject.stateful:
-        case.not_tested[what] = "the same call gives different outputs"
+        cause = case.first_of(("dropout-in-eval", "state-between-calls"))
+        case.skip(what, "the same call gives different outputs", cause)
         return
     if decode is None and not subject.cache_names:
-        case.not_tested[what] = "it takes no cache that is named so; give decode= if it has one"
+        function = "forward()" if subject.module is not None else "the function"
+        why = f"{function} has no argument with cache or past in its name; use decode= if it has a cache"
+        case.not_tested[what] = why
         return
     if decode is None and not case.causal:
-        case.not_tested[what] = "it is not causal"
+        case.not_tested[what] = "the module is not causal"
         return
     x = case.x
     full = subject.run(x)
@@ -99,28 +105,31 @@ def probe_decoding(case: Case) -> None:
             steps = list_tensors(decode(copy_target(subject.target), x))[0].detach().double()
         else:
             steps = _decode_with_any_cache(case, x)
-    except CODE_ERRORS as error:  # its protocol is not known: that is not a finding
+    except CODE_ERRORS as error:  # the protocol of the cache is unknown, so an error is not a finding
         case.not_tested[what] = describe_error(error)
         return
     if isinstance(steps, str):
         case.not_tested[what] = steps
         return
     if steps.shape != full.shape:
-        case.report("decoding-differs", f"token by token gives {list(steps.shape)}, all at once {list(full.shape)}")
+        case.report(
+            "decoding-differs", f"token by token the output is {list(steps.shape)}, all at once {list(full.shape)}"
+        )
         return
     off = (steps - full).abs().amax(-1).nan_to_num(torch.inf).amax(0)  # [T]
     worst, limit = float(off.max()), 100 * subject.tolerance * float(full.abs().max())
     if worst > limit:
         i = int((off > limit).int().argmax())
         case.report(
-            "decoding-differs", f"from position {i} on, token by token and all at once are apart by up to {worst:.3g}"
+            "decoding-differs",
+            f"from position {i} on, outputs token by token and all at once differ by up to {worst:.3g}",
         )
     else:
         case.understood.append("decoding with its cache equals the full forward pass")
 
 
 def _decode_with_any_cache(case: Case, x: Tensor) -> Tensor | str:
-    """Return the output token by token, by the first argument that takes what came back; or why none does."""
+    """Return the output token by token with the first argument that accepts the returned cache; or why none does."""
     subject = case.subject
     flags = dict.fromkeys(subject.cache_flags, True)
     tokens = [x[:, t : t + 1] for t in range(x.shape[1])]
@@ -129,19 +138,19 @@ def _decode_with_any_cache(case: Case, x: Tensor) -> Tensor | str:
     for name in subject.cache_names:
         try:
             steps = _decode_step_by_step(case, tokens, name, flags)
-        except CODE_ERRORS as error:  # what came back is not for this argument
+        except CODE_ERRORS as error:  # the returned cache does not fit this argument
             why = why or describe_error(error)
             continue
         if steps is None:
-            return "it gives no cache back"
+            return "the module does not return a cache"
         if steps.shape != alone.shape or bool(differ(steps, alone).any()):
             return steps
-        why = why or f"{name}= with what came back changes nothing"
+        why = why or f"the returned cache, passed as {name}=, changes nothing"
     return why
 
 
 def _decode_step_by_step(case: Case, tokens: list[Tensor], name: str, flags: dict[str, bool]) -> Tensor | None:
-    """Return the output for tokens [B, 1, E] one after another; None where no cache comes back."""
+    """Return the output for tokens [B, 1, E] one after another; None where no cache is returned."""
     target = copy_target(case.subject.target)
     cache: Any = None
     at: int | None = None
@@ -150,7 +159,7 @@ def _decode_step_by_step(case: Case, tokens: list[Tensor], name: str, flags: dic
         result = case.subject.call_with(token, target=target, **flags, **{name: cache})
         out = case.subject.output(result, token)
         outs.append(out.detach().double())
-        at = _find_cache(result, out) if at is None else at  # later, weights are as large as a cache
+        at = _find_cache(result, out) if at is None else at  # weights of later calls can be as large as a cache
         if at is None:
             return None
         cache = result[at]
@@ -171,11 +180,11 @@ def _find_cache(result: Any, out: Tensor) -> int | None:
     return None
 
 
-# ---------------------------------------------------------------- weights that come back, and speed
+# ---------------------------------------------------------------- returned weights, and speed
 
 
 def probe_returned_weights(case: Case) -> None:
-    """Compare the weights that are returned with those that were used, without a mask and with each that works."""
+    """Compare returned weights with those that were used, without a mask and with each working mask."""
     if case.base is None:
         return
     _compare_returned_weights(case, case.base, "")
@@ -197,25 +206,27 @@ def _compare_returned_weights(case: Case, run: Run, when: str) -> None:
         limit, returned = 100 * case.subject.tolerance, tensor.detach().double()
         off = float((returned - used).abs().nan_to_num().max())
         if off > limit and used is p and float((returned.softmax(-1) - p).abs().nan_to_num().max()) <= limit:
-            evidence = f"{when}logits come back: the weights are their softmax"
+            evidence = f"{when}logits are returned: the weights are their softmax"
             case.report("returned-weights-differ", evidence, "unusual")
         elif off > limit:
             what = "averaged over heads " if used is not p else ""
-            case.report("returned-weights-differ", f"{when}weights {what}that come back are off by up to {off:.3g}")
+            case.report(
+                "returned-weights-differ", f"{when}returned weights {what}differ from those used by up to {off:.3g}"
+            )
 
 
 def probe_cost(case: Case) -> None:
-    """Report matrices of all pairs that are not needed."""
+    """Report unnecessary matrices of all pairs."""
     run, length = case.base, case.options.length
     if run is None or run.heads is None:
-        case.not_tested["matrices of all pairs"] = case.reason_without_heads
+        case.skip_without_heads("matrices of all pairs")
         return
     returned = {tensor.untyped_storage()._cdata for tensor in run.returned}
     if any(x.untyped_storage()._cdata not in returned for x in run.record.averaged_weights):
-        case.report("weights-discarded", "weights averaged over the heads are computed and not returned")
+        case.report("weights-discarded", "weights averaged over the heads are computed but not returned")
     if length is None:
-        case.not_tested["memory of all pairs"] = "length= is not given"
+        case.not_tested["memory"] = "pass length=4096, or --length 4096, to test it"
     elif length >= LONG and not run.record.fused_calls:
         size = 4 * run.heads.count * length * length
-        evidence = f"at length {length:,} the weights take {size / 2**20:,.0f} MiB for each batch entry in float32"
+        evidence = f"at length {length:,} the weights take {size / 2**20:,.0f} MiB per batch entry in float32"
         case.report("quadratic-memory", evidence)

@@ -1,4 +1,4 @@
-"""The probe of masks that hide nothing: a call with one is to give what a call without a mask gives."""
+"""The probe of masks that hide nothing: a call with such a mask must equal a call without a mask."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from headscope.checking._case import Case, WorkingMask
 from headscope.checking._probes.mask_arguments import build_test_pattern
 from headscope.checking._weights import visible_pairs
 
-OF_MASKS_ALONE = {"mask-inverted", "mask-after-softmax"}  # mistakes that do not show where a mask hides nothing
+OF_MASKS_ALONE = {"mask-inverted", "mask-after-softmax"}  # an open mask does not show these mistakes
 
 
 def probe_open_masks(case: Case) -> None:
-    """Test that a mask changes no output of a query from which it hides nothing."""
+    """Test that a mask does not change the output of a query from which it hides nothing."""
     others = {name for name, each in case.observations.items() if each.severity == "wrong"} - OF_MASKS_ALONE
-    if case.heads is None or not case.masks or others:  # which of two calls is wrong is known, or what they share
+    if case.heads is None or not case.masks or others:  # then the cause is known
         return
     plain = case.subject.run(case.x)
     if not bool(torch.isfinite(plain).all()):
@@ -24,17 +24,17 @@ def probe_open_masks(case: Case) -> None:
     for mask in case.masks:
         shown = visible.any(0, keepdim=True).expand_as(visible) if mask.kind == "pairs" else visible
         changes = [_describe_change(case, mask, torch.ones_like(visible), plain)]
-        if changes[0] and mask.kind != "keys" and not bool(shown.all()):  # it may take the place of the built-in one
+        if changes[0] and mask.kind != "keys" and not bool(shown.all()):  # it may replace the built-in mask
             changes.append(_describe_change(case, mask, shown, plain))
         if all(changes):
             case.report("mask-applied-wrong", f"{mask.argument}=: {changes[-1]}")
 
 
 def _describe_change(case: Case, mask: WorkingMask, shown: Tensor, plain: Tensor) -> str:
-    """Describe how outputs differ from those without a mask, where it hides none of the pairs shown; "" if none do.
+    """Describe how outputs change with a mask that leaves all of ``shown`` visible; "" if they do not.
 
     Args:
-        shown: what is visible without a mask, or everything: [B, 1, Q, K].
+        shown: the pairs that are visible without a mask, or all pairs: [B, 1, Q, K].
         plain: the outputs without a mask.
     """
     batch, length = plain.shape[:2]

@@ -17,7 +17,13 @@ from headscope.checking._local_slopes import fit_local_slopes, judge_local_slope
 from headscope.checking._logit_map import fit_row_factors, have_uniform_factors, judge_logit_map, judge_row_factors
 from headscope.checking._weights import Slope, Verdict
 
-NO_SOFTMAX = {"softmax-over-heads", "no-softmax", "softmax-twice"}  # which keys these hide does not depend on a mask
+NO_SOFTMAX = {
+    "softmax-over-heads",
+    "no-softmax",
+    "softmax-twice",
+}  # with these, a mask does not decide which keys are masked
+
+NO_SOFTMAX_REASON = "the weights are not from one softmax over the keys"
 
 
 EXPLAINS_SUMS = {
@@ -30,19 +36,18 @@ def probe_softmax_and_scale(case: Case) -> None:
     """Judge the sums of the weights, and the factor of the dot products."""
     heads, other = case.heads, case.other_heads
     if case.random or heads is None or other is None or heads.p.shape != other.p.shape:
-        for what in ("softmax", "scale"):
-            case.not_tested[what] = case.reason_without_heads
+        case.skip_without_heads("softmax", "scale")
         return
     tolerance = case.subject.tolerance
     tri = torch.ones(heads.p.shape[-2:], dtype=torch.bool).tril()
     fitted = weights.fit_slope(heads, other, None)
     verdict = weights.explain_sums(heads, tolerance)
     if isinstance(fitted, str) or fitted.biased:
-        lower = weights.fit_slope(heads, other, tri)  # logits above the diagonal may be something else
+        lower = weights.fit_slope(heads, other, tri)  # logits above the diagonal may be replaced
         if isinstance(lower, Slope) and not (isinstance(fitted, Slope) and lower.biased):
             fitted = lower
     if verdict is not None and isinstance(fitted, Slope) and weights.is_cut_late(heads, fitted, tolerance):
-        verdict = Verdict("rows-do-not-sum-to-one", verdict.evidence)  # whatever was filled in, also below 0
+        verdict = Verdict("rows-do-not-sum-to-one", verdict.evidence)  # whatever number was filled in, also below 0
     elif isinstance(fitted, str) or bool((heads.p < 0).any()):
         verdict = weights.explain_missing_exp(heads, other) or verdict
     if verdict is not None and verdict.outcome == "scaled-after-softmax" and not isinstance(fitted, Slope):
@@ -54,9 +59,9 @@ def probe_softmax_and_scale(case: Case) -> None:
         fitted = weights.fit_slope(case.without_added(heads), case.without_added(other), None)
     if verdict is not None and verdict.outcome in {"softmax-over-queries", *NO_SOFTMAX}:
         case.report(verdict.outcome, verdict.evidence)
-        case.not_tested["scale"] = "the weights are not from one softmax over the keys"
+        case.skip("scale", NO_SOFTMAX_REASON, verdict.outcome)
         return
-    if isinstance(fitted, str) and verdict is not None:  # what was done to the weights hides the logits
+    if isinstance(fitted, str) and verdict is not None:  # the change of the weights hides the logits
         case.not_tested["scale"] = fitted
     elif isinstance(fitted, str):
         _judge_other_logits(case, heads, fitted)
@@ -72,7 +77,7 @@ def probe_softmax_and_scale(case: Case) -> None:
 
 
 def _judge_other_logits(case: Case, heads: Heads, reason: str) -> None:
-    """Judge logits that are no linear function of q·k."""
+    """Judge logits that are not a linear function of q·k."""
     if reason != weights.NOT_LINEAR:
         case.not_tested["scale"] = reason
         return
@@ -93,7 +98,7 @@ def _judge_other_logits(case: Case, heads: Heads, reason: str) -> None:
 
 
 def _are_partly_usual(case: Case, scales: Tensor) -> bool:
-    """Return whether scales that differ are not all meant: some are those that are expected, or have another sign."""
+    """Return whether not all of several scales can be intended: some are the expected one, or signs differ."""
     assert case.heads is not None
     expected = case.options.scale if case.options.scale is not None else case.heads.width**-0.5
     usual = (scales - expected).abs() <= 1e-3 * abs(expected)
@@ -101,7 +106,7 @@ def _are_partly_usual(case: Case, scales: Tensor) -> bool:
 
 
 def _judge_map(case: Case, runs: list[Heads]) -> Verdict:
-    """Judge the map of the logits by the order of the weights, and by its slopes where that shows nothing."""
+    """Judge the map of the logits by the order of the weights, and by its slopes where the order is inconclusive."""
     verdict = judge_logit_map(runs)
     if verdict.outcome != "none":
         return verdict
@@ -112,14 +117,14 @@ def _judge_map(case: Case, runs: list[Heads]) -> Verdict:
 
 
 def _collect_runs(case: Case) -> list[Heads]:
-    """Return the heads for two inputs and, last, for one whose logits are some nine times as large."""
+    """Return the heads for two inputs and, last, for an input with logits about nine times as large."""
     followed = (case.heads, case.other_heads, case.subject.follow(3 * case.x).heads)
     runs = [heads for heads in followed if heads is not None]
     return [heads for heads in runs if heads.p.shape == runs[0].p.shape]
 
 
 def _judge_large_logits(case: Case) -> None:
-    """Judge what is done to large logits, where ordinary ones are a linear function of q·k."""
+    """Judge large logits, where ordinary ones are a linear function of q·k."""
     runs = _collect_runs(case)
     lower = torch.ones(runs[0].p.shape[-2:], dtype=torch.bool).tril()
     if len(runs) < 3 or weights.fit_slope(runs[-1], runs[1], lower) != weights.NOT_LINEAR:
@@ -130,12 +135,12 @@ def _judge_large_logits(case: Case) -> None:
 
 
 def probe_sums(case: Case) -> None:
-    """Report sums that no mask explains."""
+    """Report sums of weights that are not explained by a mask."""
     heads = case.heads
     if case.random or heads is None or case.added or case.observations.keys() & EXPLAINS_SUMS:
         return
     sink = False
-    for run in [heads, *_collect_runs(case)[1:]]:  # what drops small weights may drop none of one input
+    for run in [heads, *_collect_runs(case)[1:]]:  # a step that drops small weights may drop none for one input
         verdict = weights.explain_sums(run, case.subject.tolerance)
         if verdict is None or verdict.outcome in case.observations:
             continue
@@ -156,7 +161,7 @@ def _judge_scale(case: Case, heads: Heads, fitted: Slope) -> None:
     expected = case.options.scale if case.options.scale is not None else width**-0.5
     scale = float(total.mean())
     if float((total - scale).abs().max()) > 1e-3 * abs(scale):
-        evidence = f"heads have scales of their own: {', '.join(f'{float(x):.4g}' for x in total)}"
+        evidence = f"each head has its own scale: {', '.join(f'{float(x):.4g}' for x in total)}"
         severity = "wrong" if _are_partly_usual(case, total) else None
         case.report("scale-not-uniform", f"{evidence}; expected {expected:.4g}", severity)
         return
@@ -169,7 +174,7 @@ def _judge_scale(case: Case, heads: Heads, fitted: Slope) -> None:
         return
     assert case.base is not None
     if close(expected * width) and case.base.record.operands[0].unit:  # √D · √D: of a length of √D, as by RMSNorm
-        case.understood.append(f"scale {expected:.4g} of queries and keys that are brought to length √D")
+        case.understood.append(f"scale {expected:.4g} for queries and keys normalised to length √D")
         return
     evidence = f"logits are {scale:.4g} · q·k, expected {expected:.4g}"
     evidence += f" (1/√{width})" if math.isclose(expected, width**-0.5) else ""
@@ -191,13 +196,13 @@ def _judge_scale(case: Case, heads: Heads, fitted: Slope) -> None:
     elif close(width**0.5) or close(width):
         case.report("scale-multiplied", evidence)
     elif (close(subject.length**-0.5) or close(1 / subject.length)) and not _is_constant_scale(case, scale):
-        case.report("scale-of-length", f"{evidence}: it follows from the length, {subject.length}")
+        case.report("scale-of-length", f"{evidence}: it depends on the length, {subject.length}")
     else:
         case.report("scale-unusual", evidence)
 
 
 def _is_constant_scale(case: Case, scale: float) -> bool:
-    """Return whether another length has the same scale; not where another length cannot be run."""
+    """Return whether another length has the same scale; False where another length cannot be run."""
     subject = replace(case.subject, length=max(case.subject.length - 2, 3))
     try:
         runs = [subject.follow(subject.input(seed, case.size)).heads for seed in (1, 2)]
@@ -210,7 +215,7 @@ def _is_constant_scale(case: Case, scale: float) -> bool:
 
 
 def _find_scale_before_projections(case: Case) -> float:
-    """Return by what queries and keys were scaled together before they were projected, in tokens or in weights."""
+    """Return the total scale of queries and keys before their projection, in tokens or in weights."""
     assert case.base is not None
     record, scale = case.base.record, 1.0
     for ids in (record.operands[0].left, record.operands[0].right):
@@ -222,7 +227,7 @@ def _find_scale_before_projections(case: Case) -> float:
 
 
 def _find_factor_of_parameter(case: Case, used: Tensor) -> float:
-    """Return by what a parameter was multiplied to give these weights [N, width, features]; 1 if none was."""
+    """Return the factor between a parameter and these weights [N, width, features]; 1 if no parameter fits."""
     module, used = case.subject.module, used[0].double()
     for matrix in () if module is None else (p.detach().double() for p in module.parameters() if p.ndim == 2):
         for p in (matrix, matrix.T):
@@ -234,7 +239,7 @@ def _find_factor_of_parameter(case: Case, used: Tensor) -> float:
 
 
 def _count_scale_steps(case: Case) -> int:
-    """Count the steps of 1/√D each in which the logits were scaled."""
+    """Count the steps that scale the logits by 1/√D each."""
     assert case.base is not None
     assert case.heads is not None
     record, root = case.base.record, case.heads.width**-0.5

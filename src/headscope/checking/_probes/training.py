@@ -1,4 +1,4 @@
-"""Probes of training: what dropout does to the weights, and what else differs from eval."""
+"""Probes of training: the effect of dropout on the weights, and other differences from eval."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from headscope.checking._weights import Slope, visible_pairs
 
 
 def probe_training(case: Case) -> None:
-    """Test what training does to the weights: dropout, or something else than in eval."""
+    """Test how training changes the weights: by dropout, or otherwise."""
     subject, heads = case.subject, case.heads
     if subject.module is None or heads is None or case.random:
-        case.not_tested["dropout in training"] = (
-            "a function has no training mode" if subject.module is None else case.reason_without_heads
-        )
+        if subject.module is None:
+            case.not_tested["dropout in training"] = "a function has no training mode"
+        else:
+            case.skip_without_heads("dropout in training")
         return
     trained = _follow_training(case, subject.module, case.x)
     if trained is None or trained.p.shape != heads.p.shape or not bool(torch.isfinite(heads.p).all()):
-        case.not_tested["dropout in training"] = "the weights are not those of eval"
+        case.not_tested["dropout in training"] = "the weights cannot be compared with those in eval"
         return
     if are_same(trained.p, heads.p):
-        case.not_tested["dropout of weights"] = "in training the weights are those of eval"
+        case.not_tested["dropout of weights"] = "the weights are the same in training and in eval"
     elif _have_same_products(trained, heads):
         _judge_difference(case, subject.module, trained)
-    if "dropout-before-softmax" not in case.observations:  # it shows pairs that are hidden
+    if "dropout-before-softmax" not in case.observations:  # dropped logits make masked pairs visible
         for mask in case.masks:
             _judge_mask_in_training(case, subject.module, mask, trained)
 
@@ -41,17 +42,17 @@ def _follow_training(case: Case, module: nn.Module, x: Tensor, seed: int = 1) ->
 
 
 def _have_same_products(trained: Heads, heads: Heads) -> bool:
-    """Return whether q·k is that of eval, before it is scaled."""
+    """Return whether q·k, before its scale, is the same as in eval."""
     now, before = trained.raw / trained.factor, heads.raw / heads.factor
     return bool(((now - before).abs() < 1e-6 * before.abs().max()).all())
 
 
 def _judge_difference(case: Case, module: nn.Module, trained: Heads) -> None:
-    """Judge weights that are not those of eval, though q·k is."""
+    """Judge weights that differ from eval although q·k does not."""
     again = _follow_training(case, module, case.x, seed=2)
     if again is None or not are_same(again.p, trained.p):
         if bool(((trained.p.sum(-1) - 1).abs() < 1e-4).all()):
-            evidence = "in training, weights change while q·k does not, and still sum to one"
+            evidence = "in training, weights change while q·k does not, and still sum to 1"
             case.report("dropout-before-softmax", evidence)
         elif again is not None:
             _judge_rescaling(case, trained, again)
@@ -60,16 +61,16 @@ def _judge_difference(case: Case, module: nn.Module, trained: Heads) -> None:
     assert case.heads is not None
     future = visible_pairs(trained.p).triu(1) & ~visible_pairs(case.heads.p)
     if case.causal and bool(future.any()):
-        case.report("looks-into-the-future", f"in training, {_describe_first(future)} is seen, in eval it is hidden")
+        case.report("looks-into-the-future", f"in training, {_describe_first(future)} is visible, but masked in eval")
         return
     if _judge_scale_in_training(case, module, trained):
         return
     off = float((trained.p - case.heads.p).abs().max())
-    case.report("training-differs", f"weights in training and in eval are up to {off:.3g} apart, for every seed")
+    case.report("training-differs", f"weights in training and in eval differ by up to {off:.3g}, for every seed")
 
 
 def _judge_rescaling(case: Case, trained: Heads, again: Heads) -> None:
-    """Report dropout that leaves the other weights as they are in eval; the two runs differ in their seed."""
+    """Report dropout that leaves the remaining weights as in eval; the two runs differ in their seed."""
     assert case.heads is not None
     p = case.heads.p
     shown = visible_pairs(p) & (p > 1e-3)
@@ -80,12 +81,12 @@ def _judge_rescaling(case: Case, trained: Heads, again: Heads) -> None:
         if not are_same(torch.where(dropped, p, run.p), p):
             return
     share = float((shown & (trained.p == 0)).sum() / shown.sum())
-    evidence = f"in training, {share:.0%} of the weights are 0, and the others are those of eval"
+    evidence = f"in training, {share:.0%} of the weights are 0, and the others are the same as in eval"
     case.report("dropout-not-rescaled", evidence)
 
 
 def _judge_scale_in_training(case: Case, module: nn.Module, trained: Heads) -> bool:
-    """Report a scale that is not that of eval; return whether there is one."""
+    """Report a scale that differs from eval; return whether there is one."""
     other = _follow_training(case, module, case.subject.input(2, case.size))
     if other is None or other.p.shape != trained.p.shape or case.slope is None:
         return False
@@ -94,18 +95,18 @@ def _judge_scale_in_training(case: Case, module: nn.Module, trained: Heads) -> b
         return False
     missing = bool(((fitted.total - 1).abs() < 1e-3).all()) and not fitted.biased
     now, then = (f"{float(scale.mean()):.4g} · q·k" for scale in (fitted.total, before))
-    if not any(name.startswith("scale") for name in case.observations):  # then it is the scale of eval that is wrong
+    if not any(name.startswith("scale") for name in case.observations):  # then the scale in eval is wrong
         case.report("scale-missing" if missing else "scale-unusual", f"in training, logits are {now}, in eval {then}")
     return True
 
 
 def _judge_mask_in_training(case: Case, module: nn.Module, mask: WorkingMask, trained: Heads) -> None:
-    """Report pairs that a mask hides in eval, and that are seen in training."""
+    """Report pairs that a mask hides in eval but not in training."""
     before = follow_with_mask(case, mask).heads
     masked = follow_with_mask(case, mask, target=copy_target(module).train(), seed=1)
     now = masked.heads
     if before is None or now is None or now.p.shape != before.p.shape:
-        case.not_tested[f"{mask.argument}= in training"] = "the weights are not those of eval"
+        case.not_tested[f"{mask.argument}= in training"] = "the weights cannot be compared with those in eval"
         return
     allowed, _ = build_test_pattern(mask.kind, case.subject.batch, case.subject.length)
     exposed = visible_pairs(now.p) & ~visible_pairs(before.p) & ~allowed[:, None]
@@ -113,13 +114,13 @@ def _judge_mask_in_training(case: Case, module: nn.Module, mask: WorkingMask, tr
         return
     plain = case.subject.follow(case.x, target=copy_target(module).train(), seed=1)  # so that dropout is the same
     if are_same(now.p, trained.p) and are_same(masked.out, plain.out):
-        case.report("mask-ignored", f"{mask.argument}= in training: the weights are those without it")
+        case.report("mask-ignored", f"{mask.argument}= in training: the weights are the same as without the mask")
         return
-    evidence = f"{mask.argument}= in training: {_describe_first(exposed)} is seen, in eval it is hidden"
+    evidence = f"{mask.argument}= in training: {_describe_first(exposed)} is visible, but masked in eval"
     case.report("mask-applied-wrong", evidence)
 
 
 def _describe_first(pairs: Tensor) -> str:
-    """The first of some pairs [B, H, Q, K], in words."""
+    """Return the first of some pairs [B, H, Q, K] in words."""
     _, head, query, key = pairs.nonzero()[0].tolist()
     return f"key {key} of query {query} in head {head}"
