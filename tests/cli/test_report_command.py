@@ -57,18 +57,21 @@ def test_an_image_lies_below(run: Run) -> None:
     image = Page(Path("headscope-report.html").read_text(encoding="utf-8")).data["image"]
     assert (image["height"], image["width"], image["grid"], image["special"]) == (6, 8, [3, 4], 1)
     leaves = ("report", "seen.safetensors", "--image", "photo.png", "--grid", "3x3")
-    said = "--grid: 3 x 3 patches leave 4 of the 13 keys, as many as a row or column of patches; "
-    wanted = f"headscope report: {said}give --special 4 if all of them come before the patches\n"
+    said = "--grid: 3 x 3 patches leave 4 of the 13 keys over, enough for a row or column of patches; "
+    wanted = f"headscope report: {said}pass --special 4 if all of them come before the patches\n"
     assert run(*leaves) == Ran(2, "", wanted)
     assert run(*leaves, "--special", "4").code == 0
+    fit = "--grid: expected rows x columns that match the 13 keys"
     assert run(*leaves, "--special", "3") == Ran(
-        2, "", "headscope report: --grid: 3 x 3 patches and 3 keys before them are not the 13 keys that there are\n"
+        2,
+        "",
+        f"headscope report: {fit}, got 3 x 3 patches and 3 keys before them\n",
     )
     ran = run("report", "seen.safetensors", "--special", "4")
     assert ran == Ran(2, "", "headscope report: --special: expected --image with it\n")
     ran = run("report", "seen.safetensors", "--image", "photo.png", "--grid", "5x5")
     assert (ran.code, ran.out) == (2, "")
-    assert ran.err == "headscope report: --grid: 5 x 5 patches are not the 13 keys that there are\n"
+    assert ran.err == f"headscope report: {fit}, got 5 x 5 patches\n"
 
 
 @pytest.mark.parametrize("read", ["seen.safetensors", "link.safetensors"])
@@ -243,19 +246,18 @@ def test_the_footer_of_a_page_says_of_what_it_is(run: Run) -> None:
         return {name.text: value.text for name, value in zip(page.all("dt"), page.all("dd"), strict=True)}
 
     found = footer("text", "i love\tto code")
-    assert list(found) == ["Model", "Input", "Options", "Rows", "Versions"]
-    assert (found["Input"], found["Rows"]) == (
+    assert list(found) == ["Model", "Input", "Averages", "Versions"]
+    assert (found["Input"], found["Averages"]) == (
         "“i love\\tto code”, 6 tokens",
-        "each head's figures stand on 6 rows at most",
+        "over up to 6 tokens per head",
     )
-    assert found["Options"] == "none"
     Path("given.txt").write_text("one " * 400, encoding="utf-8")
     found = footer("text", "--file", "given.txt", "--layer", "2", "--head", "1", "--seed-random")
     assert found["Input"] == "given.txt, the last 256 of 401 tokens"
     assert found["Options"] == "layer=2, head=1, seed_random=True"
     found = footer("image", "--head", "0")
-    assert list(found) == ["Model", "Input", "Options", "Rows", "Versions"]
+    assert list(found) == ["Model", "Input", "Options", "Averages", "Versions"]
     assert found["Input"] == "shipped sample 3, 8 × 8 patches"
-    assert (found["Rows"], found["Options"]) == ("each head's figures stand on 64 rows at most", "head=0")
+    assert (found["Averages"], found["Options"]) == ("over up to 64 patches per head", "head=0")
     assert footer("watch", "text", "--text", "a" * 99)["Input"].startswith(f"“{'a' * 59}…”; ")
     assert footer("watch", "text", "--file", "given.txt")["Input"].startswith("given.txt; ")

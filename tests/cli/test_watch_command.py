@@ -602,7 +602,7 @@ def test_what_a_broken_model_did_is_in_no_statistic(run: Run, folder: Path, tmp_
     ran = run("text", "abc, abc", "--model", str(tmp_path / "broken"), "--json")
     rows = [head["rows"]["entropy"] for head in answer(ran)["heads"]]
     assert rows == [5] * 3 + [0] * 3
-    assert "39 rows of 6 heads hold NaN or infinity and are in no statistic: layer 0 head 0, " in ran.err
+    assert "39 rows of 6 heads contain NaN or infinity and are in no statistic: layer 0 head 0, " in ran.err
     untold = "what comes next cannot be told: the output of the model holds NaN or infinity"
     assert (answer(ran)["next"], untold in answer(ran)["notes"], untold in ran.err) == ([], True, True)
     ran = run("text", "abc, abc", "--model", str(tmp_path / "broken"), "--no-page", "--layer", "1", "--head", "0")

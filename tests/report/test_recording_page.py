@@ -76,7 +76,7 @@ def test_a_sheet_tells_all_broken_rows_in_one_line() -> None:
         layer[:, 5, 2] = torch.nan
     sheet = text_sheet("x", words(7), weights)
     assert notes(render(sheet)) == [
-        "12 rows of 12 heads hold NaN or infinity and are in no statistic: layer 0 head 0, layer 0 head 1, "
+        "12 rows of 12 heads contain NaN or infinity and are in no statistic: layer 0 head 0, layer 0 head 1, "
         "layer 0 head 2, layer 0 head 3, layer 1 head 0, layer 1 head 1, layer 1 head 2, layer 1 head 3 and 4 more."
     ]
 
@@ -88,13 +88,13 @@ def test_the_page_says_how_a_map_is_read() -> None:
     page = Page(render_recording(recorded(2)))
     (lead,) = [p.text for p in page.all("p") if p.attributes.get("class") == "lead"]
     assert lead == (
-        "2 layers, 6 heads. Rows of a map are queries, which look; columns are keys, which are looked at. "
-        "All are counted from 0."
+        "2 layers, 6 heads. Each row of a map is a query, each column a key; brighter = more attention. "
+        "Numbering starts at 0."
     )
     plain = observe(*torch.randn(2, 1, 1, 7, 5)).named("a")
     page = Page(render_recording(Recording(plain, About("m", {}, {}, {"a": "self"}, None, 1, 1))))
     (lead,) = [p.text for p in page.all("p") if p.attributes.get("class") == "lead"]
-    assert lead == "1 layer, 1 head. A query looks, a key is looked at. All are counted from 0."
+    assert lead == "1 layer, 1 head. Queries attend to keys. Numbering starts at 0."
 
 
 def test_the_footer_of_a_recording() -> None:
@@ -107,29 +107,31 @@ def test_the_footer_of_a_recording() -> None:
     assert found == {
         "Model": "m",
         "Input": "a.txt; 7 queries × 7 keys; 1 forward pass",
-        "Rows": "each head's figures stand on 7 rows at most",
+        "Averages": "over up to 7 queries per head",
         "Layers": "layers.*.attn",
-        "Options": "received=False, map=7, windows=[3, 16], tokens given, keep_rows=True, positions given, "
+        "Options": "received=False, map=7, windows=[3, 16], tokens=<tensor>, keep_rows=True, positions=<tensor>, "
         "layers=['layers.*']",
         "Versions": "headscope 1, torch 2",
     }
     one = observe(*torch.randn(2, 1, 1, 1, 5)).named("a")
     found = footer(render_recording(Recording(one, About("m", {}, {}, {"a": "self"}, None, 2, 2))))
     assert found["Input"] == "1 query × 1 key; 2 forward passes"
-    assert found["Rows"] == "each head's figures stand on 1 row at most"
-    assert found["Options"] == "none"
+    assert found["Averages"] == "over up to 1 query per head"
+    assert "Options" not in found, "all are the defaults"
     assert footer(render_recording(recorded(1, ran=9, forwards=3)))["Input"].endswith(
-        "; 3 of 9 forward passes looked at"
+        "; 3 of 9 forward passes observed"
     )
 
 
-def test_the_footer_of_a_sheet_says_on_how_many_rows_its_figures_stand() -> None:
+def test_the_footer_of_a_sheet_says_over_how_many_tokens_it_averages() -> None:
     weights = [softmax(4, 7) for _ in range(3)]
     weights[1][2, 5, 2] = torch.nan
     found = footer(render(text_sheet("x", words(7), weights, footer={"Model": "m", "Input": "i", "Options": "none"})))
-    assert list(found) == ["Model", "Input", "Options", "Rows", "Versions"]
-    assert found["Rows"] == "each head's figures stand on 6 to 7 rows at most"
-    assert footer(render(picture()))["Rows"] == "each head's figures stand on 35 rows at most"
+    assert list(found) == ["Model", "Input", "Averages", "Versions"]
+    assert found["Averages"] == "over up to 6–7 tokens, depending on the head"
+    assert footer(render(picture()))["Averages"] == "over up to 35 patches per head"
+    asked = footer(render(text_sheet("x", words(7), weights, footer={"Options": "layer 1"})))
+    assert asked["Options"] == "layer 1"
 
 
 # ---------------------------------------------------------------- what does not fit
@@ -147,8 +149,8 @@ def patches(keys: int, **about: Any) -> Recording:
 def test_a_grid_leaves_no_row_of_patches_over(keys: int, grid: tuple[int, int] | None, left: int) -> None:
     seen, pixels = patches(keys), np.zeros((6, 8), np.uint8)
     rows, columns = grid or (14, 14)
-    said = f"grid: {rows} x {columns} patches leave {left} of the {keys} keys, as many as a row or column of patches; "
-    said += f"give special={left} if all of them come before the patches"
+    said = f"grid: {rows} x {columns} patches leave {left} of the {keys} keys over, "
+    said += f"enough for a row or column of patches; pass special={left} if all of them come before the patches"
     with pytest.raises(ValueError, match=f"^{said}$"):
         render_recording(seen, image=pixels, grid=grid)
     image = Page(render_recording(seen, image=pixels, grid=(rows, columns), special=left)).data["image"]
@@ -163,7 +165,9 @@ def test_a_few_keys_before_the_patches_are_special(keys: int, grid: tuple[int, i
 
 def test_an_image_of_tokens_is_refused() -> None:
     seen = patches(16, texts=tuple("abcdefghijklmnop"))
-    with pytest.raises(ValueError, match=r"image: the recording has the texts of 16 tokens; expected one of patches"):
+    with pytest.raises(
+        ValueError, match=r"image: expected a recording of patches, got one with the texts of 16 tokens"
+    ):
         render_recording(seen, image=np.zeros((6, 8), np.uint8), grid=(2, 2))
 
 
@@ -174,9 +178,9 @@ def test_an_image_of_tokens_is_refused() -> None:
         ({"special": ["a"]}, "special: got list, expected a whole number from 0"),
         ({"special": 1.0}, "special: got float, expected a whole number from 0"),
         ({"special": True}, "special: got bool, expected a whole number from 0"),
-        ({"grid": "4x4"}, "grid: got '4x4', expected rows and columns of patches, each at least 1"),
-        ({"grid": 4}, "grid: got 4, expected rows and columns of patches, each at least 1"),
-        ({"grid": (4.0, 4)}, "grid: got (4.0, 4), expected rows and columns of patches, each at least 1"),
+        ({"grid": "4x4"}, "grid: expected rows and columns of patches, each at least 1, got '4x4'"),
+        ({"grid": 4}, "grid: expected rows and columns of patches, each at least 1, got 4"),
+        ({"grid": (4.0, 4)}, "grid: expected rows and columns of patches, each at least 1, got (4.0, 4)"),
         ({"strips": 5}, "strips: got 5, expected pairs of a layer and the number of a head"),
     ],
 )

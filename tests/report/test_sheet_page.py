@@ -57,11 +57,11 @@ def test_each_layer_is_measured_against_what_it_may_see() -> None:
     for layer in range(2):
         assert sheet.statistics[layer]["normalized_entropy"] == pytest.approx([1.0, 1.0])
         assert [match.pattern for match in sheet.patterns[layer] if match] == ["uniform"] * 2
-    with pytest.raises(ValueError, match="seen: has 1 layers, weights has 2"):
+    with pytest.raises(ValueError, match="seen: expected 2 layers as in weights, got 1"):
         text_sheet("x", words(7), weights, seen=seen[:1])
-    with pytest.raises(ValueError, match=r"seen: layer 0 is \[6, 7\], expected \[2, 7, 7\] as weights"):
+    with pytest.raises(ValueError, match=r"seen: layer 0 is \[6, 7\], expected \[2, 7, 7\] as in weights"):
         text_sheet("x", words(7), weights, seen=[seen[0][1:], seen[1]])
-    with pytest.raises(ValueError, match=r"seen: layer 1 is torch\.float32, expected torch\.bool, True = attend"):
+    with pytest.raises(ValueError, match=r"seen: layer 1 is torch\.float32, expected torch\.bool \(True = attend\)"):
         text_sheet("x", words(7), weights, seen=[seen[0], seen[1].float()])
 
 
@@ -193,7 +193,9 @@ def test_sizes_of_pages() -> None:
     assert digits < 1_000_000
     assert long < 6_000_000
     weights = [np.zeros((8, 1, 1), np.float32)] * 6
-    with pytest.raises(ValueError, match=r"sheet: .* weights do not fit one page, which holds 33,554,432; 3000 tokens"):
+    with pytest.raises(
+        ValueError, match=r"sheet: expected at most 33,554,432 weights on one page, got [\d,]+; 3000 tokens"
+    ):
         render(replace(text(words(2)), seen=[None] * 6, tokens=["x"] * 3000, weights=weights))
 
 
@@ -201,7 +203,7 @@ def test_weights_that_are_not_finite_are_left_out_with_their_rows() -> None:
     weights = softmax(2, 7)
     weights[1, 3, 2], weights[1, 4, 0] = torch.nan, torch.inf
     sheet = text_sheet("x", words(7), [weights])
-    assert list(sheet.notes) == ["Layer 0, head 1: 2 of 7 rows hold NaN or infinity and are in no statistic."]
+    assert list(sheet.notes) == ["Layer 0, head 1: 2 of 7 rows contain NaN or infinity and are in no statistic."]
     found = Page(render(sheet))
     got = map_of(found, 0, 1)["mean"]
     assert np.flatnonzero(np.isnan(got).all(1)).tolist() == [3, 4]
@@ -333,21 +335,23 @@ def test_the_default_device_does_not_matter() -> None:
 
 
 def test_sheets_refuse_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"tokens: there is none, expected at least 1"):
+    with pytest.raises(ValueError, match=r"tokens: expected at least 1, got none"):
         text_sheet("x", [], [torch.zeros(2, 0, 0)])
-    with pytest.raises(ValueError, match=r"weights: there is no layer, expected at least 1"):
+    with pytest.raises(ValueError, match=r"weights: expected at least 1 layer, got none"):
         text_sheet("x", ["a"], [])
     with pytest.raises(
-        ValueError, match=r"weights: layer 1 is \[2, 3, 3\], expected \[H, 5, 5\], one row and column a token"
+        ValueError, match=r"weights: layer 1 is \[2, 3, 3\], expected \[H, 5, 5\], one row and column per token"
     ):
         text_sheet("x", words(5), [softmax(2, 5), softmax(2, 3)])
     with pytest.raises(ValueError, match=r"weights: layer 0 is \[2, 2, 5, 5\], expected \[H, 5, 5\]"):
         text_sheet("x", words(5), [torch.stack([softmax(2, 5)] * 2)])
-    with pytest.raises(ValueError, match=r"ids: has 3 entries, tokens has 5"):
+    with pytest.raises(ValueError, match=r"ids: expected 5 entries, one per token, got 3"):
         text_sheet("x", words(5), [softmax(2, 5)], ids=[1, 2, 3])
-    with pytest.raises(ValueError, match=r"position_maps: has 2 layers, weights has 1"):
+    with pytest.raises(ValueError, match=r"position_maps: expected 1 layers as in weights, got 2"):
         image_sheet("x", digit(), (5, 7), [softmax(1, 35)], position_maps=[softmax(1, 35)] * 2)
-    with pytest.raises(ValueError, match=r"position_maps: layer 0 is \[2, 35, 35\], expected \[1, 35, 35\] as weights"):
+    with pytest.raises(
+        ValueError, match=r"position_maps: layer 0 is \[2, 35, 35\], expected \[1, 35, 35\] as in weights"
+    ):
         image_sheet("x", digit(), (5, 7), [softmax(1, 35)], position_maps=[softmax(2, 35)])
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-from headscope import Observe
+from headscope import Observe, observe
 from headscope.report import image_sheet, save
 from headscope.report.sheet import visible
 from headscope.report.viewer import render_recording
@@ -99,7 +99,7 @@ def test_light_and_dark(look: Any, short: Recording) -> None:
     page = look(short, scheme="dark")
     ground = "getComputedStyle(document.body).backgroundColor"
     dark = page.evaluate(ground)
-    page.get_by_label("page").select_option("light")
+    page.get_by_label("Theme").select_option("light")
     light = page.evaluate(ground)
     assert sum(numbers(dark)) < 100 < 700 < sum(numbers(light))
 
@@ -114,14 +114,14 @@ def test_heads_are_sorted_and_filtered_by_their_figures(look: Any, short: Record
         for layer in range(2)
         for head in range(3)
     }
-    page.get_by_label("order").select_option("entropy")
+    page.get_by_label("Sort by").select_option("entropy")
     found = thumbs(page)
     ordered = sorted(entropy, key=lambda name: -entropy[name])
     assert [label.split(", ")[:2] for label in found] == [name.split(", ") for name in ordered]
     assert [label.rsplit(" ", 1)[1] for label in found] == [figure(entropy[name]) for name in ordered]
-    page.get_by_label("from").select_option("smallest")
+    page.get_by_label("Order").select_option("smallest first")
     assert [label.split(", ")[:2] for label in thumbs(page)] == [name.split(", ") for name in ordered[::-1]]
-    page.get_by_label("only heads with").select_option("entropy")
+    page.get_by_label("Filter").select_option("entropy")
     limit = (entropy[ordered[1]] + entropy[ordered[2]]) / 2
     page.get_by_label("limit").fill(f"{limit}")
     assert len(thumbs(page)) == 2
@@ -181,7 +181,7 @@ def test_tab_leads_to_one_head_that_the_filters_leave(look: Any, short: Recordin
 
 def test_each_small_picture_says_that_its_scale_is_its_own(look: Any, short: Recording, tmp_path: Path) -> None:
     for found in (short, save(picture(), tmp_path / "sheet.html")):
-        assert "its own scale of colours" in look(found).locator("#heads-title + .hint").inner_text()
+        assert "its own colour scale" in look(found).locator("#heads-title + .hint").inner_text()
     assert "scale" not in look(recorded(7, None, Observe())).locator("#heads-title + .hint").inner_text()
 
 
@@ -203,20 +203,20 @@ def test_a_cell_is_pointed_at_and_pinned(look: Any, short: Recording) -> None:
     page.wait_for_url(re.compile("row=9&column=5"))
     hidden = place(page, 2.5 / length, 7.5 / length)
     page.mouse.move(*hidden)
-    assert "may not be seen" in tip.inner_text()
+    assert tip.inner_text().endswith(": masked")
     near(numbers(page.locator(".strip").first.locator("button").nth(3).get_attribute("title"))[-1], p[9, 3])
     near(numbers(page.locator(".strip").nth(1).locator("button").nth(12).get_attribute("title"))[-1], p[12, 5])
     page.locator(".strip").first.locator("button").nth(5).hover()
     assert page.locator(".pinned h4").all_inner_texts() == [
-        "Where it looks: query 5 “😀”",
-        "Who looks at it: key 5 “😀”",
+        "😀 (5) attends to",
+        "😀 (5) is attended to by",
     ]
     near(numbers(page.locator(".strip").nth(1).locator("button").nth(8).get_attribute("title"))[-1], p[8, 5])
     page.mouse.move(1, 1)
-    page.get_by_text("largest weights, exact").click()
+    page.get_by_text("Strongest connections: 5, exact").click()
     edge = short.stats[1].edges.of(2)[0]
     assert page.locator(".largest button b").first.inner_text() == figure(edge.p)
-    page.get_by_role("button", name="Unpin").click()
+    page.get_by_role("button", name="Clear the selection").click()
     assert page.locator(".pinned p b").count() == 0
 
 
@@ -238,9 +238,9 @@ def test_a_pooled_map_says_that_it_is(look: Any, long: Recording) -> None:
     near(largest, p.max())
     query, key = np.unravel_index(p.argmax(), p.shape)
     assert f"at query {rows.start + query} “␣w{rows.start + query}” → key {columns.start + key}" in cell.inner_text()
-    assert "Pooled: a bin stands for 8–9 × 8–9 pairs of query and key." in page.locator(".legend").first.inner_text()
-    page.get_by_role("button", name="Closer").click()
-    page.get_by_text("the page holds nothing finer").wait_for()
+    assert "Each cell averages 8–9 × 8–9 pairs of query and key." in page.locator(".legend").first.inner_text()
+    page.get_by_role("button", name="Zoom in").click()
+    page.get_by_text("Zooming in adds no detail.").wait_for()
     top = page.locator(".largest li b").all()[:3]
     kept = long.stats.parts["layers.1.attention"].kept[0]
     for shown, wanted in zip(top, kept.values["top_weights"][0, 0, rows.start].tolist(), strict=True):
@@ -284,19 +284,19 @@ def test_strips_have_a_legend_and_the_name_of_their_layer(look: Any) -> None:
     band, strips = page.locator("canvas.band[data-drawn]"), page.locator(".strips")
     assert (
         band.get_attribute("aria-label")
-        == "Weights of layer 0, head 1 near the diagonal, queries 0 to 99. Arrow keys choose a weight."
+        == "Nearby tokens of layer 0, head 1, queries 0 to 99. Arrow keys move to a weight."
     )
     assert strips.locator(".legend").inner_text().split("\n")[:3] == ["weight, log", "≤ 0.000100", "1"]
-    strips.get_by_label("at a time").select_option("200")
+    strips.get_by_label("Queries shown").select_option("200")
     page.get_by_role("button", name="↓ layer").click()
     page.get_by_role("heading", name="Layer 1, head 1").wait_for()
     assert (
         band.get_attribute("aria-label")
-        == "Weights of layer 1, head 1 near the diagonal, queries 0 to 19. Arrow keys choose a weight."
+        == "Nearby tokens of layer 1, head 1, queries 0 to 19. Arrow keys move to a weight."
     )
     page.get_by_role("button", name="↑ layer").click()
     page.get_by_role("heading", name="Layer 0, head 1").wait_for()
-    assert strips.get_by_label("at a time").input_value() == "200"
+    assert strips.get_by_label("Queries shown").input_value() == "200"
 
 
 def test_a_map_of_calls_of_different_lengths_has_axes_of_bins(look: Any) -> None:
@@ -326,7 +326,7 @@ def test_zooming_panning_and_showing_all(look: Any, short: Recording) -> None:
     page.mouse.up()
     page.wait_for_url(lambda url: zoom_of(url)[1] < x)
     assert zoom_of(page.url)[::2] == [scale, y], "it went aside alone"
-    assert page.get_by_text("Click a cell").is_visible(), "a drag pins nothing"
+    assert page.get_by_text("Click a cell or a token to select it.").is_visible(), "a drag selects nothing"
     page.get_by_role("button", name="Show all").click()
     page.wait_for_url(lambda url: "zoom=" not in url)
 
@@ -356,7 +356,7 @@ def test_two_heads_are_compared(look: Any, short: Recording) -> None:
     page = look(short, "view=compare&layer=0&head=1&other=1&otherhead=2")
     canvas = page.locator(".map canvas")
     canvas.nth(2).wait_for()
-    assert page.get_by_label("Other").input_value() == "1.2"
+    assert page.get_by_label("Head B").input_value() == "1.2"
     rows = {row.locator("th").inner_text(): row for row in page.locator("tbody tr").all()}
     one, other = (short.stats[layer, head, "entropy"].mean for layer, head in ((0, 1), (1, 2)))
     assert [cell.inner_text() for cell in rows["entropy"].locator("td").all()] == [
@@ -373,7 +373,7 @@ def test_a_served_page_computes_what_one_zooms_into(chromium: BrowserContext, lo
     with serving(long, tmp_path / "long.safetensors") as server:
         watched = Watched(chromium, f"{server.url}#view=head&layer=1&head=2&zoom=6,0.4,0.6")
         page = watched.page
-        page.get_by_text("Exact: each cell in sight is one weight").wait_for()
+        page.get_by_text("Exact: each visible cell is one weight").wait_for()
         shown = re.findall(r"[\d]+", page.locator(".exact").inner_text())
         i0, i1, j0, j1 = map(int, shown)
         assert (i0, j0) == (int((0.6 - 1 / 12) * LONG), int((0.4 - 1 / 12) * LONG))
@@ -411,7 +411,7 @@ def test_of_calls_of_different_lengths_the_page_zooms_into_the_last(
     with serving(found, tmp_path / "both.safetensors") as server:
         watched = Watched(chromium, f"{server.url}#view=head&layer=1&head=2&zoom=3,0.4,0.6")
         page = watched.page
-        exact = page.get_by_text("Exact: each cell in sight is one weight")
+        exact = page.get_by_text("Exact: each visible cell is one weight")
         exact.wait_for()
         assert exact.inner_text().endswith("queries 12–22, keys 6–16 of the first input of the last call.")
         page.mouse.move(*place(page, 0.5, 0.5))
@@ -421,7 +421,7 @@ def test_of_calls_of_different_lengths_the_page_zooms_into_the_last(
         assert tip.startswith(f"query {query} → key {key}")
         assert figure(float(np.float32(p[query, key]))) in tip
         band = page.locator("canvas.band[data-drawn]")
-        assert "Of the first input of the last call." in page.locator(".strips .legend").inner_text()
+        assert "These are weights of the first input of the last call." in page.locator(".strips .legend").inner_text()
         band.scroll_into_view_if_needed()
         box = band.bounding_box()
         assert box is not None
@@ -446,9 +446,9 @@ def test_of_calls_of_different_lengths_strips_are_those_of_the_last(look: Any, t
     path = found.save_html(tmp_path / "both.html", strips=[("layers.0.attention", 1)])
     page = look(path, "view=head&layer=0&head=1&row=4&column=0")
     band = page.locator("canvas.band[data-drawn]")
-    label = "Weights of layer 0, head 1 near the diagonal, queries 50 to 149. Arrow keys choose a weight."
+    label = "Nearby tokens of layer 0, head 1, queries 50 to 149. Arrow keys move to a weight."
     assert band.get_attribute("aria-label") == label, "bin 4 of 8 is in the middle"
-    assert "Of the first input of the last call." in page.locator(".strips .legend").inner_text()
+    assert "These are weights of the first input of the last call." in page.locator(".strips .legend").inner_text()
 
 
 # ---------------------------------------------------------------- images, steps, notebooks
@@ -464,14 +464,14 @@ def test_a_patch_is_chosen_on_an_image(look: Any, tmp_path: Path) -> None:
     caption = page.locator("figcaption").nth(1).inner_text()
     row = sheet.weights[1][0][3 * 7 + 4]
     best = int(row.argmax())
-    assert caption.startswith(f"Where row 3, column 4 looks. Most on row {best // 7}, column {best % 7}:")
+    assert caption.startswith(f"What row 3, column 4 attends to. Most: row {best // 7}, column {best % 7}, ")
     near(numbers(caption)[4], float(row.max()))
     page.locator(".patches").nth(1).hover()
     readout = page.locator(".pictures + .readout")
     assert readout.inner_text().startswith("row 3, column 4 → row 2, column 3: ")
     page.locator(".patches").nth(1).press("ArrowLeft")
-    assert readout.inner_text() == "Point at a patch for its number."
-    assert "Where row 3, column 3 looks." in page.locator("figcaption").nth(1).inner_text()
+    assert readout.inner_text() == "Hover over a patch to read its weight."
+    assert "What row 3, column 3 attends to." in page.locator("figcaption").nth(1).inner_text()
     assert "times as much as an even spread" in page.locator(".beside").inner_text()
 
 
@@ -486,7 +486,27 @@ def test_keys_before_the_patches_are_no_patches(look: Any, tmp_path: Path) -> No
     assert [button.inner_text().split()[0] for button in buttons.all()] == ["CLS", "register"]
     near(numbers(buttons.first.inner_text())[-1], p[13, 0])
     buttons.nth(1).click()
-    assert page.locator("figcaption").nth(1).inner_text().startswith("Where register 1 looks.")
+    assert page.locator("figcaption").nth(1).inner_text().startswith("What register 1 attends to.")
+
+
+def test_the_mean_picture_names_all_queries_that_it_averages(look: Any, tmp_path: Path) -> None:
+    q, k = 2 * torch.randn(2, 1, 1, 2 + 12, 8, generator=torch.Generator().manual_seed(0))
+    found = observe(q, k, what=Observe(map=14)).named("a")
+    recording = Recording(found, About("m", {}, {}, {"a": "self"}, None, 1, 1))
+    pixels = np.arange(48, dtype=np.uint8).reshape(6, 8) * 5
+    path = recording.save_html(tmp_path / "vit.html", image=pixels, grid=(3, 4))
+    thumbnails = look(path).get_by_label("Thumbnails").locator("option")
+    assert thumbnails.all_inner_texts() == ["mean over all queries", "selected patch", "full map"]
+    p = (q @ k.mT / 8**0.5).softmax(-1)[0, 0, :, 2:]  # on the patches
+    of_all, of_patches = p.mean(0), p[2:].mean(0)
+    assert float((of_all.max() - of_patches[of_all.argmax()]).abs()) > 0.005
+    caption = look(path, "view=head&row=13&column=13").locator("figcaption").nth(3)
+    row, column = divmod(int(of_all.argmax()), 4)
+    said = f"Mean over all queries, CLS and registers included. Most: row {row}, column {column}, "
+    assert caption.inner_text().startswith(said)
+    near(numbers(caption.inner_text().removeprefix(said))[0], float(of_all.max()))
+    thumbnails = look(save(picture(), tmp_path / "sheet.html")).get_by_label("Thumbnails").locator("option")
+    assert thumbnails.all_inner_texts()[0] == "mean over all patches", "every query is a patch"
 
 
 def test_a_patch_whose_row_is_broken_looks_at_none(look: Any, tmp_path: Path) -> None:
@@ -495,11 +515,15 @@ def test_a_patch_whose_row_is_broken_looks_at_none(look: Any, tmp_path: Path) ->
     path = save(image_sheet("a digit", digit(), (5, 7), weights), tmp_path / "sheet.html")
     page = look(path, "view=head&layer=0&head=0&row=9&column=9")
     captions = page.locator("figcaption")
-    assert captions.nth(1).inner_text().startswith("Where row 1, column 2 looks. No weight on a patch is known.")
+    assert (
+        captions.nth(1)
+        .inner_text()
+        .startswith("What row 1, column 2 attends to. No patch has a weight here: all are masked")
+    )
     page = look(path, "view=head&layer=0&head=1&row=0&column=0&sink=hidden")
     row = weights[0][1, 0]
     assert (
-        f"Most on {patch(int(row.argmax()))}: {figure(float(row.max()))}"
+        f"Most: {patch(int(row.argmax()))}, {figure(float(row.max()))}, "
         in page.locator("figcaption").nth(1).inner_text()
     )
     p = figure(float(row[0]))
@@ -513,32 +537,38 @@ def patch(at: int) -> str:
 def test_an_image_has_to_fit(short: Recording) -> None:
     short = Recording(short.stats, replace(short.about, texts=None))
     pixels = np.zeros((6, 8), np.uint8)
-    with pytest.raises(ValueError, match=r"grid: 5 x 7 patches are not the 13 keys that there are"):
+    with pytest.raises(ValueError, match=r"grid: expected rows x columns that match the 13 keys, got 5 x 7 patches"):
         render_recording(short, image=pixels, grid=(5, 7))
     with pytest.raises(ValueError, match=r"image: got float64 \[2, 2\], expected uint8 \[h, w\] or \[h, w, 3\]"):
         render_recording(short, image=np.zeros((2, 2)))
-    with pytest.raises(ValueError, match=r"special: got 20, expected 0 to 12, fewer than the 13 keys that there are"):
+    with pytest.raises(ValueError, match=r"special: expected 0 to 12, fewer than the 13 keys, got 20"):
         render_recording(short, image=pixels, special=20)
     with pytest.raises(ValueError, match=r"special: got -1, expected a whole number from 0"):
         render_recording(short, image=pixels, special=-1)
-    with pytest.raises(ValueError, match=r"grid: missing, for the 10 keys after the 3 special ones are no square"):
+    with pytest.raises(
+        ValueError,
+        match=r"grid: missing; the 10 keys after the 3 special ones do not form a square, so pass its rows and columns",
+    ):
         render_recording(short, image=pixels, special=3)
     with pytest.raises(
-        ValueError, match=r"grid: got \(3, 4, 1\), expected rows and columns of patches, each at least 1"
+        ValueError, match=r"grid: expected rows and columns of patches, each at least 1, got \(3, 4, 1\)"
     ):
         render_recording(short, image=pixels, grid=(3, 4, 1))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"grid: got \(0, 4\), expected rows and columns of patches"):
+    with pytest.raises(ValueError, match=r"grid: expected rows and columns of patches, each at least 1, got \(0, 4\)"):
         render_recording(short, image=pixels, grid=(0, 4))
-    with pytest.raises(ValueError, match=r"grid, special: expected an image with them"):
+    with pytest.raises(ValueError, match=r"grid, special: expected together with image=, got no image"):
         render_recording(short, grid=(3, 4))
-    with pytest.raises(ValueError, match=r"strips: got layer 2, head 0, which is not there"):
+    with pytest.raises(
+        ValueError,
+        match=r"strips: layer 2 with head 0 does not exist; expected layers 0 to 1 or their names, of 3 heads",
+    ):
         render_recording(short, strips=[(2, 0)])
     for wrong in ((0, 0.0), (0,), 0):
-        with pytest.raises(ValueError, match=r"strips: got .*0.*, expected pairs of a layer and the number of a head"):
+        with pytest.raises(ValueError, match=r"strips: expected pairs of a layer and the number of a head, got .*0.*"):
             render_recording(short, strips=[wrong])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"strips: got 17 heads, expected at most 16"):
+    with pytest.raises(ValueError, match=r"strips: expected at most 16 heads, got 17"):
         render_recording(short, strips=[(0, 0)] * 17)
-    with pytest.raises(ValueError, match=r"strips: q and k were not kept"):
+    with pytest.raises(ValueError, match=r"strips: q and k were not saved; record with Observe\(keep_qk=True\)"):
         render_recording(recorded(7, None, Observe(map=7)), strips=[(0, 0)])
 
 

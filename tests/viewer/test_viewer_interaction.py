@@ -92,7 +92,7 @@ def test_numbers_are_typed_digit_by_digit(look: Any, long: Recording) -> None:
     query = page.get_by_label("Query", exact=True)  # of 80 to 87
     query.press("ControlOrMeta+a")
     page.keyboard.type("85")
-    page.get_by_role("heading", name="The largest weights of query").get_by_text("w85").wait_for()
+    page.get_by_role("heading", name="Strongest keys of query").get_by_text("w85").wait_for()
     assert query.input_value() == "85"
     query.press("ControlOrMeta+a")
     page.keyboard.type("7")
@@ -103,8 +103,8 @@ def test_numbers_are_typed_digit_by_digit(look: Any, long: Recording) -> None:
 
 def test_an_address_says_no_more_than_it_does(look: Any, short: Recording) -> None:
     page = look(short, "view=head&row=&column=&zoom=131072,0.5,0.5")
-    page.get_by_text("Click a cell").wait_for()
-    page.get_by_role("button", name="Farther").click()
+    page.get_by_text("Click a cell or a token to select it.").wait_for()
+    page.get_by_role("button", name="Zoom out").click()
     page.wait_for_url(lambda url: zoom_of(url)[0] == 4)  # half of 8, the closest
     page.evaluate("location.hash = '#view=head&zoom=5,-5,9'")
     until(page, "document.querySelectorAll('.strip')[0].children.length === 3")
@@ -181,7 +181,7 @@ def test_the_last_zoom_that_was_asked_for_stays(look: Any, short: Recording, unl
 def test_a_step_to_another_head_leaves_all_in_its_place(look: Any, long: Recording) -> None:
     page = look(long, "view=head&layer=0&head=0&row=10&column=2")
     page.locator(".map canvas").focus()
-    page.get_by_text("largest weights, exact").click()
+    page.get_by_text("Strongest connections: 5, exact").click()
     page.locator(".map canvas").focus()
     band = page.locator("canvas.band[data-drawn]")
     band.scroll_into_view_if_needed()
@@ -235,7 +235,7 @@ def test_the_focus_is_never_lost(look: Any, short: Recording) -> None:
     thumbs(page)
     page.locator(".thumb").nth(4).press("Enter")
     assert focused(page) == "head-title"
-    page.get_by_role("button", name="Unpin").press("Enter")
+    page.get_by_role("button", name="Clear the selection").press("Enter")
     assert focused(page) == "CANVAS"
     page.locator(".map canvas").press("+")
     page.get_by_role("button", name="Show all").press("Enter")
@@ -245,7 +245,7 @@ def test_the_focus_is_never_lost(look: Any, short: Recording) -> None:
     heading(page, "Layer 1, head 2")
     assert focused(page) == "→ head"
     page.keyboard.press("Enter")
-    page.get_by_role("tab", name="Figures").click()
+    page.get_by_role("tab", name="Statistics").click()
     page.get_by_role("button", name="layer 0, head 2").press("Enter")
     assert focused(page) == "head-title"
 
@@ -267,9 +267,9 @@ def test_an_address_says_which_queries_a_strip_shows(look: Any) -> None:
     page = look(found, "view=head&layer=0&head=1&row=5&column=2")
     band = page.locator("canvas.band[data-drawn]")
     assert "queries 100 to 199." in band.get_attribute("aria-label"), "the pinned row is in the middle"
-    first = page.get_by_label("queries from")
+    first = page.get_by_label("Queries from")
     first.fill("7")
-    page.get_by_label("at a time").select_option("50")
+    page.get_by_label("Queries shown").select_option("50")
     page.wait_for_url(re.compile("from=7&many=50"))
     again = look(found, page.url.partition("#")[2])
     band = again.locator("canvas.band[data-drawn]")
@@ -277,7 +277,7 @@ def test_an_address_says_which_queries_a_strip_shows(look: Any) -> None:
     again.locator(".map canvas").press("Shift+ArrowDown")
     again.wait_for_url(re.compile("row=6"))
     assert "queries 155 to 204." in band.get_attribute("aria-label")
-    again.get_by_role("button", name="Unpin").click()
+    again.get_by_role("button", name="Clear the selection").click()
     again.wait_for_url(lambda url: "row=" not in url)
     assert "queries 155 to 204." in band.get_attribute("aria-label"), "it stays"
 
@@ -344,11 +344,11 @@ def test_buttons_and_pictures_are_told_apart_by_name(look: Any, short: Recording
     page.locator(".map canvas").nth(2).wait_for()
     names = [button.get_attribute("aria-label") for button in page.locator(".tools button", has_text="PNG").all()]
     one, other = "layer 0, head 1", "layer 1, head 2"
-    assert names == [f"PNG of the map of {name}" for name in (one, other, f"{one} less {other}")]
+    assert names == [f"PNG of the map of {name}" for name in (one, other, f"{one} − {other}")]
     page = look(recorded(7, None, Observe()))
     for thumb in page.locator(".thumb").all():
         assert thumb.get_attribute("aria-label").endswith(thumb.locator(".tile").inner_text())
-    page.get_by_role("tab", name="Figures").click()
+    page.get_by_role("tab", name="Statistics").click()
     page.emulate_media(media="print")
     assert page.locator(".scroll").evaluate("(table) => getComputedStyle(table).maxHeight") == "none"
 
@@ -379,7 +379,7 @@ def test_back_leads_to_the_view_before_as_it_was_left(look: Any, short: Recordin
     page.wait_for_url(re.compile("zoom="))
     page.get_by_role("button", name="→ head").click()
     heading(page, "Layer 1, head 2")
-    page.get_by_role("tab", name="Figures").click()
+    page.get_by_role("tab", name="Statistics").click()
     assert page.evaluate("history.length") == began + 2, "zoom and steps are no new entry"
     page.go_back()
     heading(page, "Layer 1, head 2")
@@ -387,7 +387,7 @@ def test_back_leads_to_the_view_before_as_it_was_left(look: Any, short: Recordin
     page.go_back()
     page.locator(".thumb.opened").wait_for()
     assert "layer=" not in page.url
-    assert page.get_by_label("scale").input_value() == "log"
+    assert page.get_by_label("Scale").input_value() == "log"
     page.go_forward()
     heading(page, "Layer 1, head 2")
 
@@ -418,7 +418,7 @@ def test_back_right_after_a_change_reaches_the_view_before(look: Any, short: Rec
     page.evaluate("history.back()")
     page.locator(".thumb.opened").wait_for(timeout=10_000)
     assert "layer=" not in page.url
-    page.get_by_label("scale").select_option("linear")
+    page.get_by_label("Scale").select_option("linear")
     page.evaluate("history.forward()")
     heading(page, "Layer 1, head 1")
     assert "view=head" in page.url
@@ -428,7 +428,7 @@ def test_escape_leads_back_to_all_heads(look: Any, short: Recording) -> None:
     page = look(short, "view=head&layer=1&head=1&row=9&column=3")
     canvas = page.locator(".map canvas")
     canvas.press("Escape")
-    page.get_by_text("Click a cell").wait_for()
+    page.get_by_text("Click a cell or a token to select it.").wait_for()
     canvas.press("Escape")
     thumbs(page)
     assert focused(page).startswith("1"), "on the head that was open"

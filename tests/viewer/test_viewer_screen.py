@@ -54,7 +54,7 @@ def test_what_is_printed_is_whole(look: Any, short: Recording) -> None:
     page.locator(".strip").first.wait_for()
     page.emulate_media(media="print")
     assert {*style(page, ".bar, .strip button, .map canvas", "printColorAdjust")} == {"exact"}
-    page.get_by_role("tab", name="Figures", include_hidden=True).dispatch_event("click")
+    page.get_by_role("tab", name="Statistics", include_hidden=True).dispatch_event("click")
     page.set_viewport_size({"width": 1000, "height": 700})  # a sheet on its side
     page.locator("table.every").wait_for()
     assert page.evaluate("document.documentElement.scrollWidth") == 1000

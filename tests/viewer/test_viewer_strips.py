@@ -176,7 +176,7 @@ def test_without_weights_there_are_no_strips(batch: int, queries: int, keys: int
     recording = recorded(queries, keys, batch=batch)
     assert shown_recording(recording).layers[0].source.strips is None
     with pytest.raises(
-        ValueError, match=r"strips: got layer 0, expected one whose last call has inputs, queries and key"
+        ValueError, match=r"strips: expected layers whose last call has inputs, queries and keys, got layer 0"
     ):
         render_recording(recording, strips=[(0, 2)])
     with Server(recording) as server:
@@ -256,7 +256,10 @@ def test_an_error_in_a_strip_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cross_attention_has_no_strips() -> None:
     recording = recorded(3, 7, kind="cross")
     assert shown_recording(recording).layers[0].source.strips is None
-    with pytest.raises(ValueError, match=r"strips: got layer 0, expected one of self-attention"):
+    with pytest.raises(
+        ValueError,
+        match=r"strips: expected layers of self-attention, got layer 0: in cross-attention no key is near a query",
+    ):
         render_recording(recording, strips=[(0, 0)])
     with Server(recording) as server:
         assert b'"strips":null' in server.page

@@ -49,7 +49,7 @@ def test_the_scale_says_that_there_is_more_than_its_largest(look: Any, short: Re
     for head, top in tops.items():
         legend = look(short, f"view=head&layer=0&head={head}").locator(".legend").first
         legend.wait_for()
-        more = " and more" if top < 0.99 else ""
+        more = " or more" if top < 0.99 else ""
         assert legend.inner_text().split("\n")[:3] == ["weight, linear", "0", f"{figure(top)}{more}"]
 
 
@@ -89,21 +89,21 @@ def served(chromium: BrowserContext, long: Recording, tmp_path: Path) -> Iterato
 
 def test_exact_weights_stand_under_a_scale_of_their_own(served: Any, long: Recording) -> None:
     page = served("view=head&layer=1&head=2&zoom=8,0.4,0.6")
-    page.get_by_text("Exact: each cell in sight is one weight").wait_for()
+    page.get_by_text("Exact: each visible cell is one weight").wait_for()
     i0, i1, j0, j1 = map(int, numbers(page.locator(".exact").inner_text().replace("–", " ")))
     p = weight(long, 1, 2)[i0 : i1 + 1, j0 : j1 + 1]
     legend = page.locator(".legend").first
     what, _, high, said = legend.inner_text().split("\n")
     assert (what, high) == ("weight, log", figure(float(np.float32(p.max()))))
-    assert "Pooled" not in said
+    assert said == "The colour scale is that of the visible part."
     page.get_by_role("button", name="Show all").click()
-    legend.get_by_text("Pooled: a bin stands for").wait_for()
-    assert "mean of a bin" in legend.inner_text()
+    legend.get_by_text("Each cell averages 8–9 × 8–9 pairs of query and key").wait_for()
+    assert "mean weight of a cell, log" in legend.inner_text()
 
 
 def test_a_click_pins_the_exact_weight(served: Any, long: Recording) -> None:
     page = served("view=head&layer=1&head=2&zoom=8,0.4,0.6")
-    page.get_by_text("Exact: each cell in sight is one weight").wait_for()
+    page.get_by_text("Exact: each visible cell is one weight").wait_for()
     page.mouse.click(*place(page, 0.5, 0.5))
     query, key = int(0.6 * LONG), int(0.4 * LONG)
     p = figure(float(weight(long, 1, 2)[query, key]))
@@ -127,16 +127,16 @@ def test_a_click_pins_the_exact_weight(served: Any, long: Recording) -> None:
 
 def test_one_is_no_plural(look: Any) -> None:
     page = look(recorded(1, None, Observe(map=1, edges=1, top=1)), "view=head&row=0&column=0")
-    page.get_by_text("The largest weight, exact").wait_for()
+    page.get_by_text("Strongest connection, exact").wait_for()
     said = page.locator("body").inner_text()
     assert "1 query × 1 key;" in said
-    assert "stand on 1 row at most" in said
-    assert "The largest weight of query 0" in said
+    assert "over up to 1 query per head" in said
+    assert "Strongest key of query 0" in said
 
 
 def test_only_figures_that_are_there_can_be_chosen(look: Any, short: Recording) -> None:
     page = look(short)
-    offered = page.get_by_label("order").locator("option").all_inner_texts()
+    offered = page.get_by_label("Sort by").locator("option").all_inner_texts()
     assert "entropy" in offered
     assert "next" in short.stats.names, "all heads are causal"
     assert "next" not in offered
@@ -146,7 +146,7 @@ def test_every_figure_has_a_meaning_that_needs_no_pointer(look: Any) -> None:
     page = look(recorded(7, None, Observe(windows=(2,))), "view=table")
     headings = [cell.inner_text() for cell in page.locator("thead button").all()][1:]
     assert {"lse", "max logit", "chance", "window 2", "streaming 2"} <= {*headings}
-    page.get_by_text("What each figure means").press("Enter")
+    page.get_by_text("What each statistic means").press("Enter")
     said = dict(zip(*(page.locator(f".meanings {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))
     assert [*said] == headings
     assert said["window 2"] == "Weight on the keys within 2 of the query."
@@ -156,7 +156,10 @@ def test_the_frame_is_explained(look: Any, short: Recording) -> None:
     page = look(short, "layer=1&head=1")
     thumbs(page)
     assert page.locator("[aria-current]").get_attribute("class") == "thumb opened"
-    assert "The frame marks" in page.locator("#heads-title + .hint").inner_text()
+    page.get_by_label("Help").click()
+    help = page.locator(".help p")
+    assert help.is_visible()
+    assert "The framed head is the one that the tab One head shows." in help.inner_text()
 
 
 # ---------------------------------------------------------------- files
@@ -176,14 +179,14 @@ def test_the_picture_of_all_heads_tells_how_far_it_is(look: Any, short: Recordin
     with page.expect_download():
         page.get_by_role("button", name="PNG of all heads").click()
     told = page.evaluate("told")
-    assert any(re.fullmatch(r"\d of 6 heads drawn", text) for text in told), told
+    assert any(re.fullmatch(r"Drawing head \d of 6", text) for text in told), told
 
 
 def test_pictures_have_a_ground_and_labels_that_fit(look: Any, long: Recording) -> None:
     page = look(long, "view=head&layer=0&head=2")
     page.locator("canvas.band[data-drawn]").wait_for()
     with page.expect_download() as download:
-        page.get_by_role("button", name="PNG of the strip").click()
+        page.get_by_role("button", name="PNG of the nearby tokens").click()
     with Image.open(download.value.path()) as image:
         assert image.convert("RGBA").getpixel((1, 1)) == (255, 255, 255, 255)
     part = recorded(7, None, Observe(map=7)).stats.parts["layers.0.attention"]

@@ -1,4 +1,4 @@
-// Two heads side by side, at one zoom, and one less the other.
+// Two heads side by side, at one zoom, and their difference.
 
 import { useMemo } from "preact/hooks";
 import { data } from "./data";
@@ -8,7 +8,8 @@ import { alike, Legend, NoMap, opened, useHead, useShown } from "./head";
 import { MapView, type Zoom } from "./map";
 import type { State } from "./state";
 import { Meanings } from "./table";
-import { figure, nameOf, statistic } from "./words";
+import { compare, figure, NO_VALUE } from "./texts";
+import { nameOf, statistic } from "./words";
 
 interface Props {
   state: State;
@@ -25,41 +26,41 @@ export function Compare({ state: asked, theme, change: changed }: Props) {
   const zoom: Zoom = useMemo(() => ({ at: state.zoom, change: (at) => change({ zoom: at }) }), [state.zoom, change]);
   const pin = (row: number | null, column: number | null) => change({ row, column });
   const rest = { scale: state.scale, colours: state.colours, zoom, theme, pin, row: state.row, column: state.column, most: 380 };
-  const unpinned = alike(layerA, layerB) ? {} : { pin: () => undefined, row: null, column: null }; // what is pinned are bins of the one
+  const unpinned = alike(layerA, layerB) ? {} : { pin: () => undefined, row: null, column: null }; // the selection is a bin of head A
   const [nameA, nameB] = [nameOf(state.layer, state.head), nameOf(state.otherLayer, state.otherHead)];
   const file = `headscope-${state.layer}.${state.head}-and-${state.otherLayer}.${state.otherHead}`;
   return (
     <section aria-labelledby="compare-title">
-      <h2 id="compare-title">Two heads</h2>
+      <h2 id="compare-title">{compare.title}</h2>
       {!layerA.map && !layerB.map && <NoMap />}
       <div class="pair">
         <div>
-          <Choice label="One" layer={asked.layer} head={asked.head} choose={(layer, head) => changed(opened(asked, layer, head))} />
+          <Choice label={compare.a} layer={asked.layer} head={asked.head} choose={(layer, head) => changed(opened(asked, layer, head))} />
           {a && fieldA && <MapView {...rest} layer={layerA} head={a} field={fieldA} title={nameA} exports={`${file}-one`} />}
           {fieldA && <Legend layer={layerA} field={fieldA} state={state} />}
         </div>
         <div>
-          <Choice label="Other" layer={asked.otherLayer} head={asked.otherHead} choose={(otherLayer, otherHead) => changed({ otherLayer, otherHead })} />
+          <Choice label={compare.b} layer={asked.otherLayer} head={asked.otherHead} choose={(otherLayer, otherHead) => changed({ otherLayer, otherHead })} />
           {b && fieldB && <MapView {...rest} {...unpinned} layer={layerB} head={b} field={fieldB} title={nameB} exports={`${file}-other`} />}
           {fieldB && <Legend layer={layerB} field={fieldB} state={state} />}
         </div>
         <div>
-          <p class="choice">One less the other</p>
-          {a && less && <MapView {...rest} layer={layerA} head={a} field={less} title={`${nameA} less ${nameB}`} exports={`${file}-difference`} />}
+          <p class="choice">{compare.difference}</p>
+          {a && less && <MapView {...rest} layer={layerA} head={a} field={less} title={compare.differenceOf(nameA, nameB)} exports={`${file}-difference`} />}
           {less && <Legend layer={layerA} field={less} state={state} />}
-          {fieldA && fieldB && !less && <p class="hint">Their maps have different bins.</p>}
+          {fieldA && fieldB && !less && <p class="hint">{compare.unlike}</p>}
         </div>
       </div>
-      <div class="scroll" tabIndex={0} role="region" aria-label="Figures of both heads">
+      <div class="scroll" tabIndex={0} role="region" aria-label={compare.statistics}>
         <table>
-          <thead><tr><th scope="col">mean over rows</th><th scope="col">one</th><th scope="col">other</th><th scope="col">one less the other</th></tr></thead>
+          <thead><tr><th scope="col">{compare.columns.mean}</th><th scope="col">{compare.columns.a}</th><th scope="col">{compare.columns.b}</th><th scope="col">{compare.columns.difference}</th></tr></thead>
           <tbody>
             {data.names.map(({ name, heading, meaning }) => {
               const [x, y] = [statistic(state.layer, state.head, name), statistic(state.otherLayer, state.otherHead, name)];
               return (
                 <tr key={name}>
                   <th scope="row" title={meaning}>{heading}</th>
-                  <td>{figure(x)}</td><td>{figure(y)}</td><td>{x === null || y === null ? "–" : figure(x - y)}</td>
+                  <td>{figure(x)}</td><td>{figure(y)}</td><td>{x === null || y === null ? NO_VALUE : figure(x - y)}</td>
                 </tr>
               );
             })}

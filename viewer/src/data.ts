@@ -1,19 +1,21 @@
 // What the page holds: the description as JSON, and a block of bytes for each head that is read when it is first shown.
-// The layout of a block is that of src/headscope/report/_viewer_data.py.
+// The layout of a block is that of src/headscope/report/_viewer/packing.py.
 
-export interface MapSaid {
+import { names } from "./texts";
+
+export interface MapFacts {
   rows: number;
   columns: number;
   exact: boolean; // each bin is one weight
-  ranges: boolean; // it is known which positions a bin stands for
+  ranges: boolean; // whether the positions of a bin are known
   masks: number[];
   widths: [number, number, number, number]; // bytes of query, key, run, batch entry of a bin's max
 }
 
-export interface StripsSaid {
-  lengths: [number, number]; // of the run that they are of
+export interface StripsFacts {
+  lengths: [number, number]; // of their run
   offset: number; // the position of query 0 among the keys
-  low: number; // distances key - query that are there, both inclusive
+  low: number; // the distances key - query that the strip holds, both inclusive
   high: number;
   first: number; // how many of the first keys
   heads: Record<string, [number, number]>;
@@ -38,12 +40,12 @@ export interface Layer {
   entropyOf: number;
   edges: number;
   top: [] | [number, number]; // queries, and how many weights of each
-  map: MapSaid | null;
-  strips: StripsSaid | null;
+  map: MapFacts | null;
+  strips: StripsFacts | null;
 }
 
 /** The image whose patches the keys are. */
-export interface ImageSaid {
+export interface ImageFacts {
   height: number;
   width: number;
   rgb: string;
@@ -69,7 +71,7 @@ export interface Step {
   held: boolean | null;
 }
 
-export interface TableSaid {
+export interface TableFacts {
   title: string;
   says: string;
   columns: string[];
@@ -89,10 +91,10 @@ export interface Data {
   patterns: [string, number, number, boolean][][][];
   patternWords: Record<string, string>;
   tokens: { labels: string[]; longer: Record<string, string> } | null;
-  image: ImageSaid | null;
+  image: ImageFacts | null;
   trace: { title: string; stages: { name: string; steps: Step[] }[] } | null;
-  tables: TableSaid[];
-  served: ([number, number] | null)[] | null; // by a server that has tiles of these layers: the lengths of their runs
+  tables: TableFacts[];
+  served: ([number, number] | null)[] | null; // of each layer with tiles on the server, the lengths of their run
 }
 
 export interface Edge {
@@ -110,7 +112,7 @@ export interface Places {
   entry: Int32Array;
 }
 
-/** The map of a head, row by row; NaN where nothing may be seen. */
+/** The map of a head, row by row; NaN where no pair is visible. */
 export interface HeadMap {
   rows: number;
   columns: number;
@@ -148,7 +150,7 @@ async function inflated(packed: Uint8Array<ArrayBuffer>): Promise<ArrayBuffer> {
 
 const masks = new Map<string, Int32Array>();
 
-/** The places of the bins that may be seen. */
+/** The places of the bins with a visible pair. */
 function visible(mask: number, cells: number): Int32Array {
   const key = `${mask}/${cells}`;
   let found = masks.get(key);
@@ -201,9 +203,9 @@ function blockText(start: number, length: number): string {
 
 async function read(layer: Layer, head: number): Promise<Head> {
   const reader = new Reader(await blockAt(layer.blocks[head]));
-  const said = layer.map;
-  const tops = said ? reader.floats(3) : null;
-  const firstShare = said ? reader.floats(said.rows) : null;
+  const facts = layer.map;
+  const tops = facts ? reader.floats(3) : null;
+  const firstShare = facts ? reader.floats(facts.rows) : null;
   const largest = reader.floats(2);
   const profile = (count: number, most: number) =>
     Float32Array.from(reader.planes(count, 2), (code) => (code === 0xffff ? NaN : (most * code) / 0xfffe));
@@ -215,7 +217,7 @@ async function read(layer: Layer, head: number): Promise<Head> {
   const [queries = 0, each = 0] = layer.top;
   const codes = reader.planes(queries * each, 2);
   const top = each ? { each, p: Float32Array.from(codes, (code) => (code / 0xffff) ** 2), keys: reader.planes(queries * each, 4) } : null;
-  const map = said && tops && firstShare ? readMap(reader, said, head, tops, firstShare) : null;
+  const map = facts && tops && firstShare ? readMap(reader, facts, head, tops, firstShare) : null;
   return { map, received, entropy, edges: edges.filter((edge) => edge.run !== NONE), top };
 }
 
@@ -228,10 +230,10 @@ function undo(codes: Uint32Array, at: Int32Array, columns: number, cells: number
   }
 }
 
-function readMap(reader: Reader, said: MapSaid, head: number, tops: Float32Array, firstShare: Float32Array): HeadMap {
-  const { rows, columns } = said;
+function readMap(reader: Reader, facts: MapFacts, head: number, tops: Float32Array, firstShare: Float32Array): HeadMap {
+  const { rows, columns } = facts;
   const cells = rows * columns;
-  const at = visible(said.masks[head], cells);
+  const at = visible(facts.masks[head], cells);
   const values = (largest: number): Float32Array => {
     const codes = reader.planes(at.length, data.bits / 8);
     const found = new Float32Array(cells).fill(NaN);
@@ -241,9 +243,9 @@ function readMap(reader: Reader, said: MapSaid, head: number, tops: Float32Array
     return found;
   };
   const mean = values(tops[0]);
-  if (said.exact) return { rows, columns, mean, max: mean, places: null, firstShare };
+  if (facts.exact) return { rows, columns, mean, max: mean, places: null, firstShare };
   const max = values(tops[1]);
-  const [query, key, run, entry] = said.widths.map((width) => {
+  const [query, key, run, entry] = facts.widths.map((width) => {
     const found = new Int32Array(cells);
     if (width) {
       const read = reader.planes(at.length, width);
@@ -254,12 +256,12 @@ function readMap(reader: Reader, said: MapSaid, head: number, tops: Float32Array
   return { rows, columns, mean, max, places: { query, key, run, entry }, firstShare };
 }
 
-const KEPT = 48; // heads that stay decoded: the last ones that were shown
+const CACHED = 48; // heads that stay decoded: the last ones that were shown
 interface Decoded {
   later: Promise<Head>;
   now: Head | null;
 }
-const kept = new Map<string, Decoded>();
+const cached = new Map<string, Decoded>();
 
 function begun(layer: number, number: number): Decoded {
   const found: Decoded = { later: read(data.layers[layer], number), now: null };
@@ -267,24 +269,24 @@ function begun(layer: number, number: number): Decoded {
   return found;
 }
 
-/** A head that is kept and decoded, at once. */
+/** A head that is cached and decoded; null otherwise. */
 export function known(layer: number, number: number): Head | null {
-  return kept.get(`${layer}.${number}`)?.now ?? null;
+  return cached.get(`${layer}.${number}`)?.now ?? null;
 }
 
-/** A head, decoded; the same one while it is kept. */
+/** A head, decoded; the same object while it is cached. */
 export function head(layer: number, number: number): Promise<Head> {
   const key = `${layer}.${number}`;
-  const found = kept.get(key) ?? begun(layer, number);
-  kept.delete(key);
-  kept.set(key, found);
-  if (kept.size > KEPT) kept.delete(kept.keys().next().value!);
+  const found = cached.get(key) ?? begun(layer, number);
+  cached.delete(key);
+  cached.set(key, found);
+  if (cached.size > CACHED) cached.delete(cached.keys().next().value!);
   return found.later;
 }
 
-/** A head to be drawn once: it takes the place of none that is kept. */
+/** A head that is drawn once: it evicts none from the cache. */
 export function passing(layer: number, number: number): Promise<Head> {
-  return kept.get(`${layer}.${number}`)?.later ?? read(data.layers[layer], number);
+  return cached.get(`${layer}.${number}`)?.later ?? read(data.layers[layer], number);
 }
 
 /** The strip of a head: codes, row by row. */
@@ -310,7 +312,7 @@ export function binOf(position: number, bins: number, length: number | null): nu
   return Math.min(bins - 1, length === null ? position : Math.ceil(((position + 1) * bins) / length) - 1);
 }
 
-/** A token as it is shown, if tokens are known and there is one at this position. */
+/** The token at a position as the page shows it; null where it is not known. */
 export function token(position: number, long = false): string | null {
   if (data.image) return patchName(position, long);
   const tokens = data.tokens;
@@ -321,9 +323,9 @@ export function token(position: number, long = false): string | null {
 /** "r2 c5", or in full; the keys before the patches are CLS and registers. */
 function patchName(position: number, long: boolean): string {
   const { special, grid } = data.image!;
-  if (position < special) return position === 0 ? "CLS" : `register ${position}`;
+  if (position < special) return position === 0 ? names.cls : names.register(position);
   const [row, column] = [Math.floor((position - special) / grid[1]), (position - special) % grid[1]];
-  return long ? `row ${row}, column ${column}` : `r${row} c${column}`;
+  return long ? names.patch(row, column) : names.patchShort(row, column);
 }
 
 /** Whether positions of this layer have names: tokens, or patches of the image. */

@@ -1,8 +1,9 @@
-// The map of a head with its axes and what stands along them, at any zoom.
+// The map of a head with its axes and the profiles along them, at any zoom.
 
 import { binOf, data, type Head, hasTokens, type Layer, queryAt, token } from "./data";
 import type { Field, Pictures } from "./field";
 import { type Box, FONT, type Surface } from "./surface";
+import { map as texts, whole } from "./texts";
 import { step } from "./words";
 
 export interface Inks {
@@ -21,7 +22,7 @@ export interface Geometry {
   plot: Box;
 }
 
-/** What is seen of the map: scale, and where its first column and row stand on the screen, in pixels of the plot. */
+/** The visible part of the map: scale, and where its first column and row are on the screen, in pixels of the plot. */
 export interface Sight {
   k: number;
   x: number;
@@ -37,10 +38,10 @@ export interface Scene {
   geometry: Geometry;
   row: number | null;
   column: number | null;
-  cell: [number, number] | null; // the pinned query and key, where they are known
+  cell: [number, number] | null; // the selected query and key, where they are known
   tile: { pictures: Pictures; queries: [number, number]; keys: [number, number]; lengths: [number, number] } | null; // finer than the map
   inks: Inks;
-  ratio: number; // pixels of the screen for each of ours
+  ratio: number; // pixels of the screen for each pixel of the page
 }
 
 const PROFILE = 34;
@@ -49,15 +50,15 @@ const PROFILE = 34;
 export function geometry(width: number, most: number, layer: Layer): Geometry {
   const narrow = width < 480 || !hasTokens(layer);
   const [queries] = data.served?.[layer.index] ?? layer.lengths ?? [0];
-  const left = Math.max(narrow ? 58 : 92, 28 + Math.ceil(measured(queries.toLocaleString("en-US")))); // numbers are never cut
+  const left = Math.max(narrow ? 58 : 92, 28 + Math.ceil(measured(whole(queries)))); // numbers are never cut
   const top = (narrow ? 58 : 80) + (hasReceived(layer) ? PROFILE : 0);
   const right = layer.entropy ? PROFILE + 8 : 8;
   const side = Math.max(60, Math.min(width - left - right, most));
   return { width: left + side + right, height: top + side + 8, plot: { x: left, y: top, width: side, height: side } };
 }
 
-/** The bins that are seen along an axis: the first, and the first after them. */
-export function seen(bins: number, side: number, sight: Sight, axis: "x" | "y"): [number, number] {
+/** The visible bins along an axis: the first, and the first after them. */
+export function visibleBins(bins: number, side: number, sight: Sight, axis: "x" | "y"): [number, number] {
   const first = (-sight[axis] / sight.k / side) * bins;
   const last = ((side - sight[axis]) / sight.k / side) * bins;
   return [Math.max(0, Math.floor(first)), Math.min(bins, Math.ceil(last))];
@@ -71,7 +72,7 @@ export function draw(surface: Surface, scene: Scene): void {
   surface.within(plot, () => {
     picture(surface, scene);
     finer(surface, scene);
-    pins(surface, scene);
+    selection(surface, scene);
   });
   surface.frame(plot, inks.quiet, 1);
   axis(surface, scene, "query");
@@ -82,14 +83,14 @@ export function draw(surface: Surface, scene: Scene): void {
 
 function picture(surface: Surface, { geometry: { plot }, sight, pictures, field, ratio }: Scene): void {
   const canvas = pictures.fit(plot.width * sight.k * ratio);
-  // only the part that is seen: scaled whole, a small part of a large map is slow
+  // only the visible part: scaling a large map whole to show a small part of it is slow
   const across = canvas.width / (plot.width * sight.k);
   const down = canvas.height / (plot.height * sight.k);
   const from = { x: -sight.x * across, y: -sight.y * down, width: plot.width * across, height: plot.height * down };
   if (field.values.length > 0) surface.image(canvas, from, plot);
 }
 
-/** The exact tile over the part of the map that it is of. */
+/** The tile over its part of the map. */
 function finer(surface: Surface, { geometry: { plot }, sight, tile, inks }: Scene): void {
   if (!tile) return;
   const [queries, keys] = tile.lengths;
@@ -105,7 +106,7 @@ function finer(surface: Surface, { geometry: { plot }, sight, tile, inks }: Scen
   surface.image(canvas, { x: 0, y: 0, width: canvas.width, height: canvas.height }, box);
 }
 
-function pins(surface: Surface, { geometry: { plot }, sight, field, row: binRow, column: binColumn, cell, tile, inks }: Scene): void {
+function selection(surface: Surface, { geometry: { plot }, sight, field, row: binRow, column: binColumn, cell, tile, inks }: Scene): void {
   const [row, column, rows, columns] = cell && tile ? [...cell, ...tile.lengths] : [binRow, binColumn, field.rows, field.columns];
   const [across, down] = [(plot.width * sight.k) / columns, (plot.height * sight.k) / rows];
   if (row !== null) {
@@ -127,11 +128,11 @@ const LEAST = 13; // pixels between labels
 function axis(surface: Surface, scene: Scene, which: "query" | "key"): void {
   const { geometry: { plot }, sight, layer, inks, field } = scene;
   const bins = which === "query" ? field.rows : field.columns;
-  const [start, stop] = seen(bins, plot.width, sight, which === "query" ? "y" : "x");
+  const [start, stop] = visibleBins(bins, plot.width, sight, which === "query" ? "y" : "x");
   const size = (plot.width * sight.k) / bins;
   const tokens = hasTokens(layer) && singles(layer, which) && size >= LEAST;
   const { ranges } = layer.map!;
-  const lengths = ranges ? layer.lengths : scene.tile?.lengths; // over calls of different lengths, of the one in sight
+  const lengths = ranges ? layer.lengths : scene.tile?.lengths; // over calls of different lengths, those of the visible tile
   const length = lengths ? lengths[which === "query" ? 0 : 1] : bins;
   const each = (size * bins) / length; // pixels of a position
   const every = tokens ? 1 : step((LEAST * (which === "query" ? 1.6 : 3.6)) / each);
@@ -140,15 +141,15 @@ function axis(surface: Surface, scene: Scene, which: "query" | "key"): void {
   for (let n = Math.ceil((start / bins) * length / every) * every; n < (stop / bins) * length; n += every) {
     const at = offset + (n + Math.min(0.5, size / each / 2)) * each;
     if (at < low || at > low + plot.width) continue;
-    const text = tokens ? label(layer, which, n) : n.toLocaleString("en-US");
-    const pinned = binOf(n, bins, length) === (which === "query" ? scene.row : scene.column);
-    const options = { fill: pinned ? inks.accent : inks.ink, size: 11 } as const;
+    const text = tokens ? label(layer, which, n) : whole(n);
+    const chosen = binOf(n, bins, length) === (which === "query" ? scene.row : scene.column);
+    const options = { fill: chosen ? inks.accent : inks.ink, size: 11 } as const;
     if (which === "query") surface.text(fitted(text, plot.x - 26), plot.x - 6, at, { ...options, anchor: "end" });
     else if (tokens) surface.text(fitted(text, plot.y - profileBottom(scene) - 12), at, plot.y - 6, { ...options, anchor: "start", upright: true });
     else surface.text(text, at, plot.y - 10, { ...options, anchor: "middle" });
   }
   const quiet = { fill: inks.quiet, size: 11 } as const;
-  const name = ranges ? which : lengths ? `${which} of the last call` : `${which} bin`;
+  const name = ranges ? texts.axis(which) : lengths ? texts.axisOfLast(which) : texts.axisOfBins(which);
   if (which === "query") surface.text(name, 9, plot.y + plot.height / 2, { ...quiet, anchor: "middle", upright: true });
   else surface.text(name, plot.x + plot.width, profileTop(scene) - 9, { ...quiet, anchor: "end" });
 }
@@ -161,7 +162,7 @@ function profileBottom({ layer }: Scene): number {
   return hasReceived(layer) ? 18 + PROFILE - 6 : 0;
 }
 
-/** Whether received weight stands above the map: of calls of different lengths keys and bins do not stand in one line. */
+/** Whether received weight is drawn above the map: over calls of different lengths its keys do not line up with the bins. */
 function hasReceived({ received, map }: Layer): boolean {
   return received > 0 && map!.ranges;
 }
@@ -185,7 +186,7 @@ function measured(text: string): number {
   return ruler.measureText(text).width;
 }
 
-/** As much of a text as there is room for, in pixels at a size of 11. */
+/** As much of a text as fits so many pixels at a size of 11. */
 export function fitted(text: string, room: number): string {
   const key = `${room}/${text}`;
   const known = fits.get(key);
@@ -203,7 +204,7 @@ export function fitted(text: string, room: number): string {
 
 // ---------------------------------------------------------------- along the axes
 
-/** Received weight above the map, entropy beside it, each from 0 to its largest. */
+/** Received weight above the map, entropy to the right of it, each from 0 to its largest. */
 function profile(surface: Surface, scene: Scene, which: "query" | "key"): void {
   const { geometry: { plot }, sight, inks, head, layer } = scene;
   const values = which === "key" ? head.received : head.entropy;
@@ -234,7 +235,9 @@ function profile(surface: Surface, scene: Scene, which: "query" | "key"): void {
     add(offset + (last / values.length) * side, 0);
     surface.path(points, inks.profile);
   });
-  const text = which === "key" ? `received, up to ${most.toPrecision(2)} a row` : `entropy ≤ ${most.toPrecision(2)}`;
+  const room = which === "key" ? plot.width - measured(texts.axis(which)) - 12 : plot.y - 10;
+  const variants = (which === "key" ? texts.received : texts.entropy)(most.toPrecision(2));
+  const text = variants.find((each) => measured(each) <= room) ?? variants[variants.length - 1];
   const quiet = { fill: inks.quiet, size: 11 } as const;
   if (which === "key") surface.text(text, plot.x, 9, { ...quiet, anchor: "start" });
   else surface.text(text, plot.x + plot.width + 6 + PROFILE / 2, plot.y - 8, { ...quiet, anchor: "start", upright: true });

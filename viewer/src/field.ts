@@ -1,4 +1,4 @@
-// What is drawn: a map as chosen by the switches, its colours, and smaller versions of it for when a pixel holds many bins.
+// The values of a map as the switches choose them, their colours, and smaller versions for maps with many bins per pixel.
 
 import { interpolateCividis, interpolateMagma, interpolatePuOr, interpolateViridis } from "d3-scale-chromatic";
 import type { HeadMap } from "./data";
@@ -9,33 +9,33 @@ export type Colours = "viridis" | "cividis" | "magma";
 
 export const DECADES = 4; // that the log scale spans
 
-/** Values row by row, NaN = may not be seen. */
+/** Values row by row, NaN = masked. */
 export interface Field {
   rows: number;
   columns: number;
   values: Float32Array;
   top: number;
-  above: boolean; // some value is larger than that by more than can be seen
+  above: boolean; // some value is visibly larger than `top`
   pool: Pool;
   signed: boolean;
   sink: boolean; // without the first column
 }
 
-/** The largest value that sets the colours: not that of rows that see a single bin, which is always near 1; and whether it is
- * the largest of all. */
+/** The value at the end of the colour scale: the largest one of rows with two or more visible bins, because a row with one is
+ * always near 1; and whether another value is larger. */
 export function topOf(values: Float32Array, rows: number, columns: number): { top: number; above: boolean } {
   let top = 0;
   let any = 0;
   for (let r = 0; r < rows; r++) {
-    let seen = 0;
+    let visible = 0;
     let most = 0;
     for (let n = r * columns; n < (r + 1) * columns; n++) {
       if (values[n] === values[n]) {
-        seen++;
+        visible++;
         if (values[n] > most) most = values[n];
       }
     }
-    if (seen > 1) top = Math.max(top, most);
+    if (visible > 1) top = Math.max(top, most);
     any = Math.max(any, most);
   }
   return { top: top || any || 1, above: top > 0 && any > 1.01 * top };
@@ -58,7 +58,7 @@ export function field(map: HeadMap, pool: Pool, sink: boolean, exact: boolean): 
   return { rows, columns, values, ...topOf(values, rows, columns), pool, signed: false, sink };
 }
 
-/** One head less another; null where their maps are not alike. */
+/** The difference of two heads; null where their maps have different bins. */
 export function difference(a: Field, b: Field): Field | null {
   if (a.rows !== b.rows || a.columns !== b.columns) return null;
   const values = a.values.map((value, n) => value - b.values[n]);
@@ -129,7 +129,7 @@ export function colour(at: number, colours: Colours, signed = false): { fill: st
   const n = 3 * Math.round(Math.min(1, Math.max(0, at)) * (STEPS - 1));
   const [red, green, blue] = parts.subarray(n, n + 3);
   const light = [0.2126 * red ** 2.2, 0.7152 * green ** 2.2, 0.0722 * blue ** 2.2].reduce((a, b) => a + b) / 255 ** 2.2;
-  return { fill: `rgb(${red} ${green} ${blue})`, white: light < 0.179 }; // where white and black stand out alike, as WCAG has it
+  return { fill: `rgb(${red} ${green} ${blue})`, white: light < 0.179 }; // at this luminance white and black have the same contrast (WCAG)
 }
 
 function picture(of: Field, scale: Scale, colours: Colours): HTMLCanvasElement {
@@ -141,7 +141,7 @@ function picture(of: Field, scale: Scale, colours: Colours): HTMLCanvasElement {
   const parts = table(of.signed ? "signed" : colours);
   for (let n = 0; n < of.values.length; n++) {
     const value = of.values[n];
-    if (value !== value) continue; // see-through
+    if (value !== value) continue; // transparent
     const at = 3 * Math.round(place(value, of, scale) * (STEPS - 1));
     image.data[4 * n] = parts[at];
     image.data[4 * n + 1] = parts[at + 1];

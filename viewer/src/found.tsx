@@ -1,4 +1,4 @@
-// What was decided from the figures, as tables.
+// The summary: what follows from the statistics, as tables.
 
 import { data } from "./data";
 

@@ -1,22 +1,23 @@
-// Every head, layers × heads or in the order of a statistic, each with a small map that is drawn once it comes into sight, or when
-// there is nothing else to do: a print has those that were never in sight, too.
+// Every head, layers × heads or in the order of a statistic. Its small map is drawn once it scrolls into view or the page is idle,
+// so that a print holds the maps that were never scrolled to, too.
 
 import { useEffect, useRef, useState } from "preact/hooks";
-import { data, type Head, hasPatches, head as kept, type HeadMap, passing } from "./data";
+import { data, type Head, hasPatches, head as decoded, type HeadMap, passing } from "./data";
 import { fitted } from "./draw";
 import { type Colours, colour, field, Pictures } from "./field";
 import { save } from "./map";
 import { drawPatches, received, rowOf, topOf } from "./picture";
 import type { State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
-import { figure, layerName, nameOf, parts, statistic, whole } from "./words";
+import { figure, files, grid } from "./texts";
+import { layerName, nameOf, parts, statistic } from "./words";
 
 export interface Place {
   layer: number;
   head: number;
 }
 
-/** The figure that stands for a head where no map was recorded. */
+/** The statistic that a tile shows where no map was recorded. */
 export const TILE = data.names.some((each) => each.name === "normalized_entropy") ? "normalized_entropy" : (data.names[0]?.name ?? "");
 
 const WIDEST = Math.max(...data.layers.map((layer) => layer.heads));
@@ -25,7 +26,7 @@ export function all(): Place[] {
   return data.layers.flatMap((layer, at) => Array.from({ length: layer.heads }, (_, head) => ({ layer: at, head })));
 }
 
-/** The heads that the filters leave, in the order that is asked for; heads without the figure come last. */
+/** The heads that match the filters, in the chosen order; heads without the statistic come last. */
 export function chosen(state: State): Place[] {
   let found = all();
   if (state.pattern) found = found.filter(({ layer, head }) => data.patterns[layer]?.[head]?.[0]?.[0] === state.pattern);
@@ -48,12 +49,12 @@ export function chosen(state: State): Place[] {
 
 export function bestPattern({ layer, head }: Place): string {
   const look = data.image?.looks[layer]?.[head];
-  if (look) return `${look[0]} × ${look[1].toFixed(1)}`;
+  if (look) return grid.region(look[0], look[1]);
   const best = data.patterns[layer]?.[head]?.[0];
-  return best ? `${best[0]} ${best[1].toFixed(2)}` : "";
+  return best ? grid.match(best[0], best[1]) : "";
 }
 
-/** Whether what the head is likest to does not fit well. */
+/** Whether the best match of a head is a weak one. */
 function weak({ layer, head }: Place): boolean {
   const look = data.image?.looks[layer]?.[head];
   return look ? look[1] < 1.2 : (data.patterns[layer]?.[head]?.[0]?.[1] ?? 0) < 0.3;
@@ -82,7 +83,7 @@ export function Grid({ state, theme, open }: Props) {
   const rows = state.sort ? [] : data.layers.map((_, layer) => found.filter((place) => place.layer === layer));
   return (
     <div ref={element} onKeyDown={key} class={WIDEST > 16 ? "many" : ""} style={{ "--heads": String(WIDEST) }}>
-      {found.length === 0 && <p class="hint">No head is left by these filters.</p>}
+      {found.length === 0 && <p class="hint">{grid.none}</p>}
       {state.sort ? (
         <div class="heads">{found.map(thumb)}</div>
       ) : (
@@ -125,7 +126,7 @@ function isOpened({ layer, head }: Place, state: State): boolean {
 const waiting = new Set<() => Promise<void>>();
 let drawing = false;
 
-/** Draws what waits, one after the other, while nothing else is done. */
+/** Draws the waiting heads, one after the other, while the page is idle. */
 async function drawRest(): Promise<void> {
   if (drawing) return;
   drawing = true;
@@ -143,11 +144,11 @@ async function drawRest(): Promise<void> {
 function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop: boolean }) {
   const { layer, head } = place;
   const canvas = useRef<HTMLCanvasElement>(null);
-  const said = data.layers[layer].map;
+  const mapped = data.layers[layer].map;
   useEffect(() => {
-    if (!said) return;
-    const element = canvas.current!; // which is gone from the reference before this effect is told to stop
-    const side = Math.max(1, Math.round(element.clientWidth * devicePixelRatio)); // now: asked between drawings it lays out all heads
+    if (!mapped) return;
+    const element = canvas.current!; // the reference is empty before this effect is cleaned up
+    const side = Math.max(1, Math.round(element.clientWidth * devicePixelRatio)); // now: between drawings the question would lay out all heads again
     const done = () => {
       watcher.disconnect();
       waiting.delete(rest);
@@ -159,7 +160,7 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
       if (!stale && map) fill(element, side, map, layer, state);
     };
     const rest = () => draw(passing);
-    const watcher = new IntersectionObserver(([entry]) => entry.isIntersecting && void draw(kept), { rootMargin: "200px" });
+    const watcher = new IntersectionObserver(([entry]) => entry.isIntersecting && void draw(decoded), { rootMargin: "200px" });
     watcher.observe(element);
     waiting.add(rest);
     void drawRest();
@@ -168,7 +169,7 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
       done();
     };
   }, [layer, head, state.pool, state.sink, state.scale, state.colours, state.thumbs, state.over, state.thumbs === "patch" ? state.row : 0, theme]);
-  const name = state.sort || (said ? "" : TILE); // of the figure that is shown
+  const name = state.sort || (mapped ? "" : TILE); // of the statistic on the thumbnail
   const value = name ? statistic(layer, head, name) : null;
   const pattern = bestPattern(place);
   const heading = data.names.find((each) => each.name === name)?.heading ?? name;
@@ -177,12 +178,12 @@ function Thumb({ place, state, theme, open, stop }: Props & { place: Place; stop
       type="button"
       class={`thumb${isOpened(place, state) ? " opened" : ""}`}
       aria-current={isOpened(place, state) ? "true" : undefined}
-      aria-label={`${nameOf(layer, head)}${pattern && `, ${pattern}`}${name && `, ${heading} ${figure(value)}`}`}
-      title={`${nameOf(layer, head)}${pattern && `: ${pattern}`}`}
+      aria-label={grid.thumb(nameOf(layer, head), pattern, name && `${heading} ${figure(value)}`)}
+      title={grid.tip(nameOf(layer, head), pattern)}
       tabIndex={stop ? 0 : -1}
       onClick={() => open(place)}
     >
-      {said ? <canvas ref={canvas} /> : <Tile place={place} name={name} colours={state.colours} />}
+      {mapped ? <canvas ref={canvas} /> : <Tile place={place} name={name} colours={state.colours} />}
       <span>{state.sort ? `${data.layers[layer].short}·${head}` : head}</span>
       {state.sort ? <b>{figure(value)}</b> : pattern && <small class={weak(place) ? "weak" : ""}>{pattern}</small>}
     </button>
@@ -245,7 +246,7 @@ function small(surface: Surface, map: HeadMap, layer: number, state: State, side
 const GAP = 6;
 const LINE = 16;
 
-/** Buttons for the picture of all heads, and how many of them are drawn. */
+/** Buttons that export all heads as one picture, with the progress of the drawing. */
 export function Exports({ state }: { state: State }) {
   const [drawn, setDrawn] = useState(0);
   const start = async (kind: "png" | "svg") => {
@@ -253,12 +254,12 @@ export function Exports({ state }: { state: State }) {
     setDrawn(0);
   };
   const button = (kind: "png" | "svg", name: string) =>
-    <button type="button" aria-label={`${name} of all heads`} aria-disabled={drawn > 0} onClick={() => !drawn && void start(kind)}>{name}</button>;
-  return <>{button("png", "PNG")} {button("svg", "SVG")} <span role="status">{drawn > 0 && `${whole(drawn)} of ${whole(chosen(state).length)} heads drawn`}</span></>;
+    <button type="button" aria-label={files.of(name, files.allHeads)} aria-disabled={drawn > 0} onClick={() => !drawn && void start(kind)}>{name}</button>;
+  return <>{button("png", files.png)} {button("svg", files.svg)} <span role="status">{drawn > 0 && grid.drawing(drawn, chosen(state).length)}</span></>;
 }
 
-/** Every head that is shown, in lines as they are on the screen, as PNG or SVG; tells at how many it is. */
-async function exported(kind: "png" | "svg", state: State, tell: (drawn: number) => void): Promise<void> {
+/** Every head that is shown, in lines as they are on the screen, as PNG or SVG; `progress` is called with the number of each head. */
+async function exported(kind: "png" | "svg", state: State, progress: (drawn: number) => void): Promise<void> {
   const found = chosen(state);
   const side = found.length > 200 ? 48 : 96;
   const across = state.sort ? Math.min(found.length, 16) : WIDEST;
@@ -274,7 +275,7 @@ async function exported(kind: "png" | "svg", state: State, tell: (drawn: number)
   const [panel, hidden, ink] = ["--panel", "--hidden", "--ink"].map((each) => style.getPropertyValue(each)); // now: the theme may change while heads are decoded
   surface.box({ x: 0, y: 0, width, height }, panel);
   for (const [n, place] of found.entries()) {
-    tell(n + 1);
+    progress(n + 1);
     const [column, line] = at(place, n);
     const [x, y] = [GAP + column * (side + GAP), GAP + line * (side + LINE + GAP)];
     surface.box({ x, y, width: side, height: side }, hidden);

@@ -1,7 +1,7 @@
-// One head opened large: its map, what is known of the pinned cell, the tokens, its largest weights and its figures.
+// One head opened large: its map, the selected cell, the tokens, its strongest connections and its statistics.
 
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import { data, type Head, hasPatches, hasTexts, head as decoded, known, type Layer, queryAt, token } from "./data";
+import { data, type Head, hasPatches, hasTexts, hasTokens, head as decoded, known, type Layer, queryAt, range, token } from "./data";
 import { type Colours, colour, type Field, field, place, type Scale } from "./field";
 import { Bar } from "./legend";
 import { Cell, Exact, MapView, type Zoom } from "./map";
@@ -10,7 +10,9 @@ import type { State } from "./state";
 import { hasStrips, Strips as Band, Top } from "./strips";
 import { Meanings } from "./table";
 import { asField, isExact, served, type Tile } from "./tiles";
-import { bin, binAt, binning, counted, figure, kept, nameOf, pair, whole } from "./words";
+import * as texts from "./texts";
+import { counted, figure, fill, percent, whole } from "./texts";
+import { bin, binAt, binning, mapValue, nameOf, pair } from "./words";
 
 interface Props {
   state: State;
@@ -29,8 +31,8 @@ export function useHead(layer: number, head: number): Head | null {
   return found && found.layer === layer && found.head === head ? found.is : known(layer, head);
 }
 
-/** What to show: until these heads are decoded still the last ones, in the state that they were shown in. Of a change meant
- * for them a zoom alone is heard, if the next ones keep it: a pinned bin might be none of theirs. */
+/** What to show: the last heads, in their state, until these ones are decoded. Until then only a zoom is applied, and only if
+ * the next heads use the same zoom: a selected bin may not exist in their maps. */
 export function useShown(state: State, heads: (Head | null)[], change: Props["change"]) {
   const last = useRef({ state, heads });
   const ready = !heads.includes(null) || last.current.heads.includes(null);
@@ -46,11 +48,11 @@ export function HeadView({ state: asked, theme, change: changed }: Props) {
     () => (found?.map ? field(found.map, state.pool, state.sink, layer.map!.exact) : null),
     [found, state.pool, state.sink],
   );
-  const [over, setOver] = useState<number | null>(null); // a token that is pointed at
+  const [over, setOver] = useState<number | null>(null); // a token under the pointer or in focus
   const marked = over === null ? state : tokenBins(layer, over, state);
   const zoom: Zoom = useMemo(() => ({ at: state.zoom, change: (at) => change({ zoom: at }) }), [state.zoom, change]);
   const section = useRef<HTMLElement>(null);
-  useLayoutEffect(() => { // a token that went from under the pointer was not left
+  useLayoutEffect(() => { // a token that is removed under the pointer fires no mouseleave
     if (over !== null && !section.current!.querySelector(".strip:is(:hover, :focus-within)")) setOver(null);
   });
   const title = nameOf(state.layer, state.head);
@@ -59,18 +61,18 @@ export function HeadView({ state: asked, theme, change: changed }: Props) {
   return (
     <section aria-labelledby="head-title" ref={section}>
       <div class="heading">
-        <h2 id="head-title" tabIndex={-1} aria-live="polite">{title.replace(/^layer /, "Layer ")}</h2>
+        <h2 id="head-title" tabIndex={-1} aria-live="polite">{texts.names.title(title)}</h2>
         <Steps state={asked} change={changed} />
       </div>
       <Likeness layer={state.layer} head={state.head} />
       {layer.map === null && <NoMap />}
-      {data.image && layer.map && !hasPatches(layer) && <p class="hint">Its keys are not the patches of the image.</p>}
-      {data.image && hasPatches(layer) && layer.map && !single(layer) && <p class="hint">The map holds several patches in a bin: observe with map= at least the number of keys to lay it over the image.</p>}
+      {data.image && layer.map && !hasPatches(layer) && <p class="hint">{texts.head.notPatches}</p>}
+      {data.image && hasPatches(layer) && layer.map && !single(layer) && <p class="hint">{texts.head.pooledPatches(layer.lengths![1])}</p>}
       {shown && found?.map && hasPatches(layer) && single(layer) && <Images {...{ layer, map: found.map, field: shown, state, theme, change }} />}
       <div class="panes">
         {shown && found && (
           <div>
-            {hasPatches(layer) && <h3>The whole map, patch by patch in reading order</h3>}
+            {hasPatches(layer) && <h3>{texts.head.fullMap}</h3>}
             <Legend {...{ layer, field: tile ? asField(tile, state.pool) : shown, state, tile }} />
             <MapView
               {...{ layer, head: found, field: shown, scale: state.scale, colours: state.colours, zoom, theme, pin }}
@@ -97,29 +99,36 @@ function single({ map, lengths }: Layer): boolean {
   return map !== null && lengths !== null && map.rows === lengths[0] && map.columns === lengths[1];
 }
 
-const WEAK = 0.3; // a pattern's score below this says that nothing fits
+const WEAK = 0.3; // below this score no pattern fits
 
-/** What the head is likest to, in a sentence. */
+/** What patterns count: tokens, or patches where all keys are. */
+const UNIT = data.image?.special === 0 ? "patch" : "token";
+
+/** The pattern that the head matches best, in a sentence. */
 function Likeness({ layer, head }: { layer: number; head: number }) {
   const best = data.patterns[layer]?.[head]?.[0];
   if (!best) return null;
   const [name, score, rows] = best;
+  if (score < WEAK) return <p class="likeness" title={texts.head.noPatternHelp}>{texts.head.noPattern}</p>;
+  const { kind, does } = texts.patterns[name]?.(UNIT) ?? { kind: name, does: data.patternWords[name] };
   return (
-    <p class="likeness">{score < WEAK ? "No pattern fits well; the closest is " : "Closest to "}
-      <b>{name}</b>: {data.patternWords[name]}. Score {figure(score)} of 1 on {counted(rows, "row")}. <small>A likeness, not a purpose.</small></p>
+    <p class="likeness" title={texts.head.likenessHelp}>
+      {fill(texts.head.likeness, { kind: <b>{kind}</b>, match: percent(score), rows: counted(rows, UNIT), does })}
+    </p>
   );
 }
 
 export function NoMap() {
-  return <p class="hint">No map was recorded. Observe with Observe(map=64) to see where the weight lies.</p>;
+  return <p class="hint">{texts.head.noMap}</p>;
 }
 
 function Steps({ state, change }: Pick<Props, "state" | "change">) {
+  const { steps } = texts.head;
   const step = (name: string, down: number, across: number) => {
     const to = stepped(state, down, across);
-    return <button type="button" aria-disabled={!to} onClick={() => to && change(to)}>{name}</button>; // a disabled one loses the focus
+    return <button type="button" aria-disabled={!to} onClick={() => to && change(to)}>{name}</button>; // `disabled` would lose the focus
   };
-  return <p class="steps">{step("↑ layer", -1, 0)} {step("↓ layer", 1, 0)} {step("← head", 0, -1)} {step("→ head", 0, 1)}</p>;
+  return <p class="steps">{step(steps.up, -1, 0)} {step(steps.down, 1, 0)} {step(steps.left, 0, -1)} {step(steps.right, 0, 1)}</p>;
 }
 
 /** The next head in a layer, or the nearest one in the next layer; null at the end. */
@@ -134,7 +143,7 @@ export function alike(one: Layer, other: Layer): boolean {
   return one.map?.rows === other.map?.rows && one.map?.columns === other.map?.columns;
 }
 
-/** Another head: what is pinned and the zoom stay where its map has the same bins. */
+/** Another head: the selection and the zoom stay if its map has the same bins. */
 export function opened(state: State, layer: number, head: number): Partial<State> {
   const [from, to] = [data.layers[state.layer], data.layers[layer]];
   const rest = alike(from, to) ? {} : { row: null, column: null, zoom: [1, 0.5, 0.5] as State["zoom"] };
@@ -144,25 +153,25 @@ export function opened(state: State, layer: number, head: number): Partial<State
 // ---------------------------------------------------------------- under the map
 
 export function Legend({ layer, field: of, state, tile }: { layer: Layer; field: Field; state: State; tile?: Tile | null }) {
-  const low = of.signed ? figure(-of.top) : state.scale === "log" ? `≤ ${figure(of.top / 1e4)}` : "0";
+  const low = of.signed ? figure(-of.top) : state.scale === "log" ? texts.legend.atMost(figure(of.top / 1e4)) : figure(0);
   const scale = of.signed ? "linear" : state.scale;
-  const what = of.signed ? "difference" : (tile ? isExact(tile) : layer.map!.exact) ? "weight" : `${of.pool} of a bin`;
+  const what = of.signed ? "difference" : (tile ? isExact(tile) : layer.map!.exact) ? "weight" : of.pool;
   const codes = 2 ** data.bits - 1;
   return (
     <p class="hint legend">
-      <Bar what={`${what}, ${scale}`} low={low} high={`${figure(of.top)}${of.above ? " and more" : ""}`} colours={state.colours} signed={of.signed} />
-      {tile ? <span class="binning">A scale for what is in sight alone.</span> : <span class="binning" title={`Kept in ${data.bits} bits: value = largest × (c / ${whole(codes)})², within ${(1 / codes).toPrecision(1)} of the largest.`}>{binning(layer)}{data.bits === 8 && " What has ≈ is kept in 8 bits."}{zoomed(layer, state)}</span>}
+      <Bar what={texts.legend.what(what, scale)} low={low} high={of.above ? texts.legend.orMore(figure(of.top)) : figure(of.top)} colours={state.colours} signed={of.signed} />
+      {tile ? <span class="binning">{texts.legend.visiblePart}</span> : <span class="binning" title={texts.legend.bits(data.bits, codes)}>{[binning(layer, of.pool), data.bits === 8 && texts.legend.rough, noDetail(layer, state) && texts.legend.noDetail].filter(Boolean).join(" ")}</span>}
     </p>
   );
 }
 
-/** Said where one looks closer than the page can show. */
-function zoomed(layer: Layer, state: State): string {
-  const pooled = !layer.map!.exact && layer.lengths && layer.lengths[1] > layer.map!.columns;
-  return pooled && state.zoom[0] > 1 && !served(layer) ? " Zooming in shows these bins larger; the page holds nothing finer." : "";
+/** Whether the zoom is closer than the bins of the map, so that it adds no detail. */
+function noDetail(layer: Layer, state: State): boolean {
+  const pooled = !layer.map!.exact && layer.lengths !== null && layer.lengths[1] > layer.map!.columns;
+  return pooled && state.zoom[0] > 1 && !served(layer);
 }
 
-/** The bins of a token as query and as key; as query those that were, where it is none. */
+/** The bins of a token as query and as key; the row stays where the token is not a query. */
 function tokenBins(layer: Layer, at: number, otherwise: { row: number | null }): { row: number | null; column: number | null } {
   const column = binAt(layer, "key", at);
   const row = at >= queryAt(layer, 0) ? binAt(layer, "query", at - queryAt(layer, 0)) : otherwise.row;
@@ -181,20 +190,20 @@ interface Pointed {
 function Pinned({ head, ...rest }: Pointed & { head: Head }) {
   const { layer, field: of, state, change } = rest;
   const { row, column } = state;
-  const unpin = () => {
-    document.querySelector<HTMLElement>(".map canvas")!.focus({ preventScroll: true }); // the button goes
+  const clear = () => {
+    document.querySelector<HTMLElement>(".map canvas")!.focus({ preventScroll: true }); // the button disappears
     change({ row: null, column: null });
   };
   return (
     <div class="pinned">
-      <h3>Pinned</h3>
+      <h3><SelectedTitle layer={layer} row={row} column={column} /></h3>
       {row === null || column === null ? (
-        <p class="hint">Click a cell{chips(layer, state) && ", or a token below,"} to pin it: its row is where a query looks, its column who looks at a key.</p>
+        <p class="hint">{texts.selected.none(chips(layer, state))}</p>
       ) : (
         <p aria-live="polite">
           {state.cell && <Exact layer={layer} head={state.head} at={state.cell} />}
           <Cell {...{ layer, head, field: of, row, column }} />{" "}
-          <button type="button" onClick={unpin}>Unpin</button>
+          <button type="button" aria-label={texts.selected.clearLabel} onClick={clear}>{texts.selected.clear}</button>
         </p>
       )}
       {layer.map!.ranges && (chips(layer, state) ? <Strips {...rest} /> : <Ranks {...{ layer, field: of, state, change }} />)}
@@ -202,14 +211,39 @@ function Pinned({ head, ...rest }: Pointed & { head: Head }) {
   );
 }
 
+/** "Selected", with the token or patch if both query and key of the cell are that one. */
+function SelectedTitle({ layer, row, column }: { layer: Layer; row: number | null; column: number | null }) {
+  const alone = row !== null && single(layer) && queryAt(layer, row) === column;
+  const name = alone && hasTokens(layer) ? token(column!, true) : null;
+  if (name === null) return <>{texts.selected.title}</>;
+  return <>{fill(data.image ? texts.selected.patch : texts.selected.token, { token: data.image ? name : <Named name={name} at={column!} /> })}</>;
+}
+
+function Named({ name, at }: { name: string; at: number }) {
+  return <>{fill(texts.NAMED, { name: <bdi>{name}</bdi>, at: whole(at) })}</>;
+}
+
+/** The heading of a list of tokens or bins: "␣on (25) attends to", "keys 8–15 are attended to by". */
+function Attends({ layer, axis, at }: { layer: Layer; axis: "query" | "key"; at: number | null }) {
+  const { attends, attended, attendsToNone, attendedByNone } = texts.selected;
+  if (at === null) return <>{axis === "query" ? attendsToNone : attendedByNone}</>;
+  const bins = axis === "query" ? layer.map!.rows : layer.map!.columns;
+  const [start, stop] = layer.map!.ranges ? range(at, bins, layer.lengths![axis === "query" ? 0 : 1]) : [at, at + 1];
+  const many = stop - start > 1;
+  const where = axis === "query" ? queryAt(layer, start) : start;
+  const name = !many && hasTokens(layer) ? token(where, true) : null;
+  const shown = name === null ? <bdi>{bin(layer, axis, at)}</bdi> : data.image ? <bdi>{name}</bdi> : <Named name={name} at={start} />;
+  return <>{fill(axis === "query" ? attends(many) : attended(many), { name: shown })}</>;
+}
+
 const CHIPS = 160;
 
-/** Whether as few tokens are in sight as there is room for. */
+/** Whether the visible tokens are few enough to list them all. */
 function chips(layer: Layer, state: State): boolean {
   return hasTexts(layer) && Math.max(...layer.lengths!) / state.zoom[0] <= CHIPS;
 }
 
-/** The bins of the pinned row and column with the largest values, where there are too many keys to show all. */
+/** The bins of the selected row and column with the largest values, where there are too many keys to list them all. */
 function Ranks({ layer, field: of, state, change }: { layer: Layer; field: Field; state: State; change: Props["change"] }) {
   const { row, column } = state;
   if (row === null || column === null) return null;
@@ -221,21 +255,21 @@ function Ranks({ layer, field: of, state, change }: { layer: Layer; field: Field
     <li key={at}>
       <button type="button" onClick={() => change(axis === "key" ? { column: at } : { row: at })}><bdi>{bin(layer, axis, at)}</bdi></button>
       <span class="meter" aria-hidden="true"><i style={{ width: `${Math.min(100, (100 * p) / of.top)}%` }} /></span>
-      <span>{kept(p)}</span>
+      <span>{mapValue(p)}</span>
     </li>
   );
   return (
     <>
-      <h4>Where it looks: <bdi>{bin(layer, "query", row)}</bdi></h4>
+      <h4><Attends layer={layer} axis="query" at={row} /></h4>
       <ol class="ranks">{keys.map(line("key"))}</ol>
-      <h4>Who looks at it: <bdi>{bin(layer, "key", column)}</bdi></h4>
+      <h4><Attends layer={layer} axis="key" at={column} /></h4>
       <ol class="ranks">{queries.map(line("query"))}</ol>
-      <p class="hint">{layer.map!.exact ? "The largest weights" : `The bins with the largest ${of.pool}`}.{hasTexts(layer) && " Zoom in to see the tokens."}</p>
+      <p class="hint">{texts.strongest.cells(layer.map!.exact, of.pool)} {hasTexts(layer) && texts.strongest.zoomForTokens}</p>
     </>
   );
 }
 
-/** The tokens that are seen, coloured by where a query looks, and by who looks at a key. */
+/** The visible tokens, coloured by the weights of a query, and by the weights on a key. */
 function Strips({ layer, field: of, state, change, over, setOver }: Pointed) {
   const [k, x, y] = state.zoom;
   const keys = layer.lengths![1];
@@ -260,16 +294,13 @@ function Strips({ layer, field: of, state, change, over, setOver }: Pointed) {
       </div>
     );
   };
-  const pooled = layer.map!.exact ? "" : " Colours are those of bins.";
   return (
     <>
-      <h4>Where it looks{row !== null && <>: <bdi>{bin(layer, "query", row)}</bdi></>}</h4>
+      <h4><Attends layer={layer} axis="query" at={row} /></h4>
       {strip("key")}
-      <h4>Who looks at it{column !== null && <>: <bdi>{bin(layer, "key", column)}</bdi></>}</h4>
+      <h4><Attends layer={layer} axis="key" at={column} /></h4>
       {strip("query")}
-      <p class="hint">
-        Point at a token or pin it by a click.{pooled}
-      </p>
+      <p class="hint">{texts.selected.hint} {!layer.map!.exact && texts.selected.pooledHint}</p>
     </>
   );
 }
@@ -297,7 +328,7 @@ function Chip({ at, field: of, scale, colours, row, column, missing, over, pin }
   const shown = value === value ? colour(place(value, of, scale), colours) : null;
   const style = shown ? { background: shown.fill, color: shown.white ? "white" : "black" } : {};
   return (
-    <button type="button" style={style} title={`${at}: ${token(at, true)}${shown ? `, ${kept(value)}` : ""}`}
+    <button type="button" style={style} title={texts.names.chip(at, token(at, true)!, shown ? mapValue(value) : "")}
       onMouseEnter={() => over(at)} onFocus={() => over(at)} onBlur={() => over(null)} onClick={pin}>
       <bdi>{token(at)}</bdi>
     </button>
@@ -315,7 +346,7 @@ function Largest({ layer, head, change }: { layer: Layer; head: Head; change: Pr
   };
   return (
     <details>
-      <summary>The {head.edges.length === 1 ? "largest weight" : `${head.edges.length} largest weights`}, exact</summary>
+      <summary>{texts.strongest.summary(head.edges.length)}</summary>
       <ol class="largest">
         {head.edges.map((edge) => (
           <li key={`${edge.run}.${edge.entry}.${edge.query}.${edge.key}`}>
@@ -336,19 +367,19 @@ export function Figures({ layer, head }: { layer: number; head: number }) {
   const columns = (["mean", "std", "min", "max"] as const).filter((what) => names.some(({ name }) => statistics[name][what][head] !== null));
   return (
     <div>
-      <h3>Figures</h3>
-      {patterns.length > 1 && (
+      <h3>{texts.head.statistics}</h3>
+      {patterns.length > 0 && (
         <p>
-          Patterns: {patterns.map(([name, score, rows, exact], n) => (
+          {fill(texts.head.patternMatch, { list: patterns.map(([name, score, rows, exact], n) => (
             <span key={name} title={data.patternWords[name]}>
-              {n > 0 && ", "}<b>{name}</b> {exact ? "" : "about "}{figure(score)} <small>({counted(rows, "row")})</small>
+              {n > 0 && ", "}<b>{name}</b> {exact ? "" : texts.head.about}{percent(score)} <small>({counted(rows, UNIT)})</small>
             </span>
-          ))}. <small>1 is exactly so, 0 no closer than chance.</small>
+          )) })} <small>{texts.head.patternScale}</small>
         </p>
       )}
-      <div class="scroll" tabIndex={0} role="region" aria-label="Figures of this head">
+      <div class="scroll" tabIndex={0} role="region" aria-label={texts.head.statisticsOf}>
         <table>
-          <thead><tr><th scope="col">over rows</th>{columns.map((what) => <th scope="col" key={what}>{what}</th>)}<th scope="col">rows</th></tr></thead>
+          <thead><tr><th scope="col">{texts.head.columns.query}</th>{columns.map((what) => <th scope="col" key={what}>{texts.head.columns[what]}</th>)}<th scope="col">{texts.head.columns.count}</th></tr></thead>
           <tbody>
             {names.map(({ name, heading, meaning }) => (
               <tr key={name} data-name={name}>

@@ -1,4 +1,4 @@
-// What the colours stand for.
+// The scale of colours.
 
 import { type Colours, colour } from "./field";
 

@@ -11,16 +11,17 @@ import { NumberField } from "./number";
 import { useScreen } from "./screen";
 import { address, parse, SINK, type State, VIEWS, type View } from "./state";
 import { Table } from "./table";
+import { averageOver, controls, type FirstColumn, grid, tabs, themes } from "./texts";
 import { Trace } from "./trace";
 import { statistic } from "./words";
 import "./style.css";
 
-const THEMES = { "": "as the system", light: "light", dark: "dark" };
+const THEMES = { "": themes.auto, light: themes.light, dark: themes.dark };
 
 function App() {
   const [state, setState] = useState<State>(() => parse(location.hash));
   const [theme, setTheme] = useState<keyof typeof THEMES>("");
-  // what else is pinned is no longer this query and key
+  // a selected query and key is no longer selected
   const change = useCallback((part: Partial<State>) => setState((before) => ({ ...before, ...("row" in part || "column" in part ? { cell: null } : {}), ...part })), []);
   const drawn = `${theme} ${useScreen()}`; // what is drawn is drawn again when this changes
   const focus = useRef("");
@@ -95,10 +96,15 @@ function App() {
       <div id="view" role="tabpanel" aria-labelledby={`tab-${state.view}`}>
         {state.view === "heads" && (
           <section aria-labelledby="heads-title">
-            <h2 id="heads-title">Every head</h2>
-            <p class="hint">{data.image ? "Where each head looks: the mean over all patches, where one patch looks, or the whole map. Each picture has its own scale of colours." : data.layers.some((layer) => layer.map) ? "A small map of each: rows are queries, columns the keys that they look at. Each has its own scale of colours." : `No map was recorded. Of each head the mean of ${headingOf(state.sort || TILE)}.`} A click opens it; arrows move. The frame marks the one that One head shows.{" "}
-              {data.layers.some((layer) => layer.map) && <Exports state={state} />}
-            </p>
+            <h2 id="heads-title">{grid.title}</h2>
+            <div class="hint">
+              {gridHint(state)}{" "}
+              {HAS_MAPS && <Exports state={state} />}
+              <details class="help">
+                <summary aria-label={grid.help}>?</summary>
+                <p>{grid.keys} {HAS_MAPS && (data.image ? grid.pictures : grid.axes)}</p>
+              </details>
+            </div>
             <Grid {...{ state, theme: drawn, open }} />
           </section>
         )}
@@ -123,7 +129,7 @@ function Tabs({ view, show }: { view: View; show: (view: View) => void }) {
     document.getElementById(`tab-${to}`)!.focus();
   };
   return (
-    <div role="tablist" aria-label="Views" onKeyDown={pressed}>
+    <div role="tablist" aria-label={tabs.label} onKeyDown={pressed}>
       {VIEWS.map(([name, text]) => (
         <button key={name} type="button" role="tab" id={`tab-${name}`} aria-selected={view === name} aria-controls="view"
           tabIndex={view === name ? 0 : -1} onClick={() => show(name)}>{text}</button>
@@ -132,7 +138,7 @@ function Tabs({ view, show }: { view: View; show: (view: View) => void }) {
   );
 }
 
-/** The figures that some head has. */
+/** The statistics that some head has. */
 const KNOWN = data.names.filter(({ name }) => all().some(({ layer, head }) => statistic(layer, head, name) !== null));
 
 interface SwitchesProps {
@@ -147,45 +153,45 @@ function Switches({ state, change, theme, pick }: SwitchesProps) {
   const pooled = data.layers.some((layer) => layer.map && !layer.map.exact);
   const many = state.view === "heads" || state.view === "table";
   const names: [string, string][] = KNOWN.map(({ name, heading }) => [name, heading]);
-  if (data.patterns.length > 0) names.unshift(["score", "pattern score"]);
+  if (data.patterns.length > 0) names.unshift(["score", controls.score]);
   return (
     <div class="switches">
       {data.image && maps && state.view === "heads" && (
-        <Select label="small pictures" value={state.thumbs} options={[["received", "mean over all patches"], ["patch", "from the pinned patch"], ["map", "whole map"]]} choose={(thumbs) => change({ thumbs })} />
+        <Select label={controls.thumbs} value={state.thumbs} options={[["received", averageOver(data.image.special)], ["patch", controls.thumbsSelected], ["map", controls.thumbsMap]]} choose={(thumbs) => change({ thumbs })} />
       )}
       {data.image && maps && state.view !== "compare" && (
-        <label><input type="checkbox" checked={state.over} onChange={(event) => change({ over: event.currentTarget.checked })} /> over the image</label>
+        <label><input type="checkbox" checked={state.over} onChange={(event) => change({ over: event.currentTarget.checked })} /> {controls.overlay}</label>
       )}
       {maps && (
         <>
-          {pooled && <Select label="bins show their" value={state.pool} options={[["mean", "mean"], ["max", "max"]]} choose={(pool) => change({ pool })} />}
-          <Select label="scale" value={state.scale} options={[["linear", "linear"], ["log", "log"]]} choose={(scale) => change({ scale })} />
-          <Select label="colours" value={state.colours} options={[["viridis", "viridis"], ["cividis", "cividis"], ["magma", "magma"]]} choose={(colours) => change({ colours })} />
-          {SINK && <label title="Leaves out the first column, and shares its weight among the rest of each row, so that the row keeps its sum. The max of a bin of several weights stays as it is.">
-            <input type="checkbox" checked={state.sink} onChange={(event) => change({ sink: event.currentTarget.checked })} /> without {firstColumn()}
+          {pooled && <Select label={controls.pool} value={state.pool} options={[["mean", controls.pools.mean], ["max", controls.pools.max]]} choose={(pool) => change({ pool })} />}
+          <Select label={controls.scale} value={state.scale} options={[["linear", controls.scales.linear], ["log", controls.scales.log]]} choose={(scale) => change({ scale })} />
+          <Select label={controls.colours} value={state.colours} options={[["viridis", "viridis"], ["cividis", "cividis"], ["magma", "magma"]]} choose={(colours) => change({ colours })} />
+          {SINK && <label title={controls.hideHelp(FIRST_COLUMN)}>
+            <input type="checkbox" checked={state.sink} onChange={(event) => change({ sink: event.currentTarget.checked })} /> {controls.hide(FIRST_COLUMN)}
           </label>}
         </>
       )}
       {many && (
         <>
-          <Select label="order" value={state.sort} options={[["", "of the model"], ...names]} choose={(sort) => change({ sort })} />
-          {state.sort && <Select label="from" value={state.down ? "1" : ""} options={[["1", "largest"], ["", "smallest"]]} choose={(down) => change({ down: down !== "" })} />}
+          <Select label={controls.sort} value={state.sort} options={[["", controls.sortLayer], ...names]} choose={(sort) => change({ sort })} />
+          {state.sort && <Select label={controls.order} value={state.down ? "1" : ""} options={[["1", controls.largest], ["", controls.smallest]]} choose={(down) => change({ down: down !== "" })} />}
           {data.patterns.length > 0 && (
-            <Select label="closest pattern" value={state.pattern} options={[["", "any"], ...Object.keys(data.patternWords).map((name): [string, string] => [name, name])]} choose={(pattern) => change({ pattern })} />
+            <Select label={controls.pattern} value={state.pattern} options={[["", controls.anyPattern], ...Object.keys(data.patternWords).map((name): [string, string] => [name, name])]} choose={(pattern) => change({ pattern })} />
           )}
-          <Select label="only heads with" value={state.by} options={[["", "any figure"], ...names]} choose={(by) => change({ by })} />
+          <Select label={controls.filter} value={state.by} options={[["", controls.anyStatistic], ...names]} choose={(by) => change({ by })} />
           {state.by && (
             <label>
-              <select aria-label="at least or at most" value={state.under ? "1" : ""} onChange={(event) => change({ under: event.currentTarget.value !== "" })}>
+              <select aria-label={controls.atLeast} value={state.under ? "1" : ""} onChange={(event) => change({ under: event.currentTarget.value !== "" })}>
                 <option value="">≥</option>
                 <option value="1">≤</option>
               </select>
-              <NumberField label="limit" step="any" value={state.least} set={(least) => change({ least })} clear={() => change({ least: null })} />
+              <NumberField label={controls.limit} step="any" value={state.least} set={(least) => change({ least })} clear={() => change({ least: null })} />
             </label>
           )}
         </>
       )}
-      <Select label="page" value={theme} options={Object.entries(THEMES) as [keyof typeof THEMES, string][]} choose={pick} />
+      <Select label={themes.label} value={theme} options={Object.entries(THEMES) as [keyof typeof THEMES, string][]} choose={pick} />
     </div>
   );
 }
@@ -195,10 +201,14 @@ function headingOf(name: string): string {
 }
 
 /** What the first column of the maps stands for. */
-function firstColumn(): string {
-  if (data.image) return "CLS";
-  const single = data.layers.every((layer) => !layer.map || (layer.lengths && layer.map.columns === layer.lengths[1]));
-  return single ? "the first key (the sink)" : "the first bin of keys (with the sink)";
+const FIRST_COLUMN: FirstColumn = data.image ? "CLS" : data.layers.every((layer) => !layer.map || (layer.lengths && layer.map.columns === layer.lengths[1])) ? "token" : "bin";
+
+const HAS_MAPS = data.layers.some((layer) => layer.map);
+
+/** The sentence above the heads. */
+function gridHint(state: State): string {
+  if (!HAS_MAPS) return `${grid.click} ${grid.noMap(headingOf(state.sort || TILE))}`;
+  return `${grid.click} ${data.image ? grid.ownScale.image : grid.ownScale.map}`;
 }
 
 function Select<T extends string>({ label, value, options, choose }: { label: string; value: T; options: [T, string][]; choose: (to: T) => void }) {

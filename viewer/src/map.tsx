@@ -1,4 +1,4 @@
-// The map of a head on a canvas: zoom, pan, a tooltip, and a cell that can be pinned.
+// The map of a head on a canvas: zoom, pan, a tooltip, and a cell that can be selected.
 
 import { select } from "d3-selection";
 import { zoom as zooming, zoomIdentity, type ZoomTransform } from "d3-zoom";
@@ -9,7 +9,9 @@ import { type Colours, type Field, Pictures, type Scale } from "./field";
 import { useWidth } from "./screen";
 import { CanvasSurface, SvgSurface } from "./surface";
 import { asField, isExact, served, tile as askTile, type Tile, why } from "./tiles";
-import { argmax, bin, figure, kept, oneOf, position, whole } from "./words";
+import * as texts from "./texts";
+import { figure, fill } from "./texts";
+import { argmax, bin, mapValue, oneOf, position } from "./words";
 
 export interface Zoom {
   at: [number, number, number];
@@ -27,8 +29,8 @@ interface Props {
   row: number | null;
   column: number | null;
   pin: (row: number | null, column: number | null, cell?: [number, number]) => void;
-  cell?: [number, number] | null; // the pinned query and key, of a tile
-  inSight?: (tile: Tile | null) => void; // is told what is shown instead of bins
+  cell?: [number, number] | null; // the selected query and key, of a tile
+  inSight?: (tile: Tile | null) => void; // called with the tile that is shown in place of bins
   most: number;
   title: string;
   theme: string;
@@ -45,7 +47,7 @@ function inks(): Inks {
   };
 }
 
-/** What is seen, from the scale and the middle as shares. */
+/** The visible part, from the scale and the middle as shares. */
 function sightOf([k, x, y]: [number, number, number], side: number): Sight {
   const within = (at: number) => Math.min(0, Math.max(side - k * side, side / 2 - at * k * side));
   return { k, x: within(x), y: within(y) };
@@ -66,7 +68,7 @@ export function MapView(props: Props) {
   const behaviour = useRef<ReturnType<typeof zooming<HTMLCanvasElement, unknown>> | null>(null);
   const width = useWidth(frame);
   const closest = Math.max(8, ...((props.number !== undefined && served(layer)) || [field.rows, field.columns]).map((length) => length / 4));
-  // While it moves the map alone is drawn; the rest of the page hears of it once it rests.
+  // While the map moves, only the map is drawn; the rest of the page follows once it rests.
   const [asked, setAt] = useState(zoom.at);
   const within = ([k, x, y]: Zoom["at"]): Zoom["at"] => [Math.min(closest, k), x, y];
   const at = within(asked);
@@ -75,19 +77,19 @@ export function MapView(props: Props) {
   const following = useRef(false);
   useLayoutEffect(() => {
     setAt(zoom.at);
-    clearTimeout(resting.current); // what came from elsewhere is the later
+    clearTimeout(resting.current); // a zoom from elsewhere is the newer one
   }, [zoom.at]);
   useLayoutEffect(() => () => {
     gone.current = true;
     clearTimeout(resting.current);
   }, []);
-  const told = useRef(zoom.change);
-  told.current = zoom.change;
+  const changed = useRef(zoom.change);
+  changed.current = zoom.change;
   const move = (to: Zoom["at"]) => {
     if (gone.current) return; // d3 listens to a drag on the window until the button is let go
     setAt(to);
     clearTimeout(resting.current);
-    resting.current = setTimeout(() => told.current(to), 120);
+    resting.current = setTimeout(() => changed.current(to), 120);
   };
   const [over, setOver] = useState<Hit | null>(null);
   useEffect(() => {
@@ -144,7 +146,7 @@ export function MapView(props: Props) {
       .extent(area)
       .translateExtent(area)
       .clickDistance(4)
-      // with all in sight, a wheel turned to see more scrolls the page
+      // where everything is visible, turning the wheel to zoom out scrolls the page
       .filter((event: MouseEvent | WheelEvent) =>
         !event.button && !(event.type === "wheel" && (event as WheelEvent).deltaY > 0 && scene.current!.sight.k <= 1))
       .on("zoom", (event: { transform: ZoomTransform; sourceEvent: Event | null }) => {
@@ -217,27 +219,27 @@ export function MapView(props: Props) {
         role="img"
         data-plot={JSON.stringify(places.plot)}
         style={{ touchAction: at[0] > 1 ? "none" : "pan-y" }}
-        aria-label={`${title}. Shift and arrow keys move the pinned cell, plus and minus zoom, 0 shows all.`}
+        aria-label={texts.map.label(title)}
         onClick={click}
         onMouseMove={(event) => setOver(event.buttons ? null : cell(event))}
         onMouseLeave={() => setOver(null)}
         onKeyDown={pressed}
       />
       {over?.layer === layer && <Tooltip {...props} {...over} tile={tile} />}
-      {failed ? <p class="hint" role="status">{failed}</p> : tile && <p class="hint exact" role="status">{isExact(tile) ? "Exact: each cell in sight is one weight" : "Computed for this zoom, pooled"}: queries {whole(tile.queries[0])}–{whole(tile.queries[1] - 1)}, keys {whole(tile.keys[0])}–{whole(tile.keys[1] - 1)}{oneOf(layer) && ` of ${oneOf(layer)}`}.</p>}
+      {failed ? <p class="hint" role="status">{failed}</p> : tile && <p class="hint exact" role="status">{texts.map.sight(isExact(tile), tile.queries, tile.keys, oneOf(layer))}</p>}
       {props.exports && (
         <p class="tools">
-          <button type="button" aria-label={`PNG of the map of ${title}`} onClick={png}>PNG</button> <button type="button" aria-label={`SVG of the map of ${title}`} onClick={svg}>SVG</button>{" "}
-          <button type="button" aria-label="Closer" onClick={() => closer(2)} aria-disabled={at[0] >= closest}>+</button>{" "}
-          <button type="button" aria-label="Farther" onClick={() => closer(0.5)} aria-disabled={at[0] === 1}>−</button>{" "}
-          <button type="button" onClick={() => zoom.change([1, 0.5, 0.5])} aria-disabled={at[0] === 1}>Show all</button>
+          <button type="button" aria-label={texts.files.of(texts.files.png, texts.files.map(title))} onClick={png}>{texts.files.png}</button> <button type="button" aria-label={texts.files.of(texts.files.svg, texts.files.map(title))} onClick={svg}>{texts.files.svg}</button>{" "}
+          <button type="button" aria-label={texts.map.zoomIn} onClick={() => closer(2)} aria-disabled={at[0] >= closest}>+</button>{" "}
+          <button type="button" aria-label={texts.map.zoomOut} onClick={() => closer(0.5)} aria-disabled={at[0] === 1}>−</button>{" "}
+          <button type="button" onClick={() => zoom.change([1, 0.5, 0.5])} aria-disabled={at[0] === 1}>{texts.map.reset}</button>
         </p>
       )}
     </div>
   );
 }
 
-/** What is pointed at: the bin, the place as shares of keys and queries, and in pixels of the window. */
+/** The cell under the pointer: its bin, the place as shares of keys and queries, and in pixels of the window. */
 interface Hit {
   layer: Layer;
   row: number;
@@ -248,15 +250,15 @@ interface Hit {
   y: number;
 }
 
-/** The tile of what is in sight once the map rests, if the page came from a server that has it; or why there is none. */
+/** The tile of the visible part once the map rests, if the page came from a server that has it; or why it failed. */
 function useTile({ layer, number, field }: Props, at: Zoom["at"]): { tile: Tile | null; failed: string } {
   const [found, setFound] = useState<Tile | null>(null);
   const [failed, setFailed] = useState("");
-  const wanted = number !== undefined && served(layer) && !layer.map?.exact && !field.sink && !field.signed && at[0] > 1;
+  const needed = number !== undefined && served(layer) && !layer.map?.exact && !field.sink && !field.signed && at[0] > 1;
   const [k, x, y] = at;
   useEffect(() => {
     setFailed("");
-    if (!wanted) return setFound(null);
+    if (!needed) return setFound(null);
     const part = (middle: number, length: number): [number, number] => {
       const from = Math.min(1 - 1 / k, Math.max(0, middle - 0.5 / k));
       return [Math.floor(from * length), Math.min(length, Math.ceil((from + 1 / k) * length))];
@@ -272,18 +274,18 @@ function useTile({ layer, number, field }: Props, at: Zoom["at"]): { tile: Tile 
       clearTimeout(later);
       stop.abort();
     };
-  }, [wanted, layer.index, number, k, x, y]);
-  return { tile: wanted && found?.layer === layer.index && found.head === number ? found : null, failed };
+  }, [needed, layer.index, number, k, x, y]);
+  return { tile: needed && found?.layer === layer.index && found.head === number ? found : null, failed };
 }
 
-/** Below and right of the pointer, or above and left where there is no room. */
+/** Below and right of the pointer, or above and left where the window ends. */
 function Tooltip({ x, y, tile, across, down, ...rest }: Props & Hit & { tile: Tile | null }) {
   const box = useRef<HTMLDivElement>(null);
   useLayoutEffect(() => {
     const { style, offsetWidth, offsetHeight } = box.current!;
-    const beside = (at: number, size: number, room: number) => `${at + 14 + size <= room ? at + 14 : Math.max(0, at - 14 - size)}px`;
-    style.left = beside(x, offsetWidth, document.documentElement.clientWidth);
-    style.top = beside(y, offsetHeight, innerHeight);
+    const fit = (at: number, size: number, room: number) => `${at + 14 + size <= room ? at + 14 : Math.max(0, at - 14 - size)}px`;
+    style.left = fit(x, offsetWidth, document.documentElement.clientWidth);
+    style.top = fit(y, offsetHeight, innerHeight);
   });
   return (
     <div class="tip" role="tooltip" ref={box}>
@@ -292,7 +294,7 @@ function Tooltip({ x, y, tile, across, down, ...rest }: Props & Hit & { tile: Ti
   );
 }
 
-/** The row and column of a tile at a place, as shares of keys and queries; null beside it. */
+/** The row and column of a tile at a place, as shares of keys and queries; null outside of it. */
 function cellOf(tile: Tile, across: number, down: number): [number, number] | null {
   const [queries, keys] = tile.lengths;
   const [query, key] = [down * queries - tile.queries[0], across * keys - tile.keys[0]];
@@ -301,18 +303,18 @@ function cellOf(tile: Tile, across: number, down: number): [number, number] | nu
   return [Math.floor((query / high) * tile.rows), Math.floor((key / wide) * tile.columns)];
 }
 
-/** The weight of a query on a key, asked of the server. */
+/** The weight of a query on a key, from the server. */
 export function Exact({ layer, head, at: [query, key] }: { layer: Layer; head: number; at: [number, number] }) {
   const [found, setFound] = useState<Tile | null>(null);
   useEffect(() => {
     const stop = new AbortController();
-    void askTile(layer, head, [query, query + 1], [key, key + 1], stop.signal).then(setFound, () => setFound(null)); // the map tells why
+    void askTile(layer, head, [query, query + 1], [key, key + 1], stop.signal).then(setFound, () => setFound(null)); // the map shows the reason
     return () => stop.abort();
   }, [layer, head, query, key]);
   return found && <Finer layer={layer} tile={found} across={(found.keys[0] + 0.5) / found.lengths[1]} down={(found.queries[0] + 0.5) / found.lengths[0]} />;
 }
 
-/** A cell of a tile; null beside it. */
+/** A cell of a tile; null outside of it. */
 function Finer({ layer, tile, across, down }: { layer: Layer; tile: Tile; across: number; down: number }) {
   const at = cellOf(tile, across, down);
   if (!at) return null;
@@ -321,40 +323,39 @@ function Finer({ layer, tile, across, down }: { layer: Layer; tile: Tile; across
   const n = row * tile.columns + column;
   const place = (axis: "query" | "key", at: number, bins: number, length: number, first: number) => {
     const [start, stop] = range(at, bins, length);
-    return stop - start === 1 ? `${axis} ${position(layer, axis, first + start)}` : `${axis === "key" ? "keys" : "queries"} ${whole(first + start)}–${whole(first + stop - 1)}`;
+    return stop - start === 1 ? texts.names.one(axis, position(layer, axis, first + start)) : texts.names.several(axis, first + start, first + stop - 1);
   };
   const mean = tile.mean[n];
   return (
     <span class="cell">
-      <bdi>{place("query", row, tile.rows, high, tile.queries[0])}</bdi> → <bdi>{place("key", column, tile.columns, wide, tile.keys[0])}</bdi>
-      {mean !== mean ? <span>may not be seen</span> : isExact(tile)
-        ? <span>weight <b>{figure(mean)}</b>, exact</span>
-        : <span>mean <b>{figure(mean)}</b>, max <b>{figure(tile.max[n])}</b></span>}
+      {fill(texts.cell.arrow, { query: <bdi>{place("query", row, tile.rows, high, tile.queries[0])}</bdi>, key: <bdi>{place("key", column, tile.columns, wide, tile.keys[0])}</bdi> })}
+      {mean !== mean ? <span>{texts.cell.maskedTile}</span> : isExact(tile)
+        ? <span>{fill(texts.cell.exactWeight, { weight: <b>{figure(mean)}</b> })}</span>
+        : <span>{fill(texts.cell.pooled, { mean: <b>{figure(mean)}</b>, max: <b>{figure(tile.max[n])}</b> })}</span>}
     </span>
   );
 }
 
-/** All that is known of a bin. */
+/** A cell of the map: query, key, and its weights. */
 export function Cell({ layer, head, field, row, column }: Pick<Props, "layer" | "head" | "field"> & { row: number; column: number }) {
   const n = row * field.columns + column;
   const map = head.map!;
-  const where = <><bdi>{bin(layer, "query", row)}</bdi> → <bdi>{bin(layer, "key", column)}</bdi></>;
+  const where = fill(texts.cell.arrow, { query: <bdi>{bin(layer, "query", row)}</bdi>, key: <bdi>{bin(layer, "key", column)}</bdi> });
   if (map.mean[n] !== map.mean[n]) {
-    const broken = layer.broken.some(Boolean) ? ", or its row holds NaN or infinity" : "";
-    return <span class="cell">{where}: may not be seen{broken}</span>;
+    return <span class="cell">{fill(texts.cell.masked(layer.broken.some(Boolean)), { where })}</span>;
   }
   const shown = field.values[n];
   const changed = shown !== (field.pool === "max" ? map.max[n] : map.mean[n]);
   const note = field.signed
-    ? `difference of the two heads ${kept(shown)}`
-    : shown !== shown ? "hidden: the first column" : `without the first column ${kept(shown)}`;
+    ? texts.cell.difference(mapValue(shown))
+    : shown !== shown ? texts.cell.hidden : texts.cell.rescaled(mapValue(shown));
   const at = argmax(layer, head, row, column);
   return (
     <span class="cell">
       {where}
       {layer.map!.exact
-        ? <span>weight <b>{kept(map.mean[n])}</b></span>
-        : <span>mean <b>{kept(map.mean[n])}</b>, max <b>{kept(map.max[n])}</b>{at && <> at <bdi>{at}</bdi></>}</span>}
+        ? <span>{fill(texts.cell.weight, { weight: <b>{mapValue(map.mean[n])}</b> })}</span>
+        : <span>{fill(at ? texts.cell.pooledAt : texts.cell.pooled, { mean: <b>{mapValue(map.mean[n])}</b>, max: <b>{mapValue(map.max[n])}</b>, at: <bdi>{at}</bdi> })}</span>}
       {changed && <span>{note}</span>}
     </span>
   );

@@ -6,13 +6,13 @@ interface Props {
   label?: string;
   value: number | null; // null: the field is empty
   set: (to: number) => void;
-  clear?: () => void; // what an emptied field does, nothing without it
+  clear?: () => void; // called when the field is emptied
   min?: number;
   max?: number;
-  step?: "any"; // whole numbers alone without it
+  step?: "any"; // without it, only whole numbers
 }
 
-/** While one types, what is typed stays, such as "0."; it becomes the value that was made of it with Enter or on leaving. */
+/** While the reader types, the field shows what is typed, such as "0."; Enter or leaving the field shows its value. */
 export function NumberField({ label, value, set, clear, min, max, step }: Props) {
   const field = useRef<HTMLInputElement>(null);
   const [typing, setTyping] = useState(false);

@@ -1,4 +1,4 @@
-// A head over an image: where a patch looks, who looks at it, and where all look on average.
+// A head over an image: what a patch attends to, what attends to it, and the mean over all queries.
 
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { data, type HeadMap, type Layer, pixels, token } from "./data";
@@ -6,7 +6,8 @@ import { colour, type Colours, type Field, place, type Scale } from "./field";
 import { save } from "./map";
 import type { State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
-import { kept, nameOf } from "./words";
+import { files, fill, image as texts } from "./texts";
+import { mapValue, nameOf } from "./words";
 
 const made: Record<string, HTMLCanvasElement> = {};
 
@@ -31,7 +32,7 @@ function theImage(grey: boolean): HTMLCanvasElement {
   return drawn;
 }
 
-/** Where all queries look on average: one value for each key. */
+/** The mean over all queries, those of CLS and registers included: one value for each key. */
 export function received(of: Field): Float32Array {
   const found = new Float32Array(of.columns);
   for (let c = 0; c < of.columns; c++) {
@@ -49,7 +50,7 @@ export function received(of: Field): Float32Array {
 export const rowOf = (of: Field, row: number) => of.values.subarray(row * of.columns, (row + 1) * of.columns);
 const columnOf = (of: Field, column: number) => Float32Array.from({ length: of.rows }, (_, row) => of.values[row * of.columns + column]);
 
-/** The largest value of patches: CLS and registers would often drown them. */
+/** The largest value of a patch. CLS and registers are left out: theirs is often so large that all patches look alike. */
 export function topOf(values: Float32Array): number {
   let top = 0;
   for (let n = data.image!.special; n < values.length; n++) if (values[n] > top) top = values[n];
@@ -136,32 +137,32 @@ export function Images({ layer, field: of, state, theme, change }: Props) {
   const say = (text: string | null) => setOver(text ?? "");
   const rest = { state, theme, pin, chosen, head: [layer.index, state.head] as [number, number] };
   const best = (values: Float32Array) => {
-    let at: number | null = null; // no patch, where the row is broken or sees none
+    let at: number | null = null; // null where the row is broken or every patch is masked
     for (let n = special; n < values.length; n++) if (values[n] === values[n] && (at === null || values[n] > values[at])) at = n;
-    if (at === null) return "No weight on a patch is known.";
-    return `Most on ${token(at, true)}: ${kept(values[at])}, ${(values[at] * values.length).toFixed(1)} × an even spread.`;
+    if (at === null) return texts.noWeight;
+    return texts.most(token(at, true)!, mapValue(values[at]), values[at] * values.length);
   };
   return (
     <div>
       <div class="pictures">
-        <Pane {...rest} values={null} caption="The image. Click a patch to see where it looks; arrows choose another." title="image"
+        <Pane {...rest} values={null} caption={texts.original} title="image"
           say={(at) => say(at === null ? null : token(at, true))} />
-        <Pane {...rest} values={row} caption={<>Where <b>{name}</b> looks. {best(row)}</>} title="looks"
-          say={(at) => say(at === null ? null : `${name} → ${token(at, true)}: ${kept(row[at])}`)} />
-        <Pane {...rest} values={column} caption={<>Who looks at <b>{name}</b>.</>} title="looked-at"
-          say={(at) => say(at === null ? null : `${token(at, true)} → ${name}: ${kept(column[at])}`)} />
-        <Pane {...rest} values={mean} caption={<>Where all look, on average. {best(mean)}</>} title="all"
-          say={(at) => say(at === null ? null : `all → ${token(at, true)}: ${kept(mean[at])} on average`)} />
+        <Pane {...rest} values={row} caption={fill(texts.looks, { name: <b>{name}</b>, most: best(row) })} title="looks"
+          say={(at) => say(at === null ? null : texts.pair(name, token(at, true)!, mapValue(row[at])))} />
+        <Pane {...rest} values={column} caption={fill(texts.lookedAt, { name: <b>{name}</b> })} title="looked-at"
+          say={(at) => say(at === null ? null : texts.pair(token(at, true)!, name, mapValue(column[at])))} />
+        <Pane {...rest} values={mean} caption={fill(texts.average(special), { most: best(mean) })} title="all"
+          say={(at) => say(at === null ? null : texts.averageOf(token(at, true)!, mapValue(mean[at])))} />
       </div>
-      <p class="readout" aria-live="polite">{over || "Point at a patch for its number."}</p>
+      <p class="readout" aria-live="polite">{over || texts.hover}</p>
       {special > 0 && (
-        <p class="specials">No patches: {Array.from({ length: special }, (_, at) => (
-          <button type="button" key={at} aria-pressed={chosen === at} onClick={() => pin(at)} title="See where it looks">
-            {token(at)} <small>{at === chosen ? "chosen, itself " : ""}{kept(row[at])}</small>
+        <p class="specials">{fill(texts.special, { buttons: Array.from({ length: special }, (_, at) => (
+          <button type="button" key={at} aria-pressed={chosen === at} onClick={() => pin(at)} title={texts.seeSpecial}>
+            {token(at)} <small>{at === chosen && texts.itself} {mapValue(row[at])}</small>
           </button>
-        ))} <small>with the weight that {name} puts on {special === 1 ? "it" : "each"}. Colours are scaled to the patches alone.</small></p>
+        )), weights: <small>{texts.specialWeights(name, special)}</small> })}</p>
       )}
-      <p class="hint">Each picture has its own scale, from 0 to its largest patch.{data.image!.outline.length > 0 && " The line is the outline of the object."}</p>
+      <p class="hint">{texts.scale} {data.image!.outline.length > 0 && texts.outline}</p>
     </div>
   );
 }
@@ -172,7 +173,7 @@ interface PaneProps {
   chosen: number;
   values: Float32Array | null;
   caption: preact.ComponentChildren;
-  title: string;
+  title: keyof typeof texts.titles; // and the end of the names of files
   head: [number, number];
   pin: (at: number) => void;
   say: (at: number | null) => void;
@@ -216,13 +217,13 @@ function Pane({ state, theme, chosen, values, caption, title, head, pin, say }: 
   };
   return (
     <figure>
-      <canvas ref={canvas} class="patches" tabIndex={0} role="img" aria-label={`${title} of ${nameOf(...head)}. Arrow keys choose a patch.`}
+      <canvas ref={canvas} class="patches" tabIndex={0} role="img" aria-label={texts.label(texts.titles[title], nameOf(...head))}
         onClick={(event) => pin(at(event))} onMouseMove={(event) => say(at(event))} onMouseLeave={() => say(null)} onKeyDown={pressed} />
       <figcaption>{caption}{" "}
         {values && (
           <span class="tools">
-            <button type="button" aria-label={`PNG of ${title}`} onClick={() => canvas.current!.toBlob((blob) => blob && save(`headscope-layer-${head[0]}-head-${head[1]}-${title}.png`, blob))}>PNG</button>{" "}
-            <button type="button" aria-label={`SVG of ${title}`} onClick={svg}>SVG</button>
+            <button type="button" aria-label={files.of(files.png, texts.titles[title])} onClick={() => canvas.current!.toBlob((blob) => blob && save(`headscope-layer-${head[0]}-head-${head[1]}-${title}.png`, blob))}>{files.png}</button>{" "}
+            <button type="button" aria-label={files.of(files.svg, texts.titles[title])} onClick={svg}>{files.svg}</button>
           </span>
         )}
       </figcaption>
@@ -230,7 +231,7 @@ function Pane({ state, theme, chosen, values, caption, title, head, pin, say }: 
   );
 }
 
-/** Regions of the image and how much of a head falls on each, against an even spread. */
+/** Regions of the image and how much weight falls on each, compared with an even spread. */
 export function Regions({ layer, head }: { layer: number; head: number }) {
   const { regionWords, looks } = data.image!;
   const aside = ["distance_ratio", "layout_r2"];
@@ -240,8 +241,8 @@ export function Regions({ layer, head }: { layer: number; head: number }) {
   const best = looks[layer]?.[head];
   return (
     <div>
-      <h3>What it looks at</h3>
-      {best && <p>Most at <b>{best[0]}</b>: {best[1].toFixed(2)} times as much as an even spread would.</p>}
+      <h3>{texts.regions}</h3>
+      {best && <p>{fill(texts.mostRegion(best[1]), { region: <b>{best[0]}</b> })}</p>}
       <ul class="regions">
         {shown.map((name) => {
           const ratio = data.statistics[layer][name].mean[head]!;
@@ -249,12 +250,12 @@ export function Regions({ layer, head }: { layer: number; head: number }) {
             <li key={name} title={regionWords[name].meaning}>
               <span>{regionWords[name].heading}</span>
               <span class="meter" aria-hidden="true"><i style={{ width: `${(100 * ratio) / most}%` }} /><u style={{ left: `${100 / most}%` }} /></span>
-              <span>× {ratio.toFixed(2)}</span>
+              <span>{texts.ratio(ratio)}</span>
             </li>
           );
         })}
       </ul>
-      <p class="hint">The line marks 1, an even spread. Regions overlap.</p>
+      <p class="hint">{texts.even}</p>
     </div>
   );
 }

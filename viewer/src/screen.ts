@@ -1,4 +1,4 @@
-// What the page is drawn on: the width of an element, and what its pictures have to be drawn again for.
+// The screen: the width of an element, and the changes after which pictures are drawn again.
 
 import type { RefObject } from "preact";
 import { useEffect, useLayoutEffect, useState } from "preact/hooks";
@@ -28,8 +28,8 @@ export function useScreen(): string {
   return key;
 }
 
-/** The width of an element in whole pixels. A change is heard of in the next frame: what is drawn then may change the
- * element's height, which may not happen while the browser tells of sizes. */
+/** The width of an element in whole pixels. A change is applied in the next frame: drawing may change the
+ * element's height, which is not allowed inside a callback of ResizeObserver. */
 export function useWidth(element: RefObject<HTMLElement | null>): number {
   const [width, setWidth] = useState(0);
   useLayoutEffect(() => {

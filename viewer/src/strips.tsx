@@ -10,36 +10,37 @@ import { useWidth } from "./screen";
 import { MOST_QUERIES, type State } from "./state";
 import { CanvasSurface, type Surface, SvgSurface } from "./surface";
 import { served, stripOf, why } from "./tiles";
-import { figure, nameOf, oneOf, position, rough, step, whole } from "./words";
+import { figure, files, fill, legend, names, rough, strips as texts, strongest, whole } from "./texts";
+import { nameOf, oneOf, position, step } from "./words";
 
 const LINE = 11; // pixels
 const LEFT = 58;
-const HIDDEN = 255;
-const ASKED = 2048; // queries at a time of a server
+const MASKED = 255;
+const REQUEST = 2048; // queries per request to a server
 
 interface Band {
-  from: number; // the first query that is here
+  from: number; // the first query of the codes
   codes: Uint8Array;
 }
 
-/** What is pointed at. */
+/** The weight under the pointer. */
 interface Cell {
   query: number;
   line: number;
 }
 
-/** The strip of a head around some query, from the page or from the server; or why there is none; null before. */
+/** The strip of a head around some query, from the page or from the server; or why it failed; null until it is there. */
 function useBand(layer: Layer, head: number, from: number): Band | string | null {
   const { heads, lengths: [queries] } = layer.strips!;
   const place = heads[head];
   const [found, setFound] = useState<{ key: string; band: Band | string } | null>(null);
-  const start = place ? 0 : Math.max(0, Math.min(Math.floor(from / 1024) * 1024, queries - ASKED));
+  const start = place ? 0 : Math.max(0, Math.min(Math.floor(from / 1024) * 1024, queries - REQUEST));
   const key = `${layer.index}.${head}.${start}`;
   useEffect(() => {
     let stale = false;
     const keep = (band: Band | string) => !stale && setFound({ key, band });
     if (place) void strip(place).then((codes) => keep({ from: 0, codes }));
-    else void stripOf(layer, head, [start, Math.min(queries, start + ASKED)]).then((codes) => keep({ from: start, codes }), (error: unknown) => keep(why(error)));
+    else void stripOf(layer, head, [start, Math.min(queries, start + REQUEST)]).then((codes) => keep({ from: start, codes }), (error: unknown) => keep(why(error)));
     return () => void (stale = true);
   }, [key]);
   return found?.key === key ? found.band : null;
@@ -62,9 +63,9 @@ export function Strips(props: Props) {
   const others = Object.keys(layer.strips!.heads);
   return (
     <div class="strips">
-      <h3>Near the diagonal, and on the first keys</h3>
+      <h3>{texts.title}</h3>
       {there ? <Strip {...props} /> : (
-        <p class="hint">The page holds these at full resolution for up to 16 heads{others.length > 0 && `, in this layer for ${others.length === 1 ? "head" : "heads"} ${others.join(", ")}`}; not for this one.</p>
+        <p class="hint">{texts.missing(others)}</p>
       )}
     </div>
   );
@@ -77,27 +78,27 @@ function Strip({ layer, state, theme, change }: Props) {
   const width = Math.max(160, Math.min(1400, useWidth(frame)));
   const count = Math.min(queries, state.many);
   const [over, setOver] = useState<Cell | null>(null);
-  const pinned = state.row !== null && layer.map ? Math.floor((state.row * queries) / layer.map.rows) : null;
+  const chosen = state.row !== null && layer.map ? Math.floor((state.row * queries) / layer.map.rows) : null;
   const setFrom = (to: number | null) => change({ from: to });
-  const from = state.from ?? Math.max(0, (pinned ?? 0) - Math.floor(count / 2));
+  const from = state.from ?? Math.max(0, (chosen ?? 0) - Math.floor(count / 2));
   const found = useBand(layer, state.head, from);
   const failed = typeof found === "string" ? found : "";
   const band = typeof found === "string" ? null : found;
   const start = Math.max(0, Math.min(from, queries - count));
-  const before = useRef({ pinned, start });
+  const before = useRef({ chosen, start });
   useLayoutEffect(() => {
-    // it follows what is pinned, and stays where it is when nothing is pinned any more
-    if (before.current.pinned !== pinned) setFrom(pinned === null ? before.current.start : null);
-    before.current = { pinned, start };
+    // the strip follows the selection, and stays where it is when the selection is cleared
+    if (before.current.chosen !== chosen) setFrom(chosen === null ? before.current.start : null);
+    before.current = { chosen, start };
   });
   const near = high - low + 1;
   const lines = near + first;
   const height = lines * LINE + 8 + 16;
   const side = (width - LEFT) / count;
-  const name = (line: number) => (line < near ? distance(high - line) : `key ${line - near}`);
+  const name = (line: number) => (line < near ? distance(high - line) : texts.key(line - near));
   const value = (query: number, line: number) => {
     const code = band!.codes[(query - band!.from) * lines + (line < near ? near - 1 - line : line)];
-    return code === undefined || code === HIDDEN ? NaN : (code / 254) ** 2;
+    return code === undefined || code === MASKED ? NaN : (code / 254) ** 2;
   };
   const top = (line: number) => line * LINE + (line >= near ? 8 : 0);
   const paint = (surface: Surface) => {
@@ -128,7 +129,7 @@ function Strip({ layer, state, theme, change }: Props) {
     paint(new CanvasSurface(context));
     element.dataset.drawn = "yes";
   }, [band, start, count, width, state.scale, state.colours, theme]);
-  const label = `Weights of ${nameOf(layer.index, state.head)} near the diagonal, queries ${start} to ${start + count - 1}`;
+  const label = texts.label(nameOf(layer.index, state.head), start, start + count - 1);
   const file = `headscope-layer-${layer.index}-head-${state.head}-strip`;
   const svg = () => {
     const surface = new SvgSurface();
@@ -153,41 +154,41 @@ function Strip({ layer, state, theme, change }: Props) {
     if (query < start || query >= start + count) setFrom(query < start ? query : query - count + 1);
   };
   const at = over && inside(over) ? over : null;
-  const told = ({ query, line }: Cell) => {
+  const described = ({ query, line }: Cell) => {
     const key = line < near ? query + offset + high - line : line - near;
     const p = value(query, line);
-    return `query ${position(layer, "query", query)} → key ${key < 0 || key >= keys ? "none" : position(layer, "key", key)}: ${p === p ? rough(p) : "may not be seen"}`;
+    return texts.weight(position(layer, "query", query), key < 0 || key >= keys ? null : position(layer, "key", key), p === p ? rough(p) : null);
   };
   const sizes = [20, 50, 100, 200, 500].filter((n) => n < queries);
   return (
     <div ref={frame}>
       <p class="switches">
-        <label>queries from <NumberField min={0} max={Math.max(0, queries - count)} value={start} set={setFrom} /></label>
-        <input type="range" aria-label="First query" min={0} max={Math.max(0, queries - count)} value={start} onInput={(event) => setFrom(event.currentTarget.valueAsNumber)} />
+        <label>{texts.from} <NumberField min={0} max={Math.max(0, queries - count)} value={start} set={setFrom} /></label>
+        <input type="range" aria-label={texts.first} min={0} max={Math.max(0, queries - count)} value={start} onInput={(event) => setFrom(event.currentTarget.valueAsNumber)} />
         {sizes.length > 0 && (
-          <label>at a time <select value={count} onChange={(event) => change({ many: Number(event.currentTarget.value) })}>
+          <label>{texts.count} <select value={count} onChange={(event) => change({ many: Number(event.currentTarget.value) })}>
             {[...new Set([...sizes, Math.min(queries, MOST_QUERIES), count])].sort((a, b) => a - b).map((n) => <option key={n} value={n}>{whole(n)}</option>)}
           </select></label>
         )}
-        <button type="button" aria-label="PNG of the strip" onClick={() => canvas.current!.toBlob((blob) => blob && save(`${file}.png`, blob))}>PNG</button>
-        {band && <button type="button" aria-label="SVG of the strip" onClick={svg}>SVG</button>}
+        <button type="button" aria-label={files.of(files.png, files.strip)} onClick={() => canvas.current!.toBlob((blob) => blob && save(`${file}.png`, blob))}>{files.png}</button>
+        {band && <button type="button" aria-label={files.of(files.svg, files.strip)} onClick={svg}>{files.svg}</button>}
       </p>
       <div class="banded">
-        <canvas ref={canvas} class="band" tabIndex={0} role="img" aria-label={`${label}. Arrow keys choose a weight.`} style={{ width: `${width}px`, height: `${height}px` }}
+        <canvas ref={canvas} class="band" tabIndex={0} role="img" aria-label={texts.keys(label)} style={{ width: `${width}px`, height: `${height}px` }}
           onMouseMove={point} onMouseLeave={() => setOver(null)} onKeyDown={pressed} onBlur={() => setOver(null)} />
         {at && <i style={{ left: `${LEFT + (at.query - start) * side}px`, top: `${top(at.line)}px`, width: `${side}px`, height: `${LINE - 1}px` }} />}
       </div>
       <p class="hint legend">
-        <Bar what={`weight, ${state.scale}`} low={state.scale === "log" ? `≤ ${figure(1e-4)}` : "0"} high="1" colours={state.colours} />
-        <span>A scale of its own, the same for every head.{oneOf(layer) && ` Of ${oneOf(layer)}.`}</span>
+        <Bar what={legend.what("weight", state.scale)} low={state.scale === "log" ? legend.atMost(figure(1e-4)) : figure(0)} high={whole(1)} colours={state.colours} />
+        <span>{texts.scale} {oneOf(layer) && texts.of(oneOf(layer))}</span>
       </p>
-      <p class="readout" role="status"><bdi>{failed || (at && band ? told(at) : "A column is a query; lines are keys by their distance from it, below them the first keys. Every weight is here, in 8 bits.")}</bdi></p>
+      <p class="readout" role="status"><bdi>{failed || (at && band ? described(at) : texts.hint(low, high, first))}</bdi></p>
     </div>
   );
 }
 
 function distance(by: number): string {
-  return by === 0 ? "itself" : `${by < 0 ? "−" : "+"}${Math.abs(by)}`;
+  return by === 0 ? texts.self : texts.away(by);
 }
 
 function shade(p: number, state: { scale: string; colours: Colours }): string {
@@ -199,7 +200,7 @@ function shade(p: number, state: { scale: string; colours: Colours }): string {
 
 type Largest = { each: number; p: Float32Array; keys: Uint32Array };
 
-/** The keys that a query looks at most, exact: of the pinned query, where it is known, or the first one of a pinned row of bins. */
+/** The keys with the largest weights of a query, exact: of the selected query where it is known, else of the first one in the selected row of bins. */
 export function Top({ layer, top, row, cell }: { layer: Layer; top: Largest; row: number; cell: [number, number] | null }) {
   const [queries] = layer.lengths!;
   const rows = layer.map?.ranges ? layer.map.rows : queries;
@@ -210,11 +211,12 @@ export function Top({ layer, top, row, cell }: { layer: Layer; top: Largest; row
   const found = Array.from({ length: top.each }, (_, n) => query * top.each + n).filter((n) => top.keys[n] !== 0xffffffff);
   return (
     <div>
-      <h4>The largest {top.each === 1 ? "weight" : "weights"} of query {stop - start > 1
-        ? <NumberField label="Query" min={start} max={stop - 1} value={query} set={setAt} />
-        : whole(query)} {hasTexts(layer) && <bdi>“{token(queryAt(layer, query), true)}”</bdi>}</h4>
+      <h4>{fill(strongest.keys(top.each), {
+        query: stop - start > 1 ? <NumberField label={strongest.queryLabel} min={start} max={stop - 1} value={query} set={setAt} /> : whole(query),
+        token: hasTexts(layer) && <bdi>{names.inQuotes(token(queryAt(layer, query), true)!)}</bdi>,
+      })}</h4>
       <ol class="largest">
-        {found.map((n) => <li key={n}><b>{figure(top.p[n])}</b> key <bdi>{position(layer, "key", top.keys[n])}</bdi></li>)}
+        {found.map((n) => <li key={n}>{fill(strongest.key, { weight: <b>{figure(top.p[n])}</b>, key: <bdi>{position(layer, "key", top.keys[n])}</bdi> })}</li>)}
       </ol>
     </div>
   );

@@ -109,8 +109,8 @@ export class SvgSurface implements Surface {
   }
 
   path(points: [number, number][], fill: string): void {
-    const said = points.map(([x, y]) => `${short(x)},${short(y)}`).join(" ");
-    this.parts.push(`<polygon points="${said}" fill="${fill}"/>`);
+    const corners = points.map(([x, y]) => `${short(x)},${short(y)}`).join(" ");
+    this.parts.push(`<polygon points="${corners}" fill="${fill}"/>`);
   }
 
   text(text: string, x: number, y: number, { fill, anchor, size, upright }: TextOptions): void {

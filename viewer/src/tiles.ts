@@ -2,6 +2,7 @@
 
 import { data, type Layer } from "./data";
 import { type Field, type Pool, topOf } from "./field";
+import { server } from "./texts";
 
 const MOST_PAIRS = 2 ** 26;
 const LARGEST = 512;
@@ -9,7 +10,7 @@ const LARGEST = 512;
 export interface Tile {
   layer: number;
   head: number;
-  lengths: [number, number]; // of the run that it is of
+  lengths: [number, number]; // of its run
   queries: [number, number];
   keys: [number, number];
   rows: number;
@@ -18,7 +19,7 @@ export interface Tile {
   max: Float32Array;
 }
 
-/** The queries and keys of the run that tiles of a layer are of, where a server has them. */
+/** How many queries and keys the run has that the tiles of a layer show; null where no server has tiles. */
 export function served(layer: Layer): [number, number] | null {
   return data.served?.[layer.index] ?? null;
 }
@@ -29,15 +30,15 @@ export function isExact(tile: Tile): boolean {
 }
 
 async function ask(what: string, given: Record<string, number>, signal?: AbortSignal): Promise<ArrayBuffer> {
-  const said = new URLSearchParams(Object.entries(given).map(([name, value]) => [name, String(value)]));
-  const answer = await fetch(`${what}?${said}`, signal ? { signal } : {});
+  const params = new URLSearchParams(Object.entries(given).map(([name, value]) => [name, String(value)]));
+  const answer = await fetch(`${what}?${params}`, signal ? { signal } : {});
   if (!answer.ok) throw new Error((await answer.text()).trim());
   return answer.arrayBuffer();
 }
 
-/** Why an answer did not come, in a sentence. */
+/** Why a request failed, in a sentence. */
 export function why(error: unknown): string {
-  if (error instanceof TypeError) return "The server has stopped."; // it was not reached
+  if (error instanceof TypeError) return server.stopped; // fetch could not reach it
   return error instanceof Error ? error.message : String(error);
 }
 

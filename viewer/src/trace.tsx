@@ -1,13 +1,14 @@
-// The trace of a forward pass: each step with its equation, shape, first values and what was checked.
+// The trace of a forward pass: each step with its equation, shape, first values and the property that was checked.
 
 import { data, type Step } from "./data";
+import { trace } from "./texts";
 
 export function Trace() {
   const { title, stages } = data.trace!;
   return (
     <section aria-labelledby="trace-title">
-      <h2 id="trace-title">{title || "Step by step"}</h2>
-      <p class="hint">One forward pass of multi-head attention. The values are the first ones of the first batch entry and head.</p>
+      <h2 id="trace-title">{title || trace.title}</h2>
+      <p class="hint">{trace.hint}</p>
       {stages.map((stage, n) => (
         <div class="stage" key={n}>
           <h3>{stage.name}</h3>
@@ -28,7 +29,7 @@ function TraceStep({ step, equation, code, dtype, invariant, why, mistake, note,
         {code && <pre><code>{code}</code></pre>}
       </div>
       <div>
-        <p class="shape" title={axes.map(([letter, size]) => `${letter} = ${size}`).join(", ")}>
+        <p class="shape" title={axes.map(([letter, size]) => trace.size(letter, size)).join(", ")}>
           {axes.map(([letter, size]) => <span key={letter}><i>{letter}</i> {size}</span>)} <small>{dtype}</small>
         </p>
         {corner && (
@@ -40,8 +41,8 @@ function TraceStep({ step, equation, code, dtype, invariant, why, mistake, note,
       <div>
         {invariant && <p class={held === false ? "broken" : "held"}>{mark}{invariant}</p>}
         <p>{why}</p>
-        {mistake && <p class="mistake"><b>Common mistake.</b> {mistake}</p>}
-        {note && <p class="mistake"><b>Here.</b> {note}</p>}
+        {mistake && <p class="mistake"><b>{trace.mistake}</b> {mistake}</p>}
+        {note && <p class="mistake"><b>{trace.here}</b> {note}</p>}
       </div>
     </article>
   );

@@ -1,4 +1,4 @@
-"""What a sheet holds; the pages and plots of a sheet are made of it."""
+"""The content of a sheet, from which its page and plots are made."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from headscope.stats import Match
 __all__ = ["Look", "Numbers", "SheetFigures"]
 
 Numbers = list[float | None]
-"""One figure a head; None where no row of the head has it."""
+"""One value per head; None if no row of the head has it."""
 
 Look = tuple[str, float]
-"""A region of an image and how many times the attention falls on it that chance would give."""
+"""A region of an image, and the attention on it as a multiple of chance."""
 
 
 @dataclass(frozen=True, eq=False)
 class SheetFigures:
-    """What a sheet holds: one forward pass, measured.
+    """The content of a sheet: one forward pass, measured.
 
     Layers, heads and tokens are counted from 0, as in code. Statistics are per head, over the rows of this input.
 
@@ -31,20 +31,20 @@ class SheetFigures:
         title: what was run, one line.
         kind: "text", or "image" where the tokens are patches of a grid.
         tokens: the text of each token, or the place of each patch.
-        weights: for each layer the weights, float32 [H, T, T]: row = query (it looks), column = key (it is looked at).
-        seen: for each layer what each query of each head may see, boolean [H, T, T]; None = everything.
-        statistics: for each layer name -> one mean a head.
-        rows: for each layer name -> on how many rows each mean stands.
-        patterns: for each layer the pattern that each head matches best, with its score, or None.
+        weights: for each layer the weights, float32 [H, T, T]: row = query, column = key.
+        seen: for each layer the visible pairs, boolean [H, T, T], True = attend; None = all.
+        statistics: for each layer name -> one mean per head.
+        rows: for each layer name -> the number of rows of each mean.
+        patterns: for each layer the best-matching pattern of each head, with its score, or None.
         trace: the steps of the forward pass, as ``Trace.to_dict()`` gives its rows.
-        trace_title: what the trace is of.
+        trace_title: the heading of the trace.
         footer: model, input, options, rows, versions: label -> text.
-        notes: what a reader has to know of this input, such as that it was cut.
-        image: what the patches are of, uint8 [h, w] or [h, w, 3].
+        notes: what a reader must know about this input, such as that it was cut.
+        image: the image of the patches, uint8 [h, w] or [h, w, 3].
         grid: rows and columns of patches.
-        regions: for each layer region -> one ratio a head; 1 is what chance gives.
-        looks: for each layer the region that each head looks at most, with its ratio.
-        region_maps: region -> how far each patch belongs to it, 0 to 1, where it is the same for all queries.
+        regions: for each layer region -> one ratio per head; 1 = chance.
+        looks: for each layer the region that each head attends to most, with its ratio.
+        region_maps: region -> the share of each patch that belongs to it, 0 to 1, if it is the same for all queries.
     """
 
     title: str
@@ -67,15 +67,15 @@ class SheetFigures:
 
     @property
     def layers(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return len(self.weights)
 
     @property
     def heads(self) -> int:
-        """How many heads the widest layer has."""
+        """The number of heads of the widest layer."""
         return max(len(weights) for weights in self.weights)
 
     @property
     def labels(self) -> list[str]:
-        """The tokens as they are shown: see ``visible``."""
+        """The tokens as the page shows them, see ``visible``."""
         return [visible(token) for token in self.tokens]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from headscope._analysis.answers import plural, short_layers
 from headscope.stats._layer import LayerStats
 
-__all__ = ["NOT_EXPLANATION", "broken_layers", "few", "stands_on", "visible"]
+__all__ = ["NOT_EXPLANATION", "broken_layers", "few", "visible"]
 
 NOT_EXPLANATION = (
     "Attention weights show where a head read from, not why the model answered as it did: attention is not "
@@ -43,13 +43,6 @@ def _visible_character(character: str) -> str:
     if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"):
         return f"\\u{ord(character):04x}" if ord(character) < 0x10000 else f"\\U{ord(character):08x}"
     return character
-
-
-def stands_on(rows: Sequence[int]) -> str:
-    """On how many rows figures stand, of the counts of all heads."""
-    least, most = min(rows, default=0), max(rows, default=0)
-    span = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-    return f"each head's figures stand on {span} {plural('row', most)} at most"
 
 
 def few(names: Sequence[str], most: int = FEW) -> str:

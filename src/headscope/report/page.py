@@ -14,15 +14,15 @@ SaveError.__module__ = __name__  # its public path
 
 
 def save(sheet: Sheet, path: str | Path, *, force: bool = False) -> Path:
-    """Write the page, whole or not at all, and return where it is.
+    """Write the page atomically and return its path.
 
     Args:
         sheet: what to show.
-        path: where; a page of headscope's own that is there is replaced.
-        force: replace any other file too.
+        path: the file; an existing page of headscope is overwritten.
+        force: overwrite any other file too.
 
     Raises:
-        SaveError: the path is a directory, holds a file that is no headscope page, or cannot be written.
+        SaveError: the path is a directory, holds a file that headscope did not write, or cannot be written.
         ValueError: as ``render``.
     """
     check_target(Path(path), force)
@@ -30,7 +30,7 @@ def save(sheet: Sheet, path: str | Path, *, force: bool = False) -> Path:
 
 
 def render(sheet: Sheet) -> str:
-    """The page as HTML: it holds all it needs and asks for nothing from anywhere.
+    """Return the page as one self-contained HTML document, which loads nothing.
 
     Raises:
         ValueError: the weights do not fit one page.

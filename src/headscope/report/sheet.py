@@ -1,4 +1,4 @@
-"""A sheet: everything that a page or a terminal shows of one forward pass, and nothing that was not measured."""
+"""A sheet: all that a page or a terminal shows of one forward pass, every number of it measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torch import Tensor
 from headscope import __version__
 from headscope.report import regions
 from headscope.report._figures import Look, Numbers, SheetFigures
-from headscope.report._texts import NOT_EXPLANATION, broken_layers, few, stands_on, visible
+from headscope.report._texts import NOT_EXPLANATION, broken_layers, few, visible
+from headscope.report._viewer import texts
 from headscope.report.viewer import framed, render_sheet
 from headscope.stats import Match, best_matches, broken_rows, head_means, pattern_scores, row_statistics
 
@@ -33,20 +34,20 @@ class Sheet(SheetFigures):
         title: what was run, one line.
         kind: "text", or "image" where the tokens are patches of a grid.
         tokens: the text of each token, or the place of each patch.
-        weights: for each layer the weights, float32 [H, T, T]: row = query (it looks), column = key (it is looked at).
-        seen: for each layer what each query of each head may see, boolean [H, T, T]; None = everything.
-        statistics: for each layer name -> one mean a head.
-        rows: for each layer name -> on how many rows each mean stands.
-        patterns: for each layer the pattern that each head matches best, with its score, or None.
+        weights: for each layer the weights, float32 [H, T, T]: row = query, column = key.
+        seen: for each layer the visible pairs, boolean [H, T, T], True = attend; None = all.
+        statistics: for each layer name -> one mean per head.
+        rows: for each layer name -> the number of rows of each mean.
+        patterns: for each layer the best-matching pattern of each head, with its score, or None.
         trace: the steps of the forward pass, as ``Trace.to_dict()`` gives its rows.
-        trace_title: what the trace is of.
+        trace_title: the heading of the trace.
         footer: model, input, options, rows, versions: label -> text.
-        notes: what a reader has to know of this input, such as that it was cut.
-        image: what the patches are of, uint8 [h, w] or [h, w, 3].
+        notes: what a reader must know about this input, such as that it was cut.
+        image: the image of the patches, uint8 [h, w] or [h, w, 3].
         grid: rows and columns of patches.
-        regions: for each layer region -> one ratio a head; 1 is what chance gives.
-        looks: for each layer the region that each head looks at most, with its ratio.
-        region_maps: region -> how far each patch belongs to it, 0 to 1, where it is the same for all queries.
+        regions: for each layer region -> one ratio per head; 1 = chance.
+        looks: for each layer the region that each head attends to most, with its ratio.
+        region_maps: region -> the share of each patch that belongs to it, 0 to 1, if it is the same for all queries.
     """
 
     def _repr_html_(self) -> str:
@@ -68,29 +69,29 @@ def text_sheet(
 ) -> Sheet:
     """Measure a forward pass over text.
 
-    Shapes: weights, one tensor a layer, [H, T, T] or [1, H, T, T]; seen, one a layer, broadcasts to [H, T, T]; tokens
-    and ids of length T.
+    Shapes: weights, one tensor per layer, [H, T, T] or [1, H, T, T]; seen, one per layer, broadcasts to [H, T, T];
+    tokens and ids of length T.
 
     Args:
         title: what was run, one line.
         tokens: the text of each token.
-        weights: of each layer, row = query.
-        ids: token ids; without them duplicate and induction are left out.
-        causal: whether a query sees its own token and those before it only.
-        seen: for each layer what each query may see, boolean, True = attend; in place of ``causal``, for layers that
-            see less or not all the same, such as those with a sliding window.
+        weights: the weights of each layer, row = query.
+        ids: token ids; duplicate and induction need them.
+        causal: whether a query attends to its own token and earlier ones only.
+        seen: for each layer the visible pairs, boolean, True = attend; overrides ``causal``, for other masks or masks
+            that differ by layer, such as a sliding window.
         trace: rows of ``Trace.to_dict()``.
-        trace_title: what the trace is of.
-        footer: model, input and options; how many rows a figure stands on and the versions are added.
-        notes: what a reader has to know of this input.
+        trace_title: the heading of the trace.
+        footer: model, input and options; the number of tokens of the averages and the versions are added.
+        notes: what a reader must know about this input.
 
     Raises:
-        ValueError: no token, no layer, or sizes that do not fit.
+        ValueError: tokens or weights are empty, or sizes do not match.
     """
     maps = [_map(layer, weight, len(tokens)) for layer, weight in enumerate(weights)]
     _check(tokens, maps)
     if ids is not None and len(ids) != len(tokens):
-        raise ValueError(f"ids: has {len(ids)} entries, tokens has {len(tokens)}")
+        raise ValueError(f"ids: expected {len(tokens)} entries, one per token, got {len(ids)}")
     sights = _sights(seen, causal, maps)
     measured = _measure(maps, sights, {"tokens": None if ids is None else torch.tensor(list(ids), device="cpu")})
     return Sheet(
@@ -102,7 +103,7 @@ def text_sheet(
         *measured,
         trace=[dict(row) for row in trace],
         trace_title=trace_title,
-        footer={**(footer or {}), "Rows": _rows(maps), "Versions": versions()},
+        footer={**(footer or {}), texts.AVERAGES: _averages(maps, "token", "tokens"), texts.VERSIONS: versions()},
         notes=[*notes, *_broken(maps)],
     )
 
@@ -121,20 +122,21 @@ def image_sheet(
 ) -> Sheet:
     """Measure a forward pass over the patches of an image.
 
-    Shapes: weights, one tensor a layer, [H, T, T] or [1, H, T, T] with T = rows · columns of the grid, row by row.
+    Shapes: weights, one tensor per layer, [H, T, T] or [1, H, T, T] with T = rows · columns of the grid, row by row.
 
     Args:
         title: what was run, one line.
-        image: what the model saw, uint8 [h, w] or [h, w, 3], the object brighter than its ground; h and w are multiples
-            of the grid's rows and columns.
+        image: the input of the model, uint8 [h, w] or [h, w, 3], the object brighter than its background; h and w are
+            multiples of the grid's rows and columns.
         grid: rows and columns of patches.
-        weights: of each layer, row = query.
-        position_maps: the mean weights of each layer over other images, shaped as ``weights``: what position alone
-            explains; without them it is estimated from this image's own map (docs/concepts/statistics.md, "layout").
+        weights: the weights of each layer, row = query.
+        position_maps: the mean weights of each layer over other images, shaped as ``weights``, which position alone
+            explains; without them they are estimated from the map of this image (docs/concepts/statistics.md,
+            "layout").
         trace, trace_title, footer, notes: as for ``text_sheet``.
 
     Raises:
-        ValueError: no layer, sizes that do not fit, or an image of another kind.
+        ValueError: weights are empty, sizes do not match, or the image has another dtype or shape.
     """
     height, width = grid
     image = regions.pixels_of(image)
@@ -142,7 +144,7 @@ def image_sheet(
     places = [f"row {row}, column {column}" for row in range(height) for column in range(width)]
     _check(places, maps)
     if position_maps is not None and len(position_maps) != len(maps):
-        raise ValueError(f"position_maps: has {len(position_maps)} layers, weights has {len(maps)}")
+        raise ValueError(f"position_maps: expected {len(maps)} layers as in weights, got {len(position_maps)}")
     at = torch.tensor([(row, column) for row in range(height) for column in range(width)], device="cpu")
     measured = _measure(maps, [None] * len(maps), {"k_pos": at})
     if position_maps is None:
@@ -162,7 +164,7 @@ def image_sheet(
         *measured,
         trace=[dict(row) for row in trace],
         trace_title=trace_title,
-        footer={**(footer or {}), "Rows": _rows(maps), "Versions": versions()},
+        footer={**(footer or {}), texts.AVERAGES: _averages(maps, "patch", "patches"), texts.VERSIONS: versions()},
         notes=[*notes, *_broken(maps)],
         image=image,
         grid=grid,
@@ -173,57 +175,59 @@ def image_sheet(
 
 
 def versions() -> str:
-    """The versions that made a sheet, in one line."""
+    """Return the versions of headscope, torch and Python, in one line."""
     return f"headscope {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def _map(layer: int, weight: Tensor, tokens: int) -> Tensor:
-    """One layer's weights as [1, H, T, T] on the host, float32."""
+    """Return the weights of a layer as [1, H, T, T] on the host, float32."""
     shape = list(weight.shape)
     if weight.ndim == 3:
         weight = weight[None]
     if weight.ndim != 4 or weight.shape[0] != 1 or weight.shape[2:] != (tokens, tokens):
         raise ValueError(
-            f"weights: layer {layer} is {shape}, expected [H, {tokens}, {tokens}], one row and column a token"
+            f"weights: layer {layer} is {shape}, expected [H, {tokens}, {tokens}], one row and column per token"
         )
     return weight.detach().to("cpu", torch.float32)
 
 
 def _position_map(layer: int, position_map: Tensor, weight: Tensor) -> Tensor:
-    """One layer's map of positions as [H, T, T] on the host."""
+    """Return the position map of a layer as [H, T, T] on the host."""
     sizes = weight.shape[1:]
     if position_map.shape not in (sizes, weight.shape):
         raise ValueError(
-            f"position_maps: layer {layer} is {list(position_map.shape)}, expected {list(sizes)} as weights"
+            f"position_maps: layer {layer} is {list(position_map.shape)}, expected {list(sizes)} as in weights"
         )
     return position_map.detach().to("cpu").reshape(sizes)
 
 
 def _check(tokens: Sequence[str], maps: Sequence[Tensor]) -> None:
     if not tokens:
-        raise ValueError("tokens: there is none, expected at least 1")
+        raise ValueError("tokens: expected at least 1, got none")
     if not maps:
-        raise ValueError("weights: there is no layer, expected at least 1")
+        raise ValueError("weights: expected at least 1 layer, got none")
 
 
 def _sights(visible: Sequence[Tensor] | None, causal: bool, maps: Sequence[Tensor]) -> list[Tensor | None]:
-    """What each layer may see, boolean [H, T, T] on the host; None = everything."""
+    """Return the visible pairs of each layer, boolean [H, T, T] on the host; None = all."""
     if visible is None:
         before = torch.ones(maps[0].shape[2:], dtype=torch.bool, device="cpu").tril()
         return [before.expand(weight.shape[1:]) if causal else None for weight in maps]
     if len(visible) != len(maps):
-        raise ValueError(f"seen: has {len(visible)} layers, weights has {len(maps)}")
+        raise ValueError(f"seen: expected {len(maps)} layers as in weights, got {len(visible)}")
     return [_sight(layer, *both) for layer, both in enumerate(zip(visible, maps, strict=True))]
 
 
 def _sight(layer: int, visible: Tensor, weight: Tensor) -> Tensor:
     sizes = weight.shape[1:]
     if visible.dtype != torch.bool:
-        raise ValueError(f"seen: layer {layer} is {visible.dtype}, expected torch.bool, True = attend")
+        raise ValueError(f"seen: layer {layer} is {visible.dtype}, expected torch.bool (True = attend)")
     try:
         return visible.detach().to("cpu").expand(sizes)
     except RuntimeError:
-        raise ValueError(f"seen: layer {layer} is {list(visible.shape)}, expected {list(sizes)} as weights") from None
+        raise ValueError(
+            f"seen: layer {layer} is {list(visible.shape)}, expected {list(sizes)} as in weights"
+        ) from None
 
 
 def _measure(
@@ -244,13 +248,14 @@ def _numbers(values: Tensor) -> Numbers:
     return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
-def _rows(maps: Sequence[Tensor]) -> str:
-    """On how many rows the figures stand."""
-    return stands_on([weight.shape[2] - broken for weight in maps for broken in broken_rows(weight).tolist()])
+def _averages(maps: Sequence[Tensor], one: str, more: str) -> str:
+    """Return over how many tokens or patches the statistics are averaged."""
+    rows = [weight.shape[2] - broken for weight in maps for broken in broken_rows(weight).tolist()]
+    return texts.averages(rows, one, more)
 
 
 def _broken(maps: Sequence[Tensor]) -> list[str]:
-    """A line for the heads whose weights are not all finite, if there are any: their figures leave these rows out."""
+    """Return a line about heads with weights that are not finite, if any: their statistics exclude these rows."""
     counts = {
         (layer, head): count
         for layer, weight in enumerate(maps)
@@ -259,7 +264,7 @@ def _broken(maps: Sequence[Tensor]) -> list[str]:
     }
     if not counts:
         return []
-    text = "hold NaN or infinity and are in no statistic"
+    text = "contain NaN or infinity and are in no statistic"
     if len(counts) == 1:
         (((layer, head), count),) = counts.items()
         return [f"Layer {layer}, head {head}: {count} of {maps[layer].shape[2]} rows {text}."]

@@ -1,4 +1,4 @@
-"""The page in which every head can be looked at: of a recording, whatever the length, or of a sheet."""
+"""The page that shows every head of a recording, of any length, or of a sheet."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ __all__ = [
 for _class in (Layer, Picture, Shown):
     _class.__module__ = __name__  # their public path
 
-PROGRESS_DELAY = 1.0  # seconds after which a terminal shows that a page is being written
+PROGRESS_DELAY = 1.0  # seconds until a terminal shows that a page is being written
 
 
 def save_recording(recording: ObservedModel, path: str | Path, *, force: bool = False, **options: Any) -> Path:
-    """Write the page of a recording, whole or not at all; options are those of ``render_recording``.
+    """Write the page of a recording atomically; options are those of ``render_recording``.
 
-    If it takes long, a terminal on stderr shows that it is being written.
+    After 1 second a terminal on stderr shows that the page is being written.
 
     Raises:
-        SaveError: the path is a directory, holds a file that is no headscope page, or cannot be written.
+        SaveError: the path is a directory, holds a file that headscope did not write, or cannot be written.
         TypeError, ValueError: as ``render_recording``.
-        WatchError: nothing has been seen so far.
+        WatchError: nothing has been recorded so far.
     """
     with progress_line("writing the page", delay=PROGRESS_DELAY):
         return write(render_recording(recording, **options), path, force=force)
@@ -55,38 +55,38 @@ def render_recording(
     special: int | None = None,
     strips: Sequence[tuple[int | str, int]] | None = None,
 ) -> str:
-    """The page as HTML: it holds all it needs and asks for nothing from anywhere.
+    """Return the page of a recording as one self-contained HTML document, which loads nothing.
 
     Args:
-        recording: what was seen; maps are shown if it was observed with ``Observe(map=...)``.
-        title: one line; by default the model.
-        image: what the model saw, uint8 [h, w] or [h, w, 3], if its keys are the patches of one image.
+        recording: the recording; the page has maps if it was recorded with ``Observe(map=...)``.
+        title: one line; by default the name of the model.
+        image: the input, uint8 [h, w] or [h, w, 3], if the keys are the patches of one image.
         grid: rows and columns of patches; by default a square.
-        special: how many keys stand before the patches (CLS, registers); by default what the grid leaves over, if that
-            is less than a row or column of patches.
-        strips: layers and heads whose weights near the diagonal and on the first keys are in the page at full
-            resolution, at most 16, of self-attention, if q and k were kept (``Observe(keep_qk=True)``), of the first
-            input of the last call; by default those with the highest scores of patterns. A layer each of whose weights
-            is in the map has none.
+        special: how many keys come before the patches (CLS, registers); by default the keys that the grid leaves over,
+            if they are fewer than a row or column of patches.
+        strips: at most 16 pairs of a layer and a head whose weights on nearby tokens and on the first keys the page
+            holds at full resolution; by default the heads that match a pattern best. They need self-attention and
+            saved q and k (``Observe(keep_qk=True)``), and show the first input of the last call. A layer whose map
+            holds every weight has no strips.
 
     Raises:
-        TypeError: an option of another kind.
+        TypeError: an option has the wrong type.
         ValueError: the maps do not fit one page, an image or grid does not fit the keys, the keys are tokens with
-            texts, or there is no such head.
-        WatchError: nothing has been seen so far.
+            texts, or a head of ``strips`` does not exist.
+        WatchError: nothing has been recorded so far.
     """
     return render_shown(shown_recording(recording, title=title, image=image, grid=grid, special=special, strips=strips))
 
 
 def shown_recording(recording: ObservedModel, **options: Any) -> Shown:
-    """What the page of a recording shows; options as for ``render_recording``."""
+    """Return what the page of a recording shows; options as for ``render_recording``."""
     return from_recording.shown(recording, **options)
 
 
 def render_sheet(sheet: SheetFigures) -> str:
-    """The page of a sheet as HTML.
+    """Return the page of a sheet as HTML.
 
     Raises:
-        ValueError: its weights do not fit one page.
+        ValueError: the weights do not fit one page.
     """
     return render_shown(from_sheet.shown(sheet))

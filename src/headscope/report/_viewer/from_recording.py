@@ -1,18 +1,19 @@
-"""What the viewer's page shows of a recording."""
+"""The content of a recording's page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 
 from headscope import decisions
-from headscope._analysis.answers import plural, short_layers
+from headscope._analysis.answers import short_layers
 from headscope._support.arguments import as_whole, check_type, whole
-from headscope.report._texts import broken_layers, stands_on
+from headscope.report._texts import broken_layers
+from headscope.report._viewer import texts
 from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
 from headscope.report._viewer.packing import Strips, exact, sources
 from headscope.report._viewer.strips import empty_strips, strips_of
@@ -36,15 +37,15 @@ def shown(
     special: int | None = None,
     strips: Sequence[tuple[int | str, int]] | None = None,
 ) -> Shown:
-    """See ``render_recording``."""
+    """Return what the page of a recording shows; for the options see ``render_recording``."""
     check_type("title", title, str, "a str", repr)
     stats, about = recording.stats, recording.about
     parts = list(stats.parts.values())
     if image is not None and about.texts is not None:
-        raise ValueError(f"image: the recording has the texts of {len(about.texts)} tokens; expected one of patches")
+        raise ValueError(f"image: expected a recording of patches, got one with the texts of {len(about.texts)} tokens")
     picture = None if image is None else _picture(parts, image, grid, special)
     if image is None and (grid is not None or special is not None):
-        raise ValueError("grid, special: expected an image with them")
+        raise ValueError("grid, special: expected together with image=, got no image")
     patterns = _patterns(recording)
     short, common = short_layers(recording.stats.layers)
     of_heads = _strips(stats.parts, patterns, strips, about.kinds)
@@ -68,7 +69,7 @@ def shown(
         for n, ((name, part), source) in enumerate(zip(stats.parts.items(), sources(parts, of_heads), strict=True))
     ]
     return Shown(
-        title=title or about.model or "Attention heads",
+        title=title or about.model or texts.DEFAULT_TITLE,
         layers=layers,
         names=stats.names,
         texts=about.texts,
@@ -79,11 +80,11 @@ def shown(
     )
 
 
-# ---------------------------------------------------------------- figures
+# ---------------------------------------------------------------- statistics
 
 
 def _number(value: float) -> float | None:
-    """With seven digits, which are more than are shown."""
+    """Return a value with seven digits, more than the page shows."""
     return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
@@ -98,8 +99,8 @@ def _statistics(part: LayerStats) -> dict[str, Columns]:
 
 
 def _patterns(recording: ObservedModel) -> list[list[list[Scored]]]:
-    """For each layer and head its patterns, the one that it matches best first."""
-    if "chance" not in recording.stats.names:  # nothing by which a pattern could be told
+    """Return the patterns of each layer and head, the best match first."""
+    if "chance" not in recording.stats.names:  # without it no pattern can be scored
         return []
     scored = decisions.patterns(recording.stats)
     scores: dict[tuple[str, int], list[Scored]]
@@ -120,9 +121,9 @@ def _strips(
     request: Sequence[tuple[int | str, int]] | None,
     kinds: Mapping[str, str],
 ) -> list[Strips | None]:
-    """Of each layer the strips of those of its heads that are to have them.
+    """Return the strips of each layer, for the requested heads or else for those that match a pattern best.
 
-    Where every weight is in the map there are none; what is said of them still tells where the queries stand.
+    A layer whose map holds every weight has empty strips: they give the positions of its queries and no codes.
     """
     names = list(parts)
     if request is None:
@@ -130,29 +131,29 @@ def _strips(
     else:
         check_type("strips", request, Sequence, "pairs of a layer and the number of a head", repr)
         if len(request) > MOST_STRIPS:
-            raise ValueError(f"strips: got {len(request)} heads, expected at most {MOST_STRIPS}")
+            raise ValueError(f"strips: expected at most {MOST_STRIPS} heads, got {len(request)}")
         for each in request:
             match each:
                 case (int() | str(), int()):
                     pass
                 case _:
-                    raise ValueError(f"strips: got {each!r}, expected pairs of a layer and the number of a head")
+                    raise ValueError(f"strips: expected pairs of a layer and the number of a head, got {each!r}")
         chosen = [(names.index(layer) if layer in names else layer, head) for layer, head in request]
         for layer, head in chosen:
             if not (isinstance(layer, int) and 0 <= layer < len(names) and 0 <= head < parts[names[layer]].heads):
-                raise ValueError(f"strips: got layer {layer}, head {head}, which is not there")
+                raise ValueError(f"strips: layer {layer} with head {head} does not exist; {_there(parts)}")
             if not parts[names[layer]].tiles:
-                raise ValueError("strips: q and k were not kept; observe with Observe(keep_qk=True)")
+                raise ValueError("strips: q and k were not saved; record with Observe(keep_qk=True)")
             if kinds.get(names[layer]) == "cross":
                 why = "in cross-attention no key is near a query"
-                raise ValueError(f"strips: got layer {layer}, expected one of self-attention: {why}")
+                raise ValueError(f"strips: expected layers of self-attention, got layer {layer}: {why}")
     whole = [exact(part) for part in parts.values()]
     count = sum(not whole[layer] for layer, _ in chosen if isinstance(layer, int))
     strips_of_layers: list[Strips | None] = []
     for n, (name, part) in enumerate(parts.items()):
         heads = [head for layer, head in chosen if layer == n]
         weights = None
-        if heads:  # weights that cannot be had are told of if somebody asked
+        if heads:  # weights that cannot be computed are an error only if they were requested
             weights = weights_if_any(part.last_tiles) if request is None else weights_of(part.last_tiles)
         elif whole[n] and part.tiles and kinds.get(name) != "cross":
             weights = weights_if_any(part.last_tiles)
@@ -161,15 +162,22 @@ def _strips(
         else:
             strips = empty_strips(weights, range(part.heads)) if whole[n] else strips_of(weights, heads, count)
         if request is not None and heads and strips is None:
-            raise ValueError(f"strips: got layer {n}, expected one whose last call has inputs, queries and keys")
+            raise ValueError(f"strips: expected layers whose last call has inputs, queries and keys, got layer {n}")
         strips_of_layers.append(strips)
     return strips_of_layers
+
+
+def _there(parts: Mapping[str, LayerStats]) -> str:
+    """Return how many layers and heads exist."""
+    heads = {part.heads for part in parts.values()}
+    each = f"{min(heads)}" if len(heads) == 1 else f"{min(heads)} to {max(heads)}"
+    return f"expected layers 0 to {len(parts) - 1} or their names, of {each} heads"
 
 
 def _telling(
     parts: Mapping[str, LayerStats], patterns: Sequence[Sequence[Sequence[Scored]]], kinds: Mapping[str, str]
 ) -> list[tuple[int | str, int]]:
-    """The heads likest to some pattern other than none, of layers of self-attention with q and k and a pooled map."""
+    """Return the heads that match a pattern other than uniform best, of self-attention with q, k and a pooled map."""
     scores: list[tuple[float, int, int]] = []
     for n, (name, part) in enumerate(parts.items()):
         if part.tiles and kinds.get(name) != "cross" and not exact(part):
@@ -187,19 +195,20 @@ def _picture(parts: Sequence[LayerStats], image: Any, grid: tuple[int, int] | No
     lengths = {part.lengths for part in parts}
     (common,) = lengths if len(lengths) == 1 else (None,)
     if common is None or common[0] != common[1]:
-        raise ValueError("image: expected as many queries as keys in every layer, and the same in all")
+        raise ValueError(
+            "image: expected as many queries as keys, and the same number in all layers; " + _sizes(lengths)
+        )
     keys = common[1]
     if special is not None:
         special = whole("special", special, 0)
         if special >= keys:
-            raise ValueError(
-                f"special: got {special}, expected 0 to {keys - 1}, fewer than the {keys} keys that there are"
-            )
+            raise ValueError(f"special: expected 0 to {keys - 1}, fewer than the {keys} keys, got {special}")
     if grid is None:
         side = math.isqrt(keys - (special or 0))
         if special is not None and side**2 != keys - special:
             raise ValueError(
-                f"grid: missing, for the {keys - special} keys after the {special} special ones are no square"
+                f"grid: missing; the {keys - special} keys after the {special} special ones do not form a square, so "
+                "pass its rows and columns"
             )
         rows, columns = side, side
     else:
@@ -207,113 +216,102 @@ def _picture(parts: Sequence[LayerStats], image: Any, grid: tuple[int, int] | No
     before = keys - rows * columns if special is None else special
     if before < 0 or before + rows * columns != keys:
         raise ValueError(
-            f"grid: {rows} x {columns} patches{'' if special is None else f' and {special} keys before them'} are "
-            f"not the {keys} keys that there are"
+            f"grid: expected rows x columns that match the {keys} keys, got {rows} x {columns} patches"
+            f"{'' if special is None else f' and {special} keys before them'}"
         )
     if special is None and not few_before(rows, columns, keys):
         raise ValueError(
-            f"grid: {rows} x {columns} patches leave {before} of the {keys} keys, as many as a row or column of "
-            f"patches; give special={before} if all of them come before the patches"
+            f"grid: {rows} x {columns} patches leave {before} of the {keys} keys over, enough for a row or column of "
+            f"patches; pass special={before} if all of them come before the patches"
         )
     return Picture(pixels, (rows, columns), before)
 
 
+def _sizes(lengths: Collection[tuple[int, int] | None]) -> str:
+    """Return the sizes of the calls, for a message."""
+    known = sorted(each for each in lengths if each is not None)
+    return "got " + ", ".join([texts.lengths(*each) for each in known] + [texts.DIFFERENT_LENGTHS] * (None in lengths))
+
+
 def few_before(rows: int, columns: int, keys: int) -> bool:
-    """Whether so few keys come before the patches that they pass for CLS and registers, and not for patches."""
+    """Return whether the keys before the patches are few enough to be CLS and registers: less than a row or column."""
     return keys - rows * columns < max(rows, columns)
 
 
 def _sides(grid: object) -> tuple[int, int]:
     expected = "rows and columns of patches, each at least 1"
     if isinstance(grid, str) or not isinstance(grid, Iterable):
-        raise TypeError(f"grid: got {grid!r}, expected {expected}")
+        raise TypeError(f"grid: expected {expected}, got {grid!r}")
     sides: list[object] = [*grid]
     numbers = [number for side in sides if (number := as_whole(side)) is not None]
     if len(numbers) < len(sides):
-        raise TypeError(f"grid: got {grid!r}, expected {expected}")
+        raise TypeError(f"grid: expected {expected}, got {grid!r}")
     if len(numbers) != 2 or min(numbers) < 1:
-        raise ValueError(f"grid: got {grid}, expected {expected}")
+        raise ValueError(f"grid: expected {expected}, got {grid}")
     return numbers[0], numbers[1]
 
 
-# ---------------------------------------------------------------- what stands around
+# ---------------------------------------------------------------- notes, lead and footer
 
 
 def _notes(recording: ObservedModel) -> list[str]:
     notes = [broken] if (broken := broken_layers(recording.stats.parts)) else []
     if recording.stats.sampled:
-        looked = sum(part.looked_at for part in recording.stats.parts.values())
+        observed = sum(part.looked_at for part in recording.stats.parts.values())
         of = sum(part.of for part in recording.stats.parts.values())
-        each = "of each head" if len(recording.stats.parts) == 1 else "of each head, all layers together,"
-        notes.append(f"A sample: {looked:,} of {of:,} query rows {each} were looked at; every figure stands on these.")
+        notes.append(texts.sample(observed, of, len(recording.stats.parts)))
     return notes
 
 
 def reading(recording: ObservedModel) -> str:
-    """How the maps are read."""
+    """Return how to read the maps, in a sentence."""
     mapped = any(part.map is not None for part in recording.stats.parts.values())
-    how = "A query looks, a key is looked at."
-    if mapped:
-        how = "Rows of a map are queries, which look; columns are keys, which are looked at."
-    return f"{how} All are counted from 0."
+    return texts.READING_MAPS if mapped else texts.READING
 
 
 def _lead(recording: ObservedModel) -> str:
     parts = recording.stats.parts.values()
-    heads = sum(part.heads for part in parts)
-    sizes = f"{len(parts):,} {plural('layer', len(parts))}, {heads:,} {plural('head', heads)}"
-    return f"{sizes}. {reading(recording)}"
+    return texts.lead_of_recording(len(parts), sum(part.heads for part in parts), reading(recording))
 
 
 def _footer(recording: ObservedModel, common: str) -> dict[str, str]:
     about, stats = recording.about, recording.stats
     lengths = {part.lengths for part in stats.parts.values()}
     inputs = ", ".join(
-        "calls of different lengths"
-        if each is None
-        else f"{_count(each[0], 'query', 'queries')} × {_count(each[1], 'key')}"
+        texts.DIFFERENT_LENGTHS if each is None else texts.lengths(*each)
         for each in sorted(lengths, key=lambda each: each or (0, 0))
     )
     rows = [int(n) for part in stats.parts.values() for n in part.rows.tolist()]
     input_options = about.options.get("input")
     source = f"{input_options['source']}; " if isinstance(input_options, dict) and "source" in input_options else ""
-    passes = _count(about.forwards, "forward pass", "forward passes")
-    if about.forwards != about.ran:
-        passes = f"{about.forwards:,} of {about.ran:,} forward passes looked at"
+    options = _options(about.options)
+    versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
     return {
-        "Model": about.model or "not named",
-        **({"Part": _parts(about.part)} if about.part else {}),
-        "Input": f"{source}{inputs}; {passes}",
-        "Rows": stands_on(rows),
-        **({"Layers": common.strip().removeprefix("Layers: ").removesuffix(".")} if common else {}),
-        "Options": _options(about.options),
-        "Versions": ", ".join(f"{name} {version}" for name, version in about.versions.items()) or "not said",
+        texts.MODEL: about.model or texts.NO_NAME,
+        **({texts.PART: _parts(about.part)} if about.part else {}),
+        texts.INPUT: f"{source}{inputs}; {texts.forward_passes(about.forwards, about.ran)}",
+        texts.AVERAGES: texts.averages(rows, "query", "queries"),
+        **({texts.LAYERS: common.strip().removeprefix("Layers: ").removesuffix(".")} if common else {}),
+        **({texts.OPTIONS: options} if options else {}),
+        texts.VERSIONS: versions or texts.NO_VERSIONS,
     }
 
 
 def _parts(parts: Mapping[str, Part]) -> str:
-    """The parts that were recorded, each with the first of its layers."""
+    """Return the parts that were recorded, each with the first of its layers."""
     layers: dict[Part, list[str]] = {}
     for name, part in parts.items():
         layers.setdefault(part, []).append(name)
     return "; ".join(
-        f"{part} in {names[0]}{f' and {len(names) - 1} more layers' if len(names) > 1 else ''}"
-        for part, names in layers.items()
+        texts.part(str(part), texts.more_layers(names[0], len(names) - 1)) for part, names in layers.items()
     )
 
 
-def _count(number: int, one: str, more: str = "") -> str:
-    return f"{number:,} {one if number == 1 else more or plural(one, number)}"
-
-
 def _options(options: Mapping[str, Any]) -> str:
-    """What was asked for beyond what is by default; of a tensor that it was given."""
+    """Return the options that differ from their defaults; of a tensor, that it was one."""
     usual: dict[str, Any] = {each.name: each.default for each in fields(Observe)} | {"every": 1, "accelerate": False}
-    return (
-        ", ".join(
-            f"{name} given" if value == Tensor.__name__ else f"{name}={value}"
-            for name, value in options.items()
-            if name != "input" and value != usual.get(name) and value not in (None, [], {})
-        )
-        or "none"
+    return ", ".join(
+        texts.tensor_option(name) if value == Tensor.__name__ else f"{name}={value}"
+        for name, value in options.items()
+        if name != "input" and value != usual.get(name) and value not in (None, [], {})
     )

@@ -1,4 +1,4 @@
-"""What the viewer's page shows of a sheet: one forward pass whose weights are all there."""
+"""The content of a sheet's page: one forward pass with all of its weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headscope.report._figures import SheetFigures
+from headscope.report._viewer import texts
 from headscope.report._viewer.model import Columns, Layer, Picture, Scored, Shown
 from headscope.report._viewer.packing import Map, Rows, Source
 from headscope.report.regions import object_mask
@@ -21,7 +22,7 @@ EDGES = 16
 
 
 def shown(sheet: SheetFigures) -> Shown:
-    """See ``render_sheet``.
+    """Return what the page of a sheet shows, see ``render_sheet``.
 
     Raises:
         ValueError: there are more weights than ``MOST``.
@@ -31,7 +32,7 @@ def shown(sheet: SheetFigures) -> Shown:
     cells = sum(len(weights) * length**2 if visible is None else int(visible.sum()) for weights, visible in both)
     if cells > MOST:
         raise ValueError(
-            f"sheet: {cells:,} weights do not fit one page, which holds {MOST:,}; {length} tokens, "
+            f"sheet: expected at most {MOST:,} weights on one page, got {cells:,}; {length} tokens, "
             f"{layers} layers of {sheet.heads} heads"
         )
     layer_list = [_layer(sheet, n) for n in range(layers)]
@@ -41,9 +42,9 @@ def shown(sheet: SheetFigures) -> Shown:
     return Shown(
         title=sheet.title,
         layers=layer_list,
-        names=[name for name in names if not _says_nothing(name, statistics)],
+        names=[name for name in names if not _always_one(name, statistics)],
         texts=sheet.tokens if sheet.kind == "text" else None,
-        footer=sheet.footer,
+        footer={name: value for name, value in sheet.footer.items() if (name, value) != (texts.OPTIONS, "none")},
         lead=_lead(sheet),
         notes=sheet.notes,
         trace=sheet.trace,
@@ -53,25 +54,13 @@ def shown(sheet: SheetFigures) -> Shown:
 
 
 def _lead(sheet: SheetFigures) -> str:
-    sizes = f"{_count(sheet.layers, 'layer')} × {_count(sheet.heads, 'head')}"
     if sheet.kind == "image" and sheet.grid is not None:
-        rows, columns = sheet.grid
-        return (
-            f"{sizes}, {rows} × {columns} patches. Every patch looks at all patches, with weights that sum to one. "
-            "Layers, heads and patches are counted from 0."
-        )
-    return (
-        f"{sizes}, {_count(len(sheet.tokens), 'token')}. A row of a map is a token that looks, a column one that is "
-        "looked at; each row sums to one. Layers, heads and tokens are counted from 0."
-    )
+        return texts.lead_of_image(sheet.layers, sheet.heads, *sheet.grid)
+    return texts.lead_of_text(sheet.layers, sheet.heads, len(sheet.tokens))
 
 
-def _count(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
-
-
-def _says_nothing(name: str, statistics: list[Mapping[str, Columns]]) -> bool:
-    """A mass that is always one."""
+def _always_one(name: str, statistics: list[Mapping[str, Columns]]) -> bool:
+    """Return whether this is the mass and equals one in every head, so that a column of it is of no use."""
     means = [x for layer in statistics for x in layer.get(name, {}).get("mean", ()) if x is not None]
     return name == "mass" and all(abs(x - 1) <= 1e-3 for x in means)
 
@@ -111,7 +100,7 @@ def _columns(figures: Sequence[float | None], rows: Sequence[int]) -> Columns:
 
 
 def _rows(p: NDArray[np.float32], there: NDArray[np.bool_]) -> Rows:
-    """What stands beside the maps, from the weights p [H, T, T]."""
+    """Return the profiles and the largest weights, from the weights p [H, T, T]."""
     heads, length, _ = p.shape
     wide = p.astype(np.float64)
     eligible = there.sum(1)

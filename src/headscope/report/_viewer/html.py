@@ -12,27 +12,28 @@ import numpy as np
 
 from headscope.report._page_file import MARKER, asset, digest, embedded
 from headscope.report._texts import NOT_EXPLANATION, visible
+from headscope.report._viewer import texts
 from headscope.report._viewer.model import Picture, Shown
 from headscope.report._viewer.packing import pack
 from headscope.report.tables import Section, grid
 from headscope.report.words import PATTERNS, REGIONS, STAGES, word
 
-LABEL = 24  # characters of a token on an axis
-LONGEST = 200  # characters of a token anywhere
+LABEL = 24  # characters of a token on an axis, at most
+LONGEST = 200  # characters of a token elsewhere, at most
 
 
 def render_shown(shown: Shown, *, served: bool = False, tiles: Sequence[tuple[int, int] | None] = ()) -> str:
-    """The page as HTML.
+    """Return the page as HTML.
 
     Args:
-        shown: what it shows.
-        served: whether it may ask the server that it came from for tiles, see ``headscope.report.serving``.
-        tiles: of each layer how many queries and keys the run has that its tiles are of; None where it has none.
+        shown: the content.
+        served: whether the page may request tiles from its server, see ``headscope.report.serving``.
+        tiles: for each layer the numbers of queries and keys of the run that its tiles show; None where it has none.
 
     Raises:
         ValueError: the maps do not fit one page.
     """
-    from jinja2 import Environment  # only who writes a page waits for it
+    from jinja2 import Environment  # slow to import, and only needed to write a page
     from markupsafe import Markup
 
     style, script = asset("viewer.css"), asset("viewer.js")
@@ -40,7 +41,7 @@ def render_shown(shown: Shown, *, served: bool = False, tiles: Sequence[tuple[in
     environment = Environment(autoescape=True, trim_blocks=False, keep_trailing_newline=True)
     html = environment.from_string(asset("viewer.html.jinja")).render(
         marker=Markup(MARKER),
-        title=_line(shown.title or "Attention heads", 160),
+        title=_line(shown.title or texts.DEFAULT_TITLE, 160),
         style=Markup(style),
         style_hash=digest(style),
         script=Markup(script),
@@ -52,12 +53,13 @@ def render_shown(shown: Shown, *, served: bool = False, tiles: Sequence[tuple[in
         notes=[_line(note, 500) for note in shown.notes],
         footer=[(_line(name, 40), _line(value, 1000)) for name, value in shown.footer.items()],
         explanation=NOT_EXPLANATION,
+        no_script=texts.NO_SCRIPT,
     )
     return html.encode("utf-8", "backslashreplace").decode("utf-8")  # a lone surrogate cannot be written
 
 
 def framed(html: str, *, height: int = 900) -> str:
-    """A page inside a frame of a notebook, so many pixels high: its script can reach nothing outside of it."""
+    """Return a page as a frame for a notebook, ``height`` pixels high; its script cannot reach the notebook."""
     return (
         f'<iframe title="headscope" sandbox="allow-scripts allow-downloads" width="100%" height="{height}" '
         f'style="border: 0" srcdoc="{escape(html, quote=True)}"></iframe>'
@@ -69,7 +71,7 @@ def _line(text: str, limit: int) -> str:
 
 
 def _data(shown: Shown) -> tuple[dict[str, Any], str]:
-    """What the script reads, and the blocks as base64."""
+    """Return the data for the script, and the blocks as base64."""
     packed = pack([layer.source for layer in shown.layers])
     layers = [
         {
@@ -99,21 +101,23 @@ def _data(shown: Shown) -> tuple[dict[str, Any], str]:
 
 
 def _named(name: str) -> dict[str, str]:
+    """Return a statistic with its heading: its public name in words, or the name of a region."""
     label = word(name)
-    return {"name": name, "heading": label.heading, "meaning": label.meaning}
+    heading = label.heading if name in REGIONS else name.replace("_", " ")
+    return {"name": name, "heading": texts.INDUCTION if name == "induction" else heading, "meaning": label.meaning}
 
 
-def _tokens(texts: Sequence[str] | None) -> dict[str, Any] | None:
-    """The tokens as they are shown, and those that are longer than that in more of their length."""
-    if texts is None:
+def _tokens(tokens: Sequence[str] | None) -> dict[str, Any] | None:
+    """Return the labels of the tokens, and a longer form of those that a label cuts."""
+    if tokens is None:
         return None
-    known = {text: (visible(text, limit=LABEL), visible(text, limit=LONGEST)) for text in dict.fromkeys(texts)}
-    longer = {n: known[text][1] for n, text in enumerate(texts) if known[text][1] != known[text][0]}
-    return {"labels": [known[text][0] for text in texts], "longer": longer}
+    known = {text: (visible(text, limit=LABEL), visible(text, limit=LONGEST)) for text in dict.fromkeys(tokens)}
+    longer = {n: known[text][1] for n, text in enumerate(tokens) if known[text][1] != known[text][0]}
+    return {"labels": [known[text][0] for text in tokens], "longer": longer}
 
 
 def _picture(picture: Picture) -> dict[str, Any]:
-    """The image as its bytes: the page may draw them on a canvas, and load no file."""
+    """Return the image as bytes: the page draws them on a canvas, because its policy lets it load no file."""
     pixels = picture.pixels if picture.pixels.ndim == 3 else np.repeat(picture.pixels[..., None], 3, -1)
     return {
         "height": pixels.shape[0],
@@ -140,22 +144,22 @@ def _table(section: Section) -> dict[str, Any]:
 
 
 def _stages(trace: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The steps of a trace, in runs of one stage."""
-    texts = ("step", "equation", "code", "dtype", "invariant", "why", "mistake", "note")
+    """Return the steps of a trace, grouped by stage."""
+    columns = ("step", "equation", "code", "dtype", "invariant", "why", "mistake", "note")
     stages: list[dict[str, Any]] = []
     for number, rows in itertools.groupby(trace, key=lambda row: row.get("stage")):
         steps: list[dict[str, Any]] = []
         for row in rows:
             corner = row.get("corner")
-            # JSON knows no infinity: a trace may write it as "Infinity"
+            # JSON has no infinity; a trace writes it as the string "Infinity"
             values = grid([[float(value) for value in line] for line in corner]) if corner else None
-            step = {name: _lines(row[name]) if row.get(name) else "" for name in texts}
+            step = {name: _lines(row[name]) if row.get(name) else "" for name in columns}
             steps.append({**step, "axes": list(row.get("axes", {}).items()), "corner": values, "held": row.get("held")})
         name = STAGES.get(number, "") if isinstance(number, int) else ""
-        stages.append({"name": f"{number}. {name}" if name else "Steps", "steps": steps})
+        stages.append({"name": f"{number}. {name}" if name else texts.STEPS, "steps": steps})
     return stages
 
 
 def _lines(text: str) -> str:
-    """Text of several lines, every character to be seen."""
+    """Return a text of several lines with every character visible."""
     return "\n".join(_line(line, 400) if line else "" for line in str(text).split("\n"))

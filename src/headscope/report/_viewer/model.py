@@ -1,4 +1,4 @@
-"""What a page of the viewer shows."""
+"""The content of a page."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from headscope.report._viewer.packing import Source
 from headscope.report.tables import Section
 
 Columns = Mapping[str, Sequence[float | int | None]]
-"""``mean``, ``std``, ``min``, ``max`` and ``count`` of a quantity, each one figure a head."""
+"""``mean``, ``std``, ``min``, ``max`` and ``count`` of a quantity, each one value per head."""
 
 Scored = tuple[str, float, int, bool]
-"""A pattern, its score, on how many rows, and whether it is exact."""
+"""A pattern, its score, the number of rows that it was scored on, and whether the score is exact."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,10 +25,10 @@ class Picture:
     Attributes:
         pixels: uint8 [h, w] or [h, w, 3].
         grid: rows and columns of patches.
-        special: how many keys stand before the patches and are none: CLS and registers.
-        outline: for each patch whether it is of the object, row by row; empty = not known.
-        regions: region -> how far each patch belongs to it, 0 to 1.
-        looks: for each layer the region that each head looks at most, and how many times as much as by chance.
+        special: how many keys come before the patches: CLS and registers.
+        outline: for each patch whether it belongs to the object, row by row; empty = not known.
+        regions: region -> the share of each patch that belongs to it, 0 to 1.
+        looks: for each layer the region that each head attends to most, and the ratio to chance.
     """
 
     pixels: NDArray[Any]
@@ -41,14 +41,14 @@ class Picture:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer as the page has it.
+    """One layer of a page.
 
     Attributes:
-        name, short: its path, and as much of it as tells it from the others.
-        facts: what the script reads beside the blocks: kind, lengths, runs, lookedAt, of, rows, broken.
-        source: what the blocks are made of.
+        name, short: its path, and the shortest form that differs from the other layers.
+        facts: what the script reads together with the blocks: kind, lengths, runs, lookedAt, of, rows, broken.
+        source: the content of the blocks.
         statistics: quantity -> its columns.
-        patterns: of each head, the best first.
+        patterns: for each head, the best match first.
     """
 
     name: str
@@ -61,13 +61,14 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """All that a page shows; every text may come from outside, for it is escaped where it is written.
+    """All that a page shows. Texts may come from outside: they are escaped when the page is written.
 
     Attributes:
         names: the quantities, in the order of the table.
-        texts: of each token, or None.
-        trace: rows of ``Trace.to_dict()``; trace_title: what they are of.
-        tables: more that was found, as text.
+        texts: the text of each token, or None.
+        trace: rows of ``Trace.to_dict()``.
+        trace_title: their heading.
+        tables: the summary, as text.
     """
 
     title: str

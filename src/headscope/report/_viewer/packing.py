@@ -1,28 +1,28 @@
-"""What the viewer's script reads: a description as JSON, and one block of bytes for each head.
+"""The data for the page's script: a description as JSON, and one block of bytes for each head.
 
-A block is little-endian and compressed (raw deflate); blocks stand one after the other, each at a multiple of three
-bytes, so that base64 of the whole can be cut into theirs. Within a block, in this order, with the sizes that the
-layer's description gives:
+A block is little-endian and compressed (raw deflate). Blocks follow each other, each at a multiple of three bytes, so
+that the base64 of the whole can be cut into that of each block. A block holds, in this order, with the sizes that the
+description of its layer gives:
 
     float32 [3]        the largest mean and the largest max of the map; 1 if its codes are differences, see below
     float32 [rows]     of each row of bins, the share of its weight in the first column; NaN where it has none
     float32 [2]        the largest received and the largest entropy
-    uint16 [received]  weight received over rows that could see the key, evenly pooled over keys: planes of codes c with
+    uint16 [received]  weight received per row with the key visible, evenly pooled over keys: planes of codes c with
                        value = largest * c / 65534; 65535 = none
     uint16 [entropy]   likewise, the entropy of the rows of one text, evenly pooled over queries
     float32 [edges], uint32 [4, edges]   the largest weights: p, then run, batch entry, query, key
     uint16 [queries, k], uint32 [queries, k]   the largest weights of each query and their keys, as planes: codes as of
-                       bins with a largest of 1, and NONE where there is no key
+                       bins with a largest of 1, and NONE for a missing key
     mean, max          codes of the visible bins, row by row: value = largest * (code / top)**2
-    argmax             where the max of each visible bin stands: query, key, run, batch entry, each where it can differ;
+    argmax             the place of the max of each visible bin: query, key, run, batch entry, each where it can differ;
                        query and key count from the first of the bin where the bins' ranges are known
 
-Codes and places of two or four bytes stand as planes: all low bytes first, which compresses better. Differences are
-those of codes of 8 bits from the code of the bin above (0 where that may not be seen), modulo 256: keys that many
-queries look at make columns alike.
+Codes and places of two or four bytes are stored as planes: all low bytes first, which compresses better. Differences
+are those of codes of 8 bits from the code of the bin above (0 if that bin is masked), modulo 256: a key that many
+queries attend to makes the codes of a column nearly equal.
 
-A strip, of the few heads that have one, is a block of its own: uint8 [queries, near + first], p = (code / 254)**2, and
-255 for what may not be seen: weights on the keys at the distances ``low`` to ``high`` of the query, then on the first.
+A strip is a separate block, for a few heads: uint8 [queries, near + first], p = (code / 254)**2, and 255 = masked. It
+holds the weights on the keys at the distances ``low`` to ``high`` from the query, then those on the first keys.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ __all__ = [
 Array = NDArray[Any]
 
 MOST_BYTES = 64 * 2**20
-"""How much the blocks of one page may take, before base64."""
+"""The most bytes of all blocks of a page, before base64."""
 
 FINE_BYTES = 5 * 2**20
-"""Up to this, a bin has 16 bits; beyond, 8."""
+"""The most bytes of bins with 16 bits; pages with more use 8 bits."""
 
 PROFILES = 2**18
-"""How many values of ``received`` all heads together may have; beyond, neighbouring keys are pooled."""
+"""The most values of ``received`` of all heads together; pages with more pool neighbouring keys."""
 
 TOP_BYTES = 4 * 2**20
-"""How much the largest weights of each row may take before they are compressed; beyond, fewer of each row are kept."""
+"""The most bytes of the largest weights of rows, before compression; pages with more hold fewer of each row."""
 
 NONE = 0xFFFF_FFFF
 NOTHING = 0xFFFF
@@ -77,10 +77,10 @@ class Packed:
 
     Attributes:
         layers: how to read the blocks of each layer, ready for JSON.
-        masks: which bins may be seen at all, packed bits in base64; layers name theirs by its place.
-        blocks: of each layer and head where its block begins, and its length, in bytes.
+        masks: the visible bins, packed bits in base64; layers refer to them by index.
+        blocks: for each layer and head the start and length of its block, in bytes.
         content: all blocks, base64.
-        bits: of a bin's code.
+        bits: the size of a bin's code.
     """
 
     layers: list[dict[str, Any]]
@@ -95,9 +95,9 @@ class Strips:
     """Weights near the diagonal and on the first keys, of some heads, at full resolution.
 
     Attributes:
-        lengths: how many queries and keys the run has that they are of.
+        lengths: the numbers of queries and keys of their run.
         offset: the position of query 0 among the keys.
-        low, high: the distances key - query that are there, both inclusive.
+        low, high: the distances key - query, both inclusive.
         first: how many of the first keys.
         codes: head -> uint8 [queries, high - low + 1 + first].
     """
@@ -112,7 +112,7 @@ class Strips:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What a layer's blocks are made of."""
+    """The content of a layer's blocks."""
 
     heads: int
     map: Map | None
@@ -121,7 +121,7 @@ class Source:
 
 
 def sources(parts: Sequence[LayerStats], strips: Sequence[Strips | None]) -> list[Source]:
-    """Of layers that were observed."""
+    """Return the sources of observed layers."""
     heads = sum(part.heads for part in parts)
     most = max(64, PROFILES // max(heads, 1))
     room = TOP_BYTES // max(1, heads) // 6
@@ -132,10 +132,10 @@ def sources(parts: Sequence[LayerStats], strips: Sequence[Strips | None]) -> lis
 
 
 def pack(layer_sources: Sequence[Source]) -> Packed:
-    """Make the blocks of all layers.
+    """Return the blocks of all layers.
 
     Raises:
-        ValueError: they take more than ``MOST_BYTES``.
+        ValueError: the blocks exceed ``MOST_BYTES``.
     """
     bits = 16 if sum(2 * each.map.codes for each in layer_sources if each.map is not None) <= FINE_BYTES else 8
     heads = sum(each.heads for each in layer_sources)
@@ -162,8 +162,8 @@ def pack(layer_sources: Sequence[Source]) -> Packed:
             places.append(put(block, differs))
             if len(content) > MOST_BYTES:
                 raise ValueError(
-                    f"recording: the maps of {heads:,} heads do not fit one page, which holds {MOST_BYTES / 2**20:.0f} "
-                    "MiB; observe with a smaller map=, or fewer layers"
+                    f"recording: expected at most {MOST_BYTES / 2**20:.0f} MiB on one page, got more for the maps of "
+                    f"{heads:,} heads; record with a smaller map=, or fewer layers"
                 )
         if strips is not None:
             of_heads = {str(head): put(np.ascontiguousarray(codes).tobytes()) for head, codes in strips.codes.items()}
@@ -175,7 +175,7 @@ def pack(layer_sources: Sequence[Source]) -> Packed:
 
 
 def _deflated(block: bytes, differs: bool = False) -> bytes:
-    """Compressed; of small differences few sequences repeat, and looking for them costs time and room."""
+    """Return a compressed block; small differences rarely repeat, so that a search for repeats costs time and bytes."""
     coder = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zlib.Z_FILTERED if differs else zlib.Z_DEFAULT_STRATEGY)
     return coder.compress(block) + coder.flush()
 
@@ -189,13 +189,13 @@ def _floats(values: Array) -> bytes:
 
 
 def _planes(values: Array, width: int) -> bytes:
-    """Whole numbers as planes of bytes, the lowest first."""
+    """Return whole numbers as planes of bytes, the lowest first."""
     wide = values.astype("<u4" if width == 4 else f"<u{width}")
     return np.ascontiguousarray(wide.reshape(-1).view(np.uint8).reshape(-1, width).T).tobytes()
 
 
 def _width(largest: int) -> int:
-    """How many bytes hold numbers up to this; 0 where all are 0."""
+    """Return how many bytes hold numbers up to ``largest``; 0 if all are 0."""
     return 0 if largest == 0 else 1 if largest < 2**8 else 2 if largest < 2**16 else 4
 
 
@@ -204,12 +204,12 @@ def _width(largest: int) -> int:
 
 @dataclass(frozen=True)
 class Map:
-    """The map of a layer without the bins that hold no pair.
+    """The map of a layer without the bins that hold no pair of query and key.
 
     Attributes:
-        mean, max: [H, rows, columns]; NaN where no pair may be seen.
-        visible: where there is one, bool [H, rows, columns].
-        places: query, key, run and batch entry of the max, each int64 [H, rows, columns] and in how many bytes.
+        mean, max: [H, rows, columns]; NaN where no pair is visible.
+        visible: whether a bin holds a visible pair, bool [H, rows, columns].
+        places: query, key, run and batch entry of the max, each int64 [H, rows, columns] with its size in bytes.
         first_share: [H, rows].
         exact: whether each bin is one weight of one run and batch entry.
         ranges: whether the ranges of the bins are known.
@@ -225,7 +225,7 @@ class Map:
 
     @staticmethod
     def of(head_map: HeadMap, part: LayerStats) -> Map:
-        """With the bins that stand for some query and some key: of n bins over T < n positions, T."""
+        """Return the map with the bins that cover a query and a key: T bins where T < n positions have n bins."""
         n, lengths = head_map.bins, part.lengths
         rows, columns = standing(n, lengths)
         cut = np.ix_(np.arange(part.heads), rows, columns)
@@ -244,11 +244,11 @@ class Map:
 
     @property
     def codes(self) -> int:
-        """How many codes all heads have."""
+        """The number of codes of all heads."""
         return int(self.visible.sum()) * (1 if self.exact else 2)
 
     def description(self, masks: dict[bytes, int]) -> dict[str, Any]:
-        """How to read the blocks; new masks are added."""
+        """Return how to read the blocks; new masks are added to ``masks``."""
         mine = [masks.setdefault(np.packbits(visible).tobytes(), len(masks)) for visible in self.visible]
         return {
             "rows": self.mean.shape[1],
@@ -260,19 +260,19 @@ class Map:
         }
 
     def largest(self, head: int, differs: bool) -> bytes:
-        """What a block begins with: the largest mean and max, and the share of the first column."""
+        """Return the start of a block: the largest mean and max, and the share of the first column."""
         visible = self.visible[head]
         tops = [float(x[head][visible].max(initial=0.0)) for x in (self.mean, self.max)]
         return _floats(np.array([*tops, float(differs)])) + _floats(self.first_share[head])
 
     def differs(self, head: int) -> bool:
-        """Whether differences from the bin above take less than codes of 8 bits as they are, by their entropy."""
+        """Return whether differences from the bin above compress better than the codes of 8 bits, by entropy."""
         visible = self.visible[head]
         codes = _codes(self.mean[head][visible], 8).astype(np.uint8)
         return _entropy(_differences(codes, visible)) < _entropy(codes)
 
     def block(self, head: int, bits: int, differs: bool) -> bytes:
-        """What a block ends with: the codes, and where each max stands."""
+        """Return the end of a block: the codes, and the place of each max."""
         visible, width = self.visible[head], bits // 8
         parts: list[bytes] = []
         for values in (self.mean,) if self.exact else (self.mean, self.max):
@@ -284,20 +284,20 @@ class Map:
 
 
 def exact(part: LayerStats) -> bool:
-    """Whether each bin of a layer's map is one weight of one run and batch entry."""
+    """Return whether each bin of a layer's map is one weight of one run and batch entry."""
     if part.map is None or part.lengths is None:
         return False
     return max(part.lengths) <= part.map.bins and not bool((part.map.count > 1).any())
 
 
 def standing(bins: int, lengths: tuple[int, int] | None) -> tuple[Array, Array]:
-    """Which of n x n bins hold a query, and which a key; all where their ranges are not known."""
+    """Return which of n x n bins cover a query, and which a key; all if their ranges are not known."""
     queries, keys = (np.arange(bins + 1) * length // bins for length in lengths or (bins, bins))
     return np.flatnonzero(queries[1:] > queries[:-1]), np.flatnonzero(keys[1:] > keys[:-1])
 
 
 def _differences(codes: Array, visible: Array) -> Array:
-    """Codes of 8 bits, less those of the bins above."""
+    """Return codes of 8 bits minus those of the bins above."""
     full = np.zeros(visible.shape, np.uint8)
     full[visible] = codes
     full[1:] -= full[:-1].copy()
@@ -305,18 +305,18 @@ def _differences(codes: Array, visible: Array) -> Array:
 
 
 def _entropy(codes: Array) -> float:
-    """In bits, of how often each code of 8 bits occurs."""
+    """Return the entropy of the codes of 8 bits, in bits."""
     share = np.bincount(codes, minlength=256) / max(1, len(codes))
     return float(-(share[share > 0] * np.log2(share[share > 0])).sum())
 
 
 def _codes(values: Array, bits: int) -> Array:
-    """Values as whole numbers c with value = largest * (c / top)²; what was above the float32 of the largest is top."""
+    """Return whole numbers c with value = largest * (c / top)²; a value above the float32 of the largest gets top."""
     largest, top = float(np.float32(values.max(initial=0.0))), 2**bits - 1
     return np.zeros(len(values)) if largest == 0 else np.rint(np.sqrt((values / largest).clip(0, 1)) * top)
 
 
-# ---------------------------------------------------------------- what stands beside the map
+# ---------------------------------------------------------------- profiles and largest weights
 
 
 @dataclass(frozen=True)
@@ -324,11 +324,13 @@ class Rows:
     """Profiles over keys and queries, and the largest weights of a layer.
 
     Attributes:
-        received: [H, m]; keys: over how many keys.
-        entropy: [H, m]; queries: over how many queries.
+        received: [H, m].
+        keys: the number of keys that it covers.
+        entropy: [H, m].
+        queries: the number of queries that it covers.
         p, at: the largest weights, [H, k] and [H, k, 4].
-        top_p, top_at: the largest weights of each query of the one text that was seen, [H, Q, k]; NaN and -1 where it
-            has fewer.
+        top_p, top_at: the largest weights of each query, if one text was observed, [H, Q, k]; NaN and -1 where a
+            query has fewer.
     """
 
     received: Array
@@ -342,7 +344,7 @@ class Rows:
 
     @staticmethod
     def of(part: LayerStats, most: int, room: int) -> Rows:
-        """With profiles of at most so many values, and room for so many of the largest weights of rows a head."""
+        """Return profiles of at most ``most`` values, and at most ``room`` of the largest weights per head."""
         none = np.zeros((part.heads, 0))
         received, keys = none, 0
         if part.received is not None and part.eligible is not None:
@@ -365,7 +367,7 @@ class Rows:
         return Rows(received, keys, entropy, queries, p, at, top_p, top_at)
 
     def description(self) -> dict[str, Any]:
-        """How to read the blocks."""
+        """Return how to read the blocks."""
         return {
             "received": self.received.shape[1],
             "receivedOf": self.keys,
@@ -376,7 +378,7 @@ class Rows:
         }
 
     def block(self, head: int) -> bytes:
-        """Both profiles and the largest weights of a head and of its rows."""
+        """Return both profiles and the largest weights of a head and of its rows."""
         at = np.where(self.at[head] < 0, NONE, self.at[head]).T.astype("<u4")
         profiles = (self.received[head], self.entropy[head])
         largest = [float(np.nanmax(profile, initial=0.0)) for profile in profiles]
@@ -393,7 +395,7 @@ class Rows:
 
 
 def _only(part: LayerStats) -> dict[str, Array]:
-    """The kept rows [H, Q] of the one text that was seen whole; nothing of several, or of a sample."""
+    """Return the retained rows [H, Q] if one text was observed whole; nothing for several texts or a sample."""
     if len(part.kept) != 1 or part.lengths is None:
         return {}
     rows = part.kept[0]
@@ -404,7 +406,7 @@ def _only(part: LayerStats) -> dict[str, Array]:
 
 
 def _pooled(values: Array, most: int) -> Array:
-    """Sums over at most so many even parts of the last axis: part b holds ⌊bT/m⌋ to ⌊(b+1)T/m⌋ - 1."""
+    """Return sums over at most ``most`` even parts of the last axis: part b holds ⌊bT/m⌋ to ⌊(b+1)T/m⌋ - 1."""
     length = values.shape[-1]
     if length <= most:
         return values

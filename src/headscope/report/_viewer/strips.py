@@ -13,20 +13,20 @@ from headscope.report._viewer.packing import Strips
 from headscope.stats._kept_weights import KeptWeights
 
 STRIP_BYTES = 8 * 2**20
-"""How much the strips of one page may take before they are compressed."""
+"""The most bytes of all strips of a page, before compression."""
 
 WIDEST = 32  # keys near the diagonal
 FIRST = 4
 STEP = 512  # queries at a time
-LOOK = 64  # queries of each stretch in which keys after a query are looked for
+LOOK = 64  # queries of each stretch that is searched for visible keys after the query
 
 
 def strips_of(weights: KeptWeights, heads: list[int], of: int) -> Strips | None:
-    """The strips of these heads of a layer of self-attention; None where there are no weights.
+    """Return the strips of these heads of a layer of self-attention; None if it has no weights.
 
     Args:
-        weights: its weights.
-        heads: which of its heads.
+        weights: the weights of the layer.
+        heads: the numbers of the heads.
         of: how many heads of all layers share ``STRIP_BYTES``.
     """
     width = max(4, min(WIDEST, STRIP_BYTES // max(1, of * weights.queries) - FIRST))
@@ -37,18 +37,18 @@ def strips_of(weights: KeptWeights, heads: list[int], of: int) -> Strips | None:
 
 
 def empty_strips(weights: KeptWeights, heads: Sequence[int], width: int = WIDEST) -> Strips | None:
-    """What the strips of these heads, so many keys wide, are of, still without any; None where there are no weights."""
+    """Return strips without codes: the distances and positions for ``width`` keys; None if the layer has no weights."""
     if 0 in (weights.sizes["q"][0], weights.queries, weights.keys):
         return None
     offset = weights.keys - weights.queries if weights.offset is None else weights.offset
-    apart = any(weights.sizes[name][1] > 1 for name in ("bias", "rest") if name in weights.parts)
-    ahead = any(_sees_ahead(weights, head, offset, width // 2) for head in (heads if apart else heads[:1]))
+    per_head = any(weights.sizes[name][1] > 1 for name in ("bias", "rest") if name in weights.parts)
+    ahead = any(_attends_ahead(weights, head, offset, width // 2) for head in (heads if per_head else heads[:1]))
     low, high = (-(width // 2), width // 2) if ahead else (1 - width, 0)
     return Strips((weights.queries, weights.keys), offset, low, high, min(FIRST, weights.keys), {})
 
 
 def strip_of(weights: KeptWeights, head: int, rows: tuple[int, int], strips: Strips) -> NDArray[np.uint8]:
-    """Rows of one head as codes [rows, near + first], see ``_viewer_data``."""
+    """Return rows of one head as codes [rows, near + first], see ``packing``."""
     offset, low, high = strips.offset, strips.low, strips.high
     parts: list[NDArray[np.uint8]] = []
     for start in range(*rows, STEP):
@@ -66,8 +66,8 @@ def strip_of(weights: KeptWeights, head: int, rows: tuple[int, int], strips: Str
     return np.concatenate(parts)
 
 
-def _sees_ahead(weights: KeptWeights, head: int, offset: int, reach: int) -> bool:
-    """Whether some query sees a key at most so far after it: of those at the start, in the middle and at the end."""
+def _attends_ahead(weights: KeptWeights, head: int, offset: int, reach: int) -> bool:
+    """Return whether a key up to ``reach`` after its query is visible, for queries at the start, middle and end."""
     for middle in (0, weights.queries // 2, weights.queries):
         start = max(0, min(middle - LOOK // 2, weights.queries - LOOK))
         stop = min(start + LOOK, weights.queries)

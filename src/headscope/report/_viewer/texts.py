@@ -1,0 +1,97 @@
+"""Every text that Python writes into a page; those of its script are in viewer/src/texts.ts.
+
+To translate the page, translate both files. Meanings of statistics and regions are in ``headscope.report.words``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headscope._analysis.answers import plural
+
+DEFAULT_TITLE = "Attention heads"
+NO_SCRIPT = "This page draws its maps with a script inside the file. Allow JavaScript to see them."
+STEPS = "Steps"
+
+MODEL, PART, INPUT, LAYERS, OPTIONS, VERSIONS = "Model", "Part", "Input", "Layers", "Options", "Versions"
+AVERAGES = "Averages"
+NO_NAME = "not named"
+NO_VERSIONS = "not recorded"
+DIFFERENT_LENGTHS = "calls of different lengths"
+
+INDUCTION = "induction (mass)"
+"""The heading of the statistic; the score of the pattern of this name is another number."""
+
+_NUMBERING = "Numbering starts at 0."
+_BRIGHTER = "brighter = more attention"
+READING_MAPS = f"Each row of a map is a query, each column a key; {_BRIGHTER}. {_NUMBERING}"
+READING = f"Queries attend to keys. {_NUMBERING}"
+
+
+def counted(number: int, one: str, more: str = "") -> str:
+    """Return a number with its noun: "1 query", "2,048 queries"."""
+    return f"{number:,} {one if number == 1 else more or plural(one, number)}"
+
+
+def queries_of(number: int) -> str:
+    """Return "1 query" or "7 queries"."""
+    return counted(number, "query", "queries")
+
+
+def averages(rows: Sequence[int], one: str, more: str) -> str:
+    """Return over how many tokens or queries the statistics of a head are averaged, from the counts of all heads."""
+    least, most = min(rows, default=0), max(rows, default=0)
+    noun = one if most == 1 else more
+    if least == most:
+        return f"over up to {most:,} {noun} per head"
+    return f"over up to {least:,}–{most:,} {noun}, depending on the head"
+
+
+def lead_of_text(layers: int, heads: int, tokens: int) -> str:
+    """Return the sentences below the title of a text's page."""
+    sizes = f"{counted(layers, 'layer')} × {counted(heads, 'head')}, {counted(tokens, 'token')}"
+    return f"{sizes}. Each row shows where one token looks and sums to 1; {_BRIGHTER}. {_NUMBERING}"
+
+
+def lead_of_image(layers: int, heads: int, rows: int, columns: int) -> str:
+    """Return the sentences below the title of an image's page."""
+    sizes = f"{counted(layers, 'layer')} × {counted(heads, 'head')}, {rows} × {columns} patches"
+    return f"{sizes}. Each patch looks at all patches, with weights that sum to 1; {_BRIGHTER}. {_NUMBERING}"
+
+
+def lead_of_recording(layers: int, heads: int, reading: str) -> str:
+    """Return the sentences below the title of a recording's page."""
+    return f"{counted(layers, 'layer')}, {counted(heads, 'head')}. {reading}"
+
+
+def sample(observed: int, rows: int, layers: int) -> str:
+    """Return the note on a page whose statistics use some of the queries only."""
+    each = "of each head" if layers == 1 else "of each head, all layers together"
+    return f"Sample: the statistics use {observed:,} of {queries_of(rows)} {each}."
+
+
+def forward_passes(observed: int, ran: int) -> str:
+    """Return how many forward passes were observed."""
+    if observed == ran:
+        return counted(observed, "forward pass", "forward passes")
+    return f"{observed:,} of {ran:,} forward passes observed"
+
+
+def lengths(queries: int, keys: int) -> str:
+    """Return the size of a call."""
+    return f"{queries_of(queries)} × {counted(keys, 'key')}"
+
+
+def more_layers(name: str, others: int) -> str:
+    """Return the first of some layers, with how many others there are."""
+    return f"{name}{f' and {others} more layers' if others else ''}"
+
+
+def part(part: str, layers: str) -> str:
+    """Return which part of which layers was recorded."""
+    return f"{part} in {layers}"
+
+
+def tensor_option(name: str) -> str:
+    """Return an option whose value was a tensor."""
+    return f"{name}=<tensor>"

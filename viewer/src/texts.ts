@@ -1,0 +1,345 @@
+// Every text that a reader of the page sees. To translate the page, translate this file and src/headscope/report/_viewer/texts.py.
+// {name} in a text marks where the page inserts a part of its own: see `fill`.
+
+import type { ComponentChildren } from "preact";
+
+/** A text with parts, such as a bold name, in place of {name}. */
+export function fill(text: string, parts: Record<string, ComponentChildren>): ComponentChildren[] {
+  return text.split(/\{(\w+)\}/).map((piece, n) => (n % 2 ? parts[piece] : piece));
+}
+
+// ---------------------------------------------------------------- numbers
+
+export const NO_VALUE = "–";
+
+export function whole(value: number): string {
+  return value.toLocaleString("en-US");
+}
+
+/** Three significant digits, or "–". */
+export function figure(value: number | null | undefined, digits = 3): string {
+  if (value === null || value === undefined || !Number.isFinite(value)) return NO_VALUE;
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1000) return whole(Math.round(value));
+  return size < 1e-4 ? value.toExponential(digits - 1) : value.toPrecision(digits);
+}
+
+/** A share for a sentence: "83 %", "0.9 %", "<0.1 %"; "100 %" only of what rounds to it with one decimal. */
+export function percent(share: number): string {
+  const value = 100 * share;
+  if (value > 0 && value < 0.1) return "<0.1\u00a0%";
+  const one = value.toFixed(1);
+  const long = Math.abs(value) < 9.95 || (value >= 99.5 && Number(one) < 100);
+  return `${long ? one.replace(/\.0$/, "") : value.toFixed(0)}\u00a0%`;
+}
+
+/** A value stored in 8 bits: further digits would not be exact. */
+export function rough(value: number): string {
+  return Number.isFinite(value) ? `≈ ${figure(value, 2)}` : NO_VALUE;
+}
+
+function plural(count: number, word: string): string {
+  return count === 1 ? word : word === "query" ? "queries" : word === "patch" ? "patches" : `${word}s`;
+}
+
+/** "1 token", "2,048 tokens". */
+export function counted(count: number, word: string): string {
+  return `${whole(count)} ${plural(count, word)}`;
+}
+
+// ---------------------------------------------------------------- the bar on top
+
+export const tabs = { label: "Views", heads: "All heads", head: "One head", compare: "Compare", table: "Statistics", found: "Summary", trace: "Step by step" };
+
+export const themes = { label: "Theme", auto: "auto", light: "light", dark: "dark" };
+
+export const controls = {
+  thumbs: "Thumbnails",
+  thumbsSelected: "selected patch",
+  thumbsMap: "full map",
+  overlay: "overlay on the image",
+  pool: "Cells show",
+  pools: { mean: "mean", max: "maximum" },
+  scale: "Scale",
+  scales: { linear: "linear", log: "log" },
+  colours: "Colours",
+  hide: (first: FirstColumn) => `hide ${firstColumns[first]}`,
+  hideHelp: (first: FirstColumn) =>
+    `${first === "CLS" ? "Many heads park attention on CLS." : "Many heads park attention on the first token."} This option hides the first column and rescales each row, ` +
+    "so that the row keeps its sum. The maximum of a cell that pools several weights does not change.",
+  sort: "Sort by",
+  sortLayer: "layer",
+  order: "Order",
+  largest: "largest first",
+  smallest: "smallest first",
+  pattern: "Best pattern",
+  anyPattern: "any",
+  score: "pattern match",
+  filter: "Filter",
+  anyStatistic: "any statistic",
+  atLeast: "at least or at most",
+  limit: "limit",
+};
+
+export type FirstColumn = "token" | "bin" | "CLS";
+const firstColumns: Record<FirstColumn, string> = { token: "first token", bin: "first bin (it holds the first token)", CLS: "CLS" };
+
+/** What the average over all rows of an image's map is over: with CLS or registers before the patches, those are queries, too. */
+export function averageOver(special: number): string {
+  return special > 0 ? "mean over all queries" : "mean over all patches";
+}
+
+// ---------------------------------------------------------------- all heads
+
+export const grid = {
+  title: "All heads",
+  ownScale: { image: "Each picture has its own colour scale.", map: "Each map has its own colour scale." },
+  click: "Click a head to open it.",
+  noMap: (statistic: string) => `Each tile shows the mean of ${statistic}. No map was recorded; Observe(map=64) records one.`,
+  help: "Help",
+  keys: "Arrow keys move between heads, Enter opens one. The framed head is the one that the tab One head shows.",
+  axes: "In a map each row is a query and each column a key; brighter cells have more weight.",
+  pictures: "A picture shows how much attention each patch receives: from all patches, or from the one that is selected.",
+  none: "No head matches these filters.",
+  thumb: (name: string, pattern: string, statistic: string) => [name, pattern, statistic].filter(Boolean).join(", "),
+  tip: (name: string, pattern: string) => (pattern ? `${name}: ${pattern}` : name),
+  match: (pattern: string, score: number) => `${pattern} ${percent(score)}`,
+  region: (region: string, ratio: number) => `${region} × ${ratio.toFixed(1)}`,
+  drawing: (at: number, of: number) => `Drawing head ${whole(at)} of ${whole(of)}`,
+};
+
+export const files = {
+  png: "PNG",
+  svg: "SVG",
+  csv: "CSV",
+  of: (kind: string, what: string) => `${kind} of ${what}`,
+  allHeads: "all heads",
+  map: (head: string) => `the map of ${head}`,
+  strip: "the nearby tokens",
+};
+
+// ---------------------------------------------------------------- names and places
+
+export type Axis = "query" | "key";
+
+export const names = {
+  layer: (short: string) => (/^\d+$/.test(short) ? `layer ${short}` : short),
+  head: (layer: string, head: number) => `${layer}, head ${head}`,
+  title: (name: string) => name.replace(/^layer /, "Layer "),
+  cls: "CLS",
+  register: (at: number) => `register ${at}`,
+  patch: (row: number, column: number) => `row ${row}, column ${column}`,
+  patchShort: (row: number, column: number) => `r${row} c${column}`,
+  inQuotes: (token: string) => `“${token}”`,
+  quoted: (at: number, token: string) => `${whole(at)} “${token}”`,
+  one: (axis: Axis, position: string) => `${axis} ${position}`,
+  several: (axis: Axis, start: number, stop: number) => `${plural(2, axis)} ${whole(start)}–${whole(stop)}`,
+  bin: (axis: Axis, at: number, of: number) => `${axis} bin ${at} of ${of}`,
+  pair: (query: string, key: string, run: number | null, text: number | null) => {
+    const where = [run === null ? "" : `run ${run}`, text === null ? "" : `text ${text}`].filter(Boolean).join(", ");
+    return `query ${query} → key ${key}${where && ` (${where})`}`;
+  },
+  chip: (at: number, token: string, value: string) => `${at}: ${token}${value && `, ${value}`}`,
+  firstInput: "the first input of the last call",
+};
+
+/** A token or patch in a caption, for `fill`: "␣on (25)". */
+export const NAMED = "{name} ({at})";
+
+// ---------------------------------------------------------------- one head
+
+/** What a head that matches a pattern does; `unit` is "token" or "patch". */
+export const patterns: Record<string, (unit: string) => { kind: string; does: string }> = {
+  previous: (unit) => ({ kind: `a previous-${unit} head`, does: `each ${unit} looks at the one just before it.` }),
+  next: (unit) => ({ kind: `a next-${unit} head`, does: `each ${unit} looks at the one just after it.` }),
+  self: (unit) => ({ kind: `a current-${unit} head`, does: `each ${unit} looks at itself.` }),
+  first: (unit) => ({ kind: `a first-${unit} head`, does: `each ${unit} looks at the first ${unit}.` }),
+  duplicate: () => ({ kind: "a duplicate-token head", does: "it looks at other occurrences of the current token." }),
+  induction: () => ({ kind: "an induction head", does: "it looks at the token that came after another occurrence of the current token." }),
+  local: (unit) => ({ kind: "a local head", does: `each ${unit} looks evenly at those at most 3 places away.` }),
+  uniform: (unit) => ({ kind: "a uniform head", does: `each ${unit} looks evenly at all that it can attend to.` }),
+};
+
+export const head = {
+  likeness: "Looks like {kind} (match {match}, from {rows}): {does}",
+  noPattern: "No known pattern.",
+  noPatternHelp: "The best match is below 30 %. The statistics list it.",
+  likenessHelp: "A pattern describes where a head looks, not what it is for.",
+  steps: { up: "↑ layer", down: "↓ layer", left: "← head", right: "→ head" },
+  noMap: "No map was recorded. To see which token attends to which, record with Observe(map=64).",
+  notPatches: "The keys of this layer are not the patches of the image.",
+  pooledPatches: (keys: number) => `Each cell of this map pools several patches, so the map cannot be laid over the image. Record with Observe(map=${keys}) to do so.`,
+  fullMap: "Full map: patches in reading order",
+  statistics: "Statistics",
+  statisticsOf: "Statistics of this head",
+  patternMatch: "Pattern match: {list}.",
+  patternScale: "100 % = exactly this pattern, 0 % = no closer than chance.",
+  about: "about ",
+  columns: { query: "per query", mean: "mean", std: "std", min: "min", max: "max", count: "queries" },
+  meanings: "What each statistic means",
+};
+
+export const strongest = {
+  summary: (count: number) => (count === 1 ? "Strongest connection, exact" : `Strongest connections: ${count}, exact`),
+  keys: (each: number) => (each === 1 ? "Strongest key of query {query} {token}" : "Strongest keys of query {query} {token}"),
+  queryLabel: "Query",
+  key: "{weight} key {key}",
+  cells: (exact: boolean, pool: "mean" | "max") => (exact ? "The strongest weights." : `The cells with the largest ${pools[pool]}.`),
+  zoomForTokens: "Zoom in to see the tokens.",
+};
+
+const pools = { mean: "mean", max: "maximum" };
+
+export const selected = {
+  title: "Selected",
+  token: "Selected token: {token}",
+  patch: "Selected patch: {token}",
+  none: (tokens: boolean) =>
+    tokens
+      ? "Click a cell or a token to select it. The row of a cell is what a query attends to; its column is what attends to a key."
+      : "Click a cell to select it. Its row is what a query attends to; its column is what attends to a key.",
+  clear: "Clear",
+  clearLabel: "Clear the selection",
+  attends: (many: boolean) => (many ? "{name} attend to" : "{name} attends to"),
+  attended: (many: boolean) => (many ? "{name} are attended to by" : "{name} is attended to by"),
+  attendsToNone: "Attends to",
+  attendedByNone: "Attended to by",
+  hint: "Hover over a token to preview it. Click any token or cell to change the selection.",
+  pooledHint: "Colours are those of the cells that hold the tokens.",
+};
+
+// ---------------------------------------------------------------- the map
+
+export const map = {
+  label: (title: string) => `${title}. Shift and arrow keys move the selection, plus and minus zoom, 0 shows all.`,
+  zoomIn: "Zoom in",
+  zoomOut: "Zoom out",
+  reset: "Show all",
+  sight: (exact: boolean, queries: [number, number], keys: [number, number], of: string) =>
+    `${exact ? "Exact: each visible cell is one weight" : "Computed for this zoom; each cell pools several weights"}: queries ${whole(queries[0])}–${whole(queries[1] - 1)}, ` +
+    `keys ${whole(keys[0])}–${whole(keys[1] - 1)}${of && ` of ${of}`}.`,
+  axis: (axis: Axis) => axis,
+  axisOfLast: (axis: Axis) => `${axis} of the last call`,
+  axisOfBins: (axis: Axis) => `${axis} bin`,
+  // The page shows the longest that fits.
+  received: (most: string) => [`attention received (avg per query, max ${most})`, `received per query (max ${most})`, `received ≤ ${most}`],
+  entropy: (most: string) => [`entropy per query (max ${most})`, `entropy (max ${most})`, `entropy ≤ ${most}`],
+};
+
+export const cell = {
+  arrow: "{query} → {key}",
+  masked: (broken: boolean) => `{where}: masked${broken ? ", or the row contains NaN or infinity" : ""}`,
+  maskedTile: "masked",
+  weight: "weight {weight}",
+  exactWeight: "weight {weight}, exact",
+  pooled: "mean {mean}, max {max}",
+  pooledAt: "mean {mean}, max {max} at {at}",
+  difference: (value: string) => `difference of the two heads ${value}`,
+  hidden: "in the hidden first column",
+  rescaled: (value: string) => `with the first column hidden ${value}`,
+};
+
+export const legend = {
+  what: (kind: "difference" | "weight" | "mean" | "max", scale: "linear" | "log") =>
+    `${{ difference: "difference", weight: "weight", mean: "mean weight of a cell", max: "maximum of a cell" }[kind]}, ${scale}`,
+  atMost: (value: string) => `≤ ${value}`,
+  orMore: (value: string) => `${value} or more`,
+  visiblePart: "The colour scale is that of the visible part.",
+  bits: (bits: number, codes: number) =>
+    `Stored in ${bits} bits: value = largest × (c / ${whole(codes)})², with an error of at most ${(1 / codes).toPrecision(1)} of the largest.`,
+  rough: "Values with ≈ are stored in 8 bits.",
+  noDetail: "Zooming in adds no detail.",
+  oneWeight: "Each cell is one weight.",
+  proportional: (rows: number, columns: number) =>
+    `Each cell pools calls of different lengths: ${rows} × ${columns} bins, each an equal share of the length.`,
+  onePair: (inputs: number) => `Each cell is one query and key${overInputs(inputs)}.`,
+  pairs: (pool: "mean" | "max", queries: string, keys: string, inputs: number) =>
+    `Each cell ${pool === "max" ? "is the maximum of" : "averages"} ${queries} × ${keys} pairs of query and key${overInputs(inputs)}.`,
+  between: (least: number, most: number) => `${least}–${most}`,
+};
+
+function overInputs(inputs: number): string {
+  return inputs > 1 ? `, pooled over ${whole(inputs)} inputs` : "";
+}
+
+export const server = { stopped: "The server has stopped. Start it again, then reload this page." };
+
+// ---------------------------------------------------------------- an image
+
+export const image = {
+  titles: { image: "Image", looks: "What the selected patch attends to", "looked-at": "What attends to the selected patch", all: "Average" },
+  label: (title: string, head: string) => `${title}, ${head}. Arrow keys select a patch.`,
+  original: "Image. Click a patch to select it, or use the arrow keys.",
+  looks: "What {name} attends to. {most}",
+  lookedAt: "What attends to {name}.",
+  average: (special: number) => (special > 0 ? "Mean over all queries, CLS and registers included. {most}" : "Mean over all patches. {most}"),
+  most: (patch: string, weight: string, ratio: number) => `Most: ${patch}, ${weight}, ${ratio.toFixed(1)} × an even spread.`,
+  noWeight: "No patch has a weight here: all are masked, or the row contains NaN or infinity.",
+  pair: (query: string, key: string, weight: string) => `${query} → ${key}: ${weight}`,
+  averageOf: (key: string, weight: string) => `mean → ${key}: ${weight}`,
+  hover: "Hover over a patch to read its weight.",
+  special: "Before the patches: {buttons} {weights}",
+  itself: "selected, on itself",
+  seeSpecial: "Select it to see what it attends to",
+  specialWeights: (name: string, special: number) =>
+    `The number is the weight that ${name} puts on ${special === 1 ? "it" : "each"}. The colour scales leave ${special === 1 ? "it" : "them"} out.`,
+  scale: "Each picture has its own colour scale, from 0 to its largest patch.",
+  outline: "The line is the outline of the object.",
+  regions: "What it looks at",
+  mostRegion: (ratio: number) => `Most at {region}: ${ratio.toFixed(2)} times as much as an even spread.`,
+  ratio: (ratio: number) => `× ${ratio.toFixed(2)}`,
+  even: "The line marks × 1, an even spread. Regions overlap.",
+};
+
+// ---------------------------------------------------------------- nearby tokens
+
+export const strips = {
+  title: "Nearby tokens",
+  missing: (others: string[]) =>
+    `The page holds nearby tokens for at most 16 heads, and not for this one.${others.length > 0 ? ` In this layer it holds ${others.length === 1 ? "head" : "heads"} ${others.join(", ")}.` : ""}`,
+  label: (head: string, first: number, last: number) => `Nearby tokens of ${head}, queries ${first} to ${last}`,
+  keys: (label: string) => `${label}. Arrow keys move to a weight.`,
+  from: "Queries from",
+  first: "First query",
+  count: "Queries shown",
+  self: "itself",
+  away: (by: number) => `${by < 0 ? "−" : "+"}${Math.abs(by)}`,
+  key: (at: number) => `key ${at}`,
+  scale: "All heads share this colour scale.",
+  of: (input: string) => `These are weights of ${input}.`,
+  hint: (low: number, high: number, first: number) =>
+    `Each column is a query. Rows are keys ${high > 0 ? `from ${-low} tokens before it to ${high} after` : `0–${-low} tokens back`}, then the first ${first === 1 ? "key" : `${first} keys`}. Weights are stored in 8 bits.`,
+  weight: (query: string, key: string | null, weight: string | null) =>
+    `query ${query} → ${key === null ? "no key at this distance" : `key ${key}: ${weight ?? "masked"}`}`,
+};
+
+// ---------------------------------------------------------------- compare, statistics, steps
+
+export const compare = {
+  title: "Two heads",
+  a: "Head A",
+  b: "Head B",
+  difference: "Difference (A − B)",
+  differenceOf: (a: string, b: string) => `${a} − ${b}`,
+  unlike: "The maps of A and B have different bins, so they have no difference.",
+  statistics: "Statistics of both heads",
+  columns: { mean: "mean over queries", a: "A", b: "B", difference: "A − B" },
+};
+
+export const table = {
+  title: "Statistics of all heads",
+  hint: "Each value is a mean over the queries that have the statistic. Entropies are in nats. Click a heading to sort.",
+  head: "head",
+  pattern: "pattern",
+  score: "match",
+  scoreMeaning: "How closely the map matches its best pattern: 1 = exactly, 0 = no closer than chance.",
+};
+
+export const trace = {
+  title: "Step by step",
+  hint: "One forward pass of multi-head attention. Values are the first ones of the first batch entry and head.",
+  size: (letter: string, size: number) => `${letter} = ${size}`,
+  mistake: "Common mistake.",
+  here: "Here.",
+};
