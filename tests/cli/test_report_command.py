@@ -176,7 +176,7 @@ def test_strips_need_self_attention(run: Run, saved: Path) -> None:
     crossed.save("cross.safetensors", qk=True)
     ran = run("report", "cross.safetensors", "--strip", "0.0")
     assert (ran.code, ran.out) == (2, "")
-    assert ran.err.startswith("headscope report: --strip: got layer 0, expected ")
+    assert ran.err.startswith("headscope report: --strip: expected layers of self-attention, got layer 0: ")
 
 
 @pytest.mark.parametrize("kept", [0.5, -1])

@@ -36,6 +36,7 @@ from support.browser import (
     thumbs,
     weight,
 )
+from support.paths import ROOT
 
 pytestmark = in_a_browser
 
@@ -123,6 +124,17 @@ def test_a_click_pins_the_exact_weight(served: Any, long: Recording) -> None:
 
 
 # ---------------------------------------------------------------- words
+
+
+def test_all_texts_of_the_script_are_in_one_file() -> None:
+    """A translation is that file: components hold no words between tags, and none in the attributes that are read."""
+    components = sorted((ROOT / "viewer" / "src").glob("*.tsx"))
+    if not components:
+        pytest.skip("this is no checkout: there is no source of the script")
+    attributes = "aria-label|title|label|caption|alt|placeholder"
+    words = rf""">[^<>{{}}]*[A-Za-z]{{2}}[^<>{{}}]*</|\b(?:{attributes})=(?:"[^"]*[A-Za-z]{{2}}|\{{[`"'][^`"']*[A-Za-z]{{2}})"""
+    found = {path.name: re.findall(words, path.read_text(encoding="utf-8")) for path in components}
+    assert {name: texts for name, texts in found.items() if texts} == {}
 
 
 def test_one_is_no_plural(look: Any) -> None:

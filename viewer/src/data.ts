@@ -192,7 +192,7 @@ class Reader {
   }
 }
 
-/** Base64 stands for three bytes in four characters, and every block begins at a multiple of three. */
+/** Four characters of base64 hold three bytes, and every block begins at a multiple of three. */
 async function blockAt([start, length]: [number, number]): Promise<ArrayBuffer> {
   return inflated(bytes(blockText(start, length)).subarray(0, length));
 }
@@ -342,7 +342,7 @@ export function hasTexts(layer: Layer): boolean {
   return data.image === null && layer.kind === "self" && data.tokens !== null && layer.lengths !== null && layer.lengths[1] === data.tokens.labels.length;
 }
 
-/** The position in the text of a query: they are the last ones, or stand where the mask has them. */
+/** The position of a query in the text: queries are the last positions, unless the mask places them elsewhere. */
 export function queryAt(layer: Layer, query: number): number {
   return layer.lengths && layer.kind === "self" ? query + (layer.strips?.offset ?? layer.lengths[1] - layer.lengths[0]) : query;
 }

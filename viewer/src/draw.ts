@@ -46,7 +46,7 @@ export interface Scene {
 
 const PROFILE = 34;
 
-/** Where everything stands within so many pixels. */
+/** The layout of the map in so many pixels. */
 export function geometry(width: number, most: number, layer: Layer): Geometry {
   const narrow = width < 480 || !hasTokens(layer);
   const [queries] = data.served?.[layer.index] ?? layer.lengths ?? [0];

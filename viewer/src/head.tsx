@@ -335,7 +335,7 @@ function Chip({ at, field: of, scale, colours, row, column, missing, over, pin }
   );
 }
 
-// ---------------------------------------------------------------- beside the map
+// ---------------------------------------------------------------- right of the map
 
 function Largest({ layer, head, change }: { layer: Layer; head: Head; change: Props["change"] }) {
   if (head.edges.length === 0) return null;

@@ -21,7 +21,7 @@ const THEMES = { "": themes.auto, light: themes.light, dark: themes.dark };
 function App() {
   const [state, setState] = useState<State>(() => parse(location.hash));
   const [theme, setTheme] = useState<keyof typeof THEMES>("");
-  // a selected query and key is no longer selected
+  // another row or column ends the selection of a single query and key
   const change = useCallback((part: Partial<State>) => setState((before) => ({ ...before, ...("row" in part || "column" in part ? { cell: null } : {}), ...part })), []);
   const drawn = `${theme} ${useScreen()}`; // what is drawn is drawn again when this changes
   const focus = useRef("");
@@ -200,7 +200,7 @@ function headingOf(name: string): string {
   return data.names.find((each) => each.name === name)?.heading ?? name;
 }
 
-/** What the first column of the maps stands for. */
+/** The content of the first column of the maps. */
 const FIRST_COLUMN: FirstColumn = data.image ? "CLS" : data.layers.every((layer) => !layer.map || (layer.lengths && layer.map.columns === layer.lengths[1])) ? "token" : "bin";
 
 const HAS_MAPS = data.layers.some((layer) => layer.map);

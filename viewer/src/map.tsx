@@ -21,7 +21,7 @@ export interface Zoom {
 interface Props {
   layer: Layer;
   head: Head;
-  number?: number; // of the head, where tiles of it may be asked for
+  number?: number; // of the head, if the page may request tiles of it
   field: Field;
   scale: Scale;
   colours: Colours;

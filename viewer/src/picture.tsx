@@ -145,13 +145,13 @@ export function Images({ layer, field: of, state, theme, change }: Props) {
   return (
     <div>
       <div class="pictures">
-        <Pane {...rest} values={null} caption={texts.original} title="image"
+        <Pane {...rest} values={null} caption={texts.original} picture="image"
           say={(at) => say(at === null ? null : token(at, true))} />
-        <Pane {...rest} values={row} caption={fill(texts.looks, { name: <b>{name}</b>, most: best(row) })} title="looks"
+        <Pane {...rest} values={row} caption={fill(texts.looks, { name: <b>{name}</b>, most: best(row) })} picture="looks"
           say={(at) => say(at === null ? null : texts.pair(name, token(at, true)!, mapValue(row[at])))} />
-        <Pane {...rest} values={column} caption={fill(texts.lookedAt, { name: <b>{name}</b> })} title="looked-at"
+        <Pane {...rest} values={column} caption={fill(texts.lookedAt, { name: <b>{name}</b> })} picture="looked-at"
           say={(at) => say(at === null ? null : texts.pair(token(at, true)!, name, mapValue(column[at])))} />
-        <Pane {...rest} values={mean} caption={fill(texts.average(special), { most: best(mean) })} title="all"
+        <Pane {...rest} values={mean} caption={fill(texts.average(special), { most: best(mean) })} picture="all"
           say={(at) => say(at === null ? null : texts.averageOf(token(at, true)!, mapValue(mean[at])))} />
       </div>
       <p class="readout" aria-live="polite">{over || texts.hover}</p>
@@ -173,20 +173,20 @@ interface PaneProps {
   chosen: number;
   values: Float32Array | null;
   caption: preact.ComponentChildren;
-  title: keyof typeof texts.titles; // and the end of the names of files
+  picture: keyof typeof texts.titles; // also the end of the names of its files
   head: [number, number];
   pin: (at: number) => void;
   say: (at: number | null) => void;
 }
 
-function Pane({ state, theme, chosen, values, caption, title, head, pin, say }: PaneProps) {
+function Pane({ state, theme, chosen, values, caption, picture, head, pin, say }: PaneProps) {
   const canvas = useRef<HTMLCanvasElement>(null);
   const { grid: [rows, columns], special } = data.image!;
   const side = Math.max(1, Math.floor(300 / Math.max(rows, columns)));
   const size: [number, number] = [side * columns, side * rows];
   const patches = (): Patches => ({
     values, top: values ? topOf(values) : 1, scale: state.scale, colours: state.colours, over: state.over, size,
-    chosen: title === "all" ? null : chosen,
+    chosen: picture === "all" ? null : chosen,
   });
   useEffect(() => {
     const ratio = window.devicePixelRatio || 1;
@@ -213,17 +213,17 @@ function Pane({ state, theme, chosen, values, caption, title, head, pin, say }: 
   const svg = () => {
     const surface = new SvgSurface();
     drawPatches(surface, patches());
-    save(`headscope-layer-${head[0]}-head-${head[1]}-${title}.svg`, new Blob([surface.written(...size, nameOf(...head))], { type: "image/svg+xml" }));
+    save(`headscope-layer-${head[0]}-head-${head[1]}-${picture}.svg`, new Blob([surface.written(...size, nameOf(...head))], { type: "image/svg+xml" }));
   };
   return (
     <figure>
-      <canvas ref={canvas} class="patches" tabIndex={0} role="img" aria-label={texts.label(texts.titles[title], nameOf(...head))}
+      <canvas ref={canvas} class="patches" tabIndex={0} role="img" aria-label={texts.label(texts.titles[picture], nameOf(...head))}
         onClick={(event) => pin(at(event))} onMouseMove={(event) => say(at(event))} onMouseLeave={() => say(null)} onKeyDown={pressed} />
       <figcaption>{caption}{" "}
         {values && (
           <span class="tools">
-            <button type="button" aria-label={files.of(files.png, texts.titles[title])} onClick={() => canvas.current!.toBlob((blob) => blob && save(`headscope-layer-${head[0]}-head-${head[1]}-${title}.png`, blob))}>{files.png}</button>{" "}
-            <button type="button" aria-label={files.of(files.svg, texts.titles[title])} onClick={svg}>{files.svg}</button>
+            <button type="button" aria-label={files.of(files.png, texts.titles[picture])} onClick={() => canvas.current!.toBlob((blob) => blob && save(`headscope-layer-${head[0]}-head-${head[1]}-${picture}.png`, blob))}>{files.png}</button>{" "}
+            <button type="button" aria-label={files.of(files.svg, texts.titles[picture])} onClick={svg}>{files.svg}</button>
           </span>
         )}
       </figcaption>

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headscope._analysis.answers import plural
-
 DEFAULT_TITLE = "Attention heads"
 NO_SCRIPT = "This page draws its maps with a script inside the file. Allow JavaScript to see them."
 STEPS = "Steps"
@@ -30,7 +28,7 @@ READING = f"Queries attend to keys. {_NUMBERING}"
 
 def counted(number: int, one: str, more: str = "") -> str:
     """Return a number with its noun: "1 query", "2,048 queries"."""
-    return f"{number:,} {one if number == 1 else more or plural(one, number)}"
+    return f"{number:,} {one if number == 1 else more or one + 's'}"
 
 
 def queries_of(number: int) -> str:
